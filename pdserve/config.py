@@ -1,0 +1,192 @@
+"""The one typed tree of settings. Units are in the names. Frozen; read once at the edge and passed down.
+
+Each field's metadata carries its flag and help text: ``setting()`` below. How flags, ``PDSERVE_*`` variables and the TOML
+file fill the tree is in ``load``; nothing else in pdserve reads the environment.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+from typing import Any
+
+from pdserve.wire.discovery import Role
+
+
+def setting(flag: str, help: str, default: Any = ..., *, metavar: str | None = None, secret: bool = False) -> Any:
+    """A dataclass field that users can set: ``--flag``, ``PDSERVE_FLAG``, and ``section.flag`` in TOML."""
+    metadata = {"flag": flag, "help": help, "metavar": metavar, "secret": secret}
+    return field(metadata=metadata) if default is ... else field(default=default, metadata=metadata)
+
+
+class Dtype(enum.Enum):
+    """Of weights, activations and KV cache."""
+
+    BF16 = "bf16"
+    FP32 = "fp32"
+
+
+class LogLevel(enum.Enum):
+    DEBUG = "debug"
+    INFO = "info"
+    WARNING = "warning"
+    ERROR = "error"
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """Which model, and how it is held."""
+
+    path: str = setting("model", "Hugging Face model folder, or 'demo' for the embedded SmolLM2-135M-Instruct", "demo")
+    served_name: str = setting("served-name", "name that clients ask for; the folder's name if empty", "")
+    dtype: Dtype = setting("dtype", "number format of weights and KV cache", Dtype.BF16)
+    max_model_len: int = setting("max-model-len", "longest prompt plus output in tokens; 0 takes the model's own", 0)
+
+
+@dataclass(frozen=True, slots=True)
+class CacheConfig:
+    """The paged KV cache."""
+
+    block_size: int = setting("block-size", "tokens in one KV block; equal on all nodes", 16)
+    kv_cache_mib: int = setting("kv-cache-mib", "memory for the KV cache, in MiB", 1024)
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """What one engine step may hold."""
+
+    max_running: int = setting("max-running", "requests that one step may hold", 64)
+    max_step_tokens: int = setting("max-step-tokens", "tokens that one step may compute; longer prompts go in chunks", 256)
+    max_waiting: int = setting("max-waiting", "requests that may queue before new ones get 503", 1024)
+
+
+@dataclass(frozen=True, slots=True)
+class TransferConfig:
+    """KV transfer between a decode and a prefill engine."""
+
+    host: str = setting("transfer-host", "address that a prefill engine binds its control channel to", "127.0.0.1")
+    port: int = setting("transfer-port", "port of that channel; 0 takes a free one", 0)
+    advertise: str = setting("transfer-advertise", "host name or address that decode engines reach it by; the bound one if empty", "")
+    heartbeat_ms: int = setting("transfer-heartbeat-ms", "pause between pings while transfers are alive", 500)
+    lease_ms: int = setting("transfer-lease-ms", "silence after which the other engine counts as dead", 3000)
+    ucx_tls: str = setting("ucx-tls", "UCX transports, as UCX_TLS takes them; UCX chooses if empty", "")
+
+
+@dataclass(frozen=True, slots=True)
+class HttpConfig:
+    """One HTTP server."""
+
+    host: str = setting("host", "address to serve HTTP on", "127.0.0.1")
+    port: int = setting("port", "port to serve HTTP on; 0 takes a free one", 0)
+    advertise: str = setting("advertise", "URL that the proxy reaches this server by; made from host and port if empty", "")
+    keep_alive_s: int = setting("keep-alive-s", "seconds that an idle client connection is kept; longer than clients' pools", 120)
+    max_body_bytes: int = setting("max-body-bytes", "largest request body that is read", 8 * 2**20)
+    drain_s: float = setting("drain-s", "seconds that running requests get to finish on SIGTERM", 10.0)
+
+
+@dataclass(frozen=True, slots=True)
+class RequestConfig:
+    """Bounds on one client request."""
+
+    timeout_s: float = setting("request-timeout-s", "seconds that a whole request may take", 600.0)
+
+
+@dataclass(frozen=True, slots=True)
+class DiscoveryConfig:
+    """A node's side of discovery."""
+
+    proxies: tuple[str, ...] = setting("proxy", "control address of a proxy, tcp://host:port; may be given more than once", ())
+    heartbeat_ms: int = setting("heartbeat-ms", "pause between heartbeats to each proxy", 1000)
+    name: str = setting("name", "this node's name in logs; made from role and host if empty", "")
+
+
+@dataclass(frozen=True, slots=True)
+class RegistryConfig:
+    """The proxy's side of discovery."""
+
+    control_host: str = setting("control-host", "address to take registrations on", "127.0.0.1")
+    control_port: int = setting("control-port", "port to take registrations on; 0 takes a free one", 8100)
+    heartbeat_ms: int = setting("heartbeat-ms", "pause between heartbeats that nodes are expected to keep", 1000)
+    missed_heartbeats: int = setting("missed-heartbeats", "heartbeats missed in a row before a node is dropped", 3)
+
+
+@dataclass(frozen=True, slots=True)
+class RelayConfig:
+    """The proxy's connections to nodes."""
+
+    connect_timeout_s: float = setting("connect-timeout-s", "seconds to connect to a node", 5.0)
+    idle_timeout_s: float = setting("idle-timeout-s", "seconds without a byte from a node before it counts as stuck", 120.0)
+    max_connections: int = setting("max-connections", "upstream connections kept at most", 8192)
+
+
+@dataclass(frozen=True, slots=True)
+class SecurityConfig:
+    """What makes a control message believable."""
+
+    secret: str = setting("secret", "cluster secret; better in PDSERVE_SECRET or --secret-file than on a command line", "", secret=True)
+    secret_file: str = setting("secret-file", "file that holds the cluster secret", "")
+
+
+@dataclass(frozen=True, slots=True)
+class CpuConfig:
+    """Which cores the engine may use."""
+
+    cores: tuple[int, ...] = setting("cores", "cores that the engine is pinned to, as 0,1,4-7; all if empty", ())
+
+
+@dataclass(frozen=True, slots=True)
+class LogConfig:
+    level: LogLevel = setting("log-level", "least severe message that is logged", LogLevel.INFO)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """What the engine process is told at its start; sent as MessagePack, so nothing here is read from the outside."""
+
+    role: Role
+    boot_id: bytes
+    secret: bytes
+    model_dir: str
+    model: ModelConfig
+    cache: CacheConfig
+    scheduler: SchedulerConfig
+    transfer: TransferConfig
+    cpu: CpuConfig
+    log: LogConfig
+
+
+@dataclass(frozen=True, slots=True)
+class NodeConfig:
+    """``pdserve prefill``, ``pdserve decode``, ``pdserve mixed``."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    transfer: TransferConfig = field(default_factory=TransferConfig)
+    http: HttpConfig = field(default_factory=HttpConfig)
+    request: RequestConfig = field(default_factory=RequestConfig)
+    discovery: DiscoveryConfig = field(default_factory=DiscoveryConfig)
+    security: SecurityConfig = field(default_factory=SecurityConfig)
+    cpu: CpuConfig = field(default_factory=CpuConfig)
+    log: LogConfig = field(default_factory=LogConfig)
+
+
+@dataclass(frozen=True, slots=True)
+class ProxyConfig:
+    """``pdserve proxy``."""
+
+    http: HttpConfig = field(default_factory=HttpConfig)
+    registry: RegistryConfig = field(default_factory=RegistryConfig)
+    relay: RelayConfig = field(default_factory=RelayConfig)
+    request: RequestConfig = field(default_factory=RequestConfig)
+    security: SecurityConfig = field(default_factory=SecurityConfig)
+    log: LogConfig = field(default_factory=LogConfig)
+
+
+@dataclass(frozen=True, slots=True)
+class UpConfig:
+    """``pdserve up``: a whole cluster on this machine."""
+
+    prefill: int = setting("prefill", "prefill nodes", 1)
+    decode: int = setting("decode", "decode nodes", 1)
+    ask: str = setting("ask", "ask this one question, print the answer, and stop", "")

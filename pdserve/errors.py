@@ -1,0 +1,149 @@
+"""Every exception that pdserve raises on purpose.
+
+    PdserveError
+    ├── ConfigError             a setting is wrong; raised before anything starts
+    ├── ModelError              a model folder cannot be read, or its architecture is not supported
+    ├── WireError               a message from another process is not acceptable
+    │   ├── MalformedFrame          not the MessagePack that the channel expects
+    │   └── AuthenticationFailed    wrong secret, replayed, or too old
+    ├── TransferError           the KV cache of a request did not arrive
+    │   ├── HandshakeRefused        the two engines do not fit; names the field and both values
+    │   ├── PeerLost                the other engine died, restarted, or let its lease run out
+    │   └── TransferRefused         the prefill node said no, or gave up
+    ├── EngineError             the engine process failed
+    └── RequestError            a client's request ends with an HTTP error in OpenAI's shape
+        ├── InvalidRequest          400
+        ├── Unauthorized            401
+        ├── NotFound                404
+        ├── MethodNotAllowed        405
+        ├── PayloadTooLarge         413
+        ├── Internal                500
+        ├── BadUpstream             502
+        ├── Unavailable             503, with Retry-After
+        └── DeadlineExceeded        504
+
+Libraries' exceptions are translated where they enter, always with ``raise … from exc``.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class PdserveError(Exception):
+    """Base of all of pdserve's own exceptions."""
+
+
+class ConfigError(PdserveError):
+    """A setting is unknown, malformed or contradicts another."""
+
+
+class ModelError(PdserveError):
+    """A model cannot be loaded: what is missing or unsupported is in the message."""
+
+
+class WireError(PdserveError):
+    """A message from another process was dropped."""
+
+
+class MalformedFrame(WireError):
+    """The bytes are not the typed MessagePack that this channel carries."""
+
+
+class AuthenticationFailed(WireError):
+    """The frame was not made with this cluster's secret, or was seen before, or is too old."""
+
+
+class TransferError(PdserveError):
+    """The KV cache of one request did not arrive; the request itself can still be saved."""
+
+
+class HandshakeRefused(TransferError):
+    """Two engines do not fit together.
+
+    ``field`` is the first value that differs; ``ours`` and ``theirs`` are printed forms of both sides.
+    """
+
+    def __init__(self, field: str, ours: str, theirs: str) -> None:
+        super().__init__(f"engines do not fit: {field} is {ours} here and {theirs} there")
+        self.field = field
+        self.ours = ours
+        self.theirs = theirs
+
+
+class PeerLost(TransferError):
+    """The other engine died, restarted under a new boot id, or stopped answering."""
+
+
+class TransferRefused(TransferError):
+    """The prefill node refused the request or gave it up."""
+
+
+class EngineError(PdserveError):
+    """The engine process could not start, or died."""
+
+
+class RequestError(PdserveError):
+    """Ends one client request with an HTTP status and an OpenAI-shaped error body."""
+
+    status: ClassVar[int] = 500
+    type: ClassVar[str] = "server_error"
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after_s: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        self.code = code
+        self.retry_after_s = retry_after_s
+
+
+class InvalidRequest(RequestError):
+    status = 400
+    type = "invalid_request_error"
+
+
+class Unauthorized(RequestError):
+    status = 401
+    type = "authentication_error"
+
+
+class NotFound(RequestError):
+    status = 404
+    type = "not_found_error"
+
+
+class MethodNotAllowed(RequestError):
+    status = 405
+    type = "invalid_request_error"
+
+
+class PayloadTooLarge(RequestError):
+    status = 413
+    type = "invalid_request_error"
+
+
+class Internal(RequestError):
+    status = 500
+    type = "server_error"
+
+
+class BadUpstream(RequestError):
+    status = 502
+    type = "server_error"
+
+
+class Unavailable(RequestError):
+    status = 503
+    type = "service_unavailable"
+
+
+class DeadlineExceeded(RequestError):
+    status = 504
+    type = "timeout_error"

@@ -1,0 +1,162 @@
+"""API process ↔ engine process of one node, over a private ZMQ PAIR socket (ipc, in a folder only the user can enter).
+
+One message a step carries the new tokens of all requests: the crossing is per step, not per token.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import TypeAlias
+
+import msgspec
+
+from pdserve.wire.discovery import Load
+from pdserve.wire.ids import RequestUuid
+from pdserve.wire.sampling import SamplingParams
+from pdserve.wire.ticket import PrefillTarget
+
+# ---------------------------------------------------------------- API → engine
+
+
+class Submit(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="submit", kw_only=True):
+    """Generate for one prompt. ``request_id`` is the API process's own number, never reused within a boot."""
+
+    request_id: int
+    uuid: RequestUuid
+    token_ids: list[int]
+    sampling: SamplingParams
+    deadline_s: float
+    """Seconds from now; past it the request ends with ``FinishReason.DEADLINE``."""
+    attempt: int = 0
+    prefill: tuple[PrefillTarget, ...] = ()
+
+
+class Abort(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="abort"):
+    """Forget these requests and free what they hold. No output follows; unknown ids are ignored."""
+
+    request_ids: list[int]
+
+
+class Shutdown(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="shutdown"):
+    """Cancel everything, close all sockets, exit 0."""
+
+
+ToEngine: TypeAlias = Submit | Abort | Shutdown
+
+# ---------------------------------------------------------------- engine → API
+
+
+class FinishReason(enum.Enum):
+    """Why a request ended. Exactly one, exactly once."""
+
+    STOP = "stop"
+    """An end-of-sequence or stop token id (which is the last of ``new_token_ids``)."""
+    LENGTH = "length"
+    """``max_tokens`` or the context length."""
+    DEADLINE = "deadline"
+    ERROR = "error"
+
+
+class PrefillSource(enum.Enum):
+    """Who computed the prompt's KV cache."""
+
+    LOCAL = "local"
+    REMOTE = "remote"
+    FALLBACK = "fallback"
+    """A prefill node was asked and did not deliver; this node did it."""
+
+
+class RequestReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What the engine knows of a finished request, for the log line and the metrics. Times in seconds."""
+
+    prefill_source: PrefillSource
+    prefill_node: str
+    """Name of the prefill node that delivered; empty if none did."""
+    cached_tokens: int
+    queue_s: float
+    prefill_s: float
+    """From the end of queueing to the first token."""
+    transfer_s: float
+    """From the first token to the last block's arrival; 0 for local prefill."""
+
+
+class RequestOutput(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
+    """What one step adds to one request."""
+
+    request_id: int
+    new_token_ids: list[int]
+    finish: FinishReason | None = None
+    report: RequestReport | None = None
+    """With ``finish``."""
+    error: str | None = None
+    """With ``FinishReason.ERROR``."""
+
+
+class EngineStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Gauges as they are, and counters since the engine's start."""
+
+    running: int = 0
+    waiting: int = 0
+    waiting_for_remote: int = 0
+    total_blocks: int = 0
+    free_blocks: int = 0
+    quarantined_blocks: int = 0
+    steps: int = 0
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    preemptions: int = 0
+    prefills_local: int = 0
+    prefills_remote: int = 0
+    prefills_fallback: int = 0
+    transfer_bytes_sent: int = 0
+    transfer_bytes_received: int = 0
+    transfers_sent: int = 0
+    transfers_received: int = 0
+    transfer_seconds: float = 0.0
+    transfer_failures: dict[str, int] = {}
+    """By reason."""
+    leases_expired: int = 0
+    stale_blocks_dropped: int = 0
+
+    @property
+    def load(self) -> Load:
+        return Load(self.running, self.waiting + self.waiting_for_remote, self.free_blocks)
+
+
+class Starting(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="starting"):
+    """Progress for people, while the engine comes up: ``loading weights``, ``warming up``."""
+
+    stage: str
+
+
+class Ready(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="ready", kw_only=True):
+    """The engine takes requests."""
+
+    control: str
+    """``tcp://host:port`` of its transfer control channel; empty unless the role is prefill."""
+    fingerprint: str
+    num_blocks: int
+    block_size: int
+    max_model_len: int
+    max_running: int
+
+
+class StepOutput(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="step"):
+    """All that one engine step produced."""
+
+    outputs: list[RequestOutput]
+
+
+class Stats(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="stats"):
+    """Sent when something changed, at most a few times a second, and once when the engine falls idle."""
+
+    stats: EngineStats
+
+
+class EngineFailed(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="failed"):
+    """The engine is about to exit, with why."""
+
+    message: str
+
+
+FromEngine: TypeAlias = Starting | Ready | StepOutput | Stats | EngineFailed

@@ -1,0 +1,148 @@
+"""Authenticated frames: every control message between hosts travels in one.
+
+A frame is a MessagePack array ``[version, sender, counter, sent_ms, body, mac]``. ``mac`` is HMAC-SHA256 with the cluster
+secret over all the rest and over the channel's purpose, so a frame of one channel is no good on another. Replays are
+refused: a sender's counter must rise, and a frame older (or newer) than ``MAX_AGE_S`` by the receiver's clock is dropped.
+"""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+import hmac
+import struct
+import time
+from collections.abc import Callable
+from typing import Annotated, Generic, TypeVar
+
+import msgspec
+
+from pdserve.errors import AuthenticationFailed, MalformedFrame
+from pdserve.wire.ids import BootId
+
+FRAME_VERSION = 1
+MAX_AGE_S = 60.0
+MAX_FRAME_BYTES = 16 * 2**20
+MAX_SENDERS = 65_536
+
+
+T = TypeVar("T")
+
+
+class Purpose(enum.Enum):
+    """Which channel a frame belongs to."""
+
+    DISCOVERY = b"discovery"
+    TRANSFER = b"transfer"
+    TICKET = b"ticket"
+
+
+class _Frame(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    version: int
+    sender: BootId
+    counter: Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)]
+    sent_ms: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+    body: bytes
+    mac: Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
+
+
+_frame_decoder = msgspec.msgpack.Decoder(_Frame)
+_encoder = msgspec.msgpack.Encoder()
+
+
+def _mac(secret: bytes, purpose: Purpose, sender: bytes, counter: int, sent_ms: int, body: bytes) -> bytes:
+    head = struct.pack(">B16sQQ", FRAME_VERSION, sender, counter, sent_ms)
+    return hmac.digest(secret, purpose.value + b"\0" + head + body, hashlib.sha256)
+
+
+class Sealer:
+    """Signs what one process sends on one channel."""
+
+    def __init__(
+        self, secret: bytes, purpose: Purpose, sender: bytes, *, clock: Callable[[], float] = time.time
+    ) -> None:
+        self._secret = secret
+        self._purpose = purpose
+        self._sender = sender
+        self._clock = clock
+        self._counter = 0
+
+    def seal(self, message: msgspec.Struct) -> bytes:
+        """The frame to send, as one ZMQ part or one header value before base64."""
+        self._counter += 1
+        body = _encoder.encode(message)
+        sent_ms = int(self._clock() * 1000)
+        mac = _mac(self._secret, self._purpose, self._sender, self._counter, sent_ms, body)
+        return _encoder.encode(_Frame(FRAME_VERSION, self._sender, self._counter, sent_ms, body, mac))
+
+
+class Opener(Generic[T]):
+    """Verifies and decodes what one process receives on one channel.
+
+    ``ordered=False`` is for channels whose frames may overtake each other (one HTTP request each): a frame is then
+    refused only if that very counter was seen within ``MAX_AGE_S``.
+    """
+
+    def __init__(
+        self,
+        secret: bytes,
+        purpose: Purpose,
+        message: type[T],
+        *,
+        ordered: bool = True,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._secret = secret
+        self._purpose = purpose
+        self._decoder: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(message)
+        self._ordered = ordered
+        self._clock = clock
+        self._last: dict[bytes, int] = {}
+        self._seen: dict[tuple[bytes, int], float] = {}
+
+    def open(self, frame: bytes) -> T:
+        """The message in ``frame``.
+
+        Raises MalformedFrame if it is not what this channel carries, AuthenticationFailed if it is not to be believed.
+        """
+        if len(frame) > MAX_FRAME_BYTES:
+            raise MalformedFrame(f"frame of {len(frame)} bytes; at most {MAX_FRAME_BYTES} are accepted")
+        try:
+            outer = _frame_decoder.decode(frame)
+        except (msgspec.DecodeError, msgspec.ValidationError) as exc:
+            raise MalformedFrame(f"not a pdserve frame: {exc}") from exc
+        if outer.version != FRAME_VERSION:
+            raise MalformedFrame(f"frame version {outer.version}; this process speaks {FRAME_VERSION}")
+        expected = _mac(self._secret, self._purpose, outer.sender, outer.counter, outer.sent_ms, outer.body)
+        if not hmac.compare_digest(expected, outer.mac):
+            raise AuthenticationFailed("wrong signature: the sender has another cluster secret")
+        self._check_fresh(outer)
+        try:
+            return self._decoder.decode(outer.body)
+        except (msgspec.DecodeError, msgspec.ValidationError) as exc:
+            raise MalformedFrame(f"unexpected {self._purpose.name.lower()} message: {exc}") from exc
+
+    def _check_fresh(self, frame: _Frame) -> None:
+        now = self._clock()
+        age_s = now - frame.sent_ms / 1000
+        if abs(age_s) > MAX_AGE_S:
+            raise AuthenticationFailed(
+                f"frame is {age_s:.0f} s old by this host's clock; at most {MAX_AGE_S:.0f} s are accepted: "
+                "synchronise the hosts' clocks"
+            )
+        if self._ordered:
+            if frame.counter <= self._last.get(frame.sender, 0):
+                raise AuthenticationFailed("replayed frame: its counter was seen before")
+            self._last.pop(frame.sender, None)
+            self._last[frame.sender] = frame.counter
+            if len(self._last) > MAX_SENDERS:
+                del self._last[next(iter(self._last))]
+        else:
+            key = (frame.sender, frame.counter)
+            if key in self._seen:
+                raise AuthenticationFailed("replayed frame: it was used before")
+            for old, at in list(self._seen.items()):
+                if now - at <= 2 * MAX_AGE_S:
+                    break
+                del self._seen[old]
+            self._seen[key] = now

@@ -1,0 +1,115 @@
+"""Decode engine ↔ prefill engine control messages. Sealed frames, decode DEALER to prefill ROUTER.
+
+    decode                                   prefill
+      Hello ─────────────────────────────▶            before anything else between two boots
+            ◀───────────────────────────── Welcome    or Refused
+      PrefillRequest ────────────────────▶
+            ◀═════════ KV blocks (UCX) ═══            as chunks finish, tagged (tag, index)
+            ◀───────────────────────────── FirstToken
+      Done ──────────────────────────────▶            all blocks landed: the prefill node may free
+      Ping ──────────────────────────────▶            while any transfer is alive; renews the leases of both sides
+            ◀───────────────────────────── Pong
+      Cancel ────────────────────────────▶            the request is over for other reasons
+            ◀───────────────────────────── Failed     the transfer is over, and why
+
+Every transfer ends with exactly one of ``Done``, ``Failed`` or ``Cancel``.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, TypeAlias
+
+import msgspec
+
+from pdserve.wire.ids import BootId, TransferId
+from pdserve.wire.sampling import SamplingParams
+
+PROTOCOL_VERSION = 1
+
+INDEX_BITS = 24
+"""A UCX tag is ``tag << INDEX_BITS | index``: 40 random bits chosen by the receiver, then the block's index."""
+
+TransferTag: TypeAlias = Annotated[int, msgspec.Meta(ge=1, lt=1 << 40)]
+
+
+class EngineSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What two engines must agree on, in the order in which a misfit is reported."""
+
+    protocol: int
+    fingerprint: str
+    """Of model configuration and weights."""
+    dtype: str
+    block_size: int
+    num_layers: int
+    kv_heads: int
+    head_dim: int
+    tp_size: int
+
+
+class Hello(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="hello"):
+    boot_id: BootId
+    spec: EngineSpec
+    rank_addresses: list[Annotated[bytes, msgspec.Meta(max_length=65_536)]]
+    """UCX worker address of each TP rank, in rank order."""
+
+
+class Welcome(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="welcome"):
+    boot_id: BootId
+    spec: EngineSpec
+
+
+class Refused(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="refused"):
+    """The handshake failed: ``field`` differs. ``ours`` is the sender's value."""
+
+    boot_id: BootId
+    field: str
+    ours: str
+    theirs: str
+
+
+class PrefillRequest(
+    msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="prefill", kw_only=True
+):
+    """Compute this prompt's KV cache and push blocks ``first_block`` and after (``ceil(prompt / block_size)`` in all).
+
+    The prefill node never learns the decode node's block ids: a block travels under its index, and the receiver alone
+    decides where an index lands.
+    """
+
+    transfer_id: TransferId
+    tag: TransferTag
+    token_ids: list[int]
+    first_block: Annotated[int, msgspec.Meta(ge=0)]
+    sampling: SamplingParams
+    deadline_s: Annotated[float, msgspec.Meta(gt=0)]
+
+
+class FirstToken(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="first_token"):
+    transfer_id: TransferId
+    token_id: int
+    cached_tokens: int
+
+
+class Done(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="done"):
+    transfer_id: TransferId
+
+
+class Cancel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="cancel"):
+    transfer_id: TransferId
+
+
+class Failed(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="failed"):
+    transfer_id: TransferId
+    reason: Annotated[str, msgspec.Meta(max_length=2_000)]
+
+
+class Ping(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="ping"):
+    boot_id: BootId
+
+
+class Pong(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="pong"):
+    boot_id: BootId
+
+
+ToPrefill: TypeAlias = Hello | PrefillRequest | Done | Cancel | Ping
+ToDecode: TypeAlias = Welcome | Refused | FirstToken | Failed | Pong
