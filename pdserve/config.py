@@ -56,7 +56,9 @@ class SchedulerConfig:
     """What one engine step may hold."""
 
     max_running: int = setting("max-running", "requests that one step may hold", 64)
-    max_step_tokens: int = setting("max-step-tokens", "tokens that one step may compute; longer prompts go in chunks", 256)
+    max_step_tokens: int = setting(
+        "max-step-tokens", "tokens that one step may compute; longer prompts go in chunks", 256
+    )
     max_waiting: int = setting("max-waiting", "requests that may queue before new ones get 503", 1024)
 
 
@@ -66,7 +68,9 @@ class TransferConfig:
 
     host: str = setting("transfer-host", "address that a prefill engine binds its control channel to", "127.0.0.1")
     port: int = setting("transfer-port", "port of that channel; 0 takes a free one", 0)
-    advertise: str = setting("transfer-advertise", "host name or address that decode engines reach it by; the bound one if empty", "")
+    advertise: str = setting(
+        "transfer-advertise", "host name or address that decode engines reach it by; the bound one if empty", ""
+    )
     heartbeat_ms: int = setting("transfer-heartbeat-ms", "pause between pings while transfers are alive", 500)
     lease_ms: int = setting("transfer-lease-ms", "silence after which the other engine counts as dead", 3000)
     ucx_tls: str = setting("ucx-tls", "UCX transports, as UCX_TLS takes them; UCX chooses if empty", "")
@@ -78,8 +82,12 @@ class HttpConfig:
 
     host: str = setting("host", "address to serve HTTP on", "127.0.0.1")
     port: int = setting("port", "port to serve HTTP on; 0 takes a free one", 0)
-    advertise: str = setting("advertise", "URL that the proxy reaches this server by; made from host and port if empty", "")
-    keep_alive_s: int = setting("keep-alive-s", "seconds that an idle client connection is kept; longer than clients' pools", 120)
+    advertise: str = setting(
+        "advertise", "URL that the proxy reaches this server by; made from host and port if empty", ""
+    )
+    keep_alive_s: int = setting(
+        "keep-alive-s", "seconds that an idle client connection is kept; longer than clients' pools", 120
+    )
     max_body_bytes: int = setting("max-body-bytes", "largest request body that is read", 8 * 2**20)
     drain_s: float = setting("drain-s", "seconds that running requests get to finish on SIGTERM", 10.0)
 
@@ -95,7 +103,9 @@ class RequestConfig:
 class DiscoveryConfig:
     """A node's side of discovery."""
 
-    proxies: tuple[str, ...] = setting("proxy", "control address of a proxy, tcp://host:port; may be given more than once", ())
+    proxies: tuple[str, ...] = setting(
+        "proxy", "control address of a proxy, tcp://host:port; may be given more than once", ()
+    )
     heartbeat_ms: int = setting("heartbeat-ms", "pause between heartbeats to each proxy", 1000)
     name: str = setting("name", "this node's name in logs; made from role and host if empty", "")
 
@@ -115,7 +125,9 @@ class RelayConfig:
     """The proxy's connections to nodes."""
 
     connect_timeout_s: float = setting("connect-timeout-s", "seconds to connect to a node", 5.0)
-    idle_timeout_s: float = setting("idle-timeout-s", "seconds without a byte from a node before it counts as stuck", 120.0)
+    idle_timeout_s: float = setting(
+        "idle-timeout-s", "seconds without a byte from a node before it counts as stuck", 120.0
+    )
     max_connections: int = setting("max-connections", "upstream connections kept at most", 8192)
 
 
@@ -123,7 +135,9 @@ class RelayConfig:
 class SecurityConfig:
     """What makes a control message believable."""
 
-    secret: str = setting("secret", "cluster secret; better in PDSERVE_SECRET or --secret-file than on a command line", "", secret=True)
+    secret: str = setting(
+        "secret", "cluster secret; better in PDSERVE_SECRET or --secret-file than on a command line", "", secret=True
+    )
     secret_file: str = setting("secret-file", "file that holds the cluster secret", "")
 
 

@@ -7,7 +7,6 @@ from typing import Annotated
 import msgspec
 
 
-
 class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Validated at the API; the engine trusts it.
 
