@@ -1,7 +1,7 @@
 """The one typed tree of settings. Units are in the names. Frozen; read once at the edge and passed down.
 
-Each field's metadata carries its flag and help text: ``setting()`` below. How flags, ``PDSERVE_*`` variables and the TOML
-file fill the tree is in ``load``; nothing else in pdserve reads the environment.
+Each field's metadata carries its flag, help text and range: ``setting()`` below. ``pdserve.settings.load`` fills the
+tree from flags, ``PDSERVE_*`` variables and a TOML file; nothing else in pdserve reads the environment.
 """
 
 from __future__ import annotations
@@ -13,10 +13,30 @@ from typing import Any
 from pdserve.wire.discovery import Role
 
 
-def setting(flag: str, help: str, default: Any = ..., *, metavar: str | None = None, secret: bool = False) -> Any:
-    """A dataclass field that users can set: ``--flag``, ``PDSERVE_FLAG``, and ``section.flag`` in TOML."""
-    metadata = {"flag": flag, "help": help, "metavar": metavar, "secret": secret}
-    return field(metadata=metadata) if default is ... else field(default=default, metadata=metadata)
+def setting(
+    flag: str,
+    help: str,
+    default: Any,
+    *,
+    metavar: str | None = None,
+    secret: bool = False,
+    minimum: float | None = None,
+    maximum: float | None = None,
+) -> Any:
+    """A dataclass field that users can set: ``--flag``, ``PDSERVE_FLAG``, and ``section.flag`` in TOML.
+
+    ``minimum`` and ``maximum`` are inclusive. A ``secret`` is left out of the dataclass's repr, of ``--help`` and of
+    errors.
+    """
+    metadata = {
+        "flag": flag,
+        "help": help,
+        "metavar": metavar,
+        "secret": secret,
+        "minimum": minimum,
+        "maximum": maximum,
+    }
+    return field(default=default, metadata=metadata, repr=not secret)
 
 
 class Dtype(enum.Enum):
@@ -40,26 +60,28 @@ class ModelConfig:
     path: str = setting("model", "Hugging Face model folder, or 'demo' for the embedded SmolLM2-135M-Instruct", "demo")
     served_name: str = setting("served-name", "name that clients ask for; the folder's name if empty", "")
     dtype: Dtype = setting("dtype", "number format of weights and KV cache", Dtype.BF16)
-    max_model_len: int = setting("max-model-len", "longest prompt plus output in tokens; 0 takes the model's own", 0)
+    max_model_len: int = setting(
+        "max-model-len", "longest prompt plus output in tokens; 0 takes the model's own", 0, minimum=0
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class CacheConfig:
     """The paged KV cache."""
 
-    block_size: int = setting("block-size", "tokens in one KV block; equal on all nodes", 16)
-    kv_cache_mib: int = setting("kv-cache-mib", "memory for the KV cache, in MiB", 1024)
+    block_size: int = setting("block-size", "tokens in one KV block; equal on all nodes", 16, minimum=1, maximum=1024)
+    kv_cache_mib: int = setting("kv-cache-mib", "memory for the KV cache, in MiB", 1024, minimum=1)
 
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
     """What one engine step may hold."""
 
-    max_running: int = setting("max-running", "requests that one step may hold", 64)
+    max_running: int = setting("max-running", "requests that one step may hold", 64, minimum=1)
     max_step_tokens: int = setting(
-        "max-step-tokens", "tokens that one step may compute; longer prompts go in chunks", 256
+        "max-step-tokens", "tokens that one step may compute; longer prompts go in chunks", 256, minimum=1
     )
-    max_waiting: int = setting("max-waiting", "requests that may queue before new ones get 503", 1024)
+    max_waiting: int = setting("max-waiting", "requests that may queue before new ones get 503", 1024, minimum=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,12 +89,19 @@ class TransferConfig:
     """KV transfer between a decode and a prefill engine."""
 
     host: str = setting("transfer-host", "address that a prefill engine binds its control channel to", "127.0.0.1")
-    port: int = setting("transfer-port", "port of that channel; 0 takes a free one", 0)
+    port: int = setting("transfer-port", "port of that channel; 0 takes a free one", 0, minimum=0, maximum=65535)
     advertise: str = setting(
         "transfer-advertise", "host name or address that decode engines reach it by; the bound one if empty", ""
     )
-    heartbeat_ms: int = setting("transfer-heartbeat-ms", "pause between pings while transfers are alive", 500)
-    lease_ms: int = setting("transfer-lease-ms", "silence after which the other engine counts as dead", 3000)
+    heartbeat_ms: int = setting(
+        "transfer-heartbeat-ms", "pause between pings while transfers are alive", 500, minimum=10
+    )
+    lease_ms: int = setting(
+        "transfer-lease-ms", "silence after which the other engine counts as dead", 3000, minimum=20
+    )
+    prefill_timeout_ms: int = setting(
+        "prefill-timeout-ms", "time that a prefill node gets for one prompt before the decode node prefills itself", 30_000
+    )
     ucx_tls: str = setting("ucx-tls", "UCX transports, as UCX_TLS takes them; UCX chooses if empty", "")
 
 
@@ -81,22 +110,22 @@ class HttpConfig:
     """One HTTP server."""
 
     host: str = setting("host", "address to serve HTTP on", "127.0.0.1")
-    port: int = setting("port", "port to serve HTTP on; 0 takes a free one", 0)
+    port: int = setting("port", "port to serve HTTP on; 0 takes a free one", 0, minimum=0, maximum=65535)
     advertise: str = setting(
         "advertise", "URL that the proxy reaches this server by; made from host and port if empty", ""
     )
     keep_alive_s: int = setting(
-        "keep-alive-s", "seconds that an idle client connection is kept; longer than clients' pools", 120
+        "keep-alive-s", "seconds that an idle client connection is kept; longer than clients' pools", 120, minimum=1
     )
-    max_body_bytes: int = setting("max-body-bytes", "largest request body that is read", 8 * 2**20)
-    drain_s: float = setting("drain-s", "seconds that running requests get to finish on SIGTERM", 10.0)
+    max_body_bytes: int = setting("max-body-bytes", "largest request body that is read", 8 * 2**20, minimum=1024)
+    drain_s: float = setting("drain-s", "seconds that running requests get to finish on SIGTERM", 10.0, minimum=0)
 
 
 @dataclass(frozen=True, slots=True)
 class RequestConfig:
     """Bounds on one client request."""
 
-    timeout_s: float = setting("request-timeout-s", "seconds that a whole request may take", 600.0)
+    timeout_s: float = setting("request-timeout-s", "seconds that a whole request may take", 600.0, minimum=0.1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +135,7 @@ class DiscoveryConfig:
     proxies: tuple[str, ...] = setting(
         "proxy", "control address of a proxy, tcp://host:port; may be given more than once", ()
     )
-    heartbeat_ms: int = setting("heartbeat-ms", "pause between heartbeats to each proxy", 1000)
+    heartbeat_ms: int = setting("heartbeat-ms", "pause between heartbeats to each proxy", 1000, minimum=10)
     name: str = setting("name", "this node's name in logs; made from role and host if empty", "")
 
 
@@ -115,20 +144,26 @@ class RegistryConfig:
     """The proxy's side of discovery."""
 
     control_host: str = setting("control-host", "address to take registrations on", "127.0.0.1")
-    control_port: int = setting("control-port", "port to take registrations on; 0 takes a free one", 8100)
-    heartbeat_ms: int = setting("heartbeat-ms", "pause between heartbeats that nodes are expected to keep", 1000)
-    missed_heartbeats: int = setting("missed-heartbeats", "heartbeats missed in a row before a node is dropped", 3)
+    control_port: int = setting(
+        "control-port", "port to take registrations on; 0 takes a free one", 8100, minimum=0, maximum=65535
+    )
+    heartbeat_ms: int = setting(
+        "heartbeat-ms", "pause between heartbeats that nodes are expected to keep", 1000, minimum=10
+    )
+    missed_heartbeats: int = setting(
+        "missed-heartbeats", "heartbeats missed in a row before a node is dropped", 3, minimum=1
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class RelayConfig:
     """The proxy's connections to nodes."""
 
-    connect_timeout_s: float = setting("connect-timeout-s", "seconds to connect to a node", 5.0)
+    connect_timeout_s: float = setting("connect-timeout-s", "seconds to connect to a node", 5.0, minimum=0.1)
     idle_timeout_s: float = setting(
-        "idle-timeout-s", "seconds without a byte from a node before it counts as stuck", 120.0
+        "idle-timeout-s", "seconds without a byte from a node before it counts as stuck", 120.0, minimum=0.1
     )
-    max_connections: int = setting("max-connections", "upstream connections kept at most", 8192)
+    max_connections: int = setting("max-connections", "upstream connections kept at most", 8192, minimum=1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +185,8 @@ class CpuConfig:
 
 @dataclass(frozen=True, slots=True)
 class LogConfig:
+    """What is written to stderr."""
+
     level: LogLevel = setting("log-level", "least severe message that is logged", LogLevel.INFO)
 
 
@@ -159,7 +196,7 @@ class EngineConfig:
 
     role: Role
     boot_id: bytes
-    secret: bytes
+    secret: bytes = field(repr=False)
     model_dir: str
     model: ModelConfig
     cache: CacheConfig
@@ -167,6 +204,15 @@ class EngineConfig:
     transfer: TransferConfig
     cpu: CpuConfig
     log: LogConfig
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLaunch:
+    """What the API process writes, as MessagePack, to the standard input of the engine process that it starts."""
+
+    address: str
+    """``ipc://`` path in a private folder, where the API process has bound a ZMQ PAIR socket for the engine to connect."""
+    config: EngineConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +235,7 @@ class NodeConfig:
 class ProxyConfig:
     """``pdserve proxy``."""
 
-    http: HttpConfig = field(default_factory=HttpConfig)
+    http: HttpConfig = field(default_factory=lambda: HttpConfig(port=8000))
     registry: RegistryConfig = field(default_factory=RegistryConfig)
     relay: RelayConfig = field(default_factory=RelayConfig)
     request: RequestConfig = field(default_factory=RequestConfig)
@@ -198,9 +244,25 @@ class ProxyConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class UpConfig:
-    """``pdserve up``: a whole cluster on this machine."""
+class ClusterConfig:
+    """How many nodes of each role ``pdserve up`` starts, and what for."""
 
-    prefill: int = setting("prefill", "prefill nodes", 1)
-    decode: int = setting("decode", "decode nodes", 1)
-    ask: str = setting("ask", "ask this one question, print the answer, and stop", "")
+    prefill: int = setting("prefill", "prefill nodes", 1, minimum=0, maximum=256)
+    decode: int = setting("decode", "decode nodes", 1, minimum=0, maximum=256)
+    mixed: int = setting("mixed", "nodes that prefill and decode in one engine", 0, minimum=0, maximum=256)
+    ask: str = setting("ask", "ask this one question, print the answer, and stop", "", metavar="TEXT")
+    startup_timeout_s: float = setting("startup-timeout-s", "seconds that all nodes get to come up", 300.0, minimum=1)
+
+
+@dataclass(frozen=True, slots=True)
+class UpConfig:
+    """``pdserve up``: a whole cluster on this machine. ``http`` is the proxy's; the rest goes to every process."""
+
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    http: HttpConfig = field(default_factory=lambda: HttpConfig(port=8000))
+    request: RequestConfig = field(default_factory=RequestConfig)
+    security: SecurityConfig = field(default_factory=SecurityConfig)
+    log: LogConfig = field(default_factory=LogConfig)

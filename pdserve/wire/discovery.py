@@ -1,7 +1,8 @@
 """Node ↔ proxy: who is there. Sealed frames (see ``frame``), node DEALER to proxy ROUTER.
 
-A node sends ``Register``, then ``Heartbeat`` every interval; the proxy answers each with ``Ack``. ``known=False`` tells a
-node that this proxy has not got (or has dropped) its registration: it registers again. ``Deregister`` is a clean goodbye.
+A node sends ``Register``, then ``Heartbeat`` every interval; the proxy answers each with ``Ack``. ``known=False``
+tells a node that this proxy has not got (or has dropped) its registration: it registers again. ``Deregister`` is a
+clean goodbye.
 """
 
 from __future__ import annotations

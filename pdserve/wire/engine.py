@@ -139,6 +139,8 @@ class Ready(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="
     block_size: int
     max_model_len: int
     max_running: int
+    vocab_size: int
+    """Token ids are below it."""
 
 
 class StepOutput(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="step"):

@@ -1,8 +1,9 @@
 """Authenticated frames: every control message between hosts travels in one.
 
-A frame is a MessagePack array ``[version, sender, counter, sent_ms, body, mac]``. ``mac`` is HMAC-SHA256 with the cluster
-secret over all the rest and over the channel's purpose, so a frame of one channel is no good on another. Replays are
-refused: a sender's counter must rise, and a frame older (or newer) than ``MAX_AGE_S`` by the receiver's clock is dropped.
+A frame is a MessagePack array ``[version, sender, counter, sent_ms, body, mac]``. ``mac`` is HMAC-SHA256 with the
+cluster secret over all the rest and over the channel's purpose, so a frame of one channel is no good on another.
+Replays are refused: a sender's counter must rise, and a frame older (or newer) than ``MAX_AGE_S`` by the receiver's
+clock is dropped.
 """
 
 from __future__ import annotations

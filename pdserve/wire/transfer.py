@@ -56,10 +56,15 @@ class Hello(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="
 class Welcome(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="welcome"):
     boot_id: BootId
     spec: EngineSpec
+    rank_addresses: list[Annotated[bytes, msgspec.Meta(max_length=65_536)]]
+    """As in ``Hello``: with an endpoint of its own, the receiver can end receives whose sender is gone."""
 
 
 class Refused(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="refused"):
-    """The handshake failed: ``field`` differs. ``ours`` is the sender's value."""
+    """The handshake failed: ``field`` differs. ``ours`` is the sender's value.
+
+    ``field`` ``handshake`` answers a frame of a boot that the prefill engine has no handshake with (any more).
+    """
 
     boot_id: BootId
     field: str

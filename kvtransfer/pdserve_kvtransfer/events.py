@@ -1,0 +1,137 @@
+"""What an engine asks of the transfer thread, and what it is told."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from pdserve.wire.ids import TransferId
+from pdserve.wire.sampling import SamplingParams
+from pdserve.wire.ticket import PrefillTarget
+
+
+@dataclass(frozen=True, slots=True)
+class FetchOrder:
+    """Have ``target`` compute a prompt, and its KV blocks from ``first_block`` on put into ``block_ids``."""
+
+    transfer_id: TransferId
+    target: PrefillTarget
+    token_ids: list[int]
+    first_block: int
+    block_ids: tuple[int, ...]
+    """Local destinations: entry i takes block ``first_block + i`` of the prompt."""
+    sampling: SamplingParams
+    deadline_s: float
+    """From now; the fetch fails when it has passed."""
+
+
+class FailureKind(enum.Enum):
+    """Why a transfer did not end well, as metrics count it."""
+
+    MISFIT = "misfit"
+    """The handshake was refused: the two engines differ."""
+    PEER_LOST = "peer_lost"
+    """The other engine died, restarted, or broke the protocol."""
+    LEASE_EXPIRED = "lease_expired"
+    """The other engine fell silent."""
+    REFUSED = "refused"
+    """The prefill engine said no, or gave up."""
+    DEADLINE = "deadline"
+    CLOSED = "closed"
+    """This engine is shutting down."""
+
+
+class PushOutcome(enum.Enum):
+    """How a push ended."""
+
+    DONE = "done"
+    CANCELLED = "cancelled"
+    FAILED = "failed"
+    """Given up by this side: by the engine, at the deadline, or at shutdown."""
+    PEER_LOST = "peer_lost"
+    LEASE_EXPIRED = "lease_expired"
+
+
+@dataclass(frozen=True, slots=True)
+class FirstTokenArrived:
+    transfer_id: TransferId
+    token_id: int
+    cached_tokens: int
+    """Of the prompt, how many the prefill engine's own prefix cache held."""
+
+
+@dataclass(frozen=True, slots=True)
+class FetchLanded:
+    """Every block is in its place and the first token is known. Terminal."""
+
+    transfer_id: TransferId
+    seconds: float
+    """From the order."""
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class FetchFailed:
+    """Terminal."""
+
+    transfer_id: TransferId
+    reason: str
+    landed: int
+    """How many blocks from the first on are complete and may be used."""
+    quarantined: tuple[int, ...]
+    """Local blocks that may still be written to, until ``BlocksReleased`` names them."""
+    kind: FailureKind = FailureKind.PEER_LOST
+
+
+@dataclass(frozen=True, slots=True)
+class FetchCancelled:
+    """The answer to ``cancel_fetch``. Terminal."""
+
+    transfer_id: TransferId
+    quarantined: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksReleased:
+    """These quarantined blocks are no longer written to."""
+
+    block_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PushWanted:
+    """A decode engine asks for this prompt's KV cache from ``first_block`` on."""
+
+    transfer_id: TransferId
+    token_ids: list[int]
+    first_block: int
+    sampling: SamplingParams
+    deadline_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class PushCancelled:
+    """Nobody wants this prompt any more: stop computing it. Its blocks stay held until ``PushEnded``."""
+
+    transfer_id: TransferId
+
+
+@dataclass(frozen=True, slots=True)
+class PushEnded:
+    """No block of this push is read any more. Once for each ``PushWanted``."""
+
+    transfer_id: TransferId
+    outcome: PushOutcome
+
+
+@dataclass(frozen=True, slots=True)
+class TransferThreadDied:
+    """A bug ended the transfer thread; this engine can transfer nothing any more."""
+
+    message: str
+
+
+FetchEvent: TypeAlias = FirstTokenArrived | FetchLanded | FetchFailed | FetchCancelled | BlocksReleased
+PushEvent: TypeAlias = PushWanted | PushCancelled | PushEnded
+TransferEvent: TypeAlias = FetchEvent | PushEvent | TransferThreadDied

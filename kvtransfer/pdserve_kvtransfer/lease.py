@@ -1,0 +1,56 @@
+"""Who still lives, by the clock alone. Times are seconds of ``time.monotonic()``, handed in."""
+
+from __future__ import annotations
+
+
+class Lease:
+    """Runs out ``duration_s`` after the last renewal, while it is held; not held, it never does."""
+
+    def __init__(self, duration_s: float) -> None:
+        self._duration_s = duration_s
+        self.until: float | None = None
+        """When it runs out; None while not held."""
+
+    def hold(self, now: float) -> None:
+        """Start, unless it is running."""
+        if self.until is None:
+            self.until = now + self._duration_s
+
+    def renew(self, now: float) -> None:
+        """The other side was heard."""
+        if self.until is not None:
+            self.until = now + self._duration_s
+
+    def shorten(self, until: float) -> None:
+        """Something suggests that the other side is gone: it has until then to show that it is not."""
+        if self.until is not None:
+            self.until = min(self.until, until)
+
+    def let_go(self) -> None:
+        self.until = None
+
+    def expired(self, now: float) -> bool:
+        return self.until is not None and now >= self.until
+
+
+class Heartbeat:
+    """Due every ``interval_s`` while running."""
+
+    def __init__(self, interval_s: float) -> None:
+        self._interval_s = interval_s
+        self.next: float | None = None
+
+    def run(self, now: float) -> None:
+        """Start, unless it is running."""
+        if self.next is None:
+            self.next = now + self._interval_s
+
+    def stop(self) -> None:
+        self.next = None
+
+    def due(self, now: float) -> bool:
+        """Whether to send one now; if so, the next is an interval away."""
+        if self.next is None or now < self.next:
+            return False
+        self.next = now + self._interval_s
+        return True

@@ -1,0 +1,177 @@
+"""The prefill side's driver: one control socket, and one peer for each decode boot that has greeted."""
+
+from __future__ import annotations
+
+import logging
+from typing import cast
+
+from pdserve.errors import PeerLost, TransferError
+from pdserve.wire.transfer import Cancel, Done, Hello, Ping, PrefillRequest, Refused, ToDecode, ToPrefill, Welcome
+from pdserve_kvtransfer.control import ControlServer, Received
+from pdserve_kvtransfer.decode_peer import DecodePeer
+from pdserve_kvtransfer.events import PushOutcome
+from pdserve_kvtransfer.frames import Inbound
+from pdserve_kvtransfer.handshake import answer
+from pdserve_kvtransfer.station import (
+    Command,
+    FailPush,
+    GiveFirstToken,
+    Pollable,
+    Push,
+    Station,
+    earliest,
+)
+from pdserve_kvtransfer.transport import Link
+
+log = logging.getLogger(__name__)
+
+
+class PrefillSide:
+    """Raises TransferError if the control channel cannot be bound."""
+
+    def __init__(self, station: Station) -> None:
+        config = station.config
+        self._station = station
+        self._inbound: Inbound[ToPrefill] = Inbound(
+            station.secret, cast("type[ToPrefill]", ToPrefill), station.counters
+        )
+        self._server = ControlServer(station.zmq_context, config.host, config.port, config.advertise)
+        self._peers: dict[bytes, DecodePeer] = {}
+        self._closed = False
+
+    @property
+    def address(self) -> str:
+        return self._server.address
+
+    def handle(self, command: Command, now: float) -> None:
+        match command:
+            case Push(transfer_id) | GiveFirstToken(transfer_id) | FailPush(transfer_id):
+                peer = self._peers.get(transfer_id.decode_boot)
+                if peer is None:
+                    log.debug("late %s for transfer %s", type(command).__name__, transfer_id)
+                    return
+                try:
+                    peer.on_command(command)
+                except PeerLost as exc:
+                    self._lose(peer, PushOutcome.PEER_LOST, str(exc))
+            case _:
+                raise TypeError(f"a prefill engine has no {type(command).__name__}")
+
+    def turn(self, now: float) -> bool:
+        # In this order a connection's number cannot have passed to a newer one whose frames were read already.
+        for connection in self._server.disconnected():
+            self._on_disconnect(connection, now)
+        for received in self._server.receive():
+            message = self._inbound.open(received.frame, now)
+            if message is not None:
+                self._on_message(message, received, now)
+        more = False
+        for peer in list(self._peers.values()):
+            try:
+                more |= peer.turn()
+            except PeerLost as exc:
+                self._lose(peer, PushOutcome.PEER_LOST, str(exc))
+        return more
+
+    def _on_message(self, message: ToPrefill, received: Received, now: float) -> None:
+        match message:
+            case Hello():
+                self._greet(message, received, now)
+            case PrefillRequest(transfer_id=transfer_id) | Done(transfer_id) | Cancel(transfer_id):
+                self._on_known(transfer_id.decode_boot, message, received, now)
+            case Ping(boot_id):
+                self._on_known(boot_id, message, received, now)
+
+    def _on_known(
+        self, boot_id: bytes, message: PrefillRequest | Done | Cancel | Ping, received: Received, now: float
+    ) -> None:
+        peer = self._peers.get(boot_id)
+        if peer is not None:
+            peer.heard(received.route, received.connection, now)
+            peer.on_message(message, now)
+        elif isinstance(message, PrefillRequest | Ping):
+            self._send(received.route, Refused(self._station.boot_id, "handshake", "none", "assumed"))
+
+    def _greet(self, hello: Hello, received: Received, now: float) -> None:
+        for known in list(self._peers.values()):
+            if known.boot_id == hello.boot_id or known.route == received.route:
+                self._lose(known, PushOutcome.PEER_LOST, "the decode engine has started anew")
+        station = self._station
+        station.counters.handshakes += 1
+        refusal = answer(hello, station.boot_id, station.spec)
+        if refusal is not None:
+            log.warning(
+                "decode engine refused: %s is %s here and %s there", refusal.field, refusal.ours, refusal.theirs
+            )
+            self._send(received.route, refusal)
+            return
+        try:
+            link = self._connected(hello.rank_addresses[0])
+        except TransferError as exc:
+            log.warning("decode engine refused: %s", exc)
+            self._send(received.route, Refused(station.boot_id, "rank_addresses", str(exc), "unusable"))
+            return
+        peer = DecodePeer(station, self._server, link, hello.boot_id)
+        peer.heard(received.route, received.connection, now)
+        self._peers[hello.boot_id] = peer
+        self._send(received.route, Welcome(station.boot_id, station.spec, [link.address]))
+
+    def _connected(self, address: bytes) -> Link:
+        link = self._station.transport.open_link()
+        try:
+            link.connect(address)
+        except BaseException:
+            link.close()
+            raise
+        return link
+
+    def _on_disconnect(self, connection: int, now: float) -> None:
+        # A last frame (Done, say) may still be waiting to be read, so this is a suspicion only.
+        for peer in list(self._peers.values()):
+            if peer.connection != connection:
+                continue
+            if peer.idle:
+                self._lose(peer, PushOutcome.PEER_LOST, "the decode engine closed the connection")
+            else:
+                peer.lease.shorten(now + 2 * self._station.heartbeat_s)
+
+    def tick(self, now: float) -> None:
+        for peer in list(self._peers.values()):
+            if peer.lease.expired(now):
+                self._station.counters.leases_expired += 1
+                self._lose(peer, PushOutcome.LEASE_EXPIRED, "the decode engine fell silent")
+            else:
+                peer.tick(now)
+
+    def _lose(self, peer: DecodePeer, outcome: PushOutcome, reason: str) -> None:
+        log.info("decode engine %s is lost: %s", peer.boot_id.hex()[:8], reason)
+        del self._peers[peer.boot_id]
+        peer.end(outcome, reason)
+
+    def forgive(self, now: float) -> None:
+        for peer in self._peers.values():
+            peer.lease.renew(now)
+
+    def next_timer(self) -> float | None:
+        return earliest(peer.next_timer() for peer in self._peers.values())
+
+    def moving(self) -> bool:
+        return any(peer.moving() for peer in self._peers.values())
+
+    def arm(self) -> bool:
+        return all(peer.link.arm() for peer in self._peers.values())
+
+    def pollables(self) -> list[Pollable]:
+        return [*self._server.sockets, *(peer.link.fileno() for peer in self._peers.values())]
+
+    def close(self, linger_s: float) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        for peer in list(self._peers.values()):
+            self._lose(peer, PushOutcome.FAILED, "the prefill engine is closing")
+        self._server.close(linger_s)
+
+    def _send(self, route: bytes, message: ToDecode) -> None:
+        if not self._server.send(route, self._station.sealer.seal(message)):
+            log.warning("a decode engine is not reading its control channel")

@@ -1,0 +1,122 @@
+"""The prefill side of one transfer, without I/O. Every input returns what to send and what to tell the engine."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from pdserve.wire.transfer import Failed, FirstToken, PrefillRequest
+from pdserve_kvtransfer.events import PushCancelled, PushEnded, PushEvent, PushOutcome, PushWanted
+
+
+@dataclass(frozen=True, slots=True)
+class SendBlocks:
+    """Local blocks to send under ``tag``, with consecutive indexes from ``first_index``."""
+
+    tag: int
+    first_index: int
+    block_ids: tuple[int, ...]
+
+
+PushEffect: TypeAlias = SendBlocks | FirstToken | Failed | PushEvent
+
+
+class PushState(enum.Enum):
+    PUSHING = "pushing"
+    ENDING = "ending"
+    """Its outcome is settled, but sends in flight still read the engine's blocks."""
+    ENDED = "ended"
+
+
+class PushSession:
+    """From a decode engine's request until no block of it is read any more."""
+
+    def __init__(self, request: PrefillRequest, block_size: int, now: float) -> None:
+        self.transfer_id = request.transfer_id
+        self.state = PushState.PUSHING
+        self.deadline = now + request.deadline_s
+        self.outcome: PushOutcome | None = None
+        self._request = request
+        self._end_index = -(-len(request.token_ids) // block_size)
+        self._in_flight = 0
+
+    def open(self) -> list[PushEffect]:
+        """The first effects: the engine is told, or the request is refused because it makes no sense."""
+        request = self._request
+        if request.first_block >= self._end_index:
+            self.state = PushState.ENDED
+            return [Failed(self.transfer_id, f"no block {request.first_block} in a prompt of {self._end_index}")]
+        wanted = PushWanted(
+            self.transfer_id, request.token_ids, request.first_block, request.sampling, request.deadline_s
+        )
+        return [wanted]
+
+    def push(self, first_index: int, block_ids: tuple[int, ...]) -> list[PushEffect]:
+        """The engine's blocks are final. Each counts as in flight until ``sent``."""
+        if self.state is not PushState.PUSHING or not block_ids:
+            return []
+        if first_index < self._request.first_block or first_index + len(block_ids) > self._end_index:
+            return self._give_up("the prefill engine computed blocks that were not asked for")
+        self._in_flight += len(block_ids)
+        return [SendBlocks(self._request.tag, first_index, block_ids)]
+
+    def sent(self, count: int) -> list[PushEffect]:
+        """So many sends have completed."""
+        self._in_flight -= count
+        return self._end_if_quiet()
+
+    def first_token(self, token_id: int, cached_tokens: int) -> list[PushEffect]:
+        if self.state is not PushState.PUSHING:
+            return []
+        return [FirstToken(self.transfer_id, token_id, cached_tokens)]
+
+    def refuse(self, reason: str) -> list[PushEffect]:
+        """The engine gives it up."""
+        if self.state is not PushState.PUSHING:
+            return []
+        return [Failed(self.transfer_id, reason[:2_000]), *self._settle(PushOutcome.FAILED)]
+
+    def on_done(self) -> list[PushEffect]:
+        return self._settle(PushOutcome.DONE)
+
+    def on_cancel(self) -> list[PushEffect]:
+        if self.state is not PushState.PUSHING:
+            return []
+        return [PushCancelled(self.transfer_id), *self._settle(PushOutcome.CANCELLED)]
+
+    def expire(self, now: float) -> list[PushEffect]:
+        """The clock has moved."""
+        if self.state is not PushState.PUSHING or now < self.deadline:
+            return []
+        return self._give_up("deadline: the prompt was not computed in time")
+
+    def _give_up(self, reason: str) -> list[PushEffect]:
+        return [
+            Failed(self.transfer_id, reason),
+            PushCancelled(self.transfer_id),
+            *self._settle(PushOutcome.FAILED),
+        ]
+
+    def lost(self, outcome: PushOutcome, reason: str) -> list[PushEffect]:
+        """The link is closed: nothing is read any more."""
+        effects: list[PushEffect] = []
+        if self.state is PushState.PUSHING:
+            effects = [Failed(self.transfer_id, reason), PushCancelled(self.transfer_id)]
+        self._in_flight = 0
+        if self.state is PushState.ENDING:
+            return self._end_if_quiet()
+        return effects + self._settle(outcome)
+
+    def _settle(self, outcome: PushOutcome) -> list[PushEffect]:
+        if self.state is not PushState.PUSHING:
+            return []
+        self.outcome = outcome
+        self.state = PushState.ENDING
+        return self._end_if_quiet()
+
+    def _end_if_quiet(self) -> list[PushEffect]:
+        if self.state is not PushState.ENDING or self._in_flight or self.outcome is None:
+            return []
+        self.state = PushState.ENDED
+        return [PushEnded(self.transfer_id, self.outcome)]

@@ -1,0 +1,115 @@
+"""What either side's driver is made of, and what the transfer thread asks of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias
+
+import zmq
+
+from pdserve.config import TransferConfig
+from pdserve.wire.frame import Sealer
+from pdserve.wire.ids import TransferId
+from pdserve.wire.transfer import EngineSpec
+from pdserve_kvtransfer.events import FetchOrder
+from pdserve_kvtransfer.outbox import Outbox
+from pdserve_kvtransfer.region import KvRegion
+from pdserve_kvtransfer.stats import Counters
+from pdserve_kvtransfer.transport import Transport
+
+
+@dataclass(frozen=True, slots=True)
+class Station:
+    """This engine, as both sides' drivers know it. All but the outbox belongs to the transfer thread."""
+
+    boot_id: bytes
+    identity: bytes
+    """The same for every boot of this node; the boot id if the node has no such name."""
+    secret: bytes
+    spec: EngineSpec
+    region: KvRegion
+    config: TransferConfig
+    transport: Transport
+    zmq_context: zmq.Context[zmq.Socket[bytes]]
+    sealer: Sealer
+    outbox: Outbox
+    counters: Counters
+
+    @property
+    def lease_s(self) -> float:
+        return self.config.lease_ms / 1000
+
+    @property
+    def heartbeat_s(self) -> float:
+        return self.config.heartbeat_ms / 1000
+
+
+@dataclass(frozen=True, slots=True)
+class Fetch:
+    order: FetchOrder
+
+
+@dataclass(frozen=True, slots=True)
+class CancelFetch:
+    transfer_id: TransferId
+
+
+@dataclass(frozen=True, slots=True)
+class Push:
+    transfer_id: TransferId
+    first_index: int
+    block_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class GiveFirstToken:
+    transfer_id: TransferId
+    token_id: int
+    cached_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class FailPush:
+    transfer_id: TransferId
+    reason: str
+
+
+Command: TypeAlias = Fetch | CancelFetch | Push | GiveFirstToken | FailPush
+
+Pollable: TypeAlias = zmq.Socket[bytes] | int
+
+
+class Side(Protocol):
+    """The driver of one role. Lives in the transfer thread; times are ``time.monotonic()``."""
+
+    def handle(self, command: Command, now: float) -> None:
+        """The engine wants something."""
+
+    def turn(self, now: float) -> bool:
+        """Read all that has arrived and let data move, without waiting. True if there may be more at once."""
+
+    def tick(self, now: float) -> None:
+        """Act on every timer that is due."""
+
+    def forgive(self, now: float) -> None:
+        """This process itself was stopped for a while: silence until now says nothing about others."""
+
+    def next_timer(self) -> float | None:
+        """When to call ``tick`` at the latest."""
+
+    def moving(self) -> bool:
+        """Whether blocks are in flight."""
+
+    def arm(self) -> bool:
+        """Before waiting: False if there is news already."""
+
+    def pollables(self) -> list[Pollable]:
+        """What becomes readable when there is news."""
+
+    def close(self, linger_s: float) -> None:
+        """End everything, and tell the peers. Idempotent."""
+
+
+def earliest(times: Iterable[float | None]) -> float | None:
+    return min((time for time in times if time is not None), default=None)

@@ -1,0 +1,251 @@
+"""The transfer thread: what an engine has instead of sockets and UCX."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+
+import zmq
+
+from pdserve.config import TransferConfig
+from pdserve.errors import TransferError
+from pdserve.wire.discovery import Role
+from pdserve.wire.frame import Purpose, Sealer
+from pdserve.wire.ids import TransferId
+from pdserve.wire.transfer import EngineSpec
+from pdserve_kvtransfer.control import is_loopback
+from pdserve_kvtransfer.decode import DecodeSide
+from pdserve_kvtransfer.events import FetchOrder, TransferEvent, TransferThreadDied
+from pdserve_kvtransfer.outbox import Outbox
+from pdserve_kvtransfer.prefill import PrefillSide
+from pdserve_kvtransfer.region import KvRegion
+from pdserve_kvtransfer.station import (
+    CancelFetch,
+    Command,
+    FailPush,
+    Fetch,
+    GiveFirstToken,
+    Push,
+    Side,
+    Station,
+)
+from pdserve_kvtransfer.stats import Counters, TransferStats
+from pdserve_kvtransfer.transport import Transport
+from pdserve_kvtransfer.ucx import UcxTransport
+
+log = logging.getLogger(__name__)
+
+# While blocks move, sleeping this long between two looks lets a batch of UCX's fragments gather. Being woken for each
+# fragment instead moves a tenth of the bytes a second, and spinning takes the core from whoever is sending.
+NAP_S = 50e-6
+NAP_WINDOW_S = 2e-3
+LINGER_S = 0.5
+
+
+class TransferThread:
+    """Owns all transfers of one engine. Every method may be called from one other thread, and returns at once.
+
+    ``wake`` is called from the transfer thread after events were queued; it must not block. ``identity`` names the node
+    over restarts, if it has such a name: a new boot under it at once ends what its former boot left behind.
+    ``transport`` makes the transport, inside the thread; UCX as configured if None.
+    """
+
+    def __init__(
+        self,
+        *,
+        role: Role,
+        boot_id: bytes,
+        secret: bytes,
+        spec: EngineSpec,
+        region: KvRegion,
+        config: TransferConfig,
+        wake: Callable[[], None],
+        identity: bytes = b"",
+        transport: Callable[[], Transport] | None = None,
+    ) -> None:
+        self._role = role
+        self._boot_id = boot_id
+        self._secret = secret
+        self._spec = spec
+        self._region = region
+        self._config = config
+        self._wake = wake
+        self._identity = identity or boot_id
+        self._make_transport = transport or (lambda: UcxTransport(config.ucx_tls))
+        self._outbox = Outbox()
+        self._counters = Counters()
+        self._commands: deque[Command] = deque()
+        self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._bell_lock = threading.Lock()
+        self._closing = False
+        self._close_by = math.inf
+        self._started: Future[str] = Future()
+        self._thread = threading.Thread(target=self._run, name="kv-transfer", daemon=True)
+
+    def start(self) -> str:
+        """Begin. Returns the control address to be advertised, ``tcp://host:port``; empty unless the role is prefill.
+
+        Raises TransferError if the control channel cannot be bound or UCX cannot start.
+        """
+        if self._role is Role.PREFILL and not self._secret and not is_loopback(self._config.host):
+            raise TransferError(f"binding {self._config.host} beyond this machine needs a cluster secret")
+        self._thread.start()
+        return self._started.result()
+
+    def fetch(self, order: FetchOrder) -> None:
+        """Order a prompt's KV blocks. Raises ValueError if the order contradicts itself, or is alive already."""
+        self._region.check(*order.block_ids)
+        expected = -(-len(order.token_ids) // self._spec.block_size) - order.first_block
+        if not order.block_ids or len(order.block_ids) != expected:
+            raise ValueError(f"{len(order.block_ids)} destinations for {expected} blocks")
+        if len(set(order.block_ids)) != len(order.block_ids):
+            raise ValueError("a block is a destination twice")
+        self._outbox.opened(order.transfer_id)
+        self._command(Fetch(order))
+
+    def cancel_fetch(self, transfer_id: TransferId) -> None:
+        """The end of this fetch, not seen yet, will be ``FetchCancelled``."""
+        if self._outbox.cancel(transfer_id):
+            self._command(CancelFetch(transfer_id))
+
+    def push(self, transfer_id: TransferId, first_index: int, block_ids: tuple[int, ...]) -> None:
+        """Send these final blocks under consecutive indexes. Ignored if the push is over. Raises ValueError."""
+        self._region.check(*block_ids)
+        self._command(Push(transfer_id, first_index, block_ids))
+
+    def first_token(self, transfer_id: TransferId, token_id: int, cached_tokens: int) -> None:
+        """Ignored if the push is over."""
+        self._command(GiveFirstToken(transfer_id, token_id, cached_tokens))
+
+    def fail_push(self, transfer_id: TransferId, reason: str) -> None:
+        """Refuse or give up; ``PushEnded`` follows, without ``PushCancelled``. Ignored if the push is over."""
+        self._command(FailPush(transfer_id, reason))
+
+    def events(self) -> list[TransferEvent]:
+        """Everything since the last call, oldest first."""
+        return self._outbox.drain()
+
+    def stats(self) -> TransferStats:
+        return self._counters.snapshot()
+
+    def close(self, timeout_s: float) -> None:
+        """End every transfer, tell the peers, free everything. Idempotent.
+
+        Raises TransferError if the thread has not ended within ``timeout_s``.
+        """
+        self._close_by = time.monotonic() + timeout_s
+        self._closing = True
+        if self._thread.ident is not None:
+            self._ring()
+            self._thread.join(timeout_s)
+            if self._thread.is_alive():
+                raise TransferError(f"the transfer thread did not end within {timeout_s} s")
+        with self._bell_lock:
+            if self._bell >= 0:
+                os.close(self._bell)
+                self._bell = -1
+
+    def _command(self, command: Command) -> None:
+        self._commands.append(command)
+        self._ring()
+
+    def _ring(self) -> None:
+        with self._bell_lock:
+            if self._bell >= 0:
+                os.eventfd_write(self._bell, 1)
+
+    def _run(self) -> None:
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        try:
+            self._serve(context)
+        except TransferError as exc:
+            self._died(exc)
+        except Exception as exc:
+            log.exception("the transfer thread died")
+            self._died(exc)
+        finally:
+            context.term()
+
+    def _died(self, exc: Exception) -> None:
+        if self._started.done():
+            self._outbox.put(TransferThreadDied(f"{type(exc).__name__}: {exc}"))
+            self._wake()
+        else:
+            self._started.set_exception(exc)
+
+    def _serve(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
+        transport = self._make_transport()
+        try:
+            side = self._side(transport, context)
+            try:
+                self._loop(side)
+            finally:
+                side.close(max(0.0, min(LINGER_S, self._close_by - time.monotonic())))
+                self._tell()
+        finally:
+            transport.close()
+
+    def _side(self, transport: Transport, context: zmq.Context[zmq.Socket[bytes]]) -> Side:
+        station = Station(
+            boot_id=self._boot_id,
+            identity=self._identity,
+            secret=self._secret,
+            spec=self._spec,
+            region=self._region,
+            config=self._config,
+            transport=transport,
+            zmq_context=context,
+            sealer=Sealer(self._secret, Purpose.TRANSFER, self._boot_id),
+            outbox=self._outbox,
+            counters=self._counters,
+        )
+        if self._role is not Role.PREFILL:
+            self._started.set_result("")
+            return DecodeSide(station)
+        side = PrefillSide(station)
+        self._started.set_result(side.address)
+        return side
+
+    def _loop(self, side: Side) -> None:
+        expected = math.inf
+        moved_at = -math.inf
+        while not self._closing:
+            now = time.monotonic()
+            if now > expected + self._config.lease_ms / 2000:
+                side.forgive(now)
+            while self._commands:
+                side.handle(self._commands.popleft(), now)
+            moved = side.turn(now)
+            side.tick(now)
+            self._tell()
+            if moved:
+                moved_at = expected = now
+            elif side.moving() and now - moved_at < NAP_WINDOW_S:
+                expected = now
+                time.sleep(NAP_S)
+            else:
+                expected = self._wait(side, now)
+
+    def _tell(self) -> None:
+        if self._outbox.take_news():
+            self._wake()
+
+    def _wait(self, side: Side, now: float) -> float:
+        """Sleep until there is news or a timer is due. Returns when it should have ended at the latest."""
+        if not side.arm():
+            return now
+        timer = side.next_timer()
+        timeout_ms = None if timer is None else max(0, math.ceil((timer - now) * 1000))
+        poller = zmq.Poller()
+        for pollable in (self._bell, *side.pollables()):
+            poller.register(pollable, zmq.POLLIN)
+        ready = dict(poller.poll(timeout_ms))
+        if self._bell in ready:
+            os.eventfd_read(self._bell)
+        return math.inf if timer is None else max(now, timer)

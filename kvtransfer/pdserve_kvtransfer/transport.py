@@ -1,0 +1,78 @@
+"""The contract for moving blocks. All calls come from the transfer thread; none blocks for long."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+MAX_MESSAGE_BYTES = 256 * 2**20
+"""Larger arrivals are not even read: no engine has blocks of this size."""
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A message that has arrived and is not received yet. It must be received, be it into scratch memory."""
+
+    tag: int
+    """Which transfer the sender means."""
+    index: int
+    """Which block of it."""
+    length: int
+    handle: Any
+    """The transport's own."""
+
+
+class Completion(Protocol):
+    """One send or receive in flight."""
+
+    def done(self) -> bool:
+        """Whether the memory is the caller's own again."""
+
+    def failed(self) -> bool:
+        """Whether it ended without moving the bytes; only meaningful once done."""
+
+
+class Link(Protocol):
+    """This side of a connection between two engines. Owns everything that may touch memory on behalf of the other."""
+
+    address: bytes
+    """What the other side gives to ``connect``."""
+
+    def connect(self, address: bytes) -> None:
+        """Once, before the first send, with the other side's ``address``, which must come from an authentic frame.
+
+        Raises TransferError if it cannot be used.
+        """
+
+    def send(self, block: memoryview, tag: int, index: int) -> Completion:
+        """Raises PeerLost if the connection is broken."""
+
+    def probe(self) -> Arrival | None:
+        """The next message that has arrived, taken off the queue."""
+
+    def receive(self, arrival: Arrival, into: memoryview) -> Completion:
+        """Accept a message; ``into`` holds at least its length. Raises PeerLost if the connection is broken."""
+
+    def progress(self) -> bool:
+        """Let data move. True if any did."""
+
+    def arm(self) -> bool:
+        """Have ``fileno`` become readable at the next news. False if there is news already."""
+
+    def fileno(self) -> int: ...
+
+    def broken(self) -> bool:
+        """Whether the transport itself has noticed that the other side is gone. It may never notice."""
+
+    def close(self) -> None:
+        """End everything in flight. Afterwards no memory given to this link is read or written. Idempotent."""
+
+
+class Transport(Protocol):
+    """Makes links."""
+
+    def open_link(self) -> Link:
+        """Raises TransferError."""
+
+    def close(self) -> None:
+        """After its links."""

@@ -1,0 +1,149 @@
+"""The node's HTTP routes."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+import uuid
+
+import msgspec
+from prometheus_client import CONTENT_TYPE_LATEST
+from quart import Quart, Response, g, request
+from werkzeug.exceptions import HTTPException
+
+from pdserve.api.completions import chat_route, check_model, text_route
+from pdserve.api.error_response import error_response, http_error, unexpected_error
+from pdserve.api.node_state import NodeState, Phase
+from pdserve.api.openai import BodyParser, DetokenizeRequest, TokenizeRequest
+from pdserve.api.prompts import chat_tokens
+from pdserve.api.request_owner import RequestOwner
+from pdserve.api.responses import ModelCard, ModelList, Text, Tokens
+from pdserve.api.tokenizer import Tokenizer
+from pdserve.errors import InvalidRequest, NotFound, RequestError
+
+REQUEST_ID_HEADER = "x-request-id"
+_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
+
+
+def create_app(node: NodeState) -> Quart:
+    """An ASGI application that serves ``node``."""
+    app = Quart("pdserve", static_folder=None)
+    app.config["MAX_CONTENT_LENGTH"] = node.max_body_bytes
+    app.config["RESPONSE_TIMEOUT"] = None  # requests have deadlines; Quart's 60 s would cut long answers in silence
+    app.asgi_app = RequestOwner(app.asgi_app)  # type: ignore[method-assign]
+    _add_request_ids(app)
+    _add_errors(app)
+    _add_completions(app, node)
+    _add_models(app, node)
+    _add_tokenizer(app, node)
+    _add_probes(app, node)
+    return app
+
+
+def _add_request_ids(app: Quart) -> None:
+    @app.before_request
+    async def begin() -> None:
+        given = request.headers.get(REQUEST_ID_HEADER, "")
+        g.request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+
+    @app.after_request
+    async def label(response: Response) -> Response:
+        response.headers[REQUEST_ID_HEADER] = g.request_id
+        return response
+
+
+def _add_errors(app: Quart) -> None:
+    @app.errorhandler(RequestError)
+    async def refused(error: RequestError) -> Response:
+        return error_response(error)
+
+    @app.errorhandler(HTTPException)
+    async def http(error: HTTPException) -> Response:
+        return http_error(error)
+
+    @app.errorhandler(Exception)
+    async def unexpected(error: Exception) -> Response:
+        return unexpected_error(error)
+
+
+def _add_completions(app: Quart, node: NodeState) -> None:
+    chat, text = chat_route(node), text_route(node)
+
+    @app.post("/v1/chat/completions")
+    async def chat_completions() -> Response:
+        return await chat.handle()
+
+    @app.post("/v1/completions")
+    async def completions() -> Response:
+        return await text.handle()
+
+
+def _add_models(app: Quart, node: NodeState) -> None:
+    card = ModelCard(node.model, node.started, node.ready.max_model_len)
+
+    @app.get("/v1/models")
+    async def models() -> Response:
+        return _json(ModelList([card]))
+
+    @app.get("/v1/models/<path:name>")
+    async def model(name: str) -> Response:
+        check_model(name, node)
+        return _json(card)
+
+
+def _add_tokenizer(app: Quart, node: NodeState) -> None:
+    tokenize_body, detokenize_body = BodyParser(TokenizeRequest), BodyParser(DetokenizeRequest)
+
+    def tokenizer() -> Tokenizer:
+        if node.tokenizer is None:
+            raise NotFound("this node only prefills: it has no tokenizer", code="prefill_node")
+        return node.tokenizer
+
+    @app.post("/tokenize")
+    async def tokenize() -> Response:
+        body = tokenize_body.parse(await request.get_data(as_text=False)).request
+        check_model(body.model, node)
+        if (body.prompt is None) == (body.messages is None):
+            raise InvalidRequest("give either 'prompt' or 'messages'", param="prompt")
+        if body.prompt is None:
+            token_ids = await chat_tokens(body, tokenizer())
+        else:
+            special = body.add_special_tokens is not False
+            token_ids = await tokenizer().encode(body.prompt, add_special_tokens=special)
+        return _json(Tokens(len(token_ids), node.ready.max_model_len, token_ids))
+
+    @app.post("/detokenize")
+    async def detokenize() -> Response:
+        body = detokenize_body.parse(await request.get_data(as_text=False)).request
+        check_model(body.model, node)
+        token_ids = node.limits.check_ids(body.tokens, "tokens")
+        return _json(Text(tokenizer().decode(token_ids, skip_special_tokens=False)))
+
+
+def _add_probes(app: Quart, node: NodeState) -> None:
+    installed = importlib.metadata.version("pdserve")
+
+    @app.get("/live")
+    async def live() -> Response:
+        return _json({"status": "live"})
+
+    @app.get("/health")
+    async def health() -> Response:
+        return _json({"status": "healthy" if node.alive else "engine lost"}, 200 if node.alive else 503)
+
+    @app.get("/ready")
+    async def ready() -> Response:
+        serving = node.alive and node.phase is Phase.SERVING
+        return _json({"status": "ready" if serving else node.phase.value}, 200 if serving else 503)
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return Response(node.metrics.render(), content_type=CONTENT_TYPE_LATEST)
+
+    @app.get("/version")
+    async def version() -> Response:
+        return _json({"version": installed})
+
+
+def _json(value: msgspec.Struct | dict[str, str], status: int = 200) -> Response:
+    return Response(msgspec.json.encode(value), status=status, content_type="application/json")

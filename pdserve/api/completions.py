@@ -1,0 +1,165 @@
+"""``POST /v1/chat/completions`` and ``POST /v1/completions``: from the body to the answer."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import msgspec
+from quart import Response, g, request
+
+from pdserve.api.answer import CHAT, TEXT, AnswerOptions, Surface, streamed_answer, whole_answer
+from pdserve.api.choice_text import ChoiceText
+from pdserve.api.node_state import NodeState
+from pdserve.api.openai import BodyParser, ChatRequest, CompletionRequest, GenerationRequest
+from pdserve.api.prompts import ModelLimits, Prompt, chat_prompts, completion_prompts
+from pdserve.api.request_log import RequestRecord
+from pdserve.api.request_owner import own
+from pdserve.api.sampling import choice_sampling
+from pdserve.api.stop_strings import StopStrings
+from pdserve.api.text_generation import TextGeneration
+from pdserve.api.tokenizer import Tokenizer
+from pdserve.errors import DeadlineExceeded, InvalidRequest, NotFound
+from pdserve.wire.discovery import Role
+from pdserve.wire.ticket import TICKET_HEADER, PrefillTarget
+
+IGNORED_HEADER = "x-pdserve-ignored"
+MAX_IGNORED = 20
+
+R = TypeVar("R", bound=GenerationRequest)
+MakePrompts = Callable[[R, Tokenizer, ModelLimits], Awaitable[list[Prompt]]]
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What the ticket says, or the node's own settings where clients come without one."""
+
+    deadline: float
+    """By ``time.monotonic``."""
+    attempt: int = 0
+    prefill: tuple[PrefillTarget, ...] = ()
+
+
+class CompletionRoute(Generic[R]):
+    """One of the two routes."""
+
+    def __init__(self, node: NodeState, body: type[R], prompts: MakePrompts[R], surface: Surface) -> None:
+        self._node = node
+        self._parser = BodyParser(body)
+        self._prompts = prompts
+        self._surface = surface
+
+    async def handle(self) -> Response:
+        """Answers the current request. Raises RequestError until the first byte has gone out."""
+        arrived = time.monotonic()
+        tokenizer = self._admit()
+        terms = self._terms(arrived)
+        parsed = self._parser.parse(await request.get_data(as_text=False))
+        _check_consistent(parsed.request)
+        check_model(parsed.request.model, self._node)
+        prompts = await self._prompts(parsed.request, tokenizer, self._node.limits)
+        run = self._start(parsed.request, prompts, terms, arrived, tokenizer)
+        own(run.close)
+        response = await self._answer(run, parsed.request, prompts)
+        if parsed.ignored:
+            response.headers[IGNORED_HEADER] = _header_names(parsed.ignored)
+        return response
+
+    def _admit(self) -> Tokenizer:
+        if self._node.role is Role.PREFILL or self._node.tokenizer is None:
+            raise NotFound("this node only prefills: it serves no clients", code="prefill_node")
+        self._node.check_serving()
+        return self._node.tokenizer
+
+    def _terms(self, arrived: float) -> Terms:
+        if self._node.tickets is None:
+            return Terms(arrived + self._node.timeout_s)
+        ticket = self._node.tickets.admit(request.headers.get(TICKET_HEADER))
+        g.request_id = ticket.request_id
+        return Terms(arrived + ticket.deadline_s, ticket.attempt, ticket.prefill)
+
+    def _start(
+        self, body: R, prompts: Sequence[Prompt], terms: Terms, arrived: float, tokenizer: Tokenizer
+    ) -> TextGeneration:
+        self._node.check_serving()
+        left_s = terms.deadline - time.monotonic()
+        if left_s <= 0:
+            raise DeadlineExceeded("the request's deadline passed before it could start", code="deadline_exceeded")
+        submits = [
+            (prompt.token_ids, sampling)
+            for prompt in prompts
+            for sampling in choice_sampling(body, body.choices, prompt.max_tokens)
+        ]
+        texts = [_choice_text(index, body, tokenizer) for index in range(len(submits))]
+        prompt_tokens = sum(len(prompt.token_ids) for prompt in prompts)
+        record = RequestRecord(g.request_id, self._node.name, arrived, prompt_tokens)
+        generation = self._node.engine.open(submits, deadline_s=left_s, attempt=terms.attempt, prefill=terms.prefill)
+        return TextGeneration(generation, texts, record, self._node.metrics)
+
+    async def _answer(self, run: TextGeneration, body: R, prompts: Sequence[Prompt]) -> Response:
+        per_choice = [prompt for prompt in prompts for _ in range(body.choices)]
+        options = AnswerOptions(
+            model=self._node.model,
+            fingerprint=f"fp_{self._node.ready.fingerprint[:16]}",
+            prompt_ids=[prompt.token_ids for prompt in per_choice],
+            echoes=[prompt.echo for prompt in per_choice],
+            include_usage=body.include_usage,
+            token_ids=bool(body.return_token_ids),
+        )
+        # No byte goes out before the engine's first output: an error until then still has its own status.
+        first = await run.next()
+        if run.failure is not None:
+            raise run.failure
+        if body.stream:
+            return _stream_response(streamed_answer(self._surface, run, first, options))
+        answer = await whole_answer(self._surface, run, first, options)
+        return Response(msgspec.json.encode(answer), content_type="application/json")
+
+
+def chat_route(node: NodeState) -> CompletionRoute[ChatRequest]:
+    return CompletionRoute(node, ChatRequest, chat_prompts, CHAT)
+
+
+def text_route(node: NodeState) -> CompletionRoute[CompletionRequest]:
+    return CompletionRoute(node, CompletionRequest, completion_prompts, TEXT)
+
+
+def check_model(name: str | None, node: NodeState) -> None:
+    """Raises NotFound if it is not this node's model."""
+    if name is not None and name != node.model:
+        raise NotFound(
+            f"the model {name!r} does not exist; this cluster serves {node.model!r}",
+            param="model",
+            code="model_not_found",
+        )
+
+
+def _choice_text(index: int, body: GenerationRequest, tokenizer: Tokenizer) -> ChoiceText:
+    include = bool(body.include_stop_str_in_output)
+    return ChoiceText(
+        index,
+        tokenizer.detokenizer(skip_special_tokens=body.skip_special_tokens is not False),
+        StopStrings(body.stops, include=include),
+        frozenset(body.stop_token_ids or ()) if include else frozenset(),
+    )
+
+
+def _check_consistent(body: GenerationRequest) -> None:
+    if body.stream_options is not None and not body.stream:
+        raise InvalidRequest("'stream_options' needs 'stream' to be true", param="stream_options")
+
+
+def _stream_response(events: object) -> Response:
+    response = Response(events, content_type="text/event-stream")  # type: ignore[arg-type]
+    response.timeout = None
+    response.headers["Cache-Control"] = "no-cache"
+    response.headers["X-Accel-Buffering"] = "no"
+    return response
+
+
+def _header_names(names: Sequence[str]) -> str:
+    """Safe in a header, whatever clients call their fields."""
+    return ",".join(re.sub(r"[^A-Za-z0-9_.-]", "?", name[:64]) for name in names[:MAX_IGNORED])

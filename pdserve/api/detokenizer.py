@@ -1,0 +1,107 @@
+"""Token ids to text while they come, without ever decoding the whole output again.
+
+The pieces that ``add`` and ``flush`` return, put together, are what decoding all ids at once gives. A character whose
+bytes are spread over several tokens is held back until it is complete.
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Callable, Iterable
+from typing import Protocol
+
+REPLACEMENT = "\ufffd"
+MAX_HELD = 3
+"""A character has at most four bytes, so an incomplete one at most three tokens."""
+
+
+class Detokenizer(Protocol):
+    """Of one output."""
+
+    def add(self, token_ids: Iterable[int]) -> str:
+        """The text that is certain now; may be empty."""
+
+    def flush(self) -> str:
+        """What was held back, when no more tokens follow."""
+
+
+def _byte_of_char() -> dict[str, int]:
+    """The alphabet of byte-level BPE: printable Latin-1 stands for itself, the other bytes for U+0100 and after."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = [byte for byte in range(0x100) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
+
+
+_BYTE_OF_CHAR = _byte_of_char()
+
+
+class TokenBytes(dict[int, bytes]):
+    """The bytes of each token of a byte-level vocabulary, filled in as tokens are first seen."""
+
+    def __init__(self, token_of_id: Callable[[int], str | None]) -> None:
+        super().__init__()
+        self._token_of_id = token_of_id
+
+    def __missing__(self, token_id: int) -> bytes:
+        token = self._token_of_id(token_id) or ""
+        try:
+            value = bytes(_BYTE_OF_CHAR[char] for char in token)
+        except KeyError:  # an added token is plain text, not in the byte alphabet
+            value = token.encode()
+        self[token_id] = value
+        return value
+
+
+class BytesDetokenizer:
+    """For byte-level vocabularies (GPT-2's kind, most models today): tokens are bytes, exactly."""
+
+    def __init__(self, token_bytes: TokenBytes, skip: frozenset[int]) -> None:
+        self._token_bytes = token_bytes
+        self._skip = skip
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def add(self, token_ids: Iterable[int]) -> str:
+        return self._decoder.decode(b"".join([self._token_bytes[i] for i in token_ids if i not in self._skip]))
+
+    def flush(self) -> str:
+        return self._decoder.decode(b"", final=True)
+
+
+class WindowDetokenizer:
+    """For every other vocabulary (SentencePiece's kind): a token's text depends on the token before it.
+
+    Decodes the last tokens with text (``window[:settled]``, known) and the new ones together, and returns what the new
+    ones add. Skipped ids never enter the window: one with no text at its start would let the decoder take the next
+    token for the first of the output and strip its space. A run of byte tokens that is no UTF-8 may show one
+    replacement character fewer than decoding at once, where part of the run was shown already.
+    """
+
+    def __init__(self, decode: Callable[[list[int]], str], skip: frozenset[int]) -> None:
+        self._decode = decode
+        self._skip = skip
+        self._window: list[int] = []
+        self._settled = 0
+        self._settled_text = ""
+
+    def add(self, token_ids: Iterable[int]) -> str:
+        return "".join([self._add_one(i) for i in token_ids if i not in self._skip])
+
+    def flush(self) -> str:
+        return self._settle(self._decode(self._window)) if len(self._window) > self._settled else ""
+
+    def _add_one(self, token_id: int) -> str:
+        self._window.append(token_id)
+        text = self._decode(self._window)
+        if text.endswith(REPLACEMENT) and len(self._window) - self._settled <= MAX_HELD:
+            return ""
+        return self._settle(text)
+
+    def _settle(self, text: str) -> str:
+        new = text[len(self._settled_text) :]
+        if new:
+            self._window = self._window[self._settled :]
+            self._settled_text = self._decode(self._window)
+        else:
+            self._settled_text = text
+        self._settled = len(self._window)
+        return new

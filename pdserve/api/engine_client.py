@@ -1,0 +1,224 @@
+"""The engine, as the HTTP routes see it: start, open a generation, stop, and notice when it is gone."""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import itertools
+import logging
+import tempfile
+from collections.abc import Sequence
+from typing import Any
+
+from pdserve.api.engine_channel import EngineChannel
+from pdserve.api.engine_process import ENGINE_COMMAND, EngineProcess
+from pdserve.api.generation import Generation
+from pdserve.config import EngineConfig, EngineLaunch
+from pdserve.errors import EngineError, Unavailable
+from pdserve.wire.engine import (
+    Abort,
+    EngineFailed,
+    EngineStats,
+    FromEngine,
+    Ready,
+    Shutdown,
+    Starting,
+    Stats,
+    StepOutput,
+    Submit,
+)
+from pdserve.wire.ids import new_id
+from pdserve.wire.sampling import SamplingParams
+from pdserve.wire.ticket import PrefillTarget
+
+logger = logging.getLogger(__name__)
+
+START_SILENCE_S = 600.0
+"""The engine may take as long as it needs to start, but not this long without a word."""
+LAST_WORDS_S = 2.0
+"""An engine that said that it fails gets this long to exit."""
+RETRY_AFTER_S = 1
+
+
+class EngineState(enum.Enum):
+    """``STARTING`` → ``READY`` → ``STOPPED``; from any of the first two to ``LOST``, which is final."""
+
+    STARTING = "starting"
+    READY = "ready"
+    STOPPED = "stopped"
+    LOST = "lost"
+
+
+class EngineClient:
+    """Owns the child process, the socket and its folder. ``stop`` frees all of it."""
+
+    def __init__(self, config: EngineConfig, *, command: Sequence[str] = ENGINE_COMMAND) -> None:
+        self._config = config
+        self._command = command
+        self._max_open = config.scheduler.max_running + config.scheduler.max_waiting
+        self._loop = asyncio.get_running_loop()
+        self._state = EngineState.STARTING
+        self._ids = itertools.count(1)
+        self._open: dict[int, Generation] = {}
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._ready: asyncio.Future[Ready] = self._loop.create_future()
+        self._lost: asyncio.Future[EngineError] = self._loop.create_future()
+        self._heard = self._loop.time()
+        self._folder = tempfile.TemporaryDirectory(prefix="pdserve-")
+        self._address = f"ipc://{self._folder.name}/engine"
+        self._channel = EngineChannel(self._address, self._handle, self._lose)
+        self._process: EngineProcess | None = None
+        self._watcher: asyncio.Task[None] | None = None
+        self.stats = EngineStats()
+
+    @property
+    def state(self) -> EngineState:
+        return self._state
+
+    @property
+    def failure(self) -> EngineError | None:
+        """Why the engine is lost, if it is."""
+        return self._lost.result() if self._lost.done() else None
+
+    @property
+    def open_requests(self) -> int:
+        return len(self._open)
+
+    @property
+    def pid(self) -> int | None:
+        """Of the engine process, once it runs."""
+        return self._process.pid if self._process else None
+
+    async def start(self) -> Ready:
+        """Until the engine takes requests. Raises EngineError, with the engine's own words where it had any."""
+        self._process = await EngineProcess.start(self._command, EngineLaunch(self._address, self._config))
+        self._watcher = asyncio.create_task(self._watch(self._process), name="engine-watcher")
+        while self._state is EngineState.STARTING:
+            left_s = self._heard + START_SILENCE_S - self._loop.time()
+            news: list[asyncio.Future[Any]] = [self._ready, self._lost]
+            await asyncio.wait(news, timeout=max(left_s, 0.0), return_when=asyncio.FIRST_COMPLETED)
+            if self._state is EngineState.STARTING and self._loop.time() >= self._heard + START_SILENCE_S:
+                self._lose(EngineError(f"the engine was silent for {START_SILENCE_S:.0f} s while it started"))
+        if self._lost.done():
+            raise self._lost.result()
+        return self._ready.result()
+
+    def open(
+        self,
+        prompts: Sequence[tuple[Sequence[int], SamplingParams]],
+        *,
+        deadline_s: float,
+        attempt: int = 0,
+        prefill: tuple[PrefillTarget, ...] = (),
+    ) -> Generation:
+        """Submits one engine request for each of ``prompts``; the caller owns the result and must close it.
+
+        Raises Unavailable if the engine is not there, or has too many requests already.
+        """
+        if self._state is not EngineState.READY:
+            raise Unavailable(
+                f"the engine is {self._state.value}", code="engine_unavailable", retry_after_s=RETRY_AFTER_S
+            )
+        if self.open_requests + len(prompts) > self._max_open:
+            raise Unavailable("too many requests are waiting", code="overloaded", retry_after_s=RETRY_AFTER_S)
+        request_ids = [next(self._ids) for _ in prompts]
+        generation = Generation(request_ids, deadline_s, self._abort)
+        for request_id, (token_ids, sampling) in zip(request_ids, prompts, strict=True):
+            self._open[request_id] = generation
+            self._idle.clear()
+            submit = Submit(
+                request_id=request_id,
+                uuid=new_id(),
+                token_ids=list(token_ids),
+                sampling=sampling,
+                deadline_s=deadline_s,
+                attempt=attempt,
+                prefill=prefill,
+            )
+            if not self._channel.send(submit):
+                generation.close()
+                raise Unavailable("the engine is gone", code="engine_unavailable", retry_after_s=RETRY_AFTER_S)
+        return generation
+
+    async def wait_lost(self) -> EngineError:
+        """Until the engine has failed or died, and why; for ever if it does not."""
+        return await asyncio.shield(self._lost)
+
+    async def wait_idle(self) -> None:
+        """Until no request is open."""
+        await self._idle.wait()
+
+    def fail_open(self, message: str) -> None:
+        """Ends every open request with an error."""
+        for generation in set(self._open.values()):
+            generation.fail(message)
+        self._abort(list(self._open))
+
+    async def stop(self, timeout_s: float) -> None:
+        """Asks the engine to end, kills it after ``timeout_s``, and frees everything."""
+        asked = self._state is EngineState.READY and self._channel.send(Shutdown())
+        grace_s = timeout_s if asked else LAST_WORDS_S if self._state is EngineState.LOST else 0.0
+        if self._state is not EngineState.LOST:
+            self._state = EngineState.STOPPED
+        try:
+            if self._process is not None:
+                await self._process.end(grace_s)
+        finally:
+            if self._watcher is not None:
+                self._watcher.cancel()
+                await asyncio.gather(self._watcher, return_exceptions=True)
+            self.fail_open("the engine was stopped")
+            self._channel.close()
+            self._folder.cleanup()
+
+    # ---------------------------------------------------------------- from the engine
+
+    def _handle(self, message: FromEngine) -> None:
+        self._heard = self._loop.time()
+        match message:
+            case StepOutput(outputs):
+                for output in outputs:
+                    if generation := self._open.get(output.request_id):
+                        if output.finish is not None:
+                            self._forget(output.request_id)
+                        generation.deliver(output)
+            case Stats(stats):
+                self.stats = stats
+            case Starting(stage):
+                logger.info("engine: %s", stage)
+            case Ready():
+                self._become_ready(message)
+            case EngineFailed(text):
+                self._lose(EngineError(text))
+
+    def _become_ready(self, ready: Ready) -> None:
+        if self._state is EngineState.STARTING:
+            self._state = EngineState.READY
+            self._ready.set_result(ready)
+
+    def _lose(self, error: EngineError) -> None:
+        if self._state in (EngineState.LOST, EngineState.STOPPED):
+            return
+        self._state = EngineState.LOST
+        self._lost.set_result(error)
+        self.fail_open(f"the engine failed: {error}")
+
+    async def _watch(self, process: EngineProcess) -> None:
+        how = await process.wait()
+        self._channel.drain()
+        self._lose(EngineError(f"the engine process ended: {how}"))
+
+    # ---------------------------------------------------------------- bookkeeping
+
+    def _abort(self, request_ids: Sequence[int]) -> None:
+        known = [request_id for request_id in request_ids if request_id in self._open]
+        for request_id in known:
+            self._forget(request_id)
+        if known:
+            self._channel.send(Abort(known))
+
+    def _forget(self, request_id: int) -> None:
+        del self._open[request_id]
+        if not self._open:
+            self._idle.set()

@@ -1,0 +1,112 @@
+"""Prometheus metrics of a node, under the names that serving dashboards know, prefixed ``pdserve_``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from pdserve.api.outcome import Outcome
+from pdserve.wire.engine import EngineStats, RequestReport
+
+_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
+_TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5)
+_ANSWERS = (Outcome.STOP, Outcome.LENGTH)
+
+
+class NodeMetrics:
+    """Everything that ``/metrics`` shows. Observed values come from the API, the rest from the engine's last stats."""
+
+    def __init__(self, stats: Callable[[], EngineStats]) -> None:
+        self._registry = CollectorRegistry()
+        self._registry.register(EngineCollector(stats))
+        self._ttft = self._histogram("time_to_first_token_seconds", "from arrival to the first token", _SECONDS)
+        self._itl = self._histogram("inter_token_latency_seconds", "gap between two outputs", _TOKEN_SECONDS)
+        self._e2e = self._histogram("e2e_request_latency_seconds", "from arrival to the end", _SECONDS)
+        self._queue = self._histogram("request_queue_time_seconds", "waiting in the engine", _SECONDS)
+        self._prefill = self._histogram("request_prefill_time_seconds", "from the queue to the first token", _SECONDS)
+        self._decode = self._histogram("request_decode_time_seconds", "from the first token to the end", _SECONDS)
+        self._success = Counter("pdserve_request_success", "answers", ["finished_reason"], registry=self._registry)
+        self._failure = Counter("pdserve_request_failure", "requests without one", ["reason"], registry=self._registry)
+        for outcome in Outcome:  # so that rates start from 0 and not from nothing
+            (self._success if outcome in _ANSWERS else self._failure).labels(outcome.value)
+
+    def first_token(self, ttft_s: float) -> None:
+        self._ttft.observe(ttft_s)
+
+    def next_token(self, gap_s: float) -> None:
+        self._itl.observe(gap_s)
+
+    def choice_ended(self, outcome: Outcome, report: RequestReport | None) -> None:
+        (self._success if outcome in _ANSWERS else self._failure).labels(outcome.value).inc()
+        if report is not None:
+            self._queue.observe(report.queue_s)
+            self._prefill.observe(report.prefill_s)
+
+    def request_ended(self, total_s: float, decode_s: float | None) -> None:
+        self._e2e.observe(total_s)
+        if decode_s is not None:
+            self._decode.observe(decode_s)
+
+    def render(self) -> bytes:
+        """In Prometheus' text format."""
+        return generate_latest(self._registry)
+
+    def _histogram(self, name: str, help: str, buckets: tuple[float, ...]) -> Histogram:
+        return Histogram(f"pdserve_{name}", help, buckets=buckets, registry=self._registry)
+
+
+class EngineCollector(Collector):
+    """Shows the engine's own counters, which it sends as totals, without counting them again."""
+
+    def __init__(self, stats: Callable[[], EngineStats]) -> None:
+        self._stats = stats
+
+    def collect(self) -> Iterable[Metric]:
+        stats = self._stats()
+        used = 1 - stats.free_blocks / stats.total_blocks if stats.total_blocks else 0.0
+        yield _gauge("num_requests_running", "in the running batch", stats.running)
+        yield _gauge("num_requests_waiting", "queued in the engine", stats.waiting)
+        yield _gauge("num_requests_waiting_for_remote_kvs", "prompt computed elsewhere", stats.waiting_for_remote)
+        yield _gauge("kv_cache_usage_perc", "share of KV blocks in use, 0 to 1", used)
+        yield _gauge("quarantined_blocks", "KV blocks held until a receive completes", stats.quarantined_blocks)
+        yield _counter("engine_steps", "batches computed", stats.steps)
+        yield _counter("prompt_tokens", "prompt tokens computed", stats.prompt_tokens)
+        yield _counter("generation_tokens", "tokens generated", stats.generated_tokens)
+        yield _counter("num_preemptions", "requests set back for lack of blocks", stats.preemptions)
+        yield _by_label(
+            "prefills",
+            "prompts, by who computed them",
+            "source",
+            {"local": stats.prefills_local, "remote": stats.prefills_remote, "fallback": stats.prefills_fallback},
+        )
+        yield _counter("fallbacks", "prompts computed here because a prefill node failed", stats.prefills_fallback)
+        directions = {"sent": stats.transfer_bytes_sent, "received": stats.transfer_bytes_received}
+        yield _by_label("kv_transfer_bytes", "KV cache moved", "direction", directions)
+        yield _by_label(
+            "kv_transfers",
+            "KV caches moved",
+            "direction",
+            {"sent": stats.transfers_sent, "received": stats.transfers_received},
+        )
+        yield _counter("kv_transfer_seconds", "time of completed transfers", stats.transfer_seconds)
+        yield _by_label("kv_transfer_failures", "transfers that failed", "reason", stats.transfer_failures)
+        yield _counter("leases_expired", "peers that stopped answering", stats.leases_expired)
+        yield _counter("stale_blocks_dropped", "blocks of dead transfers refused", stats.stale_blocks_dropped)
+
+
+def _gauge(name: str, help: str, value: float) -> GaugeMetricFamily:
+    return GaugeMetricFamily(f"pdserve_{name}", help, value=value)
+
+
+def _counter(name: str, help: str, value: float) -> CounterMetricFamily:
+    return CounterMetricFamily(f"pdserve_{name}", help, value=value)
+
+
+def _by_label(name: str, help: str, label: str, values: dict[str, int]) -> CounterMetricFamily:
+    family = CounterMetricFamily(f"pdserve_{name}", help, labels=[label])
+    for key, value in values.items():
+        family.add_metric([key], value)
+    return family

@@ -1,0 +1,153 @@
+"""Requests in OpenAI's form: their fields, and bodies checked into them with errors that name the field."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Annotated, Any, Generic, TypeAlias, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+from pdserve.api.unsupported import ACCEPTED, refuse_unsupported
+from pdserve.errors import InvalidRequest
+
+MAX_STOPS = 16
+MAX_CHOICES = 1_024
+
+T = TypeVar("T", bound=msgspec.Struct)
+Positive: TypeAlias = Annotated[int, Meta(ge=1, le=2**31 - 1)]
+StopString: TypeAlias = Annotated[str, Meta(min_length=1, max_length=1_024)]
+
+
+class StreamOptions(msgspec.Struct):
+    include_usage: bool | None = None
+
+
+class GenerationRequest(msgspec.Struct, kw_only=True):
+    """What chat and text completions share. ``None`` is OpenAI's ``null``: as if the field were not there."""
+
+    model: str
+    max_tokens: Positive | None = None
+    n: Annotated[int, Meta(ge=1, le=128)] | None = None
+    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
+    """0 and -1 are no limit."""
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+    stop: StopString | Annotated[list[StopString], Meta(max_length=MAX_STOPS)] | None = None
+    stop_token_ids: Annotated[list[Annotated[int, Meta(ge=0)]], Meta(max_length=128)] | None = None
+    ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
+    """Keep only this many tokens of the prompt's end; -1 keeps as many as fit."""
+    return_token_ids: bool | None = None
+
+    @property
+    def stops(self) -> list[str]:
+        return [self.stop] if isinstance(self.stop, str) else self.stop or []
+
+    @property
+    def include_usage(self) -> bool:
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+    @property
+    def wanted_tokens(self) -> int | None:
+        """How many tokens the client asks for at most; None is as many as fit."""
+        return self.max_tokens
+
+    @property
+    def choices(self) -> int:
+        return self.n or 1
+
+
+class ChatRequest(GenerationRequest, kw_only=True):
+    """``POST /v1/chat/completions``. Messages are checked by ``chat_messages`` and the model's template."""
+
+    messages: Annotated[list[dict[str, Any]], Meta(min_length=1)]
+    max_completion_tokens: Positive | None = None
+    """OpenAI's newer name of ``max_tokens``, and stronger."""
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    @property
+    def wanted_tokens(self) -> int | None:
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+
+class CompletionRequest(GenerationRequest, kw_only=True):
+    """``POST /v1/completions``."""
+
+    prompt: str | Annotated[list[str | int | list[int]], Meta(min_length=1)]
+    echo: bool | None = None
+    best_of: Positive | None = None
+
+
+class TokenizeRequest(msgspec.Struct, kw_only=True):
+    """``POST /tokenize``: of ``prompt``, or of ``messages`` as the chat route would render them."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[dict[str, Any]], Meta(min_length=1)] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class DetokenizeRequest(msgspec.Struct, kw_only=True):
+    """``POST /detokenize``."""
+
+    tokens: list[int]
+    model: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Parsed(Generic[T]):
+    """A request, and the fields of its body that nothing here knows."""
+
+    request: T
+    ignored: tuple[str, ...]
+
+
+class BodyParser(Generic[T]):
+    """Reads the bodies of one route."""
+
+    def __init__(self, request: type[T]) -> None:
+        self._decoder = msgspec.json.Decoder(request)
+        self._fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
+        self._known = {field.encode_name for field in msgspec.structs.fields(request)}
+
+    def parse(self, body: bytes | str) -> Parsed[T]:
+        """Raises InvalidRequest, which names the field where one is at fault."""
+        try:
+            fields = self._fields.decode(body)
+            refuse_unsupported({name: raw for name, raw in fields.items() if name not in self._known})
+            request = self._decoder.decode(body)
+        except msgspec.ValidationError as exc:
+            raise _invalid_field(exc) from exc
+        except (msgspec.DecodeError, UnicodeDecodeError) as exc:
+            raise InvalidRequest(f"the body is not valid JSON: {exc}", code="invalid_json") from exc
+        except RecursionError as exc:
+            raise InvalidRequest("the body is nested too deeply", code="invalid_json") from exc
+        return Parsed(request, tuple(name for name in fields if name not in self._known and name not in ACCEPTED))
+
+
+_VALIDATION = re.compile(r"(?P<what>.*?)(?: - at `\$\.?(?P<path>.*)`)?", re.DOTALL)
+_MISSING = re.compile(r"Object missing required field `(?P<field>[^`]*)`")
+
+
+def _invalid_field(error: msgspec.ValidationError) -> InvalidRequest:
+    match = _VALIDATION.fullmatch(str(error))
+    what, path = (match["what"], match["path"] or "") if match else (str(error), "")
+    if missing := _MISSING.match(what):
+        param = f"{path}.{missing['field']}".lstrip(".")
+        return InvalidRequest(f"{param!r} is required", param=param, code="missing_required_parameter")
+    if not path:
+        return InvalidRequest(f"the body is not acceptable: {what}")
+    return InvalidRequest(f"{path!r} is not acceptable: {what[:1].lower()}{what[1:]}", param=path)

@@ -1,0 +1,42 @@
+"""How a choice ends, as the API sees it."""
+
+from __future__ import annotations
+
+import enum
+
+from pdserve.errors import DeadlineExceeded, Internal, RequestError
+from pdserve.wire.engine import FinishReason, RequestOutput
+
+
+class Outcome(enum.Enum):
+    """``STOP`` and ``LENGTH`` are answers; the others are not, and are never shown as one."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    DEADLINE = "deadline"
+    ERROR = "error"
+    ABORT = "abort"
+    """The client went away, or another choice of its request failed."""
+
+
+_OUTCOMES = {
+    FinishReason.STOP: Outcome.STOP,
+    FinishReason.LENGTH: Outcome.LENGTH,
+    FinishReason.DEADLINE: Outcome.DEADLINE,
+    FinishReason.ERROR: Outcome.ERROR,
+}
+
+
+def outcome_of(reason: FinishReason) -> Outcome:
+    return _OUTCOMES[reason]
+
+
+def failure_of(output: RequestOutput) -> RequestError | None:
+    """The client's error, where the engine's output is no answer."""
+    if output.finish is FinishReason.DEADLINE:
+        return DeadlineExceeded(
+            "the request's deadline passed before its answer was complete", code="deadline_exceeded"
+        )
+    if output.finish is FinishReason.ERROR:
+        return Internal(output.error or "the engine failed on this request", code="engine_error")
+    return None

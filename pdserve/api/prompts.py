@@ -1,0 +1,130 @@
+"""A validated request to the token ids that the engine gets."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import cast
+
+from pdserve.api.chat_messages import plain_messages
+from pdserve.api.openai import MAX_CHOICES, ChatRequest, CompletionRequest, GenerationRequest, TokenizeRequest
+from pdserve.api.tokenizer import Tokenizer
+from pdserve.errors import InvalidRequest
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One prompt, ready for the engine."""
+
+    token_ids: list[int]
+    max_tokens: int
+    echo: str = ""
+    """Shown before the answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelLimits:
+    """What the engine said that it takes."""
+
+    max_model_len: int
+    vocab_size: int
+
+    def check_ids(self, token_ids: Sequence[int], param: str) -> list[int]:
+        """The ids, if the vocabulary has them all. Raises InvalidRequest."""
+        for token_id in token_ids:
+            if not 0 <= token_id < self.vocab_size:
+                raise InvalidRequest(
+                    f"token id {token_id} is not in the vocabulary of {self.vocab_size} tokens", param=param
+                )
+        return list(token_ids)
+
+    def fit(self, token_ids: list[int], request: GenerationRequest, param: str) -> tuple[list[int], int]:
+        """The prompt, cut where the client asked for that, and how many tokens may be generated.
+
+        Raises InvalidRequest if prompt and output do not fit.
+        """
+        wanted = request.wanted_tokens
+        self.check_ids(request.stop_token_ids or (), "stop_token_ids")
+        token_ids = self._truncate(token_ids, request.truncate_prompt_tokens, wanted)
+        count = len(token_ids)
+        if count == 0:
+            raise InvalidRequest("the prompt has no tokens", param=param, code="empty_prompt")
+        if count >= self.max_model_len or count + (wanted or 1) > self.max_model_len:
+            asked = "" if wanted is None else f" and {wanted} tokens of output are asked for"
+            raise InvalidRequest(
+                f"this model's context is {self.max_model_len} tokens; the prompt has {count}{asked}",
+                param=param if count >= self.max_model_len else "max_tokens",
+                code="context_length_exceeded",
+            )
+        return token_ids, self.max_model_len - count if wanted is None else wanted
+
+    def _truncate(self, token_ids: list[int], keep: int | None, wanted: int | None) -> list[int]:
+        if keep is None:
+            return token_ids
+        if keep == 0:
+            raise InvalidRequest("'truncate_prompt_tokens' must be at least 1, or -1", param="truncate_prompt_tokens")
+        return token_ids[-(keep if keep > 0 else max(self.max_model_len - (wanted or 1), 1)) :]
+
+
+async def chat_tokens(request: ChatRequest | TokenizeRequest, tokenizer: Tokenizer) -> list[int]:
+    """Of the conversation, rendered by the model's template. Raises InvalidRequest."""
+    continued = bool(request.continue_final_message)
+    generation_prompt = not continued if request.add_generation_prompt is None else request.add_generation_prompt
+    if continued and generation_prompt:
+        raise InvalidRequest(
+            "'continue_final_message' excludes 'add_generation_prompt'", param="continue_final_message"
+        )
+    text = tokenizer.render_chat(
+        plain_messages(request.messages or []),
+        add_generation_prompt=generation_prompt,
+        continue_final_message=continued,
+        template_kwargs=request.chat_template_kwargs or {},
+    )
+    return await tokenizer.encode(text, add_special_tokens=False)
+
+
+async def chat_prompts(request: ChatRequest, tokenizer: Tokenizer, limits: ModelLimits) -> list[Prompt]:
+    """The one prompt of a chat request. Raises InvalidRequest."""
+    token_ids, max_tokens = limits.fit(await chat_tokens(request, tokenizer), request, "messages")
+    return [Prompt(token_ids, max_tokens)]
+
+
+async def completion_prompts(request: CompletionRequest, tokenizer: Tokenizer, limits: ModelLimits) -> list[Prompt]:
+    """One for each prompt of a completion request. Raises InvalidRequest."""
+    if request.best_of is not None and request.best_of != request.choices:
+        raise InvalidRequest("'best_of' other than 'n' is not supported by pdserve", param="best_of")
+    given = _listed(request.prompt)
+    if len(given) * request.choices > MAX_CHOICES:
+        raise InvalidRequest(f"prompts times 'n' may be at most {MAX_CHOICES}", param="n")
+    prompts = []
+    for index, item in enumerate(given):
+        param = "prompt" if len(given) == 1 else f"prompt[{index}]"
+        if isinstance(item, str):
+            token_ids = await tokenizer.encode(item, add_special_tokens=True)
+        else:
+            token_ids = limits.check_ids(item, param)
+        fitted, max_tokens = limits.fit(token_ids, request, param)
+        prompts.append(Prompt(fitted, max_tokens, _echo(request, item, fitted, len(token_ids), tokenizer)))
+    return prompts
+
+
+def _listed(prompt: str | list[str | int | list[int]]) -> list[str | list[int]]:
+    """One item for each prompt, of the four forms that OpenAI takes."""
+    if isinstance(prompt, str):
+        return [prompt]
+    kinds = {type(item) for item in prompt}
+    if len(kinds) > 1:
+        raise InvalidRequest("'prompt' mixes strings, token ids and lists", param="prompt")
+    if kinds == {int}:
+        return [cast("list[int]", prompt)]
+    return cast("list[str | list[int]]", prompt)
+
+
+def _echo(
+    request: CompletionRequest, item: str | list[int], fitted: list[int], untruncated: int, tokenizer: Tokenizer
+) -> str:
+    if not request.echo:
+        return ""
+    if isinstance(item, str) and len(fitted) == untruncated:
+        return item
+    return tokenizer.decode(fitted, skip_special_tokens=request.skip_special_tokens is not False)

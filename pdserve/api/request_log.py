@@ -1,0 +1,72 @@
+"""One log line for each client request, when it is over."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+
+from pdserve.api.outcome import Outcome
+from pdserve.wire.engine import RequestReport
+
+logger = logging.getLogger("pdserve.request")
+
+
+@dataclass(slots=True)
+class RequestRecord:
+    """What is known of one client request. Times in seconds by ``time.monotonic``."""
+
+    request_id: str
+    node: str
+    """The node that decodes: this one."""
+    arrived: float
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    first_token: float | None = None
+    last_token: float | None = None
+    outcomes: list[Outcome] = field(default_factory=list)
+    """One for each choice that is over."""
+    reports: list[RequestReport] = field(default_factory=list)
+    """The engine's; missing for a choice that the API ended (stop string, abort)."""
+
+    @property
+    def cached_tokens(self) -> int:
+        return sum(report.cached_tokens for report in self.reports)
+
+    @property
+    def ttft_s(self) -> float | None:
+        return None if self.first_token is None else self.first_token - self.arrived
+
+    @property
+    def tpot_s(self) -> float | None:
+        """Mean time of an output token after the first, over all choices."""
+        if self.first_token is None or self.last_token is None or self.output_tokens < 2:
+            return None
+        return (self.last_token - self.first_token) / (self.output_tokens - 1)
+
+
+def log_request(record: RequestRecord, now: float) -> None:
+    """Writes the line. Unknown values are ``-``."""
+    reports = record.reports
+    prefill = "+".join(sorted({report.prefill_node or record.node for report in reports})) or "-"
+    source = "+".join(sorted({report.prefill_source.value for report in reports})) or "-"
+    finish = "+".join(sorted({outcome.value for outcome in record.outcomes})) or "-"
+    logger.info(
+        "request=%s prefill=%s source=%s decode=%s prompt=%d cached=%d output=%d "
+        "queue_ms=%s ttft_ms=%s tpot_ms=%s total_ms=%s finish=%s",
+        record.request_id,
+        prefill,
+        source,
+        record.node,
+        record.prompt_tokens,
+        record.cached_tokens,
+        record.output_tokens,
+        _ms(max((report.queue_s for report in reports), default=None)),
+        _ms(record.ttft_s),
+        _ms(record.tpot_s),
+        _ms(now - record.arrived),
+        finish,
+    )
+
+
+def _ms(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{seconds * 1000:.1f}"

@@ -1,0 +1,228 @@
+"""The life of a node's API process: engine, HTTP server, registration; started in that order, ended in reverse."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import uvloop
+
+from pdserve.api.app import create_app
+from pdserve.api.engine_client import EngineClient
+from pdserve.api.engine_process import ENGINE_COMMAND
+from pdserve.api.http_server import HttpServer, bind, url_of
+from pdserve.api.metrics import NodeMetrics
+from pdserve.api.node_state import NodeState, Phase
+from pdserve.api.registration import Registration
+from pdserve.api.stop_signals import StopSignals
+from pdserve.api.ticket import TicketGate
+from pdserve.api.tokenizer import Tokenizer, load_tokenizer
+from pdserve.config import EngineConfig, NodeConfig
+from pdserve.errors import PdserveError
+from pdserve.wire.discovery import Capacity, NodeInfo, Role
+from pdserve.wire.engine import Ready
+from pdserve.wire.ids import new_id
+
+logger = logging.getLogger(__name__)
+
+ENGINE_STOP_S = 5.0
+DEREGISTER_S = 2.0
+EXIT_OK = 0
+EXIT_FAILED = 1
+
+T = TypeVar("T")
+
+
+def serve(
+    role: Role,
+    config: NodeConfig,
+    secret: bytes,
+    model_dir: Path,
+    *,
+    engine_command: Sequence[str] = ENGINE_COMMAND,
+) -> int:
+    """Runs one node until SIGTERM or SIGINT. The process's exit status: 0 after a drain, 1 if anything failed."""
+    logging.basicConfig(level=config.log.level.value.upper(), format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    node = Node(role, config, secret, model_dir, engine_command)
+    try:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            return runner.run(node.run())
+    except PdserveError as exc:
+        logger.error("%s", exc)
+        return EXIT_FAILED
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """What one node is made from."""
+
+    role: Role
+    config: NodeConfig
+    secret: bytes
+    model_dir: Path
+    engine_command: Sequence[str]
+
+    async def run(self) -> int:
+        """Raises PdserveError if the node cannot start, or its engine dies."""
+        with StopSignals() as signals, bind(self.config.http) as listener:
+            boot_id = new_id()
+            engine = EngineClient(self._engine_config(boot_id), command=self.engine_command)
+            try:
+                started = await _unless(signals.drain, self._start(engine))
+                if started is not None:
+                    await self._serve(engine, *started, boot_id, listener, signals)
+            finally:
+                await engine.stop(ENGINE_STOP_S)
+        return EXIT_OK
+
+    async def _start(self, engine: EngineClient) -> tuple[Ready, Tokenizer | None]:
+        if self.role is Role.PREFILL:
+            return await engine.start(), None
+        starting = asyncio.create_task(engine.start())
+        loading = asyncio.create_task(asyncio.to_thread(load_tokenizer, self.model_dir))
+        try:
+            await asyncio.wait([starting, loading], return_when=asyncio.FIRST_EXCEPTION)
+            if loading.done() and (error := loading.exception()) is not None:
+                raise error
+            return await starting, await loading
+        finally:
+            starting.cancel()
+            loading.cancel()
+            await asyncio.gather(starting, loading, return_exceptions=True)
+
+    async def _serve(
+        self,
+        engine: EngineClient,
+        ready: Ready,
+        tokenizer: Tokenizer | None,
+        boot_id: bytes,
+        listener: socket.socket,
+        signals: StopSignals,
+    ) -> None:
+        url = url_of(listener, self.config.http)
+        info = self._info(ready, boot_id, url)
+        state = self._state(info, engine, ready, tokenizer)
+        http = HttpServer(create_app(state), listener, self.config.http)
+        await http.start()
+        registration = asyncio.create_task(self._register(info, engine), name="registration")
+        try:
+            logger.info("pdserve %s listening url=%s", self.role.value, url)
+            await _first(signals.drain.wait(), engine.wait_lost(), http.wait_ended(), _ended(registration))
+            state.phase = Phase.DRAINING
+            await _cancelled(registration)
+            if signals.drain.is_set():
+                await self._drain(engine, signals)
+            else:
+                self._raise_failure(engine, registration)
+            if engine.failure is not None:
+                raise engine.failure
+        finally:
+            state.phase = Phase.DRAINING
+            await _cancelled(registration)
+            engine.fail_open("the node is shutting down")
+            await http.stop()
+
+    async def _drain(self, engine: EngineClient, signals: StopSignals) -> None:
+        logger.info("draining: %d requests have %.1f s to finish", engine.open_requests, self.config.http.drain_s)
+        try:
+            async with asyncio.timeout(self.config.http.drain_s):
+                await _first(engine.wait_idle(), signals.hurry.wait(), engine.wait_lost())
+        except TimeoutError:
+            logger.warning("drain: %d requests did not finish in time", engine.open_requests)
+
+    def _raise_failure(self, engine: EngineClient, registration: asyncio.Task[None]) -> None:
+        if registration.done() and not registration.cancelled() and (error := registration.exception()) is not None:
+            raise error
+        if engine.failure is None:
+            raise PdserveError("the HTTP server ended by itself")
+
+    async def _register(self, info: NodeInfo, engine: EngineClient) -> None:
+        proxies = self.config.discovery.proxies
+        if not proxies:
+            await asyncio.Event().wait()
+        await Registration(
+            info, proxies, self.secret, self.config.discovery.heartbeat_ms, lambda: engine.stats.load
+        ).run()
+
+    def _engine_config(self, boot_id: bytes) -> EngineConfig:
+        config = self.config
+        return EngineConfig(
+            role=self.role,
+            boot_id=boot_id,
+            secret=self.secret,
+            model_dir=str(self.model_dir),
+            model=config.model,
+            cache=config.cache,
+            scheduler=config.scheduler,
+            transfer=config.transfer,
+            cpu=config.cpu,
+            log=config.log,
+        )
+
+    def _info(self, ready: Ready, boot_id: bytes, url: str) -> NodeInfo:
+        return NodeInfo(
+            name=self.config.discovery.name or f"{self.role.value}-{url.partition('://')[2]}",
+            boot_id=boot_id,
+            role=self.role,
+            url=url,
+            control=ready.control,
+            model=self.config.model.served_name or self.model_dir.name,
+            fingerprint=ready.fingerprint,
+            capacity=Capacity(
+                max_running=ready.max_running,
+                num_blocks=ready.num_blocks,
+                block_size=ready.block_size,
+                max_model_len=ready.max_model_len,
+            ),
+        )
+
+    def _state(self, info: NodeInfo, engine: EngineClient, ready: Ready, tokenizer: Tokenizer | None) -> NodeState:
+        return NodeState(
+            name=info.name,
+            role=self.role,
+            model=info.model,
+            engine=engine,
+            ready=ready,
+            tokenizer=tokenizer,
+            tickets=TicketGate(self.secret, info.boot_id) if self.config.discovery.proxies else None,
+            metrics=NodeMetrics(lambda: engine.stats),
+            timeout_s=self.config.request.timeout_s,
+            max_body_bytes=self.config.http.max_body_bytes,
+        )
+
+
+async def _first(*waits: Coroutine[Any, Any, object]) -> None:
+    """Until one of them is over; the others are cancelled."""
+    tasks = [asyncio.ensure_future(wait) for wait in waits]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _unless(event: asyncio.Event, work: Coroutine[Any, Any, T]) -> T | None:
+    """The result of ``work``, or None if ``event`` came first and ``work`` was cancelled."""
+    task = asyncio.ensure_future(work)
+    await _first(event.wait(), _ended(task))
+    if not task.done():
+        await _cancelled(task)
+        return None
+    return task.result()
+
+
+async def _ended(task: asyncio.Task[Any]) -> None:
+    """Until it has ended, however it did; a cancelled wait leaves it running."""
+    await asyncio.wait([task])
+
+
+async def _cancelled(task: asyncio.Task[Any]) -> None:
+    """Cancels it and waits for its last act, though not for ever."""
+    task.cancel()
+    await asyncio.wait([task], timeout=DEREGISTER_S)

@@ -1,0 +1,76 @@
+"""Fields of OpenAI's and vLLM's requests that pdserve knows and does not honour: refused, unless they ask for nothing.
+
+To ignore them would be worse than to refuse: a client that asks for JSON or for log probabilities would get neither,
+with status 200.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from pdserve.errors import InvalidRequest
+
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "allowed_token_ids": ([],),
+    "audio": (),
+    "bad_words": ([],),
+    "best_of": (),
+    "cache_salt": ("",),
+    "chat_template": (),
+    "documents": ([],),
+    "echo": (False,),
+    "frequency_penalty": (0,),
+    "function_call": ("none", "auto"),
+    "functions": ([],),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "length_penalty": (1,),
+    "logit_bias": ({},),
+    "logprobs": (False,),
+    "min_tokens": (0,),
+    "modalities": (["text"],),
+    "presence_penalty": (0,),
+    "priority": (0,),
+    "prompt_logprobs": (),
+    "repetition_penalty": (1,),
+    "response_format": ({"type": "text"},),
+    "structured_outputs": (),
+    "suffix": ("",),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "top_logprobs": (0,),
+    "use_beam_search": (False,),
+    "web_search_options": (),
+}
+"""Besides ``null``, the values that mean the same as leaving the field out."""
+
+ACCEPTED = frozenset(_NEUTRAL) | {
+    "metadata",
+    "parallel_tool_calls",
+    "prompt_cache_key",
+    "safety_identifier",
+    "service_tier",
+    "store",
+    "user",
+}
+"""Fields that are no cause for a warning: they say something about the request, not about its answer."""
+
+
+def refuse_unsupported(fields: Mapping[str, msgspec.Raw]) -> None:
+    """Raises InvalidRequest for the first field that asks for something that pdserve cannot do."""
+    for name, raw in fields.items():
+        if name not in _NEUTRAL:
+            continue
+        value = msgspec.json.decode(raw)
+        if value is not None and not any(_same(value, neutral) for neutral in _NEUTRAL[name]):
+            raise InvalidRequest(f"{name!r} is not supported by pdserve", param=name, code="unsupported_parameter")
+
+
+def _same(value: Any, neutral: Any) -> bool:
+    """Equality that tells 0 from False, as JSON does."""
+    return bool(value == neutral) and isinstance(value, bool) == isinstance(neutral, bool)

@@ -1,0 +1,157 @@
+"""One process of ``pdserve up``: started, listened to, and reaped."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import re
+import signal
+import subprocess
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pdserve.errors import PdserveError
+from pdserve.parent import PARENT_PID_ENV
+
+_LISTENING = re.compile(r"\bpdserve \w+ listening url=(?P<url>\S+)(?: control=(?P<control>\S+))?")
+_KEPT_LINES = 20
+_MAX_LINE = 64 * 1024
+
+
+class ChildDied(PdserveError):
+    """A process ended that should not have. Its last lines are in the message."""
+
+
+@dataclass(frozen=True, slots=True)
+class Listening:
+    """Where a process can be reached, from its ``listening`` line."""
+
+    url: str
+    control: str
+
+
+def parse_listening(line: str) -> Listening | None:
+    """The addresses in ``pdserve <role> listening url=… [control=…]``; None for any other line."""
+    match = _LISTENING.search(line)
+    return Listening(match["url"], match["control"] or "") if match else None
+
+
+class Child:
+    """A running process, in a process group of its own, so that Ctrl-C reaches the supervisor alone.
+
+    ``stop`` or ``kill`` has to be awaited in the end.
+    """
+
+    def __init__(
+        self, name: str, argv: Sequence[str], environ: Mapping[str, str], relay: Callable[[str, str], None]
+    ) -> None:
+        self.name = name
+        self.last_line = "starting"
+        self._relay = relay
+        self._kept: deque[str] = deque(maxlen=_KEPT_LINES)
+        self._listening: asyncio.Future[Listening] = asyncio.get_running_loop().create_future()
+        self._process = subprocess.Popen(
+            list(argv),
+            env={**environ, PARENT_PID_ENV: str(os.getpid())},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        self._exit = asyncio.create_task(self._run())
+
+    @property
+    def alive(self) -> bool:
+        return not self._exit.done()
+
+    async def wait(self) -> int:
+        """The exit status, negative for a signal. Safe to cancel."""
+        return await asyncio.shield(self._exit)
+
+    async def listening(self) -> Listening:
+        """Where it listens, as soon as it says so. Raises ChildDied if it ends before."""
+        either: list[asyncio.Future[Any]] = [self._listening, self._exit]
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        if not self._listening.done():
+            raise self.died()
+        return self._listening.result()
+
+    def died(self) -> ChildDied:
+        """What to say of its unexpected end."""
+        status = self._exit.result()
+        how = f"was ended by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
+        lines = "".join(f"\n    {line}" for line in self._kept)
+        return ChildDied(f"{self.name} {how}" + (f"; its last lines:{lines}" if lines else ""))
+
+    async def stop(self, grace_s: float) -> None:
+        """SIGTERM, and SIGKILL to all that is left of it after ``grace_s``."""
+        if self._process.returncode is None:
+            self._process.terminate()
+            await asyncio.wait([self._exit], timeout=grace_s)
+        await self.kill()
+
+    async def kill(self) -> None:
+        if self._process.returncode is None:
+            self._kill_group()
+        await self.wait()
+
+    async def _run(self) -> int:
+        reading = asyncio.create_task(self._read())
+        await _exited(self._process.pid)
+        # Before its number is given back by wait(): whatever else is in the group has no purpose any more.
+        self._kill_group()
+        status = self._process.wait()
+        await reading
+        return status
+
+    async def _read(self) -> None:
+        stream = asyncio.StreamReader()
+        protocol = asyncio.StreamReaderProtocol(stream)
+        transport, _ = await asyncio.get_running_loop().connect_read_pipe(lambda: protocol, self._process.stdout)
+        try:
+            async for line in _lines(stream):
+                self._take(line)
+        finally:
+            transport.close()
+
+    def _take(self, line: str) -> None:
+        self._kept.append(line)
+        self.last_line = line
+        found = parse_listening(line)
+        if found and not self._listening.done():
+            self._listening.set_result(found)
+        self._relay(self.name, line)
+
+    def _kill_group(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+
+
+async def _exited(pid: int) -> None:
+    """Returns when process ``pid``, a child not yet waited for, has ended; its pipes may still be open elsewhere."""
+    loop = asyncio.get_running_loop()
+    ended: asyncio.Future[None] = loop.create_future()
+    descriptor = os.pidfd_open(pid)
+    try:
+        loop.add_reader(descriptor, lambda: None if ended.done() else ended.set_result(None))
+        await ended
+    finally:
+        loop.remove_reader(descriptor)
+        os.close(descriptor)
+
+
+async def _lines(stream: asyncio.StreamReader) -> AsyncIterator[str]:
+    """Lines of any length, cut at ``_MAX_LINE``."""
+    rest = b""
+    while chunk := await stream.read(_MAX_LINE):
+        *whole, rest = (rest + chunk).split(b"\n")
+        for line in whole:
+            yield line.decode(errors="replace").rstrip("\r")
+        if len(rest) > _MAX_LINE:
+            yield rest.decode(errors="replace")
+            rest = b""
+    if rest:
+        yield rest.decode(errors="replace")

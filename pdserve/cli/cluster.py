@@ -1,0 +1,138 @@
+"""The supervisor behind ``pdserve up``: brings the processes up, watches them, and stops them in order."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+from collections.abc import Mapping, Sequence
+
+import aiohttp
+
+from pdserve.cli.child import Child, ChildDied
+from pdserve.cli.console import Console
+from pdserve.cli.plan import NodePlan, node_command
+from pdserve.wire.discovery import Role
+
+_LOG_PREFIX = re.compile(r"^[\d:,. TZ-]+(DEBUG|INFO|WARNING|ERROR) \S+ ")
+_POLL_S = 0.2
+_REPORT_S = 5.0
+_PROXY_GRACE_S = 3.0
+
+
+class Cluster:
+    """One proxy and its nodes. ``stop`` has to be awaited in the end, whatever happened before."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._proxy: Child | None = None
+        self._nodes: dict[str, tuple[NodePlan, Child]] = {}
+        self.url = ""
+
+    async def start(self, proxy: Sequence[str], nodes: Sequence[NodePlan], environ: Mapping[str, str]) -> None:
+        """Returns when the proxy has every node and is ready. Raises ChildDied if a process ends meanwhile.
+
+        Unbounded by itself: the caller sets the time limit.
+        """
+        self._console.say("starting proxy")
+        self._proxy = Child("proxy", proxy, environ, self._console.relay)
+        found = await self._proxy.listening()
+        self.url = found.url
+        for node in nodes:
+            self._console.say(f"starting {node.name} on cores {', '.join(map(str, node.cores))}")
+            child = Child(node.name, node_command(node, found.control), environ, self._console.relay)
+            self._nodes[node.name] = (node, child)
+        await self._until_ready()
+        self._console.say(f"all {len(nodes)} nodes are ready")
+
+    async def watch(self) -> str:
+        """Reports nodes that end, and returns why the cluster cannot serve any more."""
+        proxy = self._running_proxy()
+        waits = {asyncio.create_task(child.wait()): child for child in self._children()}
+        try:
+            while True:
+                done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    child = waits.pop(task)
+                    self._console.say(str(child.died()))
+                    if child is proxy:
+                        return "the proxy has ended"
+                if not any(child.alive for node, child in self._nodes.values() if node.role is not Role.PREFILL):
+                    return "no node is left that answers requests"
+        finally:
+            for task in waits:
+                task.cancel()
+
+    async def stop(self, grace_s: float) -> None:
+        """Stops the nodes, which get ``grace_s`` to finish their requests, and then the proxy."""
+        nodes = [child for _, child in self._nodes.values()]
+        if any(child.alive for child in nodes):
+            self._console.say("stopping")
+        await asyncio.gather(*(child.stop(grace_s) for child in nodes))
+        if self._proxy is not None:
+            await self._proxy.stop(_PROXY_GRACE_S)
+
+    async def kill(self) -> None:
+        """Ends everything now."""
+        await asyncio.gather(*(child.kill() for child in self._children()))
+
+    def _children(self) -> list[Child]:
+        proxy = [self._proxy] if self._proxy is not None else []
+        return [*proxy, *(child for _, child in self._nodes.values())]
+
+    def _running_proxy(self) -> Child:
+        if self._proxy is None:
+            raise ChildDied("the proxy was never started")
+        return self._proxy
+
+    async def _until_ready(self) -> None:
+        reported = self._console.elapsed_s
+        timeout = aiohttp.ClientTimeout(total=2.0)
+        async with aiohttp.ClientSession(timeout=timeout) as session:
+            while True:
+                for child in self._children():
+                    if not child.alive:
+                        raise child.died()
+                missing = self._nodes.keys() - await registered(session, self.url)
+                if not missing and await _is_ready(session, self.url):
+                    return
+                if self._console.elapsed_s - reported >= _REPORT_S:
+                    reported = self._console.elapsed_s
+                    self._console.say(self._waiting_for(sorted(missing)))
+                await self._pause()
+
+    def _waiting_for(self, missing: Sequence[str]) -> str:
+        if not missing:
+            return "waiting for the proxy to be ready"
+        return "waiting for " + "; ".join(f"{name} ({_stage(self._nodes[name][1].last_line)})" for name in missing)
+
+    async def _pause(self) -> None:
+        """Until it is worth to look again: a moment, or the end of a process."""
+        ends = [asyncio.create_task(child.wait()) for child in self._children()]
+        try:
+            await asyncio.wait(ends, timeout=_POLL_S, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in ends:
+                task.cancel()
+
+
+def _stage(line: str) -> str:
+    """What a log line says, without its time, level and logger."""
+    return _LOG_PREFIX.sub("", line)[:80]
+
+
+async def registered(session: aiohttp.ClientSession, url: str) -> set[str]:
+    """Names of the nodes that the proxy at ``url`` has now; none while it does not answer."""
+    with contextlib.suppress(aiohttp.ClientError, TimeoutError):
+        async with session.get(f"{url}/instances") as response:
+            if response.status == 200:
+                listing = await response.json()
+                return {instance["name"] for instance in listing}
+    return set()
+
+
+async def _is_ready(session: aiohttp.ClientSession, url: str) -> bool:
+    with contextlib.suppress(aiohttp.ClientError, TimeoutError):
+        async with session.get(f"{url}/ready") as response:
+            return response.status == 200
+    return False

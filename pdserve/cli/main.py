@@ -1,0 +1,68 @@
+"""``pdserve <subcommand>``: finds the subcommand, and turns pdserve's errors into a line and an exit status."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import MutableMapping, Sequence
+from importlib.metadata import version
+
+from pdserve.errors import ConfigError, ModelError, PdserveError
+from pdserve.parent import PARENT_PID_ENV, die_with_parent
+from pdserve.settings.sources import suggestion
+
+SUBCOMMANDS = {
+    "up": "a whole cluster on this machine",
+    "proxy": "the address that clients talk to; spreads requests over the nodes",
+    "prefill": "a node that computes the KV cache of prompts for decode nodes",
+    "decode": "a node that answers requests, with prompts computed by prefill nodes",
+    "mixed": "a node that does both in one engine",
+}
+
+USAGE = "\n".join(
+    [
+        "usage: pdserve SUBCOMMAND [--flag value ...]",
+        "",
+        "Disaggregated prefill/decode serving of large language models.",
+        "",
+        *(f"  {name:10}{summary}" for name, summary in SUBCOMMANDS.items()),
+        "",
+        "  pdserve SUBCOMMAND --help lists its settings; pdserve --version prints the version.",
+    ]
+)
+
+
+def main(argv: Sequence[str] | None = None, environ: MutableMapping[str, str] = os.environ) -> int:
+    """Runs one subcommand and returns the exit status: 2 for a wrong setting or model, 130 after Ctrl-C."""
+    name, *rest = list(sys.argv[1:] if argv is None else argv) or [""]
+    if name in ("-h", "--help"):
+        print(USAGE)
+        return 0
+    if name == "--version":
+        print(f"pdserve {version('pdserve')}")
+        return 0
+    if not name:
+        print(USAGE, file=sys.stderr)
+        return 2
+    if name not in SUBCOMMANDS:
+        print(f"pdserve: unknown subcommand {name!r}{suggestion(name, SUBCOMMANDS)}\n\n{USAGE}", file=sys.stderr)
+        return 2
+    return _run(name, rest, environ)
+
+
+def _run(name: str, argv: Sequence[str], environ: MutableMapping[str, str]) -> int:
+    parent = environ.pop(PARENT_PID_ENV, "")
+    try:
+        if parent.isdecimal():
+            die_with_parent(int(parent))
+        status: int = importlib.import_module(f"pdserve.cli.{name}").run(argv, environ)
+    except (ConfigError, ModelError) as error:
+        print(f"pdserve {name}: {error}", file=sys.stderr)
+        return 2
+    except PdserveError as error:
+        print(f"pdserve {name}: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    return status

@@ -1,0 +1,51 @@
+"""What ``pdserve prefill``, ``decode`` and ``mixed`` have in common."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping, Sequence
+
+from pdserve.config import NodeConfig
+from pdserve.errors import ConfigError
+from pdserve.settings import cache_folder, load, resolve_secret, state_folder
+from pdserve.wire.discovery import Role
+
+_DESCRIPTIONS = {
+    Role.PREFILL: "Computes the KV cache of prompts and pushes it to the decode nodes that ask.",
+    Role.DECODE: (
+        "Answers requests, with the prompt's KV cache from a prefill node. "
+        "Without --proxy it serves clients directly and prefills by itself."
+    ),
+    Role.MIXED: "Answers requests; prefills and decodes in one engine. Without --proxy it serves clients directly.",
+}
+
+
+def run_node(role: Role, argv: Sequence[str], environ: Mapping[str, str]) -> int:
+    """Serves until SIGTERM or SIGINT; returns the exit status. Raises ConfigError and ModelError."""
+    config = load(NodeConfig, argv, environ, prog=f"pdserve {role.value}", description=_DESCRIPTIONS[role])
+    _check(role, config)
+    secret = resolve_secret(config.security, _binds(role, config), state_folder(environ))
+
+    from pdserve.models.demo import resolve_model, served_name
+
+    model_dir = resolve_model(config.model.path, cache_folder(environ))
+    name = config.model.served_name or served_name(config.model.path, model_dir)
+    config = dataclasses.replace(config, model=dataclasses.replace(config.model, served_name=name))
+
+    from pdserve.api.server import serve
+
+    return serve(role, config, secret, model_dir)
+
+
+def _check(role: Role, config: NodeConfig) -> None:
+    if role is Role.PREFILL and not config.discovery.proxies:
+        raise ConfigError("--proxy is needed: a prefill node works for the decode nodes of a proxy, as tcp://host:port")
+    allowed = os.sched_getaffinity(0)
+    missing = sorted(set(config.cpu.cores) - allowed)
+    if missing:
+        raise ConfigError(f"--cores: {missing} are not among the cores of this process, {sorted(allowed)}")
+
+
+def _binds(role: Role, config: NodeConfig) -> list[str]:
+    return [config.http.host, config.transfer.host] if role is Role.PREFILL else [config.http.host]

@@ -1,0 +1,79 @@
+"""What ``pdserve up`` starts: which nodes, on which cores, with which command lines. Pure."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from pdserve.config import ClusterConfig, LogConfig, LogLevel, NodeConfig, UpConfig
+from pdserve.settings import to_environ
+from pdserve.wire.discovery import Role
+
+LOOPBACK = "127.0.0.1"
+
+
+@dataclass(frozen=True, slots=True)
+class NodePlan:
+    """One node process."""
+
+    name: str
+    role: Role
+    cores: tuple[int, ...]
+
+
+def plan_nodes(cluster: ClusterConfig, cores: Sequence[int]) -> list[NodePlan]:
+    """The nodes of ``cluster``, prefill nodes first, with ``cores`` divided between them."""
+    counts = {Role.PREFILL: cluster.prefill, Role.DECODE: cluster.decode, Role.MIXED: cluster.mixed}
+    named = [(role, f"{role.value}-{index}") for role, count in counts.items() for index in range(count)]
+    return [NodePlan(name, role, own) for (role, name), own in zip(named, partition(cores, len(named)), strict=True)]
+
+
+def partition(cores: Sequence[int], parts: int) -> list[tuple[int, ...]]:
+    """``cores`` in ``parts`` shares as even as possible, larger ones first; round-robin where there are too few.
+
+    Two engines on the same core cost each other far more than half their speed, so shares overlap only then.
+    """
+    if parts > len(cores):
+        return [(cores[index % len(cores)],) for index in range(parts)]
+    size, larger = divmod(len(cores), max(parts, 1))
+    starts = [index * size + min(index, larger) for index in range(parts + 1)]
+    return [tuple(cores[start:end]) for start, end in itertools.pairwise(starts)]
+
+
+def command(subcommand: str, *flags: str) -> list[str]:
+    """Runs this very pdserve. ``-P`` keeps folders of the current directory from standing in for packages."""
+    return [sys.executable, "-P", "-m", "pdserve", subcommand, *flags]
+
+
+def proxy_command(config: UpConfig) -> list[str]:
+    port = str(config.http.port)
+    return command("proxy", "--host", config.http.host, "--port", port, "--control-port", "0")
+
+
+def node_command(node: NodePlan, control: str) -> list[str]:
+    cores = ",".join(str(core) for core in node.cores)
+    return command(node.role.value, "--name", node.name, "--proxy", control, "--cores", cores, "--port", "0")
+
+
+def child_environ(config: UpConfig, environ: Mapping[str, str], secret: str, file: str) -> dict[str, str]:
+    """What every child is given: the settings of ``config``, and of ``environ`` those that ``up`` itself has not.
+
+    Addresses are loopback and ports free ones whatever the environment says; the proxy's flags say where clients come.
+    """
+    inner = dataclasses.replace(config.http, host=LOOPBACK, port=0, advertise="")
+    # The line with a process's addresses is an INFO line; the console hides what the user does not want to see.
+    log = LogConfig(LogLevel.DEBUG if config.log.level is LogLevel.DEBUG else LogLevel.INFO)
+    settings = to_environ(dataclasses.replace(config, http=inner, log=log))
+    defaults = to_environ(NodeConfig())
+    private = {name: defaults[name] for name in _OWN_ADDRESSES}
+    private["PDSERVE_CONTROL_HOST"] = LOOPBACK
+    own = {**settings, **private, "PDSERVE_SECRET": secret, "PDSERVE_SECRET_FILE": ""}
+    if file:
+        own["PDSERVE_CONFIG"] = file
+    return {**environ, **own}
+
+
+_OWN_ADDRESSES = ("PDSERVE_TRANSFER_HOST", "PDSERVE_TRANSFER_PORT", "PDSERVE_TRANSFER_ADVERTISE")

@@ -1,0 +1,24 @@
+"""``pdserve proxy``. Imports no torch: it starts in a fraction of a second."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from pdserve.config import ProxyConfig
+from pdserve.settings import load, resolve_secret, state_folder
+
+
+def run(argv: Sequence[str], environ: Mapping[str, str]) -> int:
+    """Serves until SIGTERM or SIGINT; returns the exit status. Raises ConfigError."""
+    config = load(
+        ProxyConfig,
+        argv,
+        environ,
+        prog="pdserve proxy",
+        description="Takes clients' requests and registrations of nodes, and spreads the ones over the others.",
+    )
+    secret = resolve_secret(config.security, [config.http.host, config.registry.control_host], state_folder(environ))
+
+    from pdserve_proxy.server import serve
+
+    return serve(config, secret)

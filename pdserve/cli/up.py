@@ -1,0 +1,114 @@
+"""``pdserve up``: a whole cluster on this machine, in real processes."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from pdserve.cli.ask import AskFailed, ask
+from pdserve.cli.child import ChildDied
+from pdserve.cli.cluster import Cluster
+from pdserve.cli.console import Console
+from pdserve.cli.plan import child_environ, plan_nodes, proxy_command
+from pdserve.config import UpConfig
+from pdserve.models.demo import resolve_model, served_name
+from pdserve.settings import cache_folder, load_with_file, resolve_secret, state_folder
+
+_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_STOP_MARGIN_S = 5.0
+_DESCRIPTION = (
+    "Starts a proxy and nodes as separate processes, divides the cores between the nodes, and stops all in order. "
+    "Settings of nodes and proxy that are not listed here can be given in the environment or the file of --config."
+)
+
+
+def run(argv: Sequence[str], environ: Mapping[str, str]) -> int:
+    """Serves until SIGTERM, SIGINT or SIGHUP, or until the answer to ``--ask``; returns the exit status."""
+    config, file = load_with_file(UpConfig, argv, environ, prog="pdserve up", description=_DESCRIPTION)
+    secret = _secret(config, environ)
+    folder = resolve_model(config.model.path, cache_folder(environ))
+    name = config.model.served_name or served_name(config.model.path, folder)
+    config = replace(config, model=replace(config.model, path=str(folder), served_name=name))
+    console = Console(sys.stderr, colour=sys.stderr.isatty() and "NO_COLOR" not in environ, level=config.log.level)
+    return asyncio.run(_serve(config, child_environ(config, environ, secret, file), console))
+
+
+def _secret(config: UpConfig, environ: Mapping[str, str]) -> str:
+    """The user's, or a new one that nobody else ever sees."""
+    if config.security.secret or config.security.secret_file:
+        return resolve_secret(config.security, [], state_folder(environ)).decode()
+    return secrets.token_hex(32)
+
+
+async def _serve(config: UpConfig, environ: Mapping[str, str], console: Console) -> int:
+    cluster = Cluster(console)
+    work = asyncio.create_task(_work(cluster, config, environ, console))
+    stopping = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def on_signal() -> None:
+        if stopping.is_set():
+            console.say("killing")
+            killing.append(asyncio.create_task(cluster.kill()))
+        stopping.set()
+
+    killing: list[asyncio.Task[None]] = []
+    for number in _STOP_SIGNALS:
+        loop.add_signal_handler(number, on_signal)
+    stop = asyncio.create_task(stopping.wait())
+    try:
+        await asyncio.wait([work, stop], return_when=asyncio.FIRST_COMPLETED)
+        stopping.set()
+        if work.done():
+            return work.result()
+        return 130 if config.cluster.ask else 0
+    finally:
+        work.cancel()
+        stop.cancel()
+        await asyncio.gather(work, stop, return_exceptions=True)
+        await cluster.stop(config.http.drain_s + _STOP_MARGIN_S)
+        await asyncio.gather(*killing)
+        for number in _STOP_SIGNALS:
+            loop.remove_signal_handler(number)
+
+
+async def _work(cluster: Cluster, config: UpConfig, environ: Mapping[str, str], console: Console) -> int:
+    nodes = plan_nodes(config.cluster, sorted(os.sched_getaffinity(0)))
+    try:
+        async with asyncio.timeout(config.cluster.startup_timeout_s):
+            await cluster.start(proxy_command(config), nodes, environ)
+        if config.cluster.ask:
+            return await _ask(cluster.url, config, console)
+    except TimeoutError:
+        console.say(f"not ready after {config.cluster.startup_timeout_s:.0f} s; giving up")
+        return 1
+    except (ChildDied, AskFailed) as error:
+        console.say(str(error))
+        return 1
+    _welcome(cluster.url, config.model.served_name)
+    console.say(await cluster.watch())
+    return 1
+
+
+async def _ask(url: str, config: UpConfig, console: Console) -> int:
+    def show(text: str) -> None:
+        print(text, end="", flush=True)
+
+    console.say(f"asking {config.model.served_name}: {config.cluster.ask}")
+    try:
+        answer = await ask(url, config.model.served_name, config.cluster.ask, show, timeout_s=config.request.timeout_s)
+    finally:
+        print(flush=True)
+    print(answer, flush=True)
+    return 0
+
+
+def _welcome(url: str, model: str) -> None:
+    body = f'{{"model": "{model}", "stream": true, "messages": [{{"role": "user", "content": "Hello!"}}]}}'
+    print(f"\nOpenAI-compatible API: {url}/v1\n", flush=True)
+    print(f"  curl -N {url}/v1/chat/completions -H 'content-type: application/json' \\\n    -d '{body}'\n", flush=True)

@@ -1,0 +1,53 @@
+"""The engine's end of the private channel to its API process."""
+
+from __future__ import annotations
+
+import msgspec
+import zmq
+
+from pdserve.errors import EngineError, MalformedFrame
+from pdserve.wire.engine import FromEngine, ToEngine
+
+SEND_LIMIT = 100_000
+"""Messages that the API process may be behind before the engine gives it up for dead."""
+
+
+class ApiChannel:
+    """A connected ZMQ PAIR: typed MessagePack both ways, never blocking."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str) -> None:
+        self._socket = context.socket(zmq.PAIR)
+        self._socket.sndhwm = SEND_LIMIT
+        self._socket.rcvhwm = SEND_LIMIT
+        self._socket.connect(address)
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
+
+    @property
+    def socket(self) -> zmq.Socket[bytes]:
+        """To be polled for POLLIN."""
+        return self._socket
+
+    def send(self, message: FromEngine) -> None:
+        """Raises EngineError if the API process has stopped reading."""
+        try:
+            self._socket.send(self._encoder.encode(message), zmq.NOBLOCK)
+        except zmq.Again as exc:
+            raise EngineError(f"the API process is {SEND_LIMIT} messages behind") from exc
+
+    def receive(self) -> list[ToEngine]:
+        """All messages that have arrived."""
+        messages: list[ToEngine] = []
+        while True:
+            try:
+                frame = self._socket.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return messages
+            try:
+                messages.append(self._decoder.decode(frame))
+            except msgspec.DecodeError as exc:
+                raise MalformedFrame(f"unexpected message from the API process: {exc}") from exc
+
+    def close(self, linger_s: float) -> None:
+        """Give queued messages so long to leave."""
+        self._socket.close(linger=int(linger_s * 1000))

@@ -1,0 +1,106 @@
+"""The engine process from its launch message to its exit code."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+
+import msgspec
+import zmq
+
+from pdserve.config import EngineLaunch
+from pdserve.engine.api_channel import ApiChannel
+from pdserve.errors import ConfigError, PdserveError
+from pdserve.parent import die_with_parent
+from pdserve.wire.engine import EngineFailed, Ready, Starting
+from pdserve.wire.transfer import EngineSpec
+
+log = logging.getLogger("pdserve.engine")
+
+GOODBYE_S = 1.0
+
+
+def main() -> int:
+    """Read the launch message from standard input and serve. 0 after Shutdown or SIGTERM, 1 after a failure."""
+    die_with_parent(os.getppid())
+    launch = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=EngineLaunch)
+    logging.basicConfig(
+        level=launch.config.log.level.name, format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True
+    )
+    with zmq.Context() as context:
+        channel = ApiChannel(context, launch.address)
+        try:
+            channel.send(Starting("loading libraries"))
+            serve(launch, channel)
+        except PdserveError as exc:
+            log.error("%s", exc)
+            channel.send(EngineFailed(str(exc)))
+            return 1
+        except Exception as exc:
+            log.exception("the engine failed")
+            channel.send(EngineFailed(f"{type(exc).__name__}: {exc}"))
+            return 1
+        finally:
+            channel.close(GOODBYE_S)
+    return 0
+
+
+def serve(launch: EngineLaunch, channel: ApiChannel) -> None:
+    """Load the model and run the step loop until it is stopped.
+
+    Raises PdserveError if the engine cannot start or go on.
+    """
+    config = launch.config
+    if config.cpu.cores:
+        try:
+            os.sched_setaffinity(0, config.cpu.cores)
+        except OSError as exc:
+            raise ConfigError(f"cannot run on cores {config.cpu.cores}: {exc}") from exc
+    # Not before: torch sizes its thread pool by the cores that it finds when it is imported, and loading it takes
+    # seconds in which the API process already wants to hear of us.
+    import torch
+
+    from pdserve.engine.assembly import assemble
+    from pdserve.engine.step_loop import WakeUp
+
+    if config.cpu.cores:
+        torch.set_num_threads(len(config.cpu.cores))
+    with ExitStack() as stack:
+        wake_up = WakeUp()
+        stack.callback(wake_up.close)
+        engine = assemble(config, channel, wake_up, lambda stage: channel.send(Starting(stage)))
+        stack.callback(engine.connector.close)
+        stack.enter_context(_stop_signals(engine.loop.stop))
+        channel.send(
+            Ready(
+                control=engine.control,
+                fingerprint=pairing_fingerprint(engine.spec),
+                num_blocks=engine.num_blocks,
+                block_size=config.cache.block_size,
+                max_model_len=engine.max_model_len,
+                max_running=config.scheduler.max_running,
+                vocab_size=engine.vocab_size,
+            )
+        )
+        engine.loop.run()
+
+
+def pairing_fingerprint(spec: EngineSpec) -> str:
+    """Equal for engines that can exchange KV blocks: all of the spec but the number of ranks."""
+    return hashlib.sha256(msgspec.msgpack.encode(msgspec.structs.replace(spec, tp_size=1))).hexdigest()
+
+
+@contextmanager
+def _stop_signals(stop: Callable[[], None]) -> Iterator[None]:
+    """SIGTERM and SIGINT stop the loop after the step under way."""
+    before = {number: signal.signal(number, lambda *_: stop()) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,92 @@
+"""One request inside the engine, and the states that it goes through.
+
+    WAITING ─▶ WAITING_FOR_REMOTE_KVS ─▶ RUNNING ─▶ FINISHED    on a decode node
+    WAITING ◀─ WAITING_FOR_REMOTE_KVS                           the fetch failed
+    WAITING ─▶ RUNNING ─▶ FINISHED                              prefilled where it is decoded
+    WAITING ◀─ RUNNING                                          preempted: its blocks were needed
+    WAITING ─▶ RUNNING ─▶ PUSHING ─▶ FINISHED                   on a prefill node
+    (any)   ─▶ FINISHED                                         aborted, past its deadline, or failed
+
+A prompt that is being prefilled and an answer that is being decoded are the same thing here: tokens whose keys and
+values are not computed yet. ``num_computed_tokens`` says how far the cache is; a step advances it.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+from pdserve.errors import EngineError
+from pdserve.wire.engine import PrefillSource
+from pdserve.wire.ids import RequestUuid, TransferId
+from pdserve.wire.sampling import SamplingParams
+from pdserve.wire.ticket import PrefillTarget
+
+
+class Status(enum.Enum):
+    WAITING = "waiting"
+    WAITING_FOR_REMOTE_KVS = "waiting_for_remote_kvs"
+    RUNNING = "running"
+    PUSHING = "pushing"
+    """Prefill done; the blocks stay until the decode node has them."""
+    FINISHED = "finished"
+
+
+_NEXT: dict[Status, frozenset[Status]] = {
+    Status.WAITING: frozenset({Status.WAITING_FOR_REMOTE_KVS, Status.RUNNING, Status.FINISHED}),
+    Status.WAITING_FOR_REMOTE_KVS: frozenset({Status.WAITING, Status.RUNNING, Status.FINISHED}),
+    Status.RUNNING: frozenset({Status.WAITING, Status.PUSHING, Status.FINISHED}),
+    Status.PUSHING: frozenset({Status.FINISHED}),
+    Status.FINISHED: frozenset(),
+}
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """Mutable state of one request; owned by the scheduler."""
+
+    uuid: RequestUuid
+    token_ids: list[int]
+    """The prompt, then what was generated."""
+    num_prompt_tokens: int
+    sampling: SamplingParams
+    arrived: float
+    """Monotonic seconds."""
+    deadline: float
+    """Monotonic seconds; past it the request is given up."""
+    client: int | None = None
+    """The API process's number for it; None on a prefill node."""
+    transfer: TransferId | None = None
+    """On a prefill node, the push that it serves; on a decode node, the fetch under way."""
+    first_block: int = 0
+    """The first block that the transfer moves: the decode node has those before it."""
+    targets: tuple[PrefillTarget, ...] = ()
+    """Prefill nodes not tried yet."""
+    attempts: int = 0
+
+    status: Status = Status.WAITING
+    num_computed_tokens: int = 0
+    block_table: list[int] = field(default_factory=list)
+    pushed_blocks: int = 0
+
+    prefill_source: PrefillSource = PrefillSource.LOCAL
+    prefill_node: str = ""
+    cached_tokens: int = 0
+    admitted: float | None = None
+    first_token: float | None = None
+    transfer_seconds: float = 0.0
+
+    def move(self, status: Status) -> None:
+        """The only way to change ``status``. Raises EngineError on a transition that is not drawn above."""
+        if status not in _NEXT[self.status]:
+            raise EngineError(f"request {self.uuid.hex()[:12]} cannot go from {self.status.name} to {status.name}")
+        self.status = status
+
+    @property
+    def num_generated_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def num_pending_tokens(self) -> int:
+        """Tokens that are known but not in the KV cache. 1 for a decoding request."""
+        return len(self.token_ids) - self.num_computed_tokens

@@ -1,0 +1,53 @@
+"""One configuration out of all sources."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+from pdserve.config import NodeConfig, ProxyConfig, UpConfig
+from pdserve.settings.ranges import check
+from pdserve.settings.sources import from_environ, from_file, from_flags
+from pdserve.settings.tree import Setting, build, settings_of
+from pdserve.settings.usage import Usage
+from pdserve.settings.values import to_text
+
+ROOTS: tuple[type, ...] = (NodeConfig, ProxyConfig, UpConfig)
+"""Of every subcommand: what one of them knows is not a misspelling for the others."""
+
+T = TypeVar("T")
+
+
+def load(root: type[T], argv: Sequence[str], environ: Mapping[str, str], *, prog: str, description: str = "") -> T:
+    """A ``root`` filled from ``argv``, then ``PDSERVE_*`` of ``environ``, then the TOML file, then defaults.
+
+    Prints help and exits for ``--help``. Raises ConfigError, which names the setting, where it was given, what was
+    given and what would be right.
+    """
+    return load_with_file(root, argv, environ, prog=prog, description=description)[0]
+
+
+def load_with_file(
+    root: type[T], argv: Sequence[str], environ: Mapping[str, str], *, prog: str, description: str = ""
+) -> tuple[T, str]:
+    """As ``load``, with the path of the TOML file that was read; empty if none."""
+    settings = settings_of(root)
+    every = [setting for known in {root: None, **dict.fromkeys(ROOTS)} for setting in settings_of(known)]
+    by_flag: dict[str, Setting] = {setting.flag: setting for setting in every}
+    flags, flags_file = from_flags(Usage(prog, description, settings), argv, by_flag)
+    variables, environ_file = from_environ(settings, environ, by_flag)
+    file = flags_file or environ_file
+    stored = from_file(settings, Path(file), every) if file else {}
+    config = build(root, {**stored, **variables, **flags})
+    check(config)
+    return config, file
+
+
+def to_environ(config: object) -> dict[str, str]:
+    """``PDSERVE_*`` variables that give another process the settings of ``config``, without its secrets."""
+    return {
+        setting.env: to_text(getattr(getattr(config, setting.section), setting.field))
+        for setting in settings_of(type(config))
+        if not setting.secret
+    }

@@ -1,0 +1,72 @@
+"""What single values cannot show: settings that contradict each other or have the wrong form."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+from urllib.parse import urlsplit
+
+from pdserve.config import CacheConfig, ClusterConfig, DiscoveryConfig, HttpConfig, TransferConfig
+from pdserve.errors import ConfigError
+
+
+def check(config: Any) -> None:
+    """Raises ConfigError for the first section of ``config`` that cannot work."""
+    for section in dataclasses.fields(config):
+        values = getattr(config, section.name)
+        check_section = _CHECKS.get(type(values))
+        if check_section is not None:
+            check_section(values)
+
+
+def _cache(cache: CacheConfig) -> None:
+    if cache.block_size & (cache.block_size - 1):
+        raise ConfigError(f"--block-size: {cache.block_size} was given; it takes a power of two")
+
+
+def _transfer(transfer: TransferConfig) -> None:
+    if 2 * transfer.heartbeat_ms > transfer.lease_ms:
+        raise ConfigError(
+            f"--transfer-lease-ms ({transfer.lease_ms}) has to be at least twice --transfer-heartbeat-ms "
+            f"({transfer.heartbeat_ms}), or one late ping ends a transfer"
+        )
+
+
+def _http(http: HttpConfig) -> None:
+    if http.advertise:
+        _check_url("--advertise", http.advertise, schemes=("http", "https"), example="http://10.0.0.7:8001")
+    if not http.host:
+        raise ConfigError("--host: an empty address was given; it takes one like 127.0.0.1, or 0.0.0.0 for all")
+
+
+def _discovery(discovery: DiscoveryConfig) -> None:
+    for proxy in discovery.proxies:
+        _check_url("--proxy", proxy, schemes=("tcp",), example="tcp://127.0.0.1:8100")
+
+
+def _cluster(cluster: ClusterConfig) -> None:
+    if cluster.decode + cluster.mixed == 0:
+        raise ConfigError("--decode and --mixed are both 0: nothing would answer requests")
+    if cluster.prefill and not cluster.decode:
+        raise ConfigError(f"--prefill is {cluster.prefill} and --decode is 0: prefill nodes work for decode nodes only")
+
+
+def _check_url(flag: str, url: str, *, schemes: tuple[str, ...], example: str) -> None:
+    try:
+        parts = urlsplit(url)
+        complete = parts.scheme in schemes and bool(parts.hostname) and parts.port is not None
+        bare = parts.path in ("", "/") and not parts.query and not parts.username
+    except ValueError:
+        complete = bare = False
+    if not (complete and bare):
+        raise ConfigError(f"{flag}: {url!r} was given; it takes an address like {example}")
+
+
+_CHECKS: dict[type, Callable[[Any], None]] = {
+    CacheConfig: _cache,
+    TransferConfig: _transfer,
+    HttpConfig: _http,
+    DiscoveryConfig: _discovery,
+    ClusterConfig: _cluster,
+}

@@ -1,0 +1,143 @@
+"""The proxy's ear: nodes' registrations and heartbeats over a ZMQ ROUTER socket, into the registry."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import Self
+
+import zmq
+import zmq.asyncio
+
+from pdserve.errors import AuthenticationFailed, ConfigError, MalformedFrame, WireError
+from pdserve.wire.discovery import Ack, Deregister, Register, ToProxy
+from pdserve.wire.frame import Opener, Purpose, Sealer
+from pdserve_proxy.metrics import ProxyMetrics
+from pdserve_proxy.registry import Registry
+
+log = logging.getLogger(__name__)
+
+MAX_MESSAGE_BYTES = 64 * 1024
+MAX_BURST = 256
+"""Frames that are taken before the event loop gets its turn, and expiry its look at the clock."""
+MAX_WAIT_S = 1.0
+WARN_EVERY_S = 10.0
+
+
+class Discovery:
+    """Owns the control socket. Bound when made; ``run`` serves it; closed as a context manager."""
+
+    def __init__(
+        self,
+        registry: Registry,
+        metrics: ProxyMetrics,
+        secret: bytes,
+        boot_id: bytes,
+        *,
+        host: str,
+        port: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Raises ConfigError if the address cannot be bound."""
+        self._registry = registry
+        self._metrics = metrics
+        self._clock = clock
+        self._opener: Opener[ToProxy] = Opener(secret, Purpose.DISCOVERY, _to_proxy_type())
+        self._sealer = Sealer(secret, Purpose.DISCOVERY, boot_id)
+        self._warned_s = -WARN_EVERY_S
+        self._unreported = 0
+        self._context = zmq.asyncio.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        try:
+            self.endpoint = _bind(self._socket, host, port)
+        except zmq.ZMQError as exc:
+            self.close()
+            raise ConfigError(f"cannot take registrations on {host}:{port}: {exc}") from exc
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._socket.close(linger=0)
+        self._context.term()
+
+    async def run(self) -> None:
+        """Serve until cancelled."""
+        while True:
+            if await self._socket.poll(self._wait_ms()):
+                await self._receive_burst()
+            now = self._clock()
+            for node in self._registry.expire(now):
+                log.warning("node %s (%s) dropped: no heartbeat", node.info.name, node.info.url)
+
+    def _wait_ms(self) -> int:
+        expiry = self._registry.next_expiry()
+        wait_s = MAX_WAIT_S if expiry is None else min(MAX_WAIT_S, expiry - self._clock())
+        return max(0, int(wait_s * 1000) + 1)
+
+    async def _receive_burst(self) -> None:
+        for _ in range(MAX_BURST):
+            try:
+                parts = await self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            await self._take(parts)
+
+    async def _take(self, parts: list[bytes]) -> None:
+        try:
+            if len(parts) != 2:
+                raise MalformedFrame(f"a discovery message of {len(parts)} parts; it has 2")
+            message = self._opener.open(parts[1])
+            answer = self._registry.handle(message, self._clock())
+        except WireError as exc:
+            self._dropped(exc)
+            return
+        _log_change(message, answer)
+        if answer is not None:
+            try:
+                await self._socket.send_multipart([parts[0], self._sealer.seal(answer)], zmq.NOBLOCK)
+            except zmq.ZMQError as exc:
+                log.debug("acknowledgement not sent: %s", exc)
+
+    def _dropped(self, exc: WireError) -> None:
+        reason = "authentication" if isinstance(exc, AuthenticationFailed) else "malformed"
+        self._metrics.dropped_frames.labels(reason).inc()
+        self._unreported += 1
+        now = self._clock()
+        if now - self._warned_s >= WARN_EVERY_S:
+            log.warning("%d discovery frames dropped, the last one because: %s", self._unreported, exc)
+            self._warned_s, self._unreported = now, 0
+
+
+def _bind(socket: zmq.asyncio.Socket, host: str, port: int) -> str:
+    socket.set(zmq.LINGER, 0)
+    socket.set(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+    socket.set(zmq.RCVHWM, MAX_BURST)
+    socket.set(zmq.SNDHWM, MAX_BURST)
+    socket.set(zmq.IPV6, int(":" in host))
+    address = f"[{host}]" if ":" in host else host
+    socket.bind(f"tcp://{address}:{port or '*'}")
+    endpoint = socket.get(zmq.LAST_ENDPOINT)
+    assert isinstance(endpoint, bytes)
+    return endpoint.rstrip(b"\0").decode("ascii")
+
+
+def _to_proxy_type() -> type[ToProxy]:
+    return ToProxy  # type: ignore[return-value]
+
+
+def _log_change(message: ToProxy, answer: Ack | None) -> None:
+    match message:
+        case Register(node=info) if answer is not None and answer.known:
+            log.info("node %s (%s, %s, model %s) registered", info.name, info.role.value, info.url, info.model)
+        case Register(node=info):
+            log.warning("node %s turned away: the registry is full", info.name)
+        case Deregister(boot_id=boot_id):
+            log.info("node %s said goodbye", boot_id.hex()[:12])

@@ -1,0 +1,58 @@
+"""OpenAI's error shape, as a response body and as the last event of a stream."""
+
+from __future__ import annotations
+
+import msgspec
+from werkzeug.exceptions import HTTPException
+
+from pdserve.errors import (
+    DeadlineExceeded,
+    Internal,
+    InvalidRequest,
+    MethodNotAllowed,
+    NotFound,
+    PayloadTooLarge,
+    RequestError,
+)
+
+_FROM_STATUS: dict[int, type[RequestError]] = {
+    404: NotFound,
+    405: MethodNotAllowed,
+    408: DeadlineExceeded,
+    413: PayloadTooLarge,
+}
+
+_encoder = msgspec.json.Encoder()
+
+
+class _Detail(msgspec.Struct, frozen=True):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class _Body(msgspec.Struct, frozen=True):
+    error: _Detail
+
+
+def error_body(error: RequestError) -> bytes:
+    """``{"error": {"message", "type", "param", "code"}}``"""
+    return _encoder.encode(_Body(_Detail(error.message, error.type, error.param, error.code)))
+
+
+def error_event(error: RequestError) -> bytes:
+    """The server-sent event after which a broken stream ends, without ``[DONE]``."""
+    return b"data: " + error_body(error) + b"\n\n"
+
+
+def error_headers(error: RequestError) -> dict[str, str]:
+    """``Retry-After``, where the error has one."""
+    return {} if error.retry_after_s is None else {"retry-after": str(error.retry_after_s)}
+
+
+def from_http(exc: HTTPException) -> RequestError:
+    """The error of ours that says what the web framework's exception says."""
+    status = exc.code or 500
+    default = InvalidRequest if 400 <= status < 500 else Internal
+    return _FROM_STATUS.get(status, default)(exc.description or exc.name)

@@ -1,0 +1,151 @@
+"""One client request, from its arrival to its last byte.
+
+    OPENING ──▶ RELAYING ──▶ ENDED        a stream
+    OPENING ───────────────▶ ENDED        an answer in one piece, or an error
+
+``Exchange`` is owned by the task that handles the request: whatever way that task ends, the upstream response is closed
+and the exchange has ended, once. Until then one timer bounds it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+from collections.abc import Callable
+from typing import Protocol
+
+from pdserve.errors import DeadlineExceeded, RequestError, Unavailable
+
+LAST_WORDS_S = 5.0
+"""Seconds that a client gets to take the bytes that are left, after its exchange was cut short."""
+
+
+class Phase(enum.Enum):
+    OPENING = "opening"
+    RELAYING = "relaying"
+    ENDED = "ended"
+
+
+class Outcome(enum.Enum):
+    OK = "ok"
+    CLIENT_GONE = "client_gone"
+    UPSTREAM_LOST = "upstream_lost"
+    REFUSED = "refused"
+    """Answered with an error: the request's own, or no node could take it."""
+    TIMED_OUT = "timed_out"
+    SHUT_DOWN = "shut_down"
+    FAILED = "failed"
+    """A defect of the proxy's."""
+
+
+class Cut(enum.Enum):
+    """Why an exchange was cut short from this side."""
+
+    DEADLINE = "deadline"
+    SHUTDOWN = "shutdown"
+
+    @property
+    def error(self) -> RequestError:
+        if self is Cut.DEADLINE:
+            return DeadlineExceeded("the request took longer than it may", code="deadline_exceeded")
+        return Unavailable("the proxy is shutting down", code="shutting_down", retry_after_s=1)
+
+    @property
+    def outcome(self) -> Outcome:
+        return Outcome.TIMED_OUT if self is Cut.DEADLINE else Outcome.SHUT_DOWN
+
+
+class Upstream(Protocol):
+    """A response that a node has begun."""
+
+    def close(self) -> None:
+        """Close its connection now, and fail a read that is waiting on it."""
+
+
+class Exchange:
+    """Has to be made inside the task that handles the request.
+
+    That task runs everything up to the response's first byte inside ``async with exchange.gate``; a TimeoutError from
+    there means that the exchange was cut, and ``cut_short`` says why.
+    """
+
+    def __init__(self, request_id: str, route: str, timeout_s: float, on_end: Callable[[Exchange], None]) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._task = task
+        self._loop = task.get_loop()
+        self._on_end = on_end
+        self._started_s = self._loop.time()
+        self._deadline_s = self._started_s + timeout_s
+        self._ended_s = self._started_s
+        self._timer = self._loop.call_at(self._deadline_s, self.cut, Cut.DEADLINE)
+        self._upstream: Upstream | None = None
+        self.gate = asyncio.timeout(None)
+        self.phase = Phase.OPENING
+        self.cut_short: Cut | None = None
+        self.request_id = request_id
+        self.route = route
+        self.decode_name = "-"
+        self.prefill_name = "-"
+        self.status = 0
+        self.outcome: Outcome | None = None
+        self.first_byte_s: float | None = None
+        """Seconds from the start; None until a byte came."""
+        self.relayed_bytes = 0
+        task.add_done_callback(self._task_done)
+
+    @property
+    def remaining_s(self) -> float:
+        """Seconds to the deadline; never quite 0, since a node takes none that is."""
+        return max(self._deadline_s - self._loop.time(), 0.001)
+
+    @property
+    def total_s(self) -> float:
+        return self._ended_s - self._started_s
+
+    def attach(self, upstream: Upstream) -> None:
+        """Own ``upstream`` until the end, or until the next one is attached."""
+        if self._upstream is not None:
+            self._upstream.close()
+        self._upstream = upstream
+
+    def got_byte(self) -> None:
+        if self.first_byte_s is None:
+            self.first_byte_s = self._loop.time() - self._started_s
+
+    def begin_relaying(self, status: int) -> None:
+        self.phase = Phase.RELAYING
+        self.status = status
+
+    def end(self, outcome: Outcome, status: int | None = None) -> None:
+        """Ends the exchange; every call but the first does nothing."""
+        if self.phase is Phase.ENDED:
+            return
+        self.phase = Phase.ENDED
+        self.outcome = outcome
+        self.status = status or self.status
+        self._ended_s = self._loop.time()
+        if self._upstream is not None:
+            self._upstream.close()
+            self._upstream = None
+        self._on_end(self)
+
+    def cut(self, why: Cut) -> None:
+        """Cut it short: the client gets an error, or an error event. A client that does not take it is let go."""
+        if self.phase is Phase.ENDED or self.cut_short is not None:
+            self._task.cancel()
+            return
+        self.cut_short = why
+        self._timer.cancel()
+        self._timer = self._loop.call_later(LAST_WORDS_S, self.cut, why)
+        if self.phase is Phase.OPENING:
+            self.gate.reschedule(self._loop.time())
+        elif self._upstream is not None:
+            self._upstream.close()
+
+    def _task_done(self, task: asyncio.Task[object]) -> None:
+        self._timer.cancel()
+        if task.cancelled():
+            self.end(Outcome.CLIENT_GONE if self.cut_short is None else self.cut_short.outcome, 499)
+        else:
+            self.end(Outcome.FAILED, 500)

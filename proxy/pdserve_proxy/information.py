@@ -1,0 +1,115 @@
+"""Routes that tell about the cluster: models, nodes, health, metrics."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import time
+
+import msgspec
+from quart import Quart, Response
+
+from pdserve.errors import Unavailable
+from pdserve.wire.discovery import Load
+from pdserve_proxy.metrics import CONTENT_TYPE, ProxyMetrics
+from pdserve_proxy.policies import RETRY_AFTER_S, model_not_found
+from pdserve_proxy.registry import Registry
+from pdserve_proxy.snapshot import Node
+
+_encoder = msgspec.json.Encoder()
+
+
+class Instance(msgspec.Struct, frozen=True):
+    """One entry of ``/instances``."""
+
+    name: str
+    role: str
+    state: str
+    url: str
+    control: str
+    model: str
+    fingerprint: str
+    boot_id: str
+    load: Load
+    heartbeat_age_s: float
+
+
+class ModelCard(msgspec.Struct, frozen=True):
+    """OpenAI's ``model`` object."""
+
+    id: str
+    created: int
+    object: str = "model"
+    owned_by: str = "pdserve"
+
+
+class ModelList(msgspec.Struct, frozen=True):
+    data: list[ModelCard]
+    object: str = "list"
+
+
+class Information:
+    """Answers from the registry alone; asks no node."""
+
+    def __init__(self, registry: Registry, metrics: ProxyMetrics) -> None:
+        self._registry = registry
+        self._metrics = metrics
+        self._started = int(time.time())
+        self._version = importlib.metadata.version("pdserve")
+
+    def add_routes(self, app: Quart) -> None:
+        app.add_url_rule("/v1/models", "models", self.models)
+        app.add_url_rule("/v1/models/<path:name>", "model", self.model)
+        app.add_url_rule("/health", "health", self.live)
+        app.add_url_rule("/live", "live", self.live)
+        app.add_url_rule("/ready", "ready", self.ready)
+        app.add_url_rule("/instances", "instances", self.instances)
+        app.add_url_rule("/metrics", "metrics", self.metrics)
+        app.add_url_rule("/version", "version", self.version)
+
+    async def models(self) -> Response:
+        names = self._registry.snapshot().models
+        return _json(ModelList([ModelCard(name, self._started) for name in names]))
+
+    async def model(self, name: str) -> Response:
+        if name not in self._registry.snapshot().models:
+            raise model_not_found(name)
+        return _json(ModelCard(name, self._started))
+
+    async def live(self) -> Response:
+        return _json({"status": "ok"})
+
+    async def ready(self) -> Response:
+        served = list(self._registry.snapshot().pairings)
+        if not served:
+            raise Unavailable("no model can be served now", code="no_route", retry_after_s=RETRY_AFTER_S)
+        return _json({"status": "ready", "models": served})
+
+    async def instances(self) -> Response:
+        now = time.monotonic()
+        return _json([_instance(node, now) for node in self._registry.snapshot().nodes])
+
+    async def metrics(self) -> Response:
+        return Response(self._metrics.render(self._registry.snapshot()), content_type=CONTENT_TYPE)
+
+    async def version(self) -> Response:
+        return _json({"version": self._version})
+
+
+def _instance(node: Node, now: float) -> Instance:
+    info = node.info
+    return Instance(
+        name=info.name,
+        role=info.role.value,
+        state=node.state.value,
+        url=info.url,
+        control=info.control,
+        model=info.model,
+        fingerprint=info.fingerprint,
+        boot_id=info.boot_id.hex(),
+        load=node.load,
+        heartbeat_age_s=round(now - node.seen_s, 3),
+    )
+
+
+def _json(value: object) -> Response:
+    return Response(_encoder.encode(value), content_type="application/json")

@@ -1,0 +1,99 @@
+"""Which nodes are there. Sans-IO: takes discovery messages and ``now``, says what to answer.
+
+A node is dropped when it says goodbye, when ``missed_heartbeats`` intervals pass without a word from it, or when
+another process registers under its URL (it was restarted, and a port has only one owner).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from pdserve.errors import MalformedFrame
+from pdserve.wire.discovery import Ack, Deregister, Heartbeat, Load, NodeInfo, Register, Role, ToProxy
+from pdserve_proxy.snapshot import Node, NodeState, Snapshot, take_snapshot
+
+MAX_NODES = 4096
+
+
+class Registry:
+    """The nodes of one cluster, by boot id. Times are seconds on one monotonic clock of the caller's."""
+
+    def __init__(self, heartbeat_s: float, missed_heartbeats: int, max_nodes: int = MAX_NODES) -> None:
+        self._max_nodes = max_nodes
+        self._lease_s = heartbeat_s * missed_heartbeats
+        self._nodes: dict[bytes, Node] = {}
+        self._snapshot: Snapshot | None = None
+
+    def handle(self, message: ToProxy, now: float) -> Ack | None:
+        """Take one message of a node and return the answer to it.
+
+        Raises MalformedFrame for a registration that cannot be used; it changes nothing.
+        """
+        match message:
+            case Register(node=info):
+                return Ack(info.boot_id, self._register(info, now))
+            case Heartbeat(boot_id=boot_id, load=load):
+                return Ack(boot_id, self._heartbeat(boot_id, load, now))
+            case Deregister(boot_id=boot_id):
+                self._drop(boot_id)
+                return None
+
+    def expire(self, now: float) -> tuple[Node, ...]:
+        """Drop the nodes that have missed too many heartbeats, and return them."""
+        lost = tuple(node for node in self._nodes.values() if now - node.seen_s >= self._lease_s)
+        for node in lost:
+            self._drop(node.info.boot_id)
+        return lost
+
+    def next_expiry(self) -> float | None:
+        """When ``expire`` has to be called at the latest, if no node says anything until then."""
+        return min((node.seen_s + self._lease_s for node in self._nodes.values()), default=None)
+
+    def mark_unreachable(self, boot_id: bytes) -> None:
+        """Leave a node that refused a connection out of routes until its next heartbeat."""
+        node = self._nodes.get(boot_id)
+        if node is not None:
+            self._put(dataclasses.replace(node, state=NodeState.UNREACHABLE))
+
+    def snapshot(self) -> Snapshot:
+        if self._snapshot is None:
+            self._snapshot = take_snapshot(self._nodes.values())
+        return self._snapshot
+
+    def _register(self, info: NodeInfo, now: float) -> bool:
+        _check(info)
+        for other in [node.info for node in self._nodes.values() if node.info.url == info.url]:
+            if other.boot_id != info.boot_id:
+                self._drop(other.boot_id)
+        known = self._nodes.get(info.boot_id)
+        if known is None and len(self._nodes) >= self._max_nodes:
+            return False
+        self._put(Node(info, known.load if known else Load(), NodeState.SERVING, now))
+        return True
+
+    def _heartbeat(self, boot_id: bytes, load: Load, now: float) -> bool:
+        node = self._nodes.get(boot_id)
+        if node is None:
+            return False
+        self._put(Node(node.info, load, NodeState.SERVING, now))
+        return True
+
+    def _put(self, node: Node) -> None:
+        self._nodes[node.info.boot_id] = node
+        self._snapshot = None
+
+    def _drop(self, boot_id: bytes) -> None:
+        if self._nodes.pop(boot_id, None) is not None:
+            self._snapshot = None
+
+
+def _check(info: NodeInfo) -> None:
+    for field, text in (("name", info.name), ("url", info.url), ("control", info.control), ("model", info.model)):
+        if not text.isprintable():
+            raise MalformedFrame(f"a node registered with unprintable characters in its {field}")
+    if not info.url.startswith(("http://", "https://")):
+        raise MalformedFrame(
+            f"node {info.name} registered with {info.url!r} as its URL; it must be http:// or https://"
+        )
+    if info.role is Role.PREFILL and not info.control:
+        raise MalformedFrame(f"prefill node {info.name} registered without a control address")

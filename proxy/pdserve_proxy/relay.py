@@ -1,0 +1,241 @@
+"""Client request → decode node → client, one upstream request per attempt.
+
+A node that cannot be reached, breaks before its first byte, or answers 503, is replaced once by another. After the
+first byte the stream is the client's: a loss then ends it with an error event (``stream``).
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+import aiohttp
+from multidict import CIMultiDictProxy
+
+from pdserve.config import ProxyConfig
+from pdserve.errors import BadUpstream, RequestError, Unavailable
+from pdserve.wire.ticket import TICKET_HEADER
+from pdserve_proxy.exchange import Cut, Exchange
+from pdserve_proxy.journal import ExchangeLog
+from pdserve_proxy.policies import RETRY_AFTER_S, Policy, Route, resolve_model
+from pdserve_proxy.registry import Registry
+from pdserve_proxy.request_body import GenerationBody
+from pdserve_proxy.stream import LOST, EventStream
+from pdserve_proxy.ticketing import TicketOffice
+
+log = logging.getLogger(__name__)
+
+MAX_ATTEMPTS = 2
+MAX_ANSWER_BYTES = 64 * 2**20
+KEPT_HEADERS = ("content-type", "content-encoding", "retry-after", "cache-control")
+"""Response headers of a node's that a client gets; ``x-request-id`` is the proxy's own."""
+
+_POOL_IDLE_S = 60.0
+"""Shorter than the nodes keep idle connections, so that none is reused while its node closes it."""
+_LARGE_BODY_BYTES = 2**20
+"""From here on aiohttp wants bytes as a file, to write them in pieces."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A response in one piece."""
+
+    status: int
+    headers: dict[str, str]
+    body: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Streaming:
+    """A response whose first byte has come."""
+
+    status: int
+    headers: dict[str, str]
+    body: EventStream
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """An attempt that another node may make good."""
+
+    error: RequestError
+    reached: bool = True
+    """False if no connection came about."""
+    answer: Answer | None = None
+    """What the node itself said, where it did."""
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """What of a client's request goes to a node."""
+
+    path: str
+    body: GenerationBody
+    accept: str | None
+
+
+class Relay:
+    """Owns the connections to nodes and the exchanges that are under way. Used as an async context manager."""
+
+    def __init__(
+        self, config: ProxyConfig, registry: Registry, policy: Policy, tickets: TicketOffice, journal: ExchangeLog
+    ) -> None:
+        self._config = config
+        self._registry = registry
+        self._policy = policy
+        self._tickets = tickets
+        self._journal = journal
+        self._active: set[Exchange] = set()
+        connect_s = config.relay.connect_timeout_s
+        # An answer in one piece comes when all of it is computed: silence until then is no sign; the deadline rules.
+        self._patient = aiohttp.ClientTimeout(total=None, sock_connect=connect_s)
+        self._watchful = aiohttp.ClientTimeout(
+            total=None, sock_connect=connect_s, sock_read=config.relay.idle_timeout_s
+        )
+
+    async def __aenter__(self) -> Self:
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=self._config.relay.max_connections, keepalive_timeout=_POOL_IDLE_S),
+            cookie_jar=aiohttp.DummyCookieJar(),
+            auto_decompress=False,
+            skip_auto_headers=("accept-encoding", "user-agent"),
+        )
+        return self
+
+    async def __aexit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.cut_all()
+        await self._session.close()
+
+    def begin(self, request_id: str, route: str) -> Exchange:
+        """An exchange for the request that the current task handles."""
+        exchange = Exchange(request_id, route, self._config.request.timeout_s, self._ended)
+        self._active.add(exchange)
+        self._journal.began()
+        return exchange
+
+    def cut_all(self) -> None:
+        """Cut every exchange short: the time to drain is over."""
+        for exchange in tuple(self._active):
+            exchange.cut(Cut.SHUTDOWN)
+
+    async def forward(self, exchange: Exchange, call: Call) -> Answer | Streaming:
+        """The response to ``call``. An exchange that streams ends with its stream; one that does not, its caller ends.
+
+        Raises RequestError if no node gives one.
+        """
+        model = resolve_model(self._registry.snapshot(), call.body.model)
+        tried: set[bytes] = set()
+        failure: Failure | None = None
+        for attempt in range(MAX_ATTEMPTS):
+            try:
+                route = self._policy.choose(self._registry.snapshot(), model, frozenset(tried))
+            except RequestError:
+                if failure is None:
+                    raise
+                break
+            if attempt:
+                self._journal.retried()
+            exchange.decode_name = route.decode.name
+            exchange.prefill_name = route.prefill[0].name if route.prefill else "-"
+            result = await self._attempt(exchange, call, route, attempt)
+            if not isinstance(result, Failure):
+                return result
+            failure = result
+            tried.add(route.decode.boot_id)
+            log.warning("attempt %d of %s at %s: %s", attempt, exchange.request_id, route.decode.name, failure.error)
+            if not failure.reached:
+                self._registry.mark_unreachable(route.decode.boot_id)
+        assert failure is not None
+        if failure.answer is None:
+            raise failure.error
+        return failure.answer
+
+    async def _attempt(
+        self, exchange: Exchange, call: Call, route: Route, attempt: int
+    ) -> Answer | Streaming | Failure:
+        node = route.decode
+        ticket = self._tickets.issue(
+            route, request_id=exchange.request_id, attempt=attempt, deadline_s=exchange.remaining_s
+        )
+        headers = {
+            "content-type": "application/json",
+            "x-request-id": exchange.request_id,
+            TICKET_HEADER: ticket,
+        }
+        if call.accept is not None:
+            headers["accept"] = call.accept
+        data = call.body.data
+        try:
+            response = await self._session.post(
+                node.url.rstrip("/") + call.path,
+                data=data if len(data) <= _LARGE_BODY_BYTES else io.BytesIO(data),
+                headers=headers,
+                timeout=self._watchful if call.body.stream else self._patient,
+                allow_redirects=False,
+            )
+        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError):
+            error = Unavailable(
+                f"node {node.name} cannot be reached", code="upstream_unreachable", retry_after_s=RETRY_AFTER_S
+            )
+            return Failure(error, reached=False)
+        except LOST as exc:
+            return Failure(_lost(node.name, exc))
+        exchange.attach(response)
+        try:
+            return await _first_byte(exchange, response)
+        except LOST as exc:
+            return Failure(_lost(node.name, exc))
+
+    def _ended(self, exchange: Exchange) -> None:
+        self._active.discard(exchange)
+        self._journal.ended(exchange)
+
+
+async def _first_byte(exchange: Exchange, response: aiohttp.ClientResponse) -> Answer | Streaming | Failure:
+    headers = _kept(response.headers)
+    if response.status == 200 and response.content_type == "text/event-stream":
+        stream = EventStream(exchange, response)
+        await stream.open()
+        exchange.got_byte()
+        exchange.begin_relaying(response.status)
+        return Streaming(response.status, headers, stream)
+    answer = Answer(response.status, headers, await _read_all(exchange, response))
+    return _judge(exchange.decode_name, answer, response.content_type)
+
+
+def _judge(node: str, answer: Answer, content_type: str) -> Answer | Failure:
+    """Which of a node's answers are for the client."""
+    if answer.status == 503:
+        busy = Unavailable(f"node {node} takes no requests now", code="upstream_busy", retry_after_s=RETRY_AFTER_S)
+        return Failure(busy, answer=answer if content_type == "application/json" else None)
+    if answer.status == 401:
+        return Failure(BadUpstream(f"node {node} refused the proxy's ticket", code="ticket_refused"))
+    if not 200 <= answer.status < 600 or 300 <= answer.status < 400 or content_type != "application/json":
+        raise BadUpstream(f"node {node} gave an unexpected answer with status {answer.status}", code="upstream_invalid")
+    return answer
+
+
+async def _read_all(exchange: Exchange, response: aiohttp.ClientResponse) -> bytes:
+    """The whole body, so that a loss inside it can still be made good: nodes send an answer when all of it is there."""
+    pieces = []
+    size = 0
+    while piece := await response.content.readany():
+        exchange.got_byte()
+        pieces.append(piece)
+        size += len(piece)
+        if size > MAX_ANSWER_BYTES:
+            raise BadUpstream(f"a node's answer is above {MAX_ANSWER_BYTES} bytes", code="upstream_invalid")
+    return b"".join(pieces)
+
+
+def _kept(headers: CIMultiDictProxy[str]) -> dict[str, str]:
+    return {name: headers[name] for name in KEPT_HEADERS if name in headers}
+
+
+def _lost(node: str, exc: Exception) -> BadUpstream:
+    return BadUpstream(f"node {node} was lost before it answered ({type(exc).__name__})", code="upstream_lost")

@@ -1,0 +1,60 @@
+"""The little that the proxy reads of a request body, and what it takes out of one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import msgspec
+
+from pdserve.errors import InvalidRequest
+
+INTERNAL_PREFIXES = ("kv_transfer", "pdserve_", "x-pdserve")
+"""Top-level keys that begin so are between nodes, never a client's."""
+
+_MARKERS = tuple(prefix.encode() for prefix in INTERNAL_PREFIXES)
+
+
+class _Head(msgspec.Struct):
+    model: str | None = None
+    stream: msgspec.Raw = msgspec.Raw(b"false")
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationBody:
+    """A request body as it goes to a node."""
+
+    data: bytes
+    model: str | None
+    stream: bool
+
+
+_head_decoder = msgspec.json.Decoder(_Head)
+_fields_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_encoder = msgspec.json.Encoder()
+
+
+def read_body(data: bytes) -> GenerationBody:
+    """``data`` without internal fields, and what routing needs of it.
+
+    Raises InvalidRequest if it is not a JSON object or its ``model`` is not a string.
+    """
+    try:
+        head = _head_decoder.decode(data)
+        return GenerationBody(_without_internal_fields(data), head.model, bytes(head.stream) == b"true")
+    except msgspec.ValidationError as exc:
+        raise InvalidRequest(f"request body: {exc}", param=_param(exc)) from exc
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
+        raise InvalidRequest(f"the request body is not valid JSON: {exc}", code="invalid_json") from exc
+
+
+def _without_internal_fields(data: bytes) -> bytes:
+    """The same bytes wherever nothing has to go. An escape (``\\u006b``) can hide a key, so it is looked for."""
+    if b"\\u" not in data and not any(marker in data for marker in _MARKERS):
+        return data
+    fields = _fields_decoder.decode(data)
+    kept = {name: value for name, value in fields.items() if not name.startswith(INTERNAL_PREFIXES)}
+    return data if len(kept) == len(fields) else _encoder.encode(kept)
+
+
+def _param(exc: msgspec.ValidationError) -> str | None:
+    return "model" if "$.model" in str(exc) else None

@@ -1,0 +1,67 @@
+"""Who is there at one moment: immutable, so that a policy can index what it has just counted."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from pdserve.wire.discovery import Load, NodeInfo, Role
+
+
+class NodeState(enum.Enum):
+    SERVING = "serving"
+    UNREACHABLE = "unreachable"
+    """It refused a connection; left out of routes until its next heartbeat."""
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """One registered node."""
+
+    info: NodeInfo
+    load: Load
+    state: NodeState
+    seen_s: float
+    """When its last message came, on the registry's clock."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pairing:
+    """A node that can decode now, with every prefill node that fits it (none where it prefills by itself)."""
+
+    decode: NodeInfo
+    prefill: tuple[NodeInfo, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """The registry's content at one moment, in order of registration."""
+
+    nodes: tuple[Node, ...]
+    models: tuple[str, ...]
+    """Every model that some node was started for, whether or not it can be served now."""
+    pairings: Mapping[str, tuple[Pairing, ...]]
+    """By model. A model that cannot be served now is not in it."""
+
+
+def take_snapshot(nodes: Iterable[Node]) -> Snapshot:
+    everyone = tuple(nodes)
+    serving = [node.info for node in everyone if node.state is NodeState.SERVING]
+    models = tuple(dict.fromkeys(node.info.model for node in everyone))
+    pairings = {model: _pair([info for info in serving if info.model == model]) for model in models}
+    return Snapshot(everyone, models, MappingProxyType({model: pairs for model, pairs in pairings.items() if pairs}))
+
+
+def _pair(infos: list[NodeInfo]) -> tuple[Pairing, ...]:
+    prefill = [info for info in infos if info.role is Role.PREFILL]
+    pairings = []
+    for info in infos:
+        if info.role is Role.MIXED:
+            pairings.append(Pairing(info, ()))
+        elif info.role is Role.DECODE:
+            fitting = tuple(other for other in prefill if other.fingerprint == info.fingerprint)
+            if fitting:
+                pairings.append(Pairing(info, fitting))
+    return tuple(pairings)

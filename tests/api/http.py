@@ -1,0 +1,54 @@
+"""The plainest HTTP client: one connection a request, the answer's bytes as they are."""
+
+from __future__ import annotations
+
+import http.client
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+TIMEOUT_S = 20.0
+
+
+@dataclass(frozen=True)
+class Answer:
+    status: int
+    headers: Mapping[str, str]
+    """Names in lower case."""
+    body: bytes
+
+    @property
+    def text(self) -> str:
+        return self.body.decode()
+
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+
+def send(
+    method: str, url: str, *, body: Any = None, content: bytes | Iterable[bytes] | None = None, **headers: str
+) -> Answer:
+    """``body`` goes as JSON, ``content`` as it is; header names have ``_`` for ``-``."""
+    connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=TIMEOUT_S)
+    try:
+        data = json.dumps(body).encode() if content is None and body is not None else content
+        connection.request(
+            method,
+            urlsplit(url).path,
+            body=data,
+            headers={name.replace("_", "-"): value for name, value in headers.items()},
+        )
+        response = connection.getresponse()
+        return Answer(response.status, {name.lower(): value for name, value in response.getheaders()}, response.read())
+    finally:
+        connection.close()
+
+
+def get(url: str) -> Answer:
+    return send("GET", url)
+
+
+def post(url: str, body: Any = None, **headers: str) -> Answer:
+    return send("POST", url, body=body, **headers)

@@ -1,0 +1,81 @@
+"""A node under test, as tests see it: its URL, its process, and what its engine was told."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from pdserve.config import NodeConfig
+from pdserve.wire.discovery import Role
+from pdserve.wire.engine import Abort, Submit, ToEngine
+from tests.processes import Process, clean_environ, running
+
+MODEL = "scripted"
+WAIT_S = 10.0
+
+T = TypeVar("T")
+
+
+def eventually(probe: Callable[[], T | None]) -> T:
+    """The first true value of ``probe``. Fails the test if none comes in ``WAIT_S``."""
+    deadline = time.monotonic() + WAIT_S
+    while time.monotonic() < deadline:
+        if value := probe():
+            return value
+        time.sleep(0.01)
+    raise AssertionError(f"did not happen in {WAIT_S} s")
+
+
+@dataclass(frozen=True)
+class NodeUnderTest:
+    process: Process
+    url: str
+    journal: Path
+
+    def told(self) -> list[ToEngine]:
+        """Every message that the engine received so far."""
+        if not self.journal.exists():
+            return []
+        *lines, _ = self.journal.read_bytes().split(b"\n")
+        return [msgspec.json.decode(line, type=ToEngine) for line in lines]
+
+    def submits(self) -> list[Submit]:
+        return [message for message in self.told() if isinstance(message, Submit)]
+
+    def aborted(self) -> set[int]:
+        """Request ids."""
+        return {i for message in self.told() if isinstance(message, Abort) for i in message.request_ids}
+
+    @contextmanager
+    def new_submits(self) -> Iterator[Callable[[], list[Submit]]]:
+        """Those since the beginning of the block."""
+        before = len(self.submits())
+        yield lambda: self.submits()[before:]
+
+    def wait_aborted(self, count: int, since: int) -> None:
+        """Until the last ``count`` submits, of those after the first ``since``, have all been aborted."""
+
+        def done() -> bool:
+            ids = {submit.request_id for submit in self.submits()[since:]}
+            return len(ids) == count and ids <= self.aborted()
+
+        eventually(done)
+
+
+@contextmanager
+def scripted_node(
+    config: NodeConfig, model_dir: Path, folder: Path, role: Role = Role.MIXED
+) -> Iterator[NodeUnderTest]:
+    """A running node with a scripted engine, ended at the end of the block."""
+    journal = folder / "engine.journal"
+    encoded = msgspec.json.encode(config).decode()
+    argv = [sys.executable, "-m", "tests.api.scripted_node", role.value, encoded, str(model_dir), str(journal)]
+    with running(argv, clean_environ()) as process:
+        yield NodeUnderTest(process, process.listening().url, journal)

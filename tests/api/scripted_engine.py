@@ -1,0 +1,189 @@
+"""A stand-in for the engine process: speaks its protocol, computes nothing, and writes down what it was told.
+
+``python -m tests.api.scripted_engine JOURNAL`` with an EngineLaunch on standard input. The journal gets one JSON line
+for each message received.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+import zmq
+from tokenizers import Tokenizer
+
+from pdserve.config import EngineLaunch
+from pdserve.parent import die_with_parent
+from pdserve.wire.engine import (
+    Abort,
+    EngineFailed,
+    EngineStats,
+    FinishReason,
+    FromEngine,
+    PrefillSource,
+    Ready,
+    RequestOutput,
+    RequestReport,
+    Shutdown,
+    Starting,
+    Stats,
+    StepOutput,
+    Submit,
+    ToEngine,
+)
+from tests.api.behaviour import ENDLESS_TOKEN_TEXT, ENGINE_FAILURE, REPLY_TEXT, SPLIT_TEXT, Behaviour
+
+MAX_MODEL_LEN = 256
+EOS = 2
+STEP_MS = 2
+SLOW_S = 0.5
+REPORT = RequestReport(
+    prefill_source=PrefillSource.REMOTE,
+    prefill_node="prefill-7",
+    cached_tokens=3,
+    queue_s=0.01,
+    prefill_s=0.02,
+    transfer_s=0.005,
+)
+
+
+@dataclass
+class Running:
+    submit: Submit
+    behaviour: Behaviour
+    text_ids: list[int]
+    sent: int = 0
+    resume_at: float = 0.0
+    ended: bool = field(default=False)
+
+
+class ScriptedEngine:
+    def __init__(self, launch: EngineLaunch, journal: Path) -> None:
+        self._tokenizer: Tokenizer = Tokenizer.from_file(f"{launch.config.model_dir}/tokenizer.json")
+        self._journal = journal
+        self._requests: dict[int, Running] = {}
+        self._stats = EngineStats(total_blocks=100, free_blocks=100)
+        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PAIR)
+        self._socket.connect(launch.address)
+        self._messages: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
+
+    def run(self) -> None:
+        self._send(Starting("loading weights"))
+        self._send(
+            Ready(
+                control="",
+                fingerprint="f" * 32,
+                num_blocks=100,
+                block_size=16,
+                max_model_len=MAX_MODEL_LEN,
+                max_running=8,
+                vocab_size=49_152,
+            )
+        )
+        while True:
+            while self._socket.poll(STEP_MS if self._requests else 1_000):
+                message = self._messages.decode(self._socket.recv())
+                with self._journal.open("ab") as file:
+                    file.write(msgspec.json.encode(message) + b"\n")
+                if isinstance(message, Shutdown):
+                    return
+                self._take(message)
+            self._step()
+
+    def _take(self, message: Submit | Abort) -> None:
+        match message:
+            case Submit():
+                behaviour = Behaviour.of_seed(message.sampling.seed)
+                self._requests[message.request_id] = Running(message, behaviour, self._reply(behaviour))
+            case Abort(request_ids):
+                for request_id in request_ids:
+                    self._requests.pop(request_id, None)
+
+    def _reply(self, behaviour: Behaviour) -> list[int]:
+        texts = {
+            Behaviour.SPLIT_CHARACTER: SPLIT_TEXT,
+            Behaviour.STOP_TOKEN: "Hello,",
+            Behaviour.ENDLESS: ENDLESS_TOKEN_TEXT,
+        }
+        ids: list[int] = self._tokenizer.encode(texts.get(behaviour, REPLY_TEXT), add_special_tokens=False).ids
+        return ids
+
+    def _step(self) -> None:
+        outputs = [output for request in self._requests.values() if (output := self._advance(request)) is not None]
+        self._requests = {key: request for key, request in self._requests.items() if not request.ended}
+        if outputs:
+            generated = self._stats.generated_tokens + sum(len(output.new_token_ids) for output in outputs)
+            self._stats = msgspec.structs.replace(
+                self._stats,
+                generated_tokens=generated,
+                running=len(self._requests),
+                free_blocks=100 - 25 * len(self._requests),
+                preemptions=4,
+                transfer_failures={"peer_lost": 2},
+                leases_expired=1,
+            )
+            self._send(StepOutput(outputs))
+            self._send(Stats(self._stats))
+
+    def _advance(self, request: Running) -> RequestOutput | None:
+        kind, request_id = request.behaviour, request.submit.request_id
+        if kind is Behaviour.SILENT or time.monotonic() < request.resume_at:
+            return None
+        if kind is Behaviour.BURST:
+            request.ended = True
+            return RequestOutput(request_id, [*request.text_ids, EOS], FinishReason.STOP, REPORT)
+        if kind in (Behaviour.ERROR, Behaviour.DEADLINE) or (request.sent == 2 and kind in LATE):
+            return self._fail(request)
+        if request.sent == 2 and kind is Behaviour.HOLD:
+            return None
+        request.sent += 1
+        if kind is Behaviour.SLOW and request.sent == 2:
+            request.resume_at = time.monotonic() + SLOW_S
+        return self._next_token(request)
+
+    def _next_token(self, request: Running) -> RequestOutput:
+        request_id, index = request.submit.request_id, request.sent - 1
+        if request.behaviour is Behaviour.ENDLESS:
+            token_id = request.text_ids[0]
+        else:
+            token_id = request.text_ids[index] if index < len(request.text_ids) else EOS
+        last_stop = request.behaviour is Behaviour.STOP_TOKEN and request.sent == len(request.text_ids)
+        finish = None
+        if token_id == EOS or last_stop:
+            finish = FinishReason.STOP
+        elif request.sent >= request.submit.sampling.max_tokens:
+            finish = FinishReason.LENGTH
+        request.ended = finish is not None
+        return RequestOutput(request_id, [token_id], finish, REPORT if finish else None)
+
+    def _fail(self, request: Running) -> RequestOutput:
+        request.ended = True
+        request_id = request.submit.request_id
+        if request.behaviour is Behaviour.DIE:
+            os._exit(7)
+        if request.behaviour is Behaviour.FAIL:
+            self._send(EngineFailed(ENGINE_FAILURE))
+            sys.exit(1)
+        if request.behaviour in (Behaviour.DEADLINE, Behaviour.DEADLINE_LATE):
+            return RequestOutput(request_id, [], FinishReason.DEADLINE, REPORT)
+        return RequestOutput(request_id, [], FinishReason.ERROR, REPORT, "the scripted engine failed on purpose")
+
+    def _send(self, message: FromEngine) -> None:
+        self._socket.send(msgspec.msgpack.encode(message))
+
+
+LATE = (Behaviour.ERROR_LATE, Behaviour.DEADLINE_LATE, Behaviour.FAIL, Behaviour.DIE)
+
+
+def main() -> None:
+    launch = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=EngineLaunch)
+    die_with_parent(os.getppid())
+    ScriptedEngine(launch, Path(sys.argv[1])).run()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,291 @@
+"""Both completion routes, as the official client sees them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import openai
+import pytest
+from openai.types.chat import ChatCompletionMessageParam
+
+from pdserve.api.tokenizer import Tokenizer
+from tests.api.behaviour import REPLY_TEXT, SPLIT_TEXT, Behaviour
+from tests.api.http import post
+from tests.api.node import MODEL, NodeUnderTest
+
+MESSAGES: list[ChatCompletionMessageParam] = [{"role": "user", "content": "Hi"}]
+
+
+def test_chat(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.create(model=MODEL, messages=MESSAGES, seed=Behaviour.REPLY)
+    assert answer.object == "chat.completion"
+    assert answer.id.startswith("chatcmpl-")
+    assert answer.model == MODEL
+    [choice] = answer.choices
+    assert (choice.message.role, choice.message.content, choice.finish_reason) == ("assistant", REPLY_TEXT, "stop")
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == 9
+    assert answer.usage.total_tokens == answer.usage.prompt_tokens + 9
+    assert answer.usage.prompt_tokens_details is not None
+    assert answer.usage.prompt_tokens_details.cached_tokens == 3
+
+
+def test_chat_stream(client: openai.OpenAI) -> None:
+    chunks = list(client.chat.completions.create(model=MODEL, messages=MESSAGES, seed=Behaviour.REPLY, stream=True))
+    assert {chunk.object for chunk in chunks} == {"chat.completion.chunk"}
+    assert len({chunk.id for chunk in chunks}) == 1
+    deltas = [chunk.choices[0].delta for chunk in chunks]
+    assert [delta.role for delta in deltas] == ["assistant"] + [None] * (len(deltas) - 1)
+    assert "".join(delta.content or "" for delta in deltas) == REPLY_TEXT
+    assert [chunk.choices[0].finish_reason for chunk in chunks] == [None] * (len(chunks) - 1) + ["stop"]
+    assert all(chunk.usage is None for chunk in chunks)
+    assert len(chunks) > 4, "tokens go out as they come"
+
+
+def test_stream_with_usage(client: openai.OpenAI) -> None:
+    *chunks, last = client.chat.completions.create(
+        model=MODEL, messages=MESSAGES, seed=0, stream=True, stream_options={"include_usage": True}
+    )
+    assert last.choices == []
+    assert last.usage is not None
+    assert last.usage.completion_tokens == 9
+    assert all(chunk.usage is None and len(chunk.choices) == 1 for chunk in chunks)
+
+
+def test_bytes_of_a_stream(node: NodeUnderTest) -> None:
+    body = {
+        "model": MODEL,
+        "messages": MESSAGES,
+        "seed": 0,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    answer = post(f"{node.url}/v1/chat/completions", body, x_request_id="mine-1")
+    assert answer.status == 200
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    assert answer.headers["cache-control"] == "no-cache"
+    assert answer.headers["x-request-id"] == "mine-1"
+    *events, end = answer.text.split("\n\n")
+    assert end == ""
+    assert events[-1] == "data: [DONE]"
+    assert all(event.startswith("data: {") for event in events[:-1])
+    chunks = [json.loads(event.removeprefix("data: ")) for event in events[:-1]]
+    assert [chunk["usage"] is None for chunk in chunks] == [True] * (len(chunks) - 1) + [False]
+
+
+def test_all_tokens_at_once(client: openai.OpenAI) -> None:
+    chunks = list(client.chat.completions.create(model=MODEL, messages=MESSAGES, seed=Behaviour.BURST, stream=True))
+    assert [chunk.choices[0].delta.content for chunk in chunks] == [REPLY_TEXT, None]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_characters_split_over_tokens(stream: bool, client: openai.OpenAI) -> None:
+    answer = client.completions.create(model=MODEL, prompt="x", seed=Behaviour.SPLIT_CHARACTER, stream=stream)
+    pieces = [answer] if isinstance(answer, openai.types.Completion) else list(answer)
+    texts = [piece.choices[0].text for piece in pieces]
+    assert "".join(texts) == SPLIT_TEXT
+    assert not any("\ufffd" in text for text in texts)
+
+
+def test_length(client: openai.OpenAI) -> None:
+    answer = client.completions.create(model=MODEL, prompt="x", seed=Behaviour.ENDLESS, max_tokens=5)
+    assert answer.object == "text_completion"
+    assert (answer.choices[0].text, answer.choices[0].finish_reason) == (" word" * 5, "length")
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == 5
+
+
+@pytest.mark.parametrize("field", ["max_tokens", "max_completion_tokens"])
+def test_both_names_of_max_tokens(field: str, node: NodeUnderTest) -> None:
+    for value, expected in ((7, 7), (None, 256 - 31)):
+        body = {"model": MODEL, "messages": MESSAGES, "seed": Behaviour.ENDLESS, field: value}
+        answer = post(f"{node.url}/v1/chat/completions", body).json()
+        assert answer["usage"]["completion_tokens"] == expected
+
+
+def test_async_client(node: NodeUnderTest) -> None:
+    async def ask() -> list[str]:
+        async with openai.AsyncOpenAI(base_url=f"{node.url}/v1", api_key="unused", max_retries=0) as client:
+            chat = await client.chat.completions.create(model=MODEL, messages=MESSAGES, seed=0)
+            stream = await client.completions.create(model=MODEL, prompt="x", seed=0, stream=True)
+            text = "".join([chunk.choices[0].text async for chunk in stream])
+            many = await asyncio.gather(
+                *(client.chat.completions.create(model=MODEL, messages=MESSAGES, seed=i) for i in range(30))
+            )
+            return [
+                chat.choices[0].message.content or "",
+                text,
+                *(each.choices[0].message.content or "" for each in many),
+            ]
+
+    assert asyncio.run(ask()) == [REPLY_TEXT] * 32
+
+
+# ------------------------------------------------------------------ several choices
+
+
+def test_n_choices_have_seeds_of_their_own(client: openai.OpenAI, node: NodeUnderTest) -> None:
+    with node.new_submits() as submits:
+        answer = client.chat.completions.create(model=MODEL, messages=MESSAGES, n=3, seed=10)
+    assert [choice.index for choice in answer.choices] == [0, 1, 2]
+    assert {choice.message.content for choice in answer.choices} == {REPLY_TEXT}
+    assert [submit.sampling.seed for submit in submits()] == [10, 11, 12]
+    assert len({submit.uuid for submit in submits()}) == 3
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == 27
+    assert answer.usage.prompt_tokens == len(submits()[0].token_ids), "a prompt counts once"
+
+
+def test_without_a_seed_choices_differ(client: openai.OpenAI, node: NodeUnderTest) -> None:
+    with node.new_submits() as submits:
+        client.chat.completions.create(model=MODEL, messages=MESSAGES, n=4)
+    assert len({submit.sampling.seed for submit in submits()}) == 4
+
+
+def test_n_choices_streamed(client: openai.OpenAI) -> None:
+    texts, roles, finishes = ["", ""], [0, 0], ["", ""]
+    for chunk in client.chat.completions.create(model=MODEL, messages=MESSAGES, n=2, seed=0, stream=True):
+        [choice] = chunk.choices
+        texts[choice.index] += choice.delta.content or ""
+        roles[choice.index] += choice.delta.role is not None
+        finishes[choice.index] += choice.finish_reason or ""
+    assert (texts, roles, finishes) == ([REPLY_TEXT] * 2, [1, 1], ["stop", "stop"])
+
+
+def test_forms_of_prompt(client: openai.OpenAI, node: NodeUnderTest, tokenizer: Tokenizer) -> None:
+    one, two = tokenizer._encode("one", True), tokenizer._encode("two", True)
+    forms: list[tuple[str | list[str] | list[int] | list[list[int]], list[list[int]]]] = [
+        ("one", [one]),
+        (["one"], [one]),
+        (["one", "two"], [one, two]),
+        (one, [one]),
+        ([one, two], [one, two]),
+    ]
+    for prompt, expected in forms:
+        with node.new_submits() as submits:
+            answer = client.completions.create(model=MODEL, prompt=prompt, seed=0, n=2)
+        assert [submit.token_ids for submit in submits()] == [ids for ids in expected for _ in range(2)]
+        assert [choice.index for choice in answer.choices] == list(range(2 * len(expected)))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_echo(stream: bool, client: openai.OpenAI) -> None:
+    answer = client.completions.create(model=MODEL, prompt=["one", "two"], echo=True, seed=0, stream=stream)
+    texts = ["", ""]
+    for piece in [answer] if isinstance(answer, openai.types.Completion) else answer:
+        for choice in piece.choices:
+            texts[choice.index] += choice.text
+    assert texts == ["one" + REPLY_TEXT, "two" + REPLY_TEXT]
+
+
+# ------------------------------------------------------------------ ends
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("stop", "include", "expected"),
+    [
+        (" How", False, "Hello, world!"),
+        ([" are", "wor"], False, "Hello, "),
+        ("world! H", True, "Hello, world! H"),
+        (["never"], False, REPLY_TEXT),
+    ],
+)
+def test_stop_strings(
+    stop: str | list[str], include: bool, expected: str, stream: bool, client: openai.OpenAI, node: NodeUnderTest
+) -> None:
+    before = len(node.submits())
+    answer = client.completions.create(
+        model=MODEL,
+        prompt="x",
+        stop=stop,
+        seed=Behaviour.SLOW,
+        stream=stream,
+        extra_body={"include_stop_str_in_output": include},
+    )
+    pieces = [answer] if isinstance(answer, openai.types.Completion) else list(answer)
+    assert "".join(piece.choices[0].text for piece in pieces) == expected
+    assert pieces[-1].choices[0].finish_reason == "stop"
+    if expected != REPLY_TEXT:
+        node.wait_aborted(1, before)
+
+
+def test_stop_token_is_shown_only_on_request(client: openai.OpenAI, node: NodeUnderTest) -> None:
+    for extra, expected in (({}, "Hello"), ({"include_stop_str_in_output": True}, "Hello,")):
+        with node.new_submits() as submits:
+            answer = client.completions.create(
+                model=MODEL, prompt="x", seed=Behaviour.STOP_TOKEN, extra_body={"stop_token_ids": [28], **extra}
+            )
+        assert (answer.choices[0].text, answer.choices[0].finish_reason) == (expected, "stop")
+        assert answer.usage is not None
+        assert answer.usage.completion_tokens == 2
+        assert submits()[0].sampling.stop_token_ids == (28,)
+
+
+# ------------------------------------------------------------------ what reaches the engine
+
+
+def test_sampling_parameters_arrive(client: openai.OpenAI, node: NodeUnderTest) -> None:
+    with node.new_submits() as submits:
+        client.completions.create(
+            model=MODEL,
+            prompt="x",
+            temperature=0.5,
+            top_p=0.9,
+            max_tokens=3,
+            seed=-1,
+            extra_body={"top_k": 7, "min_p": 0.1, "ignore_eos": True},
+        )
+        client.completions.create(model=MODEL, prompt="x", seed=0, extra_body={"top_k": -1})
+    given, default = (submit.sampling for submit in submits())
+    assert (given.temperature, given.top_p, given.top_k, given.min_p) == (0.5, 0.9, 7, 0.1)
+    assert (given.max_tokens, given.ignore_eos, given.seed) == (3, True, 2**63 - 1)
+    assert (default.temperature, default.top_p, default.top_k, default.min_p) == (1.0, 1.0, 0, 0.0)
+    assert default.max_tokens == 256 - 1
+
+
+def test_deadline_and_prefill_without_a_ticket(client: openai.OpenAI, node: NodeUnderTest) -> None:
+    with node.new_submits() as submits:
+        client.completions.create(model=MODEL, prompt="x", seed=0)
+    [submit] = submits()
+    assert 55 < submit.deadline_s <= 60
+    assert submit.prefill == ()
+
+
+def test_truncated_prompt(client: openai.OpenAI, node: NodeUnderTest) -> None:
+    ids = list(range(100, 400))
+    for keep, kept in ((4, 4), (-1, 256 - 10)):
+        with node.new_submits() as submits:
+            client.completions.create(
+                model=MODEL, prompt=ids, seed=0, max_tokens=10, extra_body={"truncate_prompt_tokens": keep}
+            )
+        assert submits()[0].token_ids == ids[-kept:]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_token_ids_on_request(stream: bool, node: NodeUnderTest, tokenizer: Tokenizer) -> None:
+    body = {"model": MODEL, "prompt": "x", "seed": 0, "return_token_ids": True, "stop": "How", "stream": stream}
+    answer = post(f"{node.url}/v1/completions", body)
+    parts = (
+        [json.loads(line[6:]) for line in answer.text.split("\n\n") if line.startswith("data: {")]
+        if stream
+        else [answer.json()]
+    )
+    choices = [part["choices"][0] for part in parts]
+    ids = [token_id for choice in choices for token_id in choice.get("token_ids", [])]
+    assert tokenizer.decode(ids, skip_special_tokens=True) == "Hello, world! How"
+    assert choices[0]["prompt_token_ids"] == tokenizer._encode("x", True)
+
+
+def test_chat_template_options(node: NodeUnderTest, tokenizer: Tokenizer) -> None:
+    messages = [*MESSAGES, {"role": "assistant", "content": "One"}]
+    for extra, ending in (
+        ({}, "<|im_start|>assistant\n"),
+        ({"add_generation_prompt": False}, "One<|im_end|>\n"),
+        ({"continue_final_message": True}, "<|im_start|>assistant\nOne"),
+    ):
+        with node.new_submits() as submits:
+            body = {"model": MODEL, "messages": messages, "seed": 0, **extra}
+            assert post(f"{node.url}/v1/chat/completions", body).status == 200
+        assert tokenizer.decode(submits()[0].token_ids, skip_special_tokens=False).endswith(ending)

@@ -1,0 +1,296 @@
+"""What is wrong with a request is said in OpenAI's form, with the field's name, and the engine never hears of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import openai
+import pytest
+
+from tests.api.behaviour import Behaviour
+from tests.api.http import get, post, send
+from tests.api.node import MODEL, NodeUnderTest
+
+CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}]}
+TEXT = {"model": MODEL, "prompt": "Hi"}
+
+WRONG_EVERYWHERE: list[tuple[dict[str, Any], str]] = [
+    ({"model": 3}, "model"),
+    ({"max_tokens": 0}, "max_tokens"),
+    ({"max_tokens": -1}, "max_tokens"),
+    ({"max_tokens": "many"}, "max_tokens"),
+    ({"max_tokens": 1.5}, "max_tokens"),
+    ({"max_tokens": 10**30}, "max_tokens"),
+    ({"max_tokens": 256}, "max_tokens"),
+    ({"temperature": -0.1}, "temperature"),
+    ({"temperature": 2.1}, "temperature"),
+    ({"temperature": "hot"}, "temperature"),
+    ({"top_p": 0}, "top_p"),
+    ({"top_p": 1.1}, "top_p"),
+    ({"top_k": -2}, "top_k"),
+    ({"min_p": 1.5}, "min_p"),
+    ({"n": 0}, "n"),
+    ({"n": 129}, "n"),
+    ({"seed": 2**63}, "seed"),
+    ({"stop": ""}, "stop"),
+    ({"stop": ["a", ""]}, "stop[1]"),
+    ({"stop": ["x"] * 17}, "stop"),
+    ({"stop": 5}, "stop"),
+    ({"stop_token_ids": [-1]}, "stop_token_ids[0]"),
+    ({"stop_token_ids": [49_152]}, "stop_token_ids"),
+    ({"stream": "yes"}, "stream"),
+    ({"stream_options": {"include_usage": True}}, "stream_options"),
+    ({"stream": True, "stream_options": {"include_usage": 3}}, "stream_options.include_usage"),
+    ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
+    ({"truncate_prompt_tokens": -2}, "truncate_prompt_tokens"),
+    ({"presence_penalty": 0.5}, "presence_penalty"),
+    ({"frequency_penalty": -1}, "frequency_penalty"),
+    ({"repetition_penalty": 1.1}, "repetition_penalty"),
+    ({"logit_bias": {"5": 1}}, "logit_bias"),
+    ({"min_tokens": 3}, "min_tokens"),
+    ({"bad_words": ["x"]}, "bad_words"),
+    ({"allowed_token_ids": [1]}, "allowed_token_ids"),
+    ({"response_format": {"type": "json_object"}}, "response_format"),
+    ({"cache_salt": "s"}, "cache_salt"),
+]
+WRONG_CHAT: list[tuple[dict[str, Any], str]] = [
+    ({"messages": []}, "messages"),
+    ({"messages": "Hi"}, "messages"),
+    ({"messages": None}, "messages"),
+    ({"messages": ["Hi"]}, "messages[0]"),
+    ({"messages": [{"content": "Hi"}]}, "messages[0].role"),
+    ({"messages": [{"role": 3, "content": "Hi"}]}, "messages[0].role"),
+    ({"messages": [{"role": "user"}]}, "messages[0].content"),
+    ({"messages": [{"role": "user", "content": None}]}, "messages[0].content"),
+    ({"messages": [{"role": "user", "content": 7}]}, "messages[0].content"),
+    ({"messages": [{"role": "user", "content": []}]}, "messages[0].content"),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+        "messages[0].content[0].type",
+    ),
+    ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
+    ({"messages": [{"role": "user", "content": "a"}], "continue_final_message": 1}, "continue_final_message"),
+    ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
+    ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs.tokenize"),
+    ({"chat_template": "{{ 1 }}"}, "chat_template"),
+    ({"max_completion_tokens": 0}, "max_completion_tokens"),
+    ({"logprobs": True}, "logprobs"),
+    ({"top_logprobs": 2}, "top_logprobs"),
+    ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
+    ({"tool_choice": "required"}, "tool_choice"),
+]
+WRONG_TEXT: list[tuple[dict[str, Any], str]] = [
+    ({"prompt": None}, "prompt"),
+    ({"prompt": ""}, "prompt"),
+    ({"prompt": []}, "prompt"),
+    ({"prompt": ["a", ""]}, "prompt[1]"),
+    ({"prompt": [[1], []]}, "prompt[1]"),
+    ({"prompt": [1, "a"]}, "prompt"),
+    ({"prompt": [1.5]}, "prompt[0]"),
+    ({"prompt": [True]}, "prompt[0]"),
+    ({"prompt": [49_152]}, "prompt"),
+    ({"prompt": [-1]}, "prompt"),
+    ({"prompt": [2**64]}, "prompt"),
+    ({"prompt": {"text": "x"}}, "prompt"),
+    ({"prompt": ["a"] * 9, "n": 128}, "n"),
+    ({"logprobs": 0}, "logprobs"),
+    ({"suffix": "end"}, "suffix"),
+    ({"best_of": 2}, "best_of"),
+    ({"best_of": 1, "n": 2}, "best_of"),
+]
+
+
+def refused(url: str, body: dict[str, Any], status: int = 400) -> dict[str, Any]:
+    answer = post(url, body)
+    assert answer.status == status, answer.text
+    assert answer.headers["content-type"] == "application/json"
+    assert answer.headers["x-request-id"]
+    error: dict[str, Any] = answer.json()["error"]
+    assert error.keys() == {"message", "type", "param", "code"}
+    assert error["message"]
+    return error
+
+
+@pytest.mark.parametrize(("change", "param"), WRONG_EVERYWHERE + WRONG_CHAT, ids=str)
+def test_chat_refuses(change: dict[str, Any], param: str, node: NodeUnderTest) -> None:
+    with node.new_submits() as submits:
+        error = refused(f"{node.url}/v1/chat/completions", {**CHAT, **change})
+    assert (error["param"], error["type"]) == (param, "invalid_request_error")
+    assert submits() == []
+
+
+@pytest.mark.parametrize(("change", "param"), WRONG_EVERYWHERE + WRONG_TEXT, ids=str)
+def test_completions_refuses(change: dict[str, Any], param: str, node: NodeUnderTest) -> None:
+    with node.new_submits() as submits:
+        error = refused(f"{node.url}/v1/completions", {**TEXT, **change})
+    assert (error["param"], error["type"]) == (param, "invalid_request_error")
+    assert submits() == []
+
+
+@pytest.mark.parametrize("route", ["chat/completions", "completions"])
+@pytest.mark.parametrize(
+    "neutral",
+    [
+        {"presence_penalty": 0, "frequency_penalty": 0.0, "repetition_penalty": 1.0, "logit_bias": {}, "min_tokens": 0},
+        {"logprobs": None, "top_logprobs": None, "tools": [], "tool_choice": "auto", "bad_words": []},
+        {"response_format": {"type": "text"}, "suffix": None, "user": "me", "metadata": {"a": "b"}},
+        {"temperature": None, "top_p": None, "n": None, "stop": None, "max_tokens": None, "stream": None},
+    ],
+    ids=str,
+)
+def test_values_that_ask_for_nothing_are_fine(neutral: dict[str, Any], route: str, node: NodeUnderTest) -> None:
+    body = (CHAT if route == "chat/completions" else TEXT) | {"seed": 0} | neutral
+    answer = post(f"{node.url}/v1/{route}", body)
+    assert answer.status == 200, answer.text
+    assert "x-pdserve-ignored" not in answer.headers
+
+
+def test_unknown_fields_are_named_in_a_header(node: NodeUnderTest) -> None:
+    body = {**TEXT, "seed": 0, "temprature": 0, "bad\r\nname: ü": 1}
+    answer = post(f"{node.url}/v1/completions", body)
+    assert answer.status == 200
+    assert answer.headers["x-pdserve-ignored"] == "temprature,bad??name???"
+
+
+@pytest.mark.parametrize("route", ["chat/completions", "completions"])
+def test_unknown_model(route: str, node: NodeUnderTest) -> None:
+    error = refused(f"{node.url}/v1/{route}", {**CHAT, **TEXT, "model": "gpt-9"}, 404)
+    assert (error["code"], error["param"]) == ("model_not_found", "model")
+    assert MODEL in error["message"]
+
+
+def test_required_fields(node: NodeUnderTest) -> None:
+    for body, param in (({"prompt": "x"}, "model"), ({"model": MODEL}, "prompt")):
+        assert refused(f"{node.url}/v1/completions", body)["param"] == param
+    assert refused(f"{node.url}/v1/chat/completions", {"model": MODEL})["param"] == "messages"
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b'"text"',
+        b"null",
+        b"\xff\xfe",
+        b'{"model": "\xff"}',
+        b'{"model": "\\ud800", "prompt": "x"}',
+        b'{"model": "scripted", "prompt": "x", "temperature": NaN}',
+        b'{"model": "scripted", "prompt": "x", "temperature": 1e999}',
+        b'{"model": "scripted", "prompt": ' + b"[" * 40_000,
+        b'{"model": "scripted", "prompt": "x", "zzz": ' + b"[" * 40_000 + b"]" * 40_000 + b"}",
+        b'{"model": "scripted", "prompt": "x", "tools": ' + b'{"a":' * 15_000 + b"1" + b"}" * 15_000 + b"}",
+    ],
+    ids=lambda content: repr(content[:50]),
+)
+def test_bodies_that_are_no_requests(content: bytes, node: NodeUnderTest) -> None:
+    answer = send("POST", f"{node.url}/v1/completions", content=content)
+    assert answer.status == 400
+    assert answer.json()["error"]["type"] == "invalid_request_error"
+    assert get(f"{node.url}/health").status == 200
+
+
+def test_deeply_nested_values_inside_the_limit_of_json(node: NodeUnderTest) -> None:
+    nested: Any = "x"
+    for _ in range(400):
+        nested = [nested]
+    error = refused(f"{node.url}/v1/chat/completions", {**CHAT, "messages": [{"role": "user", "content": nested}]})
+    assert error["param"] == "messages[0].content[0].type"
+
+
+@pytest.mark.parametrize("sized", [True, False])
+def test_body_too_large(sized: bool, node: NodeUnderTest) -> None:
+    piece = b"x" * 10_000
+    content = piece * 30 if sized else (piece for _ in range(30))
+    answer = send("POST", f"{node.url}/v1/completions", content=content)
+    assert answer.status == 413
+    assert answer.json()["error"]["type"] == "invalid_request_error"
+
+
+def test_prompt_too_long(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError) as raised:
+        client.completions.create(model=MODEL, prompt=list(range(100, 356)))
+    assert raised.value.code == "context_length_exceeded"
+    assert "256 tokens; the prompt has 256" in raised.value.message
+
+
+def test_prompt_and_output_too_long(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError) as raised:
+        client.completions.create(model=MODEL, prompt=list(range(100, 300)), max_tokens=57)
+    assert (raised.value.code, raised.value.param) == ("context_length_exceeded", "max_tokens")
+    answer = client.completions.create(model=MODEL, prompt=list(range(100, 300)), max_tokens=56, seed=0)
+    assert answer.choices[0].finish_reason == "stop"
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status", "kind"),
+    [
+        ("GET", "/v1/nothing", 404, "not_found_error"),
+        ("GET", "/v1/completions", 405, "invalid_request_error"),
+        ("POST", "/v1/models", 405, "invalid_request_error"),
+    ],
+)
+def test_routes_that_are_none(method: str, path: str, status: int, kind: str, node: NodeUnderTest) -> None:
+    answer = send(method, node.url + path)
+    assert answer.status == status
+    assert answer.json()["error"]["type"] == kind
+    assert status != 405 or "allow" in answer.headers
+
+
+# ------------------------------------------------------------------ failures on the way
+
+FAILURES = [(Behaviour.ERROR, 500, "engine_error"), (Behaviour.DEADLINE, 504, "deadline_exceeded")]
+LATE_FAILURES = [(Behaviour.ERROR_LATE, 500, "engine_error"), (Behaviour.DEADLINE_LATE, 504, "deadline_exceeded")]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("seed", "status", "code"), FAILURES)
+def test_failure_before_the_first_byte_is_a_status(
+    seed: int, status: int, code: str, stream: bool, node: NodeUnderTest
+) -> None:
+    body = {**CHAT, "seed": seed, "stream": stream}
+    assert refused(f"{node.url}/v1/chat/completions", body, status)["code"] == code
+
+
+@pytest.mark.parametrize(("seed", "status", "code"), LATE_FAILURES)
+def test_late_failure_of_a_whole_answer_is_a_status(seed: int, status: int, code: str, node: NodeUnderTest) -> None:
+    assert refused(f"{node.url}/v1/chat/completions", {**CHAT, "seed": seed}, status)["code"] == code
+
+
+@pytest.mark.parametrize(("seed", "status", "code"), LATE_FAILURES)
+def test_late_failure_of_a_stream_is_an_event(seed: int, status: int, code: str, node: NodeUnderTest) -> None:
+    answer = post(f"{node.url}/v1/chat/completions", {**CHAT, "seed": seed, "stream": True})
+    assert answer.status == 200
+    *chunks, error, end = answer.text.split("\n\n")
+    assert end == ""
+    assert error.startswith("event: error\ndata: ")
+    assert f'"code":"{code}"' in error
+    assert len(chunks) >= 1
+    assert not any('finish_reason":"' in chunk or "[DONE]" in chunk for chunk in chunks)
+
+
+def test_text_before_a_failure_is_not_lost(node: NodeUnderTest) -> None:
+    """Also what was held back as the possible beginning of a stop string."""
+    body = {**TEXT, "seed": Behaviour.ERROR_LATE, "stream": True, "stop": "Hello, there"}
+    answer = post(f"{node.url}/v1/completions", body)
+    texts = [line.split('"text":"')[1].split('"')[0] for line in answer.text.split("\n\n") if '"text":"' in line]
+    assert "".join(texts) == "Hello,"
+
+
+def test_client_library_raises_for_a_failed_stream(client: openai.OpenAI) -> None:
+    stream = client.chat.completions.create(
+        model=MODEL, messages=[{"role": "user", "content": "Hi"}], seed=Behaviour.ERROR_LATE, stream=True
+    )
+    with pytest.raises(openai.APIError, match="failed on purpose"):
+        for _ in stream:
+            pass
+
+
+def test_one_failed_choice_fails_all_and_aborts_the_others(node: NodeUnderTest) -> None:
+    before = len(node.submits())
+    body = {**TEXT, "seed": Behaviour.ERROR - 1, "n": 2}  # seeds of SILENT and ERROR
+    error = refused(f"{node.url}/v1/completions", body, 500)
+    assert error["code"] == "engine_error"
+    silent = node.submits()[before].request_id
+    assert silent in node.aborted()

@@ -1,0 +1,88 @@
+"""``--ask`` against servers that answer well and badly."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+from aiohttp import web
+
+from pdserve.cli.ask import Answer, AskFailed, ask
+
+
+def chunk(text: str | None = None, finish: str | None = None) -> bytes:
+    choice = {"index": 0, "delta": {"content": text} if text else {}, "finish_reason": finish}
+    return b"data: " + json.dumps({"choices": [choice]}).encode() + b"\n\n"
+
+
+USAGE = b'data: {"choices": [], "usage": {"prompt_tokens": 5, "completion_tokens": 2, "total_tokens": 7}}\n\n'
+DONE = b"data: [DONE]\n\n"
+
+
+@asynccontextmanager
+async def server(pieces: list[bytes], status: int = 200) -> AsyncIterator[str]:
+    async def answer(request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        assert body["stream"] is True
+        assert body["messages"] == [{"role": "user", "content": "Why?"}]
+        response = web.StreamResponse(status=status)
+        await response.prepare(request)
+        for piece in pieces:
+            await response.write(piece)
+        return response
+
+    app = web.Application()
+    app.router.add_post("/v1/chat/completions", answer)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    try:
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        host, port = runner.addresses[0][:2]
+        yield f"http://{host}:{port}"
+    finally:
+        await runner.cleanup()
+
+
+def put(pieces: list[bytes], status: int = 200) -> tuple[Answer, str]:
+    shown: list[str] = []
+
+    async def run() -> Answer:
+        async with server(pieces, status) as url:
+            return await ask(url, "m", "Why?", shown.append, timeout_s=20)
+
+    answer = asyncio.run(run())
+    return answer, "".join(shown)
+
+
+def test_the_answer_is_shown_and_counted() -> None:
+    answer, shown = put([chunk(), chunk("Because"), chunk("."), chunk(finish="stop"), USAGE, DONE])
+    assert shown == "Because."
+    assert (answer.prompt_tokens, answer.completion_tokens) == (5, 2)
+    assert 0 < answer.ttft_s < 20
+    assert "TTFT" in str(answer)
+    assert "tok/s" in str(answer)
+
+
+@pytest.mark.parametrize(
+    ("pieces", "status", "message"),
+    [
+        ([b'{"error": {"message": "full"}}'], 503, "the cluster answered 503: .*full"),
+        ([chunk("B"), b'event: error\ndata: {"error": {"message": "died"}}\n\n'], 200, "broke off: died"),
+        ([chunk("B"), chunk(finish="stop"), USAGE], 200, r"ended without \[DONE\]"),
+        ([chunk("B"), USAGE, DONE], 200, "without a text, a finish reason or usage"),
+        ([chunk(finish="stop"), USAGE, DONE], 200, "without a text"),
+        ([b"data: nonsense\n\n", DONE], 200, "not a chunk"),
+    ],
+)
+def test_anything_less_is_a_failure(pieces: list[bytes], status: int, message: str) -> None:
+    with pytest.raises(AskFailed, match=message):
+        put(pieces, status)
+
+
+def test_nobody_there_is_a_failure() -> None:
+    with pytest.raises(AskFailed, match="no answer"):
+        asyncio.run(ask("http://127.0.0.1:1", "m", "Why?", print, timeout_s=5))

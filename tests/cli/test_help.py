@@ -1,0 +1,49 @@
+"""``--help`` tells all there is to set."""
+
+from __future__ import annotations
+
+import pytest
+
+from pdserve.cli.main import SUBCOMMANDS, main
+from pdserve.config import NodeConfig, ProxyConfig, UpConfig
+from pdserve.settings import ROOTS
+from pdserve.settings.tree import settings_of
+
+ROOT_OF = {"up": UpConfig, "proxy": ProxyConfig, "prefill": NodeConfig, "decode": NodeConfig, "mixed": NodeConfig}
+
+
+def help_of(subcommand: str, capsys: pytest.CaptureFixture[str], **environ: str) -> str:
+    with pytest.raises(SystemExit) as caught:
+        main([subcommand, "--help"], environ)
+    assert caught.value.code == 0
+    return " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize("subcommand", SUBCOMMANDS)
+def test_every_setting_is_there_with_its_flag_variable_and_meaning(
+    subcommand: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = help_of(subcommand, capsys)
+    settings = settings_of(ROOT_OF[subcommand])
+    assert settings
+    for setting in settings:
+        assert f"--{setting.flag} " in text
+        assert f"({setting.env})" in text
+        assert " ".join(setting.help.split()) in text
+        assert f"[{setting.section}] {setting.title}:" in text
+    assert "--config FILE" in text
+    assert "PDSERVE_CONFIG" in text
+
+
+def test_defaults_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "port to serve HTTP on; 0 takes a free one [8000]" in help_of("proxy", capsys)
+    assert "port to serve HTTP on; 0 takes a free one [0]" in help_of("decode", capsys)
+
+
+def test_no_secret_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "hunter2" not in help_of("proxy", capsys, PDSERVE_SECRET="hunter2hunter2hunter2")
+
+
+def test_every_subcommand_is_known_to_the_loader() -> None:
+    assert set(ROOT_OF) == set(SUBCOMMANDS)
+    assert set(ROOT_OF.values()) == set(ROOTS)

@@ -1,0 +1,98 @@
+"""The command itself, as a process: statuses, messages, and what it imports."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+
+from tests.processes import SECRET, clean_environ, pdserve
+
+
+def call(*argv: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-P", "-m", "pdserve", *argv],
+        env=clean_environ(**environ),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def test_alone_it_prints_help_and_fails() -> None:
+    done = call()
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "usage: pdserve SUBCOMMAND" in done.stderr
+
+
+def test_help_and_version_succeed() -> None:
+    assert call("--help").stdout.startswith("usage: pdserve SUBCOMMAND")
+    assert call("--version").stdout == f"pdserve {version('pdserve')}\n"
+
+
+def test_a_misspelt_subcommand_is_told_the_nearest() -> None:
+    done = call("prefil")
+    assert done.returncode == 2
+    assert "unknown subcommand 'prefil'; did you mean prefill?" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["decode", "--model", "/nowhere"], "there is no model folder '/nowhere'"),
+        (["decode", "--model", "/"], "it has no config.json"),
+        (["prefill"], "--proxy is needed"),
+        (["decode", "--cores", "65000"], "--cores: [65000] are not among the cores of this process"),
+        (["decode", "--host", "0.0.0.0"], "a cluster secret is needed to listen on 0.0.0.0"),
+        (["proxy", "--control-host", "0.0.0.0"], "a cluster secret is needed to listen on 0.0.0.0"),
+        (["proxy", "--blok-size", "1"], "unknown flag --blok-size"),
+        (["up", "--model", "/nowhere"], "there is no model folder '/nowhere'"),
+    ],
+)
+def test_a_wrong_setting_is_one_line_and_status_2(argv: list[str], message: str) -> None:
+    done = call(*argv)
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"pdserve {argv[0]}: ")
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stdout == ""
+
+
+def test_the_proxy_serves_and_stops_on_sigterm() -> None:
+    with pdserve("proxy", "--port", "0", "--control-port", "0") as proxy:
+        found = proxy.listening()
+        assert found.url.startswith("http://127.0.0.1:")
+        assert found.control.startswith("tcp://127.0.0.1:")
+        proxy.terminate()
+        assert proxy.wait() == 0
+        assert SECRET not in proxy.output
+
+
+def test_the_proxy_loads_neither_torch_nor_transformers() -> None:
+    program = (
+        "import sys, pdserve.cli.main, pdserve.cli.proxy, pdserve_proxy.server\n"
+        "print(sorted({'torch', 'transformers', 'numpy', 'ucxx'} & set(sys.modules)))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", program],
+        env=clean_environ(),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert done.stdout.strip() == "[]"
+
+
+def test_the_users_secret_is_made_in_the_state_folder(tmp_path: Path) -> None:
+    with pdserve(
+        "proxy", "--port", "0", "--control-port", "0", PDSERVE_SECRET="", XDG_STATE_HOME=str(tmp_path)
+    ) as proxy:
+        proxy.listening()
+    secret = (tmp_path / "pdserve" / "secret").read_text().strip()
+    assert len(secret) == 64
+    assert secret not in proxy.output

@@ -1,0 +1,301 @@
+"""The scheduler alone: a fake model chooses tokens, time is a number."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pdserve.config import SchedulerConfig
+from pdserve.engine.block_manager import BlockManager
+from pdserve.engine.outbox import Outbox
+from pdserve.engine.request import Request, Status
+from pdserve.engine.scheduler import Plan, Scheduler, StopRule
+from pdserve.errors import EngineError
+from pdserve.wire.engine import FinishReason, RequestOutput
+from pdserve.wire.ids import new_id
+from pdserve.wire.sampling import SamplingParams
+from pdserve.wire.ticket import PrefillTarget
+
+EOS = 2
+BLOCK_SIZE = 4
+TARGET = PrefillTarget("p0", "tcp://127.0.0.1:1", new_id())
+
+
+class Bench:
+    """A scheduler whose model answers ``10 + len(tokens)``, so that a recomputed answer must be the same."""
+
+    def __init__(
+        self, num_blocks: int = 32, max_running: int = 8, max_step_tokens: int = 16, max_len: int = 64
+    ) -> None:
+        self.blocks = BlockManager(num_blocks, BLOCK_SIZE)
+        self.outbox = Outbox()
+        config = SchedulerConfig(max_running=max_running, max_step_tokens=max_step_tokens, max_waiting=100)
+        stop = StopRule(frozenset({EOS}), max_len)
+        self.scheduler = Scheduler(
+            self.blocks, config, stop, self.outbox, lambda request: self.blocks.free(request.block_table)
+        )
+        self.outputs: dict[int, list[int]] = {}
+        self.endings: dict[int, RequestOutput] = {}
+        self.now = 0.0
+
+    def add(self, client: int, prompt: int, max_tokens: int = 4, targets: tuple[PrefillTarget, ...] = ()) -> Request:
+        request = Request(
+            uuid=new_id(),
+            token_ids=[100] * prompt,
+            num_prompt_tokens=prompt,
+            sampling=SamplingParams(max_tokens=max_tokens, seed=0),
+            arrived=self.now,
+            deadline=self.now + 100,
+            client=client,
+            targets=targets,
+        )
+        self.scheduler.add(request)
+        return request
+
+    def step(self) -> Plan:
+        self.now += 1
+        plan = self.scheduler.schedule(self.now)
+        planned = {work.request: work.request.num_computed_tokens + work.num_tokens for work in plan.work}
+        for request, computed in planned.items():
+            assert len(request.block_table) * BLOCK_SIZE >= computed
+        tokens = [10 + len(work.request.token_ids) for work in plan.work if work.wants_token]
+        self.scheduler.advance(plan, tokens, self.now)
+        self.collect()
+        return plan
+
+    def collect(self) -> None:
+        step = self.outbox.take()
+        for output in step.outputs if step else []:
+            self.outputs.setdefault(output.request_id, []).extend(output.new_token_ids)
+            if output.finish is not None:
+                assert output.request_id not in self.endings
+                self.endings[output.request_id] = output
+
+    def run(self, limit: int = 2000) -> None:
+        for _ in range(limit):
+            if not self.step().work:
+                return
+        raise AssertionError("the scheduler does not come to an end")
+
+
+def sizes(plan: Plan) -> list[int]:
+    return [work.num_tokens for work in plan.work]
+
+
+def expected(prompt: int, max_tokens: int) -> list[int]:
+    return [10 + prompt + i for i in range(max_tokens)]
+
+
+def test_a_long_prompt_goes_in_chunks_and_only_the_last_gives_a_token() -> None:
+    bench = Bench(max_step_tokens=16)
+    bench.add(1, prompt=40, max_tokens=2)
+    assert [sizes(bench.step()) for _ in range(2)] == [[16], [16]]
+    assert bench.outputs == {}
+    assert sizes(bench.step()) == [8]
+    assert bench.outputs == {1: [50]}
+
+
+def test_decoding_comes_before_prompts_and_shares_their_budget() -> None:
+    bench = Bench(max_step_tokens=16)
+    bench.add(1, prompt=3, max_tokens=8)
+    bench.step()
+    bench.add(2, prompt=40)
+    plan = bench.step()
+    assert [(work.request.client, work.num_tokens) for work in plan.work] == [(1, 1), (2, 15)]
+
+
+def test_single_tokens_come_first_in_a_plan() -> None:
+    bench = Bench(max_step_tokens=16)
+    bench.add(1, prompt=6)
+    bench.add(2, prompt=1)
+    assert sizes(bench.step()) == [1, 6]
+
+
+def test_answers_end_at_max_tokens_eos_and_context_length() -> None:
+    bench = Bench(max_len=12)
+    bench.add(1, prompt=3, max_tokens=2)
+    bench.add(2, prompt=10, max_tokens=50)
+    bench.run()
+    assert bench.endings[1].finish is FinishReason.LENGTH
+    assert bench.outputs[1] == expected(3, 2)
+    assert bench.endings[2].finish is FinishReason.LENGTH
+    assert bench.outputs[2] == expected(10, 2)
+    request = bench.add(3, prompt=3)
+    plan = bench.scheduler.schedule(bench.now)
+    bench.scheduler.advance(plan, [EOS], bench.now)
+    bench.collect()
+    assert bench.endings[3].finish is FinishReason.STOP
+    assert request.status is Status.FINISHED
+    assert bench.blocks.num_free == 32
+
+
+def test_no_more_than_max_running() -> None:
+    bench = Bench(max_running=2)
+    for client in range(4):
+        bench.add(client, prompt=2)
+    bench.step()
+    assert bench.scheduler.num_running == 2
+    assert bench.scheduler.num_waiting == 2
+
+
+def test_preempted_answers_are_unchanged() -> None:
+    bench = Bench(num_blocks=6, max_len=24)
+    for client in range(3):
+        bench.add(client, prompt=4, max_tokens=16)
+    bench.run()
+    assert bench.scheduler.counters.preemptions > 0
+    assert bench.outputs == {client: expected(4, 16) for client in range(3)}
+    assert bench.blocks.num_free == 6
+
+
+def test_the_youngest_is_preempted() -> None:
+    bench = Bench(num_blocks=6, max_len=24)
+    old, young = bench.add(1, prompt=4, max_tokens=16), bench.add(2, prompt=4, max_tokens=16)
+    while not bench.scheduler.counters.preemptions:
+        bench.step()
+    assert old.status is Status.RUNNING
+    assert young.status is Status.WAITING
+
+
+def test_a_remote_prompt_reserves_blocks_and_waits() -> None:
+    bench = Bench()
+    request = bench.add(1, prompt=10, targets=(TARGET,))
+    plan = bench.step()
+    assert plan.fetches == [request]
+    assert not plan.work
+    assert request.status is Status.WAITING_FOR_REMOTE_KVS
+    assert len(request.block_table) == 3
+    bench.scheduler.accept_token(request, 20, bench.now)
+    bench.collect()
+    assert bench.outputs == {1: [20]}
+    bench.scheduler.landed(request)
+    assert sizes(bench.step()) == [1]
+    assert bench.outputs == {1: [20, 21]}
+
+
+def test_remote_prompts_do_not_use_the_step_budget() -> None:
+    bench = Bench(max_step_tokens=4)
+    bench.add(1, prompt=4)
+    remote = bench.add(2, prompt=30, targets=(TARGET,))
+    plan = bench.step()
+    assert sizes(plan) == [4]
+    assert plan.fetches == [remote]
+
+
+def test_a_failed_fetch_goes_on_from_what_landed() -> None:
+    bench = Bench()
+    request = bench.add(1, prompt=10, targets=(TARGET,))
+    bench.step()
+    request.targets = ()
+    bench.scheduler.requeue(request, computed_tokens=8)
+    assert sizes(bench.step()) == [2]
+    assert bench.outputs == {1: [20]}
+
+
+def test_a_failed_fetch_after_the_first_token_does_not_repeat_it() -> None:
+    bench = Bench()
+    request = bench.add(1, prompt=10, targets=(TARGET, TARGET))
+    bench.step()
+    bench.scheduler.accept_token(request, 20, bench.now)
+    bench.scheduler.requeue(request, computed_tokens=0)
+    assert sizes(bench.step()) == [11]
+    assert bench.outputs == {1: [20, 21]}
+
+
+def test_failed_fetches_that_hold_all_blocks_do_not_deadlock() -> None:
+    bench = Bench(num_blocks=4, max_len=16)
+    first = bench.add(1, prompt=8, targets=(TARGET,))
+    second = bench.add(2, prompt=8, targets=(TARGET,))
+    assert bench.step().fetches == [first, second]
+    for request in (first, second):
+        request.targets = ()
+        bench.scheduler.accept_token(request, 18, bench.now)
+        bench.scheduler.requeue(request, computed_tokens=4)
+    bench.run()
+    assert bench.outputs == {1: expected(8, 4), 2: expected(8, 4)}
+    assert bench.blocks.num_free == 4
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2])
+def test_abort_frees_everything_and_says_nothing(steps: int) -> None:
+    bench = Bench()
+    request = bench.add(1, prompt=20, max_tokens=9)
+    for _ in range(steps):
+        bench.step()
+    bench.outputs.clear()
+    bench.scheduler.abort(request)
+    bench.scheduler.abort(request)
+    bench.collect()
+    assert bench.outputs == {}
+    assert bench.endings == {}
+    assert bench.blocks.num_free == 32
+    assert list(bench.scheduler.live()) == []
+
+
+def test_a_request_ends_once() -> None:
+    bench = Bench()
+    request = bench.add(1, prompt=2)
+    bench.scheduler.finish(request, FinishReason.DEADLINE)
+    bench.scheduler.finish(request, FinishReason.ERROR, "late")
+    bench.collect()
+    assert bench.endings[1].finish is FinishReason.DEADLINE
+    with pytest.raises(EngineError, match="cannot go from FINISHED"):
+        request.move(Status.RUNNING)
+
+
+def test_expired_lists_waiting_and_running() -> None:
+    bench = Bench(max_running=1)
+    bench.add(1, prompt=2)
+    bench.add(2, prompt=2)
+    bench.step()
+    assert bench.scheduler.next_deadline() == 100
+    assert bench.scheduler.expired(99) == []
+    assert {request.client for request in bench.scheduler.expired(100)} == {1, 2}
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(1, 30), st.integers(1, 12), st.booleans()), min_size=1, max_size=10),
+    st.integers(8, 30),
+    st.integers(1, 5),
+    st.integers(1, 20),
+    st.randoms(use_true_random=False),
+)
+def test_every_request_is_answered_whatever_happens(
+    requests: Iterable[tuple[int, int, bool]], num_blocks: int, max_running: int, budget: int, random: object
+) -> None:
+    """Few blocks, failing and landing fetches in any order: all answers right, all blocks back."""
+    choose = getattr(random, "choice")  # noqa: B009  # hypothesis hides the type of its Random
+    max_len = min(num_blocks * BLOCK_SIZE, 42)
+    bench = Bench(num_blocks, max_running, budget, max_len)
+    wanted = {}
+    for client, (asked, max_tokens, remote) in enumerate(requests):
+        prompt = min(asked, max_len - 1)
+        bench.add(client, prompt, max_tokens, (TARGET,) if remote else ())
+        wanted[client] = expected(prompt, min(max_tokens, max_len - prompt))
+    fetching: list[Request] = []
+    for _ in range(3000):
+        plan = bench.step()
+        for request in plan.fetches:
+            request.targets = ()
+        fetching += plan.fetches
+        if fetching and (not plan.work or choose([True, False])):
+            request = fetching.pop(choose(range(len(fetching))))
+            outcome = choose(["landed", "lost", "lost after first token"])
+            if outcome != "lost":
+                bench.scheduler.accept_token(request, 10 + len(request.token_ids), bench.now)
+            if request.status is Status.FINISHED:
+                pass
+            elif outcome == "landed":
+                bench.scheduler.landed(request)
+            else:
+                bench.scheduler.requeue(request, choose([0, 1, 2]) * BLOCK_SIZE)
+        elif not plan.work:
+            break
+    bench.collect()
+    assert bench.outputs == wanted
+    assert set(bench.endings) == set(wanted)
+    assert bench.blocks.num_free == num_blocks

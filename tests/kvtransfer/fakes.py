@@ -1,0 +1,111 @@
+"""The other side of a transfer, played by a test message by message."""
+
+from __future__ import annotations
+
+import time
+from types import TracebackType
+from typing import Any, TypeVar, cast
+
+import zmq
+
+from pdserve.wire.frame import Opener, Purpose, Sealer
+from pdserve.wire.ids import new_id
+from pdserve.wire.ticket import PrefillTarget
+from pdserve.wire.transfer import Hello, PrefillRequest, ToDecode, ToPrefill, Welcome
+from pdserve_kvtransfer.transport import Completion, Transport
+from pdserve_kvtransfer.ucx import UcxTransport
+from tests.kvtransfer.rig import SECRET, SPEC, WAIT_S
+
+M = TypeVar("M")
+
+
+class FakePeer:
+    """What the two fakes share: a socket, a seal, a UCX link that is progressed while waiting."""
+
+    def __init__(self, kind: int, messages: Any, boot_id: bytes | None = None) -> None:
+        self.boot_id = boot_id or new_id()
+        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.socket = self.context.socket(kind)
+        self.socket.linger = 0
+        self.sealer = Sealer(SECRET, Purpose.TRANSFER, self.boot_id)
+        self.opener: Opener[Any] = Opener(SECRET, Purpose.TRANSFER, messages)
+        self.transport: Transport = UcxTransport("")
+        self.link = self.transport.open_link()
+
+    def finish(self, *completions: Completion) -> None:
+        """Progress until these have completed."""
+        deadline = time.monotonic() + WAIT_S
+        while not all(completion.done() for completion in completions):
+            assert time.monotonic() < deadline, "sends did not complete"
+            self.link.progress()
+
+    def _expect(self, message: Any, kind: type[M]) -> M:
+        assert isinstance(message, kind), f"{message} where {kind.__name__} was due"
+        return message
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.link.close()
+        self.transport.close()
+        self.socket.close(0)
+        self.context.term()
+
+
+class FakePrefill(FakePeer):
+    """A prefill engine whose every move is the test's."""
+
+    def __init__(self) -> None:
+        super().__init__(zmq.ROUTER, ToPrefill)
+        self.port = self.socket.bind_to_random_port("tcp://127.0.0.1")
+        self.route = b""
+
+    def __enter__(self) -> FakePrefill:
+        return self
+
+    @property
+    def target(self) -> PrefillTarget:
+        return PrefillTarget("fake", f"tcp://127.0.0.1:{self.port}", self.boot_id)
+
+    def next(self, kind: type[M]) -> M:
+        assert self.socket.poll(int(WAIT_S * 1000)), f"no {kind.__name__} in time"
+        self.route, frame = self.socket.recv_multipart()
+        return self._expect(self.opener.open(frame), kind)
+
+    def send(self, message: ToDecode) -> None:
+        self.socket.send_multipart([self.route, self.sealer.seal(message)])
+
+    def welcome(self) -> Hello:
+        hello = self.next(Hello)
+        self.link.connect(hello.rank_addresses[0])
+        self.send(Welcome(self.boot_id, SPEC, [self.link.address]))
+        return hello
+
+    def welcome_and_take(self) -> PrefillRequest:
+        self.welcome()
+        return self.next(PrefillRequest)
+
+
+class FakeDecode(FakePeer):
+    """A decode engine whose every move is the test's."""
+
+    def __init__(self, control: str, *, boot_id: bytes | None = None, route: bytes = b"") -> None:
+        super().__init__(zmq.DEALER, ToDecode, boot_id)
+        self.socket.set(zmq.ROUTING_ID, route or self.boot_id)
+        self.socket.connect(control)
+
+    def __enter__(self) -> FakeDecode:
+        return self
+
+    def next(self, kind: type[M]) -> M:
+        assert self.socket.poll(int(WAIT_S * 1000)), f"no {kind.__name__} in time"
+        return self._expect(self.opener.open(cast(bytes, self.socket.recv())), kind)
+
+    def send(self, message: ToPrefill) -> None:
+        self.socket.send(self.sealer.seal(message))
+
+    def greet(self) -> Welcome:
+        self.send(Hello(self.boot_id, SPEC, [self.link.address]))
+        welcome = self.next(Welcome)
+        self.link.connect(welcome.rank_addresses[0])
+        return welcome

@@ -1,0 +1,177 @@
+"""Engines without a model: a transfer thread, some memory, and the events that it gave out."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
+
+from pdserve.config import TransferConfig
+from pdserve.wire.discovery import Role
+from pdserve.wire.ids import TransferId, new_id
+from pdserve.wire.sampling import SamplingParams
+from pdserve.wire.ticket import PrefillTarget
+from pdserve.wire.transfer import EngineSpec
+from pdserve_kvtransfer.events import FetchOrder, TransferEvent
+from pdserve_kvtransfer.region import KvRegion
+from pdserve_kvtransfer.thread import TransferThread
+from pdserve_kvtransfer.transport import Transport
+
+SECRET = b"the secret of a test cluster"
+SPEC = EngineSpec(
+    protocol=1,
+    fingerprint="model-a",
+    dtype="bf16",
+    block_size=16,
+    num_layers=2,
+    kv_heads=3,
+    head_dim=8,
+    tp_size=1,
+)
+CONFIG = TransferConfig(heartbeat_ms=50, lease_ms=600)
+SAMPLING = SamplingParams(max_tokens=1, seed=1)
+BLOCK_BYTES = 64 * 1024
+WAIT_S = 10.0
+
+E = TypeVar("E", bound=TransferEvent)
+
+
+def eventually(condition: Callable[[], bool], timeout_s: float = WAIT_S) -> None:
+    """Poll: for what can only be looked at, not waited for."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "did not happen in time"
+        time.sleep(0.005)
+
+
+@dataclass
+class Engine:
+    """One engine's transfers."""
+
+    role: Role
+    num_blocks: int = 32
+    block_bytes: int = BLOCK_BYTES
+    secret: bytes = SECRET
+    spec: EngineSpec = SPEC
+    config: TransferConfig = CONFIG
+    boot_id: bytes = field(default_factory=new_id)
+    identity: bytes = b""
+    transport: Callable[[], Transport] | None = None
+
+    def __post_init__(self) -> None:
+        self.memory = bytearray(self.num_blocks * self.block_bytes)
+        self.region = KvRegion(memoryview(self.memory), self.block_bytes)
+        self.seen: list[TransferEvent] = []
+        self._taken = 0
+        self._woken = threading.Event()
+        self.thread = TransferThread(
+            role=self.role,
+            boot_id=self.boot_id,
+            secret=self.secret,
+            spec=self.spec,
+            region=self.region,
+            config=self.config,
+            wake=self._woken.set,
+            identity=self.identity,
+            transport=self.transport,
+        )
+        self.address = self.thread.start()
+
+    def poll(self) -> None:
+        self.seen.extend(self.thread.events())
+
+    def next(self, kind: type[E], timeout_s: float = WAIT_S) -> E:
+        """The next event, which must be of this kind."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            self._woken.clear()
+            self.poll()
+            if self._taken < len(self.seen):
+                event = self.seen[self._taken]
+                self._taken += 1
+                assert isinstance(event, kind), f"{event} where {kind.__name__} was due"
+                return event
+            left = deadline - time.monotonic()
+            assert left > 0 and self._woken.wait(left), f"no {kind.__name__} in time"
+
+    def quiet(self) -> bool:
+        """Whether every event so far was taken."""
+        self.poll()
+        return self._taken == len(self.seen)
+
+    def fill(self, *block_ids: int) -> bytes:
+        """Random bytes in these blocks, and what they are."""
+        for block_id in block_ids:
+            self.region.block(block_id)[:] = os.urandom(self.block_bytes)
+        return self.read(*block_ids)
+
+    def read(self, *block_ids: int) -> bytes:
+        return b"".join(bytes(self.region.block(block_id)) for block_id in block_ids)
+
+    def close(self) -> None:
+        self.thread.close(5.0)
+
+
+@dataclass
+class Pair:
+    prefill: Engine
+    decode: Engine
+
+    @property
+    def target(self) -> PrefillTarget:
+        return PrefillTarget("p0", self.prefill.address, self.prefill.boot_id)
+
+    def order(
+        self,
+        block_ids: tuple[int, ...],
+        *,
+        first_block: int = 0,
+        deadline_s: float = 30.0,
+        target: PrefillTarget | None = None,
+    ) -> FetchOrder:
+        """Not placed yet. The last block is partial, as most prompts' are."""
+        return FetchOrder(
+            transfer_id=TransferId(new_id(), 0, self.decode.boot_id),
+            target=target or self.target,
+            token_ids=list(range((first_block + len(block_ids)) * self.decode.spec.block_size - 3)),
+            first_block=first_block,
+            block_ids=block_ids,
+            sampling=SAMPLING,
+            deadline_s=deadline_s,
+        )
+
+    def fetch(self, block_ids: tuple[int, ...], **kwargs: float) -> TransferId:
+        order = replace(self.order(block_ids), **kwargs)  # type: ignore[arg-type]
+        self.decode.thread.fetch(order)
+        return order.transfer_id
+
+
+@contextmanager
+def engines(*made: Engine) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        for engine in made:
+            engine.close()
+
+
+@contextmanager
+def pair(
+    *,
+    decode_secret: bytes = SECRET,
+    decode_spec: EngineSpec = SPEC,
+    config: TransferConfig = CONFIG,
+    transport: Callable[[], Transport] | None = None,
+) -> Iterator[Pair]:
+    prefill = Engine(Role.PREFILL, config=config, transport=transport)
+    try:
+        decode = Engine(Role.DECODE, config=config, secret=decode_secret, spec=decode_spec, transport=transport)
+    except BaseException:
+        prefill.close()
+        raise
+    with engines(prefill, decode):
+        yield Pair(prefill, decode)

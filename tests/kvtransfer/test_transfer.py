@@ -1,0 +1,282 @@
+"""Whole transfers between two engines: real ZMQ, real UCX."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from pdserve.wire.transfer import EngineSpec
+from pdserve_kvtransfer.events import (
+    FailureKind,
+    FetchCancelled,
+    FetchFailed,
+    FetchLanded,
+    FirstTokenArrived,
+    PushCancelled,
+    PushEnded,
+    PushOutcome,
+    PushWanted,
+)
+from tests.kvtransfer.rig import BLOCK_BYTES, CONFIG, SAMPLING, SPEC, Pair, eventually, pair
+
+
+def complete(rig: Pair, block_ids: tuple[int, ...], *, first_block: int = 0) -> bytes:
+    """One transfer from its order to its end. Returns what the prefill side sent."""
+    order = rig.order(block_ids, first_block=first_block)
+    local = tuple(range(len(block_ids)))
+    sent = rig.prefill.fill(*local)
+    rig.decode.thread.fetch(order)
+    rig.prefill.next(PushWanted)
+    rig.prefill.thread.push(order.transfer_id, first_block, local)
+    rig.prefill.thread.first_token(order.transfer_id, 1, 0)
+    rig.decode.next(FirstTokenArrived)
+    rig.decode.next(FetchLanded)
+    assert rig.prefill.next(PushEnded).outcome is PushOutcome.DONE
+    return sent
+
+
+def test_a_prompt_arrives_in_scattered_blocks() -> None:
+    with pair() as rig:
+        sent = rig.prefill.fill(4, 9, 2)
+        order = rig.order((7, 1, 5))
+        rig.decode.thread.fetch(order)
+        wanted = rig.prefill.next(PushWanted)
+        assert wanted.token_ids == order.token_ids
+        assert (wanted.transfer_id, wanted.first_block, wanted.sampling) == (order.transfer_id, 0, SAMPLING)
+        assert 0 < wanted.deadline_s <= order.deadline_s
+        rig.prefill.thread.push(order.transfer_id, 0, (4, 9))
+        rig.prefill.thread.push(order.transfer_id, 2, (2,))
+        rig.prefill.thread.first_token(order.transfer_id, 42, 16)
+        assert rig.decode.next(FirstTokenArrived) == FirstTokenArrived(order.transfer_id, 42, 16)
+        landed = rig.decode.next(FetchLanded)
+        assert landed.bytes == 3 * BLOCK_BYTES
+        assert landed.seconds > 0
+        assert rig.decode.read(7, 1, 5) == sent
+        assert rig.prefill.next(PushEnded) == PushEnded(order.transfer_id, PushOutcome.DONE)
+        received, pushed = rig.decode.thread.stats(), rig.prefill.thread.stats()
+        assert (received.transfers_received, received.bytes_received) == (1, 3 * BLOCK_BYTES)
+        assert (pushed.transfers_sent, pushed.bytes_sent) == (1, 3 * BLOCK_BYTES)
+        assert not received.failures and not pushed.failures
+
+
+def test_only_missing_blocks_move() -> None:
+    with pair() as rig:
+        before = rig.decode.fill(*range(rig.decode.num_blocks))
+        sent = complete(rig, (3, 8), first_block=5)
+        assert rig.decode.read(3, 8) == sent
+        untouched = [block for block in range(rig.decode.num_blocks) if block not in (3, 8)]
+        for block in untouched:
+            assert rig.decode.read(block) == before[block * BLOCK_BYTES : (block + 1) * BLOCK_BYTES]
+        assert rig.decode.thread.stats().bytes_received == 2 * BLOCK_BYTES
+
+
+def test_the_first_token_does_not_wait_for_blocks() -> None:
+    with pair() as rig:
+        transfer = rig.fetch((0, 1))
+        rig.prefill.next(PushWanted)
+        rig.prefill.thread.first_token(transfer, 7, 0)
+        assert rig.decode.next(FirstTokenArrived).token_id == 7
+        assert rig.decode.quiet()
+        rig.prefill.thread.push(transfer, 0, (0, 1))
+        rig.decode.next(FetchLanded)
+
+
+def test_many_transfers_share_one_handshake() -> None:
+    with pair() as rig:
+        transfers = [rig.fetch((2 * i, 2 * i + 1)) for i in range(8)]
+        for _ in transfers:
+            wanted = rig.prefill.next(PushWanted)
+            rig.prefill.thread.push(wanted.transfer_id, 0, (0, 1))
+            rig.prefill.thread.first_token(wanted.transfer_id, 1, 0)
+        eventually(lambda: rig.decode.thread.stats().transfers_received == 8)
+        complete(rig_after(rig, 16, 8), (20, 21))
+        assert rig.decode.thread.stats().handshakes == 1
+        assert rig.prefill.thread.stats().handshakes == 1
+
+
+def rig_after(rig: Pair, decode_events: int, prefill_events: int) -> Pair:
+    """The same pair, once so many events more were given out and passed over."""
+    for engine, count in ((rig.decode, decode_events), (rig.prefill, prefill_events)):
+        for _ in range(count):
+            engine.next(object)  # type: ignore[type-var]
+    return rig
+
+
+OTHER_VALUES = {
+    "protocol": 2,
+    "fingerprint": "model-b",
+    "dtype": "fp32",
+    "block_size": 32,
+    "num_layers": 4,
+    "kv_heads": 6,
+    "head_dim": 16,
+    "tp_size": 2,
+}
+
+
+@pytest.mark.parametrize("field", EngineSpec.__struct_fields__)
+def test_a_misfit_is_refused_by_name(field: str) -> None:
+    spec = msgspec.structs.replace(SPEC, **{field: OTHER_VALUES[field]})
+    with pair(decode_spec=spec) as rig:
+        transfer = rig.fetch((0, 1))
+        failed = rig.decode.next(FetchFailed)
+        assert (failed.transfer_id, failed.kind, failed.landed, failed.quarantined) == (
+            transfer,
+            FailureKind.MISFIT,
+            0,
+            (),
+        )
+        assert (
+            failed.reason
+            == f"engines do not fit: {field} is {OTHER_VALUES[field]} here and {getattr(SPEC, field)} there"
+        )
+        assert rig.prefill.quiet()
+
+
+def test_a_wrong_secret_never_shakes_hands() -> None:
+    with pair(decode_secret=b"another secret") as rig:
+        rig.fetch((0,))
+        assert rig.decode.next(FetchFailed).kind is FailureKind.LEASE_EXPIRED
+        assert rig.prefill.thread.stats().frames_dropped > 0
+        assert rig.prefill.thread.stats().handshakes == 0
+        assert rig.prefill.quiet()
+
+
+def test_fail_push_fails_the_fetch_with_its_reason() -> None:
+    with pair() as rig:
+        transfer = rig.fetch((0, 1))
+        rig.prefill.next(PushWanted)
+        rig.prefill.thread.fail_push(transfer, "the queue is full")
+        failed = rig.decode.next(FetchFailed)
+        assert (failed.reason, failed.kind) == ("the queue is full", FailureKind.REFUSED)
+        assert rig.prefill.next(PushEnded) == PushEnded(transfer, PushOutcome.FAILED)
+        assert rig.decode.thread.stats().failures == {FailureKind.REFUSED: 1}
+
+
+def test_landed_counts_leading_blocks_only() -> None:
+    with pair() as rig:
+        sent = rig.prefill.fill(0, 1)
+        transfer = rig.fetch((10, 11, 12, 13))
+        rig.prefill.next(PushWanted)
+        rig.prefill.thread.push(transfer, 0, (0, 1))
+        rig.prefill.thread.push(transfer, 3, (2,))
+        eventually(lambda: rig.decode.thread.stats().bytes_received == 3 * BLOCK_BYTES)
+        rig.prefill.thread.fail_push(transfer, "enough")
+        assert rig.decode.next(FetchFailed).landed == 2
+        assert rig.decode.read(10, 11) == sent
+
+
+def test_the_deadline_ends_both_sides() -> None:
+    with pair() as rig:
+        transfer = rig.fetch((0, 1), deadline_s=0.2)
+        rig.prefill.next(PushWanted)
+        failed = rig.decode.next(FetchFailed)
+        assert failed.kind is FailureKind.DEADLINE
+        assert "deadline" in failed.reason
+        assert rig.prefill.next(PushCancelled).transfer_id == transfer
+        assert rig.prefill.next(PushEnded).outcome in (PushOutcome.CANCELLED, PushOutcome.FAILED)
+
+
+def test_blocks_that_were_not_asked_for_fail_the_transfer() -> None:
+    with pair() as rig:
+        transfer = rig.fetch((0, 1))
+        rig.prefill.next(PushWanted)
+        rig.prefill.thread.push(transfer, 1, (0, 1))
+        assert rig.decode.next(FetchFailed).kind is FailureKind.REFUSED
+        rig.prefill.next(PushCancelled)
+        assert rig.prefill.next(PushEnded).outcome is PushOutcome.FAILED
+
+
+def test_late_commands_are_ignored() -> None:
+    with pair() as rig:
+        complete(rig, (0, 1))
+        order = rig.order((2,))
+        rig.prefill.thread.push(order.transfer_id, 0, (0,))
+        rig.prefill.thread.first_token(order.transfer_id, 1, 0)
+        rig.prefill.thread.fail_push(order.transfer_id, "late")
+        complete(rig, (3,))
+        assert rig.prefill.quiet()
+
+
+def test_silence_between_transfers_is_not_death() -> None:
+    with pair() as rig:
+        complete(rig, (0,))
+        assert not rig.decode.seen[-1:] == [] and rig.decode.quiet()
+        # Longer than a lease, with nothing alive: there is nothing to wait for but the clock.
+        rig.decode._woken.clear()
+        assert not rig.decode._woken.wait(CONFIG.lease_ms / 1000 * 1.5)
+        complete(rig, (1,))
+        assert rig.decode.thread.stats().handshakes == 1
+
+
+def test_heartbeats_keep_a_slow_prefill_alive() -> None:
+    with pair() as rig:
+        transfer = rig.fetch((0,))
+        rig.prefill.next(PushWanted)
+        rig.decode._woken.clear()
+        assert not rig.decode._woken.wait(CONFIG.lease_ms / 1000 * 1.5)
+        rig.prefill.thread.push(transfer, 0, (0,))
+        rig.prefill.thread.first_token(transfer, 1, 0)
+        rig.decode.next(FirstTokenArrived)
+        rig.decode.next(FetchLanded)
+
+
+class TestCancel:
+    def test_before_welcome(self) -> None:
+        with pair() as rig:
+            order = rig.order((0, 1))
+            rig.decode.thread.fetch(order)
+            rig.decode.thread.cancel_fetch(order.transfer_id)
+            assert rig.decode.next(FetchCancelled) == FetchCancelled(order.transfer_id, ())
+            complete_after_cancel(rig)
+
+    def test_before_the_first_block(self) -> None:
+        with pair() as rig:
+            transfer = rig.fetch((0, 1))
+            rig.prefill.next(PushWanted)
+            rig.decode.thread.cancel_fetch(transfer)
+            assert rig.decode.next(FetchCancelled) == FetchCancelled(transfer, ())
+            assert rig.prefill.next(PushCancelled).transfer_id == transfer
+            assert rig.prefill.next(PushEnded) == PushEnded(transfer, PushOutcome.CANCELLED)
+            rig.prefill.thread.push(transfer, 0, (0, 1))
+            complete_after_cancel(rig)
+
+    def test_after_some_blocks(self) -> None:
+        with pair() as rig:
+            transfer = rig.fetch((0, 1, 2))
+            rig.prefill.next(PushWanted)
+            rig.prefill.thread.push(transfer, 0, (0,))
+            eventually(lambda: rig.decode.thread.stats().bytes_received == BLOCK_BYTES)
+            rig.decode.thread.cancel_fetch(transfer)
+            assert rig.decode.next(FetchCancelled) == FetchCancelled(transfer, ())
+            rig.prefill.next(PushCancelled)
+            assert rig.prefill.next(PushEnded).outcome is PushOutcome.CANCELLED
+            complete_after_cancel(rig)
+
+    def test_when_it_has_landed_unseen(self) -> None:
+        with pair() as rig:
+            transfer = rig.fetch((0,))
+            rig.prefill.next(PushWanted)
+            rig.prefill.thread.push(transfer, 0, (0,))
+            rig.prefill.thread.first_token(transfer, 1, 0)
+            assert rig.prefill.next(PushEnded).outcome is PushOutcome.DONE
+            rig.decode.thread.cancel_fetch(transfer)
+            assert rig.decode.next(FetchCancelled) == FetchCancelled(transfer, ())
+            assert rig.decode.quiet()
+
+    def test_when_its_end_was_seen(self) -> None:
+        with pair() as rig:
+            complete(rig, (0,))
+            landed = [event for event in rig.decode.seen if isinstance(event, FetchLanded)]
+            rig.decode.thread.cancel_fetch(landed[0].transfer_id)
+            complete(rig, (1,))
+            assert rig.decode.quiet()
+
+
+def complete_after_cancel(rig: Pair) -> None:
+    """The engines still work, and the cancelled transfer has no second end."""
+    for engine in (rig.decode, rig.prefill):
+        assert engine.quiet()
+    sent = complete(rig, (6, 7))
+    assert rig.decode.read(6, 7) == sent
+    assert rig.decode.thread.stats().quarantined_blocks == 0

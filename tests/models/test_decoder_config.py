@@ -1,0 +1,57 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pdserve.errors import ModelError
+from pdserve.models.decoder_config import read_decoder_config
+from tests.tiny_models import FAMILIES, save_tiny_model
+
+
+def edited(folder: Path, **changes: Any) -> Path:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    return folder
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_shape_is_read(tmp_path: Path, family: str) -> None:
+    config = read_decoder_config(save_tiny_model(family, tmp_path))
+    assert (config.heads, config.kv_heads, config.head_dim, config.num_layers) == (6, 2, 10, 3)
+    assert config.max_positions == 512
+    assert config.eos_token_ids == {2}
+
+
+def test_several_end_of_sequence_ids(tmp_path: Path) -> None:
+    folder = save_tiny_model("llama", tmp_path)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 7]}))
+    assert read_decoder_config(folder).eos_token_ids == {2, 7}
+
+
+def test_context_ends_with_the_sliding_window(tmp_path: Path) -> None:
+    folder = edited(save_tiny_model("mistral", tmp_path), sliding_window=128)
+    assert read_decoder_config(folder).max_positions == 128
+
+
+def test_unused_sliding_window_does_not_limit(tmp_path: Path) -> None:
+    folder = edited(save_tiny_model("qwen2", tmp_path), sliding_window=128, use_sliding_window=False)
+    assert read_decoder_config(folder).max_positions == 512
+
+
+def test_unsupported_family_names_the_supported_ones(tmp_path: Path) -> None:
+    folder = edited(save_tiny_model("llama", tmp_path), model_type="gpt2")
+    with pytest.raises(ModelError, match=r"'gpt2'.*llama.*qwen3"):
+        read_decoder_config(folder)
+
+
+def test_unsupported_activation(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="gelu"):
+        read_decoder_config(edited(save_tiny_model("llama", tmp_path), hidden_act="gelu"))
+
+
+def test_folder_without_a_model(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="not a readable"):
+        read_decoder_config(tmp_path)

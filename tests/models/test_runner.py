@@ -1,0 +1,84 @@
+"""Logits of the runner against transformers, in fp32, for every family and however a prompt is cut into steps."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+from pdserve.config import Dtype
+from pdserve.models.decoder_config import read_decoder_config
+from pdserve.models.runner import ModelRunner
+from pdserve.models.step_batch import StepRow
+from tests.tiny_models import FAMILIES, VOCAB_SIZE, reference_logits, save_tiny_model
+
+BLOCK_SIZE = 4
+
+
+def make_runner(folder: Path, dtype: Dtype = Dtype.FP32, num_blocks: int = 64) -> ModelRunner:
+    return ModelRunner(folder, read_decoder_config(folder), dtype, BLOCK_SIZE, num_blocks, 256)
+
+
+@pytest.fixture(scope="module", params=sorted(FAMILIES))
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model(request.param, tmp_path_factory.mktemp(request.param))
+
+
+def random_prompt(length: int, seed: int = 0) -> list[int]:
+    return random.Random(seed).choices(range(3, VOCAB_SIZE), k=length)
+
+
+@pytest.mark.parametrize("cuts", [[37], [1, 36], [4, 4, 29], [5, 6, 7, 1, 18], [36, 1]])
+def test_prompt_in_any_chunks_gives_the_reference_logits(folder: Path, cuts: list[int]) -> None:
+    prompt = random_prompt(37)
+    wanted = reference_logits(folder, prompt)
+    runner = make_runner(folder)
+    blocks = random.Random(1).sample(range(64), 10)
+    start = 0
+    for length in cuts:
+        logits = runner.run([StepRow(prompt[start : start + length], start, blocks, True)])
+        start += length
+        torch.testing.assert_close(logits[0], wanted[start - 1], rtol=1e-4, atol=1e-3)
+
+
+def test_requests_in_one_step_do_not_see_each_other(folder: Path) -> None:
+    prompts = [random_prompt(length, seed=length) for length in (9, 16, 1, 30)]
+    wanted = [reference_logits(folder, prompt)[-1] for prompt in prompts]
+    runner = make_runner(folder)
+    order = random.Random(2).sample(range(64), 64)
+    tables = [order[i * 16 : i * 16 + 16] for i in range(4)]
+    for prompt, table in zip(prompts[:2], tables[:2], strict=True):
+        runner.run([StepRow(prompt[:-1], 0, table, False)])
+    rows = [
+        StepRow(prompts[0][-1:], 8, tables[0], True),
+        StepRow(prompts[1][-1:], 15, tables[1], True),
+        StepRow(prompts[2], 0, tables[2], True),
+        StepRow(prompts[3], 0, tables[3], True),
+    ]
+    logits = runner.run(rows)
+    for row, reference in zip(logits, wanted, strict=True):
+        torch.testing.assert_close(row, reference, rtol=1e-4, atol=1e-3)
+
+
+def test_only_rows_that_want_logits_give_them(tmp_path: Path) -> None:
+    runner = make_runner(save_tiny_model("llama", tmp_path))
+    rows = [StepRow([5], 0, [0], False), StepRow([6, 7], 0, [1], True)]
+    assert runner.run(rows).shape == (1, VOCAB_SIZE)
+    assert runner.run([StepRow([5], 0, [0], False)]).shape == (0, VOCAB_SIZE)
+
+
+def test_bf16_stays_near_fp32(tmp_path: Path) -> None:
+    folder = save_tiny_model("llama", tmp_path)
+    prompt = random_prompt(40)
+    wanted = reference_logits(folder, prompt)[-1]
+    runner = make_runner(folder, Dtype.BF16)
+    got = runner.run([StepRow(prompt, 0, range(10), True)])[0]
+    assert torch.cosine_similarity(got, wanted, dim=0) > 0.99
+
+
+def test_unordered_rows_are_refused(tmp_path: Path) -> None:
+    runner = make_runner(save_tiny_model("llama", tmp_path))
+    with pytest.raises(ValueError, match="one token must come before"):
+        runner.run([StepRow([5, 6], 0, [0], True), StepRow([7], 0, [1], True)])

@@ -1,0 +1,85 @@
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from pdserve.config import Dtype
+from pdserve.errors import ModelError
+from pdserve.models.decoder_config import read_decoder_config
+from pdserve.models.runner import ModelRunner
+from pdserve.models.weights import Checkpoint, fingerprint, weight_files
+from tests.tiny_models import save_tiny_model
+
+
+def load(folder: Path) -> ModelRunner:
+    return ModelRunner(folder, read_decoder_config(folder), Dtype.FP32, 4, 8, 32)
+
+
+def rewrite(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def test_missing_tensor_is_named(tmp_path: Path) -> None:
+    folder = save_tiny_model("llama", tmp_path)
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    rewrite(folder, tensors)
+    with pytest.raises(ModelError, match=r"model\.layers\.1\.mlp\.up_proj\.weight"):
+        load(folder)
+
+
+def test_unknown_tensor_is_named(tmp_path: Path) -> None:
+    folder = save_tiny_model("llama", tmp_path)
+    rewrite(folder, load_file(folder / "model.safetensors") | {"model.extra.weight": torch.zeros(2)})
+    with pytest.raises(ModelError, match=r"model\.extra\.weight"):
+        load(folder)
+
+
+def test_sharded_checkpoint(tmp_path: Path) -> None:
+    folder = save_tiny_model("qwen3", tmp_path)
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    names = sorted(tensors)
+    halves = {"a.safetensors": names[: len(names) // 2], "b.safetensors": names[len(names) // 2 :]}
+    for file, part in halves.items():
+        save_file({name: tensors[name] for name in part}, folder / file)
+    index = {"weight_map": {name: file for file, part in halves.items() for name in part}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    load(folder)
+
+
+def test_index_cannot_leave_the_folder(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"x": "../secret"}}))
+    with pytest.raises(ModelError, match="outside its folder"):
+        weight_files(tmp_path)
+
+
+def test_truncated_file(tmp_path: Path) -> None:
+    folder = save_tiny_model("llama", tmp_path)
+    whole = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(ModelError, match="cannot be read"):
+        Checkpoint(folder, torch.float32)
+
+
+def test_fingerprint_tells_fine_tunes_apart(tmp_path: Path) -> None:
+    folder = save_tiny_model("llama", tmp_path / "one")
+    same = Path(shutil.copytree(folder, tmp_path / "two"))
+    assert fingerprint(folder) == fingerprint(same)
+    tensors = load_file(same / "model.safetensors")
+    tensors["model.norm.weight"][0] += 1
+    rewrite(same, tensors)
+    assert fingerprint(folder) != fingerprint(same)
+
+
+def test_fingerprint_of_another_configuration_differs(tmp_path: Path) -> None:
+    folder = save_tiny_model("llama", tmp_path)
+    before = fingerprint(folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 1e-3}))
+    assert fingerprint(folder) != before

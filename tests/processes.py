@@ -1,0 +1,133 @@
+"""Real pdserve processes for tests: started, listened to, and always reaped."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+
+from pdserve.cli.child import Listening, parse_listening
+from pdserve.parent import PARENT_PID_ENV
+
+SECRET = "a-secret-for-tests-only-0123456789"
+
+START_TIMEOUT_S = 120.0
+STOP_TIMEOUT_S = 20.0
+
+
+class Process:
+    """A running program whose output (both streams) is collected line by line."""
+
+    def __init__(self, argv: Sequence[str], environ: Mapping[str, str]) -> None:
+        self.argv = list(argv)
+        self.lines: list[str] = []
+        self._changed = threading.Condition()
+        self._ended = False
+        self.popen = subprocess.Popen(
+            self.argv,
+            env=dict(environ),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+        )
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    @property
+    def pid(self) -> int:
+        return self.popen.pid
+
+    @property
+    def output(self) -> str:
+        with self._changed:
+            return "\n".join(self.lines)
+
+    def wait_for(self, wanted: Callable[[str], object], timeout_s: float = START_TIMEOUT_S) -> str:
+        """The first line, of those so far and those to come, for which ``wanted`` is true.
+
+        Fails the test if the output ends or time runs out before.
+        """
+        deadline = time.monotonic() + timeout_s
+        seen = 0
+        with self._changed:
+            while True:
+                for line in self.lines[seen:]:
+                    if wanted(line):
+                        return line
+                seen = len(self.lines)
+                if self._ended:
+                    raise AssertionError(f"{self.argv} ended before the line came:\n" + "\n".join(self.lines))
+                if not self._changed.wait(deadline - time.monotonic()):
+                    raise AssertionError(f"{self.argv}: no such line in {timeout_s} s:\n" + "\n".join(self.lines))
+
+    def listening(self, timeout_s: float = START_TIMEOUT_S) -> Listening:
+        """Its addresses, as soon as it has said them."""
+        found = parse_listening(self.wait_for(parse_listening, timeout_s))
+        assert found is not None
+        return found
+
+    def terminate(self) -> None:
+        self.popen.send_signal(signal.SIGTERM)
+
+    def wait(self, timeout_s: float = STOP_TIMEOUT_S) -> int:
+        """The exit status. Fails the test if it does not end in time."""
+        try:
+            status = self.popen.wait(timeout_s)
+        except subprocess.TimeoutExpired as exc:
+            raise AssertionError(f"{self.argv} did not end in {timeout_s} s:\n{self.output}") from exc
+        self._reader.join(STOP_TIMEOUT_S)
+        return status
+
+    def reap(self) -> None:
+        """Ends it and all of its process group, whatever state they are in."""
+        if self.popen.poll() is None:
+            self.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                self.popen.wait(STOP_TIMEOUT_S)
+        with suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+        self.popen.wait(STOP_TIMEOUT_S)
+        self._reader.join(STOP_TIMEOUT_S)
+        if self.popen.stdout is not None:
+            self.popen.stdout.close()
+
+    def _read(self) -> None:
+        assert self.popen.stdout is not None
+        for line in self.popen.stdout:
+            with self._changed:
+                self.lines.append(line.rstrip("\n"))
+                self._changed.notify_all()
+        with self._changed:
+            self._ended = True
+            self._changed.notify_all()
+
+
+def clean_environ(**more: str) -> dict[str, str]:
+    """This process's environment without any ``PDSERVE_*``, plus ``more``."""
+    return {name: value for name, value in os.environ.items() if not name.startswith("PDSERVE_")} | more
+
+
+@contextmanager
+def running(argv: Sequence[str], environ: Mapping[str, str]) -> Iterator[Process]:
+    """Any program, ended at the end of the block."""
+    process = Process(argv, environ)
+    try:
+        yield process
+    finally:
+        process.reap()
+
+
+@contextmanager
+def pdserve(*argv: str, **environ: str) -> Iterator[Process]:
+    """``pdserve <argv>`` with the tests' secret, tied to this process, ended at the end of the block."""
+    own = {"PDSERVE_SECRET": SECRET, PARENT_PID_ENV: str(os.getpid())}
+    with running([sys.executable, "-P", "-m", "pdserve", *argv], clean_environ(**{**own, **environ})) as process:
+        yield process

@@ -1,0 +1,137 @@
+"""A running proxy with nodes that are registered at it, all in the event loop of one test."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import dataclass
+from typing import TypeVar
+
+import aiohttp
+import uvloop
+from pdserve_proxy.listening import Addresses
+from pdserve_proxy.server import run
+
+from pdserve.api.registration import Registration
+from pdserve.config import HttpConfig, ProxyConfig, RegistryConfig, RelayConfig, RequestConfig
+from pdserve.wire.discovery import Capacity, Load, NodeInfo, Role
+from pdserve.wire.ids import new_id
+
+SECRET = b"a secret for tests"
+HEARTBEAT_MS = 50
+PATIENCE_S = 10.0
+
+T = TypeVar("T")
+
+
+def run_async(scenario: Coroutine[object, object, T]) -> T:
+    """Run one scenario on the event loop that the proxy uses in production."""
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(_bounded(scenario))
+
+
+async def _bounded(scenario: Coroutine[object, object, T]) -> T:
+    async with asyncio.timeout(30):
+        return await scenario
+
+
+async def eventually(condition: Callable[[], bool], what: str) -> None:
+    """Wait for something that no event announces."""
+    try:
+        async with asyncio.timeout(PATIENCE_S):
+            while not condition():  # noqa: ASYNC110 (what is waited for has no event)
+                await asyncio.sleep(0.005)
+    except TimeoutError:
+        raise AssertionError(f"never happened: {what}") from None
+
+
+def node_info(
+    name: str,
+    role: Role,
+    url: str = "",
+    *,
+    model: str = "m",
+    fingerprint: str = "f",
+    boot_id: bytes | None = None,
+) -> NodeInfo:
+    return NodeInfo(
+        name=name,
+        boot_id=boot_id or new_id(),
+        role=role,
+        url=url or f"http://{name}.invalid:1",
+        control=f"tcp://{name}.invalid:2" if role is Role.PREFILL else "",
+        model=model,
+        fingerprint=fingerprint,
+        capacity=Capacity(max_running=4, num_blocks=16, block_size=16, max_model_len=256),
+    )
+
+
+def proxy_config(
+    *,
+    http_port: int = 0,
+    max_body_bytes: int = 2**20,
+    drain_s: float = 2.0,
+    timeout_s: float = 20.0,
+    idle_timeout_s: float = 10.0,
+) -> ProxyConfig:
+    return ProxyConfig(
+        http=HttpConfig(port=http_port, max_body_bytes=max_body_bytes, drain_s=drain_s),
+        registry=RegistryConfig(control_port=0, heartbeat_ms=4 * HEARTBEAT_MS),
+        relay=RelayConfig(idle_timeout_s=idle_timeout_s),
+        request=RequestConfig(timeout_s=timeout_s),
+    )
+
+
+@asynccontextmanager
+async def registered(node: NodeInfo, *controls: str, secret: bytes = SECRET) -> AsyncIterator[Registration]:
+    """``node`` sends heartbeats to the proxies at ``controls``; entered when all of them know it."""
+    registration = Registration(node, controls, secret, HEARTBEAT_MS, lambda: Load(running=1))
+    task = asyncio.create_task(registration.run())
+    try:
+        async with asyncio.timeout(PATIENCE_S):
+            for event in registration.registered.values():
+                await event.wait()
+        yield registration
+    finally:
+        await cancelled(task)
+
+
+async def cancelled(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    with suppress(asyncio.CancelledError):
+        await task
+
+
+@dataclass
+class Cluster:
+    """A proxy, and a client of it."""
+
+    addresses: Addresses
+    http: aiohttp.ClientSession
+    stop: asyncio.Event
+    stopped: asyncio.Task[None]
+    nodes: AsyncExitStack
+
+    async def add(self, *nodes: NodeInfo) -> None:
+        for node in nodes:
+            await self.nodes.enter_async_context(registered(node, self.addresses.control))
+
+    def chat(self, **fields: object) -> aiohttp.client._RequestContextManager:
+        return self.http.post("/v1/chat/completions", json={"model": "m", **fields})
+
+
+@asynccontextmanager
+async def cluster(config: ProxyConfig | None = None, secret: bytes = SECRET) -> AsyncIterator[Cluster]:
+    """A proxy that listens, with no node yet. Stopped, and waited for, on the way out."""
+    stop = asyncio.Event()
+    listening: asyncio.Queue[Addresses] = asyncio.Queue()
+    task = asyncio.create_task(run(config or proxy_config(), secret, stop, listening.put_nowait))
+    async with asyncio.timeout(PATIENCE_S):
+        addresses = await listening.get()
+    try:
+        async with AsyncExitStack() as nodes, aiohttp.ClientSession(addresses.url) as http:
+            yield Cluster(addresses, http, stop, task, nodes)
+    finally:
+        stop.set()
+        await task

@@ -1,0 +1,232 @@
+"""Nodes and proxies over real ZMQ sockets: the node's ``Registration`` against the proxy's ``Discovery``."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+import pytest
+import zmq
+import zmq.asyncio
+from pdserve_proxy.discovery import MAX_MESSAGE_BYTES, Discovery
+from pdserve_proxy.metrics import ProxyMetrics
+from pdserve_proxy.registry import Registry
+
+from pdserve.api.registration import Registration
+from pdserve.errors import ConfigError
+from pdserve.wire.discovery import Ack, Deregister, Heartbeat, Load, Register, Role
+from pdserve.wire.frame import Opener, Purpose, Sealer
+from pdserve.wire.ids import new_id
+from tests.proxy.cluster import HEARTBEAT_MS, SECRET, cancelled, eventually, node_info, registered, run_async
+
+NODE = node_info("d0", Role.DECODE)
+
+
+class Ear:
+    """A proxy's discovery, and nothing else of it."""
+
+    def __init__(self, port: int, clock: Callable[[], float], heartbeat_s: float) -> None:
+        self.registry = Registry(heartbeat_s, missed_heartbeats=3)
+        self.metrics = ProxyMetrics()
+        self.discovery = Discovery(
+            self.registry, self.metrics, SECRET, new_id(), host="127.0.0.1", port=port, clock=clock
+        )
+        self.control = self.discovery.endpoint
+        self.port = int(self.control.rpartition(":")[2])
+
+    def names(self) -> list[str]:
+        return [node.info.name for node in self.registry.snapshot().nodes]
+
+    def dropped(self, reason: str) -> float:
+        name = "pdserve_proxy_discovery_frames_dropped_total"
+        return self.metrics.registry.get_sample_value(name, {"reason": reason}) or 0.0
+
+
+@asynccontextmanager
+async def listening(
+    port: int = 0, clock: Callable[[], float] = time.monotonic, heartbeat_s: float = HEARTBEAT_MS / 1000 * 4
+) -> AsyncIterator[Ear]:
+    ear = Ear(port, clock, heartbeat_s)
+    with ear.discovery:
+        task = asyncio.create_task(ear.discovery.run())
+        try:
+            yield ear
+        finally:
+            await cancelled(task)
+
+
+@asynccontextmanager
+async def raw_peer(control: str) -> AsyncIterator[zmq.asyncio.Socket]:
+    """A peer that sends what it likes."""
+    with zmq.asyncio.Context() as context, context.socket(zmq.DEALER) as socket:
+        socket.set(zmq.LINGER, 0)
+        socket.connect(control)
+        yield socket
+
+
+def test_a_node_registers_sends_heartbeats_and_says_goodbye() -> None:
+    async def scenario() -> None:
+        async with listening() as ear:
+            async with registered(NODE, ear.control):
+                assert ear.names() == ["d0"]
+                await eventually(lambda: ear.registry.snapshot().nodes[0].load == Load(running=1), "a heartbeat")
+                first = ear.registry.snapshot().nodes[0].seen_s
+                await eventually(lambda: ear.registry.snapshot().nodes[0].seen_s > first, "another heartbeat")
+            await eventually(lambda: ear.names() == [], "the goodbye")
+
+    run_async(scenario())
+
+
+def test_goodbye_does_not_wait_for_the_lease() -> None:
+    async def scenario() -> None:
+        async with listening(clock=lambda: 0.0) as ear:
+            async with registered(NODE, ear.control):
+                pass
+            await eventually(lambda: ear.names() == [], "the goodbye, at a standing clock")
+
+    run_async(scenario())
+
+
+def test_a_node_that_falls_silent_is_dropped() -> None:
+    async def scenario() -> None:
+        async with listening(heartbeat_s=0.1) as ear, raw_peer(ear.control) as peer:
+            sealer = Sealer(SECRET, Purpose.DISCOVERY, NODE.boot_id)
+            await peer.send(sealer.seal(Register(NODE)))
+            await eventually(lambda: ear.names() == ["d0"], "the registration")
+            seen_s = ear.registry.snapshot().nodes[0].seen_s
+            await eventually(lambda: ear.names() == [], "the expiry")
+            assert time.monotonic() - seen_s >= 0.3
+
+    run_async(scenario())
+
+
+def test_a_restarted_proxy_learns_its_nodes_again() -> None:
+    async def scenario() -> None:
+        async with listening() as first:
+            port = first.port
+            registration = Registration(NODE, (first.control,), SECRET, HEARTBEAT_MS, Load)
+            node = asyncio.create_task(registration.run())
+            await eventually(lambda: first.names() == ["d0"], "the first registration")
+        state = registration.registered[first.control]
+        await eventually(lambda: not state.is_set(), "the node noticing that the proxy is down")
+        async with listening(port) as second:
+            await eventually(lambda: second.names() == ["d0"], "the second registration")
+            await eventually(state.is_set, "the node knowing so")
+            await cancelled(node)
+            assert not state.is_set()
+
+    run_async(scenario())
+
+
+def test_a_dropped_node_that_lives_is_told_and_comes_back() -> None:
+    async def scenario() -> None:
+        async with listening() as ear, registered(NODE, ear.control):
+            ear.registry.handle(Deregister(NODE.boot_id), now=0.0)
+            assert ear.names() == []
+            await eventually(lambda: ear.names() == ["d0"], "the new registration")
+
+    run_async(scenario())
+
+
+def test_a_node_that_starts_before_its_proxy_registers_once_it_is_there() -> None:
+    async def scenario() -> None:
+        async with listening() as ear:
+            port = ear.port
+        registration = Registration(NODE, (f"tcp://127.0.0.1:{port}",), SECRET, 60_000, Load)
+        node = asyncio.create_task(registration.run())
+        await asyncio.sleep(0)
+        async with listening(port) as ear:
+            # Its interval is a minute: only the connection itself can have made it speak up.
+            await eventually(lambda: ear.names() == ["d0"], "the registration")
+            await cancelled(node)
+
+    run_async(scenario())
+
+
+def test_one_node_at_two_proxies_of_which_one_dies() -> None:
+    async def scenario() -> None:
+        async with listening() as stays:
+            async with listening() as dies:
+                registration = Registration(NODE, (stays.control, dies.control), SECRET, HEARTBEAT_MS, Load)
+                node = asyncio.create_task(registration.run())
+                await eventually(lambda: stays.names() == dies.names() == ["d0"], "both registrations")
+                await eventually(lambda: all(e.is_set() for e in registration.registered.values()), "both acks")
+            await eventually(lambda: not registration.registered[dies.control].is_set(), "the loss of one")
+            assert registration.registered[stays.control].is_set()
+            assert stays.names() == ["d0"]
+            await cancelled(node)
+
+    run_async(scenario())
+
+
+def test_another_secret_is_ignored_and_counted() -> None:
+    async def scenario() -> None:
+        async with listening() as ear:
+            registration = Registration(NODE, (ear.control,), b"another secret", HEARTBEAT_MS, Load)
+            node = asyncio.create_task(registration.run())
+            await eventually(lambda: ear.dropped("authentication") >= 2, "two refused frames")
+            assert ear.names() == []
+            assert not registration.registered[ear.control].is_set()
+            await cancelled(node)
+
+    run_async(scenario())
+
+
+def test_bad_frames_are_dropped_and_the_good_one_behind_them_is_taken() -> None:
+    async def scenario() -> None:
+        async with listening() as ear, raw_peer(ear.control) as peer:
+            sealer = Sealer(SECRET, Purpose.DISCOVERY, NODE.boot_id)
+            foreign = Sealer(SECRET, Purpose.TICKET, NODE.boot_id)
+            frame = sealer.seal(Register(NODE))
+            await peer.send(b"")
+            await peer.send(b"not a frame")
+            await peer.send_multipart([b"too", b"many", b"parts"])
+            await peer.send(foreign.seal(Register(NODE)))
+            await peer.send(sealer.seal(Ack(NODE.boot_id, True)))
+            await eventually(lambda: ear.dropped("malformed") == 4, "four malformed frames")
+            assert ear.dropped("authentication") == 1
+            assert ear.names() == []
+            await peer.send(sealer.seal(Register(NODE)))
+            await eventually(lambda: ear.names() == ["d0"], "the registration")
+            await peer.send(frame)
+            await eventually(lambda: ear.dropped("authentication") == 2, "the replay being refused")
+
+    run_async(scenario())
+
+
+def test_an_oversized_frame_costs_its_sender_the_connection_and_nobody_else_anything() -> None:
+    async def scenario() -> None:
+        async with listening() as ear, raw_peer(ear.control) as peer, registered(NODE, ear.control):
+            await peer.send(b"x" * (MAX_MESSAGE_BYTES + 1))
+            seen_s = ear.registry.snapshot().nodes[0].seen_s
+            await eventually(lambda: ear.registry.snapshot().nodes[0].seen_s > seen_s, "a heartbeat after it")
+            assert ear.names() == ["d0"]
+
+    run_async(scenario())
+
+
+def test_every_message_is_acknowledged_to_its_sender() -> None:
+    async def scenario() -> None:
+        async with listening() as ear, raw_peer(ear.control) as peer:
+            sealer = Sealer(SECRET, Purpose.DISCOVERY, NODE.boot_id)
+            opener = Opener(SECRET, Purpose.DISCOVERY, Ack)
+            for message, known in (
+                (Heartbeat(NODE.boot_id, Load()), False),
+                (Register(NODE), True),
+                (Heartbeat(NODE.boot_id, Load()), True),
+            ):
+                await peer.send(sealer.seal(message))
+                assert opener.open(await peer.recv()) == Ack(NODE.boot_id, known)
+
+    run_async(scenario())
+
+
+def test_an_address_in_use_is_a_configuration_error() -> None:
+    async def scenario() -> None:
+        async with listening() as ear:
+            with pytest.raises(ConfigError, match=str(ear.port)):
+                Ear(ear.port, time.monotonic, 1.0)
+
+    run_async(scenario())

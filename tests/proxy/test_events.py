@@ -1,0 +1,52 @@
+"""A relay passes whole events on, however the network cuts them."""
+
+from __future__ import annotations
+
+import itertools
+
+from hypothesis import given
+from hypothesis import strategies as st
+from pdserve_proxy.events import MAX_EVENT_BYTES, WholeEvents
+
+EVENTS = st.lists(
+    st.sampled_from([b"data: {}\n\n", b": ping\n\n", b"data: a\r\n\r\n", b"data: a\ndata: b\n\n", b"\n\n"])
+)
+
+
+@given(events=EVENTS, cuts=st.lists(st.integers(0, 80)))
+def test_nothing_is_lost_and_every_piece_ends_with_an_event(events: list[bytes], cuts: list[int]) -> None:
+    data = b"".join(events)
+    relay, out = WholeEvents(), b""
+    edges = sorted({min(cut, len(data)) for cut in cuts} | {0, len(data)})
+    for start, end in itertools.pairwise(edges):
+        piece = relay.feed(data[start:end])
+        assert piece == b"" or piece.endswith((b"\n\n", b"\r\n\r\n"))
+        out += piece
+    assert out + relay.rest() == data
+
+
+def test_a_whole_piece_goes_through_as_it_came() -> None:
+    piece = b"data: 1\n\ndata: 2\n\n"
+    assert WholeEvents().feed(piece) is piece
+
+
+def test_half_an_event_is_given_up_when_the_stream_breaks() -> None:
+    relay = WholeEvents()
+    assert relay.feed(b"data: 1\n\ndata: {half") == b"data: 1\n\n"
+    assert relay.close_broken() == b""
+    assert relay.rest() == b""
+
+
+def test_a_stream_that_ends_without_a_blank_line_is_passed_on() -> None:
+    relay = WholeEvents()
+    relay.feed(b"data: last")
+    assert relay.rest() == b"data: last"
+
+
+def test_a_huge_event_is_not_held_back_and_an_error_can_still_follow_it() -> None:
+    relay = WholeEvents()
+    huge = b"data: " + b"x" * MAX_EVENT_BYTES
+    assert relay.feed(huge) == huge
+    assert relay.close_broken() == b"\n\n"
+    assert relay.feed(b"end\n\n") == b"end\n\n"
+    assert relay.close_broken() == b""

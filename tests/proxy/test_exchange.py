@@ -1,0 +1,179 @@
+"""One exchange ends once, whatever ends it; and a lost stream keeps what came before the loss."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import aiohttp
+import pytest
+from pdserve_proxy import exchange as exchange_module
+from pdserve_proxy.exchange import Cut, Exchange, Outcome, Phase
+from pdserve_proxy.stream import EventStream
+
+from tests.proxy.cluster import eventually, run_async
+from tests.proxy.fake_node import Exchange as NodeExchange
+from tests.proxy.fake_node import FakeNode
+
+
+class Closable:
+    """An upstream response that only knows how to be closed."""
+
+    def __init__(self) -> None:
+        self.closed = 0
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+class Seen:
+    """Every end that was reported, and the exchange that a task made."""
+
+    def __init__(self, timeout_s: float = 60.0) -> None:
+        self.timeout_s = timeout_s
+        self.ends: list[tuple[Outcome | None, int]] = []
+        self.exchanges: list[Exchange] = []
+
+    def start(self, handler: Callable[[Exchange], Awaitable[None]]) -> asyncio.Task[None]:
+        async def task() -> None:
+            made = Exchange("r", "/v1/x", self.timeout_s, lambda ended: self.ends.append((ended.outcome, ended.status)))
+            self.exchanges.append(made)
+            await handler(made)
+
+        return asyncio.create_task(task())
+
+
+async def for_ever(_: Exchange) -> None:
+    await asyncio.Event().wait()
+
+
+def test_every_end_but_the_first_is_ignored() -> None:
+    async def handler(made: Exchange) -> None:
+        made.end(Outcome.OK, 200)
+        made.end(Outcome.UPSTREAM_LOST, 502)
+
+    async def scenario() -> None:
+        seen = Seen()
+        await seen.start(handler)
+        await asyncio.sleep(0)
+        assert seen.ends == [(Outcome.OK, 200)]
+        assert seen.exchanges[0].phase is Phase.ENDED
+
+    run_async(scenario())
+
+
+def test_a_cancelled_task_is_a_client_that_left_and_its_upstream_is_closed() -> None:
+    async def scenario() -> None:
+        seen, upstream = Seen(), Closable()
+        task = seen.start(for_ever)
+        await asyncio.sleep(0)
+        seen.exchanges[0].attach(upstream)
+        task.cancel()
+        await asyncio.wait([task])
+        await eventually(lambda: seen.ends == [(Outcome.CLIENT_GONE, 499)], "the end")
+        assert upstream.closed == 1
+
+    run_async(scenario())
+
+
+def test_a_task_that_fails_or_forgets_does_not_keep_its_upstream() -> None:
+    async def forget(made: Exchange) -> None:
+        pass
+
+    async def fail(made: Exchange) -> None:
+        raise ValueError("a defect")
+
+    async def scenario() -> None:
+        for handler in (forget, fail):
+            seen = Seen()
+            await asyncio.wait([task := seen.start(handler)])
+            task.exception()
+            await eventually(lambda seen=seen: seen.ends == [(Outcome.FAILED, 500)], "the end")  # type: ignore[misc]
+
+    run_async(scenario())
+
+
+def test_a_new_upstream_closes_the_one_before_it() -> None:
+    async def handler(made: Exchange) -> None:
+        first, second = Closable(), Closable()
+        made.attach(first)
+        made.attach(second)
+        assert (first.closed, second.closed) == (1, 0)
+        made.end(Outcome.OK, 200)
+        assert (first.closed, second.closed) == (1, 1)
+
+    async def scenario() -> None:
+        await Seen().start(handler)
+
+    run_async(scenario())
+
+
+@pytest.mark.parametrize("cut", Cut)
+def test_a_cut_opens_the_gate_with_its_reason(cut: Cut) -> None:
+    async def handler(made: Exchange) -> None:
+        asyncio.get_running_loop().call_soon(made.cut, cut)
+        with pytest.raises(TimeoutError):
+            async with made.gate:
+                await asyncio.Event().wait()
+        assert made.cut_short is cut
+        made.end(cut.outcome, cut.error.status)
+
+    async def scenario() -> None:
+        seen = Seen()
+        await seen.start(handler)
+        assert seen.ends == [(cut.outcome, cut.error.status)]
+
+    run_async(scenario())
+
+
+def test_a_client_that_takes_nothing_after_a_cut_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exchange_module, "LAST_WORDS_S", 0.05)
+
+    async def stuck(made: Exchange) -> None:
+        made.begin_relaying(200)
+        await asyncio.Event().wait()
+
+    async def scenario() -> None:
+        seen = Seen(timeout_s=0.05)
+        task = seen.start(stuck)
+        async with asyncio.timeout(5):
+            await asyncio.wait([task])
+        assert task.cancelled()
+        await eventually(lambda: seen.ends == [(Outcome.TIMED_OUT, 499)], "the end")
+
+    run_async(scenario())
+
+
+def test_what_came_before_a_loss_is_still_delivered() -> None:
+    events = [b"data: %d\n\n" % n for n in range(3)]
+    go_on = asyncio.Event()
+
+    async def produce_and_die(at: NodeExchange) -> None:
+        await at.begin_stream()
+        await at.chunk(events[0])
+        await go_on.wait()
+        await at.chunk(events[1])
+        await at.chunk(events[2] + b"data: half")
+        at.die()
+
+    async def handler(url: str, made: Exchange) -> None:
+        async with aiohttp.ClientSession() as session:
+            response = await session.post(url)
+            made.attach(response)
+            stream = EventStream(made, response)
+            await stream.open()
+            go_on.set()
+            # As when the client is slow: nobody reads until the node is dead.
+            await eventually(lambda: response.content.exception() is not None, "the loss")
+            first, rest = [piece async for piece in stream]
+        assert first == events[0]
+        assert rest.startswith(events[1] + events[2] + b'data: {"error":')
+        assert b"half" not in rest
+
+    async def scenario() -> None:
+        seen = Seen()
+        async with FakeNode(produce_and_die) as node:
+            await seen.start(lambda made: handler(node.url, made))
+        assert [outcome for outcome, _ in seen.ends] == [Outcome.UPSTREAM_LOST]
+
+    run_async(scenario())

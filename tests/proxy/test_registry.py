@@ -1,0 +1,128 @@
+"""Registration and expiry, with time as a number."""
+
+from __future__ import annotations
+
+import pytest
+from pdserve_proxy.registry import Registry
+from pdserve_proxy.snapshot import NodeState
+
+from pdserve.errors import MalformedFrame
+from pdserve.wire.discovery import Ack, Deregister, Heartbeat, Load, NodeInfo, Register, Role
+from tests.proxy.cluster import node_info
+
+HEARTBEAT_S = 1.0
+NODE = node_info("d0", Role.DECODE)
+
+
+def registry(*nodes: NodeInfo) -> Registry:
+    made = Registry(HEARTBEAT_S, missed_heartbeats=3)
+    for node in nodes:
+        assert made.handle(Register(node), now=0.0) == Ack(node.boot_id, True)
+    return made
+
+
+def names(of: Registry) -> list[str]:
+    return [node.info.name for node in of.snapshot().nodes]
+
+
+def test_a_node_is_dropped_after_exactly_three_missed_heartbeats() -> None:
+    nodes = registry(NODE)
+    nodes.handle(Heartbeat(NODE.boot_id, Load()), now=5.0)
+    assert nodes.next_expiry() == 8.0
+    assert nodes.expire(now=7.999) == ()
+    assert names(nodes) == ["d0"]
+    assert [node.info for node in nodes.expire(now=8.0)] == [NODE]
+    assert names(nodes) == []
+    assert nodes.next_expiry() is None
+
+
+def test_a_heartbeat_brings_the_load_and_renews_the_lease() -> None:
+    nodes = registry(NODE)
+    answer = nodes.handle(Heartbeat(NODE.boot_id, Load(running=3, waiting=1)), now=2.9)
+    assert answer == Ack(NODE.boot_id, True)
+    assert nodes.expire(now=3.5) == ()
+    assert nodes.snapshot().nodes[0].load == Load(running=3, waiting=1)
+
+
+def test_a_heartbeat_of_a_stranger_is_told_so() -> None:
+    assert registry().handle(Heartbeat(NODE.boot_id, Load()), now=0.0) == Ack(NODE.boot_id, False)
+
+
+def test_goodbye_removes_at_once_and_twice_is_harmless() -> None:
+    nodes = registry(NODE)
+    assert nodes.handle(Deregister(NODE.boot_id), now=0.1) is None
+    assert nodes.handle(Deregister(NODE.boot_id), now=0.2) is None
+    assert names(nodes) == []
+
+
+def test_a_restarted_process_replaces_the_one_before_it_on_its_url() -> None:
+    before = node_info("d0", Role.DECODE, "http://127.0.0.1:5")
+    after = node_info("d0", Role.DECODE, "http://127.0.0.1:5")
+    nodes = registry(before, after)
+    assert [node.info.boot_id for node in nodes.snapshot().nodes] == [after.boot_id]
+    assert nodes.handle(Heartbeat(before.boot_id, Load()), now=0.1) == Ack(before.boot_id, False)
+
+
+def test_registering_again_keeps_place_and_load() -> None:
+    nodes = registry(NODE, node_info("d1", Role.DECODE))
+    nodes.handle(Heartbeat(NODE.boot_id, Load(running=2)), now=0.5)
+    nodes.handle(Register(NODE), now=1.0)
+    assert names(nodes) == ["d0", "d1"]
+    assert nodes.snapshot().nodes[0].load == Load(running=2)
+
+
+def test_an_unreachable_node_serves_again_after_its_next_heartbeat() -> None:
+    nodes = registry(node_info("p0", Role.PREFILL), NODE)
+    nodes.mark_unreachable(NODE.boot_id)
+    assert nodes.snapshot().nodes[1].state is NodeState.UNREACHABLE
+    assert nodes.snapshot().pairings == {}
+    nodes.handle(Heartbeat(NODE.boot_id, Load()), now=0.5)
+    assert list(nodes.snapshot().pairings) == ["m"]
+
+
+def test_marking_a_node_that_has_just_gone_does_nothing() -> None:
+    nodes = registry()
+    nodes.mark_unreachable(NODE.boot_id)
+    assert names(nodes) == []
+
+
+def test_a_snapshot_does_not_change_under_its_reader() -> None:
+    nodes = registry(node_info("p0", Role.PREFILL), NODE)
+    held = nodes.snapshot()
+    nodes.handle(Deregister(NODE.boot_id), now=0.1)
+    nodes.expire(now=100.0)
+    assert len(held.nodes) == 2
+    assert held.pairings["m"][0].decode is held.nodes[1].info
+    assert nodes.snapshot().nodes == ()
+
+
+def test_a_snapshot_is_taken_once_per_change() -> None:
+    nodes = registry(NODE)
+    assert nodes.snapshot() is nodes.snapshot()
+    before = nodes.snapshot()
+    nodes.handle(Heartbeat(NODE.boot_id, Load()), now=0.5)
+    assert nodes.snapshot() is not before
+
+
+@pytest.mark.parametrize(
+    ("node", "names_the_field"),
+    [
+        (node_info("evil\nname", Role.DECODE), "name"),
+        (node_info("d0", Role.DECODE, "file:///etc/passwd"), "URL"),
+        (node_info("d0", Role.DECODE, model="a\x00b"), "model"),
+    ],
+)
+def test_unusable_registrations_are_refused(node: NodeInfo, names_the_field: str) -> None:
+    nodes = registry(NODE)
+    with pytest.raises(MalformedFrame, match=names_the_field):
+        nodes.handle(Register(node), now=0.0)
+    assert names(nodes) == ["d0"]
+
+
+def test_a_full_registry_takes_no_strangers_but_keeps_its_own() -> None:
+    nodes = Registry(HEARTBEAT_S, missed_heartbeats=3, max_nodes=1)
+    assert nodes.handle(Register(NODE), now=0.0) == Ack(NODE.boot_id, True)
+    stranger = node_info("d1", Role.DECODE)
+    assert nodes.handle(Register(stranger), now=0.0) == Ack(stranger.boot_id, False)
+    assert nodes.handle(Register(NODE), now=0.1) == Ack(NODE.boot_id, True)
+    assert names(nodes) == ["d0"]

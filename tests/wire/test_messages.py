@@ -1,0 +1,179 @@
+"""Every message survives the wire, reads as plain MessagePack, and says no to what it does not know."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgpack
+import msgspec
+import pytest
+
+from pdserve.wire import discovery, engine, transfer
+from pdserve.wire.ids import TransferId
+from pdserve.wire.sampling import SamplingParams
+from pdserve.wire.ticket import PrefillTarget, Ticket
+
+BOOT = bytes(range(16))
+OTHER = bytes(range(16, 32))
+SAMPLING = SamplingParams(max_tokens=8, seed=7, temperature=0.5, stop_token_ids=(1, 2))
+TARGET = PrefillTarget(name="prefill-0", control="tcp://127.0.0.1:5000", boot_id=OTHER)
+TRANSFER_ID = TransferId(OTHER, 3, BOOT)
+SPEC = transfer.EngineSpec(
+    protocol=1, fingerprint="f", dtype="bf16", block_size=16, num_layers=30, kv_heads=3, head_dim=64, tp_size=1
+)
+NODE = discovery.NodeInfo(
+    name="decode-0",
+    boot_id=BOOT,
+    role=discovery.Role.DECODE,
+    url="http://127.0.0.1:8001",
+    control="",
+    model="smollm2",
+    fingerprint="f",
+    capacity=discovery.Capacity(max_running=4, num_blocks=100, block_size=16, max_model_len=2048),
+)
+REPORT = engine.RequestReport(
+    prefill_source=engine.PrefillSource.REMOTE,
+    prefill_node="prefill-0",
+    cached_tokens=16,
+    queue_s=0.1,
+    prefill_s=0.2,
+    transfer_s=0.3,
+)
+
+CHANNELS: list[tuple[Any, list[msgspec.Struct]]] = [
+    (
+        discovery.ToProxy,
+        [
+            discovery.Register(NODE),
+            discovery.Heartbeat(BOOT, discovery.Load(1, 2, 3)),
+            discovery.Deregister(BOOT),
+        ],
+    ),
+    (discovery.Ack, [discovery.Ack(BOOT, known=False)]),
+    (Ticket, [Ticket(request_id="r", attempt=1, node=BOOT, deadline_s=2.5, prefill=(TARGET,))]),
+    (
+        engine.ToEngine,
+        [
+            engine.Submit(
+                request_id=1, uuid=OTHER, token_ids=[1, 2, 3], sampling=SAMPLING, deadline_s=9.0, prefill=(TARGET,)
+            ),
+            engine.Abort([1, 2]),
+            engine.Shutdown(),
+        ],
+    ),
+    (
+        engine.FromEngine,
+        [
+            engine.Starting("loading weights"),
+            engine.Ready(
+                control="tcp://127.0.0.1:1",
+                fingerprint="f",
+                num_blocks=10,
+                block_size=16,
+                max_model_len=64,
+                max_running=4,
+                vocab_size=49152,
+            ),
+            engine.StepOutput(
+                [engine.RequestOutput(1, [5]), engine.RequestOutput(2, [6], engine.FinishReason.STOP, REPORT)]
+            ),
+            engine.Stats(engine.EngineStats(running=1, transfer_failures={"lease": 2})),
+            engine.EngineFailed("no memory"),
+        ],
+    ),
+    (
+        transfer.ToPrefill,
+        [
+            transfer.Hello(BOOT, SPEC, [b"address"]),
+            transfer.PrefillRequest(
+                transfer_id=TRANSFER_ID, tag=9, token_ids=[1, 2], first_block=0, sampling=SAMPLING, deadline_s=1.0
+            ),
+            transfer.Done(TRANSFER_ID),
+            transfer.Cancel(TRANSFER_ID),
+            transfer.Ping(BOOT),
+        ],
+    ),
+    (
+        transfer.ToDecode,
+        [
+            transfer.Welcome(OTHER, SPEC, [b"address"]),
+            transfer.Refused(OTHER, "dtype", "bf16", "fp32"),
+            transfer.FirstToken(TRANSFER_ID, 17, 0),
+            transfer.Failed(TRANSFER_ID, "out of blocks"),
+            transfer.Pong(OTHER),
+        ],
+    ),
+]
+
+MESSAGES = [
+    pytest.param(channel, message, id=type(message).__name__) for channel, messages in CHANNELS for message in messages
+]
+
+
+@pytest.mark.parametrize(("channel", "message"), MESSAGES)
+def test_comes_back_as_it_went(channel: Any, message: msgspec.Struct) -> None:
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=channel) == message
+
+
+@pytest.mark.parametrize(("channel", "message"), MESSAGES)
+def test_is_plain_messagepack_with_its_fields_by_name(channel: Any, message: msgspec.Struct) -> None:
+    plain = msgpack.unpackb(msgspec.msgpack.encode(message))
+    tag = message.__struct_config__.tag
+    expected = {*message.__struct_fields__} | ({"kind"} if tag is not None else set())
+    assert set(plain) == expected
+    assert plain.get("kind") == tag
+    assert msgspec.msgpack.decode(msgpack.packb(plain), type=channel) == message
+
+
+@pytest.mark.parametrize(("channel", "message"), MESSAGES)
+def test_an_unknown_field_is_refused(channel: Any, message: msgspec.Struct) -> None:
+    plain = msgpack.unpackb(msgspec.msgpack.encode(message))
+    with pytest.raises(msgspec.ValidationError, match="unknown field"):
+        msgspec.msgpack.decode(msgpack.packb({**plain, "surprise": 1}), type=channel)
+
+
+@pytest.mark.parametrize(("channel", "message"), MESSAGES)
+def test_a_field_of_another_type_is_refused(channel: Any, message: msgspec.Struct) -> None:
+    plain = msgpack.unpackb(msgspec.msgpack.encode(message))
+    for name in message.__struct_fields__:
+        foreign = msgpack.packb({**plain, name: msgpack.ExtType(5, b"x")})
+        with pytest.raises(msgspec.ValidationError):
+            msgspec.msgpack.decode(foreign, type=channel)
+
+
+def test_every_message_of_every_channel_is_covered() -> None:
+    covered = {type(message) for _, messages in CHANNELS for message in messages}
+    declared = {
+        value
+        for module in (discovery, engine, transfer)
+        for value in vars(module).values()
+        if isinstance(value, type)
+        and issubclass(value, msgspec.Struct)
+        and value.__module__ == module.__name__
+        and value.__struct_config__.tag is not None
+    }
+    assert declared <= covered
+
+
+@pytest.mark.parametrize("length", [0, 15, 17])
+def test_an_id_of_another_length_is_refused(length: int) -> None:
+    frame = msgpack.packb({"kind": "ping", "boot_id": b"x" * length})
+    with pytest.raises(msgspec.ValidationError, match="length"):
+        msgspec.msgpack.decode(frame, type=transfer.ToPrefill)
+
+
+@pytest.mark.parametrize("tag", [0, 1 << 40])
+def test_a_tag_that_does_not_fit_into_ucx_is_refused(tag: int) -> None:
+    plain = msgpack.unpackb(msgspec.msgpack.encode(CHANNELS[5][1][1]))
+    with pytest.raises(msgspec.ValidationError, match="tag"):
+        msgspec.msgpack.decode(msgpack.packb({**plain, "tag": tag}), type=transfer.ToPrefill)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("max_tokens", 0), ("temperature", -0.1), ("top_p", 0.0), ("top_p", 1.1), ("min_p", 2.0), ("seed", -1)],
+)
+def test_sampling_out_of_range_is_refused(name: str, value: float) -> None:
+    plain = msgpack.unpackb(msgspec.msgpack.encode(SAMPLING))
+    with pytest.raises(msgspec.ValidationError, match=name):
+        msgspec.msgpack.decode(msgpack.packb({**plain, name: value}), type=SamplingParams)
