@@ -11,7 +11,8 @@ PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3; do \
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-QUESTION ?= What is the capital of France?
+# One that the small demo model answers by a wide margin, in any number format.
+QUESTION ?= What is the capital of France? Answer in one sentence.
 
 install: $(STAMP)
 

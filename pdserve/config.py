@@ -100,7 +100,10 @@ class TransferConfig:
         "transfer-lease-ms", "silence after which the other engine counts as dead", 3000, minimum=20
     )
     prefill_timeout_ms: int = setting(
-        "prefill-timeout-ms", "time that a prefill node gets for one prompt before the decode node prefills itself", 30_000
+        "prefill-timeout-ms",
+        "time that a prefill node gets for one prompt before the decode node prefills itself",
+        30_000,
+        minimum=1,
     )
     ucx_tls: str = setting("ucx-tls", "UCX transports, as UCX_TLS takes them; UCX chooses if empty", "")
 
@@ -211,7 +214,7 @@ class EngineLaunch:
     """What the API process writes, as MessagePack, to the standard input of the engine process that it starts."""
 
     address: str
-    """``ipc://`` path in a private folder, where the API process has bound a ZMQ PAIR socket for the engine to connect."""
+    """``ipc://`` path in a private folder, where the API process has bound a ZMQ PAIR socket for the engine."""
     config: EngineConfig
 
 

@@ -91,8 +91,9 @@ class ControlServer:
                 parts = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 return
-            if len(parts) == 2:
-                yield Received(parts[0].bytes, _connection(parts[1]), parts[1].bytes)
+            # Our frames are one part each; anything else passes for an empty one, to be dropped as malformed.
+            frame = parts[1].bytes if len(parts) == 2 else b""
+            yield Received(parts[0].bytes, _connection(parts[-1]), frame)
 
     def send(self, route: bytes, frame: bytes) -> bool:
         """False if the frame was dropped because too much is queued; one to a route that is gone counts as sent."""
@@ -133,8 +134,7 @@ class ControlClient:
                 parts = self._socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            if len(parts) == 1:
-                yield parts[0]
+            yield parts[0] if len(parts) == 1 else b""
 
     def send(self, frame: bytes) -> bool:
         """False if the frame was dropped because too much is queued."""

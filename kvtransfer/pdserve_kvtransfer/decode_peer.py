@@ -82,7 +82,7 @@ class DecodePeer:
         if request.transfer_id in self._sessions:
             log.warning("transfer %s was asked for twice", request.transfer_id)
             return
-        session = PushSession(request, self._station.spec.block_size, now)
+        session = PushSession(request, self._station.spec.block_size, now, self._station.heartbeat_s)
         self._sessions[request.transfer_id] = session
         self.lease.hold(now)
         self._apply(session, session.open())

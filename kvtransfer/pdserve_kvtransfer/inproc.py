@@ -59,6 +59,11 @@ class Fabric:
         with self.lock:
             self.held = True
 
+    def stuck(self) -> int:
+        """Accepted receives in flight."""
+        with self.lock:
+            return sum(link.receiving for link in self.links.values())
+
     def release(self) -> None:
         with self.lock:
             self.held = False
@@ -132,6 +137,10 @@ class InprocLink:
         receive.completion.finish(error=False)
         message.sent.finish(error=False)
         message.sender.ring()
+
+    @property
+    def receiving(self) -> int:
+        return len(self._receives)
 
     def arm(self) -> bool:
         with self._fabric.lock:

@@ -32,10 +32,11 @@ class PushState(enum.Enum):
 class PushSession:
     """From a decode engine's request until no block of it is read any more."""
 
-    def __init__(self, request: PrefillRequest, block_size: int, now: float) -> None:
+    def __init__(self, request: PrefillRequest, block_size: int, now: float, grace_s: float) -> None:
+        """``grace_s`` past the deadline are left to the decode engine, to say by itself that it waits no longer."""
         self.transfer_id = request.transfer_id
         self.state = PushState.PUSHING
-        self.deadline = now + request.deadline_s
+        self.deadline = now + request.deadline_s + grace_s
         self.outcome: PushOutcome | None = None
         self._request = request
         self._end_index = -(-len(request.token_ids) // block_size)

@@ -100,6 +100,8 @@ class TransferThread:
 
     def fetch(self, order: FetchOrder) -> None:
         """Order a prompt's KV blocks. Raises ValueError if the order contradicts itself, or is alive already."""
+        if order.transfer_id.decode_boot != self._boot_id:
+            raise ValueError("a transfer is named for the boot that fetches it")
         self._region.check(*order.block_ids)
         expected = -(-len(order.token_ids) // self._spec.block_size) - order.first_block
         if not order.block_ids or len(order.block_ids) != expected:
@@ -133,6 +135,11 @@ class TransferThread:
 
     def stats(self) -> TransferStats:
         return self._counters.snapshot()
+
+    @property
+    def alive(self) -> bool:
+        """Whether the thread runs."""
+        return self._thread.is_alive()
 
     def close(self, timeout_s: float) -> None:
         """End every transfer, tell the peers, free everything. Idempotent.

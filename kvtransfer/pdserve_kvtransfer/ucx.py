@@ -1,12 +1,13 @@
 """Blocks over UCX: shared memory inside one host, TCP or RDMA between hosts, whatever UCX finds best.
 
 A link is one UCX worker with one endpoint, rather than one worker for all peers: UCX can end a receive whose data has
-begun to move only by closing the endpoint that it came from, and what cannot be ended even so is given up with its
-worker, never progressed again. Nobody else's transfers are on that worker.
+begun to move only by closing the endpoint that it came from, and what cannot be ended even so only by destroying the
+worker. Nobody else's transfers are on that worker.
 """
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 from typing import Any
@@ -20,12 +21,16 @@ log = logging.getLogger(__name__)
 _INDEX_MASK = (1 << INDEX_BITS) - 1
 _PROGRESS_AT_ONCE = 256
 _CLOSE_ROUNDS = 200
+_CLOSE_WAIT_NS = 100_000_000
+_LIBUCP = "libucp.so.0"
 
 
 def _load() -> tuple[Any, Any]:
-    # ucxx sets variables that this UCX has no use for, and UCX would complain about them on stderr: hence the variable,
-    # and hence the import here, after it.
+    # ucxx sets variables that this UCX has no use for, and UCX would complain about them on stderr: hence the first,
+    # and hence the import here, after it. The others keep a peer's death off stderr: it is in our own log.
     os.environ["UCX_WARN_UNUSED_ENV_VARS"] = "n"
+    os.environ.setdefault("UCX_LOG_LEVEL", "fatal")
+    os.environ.setdefault("UCXX_LOG_LEVEL", "fatal")
     from ucxx._lib import libucxx
     from ucxx._lib.arr import Array
 
@@ -45,15 +50,15 @@ class UcxCompletion:
     """Holds the memory's buffer export for as long as UCX may use it."""
 
     def __init__(self, request: Any, array: Any) -> None:
-        self._request = request
+        self.request = request
         self._array = array
 
     def done(self) -> bool:
-        return bool(self._request.completed)
+        return bool(self.request.completed)
 
     def failed(self) -> bool:
         try:
-            self._request.check_error()
+            self.request.check_error()
         except Exception:
             return True
         return False
@@ -66,7 +71,8 @@ class UcxLink:
         self._any_tag = ucx.UCXXTag(0)
         self._any_mask = ucx.UCXXTagMask(0)
         self._endpoint: Any = None
-        self._inflight: list[UcxCompletion] = []
+        self._sends: list[UcxCompletion] = []
+        self._receives: list[UcxCompletion] = []
         try:
             self._worker = ucx.UCXWorker(context, enable_delayed_submission=False, enable_python_future=False)
             self._worker.init_blocking_progress_mode()
@@ -89,7 +95,9 @@ class UcxLink:
             request = self._endpoint.tag_send(array, self._ucx.UCXXTag(tag << INDEX_BITS | index))
         except Exception as exc:
             raise PeerLost(f"UCX cannot send: {exc}") from exc
-        return self._track(UcxCompletion(request, array))
+        completion = UcxCompletion(request, array)
+        self._sends.append(completion)
+        return completion
 
     def probe(self) -> Arrival | None:
         found = self._worker.tag_probe(self._any_tag, self._any_mask, True)
@@ -104,10 +112,8 @@ class UcxLink:
             request = self._worker.tag_recv_with_handle(array, arrival.handle)
         except Exception as exc:
             raise PeerLost(f"UCX cannot receive: {exc}") from exc
-        return self._track(UcxCompletion(request, array))
-
-    def _track(self, completion: UcxCompletion) -> UcxCompletion:
-        self._inflight.append(completion)
+        completion = UcxCompletion(request, array)
+        self._receives.append(completion)
         return completion
 
     def progress(self) -> bool:
@@ -117,8 +123,9 @@ class UcxLink:
             if not step():
                 break
             moved = True
-        if moved and self._inflight:
-            self._inflight = [completion for completion in self._inflight if not completion.done()]
+        if moved:
+            self._sends = [send for send in self._sends if not send.done()]
+            self._receives = [receive for receive in self._receives if not receive.done()]
         return moved
 
     def arm(self) -> bool:
@@ -133,22 +140,35 @@ class UcxLink:
     def close(self) -> None:
         if self._worker is None:
             return
-        worker, endpoint, inflight = self._worker, self._endpoint, self._inflight
-        self._worker, self._endpoint, self._inflight = None, None, []
+        self.progress()
+        worker, endpoint, sends, receives = self._worker, self._endpoint, self._sends, self._receives
+        self._worker, self._endpoint, self._sends, self._receives = None, None, [], []
         if endpoint is not None:
             try:
-                endpoint.close_blocking(1_000_000, 100)
+                endpoint.close_blocking(_CLOSE_WAIT_NS, 1)
             except Exception:
                 log.exception("UCX did not close an endpoint")
         for _ in range(_CLOSE_ROUNDS):
             # progress(), unlike progress_once(), also lets ucxx forget the requests that it has cancelled.
             worker.progress()
-            if all(completion.done() for completion in inflight):
-                return
-        # A peer that was killed with its shared-memory queue full: UCX waits for room in it for ever. The data is moved
-        # by progress calls alone, and this worker gets none any more; ucxx keeps its file descriptors until we exit.
-        stuck = sum(not completion.done() for completion in inflight)
-        log.warning("giving up a UCX worker with %d operations that cannot end", stuck)
+            if all(completion.done() for completion in (*sends, *receives)):
+                break
+        if sends or not all(receive.done() for receive in receives):
+            _destroy(worker, endpoint, *(completion.request for completion in (*sends, *receives)))
+
+
+def _destroy(worker: Any, *users: Any) -> None:
+    """Free what a worker holds although something is in flight on it, or ucxx believes so.
+
+    ucxx frees a worker with the last request on it. An endpoint that is closed while it sends keeps those requests for
+    ever, and UCX itself never ends a send into the full shared-memory queue of a peer that was killed. So the worker is
+    destroyed beneath ucxx, whose objects must then never be finalised: they would touch it again.
+    """
+    epoll = worker.epoll_file_descriptor
+    ctypes.CDLL(_LIBUCP).ucp_worker_destroy(ctypes.c_void_p(worker.handle))
+    os.close(epoll)
+    for kept in (worker, *users):
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
 
 
 class UcxTransport:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import re
-import uuid
 
 import msgspec
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -16,13 +14,11 @@ from pdserve.api.error_response import error_response, http_error, unexpected_er
 from pdserve.api.node_state import NodeState, Phase
 from pdserve.api.openai import BodyParser, DetokenizeRequest, TokenizeRequest
 from pdserve.api.prompts import chat_tokens
+from pdserve.api.request_id import REQUEST_ID_HEADER, request_label
 from pdserve.api.request_owner import RequestOwner
 from pdserve.api.responses import ModelCard, ModelList, Text, Tokens
 from pdserve.api.tokenizer import Tokenizer
 from pdserve.errors import InvalidRequest, NotFound, RequestError
-
-REQUEST_ID_HEADER = "x-request-id"
-_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
 def create_app(node: NodeState) -> Quart:
@@ -43,8 +39,7 @@ def create_app(node: NodeState) -> Quart:
 def _add_request_ids(app: Quart) -> None:
     @app.before_request
     async def begin() -> None:
-        given = request.headers.get(REQUEST_ID_HEADER, "")
-        g.request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+        g.request_id = request_label(request.headers.get(REQUEST_ID_HEADER))
 
     @app.after_request
     async def label(response: Response) -> Response:
@@ -101,23 +96,25 @@ def _add_tokenizer(app: Quart, node: NodeState) -> None:
 
     @app.post("/tokenize")
     async def tokenize() -> Response:
+        encoder = tokenizer()
         body = tokenize_body.parse(await request.get_data(as_text=False)).request
         check_model(body.model, node)
         if (body.prompt is None) == (body.messages is None):
             raise InvalidRequest("give either 'prompt' or 'messages'", param="prompt")
         if body.prompt is None:
-            token_ids = await chat_tokens(body, tokenizer())
+            token_ids = await chat_tokens(body, encoder)
         else:
             special = body.add_special_tokens is not False
-            token_ids = await tokenizer().encode(body.prompt, add_special_tokens=special)
+            token_ids = await encoder.encode(body.prompt, add_special_tokens=special)
         return _json(Tokens(len(token_ids), node.ready.max_model_len, token_ids))
 
     @app.post("/detokenize")
     async def detokenize() -> Response:
+        decoder = tokenizer()
         body = detokenize_body.parse(await request.get_data(as_text=False)).request
         check_model(body.model, node)
         token_ids = node.limits.check_ids(body.tokens, "tokens")
-        return _json(Text(tokenizer().decode(token_ids, skip_special_tokens=False)))
+        return _json(Text(decoder.decode(token_ids, skip_special_tokens=False)))
 
 
 def _add_probes(app: Quart, node: NodeState) -> None:

@@ -16,6 +16,7 @@ from pdserve.api.choice_text import ChoiceText
 from pdserve.api.node_state import NodeState
 from pdserve.api.openai import BodyParser, ChatRequest, CompletionRequest, GenerationRequest
 from pdserve.api.prompts import ModelLimits, Prompt, chat_prompts, completion_prompts
+from pdserve.api.request_id import request_label
 from pdserve.api.request_log import RequestRecord
 from pdserve.api.request_owner import own
 from pdserve.api.sampling import choice_sampling
@@ -78,7 +79,7 @@ class CompletionRoute(Generic[R]):
         if self._node.tickets is None:
             return Terms(arrived + self._node.timeout_s)
         ticket = self._node.tickets.admit(request.headers.get(TICKET_HEADER))
-        g.request_id = ticket.request_id
+        g.request_id = request_label(ticket.request_id)
         return Terms(arrived + ticket.deadline_s, ticket.attempt, ticket.prefill)
 
     def _start(

@@ -15,6 +15,7 @@ from pdserve.api.engine_process import ENGINE_COMMAND, EngineProcess
 from pdserve.api.generation import Generation
 from pdserve.config import EngineConfig, EngineLaunch
 from pdserve.errors import EngineError, Unavailable
+from pdserve.wire.discovery import Role
 from pdserve.wire.engine import (
     Abort,
     EngineFailed,
@@ -126,7 +127,7 @@ class EngineClient:
         generation = Generation(request_ids, deadline_s, self._abort)
         for request_id, (token_ids, sampling) in zip(request_ids, prompts, strict=True):
             self._open[request_id] = generation
-            self._idle.clear()
+            self._note_idle()
             submit = Submit(
                 request_id=request_id,
                 uuid=new_id(),
@@ -146,7 +147,7 @@ class EngineClient:
         return await asyncio.shield(self._lost)
 
     async def wait_idle(self) -> None:
-        """Until no request is open."""
+        """Until no request is open; on a prefill node, whose requests come from other engines, until it holds none."""
         await self._idle.wait()
 
     def fail_open(self, message: str) -> None:
@@ -185,6 +186,7 @@ class EngineClient:
                         generation.deliver(output)
             case Stats(stats):
                 self.stats = stats
+                self._note_idle()
             case Starting(stage):
                 logger.info("engine: %s", stage)
             case Ready():
@@ -195,6 +197,8 @@ class EngineClient:
     def _become_ready(self, ready: Ready) -> None:
         if self._state is EngineState.STARTING:
             self._state = EngineState.READY
+            # Connected: the socket's name has served its purpose, and nothing is left behind even by a SIGKILL.
+            self._folder.cleanup()
             self._ready.set_result(ready)
 
     def _lose(self, error: EngineError) -> None:
@@ -220,5 +224,12 @@ class EngineClient:
 
     def _forget(self, request_id: int) -> None:
         del self._open[request_id]
-        if not self._open:
+        self._note_idle()
+
+    def _note_idle(self) -> None:
+        load = self.stats.load
+        busy = self._config.role is Role.PREFILL and load.running + load.waiting > 0
+        if self._open or busy:
+            self._idle.clear()
+        else:
             self._idle.set()

@@ -128,12 +128,12 @@ class Node:
             await http.stop()
 
     async def _drain(self, engine: EngineClient, signals: StopSignals) -> None:
-        logger.info("draining: %d requests have %.1f s to finish", engine.open_requests, self.config.http.drain_s)
+        logger.info("draining: what runs has %.1f s to finish", self.config.http.drain_s)
         try:
             async with asyncio.timeout(self.config.http.drain_s):
                 await _first(engine.wait_idle(), signals.hurry.wait(), engine.wait_lost())
         except TimeoutError:
-            logger.warning("drain: %d requests did not finish in time", engine.open_requests)
+            logger.warning("drain: not everything finished in time")
 
     def _raise_failure(self, engine: EngineClient, registration: asyncio.Task[None]) -> None:
         if registration.done() and not registration.cancelled() and (error := registration.exception()) is not None:

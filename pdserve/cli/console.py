@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TextIO
 
 from pdserve.config import LogLevel
@@ -22,6 +24,7 @@ class Console:
         self._names: dict[str, int] = {}
         self._width = 9
         self._start = time.monotonic()
+        self._held: list[str] | None = None
 
     @property
     def elapsed_s(self) -> float:
@@ -39,12 +42,27 @@ class Console:
         label = f"{name:{self._width}} |"
         self._write(f"{self._paint(name, label)} {line}")
 
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Keeps lines back until the end of the block, in which something else writes to the same terminal."""
+        held: list[str] = []
+        self._held = held
+        try:
+            yield
+        finally:
+            self._held = None
+            for line in held:
+                self._write(line)
+
     def _paint(self, name: str, text: str) -> str:
         index = self._names.setdefault(name, len(self._names))
         self._width = max(self._width, len(name))
         return f"\x1b[{_COLOURS[index % len(_COLOURS)]}m{text}\x1b[0m" if self._colour else text
 
     def _write(self, line: str) -> None:
+        if self._held is not None:
+            self._held.append(line)
+            return
         try:
             print(line, file=self._out, flush=True)
         except OSError:

@@ -100,11 +100,13 @@ async def _ask(url: str, config: UpConfig, console: Console) -> int:
         print(text, end="", flush=True)
 
     console.say(f"asking {config.model.served_name}: {config.cluster.ask}")
-    try:
-        answer = await ask(url, config.model.served_name, config.cluster.ask, show, timeout_s=config.request.timeout_s)
-    finally:
-        print(flush=True)
-    print(answer, flush=True)
+    model, question, timeout_s = config.model.served_name, config.cluster.ask, config.request.timeout_s
+    with console.held():
+        try:
+            answer = await ask(url, model, question, show, timeout_s=timeout_s)
+        finally:
+            print(flush=True)
+        print(answer, flush=True)
     return 0
 
 

@@ -48,6 +48,11 @@ def _discovery(discovery: DiscoveryConfig) -> None:
 def _cluster(cluster: ClusterConfig) -> None:
     if cluster.decode + cluster.mixed == 0:
         raise ConfigError("--decode and --mixed are both 0: nothing would answer requests")
+    if cluster.decode and not cluster.prefill:
+        raise ConfigError(
+            f"--decode is {cluster.decode} and --prefill is 0: without a prefill node, the proxy gives decode nodes "
+            "no requests; --mixed nodes need none"
+        )
     if cluster.prefill and not cluster.decode:
         raise ConfigError(f"--prefill is {cluster.prefill} and --decode is 0: prefill nodes work for decode nodes only")
 

@@ -19,6 +19,7 @@ from tests.processes import Process, clean_environ, running
 
 MODEL = "scripted"
 WAIT_S = 10.0
+JOURNAL = "engine.journal"
 
 T = TypeVar("T")
 
@@ -69,13 +70,17 @@ class NodeUnderTest:
         eventually(done)
 
 
+def node_command(config: NodeConfig, model_dir: Path, folder: Path, role: Role = Role.MIXED) -> list[str]:
+    """Of a node with a scripted engine, whose journal is in ``folder``."""
+    encoded = msgspec.json.encode(config).decode()
+    journal = str(folder / JOURNAL)
+    return [sys.executable, "-m", "tests.api.scripted_node", role.value, encoded, str(model_dir), journal]
+
+
 @contextmanager
 def scripted_node(
     config: NodeConfig, model_dir: Path, folder: Path, role: Role = Role.MIXED
 ) -> Iterator[NodeUnderTest]:
-    """A running node with a scripted engine, ended at the end of the block."""
-    journal = folder / "engine.journal"
-    encoded = msgspec.json.encode(config).decode()
-    argv = [sys.executable, "-m", "tests.api.scripted_node", role.value, encoded, str(model_dir), str(journal)]
-    with running(argv, clean_environ()) as process:
-        yield NodeUnderTest(process, process.listening().url, journal)
+    """A running node, ended at the end of the block."""
+    with running(node_command(config, model_dir, folder, role), clean_environ()) as process:
+        yield NodeUnderTest(process, process.listening().url, folder / JOURNAL)

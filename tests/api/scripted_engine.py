@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -40,6 +41,8 @@ from tests.api.behaviour import ENDLESS_TOKEN_TEXT, ENGINE_FAILURE, REPLY_TEXT, 
 MAX_MODEL_LEN = 256
 EOS = 2
 STEP_MS = 2
+NEVER_READY = "never-ready"
+"""A file of this name beside the journal keeps the engine in its start."""
 SLOW_S = 0.5
 REPORT = RequestReport(
     prefill_source=PrefillSource.REMOTE,
@@ -73,6 +76,8 @@ class ScriptedEngine:
 
     def run(self) -> None:
         self._send(Starting("loading weights"))
+        if self._journal.with_name(NEVER_READY).exists():
+            threading.Event().wait()
         self._send(
             Ready(
                 control="",

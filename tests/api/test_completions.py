@@ -11,8 +11,8 @@ from openai.types.chat import ChatCompletionMessageParam
 
 from pdserve.api.tokenizer import Tokenizer
 from tests.api.behaviour import REPLY_TEXT, SPLIT_TEXT, Behaviour
-from tests.api.http import post
 from tests.api.node import MODEL, NodeUnderTest
+from tests.api.plain_http import post
 
 MESSAGES: list[ChatCompletionMessageParam] = [{"role": "user", "content": "Hi"}]
 
@@ -238,7 +238,9 @@ def test_sampling_parameters_arrive(client: openai.OpenAI, node: NodeUnderTest) 
             extra_body={"top_k": 7, "min_p": 0.1, "ignore_eos": True},
         )
         client.completions.create(model=MODEL, prompt="x", seed=0, extra_body={"top_k": -1})
-    given, default = (submit.sampling for submit in submits())
+        client.completions.create(model=MODEL, prompt="x", seed=0, temperature=0)
+    given, default, greedy = (submit.sampling for submit in submits())
+    assert greedy.temperature == 0
     assert (given.temperature, given.top_p, given.top_k, given.min_p) == (0.5, 0.9, 7, 0.1)
     assert (given.max_tokens, given.ignore_eos, given.seed) == (3, True, 2**63 - 1)
     assert (default.temperature, default.top_p, default.top_k, default.min_p) == (1.0, 1.0, 0, 0.0)

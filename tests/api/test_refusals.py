@@ -8,8 +8,8 @@ import openai
 import pytest
 
 from tests.api.behaviour import Behaviour
-from tests.api.http import get, post, send
-from tests.api.node import MODEL, NodeUnderTest
+from tests.api.node import MODEL, NodeUnderTest, eventually
+from tests.api.plain_http import get, post, send
 
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}]}
 TEXT = {"model": MODEL, "prompt": "Hi"}
@@ -293,4 +293,4 @@ def test_one_failed_choice_fails_all_and_aborts_the_others(node: NodeUnderTest) 
     error = refused(f"{node.url}/v1/completions", body, 500)
     assert error["code"] == "engine_error"
     silent = node.submits()[before].request_id
-    assert silent in node.aborted()
+    eventually(lambda: silent in node.aborted())

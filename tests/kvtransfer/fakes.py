@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import time
 from types import TracebackType
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import zmq
+from pdserve_kvtransfer.transport import Completion, Transport
+from pdserve_kvtransfer.ucx import UcxTransport
 
 from pdserve.wire.frame import Opener, Purpose, Sealer
 from pdserve.wire.ids import new_id
 from pdserve.wire.ticket import PrefillTarget
-from pdserve.wire.transfer import Hello, PrefillRequest, ToDecode, ToPrefill, Welcome
-from pdserve_kvtransfer.transport import Completion, Transport
-from pdserve_kvtransfer.ucx import UcxTransport
+from pdserve.wire.transfer import Hello, Ping, Pong, PrefillRequest, ToDecode, ToPrefill, Welcome
 from tests.kvtransfer.rig import SECRET, SPEC, WAIT_S
 
 M = TypeVar("M")
@@ -57,6 +57,7 @@ class FakePrefill(FakePeer):
 
     def __init__(self) -> None:
         super().__init__(zmq.ROUTER, ToPrefill)
+        self.socket.set(zmq.ROUTER_HANDOVER, 1)
         self.port = self.socket.bind_to_random_port("tcp://127.0.0.1")
         self.route = b""
 
@@ -68,9 +69,14 @@ class FakePrefill(FakePeer):
         return PrefillTarget("fake", f"tcp://127.0.0.1:{self.port}", self.boot_id)
 
     def next(self, kind: type[M]) -> M:
-        assert self.socket.poll(int(WAIT_S * 1000)), f"no {kind.__name__} in time"
-        self.route, frame = self.socket.recv_multipart()
-        return self._expect(self.opener.open(frame), kind)
+        """The next message, which must be of this kind; pings are answered on the way."""
+        while True:
+            assert self.socket.poll(int(WAIT_S * 1000)), f"no {kind.__name__} in time"
+            self.route, frame = self.socket.recv_multipart()
+            message = self.opener.open(frame)
+            if kind is Ping or not isinstance(message, Ping):
+                return self._expect(message, kind)
+            self.send(Pong(self.boot_id))
 
     def send(self, message: ToDecode) -> None:
         self.socket.send_multipart([self.route, self.sealer.seal(message)])
@@ -99,7 +105,7 @@ class FakeDecode(FakePeer):
 
     def next(self, kind: type[M]) -> M:
         assert self.socket.poll(int(WAIT_S * 1000)), f"no {kind.__name__} in time"
-        return self._expect(self.opener.open(cast(bytes, self.socket.recv())), kind)
+        return self._expect(self.opener.open(self.socket.recv()), kind)
 
     def send(self, message: ToPrefill) -> None:
         self.socket.send(self.sealer.seal(message))

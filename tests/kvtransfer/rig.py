@@ -8,7 +8,12 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
+from typing import Any, TypeVar
+
+from pdserve_kvtransfer.events import FetchOrder, TransferEvent
+from pdserve_kvtransfer.region import KvRegion
+from pdserve_kvtransfer.thread import TransferThread
+from pdserve_kvtransfer.transport import Transport
 
 from pdserve.config import TransferConfig
 from pdserve.wire.discovery import Role
@@ -16,10 +21,6 @@ from pdserve.wire.ids import TransferId, new_id
 from pdserve.wire.sampling import SamplingParams
 from pdserve.wire.ticket import PrefillTarget
 from pdserve.wire.transfer import EngineSpec
-from pdserve_kvtransfer.events import FetchOrder, TransferEvent
-from pdserve_kvtransfer.region import KvRegion
-from pdserve_kvtransfer.thread import TransferThread
-from pdserve_kvtransfer.transport import Transport
 
 SECRET = b"the secret of a test cluster"
 SPEC = EngineSpec(
@@ -33,6 +34,8 @@ SPEC = EngineSpec(
     tp_size=1,
 )
 CONFIG = TransferConfig(heartbeat_ms=50, lease_ms=600)
+PATIENT = TransferConfig(heartbeat_ms=100, lease_ms=60_000)
+"""A lease that no test outlives: what is noticed under it was noticed by other means."""
 SAMPLING = SamplingParams(max_tokens=1, seed=1)
 BLOCK_BYTES = 64 * 1024
 WAIT_S = 10.0
@@ -86,22 +89,31 @@ class Engine:
 
     def next(self, kind: type[E], timeout_s: float = WAIT_S) -> E:
         """The next event, which must be of this kind."""
+        event = self.take(timeout_s)
+        assert isinstance(event, kind), f"{event} where {kind.__name__} was due"
+        return event
+
+    def take(self, timeout_s: float = WAIT_S) -> TransferEvent:
+        """The next event."""
         deadline = time.monotonic() + timeout_s
         while True:
             self._woken.clear()
             self.poll()
             if self._taken < len(self.seen):
-                event = self.seen[self._taken]
                 self._taken += 1
-                assert isinstance(event, kind), f"{event} where {kind.__name__} was due"
-                return event
+                return self.seen[self._taken - 1]
             left = deadline - time.monotonic()
-            assert left > 0 and self._woken.wait(left), f"no {kind.__name__} in time"
+            assert left > 0 and self._woken.wait(left), "no event in time"
 
     def quiet(self) -> bool:
         """Whether every event so far was taken."""
         self.poll()
         return self._taken == len(self.seen)
+
+    def woken_within(self, seconds: float) -> bool:
+        """Whether there is any news in this time; for showing that there is none."""
+        self._woken.clear()
+        return self._woken.wait(seconds)
 
     def fill(self, *block_ids: int) -> bytes:
         """Random bytes in these blocks, and what they are."""
@@ -151,12 +163,12 @@ class Pair:
 
 
 @contextmanager
-def engines(*made: Engine) -> Iterator[None]:
+def engine(role: Role, **settings: Any) -> Iterator[Engine]:
+    made = Engine(role, **settings)
     try:
-        yield
+        yield made
     finally:
-        for engine in made:
-            engine.close()
+        made.close()
 
 
 @contextmanager
@@ -167,11 +179,8 @@ def pair(
     config: TransferConfig = CONFIG,
     transport: Callable[[], Transport] | None = None,
 ) -> Iterator[Pair]:
-    prefill = Engine(Role.PREFILL, config=config, transport=transport)
-    try:
-        decode = Engine(Role.DECODE, config=config, secret=decode_secret, spec=decode_spec, transport=transport)
-    except BaseException:
-        prefill.close()
-        raise
-    with engines(prefill, decode):
+    with (
+        engine(Role.PREFILL, config=config, transport=transport) as prefill,
+        engine(Role.DECODE, config=config, transport=transport, secret=decode_secret, spec=decode_spec) as decode,
+    ):
         yield Pair(prefill, decode)

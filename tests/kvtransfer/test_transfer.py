@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-
-from pdserve.wire.transfer import EngineSpec
 from pdserve_kvtransfer.events import (
     FailureKind,
     FetchCancelled,
@@ -17,7 +15,11 @@ from pdserve_kvtransfer.events import (
     PushOutcome,
     PushWanted,
 )
-from tests.kvtransfer.rig import BLOCK_BYTES, CONFIG, SAMPLING, SPEC, Pair, eventually, pair
+
+from pdserve.wire.discovery import Role
+from pdserve.wire.transfer import EngineSpec, Hello, PrefillRequest, Welcome
+from tests.kvtransfer.fakes import FakePrefill
+from tests.kvtransfer.rig import BLOCK_BYTES, CONFIG, PATIENT, SAMPLING, SPEC, Pair, engine, eventually, pair
 
 
 def complete(rig: Pair, block_ids: tuple[int, ...], *, first_block: int = 0) -> bytes:
@@ -89,17 +91,8 @@ def test_many_transfers_share_one_handshake() -> None:
             rig.prefill.thread.push(wanted.transfer_id, 0, (0, 1))
             rig.prefill.thread.first_token(wanted.transfer_id, 1, 0)
         eventually(lambda: rig.decode.thread.stats().transfers_received == 8)
-        complete(rig_after(rig, 16, 8), (20, 21))
         assert rig.decode.thread.stats().handshakes == 1
         assert rig.prefill.thread.stats().handshakes == 1
-
-
-def rig_after(rig: Pair, decode_events: int, prefill_events: int) -> Pair:
-    """The same pair, once so many events more were given out and passed over."""
-    for engine, count in ((rig.decode, decode_events), (rig.prefill, prefill_events)):
-        for _ in range(count):
-            engine.next(object)  # type: ignore[type-var]
-    return rig
 
 
 OTHER_VALUES = {
@@ -174,7 +167,7 @@ def test_the_deadline_ends_both_sides() -> None:
         assert failed.kind is FailureKind.DEADLINE
         assert "deadline" in failed.reason
         assert rig.prefill.next(PushCancelled).transfer_id == transfer
-        assert rig.prefill.next(PushEnded).outcome in (PushOutcome.CANCELLED, PushOutcome.FAILED)
+        assert rig.prefill.next(PushEnded).outcome is PushOutcome.CANCELLED
 
 
 def test_blocks_that_were_not_asked_for_fail_the_transfer() -> None:
@@ -201,10 +194,7 @@ def test_late_commands_are_ignored() -> None:
 def test_silence_between_transfers_is_not_death() -> None:
     with pair() as rig:
         complete(rig, (0,))
-        assert not rig.decode.seen[-1:] == [] and rig.decode.quiet()
-        # Longer than a lease, with nothing alive: there is nothing to wait for but the clock.
-        rig.decode._woken.clear()
-        assert not rig.decode._woken.wait(CONFIG.lease_ms / 1000 * 1.5)
+        assert not rig.decode.woken_within(CONFIG.lease_ms / 1000 * 1.5)
         complete(rig, (1,))
         assert rig.decode.thread.stats().handshakes == 1
 
@@ -213,8 +203,7 @@ def test_heartbeats_keep_a_slow_prefill_alive() -> None:
     with pair() as rig:
         transfer = rig.fetch((0,))
         rig.prefill.next(PushWanted)
-        rig.decode._woken.clear()
-        assert not rig.decode._woken.wait(CONFIG.lease_ms / 1000 * 1.5)
+        assert not rig.decode.woken_within(CONFIG.lease_ms / 1000 * 1.5)
         rig.prefill.thread.push(transfer, 0, (0,))
         rig.prefill.thread.first_token(transfer, 1, 0)
         rig.decode.next(FirstTokenArrived)
@@ -223,12 +212,18 @@ def test_heartbeats_keep_a_slow_prefill_alive() -> None:
 
 class TestCancel:
     def test_before_welcome(self) -> None:
-        with pair() as rig:
-            order = rig.order((0, 1))
-            rig.decode.thread.fetch(order)
-            rig.decode.thread.cancel_fetch(order.transfer_id)
-            assert rig.decode.next(FetchCancelled) == FetchCancelled(order.transfer_id, ())
-            complete_after_cancel(rig)
+        with FakePrefill() as prefill, engine(Role.DECODE, config=PATIENT) as decode:
+            rig = Pair(decode, decode)
+            first, second = rig.order((0, 1), target=prefill.target), rig.order((2, 3), target=prefill.target)
+            decode.thread.fetch(first)
+            hello = prefill.next(Hello)
+            decode.thread.cancel_fetch(first.transfer_id)
+            assert decode.next(FetchCancelled) == FetchCancelled(first.transfer_id, ())
+            decode.thread.fetch(second)
+            prefill.link.connect(hello.rank_addresses[0])
+            prefill.send(Welcome(prefill.boot_id, SPEC, [prefill.link.address]))
+            assert prefill.next(PrefillRequest).transfer_id == second.transfer_id
+            assert decode.quiet()
 
     def test_before_the_first_block(self) -> None:
         with pair() as rig:
@@ -275,8 +270,7 @@ class TestCancel:
 
 def complete_after_cancel(rig: Pair) -> None:
     """The engines still work, and the cancelled transfer has no second end."""
-    for engine in (rig.decode, rig.prefill):
-        assert engine.quiet()
+    assert rig.decode.quiet() and rig.prefill.quiet()
     sent = complete(rig, (6, 7))
     assert rig.decode.read(6, 7) == sent
     assert rig.decode.thread.stats().quarantined_blocks == 0

@@ -21,7 +21,7 @@ import sys
 from pdserve.config import HttpConfig, ProxyConfig, RegistryConfig
 from pdserve_proxy.server import serve
 config = ProxyConfig(
-    http=HttpConfig(drain_s=float(sys.argv[2])), registry=RegistryConfig(control_port=0, heartbeat_ms=200)
+    http=HttpConfig(port=0, drain_s=float(sys.argv[2])), registry=RegistryConfig(control_port=0, heartbeat_ms=200)
 )
 sys.exit(serve(config, sys.argv[1].encode()))
 """

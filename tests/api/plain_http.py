@@ -28,9 +28,14 @@ class Answer:
 
 
 def send(
-    method: str, url: str, *, body: Any = None, content: bytes | Iterable[bytes] | None = None, **headers: str
+    method: str,
+    url: str,
+    *,
+    body: Any = None,
+    content: bytes | Iterable[bytes] | None = None,
+    headers: Mapping[str, str] | None = None,
 ) -> Answer:
-    """``body`` goes as JSON, ``content`` as it is; header names have ``_`` for ``-``."""
+    """``body`` goes as JSON, ``content`` as it is."""
     connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=TIMEOUT_S)
     try:
         data = json.dumps(body).encode() if content is None and body is not None else content
@@ -38,7 +43,7 @@ def send(
             method,
             urlsplit(url).path,
             body=data,
-            headers={name.replace("_", "-"): value for name, value in headers.items()},
+            headers=headers or {},
         )
         response = connection.getresponse()
         return Answer(response.status, {name.lower(): value for name, value in response.getheaders()}, response.read())
@@ -51,4 +56,5 @@ def get(url: str) -> Answer:
 
 
 def post(url: str, body: Any = None, **headers: str) -> Answer:
-    return send("POST", url, body=body, **headers)
+    """Header names have ``_`` for ``-``."""
+    return send("POST", url, body=body, headers={name.replace("_", "-"): value for name, value in headers.items()})

@@ -1,0 +1,199 @@
+"""A client that goes away takes everything with it that its request holds, however far the request has come."""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import json
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+from quart import Quart
+
+from pdserve.api.app import create_app
+from pdserve.api.engine_client import EngineClient
+from pdserve.api.metrics import NodeMetrics
+from pdserve.api.node_state import NodeState
+from pdserve.api.tokenizer import Tokenizer
+from pdserve.config import (
+    CacheConfig,
+    CpuConfig,
+    EngineConfig,
+    LogConfig,
+    ModelConfig,
+    SchedulerConfig,
+    TransferConfig,
+)
+from pdserve.wire.discovery import Role
+from pdserve.wire.ids import new_id
+from tests.api.behaviour import Behaviour
+from tests.api.node import MODEL, WAIT_S, NodeUnderTest, eventually
+from tests.api.plain_http import get
+from tests.api.test_other_routes import metrics
+
+
+@pytest.mark.parametrize("choices", [1, 3])
+@pytest.mark.parametrize(
+    ("behaviour", "stream"), [(Behaviour.HOLD, True), (Behaviour.HOLD, False), (Behaviour.SILENT, True)]
+)
+def test_closed_connection(behaviour: Behaviour, stream: bool, choices: int, node: NodeUnderTest) -> None:
+    """In the middle of a stream; while a whole answer is awaited; before the first byte."""
+    before = len(node.submits())
+    aborts = metrics(node)['pdserve_request_failure_total{reason="abort"}']
+    connection = http.client.HTTPConnection(urlsplit(node.url).netloc, timeout=WAIT_S)
+    body = {"model": MODEL, "prompt": "x", "seed": behaviour, "n": choices, "stream": stream}
+    connection.request("POST", "/v1/completions", body=json.dumps(body))
+    if behaviour is Behaviour.HOLD and stream:
+        assert connection.getresponse().readline().startswith(b"data: ")
+    eventually(lambda: len(node.submits()) == before + choices)
+    assert not {submit.request_id for submit in node.submits()[before:]} & node.aborted()
+    assert connection.sock is not None or stream
+    connection.close()
+    node.wait_aborted(choices, before)
+    assert eventually(lambda: metrics(node)['pdserve_request_failure_total{reason="abort"}'] == aborts + choices)
+
+
+def test_many_at_once_leave_nothing(node: NodeUnderTest) -> None:
+    """An abort storm: the node goes on serving."""
+    before = len(node.submits())
+    connections = []
+    for _ in range(40):
+        connection = http.client.HTTPConnection(urlsplit(node.url).netloc, timeout=WAIT_S)
+        body = {"model": MODEL, "prompt": "x", "seed": Behaviour.SILENT, "stream": True}
+        connection.request("POST", "/v1/completions", body=json.dumps(body))
+        connections.append(connection)
+    eventually(lambda: len(node.submits()) == before + 40)
+    for connection in connections:
+        connection.close()
+    node.wait_aborted(40, before)
+    assert get(f"{node.url}/health").status == 200
+
+
+# ------------------------------------------------------------------ in this process, step by step
+
+
+def engine_config(model_dir: Path, scheduler: SchedulerConfig | None = None, role: Role = Role.MIXED) -> EngineConfig:
+    return EngineConfig(
+        role=role,
+        boot_id=new_id(),
+        secret=b"",
+        model_dir=str(model_dir),
+        model=ModelConfig(),
+        cache=CacheConfig(),
+        scheduler=scheduler or SchedulerConfig(),
+        transfer=TransferConfig(),
+        cpu=CpuConfig(),
+        log=LogConfig(),
+    )
+
+
+@asynccontextmanager
+async def app_in_process(
+    model_dir: Path, tokenizer: Tokenizer, journal: Path
+) -> AsyncIterator[tuple[Quart, EngineClient]]:
+    command = [sys.executable, "-m", "tests.api.scripted_engine", str(journal)]
+    engine = EngineClient(engine_config(model_dir), command=command)
+    try:
+        ready = await engine.start()
+        node = NodeState(
+            name="node",
+            role=Role.MIXED,
+            model=MODEL,
+            engine=engine,
+            ready=ready,
+            tokenizer=tokenizer,
+            tickets=None,
+            metrics=NodeMetrics(lambda: engine.stats),
+            timeout_s=60.0,
+            max_body_bytes=10_000,
+        )
+        yield create_app(node), engine
+    finally:
+        await engine.stop(5.0)
+
+
+SCOPE = {
+    "type": "http",
+    "asgi": {"version": "3.0", "spec_version": "2.3"},
+    "http_version": "1.1",
+    "method": "POST",
+    "scheme": "http",
+    "path": "/v1/completions",
+    "raw_path": b"/v1/completions",
+    "query_string": b"",
+    "root_path": "",
+    "headers": [(b"host", b"node")],
+    "client": ("127.0.0.1", 1),
+    "server": ("127.0.0.1", 2),
+}
+
+
+def test_gone_before_the_stream_is_read(model_dir: Path, tokenizer: Tokenizer, tmp_path: Path) -> None:
+    """The response exists, its generator was never started: no ``finally`` of it will ever run."""
+    body = json.dumps({"model": MODEL, "prompt": "x", "seed": Behaviour.HOLD, "stream": True}).encode()
+
+    async def scenario() -> list[str]:
+        gone = asyncio.Event()
+        messages = [{"type": "http.request", "body": body, "more_body": False}]
+        sent: list[str] = []
+
+        async def receive() -> dict[str, Any]:
+            if messages:
+                return messages.pop()
+            await gone.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message: Any) -> None:
+            sent.append(message["type"])
+            gone.set()
+            await asyncio.Event().wait()
+
+        async with app_in_process(model_dir, tokenizer, tmp_path / "journal") as (app, engine):
+            await asyncio.wait_for(app(dict(SCOPE), receive, send), WAIT_S)  # type: ignore[arg-type]
+            assert engine.open_requests == 0
+        return sent
+
+    assert asyncio.run(scenario()) == ["http.response.start"]
+    told = (tmp_path / "journal").read_text()
+    assert '"kind":"abort","request_ids":[1]' in told
+
+
+@pytest.mark.parametrize("behaviour", [Behaviour.SILENT, Behaviour.HOLD])
+def test_cancelled_at_any_time(behaviour: Behaviour, model_dir: Path, tokenizer: Tokenizer, tmp_path: Path) -> None:
+    """As the server does at its end."""
+    body = json.dumps({"model": MODEL, "prompt": "x", "seed": behaviour, "n": 2, "stream": True}).encode()
+
+    async def scenario() -> None:
+        messages: list[dict[str, Any]] = []
+        end = asyncio.Event()
+
+        async def receive() -> dict[str, Any]:
+            if messages:
+                return messages.pop()
+            await end.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message: Any) -> None:
+            pass
+
+        async with app_in_process(model_dir, tokenizer, tmp_path / "journal") as (app, engine):
+            before = asyncio.all_tasks()
+            for turns in range(16):
+                messages[:] = [{"type": "http.request", "body": body, "more_body": False}]
+                call = asyncio.ensure_future(app(dict(SCOPE), receive, send))  # type: ignore[arg-type]
+                for _ in range(turns):
+                    await asyncio.sleep(0)
+                call.cancel()
+                await asyncio.gather(call, return_exceptions=True)
+                await asyncio.wait_for(engine.wait_idle(), WAIT_S)
+            end.set()
+            left = asyncio.all_tasks() - before
+            await asyncio.wait_for(asyncio.gather(*left, return_exceptions=True), WAIT_S)
+            assert engine.open_requests == 0
+
+    asyncio.run(scenario())

@@ -1,0 +1,250 @@
+"""The client of the engine process: one wake a message, aborts on every path, bounded everything."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from pdserve.api.engine_client import EngineClient, EngineState
+from pdserve.api.generation import DEADLINE_GRACE_S, Generation
+from pdserve.config import SchedulerConfig
+from pdserve.errors import EngineError, Unavailable
+from pdserve.wire.discovery import Role
+from pdserve.wire.engine import FinishReason, RequestOutput
+from pdserve.wire.sampling import SamplingParams
+from tests.api.behaviour import ENGINE_FAILURE, Behaviour
+from tests.api.node import WAIT_S
+from tests.api.test_disconnect import engine_config
+
+
+def params(behaviour: Behaviour, max_tokens: int = 50) -> SamplingParams:
+    return SamplingParams(max_tokens=max_tokens, seed=behaviour)
+
+
+def client_of(model_dir: Path, folder: Path, scheduler: SchedulerConfig | None = None) -> EngineClient:
+    command = [sys.executable, "-m", "tests.api.scripted_engine", str(folder / "journal")]
+    return EngineClient(engine_config(model_dir, scheduler), command=command)
+
+
+async def drained(generation: Generation) -> RequestOutput:
+    """The first output with an end."""
+    async with asyncio.timeout(WAIT_S):
+        while True:
+            for item in await generation.wait():
+                if item.output.finish is not None:
+                    return item.output
+
+
+# ------------------------------------------------------------------ one generation
+
+
+def test_outputs_that_pile_up_are_read_at_once() -> None:
+    async def scenario() -> list[list[int]]:
+        generation = Generation([7, 8], 60.0, lambda ids: None)
+        reader = asyncio.create_task(generation.wait())
+        await asyncio.sleep(0)
+        for request_id in (7, 8, 7):
+            generation.deliver(RequestOutput(request_id, [request_id]))
+        items = await reader
+        generation.close()
+        return [[item.choice, *item.output.new_token_ids] for item in items]
+
+    assert asyncio.run(scenario()) == [[0, 7], [1, 8], [0, 7]]
+
+
+def test_the_end_of_a_choice_comes_once_and_close_aborts_the_rest() -> None:
+    aborted: list[Sequence[int]] = []
+
+    async def scenario() -> list[FinishReason | None]:
+        generation = Generation([1, 2, 3], 60.0, aborted.append)
+        generation.deliver(RequestOutput(1, [], FinishReason.STOP))
+        generation.deliver(RequestOutput(1, [], FinishReason.LENGTH))
+        generation.deliver(RequestOutput(99, []))
+        generation.end_choice(1)
+        generation.close()
+        generation.close()
+        return [item.output.finish for item in await generation.wait()]
+
+    assert asyncio.run(scenario()) == [FinishReason.STOP]
+    assert aborted == [[2], [3]]
+
+
+def test_a_silent_engine_does_not_outlast_the_deadline() -> None:
+    aborted: list[Sequence[int]] = []
+
+    async def scenario() -> FinishReason | None:
+        generation = Generation([1], -DEADLINE_GRACE_S, aborted.append)
+        output = await drained(generation)
+        generation.close()
+        return output.finish
+
+    assert asyncio.run(scenario()) is FinishReason.DEADLINE
+    assert aborted == [[1]]
+
+
+# ------------------------------------------------------------------ the process
+
+
+def test_generates_and_stops(model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+    async def scenario() -> tuple[FinishReason | None, int]:
+        client = client_of(model_dir, tmp_path)
+        try:
+            ready = await client.start()
+            assert ready.max_model_len == 256
+            assert not any(name.startswith("pdserve-") for name in os.listdir(tmp_path)), (
+                "the socket's folder is gone as soon as it is connected"
+            )
+            generation = client.open([([1, 2], params(Behaviour.REPLY))], deadline_s=10.0)
+            assert client.open_requests == 1
+            output = await drained(generation)
+            generation.close()
+            await asyncio.wait_for(client.wait_idle(), WAIT_S)
+            pid = client.pid
+            assert pid is not None
+        finally:
+            await client.stop(5.0)
+        assert client.state is EngineState.STOPPED
+        assert client.failure is None
+        return output.finish, pid
+
+    finish, pid = asyncio.run(scenario())
+    assert finish is FinishReason.STOP
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+    assert '"kind":"shutdown"' in (tmp_path / "journal").read_text()
+
+
+@pytest.mark.parametrize(("behaviour", "message"), [(Behaviour.FAIL, ENGINE_FAILURE), (Behaviour.DIE, "exit status 7")])
+def test_death_of_the_engine_ends_every_request(
+    behaviour: Behaviour, message: str, model_dir: Path, tmp_path: Path
+) -> None:
+    async def scenario() -> None:
+        client = client_of(model_dir, tmp_path)
+        try:
+            await client.start()
+            silent = client.open([([1], params(Behaviour.SILENT))] * 2, deadline_s=60.0)
+            fatal = client.open([([1], params(behaviour))], deadline_s=60.0)
+            for generation in (silent, fatal):
+                output = await drained(generation)
+                assert output.finish is FinishReason.ERROR
+                assert message in (output.error or "")
+            assert message in str(await asyncio.wait_for(client.wait_lost(), WAIT_S))
+            assert client.open_requests == 0
+            with pytest.raises(Unavailable):
+                client.open([([1], params(Behaviour.REPLY))], deadline_s=1.0)
+        finally:
+            await client.stop(5.0)
+        assert client.state is EngineState.LOST
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ([sys.executable, "-c", "raise SystemExit(3)"], "exit status 3"),
+        ([sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"], "SIGKILL"),
+        (["/nonexistent/engine"], "cannot start"),
+    ],
+)
+def test_engine_that_cannot_start(command: list[str], message: str, model_dir: Path) -> None:
+    async def scenario() -> None:
+        client = EngineClient(engine_config(model_dir), command=command)
+        try:
+            with pytest.raises(EngineError, match=message):
+                await asyncio.wait_for(client.start(), WAIT_S)
+        finally:
+            await client.stop(5.0)
+
+    asyncio.run(scenario())
+
+
+def test_engine_that_speaks_nonsense(model_dir: Path) -> None:
+    program = (
+        "import sys, msgspec, zmq\n"
+        "address = msgspec.msgpack.decode(sys.stdin.buffer.read())['address']\n"
+        "s = zmq.Context.instance().socket(zmq.PAIR); s.connect(address); s.send(b'nonsense'); s.recv()"
+    )
+
+    async def scenario() -> None:
+        client = EngineClient(engine_config(model_dir), command=[sys.executable, "-c", program])
+        try:
+            with pytest.raises(EngineError, match="message that is none"):
+                await asyncio.wait_for(client.start(), WAIT_S)
+        finally:
+            await client.stop(5.0)
+
+    asyncio.run(scenario())
+
+
+def test_engine_that_does_not_stop_is_killed(model_dir: Path) -> None:
+    program = "import sys, time; sys.stdin.buffer.read(); time.sleep(600)"
+
+    async def scenario() -> int:
+        client = EngineClient(engine_config(model_dir), command=[sys.executable, "-c", program])
+        start = asyncio.create_task(client.start())
+        while client.pid is None:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        start.cancel()
+        await asyncio.gather(start, return_exceptions=True)
+        pid = client.pid
+        await asyncio.wait_for(client.stop(0.1), WAIT_S)
+        return pid
+
+    pid = asyncio.run(scenario())
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
+@pytest.mark.parametrize(("role", "waits"), [(Role.MIXED, False), (Role.PREFILL, True)])
+def test_prefill_engine_is_idle_when_it_says_so(role: Role, waits: bool, model_dir: Path, tmp_path: Path) -> None:
+    """Its work is for other engines: what is open here says nothing."""
+
+    async def scenario() -> None:
+        command = [sys.executable, "-m", "tests.api.scripted_engine", str(tmp_path / "journal")]
+        client = EngineClient(engine_config(model_dir, role=role), command=command)
+        try:
+            await client.start()
+            held = client.open([([1], params(Behaviour.HOLD))], deadline_s=60.0)
+            async with asyncio.timeout(WAIT_S):
+                while client.stats.running == 0:
+                    await held.wait()
+            held.close()
+            idle = asyncio.create_task(client.wait_idle())
+            await asyncio.sleep(0)
+            assert idle.done() is not waits
+            last = client.open([([1], params(Behaviour.REPLY))], deadline_s=60.0)
+            await drained(last)
+            last.close()
+            await asyncio.wait_for(idle, WAIT_S)
+        finally:
+            await client.stop(5.0)
+
+    asyncio.run(scenario())
+
+
+def test_too_many_requests(model_dir: Path, tmp_path: Path) -> None:
+    async def scenario() -> None:
+        client = client_of(model_dir, tmp_path, SchedulerConfig(max_running=1, max_waiting=2))
+        try:
+            await client.start()
+            held = client.open([([1], params(Behaviour.SILENT))] * 3, deadline_s=60.0)
+            with pytest.raises(Unavailable, match="too many") as raised:
+                client.open([([1], params(Behaviour.REPLY))], deadline_s=60.0)
+            assert raised.value.retry_after_s is not None
+            held.close()
+            generation = client.open([([1], params(Behaviour.REPLY))], deadline_s=60.0)
+            assert (await drained(generation)).finish is FinishReason.STOP
+            generation.close()
+        finally:
+            await client.stop(5.0)
+
+    asyncio.run(scenario())

@@ -1,0 +1,228 @@
+"""The life of a node: from its start over a drain, or its engine's death, to its exit status."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import http.client
+import json
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+import zmq
+
+from pdserve.config import DiscoveryConfig, HttpConfig, ModelConfig, NodeConfig
+from pdserve.wire.discovery import Ack, Deregister, NodeInfo, Register, Role, ToProxy
+from pdserve.wire.engine import Shutdown
+from pdserve.wire.frame import Opener, Purpose, Sealer
+from pdserve.wire.ids import new_id
+from pdserve.wire.ticket import TICKET_HEADER, PrefillTarget, Ticket
+from tests.api.behaviour import ENGINE_FAILURE, REPLY_TEXT, Behaviour
+from tests.api.node import MODEL, WAIT_S, NodeUnderTest, eventually, node_command, scripted_node
+from tests.api.plain_http import Answer, get, post
+from tests.api.scripted_engine import NEVER_READY
+from tests.processes import SECRET, clean_environ, running
+
+BODY = {"model": MODEL, "prompt": "x"}
+
+
+def config(drain_s: float = 10.0, proxies: tuple[str, ...] = ()) -> NodeConfig:
+    return NodeConfig(
+        model=ModelConfig(served_name=MODEL),
+        http=HttpConfig(drain_s=drain_s),
+        discovery=DiscoveryConfig(proxies=proxies, heartbeat_ms=100),
+    )
+
+
+class Stream:
+    """A streamed completion that has begun: its first event is read."""
+
+    def __init__(self, node: NodeUnderTest, behaviour: Behaviour) -> None:
+        self._connection = http.client.HTTPConnection(urlsplit(node.url).netloc, timeout=WAIT_S)
+        body = json.dumps({**BODY, "seed": behaviour, "stream": True})
+        self._connection.request("POST", "/v1/completions", body=body)
+        self._response = self._connection.getresponse()
+        self.first = self._response.readline()
+
+    def rest(self) -> str:
+        try:
+            return self._response.read().decode()
+        finally:
+            self._connection.close()
+
+
+def test_drain_lets_running_requests_finish(model_dir: Path, tmp_path: Path) -> None:
+    with scripted_node(config(), model_dir, tmp_path) as node:
+        stream = Stream(node, Behaviour.SLOW)
+        node.process.terminate()
+        eventually(lambda: get(f"{node.url}/ready").status == 503)
+        refused = post(f"{node.url}/v1/completions", {**BODY, "seed": 0})
+        assert (refused.status, refused.json()["error"]["code"]) == (503, "draining")
+        assert int(refused.headers["retry-after"]) >= 1
+        assert get(f"{node.url}/health").status == 200
+        events = (stream.first.decode() + stream.rest()).split("\n\n")
+        assert events[-2] == "data: [DONE]"
+        text = "".join(json.loads(event[6:])["choices"][0]["text"] for event in events if event.startswith("data: {"))
+        assert text == REPLY_TEXT
+        assert node.process.wait() == 0
+        assert isinstance(node.told()[-1], Shutdown)
+
+
+def test_drain_is_bounded(model_dir: Path, tmp_path: Path) -> None:
+    with scripted_node(config(drain_s=0.2), model_dir, tmp_path) as node:
+        stream = Stream(node, Behaviour.HOLD)
+        node.process.terminate()
+        rest = stream.rest()
+        assert "event: error\n" in rest
+        assert "[DONE]" not in rest
+        assert node.process.wait() == 0
+        node.wait_aborted(1, since=0)
+
+
+def test_second_signal_cuts_the_drain_short(model_dir: Path, tmp_path: Path) -> None:
+    with scripted_node(config(drain_s=600.0), model_dir, tmp_path) as node:
+        stream = Stream(node, Behaviour.HOLD)
+        node.process.popen.send_signal(signal.SIGINT)
+        eventually(lambda: get(f"{node.url}/ready").status == 503)
+        node.process.popen.send_signal(signal.SIGINT)
+        assert "event: error\n" in stream.rest()
+        assert node.process.wait() == 0
+
+
+@pytest.mark.parametrize(("behaviour", "message"), [(Behaviour.FAIL, ENGINE_FAILURE), (Behaviour.DIE, "exit status 7")])
+def test_engine_death_ends_the_node(behaviour: Behaviour, message: str, model_dir: Path, tmp_path: Path) -> None:
+    with scripted_node(config(), model_dir, tmp_path) as node:
+        other = Stream(node, Behaviour.HOLD)
+        whole = post(f"{node.url}/v1/completions", {**BODY, "seed": behaviour})
+        assert whole.status == 500
+        assert message in whole.json()["error"]["message"]
+        rest = other.rest()
+        assert "event: error\n" in rest
+        assert message in rest
+        assert "[DONE]" not in rest
+        assert node.process.wait() == 1
+        assert any("ERROR" in line and message in line for line in node.process.lines)
+
+
+def test_signal_while_the_engine_starts(model_dir: Path, tmp_path: Path) -> None:
+    (tmp_path / NEVER_READY).touch()
+    with running(node_command(config(), model_dir, tmp_path), clean_environ()) as process:
+        process.wait_for(lambda line: "engine: loading weights" in line)
+        process.terminate()
+        assert process.wait() == 0
+
+
+def test_engine_that_cannot_start(tmp_path: Path) -> None:
+    """The folder has no tokenizer: the scripted engine ends, or the node finds out first."""
+    with pytest.raises(AssertionError, match=r"tokenizer|exit status 1"), scripted_node(config(), tmp_path, tmp_path):
+        pass
+
+
+def test_port_in_use(model_dir: Path, tmp_path: Path) -> None:
+    with scripted_node(config(), model_dir, tmp_path) as node:
+        taken = urlsplit(node.url).port
+        assert taken is not None
+        second = NodeConfig(http=HttpConfig(port=taken))
+        with pytest.raises(AssertionError, match="cannot serve HTTP"), scripted_node(second, model_dir, tmp_path):
+            pass
+
+
+def test_prefill_node_serves_no_clients(model_dir: Path, tmp_path: Path) -> None:
+    with scripted_node(config(), model_dir, tmp_path, Role.PREFILL) as node:
+        for route in ("v1/completions", "v1/chat/completions", "tokenize"):
+            answer = post(f"{node.url}/{route}", {**BODY, "messages": [{"role": "user", "content": "x"}], "seed": 0})
+            assert (answer.status, answer.json()["error"]["code"]) == (404, "prefill_node")
+        assert get(f"{node.url}/ready").status == 200
+        assert get(f"{node.url}/v1/models").json()["data"][0]["id"] == MODEL
+
+
+# ------------------------------------------------------------------ with a proxy
+
+
+class FakeProxy:
+    """The control socket of a proxy, and its tickets."""
+
+    def __init__(self) -> None:
+        self._context = zmq.Context()
+        self._socket: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
+        port = self._socket.bind_to_random_port("tcp://127.0.0.1")
+        self.address = f"tcp://127.0.0.1:{port}"
+        self._boot_id = new_id()
+        self._acks = Sealer(SECRET.encode(), Purpose.DISCOVERY, self._boot_id)
+        self._tickets = Sealer(SECRET.encode(), Purpose.TICKET, self._boot_id)
+        self._opener: Opener[ToProxy] = Opener(SECRET.encode(), Purpose.DISCOVERY, ToProxy)  # type: ignore[arg-type]
+
+    def receive(self, kind: type[Register] | type[Deregister]) -> Any:
+        """The next message of that kind; every one is acknowledged."""
+        deadline = time.monotonic() + WAIT_S
+        while self._socket.poll(int(max(deadline - time.monotonic(), 0) * 1000)):
+            peer, frame = self._socket.recv_multipart()
+            message = self._opener.open(frame)
+            if isinstance(message, Register):
+                self._socket.send_multipart([peer, self._acks.seal(Ack(self._boot_id, True))])
+            if isinstance(message, kind):
+                return message
+        raise AssertionError(f"no {kind.__name__} in {WAIT_S} s")
+
+    def ticket(self, node: NodeInfo, deadline_s: float = 10.0, **more: Any) -> str:
+        ticket = Ticket(request_id="from-proxy", attempt=1, node=node.boot_id, deadline_s=deadline_s, **more)
+        return base64.urlsafe_b64encode(self._tickets.seal(ticket)).rstrip(b"=").decode()
+
+    def close(self) -> None:
+        self._socket.close(linger=0)
+        self._context.term()
+
+
+@pytest.fixture
+def proxy() -> Iterator[FakeProxy]:
+    with contextlib.closing(FakeProxy()) as proxy:
+        yield proxy
+
+
+def ask(node: NodeUnderTest, ticket: str | None, seed: int = 0) -> Answer:
+    headers = {} if ticket is None else {TICKET_HEADER.replace("-", "_"): ticket}
+    return post(f"{node.url}/v1/completions", {**BODY, "seed": seed}, **headers)
+
+
+def test_node_of_a_proxy(proxy: FakeProxy, model_dir: Path, tmp_path: Path) -> None:
+    with scripted_node(config(proxies=(proxy.address,)), model_dir, tmp_path, Role.DECODE) as node:
+        info = proxy.receive(Register).node
+        assert (info.url, info.role, info.model) == (node.url, Role.DECODE, MODEL)
+        assert (info.capacity.max_model_len, info.fingerprint) == (256, "f" * 32)
+
+        without = ask(node, None)
+        assert without.status == 401
+        assert "clients talk to the proxy" in without.json()["error"]["message"]
+
+        target = PrefillTarget("prefill-1", "tcp://127.0.0.1:9", new_id())
+        ticket = proxy.ticket(info, prefill=(target,))
+        answer = ask(node, ticket)
+        assert answer.status == 200
+        assert answer.headers["x-request-id"] == "from-proxy"
+        [submit] = node.submits()
+        assert (submit.attempt, submit.prefill) == (1, (target,))
+        assert 9 < submit.deadline_s <= 10
+
+        assert ask(node, ticket).status == 401
+        assert ask(node, "forged").status == 401
+        assert len(node.submits()) == 1
+
+        late = ask(node, proxy.ticket(info, deadline_s=0.2), seed=Behaviour.SILENT)
+        assert (late.status, late.json()["error"]["code"]) == (504, "deadline_exceeded")
+
+        node.process.terminate()
+        assert proxy.receive(Deregister).boot_id == info.boot_id
+        assert node.process.wait() == 0
+
+
+def test_node_deregisters_when_its_engine_dies(proxy: FakeProxy, model_dir: Path, tmp_path: Path) -> None:
+    with scripted_node(config(proxies=(proxy.address,)), model_dir, tmp_path, Role.DECODE) as node:
+        info = proxy.receive(Register).node
+        assert ask(node, proxy.ticket(info), seed=Behaviour.DIE).status == 500
+        assert proxy.receive(Deregister).boot_id == info.boot_id
+        assert node.process.wait() == 1

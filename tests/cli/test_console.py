@@ -1,0 +1,56 @@
+"""What ``pdserve up`` shows of itself and its processes."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+
+from pdserve.cli.console import Console
+from pdserve.config import LogLevel
+
+
+def test_lines_are_marked_with_their_process() -> None:
+    out = io.StringIO()
+    console = Console(out, colour=False)
+    console.relay("proxy", "hello")
+    console.say("ready")
+    first, second = out.getvalue().splitlines()
+    assert first == "proxy     | hello"
+    assert second.endswith("s] ready")
+
+
+def test_colour_is_only_for_terminals() -> None:
+    plain, coloured = io.StringIO(), io.StringIO()
+    Console(plain, colour=False).relay("proxy", "hello")
+    Console(coloured, colour=True).relay("proxy", "hello")
+    assert "\x1b" not in plain.getvalue()
+    assert "\x1b" in coloured.getvalue()
+
+
+@pytest.mark.parametrize(("level", "shown"), [(LogLevel.DEBUG, 4), (LogLevel.INFO, 3), (LogLevel.ERROR, 1)])
+def test_log_lines_below_the_level_are_hidden(level: LogLevel, shown: int) -> None:
+    out = io.StringIO()
+    console = Console(out, colour=False, level=level)
+    for name in ("DEBUG", "INFO", "WARNING", "ERROR"):
+        console.relay("proxy", f"2026-11-21 04:00:00,000 {name} pdserve: text")
+    console.relay("proxy", "a traceback, say")
+    assert len(out.getvalue().splitlines()) == shown + 1
+
+
+def test_lines_wait_while_something_else_writes() -> None:
+    out = io.StringIO()
+    console = Console(out, colour=False)
+    with console.held():
+        console.relay("proxy", "one")
+        console.relay("proxy", "two")
+        out.write("the answer\n")
+    assert [line.rpartition(" ")[2] for line in out.getvalue().splitlines()] == ["answer", "one", "two"]
+
+
+def test_a_terminal_that_is_gone_stops_nothing() -> None:
+    class Gone(io.StringIO):
+        def write(self, text: str) -> int:
+            raise BrokenPipeError
+
+    Console(Gone(), colour=False).say("stopping")

@@ -1,0 +1,113 @@
+"""``pdserve up`` with the demo model: real processes, one question, and nothing left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import time
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from tests.processes import Process, pdserve
+
+SMALL = ("--port", "0", "--kv-cache-mib", "64", "--max-model-len", "512")
+QUESTION = "What is the capital of France? Answer in one sentence."
+
+
+def cluster_processes(marker: str) -> set[int]:
+    """Processes below a ``pdserve up`` that was given ``marker`` in its environment."""
+    found = set()
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdecimal() and int(folder.name) != os.getpid():
+            try:
+                if marker.encode() in (folder / "environ").read_bytes():
+                    found.add(int(folder.name))
+            except OSError:
+                continue
+    return found
+
+
+def wait_until_gone(marker: str, timeout_s: float = 20.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while left := cluster_processes(marker):
+        assert time.monotonic() < deadline, f"still there: {left}"
+        time.sleep(0.05)
+
+
+def url_of(up: Process) -> str:
+    """Of the cluster, once it is ready."""
+    line = up.wait_for(lambda line: line.startswith("OpenAI-compatible API: "))
+    return line.removeprefix("OpenAI-compatible API: ").removesuffix("/v1")
+
+
+def nodes(url: str) -> dict[str, str]:
+    with urllib.request.urlopen(f"{url}/instances", timeout=10) as response:
+        return {instance["name"]: instance["role"] for instance in json.load(response)}
+
+
+@pytest.mark.usefixtures("demo_model")
+def test_one_question_is_answered_over_prefill_and_decode(tmp_path: Path) -> None:
+    with pdserve("up", *SMALL, "--ask", QUESTION, XDG_STATE_HOME=str(tmp_path)) as up:
+        status = up.wait(180)
+    assert status == 0, up.output
+    assert "The capital of France is Paris." in up.lines, up.output
+    assert re.search(r"^TTFT \d+ ms, [\d.]+ tok/s \(\d+ prompt tokens, \d+ generated\)$", up.output, re.MULTILINE)
+    assert "source=remote" in up.output
+    assert "all 2 nodes are ready" in up.output
+    wait_until_gone(str(tmp_path))
+
+
+@pytest.mark.usefixtures("demo_model")
+def test_it_serves_until_sigterm_and_outlives_a_node_that_is_not_needed(tmp_path: Path) -> None:
+    flags = ("--prefill", "0", "--decode", "0", "--mixed", "2")
+    with pdserve("up", *SMALL, *flags, XDG_STATE_HOME=str(tmp_path)) as up:
+        url = url_of(up)
+        assert nodes(url) == {"mixed-0": "mixed", "mixed-1": "mixed"}
+        (first,) = [pid for pid in cluster_processes(str(tmp_path)) if command_has(pid, "mixed-0")]
+        os.kill(first, signal.SIGKILL)
+        up.wait_for(lambda line: "mixed-0 was ended by SIGKILL" in line)
+        with urllib.request.urlopen(f"{url}/live", timeout=10) as response:
+            assert response.status == 200
+        up.terminate()
+        assert up.wait(60) == 0, up.output
+    wait_until_gone(str(tmp_path))
+
+
+@pytest.mark.usefixtures("demo_model")
+def test_killed_it_leaves_nothing_behind(tmp_path: Path) -> None:
+    flags = ("--prefill", "0", "--decode", "0", "--mixed", "1")
+    with pdserve("up", *SMALL, *flags, XDG_STATE_HOME=str(tmp_path)) as up:
+        url_of(up)
+        assert len(cluster_processes(str(tmp_path))) >= 4  # up, proxy, node, engine
+        up.popen.send_signal(signal.SIGKILL)
+        up.popen.wait(10)
+        wait_until_gone(str(tmp_path))
+
+
+def command_has(pid: int, word: str) -> bool:
+    return word.encode() in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+
+
+def test_a_node_that_cannot_start_stops_everything_and_says_why(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text('{"model_type": "nonsense"}')
+    with pdserve("up", "--port", "0", "--model", str(model), XDG_STATE_HOME=str(tmp_path)) as up:
+        assert up.wait(90) == 1
+        assert re.search(r"(prefill|decode)-0 ended with status 1; its last lines:", up.output)
+        assert str(model) in up.output
+    wait_until_gone(str(tmp_path))
+
+
+def test_a_taken_port_is_told(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    with pdserve("proxy", "--port", "0", "--control-port", "0") as proxy:
+        port = proxy.listening().url.rpartition(":")[2]
+        with pdserve("up", "--port", port, "--model", str(tmp_path)) as up:
+            assert up.wait(60) == 1
+            assert "proxy ended with status 2; its last lines:" in up.output
+            assert port in up.output

@@ -1,0 +1,156 @@
+"""A real cluster for tests: proxy, prefill, decode and mixed nodes, each its own processes, on loopback."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tests.processes import Process, pdserve
+
+MODEL = "smollm2-135m-instruct"
+PATIENCE_S = 60.0
+POLL_S = 0.02
+
+
+@dataclass(frozen=True)
+class Reply:
+    """One HTTP response, whatever its status."""
+
+    status: int
+    headers: Mapping[str, str]
+    body: bytes
+
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+
+def http(url: str, body: object = None, *, raw: bytes | None = None, timeout_s: float = 120.0) -> Reply:
+    """GET, or POST if there is a body."""
+    data = raw if raw is not None else None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(url, data, {"content-type": "application/json"})
+    try:
+        with urllib.request.urlopen(request, timeout=timeout_s) as response:
+            return Reply(response.status, dict(response.headers), response.read())
+    except urllib.error.HTTPError as error:
+        with error:
+            return Reply(error.code, dict(error.headers), error.read())
+
+
+def eventually(condition: Callable[[], bool], what: str, timeout_s: float = PATIENCE_S) -> None:
+    """Wait for something that no event announces to a test."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > deadline:
+            raise AssertionError(f"did not happen in {timeout_s} s: {what}")
+        time.sleep(POLL_S)
+
+
+@dataclass(frozen=True)
+class Node:
+    """One node process and where it listens."""
+
+    name: str
+    process: Process
+    url: str
+
+    def metric(self, name: str, **labels: str) -> float:
+        """One sample of its ``/metrics``; 0 if there is none."""
+        wanted = "pdserve_" + name
+        if labels:
+            wanted += "{" + ",".join(f'{key}="{value}"' for key, value in labels.items()) + "}"
+        found = re.search(rf"^{re.escape(wanted)} (\S+)$", http(self.url + "/metrics").body.decode(), re.MULTILINE)
+        return float(found[1]) if found else 0.0
+
+    @property
+    def idle(self) -> bool:
+        """No request, and every block free."""
+        return all(
+            self.metric(name) == 0
+            for name in (
+                "num_requests_running",
+                "num_requests_waiting",
+                "num_requests_waiting_for_remote_kvs",
+                "kv_cache_usage_perc",
+                "quarantined_blocks",
+            )
+        )
+
+
+@dataclass
+class Cluster:
+    """Named nodes behind one proxy."""
+
+    url: str
+    proxy: Process
+    control: str
+    prefill: list[Node] = field(default_factory=list)
+    decode: list[Node] = field(default_factory=list)
+
+    @property
+    def nodes(self) -> list[Node]:
+        return self.prefill + self.decode
+
+    def complete(self, prompt: Sequence[int] | str, max_tokens: int, **more: object) -> list[int]:
+        """Generated token ids of a greedy completion that must succeed."""
+        body = {
+            "model": MODEL,
+            "prompt": prompt,
+            "max_tokens": max_tokens,
+            "temperature": 0,
+            "return_token_ids": True,
+            **more,
+        }
+        reply = http(self.url + "/v1/completions", body)
+        assert reply.status == 200, reply.body
+        ids: list[int] = reply.json()["choices"][0]["token_ids"]
+        return ids
+
+    def until_idle(self, timeout_s: float = PATIENCE_S) -> None:
+        eventually(lambda: all(node.idle for node in self.nodes), "every node idle, every block free", timeout_s)
+
+
+@contextmanager
+def cluster(
+    model: Path | str, *node_flags: str, prefill: int = 1, decode: int = 1, mixed: int = 0
+) -> Iterator[Cluster]:
+    """Bring it up, wait until the proxy has every node, take it down."""
+    with ExitStack() as stack:
+        proxy = stack.enter_context(pdserve("proxy", "--port", "0", "--control-port", "0"))
+        found = proxy.listening()
+        made = Cluster(found.url, proxy, found.control)
+        starting: list[tuple[str, str, Process]] = []
+        for role, count in (("prefill", prefill), ("decode", decode), ("mixed", mixed)):
+            for i in range(count):
+                name = f"{role}-{i}"
+                flags = [*node_flags, *one_core(i)]
+                starting.append((role, name, stack.enter_context(start_node(role, name, model, made, *flags))))
+        for role, name, process in starting:
+            node = Node(name, process, process.listening().url)
+            (made.prefill if role == "prefill" else made.decode).append(node)
+        eventually(lambda: len(http(made.url + "/instances").json()) == len(starting), "every node registered")
+        yield made
+
+
+def one_core(index: int) -> tuple[str, str]:
+    """Engines that use all cores at the same time slow each other down many times over: one core for each."""
+    cores = sorted(os.sched_getaffinity(0))
+    return "--cores", str(cores[index % len(cores)])
+
+
+@contextmanager
+def start_node(role: str, name: str, model: Path | str, cluster: Cluster, *flags: str) -> Iterator[Process]:
+    """One more node for a running cluster."""
+    more = ["--kv-cache-mib", "256"] if "--kv-cache-mib" not in flags else []
+    with pdserve(
+        role, "--name", name, "--model", str(model), "--served-name", MODEL, "--proxy", cluster.control, *more, *flags
+    ) as process:
+        yield process

@@ -1,0 +1,124 @@
+"""The official client against the whole cluster."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from openai import AsyncOpenAI, BadRequestError, NotFoundError, OpenAI
+from openai.types.chat import ChatCompletionMessageParam
+
+from tests.cluster.nodes import MODEL, Cluster, http
+
+QUESTION: list[ChatCompletionMessageParam] = [{"role": "user", "content": "Count from one to five."}]
+
+
+@pytest.fixture(scope="session")
+def answer(pd_cluster: Cluster) -> str:
+    """The greedy answer to QUESTION, not streamed."""
+    reply = http(
+        pd_cluster.url + "/v1/chat/completions",
+        {"model": MODEL, "messages": QUESTION, "temperature": 0, "max_tokens": 24},
+    )
+    assert reply.status == 200, reply.body
+    text: str = reply.json()["choices"][0]["message"]["content"]
+    assert text
+    return text
+
+
+def client(cluster: Cluster) -> OpenAI:
+    return OpenAI(base_url=cluster.url + "/v1", api_key="none", max_retries=0)
+
+
+def test_chat(pd_cluster: Cluster, answer: str) -> None:
+    with client(pd_cluster) as openai:
+        got = openai.chat.completions.create(model=MODEL, messages=QUESTION, temperature=0, max_tokens=24)
+    assert got.choices[0].message.content == answer
+    assert got.usage is not None
+    assert got.usage.total_tokens == got.usage.prompt_tokens + got.usage.completion_tokens
+
+
+def test_chat_streamed(pd_cluster: Cluster, answer: str) -> None:
+    with client(pd_cluster) as openai:
+        stream = openai.chat.completions.create(
+            model=MODEL,
+            messages=QUESTION,
+            temperature=0,
+            max_tokens=24,
+            stream=True,
+            stream_options={"include_usage": True},
+        )
+        chunks = list(stream)
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == answer
+    assert [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices][-1] in ("stop", "length")
+    assert chunks[-1].choices == []
+    assert chunks[-1].usage is not None
+
+
+def test_completion_and_its_stream_agree(pd_cluster: Cluster) -> None:
+    with client(pd_cluster) as openai:
+        whole = openai.completions.create(model=MODEL, prompt="The capital of France is", temperature=0, max_tokens=12)
+        stream = openai.completions.create(
+            model=MODEL, prompt="The capital of France is", temperature=0, max_tokens=12, stream=True
+        )
+        assert "".join(chunk.choices[0].text for chunk in stream) == whole.choices[0].text
+    assert "Paris" in whole.choices[0].text
+
+
+def test_async_streams_at_once(pd_cluster: Cluster, answer: str) -> None:
+    async def ask(openai: AsyncOpenAI) -> str:
+        stream = await openai.chat.completions.create(
+            model=MODEL,
+            messages=QUESTION,
+            temperature=0,
+            max_tokens=24,
+            stream=True,
+        )
+        return "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
+
+    async def scenario() -> list[str]:
+        async with AsyncOpenAI(base_url=pd_cluster.url + "/v1", api_key="none", max_retries=0) as openai:
+            return await asyncio.gather(*(ask(openai) for _ in range(6)))
+
+    assert asyncio.run(scenario()) == [answer] * 6
+
+
+def test_async_completion(pd_cluster: Cluster) -> None:
+    async def scenario() -> str:
+        async with AsyncOpenAI(base_url=pd_cluster.url + "/v1", api_key="none", max_retries=0) as openai:
+            got = await openai.completions.create(
+                model=MODEL, prompt=["The capital of France is", "Two and two is"], temperature=0, max_tokens=5
+            )
+            assert len(got.choices) == 2
+            return got.choices[0].text
+
+    assert "Paris" in asyncio.run(scenario())
+
+
+def test_models(pd_cluster: Cluster) -> None:
+    with client(pd_cluster) as openai:
+        assert [model.id for model in openai.models.list()] == [MODEL]
+        assert openai.models.retrieve(MODEL).id == MODEL
+        with pytest.raises(NotFoundError):
+            openai.models.retrieve("gpt-4")
+
+
+def test_errors_are_the_clients_own(pd_cluster: Cluster) -> None:
+    with client(pd_cluster) as openai:
+        with pytest.raises(NotFoundError) as unknown:
+            openai.completions.create(model="gpt-4", prompt="x")
+        assert unknown.value.code == "model_not_found"
+        with pytest.raises(BadRequestError) as negative:
+            openai.completions.create(model=MODEL, prompt="x", max_tokens=-1)
+        assert negative.value.param == "max_tokens"
+
+
+def test_stop_string(pd_cluster: Cluster) -> None:
+    with client(pd_cluster) as openai:
+        got = openai.completions.create(
+            model=MODEL, prompt="The capital of France is", temperature=0, max_tokens=12, stop=["answer"]
+        )
+    assert "answer" not in got.choices[0].text
+    assert got.choices[0].finish_reason == "stop"
+    pd_cluster.until_idle()

@@ -1,0 +1,89 @@
+"""Greedy tokens of the P/D cluster = of a mixed node = of transformers, in fp32."""
+
+from __future__ import annotations
+
+import random
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.cluster.nodes import Cluster
+
+NEW_TOKENS = 8
+BLOCK = 16
+# Around one block, several blocks, one step's token budget (256) and several of them, up to 1,500 tokens.
+LENGTHS = [
+    *(1, 2, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK - 1, 2 * BLOCK, 2 * BLOCK + 1),
+    *(BLOCK - NEW_TOKENS, BLOCK - NEW_TOKENS + 1, 3 * BLOCK + 5, 63, 64, 65, 100, 127, 128, 129),
+    *(255, 256, 257, 271, 272, 273, 300, 511, 512, 513, 767, 1024, 1025, 1499, 1500),
+]
+
+
+def prompt(length: int) -> list[int]:
+    return random.Random(length).choices(range(3, 49_000), k=length)
+
+
+@pytest.fixture(scope="session")
+def wanted(demo_model: Path) -> dict[int, list[int]]:
+    """What transformers generates, by prompt length."""
+    model: Any = AutoModelForCausalLM.from_pretrained(demo_model, dtype=torch.float32)
+    answers = {}
+    for length in LENGTHS:
+        ids = torch.tensor([prompt(length)])
+        out = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=NEW_TOKENS,
+            do_sample=False,
+            eos_token_id=-1,
+            pad_token_id=2,
+        )
+        answers[length] = out[0, length:].tolist()
+    return answers
+
+
+def alone(cluster: Cluster) -> dict[int, list[int]]:
+    return {length: cluster.complete(prompt(length), NEW_TOKENS, ignore_eos=True) for length in LENGTHS}
+
+
+def eight_at_a_time(cluster: Cluster) -> dict[int, list[int]]:
+    shuffled = random.Random(0).sample(LENGTHS, len(LENGTHS))
+    with ThreadPoolExecutor(8) as pool:
+        answers = pool.map(lambda length: cluster.complete(prompt(length), NEW_TOKENS, ignore_eos=True), shuffled)
+        return dict(zip(shuffled, answers, strict=True))
+
+
+@pytest.mark.timeout(600)
+def test_prefill_and_decode_nodes_alone(pd_cluster: Cluster, wanted: dict[int, list[int]]) -> None:
+    assert alone(pd_cluster) == wanted
+
+
+@pytest.mark.timeout(600)
+def test_prefill_and_decode_nodes_eight_at_a_time(pd_cluster: Cluster, wanted: dict[int, list[int]]) -> None:
+    before = sum(node.metric("prefills_total", source="remote") for node in pd_cluster.decode)
+    assert eight_at_a_time(pd_cluster) == wanted
+    pd_cluster.until_idle()
+    after = sum(node.metric("prefills_total", source="remote") for node in pd_cluster.decode)
+    # Every prompt was prefilled remotely, except the one of a single token: nothing of it is missing but that token.
+    assert after - before == len(LENGTHS) - 1
+
+
+@pytest.mark.timeout(600)
+def test_mixed_node_alone(mixed_cluster: Cluster, wanted: dict[int, list[int]]) -> None:
+    assert alone(mixed_cluster) == wanted
+
+
+@pytest.mark.timeout(600)
+def test_mixed_node_eight_at_a_time(mixed_cluster: Cluster, wanted: dict[int, list[int]]) -> None:
+    assert eight_at_a_time(mixed_cluster) == wanted
+
+
+def test_a_seeded_answer_is_the_same_on_both(pd_cluster: Cluster, mixed_cluster: Cluster) -> None:
+    for seed in (1, 2):
+        options = {"temperature": 0.8, "top_p": 0.9, "seed": seed, "ignore_eos": True}
+        answers = [cluster.complete(prompt(40), 24, **options) for cluster in (pd_cluster, mixed_cluster, pd_cluster)]
+        assert answers[0] == answers[1] == answers[2]

@@ -1,0 +1,125 @@
+"""The documentation says what is so: settings, commands, fields, messages, metrics, links."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+from pathlib import Path
+
+import msgspec
+import pytest
+from pdserve_proxy.metrics import ProxyMetrics
+from prometheus_client import generate_latest
+
+from pdserve.api.metrics import NodeMetrics
+from pdserve.api.openai import ChatRequest, CompletionRequest
+from pdserve.cli.main import SUBCOMMANDS
+from pdserve.config import NodeConfig, ProxyConfig, UpConfig
+from pdserve.settings import ROOTS, load
+from pdserve.settings.tree import settings_of
+from pdserve.wire import discovery, engine, transfer
+from pdserve.wire.engine import EngineStats
+from tests.docs.configuration_table import PAGE, render
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
+ROOT_OF = {"up": UpConfig, "proxy": ProxyConfig, "prefill": NodeConfig, "decode": NodeConfig, "mixed": NodeConfig}
+
+
+def name(path: Path) -> str:
+    return path.name
+
+
+def commands() -> list[tuple[str, list[str]]]:
+    """Every shell command of every page: where it is, and its words."""
+    found = []
+    for page in PAGES:
+        for block in re.findall(r"```sh\n(.*?)```", page.read_text(), re.DOTALL):
+            for line in block.replace("\\\n", " ").splitlines():
+                words = shlex.split(line, comments=True) if "'{" not in line and "'" not in line else []
+                if words:
+                    found.append((page.name, words))
+    return found
+
+
+PDSERVE_COMMANDS = [(page, words) for page, words in commands() if words[0] == "pdserve" and words[1] != "SUBCOMMAND"]
+
+
+def test_the_configuration_page_is_up_to_date() -> None:
+    assert PAGE.read_text() == render(), "python -m tests.docs.configuration_table writes it anew"
+    for setting in (setting for root in ROOTS for setting in settings_of(root)):
+        assert f"`--{setting.flag}` | `{setting.env}`" in PAGE.read_text()
+
+
+def test_its_example_file_is_taken(tmp_path: Path) -> None:
+    (example,) = re.findall(r"```toml\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    file = tmp_path / "decode.toml"
+    file.write_text(example)
+    config = load(NodeConfig, ["--config", str(file)], {}, prog="pdserve decode")
+    assert config.cache.kv_cache_mib == 4096
+    assert config.cpu.cores == tuple(range(8))
+
+
+@pytest.mark.parametrize(
+    ("page", "words"), PDSERVE_COMMANDS, ids=[f"{page}-{words[1]}" for page, words in PDSERVE_COMMANDS]
+)
+def test_every_command_is_one_that_pdserve_takes(page: str, words: list[str]) -> None:
+    assert words[1] in SUBCOMMANDS
+    load(ROOT_OF[words[1]], words[2:], {}, prog=f"pdserve {words[1]}")
+
+
+def test_there_are_commands_to_check() -> None:
+    assert {words[1] for _, words in PDSERVE_COMMANDS} >= {"up", "proxy", "prefill", "decode"}
+
+
+def test_every_make_target_is_there() -> None:
+    targets = {words[1] for _, words in commands() if words[0] == "make"}
+    assert targets >= {"demo", "lint", "test"}
+    for target in targets:
+        subprocess.run(["make", "--dry-run", target], cwd=ROOT, check=True, capture_output=True, timeout=60)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
+        if not target.startswith("https://"):
+            assert (page.parent / target).exists(), target
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_flags_and_variables_in_the_text_exist(page: Path) -> None:
+    text = page.read_text()
+    settings = [setting for root in ROOTS for setting in settings_of(root)]
+    flags = {f"--{setting.flag}" for setting in settings} | {"--help", "--config", "--version"}
+    foreign = {"--from-literal", "--replicas"}
+    assert set(re.findall(r"(?<=`)--[a-z-]+", text)) <= flags | foreign
+    assert set(re.findall(r"PDSERVE_[A-Z_]+[A-Z]", text)) <= {setting.env for setting in settings} | {"PDSERVE_CONFIG"}
+
+
+def test_every_request_field_is_explained() -> None:
+    text = (ROOT / "docs" / "api.md").read_text()
+    for request in (ChatRequest, CompletionRequest):
+        for field in msgspec.structs.fields(request):
+            assert f"`{field.encode_name}`" in text
+
+
+def test_every_message_is_in_the_protocol() -> None:
+    text = (ROOT / "docs" / "protocol.md").read_text()
+    for module in (discovery, engine, transfer):
+        for value in vars(module).values():
+            if (
+                isinstance(value, type)
+                and issubclass(value, msgspec.Struct)
+                and value.__struct_config__.tag is not None
+            ):
+                assert re.search(rf"\b{value.__struct_config__.tag}\b", text), value
+
+
+def test_every_metric_that_is_named_exists() -> None:
+    shown = (NodeMetrics(EngineStats).render() + generate_latest(ProxyMetrics().registry)).decode()
+    exported = set(re.findall(r"^# TYPE (\w+)", shown, re.MULTILINE))
+    text = (ROOT / "docs" / "operations.md").read_text()
+    named = set(re.findall(r"\bpdserve_(?!proxy\b|kvtransfer\b|kernels\b)\w+", text))
+    assert named
+    assert named <= exported

@@ -1,0 +1,67 @@
+"""An engine in a process of its own: ``python -m tests.kvtransfer.program ROLE …``; every answer is one line.
+
+``prefill MANNER`` prints ``CONTROL BOOT`` and pushes what it is asked for: block i is filled with ``pattern(i)``. Its
+manner is ``all``; or ``drip``, a block at a time; or ``stall``, the first half only, and no first token.
+``decode CONTROL BOOT IDENTITY`` fetches a prompt of all its blocks, and prints ``receiving`` once some have landed.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+
+from pdserve_kvtransfer.events import PushWanted
+
+from pdserve.wire.discovery import Role
+from pdserve.wire.ticket import PrefillTarget
+from tests.kvtransfer.rig import SPEC, Engine, Pair, eventually
+
+NUM_BLOCKS = 24
+BLOCK_BYTES = 2 * 2**20
+ENDLESS_S = 3600.0
+DRIP_S = 0.05
+
+
+def pattern(index: int) -> int:
+    return 1 + index % 255
+
+
+def _prefill(manner: str) -> None:
+    engine = Engine(Role.PREFILL, num_blocks=NUM_BLOCKS, block_bytes=BLOCK_BYTES)
+    for index in range(NUM_BLOCKS):
+        engine.region.block(index)[:] = bytes([pattern(index)]) * BLOCK_BYTES
+    print(engine.address, engine.boot_id.hex(), flush=True)
+    while True:
+        event = engine.take(ENDLESS_S)
+        if isinstance(event, PushWanted):
+            _push(engine, event, manner)
+
+
+def _push(engine: Engine, wanted: PushWanted, manner: str) -> None:
+    blocks = tuple(range(-(-len(wanted.token_ids) // SPEC.block_size)))
+    if manner == "stall":
+        engine.thread.push(wanted.transfer_id, 0, blocks[: len(blocks) // 2])
+        return
+    if manner == "drip":
+        for block in blocks:
+            engine.thread.push(wanted.transfer_id, block, (block,))
+            time.sleep(DRIP_S)
+    else:
+        engine.thread.push(wanted.transfer_id, 0, blocks)
+    engine.thread.first_token(wanted.transfer_id, 5, 0)
+
+
+def _decode(control: str, boot: str, identity: str) -> None:
+    engine = Engine(Role.DECODE, num_blocks=NUM_BLOCKS, block_bytes=BLOCK_BYTES, identity=identity.encode())
+    target = PrefillTarget("p", control, bytes.fromhex(boot))
+    engine.thread.fetch(Pair(engine, engine).order(tuple(range(NUM_BLOCKS)), target=target))
+    eventually(lambda: engine.thread.stats().bytes_received > 0)
+    print("receiving", flush=True)
+    engine.take(ENDLESS_S)
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "prefill":
+        _prefill(sys.argv[2])
+    else:
+        _decode(*sys.argv[2:5])

@@ -1,0 +1,280 @@
+"""Engines that die, restart, freeze or were never there."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+from pdserve_kvtransfer.events import (
+    FailureKind,
+    FetchFailed,
+    FetchLanded,
+    FirstTokenArrived,
+    PushCancelled,
+    PushEnded,
+    PushOutcome,
+    PushWanted,
+)
+
+from pdserve.config import TransferConfig
+from pdserve.wire.discovery import Role
+from pdserve.wire.ids import TransferId, new_id
+from pdserve.wire.ticket import PrefillTarget
+from pdserve.wire.transfer import Done, Failed, FirstToken, Hello, Ping, Pong, PrefillRequest, Refused, Welcome
+from tests.kvtransfer.fakes import FakeDecode, FakePrefill
+from tests.kvtransfer.program import BLOCK_BYTES, NUM_BLOCKS, pattern
+from tests.kvtransfer.rig import CONFIG, PATIENT, SAMPLING, SPEC, Engine, Pair, engine, eventually, pair
+
+
+@contextmanager
+def program(*arguments: str) -> Iterator[subprocess.Popen[str]]:
+    argv = [sys.executable, "-m", "tests.kvtransfer.program", *arguments]
+    process = subprocess.Popen(argv, stdout=subprocess.PIPE, text=True)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+        assert process.stdout is not None
+        process.stdout.close()
+
+
+def line(process: subprocess.Popen[str]) -> list[str]:
+    assert process.stdout is not None
+    return process.stdout.readline().split()
+
+
+@contextmanager
+def prefill_program(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], PrefillTarget]]:
+    with program("prefill", *arguments) as process:
+        control, boot = line(process)
+        yield process, PrefillTarget("p", control, bytes.fromhex(boot))
+
+
+def big_decode(config: TransferConfig) -> Engine:
+    return Engine(Role.DECODE, num_blocks=NUM_BLOCKS, block_bytes=BLOCK_BYTES, config=config)
+
+
+def landed_blocks_are_right(decode: Engine, block_ids: tuple[int, ...], landed: int) -> bool:
+    return all(
+        decode.read(block_id) == bytes([pattern(index)]) * BLOCK_BYTES
+        for index, block_id in enumerate(block_ids[:landed])
+    )
+
+
+def test_between_processes() -> None:
+    block_ids = tuple(reversed(range(NUM_BLOCKS)))
+    with prefill_program("all") as (_, target), engine_of(big_decode(CONFIG)) as decode:
+        decode.thread.fetch(Pair(decode, decode).order(block_ids, target=target))
+        decode.next(FirstTokenArrived)
+        assert decode.next(FetchLanded).bytes == NUM_BLOCKS * BLOCK_BYTES
+        assert landed_blocks_are_right(decode, block_ids, NUM_BLOCKS)
+
+
+@contextmanager
+def engine_of(made: Engine) -> Iterator[Engine]:
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+@pytest.mark.parametrize("tls", ["", "tcp,self"])
+def test_a_killed_prefill_process_is_noticed_without_a_lease(tls: str) -> None:
+    block_ids = tuple(range(NUM_BLOCKS))
+    config = TransferConfig(heartbeat_ms=100, lease_ms=60_000, ucx_tls=tls)
+    with prefill_program("drip") as (process, target), engine_of(big_decode(config)) as decode:
+        decode.thread.fetch(Pair(decode, decode).order(block_ids, target=target))
+        eventually(lambda: decode.thread.stats().bytes_received > 0)
+        process.kill()
+        failed = decode.next(FetchFailed)
+        assert (failed.kind, failed.quarantined) == (FailureKind.PEER_LOST, ())
+        assert 0 < failed.landed < NUM_BLOCKS
+        assert landed_blocks_are_right(decode, block_ids, failed.landed)
+        assert decode.thread.stats().quarantined_blocks == 0
+
+
+def test_a_killed_prefill_process_fails_a_transfer_that_was_waiting() -> None:
+    block_ids = tuple(range(NUM_BLOCKS))
+    with prefill_program("stall") as (process, target), engine_of(big_decode(PATIENT)) as decode:
+        decode.thread.fetch(Pair(decode, decode).order(block_ids, target=target))
+        eventually(lambda: decode.thread.stats().bytes_received == NUM_BLOCKS // 2 * BLOCK_BYTES)
+        process.kill()
+        failed = decode.next(FetchFailed)
+        assert (failed.kind, failed.landed) == (FailureKind.PEER_LOST, NUM_BLOCKS // 2)
+        assert landed_blocks_are_right(decode, block_ids, failed.landed)
+
+
+def test_a_frozen_prefill_process_runs_out_of_its_lease() -> None:
+    block_ids = tuple(range(NUM_BLOCKS))
+    with prefill_program("stall") as (process, target), engine_of(big_decode(CONFIG)) as decode:
+        decode.thread.fetch(Pair(decode, decode).order(block_ids, target=target))
+        eventually(lambda: decode.thread.stats().bytes_received == NUM_BLOCKS // 2 * BLOCK_BYTES)
+        process.send_signal(signal.SIGSTOP)
+        failed = decode.next(FetchFailed)
+        assert (failed.kind, failed.landed) == (FailureKind.LEASE_EXPIRED, NUM_BLOCKS // 2)
+        assert decode.thread.stats().leases_expired == 1
+
+
+def test_a_killed_decode_process_ends_the_push() -> None:
+    prefill = Engine(Role.PREFILL, num_blocks=NUM_BLOCKS, block_bytes=BLOCK_BYTES, config=PATIENT)
+    with engine_of(prefill), program("decode", prefill.address, prefill.boot_id.hex(), "d") as process:
+        wanted = prefill.next(PushWanted)
+        prefill.thread.push(wanted.transfer_id, 0, tuple(range(NUM_BLOCKS)))
+        assert line(process) == ["receiving"]
+        process.kill()
+        assert prefill.next(PushCancelled).transfer_id == wanted.transfer_id
+        ended = prefill.next(PushEnded)
+        assert ended.outcome in (PushOutcome.PEER_LOST, PushOutcome.LEASE_EXPIRED)
+
+
+def test_a_restarted_decode_node_ends_what_its_former_boot_left() -> None:
+    with (
+        engine(Role.PREFILL, config=PATIENT) as prefill,
+        FakeDecode(prefill.address, route=b"node") as former,
+    ):
+        former.greet()
+        former.send(prefill_request(former.boot_id))
+        wanted = prefill.next(PushWanted)
+        prefill.thread.push(wanted.transfer_id, 0, (0,))
+        with FakeDecode(prefill.address, route=b"node") as restarted:
+            restarted.send(Hello(restarted.boot_id, SPEC, [restarted.link.address]))
+            assert [type(restarted.next(object)) for _ in range(2)] == [Failed, Welcome]
+            assert prefill.next(PushCancelled).transfer_id == wanted.transfer_id
+            assert prefill.next(PushEnded) == PushEnded(wanted.transfer_id, PushOutcome.PEER_LOST)
+            restarted.send(prefill_request(restarted.boot_id))
+            assert prefill.next(PushWanted).transfer_id.decode_boot == restarted.boot_id
+
+
+def prefill_request(boot_id: bytes, tokens: int = 20, first_block: int = 0) -> PrefillRequest:
+    return PrefillRequest(
+        transfer_id=TransferId(new_id(), 0, boot_id),
+        tag=77,
+        token_ids=list(range(tokens)),
+        first_block=first_block,
+        sampling=SAMPLING,
+        deadline_s=30.0,
+    )
+
+
+def test_a_decode_engine_that_stays_silent_loses_its_lease() -> None:
+    with engine(Role.PREFILL) as prefill, FakeDecode(prefill.address) as decode:
+        decode.greet()
+        decode.send(prefill_request(decode.boot_id))
+        wanted = prefill.next(PushWanted)
+        prefill.thread.push(wanted.transfer_id, 0, (0, 1))
+        assert prefill.next(PushCancelled).transfer_id == wanted.transfer_id
+        assert prefill.next(PushEnded).outcome is PushOutcome.LEASE_EXPIRED
+        assert prefill.thread.stats().leases_expired == 1
+        # When it comes back, it is told that all is over.
+        decode.send(Ping(decode.boot_id))
+        answers = [type(decode.next(object)).__name__ for _ in range(2)]
+        assert answers == ["Failed", "Refused"]
+
+
+def test_a_prefill_engine_without_the_handshake_says_so() -> None:
+    with engine(Role.PREFILL) as prefill, FakeDecode(prefill.address) as decode:
+        decode.send(prefill_request(decode.boot_id))
+        assert decode.next(Refused).field == "handshake"
+        assert prefill.quiet()
+
+
+def test_a_request_that_makes_no_sense_is_refused() -> None:
+    with engine(Role.PREFILL) as prefill, FakeDecode(prefill.address) as decode:
+        decode.greet()
+        decode.send(prefill_request(decode.boot_id, tokens=16, first_block=1))
+        assert type(decode.next(object)).__name__ == "Failed"
+        decode.send(Ping(decode.boot_id))
+        assert decode.next(Pong).boot_id == prefill.boot_id
+        assert prefill.quiet()
+
+
+def test_a_lost_handshake_fails_transfers_and_is_made_again() -> None:
+    with FakePrefill() as prefill, engine(Role.DECODE, config=PATIENT) as decode:
+        rig = Pair(decode, decode)
+        decode.thread.fetch(rig.order((0,), target=prefill.target))
+        prefill.welcome_and_take()
+        prefill.send(Refused(prefill.boot_id, "handshake", "none", "assumed"))
+        assert decode.next(FetchFailed).kind is FailureKind.PEER_LOST
+        decode.thread.fetch(rig.order((1,), target=prefill.target))
+        prefill.next(Hello)
+        assert decode.thread.stats().handshakes == 2
+
+
+def test_a_prefill_node_that_has_restarted_is_not_used() -> None:
+    with FakePrefill() as prefill, engine(Role.DECODE, config=PATIENT) as decode:
+        former = PrefillTarget("p", prefill.target.control, new_id())
+        decode.thread.fetch(Pair(decode, decode).order((0,), target=former))
+        prefill.next(Hello)
+        prefill.send(Welcome(prefill.boot_id, SPEC, [prefill.link.address]))
+        failed = decode.next(FetchFailed)
+        assert (failed.kind, failed.reason) == (FailureKind.PEER_LOST, "the prefill node has restarted")
+
+
+def test_a_new_boot_at_a_known_address_replaces_the_old_one() -> None:
+    with FakePrefill() as prefill, engine(Role.DECODE, config=PATIENT) as decode:
+        rig = Pair(decode, decode)
+        former = PrefillTarget("p", prefill.target.control, new_id())
+        decode.thread.fetch(rig.order((0,), target=former))
+        prefill.next(Hello)
+        decode.thread.fetch(rig.order((1,), target=prefill.target))
+        assert decode.next(FetchFailed).reason == "the prefill node has restarted"
+        request = prefill.welcome_and_take()
+        prefill.finish(prefill.link.send(memoryview(b"x" * decode.block_bytes), request.tag, 0))
+        prefill.send(FirstToken(request.transfer_id, 1, 0))
+        decode.next(FirstTokenArrived)
+        decode.next(FetchLanded)
+        assert prefill.next(Done).transfer_id == request.transfer_id
+
+
+@pytest.mark.parametrize("control", ["tcp://127.0.0.1:1", "not an address", "tcp://no.such.host.invalid:80"])
+def test_a_prefill_node_that_is_not_there_fails_at_once(control: str) -> None:
+    with engine(Role.DECODE, config=PATIENT) as decode:
+        decode.thread.fetch(Pair(decode, decode).order((0, 1), target=PrefillTarget("p", control, new_id())))
+        assert decode.next(FetchFailed).kind is FailureKind.PEER_LOST
+
+
+def test_closing_the_prefill_engine_tells_the_decode_engine() -> None:
+    with pair(config=PATIENT) as rig:
+        rig.fetch((0, 1))
+        rig.prefill.next(PushWanted)
+        rig.prefill.close()
+        assert "closing" in rig.decode.next(FetchFailed).reason
+        rig.prefill.next(PushCancelled)
+        assert rig.prefill.next(PushEnded).outcome is PushOutcome.FAILED
+
+
+def test_closing_the_decode_engine_tells_the_prefill_engine() -> None:
+    with pair(config=PATIENT) as rig:
+        rig.fetch((0, 1))
+        rig.prefill.next(PushWanted)
+        rig.decode.close()
+        assert rig.decode.next(FetchFailed).kind is FailureKind.CLOSED
+        rig.prefill.next(PushCancelled)
+        assert rig.prefill.next(PushEnded).outcome is PushOutcome.CANCELLED
+
+
+def test_a_decode_engine_that_was_frozen_recovers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own pause is no reason to give up a prefill engine that lives."""
+    with pair() as rig:
+        transfer = rig.fetch((0, 1))
+        rig.prefill.next(PushWanted)
+        skip = CONFIG.lease_ms / 1000 * 3
+        real = time.monotonic
+        monkeypatch.setattr("pdserve_kvtransfer.thread.time", _Clock(lambda: real() + skip))
+        rig.prefill.thread.push(transfer, 0, (0, 1))
+        rig.prefill.thread.first_token(transfer, 1, 0)
+        rig.decode.next(FirstTokenArrived)
+        rig.decode.next(FetchLanded)
+        assert rig.decode.thread.stats().leases_expired == 0
+
+
+class _Clock:
+    def __init__(self, monotonic: object) -> None:
+        self.monotonic = monotonic
+        self.sleep = time.sleep

@@ -1,0 +1,65 @@
+from __future__ import annotations
+
+import msgspec
+import pytest
+from pdserve_kvtransfer.handshake import Greeting, Standing, answer, misfit
+
+from pdserve.errors import HandshakeRefused, PeerLost
+from pdserve.wire.ids import new_id
+from pdserve.wire.transfer import Hello, Refused, Welcome
+from tests.kvtransfer.rig import SPEC
+
+OURS, THEIRS = new_id(), new_id()
+
+
+@pytest.fixture
+def greeting() -> Greeting:
+    return Greeting(OURS, SPEC, b"address", THEIRS)
+
+
+def test_equal_engines_fit() -> None:
+    assert misfit(SPEC, SPEC) is None
+    assert answer(Hello(THEIRS, SPEC, [b"address"]), OURS, SPEC) is None
+
+
+def test_the_first_difference_is_named() -> None:
+    other = msgspec.structs.replace(SPEC, dtype="fp32", head_dim=16)
+    assert answer(Hello(THEIRS, other, [b"address"]), OURS, SPEC) == Refused(OURS, "dtype", "bf16", "fp32")
+
+
+@pytest.mark.parametrize("addresses", [[], [b"a", b"b"]])
+def test_addresses_must_be_one_for_each_rank(addresses: list[bytes]) -> None:
+    refusal = answer(Hello(THEIRS, SPEC, addresses), OURS, SPEC)
+    assert refusal == Refused(OURS, "rank_addresses", "1", str(len(addresses)))
+
+
+def test_a_welcome_gives_the_address_once(greeting: Greeting) -> None:
+    assert greeting.hello() == Hello(OURS, SPEC, [b"address"])
+    welcome = Welcome(THEIRS, SPEC, [b"there"])
+    assert greeting.on_welcome(welcome) == b"there"
+    assert greeting.standing is Standing.WELCOME
+    assert greeting.on_welcome(welcome) is None
+
+
+def test_another_boot_is_not_who_was_meant(greeting: Greeting) -> None:
+    with pytest.raises(PeerLost, match="restarted"):
+        greeting.on_welcome(Welcome(new_id(), SPEC, [b"there"]))
+    assert greeting.standing is Standing.GREETING
+
+
+def test_a_welcome_is_not_trusted_to_have_compared(greeting: Greeting) -> None:
+    with pytest.raises(HandshakeRefused, match="kv_heads is 3 here and 4 there"):
+        greeting.on_welcome(Welcome(THEIRS, msgspec.structs.replace(SPEC, kv_heads=4), [b"there"]))
+    with pytest.raises(HandshakeRefused, match="rank_addresses"):
+        greeting.on_welcome(Welcome(THEIRS, SPEC, []))
+
+
+def test_a_refusal_is_told_from_this_sides_view(greeting: Greeting) -> None:
+    refusal = greeting.refused(Refused(THEIRS, "dtype", "fp32", "bf16"))
+    assert isinstance(refusal, HandshakeRefused)
+    assert (refusal.field, refusal.ours, refusal.theirs) == ("dtype", "bf16", "fp32")
+
+
+def test_a_refusal_after_the_welcome_is_a_lost_handshake(greeting: Greeting) -> None:
+    greeting.on_welcome(Welcome(THEIRS, SPEC, [b"there"]))
+    assert isinstance(greeting.refused(Refused(THEIRS, "handshake", "none", "assumed")), PeerLost)

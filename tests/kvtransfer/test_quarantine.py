@@ -1,0 +1,149 @@
+"""Blocks whose receive was accepted are nobody's until it is over."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from pdserve_kvtransfer.events import (
+    BlocksReleased,
+    FailureKind,
+    FetchCancelled,
+    FetchFailed,
+    PushCancelled,
+    PushEnded,
+    PushOutcome,
+    PushWanted,
+)
+from pdserve_kvtransfer.inproc import Fabric, InprocTransport
+from pdserve_kvtransfer.transport import Completion
+
+from pdserve.wire.discovery import Role
+from pdserve.wire.ids import TransferId
+from tests.kvtransfer.fakes import FakePrefill
+from tests.kvtransfer.rig import PATIENT, Engine, Pair, engine, eventually, pair
+
+BLOCKS = (3, 6, 1)
+
+
+@pytest.fixture
+def fabric() -> Fabric:
+    return Fabric()
+
+
+@pytest.fixture
+def rig(fabric: Fabric) -> Iterator[Pair]:
+    with pair(transport=lambda: InprocTransport(fabric)) as made:
+        yield made
+
+
+def stop_in_the_middle(rig: Pair, fabric: Fabric) -> PushWanted:
+    """A transfer of which block 0 has landed, and the other two are accepted and stuck."""
+    rig.fetch(BLOCKS)
+    wanted = rig.prefill.next(PushWanted)
+    rig.prefill.thread.push(wanted.transfer_id, 0, (0,))
+    eventually(lambda: rig.decode.thread.stats().bytes_received == rig.decode.block_bytes)
+    fabric.hold()
+    rig.prefill.thread.push(wanted.transfer_id, 1, (1, 2))
+    eventually(lambda: fabric.stuck() == 2)
+    return wanted
+
+
+def test_a_cancelled_fetch_releases_blocks_when_their_receives_end(rig: Pair, fabric: Fabric) -> None:
+    wanted = stop_in_the_middle(rig, fabric)
+    rig.decode.thread.cancel_fetch(wanted.transfer_id)
+    assert rig.decode.next(FetchCancelled) == FetchCancelled(wanted.transfer_id, (6, 1))
+    assert rig.decode.thread.stats().quarantined_blocks == 2
+    rig.prefill.next(PushCancelled)
+    assert rig.prefill.quiet(), "its blocks are still being read"
+    fabric.release()
+    assert rig.decode.next(BlocksReleased).block_ids + rig.decode.next(BlocksReleased).block_ids == (6, 1)
+    assert rig.prefill.next(PushEnded).outcome is PushOutcome.CANCELLED
+    assert rig.decode.thread.stats().quarantined_blocks == 0
+
+
+def test_a_failed_fetch_tells_which_blocks_may_be_used(rig: Pair, fabric: Fabric) -> None:
+    wanted = stop_in_the_middle(rig, fabric)
+    rig.prefill.thread.fail_push(wanted.transfer_id, "no more")
+    failed = rig.decode.next(FetchFailed)
+    assert (failed.landed, failed.quarantined) == (1, (6, 1))
+    fabric.release()
+    assert rig.decode.next(BlocksReleased).block_ids + rig.decode.next(BlocksReleased).block_ids == (6, 1)
+    assert rig.prefill.next(PushEnded).outcome is PushOutcome.FAILED
+
+
+def test_a_broken_link_ends_receives_before_the_fetch_is_reported(rig: Pair, fabric: Fabric) -> None:
+    wanted = stop_in_the_middle(rig, fabric)
+    (receiver,) = [link for link in fabric.links.values() if link.receiving]
+    receiver.sever()
+    failed = rig.decode.next(FetchFailed)
+    assert (failed.kind, failed.landed, failed.quarantined) == (FailureKind.PEER_LOST, 1, ())
+    assert rig.prefill.next(PushCancelled).transfer_id == wanted.transfer_id
+    assert rig.prefill.next(PushEnded).outcome is PushOutcome.LEASE_EXPIRED
+    assert not fabric.links
+
+
+def test_quarantine_ends_with_the_peer(rig: Pair, fabric: Fabric) -> None:
+    wanted = stop_in_the_middle(rig, fabric)
+    rig.decode.thread.cancel_fetch(wanted.transfer_id)
+    rig.decode.next(FetchCancelled)
+    rig.prefill.close()
+    assert set(rig.decode.next(BlocksReleased).block_ids) == {6, 1}
+    assert rig.decode.thread.stats().quarantined_blocks == 0
+
+
+def test_pings_go_on_while_blocks_are_quarantined(rig: Pair, fabric: Fabric) -> None:
+    wanted = stop_in_the_middle(rig, fabric)
+    rig.decode.thread.cancel_fetch(wanted.transfer_id)
+    rig.decode.next(FetchCancelled)
+    assert not rig.decode.woken_within(rig.decode.config.lease_ms / 1000 * 1.5), "no lease ran out"
+    fabric.release()
+    rig.decode.next(BlocksReleased)
+
+
+class TestOverUcx:
+    """A sender that stops: it has announced its block, and D has accepted, but no byte of it moves."""
+
+    @pytest.fixture
+    def prefill(self) -> Iterator[FakePrefill]:
+        with FakePrefill() as made:
+            yield made
+
+    @pytest.fixture
+    def decode(self) -> Iterator[Engine]:
+        with engine(Role.DECODE, config=PATIENT) as made:
+            made.fill(*range(made.num_blocks))
+            yield made
+
+    def stop_in_the_middle(self, prefill: FakePrefill, decode: Engine) -> tuple[TransferId, Completion]:
+        order = Pair(decode, decode).order((5,), target=prefill.target)
+        decode.thread.fetch(order)
+        request = prefill.welcome_and_take()
+        # Blocks of no transfer, before it so that UCX is connected, and behind it to see that it was looked at.
+        block = memoryview(b"s" * decode.block_bytes)
+        prefill.finish(prefill.link.send(block, request.tag ^ 1, 0))
+        sent = prefill.link.send(block, request.tag, 0)
+        prefill.link.send(memoryview(b"x"), request.tag ^ 1, 0)
+        eventually(lambda: decode.thread.stats().stale_blocks_dropped == 2)
+        return order.transfer_id, sent
+
+    def test_a_cancelled_fetch_keeps_its_block_until_the_sender_goes_on(
+        self, prefill: FakePrefill, decode: Engine
+    ) -> None:
+        transfer, sent = self.stop_in_the_middle(prefill, decode)
+        decode.thread.cancel_fetch(transfer)
+        assert decode.next(FetchCancelled) == FetchCancelled(transfer, (5,))
+        assert decode.quiet()
+        prefill.finish(sent)
+        assert decode.next(BlocksReleased) == BlocksReleased((5,))
+
+    def test_a_sender_that_dies_writes_nothing_any_more(self, prefill: FakePrefill, decode: Engine) -> None:
+        self.stop_in_the_middle(prefill, decode)
+        before = decode.read(5)
+        prefill.socket.close(0)
+        failed = decode.next(FetchFailed)
+        assert (failed.kind, failed.landed, failed.quarantined) == (FailureKind.PEER_LOST, 0, ())
+        for _ in range(1_000):
+            prefill.link.progress()
+        assert decode.read(5) == before
+        assert decode.thread.stats().quarantined_blocks == 0

@@ -1,0 +1,102 @@
+"""No arrival touches memory unless it belongs there: a prefill engine that sends what it should not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+from pdserve_kvtransfer.events import FetchFailed, FetchLanded, FirstTokenArrived
+
+from pdserve.wire.discovery import Role
+from pdserve.wire.transfer import Done, Failed, FirstToken, PrefillRequest
+from tests.kvtransfer.fakes import FakePrefill
+from tests.kvtransfer.rig import BLOCK_BYTES, PATIENT, Engine, Pair, engine, eventually
+
+BLOCKS = (3, 6)
+GOOD = memoryview(b"g" * BLOCK_BYTES)
+BAD = memoryview(b"b" * BLOCK_BYTES)
+
+
+@dataclass
+class Attack:
+    prefill: FakePrefill
+    decode: Engine
+    request: PrefillRequest
+    before: bytes
+
+    def send(self, payload: memoryview, tag: int, index: int) -> None:
+        self.prefill.finish(self.prefill.link.send(payload, tag, index))
+
+    def dropped(self, count: int) -> bool:
+        return self.decode.thread.stats().stale_blocks_dropped == count
+
+    def others_untouched(self) -> bool:
+        others = [block for block in range(self.decode.num_blocks) if block not in BLOCKS]
+        return all(
+            self.decode.read(block) == self.before[block * BLOCK_BYTES : (block + 1) * BLOCK_BYTES] for block in others
+        )
+
+
+@pytest.fixture
+def attack() -> Iterator[Attack]:
+    with FakePrefill() as prefill, engine(Role.DECODE, config=PATIENT) as decode:
+        before = decode.fill(*range(decode.num_blocks))
+        decode.thread.fetch(Pair(decode, decode).order(BLOCKS, first_block=4, target=prefill.target))
+        yield Attack(prefill, decode, prefill.welcome_and_take(), before)
+
+
+@pytest.mark.parametrize("case", ["tag", "index below", "index above", "too short", "too long", "empty"])
+def test_a_wrong_block_is_dropped_and_its_send_completes(attack: Attack, case: str) -> None:
+    tag, payload, index = attack.request.tag, BAD, 4
+    if case == "tag":
+        tag ^= 1
+    elif case == "index below":
+        index = 3
+    elif case == "index above":
+        index = 6
+    elif case == "too short":
+        payload = BAD[:-1]
+    elif case == "too long":
+        payload = memoryview(b"b" * (3 * BLOCK_BYTES + 5))
+    else:
+        payload = BAD[:0]
+    attack.send(payload, tag, index)
+    eventually(lambda: attack.dropped(1))
+    assert attack.decode.read(*range(attack.decode.num_blocks)) == attack.before
+    finish_well(attack)
+
+
+def finish_well(attack: Attack) -> None:
+    attack.send(GOOD, attack.request.tag, 4)
+    attack.send(GOOD, attack.request.tag, 5)
+    attack.prefill.send(FirstToken(attack.request.transfer_id, 1, 0))
+    attack.decode.next(FirstTokenArrived)
+    attack.decode.next(FetchLanded)
+    assert attack.decode.read(*BLOCKS) == bytes(GOOD) * 2
+    assert attack.others_untouched()
+    assert attack.prefill.next(Done).transfer_id == attack.request.transfer_id
+
+
+def test_a_block_lands_once(attack: Attack) -> None:
+    attack.send(GOOD, attack.request.tag, 4)
+    attack.send(BAD, attack.request.tag, 4)
+    eventually(lambda: attack.dropped(1))
+    assert attack.decode.read(BLOCKS[0]) == bytes(GOOD)
+    finish_rest(attack)
+
+
+def finish_rest(attack: Attack) -> None:
+    attack.send(GOOD, attack.request.tag, 5)
+    attack.prefill.send(FirstToken(attack.request.transfer_id, 1, 0))
+    attack.decode.next(FirstTokenArrived)
+    assert attack.decode.next(FetchLanded).bytes == 2 * BLOCK_BYTES
+
+
+def test_a_block_after_the_end_touches_nothing(attack: Attack) -> None:
+    attack.prefill.send(Failed(attack.request.transfer_id, "gone"))
+    attack.decode.next(FetchFailed)
+    attack.send(BAD, attack.request.tag, 4)
+    eventually(lambda: attack.dropped(1))
+    assert attack.decode.read(*range(attack.decode.num_blocks)) == attack.before
+    assert attack.decode.quiet()

@@ -1,0 +1,158 @@
+"""The life of a transfer thread."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from dataclasses import replace
+
+import pytest
+from pdserve_kvtransfer.events import PushWanted, TransferThreadDied
+from pdserve_kvtransfer.inproc import Fabric, InprocLink, InprocTransport
+from pdserve_kvtransfer.thread import TransferThread
+
+from pdserve.config import TransferConfig
+from pdserve.errors import TransferError
+from pdserve.wire.discovery import Role
+from pdserve.wire.ids import TransferId, new_id
+from tests.kvtransfer.rig import CONFIG, SECRET, SPEC, Engine, Pair, engine, eventually, pair
+
+
+def open_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def transfer_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "kv-transfer"]
+
+
+def close_in_the_middle() -> None:
+    with pair() as rig:
+        rig.fetch((0, 1, 2))
+        wanted = rig.prefill.next(PushWanted)
+        rig.prefill.thread.push(wanted.transfer_id, 0, (0, 1))
+
+
+def test_close_with_live_transfers_leaves_nothing() -> None:
+    close_in_the_middle()  # Whatever libraries open once for all, they have opened now.
+    before = open_files()
+    for _ in range(5):
+        close_in_the_middle()
+    assert not transfer_threads()
+    # A link is a dozen files. UCX's own thread, which may stay once a worker was destroyed by force, is five, once.
+    eventually(lambda: open_files() <= before + 5)
+
+
+def test_close_is_idempotent() -> None:
+    made = Engine(Role.PREFILL)
+    made.close()
+    made.close()
+
+
+def test_commands_after_close_do_nothing() -> None:
+    with pair() as rig:
+        order = rig.order((0,))
+        rig.decode.close()
+        rig.decode.thread.fetch(order)
+        rig.decode.thread.cancel_fetch(order.transfer_id)
+        assert rig.decode.quiet()
+
+
+def test_a_taken_port_is_an_error_of_ours() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        config = TransferConfig(port=taken.getsockname()[1])
+        with pytest.raises(TransferError, match=f"cannot bind .* 127.0.0.1:{config.port}"):
+            Engine(Role.PREFILL, config=config)
+    eventually(lambda: not transfer_threads())
+
+
+def test_unknown_transports_are_an_error_of_ours() -> None:
+    with pytest.raises(TransferError):
+        Engine(Role.DECODE, config=TransferConfig(ucx_tls="no_such_transport"))
+    eventually(lambda: not transfer_threads())
+
+
+def test_beyond_this_machine_needs_a_secret() -> None:
+    with pytest.raises(TransferError, match="secret"):
+        Engine(Role.PREFILL, config=TransferConfig(host="0.0.0.0"), secret=b"")
+
+
+def test_the_advertised_name_is_used() -> None:
+    with engine(Role.PREFILL, config=TransferConfig(host="localhost", advertise="prefill-0.example")) as prefill:
+        host, _, port = prefill.address.rpartition(":")
+        assert host == "tcp://prefill-0.example"
+        assert int(port) > 0
+
+
+def test_a_decode_engine_advertises_nothing() -> None:
+    with engine(Role.DECODE) as decode:
+        assert decode.address == ""
+
+
+def test_orders_that_contradict_themselves_are_refused() -> None:
+    with engine(Role.PREFILL) as prefill, engine(Role.DECODE, num_blocks=8) as decode:
+        rig = Pair(prefill, decode)
+        for block_ids in ((), (0, 0), (8,), (-1,)):
+            with pytest.raises(ValueError):
+                decode.thread.fetch(rig.order(block_ids))
+        good = rig.order((0, 1))
+        decode.thread.fetch(good)
+        with pytest.raises(ValueError, match="already"):
+            decode.thread.fetch(good)
+        with pytest.raises(ValueError, match="no block 99"):
+            prefill.thread.push(good.transfer_id, 0, (99,))
+
+
+def test_a_dead_thread_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def breaks(link: InprocLink) -> bool:
+        raise RuntimeError("a bug")
+
+    fabric = Fabric()
+    with pair(transport=lambda: InprocTransport(fabric)) as rig:
+        monkeypatch.setattr(InprocLink, "progress", breaks)
+        rig.fetch((0,))
+        events = [rig.decode.take()]
+        while not isinstance(events[-1], TransferThreadDied):
+            events.append(rig.decode.take())
+        assert events[-1] == TransferThreadDied("RuntimeError: a bug")
+        eventually(lambda: not rig.decode.thread.alive)
+
+
+def test_idle_costs_no_cpu() -> None:
+    with pair() as rig:
+        transfer = rig.fetch((0,))
+        rig.prefill.next(PushWanted)
+        rig.decode.thread.cancel_fetch(transfer)
+        eventually(lambda: not rig.decode.quiet())
+        start, used = time.monotonic(), time.process_time()
+        assert not threading.Event().wait(0.5)
+        assert time.process_time() - used < 0.1 * (time.monotonic() - start)
+
+
+def test_wake_is_called_after_events_were_queued() -> None:
+    seen: list[int] = []
+
+    def wake() -> None:
+        seen.append(len(thread.events()))
+
+    with engine(Role.PREFILL) as prefill:
+        thread = TransferThread(
+            role=Role.DECODE,
+            boot_id=b"d" * 16,
+            secret=SECRET,
+            spec=SPEC,
+            region=prefill.region,
+            config=CONFIG,
+            wake=wake,
+        )
+        thread.start()
+        try:
+            order = Pair(prefill, prefill).order((0,))
+            thread.fetch(replace(order, transfer_id=TransferId(new_id(), 0, b"d" * 16)))
+            wanted = prefill.next(PushWanted)
+            prefill.thread.fail_push(wanted.transfer_id, "no")
+            eventually(lambda: seen == [1])
+        finally:
+            thread.close(5.0)
