@@ -22,6 +22,7 @@ class Registry:
         self._max_nodes = max_nodes
         self._lease_s = heartbeat_s * missed_heartbeats
         self._nodes: dict[bytes, Node] = {}
+        self._prefilled: frozenset[str] = frozenset()
         self._snapshot: Snapshot | None = None
 
     def handle(self, message: ToProxy, now: float) -> Ack | None:
@@ -57,7 +58,7 @@ class Registry:
 
     def snapshot(self) -> Snapshot:
         if self._snapshot is None:
-            self._snapshot = take_snapshot(self._nodes.values())
+            self._snapshot = take_snapshot(self._nodes.values(), self._prefilled)
         return self._snapshot
 
     def _register(self, info: NodeInfo, now: float) -> bool:
@@ -68,6 +69,8 @@ class Registry:
         known = self._nodes.get(info.boot_id)
         if known is None and len(self._nodes) >= self._max_nodes:
             return False
+        if info.role is Role.PREFILL:
+            self._prefilled |= {info.fingerprint}
         self._put(Node(info, known.load if known else Load(), NodeState.SERVING, now))
         return True
 

@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 MAX_ATTEMPTS = 2
 MAX_ANSWER_BYTES = 64 * 2**20
-KEPT_HEADERS = ("content-type", "content-encoding", "retry-after", "cache-control")
+KEPT_HEADERS = ("content-type", "content-encoding", "retry-after", "cache-control", "x-pdserve-ignored")
 """Response headers of a node's that a client gets; ``x-request-id`` is the proxy's own."""
 
 _POOL_IDLE_S = 60.0

@@ -46,15 +46,20 @@ class Snapshot:
     """By model. A model that cannot be served now is not in it."""
 
 
-def take_snapshot(nodes: Iterable[Node]) -> Snapshot:
+def take_snapshot(nodes: Iterable[Node], prefilled: frozenset[str] = frozenset()) -> Snapshot:
+    """``prefilled`` are the fingerprints that have had a prefill node: their decode nodes serve without one too.
+
+    A decode node can compute a prompt by itself. While a cluster comes up it is not asked to, but when the last prefill
+    node is lost, slower answers are better than none.
+    """
     everyone = tuple(nodes)
     serving = [node.info for node in everyone if node.state is NodeState.SERVING]
     models = tuple(dict.fromkeys(node.info.model for node in everyone))
-    pairings = {model: _pair([info for info in serving if info.model == model]) for model in models}
+    pairings = {model: _pair([info for info in serving if info.model == model], prefilled) for model in models}
     return Snapshot(everyone, models, MappingProxyType({model: pairs for model, pairs in pairings.items() if pairs}))
 
 
-def _pair(infos: list[NodeInfo]) -> tuple[Pairing, ...]:
+def _pair(infos: list[NodeInfo], prefilled: frozenset[str]) -> tuple[Pairing, ...]:
     prefill = [info for info in infos if info.role is Role.PREFILL]
     pairings = []
     for info in infos:
@@ -62,6 +67,6 @@ def _pair(infos: list[NodeInfo]) -> tuple[Pairing, ...]:
             pairings.append(Pairing(info, ()))
         elif info.role is Role.DECODE:
             fitting = tuple(other for other in prefill if other.fingerprint == info.fingerprint)
-            if fitting:
+            if fitting or info.fingerprint in prefilled:
                 pairings.append(Pairing(info, fitting))
     return tuple(pairings)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from pdserve_proxy.registry import Registry
-from pdserve_proxy.snapshot import NodeState
+from pdserve_proxy.snapshot import NodeState, Pairing
 
 from pdserve.errors import MalformedFrame
 from pdserve.wire.discovery import Ack, Deregister, Heartbeat, Load, NodeInfo, Register, Role
@@ -126,3 +126,23 @@ def test_a_full_registry_takes_no_strangers_but_keeps_its_own() -> None:
     assert nodes.handle(Register(stranger), now=0.0) == Ack(stranger.boot_id, False)
     assert nodes.handle(Register(NODE), now=0.1) == Ack(NODE.boot_id, True)
     assert names(nodes) == ["d0"]
+
+
+def test_decode_nodes_serve_on_when_the_last_prefill_node_is_gone() -> None:
+    registry = Registry(heartbeat_s=1.0, missed_heartbeats=3)
+    prefill, decode = node_info("p", Role.PREFILL), node_info("d", Role.DECODE)
+    registry.handle(Register(decode), 0.0)
+    assert "m" not in registry.snapshot().pairings
+    registry.handle(Register(prefill), 0.0)
+    assert registry.snapshot().pairings["m"] == (Pairing(decode, (prefill,)),)
+    registry.handle(Deregister(prefill.boot_id), 1.0)
+    assert registry.snapshot().pairings["m"] == (Pairing(decode, ()),)
+
+
+def test_a_decode_node_of_other_weights_does_not_inherit_that() -> None:
+    registry = Registry(heartbeat_s=1.0, missed_heartbeats=3)
+    prefill = node_info("p", Role.PREFILL, fingerprint="old")
+    registry.handle(Register(prefill), 0.0)
+    registry.handle(Deregister(prefill.boot_id), 1.0)
+    registry.handle(Register(node_info("d", Role.DECODE, fingerprint="new")), 1.0)
+    assert "m" not in registry.snapshot().pairings
