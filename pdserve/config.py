@@ -128,7 +128,9 @@ class HttpConfig:
 class RequestConfig:
     """Bounds on one client request."""
 
-    timeout_s: float = setting("request-timeout-s", "seconds that a whole request may take", 600.0, minimum=0.1)
+    timeout_s: float = setting(
+        "request-timeout-s", "seconds that a whole request may take", 600.0, minimum=0.1, maximum=86_400
+    )
 
 
 @dataclass(frozen=True, slots=True)

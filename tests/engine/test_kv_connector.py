@@ -1,0 +1,330 @@
+"""Who may touch a request's blocks: the connectors with a scripted transfer thread, in every order of events."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from pdserve_kvtransfer.events import (
+    BlocksReleased,
+    FetchCancelled,
+    FetchFailed,
+    FetchLanded,
+    FetchOrder,
+    FirstTokenArrived,
+    PushCancelled,
+    PushEnded,
+    PushOutcome,
+    PushWanted,
+    TransferEvent,
+    TransferThreadDied,
+)
+from pdserve_kvtransfer.stats import TransferStats
+
+from pdserve.config import (
+    CacheConfig,
+    CpuConfig,
+    EngineConfig,
+    LogConfig,
+    ModelConfig,
+    SchedulerConfig,
+    TransferConfig,
+)
+from pdserve.engine.block_manager import BlockManager
+from pdserve.engine.kv_connector import Fetching, KvConnector, NoTransfer, Pushing, open_connector
+from pdserve.engine.outbox import Outbox
+from pdserve.engine.request import Request, Status
+from pdserve.engine.scheduler import Plan, Scheduler, StopRule
+from pdserve.errors import EngineError
+from pdserve.wire.discovery import Role
+from pdserve.wire.engine import FinishReason, PrefillSource
+from pdserve.wire.ids import TransferId, new_id
+from pdserve.wire.sampling import SamplingParams
+from pdserve.wire.ticket import PrefillTarget
+from pdserve.wire.transfer import EngineSpec
+
+BLOCK_SIZE = 4
+NUM_BLOCKS = 16
+BOOT = new_id()
+
+
+class ScriptedThread:
+    """Stands in for TransferThread: remembers what it is told, reports what a test says."""
+
+    def __init__(self) -> None:
+        self.fetched: list[FetchOrder] = []
+        self.cancelled: list[TransferId] = []
+        self.pushed: list[tuple[int, tuple[int, ...]]] = []
+        self.first_tokens: list[int] = []
+        self.failed: list[str] = []
+        self.pending: list[TransferEvent] = []
+
+    def fetch(self, order: FetchOrder) -> None:
+        self.fetched.append(order)
+
+    def cancel_fetch(self, transfer_id: TransferId) -> None:
+        self.cancelled.append(transfer_id)
+
+    def push(self, transfer_id: TransferId, first_index: int, block_ids: tuple[int, ...]) -> None:
+        self.pushed.append((first_index, block_ids))
+
+    def first_token(self, transfer_id: TransferId, token_id: int, cached_tokens: int) -> None:
+        self.first_tokens.append(token_id)
+
+    def fail_push(self, transfer_id: TransferId, reason: str) -> None:
+        self.failed.append(reason)
+
+    def events(self) -> list[TransferEvent]:
+        pending, self.pending = self.pending, []
+        return pending
+
+    def stats(self) -> TransferStats:
+        return TransferStats()
+
+
+class Bench:
+    """One connector with its scheduler and blocks."""
+
+    def __init__(self, role: Role) -> None:
+        self.thread = ScriptedThread()
+        thread: Any = self.thread
+        self.blocks = BlockManager(NUM_BLOCKS, BLOCK_SIZE)
+        self.connector: KvConnector
+        if role is Role.DECODE:
+            self.connector = Fetching(self.blocks, thread, TransferConfig(), BOOT)
+        else:
+            self.connector = Pushing(self.blocks, thread, lambda ids: "too long" if len(ids) > 40 else None)
+        self.outbox = Outbox()
+        self.scheduler = Scheduler(
+            self.blocks,
+            SchedulerConfig(max_running=4, max_step_tokens=8),
+            StopRule(frozenset({2}), 60),
+            self.outbox,
+            self.connector.release,
+        )
+
+    def request(self, prompt: int = 10, targets: int = 1, max_tokens: int = 5) -> Request:
+        made = Request(
+            uuid=new_id(),
+            token_ids=[7] * prompt,
+            num_prompt_tokens=prompt,
+            sampling=SamplingParams(max_tokens=max_tokens, seed=1),
+            arrived=0.0,
+            deadline=50.0,
+            client=1,
+            targets=tuple(PrefillTarget(f"p{i}", "tcp://127.0.0.1:1", new_id()) for i in range(targets)),
+        )
+        self.scheduler.add(made)
+        return made
+
+    def step(self) -> Plan:
+        plan = self.scheduler.schedule(1.0)
+        self.connector.start(plan, 1.0)
+        self.scheduler.advance(plan, [50 for work in plan.work if work.wants_token], 1.0)
+        self.connector.stepped(self.scheduler, plan)
+        return plan
+
+    def report(self, *events: TransferEvent) -> None:
+        self.thread.pending += events
+        self.connector.poll(self.scheduler, 2.0)
+
+    def tokens(self) -> list[int]:
+        step = self.outbox.take()
+        return [token for output in step.outputs for token in output.new_token_ids] if step else []
+
+    @property
+    def all_free(self) -> bool:
+        return self.blocks.num_free == NUM_BLOCKS and not list(self.scheduler.live())
+
+
+def fetching(targets: int = 1) -> tuple[Bench, Request, FetchOrder]:
+    bench = Bench(Role.DECODE)
+    request = bench.request(targets=targets)
+    bench.step()
+    (order,) = bench.thread.fetched
+    return bench, request, order
+
+
+def test_a_fetch_asks_for_every_block_of_the_prompt() -> None:
+    _, request, order = fetching()
+    assert order.token_ids == [7] * 10
+    assert order.first_block == 0
+    assert order.block_ids == tuple(request.block_table)
+    assert len(order.block_ids) == 3
+    assert order.deadline_s <= 30
+
+
+def test_the_first_token_is_passed_on_before_the_blocks_land() -> None:
+    bench, request, order = fetching()
+    bench.report(FirstTokenArrived(order.transfer_id, 33, 0))
+    assert bench.tokens() == [33]
+    assert bench.scheduler.num_remote == 1
+    bench.report(FetchLanded(order.transfer_id, 0.1, 100))
+    assert request.status is Status.RUNNING
+    assert bench.step().work[0].num_tokens == 1
+    assert request.prefill_source is PrefillSource.REMOTE
+
+
+def test_a_first_token_that_ends_the_answer_cancels_the_fetch() -> None:
+    bench, _, order = fetching()
+    bench.report(FirstTokenArrived(order.transfer_id, 2, 0))
+    assert bench.thread.cancelled == [order.transfer_id]
+    assert not bench.all_free
+    bench.report(FetchCancelled(order.transfer_id, order.block_ids[1:2]))
+    assert bench.blocks.num_quarantined == 1
+    bench.report(BlocksReleased(order.block_ids[1:2]))
+    assert bench.all_free
+
+
+@pytest.mark.parametrize("end", ["cancelled", "failed", "landed"])
+def test_an_aborted_fetch_keeps_its_blocks_until_its_end_is_reported(end: str) -> None:
+    bench, request, order = fetching()
+    bench.scheduler.abort(request)
+    assert bench.blocks.num_free == NUM_BLOCKS - 3
+    events: dict[str, TransferEvent] = {
+        "cancelled": FetchCancelled(order.transfer_id, ()),
+        "failed": FetchFailed(order.transfer_id, "lost", 1, ()),
+        "landed": FetchLanded(order.transfer_id, 0.1, 1),
+    }
+    bench.report(events[end])
+    assert bench.all_free
+
+
+def test_a_failed_fetch_goes_to_the_next_prefill_node_for_what_is_missing() -> None:
+    bench, request, order = fetching(targets=2)
+    bench.report(FetchFailed(order.transfer_id, "lost", 2, ()))
+    bench.step()
+    again = bench.thread.fetched[1]
+    assert again.transfer_id.attempt == 1
+    assert again.target.name == "p1"
+    assert again.first_block == 2
+    assert again.block_ids == (order.block_ids[2],)
+    assert request.status is Status.WAITING_FOR_REMOTE_KVS
+
+
+def test_after_the_last_prefill_node_the_rest_is_computed_here() -> None:
+    bench, request, order = fetching()
+    bench.report(FetchFailed(order.transfer_id, "lost", 2, ()))
+    plan = bench.step()
+    assert [(work.request, work.num_tokens) for work in plan.work] == [(request, 2)]
+    assert bench.tokens() == [50]
+    assert request.prefill_source is PrefillSource.FALLBACK
+
+
+def test_quarantined_blocks_are_replaced_before_computing_here() -> None:
+    bench, request, order = fetching()
+    bad = order.block_ids[2]
+    bench.report(FetchFailed(order.transfer_id, "lost", 2, (bad,)))
+    bench.step()
+    assert bad not in request.block_table
+    assert request.block_table[:2] == list(order.block_ids[:2])
+    bench.scheduler.abort(request)
+    bench.report(BlocksReleased((bad,)))
+    assert bench.all_free
+
+
+def test_a_token_that_the_client_has_is_not_repeated_by_the_second_node() -> None:
+    bench, request, order = fetching(targets=2)
+    bench.report(FirstTokenArrived(order.transfer_id, 33, 0), FetchFailed(order.transfer_id, "lost", 1, ()))
+    bench.step()
+    assert bench.tokens()[0] == 33
+    assert request.token_ids[10] == 33
+
+
+def test_a_dead_transfer_thread_ends_the_engine() -> None:
+    with pytest.raises(EngineError, match="oops"):
+        Bench(Role.DECODE).report(TransferThreadDied("oops"))
+
+
+def wanted(prompt: int = 10, first_block: int = 0) -> PushWanted:
+    return PushWanted(
+        TransferId(new_id(), 0, BOOT), [7] * prompt, first_block, SamplingParams(max_tokens=5, seed=1), 30.0
+    )
+
+
+def test_blocks_are_pushed_as_chunks_fill_them_and_the_last_one_partial() -> None:
+    bench, order = Bench(Role.PREFILL), wanted(prompt=14)
+    bench.report(order)
+    bench.step()
+    (request,) = bench.scheduler.live()
+    table = tuple(request.block_table)
+    assert bench.thread.pushed == [(0, table[:2])]
+    bench.step()
+    assert bench.thread.pushed == [(0, table[:2]), (2, table[2:4])]
+    assert bench.thread.first_tokens == [50]
+    assert request.status is Status.PUSHING
+    assert bench.blocks.num_free == NUM_BLOCKS - 4
+    bench.report(PushEnded(order.transfer_id, PushOutcome.DONE))
+    assert bench.all_free
+
+
+def test_blocks_that_the_decode_node_has_are_not_pushed() -> None:
+    bench, order = Bench(Role.PREFILL), wanted(prompt=14, first_block=3)
+    bench.report(order)
+    bench.step()
+    bench.step()
+    assert [first for first, _ in bench.thread.pushed] == [3]
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2])
+def test_a_cancelled_push_keeps_its_blocks_until_no_send_reads_them(steps: int) -> None:
+    bench, order = Bench(Role.PREFILL), wanted(prompt=14)
+    bench.report(order)
+    for _ in range(steps):
+        bench.step()
+    held = NUM_BLOCKS - bench.blocks.num_free
+    bench.report(PushCancelled(order.transfer_id))
+    assert not list(bench.scheduler.live())
+    assert NUM_BLOCKS - bench.blocks.num_free == held
+    bench.report(PushEnded(order.transfer_id, PushOutcome.CANCELLED))
+    assert bench.all_free
+
+
+def test_a_prompt_that_does_not_fit_is_refused() -> None:
+    bench, order = Bench(Role.PREFILL), wanted(prompt=41)
+    bench.report(order)
+    assert bench.thread.failed == ["too long"]
+    bench.report(PushEnded(order.transfer_id, PushOutcome.FAILED))
+    assert bench.all_free
+
+
+def test_a_prefill_node_gives_up_at_the_deadline() -> None:
+    bench, order = Bench(Role.PREFILL), wanted()
+    bench.report(order)
+    bench.step()
+    (request,) = bench.scheduler.expired(1000.0)
+    bench.connector.give_up(request, "deadline passed")
+    bench.scheduler.finish(request, FinishReason.DEADLINE)
+    assert bench.thread.failed == ["deadline passed"]
+    assert bench.outbox.take() is None
+    bench.report(PushEnded(order.transfer_id, PushOutcome.FAILED))
+    assert bench.all_free
+
+
+@pytest.mark.parametrize(("role", "kind"), [(Role.PREFILL, Pushing), (Role.DECODE, Fetching), (Role.MIXED, NoTransfer)])
+def test_each_role_has_its_own_connector(role: Role, kind: type) -> None:
+    config = EngineConfig(
+        role=role,
+        boot_id=BOOT,
+        secret=b"a secret for tests",
+        model_dir="",
+        model=ModelConfig(),
+        cache=CacheConfig(),
+        scheduler=SchedulerConfig(),
+        transfer=TransferConfig(),
+        cpu=CpuConfig(),
+        log=LogConfig(),
+    )
+    spec = EngineSpec(
+        protocol=1, fingerprint="f", dtype="fp32", block_size=4, num_layers=1, kv_heads=1, head_dim=2, tp_size=1
+    )
+    blocks = BlockManager(2, 4)
+    connector, control = open_connector(
+        config, spec, torch.zeros(2, 1, 1, 2, 4, 2), blocks, lambda: None, lambda ids: None
+    )
+    try:
+        assert type(connector) is kind
+        assert bool(control) == (role is Role.PREFILL)
+    finally:
+        connector.close()

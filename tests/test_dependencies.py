@@ -1,0 +1,63 @@
+"""Everything that the packages import is declared, so that a fresh install works."""
+
+from __future__ import annotations
+
+import ast
+import importlib.metadata
+import re
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+OURS = {"pdserve", "pdserve_proxy", "pdserve_kvtransfer", "pdserve_kernels", "tests"}
+# What a dependency exposes in its own interface, and so brings with it.
+BROUGHT = {
+    "uvloop": "uvicorn",
+    "huggingface_hub": "transformers",
+    "tokenizers": "transformers",
+    "werkzeug": "quart",
+    "multidict": "aiohttp",
+}
+
+
+def declared(extras: list[str]) -> set[str]:
+    lines = [*PROJECT["dependencies"]]
+    for extra in extras:
+        lines += PROJECT["optional-dependencies"][extra]
+    return {canonical(re.split(r"[\[<>=~! ]", line, maxsplit=1)[0]) for line in lines}
+
+
+def canonical(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def imported(folder: Path) -> set[str]:
+    names: set[str] = set()
+    for path in folder.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                names |= {alias.name.split(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
+                names.add(node.module.split(".")[0])
+    return names - set(sys.stdlib_module_names) - OURS
+
+
+@pytest.mark.parametrize(
+    ("folders", "extras"),
+    [(["pdserve", "proxy", "kvtransfer", "kernels"], ["demo"]), (["tests"], ["demo", "test"])],
+    ids=["packages", "tests"],
+)
+def test_every_import_is_declared(folders: list[str], extras: list[str]) -> None:
+    providers = importlib.metadata.packages_distributions()
+    known = declared(extras)
+    undeclared = {
+        module
+        for folder in folders
+        for module in imported(ROOT / folder)
+        if BROUGHT.get(module) not in known and not known & {canonical(name) for name in providers.get(module, [])}
+    }
+    assert undeclared == set()
