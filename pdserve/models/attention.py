@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+
+from pdserve.models.step_batch import StepRow
 from pdserve_kernels.cpu.kv_write import KvWrite
 from pdserve_kernels.cpu.paged_attention import DecodeAttention, PrefillAttention, PrefillSpan
 from pdserve_kernels.layout import KvLayout
-
-from pdserve.models.step_batch import StepRow
 
 
 class StepAttention:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from pdserve_kernels.cpu.linear import Linear
-from pdserve_kernels.reference import add_rms_norm, rms_norm, rotary, silu_and_mul
 
 from pdserve.models.attention import StepAttention
 from pdserve.models.decoder_config import DecoderConfig
 from pdserve.models.rotary_table import rotary_table
 from pdserve.models.weights import Checkpoint
+from pdserve_kernels.cpu.linear import Linear
+from pdserve_kernels.reference import add_rms_norm, rms_norm, rotary, silu_and_mul
 
 
 class Decoder:

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from pdserve_kernels.layout import KvLayout
 
 from pdserve.config import Dtype
 from pdserve.models.attention import StepAttention
@@ -14,6 +13,7 @@ from pdserve.models.decoder_config import DecoderConfig
 from pdserve.models.llama import Decoder
 from pdserve.models.step_batch import StepRow
 from pdserve.models.weights import Checkpoint
+from pdserve_kernels.layout import KvLayout
 
 TORCH_DTYPES = {Dtype.BF16: torch.bfloat16, Dtype.FP32: torch.float32}
 

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from pdserve_proxy.metrics import ProxyMetrics
 from prometheus_client import generate_latest
 
 from pdserve.api.metrics import NodeMetrics
@@ -20,6 +19,7 @@ from pdserve.settings import ROOTS, load
 from pdserve.settings.tree import settings_of
 from pdserve.wire import discovery, engine, transfer
 from pdserve.wire.engine import EngineStats
+from pdserve_proxy.metrics import ProxyMetrics
 from tests.docs.configuration_table import PAGE, render
 
 ROOT = Path(__file__).parents[2]
@@ -123,3 +123,10 @@ def test_every_metric_that_is_named_exists() -> None:
     named = set(re.findall(r"\bpdserve_(?!proxy\b|kvtransfer\b|kernels\b)\w+", text))
     assert named
     assert named <= exported
+
+
+def test_every_test_that_the_pages_name_is_there() -> None:
+    sources = "".join(path.read_text() for path in (ROOT / "tests").rglob("*.py"))
+    named = {name for page in PAGES for name in re.findall(r"`(test_[a-z_]+)`", page.read_text())}
+    assert named
+    assert {name for name in named if f"def {name}(" not in sources} == set()

@@ -6,6 +6,31 @@ from typing import Any
 
 import pytest
 import torch
+
+from pdserve.config import (
+    CacheConfig,
+    CpuConfig,
+    EngineConfig,
+    LogConfig,
+    ModelConfig,
+    SchedulerConfig,
+    TransferConfig,
+)
+from pdserve.engine.block_manager import BlockManager
+from pdserve.engine.kv_connector import KvConnector, open_connector
+from pdserve.engine.kv_connector.fetching import Fetching
+from pdserve.engine.kv_connector.no_transfer import NoTransfer
+from pdserve.engine.kv_connector.pushing import Pushing
+from pdserve.engine.outbox import Outbox
+from pdserve.engine.request import Request, Status
+from pdserve.engine.scheduler import Plan, Scheduler, StopRule
+from pdserve.errors import EngineError
+from pdserve.wire.discovery import Role
+from pdserve.wire.engine import FinishReason, PrefillSource
+from pdserve.wire.ids import TransferId, new_id
+from pdserve.wire.sampling import SamplingParams
+from pdserve.wire.ticket import PrefillTarget
+from pdserve.wire.transfer import EngineSpec
 from pdserve_kvtransfer.events import (
     BlocksReleased,
     FetchCancelled,
@@ -21,28 +46,6 @@ from pdserve_kvtransfer.events import (
     TransferThreadDied,
 )
 from pdserve_kvtransfer.stats import TransferStats
-
-from pdserve.config import (
-    CacheConfig,
-    CpuConfig,
-    EngineConfig,
-    LogConfig,
-    ModelConfig,
-    SchedulerConfig,
-    TransferConfig,
-)
-from pdserve.engine.block_manager import BlockManager
-from pdserve.engine.kv_connector import Fetching, KvConnector, NoTransfer, Pushing, open_connector
-from pdserve.engine.outbox import Outbox
-from pdserve.engine.request import Request, Status
-from pdserve.engine.scheduler import Plan, Scheduler, StopRule
-from pdserve.errors import EngineError
-from pdserve.wire.discovery import Role
-from pdserve.wire.engine import FinishReason, PrefillSource
-from pdserve.wire.ids import TransferId, new_id
-from pdserve.wire.sampling import SamplingParams
-from pdserve.wire.ticket import PrefillTarget
-from pdserve.wire.transfer import EngineSpec
 
 BLOCK_SIZE = 4
 NUM_BLOCKS = 16

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from pdserve_kernels import reference
 from pdserve_kernels.cpu.kv_write import KvWrite
 from pdserve_kernels.cpu.linear import Linear

@@ -7,13 +7,13 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 import zmq
-from pdserve_kvtransfer.transport import Completion, Transport
-from pdserve_kvtransfer.ucx import UcxTransport
 
 from pdserve.wire.frame import Opener, Purpose, Sealer
 from pdserve.wire.ids import new_id
 from pdserve.wire.ticket import PrefillTarget
 from pdserve.wire.transfer import Hello, Ping, Pong, PrefillRequest, ToDecode, ToPrefill, Welcome
+from pdserve_kvtransfer.transport import Completion, Transport
+from pdserve_kvtransfer.ucx import UcxTransport
 from tests.kvtransfer.rig import SECRET, SPEC, WAIT_S
 
 M = TypeVar("M")

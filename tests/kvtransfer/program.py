@@ -10,10 +10,9 @@ from __future__ import annotations
 import sys
 import time
 
-from pdserve_kvtransfer.events import PushWanted
-
 from pdserve.wire.discovery import Role
 from pdserve.wire.ticket import PrefillTarget
+from pdserve_kvtransfer.events import PushWanted
 from tests.kvtransfer.rig import SPEC, Engine, Pair, eventually
 
 NUM_BLOCKS = 24

@@ -10,17 +10,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-from pdserve_kvtransfer.events import FetchOrder, TransferEvent
-from pdserve_kvtransfer.region import KvRegion
-from pdserve_kvtransfer.thread import TransferThread
-from pdserve_kvtransfer.transport import Transport
-
 from pdserve.config import TransferConfig
 from pdserve.wire.discovery import Role
 from pdserve.wire.ids import TransferId, new_id
 from pdserve.wire.sampling import SamplingParams
 from pdserve.wire.ticket import PrefillTarget
 from pdserve.wire.transfer import EngineSpec
+from pdserve_kvtransfer.events import FetchOrder, TransferEvent
+from pdserve_kvtransfer.region import KvRegion
+from pdserve_kvtransfer.thread import TransferThread
+from pdserve_kvtransfer.transport import Transport
 
 SECRET = b"the secret of a test cluster"
 SPEC = EngineSpec(

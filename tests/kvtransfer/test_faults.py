@@ -10,6 +10,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
+
+from pdserve.config import TransferConfig
+from pdserve.wire.discovery import Role
+from pdserve.wire.ids import TransferId, new_id
+from pdserve.wire.ticket import PrefillTarget
+from pdserve.wire.transfer import Done, Failed, FirstToken, Hello, Ping, Pong, PrefillRequest, Refused, Welcome
 from pdserve_kvtransfer.events import (
     FailureKind,
     FetchFailed,
@@ -20,12 +26,6 @@ from pdserve_kvtransfer.events import (
     PushOutcome,
     PushWanted,
 )
-
-from pdserve.config import TransferConfig
-from pdserve.wire.discovery import Role
-from pdserve.wire.ids import TransferId, new_id
-from pdserve.wire.ticket import PrefillTarget
-from pdserve.wire.transfer import Done, Failed, FirstToken, Hello, Ping, Pong, PrefillRequest, Refused, Welcome
 from tests.kvtransfer.fakes import FakeDecode, FakePrefill
 from tests.kvtransfer.program import BLOCK_BYTES, NUM_BLOCKS, pattern
 from tests.kvtransfer.rig import CONFIG, PATIENT, SAMPLING, SPEC, Engine, Pair, engine, eventually, pair

@@ -7,6 +7,10 @@ from dataclasses import dataclass, field
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
+from pdserve.wire.ids import TransferId
+from pdserve.wire.ticket import PrefillTarget
+from pdserve.wire.transfer import Cancel, Done, Failed, FirstToken, PrefillRequest
 from pdserve_kvtransfer.events import (
     BlocksReleased,
     FailureKind,
@@ -17,10 +21,6 @@ from pdserve_kvtransfer.events import (
     FirstTokenArrived,
 )
 from pdserve_kvtransfer.fetch import FetchEffect, FetchSession, FetchState
-
-from pdserve.wire.ids import TransferId
-from pdserve.wire.ticket import PrefillTarget
-from pdserve.wire.transfer import Cancel, Done, Failed, FirstToken, PrefillRequest
 from tests.kvtransfer.rig import SAMPLING
 
 TRANSFER = TransferId(b"r" * 16, 0, b"d" * 16)

@@ -11,13 +11,13 @@ from typing import cast
 
 import msgpack
 import pytest
-from pdserve_kvtransfer.frames import Inbound
-from pdserve_kvtransfer.stats import Counters
 
 from pdserve.wire.discovery import Role
 from pdserve.wire.frame import Purpose, Sealer
 from pdserve.wire.ids import TransferId, new_id
 from pdserve.wire.transfer import Failed, Hello, Ping, ToPrefill, Welcome
+from pdserve_kvtransfer.frames import Inbound
+from pdserve_kvtransfer.stats import Counters
 from tests.kvtransfer.fakes import FakeDecode
 from tests.kvtransfer.rig import SECRET, SPEC, engine, eventually
 

@@ -2,11 +2,11 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from pdserve_kvtransfer.handshake import Greeting, Standing, answer, misfit
 
 from pdserve.errors import HandshakeRefused, PeerLost
 from pdserve.wire.ids import new_id
 from pdserve.wire.transfer import Hello, Refused, Welcome
+from pdserve_kvtransfer.handshake import Greeting, Standing, answer, misfit
 from tests.kvtransfer.rig import SPEC
 
 OURS, THEIRS = new_id(), new_id()

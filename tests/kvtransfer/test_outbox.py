@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import pytest
+
+from pdserve.wire.ids import TransferId, new_id
 from pdserve_kvtransfer.events import (
     BlocksReleased,
     FailureKind,
@@ -11,8 +13,6 @@ from pdserve_kvtransfer.events import (
     TransferEvent,
 )
 from pdserve_kvtransfer.outbox import Outbox
-
-from pdserve.wire.ids import TransferId, new_id
 
 ONE = TransferId(new_id(), 0, new_id())
 TWO = TransferId(new_id(), 0, new_id())

@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pdserve_kvtransfer.events import PushCancelled, PushEnded, PushOutcome, PushWanted
-from pdserve_kvtransfer.push import PushEffect, PushSession, PushState, SendBlocks
 
 from pdserve.wire.ids import TransferId
 from pdserve.wire.transfer import Failed, FirstToken, PrefillRequest
+from pdserve_kvtransfer.events import PushCancelled, PushEnded, PushOutcome, PushWanted
+from pdserve_kvtransfer.push import PushEffect, PushSession, PushState, SendBlocks
 from tests.kvtransfer.rig import SAMPLING
 
 TRANSFER = TransferId(b"r" * 16, 0, b"d" * 16)

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+
+from pdserve.wire.discovery import Role
+from pdserve.wire.ids import TransferId
 from pdserve_kvtransfer.events import (
     BlocksReleased,
     FailureKind,
@@ -17,9 +20,6 @@ from pdserve_kvtransfer.events import (
 )
 from pdserve_kvtransfer.inproc import Fabric, InprocTransport
 from pdserve_kvtransfer.transport import Completion
-
-from pdserve.wire.discovery import Role
-from pdserve.wire.ids import TransferId
 from tests.kvtransfer.fakes import FakePrefill
 from tests.kvtransfer.rig import PATIENT, Engine, Pair, engine, eventually, pair
 

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pytest
-from pdserve_kvtransfer.events import FetchFailed, FetchLanded, FirstTokenArrived
 
 from pdserve.wire.discovery import Role
 from pdserve.wire.transfer import Done, Failed, FirstToken, PrefillRequest
+from pdserve_kvtransfer.events import FetchFailed, FetchLanded, FirstTokenArrived
 from tests.kvtransfer.fakes import FakePrefill
 from tests.kvtransfer.rig import BLOCK_BYTES, PATIENT, Engine, Pair, engine, eventually
 

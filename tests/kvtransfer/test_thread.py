@@ -9,14 +9,14 @@ import time
 from dataclasses import replace
 
 import pytest
-from pdserve_kvtransfer.events import PushWanted, TransferThreadDied
-from pdserve_kvtransfer.inproc import Fabric, InprocLink, InprocTransport
-from pdserve_kvtransfer.thread import TransferThread
 
 from pdserve.config import TransferConfig
 from pdserve.errors import TransferError
 from pdserve.wire.discovery import Role
 from pdserve.wire.ids import TransferId, new_id
+from pdserve_kvtransfer.events import PushWanted, TransferThreadDied
+from pdserve_kvtransfer.inproc import Fabric, InprocLink, InprocTransport
+from pdserve_kvtransfer.thread import TransferThread
 from tests.kvtransfer.rig import CONFIG, SECRET, SPEC, Engine, Pair, engine, eventually, pair
 
 

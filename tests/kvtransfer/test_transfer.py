@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import msgspec
 import pytest
+
+from pdserve.wire.discovery import Role
+from pdserve.wire.transfer import EngineSpec, Hello, PrefillRequest, Welcome
 from pdserve_kvtransfer.events import (
     FailureKind,
     FetchCancelled,
@@ -15,9 +18,6 @@ from pdserve_kvtransfer.events import (
     PushOutcome,
     PushWanted,
 )
-
-from pdserve.wire.discovery import Role
-from pdserve.wire.transfer import EngineSpec, Hello, PrefillRequest, Welcome
 from tests.kvtransfer.fakes import FakePrefill
 from tests.kvtransfer.rig import BLOCK_BYTES, CONFIG, PATIENT, SAMPLING, SPEC, Pair, engine, eventually, pair
 

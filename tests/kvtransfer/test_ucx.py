@@ -7,10 +7,10 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from pdserve_kvtransfer.transport import Arrival, Completion
-from pdserve_kvtransfer.ucx import UcxLink, UcxTransport
 
 from pdserve.errors import TransferError
+from pdserve_kvtransfer.transport import Arrival, Completion
+from pdserve_kvtransfer.ucx import UcxLink, UcxTransport
 from tests.kvtransfer.rig import WAIT_S
 
 SIZE = 256 * 1024

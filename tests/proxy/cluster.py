@@ -10,13 +10,13 @@ from typing import TypeVar
 
 import aiohttp
 import uvloop
-from pdserve_proxy.listening import Addresses
-from pdserve_proxy.server import run
 
 from pdserve.api.registration import Registration
 from pdserve.config import HttpConfig, ProxyConfig, RegistryConfig, RelayConfig, RequestConfig
 from pdserve.wire.discovery import Capacity, Load, NodeInfo, Role
 from pdserve.wire.ids import new_id
+from pdserve_proxy.listening import Addresses
+from pdserve_proxy.server import run
 
 SECRET = b"a secret for tests"
 HEARTBEAT_MS = 50

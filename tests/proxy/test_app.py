@@ -7,11 +7,11 @@ import asyncio
 import msgspec
 import openai
 import pytest
-from pdserve_proxy.listening import Addresses
-from pdserve_proxy.server import run
 
 from pdserve.errors import ConfigError
 from pdserve.wire.discovery import Role
+from pdserve_proxy.listening import Addresses
+from pdserve_proxy.server import run
 from tests.proxy.cluster import Cluster, cluster, node_info, proxy_config, run_async
 from tests.proxy.fake_node import Exchange, FakeNode
 

@@ -10,15 +10,15 @@ from contextlib import asynccontextmanager
 import pytest
 import zmq
 import zmq.asyncio
-from pdserve_proxy.discovery import MAX_MESSAGE_BYTES, Discovery
-from pdserve_proxy.metrics import ProxyMetrics
-from pdserve_proxy.registry import Registry
 
 from pdserve.api.registration import Registration
 from pdserve.errors import ConfigError
 from pdserve.wire.discovery import Ack, Deregister, Heartbeat, Load, Register, Role
 from pdserve.wire.frame import Opener, Purpose, Sealer
 from pdserve.wire.ids import new_id
+from pdserve_proxy.discovery import MAX_MESSAGE_BYTES, Discovery
+from pdserve_proxy.metrics import ProxyMetrics
+from pdserve_proxy.registry import Registry
 from tests.proxy.cluster import HEARTBEAT_MS, SECRET, cancelled, eventually, node_info, registered, run_async
 
 NODE = node_info("d0", Role.DECODE)

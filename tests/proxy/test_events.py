@@ -6,6 +6,7 @@ import itertools
 
 from hypothesis import given
 from hypothesis import strategies as st
+
 from pdserve_proxy.events import MAX_EVENT_BYTES, WholeEvents
 
 EVENTS = st.lists(

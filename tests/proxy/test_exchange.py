@@ -7,10 +7,10 @@ from collections.abc import Awaitable, Callable
 
 import aiohttp
 import pytest
+
 from pdserve_proxy import exchange as exchange_module
 from pdserve_proxy.exchange import Cut, Exchange, Outcome, Phase
 from pdserve_proxy.stream import EventStream
-
 from tests.proxy.cluster import eventually, run_async
 from tests.proxy.fake_node import Exchange as NodeExchange
 from tests.proxy.fake_node import FakeNode

@@ -7,11 +7,11 @@ from collections import Counter
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pdserve_proxy.policies import RoundRobin, resolve_model
-from pdserve_proxy.snapshot import Node, NodeState, Snapshot, take_snapshot
 
 from pdserve.errors import InvalidRequest, NotFound, Unavailable
 from pdserve.wire.discovery import Load, NodeInfo, Role
+from pdserve_proxy.policies import RoundRobin, resolve_model
+from pdserve_proxy.snapshot import Node, NodeState, Snapshot, take_snapshot
 from tests.proxy.cluster import node_info
 
 

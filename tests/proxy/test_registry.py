@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from pdserve_proxy.registry import Registry
-from pdserve_proxy.snapshot import NodeState, Pairing
 
 from pdserve.errors import MalformedFrame
 from pdserve.wire.discovery import Ack, Deregister, Heartbeat, Load, NodeInfo, Register, Role
+from pdserve_proxy.registry import Registry
+from pdserve_proxy.snapshot import NodeState, Pairing
 from tests.proxy.cluster import node_info
 
 HEARTBEAT_S = 1.0

@@ -8,9 +8,9 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pdserve_proxy.request_body import read_body
 
 from pdserve.errors import InvalidRequest
+from pdserve_proxy.request_body import read_body
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.text(),

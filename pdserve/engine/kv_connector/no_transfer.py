@@ -1,0 +1,38 @@
+"""A mixed node's connector."""
+
+from __future__ import annotations
+
+from pdserve.engine.block_manager import BlockManager
+from pdserve.engine.request import Request
+from pdserve.engine.scheduler import Plan, Scheduler
+from pdserve.errors import EngineError
+from pdserve_kvtransfer.stats import TransferStats
+
+
+class NoTransfer:
+    """A mixed node: every prompt is computed where it is decoded."""
+
+    def __init__(self, blocks: BlockManager) -> None:
+        self._blocks = blocks
+
+    def poll(self, scheduler: Scheduler, now: float) -> None:
+        pass
+
+    def start(self, plan: Plan, now: float) -> None:
+        if plan.fetches:
+            raise EngineError("a mixed node was asked to fetch a prompt")
+
+    def stepped(self, scheduler: Scheduler, plan: Plan) -> None:
+        pass
+
+    def give_up(self, request: Request, reason: str) -> None:
+        pass
+
+    def release(self, request: Request) -> None:
+        self._blocks.free(request.block_table)
+
+    def stats(self) -> TransferStats:
+        return TransferStats()
+
+    def close(self) -> None:
+        pass

@@ -1,0 +1,112 @@
+"""A prefill node's connector."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from pdserve.engine.block_manager import BlockManager
+from pdserve.engine.kv_connector.contract import CLOSE_TIMEOUT_S
+from pdserve.engine.request import Request, Status
+from pdserve.engine.scheduler import Plan, Scheduler
+from pdserve.errors import EngineError
+from pdserve.wire.ids import TransferId
+from pdserve_kvtransfer.events import PushCancelled, PushEnded, PushWanted, TransferThreadDied
+from pdserve_kvtransfer.stats import TransferStats
+from pdserve_kvtransfer.thread import TransferThread
+
+
+class Pushing:
+    """A prefill node: every request comes from a decode node, and its blocks go there."""
+
+    def __init__(self, blocks: BlockManager, thread: TransferThread, misfit: Callable[[list[int]], str | None]) -> None:
+        """``misfit`` says why a prompt cannot be computed here, if so."""
+        self._blocks = blocks
+        self._thread = thread
+        self._misfit = misfit
+        self._pushing: dict[TransferId, Request] = {}
+        self._ending: dict[TransferId, list[int]] = {}
+
+    def poll(self, scheduler: Scheduler, now: float) -> None:
+        for event in self._thread.events():
+            match event:
+                case PushWanted():
+                    self._accept(event, scheduler, now)
+                case PushCancelled(transfer):
+                    cancelled = self._pushing.get(transfer)
+                    if cancelled is not None:
+                        scheduler.abort(cancelled)
+                case PushEnded(transfer):
+                    self._ended(scheduler, transfer)
+                case TransferThreadDied(message):
+                    raise EngineError(f"the transfer thread died: {message}")
+                case _:
+                    raise EngineError(f"a prefill node cannot act on {event}")
+
+    def _accept(self, order: PushWanted, scheduler: Scheduler, now: float) -> None:
+        misfit = self._misfit(order.token_ids)
+        if misfit is not None:
+            self._ending[order.transfer_id] = []
+            self._thread.fail_push(order.transfer_id, misfit)
+            return
+        request = Request(
+            uuid=order.transfer_id.request,
+            token_ids=list(order.token_ids),
+            num_prompt_tokens=len(order.token_ids),
+            sampling=order.sampling,
+            arrived=now,
+            deadline=now + order.deadline_s,
+            transfer=order.transfer_id,
+            first_block=order.first_block,
+        )
+        self._pushing[order.transfer_id] = request
+        scheduler.add(request)
+
+    def _ended(self, scheduler: Scheduler, transfer: TransferId) -> None:
+        request = self._pushing.pop(transfer, None)
+        if request is None:
+            self._blocks.free(self._ending.pop(transfer))
+            return
+        request.transfer = None
+        scheduler.abort(request)
+
+    def start(self, plan: Plan, now: float) -> None:
+        if plan.fetches:
+            raise EngineError("a prefill node was asked to fetch a prompt")
+
+    def stepped(self, scheduler: Scheduler, plan: Plan) -> None:
+        for work in plan.work:
+            request = work.request
+            if request.transfer is None or request.status is not Status.RUNNING:
+                continue
+            complete = request.num_generated_tokens > 0
+            if complete:
+                final = self._blocks.blocks_for(request.num_prompt_tokens)
+            else:
+                final = request.num_computed_tokens // self._blocks.block_size
+            first = max(request.pushed_blocks, request.first_block)
+            if final > first:
+                self._thread.push(request.transfer, first, tuple(request.block_table[first:final]))
+                request.pushed_blocks = final
+            if complete:
+                self._thread.first_token(request.transfer, request.token_ids[-1], request.cached_tokens)
+                scheduler.pushed_all(request)
+
+    def give_up(self, request: Request, reason: str) -> None:
+        if request.transfer is not None:
+            self._thread.fail_push(request.transfer, reason)
+
+    def release(self, request: Request) -> None:
+        if request.transfer is None:
+            self._blocks.free(request.block_table)
+        elif request.status is Status.FINISHED:
+            del self._pushing[request.transfer]
+            self._ending[request.transfer] = request.block_table
+            request.block_table = []
+        else:
+            raise EngineError("a prefill node cannot preempt: the request's blocks may be in flight")
+
+    def stats(self) -> TransferStats:
+        return self._thread.stats()
+
+    def close(self) -> None:
+        self._thread.close(CLOSE_TIMEOUT_S)
