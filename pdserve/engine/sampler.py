@@ -2,8 +2,9 @@
 
 A sampled token is a function of the request's logits, its parameters, its seed and the token's position, and of
 nothing else: one uniform number is derived from (seed, position) by hashing, and the distribution is inverted at it.
-So a request gives the same tokens alone or in a batch, and whether its first token is drawn on a prefill or on a
-decode node.
+The random choice is the same alone or in a batch, and on a prefill or a decode node. (The logits themselves can
+differ with the batch by rounding: below 1e-4 in fp32, where no answer was seen to change; in bf16 enough to change a
+close choice.)
 """
 
 from __future__ import annotations
@@ -22,14 +23,18 @@ SORTED_CANDIDATES = 1024
 """Top-p first looks at so many best tokens; only if their mass is too small is the whole vocabulary sorted."""
 
 
-def sample(logits: torch.Tensor, params: Sequence[SamplingParams], positions: Sequence[int]) -> list[int]:
-    """One token id a row.
+def sample(logits: torch.Tensor, params: Sequence[SamplingParams], positions: Sequence[int]) -> list[int | None]:
+    """One token id a row; None where the logits are not finite, so that nothing can be said.
 
     ``logits`` is fp32 ``[rows, vocab_size]``; ``positions`` counts the tokens that each request has generated so far.
     """
-    tokens: list[int] = logits.argmax(-1).tolist()
+    best = logits.max(-1)
+    tokens: list[int | None] = best.indices.tolist()
+    finite = best.values.isfinite().tolist()
     for row, (sampling, position) in enumerate(zip(params, positions, strict=True)):
-        if sampling.temperature >= GREEDY_BELOW:
+        if not finite[row]:
+            tokens[row] = None
+        elif sampling.temperature >= GREEDY_BELOW:
             probabilities = _probabilities(logits[row], sampling)
             tokens[row] = _invert(probabilities, _uniform(sampling.seed, position))
     return tokens
@@ -55,6 +60,8 @@ def _nucleus(probabilities: torch.Tensor, top_p: float) -> torch.Tensor:
     for count in (min(SORTED_CANDIDATES, len(probabilities)), len(probabilities)):
         best, ids = probabilities.topk(count)
         below = best.cumsum(-1) - best < top_p
+        # The best token always stays, however small top_p is (in fp32 it may even be 0).
+        below[0] = True
         if not bool(below.all()) or count == len(probabilities):
             break
     kept = torch.zeros_like(probabilities)
@@ -72,7 +79,5 @@ def _invert(probabilities: torch.Tensor, uniform: float) -> int:
     """The token at which the cumulative distribution passes ``uniform``."""
     cumulative = probabilities.double().cumsum(-1)
     at = int(torch.searchsorted(cumulative, uniform * cumulative[-1], right=True))
-    if at >= len(probabilities):
-        # Rounding at the very end of the distribution: the last token that can be drawn at all.
-        return int(probabilities.nonzero()[-1])
-    return at
+    # Rounding at the very end of the distribution: the last token that can be drawn at all.
+    return at if at < len(probabilities) else int(probabilities.nonzero()[-1])

@@ -10,7 +10,7 @@ Pure bookkeeping: no tensors, no clocks, no sockets.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from pdserve.config import SchedulerConfig
@@ -128,14 +128,23 @@ class Scheduler:
         plan.work.sort(key=lambda work: work.num_tokens > 1)
         return plan
 
-    def advance(self, plan: Plan, tokens: list[int], now: float) -> None:
-        """A step was computed: ``tokens`` are the choices for the work that wanted one, in order."""
+    def advance(self, plan: Plan, tokens: Sequence[int | None], now: float) -> list[Request]:
+        """A step was computed: ``tokens`` are the choices for the work that wanted one, in order.
+
+        Returns the requests for which there was no choice; they cannot go on.
+        """
         chosen = iter(tokens)
+        broken = []
         for work in plan.work:
             wants_token = work.wants_token
             work.request.num_computed_tokens += work.num_tokens
             if wants_token:
-                self.accept_token(work.request, next(chosen), now)
+                token_id = next(chosen)
+                if token_id is None:
+                    broken.append(work.request)
+                else:
+                    self.accept_token(work.request, token_id, now)
+        return broken
 
     def accept_token(self, request: Request, token_id: int, now: float) -> None:
         """Append a chosen token, tell the client, and end the request if this was its last."""

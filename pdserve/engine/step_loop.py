@@ -26,6 +26,8 @@ from pdserve.wire.engine import Abort, EngineStats, FinishReason, PrefillSource,
 
 STATS_INTERVAL_S = 0.25
 
+NOT_FINITE = "the model's logits are not finite"
+
 
 class WakeUp:
     """An eventfd: any thread or signal handler sets it, the step loop polls and clears it."""
@@ -156,7 +158,9 @@ class StepLoop:
             logits, [request.sampling for request in wanting], [request.num_generated_tokens for request in wanting]
         )
         self._steps += 1
-        self._scheduler.advance(plan, tokens, time.monotonic())
+        for request in self._scheduler.advance(plan, tokens, time.monotonic()):
+            self._connector.give_up(request, NOT_FINITE)
+            self._scheduler.finish(request, FinishReason.ERROR, NOT_FINITE)
         self._connector.stepped(self._scheduler, plan)
 
     def _tell(self) -> None:

@@ -10,8 +10,8 @@ import msgspec
 class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Validated at the API; the engine trusts it.
 
-    ``seed`` is always set (the API draws one where the client gave none), so that a request's tokens are a function
-    of the request alone: not of its batch mates, nor of which node samples them.
+    ``seed`` is always set (the API draws one where the client gave none), so that the random choice is a function of
+    the request alone: not of its batch mates, nor of which node samples it.
     """
 
     max_tokens: Annotated[int, msgspec.Meta(ge=1)]

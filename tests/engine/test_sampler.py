@@ -16,7 +16,7 @@ def params(**changes: Any) -> SamplingParams:
     return SamplingParams(**({"max_tokens": 1, "seed": 7} | changes))
 
 
-def drawn(logits: torch.Tensor, count: int = 400, **changes: Any) -> Counter[int]:
+def drawn(logits: torch.Tensor, count: int = 400, **changes: Any) -> Counter[int | None]:
     """How often each token comes, over positions of one request."""
     return Counter(sample(logits.unsqueeze(0), [params(**changes)], [position])[0] for position in range(count))
 
@@ -89,3 +89,36 @@ def test_seeds_and_positions_differ() -> None:
     logits = torch.zeros(1, 10_000)
     tokens = {sample(logits, [params(seed=seed)], [position])[0] for seed in range(10) for position in range(10)}
     assert len(tokens) > 95
+
+
+TINY = [0.0, 1e-320, 1e-40, 1e-6]
+
+
+@pytest.mark.parametrize("temperature", [*TINY, 0.5, 2.0])
+@pytest.mark.parametrize("top_p", [*TINY[1:], 0.5, 1.0])
+@pytest.mark.parametrize("min_p", [*TINY, 0.5, 1.0])
+@pytest.mark.parametrize("top_k", [0, 1, 2**62])
+def test_every_valid_parameter_gives_a_token(temperature: float, top_p: float, min_p: float, top_k: int) -> None:
+    logits = torch.tensor([[0.0, 5.0, -3.0, 4.9]])
+    chosen = params(temperature=temperature, top_p=top_p, min_p=min_p, top_k=top_k)
+    (token,) = sample(logits, [chosen], [0])
+    assert token in range(4)
+    if min(temperature, top_p) < 1e-6 or min_p == 1.0 or top_k == 1:
+        assert token == 1
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_logits_that_are_not_finite_give_no_token(bad: float, temperature: float) -> None:
+    healthy = [1.0, 2.0, 9.0, 3.0]
+    logits = torch.tensor([healthy, [bad] * 4, healthy])
+    assert sample(logits, [params(temperature=temperature, top_k=1)] * 3, [0, 0, 0]) == [2, None, 2]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_one_nan_among_logits_is_enough(temperature: float) -> None:
+    assert sample(torch.tensor([[1.0, float("nan"), 2.0]]), [params(temperature=temperature)], [0]) == [None]
+
+
+def test_forbidden_tokens_are_no_reason_to_fail() -> None:
+    assert sample(torch.tensor([[1.0, float("-inf"), 2.0]]), [params(top_k=1)], [0]) == [2]
