@@ -21,6 +21,8 @@ from pdserve.settings import cache_folder, load_with_file, resolve_secret, state
 
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _STOP_MARGIN_S = 5.0
+_SAME_REQUEST_S = 0.5
+"""Some senders signal both a process and its group: a second signal this soon is the first one again."""
 _DESCRIPTION = (
     "Starts a proxy and nodes as separate processes, divides the cores between the nodes, and stops all in order. "
     "Settings of nodes and proxy that are not listed here can be given in the environment or the file of --config."
@@ -50,12 +52,16 @@ async def _serve(config: UpConfig, environ: Mapping[str, str], console: Console)
     work = asyncio.create_task(_work(cluster, config, environ, console))
     stopping = asyncio.Event()
     loop = asyncio.get_running_loop()
+    asked = 0.0
 
     def on_signal() -> None:
-        if stopping.is_set():
+        nonlocal asked
+        if not stopping.is_set():
+            asked = loop.time()
+            stopping.set()
+        elif loop.time() - asked > _SAME_REQUEST_S:
             console.say("killing")
             killing.append(asyncio.create_task(cluster.kill()))
-        stopping.set()
 
     killing: list[asyncio.Task[None]] = []
     for number in _STOP_SIGNALS:
