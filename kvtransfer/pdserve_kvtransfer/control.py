@@ -6,6 +6,7 @@ import ipaddress
 import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
@@ -13,7 +14,12 @@ from zmq.utils.monitor import recv_monitor_message
 from pdserve.errors import TransferError
 from pdserve.wire.frame import MAX_FRAME_BYTES
 
-_QUEUE_FRAMES = 16_384
+_SEND_QUEUE_FRAMES = 16_384
+# Anyone who connects may fill this much before a signature is looked at.
+_RECEIVE_QUEUE_FRAMES = 32
+# What is read at a time, so that a flood of frames leaves time for everything else.
+_BATCH_FRAMES = 256
+_BATCH_BYTES = MAX_FRAME_BYTES
 _LISTEN_BACKLOG = 1_024
 
 
@@ -28,12 +34,23 @@ class Received:
     frame: bytes
 
 
+_KEEPALIVE = {
+    zmq.TCP_KEEPALIVE: 1,
+    zmq.TCP_KEEPALIVE_IDLE: 30,
+    zmq.TCP_KEEPALIVE_INTVL: 10,
+    zmq.TCP_KEEPALIVE_CNT: 3,
+}
+
+
 def _new_socket(context: zmq.Context[zmq.Socket[bytes]], kind: int) -> zmq.Socket[bytes]:
     created = context.socket(kind)
     created.linger = 0
     created.set(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
-    created.set(zmq.SNDHWM, _QUEUE_FRAMES)
-    created.set(zmq.RCVHWM, _QUEUE_FRAMES)
+    # A host that vanished without a word closes nothing; without this an idle peer of it would be kept for good.
+    for option, value in _KEEPALIVE.items():
+        created.set(option, value)
+    created.set(zmq.SNDHWM, _SEND_QUEUE_FRAMES)
+    created.set(zmq.RCVHWM, _RECEIVE_QUEUE_FRAMES)
     return created
 
 
@@ -64,12 +81,14 @@ class _Watch:
 
 
 class ControlServer:
-    """Raises TransferError if it cannot be bound."""
+    """Raises TransferError if it cannot be bound.
+
+    Routes are ZMQ's own: one that a client may choose could be claimed by whoever has heard of it.
+    """
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], host: str, port: int, advertise: str) -> None:
         self._socket = _new_socket(context, zmq.ROUTER)
         try:
-            self._socket.set(zmq.ROUTER_HANDOVER, 1)
             self._socket.set(zmq.BACKLOG, _LISTEN_BACKLOG)
             self._socket.set(zmq.IPV6, 1 if ":" in host else 0)
             self._watch = _Watch(self._socket, zmq.EVENT_DISCONNECTED)
@@ -84,24 +103,28 @@ class ControlServer:
     def sockets(self) -> list[zmq.Socket[bytes]]:
         return [self._socket, self._watch.socket]
 
-    def receive(self) -> Iterator[Received]:
-        """What is there, without waiting."""
-        while True:
+    def receive(self) -> tuple[list[Received], bool]:
+        """A batch of what is there, without waiting, and whether there may be more."""
+        batch: list[Received] = []
+        size = 0
+        while len(batch) < _BATCH_FRAMES and size < _BATCH_BYTES:
             try:
                 parts = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
-                return
+                return batch, False
             # Our frames are one part each; anything else passes for an empty one, to be dropped as malformed.
             frame = parts[1].bytes if len(parts) == 2 else b""
-            yield Received(parts[0].bytes, _connection(parts[-1]), frame)
+            batch.append(Received(parts[0].bytes, _connection(parts[-1]), frame))
+            size += len(frame)
+        return batch, True
 
     def send(self, route: bytes, frame: bytes) -> bool:
         """False if the frame was dropped because too much is queued; one to a route that is gone counts as sent."""
         return _send(self._socket, [route, frame])
 
     def disconnected(self) -> list[int]:
-        """Connections that have ended since the last call."""
-        return [value for _, value in self._watch.read()]
+        """Connections that have ended, a batch at a time."""
+        return [value for _, value in islice(self._watch.read(), _BATCH_FRAMES)]
 
     def close(self, linger_s: float) -> None:
         if hasattr(self, "_watch"):
@@ -112,9 +135,8 @@ class ControlServer:
 class ControlClient:
     """Raises TransferError if ``control`` is not an address."""
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], control: str, route: bytes) -> None:
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], control: str) -> None:
         self._socket = _new_socket(context, zmq.DEALER)
-        self._socket.set(zmq.ROUTING_ID, route)
         self._socket.set(zmq.IPV6, 1 if "[" in control else 0)
         self._watch = _Watch(self._socket, zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED)
         try:
@@ -127,14 +149,18 @@ class ControlClient:
     def sockets(self) -> list[zmq.Socket[bytes]]:
         return [self._socket, self._watch.socket]
 
-    def receive(self) -> Iterator[bytes]:
-        """What is there, without waiting."""
-        while True:
+    def receive(self) -> tuple[list[bytes], bool]:
+        """A batch of what is there, without waiting, and whether there may be more."""
+        batch: list[bytes] = []
+        size = 0
+        while len(batch) < _BATCH_FRAMES and size < _BATCH_BYTES:
             try:
                 parts = self._socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
-                return
-            yield parts[0] if len(parts) == 1 else b""
+                return batch, False
+            batch.append(parts[0] if len(parts) == 1 else b"")
+            size += len(batch[-1])
+        return batch, True
 
     def send(self, frame: bytes) -> bool:
         """False if the frame was dropped because too much is queued."""

@@ -6,7 +6,7 @@ import logging
 import secrets
 from typing import cast
 
-from pdserve.errors import HandshakeRefused, TransferError
+from pdserve.errors import HandshakeRefused, PeerLost, TransferError
 from pdserve.wire.ticket import PrefillTarget
 from pdserve.wire.transfer import ToDecode
 from pdserve_kvtransfer.events import FailureKind, FetchFailed, FetchOrder
@@ -48,6 +48,9 @@ class DecodeSide:
     def _meet(self, target: PrefillTarget, now: float) -> PrefillPeer:
         for known in list(self._peers.values()):
             if known.target.control == target.control:
+                if known.serving:
+                    # Its connection stands, so it is the order that names a boot of the past.
+                    raise PeerLost("the order names a boot that this address no longer (or not yet) has")
                 self._lose(known, FailureKind.PEER_LOST, "the prefill node has restarted")
         peer = PrefillPeer(self._station, target, self._inbound, now)
         self._peers[target.boot_id] = peer

@@ -61,11 +61,11 @@ class PrefillSide:
         # In this order a connection's number cannot have passed to a newer one whose frames were read already.
         for connection in self._server.disconnected():
             self._on_disconnect(connection, now)
-        for received in self._server.receive():
+        batch, more = self._server.receive()
+        for received in batch:
             message = self._inbound.open(received.frame, now)
             if message is not None:
                 self._on_message(message, received, now)
-        more = False
         for peer in list(self._peers.values()):
             try:
                 more |= peer.turn()
@@ -93,9 +93,9 @@ class PrefillSide:
             self._send(received.route, Refused(self._station.boot_id, "handshake", "none", "assumed"))
 
     def _greet(self, hello: Hello, received: Received, now: float) -> None:
-        for known in list(self._peers.values()):
-            if known.boot_id == hello.boot_id or known.route == received.route:
-                self._lose(known, PushOutcome.PEER_LOST, "the decode engine has started anew")
+        known = self._peers.get(hello.boot_id)
+        if known is not None:
+            self._lose(known, PushOutcome.PEER_LOST, "the decode engine has greeted anew")
         station = self._station
         station.counters.handshakes += 1
         refusal = answer(hello, station.boot_id, station.spec)

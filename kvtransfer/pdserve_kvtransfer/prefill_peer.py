@@ -57,7 +57,7 @@ class PrefillPeer:
         self._scratch = memoryview(bytearray(station.region.block_bytes))
         self._heartbeat = Heartbeat(station.heartbeat_s)
         self.lease = Lease(station.lease_s)
-        self._client = ControlClient(station.zmq_context, target.control, station.identity)
+        self._client = ControlClient(station.zmq_context, target.control)
         try:
             self._link = station.transport.open_link()
         except BaseException:
@@ -66,6 +66,11 @@ class PrefillPeer:
         self._greeting = Greeting(station.boot_id, station.spec, self._link.address, target.boot_id)
         station.counters.handshakes += 1
         self._send(self._greeting.hello())
+
+    @property
+    def serving(self) -> bool:
+        """Whether the handshake with this very boot was made, and transfers with it are under way."""
+        return self._greeting.standing is Standing.WELCOME and bool(self._sessions)
 
     def has_tag(self, tag: int) -> bool:
         return tag in self._tags
@@ -87,15 +92,17 @@ class PrefillPeer:
         return True
 
     def turn(self, now: float) -> bool:
-        for frame in self._client.receive():
+        batch, more = self._client.receive()
+        for frame in batch:
             message = self._inbound.open(frame, now)
             if message is not None:
                 self.lease.renew(now)
                 self._on_message(message, now)
-        reason = self._client.lost()
+        # What it sent before it closed the connection comes first.
+        reason = None if more else self._client.lost()
         if reason is not None:
             raise PeerLost(reason)
-        moved = self._link.progress()
+        moved = self._link.progress() or more
         while (arrival := self._link.probe()) is not None:
             self._receive(arrival)
             moved = True

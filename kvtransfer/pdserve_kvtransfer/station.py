@@ -24,8 +24,6 @@ class Station:
     """This engine, as both sides' drivers know it. All but the outbox belongs to the transfer thread."""
 
     boot_id: bytes
-    identity: bytes
-    """The same for every boot of this node; the boot id if the node has no such name."""
     secret: bytes
     spec: EngineSpec
     region: KvRegion
@@ -87,7 +85,7 @@ class Side(Protocol):
         """The engine wants something."""
 
     def turn(self, now: float) -> bool:
-        """Read all that has arrived and let data move, without waiting. True if there may be more at once."""
+        """Read what has arrived and let data move, without waiting. True if there may be more at once."""
 
     def tick(self, now: float) -> None:
         """Act on every timer that is due."""

@@ -51,8 +51,7 @@ LINGER_S = 0.5
 class TransferThread:
     """Owns all transfers of one engine. Every method may be called from one other thread, and returns at once.
 
-    ``wake`` is called from the transfer thread after events were queued; it must not block. ``identity`` names the node
-    over restarts, if it has such a name: a new boot under it at once ends what its former boot left behind.
+    ``wake`` is called from the transfer thread after events were queued; it must not block.
     ``transport`` makes the transport, inside the thread; UCX as configured if None.
     """
 
@@ -66,7 +65,6 @@ class TransferThread:
         region: KvRegion,
         config: TransferConfig,
         wake: Callable[[], None],
-        identity: bytes = b"",
         transport: Callable[[], Transport] | None = None,
     ) -> None:
         self._role = role
@@ -76,7 +74,6 @@ class TransferThread:
         self._region = region
         self._config = config
         self._wake = wake
-        self._identity = identity or boot_id
         self._make_transport = transport or (lambda: UcxTransport(config.ucx_tls))
         self._outbox = Outbox()
         self._counters = Counters()
@@ -201,7 +198,6 @@ class TransferThread:
     def _side(self, transport: Transport, context: zmq.Context[zmq.Socket[bytes]]) -> Side:
         station = Station(
             boot_id=self._boot_id,
-            identity=self._identity,
             secret=self._secret,
             spec=self._spec,
             region=self._region,

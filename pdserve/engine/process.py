@@ -8,14 +8,14 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 
 import msgspec
 import zmq
 
 from pdserve.config import EngineLaunch
 from pdserve.engine.api_channel import ApiChannel
-from pdserve.errors import ConfigError, PdserveError
+from pdserve.errors import ConfigError, EngineError, PdserveError
 from pdserve.parent import die_with_parent
 from pdserve.wire.engine import EngineFailed, Ready, Starting
 from pdserve.wire.transfer import EngineSpec
@@ -39,15 +39,21 @@ def main() -> int:
             serve(launch, channel)
         except PdserveError as exc:
             log.error("%s", exc)
-            channel.send(EngineFailed(str(exc)))
+            _confess(channel, str(exc))
             return 1
         except Exception as exc:
             log.exception("the engine failed")
-            channel.send(EngineFailed(f"{type(exc).__name__}: {exc}"))
+            _confess(channel, f"{type(exc).__name__}: {exc}")
             return 1
         finally:
             channel.close(GOODBYE_S)
     return 0
+
+
+def _confess(channel: ApiChannel, message: str) -> None:
+    # An API process that has stopped reading is told by our exit.
+    with suppress(EngineError):
+        channel.send(EngineFailed(message))
 
 
 def serve(launch: EngineLaunch, channel: ApiChannel) -> None:

@@ -19,7 +19,7 @@ from pdserve.wire.sampling import SamplingParams
 GREEDY_BELOW = 1e-5
 """Temperatures under it are greedy: dividing by them says nothing else, and overflows."""
 
-SORTED_CANDIDATES = 1024
+SORTED_CANDIDATES = (1024, 8192)
 """Top-p first looks at so many best tokens; only if their mass is too small is the whole vocabulary sorted."""
 
 
@@ -57,12 +57,12 @@ def _probabilities(logits: torch.Tensor, sampling: SamplingParams) -> torch.Tens
 
 def _nucleus(probabilities: torch.Tensor, top_p: float) -> torch.Tensor:
     """Keep the smallest set of most likely tokens whose mass reaches ``top_p`` (Holtzman et al., 2020)."""
-    for count in (min(SORTED_CANDIDATES, len(probabilities)), len(probabilities)):
+    for count in (*(few for few in SORTED_CANDIDATES if few < len(probabilities)), len(probabilities)):
         best, ids = probabilities.topk(count)
         below = best.cumsum(-1) - best < top_p
         # The best token always stays, however small top_p is (in fp32 it may even be 0).
         below[0] = True
-        if not bool(below.all()) or count == len(probabilities):
+        if not bool(below.all()):
             break
     kept = torch.zeros_like(probabilities)
     kept[ids[below]] = best[below]

@@ -168,11 +168,11 @@ class Scheduler:
         self._running.append(request)
 
     def requeue(self, request: Request, computed_tokens: int) -> None:
-        """A fetch failed after ``computed_tokens``: put the request first in the queue, keeping its blocks."""
+        """A fetch failed after ``computed_tokens``: queue the request again, keeping its blocks."""
         self._remote.discard(request)
         request.num_computed_tokens = min(computed_tokens, len(request.token_ids) - 1)
         request.move(Status.WAITING)
-        self._waiting.appendleft(request)
+        self._queue_by_arrival(request)
 
     def pushed_all(self, request: Request) -> None:
         """A prefill node has computed all of a prompt; its blocks stay until the push ends."""
@@ -239,8 +239,10 @@ class Scheduler:
         return budget
 
     def _make_room(self, request: Request, tokens: int, plan: Plan) -> bool:
-        """Grow a running request's blocks, preempting the youngest others if need be."""
+        """Grow a running request's blocks: take them from waiting requests, then from the youngest running ones."""
         while not self._blocks.grow(request.block_table, tokens):
+            if self._strip_a_waiting(request):
+                continue
             planned = {work.request for work in plan.work}
             victim = next((other for other in reversed(self._running) if other not in planned), request)
             self._preempt(victim)
@@ -254,18 +256,24 @@ class Scheduler:
         request.num_computed_tokens = 0
         request.move(Status.WAITING)
         self._release(request)
-        self._waiting.appendleft(request)
+        self._queue_by_arrival(request)
+
+    def _queue_by_arrival(self, request: Request) -> None:
+        """Back among the waiting, before all that came later."""
+        later = (i for i, other in enumerate(self._waiting) if other.arrived > request.arrived)
+        self._waiting.insert(next(later, len(self._waiting)), request)
 
     def _admit(self, plan: Plan, budget: int, now: float) -> None:
-        while self._waiting and len(self._running) + len(self._remote) < self._config.max_running:
-            request = self._waiting[0]
+        for request in list(self._waiting):
+            if len(self._running) + len(self._remote) >= self._config.max_running:
+                return
             fetch = self._should_fetch(request)
             if not fetch and budget == 0:
-                return
+                continue
             if not self._has_room(request):
                 return
             self._blocks.grow(request.block_table, len(request.token_ids))
-            self._waiting.popleft()
+            self._waiting.remove(request)
             if request.admitted is None:
                 request.admitted = now
             if fetch:
@@ -294,11 +302,15 @@ class Scheduler:
             return True
         if self._running or self._remote or self._pushing:
             return False
-        # Nothing will end and give blocks back, so others that wait with blocks of failed fetches must.
+        while self._blocks.num_free < missing and self._strip_a_waiting(request):
+            pass
+        return self._blocks.num_free >= missing
+
+    def _strip_a_waiting(self, keep: Request) -> bool:
+        """Take back what the last waiting request with blocks kept of a failed fetch. False if there is none."""
         for other in reversed(self._waiting):
-            if self._blocks.num_free >= missing:
-                break
-            if other is not request:
+            if other is not keep and other.block_table:
                 other.num_computed_tokens = 0
                 self._release(other)
-        return self._blocks.num_free >= missing
+                return True
+        return False

@@ -160,6 +160,7 @@ class StepLoop:
         self._steps += 1
         for request in self._scheduler.advance(plan, tokens, time.monotonic()):
             self._connector.give_up(request, NOT_FINITE)
+            self._runner.clear(request.block_table)
             self._scheduler.finish(request, FinishReason.ERROR, NOT_FINITE)
         self._connector.stepped(self._scheduler, plan)
 

@@ -57,6 +57,8 @@ class Layer:
         self._out = _fused(checkpoint, [f"{attention}.o_proj"])
         self._gate_up = _fused(checkpoint, [f"{prefix}.mlp.gate_proj", f"{prefix}.mlp.up_proj"])
         self._down = _fused(checkpoint, [f"{prefix}.mlp.down_proj"])
+        # Older exports carry the table that rotary_table computes.
+        checkpoint.drop(f"{attention}.rotary_emb.inv_freq")
         self._input_norm = checkpoint.take(f"{prefix}.input_layernorm.weight")
         self._mlp_norm = checkpoint.take(f"{prefix}.post_attention_layernorm.weight")
         self._query_norm = checkpoint.take_optional(f"{attention}.q_norm.weight")

@@ -48,6 +48,10 @@ class ModelRunner:
                 last.append(end - 1)
         return self._decoder.logits(hidden[last])
 
+    def clear(self, blocks: Sequence[int]) -> None:
+        """Zero these blocks: what is not finite must not stay in memory that another request will own."""
+        self.kv_cache[list(blocks)] = 0
+
 
 def kv_layout(config: DecoderConfig, dtype: Dtype, block_size: int) -> KvLayout:
     """The layout of one rank's KV cache for a model."""

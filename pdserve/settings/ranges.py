@@ -7,7 +7,14 @@ from collections.abc import Callable
 from typing import Any
 from urllib.parse import urlsplit
 
-from pdserve.config import CacheConfig, ClusterConfig, DiscoveryConfig, HttpConfig, TransferConfig
+from pdserve.config import (
+    CacheConfig,
+    ClusterConfig,
+    DiscoveryConfig,
+    HttpConfig,
+    SchedulerConfig,
+    TransferConfig,
+)
 from pdserve.errors import ConfigError
 
 
@@ -30,6 +37,14 @@ def _transfer(transfer: TransferConfig) -> None:
         raise ConfigError(
             f"--transfer-lease-ms ({transfer.lease_ms}) has to be at least twice --transfer-heartbeat-ms "
             f"({transfer.heartbeat_ms}), or one late ping ends a transfer"
+        )
+
+
+def _scheduler(scheduler: SchedulerConfig) -> None:
+    if scheduler.max_step_tokens < 2 * scheduler.max_running:
+        raise ConfigError(
+            f"--max-step-tokens ({scheduler.max_step_tokens}) has to be at least twice --max-running "
+            f"({scheduler.max_running}): each running request takes one of them, and prompts need the rest"
         )
 
 
@@ -70,6 +85,7 @@ def _check_url(flag: str, url: str, *, schemes: tuple[str, ...], example: str) -
 
 _CHECKS: dict[type, Callable[[Any], None]] = {
     CacheConfig: _cache,
+    SchedulerConfig: _scheduler,
     TransferConfig: _transfer,
     HttpConfig: _http,
     DiscoveryConfig: _discovery,

@@ -23,7 +23,7 @@ from pdserve.wire.ids import BootId
 
 FRAME_VERSION = 1
 MAX_AGE_S = 60.0
-MAX_FRAME_BYTES = 16 * 2**20
+MAX_FRAME_BYTES = 4 * 2**20
 MAX_SENDERS = 65_536
 
 

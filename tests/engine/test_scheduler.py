@@ -219,6 +219,46 @@ def test_failed_fetches_that_hold_all_blocks_do_not_deadlock() -> None:
     assert bench.blocks.num_free == 4
 
 
+def test_failed_fetches_are_queued_by_arrival_before_newer_requests() -> None:
+    bench = Bench()
+    remote = []
+    for client in range(3):
+        bench.now = float(client)
+        remote.append(bench.add(client, prompt=8, targets=(TARGET,)))
+    bench.step()
+    bench.now = 50.0
+    bench.add(9, prompt=4)
+    for request in remote:
+        request.targets = ()
+        bench.scheduler.requeue(request, computed_tokens=0)
+    plan = bench.scheduler.schedule(bench.now)
+    assert [work.request.client for work in plan.work] == [0, 1]
+    assert [request.client for request in bench.scheduler.live()][:2] == [2, 9]
+
+
+def test_blocks_of_waiting_requests_go_before_running_ones_are_preempted() -> None:
+    bench = Bench(num_blocks=4, max_len=16, max_step_tokens=1)
+    running = bench.add(1, prompt=3, max_tokens=9)
+    while running.num_generated_tokens == 0:
+        bench.step()
+    failed = bench.add(2, prompt=8, targets=(TARGET,))
+    bench.step()
+    failed.targets = ()
+    bench.scheduler.requeue(failed, computed_tokens=8)
+    bench.run()
+    assert bench.outputs == {1: expected(3, 9), 2: expected(8, 4)}
+    assert bench.scheduler.counters.preemptions == 0
+
+
+def test_fetches_do_not_wait_behind_a_local_prompt_without_budget() -> None:
+    bench = Bench(max_step_tokens=4)
+    bench.add(1, prompt=20)
+    bench.step()
+    bench.add(2, prompt=20)
+    remote = bench.add(3, prompt=20, targets=(TARGET,))
+    assert bench.step().fetches == [remote]
+
+
 @pytest.mark.parametrize("steps", [0, 1, 2])
 def test_abort_frees_everything_and_says_nothing(steps: int) -> None:
     bench = Bench()

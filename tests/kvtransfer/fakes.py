@@ -57,7 +57,6 @@ class FakePrefill(FakePeer):
 
     def __init__(self) -> None:
         super().__init__(zmq.ROUTER, ToPrefill)
-        self.socket.set(zmq.ROUTER_HANDOVER, 1)
         self.port = self.socket.bind_to_random_port("tcp://127.0.0.1")
         self.route = b""
 
@@ -95,9 +94,8 @@ class FakePrefill(FakePeer):
 class FakeDecode(FakePeer):
     """A decode engine whose every move is the test's."""
 
-    def __init__(self, control: str, *, boot_id: bytes | None = None, route: bytes = b"") -> None:
+    def __init__(self, control: str, *, boot_id: bytes | None = None) -> None:
         super().__init__(zmq.DEALER, ToDecode, boot_id)
-        self.socket.set(zmq.ROUTING_ID, route or self.boot_id)
         self.socket.connect(control)
 
     def __enter__(self) -> FakeDecode:

@@ -2,7 +2,7 @@
 
 ``prefill MANNER`` prints ``CONTROL BOOT`` and pushes what it is asked for: block i is filled with ``pattern(i)``. Its
 manner is ``all``; or ``drip``, a block at a time; or ``stall``, the first half only, and no first token.
-``decode CONTROL BOOT IDENTITY`` fetches a prompt of all its blocks, and prints ``receiving`` once some have landed.
+``decode CONTROL BOOT`` fetches a prompt of all its blocks, and prints ``receiving`` once some have landed.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ def _push(engine: Engine, wanted: PushWanted, manner: str) -> None:
     engine.thread.first_token(wanted.transfer_id, 5, 0)
 
 
-def _decode(control: str, boot: str, identity: str) -> None:
-    engine = Engine(Role.DECODE, num_blocks=NUM_BLOCKS, block_bytes=BLOCK_BYTES, identity=identity.encode())
+def _decode(control: str, boot: str) -> None:
+    engine = Engine(Role.DECODE, num_blocks=NUM_BLOCKS, block_bytes=BLOCK_BYTES)
     target = PrefillTarget("p", control, bytes.fromhex(boot))
     engine.thread.fetch(Pair(engine, engine).order(tuple(range(NUM_BLOCKS)), target=target))
     eventually(lambda: engine.thread.stats().bytes_received > 0)
@@ -63,4 +63,4 @@ if __name__ == "__main__":
     if sys.argv[1] == "prefill":
         _prefill(sys.argv[2])
     else:
-        _decode(*sys.argv[2:5])
+        _decode(*sys.argv[2:4])

@@ -61,7 +61,6 @@ class Engine:
     spec: EngineSpec = SPEC
     config: TransferConfig = CONFIG
     boot_id: bytes = field(default_factory=new_id)
-    identity: bytes = b""
     transport: Callable[[], Transport] | None = None
 
     def __post_init__(self) -> None:
@@ -78,7 +77,6 @@ class Engine:
             region=self.region,
             config=self.config,
             wake=self._woken.set,
-            identity=self.identity,
             transport=self.transport,
         )
         self.address = self.thread.start()

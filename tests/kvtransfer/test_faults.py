@@ -15,7 +15,7 @@ from pdserve.config import TransferConfig
 from pdserve.wire.discovery import Role
 from pdserve.wire.ids import TransferId, new_id
 from pdserve.wire.ticket import PrefillTarget
-from pdserve.wire.transfer import Done, Failed, FirstToken, Hello, Ping, Pong, PrefillRequest, Refused, Welcome
+from pdserve.wire.transfer import Done, FirstToken, Hello, Ping, Pong, PrefillRequest, Refused, Welcome
 from pdserve_kvtransfer.events import (
     FailureKind,
     FetchFailed,
@@ -123,7 +123,7 @@ def test_a_frozen_prefill_process_runs_out_of_its_lease() -> None:
 
 def test_a_killed_decode_process_ends_the_push() -> None:
     prefill = Engine(Role.PREFILL, num_blocks=NUM_BLOCKS, block_bytes=BLOCK_BYTES, config=PATIENT)
-    with engine_of(prefill), program("decode", prefill.address, prefill.boot_id.hex(), "d") as process:
+    with engine_of(prefill), program("decode", prefill.address, prefill.boot_id.hex()) as process:
         wanted = prefill.next(PushWanted)
         prefill.thread.push(wanted.transfer_id, 0, tuple(range(NUM_BLOCKS)))
         assert line(process) == ["receiving"]
@@ -133,22 +133,22 @@ def test_a_killed_decode_process_ends_the_push() -> None:
         assert ended.outcome in (PushOutcome.PEER_LOST, PushOutcome.LEASE_EXPIRED)
 
 
-def test_a_restarted_decode_node_ends_what_its_former_boot_left() -> None:
+def test_a_closed_connection_ends_what_a_former_boot_left() -> None:
     with (
         engine(Role.PREFILL, config=PATIENT) as prefill,
-        FakeDecode(prefill.address, route=b"node") as former,
+        FakeDecode(prefill.address) as former,
+        FakeDecode(prefill.address) as restarted,
     ):
         former.greet()
         former.send(prefill_request(former.boot_id))
         wanted = prefill.next(PushWanted)
         prefill.thread.push(wanted.transfer_id, 0, (0,))
-        with FakeDecode(prefill.address, route=b"node") as restarted:
-            restarted.send(Hello(restarted.boot_id, SPEC, [restarted.link.address]))
-            assert [type(restarted.next(object)) for _ in range(2)] == [Failed, Welcome]
-            assert prefill.next(PushCancelled).transfer_id == wanted.transfer_id
-            assert prefill.next(PushEnded) == PushEnded(wanted.transfer_id, PushOutcome.PEER_LOST)
-            restarted.send(prefill_request(restarted.boot_id))
-            assert prefill.next(PushWanted).transfer_id.decode_boot == restarted.boot_id
+        restarted.greet()
+        former.socket.close(0)
+        assert prefill.next(PushCancelled).transfer_id == wanted.transfer_id
+        assert prefill.next(PushEnded) == PushEnded(wanted.transfer_id, PushOutcome.LEASE_EXPIRED)
+        restarted.send(prefill_request(restarted.boot_id))
+        assert prefill.next(PushWanted).transfer_id.decode_boot == restarted.boot_id
 
 
 def prefill_request(boot_id: bytes, tokens: int = 20, first_block: int = 0) -> PrefillRequest:
@@ -230,6 +230,20 @@ def test_a_new_boot_at_a_known_address_replaces_the_old_one() -> None:
         decode.next(FirstTokenArrived)
         decode.next(FetchLanded)
         assert prefill.next(Done).transfer_id == request.transfer_id
+
+
+def test_an_order_for_a_boot_of_the_past_harms_only_itself() -> None:
+    with FakePrefill() as prefill, engine(Role.DECODE, config=PATIENT) as decode:
+        rig = Pair(decode, decode)
+        decode.thread.fetch(rig.order((0,), target=prefill.target))
+        request = prefill.welcome_and_take()
+        stale = PrefillTarget("p", prefill.target.control, new_id())
+        decode.thread.fetch(rig.order((1,), target=stale))
+        assert "names a boot" in decode.next(FetchFailed).reason
+        prefill.finish(prefill.link.send(memoryview(b"x" * decode.block_bytes), request.tag, 0))
+        prefill.send(FirstToken(request.transfer_id, 1, 0))
+        decode.next(FirstTokenArrived)
+        assert decode.next(FetchLanded).transfer_id == request.transfer_id
 
 
 @pytest.mark.parametrize("control", ["tcp://127.0.0.1:1", "not an address", "tcp://no.such.host.invalid:80"])

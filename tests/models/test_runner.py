@@ -82,3 +82,28 @@ def test_unordered_rows_are_refused(tmp_path: Path) -> None:
     runner = make_runner(save_tiny_model("llama", tmp_path))
     with pytest.raises(ValueError, match="one token must come before"):
         runner.run([StepRow([5, 6], 0, [0], True), StepRow([7], 0, [1], True)])
+
+
+def test_contexts_of_very_different_lengths_in_one_step(tmp_path: Path) -> None:
+    folder = save_tiny_model("llama", tmp_path)
+    prompts = [random_prompt(length, seed=length) for length in (3, 200, 70, 5)]
+    wanted = [reference_logits(folder, prompt)[-1] for prompt in prompts]
+    runner = make_runner(folder, num_blocks=256)
+    tables = [list(range(60 * i, 60 * i + 60)) for i in range(4)]
+    for prompt, table in zip(prompts, tables, strict=True):
+        runner.run([StepRow(prompt[:-1], 0, table, False)])
+    rows = [StepRow(prompt[-1:], len(prompt) - 1, table, True) for prompt, table in zip(prompts, tables, strict=True)]
+    for row, reference in zip(runner.run(rows), wanted, strict=True):
+        torch.testing.assert_close(row, reference, rtol=1e-4, atol=1e-3)
+
+
+def test_a_request_that_is_not_finite_does_not_spoil_its_neighbours(tmp_path: Path) -> None:
+    runner = make_runner(save_tiny_model("llama", tmp_path))
+    runner.kv_cache[0] = float("nan")
+    poisoned, healthy, long = [0], [1], list(range(2, 12))
+    runner.run([StepRow(random_prompt(30), 0, long, False)])
+    rows = [StepRow([5], 1, poisoned, True), StepRow([5], 1, healthy, True), StepRow([5], 30, long, True)]
+    finite = runner.run(rows).isfinite().all(-1).tolist()
+    assert finite == [False, True, True]
+    runner.clear(poisoned)
+    assert bool(runner.run(rows).isfinite().all())

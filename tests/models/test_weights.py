@@ -40,6 +40,13 @@ def test_unknown_tensor_is_named(tmp_path: Path) -> None:
         load(folder)
 
 
+def test_rotary_tables_of_older_exports_are_not_needed(tmp_path: Path) -> None:
+    folder = save_tiny_model("llama", tmp_path)
+    tables = {f"model.layers.{i}.self_attn.rotary_emb.inv_freq": torch.zeros(5) for i in range(3)}
+    rewrite(folder, load_file(folder / "model.safetensors") | tables)
+    load(folder)
+
+
 def test_sharded_checkpoint(tmp_path: Path) -> None:
     folder = save_tiny_model("qwen3", tmp_path)
     tensors = load_file(folder / "model.safetensors")

@@ -62,8 +62,7 @@ class Fetching:
             match event:
                 case FirstTokenArrived(transfer, token_id, cached_tokens):
                     request = self._fetching.get(transfer)
-                    # A second prefill node after a failed first one repeats the token that the client already has.
-                    if request is not None and request.num_generated_tokens == 0:
+                    if request is not None:
                         request.cached_tokens = cached_tokens
                         request.prefill_source = PrefillSource.REMOTE
                         scheduler.accept_token(request, token_id, now)

@@ -44,5 +44,5 @@ def open_connector(
     )
     control = thread.start()
     if config.role is Role.PREFILL:
-        return Pushing(blocks, thread, misfit), control
+        return Pushing(blocks, thread, misfit, config.scheduler.max_waiting), control
     return Fetching(blocks, thread, config.transfer, config.boot_id), control

@@ -18,11 +18,18 @@ from pdserve_kvtransfer.thread import TransferThread
 class Pushing:
     """A prefill node: every request comes from a decode node, and its blocks go there."""
 
-    def __init__(self, blocks: BlockManager, thread: TransferThread, misfit: Callable[[list[int]], str | None]) -> None:
-        """``misfit`` says why a prompt cannot be computed here, if so."""
+    def __init__(
+        self,
+        blocks: BlockManager,
+        thread: TransferThread,
+        misfit: Callable[[list[int]], str | None],
+        max_waiting: int,
+    ) -> None:
+        """``misfit`` says why a prompt cannot be computed here, if so; ``max_waiting`` bounds the queue."""
         self._blocks = blocks
         self._thread = thread
         self._misfit = misfit
+        self._max_waiting = max_waiting
         self._pushing: dict[TransferId, Request] = {}
         self._ending: dict[TransferId, list[int]] = {}
 
@@ -43,10 +50,12 @@ class Pushing:
                     raise EngineError(f"a prefill node cannot act on {event}")
 
     def _accept(self, order: PushWanted, scheduler: Scheduler, now: float) -> None:
-        misfit = self._misfit(order.token_ids)
-        if misfit is not None:
+        refusal = self._misfit(order.token_ids)
+        if refusal is None and scheduler.num_waiting >= self._max_waiting:
+            refusal = f"overloaded: {scheduler.num_waiting} prompts are waiting"
+        if refusal is not None:
             self._ending[order.transfer_id] = []
-            self._thread.fail_push(order.transfer_id, misfit)
+            self._thread.fail_push(order.transfer_id, refusal)
             return
         request = Request(
             uuid=order.transfer_id.request,

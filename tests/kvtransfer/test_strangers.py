@@ -1,0 +1,89 @@
+"""Connections to the control channel that do not have the cluster secret."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+import zmq
+
+from pdserve.wire.transfer import Ping, Pong
+from pdserve_kvtransfer.events import FetchLanded, FirstTokenArrived, PushEnded, PushOutcome, PushWanted
+from tests.kvtransfer.fakes import FakeDecode
+from tests.kvtransfer.rig import WAIT_S, Pair, eventually, pair
+
+JUNK = b"\x96" + bytes(200)
+
+
+@contextmanager
+def stranger(control: str, route: bytes = b"") -> Iterator[zmq.Socket[bytes]]:
+    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        socket.linger = 0
+        if route:
+            socket.set(zmq.ROUTING_ID, route)
+        socket.connect(control)
+        yield socket
+
+
+@contextmanager
+def flood(control: str) -> Iterator[None]:
+    """Junk as fast as it is taken, while the body runs."""
+    over = threading.Event()
+
+    def send() -> None:
+        until = time.monotonic() + 3 * WAIT_S
+        with stranger(control) as socket:
+            socket.set(zmq.SNDTIMEO, 50)
+            while not over.is_set() and time.monotonic() < until:
+                try:
+                    socket.send(JUNK)
+                except zmq.Again:
+                    continue
+
+    thread = threading.Thread(target=send)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+def transfer_lands(rig: Pair) -> None:
+    sent = rig.prefill.fill(0, 1)
+    transfer_id = rig.fetch((2, 3))
+    rig.prefill.next(PushWanted)
+    rig.prefill.thread.push(transfer_id, 0, (0, 1))
+    rig.prefill.thread.first_token(transfer_id, 1, 0)
+    rig.decode.next(FirstTokenArrived)
+    rig.decode.next(FetchLanded)
+    assert rig.prefill.next(PushEnded) == PushEnded(transfer_id, PushOutcome.DONE)
+    assert rig.decode.read(2, 3) == sent
+
+
+def test_a_flood_of_junk_does_not_keep_a_transfer_from_landing() -> None:
+    with pair() as rig, ExitStack() as floods:
+        for _ in range(2):
+            floods.enter_context(flood(rig.prefill.address))
+        eventually(lambda: rig.prefill.thread.stats().frames_dropped > 1_000)
+        transfer_lands(rig)
+        assert rig.prefill.thread.stats().leases_expired == 0
+        assert rig.decode.thread.stats().leases_expired == 0
+
+
+def test_knowing_a_boot_id_does_not_give_its_frames() -> None:
+    with pair() as rig, stranger(rig.prefill.address, rig.decode.boot_id) as early:
+        transfer_lands(rig)
+        with stranger(rig.prefill.address, rig.decode.boot_id) as late:
+            for thief in (early, late):
+                thief.send(JUNK)
+            eventually(lambda: rig.prefill.thread.stats().frames_dropped >= 1)
+            transfer_lands(rig)
+            # Whatever was on its way to a thief was sent before this answer.
+            with FakeDecode(rig.prefill.address) as other:
+                other.greet()
+                other.send(Ping(other.boot_id))
+                other.next(Pong)
+            assert not early.poll(100) and not late.poll(100)
