@@ -24,6 +24,7 @@ from pdserve.errors import InvalidRequest, NotFound, RequestError
 def create_app(node: NodeState) -> Quart:
     """An ASGI application that serves ``node``."""
     app = Quart("pdserve", static_folder=None)
+    app.url_map.merge_slashes = False
     app.config["MAX_CONTENT_LENGTH"] = node.max_body_bytes
     app.config["RESPONSE_TIMEOUT"] = None  # requests have deadlines; Quart's 60 s would cut long answers in silence
     app.asgi_app = RequestOwner(app.asgi_app)  # type: ignore[method-assign]

@@ -13,8 +13,9 @@ from typing import Any
 from pdserve.api.engine_channel import EngineChannel
 from pdserve.api.engine_process import ENGINE_COMMAND, EngineProcess
 from pdserve.api.generation import Generation
+from pdserve.api.outcome import shutting_down
 from pdserve.config import EngineConfig, EngineLaunch
-from pdserve.errors import EngineError, Unavailable
+from pdserve.errors import EngineError, Internal, RequestError, Unavailable
 from pdserve.wire.discovery import Role
 from pdserve.wire.engine import (
     Abort,
@@ -150,10 +151,10 @@ class EngineClient:
         """Until no request is open; on a prefill node, whose requests come from other engines, until it holds none."""
         await self._idle.wait()
 
-    def fail_open(self, message: str) -> None:
-        """Ends every open request with an error."""
+    def fail_open(self, failure: RequestError) -> None:
+        """Ends every open request with this error."""
         for generation in set(self._open.values()):
-            generation.fail(message)
+            generation.fail(failure)
         self._abort(list(self._open))
 
     async def stop(self, timeout_s: float) -> None:
@@ -169,7 +170,7 @@ class EngineClient:
             if self._watcher is not None:
                 self._watcher.cancel()
                 await asyncio.gather(self._watcher, return_exceptions=True)
-            self.fail_open("the engine was stopped")
+            self.fail_open(shutting_down())
             self._channel.close()
             self._folder.cleanup()
 
@@ -206,7 +207,7 @@ class EngineClient:
             return
         self._state = EngineState.LOST
         self._lost.set_result(error)
-        self.fail_open(f"the engine failed: {error}")
+        self.fail_open(Internal("the engine of this node failed", code="engine_error"))
 
     async def _watch(self, process: EngineProcess) -> None:
         how = await process.wait()

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from pdserve.errors import RequestError
 from pdserve.wire.engine import FinishReason, RequestOutput
 
 DEADLINE_GRACE_S = 1.0
@@ -29,6 +30,8 @@ class Generation:
     def __init__(self, request_ids: Sequence[int], deadline_s: float, abort: Callable[[Sequence[int]], None]) -> None:
         self._choice_of = {request_id: choice for choice, request_id in enumerate(request_ids)}
         self._abort = abort
+        self.failure: RequestError | None = None
+        """Why the whole generation failed, if it was not the engine that said so of a request."""
         self._inbox: list[ChoiceOutput] = []
         self._waiter: asyncio.Future[None] | None = None
         self._loop = asyncio.get_running_loop()
@@ -59,10 +62,11 @@ class Generation:
         """The reader needs no more of it: the engine forgets it."""
         self._end([request_id for request_id, index in self._choice_of.items() if index == choice])
 
-    def fail(self, message: str) -> None:
-        """Ends every open choice with ``FinishReason.ERROR``."""
+    def fail(self, failure: RequestError) -> None:
+        """Ends every open choice with ``FinishReason.ERROR``; ``failure`` is what the client is told."""
+        self.failure = failure
         for request_id in list(self._choice_of):
-            self.deliver(RequestOutput(request_id, [], FinishReason.ERROR, None, message))
+            self.deliver(RequestOutput(request_id, [], FinishReason.ERROR, None, failure.message))
 
     def close(self) -> None:
         """Again and again, if need be."""

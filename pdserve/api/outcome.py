@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 
-from pdserve.errors import DeadlineExceeded, Internal, RequestError
+from pdserve.errors import DeadlineExceeded, Internal, RequestError, Unavailable
 from pdserve.wire.engine import FinishReason, RequestOutput
 
 
@@ -29,6 +29,11 @@ _OUTCOMES = {
 
 def outcome_of(reason: FinishReason) -> Outcome:
     return _OUTCOMES[reason]
+
+
+def shutting_down() -> Unavailable:
+    """For requests that a drain cuts short: another node can take them at once."""
+    return Unavailable("this node is shutting down", code="shutting_down", retry_after_s=1)
 
 
 def failure_of(output: RequestOutput) -> RequestError | None:

@@ -18,6 +18,7 @@ from pdserve.api.engine_process import ENGINE_COMMAND
 from pdserve.api.http_server import HttpServer, bind, url_of
 from pdserve.api.metrics import NodeMetrics
 from pdserve.api.node_state import NodeState, Phase
+from pdserve.api.outcome import shutting_down
 from pdserve.api.registration import Registration
 from pdserve.api.stop_signals import StopSignals
 from pdserve.api.ticket import TicketGate
@@ -124,7 +125,7 @@ class Node:
         finally:
             state.phase = Phase.DRAINING
             await _cancelled(registration)
-            engine.fail_open("the node is shutting down")
+            engine.fail_open(shutting_down())
             await http.stop()
 
     async def _drain(self, engine: EngineClient, signals: StopSignals) -> None:

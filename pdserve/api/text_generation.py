@@ -69,7 +69,7 @@ class TextGeneration:
                 self._generation.end_choice(item.choice)
             self._end_choice(item.choice, delta.outcome, output.report)
         if delta.outcome not in (Outcome.STOP, Outcome.LENGTH):
-            self._fail(failure_of(output))
+            self._fail(self._generation.failure or failure_of(output))
         return delta
 
     def _fail(self, failure: RequestError | None) -> None:

@@ -35,7 +35,11 @@ class Tokenizer:
         added = self._backend.get_added_tokens_decoder()
         self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self._token_bytes = TokenBytes(self._backend.id_to_token) if self._is_byte_level() else None
-        self._reserved_kwargs = frozenset(inspect.signature(tokenizer.apply_chat_template).parameters)
+        self._reserved_kwargs = frozenset(inspect.signature(tokenizer.apply_chat_template).parameters) | {
+            "messages",
+            "conversations",
+            "self",
+        }
 
     @property
     def has_chat_template(self) -> bool:

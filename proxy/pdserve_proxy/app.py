@@ -46,16 +46,19 @@ class _StreamBody(ResponseBody):
 
 def build_app(config: ProxyConfig, registry: Registry, relay: Relay, metrics: ProxyMetrics) -> Quart:
     app = Quart("pdserve_proxy", static_folder=None)
+    app.url_map.merge_slashes = False
     app.config["MAX_CONTENT_LENGTH"] = config.http.max_body_bytes
     app.config["RESPONSE_TIMEOUT"] = None
     app.config["BODY_TIMEOUT"] = UPLOAD_TIMEOUT_S
     app.url_map.strict_slashes = False
 
     async def generate() -> Response:
-        exchange = relay.begin(_request_id(request), request.path)
+        # A trailing slash is the same route, to the node and in the metrics.
+        path = request.path.rstrip("/")
+        exchange = relay.begin(_request_id(request), path)
         try:
             async with exchange.gate:
-                call = Call(request.path, await _read(request), request.headers.get("accept"))
+                call = Call(path, await _read(request), request.headers.get("accept"))
                 result = await relay.forward(exchange, call)
         except TimeoutError:
             assert exchange.cut_short is not None
