@@ -12,6 +12,7 @@ import uvicorn
 
 from pdserve.config import HttpConfig
 from pdserve.errors import ConfigError
+from pdserve.http_guard import GuardedHttp
 
 CLOSE_TIMEOUT_S = 3
 """That connections get to send their last bytes when the server stops."""
@@ -55,7 +56,7 @@ class HttpServer:
         self._server = _Server(
             uvicorn.Config(
                 app,
-                http="httptools",
+                http=GuardedHttp,
                 ws="none",
                 lifespan="off",
                 log_config=None,

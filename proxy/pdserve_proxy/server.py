@@ -16,6 +16,7 @@ from quart import Quart
 
 from pdserve.config import ProxyConfig
 from pdserve.errors import ConfigError
+from pdserve.http_guard import GuardedHttp
 from pdserve.wire.ids import new_id
 from pdserve_proxy.app import build_app
 from pdserve_proxy.discovery import Discovery
@@ -127,7 +128,7 @@ class _HttpServer(uvicorn.Server):
 def _uvicorn_config(config: ProxyConfig, app: Quart) -> uvicorn.Config:
     return uvicorn.Config(
         app,
-        http="httptools",
+        http=GuardedHttp,
         ws="none",
         lifespan="off",
         log_config=None,

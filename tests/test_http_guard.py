@@ -1,0 +1,111 @@
+"""Heads that are too large or never end, against a real server."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import uvicorn
+
+from pdserve.http_guard import GuardedHttp
+
+WAIT_S = 10.0
+REQUEST = b"GET / HTTP/1.1\r\nhost: x\r\n"
+
+
+class Hasty(GuardedHttp):
+    head_timeout_s = 0.2
+
+
+async def app(
+    scope: Any, receive: Callable[[], Awaitable[Any]], send: Callable[[dict[str, object]], Awaitable[None]]
+) -> None:
+    if scope["path"] == "/slow":
+        await asyncio.sleep(3 * Hasty.head_timeout_s)  # longer than the guard's patience: that is the test
+    more = True
+    while more:
+        more = (await receive()).get("more_body", False)
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
+    await send({"type": "http.response.body", "body": b"ok"})
+
+
+class Server(uvicorn.Server):
+    def install_signal_handlers(self) -> None:
+        """Tests have their own."""
+
+
+@asynccontextmanager
+async def serving(protocol: type[GuardedHttp]) -> AsyncIterator[int]:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        config = uvicorn.Config(app, http=protocol, ws="none", lifespan="off", log_config=None)
+        server = Server(config)
+        task = asyncio.create_task(server.serve([listener]))
+        try:
+            yield listener.getsockname()[1]
+        finally:
+            server.should_exit = True
+            await asyncio.wait_for(task, WAIT_S)
+
+
+async def answer(port: int, *parts: bytes) -> bytes:
+    """Everything that the server says until it closes the connection, or resets it over what it did not read."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    said = b""
+    try:
+        async with asyncio.timeout(WAIT_S):
+            for part in parts:
+                writer.write(part)
+                await writer.drain()
+            while more := await reader.read(65_536):
+                said += more
+    except ConnectionResetError:
+        pass
+    finally:
+        writer.close()
+    return said
+
+
+def run(protocol: type[GuardedHttp], *parts: bytes) -> bytes:
+    async def scenario() -> bytes:
+        async with serving(protocol) as port:
+            return await answer(port, *parts)
+
+    return asyncio.run(scenario())
+
+
+def test_many_headers_are_refused() -> None:
+    said = run(GuardedHttp, REQUEST, b"a: b\r\n" * (GuardedHttp.max_head_bytes // 6 + 1))
+    head, _, body = said.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 431 ")
+    assert json.loads(body)["error"]["code"] == "headers_too_large"
+
+
+def test_one_endless_header_is_refused() -> None:
+    said = run(GuardedHttp, REQUEST, b"a: " + b"x" * 100 * GuardedHttp.max_head_bytes)
+    assert said == b"" or said.startswith(b"HTTP/1.1 431 ")
+
+
+def test_silent_and_unfinished_connections_are_closed() -> None:
+    assert run(Hasty) == b""
+    assert run(Hasty, b"GET / HT") == b""
+    assert run(Hasty, REQUEST) == b""
+
+
+def test_a_second_request_on_a_connection_is_guarded_too() -> None:
+    said = run(Hasty, REQUEST + b"\r\n", REQUEST)
+    assert said.count(b"200 OK") == 1
+
+
+def test_a_slow_answer_is_not_cut() -> None:
+    said = run(Hasty, b"GET /slow HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+    assert said.endswith(b"ok")
+
+
+def test_bodies_are_not_counted_as_heads() -> None:
+    size = 4 * GuardedHttp.max_head_bytes
+    post = b"POST / HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: %d\r\n\r\n" % size
+    assert run(GuardedHttp, post, b"x" * size).endswith(b"ok")
