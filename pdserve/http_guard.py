@@ -1,81 +1,208 @@
-"""uvicorn's HTTP protocol with bounds on what comes before a request: its head.
+"""What a client may do to an HTTP connection: uvicorn's protocol, with bounds on what comes before a request is whole.
 
-uvicorn limits neither the size of a request's headers nor the time that a client takes over them, and starts its
-keep-alive timer only after a first response. Both servers of pdserve are started with this class instead.
+    WAITING ──▶ HEAD ──▶ BODY ──▶ ANSWERING ──▶ WAITING     a connection that is kept
+                  └────────┴──────────┴──▶ CLOSING          refused, or its last response is over
+
+uvicorn takes headers of any size for any time, and stops reading while a pipelined request waits, so that it does not
+see the client leave. Here a request's head is bounded in size, in fields and in time, and bytes that come while a
+response is under way are dropped: that response is then the connection's last.
 """
 
 from __future__ import annotations
 
 import asyncio
+import enum
+import http
+import json
 from typing import ClassVar
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-_TOO_LARGE = (
-    b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-type: application/json\r\nconnection: close\r\n"
-    b"content-length: %d\r\n\r\n%s"
-)
-_BODY = (
-    b'{"error":{"message":"the request line and headers are larger than %d bytes",'
-    b'"type":"invalid_request_error","param":null,"code":"headers_too_large"}}'
-)
+MAX_HEAD_BYTES = 64 * 1024
+MAX_HEADERS = 128
+HEAD_TIMEOUT_S = 20.0
+LINGER_S = 1.0
+"""Seconds that a refused client gets to read its answer. Closing at once, with bytes unread, would take it back."""
+
+_BLANK = b"\r\n"
+
+
+class _Phase(enum.Enum):
+    WAITING = "waiting"
+    """For the first byte of a request."""
+    HEAD = "head"
+    BODY = "body"
+    """Headers are complete, the request is not. Its response may be over before that."""
+    ANSWERING = "answering"
+    """The request is complete, its response is not: what comes now is dropped."""
+    CLOSING = "closing"
 
 
 class GuardedHttp(HttpToolsProtocol):
-    """Answers 431 to a head over ``max_head_bytes``, closes a connection whose head takes over ``head_timeout_s``."""
+    """For uvicorn's ``http`` setting, with ``ws="none"``."""
 
-    max_head_bytes: ClassVar[int] = 65_536
-    head_timeout_s: ClassVar[float] = 20.0
+    max_head_bytes: ClassVar[int] = MAX_HEAD_BYTES
+    head_timeout_s: ClassVar[float] = HEAD_TIMEOUT_S
+    linger_s: ClassVar[float] = LINGER_S
 
-    _head_bytes = 0
-    _in_head = True
-    _head_timer: asyncio.TimerHandle | None = None
+    _phase = _Phase.WAITING
+    _idle_bytes = 0
+    """Fed to the parser since the request began or the last byte of its body: head, chunk extensions, trailers."""
+    _timer: asyncio.TimerHandle | None = None
 
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn has it
+    # ------------------------------------------------------------------ the connection
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._arm()
+        self._start_timer(self.head_timeout_s)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._disarm()
+        self._stop_timer()
+        # Also with an exception, for which uvicorn leaves it running.
+        self._unset_keepalive_if_required()
+        self._phase = _Phase.CLOSING
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        if self._in_head:
-            self._head_bytes += len(data)
-            self._arm()
-        super().data_received(data)
-        if self._in_head and self._head_bytes > self.max_head_bytes and not self.transport.is_closing():
-            if not self._answering:
-                body = _BODY % self.max_head_bytes
-                self.transport.write(_TOO_LARGE % (len(body), body))
-            self.transport.close()
+        while data and self._phase is not _Phase.CLOSING and not self.transport.is_closing():
+            # Some clients end a body with a line too much. It neither begins a request nor keeps a connection.
+            if self._phase in (_Phase.WAITING, _Phase.ANSWERING) and not data.strip(_BLANK):
+                return
+            if self._phase is _Phase.ANSWERING:
+                self.cycle.keep_alive = False
+                return
+            if self._phase is _Phase.WAITING:
+                self._begin_head()
+            room = self.max_head_bytes - self._idle_bytes if self._phase is _Phase.HEAD else len(data)
+            piece, data = data[:room], data[room:]
+            self._feed(piece)
+
+    def _feed(self, piece: bytes) -> None:
+        before = self._phase
+        self._idle_bytes += len(piece)
+        super().data_received(piece)
+        if self._phase is before and self._idle_bytes >= self.max_head_bytes:
+            self._refuse(431, "the request's headers are too large", "headers_too_large")
+
+    def _begin_head(self) -> None:
+        self._phase = _Phase.HEAD
+        self._idle_bytes = 0
+        self._unset_keepalive_if_required()
+        if self._timer is None:
+            self._start_timer(self.head_timeout_s)
+
+    # ------------------------------------------------------------------ the parser's callbacks
+
+    def on_message_begin(self) -> None:
+        if self._phase is _Phase.ANSWERING:  # in one read with the request before it
+            self.cycle.keep_alive = False
+        if self._phase is _Phase.WAITING:  # in one read with the end of a body whose response was over before
+            self._begin_head()
+        if self._phase is _Phase.HEAD:
+            super().on_message_begin()
+
+    def on_url(self, url: bytes) -> None:
+        if self._phase is _Phase.HEAD:
+            super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._phase is not _Phase.HEAD:  # uvicorn would take a trailer for a header
+            return
+        if len(self.headers) >= MAX_HEADERS:
+            self._refuse(431, f"a request may have {MAX_HEADERS} headers", "headers_too_large")
+        else:
+            super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        self._in_head = False
-        self._disarm()
-        super().on_headers_complete()
+        if self._phase is _Phase.HEAD:
+            super().on_headers_complete()
+            self._stop_timer()
+            self._idle_bytes = 0
+            self._phase = _Phase.BODY
+
+    def on_body(self, body: bytes) -> None:
+        if self._phase is _Phase.BODY:
+            self._idle_bytes = 0
+            super().on_body(body)
 
     def on_message_complete(self) -> None:
+        if self._phase is not _Phase.BODY:
+            return
         super().on_message_complete()
-        self._in_head = True
-        self._head_bytes = 0
+        if not self.cycle.response_complete:
+            self._phase = _Phase.ANSWERING
+            return
+        self._stop_timer()
+        self._phase = _Phase.WAITING
+        # uvicorn starts this timer only when a response ends, and the rest of the body has stopped it.
+        self._unset_keepalive_if_required()
+        self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
 
-    @property
-    def _answering(self) -> bool:
-        return self.cycle is not None and not self.cycle.response_complete
+    # ------------------------------------------------------------------ answers
 
-    def _arm(self) -> None:
-        if self._head_timer is None:
-            self._head_timer = self.loop.call_later(self.head_timeout_s, self._expire)
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self.transport.is_closing():
+            self._phase = _Phase.CLOSING
+        elif self._phase is _Phase.ANSWERING:
+            self._phase = _Phase.WAITING
+        elif self._phase is _Phase.BODY:
+            self._start_timer(self.head_timeout_s)
 
-    def _disarm(self) -> None:
-        if self._head_timer is not None:
-            self._head_timer.cancel()
-            self._head_timer = None
+    def send_400_response(self, msg: str) -> None:
+        """uvicorn calls it for every error of the parser's."""
+        if self._phase is _Phase.ANSWERING:
+            self.cycle.keep_alive = False
+        elif self._phase is not _Phase.CLOSING:
+            self._refuse(400, msg, "invalid_http")
 
-    def _expire(self) -> None:
-        self._head_timer = None
-        if self._answering:
-            self._arm()
-        elif self._in_head and not self.transport.is_closing():
+    def _refuse(self, status: int, message: str, code: str) -> None:
+        """Answer in the application's place, if it has not begun to, and close."""
+        self._phase = _Phase.CLOSING
+        self._start_timer(self.linger_s)
+        if self.cycle and not self.cycle.response_complete:
+            self._disconnect()
+            if self.cycle.response_started:
+                self.transport.close()
+                return
+        self.transport.write(self._answer(status, message, code))
+        self.transport.write_eof()
+        self.flow.resume_reading()
+
+    def _disconnect(self) -> None:
+        """Tell the application that its client is gone; what it sends from here on is dropped."""
+        self.cycle.disconnected = True
+        self.cycle.waiting_for_100_continue = False
+        self.cycle.message_event.set()
+
+    def _answer(self, status: int, message: str, code: str) -> bytes:
+        error = {"message": message, "type": "invalid_request_error", "param": None, "code": code}
+        body = json.dumps({"error": error}).encode()
+        fields = [
+            *self.server_state.default_headers,
+            (b"content-type", b"application/json"),
+            (b"content-length", b"%d" % len(body)),
+            (b"connection", b"close"),
+        ]
+        head = b"".join(b"%b: %b\r\n" % field for field in fields)
+        return b"HTTP/1.1 %d %b\r\n%b\r\n%b" % (status, http.HTTPStatus(status).phrase.encode(), head, body)
+
+    # ------------------------------------------------------------------ the timer
+
+    def _start_timer(self, seconds: float) -> None:
+        self._stop_timer()
+        self._timer = self.loop.call_later(seconds, self._expired)
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _expired(self) -> None:
+        self._timer = None
+        if self._phase is _Phase.HEAD:
+            self._refuse(408, f"the request's headers did not come within {self.head_timeout_s:g} s", "header_timeout")
+        elif self._phase is _Phase.CLOSING:
+            self.transport.abort()
+        else:
             self.transport.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.metadata
 
 import msgspec
@@ -114,8 +115,10 @@ def _add_tokenizer(app: Quart, node: NodeState) -> None:
         decoder = tokenizer()
         body = detokenize_body.parse(await request.get_data(as_text=False)).request
         check_model(body.model, node)
+        node.limits.check_count(len(body.tokens), "tokens")
         token_ids = node.limits.check_ids(body.tokens, "tokens")
-        return _json(Text(decoder.decode(token_ids, skip_special_tokens=False)))
+        text = await asyncio.to_thread(decoder.decode, token_ids, skip_special_tokens=False)
+        return _json(Text(text))
 
 
 def _add_probes(app: Quart, node: NodeState) -> None:

@@ -14,9 +14,11 @@ from pdserve.errors import InvalidRequest
 
 MAX_STOPS = 16
 MAX_CHOICES = 1_024
+MAX_MESSAGES = 4_096
 
 T = TypeVar("T", bound=msgspec.Struct)
 Positive: TypeAlias = Annotated[int, Meta(ge=1, le=2**31 - 1)]
+Messages: TypeAlias = Annotated[list[dict[str, Any]], Meta(min_length=1, max_length=MAX_MESSAGES)]
 StopString: TypeAlias = Annotated[str, Meta(min_length=1, max_length=1_024)]
 
 
@@ -68,7 +70,7 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
 class ChatRequest(GenerationRequest, kw_only=True):
     """``POST /v1/chat/completions``. Messages are checked by ``chat_messages`` and the model's template."""
 
-    messages: Annotated[list[dict[str, Any]], Meta(min_length=1)]
+    messages: Messages
     max_completion_tokens: Positive | None = None
     """OpenAI's newer name of ``max_tokens``, and stronger."""
     add_generation_prompt: bool | None = None
@@ -93,7 +95,7 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
 
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[dict[str, Any]], Meta(min_length=1)] | None = None
+    messages: Messages | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -132,14 +134,24 @@ class BodyParser(Generic[T]):
         except msgspec.ValidationError as exc:
             raise _invalid_field(exc) from exc
         except (msgspec.DecodeError, UnicodeDecodeError) as exc:
-            raise InvalidRequest(f"the body is not valid JSON: {exc}", code="invalid_json") from exc
+            what = "a string in it has an unpaired surrogate" if _UNPAIRED_SURROGATE.search(_bytes(body)) else str(exc)
+            raise InvalidRequest(f"the body is not valid JSON: {what}", code="invalid_json") from exc
         except RecursionError as exc:
             raise InvalidRequest("the body is nested too deeply", code="invalid_json") from exc
         return Parsed(request, tuple(name for name in fields if name not in self._known and name not in ACCEPTED))
 
 
+_UNPAIRED_SURROGATE = re.compile(
+    rb"(?<!\\)\\u[dD][89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])"
+    rb"|(?<!\\u[dD][89abAB][0-9a-fA-F]{2})(?<!\\)\\u[dD][c-fC-F][0-9a-fA-F]{2}"
+)
+"""For the wording alone: msgspec calls most of these truncated input."""
 _VALIDATION = re.compile(r"(?P<what>.*?)(?: - at `\$\.?(?P<path>.*)`)?", re.DOTALL)
 _MISSING = re.compile(r"Object missing required field `(?P<field>[^`]*)`")
+
+
+def _bytes(body: bytes | str) -> bytes:
+    return body if isinstance(body, bytes) else body.encode(errors="surrogatepass")
 
 
 def _invalid_field(error: msgspec.ValidationError) -> InvalidRequest:

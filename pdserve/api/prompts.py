@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 from pdserve.api.chat_messages import plain_messages
 from pdserve.api.openai import MAX_CHOICES, ChatRequest, CompletionRequest, GenerationRequest, TokenizeRequest
-from pdserve.api.tokenizer import Tokenizer
+from pdserve.api.tokenizer import INLINE_CHARS, Tokenizer
 from pdserve.errors import InvalidRequest
+
+INLINE_MESSAGES = 32
+"""Longer conversations are rendered in a thread."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +41,15 @@ class ModelLimits:
                     f"token id {token_id} is not in the vocabulary of {self.vocab_size} tokens", param=param
                 )
         return list(token_ids)
+
+    def check_count(self, count: int, param: str) -> None:
+        """Raises InvalidRequest if no context could hold that many ids."""
+        if count > self.max_model_len:
+            raise InvalidRequest(
+                f"this model's context is {self.max_model_len} tokens; {count} were given",
+                param=param,
+                code="context_length_exceeded",
+            )
 
     def fit(self, token_ids: list[int], request: GenerationRequest, param: str) -> tuple[list[int], int]:
         """The prompt, cut where the client asked for that, and how many tokens may be generated.
@@ -74,13 +87,26 @@ async def chat_tokens(request: ChatRequest | TokenizeRequest, tokenizer: Tokeniz
         raise InvalidRequest(
             "'continue_final_message' excludes 'add_generation_prompt'", param="continue_final_message"
         )
-    text = tokenizer.render_chat(
-        plain_messages(request.messages or []),
-        add_generation_prompt=generation_prompt,
-        continue_final_message=continued,
-        template_kwargs=request.chat_template_kwargs or {},
-    )
+    messages = request.messages or []
+
+    def render() -> str:
+        return tokenizer.render_chat(
+            plain_messages(messages),
+            add_generation_prompt=generation_prompt,
+            continue_final_message=continued,
+            template_kwargs=request.chat_template_kwargs or {},
+        )
+
+    text = render() if _is_short(messages) else await asyncio.to_thread(render)
     return await tokenizer.encode(text, add_special_tokens=False)
+
+
+def _is_short(messages: Sequence[dict[str, Any]]) -> bool:
+    """Rendering takes less time than a switch to a thread, or not much more."""
+    if len(messages) > INLINE_MESSAGES:
+        return False
+    texts = [message.get("content") or "" for message in messages]
+    return all(isinstance(text, str) for text in texts) and sum(map(len, texts)) <= INLINE_CHARS
 
 
 async def chat_prompts(request: ChatRequest, tokenizer: Tokenizer, limits: ModelLimits) -> list[Prompt]:
@@ -102,8 +128,11 @@ async def completion_prompts(request: CompletionRequest, tokenizer: Tokenizer, l
         if isinstance(item, str):
             token_ids = await tokenizer.encode(item, add_special_tokens=True)
         else:
-            token_ids = limits.check_ids(item, param)
+            token_ids = item
         fitted, max_tokens = limits.fit(token_ids, request, param)
+        if not isinstance(item, str):
+            # Only now, when there are no more than the context holds.
+            limits.check_ids(fitted, param)
         prompts.append(Prompt(fitted, max_tokens, _echo(request, item, fitted, len(token_ids), tokenizer)))
     return prompts
 

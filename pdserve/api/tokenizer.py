@@ -9,9 +9,12 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from jinja2 import TemplateError
 
 from pdserve.api.detokenizer import BytesDetokenizer, Detokenizer, TokenBytes, WindowDetokenizer
 from pdserve.errors import InvalidRequest, ModelError
@@ -19,6 +22,9 @@ from pdserve.errors import InvalidRequest, ModelError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
+logger = logging.getLogger(__name__)
+
+LOGGED_CHARS = 500
 INLINE_CHARS = 2_048
 """Longer texts are tokenised in a thread: above this it takes longer than the switch (0.1 ms)."""
 
@@ -77,7 +83,7 @@ class Tokenizer:
             )
         except Exception as exc:
             # A template is a program: what it raises on messages that it does not expect is not a closed set.
-            raise InvalidRequest(f"the model's chat template refuses these messages: {exc}", param="messages") from exc
+            raise _refused_by_template(exc, bool(template_kwargs)) from exc
         if not isinstance(text, str):
             raise InvalidRequest("the model's chat template rendered no text", param="messages")
         return text
@@ -101,6 +107,19 @@ class Tokenizer:
         state = json.loads(decoder.__getstate__()) if decoder is not None else {}
         steps = state["decoders"] if state.get("type") == "Sequence" else [state]
         return [step.get("type") for step in steps] == ["ByteLevel"]
+
+
+def _refused_by_template(error: Exception, has_kwargs: bool) -> InvalidRequest:
+    """The template's own words are for clients; those of the libraries that run it are for the log."""
+    if type(error) is TemplateError:
+        return InvalidRequest(f"the model's chat template refuses these messages: {error}", param="messages")
+    logger.info("a chat template failed: %s: %s", type(error).__name__, str(error)[:LOGGED_CHARS])
+    if has_kwargs:
+        return InvalidRequest(
+            "the model's chat template cannot render these messages with these 'chat_template_kwargs'",
+            param="chat_template_kwargs",
+        )
+    return InvalidRequest("the model's chat template cannot render these messages", param="messages")
 
 
 def load_tokenizer(model_dir: Path) -> Tokenizer:

@@ -66,9 +66,17 @@ def refuse_unsupported(fields: Mapping[str, msgspec.Raw]) -> None:
     for name, raw in fields.items():
         if name not in _NEUTRAL:
             continue
-        value = msgspec.json.decode(raw)
-        if value is not None and not any(_same(value, neutral) for neutral in _NEUTRAL[name]):
+        if not _asks_for_nothing(raw, _NEUTRAL[name]):
             raise InvalidRequest(f"{name!r} is not supported by pdserve", param=name, code="unsupported_parameter")
+
+
+def _asks_for_nothing(raw: msgspec.Raw, neutrals: tuple[Any, ...]) -> bool:
+    try:
+        value = msgspec.json.decode(raw)
+    except (ValueError, RecursionError):
+        # Too many digits, too deep, half a surrogate pair: whatever it is, it is not a neutral value.
+        return False
+    return value is None or any(_same(value, neutral) for neutral in neutrals)
 
 
 def _same(value: Any, neutral: Any) -> bool:

@@ -50,15 +50,12 @@ def build_app(config: ProxyConfig, registry: Registry, relay: Relay, metrics: Pr
     app.config["MAX_CONTENT_LENGTH"] = config.http.max_body_bytes
     app.config["RESPONSE_TIMEOUT"] = None
     app.config["BODY_TIMEOUT"] = UPLOAD_TIMEOUT_S
-    app.url_map.strict_slashes = False
 
     async def generate() -> Response:
-        # A trailing slash is the same route, to the node and in the metrics.
-        path = request.path.rstrip("/")
-        exchange = relay.begin(_request_id(request), path)
+        exchange = relay.begin(_request_id(request), request.path)
         try:
             async with exchange.gate:
-                call = Call(path, await _read(request), request.headers.get("accept"))
+                call = Call(request.path, await _read(request), request.headers.get("accept"))
                 result = await relay.forward(exchange, call)
         except TimeoutError:
             assert exchange.cut_short is not None

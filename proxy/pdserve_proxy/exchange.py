@@ -147,5 +147,12 @@ class Exchange:
         self._timer.cancel()
         if task.cancelled():
             self.end(Outcome.CLIENT_GONE if self.cut_short is None else self.cut_short.outcome, 499)
+        elif _client_gone(task.exception()):
+            self.end(Outcome.CLIENT_GONE, 499)
         else:
             self.end(Outcome.FAILED, 500)
+
+
+def _client_gone(exc: BaseException | None) -> bool:
+    """Whether a write failed because its connection is closed, for which uvloop has no exception type of its own."""
+    return isinstance(exc, RuntimeError) and "the handler is closed" in str(exc)

@@ -45,11 +45,18 @@ def test_tokenize_chat_is_what_the_engine_gets(node: NodeUnderTest) -> None:
         ("tokenize", {"messages": [{"role": "user"}]}, 400, "messages[0].content"),
         ("detokenize", {"tokens": [49_152]}, 400, "tokens"),
         ("detokenize", {"tokens": ["a"]}, 400, "tokens[0]"),
+        ("tokenize", {"messages": [{}] * 4_097}, 400, "messages"),
     ],
 )
 def test_tokenizer_refusals(route: str, body: dict[str, object], status: int, param: str, node: NodeUnderTest) -> None:
     answer = post(f"{node.url}/{route}", body)
     assert (answer.status, answer.json()["error"]["param"]) == (status, param)
+
+
+def test_detokenize_counts_before_it_reads(node: NodeUnderTest) -> None:
+    assert post(f"{node.url}/detokenize", {"tokens": [17] * 256}).status == 200
+    answer = post(f"{node.url}/detokenize", {"tokens": [49_152] * 257})
+    assert (answer.status, answer.json()["error"]["code"]) == (400, "context_length_exceeded")
 
 
 def test_probes(node: NodeUnderTest) -> None:

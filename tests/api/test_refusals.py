@@ -7,6 +7,7 @@ from typing import Any
 import openai
 import pytest
 
+from pdserve.api.openai import MAX_MESSAGES
 from tests.api.behaviour import Behaviour
 from tests.api.node import MODEL, NodeUnderTest, eventually
 from tests.api.plain_http import get, post, send
@@ -72,6 +73,9 @@ WRONG_CHAT: list[tuple[dict[str, Any], str]] = [
     ({"messages": [{"role": "user", "content": "a"}], "continue_final_message": 1}, "continue_final_message"),
     ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
     ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs.tokenize"),
+    ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages"),
+    ({"chat_template_kwargs": {"conversations": []}}, "chat_template_kwargs.conversations"),
+    ({"chat_template_kwargs": {"self": 1}}, "chat_template_kwargs.self"),
     ({"chat_template": "{{ 1 }}"}, "chat_template"),
     ({"max_completion_tokens": 0}, "max_completion_tokens"),
     ({"logprobs": True}, "logprobs"),
@@ -191,6 +195,37 @@ def test_bodies_that_are_no_requests(content: bytes, node: NodeUnderTest) -> Non
     assert get(f"{node.url}/health").status == 200
 
 
+@pytest.mark.parametrize("text", [rb"\ud800", rb"a \ud83d b", rb"\udc00", rb"\ud800 and more text"])
+def test_unpaired_surrogates_are_called_so(text: bytes, node: NodeUnderTest) -> None:
+    answer = send("POST", f"{node.url}/v1/completions", content=b'{"model": "scripted", "prompt": "' + text + b'"}')
+    error = answer.json()["error"]
+    assert (answer.status, error["code"]) == (400, "invalid_json")
+    assert "unpaired surrogate" in error["message"]
+
+
+def test_surrogate_pairs_are_text(node: NodeUnderTest) -> None:
+    content = rb'{"model": "scripted", "prompt": "\ud83d\ude00", "seed": 0}'
+    assert send("POST", f"{node.url}/v1/completions", content=content).status == 200
+
+
+@pytest.mark.parametrize("field", [b"n", b"seed", b"logit_bias", b"min_tokens", b"cache_salt"])
+def test_numbers_beyond_all_types_name_their_field(field: bytes, node: NodeUnderTest) -> None:
+    content = b'{"model": "scripted", "prompt": "x", "' + field + b'": ' + b"1" * 5_000 + b"}"
+    answer = send("POST", f"{node.url}/v1/completions", content=content)
+    assert (answer.status, answer.json()["error"]["param"]) == (400, field.decode())
+
+
+def test_too_many_messages(node: NodeUnderTest) -> None:
+    error = refused(f"{node.url}/v1/chat/completions", {**CHAT, "messages": [{}] * (MAX_MESSAGES + 1)})
+    assert error["param"] == "messages"
+    assert str(MAX_MESSAGES) in error["message"]
+
+
+def test_long_model_names_are_not_echoed(node: NodeUnderTest) -> None:
+    error = refused(f"{node.url}/v1/completions", {**TEXT, "model": "m" * 60_000}, 404)
+    assert len(error["message"]) < 400
+
+
 def test_deeply_nested_values_inside_the_limit_of_json(node: NodeUnderTest) -> None:
     nested: Any = "x"
     for _ in range(400):
@@ -229,6 +264,9 @@ def test_prompt_and_output_too_long(client: openai.OpenAI) -> None:
         ("GET", "/v1/nothing", 404, "not_found_error"),
         ("GET", "/v1/completions", 405, "invalid_request_error"),
         ("POST", "/v1/models", 405, "invalid_request_error"),
+        ("GET", "/v1/models//x", 404, "not_found_error"),
+        ("POST", "/v1//completions", 404, "not_found_error"),
+        ("POST", "/v1/completions/", 404, "not_found_error"),
     ],
 )
 def test_routes_that_are_none(method: str, path: str, status: int, kind: str, node: NodeUnderTest) -> None:

@@ -7,6 +7,7 @@ import json
 import shutil
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ import pytest
 from transformers import AutoTokenizer
 
 from pdserve.api.chat_messages import plain_messages
+from pdserve.api.openai import ChatRequest
+from pdserve.api.prompts import chat_tokens
 from pdserve.api.tokenizer import INLINE_CHARS, Tokenizer, load_tokenizer
 from pdserve.errors import InvalidRequest, ModelError
 
@@ -76,6 +79,48 @@ def test_template_that_refuses(model_dir: Path, tmp_path: Path) -> None:
     (folder / "chat_template.jinja").write_text("{{ raise_exception('roles must alternate') }}")
     with pytest.raises(InvalidRequest, match="roles must alternate"):
         render(load_tokenizer(folder), CHATS[0])
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "param"), [({"count": "x"}, "chat_template_kwargs"), ({}, "messages")], ids=["kwargs", "none"]
+)
+def test_template_that_fails_shows_nothing_of_its_inside(
+    kwargs: dict[str, Any], param: str, model_dir: Path, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(model_dir, tmp_path / "failing")
+    (folder / "chat_template.jinja").write_text("{{ count + 1 }}")
+    with pytest.raises(InvalidRequest) as raised:
+        render(load_tokenizer(folder), CHATS[0], template_kwargs=kwargs)
+    assert raised.value.param == param
+    assert raised.value.message.startswith("the model's chat template cannot render these messages")
+    assert "undefined" not in raised.value.message
+    assert "str" not in raised.value.message
+
+
+@pytest.mark.parametrize(
+    ("messages", "inline"),
+    [
+        ([{"role": "user", "content": "Hi"}], True),
+        ([{"role": "assistant", "content": None}], True),
+        ([{"role": "user", "content": "Hi"}] * 100, False),
+        ([{"role": "user", "content": "x" * (INLINE_CHARS + 1)}], False),
+        ([{"role": "user", "content": [{"type": "text", "text": "x"}] * 100}], False),
+    ],
+    ids=["short", "null", "many", "long", "parts"],
+)
+def test_large_chats_are_rendered_off_the_event_loop(
+    messages: list[dict[str, Any]], inline: bool, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    render_chat = tokenizer.render_chat
+    threads: list[int] = []
+
+    def noting(*args: Any, **kwargs: Any) -> str:
+        threads.append(threading.get_ident())
+        return render_chat(*args, **kwargs)
+
+    monkeypatch.setattr(tokenizer, "render_chat", noting)
+    assert asyncio.run(chat_tokens(ChatRequest(model="m", messages=messages), tokenizer))
+    assert (threads == [threading.get_ident()]) is inline
 
 
 def test_model_without_template(model_dir: Path, tmp_path: Path) -> None:

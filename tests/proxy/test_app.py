@@ -94,13 +94,16 @@ def test_metrics_and_version() -> None:
     [
         ("GET", "/nowhere", 404, "not_found_error"),
         ("POST", "/v1/embeddings", 404, "not_found_error"),
+        ("POST", "/v1/chat/completions/", 404, "not_found_error"),
+        ("POST", "/v1//completions", 404, "not_found_error"),
+        ("GET", "/v1/models//x", 404, "not_found_error"),
         ("GET", "/v1/chat/completions", 405, "invalid_request_error"),
         ("DELETE", "/v1/models", 405, "invalid_request_error"),
     ],
 )
 def test_errors_of_the_framework_have_openais_shape(method: str, path: str, status: int, kind: str) -> None:
     async def scenario() -> None:
-        async with cluster() as running, running.http.request(method, path) as response:
+        async with cluster() as running, running.http.request(method, path, allow_redirects=False) as response:
             body = msgspec.json.decode(await response.read(), type=dict[str, dict[str, object]])
             assert response.status == status
             assert response.headers["content-type"] == "application/json"
