@@ -14,8 +14,9 @@ import asyncio
 import enum
 import http
 import json
-from typing import ClassVar
+from typing import Any, ClassVar
 
+import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 MAX_HEAD_BYTES = 64 * 1024
@@ -36,6 +37,26 @@ class _Phase(enum.Enum):
     ANSWERING = "answering"
     """The request is complete, its response is not: what comes now is dropped."""
     CLOSING = "closing"
+
+
+def guarded_config(app: Any, *, keep_alive_s: int, shutdown_s: int, backlog: int = 2048) -> uvicorn.Config:
+    """How every HTTP server of pdserve runs: guarded, without websockets, and silent but for warnings.
+
+    ``shutdown_s`` is what running responses get once the server was told to end.
+    """
+    return uvicorn.Config(
+        app,
+        http=GuardedHttp,
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        backlog=backlog,
+        timeout_keep_alive=keep_alive_s,
+        timeout_graceful_shutdown=shutdown_s,
+    )
 
 
 class GuardedHttp(HttpToolsProtocol):

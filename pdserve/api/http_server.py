@@ -12,7 +12,7 @@ import uvicorn
 
 from pdserve.config import HttpConfig
 from pdserve.errors import ConfigError
-from pdserve.http_guard import GuardedHttp
+from pdserve.http_guard import guarded_config
 
 CLOSE_TIMEOUT_S = 3
 """That connections get to send their last bytes when the server stops."""
@@ -53,20 +53,7 @@ class HttpServer:
 
     def __init__(self, app: Any, listener: socket.socket, config: HttpConfig) -> None:
         self._listener = listener
-        self._server = _Server(
-            uvicorn.Config(
-                app,
-                http=GuardedHttp,
-                ws="none",
-                lifespan="off",
-                log_config=None,
-                log_level="warning",
-                access_log=False,
-                server_header=False,
-                timeout_keep_alive=config.keep_alive_s,
-                timeout_graceful_shutdown=CLOSE_TIMEOUT_S,
-            )
-        )
+        self._server = _Server(guarded_config(app, keep_alive_s=config.keep_alive_s, shutdown_s=CLOSE_TIMEOUT_S))
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:

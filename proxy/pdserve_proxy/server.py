@@ -16,7 +16,7 @@ from quart import Quart
 
 from pdserve.config import ProxyConfig
 from pdserve.errors import ConfigError
-from pdserve.http_guard import GuardedHttp
+from pdserve.http_guard import guarded_config
 from pdserve.wire.ids import new_id
 from pdserve_proxy.app import build_app
 from pdserve_proxy.discovery import Discovery
@@ -126,19 +126,8 @@ class _HttpServer(uvicorn.Server):
 
 
 def _uvicorn_config(config: ProxyConfig, app: Quart) -> uvicorn.Config:
-    return uvicorn.Config(
-        app,
-        http=GuardedHttp,
-        ws="none",
-        lifespan="off",
-        log_config=None,
-        log_level="warning",
-        access_log=False,
-        server_header=False,
-        backlog=BACKLOG,
-        timeout_keep_alive=config.http.keep_alive_s,
-        timeout_graceful_shutdown=math.ceil(config.http.drain_s + AFTER_DRAIN_S),
-    )
+    shutdown_s = math.ceil(config.http.drain_s + AFTER_DRAIN_S)
+    return guarded_config(app, keep_alive_s=config.http.keep_alive_s, shutdown_s=shutdown_s, backlog=BACKLOG)
 
 
 def _configure_logging(config: ProxyConfig) -> None:
