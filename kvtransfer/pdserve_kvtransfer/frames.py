@@ -7,7 +7,7 @@ from typing import Generic, TypeVar
 
 from pdserve.errors import WireError
 from pdserve.wire.frame import Opener, Purpose
-from pdserve_kvtransfer.stats import Counters
+from pdserve_kvtransfer.stats import TransferStats
 
 log = logging.getLogger(__name__)
 
@@ -19,7 +19,7 @@ T = TypeVar("T")
 class Inbound(Generic[T]):
     """All frames that one engine receives on its transfer control channels."""
 
-    def __init__(self, secret: bytes, messages: type[T], counters: Counters) -> None:
+    def __init__(self, secret: bytes, messages: type[T], counters: TransferStats) -> None:
         self._opener: Opener[T] = Opener(secret, Purpose.TRANSFER, messages)
         self._counters = counters
         self._next_log = float("-inf")

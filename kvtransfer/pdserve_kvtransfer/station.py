@@ -15,7 +15,7 @@ from pdserve.wire.transfer import EngineSpec
 from pdserve_kvtransfer.events import FetchOrder
 from pdserve_kvtransfer.outbox import Outbox
 from pdserve_kvtransfer.region import KvRegion
-from pdserve_kvtransfer.stats import Counters
+from pdserve_kvtransfer.stats import TransferStats
 from pdserve_kvtransfer.transport import Transport
 
 
@@ -32,7 +32,7 @@ class Station:
     zmq_context: zmq.Context[zmq.Socket[bytes]]
     sealer: Sealer
     outbox: Outbox
-    counters: Counters
+    counters: TransferStats
 
     @property
     def lease_s(self) -> float:

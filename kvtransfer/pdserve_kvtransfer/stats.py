@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from pdserve_kvtransfer.events import FailureKind
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class TransferStats:
-    """Totals since the start, except ``quarantined_blocks``, which is now."""
+    """Totals since the start, except ``quarantined_blocks``, which is now. Counted up by the transfer thread alone."""
 
     transfers_sent: int = 0
     transfers_received: int = 0
@@ -19,7 +19,7 @@ class TransferStats:
     bytes_received: int = 0
     transfer_seconds: float = 0.0
     """From order to landing, summed over the transfers received."""
-    failures: Mapping[FailureKind, int] = field(default_factory=dict)
+    failures: Counter[FailureKind] = field(default_factory=Counter)
     handshakes: int = 0
     leases_expired: int = 0
     stale_blocks_dropped: int = 0
@@ -28,35 +28,6 @@ class TransferStats:
     """Control frames that were malformed or not authentic."""
     quarantined_blocks: int = 0
 
-
-@dataclass(slots=True)
-class Counters:
-    """The same, as the transfer thread counts them."""
-
-    transfers_sent: int = 0
-    transfers_received: int = 0
-    bytes_sent: int = 0
-    bytes_received: int = 0
-    transfer_seconds: float = 0.0
-    failures: Counter[FailureKind] = field(default_factory=Counter)
-    handshakes: int = 0
-    leases_expired: int = 0
-    stale_blocks_dropped: int = 0
-    frames_dropped: int = 0
-    quarantined_blocks: int = 0
-
     def snapshot(self) -> TransferStats:
-        """Safe to call from another thread."""
-        return TransferStats(
-            transfers_sent=self.transfers_sent,
-            transfers_received=self.transfers_received,
-            bytes_sent=self.bytes_sent,
-            bytes_received=self.bytes_received,
-            transfer_seconds=self.transfer_seconds,
-            failures=dict(self.failures),
-            handshakes=self.handshakes,
-            leases_expired=self.leases_expired,
-            stale_blocks_dropped=self.stale_blocks_dropped,
-            frames_dropped=self.frames_dropped,
-            quarantined_blocks=self.quarantined_blocks,
-        )
+        """A copy that stays as it is; safe to take from another thread."""
+        return dataclasses.replace(self, failures=self.failures.copy())

@@ -35,7 +35,7 @@ from pdserve_kvtransfer.station import (
     Side,
     Station,
 )
-from pdserve_kvtransfer.stats import Counters, TransferStats
+from pdserve_kvtransfer.stats import TransferStats
 from pdserve_kvtransfer.transport import Transport
 from pdserve_kvtransfer.ucx import UcxTransport
 
@@ -76,7 +76,7 @@ class TransferThread:
         self._wake = wake
         self._make_transport = transport or (lambda: UcxTransport(config.ucx_tls))
         self._outbox = Outbox()
-        self._counters = Counters()
+        self._counters = TransferStats()
         self._commands: deque[Command] = deque()
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._bell_lock = threading.Lock()

@@ -17,7 +17,7 @@ from pdserve.wire.frame import Purpose, Sealer
 from pdserve.wire.ids import TransferId, new_id
 from pdserve.wire.transfer import Failed, Hello, Ping, ToPrefill, Welcome
 from pdserve_kvtransfer.frames import Inbound
-from pdserve_kvtransfer.stats import Counters
+from pdserve_kvtransfer.stats import TransferStats
 from tests.kvtransfer.fakes import FakeDecode
 from tests.kvtransfer.rig import SECRET, SPEC, engine, eventually
 
@@ -55,7 +55,7 @@ def test_any_messagepack_library_reads_a_handshake() -> None:
 
 
 def test_bad_frames_are_counted_and_logged_now_and_then(caplog: pytest.LogCaptureFixture) -> None:
-    counters = Counters()
+    counters = TransferStats()
     inbound: Inbound[ToPrefill] = Inbound(SECRET, cast("type[ToPrefill]", ToPrefill), counters)
     with caplog.at_level(logging.WARNING):
         for now in (0.0, 1.0, 4.9, 5.0):
