@@ -73,7 +73,7 @@ class GuardedHttp(HttpToolsProtocol):
 
     # ------------------------------------------------------------------ the connection
 
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn has it
         super().connection_made(transport)
         self._start_timer(self.head_timeout_s)
 

@@ -28,7 +28,7 @@ def create_app(node: NodeState) -> Quart:
     app.url_map.merge_slashes = False
     app.config["MAX_CONTENT_LENGTH"] = node.max_body_bytes
     app.config["RESPONSE_TIMEOUT"] = None  # requests have deadlines; Quart's 60 s would cut long answers in silence
-    app.asgi_app = RequestOwner(app.asgi_app)  # type: ignore[method-assign]
+    app.asgi_app = RequestOwner(app.asgi_app)  # type: ignore[method-assign]  # how Quart takes ASGI middleware
     _add_request_ids(app)
     _add_errors(app)
     _add_completions(app, node)

@@ -154,7 +154,7 @@ def _check_consistent(body: GenerationRequest) -> None:
 
 
 def _stream_response(events: object) -> Response:
-    response = Response(events, content_type="text/event-stream")  # type: ignore[arg-type]
+    response = Response(events, content_type="text/event-stream")  # type: ignore[arg-type]  # Quart takes any async iterator
     response.timeout = None
     response.headers["Cache-Control"] = "no-cache"
     response.headers["X-Accel-Buffering"] = "no"

@@ -43,7 +43,7 @@ def url_of(listener: socket.socket, config: HttpConfig) -> str:
     if config.advertise:
         return config.advertise.rstrip("/")
     host, port = listener.getsockname()[:2]
-    if host in ("0.0.0.0", "::"):  # noqa: S104
+    if host in ("0.0.0.0", "::"):  # noqa: S104  # compared with, not bound to
         host = socket.gethostname()
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 

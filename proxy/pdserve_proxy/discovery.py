@@ -130,7 +130,7 @@ def _bind(socket: zmq.asyncio.Socket, host: str, port: int) -> str:
 
 
 def _to_proxy_type() -> type[ToProxy]:
-    return ToProxy  # type: ignore[return-value]
+    return ToProxy  # type: ignore[return-value]  # a union is what msgspec takes
 
 
 def _log_change(message: ToProxy, answer: Ack | None) -> None:

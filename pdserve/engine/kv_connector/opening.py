@@ -32,7 +32,7 @@ def open_connector(
     """
     if config.role is Role.MIXED:
         return NoTransfer(blocks), ""
-    memory = memoryview(kv_cache.view(torch.uint8).flatten().numpy())  # type: ignore[arg-type]
+    memory = memoryview(kv_cache.view(torch.uint8).flatten().numpy())  # type: ignore[arg-type]  # ndarray is a buffer, unannotated
     thread = TransferThread(
         role=config.role,
         boot_id=config.boot_id,
