@@ -95,8 +95,8 @@ class DecodePeer:
         match command:
             case Push(_, first_index, block_ids):
                 self._apply(session, session.push(first_index, block_ids))
-            case GiveFirstToken(_, token_id, cached_tokens):
-                self._apply(session, session.first_token(token_id, cached_tokens))
+            case GiveFirstToken(_, tokens, cached_tokens):
+                self._apply(session, session.first_token(tokens, cached_tokens))
             case FailPush(_, reason):
                 self._apply(session, session.refuse(reason))
 

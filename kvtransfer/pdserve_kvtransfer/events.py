@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from pdserve.wire.ids import TransferId
-from pdserve.wire.sampling import SamplingParams
+from pdserve.wire.sampling import SampledToken, SamplingParams
 from pdserve.wire.ticket import PrefillTarget
 
 
@@ -24,6 +24,8 @@ class FetchOrder:
     sampling: SamplingParams
     deadline_s: float
     """From now; the fetch fails when it has passed."""
+    sibling_seeds: tuple[int, ...] = ()
+    cache_salt: str = ""
 
 
 class FailureKind(enum.Enum):
@@ -56,7 +58,8 @@ class PushOutcome(enum.Enum):
 @dataclass(frozen=True, slots=True)
 class FirstTokenArrived:
     transfer_id: TransferId
-    token_id: int
+    tokens: tuple[SampledToken, ...]
+    """The request's, then one for each sibling."""
     cached_tokens: int
     """Of the prompt, how many the prefill engine's own prefix cache held."""
 
@@ -108,6 +111,8 @@ class PushWanted:
     first_block: int
     sampling: SamplingParams
     deadline_s: float
+    sibling_seeds: tuple[int, ...] = ()
+    cache_salt: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -74,6 +74,8 @@ class FetchSession:
                 first_block=order.first_block,
                 sampling=order.sampling,
                 deadline_s=max(self.deadline - now, 0.001),
+                sibling_seeds=order.sibling_seeds,
+                cache_salt=order.cache_salt,
             )
         ]
 
@@ -104,7 +106,7 @@ class FetchSession:
         if self.state is not FetchState.MOVING or self._first_token:
             return []
         self._first_token = True
-        arrived = FirstTokenArrived(self.order.transfer_id, message.token_id, message.cached_tokens)
+        arrived = FirstTokenArrived(self.order.transfer_id, message.tokens, message.cached_tokens)
         return [arrived, *self._finish_if_complete(now)]
 
     def _finish_if_complete(self, now: float) -> list[FetchEffect]:

@@ -6,6 +6,7 @@ import enum
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from pdserve.wire.sampling import SampledToken
 from pdserve.wire.transfer import Failed, FirstToken, PrefillRequest
 from pdserve_kvtransfer.events import PushCancelled, PushEnded, PushEvent, PushOutcome, PushWanted
 
@@ -49,7 +50,13 @@ class PushSession:
             self.state = PushState.ENDED
             return [Failed(self.transfer_id, f"no block {request.first_block} in a prompt of {self._end_index}")]
         wanted = PushWanted(
-            self.transfer_id, request.token_ids, request.first_block, request.sampling, request.deadline_s
+            self.transfer_id,
+            request.token_ids,
+            request.first_block,
+            request.sampling,
+            request.deadline_s,
+            request.sibling_seeds,
+            request.cache_salt,
         )
         return [wanted]
 
@@ -67,10 +74,10 @@ class PushSession:
         self._in_flight -= count
         return self._end_if_quiet()
 
-    def first_token(self, token_id: int, cached_tokens: int) -> list[PushEffect]:
+    def first_token(self, tokens: tuple[SampledToken, ...], cached_tokens: int) -> list[PushEffect]:
         if self.state is not PushState.PUSHING:
             return []
-        return [FirstToken(self.transfer_id, token_id, cached_tokens)]
+        return [FirstToken(self.transfer_id, tokens, cached_tokens)]
 
     def refuse(self, reason: str) -> list[PushEffect]:
         """The engine gives it up."""

@@ -11,6 +11,7 @@ import zmq
 from pdserve.config import TransferConfig
 from pdserve.wire.frame import Sealer
 from pdserve.wire.ids import TransferId
+from pdserve.wire.sampling import SampledToken
 from pdserve.wire.transfer import EngineSpec
 from pdserve_kvtransfer.events import FetchOrder
 from pdserve_kvtransfer.outbox import Outbox
@@ -63,7 +64,7 @@ class Push:
 @dataclass(frozen=True, slots=True)
 class GiveFirstToken:
     transfer_id: TransferId
-    token_id: int
+    tokens: tuple[SampledToken, ...]
     cached_tokens: int
 
 

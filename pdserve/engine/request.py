@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pdserve.errors import EngineError
 from pdserve.wire.engine import PrefillSource
 from pdserve.wire.ids import RequestUuid, TransferId
-from pdserve.wire.sampling import SamplingParams
+from pdserve.wire.sampling import SampledToken, SamplingParams
 from pdserve.wire.ticket import PrefillTarget
 
 
@@ -72,6 +72,8 @@ class Request:
     prefill_source: PrefillSource = PrefillSource.LOCAL
     prefill_node: str = ""
     cached_tokens: int = 0
+    first_tokens: tuple[SampledToken, ...] = ()
+    """On a prefill node, what the push reports."""
     admitted: float | None = None
     first_token: float | None = None
     transfer_seconds: float = 0.0

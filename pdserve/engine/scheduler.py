@@ -18,6 +18,7 @@ from pdserve.engine.block_manager import BlockManager
 from pdserve.engine.outbox import Outbox
 from pdserve.engine.request import Request, Status
 from pdserve.wire.engine import FinishReason, PrefillSource
+from pdserve.wire.sampling import SampledToken
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +129,7 @@ class Scheduler:
         plan.work.sort(key=lambda work: work.num_tokens > 1)
         return plan
 
-    def advance(self, plan: Plan, tokens: Sequence[int | None], now: float) -> list[Request]:
+    def advance(self, plan: Plan, tokens: Sequence[SampledToken | None], now: float) -> list[Request]:
         """A step was computed: ``tokens`` are the choices for the work that wanted one, in order.
 
         Returns the requests for which there was no choice; they cannot go on.
@@ -139,22 +140,24 @@ class Scheduler:
             wants_token = work.wants_token
             work.request.num_computed_tokens += work.num_tokens
             if wants_token:
-                token_id = next(chosen)
-                if token_id is None:
+                token = next(chosen)
+                if token is None:
                     broken.append(work.request)
                 else:
-                    self.accept_token(work.request, token_id, now)
+                    self.accept_token(work.request, token, now)
         return broken
 
-    def accept_token(self, request: Request, token_id: int, now: float) -> None:
+    def accept_token(self, request: Request, token: SampledToken, now: float) -> None:
         """Append a chosen token, tell the client, and end the request if this was its last."""
         if request.first_token is None:
             request.first_token = now
             self.counters.prompt_tokens += request.num_prompt_tokens
-        request.token_ids.append(token_id)
+        request.token_ids.append(token.token_id)
         self.counters.generated_tokens += 1
-        self._outbox.token(request, token_id)
-        reason = self._ended_by(request, token_id)
+        if request.client is None:
+            request.first_tokens = (token,)
+        self._outbox.token(request, token)
+        reason = self._ended_by(request, token.token_id)
         if reason is not None and request.client is not None:
             self.finish(request, reason)
 

@@ -23,6 +23,7 @@ from pdserve.engine.scheduler import Plan, Scheduler, StopRule
 from pdserve.models.runner import ModelRunner
 from pdserve.models.step_batch import StepRow
 from pdserve.wire.engine import Abort, EngineStats, FinishReason, PrefillSource, Shutdown, Stats, Submit
+from pdserve.wire.sampling import SampledToken
 
 STATS_INTERVAL_S = 0.25
 
@@ -157,8 +158,9 @@ class StepLoop:
         tokens = sample(
             logits, [request.sampling for request in wanting], [request.num_generated_tokens for request in wanting]
         )
+        sampled = [None if token is None else SampledToken(token) for token in tokens]
         self._steps += 1
-        for request in self._scheduler.advance(plan, tokens, time.monotonic()):
+        for request in self._scheduler.advance(plan, sampled, time.monotonic()):
             self._connector.give_up(request, NOT_FINITE)
             self._runner.clear(request.block_table)
             self._scheduler.finish(request, FinishReason.ERROR, NOT_FINITE)

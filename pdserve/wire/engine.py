@@ -6,16 +6,23 @@ One message a step carries the new tokens of all requests: the crossing is per s
 from __future__ import annotations
 
 import enum
-from typing import TypeAlias
+from typing import Annotated, TypeAlias
 
 import msgspec
 
 from pdserve.wire.discovery import Load
 from pdserve.wire.ids import RequestUuid
-from pdserve.wire.sampling import SamplingParams
+from pdserve.wire.sampling import SamplingParams, TokenLogprobs
 from pdserve.wire.ticket import PrefillTarget
 
 # ---------------------------------------------------------------- API → engine
+
+
+class Sibling(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
+    """One more answer to the same prompt, which differs in nothing but its seed."""
+
+    request_id: int
+    seed: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 
 
 class Submit(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="submit", kw_only=True):
@@ -29,6 +36,10 @@ class Submit(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field=
     """Seconds from now; past it the request ends with ``FinishReason.DEADLINE``."""
     attempt: int = 0
     prefill: tuple[PrefillTarget, ...] = ()
+    siblings: tuple[Sibling, ...] = ()
+    """Further answers, which share the prompt's KV blocks; each is a request of its own to Abort and in outputs."""
+    cache_salt: str = ""
+    """Prompts share cached blocks only under the same salt."""
 
 
 class Abort(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="abort"):
@@ -90,6 +101,8 @@ class RequestOutput(msgspec.Struct, frozen=True, forbid_unknown_fields=True, arr
     """With ``finish``."""
     error: str | None = None
     """With ``FinishReason.ERROR``."""
+    logprobs: list[TokenLogprobs] | None = None
+    """One for each of ``new_token_ids``, if the request asked for them."""
 
 
 class EngineStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

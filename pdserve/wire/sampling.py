@@ -26,3 +26,33 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     """Besides the model's own end-of-sequence ids."""
     ignore_eos: bool = False
     """Generate past end-of-sequence ids; ``stop_token_ids`` still stop."""
+    min_tokens: Annotated[int, msgspec.Meta(ge=0)] = 0
+    """Until so many are generated, nothing that would stop can be chosen."""
+    presence_penalty: Annotated[float, msgspec.Meta(ge=-2.0, le=2.0)] = 0.0
+    """Taken from the logit of every token that the answer holds already."""
+    frequency_penalty: Annotated[float, msgspec.Meta(ge=-2.0, le=2.0)] = 0.0
+    """Taken from a token's logit once for each time that the answer holds it."""
+    repetition_penalty: Annotated[float, msgspec.Meta(gt=0.0)] = 1.0
+    """Divides positive logits of tokens in prompt or answer, multiplies negative ones (Keskar et al., 2019)."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """Added to the logits of these token ids."""
+    logprobs: Annotated[int, msgspec.Meta(ge=0)] | None = None
+    """How many of the most likely tokens to report beside each chosen one; None reports no log probabilities."""
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
+    """Natural logarithms of probabilities, of the model's own distribution: before penalties, bias and temperature."""
+
+    chosen: float
+    rank: int
+    """Of the chosen token: 1 is the most likely."""
+    top: tuple[tuple[int, float], ...]
+    """``(token id, log probability)``, most likely first."""
+
+
+class SampledToken(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
+    """One choice of the sampler."""
+
+    token_id: int
+    logprobs: TokenLogprobs | None = None
+    """If ``SamplingParams.logprobs`` asks for them."""

@@ -22,9 +22,9 @@ from typing import Annotated, TypeAlias
 import msgspec
 
 from pdserve.wire.ids import BootId, TransferId
-from pdserve.wire.sampling import SamplingParams
+from pdserve.wire.sampling import SampledToken, SamplingParams
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 INDEX_BITS = 24
 """A UCX tag is ``tag << INDEX_BITS | index``: 40 random bits chosen by the receiver, then the block's index."""
@@ -87,11 +87,15 @@ class PrefillRequest(
     first_block: Annotated[int, msgspec.Meta(ge=0)]
     sampling: SamplingParams
     deadline_s: Annotated[float, msgspec.Meta(gt=0)]
+    sibling_seeds: tuple[Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)], ...] = ()
+    """Seeds of further answers to this prompt: a first token is sampled for each."""
+    cache_salt: str = ""
 
 
 class FirstToken(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="first_token"):
     transfer_id: TransferId
-    token_id: int
+    tokens: Annotated[tuple[SampledToken, ...], msgspec.Meta(min_length=1)]
+    """Of the request, then of its siblings in order."""
     cached_tokens: int
 
 

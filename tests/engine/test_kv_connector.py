@@ -28,7 +28,7 @@ from pdserve.errors import EngineError
 from pdserve.wire.discovery import Role
 from pdserve.wire.engine import FinishReason, PrefillSource
 from pdserve.wire.ids import TransferId, new_id
-from pdserve.wire.sampling import SamplingParams
+from pdserve.wire.sampling import SampledToken, SamplingParams
 from pdserve.wire.ticket import PrefillTarget
 from pdserve.wire.transfer import EngineSpec
 from pdserve_kvtransfer.events import (
@@ -72,8 +72,8 @@ class ScriptedThread:
     def push(self, transfer_id: TransferId, first_index: int, block_ids: tuple[int, ...]) -> None:
         self.pushed.append((first_index, block_ids))
 
-    def first_token(self, transfer_id: TransferId, token_id: int, cached_tokens: int) -> None:
-        self.first_tokens.append(token_id)
+    def first_token(self, transfer_id: TransferId, tokens: tuple[SampledToken, ...], cached_tokens: int) -> None:
+        self.first_tokens += [token.token_id for token in tokens]
 
     def fail_push(self, transfer_id: TransferId, reason: str) -> None:
         self.failed.append(reason)
@@ -124,7 +124,7 @@ class Bench:
     def step(self) -> Plan:
         plan = self.scheduler.schedule(1.0)
         self.connector.start(plan, 1.0)
-        self.scheduler.advance(plan, [50 for work in plan.work if work.wants_token], 1.0)
+        self.scheduler.advance(plan, [SampledToken(50) for work in plan.work if work.wants_token], 1.0)
         self.connector.stepped(self.scheduler, plan)
         return plan
 
@@ -160,7 +160,7 @@ def test_a_fetch_asks_for_every_block_of_the_prompt() -> None:
 
 def test_the_first_token_is_passed_on_before_the_blocks_land() -> None:
     bench, request, order = fetching()
-    bench.report(FirstTokenArrived(order.transfer_id, 33, 0))
+    bench.report(FirstTokenArrived(order.transfer_id, (SampledToken(33),), 0))
     assert bench.tokens() == [33]
     assert bench.scheduler.num_remote == 1
     bench.report(FetchLanded(order.transfer_id, 0.1, 100))
@@ -171,7 +171,7 @@ def test_the_first_token_is_passed_on_before_the_blocks_land() -> None:
 
 def test_a_first_token_that_ends_the_answer_cancels_the_fetch() -> None:
     bench, _, order = fetching()
-    bench.report(FirstTokenArrived(order.transfer_id, 2, 0))
+    bench.report(FirstTokenArrived(order.transfer_id, (SampledToken(2),), 0))
     assert bench.thread.cancelled == [order.transfer_id]
     assert not bench.all_free
     bench.report(FetchCancelled(order.transfer_id, order.block_ids[1:2]))
@@ -229,7 +229,9 @@ def test_quarantined_blocks_are_replaced_before_computing_here() -> None:
 
 def test_a_token_that_the_client_has_is_not_repeated_by_the_second_node() -> None:
     bench, request, order = fetching(targets=2)
-    bench.report(FirstTokenArrived(order.transfer_id, 33, 0), FetchFailed(order.transfer_id, "lost", 1, ()))
+    bench.report(
+        FirstTokenArrived(order.transfer_id, (SampledToken(33),), 0), FetchFailed(order.transfer_id, "lost", 1, ())
+    )
     bench.step()
     assert bench.tokens()[0] == 33
     assert request.token_ids[10] == 33

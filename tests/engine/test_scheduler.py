@@ -16,7 +16,7 @@ from pdserve.engine.scheduler import Plan, Scheduler, StopRule
 from pdserve.errors import EngineError
 from pdserve.wire.engine import FinishReason, RequestOutput
 from pdserve.wire.ids import new_id
-from pdserve.wire.sampling import SamplingParams
+from pdserve.wire.sampling import SampledToken, SamplingParams
 from pdserve.wire.ticket import PrefillTarget
 
 EOS = 2
@@ -61,7 +61,7 @@ class Bench:
         planned = {work.request: work.request.num_computed_tokens + work.num_tokens for work in plan.work}
         for request, computed in planned.items():
             assert len(request.block_table) * BLOCK_SIZE >= computed
-        tokens = [10 + len(work.request.token_ids) for work in plan.work if work.wants_token]
+        tokens = [SampledToken(10 + len(work.request.token_ids)) for work in plan.work if work.wants_token]
         self.scheduler.advance(plan, tokens, self.now)
         self.collect()
         return plan
@@ -125,7 +125,7 @@ def test_answers_end_at_max_tokens_eos_and_context_length() -> None:
     assert bench.outputs[2] == expected(10, 2)
     request = bench.add(3, prompt=3)
     plan = bench.scheduler.schedule(bench.now)
-    bench.scheduler.advance(plan, [EOS], bench.now)
+    bench.scheduler.advance(plan, [SampledToken(EOS)], bench.now)
     bench.collect()
     assert bench.endings[3].finish is FinishReason.STOP
     assert request.status is Status.FINISHED
@@ -168,7 +168,7 @@ def test_a_remote_prompt_reserves_blocks_and_waits() -> None:
     assert not plan.work
     assert request.status is Status.WAITING_FOR_REMOTE_KVS
     assert len(request.block_table) == 3
-    bench.scheduler.accept_token(request, 20, bench.now)
+    bench.scheduler.accept_token(request, SampledToken(20), bench.now)
     bench.collect()
     assert bench.outputs == {1: [20]}
     bench.scheduler.landed(request)
@@ -199,7 +199,7 @@ def test_a_failed_fetch_after_the_first_token_does_not_repeat_it() -> None:
     bench = Bench()
     request = bench.add(1, prompt=10, targets=(TARGET, TARGET))
     bench.step()
-    bench.scheduler.accept_token(request, 20, bench.now)
+    bench.scheduler.accept_token(request, SampledToken(20), bench.now)
     bench.scheduler.requeue(request, computed_tokens=0)
     assert sizes(bench.step()) == [11]
     assert bench.outputs == {1: [20, 21]}
@@ -212,7 +212,7 @@ def test_failed_fetches_that_hold_all_blocks_do_not_deadlock() -> None:
     assert bench.step().fetches == [first, second]
     for request in (first, second):
         request.targets = ()
-        bench.scheduler.accept_token(request, 18, bench.now)
+        bench.scheduler.accept_token(request, SampledToken(18), bench.now)
         bench.scheduler.requeue(request, computed_tokens=4)
     bench.run()
     assert bench.outputs == {1: expected(8, 4), 2: expected(8, 4)}
@@ -326,7 +326,7 @@ def test_every_request_is_answered_whatever_happens(
             request = fetching.pop(choose(range(len(fetching))))
             outcome = choose(["landed", "lost", "lost after first token"])
             if outcome != "lost":
-                bench.scheduler.accept_token(request, 10 + len(request.token_ids), bench.now)
+                bench.scheduler.accept_token(request, SampledToken(10 + len(request.token_ids)), bench.now)
             if request.status is Status.FINISHED:
                 pass
             elif outcome == "landed":

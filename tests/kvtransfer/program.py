@@ -11,6 +11,7 @@ import sys
 import time
 
 from pdserve.wire.discovery import Role
+from pdserve.wire.sampling import SampledToken
 from pdserve.wire.ticket import PrefillTarget
 from pdserve_kvtransfer.events import PushWanted
 from tests.kvtransfer.rig import SPEC, Engine, Pair, eventually
@@ -47,7 +48,7 @@ def _push(engine: Engine, wanted: PushWanted, manner: str) -> None:
             time.sleep(DRIP_S)
     else:
         engine.thread.push(wanted.transfer_id, 0, blocks)
-    engine.thread.first_token(wanted.transfer_id, 5, 0)
+    engine.thread.first_token(wanted.transfer_id, (SampledToken(5),), 0)
 
 
 def _decode(control: str, boot: str) -> None:

@@ -14,6 +14,7 @@ import pytest
 from pdserve.config import TransferConfig
 from pdserve.wire.discovery import Role
 from pdserve.wire.ids import TransferId, new_id
+from pdserve.wire.sampling import SampledToken
 from pdserve.wire.ticket import PrefillTarget
 from pdserve.wire.transfer import Done, FirstToken, Hello, Ping, Pong, PrefillRequest, Refused, Welcome
 from pdserve_kvtransfer.events import (
@@ -226,7 +227,7 @@ def test_a_new_boot_at_a_known_address_replaces_the_old_one() -> None:
         assert decode.next(FetchFailed).reason == "the prefill node has restarted"
         request = prefill.welcome_and_take()
         prefill.finish(prefill.link.send(memoryview(b"x" * decode.block_bytes), request.tag, 0))
-        prefill.send(FirstToken(request.transfer_id, 1, 0))
+        prefill.send(FirstToken(request.transfer_id, (SampledToken(1),), 0))
         decode.next(FirstTokenArrived)
         decode.next(FetchLanded)
         assert prefill.next(Done).transfer_id == request.transfer_id
@@ -241,7 +242,7 @@ def test_an_order_for_a_boot_of_the_past_harms_only_itself() -> None:
         decode.thread.fetch(rig.order((1,), target=stale))
         assert "names a boot" in decode.next(FetchFailed).reason
         prefill.finish(prefill.link.send(memoryview(b"x" * decode.block_bytes), request.tag, 0))
-        prefill.send(FirstToken(request.transfer_id, 1, 0))
+        prefill.send(FirstToken(request.transfer_id, (SampledToken(1),), 0))
         decode.next(FirstTokenArrived)
         assert decode.next(FetchLanded).transfer_id == request.transfer_id
 
@@ -282,7 +283,7 @@ def test_a_decode_engine_that_was_frozen_recovers(monkeypatch: pytest.MonkeyPatc
         real = time.monotonic
         monkeypatch.setattr("pdserve_kvtransfer.thread.time", _Clock(lambda: real() + skip))
         rig.prefill.thread.push(transfer, 0, (0, 1))
-        rig.prefill.thread.first_token(transfer, 1, 0)
+        rig.prefill.thread.first_token(transfer, (SampledToken(1),), 0)
         rig.decode.next(FirstTokenArrived)
         rig.decode.next(FetchLanded)
         assert rig.decode.thread.stats().leases_expired == 0

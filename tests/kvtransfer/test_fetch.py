@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdserve.wire.ids import TransferId
+from pdserve.wire.sampling import SampledToken
 from pdserve.wire.ticket import PrefillTarget
 from pdserve.wire.transfer import Cancel, Done, Failed, FirstToken, PrefillRequest
 from pdserve_kvtransfer.events import (
@@ -80,8 +81,8 @@ def test_nothing_is_accepted_before_it_was_asked_for() -> None:
 def test_the_token_may_come_last() -> None:
     fetch = moving()
     assert land(fetch, 2, 3, 4, 5) == []
-    assert fetch.on_first_token(FirstToken(TRANSFER, 8, 16), 2.0) == [
-        FirstTokenArrived(TRANSFER, 8, 16),
+    assert fetch.on_first_token(FirstToken(TRANSFER, (SampledToken(8),), 16), 2.0) == [
+        FirstTokenArrived(TRANSFER, (SampledToken(8),), 16),
         Done(TRANSFER),
         FetchLanded(TRANSFER, 2.0, 4 * SIZE),
     ]
@@ -89,8 +90,10 @@ def test_the_token_may_come_last() -> None:
 
 def test_the_token_may_come_first_and_counts_once() -> None:
     fetch = moving()
-    assert fetch.on_first_token(FirstToken(TRANSFER, 8, 0), 0.5) == [FirstTokenArrived(TRANSFER, 8, 0)]
-    assert fetch.on_first_token(FirstToken(TRANSFER, 9, 0), 0.6) == []
+    assert fetch.on_first_token(FirstToken(TRANSFER, (SampledToken(8),), 0), 0.5) == [
+        FirstTokenArrived(TRANSFER, (SampledToken(8),), 0)
+    ]
+    assert fetch.on_first_token(FirstToken(TRANSFER, (SampledToken(9),), 0), 0.6) == []
     assert land(fetch, 5, 4, 3, 2) == [Done(TRANSFER), FetchLanded(TRANSFER, 1.0, 4 * SIZE)]
 
 
@@ -179,7 +182,7 @@ class Story:
                 self.landed.add(index)
                 self.note(fetch.landed(index, now))
             case "token":
-                self.note(fetch.on_first_token(FirstToken(TRANSFER, number, 0), now))
+                self.note(fetch.on_first_token(FirstToken(TRANSFER, (SampledToken(number),), 0), now))
             case "failed":
                 self.note(fetch.on_failed(Failed(TRANSFER, "no")))
             case "cancel":

@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 
 from pdserve.wire.ids import TransferId, new_id
+from pdserve.wire.sampling import SampledToken
 from pdserve_kvtransfer.events import (
     BlocksReleased,
     FailureKind,
@@ -26,7 +27,7 @@ def outbox() -> Outbox:
 
 
 def test_events_come_in_order_and_once(outbox: Outbox) -> None:
-    events: list[TransferEvent] = [FirstTokenArrived(ONE, 1, 0), FetchLanded(ONE, 0.1, 10)]
+    events: list[TransferEvent] = [FirstTokenArrived(ONE, (SampledToken(1),), 0), FetchLanded(ONE, 0.1, 10)]
     for event in events:
         outbox.put(event)
     assert outbox.take_news() and not outbox.take_news()
@@ -48,7 +49,7 @@ def test_a_cancel_rules_whatever_is_on_its_way(
 ) -> None:
     if before:
         assert outbox.cancel(ONE)
-    outbox.put(FirstTokenArrived(ONE, 1, 0))
+    outbox.put(FirstTokenArrived(ONE, (SampledToken(1),), 0))
     outbox.put(end)
     outbox.put(BlocksReleased((9,)))
     if not before:

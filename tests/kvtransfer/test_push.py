@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdserve.wire.ids import TransferId
+from pdserve.wire.sampling import SampledToken
 from pdserve.wire.transfer import Failed, FirstToken, PrefillRequest
 from pdserve_kvtransfer.events import PushCancelled, PushEnded, PushOutcome, PushWanted
 from pdserve_kvtransfer.push import PushEffect, PushSession, PushState, SendBlocks
@@ -52,7 +53,7 @@ def test_blocks_are_sent_under_their_indexes() -> None:
     push = opened()
     assert push.push(1, (8, 9)) == [SendBlocks(TAG, 1, (8, 9))]
     assert push.push(3, (4,)) == [SendBlocks(TAG, 3, (4,))]
-    assert push.first_token(5, 16) == [FirstToken(TRANSFER, 5, 16)]
+    assert push.first_token((SampledToken(5),), 16) == [FirstToken(TRANSFER, (SampledToken(5),), 16)]
 
 
 @pytest.mark.parametrize(("first_index", "count"), [(0, 1), (3, 2), (4, 1)])
@@ -75,7 +76,7 @@ def test_a_cancel_stops_the_engine_first() -> None:
     push.push(1, (8,))
     assert push.on_cancel() == [PushCancelled(TRANSFER)]
     assert push.push(2, (9,)) == []
-    assert push.first_token(1, 0) == []
+    assert push.first_token((SampledToken(1),), 0) == []
     assert push.sent(1) == [PushEnded(TRANSFER, PushOutcome.CANCELLED)]
 
 
@@ -142,7 +143,7 @@ class Story:
                 self.in_flight -= count
                 self.note(push.sent(count))
             case "token":
-                self.note(push.first_token(number, 0))
+                self.note(push.first_token((SampledToken(number),), 0))
             case "refuse":
                 self.refused |= push.state is PushState.PUSHING
                 self.note(push.refuse("no"))

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import pytest
 
 from pdserve.wire.discovery import Role
+from pdserve.wire.sampling import SampledToken
 from pdserve.wire.transfer import Done, Failed, FirstToken, PrefillRequest
 from pdserve_kvtransfer.events import FetchFailed, FetchLanded, FirstTokenArrived
 from tests.kvtransfer.fakes import FakePrefill
@@ -70,7 +71,7 @@ def test_a_wrong_block_is_dropped_and_its_send_completes(attack: Attack, case: s
 def finish_well(attack: Attack) -> None:
     attack.send(GOOD, attack.request.tag, 4)
     attack.send(GOOD, attack.request.tag, 5)
-    attack.prefill.send(FirstToken(attack.request.transfer_id, 1, 0))
+    attack.prefill.send(FirstToken(attack.request.transfer_id, (SampledToken(1),), 0))
     attack.decode.next(FirstTokenArrived)
     attack.decode.next(FetchLanded)
     assert attack.decode.read(*BLOCKS) == bytes(GOOD) * 2
@@ -88,7 +89,7 @@ def test_a_block_lands_once(attack: Attack) -> None:
 
 def finish_rest(attack: Attack) -> None:
     attack.send(GOOD, attack.request.tag, 5)
-    attack.prefill.send(FirstToken(attack.request.transfer_id, 1, 0))
+    attack.prefill.send(FirstToken(attack.request.transfer_id, (SampledToken(1),), 0))
     attack.decode.next(FirstTokenArrived)
     assert attack.decode.next(FetchLanded).bytes == 2 * BLOCK_BYTES
 

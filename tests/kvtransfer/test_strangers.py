@@ -9,6 +9,7 @@ from contextlib import ExitStack, contextmanager
 
 import zmq
 
+from pdserve.wire.sampling import SampledToken
 from pdserve.wire.transfer import Ping, Pong
 from pdserve_kvtransfer.events import FetchLanded, FirstTokenArrived, PushEnded, PushOutcome, PushWanted
 from tests.kvtransfer.fakes import FakeDecode
@@ -56,7 +57,7 @@ def transfer_lands(rig: Pair) -> None:
     transfer_id = rig.fetch((2, 3))
     rig.prefill.next(PushWanted)
     rig.prefill.thread.push(transfer_id, 0, (0, 1))
-    rig.prefill.thread.first_token(transfer_id, 1, 0)
+    rig.prefill.thread.first_token(transfer_id, (SampledToken(1),), 0)
     rig.decode.next(FirstTokenArrived)
     rig.decode.next(FetchLanded)
     assert rig.prefill.next(PushEnded) == PushEnded(transfer_id, PushOutcome.DONE)

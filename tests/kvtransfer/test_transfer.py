@@ -6,6 +6,7 @@ import msgspec
 import pytest
 
 from pdserve.wire.discovery import Role
+from pdserve.wire.sampling import SampledToken
 from pdserve.wire.transfer import EngineSpec, Hello, PrefillRequest, Welcome
 from pdserve_kvtransfer.events import (
     FailureKind,
@@ -30,7 +31,7 @@ def complete(rig: Pair, block_ids: tuple[int, ...], *, first_block: int = 0) -> 
     rig.decode.thread.fetch(order)
     rig.prefill.next(PushWanted)
     rig.prefill.thread.push(order.transfer_id, first_block, local)
-    rig.prefill.thread.first_token(order.transfer_id, 1, 0)
+    rig.prefill.thread.first_token(order.transfer_id, (SampledToken(1),), 0)
     rig.decode.next(FirstTokenArrived)
     rig.decode.next(FetchLanded)
     assert rig.prefill.next(PushEnded).outcome is PushOutcome.DONE
@@ -48,8 +49,8 @@ def test_a_prompt_arrives_in_scattered_blocks() -> None:
         assert 0 < wanted.deadline_s <= order.deadline_s
         rig.prefill.thread.push(order.transfer_id, 0, (4, 9))
         rig.prefill.thread.push(order.transfer_id, 2, (2,))
-        rig.prefill.thread.first_token(order.transfer_id, 42, 16)
-        assert rig.decode.next(FirstTokenArrived) == FirstTokenArrived(order.transfer_id, 42, 16)
+        rig.prefill.thread.first_token(order.transfer_id, (SampledToken(42),), 16)
+        assert rig.decode.next(FirstTokenArrived) == FirstTokenArrived(order.transfer_id, (SampledToken(42),), 16)
         landed = rig.decode.next(FetchLanded)
         assert landed.bytes == 3 * BLOCK_BYTES
         assert landed.seconds > 0
@@ -76,8 +77,8 @@ def test_the_first_token_does_not_wait_for_blocks() -> None:
     with pair() as rig:
         transfer = rig.fetch((0, 1))
         rig.prefill.next(PushWanted)
-        rig.prefill.thread.first_token(transfer, 7, 0)
-        assert rig.decode.next(FirstTokenArrived).token_id == 7
+        rig.prefill.thread.first_token(transfer, (SampledToken(7),), 0)
+        assert rig.decode.next(FirstTokenArrived).tokens == (SampledToken(7),)
         assert rig.decode.quiet()
         rig.prefill.thread.push(transfer, 0, (0, 1))
         rig.decode.next(FetchLanded)
@@ -89,7 +90,7 @@ def test_many_transfers_share_one_handshake() -> None:
         for _ in transfers:
             wanted = rig.prefill.next(PushWanted)
             rig.prefill.thread.push(wanted.transfer_id, 0, (0, 1))
-            rig.prefill.thread.first_token(wanted.transfer_id, 1, 0)
+            rig.prefill.thread.first_token(wanted.transfer_id, (SampledToken(1),), 0)
         eventually(lambda: rig.decode.thread.stats().transfers_received == 8)
         assert rig.decode.thread.stats().handshakes == 1
         assert rig.prefill.thread.stats().handshakes == 1
@@ -185,7 +186,7 @@ def test_late_commands_are_ignored() -> None:
         complete(rig, (0, 1))
         order = rig.order((2,))
         rig.prefill.thread.push(order.transfer_id, 0, (0,))
-        rig.prefill.thread.first_token(order.transfer_id, 1, 0)
+        rig.prefill.thread.first_token(order.transfer_id, (SampledToken(1),), 0)
         rig.prefill.thread.fail_push(order.transfer_id, "late")
         complete(rig, (3,))
         assert rig.prefill.quiet()
@@ -205,7 +206,7 @@ def test_heartbeats_keep_a_slow_prefill_alive() -> None:
         rig.prefill.next(PushWanted)
         assert not rig.decode.woken_within(CONFIG.lease_ms / 1000 * 1.5)
         rig.prefill.thread.push(transfer, 0, (0,))
-        rig.prefill.thread.first_token(transfer, 1, 0)
+        rig.prefill.thread.first_token(transfer, (SampledToken(1),), 0)
         rig.decode.next(FirstTokenArrived)
         rig.decode.next(FetchLanded)
 
@@ -253,7 +254,7 @@ class TestCancel:
             transfer = rig.fetch((0,))
             rig.prefill.next(PushWanted)
             rig.prefill.thread.push(transfer, 0, (0,))
-            rig.prefill.thread.first_token(transfer, 1, 0)
+            rig.prefill.thread.first_token(transfer, (SampledToken(1),), 0)
             assert rig.prefill.next(PushEnded).outcome is PushOutcome.DONE
             rig.decode.thread.cancel_fetch(transfer)
             assert rig.decode.next(FetchCancelled) == FetchCancelled(transfer, ())

@@ -10,7 +10,7 @@ import pytest
 
 from pdserve.wire import discovery, engine, transfer
 from pdserve.wire.ids import TransferId
-from pdserve.wire.sampling import SamplingParams
+from pdserve.wire.sampling import SampledToken, SamplingParams, TokenLogprobs
 from pdserve.wire.ticket import PrefillTarget, Ticket
 
 BOOT = bytes(range(16))
@@ -98,7 +98,9 @@ CHANNELS: list[tuple[Any, list[msgspec.Struct]]] = [
         [
             transfer.Welcome(OTHER, SPEC, [b"address"]),
             transfer.Refused(OTHER, "dtype", "bf16", "fp32"),
-            transfer.FirstToken(TRANSFER_ID, 17, 0),
+            transfer.FirstToken(
+                TRANSFER_ID, (SampledToken(17, TokenLogprobs(-0.5, 1, ((17, -0.5),))), SampledToken(3)), 0
+            ),
             transfer.Failed(TRANSFER_ID, "out of blocks"),
             transfer.Pong(OTHER),
         ],

@@ -60,12 +60,12 @@ class Fetching:
     def poll(self, scheduler: Scheduler, now: float) -> None:
         for event in self._thread.events():
             match event:
-                case FirstTokenArrived(transfer, token_id, cached_tokens):
+                case FirstTokenArrived(transfer, (token, *_), cached_tokens):
                     request = self._fetching.get(transfer)
                     if request is not None:
                         request.cached_tokens = cached_tokens
                         request.prefill_source = PrefillSource.REMOTE
-                        scheduler.accept_token(request, token_id, now)
+                        scheduler.accept_token(request, token, now)
                 case FetchLanded(transfer):
                     landed = self._fetching.pop(transfer, None)
                     if landed is None:

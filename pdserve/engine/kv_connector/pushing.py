@@ -97,7 +97,7 @@ class Pushing:
                 self._thread.push(request.transfer, first, tuple(request.block_table[first:final]))
                 request.pushed_blocks = final
             if complete:
-                self._thread.first_token(request.transfer, request.token_ids[-1], request.cached_tokens)
+                self._thread.first_token(request.transfer, request.first_tokens, request.cached_tokens)
                 scheduler.pushed_all(request)
 
     def give_up(self, request: Request, reason: str) -> None:
