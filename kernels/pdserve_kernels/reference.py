@@ -37,6 +37,12 @@ def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
     return F.silu(gate) * up
 
 
+def gelu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """``gelu(gate) * up`` for ``[tokens, 2 * width]``, with the tanh approximation of gelu."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.gelu(gate, approximate="tanh") * up
+
+
 def kv_write(
     cache: torch.Tensor, layout: KvLayout, layer: int, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor
 ) -> None:
@@ -48,20 +54,31 @@ def kv_write(
 
 
 def paged_attention(
-    query: torch.Tensor, cache: torch.Tensor, layout: KvLayout, layer: int, blocks: list[int], context_len: int
+    query: torch.Tensor,
+    cache: torch.Tensor,
+    layout: KvLayout,
+    layer: int,
+    blocks: list[int],
+    context_len: int,
+    scale: float | None = None,
+    window: int | None = None,
 ) -> torch.Tensor:
     """Causal grouped-query attention of one request's newest tokens over its paged context.
 
     ``query`` is ``[new_tokens, heads, head_dim]``, the last ``new_tokens`` of ``context_len``, whose keys and values
-    are in the cache already. Returns the same shape.
+    are in the cache already. Returns the same shape. ``scale`` is ``head_dim ** -0.5`` if not given; with a ``window``,
+    a token sees itself and the ``window - 1`` before it.
     """
     new, heads, head_dim = query.shape
     tiles = cache[blocks, :, layer].float()
     keys, values = tiles.permute(2, 1, 0, 3, 4).reshape(2, layout.kv_heads, -1, head_dim)[:, :, :context_len]
     group = heads // layout.kv_heads
     keys, values = keys.repeat_interleave(group, 0), values.repeat_interleave(group, 0)
-    scores = torch.einsum("qhd,hkd->hqk", query.float(), keys) * head_dim**-0.5
+    scores = torch.einsum("qhd,hkd->hqk", query.float(), keys) * (head_dim**-0.5 if scale is None else scale)
     query_at = torch.arange(context_len - new, context_len).unsqueeze(1)
-    hidden = torch.arange(context_len).unsqueeze(0) > query_at
+    key_at = torch.arange(context_len).unsqueeze(0)
+    hidden = key_at > query_at
+    if window is not None:
+        hidden |= key_at <= query_at - window
     weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
     return torch.einsum("hqk,hkd->qhd", weights, values).to(query.dtype)

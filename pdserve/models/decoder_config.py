@@ -11,7 +11,7 @@ from transformers import AutoConfig, GenerationConfig, PretrainedConfig
 from pdserve.errors import ModelError
 
 FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
-"""``model_type`` values that ``llama.Decoder`` computes exactly."""
+"""``model_type`` values that ``llama.LlamaDecoder`` computes exactly."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,10 +21,13 @@ class DecoderConfig:
     family: str
     vocab_size: int
     hidden_size: int
+    intermediate_size: int
     num_layers: int
     heads: int
     kv_heads: int
     head_dim: int
+    attention_scale: float
+    """Multiplies the scores."""
     norm_eps: float
     tied_embeddings: bool
     max_positions: int
@@ -46,14 +49,17 @@ def read_decoder_config(folder: Path) -> DecoderConfig:
     if hf.hidden_act != "silu":
         raise ModelError(f"hidden_act {hf.hidden_act!r} of {folder} is not supported; only 'silu' is")
     heads = hf.num_attention_heads
+    head_dim = getattr(hf, "head_dim", None) or hf.hidden_size // heads
     return DecoderConfig(
         family=hf.model_type,
         vocab_size=hf.vocab_size,
         hidden_size=hf.hidden_size,
+        intermediate_size=hf.intermediate_size,
         num_layers=hf.num_hidden_layers,
         heads=heads,
         kv_heads=getattr(hf, "num_key_value_heads", None) or heads,
-        head_dim=getattr(hf, "head_dim", None) or hf.hidden_size // heads,
+        head_dim=head_dim,
+        attention_scale=head_dim**-0.5,
         norm_eps=hf.rms_norm_eps,
         tied_embeddings=bool(hf.tie_word_embeddings),
         max_positions=_max_positions(hf),

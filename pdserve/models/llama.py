@@ -3,60 +3,73 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 
-from pdserve.models.attention import StepAttention
 from pdserve.models.decoder_config import DecoderConfig
+from pdserve.models.layers import (
+    Building,
+    RowParallel,
+    VocabParallelEmbedding,
+    VocabParallelHead,
+    column_parallel,
+    vocab_parallel_head,
+)
 from pdserve.models.rotary_table import rotary_table
-from pdserve.models.weights import Checkpoint
-from pdserve_kernels.cpu.linear import Linear
-from pdserve_kernels.reference import add_rms_norm, rms_norm, rotary, silu_and_mul
+from pdserve.models.tensor_parallel import kv_share, share, spread
+from pdserve_kernels.contract import Attention
 
 
-class Decoder:
-    """Token ids and positions in, hidden states out; ``logits`` for the rows that need them."""
+class LlamaDecoder:
+    """Satisfies ``decoder.Decoder``."""
 
-    def __init__(self, config: DecoderConfig, checkpoint: Checkpoint, max_positions: int, dtype: torch.dtype) -> None:
-        """Takes every tensor of ``checkpoint``; raises ModelError on a missing or unknown one."""
-        self._eps = config.norm_eps
-        self._embedding = checkpoint.take("model.embed_tokens.weight")
-        self._layers = [Layer(config, checkpoint, i) for i in range(config.num_layers)]
+    def __init__(self, config: DecoderConfig, building: Building, max_positions: int, dtype: torch.dtype) -> None:
+        """Takes every tensor of the checkpoint; raises ModelError on a missing or unknown one."""
+        checkpoint = building.checkpoint
+        self._kernels, self._eps = building.kernels, config.norm_eps
+        self._embedding = VocabParallelEmbedding(building, "model.embed_tokens", config.vocab_size)
+        self._layers = [LlamaLayer(config, building, i) for i in range(config.num_layers)]
         self._norm = checkpoint.take("model.norm.weight")
         if config.tied_embeddings:
             checkpoint.drop("lm_head.weight")
-            self._head = Linear(self._embedding)
+            self._head = VocabParallelHead(building, self._embedding.weight)
         else:
-            self._head = Linear(checkpoint.take("lm_head.weight"))
+            self._head = vocab_parallel_head(building, "lm_head", config.vocab_size)
         self._cos, self._sin = rotary_table(config, max_positions, dtype)
         checkpoint.check_all_taken()
 
-    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attention: StepAttention) -> torch.Tensor:
-        """``[tokens]`` ids and positions to ``[tokens, hidden_size]``, before the final norm."""
+    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attention: Attention) -> torch.Tensor:
         cos, sin = self._cos[positions], self._sin[positions]
-        residual = F.embedding(token_ids, self._embedding)
+        residual = self._embedding(token_ids)
         delta: torch.Tensor | None = None
         for layer in self._layers:
             delta, residual = layer(residual, delta, cos, sin, attention)
         return residual if delta is None else residual + delta
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """``[rows, hidden_size]`` to fp32 ``[rows, vocab_size]``."""
-        return self._head(rms_norm(hidden, self._norm, self._eps)).float()
+        return self._head(self._kernels.rms_norm(hidden, self._norm, self._eps))
 
 
-class Layer:
+class LlamaLayer:
     """One block: attention and gated MLP, each behind a norm, each added to the residual."""
 
-    def __init__(self, config: DecoderConfig, checkpoint: Checkpoint, index: int) -> None:
+    def __init__(self, config: DecoderConfig, building: Building, index: int) -> None:
+        checkpoint, tp = building.checkpoint, building.tp
         prefix = f"model.layers.{index}"
-        self._index = index
-        self._eps = config.norm_eps
-        self._heads, self._kv_heads, self._head_dim = config.heads, config.kv_heads, config.head_dim
+        self._index, self._eps, self._kernels = index, config.norm_eps, building.kernels
+        heads = share(tp, config.heads, "attention heads")
+        kv_heads = kv_share(tp, config.heads, config.kv_heads)
+        self._heads, self._kv_heads = heads.stop - heads.start, kv_heads.stop - kv_heads.start
+        self._head_dim = config.head_dim
         attention = f"{prefix}.self_attn"
-        self._qkv = _fused(checkpoint, [f"{attention}.{name}_proj" for name in "qkv"])
-        self._out = _fused(checkpoint, [f"{attention}.o_proj"])
-        self._gate_up = _fused(checkpoint, [f"{prefix}.mlp.gate_proj", f"{prefix}.mlp.up_proj"])
-        self._down = _fused(checkpoint, [f"{prefix}.mlp.down_proj"])
+        queries, keys = spread(heads, config.head_dim), spread(kv_heads, config.head_dim)
+        self._qkv = column_parallel(
+            building, [(f"{attention}.q_proj", queries), (f"{attention}.k_proj", keys), (f"{attention}.v_proj", keys)]
+        )
+        self._out = RowParallel(building, f"{attention}.o_proj", queries)
+        inner = share(tp, config.intermediate_size, "MLP channels")
+        self._gate_up = column_parallel(
+            building, [(f"{prefix}.mlp.gate_proj", inner), (f"{prefix}.mlp.up_proj", inner)]
+        )
+        self._down = RowParallel(building, f"{prefix}.mlp.down_proj", inner)
         # Older exports carry the table that rotary_table computes.
         checkpoint.drop(f"{attention}.rotary_emb.inv_freq")
         self._input_norm = checkpoint.take(f"{prefix}.input_layernorm.weight")
@@ -70,31 +83,30 @@ class Layer:
         delta: torch.Tensor | None,
         cos: torch.Tensor,
         sin: torch.Tensor,
-        attention: StepAttention,
+        attention: Attention,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """``(delta, residual)``: what this layer's MLP adds, not yet added, so that the next norm can fuse it."""
+        kernels = self._kernels
         if delta is None:
-            normed = rms_norm(residual, self._input_norm, self._eps)
+            normed = kernels.rms_norm(residual, self._input_norm, self._eps)
         else:
-            normed, residual = add_rms_norm(delta, residual, self._input_norm, self._eps)
+            normed, residual = kernels.add_rms_norm(delta, residual, self._input_norm, self._eps)
         attended = self._attend(normed, cos, sin, attention)
-        normed, residual = add_rms_norm(attended, residual, self._mlp_norm, self._eps)
-        return self._down(silu_and_mul(self._gate_up(normed))), residual
+        normed, residual = kernels.add_rms_norm(attended, residual, self._mlp_norm, self._eps)
+        return self._down(kernels.silu_and_mul(self._gate_up(normed))), residual
 
-    def _attend(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attention: StepAttention) -> torch.Tensor:
-        tokens = x.shape[0]
+    def _attend(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attention: Attention) -> torch.Tensor:
+        tokens, kernels = x.shape[0], self._kernels
         qkv = self._qkv(x).view(tokens, self._heads + 2 * self._kv_heads, self._head_dim)
         query_key, value = torch.split(qkv, [self._heads + self._kv_heads, self._kv_heads], 1)
         if self._query_norm is not None and self._key_norm is not None:
             query, key = torch.split(query_key, [self._heads, self._kv_heads], 1)
             query_key = torch.cat(
-                (rms_norm(query, self._query_norm, self._eps), rms_norm(key, self._key_norm, self._eps)), 1
+                (
+                    kernels.rms_norm(query, self._query_norm, self._eps),
+                    kernels.rms_norm(key, self._key_norm, self._eps),
+                ),
+                1,
             )
-        query, key = torch.split(rotary(query_key, cos, sin), [self._heads, self._kv_heads], 1)
+        query, key = torch.split(kernels.rotary(query_key, cos, sin), [self._heads, self._kv_heads], 1)
         return self._out(attention(self._index, query, torch.stack((key, value))).reshape(tokens, -1))
-
-
-def _fused(checkpoint: Checkpoint, names: list[str]) -> Linear:
-    weight = torch.cat([checkpoint.take(f"{name}.weight") for name in names])
-    biases = [bias for name in names if (bias := checkpoint.take_optional(f"{name}.bias")) is not None]
-    return Linear(weight, torch.cat(biases) if biases else None)

@@ -8,11 +8,14 @@ from pathlib import Path
 import torch
 
 from pdserve.config import Dtype
-from pdserve.models.attention import StepAttention
+from pdserve.models.decoder import build_decoder
 from pdserve.models.decoder_config import DecoderConfig
-from pdserve.models.llama import Decoder
+from pdserve.models.layers import Building
 from pdserve.models.step_batch import StepRow
+from pdserve.models.tensor_parallel import Alone
 from pdserve.models.weights import Checkpoint
+from pdserve_kernels.contract import AttentionRow
+from pdserve_kernels.cpu.torch_kernels import TorchKernels
 from pdserve_kernels.layout import KvLayout
 
 TORCH_DTYPES = {Dtype.BF16: torch.bfloat16, Dtype.FP32: torch.float32}
@@ -29,7 +32,10 @@ class ModelRunner:
         self.layout = kv_layout(config, dtype, block_size)
         self.kv_cache = self.layout.allocate(num_blocks, torch.device("cpu"))
         self._heads = config.heads
-        self._decoder = Decoder(config, Checkpoint(folder, torch_dtype), max_model_len, torch_dtype)
+        self._scale = config.attention_scale
+        self._kernels = TorchKernels()
+        building = Building(Checkpoint(folder, torch_dtype), self._kernels, Alone())
+        self._decoder = build_decoder(config, building, max_model_len, torch_dtype)
 
     @torch.inference_mode()
     def run(self, rows: Sequence[StepRow]) -> torch.Tensor:
@@ -39,7 +45,8 @@ class ModelRunner:
         """
         token_ids = [token for row in rows for token in row.token_ids]
         positions = [position for row in rows for position in range(row.start, row.context_len)]
-        attention = StepAttention(self.layout, self.kv_cache, rows, self._heads)
+        spans = [AttentionRow(len(row.token_ids), row.context_len, row.block_table) for row in rows]
+        attention = self._kernels.plan_attention(self.layout, self.kv_cache, spans, self._heads, self._scale)
         hidden = self._decoder.forward(torch.tensor(token_ids), torch.tensor(positions), attention)
         last, end = [], 0
         for row in rows:

@@ -12,6 +12,7 @@ from safetensors import SafetensorError, safe_open
 
 from pdserve.errors import ModelError
 
+ALL = slice(None)
 SAMPLES = 64
 SAMPLE_BYTES = 65_536
 
@@ -29,19 +30,23 @@ class Checkpoint:
             raise ModelError(f"weights in {folder} cannot be read: {exc}") from exc
         self._where = {name: path for path, opened in self._files.items() for name in opened.keys()}  # noqa: SIM118  # not a dict
 
-    def take(self, name: str) -> torch.Tensor:
-        """The tensor in the dtype of this checkpoint. Raises ModelError if it is missing or was taken before."""
-        tensor = self.take_optional(name)
+    def take(self, name: str, rows: slice = ALL, columns: slice = ALL) -> torch.Tensor:
+        """A tensor, or a part of it, in the dtype of this checkpoint; only that part is read.
+
+        ``columns`` is for tensors of two dimensions. Raises ModelError if it is missing or was taken before.
+        """
+        tensor = self.take_optional(name, rows, columns)
         if tensor is None:
             raise ModelError(f"{self._folder} has no tensor {name!r}")
         return tensor
 
-    def take_optional(self, name: str) -> torch.Tensor | None:
+    def take_optional(self, name: str, rows: slice = ALL, columns: slice = ALL) -> torch.Tensor | None:
         path = self._where.pop(name, None)
         if path is None:
             return None
         try:
-            tensor: torch.Tensor = self._files[path].get_tensor(name)
+            stored = self._files[path].get_slice(name)
+            tensor: torch.Tensor = stored[rows] if columns == ALL else stored[rows, columns]
         except SafetensorError as exc:
             raise ModelError(f"tensor {name!r} of {path} cannot be read: {exc}") from exc
         return tensor.to(self._dtype)

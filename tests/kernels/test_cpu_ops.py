@@ -7,13 +7,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdserve_kernels import reference
+from pdserve_kernels.contract import AttentionRow
 from pdserve_kernels.cpu.kv_write import KvWrite
-from pdserve_kernels.cpu.linear import Linear
-from pdserve_kernels.cpu.paged_attention import DecodeAttention, PrefillAttention, PrefillSpan
+from pdserve_kernels.cpu.linear import PackedLinear
+from pdserve_kernels.cpu.paged_attention import DecodeAttention, PrefillAttention
 from pdserve_kernels.layout import KvLayout
 
 NUM_BLOCKS = 24
 CPU = torch.device("cpu")
+SCALES = st.sampled_from([0.2, 1.0])
+WINDOWS = st.none() | st.integers(1, 30)
+SEEDS = st.integers(0, 2**32 - 1)
 
 
 @st.composite
@@ -32,26 +36,30 @@ def random_cache(layout: KvLayout) -> torch.Tensor:
 
 
 @settings(max_examples=60, deadline=None)
-@given(layouts(), st.integers(1, 3), st.lists(st.integers(1, 40), min_size=1, max_size=4), st.integers(0, 2**32 - 1))
-def test_decode_attention(layout: KvLayout, group: int, lengths: list[int], seed: int) -> None:
+@given(layouts(), st.integers(1, 3), st.lists(st.integers(1, 40), min_size=1, max_size=4), SCALES, WINDOWS, SEEDS)
+def test_decode_attention(
+    layout: KvLayout, group: int, lengths: list[int], scale: float, window: int | None, seed: int
+) -> None:
     torch.manual_seed(seed)
     cache = random_cache(layout)
     lengths = [min(length, 6 * layout.block_size) for length in lengths]
     order = torch.randperm(NUM_BLOCKS).tolist()
     tables = [order[6 * i : 6 * i + 6] for i in range(len(lengths))]
     query = torch.randn(len(lengths), layout.kv_heads * group, layout.head_dim)
-    attend = DecodeAttention(layout, cache, tables, lengths, layout.kv_heads * group)
+    attend = DecodeAttention(layout, cache, tables, lengths, layout.kv_heads * group, scale)
     for layer in range(layout.num_layers):
-        got = attend(layer, query)
+        got = attend(layer, query, window)
         for i, (table, length) in enumerate(zip(tables, lengths, strict=True)):
             blocks = table[: -(-length // layout.block_size)]
-            wanted = reference.paged_attention(query[i : i + 1], cache, layout, layer, blocks, length)
+            wanted = reference.paged_attention(query[i : i + 1], cache, layout, layer, blocks, length, scale, window)
             torch.testing.assert_close(got[i : i + 1], wanted, rtol=1e-4, atol=1e-5)
 
 
 @settings(max_examples=60, deadline=None)
-@given(layouts(), st.integers(1, 3), st.integers(1, 24), st.integers(0, 24), st.integers(0, 2**32 - 1))
-def test_prefill_attention(layout: KvLayout, group: int, new: int, before: int, seed: int) -> None:
+@given(layouts(), st.integers(1, 3), st.integers(1, 24), st.integers(0, 24), SCALES, WINDOWS, SEEDS)
+def test_prefill_attention(
+    layout: KvLayout, group: int, new: int, before: int, scale: float, window: int | None, seed: int
+) -> None:
     torch.manual_seed(seed)
     cache = random_cache(layout)
     capacity = NUM_BLOCKS * layout.block_size
@@ -59,10 +67,10 @@ def test_prefill_attention(layout: KvLayout, group: int, new: int, before: int, 
     context = min(new + before, capacity)
     blocks = torch.randperm(NUM_BLOCKS)[: -(-context // layout.block_size)].tolist()
     query = torch.randn(new, layout.kv_heads * group, layout.head_dim)
-    attend = PrefillAttention(layout, cache, PrefillSpan(new, context, blocks), layout.kv_heads * group)
+    attend = PrefillAttention(layout, cache, AttentionRow(new, context, blocks), layout.kv_heads * group, scale)
     for layer in range(layout.num_layers):
-        wanted = reference.paged_attention(query, cache, layout, layer, blocks, context)
-        torch.testing.assert_close(attend(layer, query), wanted, rtol=1e-4, atol=1e-5)
+        wanted = reference.paged_attention(query, cache, layout, layer, blocks, context, scale, window)
+        torch.testing.assert_close(attend(layer, query, window), wanted, rtol=1e-4, atol=1e-5)
 
 
 @settings(max_examples=60, deadline=None)
@@ -86,7 +94,7 @@ def test_linear(rows: int, inner: int, outer: int, biased: bool, dtype: str) -> 
     x, weight = torch.randn(rows, inner).to(kind), torch.randn(outer, inner).to(kind)
     bias = torch.randn(outer).to(kind) if biased else None
     wanted = torch.nn.functional.linear(x.double(), weight.double(), None if bias is None else bias.double())
-    got = Linear(weight, bias)(x).double()
+    got = PackedLinear(weight, bias)(x).double()
     tolerance = {"bf16": 2e-2, "fp32": 1e-5}[dtype] * (1 + inner**0.5)
     assert (got - wanted).abs().max() <= tolerance
 
@@ -102,6 +110,6 @@ def test_attention_ignores_what_lies_beyond_the_context() -> None:
     layout = KvLayout(kv_heads=1, num_layers=1, block_size=4, head_dim=8, dtype=torch.float32)
     cache = random_cache(layout)
     query = torch.randn(1, 2, 8)
-    before = DecodeAttention(layout, cache, [[3, 5]], [6], 2)(0, query)
+    before = DecodeAttention(layout, cache, [[3, 5]], [6], 2, 0.5)(0, query)
     cache[5, :, :, :, 2:] = 1e4
-    assert torch.equal(before, DecodeAttention(layout, cache, [[3, 5]], [6], 2)(0, query))
+    assert torch.equal(before, DecodeAttention(layout, cache, [[3, 5]], [6], 2, 0.5)(0, query))

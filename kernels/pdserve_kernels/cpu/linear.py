@@ -13,7 +13,7 @@ PACKED_FOR_ROWS = 16
 """The batch that the order is chosen for. Larger ones measured no slower than with their own order."""
 
 
-class Linear:
+class PackedLinear:
     """``x @ weight.T + bias``, with ``weight`` ``[out, in]`` packed where that is faster."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:

@@ -9,20 +9,11 @@ tokens over SmolLM2's 30 layers, 0.66 ms against 1.63 ms a layer for 256 prompt 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
+from pdserve_kernels.contract import AttentionRow
 from pdserve_kernels.layout import KvLayout
-
-
-@dataclass(frozen=True, slots=True)
-class PrefillSpan:
-    """A part of one request's prompt within a step: ``new_tokens`` rows that end at ``context_len``."""
-
-    new_tokens: int
-    context_len: int
-    blocks: Sequence[int]
 
 
 class DecodeAttention:
@@ -35,6 +26,7 @@ class DecodeAttention:
         block_tables: Sequence[Sequence[int]],
         context_lens: Sequence[int],
         heads: int,
+        scale: float,
     ) -> None:
         """``block_tables[i]`` holds at least ``ceil(context_lens[i] / block_size)`` block ids."""
         self._layout = layout
@@ -52,23 +44,35 @@ class DecodeAttention:
         self._index = torch.stack((keys, keys + 1)).reshape(-1).to(cache.device)
         self._context = blocks * layout.block_size
         self._gathered = cache.new_empty(len(self._index), layout.block_size * layout.head_dim)
-        beyond = torch.arange(self._context) >= torch.tensor(context_lens).unsqueeze(1)
-        mask = torch.zeros(beyond.shape, dtype=cache.dtype).masked_fill_(beyond, float("-inf")).to(cache.device)
-        self._mask = mask.repeat_interleave(layout.kv_heads, 0).unsqueeze(1).expand(-1, self._group, -1)
+        self._scale = scale
+        self._lengths = torch.tensor(context_lens).unsqueeze(1)
+        self._masks: dict[int | None, torch.Tensor] = {}
 
-    def __call__(self, layer: int, query: torch.Tensor) -> torch.Tensor:
+    def __call__(self, layer: int, query: torch.Tensor, window: int | None = None) -> torch.Tensor:
         """``query`` ``[requests, heads, head_dim]`` to the same shape."""
         layout = self._layout
         torch.index_select(self._tiles[2 * layer :], 0, self._index, out=self._gathered)
         keys, values = self._gathered.view(2, -1, self._context, layout.head_dim).unbind(0)
         rows = query.reshape(-1, self._group, layout.head_dim)
-        return _attend(rows, keys, values, self._mask).view(query.shape)
+        return _attend(rows, keys, values, self._mask(window), self._scale).view(query.shape)
+
+    def _mask(self, window: int | None) -> torch.Tensor:
+        """Added to the scores: ``[requests * kv_heads, group, context]``."""
+        if window not in self._masks:
+            key_at = torch.arange(self._context)
+            hidden = key_at >= self._lengths
+            if window is not None:
+                hidden |= key_at < self._lengths - window
+            mask = _minus_infinity_where(hidden, self._gathered)
+            mask = mask.repeat_interleave(self._layout.kv_heads, 0).unsqueeze(1).expand(-1, self._group, -1)
+            self._masks[window] = mask
+        return self._masks[window]
 
 
 class PrefillAttention:
     """Several new tokens of one request; planned once a step, called once a layer."""
 
-    def __init__(self, layout: KvLayout, cache: torch.Tensor, span: PrefillSpan, heads: int) -> None:
+    def __init__(self, layout: KvLayout, cache: torch.Tensor, span: AttentionRow, heads: int, scale: float) -> None:
         self._layout = layout
         self._tiles = layout.tiles(cache)
         self._group = heads // layout.kv_heads
@@ -77,12 +81,11 @@ class PrefillAttention:
         keys = layout.tile_rows(blocks)
         self._index = torch.stack((keys, keys + 1)).reshape(-1).to(cache.device)
         self._gathered = cache.new_empty(len(self._index), layout.block_size * layout.head_dim)
-        query_at = torch.arange(span.context_len - span.new_tokens, span.context_len).unsqueeze(1)
-        hidden = torch.arange(span.context_len) > query_at
-        mask = torch.zeros(hidden.shape, dtype=cache.dtype).masked_fill_(hidden, float("-inf")).to(cache.device)
-        self._mask = mask.repeat(self._group, 1)
+        self._scale = scale
+        self._query_at = torch.arange(span.context_len - span.new_tokens, span.context_len).unsqueeze(1)
+        self._masks: dict[int | None, torch.Tensor] = {}
 
-    def __call__(self, layer: int, query: torch.Tensor) -> torch.Tensor:
+    def __call__(self, layer: int, query: torch.Tensor, window: int | None = None) -> torch.Tensor:
         """``query`` ``[new_tokens, heads, head_dim]`` to the same shape."""
         layout = self._layout
         torch.index_select(self._tiles[2 * layer :], 0, self._index, out=self._gathered)
@@ -91,12 +94,27 @@ class PrefillAttention:
         new = query.shape[0]
         by_head = query.view(new, layout.kv_heads, self._group, layout.head_dim).permute(1, 2, 0, 3)
         rows = by_head.reshape(layout.kv_heads, self._group * new, layout.head_dim)
-        out = _attend(rows, keys, values, self._mask.expand(layout.kv_heads, -1, -1))
+        out = _attend(rows, keys, values, self._mask(window).expand(layout.kv_heads, -1, -1), self._scale)
         heads_first = out.view(layout.kv_heads * self._group, new, layout.head_dim)
         return heads_first.transpose(0, 1)
 
+    def _mask(self, window: int | None) -> torch.Tensor:
+        """Added to the scores: ``[group * new_tokens, context]``."""
+        if window not in self._masks:
+            key_at = torch.arange(self._context)
+            hidden = key_at > self._query_at
+            if window is not None:
+                hidden |= key_at <= self._query_at - window
+            self._masks[window] = _minus_infinity_where(hidden, self._gathered).repeat(self._group, 1)
+        return self._masks[window]
 
-def _attend(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    scale = query.shape[-1] ** -0.5
+
+def _minus_infinity_where(hidden: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    return torch.zeros(hidden.shape, dtype=like.dtype).masked_fill_(hidden, float("-inf")).to(like.device)
+
+
+def _attend(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, scale: float
+) -> torch.Tensor:
     scores = torch.baddbmm(mask, query, keys.transpose(1, 2), alpha=scale)
     return torch.bmm(torch.softmax(scores, -1), values)

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import torch
 
-from pdserve.models.step_batch import StepRow
+from pdserve_kernels.contract import AttentionRow
 from pdserve_kernels.cpu.kv_write import KvWrite
-from pdserve_kernels.cpu.paged_attention import DecodeAttention, PrefillAttention, PrefillSpan
+from pdserve_kernels.cpu.paged_attention import DecodeAttention, PrefillAttention
 from pdserve_kernels.layout import KvLayout
 
 SMALLEST_BUCKET = 4
@@ -18,35 +18,39 @@ SMALLEST_BUCKET = 4
 class StepAttention:
     """Planned once a step for rows that are ordered single tokens first; called once a layer."""
 
-    def __init__(self, layout: KvLayout, cache: torch.Tensor, rows: Sequence[StepRow], heads: int) -> None:
-        singles = [row for row in rows if len(row.token_ids) == 1]
+    def __init__(
+        self, layout: KvLayout, cache: torch.Tensor, rows: Sequence[AttentionRow], heads: int, scale: float
+    ) -> None:
+        singles = [row for row in rows if row.new_tokens == 1]
         spans = rows[len(singles) :]
-        if any(len(row.token_ids) == 1 for row in spans):
+        if any(row.new_tokens == 1 for row in spans):
             raise ValueError("rows with one token must come before rows with several")
         self._write = KvWrite(layout, cache, _slots(rows, layout.block_size).to(cache.device))
         self._parts: list[tuple[slice | torch.Tensor, DecodeAttention | PrefillAttention]] = []
         for members in _by_context(singles, layout.block_size):
-            tables = [singles[i].block_table for i in members]
+            tables = [singles[i].blocks for i in members]
             lengths = [singles[i].context_len for i in members]
-            self._parts.append((torch.tensor(members), DecodeAttention(layout, cache, tables, lengths, heads)))
+            self._parts.append((torch.tensor(members), DecodeAttention(layout, cache, tables, lengths, heads, scale)))
         first = len(singles)
         for row in spans:
-            span = PrefillSpan(len(row.token_ids), row.context_len, row.block_table)
-            self._parts.append((slice(first, first + span.new_tokens), PrefillAttention(layout, cache, span, heads)))
-            first += span.new_tokens
+            attend = PrefillAttention(layout, cache, row, heads, scale)
+            self._parts.append((slice(first, first + row.new_tokens), attend))
+            first += row.new_tokens
 
-    def __call__(self, layer: int, query: torch.Tensor, key_value: torch.Tensor) -> torch.Tensor:
-        """``query`` ``[tokens, heads, head_dim]``, ``key_value`` ``[2, tokens, kv_heads, head_dim]``."""
+    def __call__(
+        self, layer: int, query: torch.Tensor, key_value: torch.Tensor, window: int | None = None
+    ) -> torch.Tensor:
+        """See ``contract.Attention``."""
         self._write(layer, key_value)
         if len(self._parts) == 1:
-            return self._parts[0][1](layer, query)
+            return self._parts[0][1](layer, query, window)
         out = torch.empty_like(query)
         for where, attend in self._parts:
-            out[where] = attend(layer, query[where])
+            out[where] = attend(layer, query[where], window)
         return out
 
 
-def _by_context(singles: Sequence[StepRow], block_size: int) -> list[list[int]]:
+def _by_context(singles: Sequence[AttentionRow], block_size: int) -> list[list[int]]:
     """Rows in groups of similar context length.
 
     A group is padded to its longest context: with one group for all, one long request would slow everybody down
@@ -59,12 +63,12 @@ def _by_context(singles: Sequence[StepRow], block_size: int) -> list[list[int]]:
     return list(groups.values())
 
 
-def _slots(rows: Sequence[StepRow], block_size: int) -> torch.Tensor:
+def _slots(rows: Sequence[AttentionRow], block_size: int) -> torch.Tensor:
     slots: list[int] = []
     for row in rows:
-        table = row.block_table
+        table = row.blocks
         slots.extend(
             table[position // block_size] * block_size + position % block_size
-            for position in range(row.start, row.context_len)
+            for position in range(row.context_len - row.new_tokens, row.context_len)
         )
     return torch.tensor(slots, dtype=torch.int64)

@@ -1,0 +1,65 @@
+"""What a model needs of its kernels, whoever computes them: plain torch, compiled C++, or Triton.
+
+``reference`` says what each op means; the sets in ``cpu`` and ``triton`` are tested against it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from pdserve_kernels.layout import KvLayout
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionRow:
+    """One request's part of a step: the last ``new_tokens`` of ``context_len``, with blocks for all of them."""
+
+    new_tokens: int
+    context_len: int
+    blocks: Sequence[int]
+
+
+class Linear(Protocol):
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """``[tokens, in]`` to ``[tokens, out]``."""
+
+
+class Attention(Protocol):
+    """The attention of one step: planned once, called once a layer."""
+
+    def __call__(
+        self, layer: int, query: torch.Tensor, key_value: torch.Tensor, window: int | None = None
+    ) -> torch.Tensor:
+        """Store the new keys and values, then attend causally over each row's context.
+
+        ``query`` is ``[tokens, heads, head_dim]``, ``key_value`` ``[2, tokens, kv_heads, head_dim]``; returns the
+        shape of ``query``. With a ``window``, a token sees itself and the ``window - 1`` tokens before it.
+        """
+
+
+class Kernels(Protocol):
+    """One implementation of every op. Shapes are those of ``reference``."""
+
+    def linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
+        """A product with a weight ``[out, in]`` that never changes; it may be kept in an order of its own."""
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor: ...
+
+    def add_rms_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+    def rotary(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor: ...
+
+    def silu_and_mul(self, gate_up: torch.Tensor) -> torch.Tensor: ...
+
+    def gelu_and_mul(self, gate_up: torch.Tensor) -> torch.Tensor: ...
+
+    def plan_attention(
+        self, layout: KvLayout, cache: torch.Tensor, rows: Sequence[AttentionRow], heads: int, scale: float
+    ) -> Attention:
+        """Rows with one new token come before rows with several. ``scale`` multiplies the scores."""

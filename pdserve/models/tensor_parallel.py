@@ -1,0 +1,61 @@
+"""Which part of a model one rank holds, and how ranks add up what they computed (Shoeybi et al., 2019)."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from pdserve.errors import ModelError
+
+
+class TpGroup(Protocol):
+    """The ranks that together compute one model. Every rank calls the same operations in the same order."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        """The sum over all ranks; ``x`` may be overwritten with it."""
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        """``[rows, n]`` of each rank to ``[rows, size * n]`` in rank order."""
+
+
+class Alone:
+    """The group of one."""
+
+    rank, size = 0, 1
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+def share(tp: TpGroup, total: int, what: str) -> slice:
+    """This rank's contiguous part of ``total`` equal things. Raises ModelError, which names ``what``, if uneven."""
+    if total % tp.size:
+        fitting = [size for size in range(1, total + 1) if total % size == 0]
+        raise ModelError(f"--tp {tp.size} does not divide the model's {total} {what}; these do: {fitting}")
+    each = total // tp.size
+    return slice(tp.rank * each, (tp.rank + 1) * each)
+
+
+def kv_share(tp: TpGroup, heads: int, kv_heads: int) -> slice:
+    """The KV heads that this rank's query heads read: a split, or, with more ranks than KV heads, one that others
+    hold as well."""
+    mine = share(tp, heads, "attention heads")
+    group = heads // kv_heads
+    if kv_heads % tp.size and tp.size % kv_heads:
+        raise ModelError(f"--tp {tp.size} neither divides the model's {kv_heads} KV heads nor is a multiple of them")
+    return slice(mine.start // group, (mine.stop - 1) // group + 1)
+
+
+def spread(heads: slice, head_dim: int) -> slice:
+    """The rows of a projection that belong to these heads."""
+    return slice(heads.start * head_dim, heads.stop * head_dim)
