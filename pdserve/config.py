@@ -46,6 +46,11 @@ class Dtype(enum.Enum):
     FP32 = "fp32"
 
 
+class Switch(enum.Enum):
+    ON = "on"
+    OFF = "off"
+
+
 class LogLevel(enum.Enum):
     DEBUG = "debug"
     INFO = "info"
@@ -104,6 +109,9 @@ class TransferConfig:
         "time that a prefill node gets for one prompt before the decode node prefills itself",
         30_000,
         minimum=1,
+    )
+    checksums: Switch = setting(
+        "kv-checksums", "whether a decode engine checks every KV block that it receives", Switch.ON
     )
     ucx_tls: str = setting("ucx-tls", "UCX transports, as UCX_TLS takes them; UCX chooses if empty", "")
 

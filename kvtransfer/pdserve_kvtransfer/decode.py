@@ -6,6 +6,7 @@ import logging
 import secrets
 from typing import cast
 
+from pdserve.config import Switch
 from pdserve.errors import HandshakeRefused, PeerLost, TransferError
 from pdserve.wire.ticket import PrefillTarget
 from pdserve.wire.transfer import ToDecode
@@ -43,7 +44,12 @@ class DecodeSide:
             self._station.counters.failures[FailureKind.PEER_LOST] += 1
             self._station.outbox.put(FetchFailed(order.transfer_id, str(exc), 0, (), FailureKind.PEER_LOST))
             return
-        peer.fetch(FetchSession(order, self._new_tag(peer), self._station.region.block_bytes, now), now)
+        checked = self._station.config.checksums is Switch.ON
+        tag, size = self._new_tag(peer), self._station.region.block_bytes
+        try:
+            peer.fetch(FetchSession(order, tag, size, now, checked=checked), now)
+        except PeerLost as exc:
+            self._lose(peer, FailureKind.PEER_LOST, str(exc))
 
     def _meet(self, target: PrefillTarget, now: float) -> PrefillPeer:
         for known in list(self._peers.values()):

@@ -10,6 +10,7 @@ from pdserve.errors import PeerLost
 from pdserve.wire.ids import TransferId
 from pdserve.wire.transfer import (
     Cancel,
+    Digests,
     Done,
     Failed,
     FirstToken,
@@ -19,6 +20,7 @@ from pdserve.wire.transfer import (
     ToDecode,
 )
 from pdserve_kvtransfer.control import ControlServer
+from pdserve_kvtransfer.digest import digest
 from pdserve_kvtransfer.events import FailureKind, PushEnded, PushOutcome
 from pdserve_kvtransfer.lease import Lease
 from pdserve_kvtransfer.push import PushEffect, PushSession, PushState, SendBlocks
@@ -154,9 +156,13 @@ class DecodePeer:
                 self.lease.let_go()
 
     def _push(self, session: PushSession, blocks: SendBlocks) -> None:
-        region, link = self._station.region, self.link
-        for index, block_id in enumerate(blocks.block_ids, blocks.first_index):
-            self._sending.append(_Sending(link.send(region.block(block_id), blocks.tag, index), session))
+        link = self.link
+        numbered = list(enumerate(map(self._station.region.block, blocks.block_ids), blocks.first_index))
+        for index, block in numbered:
+            self._sending.append(_Sending(link.send(block, blocks.tag, index), session))
+        if blocks.announce:
+            digests = tuple(digest(block, blocks.tag, index) for index, block in numbered)
+            self._send(Digests(session.transfer_id, blocks.first_index, digests))
 
     def _count(self, outcome: PushOutcome) -> None:
         counters = self._station.counters

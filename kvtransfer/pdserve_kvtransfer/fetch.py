@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from typing import TypeAlias
 
-from pdserve.wire.transfer import Cancel, Done, Failed, FirstToken, PrefillRequest
+from pdserve.wire.transfer import Cancel, Digests, Done, Failed, FirstToken, PrefillRequest
 from pdserve_kvtransfer.events import (
     BlocksReleased,
     FailureKind,
@@ -33,12 +33,17 @@ class _Block(enum.IntEnum):
     MISSING = 0
     ACCEPTED = 1
     LANDED = 2
+    """All its bytes are there, but what they must be has not been said yet."""
+    VERIFIED = 3
 
 
 class FetchSession:
-    """From the order to its one terminal event, and on until nothing writes to its blocks."""
+    """From the order to its one terminal event, and on until nothing writes to its blocks.
 
-    def __init__(self, order: FetchOrder, tag: int, block_bytes: int, now: float) -> None:
+    With ``checked``, a block counts only when its digest is the one that the prefill engine announced.
+    """
+
+    def __init__(self, order: FetchOrder, tag: int, block_bytes: int, now: float, *, checked: bool) -> None:
         self.order = order
         self.tag = tag
         self.state = FetchState.QUEUED
@@ -46,9 +51,14 @@ class FetchSession:
         self._block_bytes = block_bytes
         self._started = now
         self._blocks = bytearray(len(order.block_ids))
-        self._landed = 0
+        self._checked = checked
+        self._announced: dict[int, int] = {}
+        self._found: dict[int, int] = {}
+        self._verified = 0
         self._accepted = 0
         self._first_token = False
+        self.all_sent: float | None = None
+        """When the prefill engine had sent its last block; None before."""
 
     @property
     def over(self) -> bool:
@@ -76,6 +86,7 @@ class FetchSession:
                 deadline_s=max(self.deadline - now, 0.001),
                 sibling_seeds=order.sibling_seeds,
                 cache_salt=order.cache_salt,
+                digests=self._checked,
             )
         ]
 
@@ -90,8 +101,13 @@ class FetchSession:
         self._accepted += 1
         return self.order.block_ids[slot]
 
-    def landed(self, index: int, now: float) -> list[FetchEffect]:
-        """The receive of an accepted block has completed."""
+    @property
+    def wants_digest(self) -> bool:
+        """Whether ``landed`` needs to be told what has landed."""
+        return self._checked and self.state is FetchState.MOVING
+
+    def landed(self, index: int, found: int, now: float) -> list[FetchEffect]:
+        """The receive of an accepted block has completed; ``found`` is its digest, if wanted."""
         slot = index - self.order.first_block
         self._blocks[slot] = _Block.LANDED
         self._accepted -= 1
@@ -99,22 +115,46 @@ class FetchSession:
             if self._accepted == 0:
                 self.state = FetchState.ENDED
             return [BlocksReleased((self.order.block_ids[slot],))]
-        self._landed += 1
+        if self._checked:
+            self._found[slot] = found
+        return self._verify(slot) or self._finish_if_complete(now)
+
+    def on_digests(self, message: Digests, now: float) -> list[FetchEffect]:
+        if self.state is not FetchState.MOVING:
+            return []
+        for slot, expected in enumerate(message.digests, message.first_index - self.order.first_block):
+            if not 0 <= slot < len(self._blocks) or self._announced.setdefault(slot, expected) != expected:
+                return self._fail(FailureKind.CORRUPT, f"a digest that makes no sense, of block {slot}", tell=True)
+            if self._blocks[slot] == _Block.LANDED and (failed := self._verify(slot)):
+                return failed
         return self._finish_if_complete(now)
+
+    def _verify(self, slot: int) -> list[FetchEffect]:
+        """Compare, if both sides of the comparison are known. Effects only if they differ."""
+        if self._checked:
+            if slot not in self._announced or slot not in self._found:
+                return []
+            if self._announced[slot] != self._found[slot]:
+                where = self.order.first_block + slot
+                return self._fail(FailureKind.CORRUPT, f"block {where} is not what was sent", tell=True)
+        self._blocks[slot] = _Block.VERIFIED
+        self._verified += 1
+        return []
 
     def on_first_token(self, message: FirstToken, now: float) -> list[FetchEffect]:
         if self.state is not FetchState.MOVING or self._first_token:
             return []
         self._first_token = True
+        self.all_sent = now
         arrived = FirstTokenArrived(self.order.transfer_id, message.tokens, message.cached_tokens)
         return [arrived, *self._finish_if_complete(now)]
 
     def _finish_if_complete(self, now: float) -> list[FetchEffect]:
-        if not self._first_token or self._landed < len(self._blocks):
+        if not self._first_token or self._verified < len(self._blocks):
             return []
         self.state = FetchState.ENDED
         transfer_id = self.order.transfer_id
-        size = self._landed * self._block_bytes
+        size = self._verified * self._block_bytes
         return [Done(transfer_id), FetchLanded(transfer_id, now - self._started, size)]
 
     def on_failed(self, message: Failed) -> list[FetchEffect]:
@@ -165,7 +205,7 @@ class FetchSession:
 
     def _leading(self) -> int:
         for slot, block in enumerate(self._blocks):
-            if block != _Block.LANDED:
+            if block != _Block.VERIFIED:
                 return slot
         return len(self._blocks)
 

@@ -147,6 +147,8 @@ class PrefillSide:
         log.info("decode engine %s is lost: %s", peer.boot_id.hex()[:8], reason)
         del self._peers[peer.boot_id]
         peer.end(outcome, reason)
+        # So that it greets again before its next request, and not because of it.
+        self._send(peer.route, Refused(self._station.boot_id, "handshake", "none", "assumed"))
 
     def forgive(self, now: float) -> None:
         for peer in self._peers.values():

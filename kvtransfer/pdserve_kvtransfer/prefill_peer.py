@@ -10,6 +10,7 @@ from pdserve.wire.ids import TransferId
 from pdserve.wire.ticket import PrefillTarget
 from pdserve.wire.transfer import (
     Cancel,
+    Digests,
     Done,
     Failed,
     FirstToken,
@@ -22,6 +23,7 @@ from pdserve.wire.transfer import (
     Welcome,
 )
 from pdserve_kvtransfer.control import ControlClient
+from pdserve_kvtransfer.digest import digest
 from pdserve_kvtransfer.events import BlocksReleased, FailureKind, FetchCancelled, FetchFailed, FetchLanded
 from pdserve_kvtransfer.fetch import FetchEffect, FetchSession, FetchState
 from pdserve_kvtransfer.frames import Inbound
@@ -39,6 +41,7 @@ class _Receiving:
     session: FetchSession | None
     """None for what lands in scratch memory."""
     index: int
+    into: memoryview
 
 
 class PrefillPeer:
@@ -54,6 +57,7 @@ class PrefillPeer:
         self._sessions: dict[TransferId, FetchSession] = {}
         self._tags: dict[int, FetchSession] = {}
         self._receiving: list[_Receiving] = []
+        self._arrived = now
         self._scratch = memoryview(bytearray(station.region.block_bytes))
         self._heartbeat = Heartbeat(station.heartbeat_s)
         self.lease = Lease(station.lease_s)
@@ -76,6 +80,7 @@ class PrefillPeer:
         return tag in self._tags
 
     def fetch(self, session: FetchSession, now: float) -> None:
+        """Raises PeerLost, with the session among those that ``end`` fails."""
         self._sessions[session.order.transfer_id] = session
         self._tags[session.tag] = session
         self.lease.hold(now)
@@ -105,6 +110,7 @@ class PrefillPeer:
         moved = self._link.progress() or more
         while (arrival := self._link.probe()) is not None:
             self._receive(arrival)
+            self._arrived = now
             moved = True
         if self._receiving:
             self._complete(now)
@@ -120,6 +126,9 @@ class PrefillPeer:
                 raise self._greeting.refused(message)
             case Pong(boot_id):
                 self._greeting.check_boot(boot_id)
+            case Digests(transfer_id):
+                if (session := self._sessions.get(transfer_id)) is not None:
+                    self._apply(session, session.on_digests(message, now))
             case FirstToken(transfer_id):
                 if (session := self._sessions.get(transfer_id)) is not None:
                     self._apply(session, session.on_first_token(message, now))
@@ -144,7 +153,7 @@ class PrefillPeer:
             session, into = None, self._scratch_for(arrival.length)
         else:
             into = self._station.region.block(block_id)
-        self._receiving.append(_Receiving(self._link.receive(arrival, into), session, arrival.index))
+        self._receiving.append(_Receiving(self._link.receive(arrival, into), session, arrival.index, into))
 
     def _scratch_for(self, length: int) -> memoryview:
         if length > MAX_MESSAGE_BYTES:
@@ -163,17 +172,28 @@ class PrefillPeer:
             if receiving.completion.failed():
                 raise PeerLost("a KV block broke off")
             self._station.counters.bytes_received += self._station.region.block_bytes
-            self._apply(session, session.landed(receiving.index, now))
+            found = digest(receiving.into, session.tag, receiving.index) if session.wants_digest else 0
+            self._apply(session, session.landed(receiving.index, found, now))
 
     def tick(self, now: float) -> None:
         if self._heartbeat.due(now):
             self._send(Ping(self._station.boot_id))
         for session in list(self._sessions.values()):
             self._apply(session, session.expire(now))
+            stalls = self._stalls_at(session)
+            if stalls is not None and now >= stalls:
+                self._apply(session, session.withdraw(FailureKind.STALLED, "KV blocks were sent, but did not arrive"))
+
+    def _stalls_at(self, session: FetchSession) -> float | None:
+        """When to give up blocks that were sent: other transfers' blocks show that it is only slow."""
+        if session.over or session.all_sent is None:
+            return None
+        return max(session.all_sent, self._arrived) + self._station.lease_s
 
     def next_timer(self) -> float | None:
-        deadlines = (session.deadline for session in self._sessions.values() if not session.over)
-        return earliest((self.lease.until, self._heartbeat.next, *deadlines))
+        live = [session for session in self._sessions.values() if not session.over]
+        timers = (time for session in live for time in (session.deadline, self._stalls_at(session)))
+        return earliest((self.lease.until, self._heartbeat.next, *timers))
 
     def moving(self) -> bool:
         return bool(self._receiving)
@@ -205,7 +225,10 @@ class PrefillPeer:
     def _apply(self, session: FetchSession, effects: list[FetchEffect]) -> None:
         for effect in effects:
             match effect:
-                case PrefillRequest() | Done() | Cancel():
+                case PrefillRequest():
+                    if not self._send(effect):
+                        raise PeerLost("the prefill node is not reading its control channel")
+                case Done() | Cancel():
                     self._send(effect)
                 case _:
                     self._count(effect)
@@ -230,6 +253,8 @@ class PrefillPeer:
             case BlocksReleased(block_ids):
                 counters.quarantined_blocks -= len(block_ids)
 
-    def _send(self, message: Hello | PrefillRequest | Done | Cancel | Ping) -> None:
-        if not self._client.send(self._station.sealer.seal(message)):
+    def _send(self, message: Hello | PrefillRequest | Done | Cancel | Ping) -> bool:
+        sent = self._client.send(self._station.sealer.seal(message))
+        if not sent:
             log.warning("%s is not reading its control channel", self.target.name)
+        return sent

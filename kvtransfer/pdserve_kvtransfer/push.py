@@ -13,11 +13,12 @@ from pdserve_kvtransfer.events import PushCancelled, PushEnded, PushEvent, PushO
 
 @dataclass(frozen=True, slots=True)
 class SendBlocks:
-    """Local blocks to send under ``tag``, with consecutive indexes from ``first_index``."""
+    """Local blocks to send under ``tag``, with consecutive indexes from ``first_index``; and to be announced."""
 
     tag: int
     first_index: int
     block_ids: tuple[int, ...]
+    announce: bool
 
 
 PushEffect: TypeAlias = SendBlocks | FirstToken | Failed | PushEvent
@@ -67,7 +68,7 @@ class PushSession:
         if first_index < self._request.first_block or first_index + len(block_ids) > self._end_index:
             return self._give_up("the prefill engine computed blocks that were not asked for")
         self._in_flight += len(block_ids)
-        return [SendBlocks(self._request.tag, first_index, block_ids)]
+        return [SendBlocks(self._request.tag, first_index, block_ids, self._request.digests)]
 
     def sent(self, count: int) -> list[PushEffect]:
         """So many sends have completed."""

@@ -5,6 +5,7 @@
             ◀───────────────────────────── Welcome    or Refused
       PrefillRequest ────────────────────▶
             ◀═════════ KV blocks (UCX) ═══            as chunks finish, tagged (tag, index)
+            ◀───────────────────────────── Digests    what those blocks must be
             ◀───────────────────────────── FirstToken
       Done ──────────────────────────────▶            all blocks landed: the prefill node may free
       Ping ──────────────────────────────▶            while any transfer is alive; renews the leases of both sides
@@ -90,6 +91,16 @@ class PrefillRequest(
     sibling_seeds: tuple[Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)], ...] = ()
     """Seeds of further answers to this prompt: a first token is sampled for each."""
     cache_salt: str = ""
+    digests: bool = True
+    """Whether the decode node checks blocks, and so needs ``Digests``."""
+
+
+class Digests(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="digests"):
+    """What blocks ``first_index`` and after must be, by ``pdserve_kvtransfer.digest``."""
+
+    transfer_id: TransferId
+    first_index: Annotated[int, msgspec.Meta(ge=0)]
+    digests: Annotated[tuple[Annotated[int, msgspec.Meta(ge=0)], ...], msgspec.Meta(min_length=1)]
 
 
 class FirstToken(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="first_token"):
@@ -121,4 +132,4 @@ class Pong(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="k
 
 
 ToPrefill: TypeAlias = Hello | PrefillRequest | Done | Cancel | Ping
-ToDecode: TypeAlias = Welcome | Refused | FirstToken | Failed | Pong
+ToDecode: TypeAlias = Welcome | Refused | Digests | FirstToken | Failed | Pong

@@ -11,7 +11,8 @@ import zmq
 from pdserve.wire.frame import Opener, Purpose, Sealer
 from pdserve.wire.ids import new_id
 from pdserve.wire.ticket import PrefillTarget
-from pdserve.wire.transfer import Hello, Ping, Pong, PrefillRequest, ToDecode, ToPrefill, Welcome
+from pdserve.wire.transfer import Digests, Hello, Ping, Pong, PrefillRequest, ToDecode, ToPrefill, Welcome
+from pdserve_kvtransfer.digest import digest
 from pdserve_kvtransfer.transport import Completion, Transport
 from pdserve_kvtransfer.ucx import UcxTransport
 from tests.kvtransfer.rig import SECRET, SPEC, WAIT_S
@@ -79,6 +80,17 @@ class FakePrefill(FakePeer):
 
     def send(self, message: ToDecode) -> None:
         self.socket.send_multipart([self.route, self.sealer.seal(message)])
+
+    def announce(self, request: PrefillRequest, first_index: int, *blocks: memoryview) -> None:
+        """What these blocks, sent or not, must be."""
+        numbered = enumerate(blocks, first_index)
+        digests = tuple(digest(block, request.tag, index) for index, block in numbered)
+        self.send(Digests(request.transfer_id, first_index, digests))
+
+    def deliver(self, request: PrefillRequest, index: int, block: memoryview) -> None:
+        """Send one block and announce it."""
+        self.finish(self.link.send(block, request.tag, index))
+        self.announce(request, index, block)
 
     def welcome(self) -> Hello:
         hello = self.next(Hello)

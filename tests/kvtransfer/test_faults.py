@@ -172,10 +172,10 @@ def test_a_decode_engine_that_stays_silent_loses_its_lease() -> None:
         assert prefill.next(PushCancelled).transfer_id == wanted.transfer_id
         assert prefill.next(PushEnded).outcome is PushOutcome.LEASE_EXPIRED
         assert prefill.thread.stats().leases_expired == 1
-        # When it comes back, it is told that all is over.
+        # It is told at once, and when it comes back.
         decode.send(Ping(decode.boot_id))
-        answers = [type(decode.next(object)).__name__ for _ in range(2)]
-        assert answers == ["Failed", "Refused"]
+        answers = [type(decode.next(object)).__name__ for _ in range(4)]
+        assert answers == ["Digests", "Failed", "Refused", "Refused"]
 
 
 def test_a_prefill_engine_without_the_handshake_says_so() -> None:
@@ -226,7 +226,7 @@ def test_a_new_boot_at_a_known_address_replaces_the_old_one() -> None:
         decode.thread.fetch(rig.order((1,), target=prefill.target))
         assert decode.next(FetchFailed).reason == "the prefill node has restarted"
         request = prefill.welcome_and_take()
-        prefill.finish(prefill.link.send(memoryview(b"x" * decode.block_bytes), request.tag, 0))
+        prefill.deliver(request, 0, memoryview(b"x" * decode.block_bytes))
         prefill.send(FirstToken(request.transfer_id, (SampledToken(1),), 0))
         decode.next(FirstTokenArrived)
         decode.next(FetchLanded)
@@ -241,7 +241,7 @@ def test_an_order_for_a_boot_of_the_past_harms_only_itself() -> None:
         stale = PrefillTarget("p", prefill.target.control, new_id())
         decode.thread.fetch(rig.order((1,), target=stale))
         assert "names a boot" in decode.next(FetchFailed).reason
-        prefill.finish(prefill.link.send(memoryview(b"x" * decode.block_bytes), request.tag, 0))
+        prefill.deliver(request, 0, memoryview(b"x" * decode.block_bytes))
         prefill.send(FirstToken(request.transfer_id, (SampledToken(1),), 0))
         decode.next(FirstTokenArrived)
         assert decode.next(FetchLanded).transfer_id == request.transfer_id

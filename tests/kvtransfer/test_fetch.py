@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from pdserve.wire.ids import TransferId
 from pdserve.wire.sampling import SampledToken
 from pdserve.wire.ticket import PrefillTarget
-from pdserve.wire.transfer import Cancel, Done, Failed, FirstToken, PrefillRequest
+from pdserve.wire.transfer import Cancel, Digests, Done, Failed, FirstToken, PrefillRequest
 from pdserve_kvtransfer.events import (
     BlocksReleased,
     FailureKind,
@@ -31,7 +31,7 @@ FIRST = 2
 DEADLINE_S = 5.0
 
 
-def session() -> FetchSession:
+def session(*, checked: bool = False) -> FetchSession:
     order = FetchOrder(
         transfer_id=TRANSFER,
         target=PrefillTarget("p", "tcp://p:1", b"p" * 16),
@@ -41,11 +41,11 @@ def session() -> FetchSession:
         sampling=SAMPLING,
         deadline_s=DEADLINE_S,
     )
-    return FetchSession(order, tag=11, block_bytes=SIZE, now=0.0)
+    return FetchSession(order, tag=11, block_bytes=SIZE, now=0.0, checked=checked)
 
 
-def moving() -> FetchSession:
-    made = session()
+def moving(*, checked: bool = False) -> FetchSession:
+    made = session(checked=checked)
     made.request(0.0)
     return made
 
@@ -54,7 +54,7 @@ def land(fetch: FetchSession, *indexes: int) -> list[FetchEffect]:
     effects: list[FetchEffect] = []
     for index in indexes:
         assert fetch.accept(index, SIZE) is not None
-        effects += fetch.landed(index, 1.0)
+        effects += fetch.landed(index, index * 1000, 1.0)
     return effects
 
 
@@ -103,7 +103,7 @@ def test_a_failure_counts_leading_blocks_and_quarantines_the_rest() -> None:
     fetch.accept(5, SIZE)
     assert fetch.on_failed(Failed(TRANSFER, "why")) == [FetchFailed(TRANSFER, "why", 1, (4,), FailureKind.REFUSED)]
     assert fetch.over and fetch.in_flight == 1
-    assert fetch.landed(5, 1.0) == [BlocksReleased((4,))]
+    assert fetch.landed(5, 0, 1.0) == [BlocksReleased((4,))]
     assert fetch.state is FetchState.ENDED
 
 
@@ -127,11 +127,52 @@ def test_a_closed_link_leaves_no_quarantine() -> None:
     assert fetch.lost(FailureKind.PEER_LOST, "gone") == [FetchFailed(TRANSFER, "gone", 0, (), FailureKind.PEER_LOST)]
 
 
+ANNOUNCED = Digests(TRANSFER, FIRST, tuple(1000 * index for index in range(FIRST, FIRST + 4)))
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_a_checked_block_counts_when_it_is_what_was_announced(early: bool) -> None:
+    fetch = moving(checked=True)
+    fetch.on_first_token(FirstToken(TRANSFER, (SampledToken(8),), 0), 0.5)
+    end = [Done(TRANSFER), FetchLanded(TRANSFER, 1.0, 4 * SIZE)]
+    if early:
+        assert fetch.on_digests(ANNOUNCED, 0.5) == []
+        assert land(fetch, 2, 3, 4, 5) == end
+    else:
+        assert land(fetch, 2, 3, 4, 5) == []
+        assert fetch.on_digests(ANNOUNCED, 1.0) == end
+
+
+def test_a_block_that_is_something_else_ends_the_transfer() -> None:
+    fetch = moving(checked=True)
+    fetch.on_digests(ANNOUNCED, 0.5)
+    land(fetch, 2)
+    fetch.accept(3, SIZE)
+    fetch.accept(4, SIZE)
+    cancel, failed = fetch.landed(3, 7, 1.0)
+    assert cancel == Cancel(TRANSFER)
+    assert failed == FetchFailed(TRANSFER, "block 3 is not what was sent", 1, (9,), FailureKind.CORRUPT)
+    assert fetch.landed(4, 0, 1.0) == [BlocksReleased((9,))]
+
+
+@pytest.mark.parametrize(
+    "wrong", [Digests(TRANSFER, 1, (0,)), Digests(TRANSFER, 5, (5000, 1)), Digests(TRANSFER, 2, (1,))]
+)
+def test_digests_that_contradict_the_request_or_each_other_end_the_transfer(wrong: Digests) -> None:
+    fetch = moving(checked=True)
+    assert fetch.on_digests(ANNOUNCED, 0.5) == []
+    assert fetch.on_digests(ANNOUNCED, 0.5) == [], "saying the same twice changes nothing"
+    assert [type(effect) for effect in fetch.on_digests(wrong, 0.5)] == [Cancel, FetchFailed]
+
+
 @dataclass
 class Story:
     """One session, and what may be true of it."""
 
-    fetch: FetchSession = field(default_factory=session)
+    fetch: FetchSession
+    checked: bool
+    announced: set[int] = field(default_factory=set)
+    good: bool = True
     accepted: set[int] = field(default_factory=set)
     landed: set[int] = field(default_factory=set)
     destinations: list[int] = field(default_factory=list)
@@ -154,15 +195,20 @@ class Story:
 
     def _check_end(self, end: FetchLanded | FetchFailed | FetchCancelled) -> None:
         if isinstance(end, FetchLanded):
-            assert len(self.landed) == len(BLOCK_IDS) and end.bytes == len(BLOCK_IDS) * SIZE
+            assert self.counted == set(range(FIRST, FIRST + len(BLOCK_IDS))) and self.good
+            assert end.bytes == len(BLOCK_IDS) * SIZE
             return
         assert set(end.quarantined) in ({BLOCK_IDS[i - FIRST] for i in self.accepted}, set())
         self.quarantined = set(end.quarantined)
         if isinstance(end, FetchFailed):
             leading = 0
-            while leading + FIRST in self.landed:
+            while leading + FIRST in self.counted:
                 leading += 1
-            assert end.landed == leading
+            assert end.landed == leading or (not self.good and end.landed <= leading)
+
+    @property
+    def counted(self) -> set[int]:
+        return self.landed & self.announced if self.checked else self.landed
 
     def act(self, act: str, number: int, now: float) -> None:
         fetch = self.fetch
@@ -180,7 +226,13 @@ class Story:
                 index = sorted(self.accepted)[number % len(self.accepted)]
                 self.accepted.discard(index)
                 self.landed.add(index)
-                self.note(fetch.landed(index, now))
+                self.note(fetch.landed(index, 0, now))
+            case "announce" if self.fetch.state is FetchState.MOVING:
+                index, right = FIRST + number % len(BLOCK_IDS), number < 7
+                self.good &= right
+                if right:
+                    self.announced.add(index)
+                self.note(self.fetch.on_digests(Digests(TRANSFER, index, (0 if right else 1,)), now))
             case "token":
                 self.note(fetch.on_first_token(FirstToken(TRANSFER, (SampledToken(number),), 0), now))
             case "failed":
@@ -196,16 +248,16 @@ class Story:
         self.note(self.fetch.lost(FailureKind.PEER_LOST, "gone"))
 
 
-COMMON = st.sampled_from(["request", "accept", "accept", "land", "land", "token"])
+COMMON = st.sampled_from(["request", "accept", "accept", "land", "land", "announce", "announce", "token"])
 ENDS = st.sampled_from(["failed", "cancel", "expire", "withdraw"])
 STEPS = st.lists(
     st.tuples(st.one_of(COMMON, COMMON, COMMON, ENDS), st.integers(0, 7), st.floats(0, 0.4)), min_size=1, max_size=40
 )
 
 
-@given(STEPS)
-def test_every_order_of_events_has_one_end(steps: list[tuple[str, int, float]]) -> None:
-    story, now = Story(), 0.0
+@given(st.booleans(), STEPS)
+def test_every_order_of_events_has_one_end(checked: bool, steps: list[tuple[str, int, float]]) -> None:
+    story, now = Story(session(checked=checked), checked), 0.0
     for act, number, pause in steps:
         now += pause
         story.act(act, number, now)

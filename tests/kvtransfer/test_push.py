@@ -51,8 +51,8 @@ def test_a_request_for_no_block_is_refused_unseen() -> None:
 
 def test_blocks_are_sent_under_their_indexes() -> None:
     push = opened()
-    assert push.push(1, (8, 9)) == [SendBlocks(TAG, 1, (8, 9))]
-    assert push.push(3, (4,)) == [SendBlocks(TAG, 3, (4,))]
+    assert push.push(1, (8, 9)) == [SendBlocks(TAG, 1, (8, 9), True)]
+    assert push.push(3, (4,)) == [SendBlocks(TAG, 3, (4,), True)]
     assert push.first_token((SampledToken(5),), 16) == [FirstToken(TRANSFER, (SampledToken(5),), 16)]
 
 

@@ -9,8 +9,8 @@ import pytest
 
 from pdserve.wire.discovery import Role
 from pdserve.wire.sampling import SampledToken
-from pdserve.wire.transfer import Done, Failed, FirstToken, PrefillRequest
-from pdserve_kvtransfer.events import FetchFailed, FetchLanded, FirstTokenArrived
+from pdserve.wire.transfer import Cancel, Done, Failed, FirstToken, PrefillRequest
+from pdserve_kvtransfer.events import FailureKind, FetchFailed, FetchLanded, FirstTokenArrived
 from tests.kvtransfer.fakes import FakePrefill
 from tests.kvtransfer.rig import BLOCK_BYTES, PATIENT, Engine, Pair, engine, eventually
 
@@ -69,8 +69,8 @@ def test_a_wrong_block_is_dropped_and_its_send_completes(attack: Attack, case: s
 
 
 def finish_well(attack: Attack) -> None:
-    attack.send(GOOD, attack.request.tag, 4)
-    attack.send(GOOD, attack.request.tag, 5)
+    attack.prefill.deliver(attack.request, 4, GOOD)
+    attack.prefill.deliver(attack.request, 5, GOOD)
     attack.prefill.send(FirstToken(attack.request.transfer_id, (SampledToken(1),), 0))
     attack.decode.next(FirstTokenArrived)
     attack.decode.next(FetchLanded)
@@ -80,7 +80,7 @@ def finish_well(attack: Attack) -> None:
 
 
 def test_a_block_lands_once(attack: Attack) -> None:
-    attack.send(GOOD, attack.request.tag, 4)
+    attack.prefill.deliver(attack.request, 4, GOOD)
     attack.send(BAD, attack.request.tag, 4)
     eventually(lambda: attack.dropped(1))
     assert attack.decode.read(BLOCKS[0]) == bytes(GOOD)
@@ -88,7 +88,7 @@ def test_a_block_lands_once(attack: Attack) -> None:
 
 
 def finish_rest(attack: Attack) -> None:
-    attack.send(GOOD, attack.request.tag, 5)
+    attack.prefill.deliver(attack.request, 5, GOOD)
     attack.prefill.send(FirstToken(attack.request.transfer_id, (SampledToken(1),), 0))
     attack.decode.next(FirstTokenArrived)
     assert attack.decode.next(FetchLanded).bytes == 2 * BLOCK_BYTES
@@ -101,3 +101,30 @@ def test_a_block_after_the_end_touches_nothing(attack: Attack) -> None:
     eventually(lambda: attack.dropped(1))
     assert attack.decode.read(*range(attack.decode.num_blocks)) == attack.before
     assert attack.decode.quiet()
+
+
+def test_a_stranger_who_knows_the_tag_cannot_pass_off_a_block(attack: Attack) -> None:
+    attack.send(BAD, attack.request.tag, 4)
+    attack.prefill.deliver(attack.request, 5, GOOD)
+    attack.prefill.announce(attack.request, 4, GOOD)
+    attack.prefill.send(FirstToken(attack.request.transfer_id, (SampledToken(1),), 0))
+    failed = attack.decode.next(FetchFailed)
+    assert (failed.kind, failed.landed, failed.quarantined) == (FailureKind.CORRUPT, 0, ())
+    assert attack.prefill.next(Cancel).transfer_id == attack.request.transfer_id
+    assert attack.decode.thread.stats().failures[FailureKind.CORRUPT] == 1
+
+
+def test_a_block_in_another_one_s_place_is_noticed(attack: Attack) -> None:
+    attack.prefill.announce(attack.request, 4, GOOD, BAD)
+    attack.send(BAD, attack.request.tag, 4)
+    assert attack.decode.next(FetchFailed).kind is FailureKind.CORRUPT
+
+
+def test_nothing_counts_that_was_not_announced(attack: Attack) -> None:
+    attack.send(GOOD, attack.request.tag, 4)
+    attack.send(GOOD, attack.request.tag, 5)
+    attack.prefill.send(FirstToken(attack.request.transfer_id, (SampledToken(1),), 0))
+    attack.decode.next(FirstTokenArrived)
+    attack.prefill.send(Failed(attack.request.transfer_id, "gone"))
+    failed = attack.decode.next(FetchFailed)
+    assert failed.landed == 0

@@ -98,6 +98,7 @@ CHANNELS: list[tuple[Any, list[msgspec.Struct]]] = [
         [
             transfer.Welcome(OTHER, SPEC, [b"address"]),
             transfer.Refused(OTHER, "dtype", "bf16", "fp32"),
+            transfer.Digests(TRANSFER_ID, 3, (0, 2**64 - 1)),
             transfer.FirstToken(
                 TRANSFER_ID, (SampledToken(17, TokenLogprobs(-0.5, 1, ((17, -0.5),))), SampledToken(3)), 0
             ),
