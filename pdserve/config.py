@@ -51,6 +51,15 @@ class Switch(enum.Enum):
     OFF = "off"
 
 
+class Batching(enum.Enum):
+    """When waiting requests join the batch."""
+
+    CONTINUOUS = "continuous"
+    """At every step."""
+    STATIC = "static"
+    """When the batch before is over: the baseline of benchmarks."""
+
+
 class LogLevel(enum.Enum):
     DEBUG = "debug"
     INFO = "info"
@@ -76,6 +85,7 @@ class CacheConfig:
 
     block_size: int = setting("block-size", "tokens in one KV block; equal on all nodes", 16, minimum=1, maximum=1024)
     kv_cache_mib: int = setting("kv-cache-mib", "memory for the KV cache, in MiB", 1024, minimum=1)
+    prefix_cache: Switch = setting("prefix-cache", "keep KV blocks for later prompts that begin alike", Switch.ON)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +97,9 @@ class SchedulerConfig:
         "max-step-tokens", "tokens that one step may compute; longer prompts go in chunks", 256, minimum=1
     )
     max_waiting: int = setting("max-waiting", "requests that may queue before new ones get 503", 1024, minimum=0)
+    batching: Batching = setting(
+        "batching", "when waiting requests join the batch; static is for benchmarks", Batching.CONTINUOUS
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,13 +13,14 @@ from quart import Response, g, request
 
 from pdserve.api.answer import CHAT, TEXT, AnswerOptions, Surface, streamed_answer, whole_answer
 from pdserve.api.choice_text import ChoiceText
+from pdserve.api.engine_client import PromptChoices
 from pdserve.api.node_state import NodeState
 from pdserve.api.openai import BodyParser, ChatRequest, CompletionRequest, GenerationRequest
 from pdserve.api.prompts import ModelLimits, Prompt, chat_prompts, completion_prompts
 from pdserve.api.request_id import request_label
 from pdserve.api.request_log import RequestRecord
 from pdserve.api.request_owner import own
-from pdserve.api.sampling import choice_sampling
+from pdserve.api.sampling import choice_seeds, sampling_params
 from pdserve.api.stop_strings import StopStrings
 from pdserve.api.text_generation import TextGeneration
 from pdserve.api.tokenizer import Tokenizer
@@ -89,15 +90,17 @@ class CompletionRoute(Generic[R]):
         left_s = terms.deadline - time.monotonic()
         if left_s <= 0:
             raise DeadlineExceeded("the request's deadline passed before it could start", code="deadline_exceeded")
-        submits = [
-            (prompt.token_ids, sampling)
-            for prompt in prompts
-            for sampling in choice_sampling(body, body.choices, prompt.max_tokens)
-        ]
-        texts = [_choice_text(index, body, tokenizer) for index in range(len(submits))]
+        submits = [_submit(body, prompt) for prompt in prompts]
+        texts = [_choice_text(index, body, tokenizer) for index in range(len(prompts) * body.choices)]
         prompt_tokens = sum(len(prompt.token_ids) for prompt in prompts)
         record = RequestRecord(g.request_id, self._node.name, arrived, prompt_tokens)
-        generation = self._node.engine.open(submits, deadline_s=left_s, attempt=terms.attempt, prefill=terms.prefill)
+        generation = self._node.engine.open(
+            submits,
+            deadline_s=left_s,
+            attempt=terms.attempt,
+            prefill=terms.prefill,
+            cache_salt=body.cache_salt or "",
+        )
         return TextGeneration(generation, texts, record, self._node.metrics)
 
     async def _answer(self, run: TextGeneration, body: R, prompts: Sequence[Prompt]) -> Response:
@@ -136,6 +139,11 @@ def check_model(name: str | None, node: NodeState) -> None:
             param="model",
             code="model_not_found",
         )
+
+
+def _submit(body: GenerationRequest, prompt: Prompt) -> PromptChoices:
+    seed, *more = choice_seeds(body)
+    return PromptChoices(prompt.token_ids, sampling_params(body, seed, prompt.max_tokens), tuple(more))
 
 
 def _choice_text(index: int, body: GenerationRequest, tokenizer: Tokenizer) -> ChoiceText:

@@ -8,6 +8,7 @@ import itertools
 import logging
 import tempfile
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from pdserve.api.engine_channel import EngineChannel
@@ -24,6 +25,7 @@ from pdserve.wire.engine import (
     FromEngine,
     Ready,
     Shutdown,
+    Sibling,
     Starting,
     Stats,
     StepOutput,
@@ -40,6 +42,20 @@ START_SILENCE_S = 600.0
 LAST_WORDS_S = 2.0
 """An engine that said that it fails gets this long to exit."""
 RETRY_AFTER_S = 1
+
+
+@dataclass(frozen=True, slots=True)
+class PromptChoices:
+    """One prompt and its answers: at least one, which differ in nothing but their seeds."""
+
+    token_ids: Sequence[int]
+    sampling: SamplingParams
+    """With the seed of the first answer."""
+    more_seeds: tuple[int, ...] = ()
+
+    @property
+    def seeds(self) -> tuple[int, ...]:
+        return (self.sampling.seed, *self.more_seeds)
 
 
 class EngineState(enum.Enum):
@@ -108,13 +124,14 @@ class EngineClient:
 
     def open(
         self,
-        prompts: Sequence[tuple[Sequence[int], SamplingParams]],
+        prompts: Sequence[PromptChoices],
         *,
         deadline_s: float,
         attempt: int = 0,
         prefill: tuple[PrefillTarget, ...] = (),
+        cache_salt: str = "",
     ) -> Generation:
-        """Submits one engine request for each of ``prompts``; the caller owns the result and must close it.
+        """Submits all ``prompts``, whose choices are numbered through; the caller owns the result and must close it.
 
         Raises Unavailable if the engine is not there, or has too many requests already.
         """
@@ -122,21 +139,26 @@ class EngineClient:
             raise Unavailable(
                 f"the engine is {self._state.value}", code="engine_unavailable", retry_after_s=RETRY_AFTER_S
             )
-        if self.open_requests + len(prompts) > self._max_open:
+        count = sum(len(prompt.seeds) for prompt in prompts)
+        if self.open_requests + count > self._max_open:
             raise Unavailable("too many requests are waiting", code="overloaded", retry_after_s=RETRY_AFTER_S)
-        request_ids = [next(self._ids) for _ in prompts]
+        request_ids = [next(self._ids) for _ in range(count)]
         generation = Generation(request_ids, deadline_s, self._abort)
-        for request_id, (token_ids, sampling) in zip(request_ids, prompts, strict=True):
-            self._open[request_id] = generation
+        numbers = iter(request_ids)
+        for prompt in prompts:
+            family = [Sibling(next(numbers), seed) for seed in prompt.seeds]
+            self._open.update((member.request_id, generation) for member in family)
             self._note_idle()
             submit = Submit(
-                request_id=request_id,
+                request_id=family[0].request_id,
                 uuid=new_id(),
-                token_ids=list(token_ids),
-                sampling=sampling,
+                token_ids=list(prompt.token_ids),
+                sampling=prompt.sampling,
                 deadline_s=deadline_s,
                 attempt=attempt,
                 prefill=prefill,
+                siblings=tuple(family[1:]),
+                cache_salt=cache_salt,
             )
             if not self._channel.send(submit):
                 generation.close()

@@ -72,10 +72,15 @@ class EngineCollector(Collector):
         yield _gauge("num_requests_waiting_for_remote_kvs", "prompt computed elsewhere", stats.waiting_for_remote)
         yield _gauge("kv_cache_usage_perc", "share of KV blocks in use, 0 to 1", used)
         yield _gauge("quarantined_blocks", "KV blocks held until a receive completes", stats.quarantined_blocks)
+        yield _gauge("cached_blocks", "KV blocks in the prefix cache, in use or idle", stats.cached_blocks)
         yield _counter("engine_steps", "batches computed", stats.steps)
         yield _counter("prompt_tokens", "prompt tokens computed", stats.prompt_tokens)
         yield _counter("generation_tokens", "tokens generated", stats.generated_tokens)
         yield _counter("num_preemptions", "requests set back for lack of blocks", stats.preemptions)
+        yield _counter(
+            "prefix_cache_queries", "prompt tokens looked up in the prefix cache", stats.prefix_cache_queries
+        )
+        yield _counter("prefix_cache_hits", "prompt tokens found in the prefix cache", stats.prefix_cache_hits)
         yield _by_label(
             "prefills",
             "prompts, by who computed them",

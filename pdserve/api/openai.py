@@ -48,6 +48,8 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
     """Keep only this many tokens of the prompt's end; -1 keeps as many as fit."""
     return_token_ids: bool | None = None
+    cache_salt: Annotated[str, Meta(max_length=1_024)] | None = None
+    """Prompts find each other's blocks in prefix caches only under the same salt."""
 
     @property
     def stops(self) -> list[str]:

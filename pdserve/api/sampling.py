@@ -10,16 +10,17 @@ from pdserve.wire.sampling import SamplingParams
 SEED_MASK = 2**63 - 1
 
 
-def choice_sampling(request: GenerationRequest, choices: int, max_tokens: int) -> list[SamplingParams]:
-    """One for each choice of one prompt: seeds ``seed``, ``seed + 1`` and so on, or independent random ones."""
-    return [_sampling(request, _seed(request.seed, index), max_tokens) for index in range(choices)]
+def choice_seeds(request: GenerationRequest) -> list[int]:
+    """One for each choice of one prompt: ``seed``, ``seed + 1`` and so on, or independent random ones."""
+    return [_seed(request.seed, index) for index in range(request.choices)]
 
 
 def _seed(seed: int | None, index: int) -> int:
     return secrets.randbits(63) if seed is None else (seed + index) & SEED_MASK
 
 
-def _sampling(request: GenerationRequest, seed: int, max_tokens: int) -> SamplingParams:
+def sampling_params(request: GenerationRequest, seed: int, max_tokens: int) -> SamplingParams:
+    """Of one choice."""
     return SamplingParams(
         max_tokens=max_tokens,
         seed=seed,

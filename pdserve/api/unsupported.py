@@ -18,7 +18,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "audio": (),
     "bad_words": ([],),
     "best_of": (),
-    "cache_salt": ("",),
     "chat_template": (),
     "documents": ([],),
     "echo": (False,),

@@ -6,13 +6,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from pdserve.config import EngineConfig
+from pdserve.config import EngineConfig, Switch
 from pdserve.engine.api_channel import ApiChannel
 from pdserve.engine.block_manager import BlockManager
 from pdserve.engine.kv_connector import KvConnector, open_connector
 from pdserve.engine.prompt_rule import PromptRule
-from pdserve.engine.scheduler import StopRule
 from pdserve.engine.step_loop import StepLoop, WakeUp
+from pdserve.engine.stop_rule import StopRule
 from pdserve.errors import ConfigError
 from pdserve.models.decoder_config import DecoderConfig, read_decoder_config
 from pdserve.models.runner import ModelRunner, kv_layout
@@ -61,7 +61,7 @@ def assemble(config: EngineConfig, api: ApiChannel, wake_up: WakeUp, progress: C
     runner = ModelRunner(folder, decoder, config.model.dtype, block_size, num_blocks, max_model_len)
     progress("warming up")
     warm_up(runner, min(config.scheduler.max_step_tokens, max_model_len - 1))
-    blocks = BlockManager(num_blocks, block_size)
+    blocks = BlockManager(num_blocks, block_size, prefix_cache=config.cache.prefix_cache is Switch.ON)
     stop = StopRule(decoder.eos_token_ids, max_model_len)
     prompts = PromptRule(decoder.vocab_size, max_model_len)
     connector, control = open_connector(config, spec, runner.kv_cache, blocks, wake_up.set, prompts.misfit)

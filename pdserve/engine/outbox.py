@@ -50,12 +50,13 @@ def _output(
 
 
 def _report(request: Request) -> RequestReport:
-    admitted = request.arrived if request.admitted is None else request.admitted
+    prompt = request.elder or request
+    admitted = request.arrived if prompt.admitted is None else prompt.admitted
     return RequestReport(
-        prefill_source=request.prefill_source,
-        prefill_node=request.prefill_node,
+        prefill_source=prompt.prefill_source,
+        prefill_node=prompt.prefill_node,
         cached_tokens=request.cached_tokens,
         queue_s=admitted - request.arrived,
         prefill_s=0.0 if request.first_token is None else request.first_token - admitted,
-        transfer_s=request.transfer_seconds,
+        transfer_s=prompt.transfer_seconds,
     )

@@ -5,16 +5,23 @@
     WAITING ─▶ RUNNING ─▶ FINISHED                              prefilled where it is decoded
     WAITING ◀─ RUNNING                                          preempted: its blocks were needed
     WAITING ─▶ RUNNING ─▶ PUSHING ─▶ FINISHED                   on a prefill node
+    WAITING_FOR_PROMPT ─▶ RUNNING ─▶ FINISHED                   a sibling: its elder's prompt is in the cache
+    WAITING_FOR_PROMPT ─▶ WAITING                               the same, but no block is free for it
     (any)   ─▶ FINISHED                                         aborted, past its deadline, or failed
 
 A prompt that is being prefilled and an answer that is being decoded are the same thing here: tokens whose keys and
 values are not computed yet. ``num_computed_tokens`` says how far the cache is; a step advances it.
+
+Several answers to one prompt are several requests: one, the *elder*, computes or fetches the prompt, and its *siblings*
+wait for that. An elder whose own answer ends before then goes on for its siblings, with nobody listening.
 """
 
 from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
+
+import msgspec
 
 from pdserve.errors import EngineError
 from pdserve.wire.engine import PrefillSource
@@ -26,6 +33,8 @@ from pdserve.wire.ticket import PrefillTarget
 class Status(enum.Enum):
     WAITING = "waiting"
     WAITING_FOR_REMOTE_KVS = "waiting_for_remote_kvs"
+    WAITING_FOR_PROMPT = "waiting_for_prompt"
+    """A sibling: another request computes or fetches the prompt."""
     RUNNING = "running"
     PUSHING = "pushing"
     """Prefill done; the blocks stay until the decode node has them."""
@@ -35,6 +44,7 @@ class Status(enum.Enum):
 _NEXT: dict[Status, frozenset[Status]] = {
     Status.WAITING: frozenset({Status.WAITING_FOR_REMOTE_KVS, Status.RUNNING, Status.FINISHED}),
     Status.WAITING_FOR_REMOTE_KVS: frozenset({Status.WAITING, Status.RUNNING, Status.FINISHED}),
+    Status.WAITING_FOR_PROMPT: frozenset({Status.WAITING, Status.RUNNING, Status.FINISHED}),
     Status.RUNNING: frozenset({Status.WAITING, Status.PUSHING, Status.FINISHED}),
     Status.PUSHING: frozenset({Status.FINISHED}),
     Status.FINISHED: frozenset(),
@@ -63,20 +73,47 @@ class Request:
     targets: tuple[PrefillTarget, ...] = ()
     """Prefill nodes not tried yet."""
     attempts: int = 0
+    cache_salt: str = ""
+    siblings: list[Request] = field(default_factory=list)
+    """Those that wait for this request's prompt."""
+    elder: Request | None = None
+    """Whose sibling this is or was."""
 
     status: Status = Status.WAITING
     num_computed_tokens: int = 0
     block_table: list[int] = field(default_factory=list)
+    block_hashes: list[bytes] = field(default_factory=list)
+    """Of its full blocks, as far as they were needed."""
+    ended: bool = False
+    """Its client has been told the end, or is gone."""
     pushed_blocks: int = 0
 
     prefill_source: PrefillSource = PrefillSource.LOCAL
     prefill_node: str = ""
     cached_tokens: int = 0
+    """Tokens of the prompt that nobody had to compute for this request."""
     first_tokens: tuple[SampledToken, ...] = ()
-    """On a prefill node, what the push reports."""
+    """On a prefill node, what the push reports of this request."""
     admitted: float | None = None
     first_token: float | None = None
     transfer_seconds: float = 0.0
+
+    def add_sibling(self, seed: int, client: int | None = None) -> Request:
+        """One more answer to this request's prompt, which differs in nothing but its seed."""
+        sibling = Request(
+            uuid=self.uuid,
+            token_ids=list(self.token_ids),
+            num_prompt_tokens=self.num_prompt_tokens,
+            sampling=msgspec.structs.replace(self.sampling, seed=seed),
+            arrived=self.arrived,
+            deadline=self.deadline,
+            client=client,
+            cache_salt=self.cache_salt,
+            elder=self,
+            status=Status.WAITING_FOR_PROMPT,
+        )
+        self.siblings.append(sibling)
+        return sibling
 
     def move(self, status: Status) -> None:
         """The only way to change ``status``. Raises EngineError on a transition that is not drawn above."""

@@ -4,6 +4,9 @@ Decoding requests come first (one token each), then prompts in chunks, within ``
 are admitted while blocks last. When a running request needs a block and none is free, the youngest running request is
 preempted: its blocks go back and its tokens are computed again later, so its answer does not change.
 
+Static batching, the baseline that continuous batching is measured against, admits a batch only when the one before it
+is over, and computes all its prompts before it decodes.
+
 Pure bookkeeping: no tensors, no clocks, no sockets.
 """
 
@@ -12,42 +15,18 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
-from pdserve.config import SchedulerConfig
+from pdserve.config import Batching, SchedulerConfig
 from pdserve.engine.block_manager import BlockManager
 from pdserve.engine.outbox import Outbox
+from pdserve.engine.plan import Plan, Work
 from pdserve.engine.request import Request, Status
+from pdserve.engine.request_blocks import RequestBlocks
+from pdserve.engine.stop_rule import StopRule
+from pdserve.errors import EngineError
 from pdserve.wire.engine import FinishReason, PrefillSource
 from pdserve.wire.sampling import SampledToken
-
-
-@dataclass(frozen=True, slots=True)
-class StopRule:
-    """When generation ends, as far as the model decides it."""
-
-    eos_token_ids: frozenset[int]
-    max_model_len: int
-
-
-@dataclass(frozen=True, slots=True)
-class Work:
-    """The next ``num_tokens`` uncomputed tokens of one request."""
-
-    request: Request
-    num_tokens: int
-
-    @property
-    def wants_token(self) -> bool:
-        """Whether it reaches the last known token, so that the next one can be chosen."""
-        return self.num_tokens == self.request.num_pending_tokens
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """One step: ``work`` with single tokens first, and the requests whose prompts go to a prefill node."""
-
-    work: list[Work] = field(default_factory=list)
-    fetches: list[Request] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -57,6 +36,10 @@ class Counters:
     prompt_tokens: int = 0
     generated_tokens: int = 0
     preemptions: int = 0
+    prefix_cache_queries: int = 0
+    """Tokens of admitted prompts."""
+    prefix_cache_hits: int = 0
+    """Those of them that were in the prefix cache."""
     prefills: dict[PrefillSource, int] = field(default_factory=lambda: dict.fromkeys(PrefillSource, 0))
 
 
@@ -70,13 +53,17 @@ class Scheduler:
         stop: StopRule,
         outbox: Outbox,
         release: Callable[[Request], None],
+        lookahead: int = 0,
     ) -> None:
+        """``lookahead`` is how many tokens a step may guess beyond each decoding request's last known one."""
         self.counters = Counters()
-        self._blocks = blocks
+        self._blocks = RequestBlocks(blocks)
         self._config = config
+        self._static = config.batching is Batching.STATIC
         self._stop = stop
         self._outbox = outbox
         self._release = release
+        self._lookahead = lookahead
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []
         self._remote: set[Request] = set()
@@ -98,11 +85,10 @@ class Scheduler:
         return len(self._remote)
 
     def live(self) -> Iterator[Request]:
-        """Every request that is not finished."""
-        yield from self._waiting
-        yield from self._running
-        yield from self._remote
-        yield from self._pushing
+        """Every request that holds something or waits for something."""
+        for request in chain(self._waiting, self._running, self._remote, self._pushing):
+            yield request
+            yield from request.siblings
 
     def next_deadline(self) -> float | None:
         return min((request.deadline for request in self.live()), default=None)
@@ -113,14 +99,15 @@ class Scheduler:
     # ------------------------------------------------------------ a step
 
     def add(self, request: Request) -> None:
-        """Queue a new request."""
-        if request.client is not None:
-            self._clients[request.client] = request
+        """Queue a new request and its siblings."""
+        for member in (request, *request.siblings):
+            if member.client is not None:
+                self._clients[member.client] = member
         self._waiting.append(request)
 
     def schedule(self, now: float) -> Plan:
-        """Choose the next step's work. An empty plan means: wait for an event."""
-        plan = Plan()
+        """Choose the next step's work. A plan without work means: wait for an event."""
+        plan = Plan(copies=self._blocks.take_copies())
         preemptions = self.counters.preemptions
         budget = self._schedule_running(plan)
         # What was just preempted is not admitted again at once, unless nothing else is left to do.
@@ -129,51 +116,78 @@ class Scheduler:
         plan.work.sort(key=lambda work: work.num_tokens > 1)
         return plan
 
-    def advance(self, plan: Plan, tokens: Sequence[SampledToken | None], now: float) -> list[Request]:
-        """A step was computed: ``tokens`` are the choices for the work that wanted one, in order.
+    def advance(self, plan: Plan, choices: Sequence[Sequence[SampledToken] | None], now: float) -> list[Request]:
+        """A step was computed. ``choices`` has the new tokens of each of the plan's choosers, in order.
 
-        Returns the requests for which there was no choice; they cannot go on.
+        Several tokens mean that the step also computed all of them but the last, as guesses within the work's
+        ``lookahead``. They are taken in turn until one ends the request. Returns the requests for which there was no
+        choice (None); they cannot go on.
         """
-        chosen = iter(tokens)
+        chosen = iter(choices)
         broken = []
         for work in plan.work:
-            wants_token = work.wants_token
-            work.request.num_computed_tokens += work.num_tokens
-            if wants_token:
-                token = next(chosen)
-                if token is None:
-                    broken.append(work.request)
-                else:
-                    self.accept_token(work.request, token, now)
+            request, choosers = work.request, work.choosers
+            self._blocks.computed(request, request.num_computed_tokens + work.num_tokens)
+            for chooser in choosers:
+                tokens = next(chosen)
+                if tokens is None:
+                    broken.append(chooser)
+                    continue
+                if not 1 <= len(tokens) <= 1 + work.lookahead:
+                    raise EngineError(f"a step chose {len(tokens)} tokens, with room for {1 + work.lookahead}")
+                for token in tokens:
+                    if not chooser.ended:
+                        self.accept_token(chooser, token, now)
+                if len(tokens) > 1 and not chooser.ended:
+                    self._blocks.computed(chooser, len(chooser.token_ids) - 1)
+            self._settle_siblings(request)
         return broken
 
     def accept_token(self, request: Request, token: SampledToken, now: float) -> None:
         """Append a chosen token, tell the client, and end the request if this was its last."""
         if request.first_token is None:
             request.first_token = now
-            self.counters.prompt_tokens += request.num_prompt_tokens
+            if request.elder is None:
+                self.counters.prompt_tokens += request.num_prompt_tokens
         request.token_ids.append(token.token_id)
         self.counters.generated_tokens += 1
         if request.client is None:
             request.first_tokens = (token,)
+            return
         self._outbox.token(request, token)
-        reason = self._ended_by(request, token.token_id)
-        if reason is not None and request.client is not None:
+        reason = self._stop.ending(request)
+        if reason is not None:
             self.finish(request, reason)
+
+    def _settle_siblings(self, elder: Request) -> None:
+        """Once a prompt is in the cache, its siblings become requests like any other."""
+        if not elder.siblings or elder.client is None or elder.num_computed_tokens < elder.num_prompt_tokens:
+            return
+        siblings, elder.siblings = elder.siblings, []
+        for sibling in siblings:
+            if sibling.num_generated_tokens and self._has_place() and self._blocks.fork(elder, sibling):
+                sibling.move(Status.RUNNING)
+                self._running.append(sibling)
+            else:
+                sibling.move(Status.WAITING)
+                self._queue_by_arrival(sibling)
+        if elder.ended:
+            self._retire(elder)
 
     # ------------------------------------------------------------ remote prefill
 
     def landed(self, request: Request) -> None:
         """A fetched prompt is in the cache, and its first token is known: decode from the next step on."""
-        request.num_computed_tokens = request.num_prompt_tokens
+        self._blocks.computed(request, request.num_prompt_tokens)
         self._remote.discard(request)
         request.move(Status.RUNNING)
         self._running.append(request)
+        self._settle_siblings(request)
 
     def requeue(self, request: Request, computed_tokens: int) -> None:
         """A fetch failed after ``computed_tokens``: queue the request again, keeping its blocks."""
+        self._blocks.computed(request, min(computed_tokens, len(request.token_ids) - 1))
         self._remote.discard(request)
-        request.num_computed_tokens = min(computed_tokens, len(request.token_ids) - 1)
         request.move(Status.WAITING)
         self._queue_by_arrival(request)
 
@@ -188,7 +202,8 @@ class Scheduler:
     def finish(self, request: Request, reason: FinishReason, error: str | None = None) -> None:
         """End a request and tell its client why."""
         if self._end(request):
-            self.counters.prefills[request.prefill_source] += 1
+            if request.elder is None:
+                self.counters.prefills[request.prefill_source] += 1
             self._outbox.ending(request, reason, error)
 
     def abort(self, request: Request) -> None:
@@ -201,49 +216,62 @@ class Scheduler:
         return [request for request in self.live() if request.deadline <= now]
 
     def _end(self, request: Request) -> bool:
-        if request.status is Status.FINISHED:
+        if request.ended:
             return False
+        request.ended = True
+        if request.client is not None:
+            del self._clients[request.client]
+            if request.siblings:
+                return True
+        self._retire(request)
+        return True
+
+    def _retire(self, request: Request) -> None:
+        """Take an ended request out of everything."""
         if request.status is Status.WAITING:
             self._waiting.remove(request)
         elif request.status is Status.RUNNING:
             self._running.remove(request)
         self._remote.discard(request)
         self._pushing.discard(request)
-        if request.client is not None:
-            del self._clients[request.client]
+        elder = request.elder if request.status is Status.WAITING_FOR_PROMPT else None
         request.move(Status.FINISHED)
         self._release(request)
-        return True
+        if elder is not None:
+            elder.siblings.remove(request)
+            if elder.ended and not elder.siblings and elder.status is not Status.FINISHED:
+                self._retire(elder)
 
-    def _ended_by(self, request: Request, token_id: int) -> FinishReason | None:
-        sampling = request.sampling
-        if token_id in self._stop.eos_token_ids and not sampling.ignore_eos:
-            return FinishReason.STOP
-        if token_id in sampling.stop_token_ids:
-            return FinishReason.STOP
-        if request.num_generated_tokens >= sampling.max_tokens or len(request.token_ids) >= self._stop.max_model_len:
-            return FinishReason.LENGTH
-        return None
-
-    # ------------------------------------------------------------ choosing
+    # ------------------------------------------------------------ running requests
 
     def _schedule_running(self, plan: Plan) -> int:
         """Work of admitted requests: first all that decode, then prompts in order. Returns the budget left."""
         budget = self._config.max_step_tokens
         decoding = [request for request in self._running if request.num_pending_tokens == 1]
         prefilling = [request for request in self._running if request.num_pending_tokens > 1]
+        if self._static and prefilling:
+            decoding = []
         for request in decoding + prefilling:
             if request.status is not Status.RUNNING or budget == 0:
                 continue
             tokens = min(request.num_pending_tokens, budget)
+            lookahead = self._lookahead_of(request, budget - tokens)
+            if lookahead and not self._blocks.reserve(request, len(request.token_ids) + lookahead):
+                lookahead = 0
             if self._make_room(request, request.num_computed_tokens + tokens, plan):
-                plan.work.append(Work(request, tokens))
-                budget -= tokens
+                plan.work.append(Work(request, tokens, lookahead))
+                budget -= tokens + lookahead
         return budget
+
+    def _lookahead_of(self, request: Request, budget: int) -> int:
+        """How many tokens may be guessed for a request: none for a prompt, none past the context's end."""
+        if request.num_pending_tokens > 1 or request.num_generated_tokens == 0:
+            return 0
+        return min(self._lookahead, budget, self._stop.max_model_len - len(request.token_ids))
 
     def _make_room(self, request: Request, tokens: int, plan: Plan) -> bool:
         """Grow a running request's blocks: take them from waiting requests, then from the youngest running ones."""
-        while not self._blocks.grow(request.block_table, tokens):
+        while not self._blocks.reserve(request, tokens):
             if self._strip_a_waiting(request):
                 continue
             planned = {work.request for work in plan.work}
@@ -266,19 +294,25 @@ class Scheduler:
         later = (i for i, other in enumerate(self._waiting) if other.arrived > request.arrived)
         self._waiting.insert(next(later, len(self._waiting)), request)
 
+    # ------------------------------------------------------------ admission
+
     def _admit(self, plan: Plan, budget: int, now: float) -> None:
+        if self._static and (self._running or self._remote):
+            return
         for request in list(self._waiting):
-            if len(self._running) + len(self._remote) >= self._config.max_running:
+            if not self._has_place():
                 return
-            fetch = self._should_fetch(request)
-            if not fetch and budget == 0:
+            if budget == 0 and not request.targets and not self._static:
                 continue
-            if not self._has_room(request):
+            found = self._blocks.find(request)
+            fetch = self._should_fetch(request, found)
+            if not fetch and budget == 0 and not self._static:
+                continue
+            if not (self._has_room(request, found) and self._blocks.admit(request, found)):
                 return
-            self._blocks.grow(request.block_table, len(request.token_ids))
             self._waiting.remove(request)
             if request.admitted is None:
-                request.admitted = now
+                self._first_admission(request, now)
             if fetch:
                 request.move(Status.WAITING_FOR_REMOTE_KVS)
                 self._remote.add(request)
@@ -287,27 +321,39 @@ class Scheduler:
             request.move(Status.RUNNING)
             self._running.append(request)
             tokens = min(request.num_pending_tokens, budget)
-            plan.work.append(Work(request, tokens))
-            budget -= tokens
+            if tokens:
+                plan.work.append(Work(request, tokens))
+                budget -= tokens
 
-    def _should_fetch(self, request: Request) -> bool:
-        """A prompt goes to a prefill node if one is left to be tried and more than the last token is missing."""
+    def _first_admission(self, request: Request, now: float) -> None:
+        request.admitted = now
+        if request.elder is None:
+            request.cached_tokens = request.num_computed_tokens
+            self.counters.prefix_cache_queries += request.num_prompt_tokens
+            self.counters.prefix_cache_hits += request.num_computed_tokens
+
+    def _has_place(self) -> bool:
+        return len(self._running) + len(self._remote) < self._config.max_running
+
+    def _should_fetch(self, request: Request, found: Sequence[int]) -> bool:
+        """A prompt goes to a prefill node if one is left to be tried and more than one block is missing here."""
+        computed = max(request.num_computed_tokens, len(found) * self._blocks.block_size)
         return (
             bool(request.targets)
             and request.num_generated_tokens == 0
-            and request.num_computed_tokens < request.num_prompt_tokens - 1
+            and request.num_prompt_tokens - computed > self._blocks.block_size
         )
 
-    def _has_room(self, request: Request) -> bool:
+    def _has_room(self, request: Request, found: Sequence[int]) -> bool:
         """Whether a waiting request's known tokens fit, leaving a block for each running request to grow into."""
-        missing = self._blocks.blocks_for(len(request.token_ids)) - len(request.block_table)
-        if self._blocks.num_free >= missing + len(self._running):
+        missing = self._blocks.missing(request, found)
+        if self._blocks.free_beside(found) >= missing + len(self._running):
             return True
         if self._running or self._remote or self._pushing:
             return False
-        while self._blocks.num_free < missing and self._strip_a_waiting(request):
+        while self._blocks.free_beside(found) < missing and self._strip_a_waiting(request):
             pass
-        return self._blocks.num_free >= missing
+        return self._blocks.free_beside(found) >= missing
 
     def _strip_a_waiting(self, keep: Request) -> bool:
         """Take back what the last waiting request with blocks kept of a failed fetch. False if there is none."""

@@ -16,10 +16,12 @@ from pdserve.engine.api_channel import ApiChannel
 from pdserve.engine.block_manager import BlockManager
 from pdserve.engine.kv_connector import KvConnector
 from pdserve.engine.outbox import Outbox
+from pdserve.engine.plan import Plan
 from pdserve.engine.prompt_rule import PromptRule
 from pdserve.engine.request import Request
 from pdserve.engine.sampler import sample
-from pdserve.engine.scheduler import Plan, Scheduler, StopRule
+from pdserve.engine.scheduler import Scheduler
+from pdserve.engine.stop_rule import StopRule
 from pdserve.models.runner import ModelRunner
 from pdserve.models.step_batch import StepRow
 from pdserve.wire.engine import Abort, EngineStats, FinishReason, PrefillSource, Shutdown, Stats, Submit
@@ -95,9 +97,12 @@ class StepLoop:
             self._connector.poll(self._scheduler, now)
             self._expire(now)
             plan = self._scheduler.schedule(now)
+            if plan.copies:
+                self._runner.copy_blocks(list(plan.copies.values()), list(plan.copies))
             self._connector.start(plan, now)
             if plan.work:
                 self._compute(plan)
+            self._blocks.clean(self._runner.clear)
             self._tell()
             busy = bool(plan.work)
 
@@ -136,11 +141,14 @@ class StepLoop:
             deadline=now + submit.deadline_s,
             client=submit.request_id,
             targets=submit.prefill,
+            cache_salt=submit.cache_salt,
         )
+        family = [request, *(request.add_sibling(sibling.seed, sibling.request_id) for sibling in submit.siblings)]
         self._scheduler.add(request)
         misfit = self._prompts.misfit(submit.token_ids)
         if misfit is not None:
-            self._scheduler.finish(request, FinishReason.ERROR, misfit)
+            for member in family:
+                self._scheduler.finish(member, FinishReason.ERROR, misfit)
 
     def _expire(self, now: float) -> None:
         for request in self._scheduler.expired(now):
@@ -154,15 +162,20 @@ class StepLoop:
             new = request.token_ids[start : start + work.num_tokens]
             rows.append(StepRow(new, start, request.block_table, work.wants_token))
         logits = self._runner.run(rows)
-        wanting = [work.request for work in plan.work if work.wants_token]
+        wanting = [work for work in plan.work if work.wants_token]
+        # Siblings choose their first tokens by the same logits.
+        row_of = [row for row, work in enumerate(wanting) for _ in work.choosers]
+        choosers = plan.choosers
         tokens = sample(
-            logits, [request.sampling for request in wanting], [request.num_generated_tokens for request in wanting]
+            logits[row_of],
+            [request.sampling for request in choosers],
+            [request.num_generated_tokens for request in choosers],
         )
-        sampled = [None if token is None else SampledToken(token) for token in tokens]
+        choices = [None if token is None else (SampledToken(token),) for token in tokens]
         self._steps += 1
-        for request in self._scheduler.advance(plan, sampled, time.monotonic()):
+        for request in self._scheduler.advance(plan, choices, time.monotonic()):
             self._connector.give_up(request, NOT_FINITE)
-            self._runner.clear(request.block_table)
+            self._blocks.taint(request.block_table)
             self._scheduler.finish(request, FinishReason.ERROR, NOT_FINITE)
         self._connector.stepped(self._scheduler, plan)
 
@@ -191,10 +204,13 @@ class StepLoop:
             total_blocks=self._blocks.num_blocks,
             free_blocks=self._blocks.num_free,
             quarantined_blocks=self._blocks.num_quarantined,
+            cached_blocks=self._blocks.num_cached,
             steps=self._steps,
             prompt_tokens=scheduler.counters.prompt_tokens,
             generated_tokens=scheduler.counters.generated_tokens,
             preemptions=scheduler.counters.preemptions,
+            prefix_cache_queries=scheduler.counters.prefix_cache_queries,
+            prefix_cache_hits=scheduler.counters.prefix_cache_hits,
             prefills_local=prefills[PrefillSource.LOCAL],
             prefills_remote=prefills[PrefillSource.REMOTE],
             prefills_fallback=prefills[PrefillSource.FALLBACK],

@@ -55,6 +55,10 @@ class ModelRunner:
                 last.append(end - 1)
         return self._decoder.logits(hidden[last])
 
+    def copy_blocks(self, sources: Sequence[int], destinations: Sequence[int]) -> None:
+        """Copy whole blocks. All sources are read before any destination is written."""
+        self.kv_cache[list(destinations)] = self.kv_cache[list(sources)]
+
     def clear(self, blocks: Sequence[int]) -> None:
         """Zero these blocks: what is not finite must not stay in memory that another request will own."""
         self.kv_cache[list(blocks)] = 0

@@ -84,6 +84,7 @@ class RequestReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     prefill_node: str
     """Name of the prefill node that delivered; empty if none did."""
     cached_tokens: int
+    """Tokens of the prompt that nobody had to compute for this request; 0 for siblings."""
     queue_s: float
     prefill_s: float
     """From the end of queueing to the first token."""
@@ -113,11 +114,18 @@ class EngineStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     waiting_for_remote: int = 0
     total_blocks: int = 0
     free_blocks: int = 0
+    """Idle blocks of the prefix cache are free."""
     quarantined_blocks: int = 0
+    cached_blocks: int = 0
+    """Blocks that the prefix cache can find, in use or idle."""
     steps: int = 0
     prompt_tokens: int = 0
     generated_tokens: int = 0
     preemptions: int = 0
+    prefix_cache_queries: int = 0
+    """Tokens of admitted prompts."""
+    prefix_cache_hits: int = 0
+    """Those of them that were in the prefix cache."""
     prefills_local: int = 0
     prefills_remote: int = 0
     prefills_fallback: int = 0

@@ -61,10 +61,12 @@ class NodeUnderTest:
         yield lambda: self.submits()[before:]
 
     def wait_aborted(self, count: int, since: int) -> None:
-        """Until the last ``count`` submits, of those after the first ``since``, have all been aborted."""
+        """Until the ``count`` requests of the submits after the first ``since`` have all been aborted."""
 
         def done() -> bool:
-            ids = {submit.request_id for submit in self.submits()[since:]}
+            submits = self.submits()[since:]
+            ids = {submit.request_id for submit in submits}
+            ids |= {sibling.request_id for submit in submits for sibling in submit.siblings}
             return len(ids) == count and ids <= self.aborted()
 
         eventually(done)

@@ -30,6 +30,7 @@ from pdserve.wire.engine import (
     RequestOutput,
     RequestReport,
     Shutdown,
+    Sibling,
     Starting,
     Stats,
     StepOutput,
@@ -56,6 +57,7 @@ REPORT = RequestReport(
 
 @dataclass
 class Running:
+    request_id: int
     submit: Submit
     behaviour: Behaviour
     text_ids: list[int]
@@ -102,8 +104,10 @@ class ScriptedEngine:
     def _take(self, message: Submit | Abort) -> None:
         match message:
             case Submit():
-                behaviour = Behaviour.of_seed(message.sampling.seed)
-                self._requests[message.request_id] = Running(message, behaviour, self._reply(behaviour))
+                for member in (Sibling(message.request_id, message.sampling.seed), *message.siblings):
+                    behaviour = Behaviour.of_seed(member.seed)
+                    running = Running(member.request_id, message, behaviour, self._reply(behaviour))
+                    self._requests[member.request_id] = running
             case Abort(request_ids):
                 for request_id in request_ids:
                     self._requests.pop(request_id, None)
@@ -135,7 +139,7 @@ class ScriptedEngine:
             self._send(Stats(self._stats))
 
     def _advance(self, request: Running) -> RequestOutput | None:
-        kind, request_id = request.behaviour, request.submit.request_id
+        kind, request_id = request.behaviour, request.request_id
         if kind is Behaviour.SILENT or time.monotonic() < request.resume_at:
             return None
         if kind is Behaviour.BURST:
@@ -151,7 +155,7 @@ class ScriptedEngine:
         return self._next_token(request)
 
     def _next_token(self, request: Running) -> RequestOutput:
-        request_id, index = request.submit.request_id, request.sent - 1
+        request_id, index = request.request_id, request.sent - 1
         if request.behaviour is Behaviour.ENDLESS:
             token_id = request.text_ids[0]
         else:
@@ -167,7 +171,7 @@ class ScriptedEngine:
 
     def _fail(self, request: Running) -> RequestOutput:
         request.ended = True
-        request_id = request.submit.request_id
+        request_id = request.request_id
         if request.behaviour is Behaviour.DIE:
             os._exit(7)
         if request.behaviour is Behaviour.FAIL:

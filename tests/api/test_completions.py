@@ -130,17 +130,27 @@ def test_n_choices_have_seeds_of_their_own(client: openai.OpenAI, node: NodeUnde
         answer = client.chat.completions.create(model=MODEL, messages=MESSAGES, n=3, seed=10)
     assert [choice.index for choice in answer.choices] == [0, 1, 2]
     assert {choice.message.content for choice in answer.choices} == {REPLY_TEXT}
-    assert [submit.sampling.seed for submit in submits()] == [10, 11, 12]
-    assert len({submit.uuid for submit in submits()}) == 3
+    [submit] = submits()
+    assert (submit.sampling.seed, [sibling.seed for sibling in submit.siblings]) == (10, [11, 12])
+    assert len({submit.request_id, *(sibling.request_id for sibling in submit.siblings)}) == 3
     assert answer.usage is not None
     assert answer.usage.completion_tokens == 27
-    assert answer.usage.prompt_tokens == len(submits()[0].token_ids), "a prompt counts once"
+    assert answer.usage.prompt_tokens == len(submit.token_ids), "a prompt counts once"
 
 
 def test_without_a_seed_choices_differ(client: openai.OpenAI, node: NodeUnderTest) -> None:
     with node.new_submits() as submits:
         client.chat.completions.create(model=MODEL, messages=MESSAGES, n=4)
-    assert len({submit.sampling.seed for submit in submits()}) == 4
+    [submit] = submits()
+    assert len({submit.sampling.seed, *(sibling.seed for sibling in submit.siblings)}) == 4
+
+
+@pytest.mark.parametrize(("given", "wanted"), [("tenant 7", "tenant 7"), (None, "")])
+def test_the_cache_salt_reaches_the_engine(given: str | None, wanted: str, node: NodeUnderTest) -> None:
+    body = {"model": MODEL, "prompt": ["x", "y"], "seed": 0, "cache_salt": given}
+    with node.new_submits() as submits:
+        assert post(f"{node.url}/v1/completions", body).status == 200
+    assert [submit.cache_salt for submit in submits()] == [wanted] * 2
 
 
 def test_n_choices_streamed(client: openai.OpenAI) -> None:
@@ -165,7 +175,7 @@ def test_forms_of_prompt(client: openai.OpenAI, node: NodeUnderTest, tokenizer: 
     for prompt, expected in forms:
         with node.new_submits() as submits:
             answer = client.completions.create(model=MODEL, prompt=prompt, seed=0, n=2)
-        assert [submit.token_ids for submit in submits()] == [ids for ids in expected for _ in range(2)]
+        assert [submit.token_ids for submit in submits()] == expected
         assert [choice.index for choice in answer.choices] == list(range(2 * len(expected)))
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from pdserve.api.engine_client import EngineClient, EngineState
+from pdserve.api.engine_client import EngineClient, EngineState, PromptChoices
 from pdserve.api.generation import DEADLINE_GRACE_S, Generation
 from pdserve.config import SchedulerConfig
 from pdserve.errors import EngineError, Unavailable
@@ -102,7 +102,7 @@ def test_generates_and_stops(model_dir: Path, tmp_path: Path, monkeypatch: pytes
             assert not any(name.startswith("pdserve-") for name in os.listdir(tmp_path)), (
                 "the socket's folder is gone as soon as it is connected"
             )
-            generation = client.open([([1, 2], params(Behaviour.REPLY))], deadline_s=10.0)
+            generation = client.open([PromptChoices([1, 2], params(Behaviour.REPLY))], deadline_s=10.0)
             assert client.open_requests == 1
             output = await drained(generation)
             generation.close()
@@ -130,8 +130,8 @@ def test_death_of_the_engine_ends_every_request(
         client = client_of(model_dir, tmp_path)
         try:
             await client.start()
-            silent = client.open([([1], params(Behaviour.SILENT))] * 2, deadline_s=60.0)
-            fatal = client.open([([1], params(behaviour))], deadline_s=60.0)
+            silent = client.open([PromptChoices([1], params(Behaviour.SILENT))] * 2, deadline_s=60.0)
+            fatal = client.open([PromptChoices([1], params(behaviour))], deadline_s=60.0)
             for generation in (silent, fatal):
                 output = await drained(generation)
                 assert output.finish is FinishReason.ERROR
@@ -139,7 +139,7 @@ def test_death_of_the_engine_ends_every_request(
             assert message in str(await asyncio.wait_for(client.wait_lost(), WAIT_S))
             assert client.open_requests == 0
             with pytest.raises(Unavailable):
-                client.open([([1], params(Behaviour.REPLY))], deadline_s=1.0)
+                client.open([PromptChoices([1], params(Behaviour.REPLY))], deadline_s=1.0)
         finally:
             await client.stop(5.0)
         assert client.state is EngineState.LOST
@@ -213,7 +213,7 @@ def test_prefill_engine_is_idle_when_it_says_so(role: Role, waits: bool, model_d
         client = EngineClient(engine_config(model_dir, role=role), command=command)
         try:
             await client.start()
-            held = client.open([([1], params(Behaviour.HOLD))], deadline_s=60.0)
+            held = client.open([PromptChoices([1], params(Behaviour.HOLD))], deadline_s=60.0)
             async with asyncio.timeout(WAIT_S):
                 while client.stats.running == 0:
                     await held.wait()
@@ -221,7 +221,7 @@ def test_prefill_engine_is_idle_when_it_says_so(role: Role, waits: bool, model_d
             idle = asyncio.create_task(client.wait_idle())
             await asyncio.sleep(0)
             assert idle.done() is not waits
-            last = client.open([([1], params(Behaviour.REPLY))], deadline_s=60.0)
+            last = client.open([PromptChoices([1], params(Behaviour.REPLY))], deadline_s=60.0)
             await drained(last)
             last.close()
             await asyncio.wait_for(idle, WAIT_S)
@@ -236,12 +236,12 @@ def test_too_many_requests(model_dir: Path, tmp_path: Path) -> None:
         client = client_of(model_dir, tmp_path, SchedulerConfig(max_running=1, max_waiting=2))
         try:
             await client.start()
-            held = client.open([([1], params(Behaviour.SILENT))] * 3, deadline_s=60.0)
+            held = client.open([PromptChoices([1], params(Behaviour.SILENT))] * 3, deadline_s=60.0)
             with pytest.raises(Unavailable, match="too many") as raised:
-                client.open([([1], params(Behaviour.REPLY))], deadline_s=60.0)
+                client.open([PromptChoices([1], params(Behaviour.REPLY))], deadline_s=60.0)
             assert raised.value.retry_after_s is not None
             held.close()
-            generation = client.open([([1], params(Behaviour.REPLY))], deadline_s=60.0)
+            generation = client.open([PromptChoices([1], params(Behaviour.REPLY))], deadline_s=60.0)
             assert (await drained(generation)).finish is FinishReason.STOP
             generation.close()
         finally:

@@ -52,7 +52,8 @@ WRONG_EVERYWHERE: list[tuple[dict[str, Any], str]] = [
     ({"bad_words": ["x"]}, "bad_words"),
     ({"allowed_token_ids": [1]}, "allowed_token_ids"),
     ({"response_format": {"type": "json_object"}}, "response_format"),
-    ({"cache_salt": "s"}, "cache_salt"),
+    ({"cache_salt": 5}, "cache_salt"),
+    ({"cache_salt": "s" * 1025}, "cache_salt"),
 ]
 WRONG_CHAT: list[tuple[dict[str, Any], str]] = [
     ({"messages": []}, "messages"),

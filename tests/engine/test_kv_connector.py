@@ -22,8 +22,10 @@ from pdserve.engine.kv_connector.fetching import Fetching
 from pdserve.engine.kv_connector.no_transfer import NoTransfer
 from pdserve.engine.kv_connector.pushing import Pushing
 from pdserve.engine.outbox import Outbox
+from pdserve.engine.plan import Plan
 from pdserve.engine.request import Request, Status
-from pdserve.engine.scheduler import Plan, Scheduler, StopRule
+from pdserve.engine.scheduler import Scheduler
+from pdserve.engine.stop_rule import StopRule
 from pdserve.errors import EngineError
 from pdserve.wire.discovery import Role
 from pdserve.wire.engine import FinishReason, PrefillSource
@@ -60,6 +62,7 @@ class ScriptedThread:
         self.cancelled: list[TransferId] = []
         self.pushed: list[tuple[int, tuple[int, ...]]] = []
         self.first_tokens: list[int] = []
+        self.cached_tokens: list[int] = []
         self.failed: list[str] = []
         self.pending: list[TransferEvent] = []
 
@@ -74,6 +77,7 @@ class ScriptedThread:
 
     def first_token(self, transfer_id: TransferId, tokens: tuple[SampledToken, ...], cached_tokens: int) -> None:
         self.first_tokens += [token.token_id for token in tokens]
+        self.cached_tokens.append(cached_tokens)
 
     def fail_push(self, transfer_id: TransferId, reason: str) -> None:
         self.failed.append(reason)
@@ -124,7 +128,7 @@ class Bench:
     def step(self) -> Plan:
         plan = self.scheduler.schedule(1.0)
         self.connector.start(plan, 1.0)
-        self.scheduler.advance(plan, [SampledToken(50) for work in plan.work if work.wants_token], 1.0)
+        self.scheduler.advance(plan, [(SampledToken(50),) for _ in plan.choosers], 1.0)
         self.connector.stepped(self.scheduler, plan)
         return plan
 
@@ -196,14 +200,52 @@ def test_an_aborted_fetch_keeps_its_blocks_until_its_end_is_reported(end: str) -
 
 def test_a_failed_fetch_goes_to_the_next_prefill_node_for_what_is_missing() -> None:
     bench, request, order = fetching(targets=2)
-    bench.report(FetchFailed(order.transfer_id, "lost", 2, ()))
+    bench.report(FetchFailed(order.transfer_id, "lost", 1, ()))
     bench.step()
     again = bench.thread.fetched[1]
     assert again.transfer_id.attempt == 1
     assert again.target.name == "p1"
-    assert again.first_block == 2
-    assert again.block_ids == (order.block_ids[2],)
+    assert again.first_block == 1
+    assert again.block_ids == order.block_ids[1:]
     assert request.status is Status.WAITING_FOR_REMOTE_KVS
+
+
+def test_no_prefill_node_is_asked_for_one_block_or_less() -> None:
+    bench, request, order = fetching(targets=2)
+    bench.report(FetchFailed(order.transfer_id, "lost", 2, ()))
+    assert [(work.request, work.num_tokens) for work in bench.step().work] == [(request, 2)]
+    assert len(bench.thread.fetched) == 1
+
+
+def test_only_blocks_that_the_prefix_cache_lacks_are_asked_for() -> None:
+    bench, first, order = fetching()
+    bench.report(FirstTokenArrived(order.transfer_id, (SampledToken(2),), 0))
+    bench.report(FetchCancelled(order.transfer_id, ()))
+    assert bench.blocks.num_cached == 0, "nothing of it is known to have landed"
+    again = bench.request()
+    bench.step()
+    order = bench.thread.fetched[-1]
+    bench.report(FirstTokenArrived(order.transfer_id, (SampledToken(33),), 0), FetchLanded(order.transfer_id, 0.1, 1))
+    assert bench.blocks.num_cached == 2
+    longer = bench.request(prompt=20)
+    bench.step()
+    order = bench.thread.fetched[-1]
+    assert (order.first_block, len(order.block_ids)) == (2, 3)
+    assert longer.block_table[:2] == again.block_table[:2]
+    assert order.block_ids == tuple(longer.block_table[2:])
+    assert len(order.token_ids) == 20
+    bench.report(FirstTokenArrived(order.transfer_id, (SampledToken(33),), 8), FetchLanded(order.transfer_id, 0.1, 1))
+    assert longer.cached_tokens == 8
+    same = bench.request(prompt=20)
+    assert bench.step().fetches == []
+    assert same.num_computed_tokens == 20
+
+
+def test_blocks_that_others_read_are_not_quarantined() -> None:
+    bench, request, order = fetching()
+    bench.report(FirstTokenArrived(order.transfer_id, (SampledToken(33),), 0), FetchLanded(order.transfer_id, 0.1, 1))
+    with pytest.raises(EngineError, match="others may read it"):
+        bench.blocks.quarantine(request.block_table[:1])
 
 
 def test_after_the_last_prefill_node_the_rest_is_computed_here() -> None:
@@ -284,6 +326,26 @@ def test_a_cancelled_push_keeps_its_blocks_until_no_send_reads_them(steps: int) 
     assert NUM_BLOCKS - bench.blocks.num_free == held
     bench.report(PushEnded(order.transfer_id, PushOutcome.CANCELLED))
     assert bench.all_free
+
+
+def test_cached_blocks_are_pushed_before_the_rest_is_computed() -> None:
+    bench, order = Bench(Role.PREFILL), wanted(prompt=14)
+    bench.report(order)
+    while bench.step().work:
+        pass
+    bench.report(PushEnded(order.transfer_id, PushOutcome.DONE))
+    bench.thread.pushed.clear()
+    bench.report(wanted(prompt=14, first_block=1))
+    plan = bench.scheduler.schedule(1.0)
+    bench.connector.start(plan, 1.0)
+    (work,) = plan.work
+    assert (work.num_tokens, work.request.cached_tokens) == (2, 12)
+    table = tuple(work.request.block_table)
+    assert bench.thread.pushed == [(1, table[1:3])]
+    bench.scheduler.advance(plan, [(SampledToken(50),)], 1.0)
+    bench.connector.stepped(bench.scheduler, plan)
+    assert bench.thread.pushed == [(1, table[1:3]), (3, table[3:])]
+    assert bench.thread.cached_tokens == [0, 12]
 
 
 def test_a_prompt_that_does_not_fit_is_refused() -> None:

@@ -11,8 +11,10 @@ from hypothesis import strategies as st
 from pdserve.config import SchedulerConfig
 from pdserve.engine.block_manager import BlockManager
 from pdserve.engine.outbox import Outbox
+from pdserve.engine.plan import Plan
 from pdserve.engine.request import Request, Status
-from pdserve.engine.scheduler import Plan, Scheduler, StopRule
+from pdserve.engine.scheduler import Scheduler
+from pdserve.engine.stop_rule import StopRule
 from pdserve.errors import EngineError
 from pdserve.wire.engine import FinishReason, RequestOutput
 from pdserve.wire.ids import new_id
@@ -61,7 +63,7 @@ class Bench:
         planned = {work.request: work.request.num_computed_tokens + work.num_tokens for work in plan.work}
         for request, computed in planned.items():
             assert len(request.block_table) * BLOCK_SIZE >= computed
-        tokens = [SampledToken(10 + len(work.request.token_ids)) for work in plan.work if work.wants_token]
+        tokens = [(SampledToken(10 + len(request.token_ids)),) for request in plan.choosers]
         self.scheduler.advance(plan, tokens, self.now)
         self.collect()
         return plan
@@ -125,7 +127,7 @@ def test_answers_end_at_max_tokens_eos_and_context_length() -> None:
     assert bench.outputs[2] == expected(10, 2)
     request = bench.add(3, prompt=3)
     plan = bench.scheduler.schedule(bench.now)
-    bench.scheduler.advance(plan, [SampledToken(EOS)], bench.now)
+    bench.scheduler.advance(plan, [(SampledToken(EOS),)], bench.now)
     bench.collect()
     assert bench.endings[3].finish is FinishReason.STOP
     assert request.status is Status.FINISHED

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from pdserve.engine.plan import Plan
 from pdserve.engine.request import Request
-from pdserve.engine.scheduler import Plan, Scheduler
+from pdserve.engine.scheduler import Scheduler
 from pdserve_kvtransfer.stats import TransferStats
 
 CLOSE_TIMEOUT_S = 5.0

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from pdserve.config import TransferConfig
 from pdserve.engine.block_manager import BlockManager
 from pdserve.engine.kv_connector.contract import CLOSE_TIMEOUT_S
+from pdserve.engine.plan import Plan
 from pdserve.engine.request import Request
-from pdserve.engine.scheduler import Plan, Scheduler
+from pdserve.engine.scheduler import Scheduler
 from pdserve.errors import EngineError
 from pdserve.wire.engine import PrefillSource
 from pdserve.wire.ids import TransferId
+from pdserve.wire.sampling import SampledToken
 from pdserve_kvtransfer.events import (
     BlocksReleased,
     FetchCancelled,
@@ -23,15 +27,26 @@ from pdserve_kvtransfer.stats import TransferStats
 from pdserve_kvtransfer.thread import TransferThread
 
 
+@dataclass(frozen=True, slots=True)
+class _Fetch:
+    """One under way: whose prompt it is, and who gets a first token from it, in order."""
+
+    request: Request
+    choosers: tuple[Request, ...]
+
+
 class Fetching:
-    """A decode node: prompts come from prefill nodes, or are computed here when those fail."""
+    """A decode node: prompts come from prefill nodes, or are computed here when those fail.
+
+    Only blocks that the prefix cache here does not hold are asked for.
+    """
 
     def __init__(self, blocks: BlockManager, thread: TransferThread, config: TransferConfig, boot_id: bytes) -> None:
         self._blocks = blocks
         self._thread = thread
         self._timeout_s = config.prefill_timeout_ms / 1000
         self._boot_id = boot_id
-        self._fetching: dict[TransferId, Request] = {}
+        self._fetching: dict[TransferId, _Fetch] = {}
         self._ending: dict[TransferId, list[int]] = {}
 
     def start(self, plan: Plan, now: float) -> None:
@@ -44,7 +59,7 @@ class Fetching:
             request.prefill_node = target.name
             request.first_block = request.num_computed_tokens // self._blocks.block_size
             last_block = self._blocks.blocks_for(request.num_prompt_tokens)
-            self._fetching[transfer] = request
+            self._fetching[transfer] = _Fetch(request, (request, *request.siblings))
             self._thread.fetch(
                 FetchOrder(
                     transfer_id=transfer,
@@ -54,32 +69,31 @@ class Fetching:
                     block_ids=tuple(request.block_table[request.first_block : last_block]),
                     sampling=request.sampling,
                     deadline_s=max(0.001, min(self._timeout_s, request.deadline - now)),
+                    sibling_seeds=tuple(sibling.sampling.seed for sibling in request.siblings),
+                    cache_salt=request.cache_salt,
                 )
             )
 
     def poll(self, scheduler: Scheduler, now: float) -> None:
         for event in self._thread.events():
             match event:
-                case FirstTokenArrived(transfer, (token, *_), cached_tokens):
-                    request = self._fetching.get(transfer)
-                    if request is not None:
-                        request.cached_tokens = cached_tokens
-                        request.prefill_source = PrefillSource.REMOTE
-                        scheduler.accept_token(request, token, now)
+                case FirstTokenArrived(transfer, tokens, cached_tokens):
+                    fetch = self._fetching.get(transfer)
+                    if fetch is not None:
+                        fetch.request.cached_tokens = cached_tokens
+                        fetch.request.prefill_source = PrefillSource.REMOTE
+                        self._accept(scheduler, fetch, tokens, now)
                 case FetchLanded(transfer):
                     landed = self._fetching.pop(transfer, None)
                     if landed is None:
                         self._finish_ending(transfer)
-                        continue
-                    landed.transfer = None
-                    landed.prefill_source = PrefillSource.REMOTE
-                    landed.transfer_seconds = now - (landed.first_token or now)
-                    scheduler.landed(landed)
+                    else:
+                        self._landed(scheduler, landed, now)
                 case FetchFailed(transfer, _, landed_blocks, quarantined):
                     self._blocks.quarantine(quarantined)
                     failed = self._fetching.pop(transfer, None)
                     if failed is not None:
-                        self._retry(scheduler, failed, landed_blocks, quarantined)
+                        self._retry(scheduler, failed.request, landed_blocks, quarantined)
                     else:
                         self._finish_ending(transfer)
                 case FetchCancelled(transfer, quarantined):
@@ -91,6 +105,21 @@ class Fetching:
                     raise EngineError(f"the transfer thread died: {message}")
                 case _:
                     raise EngineError(f"a decode node cannot act on {event}")
+
+    def _accept(self, scheduler: Scheduler, fetch: _Fetch, tokens: tuple[SampledToken, ...], now: float) -> None:
+        # A prefill node that sends too few leaves the rest of the family to sample here.
+        for request, token in zip(fetch.choosers, tokens, strict=False):
+            # A token that a client has is never replaced, and nobody waits for those of an ended request.
+            if not request.ended and request.num_generated_tokens == 0:
+                scheduler.accept_token(request, token, now)
+
+    def _landed(self, scheduler: Scheduler, fetch: _Fetch, now: float) -> None:
+        request = fetch.request
+        times = [member.first_token for member in fetch.choosers if member.first_token is not None]
+        request.transfer = None
+        request.prefill_source = PrefillSource.REMOTE
+        request.transfer_seconds = now - min(times, default=now)
+        scheduler.landed(request)
 
     def _retry(self, scheduler: Scheduler, request: Request, landed_blocks: int, quarantined: tuple[int, ...]) -> None:
         request.transfer = None

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from pdserve.engine.block_manager import BlockManager
+from pdserve.engine.plan import Plan
 from pdserve.engine.request import Request
-from pdserve.engine.scheduler import Plan, Scheduler
+from pdserve.engine.scheduler import Scheduler
 from pdserve.errors import EngineError
 from pdserve_kvtransfer.stats import TransferStats
 

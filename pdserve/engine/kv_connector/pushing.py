@@ -6,8 +6,9 @@ from collections.abc import Callable
 
 from pdserve.engine.block_manager import BlockManager
 from pdserve.engine.kv_connector.contract import CLOSE_TIMEOUT_S
+from pdserve.engine.plan import Plan
 from pdserve.engine.request import Request, Status
-from pdserve.engine.scheduler import Plan, Scheduler
+from pdserve.engine.scheduler import Scheduler
 from pdserve.errors import EngineError
 from pdserve.wire.ids import TransferId
 from pdserve_kvtransfer.events import PushCancelled, PushEnded, PushWanted, TransferThreadDied
@@ -66,7 +67,10 @@ class Pushing:
             deadline=now + order.deadline_s,
             transfer=order.transfer_id,
             first_block=order.first_block,
+            cache_salt=order.cache_salt,
         )
+        for seed in order.sibling_seeds:
+            request.add_sibling(seed)
         self._pushing[order.transfer_id] = request
         scheduler.add(request)
 
@@ -81,6 +85,9 @@ class Pushing:
     def start(self, plan: Plan, now: float) -> None:
         if plan.fetches:
             raise EngineError("a prefill node was asked to fetch a prompt")
+        # What the prefix cache holds moves while the rest is computed.
+        for work in plan.work:
+            self._push(work.request, work.request.num_computed_tokens // self._blocks.block_size)
 
     def stepped(self, scheduler: Scheduler, plan: Plan) -> None:
         for work in plan.work:
@@ -92,13 +99,19 @@ class Pushing:
                 final = self._blocks.blocks_for(request.num_prompt_tokens)
             else:
                 final = request.num_computed_tokens // self._blocks.block_size
-            first = max(request.pushed_blocks, request.first_block)
-            if final > first:
-                self._thread.push(request.transfer, first, tuple(request.block_table[first:final]))
-                request.pushed_blocks = final
+            self._push(request, final)
             if complete:
-                self._thread.first_token(request.transfer, request.first_tokens, request.cached_tokens)
+                family = (request, *request.siblings)
+                tokens = tuple(token for member in family for token in member.first_tokens)
+                self._thread.first_token(request.transfer, tokens, request.cached_tokens)
                 scheduler.pushed_all(request)
+
+    def _push(self, request: Request, final: int) -> None:
+        """Send the blocks before ``final`` that are wanted and not sent yet."""
+        first = max(request.pushed_blocks, request.first_block)
+        if request.transfer is not None and final > first:
+            self._thread.push(request.transfer, first, tuple(request.block_table[first:final]))
+            request.pushed_blocks = final
 
     def give_up(self, request: Request, reason: str) -> None:
         if request.transfer is not None:

@@ -1,0 +1,67 @@
+"""Which KV blocks can be found again by their hash, and which of them goes first when blocks run out.
+
+A block is added once its keys and values are final. It can be found while a request holds it (*in use*) and after the
+last one has let go of it (*idle*), until its memory is wanted for something else: least recently used first.
+Everything takes constant time a block.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable
+
+
+class PrefixCache:
+    """Knows hashes and the order of idle blocks; who holds a block is the block manager's business."""
+
+    def __init__(self) -> None:
+        self._block_of: dict[bytes, int] = {}
+        self._hash_of: dict[int, bytes] = {}
+        self._idle: OrderedDict[int, None] = OrderedDict()
+
+    def __len__(self) -> int:
+        """Blocks that can be found."""
+        return len(self._hash_of)
+
+    def __contains__(self, block: int) -> bool:
+        return block in self._hash_of
+
+    @property
+    def num_idle(self) -> int:
+        return len(self._idle)
+
+    def match(self, hashes: Iterable[bytes]) -> list[int]:
+        """The blocks of the longest prefix of ``hashes`` that is here."""
+        found = []
+        for block_hash in hashes:
+            block = self._block_of.get(block_hash)
+            if block is None:
+                break
+            found.append(block)
+        return found
+
+    def add(self, block: int, block_hash: bytes) -> None:
+        """Make a block that is in use findable. Where another one has the hash already, that one stays."""
+        if block_hash not in self._block_of and block not in self._hash_of:
+            self._block_of[block_hash] = block
+            self._hash_of[block] = block_hash
+
+    def drop(self, block: int) -> None:
+        """A block that is in use must not be found any more, if it could be."""
+        block_hash = self._hash_of.pop(block, None)
+        if block_hash is not None:
+            del self._block_of[block_hash]
+
+    def rest(self, block: int) -> None:
+        """Nobody holds this block any more."""
+        self._idle[block] = None
+
+    def wake(self, block: int) -> None:
+        """Somebody holds this idle block again."""
+        del self._idle[block]
+
+    def evict(self) -> int:
+        """Forget the least recently used idle block, for its memory."""
+        block, _ = self._idle.popitem(last=False)
+        del self._block_of[self._hash_of.pop(block)]
+        return block

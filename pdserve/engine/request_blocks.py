@@ -1,0 +1,93 @@
+"""What a request's block table holds: blocks found in the prefix cache, reserved ones, and a sibling's copy.
+
+A request writes only to blocks that it holds alone and that cannot be found. Full blocks can be found and shared as
+soon as they are computed; a partial last block never is. Nor is a prompt's last token taken from the prefix cache: it
+has to be computed for its logits, and would be written into a shared block. So where a whole prompt is there and fills
+its last block, that block is computed again into one of the request's own: at most one block's tokens, and no copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pdserve.engine.block_hash import extend_hashes
+from pdserve.engine.block_manager import BlockManager
+from pdserve.engine.request import Request
+
+
+class RequestBlocks:
+    """The scheduler's view of the pool."""
+
+    def __init__(self, pool: BlockManager) -> None:
+        self._pool = pool
+        self._copies: dict[int, int] = {}
+
+    @property
+    def block_size(self) -> int:
+        return self._pool.block_size
+
+    def find(self, request: Request) -> list[int]:
+        """Blocks of the prefix cache that a request without blocks could begin with; all but its last token at most."""
+        if request.block_table or not self._pool.caching:
+            return []
+        count = (len(request.token_ids) - 1) // self.block_size
+        self._hash(request, count)
+        return self._pool.match(request.block_hashes[:count])
+
+    def missing(self, request: Request, found: Sequence[int]) -> int:
+        """Blocks that a request's known tokens need beside those that it has or has found."""
+        return self._pool.blocks_for(len(request.token_ids)) - len(request.block_table) - len(found)
+
+    def free_beside(self, found: Sequence[int]) -> int:
+        """Blocks that could be had if those found were taken first."""
+        return self._pool.free_beside(found)
+
+    def admit(self, request: Request, found: Sequence[int]) -> bool:
+        """Take what was found, and reserve blocks for all known tokens. False if too few are free."""
+        if self.missing(request, found) > self.free_beside(found):
+            return False
+        if found:
+            self._pool.share(request.block_table, found)
+            request.num_computed_tokens = len(found) * self.block_size
+        return self.reserve(request, len(request.token_ids))
+
+    def reserve(self, request: Request, tokens: int) -> bool:
+        """Have blocks for its first ``tokens`` tokens, known or guessed.
+
+        False, and nothing changed, if too few are free.
+        """
+        return self._pool.grow(request.block_table, tokens)
+
+    def computed(self, request: Request, num_computed_tokens: int) -> None:
+        """The keys and values of so many tokens are final: blocks that became full can be found from now on."""
+        first, end = request.num_computed_tokens // self.block_size, num_computed_tokens // self.block_size
+        request.num_computed_tokens = num_computed_tokens
+        if end > first and self._pool.caching:
+            self._hash(request, end)
+            for i in range(first, end):
+                self._pool.remember(request.block_table[i], request.block_hashes[i])
+
+    def fork(self, elder: Request, sibling: Request) -> bool:
+        """Give a sibling its elder's computed prompt: full blocks shared, the partial last one copied.
+
+        False, and nothing changed, if no block is free.
+        """
+        full, rest = divmod(elder.num_prompt_tokens, self.block_size)
+        if rest and not self._pool.num_free:
+            return False
+        self._pool.share(sibling.block_table, elder.block_table[:full])
+        self._pool.grow(sibling.block_table, elder.num_prompt_tokens)
+        if rest:
+            # By destination: a block that is freed and taken again before the copies are made is written once.
+            self._copies[sibling.block_table[full]] = elder.block_table[full]
+        sibling.block_hashes = elder.block_hashes[:full]
+        sibling.num_computed_tokens = elder.num_prompt_tokens
+        return True
+
+    def take_copies(self) -> dict[int, int]:
+        """Copies to be made before anything else is written, from which block by to which."""
+        copies, self._copies = self._copies, {}
+        return copies
+
+    def _hash(self, request: Request, count: int) -> None:
+        extend_hashes(request.block_hashes, request.token_ids, count, self.block_size, request.cache_salt)
