@@ -218,7 +218,7 @@ def test_no_prefill_node_is_asked_for_one_block_or_less() -> None:
 
 
 def test_only_blocks_that_the_prefix_cache_lacks_are_asked_for() -> None:
-    bench, first, order = fetching()
+    bench, _, order = fetching()
     bench.report(FirstTokenArrived(order.transfer_id, (SampledToken(2),), 0))
     bench.report(FetchCancelled(order.transfer_id, ()))
     assert bench.blocks.num_cached == 0, "nothing of it is known to have landed"

@@ -1,0 +1,159 @@
+"""An engine around the real scheduler, blocks and connectors, with a fake model and a scripted transfer thread."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from random import Random
+from typing import Any
+
+from pdserve.config import Batching, SchedulerConfig, TransferConfig
+from pdserve.engine.block_manager import BlockManager
+from pdserve.engine.kv_connector import KvConnector
+from pdserve.engine.kv_connector.fetching import Fetching
+from pdserve.engine.kv_connector.no_transfer import NoTransfer
+from pdserve.engine.kv_connector.pushing import Pushing
+from pdserve.engine.outbox import Outbox
+from pdserve.engine.plan import Plan, Work
+from pdserve.engine.request import Request
+from pdserve.engine.scheduler import Scheduler
+from pdserve.engine.stop_rule import StopRule
+from pdserve.wire.discovery import Role
+from pdserve.wire.engine import RequestOutput
+from pdserve.wire.ids import new_id
+from pdserve.wire.sampling import SampledToken, SamplingParams
+from pdserve.wire.ticket import PrefillTarget
+from tests.engine.fake_model import EOS, FakeModel, choose
+
+BLOCK_SIZE = 4
+BOOT = new_id()
+TARGET = PrefillTarget("p0", "tcp://127.0.0.1:1", new_id())
+
+
+class FakeEngine:
+    """One engine; ``step`` is what the step loop does, with a drafter that guesses right now and then."""
+
+    def __init__(
+        self,
+        role: Role = Role.MIXED,
+        *,
+        thread: Any = None,
+        num_blocks: int = 32,
+        max_running: int = 8,
+        max_step_tokens: int = 16,
+        max_len: int = 64,
+        batching: Batching = Batching.CONTINUOUS,
+        prefix_cache: bool = True,
+        lookahead: int = 0,
+        random: Random | None = None,
+    ) -> None:
+        self.blocks = BlockManager(num_blocks, BLOCK_SIZE, prefix_cache=prefix_cache)
+        self.model = FakeModel(num_blocks, BLOCK_SIZE)
+        self.connector: KvConnector
+        if role is Role.MIXED:
+            self.connector = NoTransfer(self.blocks)
+        elif role is Role.PREFILL:
+            self.connector = Pushing(self.blocks, thread, lambda ids: None, 1000)
+        else:
+            self.connector = Fetching(self.blocks, thread, TransferConfig(), BOOT)
+        self.outbox = Outbox()
+        self.max_len = max_len
+        config = SchedulerConfig(
+            max_running=max_running, max_step_tokens=max_step_tokens, max_waiting=100, batching=batching
+        )
+        stop = StopRule(frozenset({EOS}), max_len)
+        self.scheduler = Scheduler(self.blocks, config, stop, self.outbox, self.connector.release, lookahead)
+        self.outputs: dict[int, list[int]] = {}
+        self.endings: dict[int, RequestOutput] = {}
+        self.now = 0.0
+        self._random = random or Random(0)
+
+    def add(
+        self,
+        client: int,
+        prompt: Sequence[int],
+        max_tokens: int = 4,
+        seeds: Sequence[int] = (0,),
+        *,
+        salt: str = "",
+        remote: bool = False,
+    ) -> Request:
+        """One prompt; its answers are ``client``, ``client + 1`` and so on, one for each seed."""
+        request = Request(
+            uuid=new_id(),
+            token_ids=list(prompt),
+            num_prompt_tokens=len(prompt),
+            sampling=SamplingParams(max_tokens=max_tokens, seed=seeds[0]),
+            arrived=self.now,
+            deadline=self.now + 10_000,
+            client=client,
+            cache_salt=salt,
+            targets=(TARGET,) if remote else (),
+        )
+        for i, seed in enumerate(seeds[1:], 1):
+            request.add_sibling(seed, client + i)
+        self.scheduler.add(request)
+        return request
+
+    def step(self) -> Plan:
+        self.now += 1
+        self.connector.poll(self.scheduler, self.now)
+        plan = self.scheduler.schedule(self.now)
+        self.model.copy(plan.copies)
+        self.connector.start(plan, self.now)
+        choices = [tokens for work in plan.work for tokens in self._compute(work)]
+        assert self.scheduler.advance(plan, choices, self.now) == []
+        self.connector.stepped(self.scheduler, plan)
+        self.collect()
+        return plan
+
+    def _compute(self, work: Work) -> list[tuple[SampledToken, ...]]:
+        """The choices of one work's choosers, with some right and some wrong guesses where there is room for them."""
+        request = work.request
+        start = request.num_computed_tokens
+        known = request.token_ids[start : start + work.num_tokens]
+        guesses, right = self._guess(work)
+        end = start + len(known) + len(guesses)
+        assert end <= len(request.block_table) * BLOCK_SIZE
+        assert end <= self.max_len
+        for block in request.block_table[start // BLOCK_SIZE : -(-end // BLOCK_SIZE)]:
+            assert self.blocks.num_holders(block) == 1, "a step writes to a shared block"
+        found = self.model.run(request.token_ids, start, known + guesses, request.block_table)
+        choices = []
+        for chooser in work.choosers:
+            last = found[len(known) - 1 : len(known) + right]
+            choices.append(tuple(SampledToken(choose(digest, chooser.sampling.seed)) for digest in last))
+        return choices
+
+    def _guess(self, work: Work) -> tuple[list[int], int]:
+        """``lookahead`` guesses, and how many of the first ones are right."""
+        if not work.lookahead:
+            return [], 0
+        right = self._random.randint(0, work.lookahead)
+        digest, guesses = 0, []
+        for token in work.request.token_ids:
+            digest = hash((digest, token))
+        for i in range(work.lookahead):
+            token = choose(digest, work.request.sampling.seed)
+            guesses.append(token if i < right else 1)
+            digest = hash((digest, token))
+        return guesses, right
+
+    def collect(self) -> None:
+        step = self.outbox.take()
+        for output in step.outputs if step else []:
+            assert output.request_id not in self.endings
+            self.outputs.setdefault(output.request_id, []).extend(output.new_token_ids)
+            if output.finish is not None:
+                self.endings[output.request_id] = output
+
+    def run(self, limit: int = 3000) -> None:
+        """Until nothing is left to do."""
+        for _ in range(limit):
+            if not self.step().work:
+                return
+        raise AssertionError("the scheduler does not come to an end")
+
+    @property
+    def idle(self) -> bool:
+        """Nothing lives, and every block can be had."""
+        return not list(self.scheduler.live()) and self.blocks.num_free == self.blocks.num_blocks

@@ -1,0 +1,78 @@
+"""A model and a KV cache whose every slot says which tokens it was computed from.
+
+A slot holds a digest of all tokens up to its own, computed from the slot before it, as real keys and values depend on
+all that came before. A step first looks at its whole context: a block that was shared, moved, evicted or overwritten
+wrongly is an assertion at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+VOCAB = 40
+EOS = 2
+
+
+def after(digest: int, token: int) -> int:
+    return hash((digest, token))
+
+
+def digests(tokens: Sequence[int]) -> list[int]:
+    """Of every prefix, shortest first."""
+    found, digest = [], 0
+    for token in tokens:
+        digest = after(digest, token)
+        found.append(digest)
+    return found
+
+
+def choose(digest: int, seed: int) -> int:
+    """The token after a prefix: any of 2 (end of sequence) to 41."""
+    return 2 + hash((digest, seed)) % VOCAB
+
+
+def answer(prompt: Sequence[int], seed: int, max_tokens: int, max_len: int) -> list[int]:
+    """What a request must be answered, whatever happens to it."""
+    tokens = list(prompt)
+    digest = digests(tokens)[-1]
+    while len(tokens) < min(len(prompt) + max_tokens, max_len):
+        token = choose(digest, seed)
+        tokens.append(token)
+        if token == EOS:
+            break
+        digest = after(digest, token)
+    return tokens[len(prompt) :]
+
+
+def talkative(prompt: Sequence[int], max_tokens: int) -> int:
+    """A seed whose answer does not end before ``max_tokens``."""
+    return next(seed for seed in range(1000) if len(answer(prompt, seed, max_tokens, 10_000)) == max_tokens)
+
+
+class FakeModel:
+    """Blocks of one engine."""
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        self.block_size = block_size
+        self.memory = [[-1] * block_size for _ in range(num_blocks)]
+
+    def run(self, known: Sequence[int], start: int, tokens: Sequence[int], block_table: Sequence[int]) -> list[int]:
+        """Write ``tokens`` at ``start``; returns the digest after each. ``known`` is what the context must hold."""
+        context = [self.memory[block_table[i // self.block_size]][i % self.block_size] for i in range(start)]
+        assert context == digests(known[:start]), "the KV cache holds something else than the request's tokens"
+        digest = context[-1] if context else 0
+        new = []
+        for position, token in enumerate(tokens, start):
+            digest = after(digest, token)
+            new.append(digest)
+            self.memory[block_table[position // self.block_size]][position % self.block_size] = digest
+        return new
+
+    def copy(self, copies: dict[int, int]) -> None:
+        read = {destination: list(self.memory[source]) for destination, source in copies.items()}
+        for destination, content in read.items():
+            self.memory[destination] = content
+
+    def clear(self, blocks: Sequence[int]) -> None:
+        for block in blocks:
+            self.memory[block] = [-1] * self.block_size
