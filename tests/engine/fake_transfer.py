@@ -1,0 +1,162 @@
+"""Two transfer threads and the wire between them: moves blocks between fake engines' memories, late and lossy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from random import Random
+
+from pdserve.wire.ids import TransferId
+from pdserve.wire.sampling import SampledToken
+from pdserve_kvtransfer.events import (
+    BlocksReleased,
+    FetchCancelled,
+    FetchFailed,
+    FetchLanded,
+    FetchOrder,
+    FirstTokenArrived,
+    PushCancelled,
+    PushEnded,
+    PushOutcome,
+    PushWanted,
+    TransferEvent,
+)
+from pdserve_kvtransfer.stats import TransferStats
+from tests.engine.fake_model import FakeModel
+
+
+@dataclass
+class Transfer:
+    """One under way."""
+
+    order: FetchOrder
+    sending: list[tuple[int, int]] = field(default_factory=list)
+    """Index and the prefill engine's block, read only when it is delivered."""
+    landed: set[int] = field(default_factory=set)
+    first_token: bool = False
+
+
+class DecodeThread:
+    """What ``Fetching`` talks to."""
+
+    def __init__(self, wire: Wire) -> None:
+        self._wire = wire
+        self.pending: list[TransferEvent] = []
+
+    def fetch(self, order: FetchOrder) -> None:
+        self._wire.open(order)
+
+    def cancel_fetch(self, transfer_id: TransferId) -> None:
+        self._wire.cancel(transfer_id)
+
+    def events(self) -> list[TransferEvent]:
+        pending, self.pending = self.pending, []
+        return pending
+
+    def stats(self) -> TransferStats:
+        return TransferStats()
+
+
+class PrefillThread:
+    """What ``Pushing`` talks to."""
+
+    def __init__(self, wire: Wire) -> None:
+        self._wire = wire
+        self.pending: list[TransferEvent] = []
+
+    def push(self, transfer_id: TransferId, first_index: int, block_ids: tuple[int, ...]) -> None:
+        self._wire.send(transfer_id, first_index, block_ids)
+
+    def first_token(self, transfer_id: TransferId, tokens: tuple[SampledToken, ...], cached_tokens: int) -> None:
+        self._wire.first_token(transfer_id, tokens, cached_tokens)
+
+    def events(self) -> list[TransferEvent]:
+        pending, self.pending = self.pending, []
+        return pending
+
+    def stats(self) -> TransferStats:
+        return TransferStats()
+
+
+class Wire:
+    """Delivers what was sent when a test says so; loses transfers when a test says so."""
+
+    def __init__(self, random: Random) -> None:
+        self.decode = DecodeThread(self)
+        self.prefill = PrefillThread(self)
+        self.moved = 0
+        self._random = random
+        self._transfers: dict[TransferId, Transfer] = {}
+
+    def open(self, order: FetchOrder) -> None:
+        assert order.transfer_id not in self._transfers
+        self._transfers[order.transfer_id] = Transfer(order)
+        self.prefill.pending.append(
+            PushWanted(
+                order.transfer_id,
+                order.token_ids,
+                order.first_block,
+                order.sampling,
+                order.deadline_s,
+                order.sibling_seeds,
+                order.cache_salt,
+            )
+        )
+
+    def send(self, transfer_id: TransferId, first_index: int, block_ids: tuple[int, ...]) -> None:
+        transfer = self._transfers.get(transfer_id)
+        if transfer is not None:
+            assert first_index >= transfer.order.first_block
+            transfer.sending += enumerate(block_ids, first_index)
+
+    def first_token(self, transfer_id: TransferId, tokens: tuple[SampledToken, ...], cached_tokens: int) -> None:
+        transfer = self._transfers.get(transfer_id)
+        if transfer is not None:
+            assert len(tokens) == 1 + len(transfer.order.sibling_seeds)
+            transfer.first_token = True
+            self.decode.pending.append(FirstTokenArrived(transfer_id, tokens, cached_tokens))
+
+    def cancel(self, transfer_id: TransferId) -> None:
+        transfer = self._transfers.pop(transfer_id, None)
+        if transfer is None:
+            return
+        late = self._still_written(transfer)
+        self.decode.pending.append(FetchCancelled(transfer_id, late))
+        self._end(transfer_id, late, PushOutcome.CANCELLED)
+
+    def lose(self) -> None:
+        """One transfer fails, if there is one."""
+        if self._transfers:
+            transfer_id = self._random.choice(list(self._transfers))
+            transfer = self._transfers.pop(transfer_id)
+            leading = 0
+            while transfer.order.first_block + leading in transfer.landed:
+                leading += 1
+            late = self._still_written(transfer)
+            self.decode.pending.append(FetchFailed(transfer_id, "lost", leading, late))
+            self._end(transfer_id, late, PushOutcome.PEER_LOST)
+
+    def deliver(self, source: FakeModel, destination: FakeModel, share: float) -> None:
+        """Each block that was sent arrives with probability ``share``."""
+        for transfer_id, transfer in list(self._transfers.items()):
+            order = transfer.order
+            for index, block in list(transfer.sending):
+                if self._random.random() < share:
+                    transfer.sending.remove((index, block))
+                    place = order.block_ids[index - order.first_block]
+                    destination.memory[place] = list(source.memory[block])
+                    transfer.landed.add(index)
+                    self.moved += 1
+            if transfer.first_token and len(transfer.landed) == len(order.block_ids):
+                del self._transfers[transfer_id]
+                self.decode.pending.append(FetchLanded(transfer_id, 0.1, 1))
+                self.prefill.pending.append(PushEnded(transfer_id, PushOutcome.DONE))
+
+    def _still_written(self, transfer: Transfer) -> tuple[int, ...]:
+        order = transfer.order
+        blocks = [order.block_ids[index - order.first_block] for index, _ in transfer.sending]
+        return tuple(block for block in blocks if self._random.random() < 0.5)
+
+    def _end(self, transfer_id: TransferId, late: tuple[int, ...], outcome: PushOutcome) -> None:
+        if late:
+            self.decode.pending.append(BlocksReleased(late))
+        self.prefill.pending += [PushCancelled(transfer_id), PushEnded(transfer_id, outcome)]

@@ -1,0 +1,170 @@
+"""Random traffic on whole engines: every answer right, whatever is shared, preempted, evicted, aborted or lost."""
+
+from __future__ import annotations
+
+from random import Random
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pdserve.config import Batching
+from pdserve.engine.request import Request
+from pdserve.wire.discovery import Role
+from pdserve.wire.engine import FinishReason
+from tests.engine.fake_engine import BLOCK_SIZE, FakeEngine
+from tests.engine.fake_model import answer
+from tests.engine.fake_transfer import Wire
+
+MAX_LEN = 44
+
+
+class Traffic:
+    """Requests whose prompts begin alike, and what each must be answered."""
+
+    def __init__(self, engine: FakeEngine, random: Random, remote: bool = False) -> None:
+        self.engine = engine
+        self.wanted: dict[int, list[int]] = {}
+        self.given_up: set[int] = set()
+        self._random = random
+        self._remote = remote
+        self._requests: dict[int, Request] = {}
+
+    def arrive(self) -> None:
+        """One prompt, with up to four answers."""
+        random, engine = self._random, self.engine
+        stem = [random.choice((10, 20))] * random.choice((0, 4, 7, 8, 16, 20))
+        prompt = [*stem, *random.choices((30, 31), k=random.randint(0 if stem else 1, 9))]
+        max_tokens, seeds = random.randint(1, 14), random.sample(range(60), random.choice((1, 1, 2, 4)))
+        client = len(self.wanted)
+        salt = random.choice(("", "", "salt"))
+        request = engine.add(
+            client, prompt, max_tokens, seeds, salt=salt, remote=self._remote and random.random() < 0.8
+        )
+        for i, (member, seed) in enumerate(zip((request, *request.siblings), seeds, strict=True)):
+            self.wanted[client + i] = answer(prompt, seed, max_tokens, engine.max_len)
+            self._requests[client + i] = member
+
+    def leave(self) -> None:
+        """A client gives up, or its time is over."""
+        client = self._random.choice(list(self.wanted))
+        request = self._requests[client]
+        if request.ended:
+            return
+        self.given_up.add(client)
+        if self._random.random() < 0.5:
+            self.engine.scheduler.abort(request)
+        else:
+            self.engine.scheduler.finish(request, FinishReason.DEADLINE)
+
+    def check(self) -> None:
+        """Everybody was told the right thing once."""
+        self.engine.collect()
+        for client, wanted in self.wanted.items():
+            got = self.engine.outputs.get(client, [])
+            if client in self.given_up:
+                assert got == wanted[: len(got)]
+            else:
+                assert got == wanted
+                assert self.engine.endings[client].finish in (FinishReason.STOP, FinishReason.LENGTH)
+
+
+@pytest.mark.parametrize("batching", Batching)
+@settings(max_examples=150, deadline=None)
+@given(
+    random=st.randoms(use_true_random=False),
+    num_blocks=st.integers(MAX_LEN // BLOCK_SIZE, 40),
+    max_running=st.integers(1, 6),
+    max_step_tokens=st.integers(1, 24),
+    prefix_cache=st.booleans(),
+    lookahead=st.integers(0, 6),
+)
+def test_every_answer_is_right_on_a_mixed_node(
+    batching: Batching,
+    random: Any,
+    num_blocks: int,
+    max_running: int,
+    max_step_tokens: int,
+    prefix_cache: bool,
+    lookahead: int,
+) -> None:
+    engine = FakeEngine(
+        num_blocks=num_blocks,
+        max_running=max_running,
+        max_step_tokens=max_step_tokens,
+        max_len=MAX_LEN,
+        batching=batching,
+        prefix_cache=prefix_cache,
+        lookahead=lookahead,
+        random=random,
+    )
+    traffic = Traffic(engine, random)
+    for _ in range(random.randint(1, 8)):
+        traffic.arrive()
+        for _ in range(random.randint(0, 6)):
+            engine.step()
+            if random.random() < 0.1:
+                traffic.leave()
+    engine.run()
+    traffic.check()
+    assert engine.idle
+    if not prefix_cache:
+        assert engine.blocks.num_cached == 0
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    random=st.randoms(use_true_random=False),
+    num_blocks=st.tuples(*[st.integers(MAX_LEN // BLOCK_SIZE, 40)] * 2),
+    max_running=st.tuples(*[st.integers(1, 6)] * 2),
+    max_step_tokens=st.tuples(*[st.integers(1, 24)] * 2),
+    prefix_cache=st.tuples(st.booleans(), st.booleans()),
+    losses=st.sampled_from([0.0, 0.0, 0.05, 0.3]),
+    share=st.sampled_from([1.0, 0.3]),
+)
+def test_every_answer_is_right_on_a_prefill_and_a_decode_node(
+    random: Any,
+    num_blocks: tuple[int, int],
+    max_running: tuple[int, int],
+    max_step_tokens: tuple[int, int],
+    prefix_cache: tuple[bool, bool],
+    losses: float,
+    share: float,
+) -> None:
+    wire = Wire(random)
+    decode, prefill = (
+        FakeEngine(
+            role,
+            thread=thread,
+            num_blocks=num_blocks[i],
+            max_running=max_running[i],
+            max_step_tokens=max_step_tokens[i],
+            max_len=MAX_LEN,
+            prefix_cache=prefix_cache[i],
+        )
+        for i, (role, thread) in enumerate(((Role.DECODE, wire.decode), (Role.PREFILL, wire.prefill)))
+    )
+    traffic = Traffic(decode, random, remote=True)
+
+    def turn() -> None:
+        decode.step()
+        wire.deliver(prefill.model, decode.model, share)
+        prefill.step()
+        wire.deliver(prefill.model, decode.model, share)
+        if random.random() < losses:
+            wire.lose()
+
+    for _ in range(random.randint(1, 8)):
+        traffic.arrive()
+        for _ in range(random.randint(0, 6)):
+            turn()
+            if random.random() < 0.1:
+                traffic.leave()
+    for _ in range(3000):
+        if decode.idle and prefill.idle:
+            break
+        turn()
+    assert decode.idle
+    assert prefill.idle
+    traffic.check()
