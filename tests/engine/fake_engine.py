@@ -87,7 +87,7 @@ class FakeEngine:
             deadline=self.now + 10_000,
             client=client,
             cache_salt=salt,
-            targets=(TARGET,) if remote else (),
+            targets=(TARGET, TARGET) if remote else (),
         )
         for i, seed in enumerate(seeds[1:], 1):
             request.add_sibling(seed, client + i)
