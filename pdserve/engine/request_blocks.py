@@ -51,11 +51,14 @@ class RequestBlocks:
             request.num_computed_tokens = len(found) * self.block_size
         return self.reserve(request, len(request.token_ids))
 
-    def reserve(self, request: Request, tokens: int) -> bool:
+    def reserve(self, request: Request, tokens: int, spare: int = 0) -> bool:
         """Have blocks for its first ``tokens`` tokens, known or guessed.
 
-        False, and nothing changed, if too few are free.
+        False, and nothing changed, if fewer than ``spare`` blocks would be free after taking new ones.
         """
+        missing = self._pool.blocks_for(tokens) - len(request.block_table)
+        if missing > 0 and self._pool.num_free < missing + spare:
+            return False
         return self._pool.grow(request.block_table, tokens)
 
     def computed(self, request: Request, num_computed_tokens: int) -> None:

@@ -256,7 +256,10 @@ class Scheduler:
                 continue
             tokens = min(request.num_pending_tokens, budget)
             lookahead = self._lookahead_of(request, budget - tokens)
-            if lookahead and not self._blocks.reserve(request, len(request.token_ids) + lookahead):
+            # Nobody is preempted for guesses: each running request could still grow by a block.
+            if lookahead and not self._blocks.reserve(
+                request, len(request.token_ids) + lookahead, spare=len(self._running)
+            ):
                 lookahead = 0
             if self._make_room(request, request.num_computed_tokens + tokens, plan):
                 plan.work.append(Work(request, tokens, lookahead))

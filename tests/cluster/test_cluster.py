@@ -18,7 +18,8 @@ from tests.cluster.nodes import http as call
 def test_round_robin_shares_the_load_over_both_roles(pd_cluster: Cluster) -> None:
     before = {node.name: len(node.process.lines) for node in pd_cluster.decode}
     for i in range(8):
-        pd_cluster.complete(f"Number {i} is a good number because", 2)
+        # More than one block: no prefill node is asked for less.
+        pd_cluster.complete(f"Number {i} is a good number because of all that was ever said and written about it:", 2)
     seen: Counter[str] = Counter()
     for node in pd_cluster.decode:
         eventually(lambda node=node: _finished(node.process.lines[before[node.name] :]) == 4, "four lines each")  # type: ignore[misc]
@@ -46,7 +47,8 @@ def test_instances_ready_and_health(pd_cluster: Cluster) -> None:
 
 
 def test_metrics_on_every_process(pd_cluster: Cluster) -> None:
-    pd_cluster.complete("A prompt that is longer than one block of sixteen tokens, so that something moves.", 3)
+    text = "A prompt longer than one block of sixteen tokens, which nobody sent before, so that something has to move."
+    pd_cluster.complete(text, 3)
     pd_cluster.until_idle()
     assert sum(node.metric("kv_transfers_total", direction="sent") for node in pd_cluster.prefill) > 0
     assert sum(node.metric("kv_transfers_total", direction="received") for node in pd_cluster.decode) > 0
@@ -132,7 +134,7 @@ def test_a_client_that_leaves_while_decoding_frees_every_block(pd_cluster: Clust
 
 def test_a_client_that_leaves_during_prefill_frees_every_block(pd_cluster: Cluster) -> None:
     before = [node.metric("engine_steps_total") for node in pd_cluster.prefill]
-    with open_stream(pd_cluster, [7] * 4000, max_tokens=20):
+    with open_stream(pd_cluster, [8] * 4000, max_tokens=20):
         eventually(lambda: any(node.metric("num_requests_running") for node in pd_cluster.prefill), "prefill starts")
     pd_cluster.until_idle()
     steps = sum(node.metric("engine_steps_total") for node in pd_cluster.prefill) - sum(before)

@@ -46,40 +46,48 @@ def wanted(demo_model: Path) -> dict[int, list[int]]:
     return answers
 
 
-def alone(cluster: Cluster) -> dict[int, list[int]]:
-    return {length: cluster.complete(prompt(length), NEW_TOKENS, ignore_eos=True) for length in LENGTHS}
+def ask(cluster: Cluster, length: int, salt: str) -> list[int]:
+    """Prompts find what others of the same ``salt`` left in the prefix caches."""
+    return cluster.complete(prompt(length), NEW_TOKENS, ignore_eos=True, cache_salt=salt)
 
 
-def eight_at_a_time(cluster: Cluster) -> dict[int, list[int]]:
+def alone(cluster: Cluster, salt: str) -> dict[int, list[int]]:
+    return {length: ask(cluster, length, salt) for length in LENGTHS}
+
+
+def eight_at_a_time(cluster: Cluster, salt: str) -> dict[int, list[int]]:
     shuffled = random.Random(0).sample(LENGTHS, len(LENGTHS))
     with ThreadPoolExecutor(8) as pool:
-        answers = pool.map(lambda length: cluster.complete(prompt(length), NEW_TOKENS, ignore_eos=True), shuffled)
+        answers = pool.map(lambda length: ask(cluster, length, salt), shuffled)
         return dict(zip(shuffled, answers, strict=True))
+
+
+def prefills(cluster: Cluster, source: str) -> float:
+    return sum(node.metric("prefills_total", source=source) for node in cluster.decode)
 
 
 @pytest.mark.timeout(600)
 def test_prefill_and_decode_nodes_alone(pd_cluster: Cluster, wanted: dict[int, list[int]]) -> None:
-    assert alone(pd_cluster) == wanted
+    assert alone(pd_cluster, "alone") == wanted
 
 
 @pytest.mark.timeout(600)
 def test_prefill_and_decode_nodes_eight_at_a_time(pd_cluster: Cluster, wanted: dict[int, list[int]]) -> None:
-    before = sum(node.metric("prefills_total", source="remote") for node in pd_cluster.decode)
-    assert eight_at_a_time(pd_cluster) == wanted
+    before = prefills(pd_cluster, "remote")
+    assert eight_at_a_time(pd_cluster, "eight") == wanted
     pd_cluster.until_idle()
-    after = sum(node.metric("prefills_total", source="remote") for node in pd_cluster.decode)
-    # Every prompt was prefilled remotely, except the one of a single token: nothing of it is missing but that token.
-    assert after - before == len(LENGTHS) - 1
+    # Every prompt of more than one block was prefilled remotely.
+    assert prefills(pd_cluster, "remote") - before == sum(length > BLOCK for length in LENGTHS)
 
 
 @pytest.mark.timeout(600)
 def test_mixed_node_alone(mixed_cluster: Cluster, wanted: dict[int, list[int]]) -> None:
-    assert alone(mixed_cluster) == wanted
+    assert alone(mixed_cluster, "alone") == wanted
 
 
 @pytest.mark.timeout(600)
 def test_mixed_node_eight_at_a_time(mixed_cluster: Cluster, wanted: dict[int, list[int]]) -> None:
-    assert eight_at_a_time(mixed_cluster) == wanted
+    assert eight_at_a_time(mixed_cluster, "eight") == wanted
 
 
 def test_a_seeded_answer_is_the_same_on_both(pd_cluster: Cluster, mixed_cluster: Cluster) -> None:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdserve.config import SchedulerConfig
+from pdserve.config import Batching, SchedulerConfig
 from pdserve.engine.block_manager import BlockManager
 from pdserve.engine.outbox import Outbox
 from pdserve.engine.plan import Plan
@@ -30,14 +30,22 @@ class Bench:
     """A scheduler whose model answers ``10 + len(tokens)``, so that a recomputed answer must be the same."""
 
     def __init__(
-        self, num_blocks: int = 32, max_running: int = 8, max_step_tokens: int = 16, max_len: int = 64
+        self,
+        num_blocks: int = 32,
+        max_running: int = 8,
+        max_step_tokens: int = 16,
+        max_len: int = 64,
+        batching: Batching = Batching.CONTINUOUS,
+        lookahead: int = 0,
     ) -> None:
         self.blocks = BlockManager(num_blocks, BLOCK_SIZE)
         self.outbox = Outbox()
-        config = SchedulerConfig(max_running=max_running, max_step_tokens=max_step_tokens, max_waiting=100)
+        config = SchedulerConfig(
+            max_running=max_running, max_step_tokens=max_step_tokens, max_waiting=100, batching=batching
+        )
         stop = StopRule(frozenset({EOS}), max_len)
         self.scheduler = Scheduler(
-            self.blocks, config, stop, self.outbox, lambda request: self.blocks.free(request.block_table)
+            self.blocks, config, stop, self.outbox, lambda request: self.blocks.free(request.block_table), lookahead
         )
         self.outputs: dict[int, list[int]] = {}
         self.endings: dict[int, RequestOutput] = {}
@@ -107,6 +115,84 @@ def test_decoding_comes_before_prompts_and_shares_their_budget() -> None:
     bench.add(2, prompt=40)
     plan = bench.step()
     assert [(work.request.client, work.num_tokens) for work in plan.work] == [(1, 1), (2, 15)]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(1, 60), min_size=1, max_size=5), st.integers(6, 20))
+def test_a_decoding_request_never_waits_for_a_prompt(prompts: list[int], budget: int) -> None:
+    """Whatever prompts are being computed: every request that decodes has its token in every step."""
+    bench = Bench(num_blocks=200, max_step_tokens=budget)
+    for client, prompt in enumerate(prompts):
+        bench.add(client, prompt, max_tokens=8)
+        bench.now += 1
+        plan = bench.scheduler.schedule(bench.now)
+        decoding = {request for request in bench.scheduler.live() if request.num_generated_tokens}
+        assert decoding <= {work.request for work in plan.work}
+        assert sum(sizes(plan)) <= budget
+        tokens = [(SampledToken(10 + len(request.token_ids)),) for request in plan.choosers]
+        bench.scheduler.advance(plan, tokens, bench.now)
+    bench.run()
+    assert len(bench.endings) == len(prompts)
+
+
+def test_a_static_batch_is_prefilled_first_and_nobody_joins_it() -> None:
+    bench = Bench(max_step_tokens=8, max_running=3, batching=Batching.STATIC)
+    for client, max_tokens in enumerate((2, 9, 4)):
+        bench.add(client, prompt=10, max_tokens=max_tokens)
+    assert sizes(bench.step()) == [8]
+    bench.add(3, prompt=10, max_tokens=2)
+    # Thirty tokens of prompts, eight a step; whoever is ready does not decode before all of them are.
+    for _ in range(3):
+        assert all(work.request.num_generated_tokens == 0 or work.num_tokens > 1 for work in bench.step().work)
+    while len(bench.endings) < 3:
+        plan = bench.step()
+        assert {work.request.client for work in plan.work} <= {0, 1, 2}
+        assert set(sizes(plan)) == {1}
+    assert 0 in bench.endings
+    bench.run()
+    assert bench.outputs == {0: expected(10, 2), 1: expected(10, 9), 2: expected(10, 4), 3: expected(10, 2)}
+
+
+def test_blocks_are_reserved_for_guesses_but_nobody_is_preempted_for_them() -> None:
+    bench = Bench(num_blocks=6, max_len=16, lookahead=4)
+    for client in (1, 2):
+        bench.add(client, prompt=4, max_tokens=2)
+    bench.step()
+    first, second = bench.scheduler.schedule(2.0).work
+    assert [(work.lookahead, len(work.request.block_table)) for work in (first, second)] == [(4, 3), (0, 2)]
+    assert bench.scheduler.counters.preemptions == 0
+
+
+def test_guesses_stay_within_the_budget_and_the_context() -> None:
+    bench = Bench(max_step_tokens=4, max_len=12, lookahead=6)
+    bench.add(1, prompt=4, max_tokens=50)
+    assert [work.lookahead for work in bench.step().work] == [0], "not for a prompt"
+    seen = []
+    while 1 not in bench.endings:
+        seen += [(work.request.num_generated_tokens, work.lookahead) for work in bench.step().work]
+    assert [lookahead for _, lookahead in seen] == [3, 3, 3, 3, 3, 2, 1]
+
+
+def test_more_tokens_than_there_was_room_for_are_an_error() -> None:
+    bench = Bench(lookahead=1)
+    bench.add(1, prompt=4, max_tokens=50)
+    bench.step()
+    plan = bench.scheduler.schedule(2.0)
+    with pytest.raises(EngineError, match="chose 3 tokens"):
+        bench.scheduler.advance(plan, [(SampledToken(5),) * 3], 2.0)
+
+
+def test_several_tokens_of_a_step_are_taken_until_one_ends_the_request() -> None:
+    bench = Bench(lookahead=3)
+    bench.add(1, prompt=4, max_tokens=50)
+    bench.step()
+    bench.outputs.clear()
+    plan = bench.scheduler.schedule(2.0)
+    bench.scheduler.advance(plan, [tuple(SampledToken(token) for token in (5, 6, EOS, 7))], 2.0)
+    bench.collect()
+    assert bench.outputs == {1: [5, 6, EOS]}
+    assert bench.endings[1].finish is FinishReason.STOP
+    assert bench.blocks.num_free == 32
 
 
 def test_single_tokens_come_first_in_a_plan() -> None:

@@ -15,7 +15,8 @@ from tests.cluster.nodes import MODEL, Cluster, Node, cluster, eventually, http,
 
 PROMPT = [11 + i % 400 for i in range(1400)]
 NEW_TOKENS = 6
-FLAGS = ("--dtype", "fp32", "--max-step-tokens", "64", "--max-running", "16")
+# Without a prefix cache: every prompt has to be prefilled anew.
+FLAGS = ("--dtype", "fp32", "--max-step-tokens", "64", "--max-running", "16", "--prefix-cache", "off")
 
 
 @pytest.fixture(scope="module")

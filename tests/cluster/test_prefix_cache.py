@@ -1,0 +1,67 @@
+"""What the prefix caches of a whole cluster save, and that nobody can tell by the tokens."""
+
+from __future__ import annotations
+
+import random
+
+from tests.cluster.nodes import MODEL, Cluster, http
+
+BLOCK = 16
+
+
+def prompt(length: int, seed: int) -> list[int]:
+    return random.Random(seed).choices(range(3, 49_000), k=length)
+
+
+def received(cluster: Cluster) -> float:
+    return sum(node.metric("kv_transfer_bytes_total", direction="received") for node in cluster.decode)
+
+
+def hits(cluster: Cluster) -> float:
+    return sum(node.metric("prefix_cache_hits_total") for node in cluster.nodes)
+
+
+def test_a_prompt_that_every_decode_node_has_moves_nothing(pd_cluster: Cluster) -> None:
+    ids = prompt(600, seed=1)
+    # Round-robin: by now both decode nodes have fetched it, the second one from a prefill node that may have had it.
+    answers = [pd_cluster.complete(ids, 6, ignore_eos=True) for _ in range(2)]
+    pd_cluster.until_idle()
+    moved, found = received(pd_cluster), hits(pd_cluster)
+    answers += [pd_cluster.complete(ids, 6, ignore_eos=True) for _ in range(2)]
+    assert answers == [answers[0]] * 4
+    pd_cluster.until_idle()
+    assert received(pd_cluster) == moved
+    assert hits(pd_cluster) - found == 2 * ((600 - 1) // BLOCK * BLOCK)
+
+
+def test_a_longer_prompt_moves_only_what_is_new(pd_cluster: Cluster) -> None:
+    ids = prompt(640, seed=2)
+    for _ in range(2):
+        pd_cluster.complete(ids, 2, ignore_eos=True)
+    pd_cluster.until_idle()
+    before = received(pd_cluster)
+    long = ids + prompt(100, seed=3)
+    first = pd_cluster.complete(long, 4, ignore_eos=True)
+    pd_cluster.until_idle()
+    moved = received(pd_cluster) - before
+    pd_cluster.complete(ids[:100], 4, ignore_eos=True, cache_salt="another")
+    pd_cluster.until_idle()
+    whole = received(pd_cluster) - before - moved
+    # 100 tokens that follow 40 cached blocks are 7 blocks, and so are 100 tokens of which nothing is cached.
+    assert moved == whole > 0
+    assert pd_cluster.complete(long, 4, ignore_eos=True, cache_salt="fresh") == first
+
+
+def test_three_choices_are_what_three_requests_would_be_answered(pd_cluster: Cluster, mixed_cluster: Cluster) -> None:
+    options = {"temperature": 0.9, "ignore_eos": True}
+    for cluster in (pd_cluster, mixed_cluster):
+        ids = prompt(90, seed=4)
+        body = {"model": MODEL, "prompt": ids, "max_tokens": 12, "n": 3, "seed": 70, "return_token_ids": True}
+        reply = http(cluster.url + "/v1/completions", body | options)
+        assert reply.status == 200, reply.body
+        choices = [choice["token_ids"] for choice in reply.json()["choices"]]
+        assert reply.json()["usage"]["prompt_tokens"] == 90
+        singles = [cluster.complete(ids, 12, **options | {"seed": 70 + i, "cache_salt": f"{i}"}) for i in range(3)]
+        assert choices == singles
+        assert len({tuple(choice) for choice in choices}) == 3
+        cluster.until_idle()
