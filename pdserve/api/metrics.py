@@ -74,7 +74,7 @@ class EngineCollector(Collector):
         yield _gauge("quarantined_blocks", "KV blocks held until a receive completes", stats.quarantined_blocks)
         yield _gauge("cached_blocks", "KV blocks in the prefix cache, in use or idle", stats.cached_blocks)
         yield _counter("engine_steps", "batches computed", stats.steps)
-        yield _counter("prompt_tokens", "prompt tokens computed", stats.prompt_tokens)
+        yield _counter("prompt_tokens", "tokens of prompts, those from the prefix cache too", stats.prompt_tokens)
         yield _counter("generation_tokens", "tokens generated", stats.generated_tokens)
         yield _counter("num_preemptions", "requests set back for lack of blocks", stats.preemptions)
         yield _counter(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import time
 
+import torch
 import zmq
 
 from pdserve.config import SchedulerConfig
@@ -162,12 +163,9 @@ class StepLoop:
             new = request.token_ids[start : start + work.num_tokens]
             rows.append(StepRow(new, start, request.block_table, work.wants_token))
         logits = self._runner.run(rows)
-        wanting = [work for work in plan.work if work.wants_token]
-        # Siblings choose their first tokens by the same logits.
-        row_of = [row for row, work in enumerate(wanting) for _ in work.choosers]
         choosers = plan.choosers
         tokens = sample(
-            logits[row_of],
+            _logits_of_choosers(logits, plan),
             [request.sampling for request in choosers],
             [request.num_generated_tokens for request in choosers],
         )
@@ -223,3 +221,11 @@ class StepLoop:
             leases_expired=transfers.leases_expired,
             stale_blocks_dropped=transfers.stale_blocks_dropped,
         )
+
+
+def _logits_of_choosers(logits: torch.Tensor, plan: Plan) -> torch.Tensor:
+    """A row for each chooser, from one for each work that wants a token: siblings choose by the same logits."""
+    wanting = [work for work in plan.work if work.wants_token]
+    rows = [row for row, work in enumerate(wanting) for _ in work.choosers]
+    # Nearly always it is so already, and a copy of all logits takes milliseconds.
+    return logits if rows == list(range(len(logits))) else logits[rows]
