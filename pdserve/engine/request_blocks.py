@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pdserve.engine.block_hash import extend_hashes
 from pdserve.engine.block_manager import BlockManager
 from pdserve.engine.request import Request
+from pdserve.errors import EngineError
 
 
 class RequestBlocks:
@@ -42,14 +43,13 @@ class RequestBlocks:
         """Blocks that could be had if those found were taken first."""
         return self._pool.free_beside(found)
 
-    def admit(self, request: Request, found: Sequence[int]) -> bool:
-        """Take what was found, and reserve blocks for all known tokens. False if too few are free."""
-        if self.missing(request, found) > self.free_beside(found):
-            return False
+    def admit(self, request: Request, found: Sequence[int]) -> None:
+        """Take what was found, and reserve blocks for all known tokens. There must be enough."""
         if found:
             self._pool.share(request.block_table, found)
             request.num_computed_tokens = len(found) * self.block_size
-        return self.reserve(request, len(request.token_ids))
+        if not self.reserve(request, len(request.token_ids)):
+            raise EngineError("a request was admitted without the blocks that it needs")
 
     def reserve(self, request: Request, tokens: int, spare: int = 0) -> bool:
         """Have blocks for its first ``tokens`` tokens, known or guessed.

@@ -12,35 +12,21 @@ Pure bookkeeping: no tensors, no clocks, no sockets.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from itertools import chain
 
 from pdserve.config import Batching, SchedulerConfig
+from pdserve.engine.admission import Admission
 from pdserve.engine.block_manager import BlockManager
+from pdserve.engine.counters import Counters
 from pdserve.engine.outbox import Outbox
 from pdserve.engine.plan import Plan, Work
+from pdserve.engine.queues import Queues
 from pdserve.engine.request import Request, Status
 from pdserve.engine.request_blocks import RequestBlocks
 from pdserve.engine.stop_rule import StopRule
 from pdserve.errors import EngineError
-from pdserve.wire.engine import FinishReason, PrefillSource
+from pdserve.wire.engine import FinishReason
 from pdserve.wire.sampling import SampledToken
-
-
-@dataclass(slots=True)
-class Counters:
-    """Since the engine's start."""
-
-    prompt_tokens: int = 0
-    generated_tokens: int = 0
-    preemptions: int = 0
-    prefix_cache_queries: int = 0
-    """Tokens of admitted prompts."""
-    prefix_cache_hits: int = 0
-    """Those of them that were in the prefix cache."""
-    prefills: dict[PrefillSource, int] = field(default_factory=lambda: dict.fromkeys(PrefillSource, 0))
 
 
 class Scheduler:
@@ -58,37 +44,33 @@ class Scheduler:
         """``lookahead`` is how many tokens a step may guess beyond each decoding request's last known one."""
         self.counters = Counters()
         self._blocks = RequestBlocks(blocks)
-        self._config = config
+        self._queues = Queues()
+        self._admission = Admission(self._queues, self._blocks, config, self.counters, release)
+        self._max_step_tokens = config.max_step_tokens
         self._static = config.batching is Batching.STATIC
         self._stop = stop
         self._outbox = outbox
         self._release = release
         self._lookahead = lookahead
-        self._waiting: deque[Request] = deque()
-        self._running: list[Request] = []
-        self._remote: set[Request] = set()
-        self._pushing: set[Request] = set()
         self._clients: dict[int, Request] = {}
 
     # ------------------------------------------------------------ what is here
 
     @property
     def num_waiting(self) -> int:
-        return len(self._waiting)
+        return len(self._queues.waiting)
 
     @property
     def num_running(self) -> int:
-        return len(self._running)
+        return len(self._queues.running)
 
     @property
     def num_remote(self) -> int:
-        return len(self._remote)
+        return len(self._queues.remote)
 
     def live(self) -> Iterator[Request]:
         """Every request that holds something or waits for something."""
-        for request in chain(self._waiting, self._running, self._remote, self._pushing):
-            yield request
-            yield from request.siblings
+        return self._queues.live()
 
     def next_deadline(self) -> float | None:
         return min((request.deadline for request in self.live()), default=None)
@@ -103,7 +85,7 @@ class Scheduler:
         for member in (request, *request.siblings):
             if member.client is not None:
                 self._clients[member.client] = member
-        self._waiting.append(request)
+        self._queues.waiting.append(request)
 
     def schedule(self, now: float) -> Plan:
         """Choose the next step's work. A plan without work means: wait for an event."""
@@ -112,7 +94,7 @@ class Scheduler:
         budget = self._schedule_running(plan)
         # What was just preempted is not admitted again at once, unless nothing else is left to do.
         if self.counters.preemptions == preemptions or not plan.work:
-            self._admit(plan, budget, now)
+            self._admission.admit(plan, budget, now)
         plan.work.sort(key=lambda work: work.num_tokens > 1)
         return plan
 
@@ -163,14 +145,9 @@ class Scheduler:
         """Once a prompt is in the cache, its siblings become requests like any other."""
         if not elder.siblings or elder.client is None or elder.num_computed_tokens < elder.num_prompt_tokens:
             return
-        siblings, elder.siblings = elder.siblings, []
-        for sibling in siblings:
-            if sibling.num_generated_tokens and self._has_place() and self._blocks.fork(elder, sibling):
-                sibling.move(Status.RUNNING)
-                self._running.append(sibling)
-            else:
-                sibling.move(Status.WAITING)
-                self._queue_by_arrival(sibling)
+        for sibling in list(elder.siblings):
+            ready = sibling.num_generated_tokens and self._admission.has_place and self._blocks.fork(elder, sibling)
+            self._queues.move(sibling, Status.RUNNING if ready else Status.WAITING)
         if elder.ended:
             self._retire(elder)
 
@@ -179,23 +156,17 @@ class Scheduler:
     def landed(self, request: Request) -> None:
         """A fetched prompt is in the cache, and its first token is known: decode from the next step on."""
         self._blocks.computed(request, request.num_prompt_tokens)
-        self._remote.discard(request)
-        request.move(Status.RUNNING)
-        self._running.append(request)
+        self._queues.move(request, Status.RUNNING)
         self._settle_siblings(request)
 
     def requeue(self, request: Request, computed_tokens: int) -> None:
         """A fetch failed after ``computed_tokens``: queue the request again, keeping its blocks."""
         self._blocks.computed(request, min(computed_tokens, len(request.token_ids) - 1))
-        self._remote.discard(request)
-        request.move(Status.WAITING)
-        self._queue_by_arrival(request)
+        self._queues.move(request, Status.WAITING)
 
     def pushed_all(self, request: Request) -> None:
         """A prefill node has computed all of a prompt; its blocks stay until the push ends."""
-        self._running.remove(request)
-        request.move(Status.PUSHING)
-        self._pushing.add(request)
+        self._queues.move(request, Status.PUSHING)
 
     # ------------------------------------------------------------ endings
 
@@ -228,27 +199,19 @@ class Scheduler:
 
     def _retire(self, request: Request) -> None:
         """Take an ended request out of everything."""
-        if request.status is Status.WAITING:
-            self._waiting.remove(request)
-        elif request.status is Status.RUNNING:
-            self._running.remove(request)
-        self._remote.discard(request)
-        self._pushing.discard(request)
         elder = request.elder if request.status is Status.WAITING_FOR_PROMPT else None
-        request.move(Status.FINISHED)
+        self._queues.move(request, Status.FINISHED)
         self._release(request)
-        if elder is not None:
-            elder.siblings.remove(request)
-            if elder.ended and not elder.siblings and elder.status is not Status.FINISHED:
-                self._retire(elder)
+        if elder is not None and elder.ended and not elder.siblings and elder.status is not Status.FINISHED:
+            self._retire(elder)
 
     # ------------------------------------------------------------ running requests
 
     def _schedule_running(self, plan: Plan) -> int:
         """Work of admitted requests: first all that decode, then prompts in order. Returns the budget left."""
-        budget = self._config.max_step_tokens
-        decoding = [request for request in self._running if request.num_pending_tokens == 1]
-        prefilling = [request for request in self._running if request.num_pending_tokens > 1]
+        budget, running = self._max_step_tokens, self._queues.running
+        decoding = [request for request in running if request.num_pending_tokens == 1]
+        prefilling = [request for request in running if request.num_pending_tokens > 1]
         if self._static and prefilling:
             decoding = []
         for request in decoding + prefilling:
@@ -257,9 +220,7 @@ class Scheduler:
             tokens = min(request.num_pending_tokens, budget)
             lookahead = self._lookahead_of(request, budget - tokens)
             # Nobody is preempted for guesses: each running request could still grow by a block.
-            if lookahead and not self._blocks.reserve(
-                request, len(request.token_ids) + lookahead, spare=len(self._running)
-            ):
+            if lookahead and not self._blocks.reserve(request, len(request.token_ids) + lookahead, len(running)):
                 lookahead = 0
             if self._make_room(request, request.num_computed_tokens + tokens, plan):
                 plan.work.append(Work(request, tokens, lookahead))
@@ -275,10 +236,10 @@ class Scheduler:
     def _make_room(self, request: Request, tokens: int, plan: Plan) -> bool:
         """Grow a running request's blocks: take them from waiting requests, then from the youngest running ones."""
         while not self._blocks.reserve(request, tokens):
-            if self._strip_a_waiting(request):
+            if self._admission.strip_a_waiting(request):
                 continue
             planned = {work.request for work in plan.work}
-            victim = next((other for other in reversed(self._running) if other not in planned), request)
+            victim = next((other for other in reversed(self._queues.running) if other not in planned), request)
             self._preempt(victim)
             if victim is request:
                 return False
@@ -286,83 +247,6 @@ class Scheduler:
 
     def _preempt(self, request: Request) -> None:
         self.counters.preemptions += 1
-        self._running.remove(request)
         request.num_computed_tokens = 0
-        request.move(Status.WAITING)
+        self._queues.move(request, Status.WAITING)
         self._release(request)
-        self._queue_by_arrival(request)
-
-    def _queue_by_arrival(self, request: Request) -> None:
-        """Back among the waiting, before all that came later."""
-        later = (i for i, other in enumerate(self._waiting) if other.arrived > request.arrived)
-        self._waiting.insert(next(later, len(self._waiting)), request)
-
-    # ------------------------------------------------------------ admission
-
-    def _admit(self, plan: Plan, budget: int, now: float) -> None:
-        if self._static and (self._running or self._remote):
-            return
-        for request in list(self._waiting):
-            if not self._has_place():
-                return
-            if budget == 0 and not request.targets and not self._static:
-                continue
-            found = self._blocks.find(request)
-            fetch = self._should_fetch(request, found)
-            if not fetch and budget == 0 and not self._static:
-                continue
-            if not (self._has_room(request, found) and self._blocks.admit(request, found)):
-                return
-            self._waiting.remove(request)
-            if request.admitted is None:
-                self._first_admission(request, now)
-            if fetch:
-                request.move(Status.WAITING_FOR_REMOTE_KVS)
-                self._remote.add(request)
-                plan.fetches.append(request)
-                continue
-            request.move(Status.RUNNING)
-            self._running.append(request)
-            tokens = min(request.num_pending_tokens, budget)
-            if tokens:
-                plan.work.append(Work(request, tokens))
-                budget -= tokens
-
-    def _first_admission(self, request: Request, now: float) -> None:
-        request.admitted = now
-        if request.elder is None:
-            request.cached_tokens = request.num_computed_tokens
-            self.counters.prefix_cache_queries += request.num_prompt_tokens
-            self.counters.prefix_cache_hits += request.num_computed_tokens
-
-    def _has_place(self) -> bool:
-        return len(self._running) + len(self._remote) < self._config.max_running
-
-    def _should_fetch(self, request: Request, found: Sequence[int]) -> bool:
-        """A prompt goes to a prefill node if one is left to be tried and more than one block is missing here."""
-        computed = max(request.num_computed_tokens, len(found) * self._blocks.block_size)
-        return (
-            bool(request.targets)
-            and request.num_generated_tokens == 0
-            and request.num_prompt_tokens - computed > self._blocks.block_size
-        )
-
-    def _has_room(self, request: Request, found: Sequence[int]) -> bool:
-        """Whether a waiting request's known tokens fit, leaving a block for each running request to grow into."""
-        missing = self._blocks.missing(request, found)
-        if self._blocks.free_beside(found) >= missing + len(self._running):
-            return True
-        if self._running or self._remote or self._pushing:
-            return False
-        while self._blocks.free_beside(found) < missing and self._strip_a_waiting(request):
-            pass
-        return self._blocks.free_beside(found) >= missing
-
-    def _strip_a_waiting(self, keep: Request) -> bool:
-        """Take back what the last waiting request with blocks kept of a failed fetch. False if there is none."""
-        for other in reversed(self._waiting):
-            if other is not keep and other.block_table:
-                other.num_computed_tokens = 0
-                self._release(other)
-                return True
-        return False

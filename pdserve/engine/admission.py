@@ -1,0 +1,105 @@
+"""Which waiting requests join the batch, and with which blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from pdserve.config import Batching, SchedulerConfig
+from pdserve.engine.counters import Counters
+from pdserve.engine.plan import Plan, Work
+from pdserve.engine.queues import Queues
+from pdserve.engine.request import Request, Status
+from pdserve.engine.request_blocks import RequestBlocks
+
+
+class Admission:
+    """In order of arrival, while there is a place and there are blocks for all of a request's known tokens.
+
+    It cannot deadlock: idle blocks of the prefix cache are free, what waiting requests kept of failed fetches is taken
+    back when nothing else runs, and a request that is longer than all blocks together is refused on arrival.
+    """
+
+    def __init__(
+        self,
+        queues: Queues,
+        blocks: RequestBlocks,
+        config: SchedulerConfig,
+        counters: Counters,
+        release: Callable[[Request], None],
+    ) -> None:
+        self._queues = queues
+        self._blocks = blocks
+        self._max_running = config.max_running
+        self._static = config.batching is Batching.STATIC
+        self._counters = counters
+        self._release = release
+
+    @property
+    def has_place(self) -> bool:
+        return self._queues.num_admitted < self._max_running
+
+    def admit(self, plan: Plan, budget: int, now: float) -> None:
+        """Add to ``plan`` what is admitted, with at most ``budget`` tokens of work."""
+        if self._static and self._queues.num_admitted:
+            return
+        for request in list(self._queues.waiting):
+            if not self.has_place:
+                return
+            # A static batch takes whom it can get; a continuous one whom it can work on, or have worked on.
+            idle = budget == 0 and not self._static
+            if idle and not request.targets:
+                continue
+            found = self._blocks.find(request)
+            fetch = self._should_fetch(request, found)
+            if idle and not fetch:
+                continue
+            if not self._has_room(request, found):
+                return
+            self._blocks.admit(request, found)
+            if request.admitted is None:
+                self._first_admission(request, now)
+            if fetch:
+                self._queues.move(request, Status.WAITING_FOR_REMOTE_KVS)
+                plan.fetches.append(request)
+                continue
+            self._queues.move(request, Status.RUNNING)
+            tokens = min(request.num_pending_tokens, budget)
+            if tokens:
+                plan.work.append(Work(request, tokens))
+                budget -= tokens
+
+    def strip_a_waiting(self, keep: Request) -> bool:
+        """Take back what the last waiting request with blocks kept of a failed fetch. False if there is none."""
+        for other in reversed(self._queues.waiting):
+            if other is not keep and other.block_table:
+                other.num_computed_tokens = 0
+                self._release(other)
+                return True
+        return False
+
+    def _first_admission(self, request: Request, now: float) -> None:
+        request.admitted = now
+        if request.elder is None:
+            request.cached_tokens = request.num_computed_tokens
+            self._counters.prefix_cache_queries += request.num_prompt_tokens
+            self._counters.prefix_cache_hits += request.num_computed_tokens
+
+    def _should_fetch(self, request: Request, found: Sequence[int]) -> bool:
+        """A prompt goes to a prefill node if one is left to be tried and more than one block is missing here."""
+        computed = max(request.num_computed_tokens, len(found) * self._blocks.block_size)
+        return (
+            bool(request.targets)
+            and request.num_generated_tokens == 0
+            and request.num_prompt_tokens - computed > self._blocks.block_size
+        )
+
+    def _has_room(self, request: Request, found: Sequence[int]) -> bool:
+        """Whether a waiting request's known tokens fit, leaving a block for each running request to grow into."""
+        missing = self._blocks.missing(request, found)
+        if self._blocks.free_beside(found) >= missing + len(self._queues.running):
+            return True
+        if self._queues.num_admitted or self._queues.pushing:
+            return False
+        while self._blocks.free_beside(found) < missing and self.strip_a_waiting(request):
+            pass
+        return self._blocks.free_beside(found) >= missing
