@@ -10,6 +10,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import torch
 import zmq
 
 from pdserve.config import Dtype, SchedulerConfig
@@ -116,6 +117,15 @@ def engine(folder: Path, num_blocks: int = 64) -> Iterator[Client]:
             channel.close(0)
             socket.close(0)
             wake_up.close()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """The model is tiny, and threads that wait for each other are slow on a busy machine."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

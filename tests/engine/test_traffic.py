@@ -70,7 +70,7 @@ class Traffic:
 
 
 @pytest.mark.parametrize("batching", Batching)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=250, deadline=None)
 @given(
     seed=st.integers(0, 2**32),
     num_blocks=st.integers(MAX_LEN // BLOCK_SIZE, 40),
@@ -113,7 +113,7 @@ def test_every_answer_is_right_on_a_mixed_node(
         assert engine.blocks.num_cached == 0
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(
     seed=st.integers(0, 2**32),
     num_blocks=st.tuples(*[st.integers(MAX_LEN // BLOCK_SIZE, 40)] * 2),

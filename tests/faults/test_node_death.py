@@ -117,9 +117,9 @@ def test_another_prefill_node_takes_over(demo_model: Path, expected: list[int]) 
 def test_prefill_that_misses_its_deadline(demo_model: Path, expected: list[int]) -> None:
     with cluster(demo_model, *FLAGS, "--prefill-timeout-ms", "400") as slow:
         assert slow.complete(PROMPT, NEW_TOKENS, ignore_eos=True) == expected
+        slow.until_idle()
         assert fallbacks(slow) == 1
         assert slow.decode[0].metric("kv_transfer_failures_total", reason="deadline") == 1
-        slow.until_idle()
 
 
 def test_decode_node_killed_mid_stream(victims: Cluster) -> None:

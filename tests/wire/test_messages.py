@@ -55,7 +55,14 @@ CHANNELS: list[tuple[Any, list[msgspec.Struct]]] = [
         engine.ToEngine,
         [
             engine.Submit(
-                request_id=1, uuid=OTHER, token_ids=[1, 2, 3], sampling=SAMPLING, deadline_s=9.0, prefill=(TARGET,)
+                request_id=1,
+                uuid=OTHER,
+                token_ids=[1, 2, 3],
+                sampling=SAMPLING,
+                deadline_s=9.0,
+                prefill=(TARGET,),
+                siblings=(engine.Sibling(2, 5), engine.Sibling(3, 6)),
+                cache_salt="salt",
             ),
             engine.Abort([1, 2]),
             engine.Shutdown(),
@@ -77,7 +84,15 @@ CHANNELS: list[tuple[Any, list[msgspec.Struct]]] = [
             engine.StepOutput(
                 [engine.RequestOutput(1, [5]), engine.RequestOutput(2, [6], engine.FinishReason.STOP, REPORT)]
             ),
-            engine.Stats(engine.EngineStats(running=1, transfer_failures={"lease": 2})),
+            engine.Stats(
+                engine.EngineStats(
+                    running=1,
+                    cached_blocks=3,
+                    prefix_cache_queries=9,
+                    prefix_cache_hits=4,
+                    transfer_failures={"lease": 2},
+                )
+            ),
             engine.EngineFailed("no memory"),
         ],
     ),
