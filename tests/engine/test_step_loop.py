@@ -102,7 +102,13 @@ def engine(folder: Path, num_blocks: int = 64) -> Iterator[Client]:
             stop=StopRule(frozenset(config.eos_token_ids), 128),
             prompts=PromptRule(VOCAB_SIZE, 128),
         )
-        thread = threading.Thread(target=loop.run)
+
+        def run() -> None:
+            # The model is tiny, and threads that wait for each other are slow on a busy machine.
+            torch.set_num_threads(1)
+            loop.run()
+
+        thread = threading.Thread(target=run)
         thread.start()
         try:
             client = Client(runner, blocks, socket)
@@ -117,15 +123,6 @@ def engine(folder: Path, num_blocks: int = 64) -> Iterator[Client]:
             channel.close(0)
             socket.close(0)
             wake_up.close()
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """The model is tiny, and threads that wait for each other are slow on a busy machine."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")
