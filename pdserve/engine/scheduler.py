@@ -103,17 +103,17 @@ class Scheduler:
 
         Several tokens mean that the step also computed all of them but the last, as guesses within the work's
         ``lookahead``. They are taken in turn until one ends the request. Returns the requests for which there was no
-        choice (None); they cannot go on.
+        choice (None), and all that wait for their prompts; they cannot go on.
         """
         chosen = iter(choices)
         broken = []
         for work in plan.work:
-            request, choosers = work.request, work.choosers
+            request, choosers, unanswered = work.request, work.choosers, False
             self._blocks.computed(request, request.num_computed_tokens + work.num_tokens)
             for chooser in choosers:
                 tokens = next(chosen)
                 if tokens is None:
-                    broken.append(chooser)
+                    unanswered = True
                     continue
                 if not 1 <= len(tokens) <= 1 + work.lookahead:
                     raise EngineError(f"a step chose {len(tokens)} tokens, with room for {1 + work.lookahead}")
@@ -122,7 +122,11 @@ class Scheduler:
                         self.accept_token(chooser, token, now)
                 if len(tokens) > 1 and not chooser.ended:
                     self._blocks.computed(chooser, len(chooser.token_ids) - 1)
-            self._settle_siblings(request)
+            if unanswered:
+                # The whole family: it is the prompt's blocks that are at fault.
+                broken += [request, *request.siblings]
+            else:
+                self._settle_siblings(request)
         return broken
 
     def accept_token(self, request: Request, token: SampledToken, now: float) -> None:

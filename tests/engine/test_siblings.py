@@ -8,7 +8,7 @@ import pytest
 
 from pdserve.engine.request import Status
 from pdserve.wire.discovery import Role
-from pdserve.wire.engine import PrefillSource
+from pdserve.wire.engine import FinishReason, PrefillSource
 from tests.engine.fake_engine import FakeEngine
 from tests.engine.fake_model import EOS, answer, talkative
 from tests.engine.fake_transfer import Wire
@@ -106,6 +106,32 @@ def test_an_answer_of_one_token_does_not_end_the_others() -> None:
         engine.run()
         assert engine.outputs == {i: answer(PROMPT, seed, 9, 64) for i, seed in enumerate(seeds)}
         assert engine.idle
+
+
+@pytest.mark.parametrize("leavers", [0, 1])
+def test_when_logits_are_not_finite_all_end_and_the_blocks_are_cleared(leavers: int) -> None:
+    engine = FakeEngine()
+    elder = engine.add(0, PROMPT, 9, SEEDS)
+    family = [elder, *elder.siblings]
+    for leaver in family[:leavers]:
+        engine.scheduler.abort(leaver)
+    plan = engine.scheduler.schedule(1.0)
+    assert plan.choosers == family[leavers:]
+    table = list(elder.block_table)
+    broken = engine.scheduler.advance(plan, [None] * len(plan.choosers), 1.0)
+    assert broken == family
+    # As the step loop does it.
+    for request in broken:
+        engine.blocks.taint(request.block_table)
+        engine.scheduler.finish(request, FinishReason.ERROR, "not finite")
+    engine.collect()
+    assert set(engine.endings) == set(range(leavers, 3))
+    assert engine.blocks.num_cached == 0
+    assert not engine.idle
+    cleared: list[int] = []
+    engine.blocks.clean(cleared.extend)
+    assert sorted(cleared) == sorted(table)
+    assert engine.idle
 
 
 class Pair:
