@@ -11,6 +11,7 @@
     │   ├── PeerLost                the other engine died, restarted, or let its lease run out
     │   └── TransferRefused         the prefill node said no, or gave up
     ├── EngineError             the engine process failed
+    │   └── RankLost                a tensor-parallel rank died, failed or hangs
     └── RequestError            a client's request ends with an HTTP error in OpenAI's shape
         ├── InvalidRequest          400
         ├── Unauthorized            401
@@ -81,6 +82,20 @@ class TransferRefused(TransferError):
 
 class EngineError(PdserveError):
     """The engine process could not start, or died."""
+
+
+class RankLost(EngineError):
+    """A tensor-parallel rank died, failed or hangs: the engine cannot go on. ``ranks`` are those that did not come."""
+
+    def __init__(self, message: str, ranks: tuple[int, ...] = ()) -> None:
+        super().__init__(message)
+        self.ranks = ranks
+
+    @classmethod
+    def silent(cls, ranks: tuple[int, ...], timeout_s: float) -> RankLost:
+        """They kept the others waiting for longer than ``timeout_s``."""
+        who = "tensor-parallel rank " + ", ".join(map(str, ranks)) if ranks else "a tensor-parallel rank"
+        return cls(f"{who} hangs: no sign of it for {timeout_s:.1f} s", ranks)
 
 
 class RequestError(PdserveError):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from pdserve.models.tensor_parallel import TpGroup, share
+from pdserve.models.tensor_parallel import TpGroup, vocab_part, vocab_share
 from pdserve.models.weights import Checkpoint
 from pdserve_kernels.contract import Kernels, Linear
 
@@ -50,7 +50,7 @@ class VocabParallelEmbedding:
 
     def __init__(self, building: Building, name: str, vocab_size: int) -> None:
         self._tp = building.tp
-        self._part = share(self._tp, vocab_size, "vocabulary entries")
+        self._part = vocab_share(self._tp, vocab_size)
         self.weight = building.checkpoint.take(f"{name}.weight", rows=self._part)
 
     def __call__(self, token_ids: torch.Tensor) -> torch.Tensor:
@@ -62,18 +62,23 @@ class VocabParallelEmbedding:
 
 
 class VocabParallelHead:
-    """Logits: each rank computes a part of the vocabulary's, and gets all."""
+    """Logits: each rank computes a part of the vocabulary's, rank 0 gets all."""
 
-    def __init__(self, building: Building, weight: torch.Tensor) -> None:
-        self._tp = building.tp
+    def __init__(self, building: Building, weight: torch.Tensor, vocab_size: int) -> None:
+        """``weight`` holds this rank's rows of the whole."""
+        self._tp, self._vocab_size = building.tp, vocab_size
+        self._padding = vocab_part(self._tp, vocab_size) - weight.shape[0]
         self._linear = building.kernels.linear(weight)
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        """``[rows, hidden_size]`` to fp32 ``[rows, vocab_size]``."""
-        return self._tp.all_gather(self._linear(hidden).float())
+        """``[rows, hidden_size]`` to fp32 ``[rows, vocab_size]``; on other ranks than 0, ``[rows, 0]``."""
+        part = self._linear(hidden)
+        if self._padding:
+            part = F.pad(part, (0, self._padding))
+        return self._tp.gather(part)[:, : self._vocab_size].float()
 
 
 def vocab_parallel_head(building: Building, name: str, vocab_size: int) -> VocabParallelHead:
     """A head with a weight of its own, not the embedding's."""
-    part = share(building.tp, vocab_size, "vocabulary entries")
-    return VocabParallelHead(building, building.checkpoint.take(f"{name}.weight", rows=part))
+    part = vocab_share(building.tp, vocab_size)
+    return VocabParallelHead(building, building.checkpoint.take(f"{name}.weight", rows=part), vocab_size)

@@ -30,7 +30,7 @@ class LlamaDecoder:
         self._norm = checkpoint.take("model.norm.weight")
         if config.tied_embeddings:
             checkpoint.drop("lm_head.weight")
-            self._head = VocabParallelHead(building, self._embedding.weight)
+            self._head = VocabParallelHead(building, self._embedding.weight, config.vocab_size)
         else:
             self._head = vocab_parallel_head(building, "lm_head", config.vocab_size)
         self._cos, self._sin = rotary_table(config, max_positions, dtype)

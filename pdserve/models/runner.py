@@ -12,7 +12,7 @@ from pdserve.models.decoder import build_decoder
 from pdserve.models.decoder_config import DecoderConfig
 from pdserve.models.layers import Building
 from pdserve.models.step_batch import StepRow
-from pdserve.models.tensor_parallel import Alone
+from pdserve.models.tensor_parallel import ALONE, TpGroup, kv_share, share
 from pdserve.models.weights import Checkpoint
 from pdserve_kernels.contract import AttentionRow
 from pdserve_kernels.cpu.torch_kernels import TorchKernels
@@ -25,23 +25,32 @@ class ModelRunner:
     """Owns the weights and the KV cache of one rank."""
 
     def __init__(
-        self, folder: Path, config: DecoderConfig, dtype: Dtype, block_size: int, num_blocks: int, max_model_len: int
+        self,
+        folder: Path,
+        config: DecoderConfig,
+        dtype: Dtype,
+        block_size: int,
+        num_blocks: int,
+        max_model_len: int,
+        tp: TpGroup = ALONE,
     ) -> None:
-        """Loads the model. Raises ModelError if the folder does not hold it."""
+        """Loads this rank's part of the model. Raises ModelError if the folder does not hold it."""
         torch_dtype = TORCH_DTYPES[dtype]
-        self.layout = kv_layout(config, dtype, block_size)
+        self.layout = kv_layout(config, dtype, block_size, tp)
         self.kv_cache = self.layout.allocate(num_blocks, torch.device("cpu"))
-        self._heads = config.heads
+        heads = share(tp, config.heads, "attention heads")
+        self._heads = heads.stop - heads.start
         self._scale = config.attention_scale
         self._kernels = TorchKernels()
-        building = Building(Checkpoint(folder, torch_dtype), self._kernels, Alone())
+        building = Building(Checkpoint(folder, torch_dtype), self._kernels, tp)
         self._decoder = build_decoder(config, building, max_model_len, torch_dtype)
 
     @torch.inference_mode()
     def run(self, rows: Sequence[StepRow]) -> torch.Tensor:
         """Compute every row's tokens into the KV cache; single-token rows come first.
 
-        Returns fp32 logits ``[number of rows with wants_logits, vocab_size]``, in the order of the rows.
+        Returns fp32 logits ``[number of rows with wants_logits, vocab_size]``, in the order of the rows, on rank 0; on
+        the others ``[that number, 0]``. Raises RankLost if another rank does not compute the same.
         """
         token_ids = [token for row in rows for token in row.token_ids]
         positions = [position for row in rows for position in range(row.start, row.context_len)]
@@ -64,6 +73,8 @@ class ModelRunner:
         self.kv_cache[list(blocks)] = 0
 
 
-def kv_layout(config: DecoderConfig, dtype: Dtype, block_size: int) -> KvLayout:
-    """The layout of one rank's KV cache for a model."""
-    return KvLayout(config.kv_heads, config.num_layers, block_size, config.head_dim, TORCH_DTYPES[dtype])
+def kv_layout(config: DecoderConfig, dtype: Dtype, block_size: int, tp: TpGroup = ALONE) -> KvLayout:
+    """The layout of one rank's KV cache for a model. Raises ModelError if its heads cannot be split so."""
+    kv_heads = kv_share(tp, config.heads, config.kv_heads)
+    num_kv_heads = kv_heads.stop - kv_heads.start
+    return KvLayout(num_kv_heads, config.num_layers, block_size, config.head_dim, TORCH_DTYPES[dtype])

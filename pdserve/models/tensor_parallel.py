@@ -21,8 +21,11 @@ class TpGroup(Protocol):
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """The sum over all ranks; ``x`` may be overwritten with it."""
 
-    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
-        """``[rows, n]`` of each rank to ``[rows, size * n]`` in rank order."""
+    def gather(self, x: torch.Tensor) -> torch.Tensor:
+        """``[rows, n]`` of each rank to ``[rows, size * n]`` in rank order on rank 0, which alone samples; on the
+        others to ``[rows, 0]``."""
+
+    def close(self) -> None: ...
 
 
 class Alone:
@@ -33,8 +36,14 @@ class Alone:
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         return x
 
-    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+    def gather(self, x: torch.Tensor) -> torch.Tensor:
         return x
+
+    def close(self) -> None:
+        pass
+
+
+ALONE = Alone()
 
 
 def share(tp: TpGroup, total: int, what: str) -> slice:
@@ -44,6 +53,17 @@ def share(tp: TpGroup, total: int, what: str) -> slice:
         raise ModelError(f"--tp {tp.size} does not divide the model's {total} {what}; these do: {fitting}")
     each = total // tp.size
     return slice(tp.rank * each, (tp.rank + 1) * each)
+
+
+def vocab_share(tp: TpGroup, vocab_size: int) -> slice:
+    """This rank's part of the vocabulary. Parts are equal but for the last ones, which may be smaller, or empty."""
+    each = vocab_part(tp, vocab_size)
+    return slice(min(tp.rank * each, vocab_size), min((tp.rank + 1) * each, vocab_size))
+
+
+def vocab_part(tp: TpGroup, vocab_size: int) -> int:
+    """Entries of the largest part."""
+    return -(-vocab_size // tp.size)
 
 
 def kv_share(tp: TpGroup, heads: int, kv_heads: int) -> slice:

@@ -1,0 +1,63 @@
+"""Memory that the ranks of one host share: how far each has come, and whether to give up."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+
+_LINE_BYTES = 64
+"""A word for each cache line, so that ranks do not take each other's."""
+_HEADER_BYTES = 16_384
+MAX_RANKS = _HEADER_BYTES // _LINE_BYTES - 1
+
+
+class RankBoard:
+    """A header of one counter a rank, then room for tensors. It has no name: it is gone with its last process."""
+
+    def __init__(self, descriptor: int) -> None:
+        """Maps what ``create`` has made, here or in the process that handed ``descriptor`` down."""
+        self.descriptor = descriptor
+        self._map = mmap.mmap(descriptor, os.fstat(descriptor).st_size)
+        self._words = memoryview(self._map)[:_HEADER_BYTES].cast("q")
+
+    @classmethod
+    def create(cls, tensor_bytes: int) -> RankBoard:
+        """Pages that nobody writes to cost no memory."""
+        descriptor = os.memfd_create("pdserve-ranks", os.MFD_CLOEXEC)
+        os.ftruncate(descriptor, _HEADER_BYTES + tensor_bytes)
+        return cls(descriptor)
+
+    @property
+    def tensors(self) -> memoryview:
+        return memoryview(self._map)[_HEADER_BYTES:]
+
+    def advance(self, rank: int) -> int:
+        """``rank`` begins its next collective; the number of it."""
+        word = rank * _LINE_BYTES // 8
+        self._words[word] += 1
+        return self._words[word]
+
+    def progress(self, rank: int) -> int:
+        """How many collectives it has begun."""
+        return self._words[rank * _LINE_BYTES // 8]
+
+    def behind(self, rank: int, size: int) -> tuple[int, ...]:
+        """The ranks that have begun fewer collectives than ``rank``."""
+        mine = self.progress(rank)
+        return tuple(other for other in range(size) if self.progress(other) < mine)
+
+    def abandon(self) -> None:
+        """Tell every rank that waits, or will wait, that a rank is gone."""
+        self._words[MAX_RANKS * _LINE_BYTES // 8] = 1
+
+    @property
+    def abandoned(self) -> bool:
+        return bool(self._words[MAX_RANKS * _LINE_BYTES // 8])
+
+    def close(self) -> None:
+        """Tensors that still look at the memory keep it mapped until they are gone."""
+        os.close(self.descriptor)
+        self._words.release()
+        with contextlib.suppress(BufferError):
+            self._map.close()

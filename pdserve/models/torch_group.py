@@ -1,0 +1,65 @@
+"""Ranks that add up their tensors through torch.distributed."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed
+
+from pdserve.errors import RankLost
+from pdserve.models.rank_board import RankBoard
+
+# torch does not declare what these classes have.
+_torch: Any = torch.distributed
+
+
+class GlooGroup:
+    """Satisfies ``tensor_parallel.TpGroup``: CPU tensors, over TCP on the loopback interface."""
+
+    def __init__(self, rendezvous: Path, board: RankBoard, rank: int, size: int, timeout_s: float) -> None:
+        """Returns when all ranks have met at the file ``rendezvous``. Raises RankLost if they do not in time.
+
+        The default group of torch.distributed stays as it is: it would take its addresses from the environment.
+        """
+        self.rank, self.size = rank, size
+        self._board, self._timeout_s = board, timeout_s
+        options = _torch.ProcessGroupGloo._Options()
+        options._devices = [_torch.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+        options._timeout = timedelta(seconds=timeout_s)
+        try:
+            self._gloo = _torch.ProcessGroupGloo(_torch.FileStore(str(rendezvous), size), rank, size, options)
+        except RuntimeError as exc:
+            raise RankLost(f"the tensor-parallel ranks did not meet in {timeout_s:.1f} s: {exc}") from exc
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        """Raises RankLost if a rank is gone or does not come."""
+        self._board.advance(self.rank)
+        try:
+            self._gloo.allreduce([x]).wait()
+        except RuntimeError as exc:
+            raise self._lost(exc) from exc
+        return x
+
+    def gather(self, x: torch.Tensor) -> torch.Tensor:
+        """Raises RankLost if a rank is gone or does not come."""
+        rows, columns = x.shape
+        if rows == 0:
+            return x.new_empty(0, self.size * columns)
+        self._board.advance(self.rank)
+        parts = [torch.empty_like(x) for _ in range(self.size)] if self.rank == 0 else []
+        try:
+            self._gloo.gather([parts] if parts else [], [x.contiguous()], 0).wait()
+        except RuntimeError as exc:
+            raise self._lost(exc) from exc
+        return torch.cat(parts, 1) if parts else x.new_empty(rows, 0)
+
+    def close(self) -> None:
+        self._gloo.shutdown()
+
+    def _lost(self, error: RuntimeError) -> RankLost:
+        if "imed out" in str(error):
+            return RankLost.silent(self._board.behind(self.rank, self.size), self._timeout_s)
+        return RankLost(f"a tensor-parallel rank is gone: {error}")
