@@ -60,6 +60,16 @@ class Batching(enum.Enum):
     """When the batch before is over: the baseline of benchmarks."""
 
 
+class TpBackend(enum.Enum):
+    """How tensor-parallel ranks add up their tensors."""
+
+    AUTO = "auto"
+    SHM = "shm"
+    """In memory that they share; on CPUs that keep the order of stores (x86)."""
+    GLOO = "gloo"
+    """By torch.distributed, over TCP on the loopback interface."""
+
+
 class LogLevel(enum.Enum):
     DEBUG = "debug"
     INFO = "info"
@@ -84,8 +94,21 @@ class CacheConfig:
     """The paged KV cache."""
 
     block_size: int = setting("block-size", "tokens in one KV block; equal on all nodes", 16, minimum=1, maximum=1024)
-    kv_cache_mib: int = setting("kv-cache-mib", "memory for the KV cache, in MiB", 1024, minimum=1)
+    kv_cache_mib: int = setting("kv-cache-mib", "memory for the KV cache, all ranks together, in MiB", 1024, minimum=1)
     prefix_cache: Switch = setting("prefix-cache", "keep KV blocks for later prompts that begin alike", Switch.ON)
+
+
+@dataclass(frozen=True, slots=True)
+class ParallelConfig:
+    """Tensor parallelism: the processes of one node, on one host, that together compute the model."""
+
+    tp: int = setting("tp", "ranks that the model is split over, each a process", 1, minimum=1, maximum=64)
+    backend: TpBackend = setting(
+        "tp-backend", "how ranks add up: shm (one x86 host), gloo; auto takes the fastest", TpBackend.AUTO
+    )
+    timeout_ms: int = setting(
+        "tp-timeout-ms", "time that one rank may keep the others waiting before the node ends", 10_000, minimum=100
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,6 +253,7 @@ class EngineConfig:
     transfer: TransferConfig
     cpu: CpuConfig
     log: LogConfig
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,6 +264,27 @@ class EngineLaunch:
     """``ipc://`` path in a private folder, where the API process has bound a ZMQ PAIR socket for the engine."""
     config: EngineConfig
 
+    @property
+    def folder(self) -> str:
+        """The private folder. The API process removes it, with all that is in it, once the engine is ready or gone."""
+        return self.address.removeprefix("ipc://").rpartition("/")[0]
+
+
+@dataclass(frozen=True, slots=True)
+class RankLaunch:
+    """What rank 0, the engine process, writes as MessagePack to the standard input of each other rank's process."""
+
+    rank: int
+    parent_pid: int
+    address: str
+    """``ipc://`` path in a private folder, where rank 0 has bound a ZMQ PAIR socket for this rank."""
+    rendezvous: str
+    """A file that the ranks meet at: the same for all, in the same folder."""
+    board: int
+    """Descriptor of the memory that the ranks share, inherited."""
+    cores: tuple[int, ...]
+    config: EngineConfig
+
 
 @dataclass(frozen=True, slots=True)
 class NodeConfig:
@@ -247,6 +292,7 @@ class NodeConfig:
 
     model: ModelConfig = field(default_factory=ModelConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     transfer: TransferConfig = field(default_factory=TransferConfig)
     http: HttpConfig = field(default_factory=HttpConfig)
@@ -287,6 +333,7 @@ class UpConfig:
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     http: HttpConfig = field(default_factory=lambda: HttpConfig(port=8000))
     request: RequestConfig = field(default_factory=RequestConfig)

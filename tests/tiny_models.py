@@ -50,11 +50,12 @@ FAMILIES: dict[str, PretrainedConfig] = {
 }
 
 
-def save_tiny_model(family: str, folder: Path) -> Path:
-    """Write a random model of ``family`` to ``folder``; the same every time."""
+def save_tiny_model(family: str, folder: Path, **shape: int) -> Path:
+    """Write a random model of ``family`` to ``folder``; the same every time. ``shape`` overrides parts of ``SHAPE``."""
     torch.manual_seed(sum(family.encode()))
     auto: Any = AutoModelForCausalLM
-    model: PreTrainedModel = auto.from_config(FAMILIES[family], dtype=torch.float32)
+    config = type(FAMILIES[family]).from_dict(FAMILIES[family].to_dict() | shape)
+    model: PreTrainedModel = auto.from_config(config, dtype=torch.float32)
     for name, parameter in model.named_parameters():
         if "norm" in name or name.endswith("bias"):
             torch.nn.init.uniform_(parameter, 0.5, 1.5)

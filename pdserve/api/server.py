@@ -163,6 +163,7 @@ class Node:
             transfer=config.transfer,
             cpu=config.cpu,
             log=config.log,
+            parallel=config.parallel,
         )
 
     def _info(self, ready: Ready, boot_id: bytes, url: str) -> NodeInfo:

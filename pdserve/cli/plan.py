@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from pdserve.config import ClusterConfig, LogConfig, LogLevel, NodeConfig, UpConfig
+from pdserve.cores import partition
 from pdserve.settings import to_environ
 from pdserve.wire.discovery import Role
 
@@ -29,18 +29,6 @@ def plan_nodes(cluster: ClusterConfig, cores: Sequence[int]) -> list[NodePlan]:
     counts = {Role.PREFILL: cluster.prefill, Role.DECODE: cluster.decode, Role.MIXED: cluster.mixed}
     named = [(role, f"{role.value}-{index}") for role, count in counts.items() for index in range(count)]
     return [NodePlan(name, role, own) for (role, name), own in zip(named, partition(cores, len(named)), strict=True)]
-
-
-def partition(cores: Sequence[int], parts: int) -> list[tuple[int, ...]]:
-    """``cores`` in ``parts`` shares as even as possible, larger ones first; round-robin where there are too few.
-
-    Two engines on the same core cost each other far more than half their speed, so shares overlap only then.
-    """
-    if parts > len(cores):
-        return [(cores[index % len(cores)],) for index in range(parts)]
-    size, larger = divmod(len(cores), max(parts, 1))
-    starts = [index * size + min(index, larger) for index in range(parts + 1)]
-    return [tuple(cores[start:end]) for start, end in itertools.pairwise(starts)]
 
 
 def command(subcommand: str, *flags: str) -> list[str]:

@@ -9,15 +9,21 @@ from pathlib import Path
 from pdserve.config import EngineConfig, Switch
 from pdserve.engine.api_channel import ApiChannel
 from pdserve.engine.block_manager import BlockManager
+from pdserve.engine.followers import Followers
 from pdserve.engine.kv_connector import KvConnector, open_connector
 from pdserve.engine.prompt_rule import PromptRule
+from pdserve.engine.runner_loading import load_runner
 from pdserve.engine.step_loop import StepLoop, WakeUp
+from pdserve.engine.step_runner import StepRunner
 from pdserve.engine.stop_rule import StopRule
+from pdserve.engine.tp_runner import TpRunner
 from pdserve.errors import ConfigError
 from pdserve.models.decoder_config import DecoderConfig, read_decoder_config
-from pdserve.models.runner import ModelRunner, kv_layout
+from pdserve.models.runner import kv_layout
 from pdserve.models.step_batch import StepRow
+from pdserve.models.tensor_parallel import TpGroup
 from pdserve.models.weights import fingerprint
+from pdserve.wire.rank import Load, Loaded
 from pdserve.wire.transfer import PROTOCOL_VERSION, EngineSpec
 
 MIB = 2**20
@@ -36,16 +42,23 @@ class Engine:
     vocab_size: int
 
 
-def assemble(config: EngineConfig, api: ApiChannel, wake_up: WakeUp, progress: Callable[[str], None]) -> Engine:
-    """Load the model, warm it up, open the transfers. ``progress`` is told each stage.
+def assemble(
+    config: EngineConfig,
+    api: ApiChannel,
+    wake_up: WakeUp,
+    progress: Callable[[str], None],
+    followers: Followers | None,
+    tp: TpGroup,
+) -> Engine:
+    """Load the model, warm it up, open the transfers. ``progress`` is told each stage; ``tp`` holds the followers too.
 
-    Raises ModelError, ConfigError or TransferError if something does not fit.
+    Raises ModelError, ConfigError, RankLost or TransferError if something does not fit.
     """
     folder = Path(config.model_dir)
     decoder = read_decoder_config(folder)
     block_size = config.cache.block_size
-    layout = kv_layout(decoder, config.model.dtype, block_size)
-    num_blocks = config.cache.kv_cache_mib * MIB // layout.block_bytes
+    layout = kv_layout(decoder, config.model.dtype, block_size, tp)
+    num_blocks = config.cache.kv_cache_mib * MIB // (layout.block_bytes * tp.size)
     max_model_len = _max_model_len(config, decoder, num_blocks)
     spec = EngineSpec(
         protocol=PROTOCOL_VERSION,
@@ -55,16 +68,22 @@ def assemble(config: EngineConfig, api: ApiChannel, wake_up: WakeUp, progress: C
         num_layers=decoder.num_layers,
         kv_heads=decoder.kv_heads,
         head_dim=decoder.head_dim,
-        tp_size=1,
+        tp_size=tp.size,
     )
     progress("loading weights")
-    runner = ModelRunner(folder, decoder, config.model.dtype, block_size, num_blocks, max_model_len)
+    if followers is not None:
+        followers.tell(Load(num_blocks, max_model_len))
+    own = load_runner(config, decoder, num_blocks, max_model_len, tp)
+    runner: StepRunner = own
+    if followers is not None:
+        followers.wait_for(Loaded)
+        runner = TpRunner(own, followers)
     progress("warming up")
-    warm_up(runner, min(config.scheduler.max_step_tokens, max_model_len - 1))
+    warm_up(runner, min(config.scheduler.max_step_tokens, max_model_len - 1), block_size)
     blocks = BlockManager(num_blocks, block_size, prefix_cache=config.cache.prefix_cache is Switch.ON)
     stop = StopRule(decoder.eos_token_ids, max_model_len)
     prompts = PromptRule(decoder.vocab_size, max_model_len)
-    connector, control = open_connector(config, spec, runner.kv_cache, blocks, wake_up.set, prompts.misfit)
+    connector, control = open_connector(config, spec, own.kv_cache, blocks, wake_up.set, prompts.misfit)
     loop = StepLoop(
         api=api,
         wake_up=wake_up,
@@ -78,12 +97,12 @@ def assemble(config: EngineConfig, api: ApiChannel, wake_up: WakeUp, progress: C
     return Engine(loop, connector, control, spec, num_blocks, max_model_len, decoder.vocab_size)
 
 
-def warm_up(runner: ModelRunner, tokens: int) -> None:
+def warm_up(runner: StepRunner, tokens: int, block_size: int) -> None:
     """Let every library allocate and choose its code before the first request: a chunk of a prompt, then a token."""
-    blocks = range(-(-(tokens + 1) // runner.layout.block_size))
+    blocks = range(-(-(tokens + 1) // block_size))
     for row in (StepRow([0] * tokens, 0, blocks, True), StepRow([0], tokens, blocks, True)):
         runner.run([row])
-    runner.kv_cache[: len(blocks)].zero_()
+    runner.clear(blocks)
 
 
 def _max_model_len(config: EngineConfig, decoder: DecoderConfig, num_blocks: int) -> int:

@@ -15,7 +15,9 @@ import zmq
 
 from pdserve.config import EngineLaunch
 from pdserve.engine.api_channel import ApiChannel
-from pdserve.errors import ConfigError, EngineError, PdserveError
+from pdserve.engine.followers import Followers, followers_of
+from pdserve.engine.pinning import pin, rank_cores
+from pdserve.errors import EngineError, PdserveError
 from pdserve.parent import die_with_parent
 from pdserve.wire.engine import EngineFailed, Ready, Starting
 from pdserve.wire.transfer import EngineSpec
@@ -62,26 +64,32 @@ def serve(launch: EngineLaunch, channel: ApiChannel) -> None:
     Raises PdserveError if the engine cannot start or go on.
     """
     config = launch.config
-    if config.cpu.cores:
-        try:
-            os.sched_setaffinity(0, config.cpu.cores)
-        except OSError as exc:
-            raise ConfigError(f"cannot run on cores {config.cpu.cores}: {exc}") from exc
-    # Not before: torch sizes its thread pool by the cores that it finds when it is imported, and loading it takes
-    # seconds in which the API process already wants to hear of us.
-    import torch
-
-    from pdserve.engine.assembly import assemble
-    from pdserve.engine.step_loop import WakeUp
-
-    if config.cpu.cores:
-        torch.set_num_threads(len(config.cpu.cores))
     with ExitStack() as stack:
+        followers: Followers | None = None
+        cores = config.cpu.cores
+        if config.parallel.tp > 1:
+            shares = rank_cores(config)
+            cores = shares[0]
+            followers = stack.enter_context(followers_of(config, launch.folder, shares))
+        pin(cores)
+        # Not before: torch sizes its thread pool by the cores that it finds when it is imported, and loading it takes
+        # seconds in which the API process already wants to hear of us.
+        import torch
+
+        from pdserve.engine.assembly import assemble
+        from pdserve.engine.step_loop import WakeUp
+        from pdserve.engine.tp_runner import joined
+
+        if cores:
+            torch.set_num_threads(len(cores))
         wake_up = WakeUp()
         stack.callback(wake_up.close)
-        engine = assemble(config, channel, wake_up, lambda stage: channel.send(Starting(stage)))
+        group = stack.enter_context(joined(config, followers))
+        engine = assemble(config, channel, wake_up, lambda stage: channel.send(Starting(stage)), followers, group)
         stack.callback(engine.connector.close)
         stack.enter_context(_stop_signals(engine.loop.stop))
+        if followers is not None:
+            followers.notify(engine.loop.stop)
         channel.send(
             Ready(
                 control=engine.control,
@@ -94,6 +102,8 @@ def serve(launch: EngineLaunch, channel: ApiChannel) -> None:
             )
         )
         engine.loop.run()
+        if followers is not None:
+            followers.check()
 
 
 def pairing_fingerprint(spec: EngineSpec) -> str:

@@ -22,8 +22,8 @@ from pdserve.engine.prompt_rule import PromptRule
 from pdserve.engine.request import Request
 from pdserve.engine.sampler import sample
 from pdserve.engine.scheduler import Scheduler
+from pdserve.engine.step_runner import StepRunner
 from pdserve.engine.stop_rule import StopRule
-from pdserve.models.runner import ModelRunner
 from pdserve.models.step_batch import StepRow
 from pdserve.wire.engine import Abort, EngineStats, FinishReason, PrefillSource, Shutdown, Stats, Submit
 from pdserve.wire.sampling import SampledToken
@@ -60,7 +60,7 @@ class StepLoop:
         *,
         api: ApiChannel,
         wake_up: WakeUp,
-        runner: ModelRunner,
+        runner: StepRunner,
         blocks: BlockManager,
         connector: KvConnector,
         config: SchedulerConfig,

@@ -9,11 +9,13 @@ import os
 _LINE_BYTES = 64
 """A word for each cache line, so that ranks do not take each other's."""
 _HEADER_BYTES = 16_384
-MAX_RANKS = _HEADER_BYTES // _LINE_BYTES - 1
+_ABANDONED = _HEADER_BYTES // 8 - 1
+SLOT_BYTES = 8 * 2**20
+"""Of one rank's tensor in one set of them."""
 
 
 class RankBoard:
-    """A header of one counter a rank, then room for tensors. It has no name: it is gone with its last process."""
+    """A counter for each rank, then two sets of slots for tensors. It has no name: it is gone with its last process."""
 
     def __init__(self, descriptor: int) -> None:
         """Maps what ``create`` has made, here or in the process that handed ``descriptor`` down."""
@@ -22,14 +24,15 @@ class RankBoard:
         self._words = memoryview(self._map)[:_HEADER_BYTES].cast("q")
 
     @classmethod
-    def create(cls, tensor_bytes: int) -> RankBoard:
-        """Pages that nobody writes to cost no memory."""
+    def create(cls, size: int) -> RankBoard:
+        """For ``size`` ranks. Pages that nobody writes to cost no memory."""
         descriptor = os.memfd_create("pdserve-ranks", os.MFD_CLOEXEC)
-        os.ftruncate(descriptor, _HEADER_BYTES + tensor_bytes)
+        os.ftruncate(descriptor, _HEADER_BYTES + 2 * size * SLOT_BYTES)
         return cls(descriptor)
 
     @property
-    def tensors(self) -> memoryview:
+    def slots(self) -> memoryview:
+        """All of them, as bytes: ``2 * size`` of ``SLOT_BYTES``."""
         return memoryview(self._map)[_HEADER_BYTES:]
 
     def advance(self, rank: int) -> int:
@@ -49,11 +52,11 @@ class RankBoard:
 
     def abandon(self) -> None:
         """Tell every rank that waits, or will wait, that a rank is gone."""
-        self._words[MAX_RANKS * _LINE_BYTES // 8] = 1
+        self._words[_ABANDONED] = 1
 
     @property
     def abandoned(self) -> bool:
-        return bool(self._words[MAX_RANKS * _LINE_BYTES // 8])
+        return bool(self._words[_ABANDONED])
 
     def close(self) -> None:
         """Tensors that still look at the memory keep it mapped until they are gone."""

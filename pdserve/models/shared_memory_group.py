@@ -17,10 +17,8 @@ import time
 import torch
 
 from pdserve.errors import RankLost
-from pdserve.models.rank_board import RankBoard
+from pdserve.models.rank_board import SLOT_BYTES, RankBoard
 
-SLOT_BYTES = 8 * 2**20
-"""Larger tensors go in parts."""
 _SPINS = 200
 _YIELD_S = 0.005
 _NAP_S = 0.0001
@@ -31,11 +29,6 @@ def ordered_stores() -> bool:
     return platform.machine() in ("x86_64", "AMD64")
 
 
-def tensor_bytes(size: int) -> int:
-    """What ``size`` ranks need of a ``RankBoard``."""
-    return 2 * size * SLOT_BYTES
-
-
 class SharedMemoryGroup:
     """Satisfies ``tensor_parallel.TpGroup``. CPU tensors only, on CPUs with ``ordered_stores``."""
 
@@ -44,8 +37,8 @@ class SharedMemoryGroup:
         self.rank, self.size = rank, size
         self._board, self._timeout_s = board, timeout_s
         self._others = [other for other in range(size) if other != rank]
-        slots = torch.frombuffer(board.tensors, dtype=torch.uint8, count=tensor_bytes(size))
-        self._slots = slots.view(2, size, SLOT_BYTES)
+        # A tensor larger than a slot goes in parts.
+        self._slots = torch.frombuffer(board.slots, dtype=torch.uint8).view(2, size, SLOT_BYTES)
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Raises RankLost if a rank is gone or does not come."""
@@ -58,7 +51,7 @@ class SharedMemoryGroup:
             if self.size == 2:
                 torch.add(slots[0], slots[1], out=part)
             else:
-                total = slots[0].float()
+                total = slots[0].to(torch.float32, copy=True)
                 for other in range(1, self.size):
                     total += slots[other]
                 part.copy_(total)

@@ -15,6 +15,9 @@ from pdserve.models.rank_board import RankBoard
 # torch does not declare what these classes have.
 _torch: Any = torch.distributed
 
+MEET_S = 120.0
+"""Ranks load their libraries at different speeds."""
+
 
 class GlooGroup:
     """Satisfies ``tensor_parallel.TpGroup``: CPU tensors, over TCP on the loopback interface."""
@@ -28,11 +31,12 @@ class GlooGroup:
         self._board, self._timeout_s = board, timeout_s
         options = _torch.ProcessGroupGloo._Options()
         options._devices = [_torch.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
-        options._timeout = timedelta(seconds=timeout_s)
+        options._timeout = timedelta(seconds=MEET_S)
         try:
             self._gloo = _torch.ProcessGroupGloo(_torch.FileStore(str(rendezvous), size), rank, size, options)
         except RuntimeError as exc:
-            raise RankLost(f"the tensor-parallel ranks did not meet in {timeout_s:.1f} s: {exc}") from exc
+            raise RankLost(f"the tensor-parallel ranks did not meet in {MEET_S:.0f} s: {exc}") from exc
+        self._gloo._set_default_timeout(timedelta(seconds=timeout_s))
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Raises RankLost if a rank is gone or does not come."""
@@ -49,9 +53,11 @@ class GlooGroup:
         if rows == 0:
             return x.new_empty(0, self.size * columns)
         self._board.advance(self.rank)
+        options = _torch.GatherOptions()
+        options.rootRank = 0
         parts = [torch.empty_like(x) for _ in range(self.size)] if self.rank == 0 else []
         try:
-            self._gloo.gather([parts] if parts else [], [x.contiguous()], 0).wait()
+            self._gloo.gather([parts] if parts else [], [x.contiguous()], options).wait()
         except RuntimeError as exc:
             raise self._lost(exc) from exc
         return torch.cat(parts, 1) if parts else x.new_empty(rows, 0)

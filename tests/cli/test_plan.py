@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdserve.cli.plan import child_environ, node_command, partition, plan_nodes, proxy_command
+from pdserve.cli.plan import child_environ, node_command, plan_nodes, proxy_command
 from pdserve.config import ClusterConfig, LogLevel, NodeConfig, ProxyConfig, UpConfig
+from pdserve.cores import partition
 from pdserve.settings import load
 
 

@@ -8,7 +8,7 @@ import msgpack
 import msgspec
 import pytest
 
-from pdserve.wire import discovery, engine, transfer
+from pdserve.wire import discovery, engine, rank, transfer
 from pdserve.wire.ids import TransferId
 from pdserve.wire.sampling import SampledToken, SamplingParams, TokenLogprobs
 from pdserve.wire.ticket import PrefillTarget, Ticket
@@ -121,6 +121,18 @@ CHANNELS: list[tuple[Any, list[msgspec.Struct]]] = [
             transfer.Pong(OTHER),
         ],
     ),
+    (
+        rank.Order,
+        [
+            rank.Load(num_blocks=10, max_model_len=64),
+            rank.Step([rank.Row([5, 6], 0, [3], False), rank.Row([7], 20, [1, 2], True)]),
+            rank.Clear([1, 2]),
+            rank.CopyBlocks([1], [2]),
+            rank.Stop(),
+        ],
+    ),
+    (rank.Numbered, [rank.Numbered(3, rank.Stop())]),
+    (rank.FromRank, [rank.Arrived(), rank.Loaded(), rank.RankFailed("no memory")]),
 ]
 
 MESSAGES = [
@@ -163,7 +175,7 @@ def test_every_message_of_every_channel_is_covered() -> None:
     covered = {type(message) for _, messages in CHANNELS for message in messages}
     declared = {
         value
-        for module in (discovery, engine, transfer)
+        for module in (discovery, engine, rank, transfer)
         for value in vars(module).values()
         if isinstance(value, type)
         and issubclass(value, msgspec.Struct)

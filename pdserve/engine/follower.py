@@ -1,0 +1,110 @@
+"""``python -m pdserve.engine.follower``: a tensor-parallel rank other than 0, from its launch message to its exit code.
+
+It owns its part of the weights and of the KV cache, and does what rank 0 orders. Idle, it waits in a blocking receive.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import sys
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+import zmq
+
+from pdserve.config import RankLaunch
+from pdserve.engine.pinning import pin
+from pdserve.engine.rank_channel import OrderChannel
+from pdserve.errors import EngineError, PdserveError
+from pdserve.models.rank_board import RankBoard
+from pdserve.models.step_batch import StepRow
+from pdserve.parent import die_with_parent
+from pdserve.wire.rank import Arrived, Clear, CopyBlocks, Load, Loaded, Order, RankFailed, Step, Stop
+
+if TYPE_CHECKING:
+    from pdserve.engine.step_runner import StepRunner
+
+log = logging.getLogger("pdserve.engine.follower")
+
+GOODBYE_S = 1.0
+
+
+def main() -> int:
+    """0 after Stop, 1 after a failure, which rank 0 is told."""
+    # Rank 0 decides when its ranks end; a signal to a whole process group must not end them under a running step.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
+    launch = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=RankLaunch)
+    die_with_parent(launch.parent_pid)
+    logging.basicConfig(
+        level=launch.config.log.level.name,
+        format=f"%(asctime)s %(levelname)s %(name)s: rank {launch.rank}: %(message)s",
+        force=True,
+    )
+    with zmq.Context() as context:
+        channel = OrderChannel(context, launch.address)
+        try:
+            follow(launch, channel)
+        except PdserveError as exc:
+            log.error("%s", exc)
+            channel.send(RankFailed(str(exc)))
+            return 1
+        except Exception as exc:
+            log.exception("the rank failed")
+            channel.send(RankFailed(f"{type(exc).__name__}: {exc}"))
+            return 1
+        finally:
+            channel.close(GOODBYE_S)
+    return 0
+
+
+def follow(launch: RankLaunch, channel: OrderChannel) -> None:
+    """Load this rank's part of the model and compute until rank 0 says stop.
+
+    Raises PdserveError if it cannot be loaded, or another rank is lost.
+    """
+    pin(launch.cores)
+    import torch
+
+    from pdserve.engine.runner_loading import load_runner
+    from pdserve.models.decoder_config import read_decoder_config
+    from pdserve.models.tp_opening import open_group
+
+    torch.set_num_threads(len(launch.cores))
+    config = launch.config
+    channel.send(Arrived())
+    with ExitStack() as stack:
+        board = stack.enter_context(closing(RankBoard(launch.board)))
+        group = open_group(config.parallel, launch.rank, board, Path(launch.rendezvous))
+        stack.callback(group.close)
+        load = channel.receive()
+        if not isinstance(load, Load):
+            raise EngineError(f"rank 0 sent {type(load).__name__} before Load")
+        decoder = read_decoder_config(Path(config.model_dir))
+        runner = load_runner(config, decoder, load.num_blocks, load.max_model_len, group)
+        channel.send(Loaded())
+        while obey(channel.receive(), runner):
+            pass
+
+
+def obey(order: Order, runner: StepRunner) -> bool:
+    """Do it. False once there is nothing more to do."""
+    match order:
+        case Step(rows):
+            runner.run([StepRow(row.token_ids, row.start, row.block_table, row.wants_logits) for row in rows])
+        case Clear(blocks):
+            runner.clear(blocks)
+        case CopyBlocks(sources, destinations):
+            runner.copy_blocks(sources, destinations)
+        case Stop():
+            return False
+        case Load():
+            raise EngineError("rank 0 sent Load twice")
+    return True
+
+
+if __name__ == "__main__":
+    sys.exit(main())

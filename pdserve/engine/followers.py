@@ -1,0 +1,206 @@
+"""Rank 0's hold on the other ranks: started, told what to do, watched, and ended with it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+import zmq
+
+from pdserve.config import EngineConfig, RankLaunch
+from pdserve.engine.rank_channel import RankChannel
+from pdserve.engine.rank_process import RANK_COMMAND, RankProcess
+from pdserve.errors import RankLost
+from pdserve.models.rank_board import RankBoard
+from pdserve.wire.rank import Arrived, FromRank, Loaded, Numbered, Order, RankFailed, Stop
+
+log = logging.getLogger(__name__)
+
+START_S = 500.0
+"""A rank may take this long to load libraries, and again to load weights."""
+STOP_S = 2.0
+LAST_WORDS_MS = 100
+DEATH_S = 1.0
+"""A closed connection is noticed before the end of the process that held it."""
+GRACE_S = 5.0
+"""So long rank 0 has to end by itself once a rank is gone."""
+
+
+class Followers:
+    """Ranks 1 to ``size - 1``, processes of their own. ``close`` ends them, whatever state they are in."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        folder: str,
+        cores: Sequence[tuple[int, ...]],
+        board: RankBoard,
+        command: Sequence[str] = RANK_COMMAND,
+    ) -> None:
+        """Starts them: one for each of ``cores`` but the first, rank 0's own. ``folder`` is private to this user."""
+        self.rendezvous = Path(folder, "ranks")
+        self.board = board
+        self._number = 0
+        self._encoder = msgspec.msgpack.Encoder()
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._ranks: list[tuple[RankProcess, RankChannel]] = []
+        self._closing = threading.Event()
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC)
+        self._lost = threading.Event()
+        self._on_loss: Callable[[], None] = _nothing
+        self._watcher = threading.Thread(target=self._watch, name="ranks", daemon=True)
+        try:
+            for rank in range(1, len(cores)):
+                address = f"ipc://{folder}/rank-{rank}"
+                channel = RankChannel(self._context, address)
+                launch = RankLaunch(
+                    rank=rank,
+                    parent_pid=os.getpid(),
+                    address=address,
+                    rendezvous=str(self.rendezvous),
+                    board=board.descriptor,
+                    cores=cores[rank],
+                    config=config,
+                )
+                try:
+                    self._ranks.append((RankProcess(launch, command), channel))
+                except BaseException:
+                    channel.close(0.0)
+                    raise
+        except BaseException:
+            self.close(orderly=False)
+            raise
+        self._watcher.start()
+
+    @property
+    def pids(self) -> list[int]:
+        """In rank order, from rank 1."""
+        return [process.pid for process, _ in self._ranks]
+
+    def tell(self, order: Order) -> None:
+        """Every rank gets it, in the order of the calls. Raises RankLost if one takes no more."""
+        self._number += 1
+        frame = self._encoder.encode(Numbered(self._number, order))
+        for _, channel in self._ranks:
+            channel.send(frame)
+
+    def wait_for(self, report: type[Arrived] | type[Loaded]) -> None:
+        """Until every rank has sent one. Raises RankLost if a rank fails, dies, or needs more than ``START_S``."""
+        deadline = time.monotonic() + START_S
+        for process, channel in self._ranks:
+            while not isinstance(message := self._next(process, channel, deadline), report):
+                raise RankLost(f"tensor-parallel rank {process.rank} said {message} in place of {report.__name__}")
+
+    def notify(self, on_loss: Callable[[], None]) -> None:
+        """Have ``on_loss`` called, from another thread, when a rank has ended that should not have."""
+        self._on_loss = on_loss
+        if self._lost.is_set():
+            on_loss()
+
+    def check(self) -> None:
+        """Raises RankLost if a rank has ended."""
+        if self._lost.is_set():
+            raise self.explain(RankLost("a tensor-parallel rank is gone"))
+
+    def explain(self, error: RankLost) -> RankLost:
+        """``error`` in the words of those that died of it, if any did."""
+        suspects = [rank for rank in self._ranks if not error.ranks or rank[0].rank in error.ranks]
+        poller = select.poll()
+        for process, _ in suspects:
+            poller.register(process.pidfd, select.POLLIN)
+        poller.poll(int(DEATH_S * 1000))
+        dead = [rank for rank in suspects if rank[0].ended(0.0)]
+        if not dead:
+            return error
+        return RankLost("; ".join(_obituary(*rank) for rank in dead), tuple(process.rank for process, _ in dead))
+
+    def close(self, orderly: bool) -> None:
+        """Ends every rank: by an order that it gets time for, or at once."""
+        self._closing.set()
+        os.eventfd_write(self._wake, 1)
+        if orderly and not self._lost.is_set():
+            try:
+                self.tell(Stop())
+            except RankLost:
+                orderly = False
+        deadline = time.monotonic() + (STOP_S if orderly else 0.0)
+        for process, channel in self._ranks:
+            process.reap(max(deadline - time.monotonic(), 0.0))
+            channel.close(0.0)
+        if self._watcher.is_alive():
+            self._watcher.join()
+        os.close(self._wake)
+        self._context.term()
+
+    def _next(self, process: RankProcess, channel: RankChannel, deadline: float) -> FromRank:
+        poller = zmq.Poller()
+        poller.register(channel.socket, zmq.POLLIN)
+        for any_process, _ in self._ranks:
+            poller.register(any_process.pidfd, zmq.POLLIN)
+        while True:
+            message = channel.receive()
+            if isinstance(message, RankFailed):
+                raise RankLost(_failed(process, message))
+            if message is not None:
+                return message
+            if any(any_process.ended(0.0) for any_process, _ in self._ranks):
+                raise self.explain(RankLost("a tensor-parallel rank is gone"))
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                raise RankLost(f"tensor-parallel rank {process.rank} was not ready in {START_S:.0f} s")
+            poller.poll(int(left_s * 1000))
+
+    def _watch(self) -> None:
+        poller = select.poll()
+        poller.register(self._wake, select.POLLIN)
+        for process, _ in self._ranks:
+            poller.register(process.pidfd, select.POLLIN)
+        poller.poll()
+        if self._closing.is_set():
+            return
+        self._lost.set()
+        self.board.abandon()
+        self._on_loss()
+        if not self._closing.wait(GRACE_S):
+            log.critical("a tensor-parallel rank is gone, and this process hangs because of it: it ends now")
+            os._exit(1)
+
+
+@contextmanager
+def followers_of(config: EngineConfig, folder: str, cores: Sequence[tuple[int, ...]]) -> Iterator[Followers]:
+    """Running at the start of the block, ended with it: in order if it was left so."""
+    board = RankBoard.create(len(cores))
+    try:
+        followers = Followers(config, folder, cores, board)
+        try:
+            yield followers
+        except BaseException:
+            followers.close(orderly=False)
+            raise
+        followers.close(orderly=True)
+    finally:
+        board.close()
+
+
+def _obituary(process: RankProcess, channel: RankChannel) -> str:
+    # What it sent last may still be on its way through ZMQ.
+    while channel.socket.poll(LAST_WORDS_MS):
+        message = channel.receive()
+        if isinstance(message, RankFailed):
+            return _failed(process, message)
+    return process.end()
+
+
+def _failed(process: RankProcess, last: RankFailed) -> str:
+    return f"tensor-parallel rank {process.rank} (process {process.pid}) failed: {last.message}"
+
+
+def _nothing() -> None:
+    pass

@@ -1,0 +1,77 @@
+"""The private channels between rank 0 and the other ranks: typed MessagePack over ZMQ PAIR sockets."""
+
+from __future__ import annotations
+
+import msgspec
+import zmq
+
+from pdserve.errors import MalformedFrame, RankLost
+from pdserve.wire.rank import FromRank, Numbered, Order
+
+QUEUE_LIMIT = 1000
+"""Orders that a rank may be behind; it computes every step together with rank 0, so it never is by more than a few."""
+
+
+class RankChannel:
+    """Rank 0's end of one rank's channel. Never blocks."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str) -> None:
+        self.socket = context.socket(zmq.PAIR)
+        self.socket.sndhwm = QUEUE_LIMIT
+        self.socket.bind(address)
+        self._decoder: msgspec.msgpack.Decoder[FromRank] = msgspec.msgpack.Decoder(FromRank)
+
+    def send(self, frame: bytes) -> None:
+        """A ``Numbered``, encoded once for all ranks. Raises RankLost if nobody takes it."""
+        try:
+            self.socket.send(frame, zmq.NOBLOCK)
+        except zmq.Again as exc:
+            raise RankLost("a tensor-parallel rank takes no orders") from exc
+
+    def receive(self) -> FromRank | None:
+        """The next message, if one is there."""
+        try:
+            frame = self.socket.recv(zmq.NOBLOCK)
+        except zmq.Again:
+            return None
+        try:
+            return self._decoder.decode(frame)
+        except msgspec.DecodeError as exc:
+            raise MalformedFrame(f"unexpected message from a tensor-parallel rank: {exc}") from exc
+
+    def close(self, linger_s: float) -> None:
+        """Give queued messages so long to leave."""
+        self.socket.close(linger=int(linger_s * 1000))
+
+
+class OrderChannel:
+    """Another rank's end."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str) -> None:
+        self._socket = context.socket(zmq.PAIR)
+        self._socket.rcvhwm = QUEUE_LIMIT
+        self._socket.connect(address)
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder = msgspec.msgpack.Decoder(Numbered)
+        self._expected = 1
+
+    def receive(self) -> Order:
+        """Blocks until there is an order; a rank that outlives rank 0 is ended by the kernel.
+
+        Raises MalformedFrame if one was lost or is out of order.
+        """
+        try:
+            message = self._decoder.decode(self._socket.recv())
+        except msgspec.DecodeError as exc:
+            raise MalformedFrame(f"unexpected message from rank 0: {exc}") from exc
+        if message.number != self._expected:
+            raise MalformedFrame(f"message {message.number} from rank 0 came in place of {self._expected}")
+        self._expected += 1
+        return message.order
+
+    def send(self, message: FromRank) -> None:
+        self._socket.send(self._encoder.encode(message))
+
+    def close(self, linger_s: float) -> None:
+        """Give queued messages so long to leave."""
+        self._socket.close(linger=int(linger_s * 1000))

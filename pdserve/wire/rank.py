@@ -1,0 +1,89 @@
+"""Rank 0 of an engine ↔ its other tensor-parallel ranks, over private ZMQ PAIR sockets (ipc).
+
+    rank 0                                   rank 1, 2, …
+            ◀───────────────────────────── Arrived    its libraries are loaded
+      Load ──────────────────────────────▶            after both have met in their group
+            ◀───────────────────────────── Loaded
+      Step, Clear, CopyBlocks ───────────▶            in the order in which rank 0 does the same
+            ◀───────────────────────────── RankFailed instead of any of its other messages; the process ends
+      Stop ──────────────────────────────▶
+
+What rank 0 sends is numbered from 1, over all kinds: a message that was lost or overtook another is an error.
+"""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import msgspec
+
+# ---------------------------------------------------------------- rank 0 → rank
+
+
+class Load(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="load"):
+    """Load this rank's part of the model, with a KV cache of as many blocks as every rank has."""
+
+    num_blocks: int
+    max_model_len: int
+
+
+class Row(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
+    """``pdserve.models.step_batch.StepRow``."""
+
+    token_ids: list[int]
+    start: int
+    block_table: list[int]
+    wants_logits: bool
+
+
+class Step(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="step"):
+    """Compute one step together with the other ranks."""
+
+    rows: list[Row]
+
+
+class Clear(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="clear"):
+    """Zero these KV blocks."""
+
+    blocks: list[int]
+
+
+class CopyBlocks(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="copy"):
+    """Copy whole KV blocks; all sources are read before any destination is written."""
+
+    sources: list[int]
+    destinations: list[int]
+
+
+class Stop(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="stop"):
+    """Exit 0."""
+
+
+Order: TypeAlias = Load | Step | Clear | CopyBlocks | Stop
+
+
+class Numbered(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The envelope of an order."""
+
+    number: int
+    order: Order
+
+
+# ---------------------------------------------------------------- rank → rank 0
+
+
+class Arrived(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="arrived"):
+    """Ready to meet the other ranks."""
+
+
+class Loaded(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="loaded"):
+    """The weights are there."""
+
+
+class RankFailed(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="failed"):
+    """The process is about to exit, with why."""
+
+    message: str
+
+
+FromRank: TypeAlias = Arrived | Loaded | RankFailed

@@ -1,0 +1,147 @@
+"""A node of several ranks: its tokens are right, and no rank ends or hangs without the whole node ending."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.cluster.nodes import Node, eventually, http
+from tests.faults.test_node_death import engine_pid
+from tests.faults.test_shutdown import alive, cpu_seconds, own_temporary_folder
+from tests.processes import pdserve
+from tests.tiny_models import save_tiny_model
+
+__all__ = ["own_temporary_folder"]
+
+PROMPT = list(range(3, 40))
+NEW_TOKENS = 12
+FLAGS = (
+    "--served-name",
+    "tiny",
+    "--dtype",
+    "fp32",
+    "--kv-cache-mib",
+    "8",
+    "--max-step-tokens",
+    "16",
+    "--max-running",
+    "8",
+    "--tp",
+    "2",
+)
+
+
+@pytest.fixture(scope="module")
+def model(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model with the demo model's tokenizer."""
+    folder = save_tiny_model("llama", tmp_path_factory.mktemp("tiny"))
+    for path in demo_model.glob("*token*"):
+        shutil.copy(path, folder)
+    return folder
+
+
+@dataclass(frozen=True)
+class Ranks(Node):
+    """A mixed node and its processes."""
+
+    followers: list[int]
+
+    def complete(self, **more: object) -> Any:
+        body = {"model": "tiny", "prompt": PROMPT, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+        return http(self.url + "/v1/completions", {**body, **more}, timeout_s=60)
+
+    @contextmanager
+    def streaming(self) -> Iterator[Any]:
+        """An answer that is under way at the start of the block; a future of all that came of it."""
+        with ThreadPoolExecutor(1) as pool:
+            stream = pool.submit(self.complete, max_tokens=470, stream=True)
+            eventually(lambda: self.metric("generation_tokens_total") > 5 or stream.done(), "tokens are streamed")
+            assert not stream.done()
+            yield stream
+
+
+@contextmanager
+def ranks(model: Path, *flags: str) -> Iterator[Ranks]:
+    with pdserve("mixed", "--model", str(model), *FLAGS, *flags) as process:
+        url = process.listening().url
+        engine = engine_pid(Node("", process, url))
+        followers = [int(pid) for pid in Path(f"/proc/{engine}/task/{engine}/children").read_text().split()]
+        assert len(followers) == 1
+        yield Ranks("", process, url, followers)
+
+
+def gone(node: Ranks) -> bool:
+    return not any(alive(pid) for pid in node.followers)
+
+
+@torch.inference_mode()
+def wanted(model: Path) -> list[int]:
+    reference: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    ids = torch.tensor([PROMPT])
+    out = reference.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=-1
+    )
+    tokens: list[int] = out[0, len(PROMPT) :].tolist()
+    return tokens
+
+
+def test_two_ranks_answer_as_one_idle_for_nothing_and_leave_nothing(model: Path, own_temporary_folder: Path) -> None:
+    with ranks(model) as node:
+        assert node.complete(max_tokens=NEW_TOKENS).json()["choices"][0]["token_ids"] == wanted(model)
+        started, before = time.monotonic(), sum(map(cpu_seconds, node.followers))
+        time.sleep(1.5)  # nothing happens in it: that is what is measured
+        share = (sum(map(cpu_seconds, node.followers)) - before) / (time.monotonic() - started)
+        assert share < 0.05
+        node.process.terminate()
+        assert node.process.wait() == 0
+        assert gone(node)
+    left = [path for path in own_temporary_folder.iterdir() if not path.name.startswith("torchinductor")]
+    assert left == []
+
+
+def test_a_rank_killed_under_a_request_ends_the_node(model: Path) -> None:
+    with ranks(model) as node:
+        with node.streaming() as stream:
+            os.kill(node.followers[0], signal.SIGKILL)
+            text = stream.result().body
+        assert b'"error"' in text
+        assert b"[DONE]" not in text
+        assert node.process.wait() == 1
+        assert f"tensor-parallel rank 1 (process {node.followers[0]}) was killed by SIGKILL" in node.process.output
+
+
+def test_a_rank_killed_while_idle_ends_the_node(model: Path) -> None:
+    with ranks(model) as node:
+        os.kill(node.followers[0], signal.SIGKILL)
+        assert node.process.wait() == 1
+        assert f"tensor-parallel rank 1 (process {node.followers[0]}) was killed by SIGKILL" in node.process.output
+
+
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+def test_a_rank_that_hangs_ends_the_node(model: Path, backend: str) -> None:
+    with ranks(model, "--tp-timeout-ms", "1000", "--tp-backend", backend) as node:
+        with node.streaming() as stream:
+            os.kill(node.followers[0], signal.SIGSTOP)
+            text = stream.result().body
+        assert b'"error"' in text
+        assert node.process.wait() == 1
+        assert "tensor-parallel rank 1 hangs: no sign of it for 1.0 s" in node.process.output
+        eventually(lambda: gone(node), "the stopped process is gone")
+
+
+def test_ranks_end_with_their_engine(model: Path) -> None:
+    with ranks(model) as node:
+        os.kill(node.process.pid, signal.SIGKILL)
+        eventually(lambda: gone(node), "no rank is left")

@@ -1,0 +1,102 @@
+"""A process that computes one model on several ranks, each a fork of it, and prints what rank 0 got.
+
+One process imports torch for all of them. JSON on standard input and output: a list of ``Case``, a list of ``Result``.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from contextlib import closing
+from pathlib import Path
+
+import msgspec
+import torch
+
+from pdserve.config import Dtype, ParallelConfig, TpBackend
+from pdserve.errors import PdserveError
+from pdserve.models.decoder_config import read_decoder_config
+from pdserve.models.rank_board import RankBoard
+from pdserve.models.runner import ModelRunner
+from pdserve.models.step_batch import StepRow
+from pdserve.models.tensor_parallel import ALONE, TpGroup
+from pdserve.models.tp_opening import open_group
+
+BLOCK_SIZE, BLOCKS_EACH = 4, 16
+
+
+class Case(msgspec.Struct, frozen=True):
+    folder: str
+    tp: int
+    prompts: list[list[int]]
+    new_tokens: int
+    backend: TpBackend = TpBackend.SHM
+
+
+class Result(msgspec.Struct, frozen=True):
+    tokens: list[list[int]]
+    error: str = ""
+
+
+def greedy(runner: ModelRunner, group: TpGroup, prompts: list[list[int]], new_tokens: int) -> list[list[int]]:
+    """The tokens that follow each prompt. Prompts come in two chunks, the second ones in one step with each other."""
+    tables = [list(range(i * BLOCKS_EACH, (i + 1) * BLOCKS_EACH)) for i in range(len(prompts))]
+    for prompt, table in zip(prompts, tables, strict=True):
+        runner.run([StepRow(prompt[:5], 0, table, False)])
+    rows = [StepRow(prompt[5:], 5, table, True) for prompt, table in zip(prompts, tables, strict=True)]
+    answers: list[list[int]] = [[] for _ in prompts]
+    for _ in range(new_tokens):
+        logits = runner.run(rows)
+        # The other ranks are told the tokens, as an engine's rank 0 tells them.
+        best = logits.argmax(1).float() if group.rank == 0 else torch.zeros(len(prompts))
+        tokens = group.all_reduce(best).int().tolist()
+        for answer, token in zip(answers, tokens, strict=True):
+            answer.append(token)
+        rows = [
+            StepRow([token], row.context_len, row.block_table, True) for row, token in zip(rows, tokens, strict=True)
+        ]
+    return answers
+
+
+def compute(case: Case, group: TpGroup) -> Result:
+    folder = Path(case.folder)
+    try:
+        runner = ModelRunner(folder, read_decoder_config(folder), Dtype.FP32, BLOCK_SIZE, 64, 128, group)
+        return Result(greedy(runner, group, case.prompts, case.new_tokens))
+    except PdserveError as exc:
+        return Result([], str(exc))
+
+
+def split(case: Case) -> Result:
+    """The case on its ranks: this process is rank 0."""
+    if case.tp == 1:
+        return compute(case, ALONE)
+    config = ParallelConfig(tp=case.tp, backend=case.backend)
+    board = RankBoard.create(case.tp)
+    with tempfile.TemporaryDirectory() as folder, closing(board):
+        children: list[int] = []
+        for rank in range(1, case.tp):
+            child = os.fork()
+            if child == 0:
+                with closing(open_group(config, rank, board, Path(folder, "ranks"))) as group:
+                    compute(case, group)
+                os._exit(0)
+            children.append(child)
+        with closing(open_group(config, 0, board, Path(folder, "ranks"))) as group:
+            result = compute(case, group)
+        for child in children:
+            _, status = os.waitpid(child, 0)
+            if status:
+                return Result([], f"a rank ended with status {status}")
+        return result
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    cases = msgspec.json.decode(sys.stdin.buffer.read(), type=list[Case])
+    sys.stdout.buffer.write(msgspec.json.encode([split(case) for case in cases]))
+
+
+if __name__ == "__main__":
+    main()
