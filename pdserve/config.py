@@ -19,19 +19,21 @@ def setting(
     default: Any,
     *,
     metavar: str | None = None,
+    bare: str | None = None,
     secret: bool = False,
     minimum: float | None = None,
     maximum: float | None = None,
 ) -> Any:
     """A dataclass field that users can set: ``--flag``, ``PDSERVE_FLAG``, and ``section.flag`` in TOML.
 
-    ``minimum`` and ``maximum`` are inclusive. A ``secret`` is left out of the dataclass's repr, of ``--help`` and of
-    errors.
+    ``minimum`` and ``maximum`` are inclusive. ``bare`` is what the flag means where no value follows it. A ``secret``
+    is left out of the dataclass's repr, of ``--help`` and of errors.
     """
     metadata = {
         "flag": flag,
         "help": help,
         "metavar": metavar,
+        "bare": bare,
         "secret": secret,
         "minimum": minimum,
         "maximum": maximum,
@@ -292,3 +294,119 @@ class UpConfig:
     request: RequestConfig = field(default_factory=RequestConfig)
     security: SecurityConfig = field(default_factory=SecurityConfig)
     log: LogConfig = field(default_factory=LogConfig)
+
+
+@dataclass(frozen=True, slots=True)
+class ReportConfig:
+    """Where a benchmark's figures go, beside the table that it prints."""
+
+    json: str = setting(
+        "json", "file for the figures as JSON; - or nothing is standard output", "", metavar="FILE", bare="-"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class WorkloadConfig:
+    """The requests of a benchmark: random prompts, the same for the same seed."""
+
+    seed: int = setting("seed", "of prompts and lengths", 0, minimum=0)
+    requests: int = setting(
+        "requests", "requests at each concurrency; 0 takes 4 times the concurrency, at least 16", 0, minimum=0
+    )
+    min_prompt_tokens: int = setting("min-prompt-tokens", "shortest prompt", 16, minimum=1)
+    max_prompt_tokens: int = setting("max-prompt-tokens", "longest prompt", 128, minimum=1)
+    min_output_tokens: int = setting("min-output-tokens", "shortest answer", 16, minimum=1)
+    max_output_tokens: int = setting("max-output-tokens", "longest answer", 256, minimum=1)
+    vocab_size: int = setting(
+        "prompt-vocab", "prompts are made of token ids below this; at most the model's own", 32_000, minimum=4
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class BatchingBenchConfig:
+    """Continuous against static batching."""
+
+    concurrency: tuple[int, ...] = setting(
+        "concurrency", "clients at the same time, for each run", (1, 2, 4, 8, 16, 32)
+    )
+    plot: str = setting("plot", "file for the plot, PNG", "", metavar="FILE")
+    startup_timeout_s: float = setting("startup-timeout-s", "seconds that both nodes get to come up", 300.0, minimum=1)
+    run_timeout_s: float = setting("run-timeout-s", "seconds that one run may take", 900.0, minimum=1)
+
+
+@dataclass(frozen=True, slots=True)
+class BenchBatchingConfig:
+    """``pdserve bench batching``."""
+
+    report: ReportConfig = field(default_factory=ReportConfig)
+    batching: BatchingBenchConfig = field(default_factory=BatchingBenchConfig)
+    workload: WorkloadConfig = field(default_factory=WorkloadConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    cpu: CpuConfig = field(default_factory=CpuConfig)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineBenchConfig:
+    """What is measured of an engine's parts."""
+
+    batches: tuple[int, ...] = setting("batches", "requests in a decode step", (1, 4, 8, 16, 32))
+    contexts: tuple[int, ...] = setting("contexts", "tokens that each of them has in the KV cache", (256, 1024))
+    chunks: tuple[int, ...] = setting("chunks", "tokens of a prompt in a prefill step", (64, 128, 256, 512))
+    seconds: float = setting("seconds", "time for each measurement", 1.0, minimum=0)
+    block_size: int = setting("block-size", "tokens in one KV block", 16, minimum=1, maximum=1024)
+    copy_mib: int = setting("copy-mib", "size of the buffers whose copying is timed, in MiB", 256, minimum=1)
+
+
+@dataclass(frozen=True, slots=True)
+class BenchEngineConfig:
+    """``pdserve bench engine``."""
+
+    report: ReportConfig = field(default_factory=ReportConfig)
+    engine: EngineBenchConfig = field(default_factory=EngineBenchConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    cpu: CpuConfig = field(default_factory=CpuConfig)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadConfig:
+    """Load on any server that speaks OpenAI's API."""
+
+    url: str = setting("url", "the server, without /v1", "http://127.0.0.1:8000")
+    model: str = setting("served-name", "name of the model to ask for; the server's first if empty", "")
+    concurrency: int = setting("concurrency", "clients at the same time", 1, minimum=1)
+    requests: int = setting("requests", "requests in all; 0 takes twice the concurrency and 6", 0, minimum=0)
+    prompt_tokens: int = setting("prompt-tokens", "tokens of each prompt", 256, minimum=1)
+    output_tokens: int = setting("output-tokens", "tokens of each answer", 64, minimum=1)
+    warm_up: int = setting("warm-up", "requests before the clock starts", 1, minimum=0)
+    seed: int = setting("seed", "of the prompts", 0, minimum=0)
+    vocab_size: int = setting(
+        "prompt-vocab", "prompts are made of token ids below this; at most the model's own", 32_000, minimum=4
+    )
+    timeout_s: float = setting("run-timeout-s", "seconds that the run may take", 900.0, minimum=1)
+
+
+@dataclass(frozen=True, slots=True)
+class BenchLoadConfig:
+    """``pdserve bench load``."""
+
+    report: ReportConfig = field(default_factory=ReportConfig)
+    load: LoadConfig = field(default_factory=LoadConfig)
+
+
+@dataclass(frozen=True, slots=True)
+class CompareConfig:
+    """Two reports of one benchmark."""
+
+    old: str = setting("old", "report to compare with, JSON", "", metavar="FILE")
+    new: str = setting("new", "report to judge, JSON", "", metavar="FILE")
+    tolerance: float = setting(
+        "tolerance", "by how much a ratio may be worse: 0.1 for a tenth", 0.1, minimum=0, maximum=0.99
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class BenchCompareConfig:
+    """``pdserve bench compare``."""
+
+    compare: CompareConfig = field(default_factory=CompareConfig)

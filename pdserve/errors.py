@@ -11,6 +11,7 @@
     │   ├── PeerLost                the other engine died, restarted, or let its lease run out
     │   └── TransferRefused         the prefill node said no, or gave up
     ├── EngineError             the engine process failed
+    ├── BenchError              a benchmark could not be run
     └── RequestError            a client's request ends with an HTTP error in OpenAI's shape
         ├── InvalidRequest          400
         ├── Unauthorized            401
@@ -81,6 +82,10 @@ class TransferRefused(TransferError):
 
 class EngineError(PdserveError):
     """The engine process could not start, or died."""
+
+
+class BenchError(PdserveError):
+    """A benchmark cannot be run: the server, the report or the machine is not fit for it."""
 
 
 class RequestError(PdserveError):

@@ -48,7 +48,7 @@ def imported(folder: Path) -> set[str]:
 
 @pytest.mark.parametrize(
     ("folders", "extras"),
-    [(["pdserve", "proxy", "kvtransfer", "kernels"], ["demo"]), (["tests"], ["demo", "test"])],
+    [(["pdserve", "proxy", "kvtransfer", "kernels"], ["demo", "bench"]), (["tests"], ["demo", "bench", "test"])],
     ids=["packages", "tests"],
 )
 def test_every_import_is_declared(folders: list[str], extras: list[str]) -> None:

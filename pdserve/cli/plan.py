@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from pdserve.child import command
 from pdserve.config import ClusterConfig, LogConfig, LogLevel, NodeConfig, UpConfig
 from pdserve.settings import to_environ
 from pdserve.wire.discovery import Role
@@ -41,11 +41,6 @@ def partition(cores: Sequence[int], parts: int) -> list[tuple[int, ...]]:
     size, larger = divmod(len(cores), max(parts, 1))
     starts = [index * size + min(index, larger) for index in range(parts + 1)]
     return [tuple(cores[start:end]) for start, end in itertools.pairwise(starts)]
-
-
-def command(subcommand: str, *flags: str) -> list[str]:
-    """Runs this very pdserve. ``-P`` keeps folders of the current directory from standing in for packages."""
-    return [sys.executable, "-P", "-m", "pdserve", subcommand, *flags]
 
 
 def proxy_command(config: UpConfig) -> list[str]:
