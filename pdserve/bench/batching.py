@@ -17,7 +17,7 @@ from pdserve.bench.chip import chip_name
 from pdserve.bench.load import Target, first_model, load_figures, run_jobs
 from pdserve.bench.machine import this_machine
 from pdserve.bench.node import running_node
-from pdserve.bench.report import Better, Figure, Report, Row, Unit
+from pdserve.bench.report import Better, Figure, Report, Row, Unit, measured
 from pdserve.bench.stream import Stream, summarise
 from pdserve.bench.workload import mixed_jobs
 from pdserve.config import BenchBatchingConfig
@@ -135,7 +135,7 @@ def compared(pair: Pair) -> Row:
         _ratio("output", ours.output_tokens_per_s, theirs.output_tokens_per_s),
         Figure("differing answers", pair.differing, Unit.COUNT, Better.LOWER),
     ]
-    return Row(RATIOS, {"concurrency": pair.concurrency}, tuple(figures))
+    return Row(RATIOS, {"concurrency": pair.concurrency}, measured(*figures))
 
 
 def _ratio(name: str, over: float, under: float) -> Figure:

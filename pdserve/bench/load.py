@@ -15,7 +15,7 @@ import aiohttp
 import msgspec
 
 from pdserve.bench.machine import this_machine
-from pdserve.bench.report import Better, Figure, Report, Row, Unit
+from pdserve.bench.report import Better, Figure, Report, Row, Unit, measured
 from pdserve.bench.sse import EventReader
 from pdserve.bench.stream import LoadResult, Stream, summarise
 from pdserve.bench.workload import Job, uniform_jobs
@@ -82,7 +82,7 @@ def run(config: BenchLoadConfig) -> Report:
 
 def load_figures(result: LoadResult) -> tuple[Figure, ...]:
     """The figures that every benchmark of a server shows."""
-    return (
+    return measured(
         Figure("TTFT mean", result.ttft_s.mean * 1e3, Unit.MS, Better.LOWER),
         Figure("TTFT p50", result.ttft_s.p50 * 1e3, Unit.MS, Better.LOWER),
         Figure("TTFT p99", result.ttft_s.p99 * 1e3, Unit.MS, Better.LOWER),

@@ -19,7 +19,7 @@ def write_plot(report: Report, path: Path) -> None:
     figure = Figure(figsize=(11, 3.6), layout="constrained")
     times, rates, ratios = figure.subplots(1, 3)
     _lines(times, report, "TTFT mean", "TTFT mean, ms")
-    times.set_yscale("log")
+    _logarithmic(times)
     _lines(rates, report, "output", "output tokens a second")
     _ratios(ratios, report)
     try:
@@ -47,8 +47,14 @@ def _ratios(axes: Axes, report: Report) -> None:
         ticks = [str(row.at["concurrency"]) for row in rows]
         axes.plot(ticks, [row.figure(name).value for row in rows], style, color="#444444", label=name)
     axes.axhline(1.0, color="#999999", linewidth=0.8)
-    axes.set_yscale("log")
+    _logarithmic(axes)
     _finish(axes, "continuous : static, times better")
+
+
+def _logarithmic(axes: Axes) -> None:
+    axes.set_yscale("log", subs=(1, 2, 5))
+    axes.yaxis.set_major_formatter("{x:,g}")
+    axes.yaxis.set_minor_formatter("{x:,g}")
 
 
 def _finish(axes: Axes, label: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import math
 from pathlib import Path
 
 import msgspec
@@ -41,6 +42,11 @@ class Figure(msgspec.Struct, frozen=True):
     value: float
     unit: Unit
     better: Better = Better.NEITHER
+
+
+def measured(*figures: Figure) -> tuple[Figure, ...]:
+    """Those that have a value: JSON knows no NaN, and a figure that is not there is told as missing."""
+    return tuple(figure for figure in figures if math.isfinite(figure.value))
 
 
 class Row(msgspec.Struct, frozen=True):

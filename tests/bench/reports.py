@@ -1,0 +1,43 @@
+"""Reports and streams for tests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pdserve.bench.batching import Mode, Pair, compared
+from pdserve.bench.load import load_figures
+from pdserve.bench.machine import Machine
+from pdserve.bench.report import Better, Figure, Report, Row, Unit
+from pdserve.bench.stream import Stream, summarise
+
+MACHINE = Machine("a CPU", 2, 24.0, "", "3.11", "2.13", "0.1", "2026-01-01 00:00")
+
+
+def stream(started: float, arrivals: Sequence[float], token_ids: Sequence[int] = ()) -> Stream:
+    """An answer of a token at each of ``arrivals``."""
+    return Stream(started, list(arrivals), arrivals[-1], len(arrivals), list(token_ids))
+
+
+def report(*rows: Row, benchmark: str = "batching") -> Report:
+    return Report(benchmark, MACHINE, {"PDSERVE_SEED": "0"}, ("a note",), rows)
+
+
+def ratio(value: float, better: Better = Better.HIGHER, name: str = "TTFT mean", concurrency: int = 4) -> Row:
+    return Row("ratios", {"concurrency": concurrency}, (Figure(name, value, Unit.RATIO, better),))
+
+
+def batching_report() -> Report:
+    """Of two concurrencies, with figures that are easy to check."""
+    pairs = [
+        Pair(
+            concurrency,
+            {Mode.STATIC: [stream(0, [9, 10, 11], [1, 2, 3])], Mode.CONTINUOUS: [stream(0, [1, 2, 3], [1, 2, 4])]},
+        )
+        for concurrency in (1, 4)
+    ]
+    rows = [
+        Row("batching", {"concurrency": pair.concurrency, "mode": mode.value}, load_figures(summarise(streams)))
+        for pair in pairs
+        for mode, streams in pair.streams.items()
+    ]
+    return report(*rows, *(compared(pair) for pair in pairs))
