@@ -161,7 +161,9 @@ def _plotter() -> Callable[[Report, Path], None]:
     try:
         from pdserve.bench.plot import write_plot
     except ImportError as exc:
-        raise ConfigError("--plot takes matplotlib: pip install 'pdserve[bench]'") from exc
+        raise ConfigError(
+            "--plot takes matplotlib, which pdserve's extra 'bench' brings: pip install matplotlib"
+        ) from exc
     return write_plot
 
 

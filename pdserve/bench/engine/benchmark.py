@@ -19,6 +19,7 @@ from pdserve.bench.machine import this_machine
 from pdserve.bench.report import Report, Row
 from pdserve.config import BenchEngineConfig
 from pdserve.models.demo import served_name
+from pdserve.models.runner import TORCH_DTYPES
 from pdserve.settings import to_environ
 
 _LARGE = "8B-shaped"
@@ -44,6 +45,12 @@ def run(config: BenchEngineConfig, folder: Path) -> Report:
     device = subject.device
     rows = list(_rows(config, subject, steps))
     del subject
+    if torch.cuda.is_available() and device.type != "cuda":
+        rows.append(
+            measure(
+                torch.device("cuda"), TORCH_DTYPES[config.model.dtype], config.engine.copy_mib, config.engine.seconds
+            ).row()
+        )
     if device.type == "cuda":
         with tempfile.TemporaryDirectory(prefix="pdserve-bench-") as made:
             write_random_model(LLAMA_8B, Path(made))
