@@ -65,6 +65,12 @@ def test_a_random_model_is_one_that_the_engine_runs(tmp_path: Path) -> None:
     assert subject.runner.run(subject.prefill_rows(20)).shape == (1, 300)
 
 
+def test_a_random_model_is_measured_like_any_other() -> None:
+    rows = benchmark.random_model_rows(BenchEngineConfig(engine=SMALL), "random", SHAPE, Steps((2,), (17,), (20,)))
+    assert [row.what for row in rows] == ["hardware", "linear layers alone", "decode step", "sampler", "prefill step"]
+    assert all(row.at["model"] == "random" for row in rows[1:])
+
+
 def test_requests_of_a_decode_step_share_no_block(tiny: Path) -> None:
     subject = open_subject("tiny", tiny, Dtype.FP32, 16, Steps((3,), (40,), (8,)))
     blocks = [block for row in subject.decode_rows(3, 40) for block in row.block_table]

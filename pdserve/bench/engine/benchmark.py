@@ -12,7 +12,7 @@ import torch
 from pdserve.bench.chip import chip_name
 from pdserve.bench.engine.hardware import measure
 from pdserve.bench.engine.linears import LinearStack, linear_shapes
-from pdserve.bench.engine.random_model import LLAMA_8B, write_random_model
+from pdserve.bench.engine.random_model import LLAMA_8B, Shape, write_random_model
 from pdserve.bench.engine.steps import Bench, decode_row, linear_row, prefill_row, sampler_row
 from pdserve.bench.engine.subject import Steps, Subject, open_subject
 from pdserve.bench.machine import this_machine
@@ -45,18 +45,21 @@ def run(config: BenchEngineConfig, folder: Path) -> Report:
     device = subject.device
     rows = list(_rows(config, subject, steps))
     del subject
-    if torch.cuda.is_available() and device.type != "cuda":
-        rows.append(
-            measure(
-                torch.device("cuda"), TORCH_DTYPES[config.model.dtype], config.engine.copy_mib, config.engine.seconds
-            ).row()
-        )
     if device.type == "cuda":
-        with tempfile.TemporaryDirectory(prefix="pdserve-bench-") as made:
-            write_random_model(LLAMA_8B, Path(made))
-            large = open_subject(_LARGE, Path(made), config.model.dtype, config.engine.block_size, _LARGE_STEPS)
-        rows += _rows(config, large, _LARGE_STEPS)
+        rows += random_model_rows(config, _LARGE, LLAMA_8B, _LARGE_STEPS)
+    elif torch.cuda.is_available():
+        dtype = TORCH_DTYPES[config.model.dtype]
+        rows.append(measure(torch.device("cuda"), dtype, config.engine.copy_mib, config.engine.seconds).row())
     return Report("engine", this_machine(chip_name()), to_environ(config), _NOTES, tuple(rows))
+
+
+def random_model_rows(config: BenchEngineConfig, name: str, shape: Shape, steps: Steps) -> list[Row]:
+    """The same measurements of a model of ``shape`` with random weights."""
+    with tempfile.TemporaryDirectory(prefix="pdserve-bench-") as made:
+        _say(f"{name}: writing random weights")
+        write_random_model(shape, Path(made))
+        subject = open_subject(name, Path(made), config.model.dtype, config.engine.block_size, steps)
+    return list(_rows(config, subject, steps))
 
 
 def _rows(config: BenchEngineConfig, subject: Subject, steps: Steps) -> Iterator[Row]:
