@@ -25,6 +25,7 @@ from pdserve.settings import to_environ
 
 _DONE = b"[DONE]"
 _REQUEST_TIMEOUT_S = 600.0
+_MODELS_TIMEOUT_S = 30.0
 _SHOWN_ERROR = 300
 
 
@@ -113,7 +114,8 @@ async def _run(config: BenchLoadConfig, count: int) -> LoadResult:
 async def first_model(url: str) -> str:
     """The name of the model that the server at ``url`` lists first. Raises BenchError."""
     try:
-        async with aiohttp.ClientSession() as session, session.get(f"{url}/v1/models") as response:
+        timeout = aiohttp.ClientTimeout(total=_MODELS_TIMEOUT_S)
+        async with aiohttp.ClientSession(timeout=timeout) as session, session.get(f"{url}/v1/models") as response:
             return msgspec.json.decode(await response.read(), type=_Models).data[0].id
     except (aiohttp.ClientError, TimeoutError, msgspec.MsgspecError, IndexError) as exc:
         raise BenchError(f"{url} does not tell its models: {exc!r}") from exc
