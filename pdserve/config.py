@@ -310,9 +310,7 @@ class WorkloadConfig:
     """The requests of a benchmark: random prompts, the same for the same seed."""
 
     seed: int = setting("seed", "of prompts and lengths", 0, minimum=0)
-    requests: int = setting(
-        "requests", "requests at each concurrency; 0 takes 4 times the concurrency, at least 16", 0, minimum=0
-    )
+    requests: int = setting("requests", "requests of a run; 0 takes 3 times the concurrency, at least 12", 0, minimum=0)
     min_prompt_tokens: int = setting("min-prompt-tokens", "shortest prompt", 16, minimum=1)
     max_prompt_tokens: int = setting("max-prompt-tokens", "longest prompt", 128, minimum=1)
     min_output_tokens: int = setting("min-output-tokens", "shortest answer", 16, minimum=1)
@@ -328,6 +326,12 @@ class BatchingBenchConfig:
 
     concurrency: tuple[int, ...] = setting(
         "concurrency", "clients at the same time, for each run", (1, 2, 4, 8, 16, 32)
+    )
+    repeats: int = setting(
+        "repeats",
+        "runs of each mode at each concurrency, in turns so that both see the same disturbances",
+        2,
+        minimum=1,
     )
     plot: str = setting("plot", "file for the plot, PNG", "", metavar="FILE")
     startup_timeout_s: float = setting("startup-timeout-s", "seconds that both nodes get to come up", 300.0, minimum=1)

@@ -1,6 +1,6 @@
 """``pdserve bench batching``: continuous batching against static batching, the same requests on two real nodes.
 
-At each concurrency both nodes get the same jobs, one node after the other, from a closed loop of so many clients.
+At each concurrency both nodes get the same jobs, in turns, from a closed loop of so many clients.
 Prompts and answers differ in length, as people's do: with answers of one length a static batch would lose nothing.
 """
 
@@ -12,6 +12,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from itertools import chain
 
 from pdserve.bench.chip import chip_name
 from pdserve.bench.load import Target, first_model, load_figures, run_jobs
@@ -38,24 +39,24 @@ class Mode(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """Both modes' streams of the same jobs."""
+    """Both modes' runs of the same jobs."""
 
     concurrency: int
-    streams: Mapping[Mode, Sequence[Stream]]
+    runs: Mapping[Mode, Sequence[Sequence[Stream]]]
 
     @property
     def differing(self) -> int:
         """Answers whose tokens are not the same."""
         return sum(
             ours.token_ids != theirs.token_ids
-            for ours, theirs in zip(self.streams[Mode.CONTINUOUS], self.streams[Mode.STATIC], strict=True)
+            for ours, theirs in zip(chain(*self.runs[Mode.CONTINUOUS]), chain(*self.runs[Mode.STATIC]), strict=True)
         )
 
 
 def run(config: BenchBatchingConfig, environ: Mapping[str, str]) -> Report:
     """Raises BenchError if a node does not start or a request fails."""
     pairs = asyncio.run(_measure(config, environ))
-    answers = sum(len(pair.streams[Mode.STATIC]) for pair in pairs)
+    answers = sum(len(run) for pair in pairs for run in pair.runs[Mode.STATIC])
     differing = sum(pair.differing for pair in pairs)
     return Report(
         "batching",
@@ -94,13 +95,14 @@ async def _measure(config: BenchBatchingConfig, environ: Mapping[str, str]) -> l
 
 
 async def _pair(config: BenchBatchingConfig, targets: Mapping[Mode, Target], concurrency: int) -> Pair:
-    count = config.workload.requests or max(16, 4 * concurrency)
-    streams = {}
-    for mode, target in targets.items():
-        print(f"{mode.value}, concurrency {concurrency}, {count} requests", file=sys.stderr, flush=True)
-        # Other prompts at each concurrency, or the second would find the first's in the prefix cache.
-        streams[mode] = await _load(config, target, concurrency, count, str(concurrency))
-    return Pair(concurrency, streams)
+    count = config.workload.requests or max(12, 3 * concurrency)
+    runs: dict[Mode, list[list[Stream]]] = {mode: [] for mode in targets}
+    for turn in range(config.batching.repeats):
+        for mode in sorted(targets, key=lambda mode: mode.value, reverse=turn % 2 == 0):
+            print(f"{mode.value}, concurrency {concurrency}, {count} requests", file=sys.stderr, flush=True)
+            # Other prompts in each run, or a later one would find an earlier one's in the prefix cache.
+            runs[mode].append(await _load(config, targets[mode], concurrency, count, f"{concurrency}:{turn}"))
+    return Pair(concurrency, runs)
 
 
 async def _load(config: BenchBatchingConfig, target: Target, concurrency: int, count: int, seed: str) -> list[Stream]:
@@ -119,14 +121,14 @@ async def _load(config: BenchBatchingConfig, target: Target, concurrency: int, c
 
 def _rows(pair: Pair) -> list[Row]:
     return [
-        Row("batching", {"concurrency": pair.concurrency, MODE: mode.value}, load_figures(summarise(streams)))
-        for mode, streams in pair.streams.items()
+        Row("batching", {"concurrency": pair.concurrency, MODE: mode.value}, load_figures(summarise(*runs)))
+        for mode, runs in pair.runs.items()
     ]
 
 
 def compared(pair: Pair) -> Row:
     """How many times better continuous batching is."""
-    ours, theirs = (summarise(pair.streams[mode]) for mode in (Mode.CONTINUOUS, Mode.STATIC))
+    ours, theirs = (summarise(*pair.runs[mode]) for mode in (Mode.CONTINUOUS, Mode.STATIC))
     figures = [
         _ratio("TTFT mean", theirs.ttft_s.mean, ours.ttft_s.mean),
         _ratio("TTFT p50", theirs.ttft_s.p50, ours.ttft_s.p50),

@@ -57,7 +57,7 @@ class LoadResult:
     errors: tuple[str, ...]
     """Each different one once."""
     duration_s: float
-    """From the first request to the end of the last answer."""
+    """From the first request to the end of the last answer; of several runs, the sum."""
     output_tokens: int
     ttft_s: Distribution
     tpot_s: Distribution
@@ -73,19 +73,22 @@ class LoadResult:
         return self.succeeded / self.duration_s if self.duration_s else 0.0
 
 
-def summarise(streams: Sequence[Stream]) -> LoadResult:
-    """Figures of all ``streams`` together."""
+def summarise(*runs: Sequence[Stream]) -> LoadResult:
+    """Figures of all streams of all ``runs``, which did not overlap, together."""
+    streams = [stream for run in runs for stream in run]
     good = [stream for stream in streams if not stream.error]
-    started = min((stream.started for stream in streams), default=0.0)
-    ended = max((stream.ended for stream in streams), default=0.0)
     return LoadResult(
         succeeded=len(good),
         failed=len(streams) - len(good),
         errors=tuple(dict.fromkeys(stream.error for stream in streams if stream.error)),
-        duration_s=ended - started,
+        duration_s=sum(_duration_s(run) for run in runs if run),
         output_tokens=sum(stream.output_tokens for stream in good),
         ttft_s=distribution([stream.ttft_s for stream in good]),
         tpot_s=distribution([tpot for stream in good if (tpot := stream.tpot_s) is not None]),
         itl_s=distribution([gap for stream in good for gap in stream.itls_s]),
         e2e_s=distribution([stream.e2e_s for stream in good]),
     )
+
+
+def _duration_s(run: Sequence[Stream]) -> float:
+    return max(stream.ended for stream in run) - min(stream.started for stream in run)

@@ -31,13 +31,13 @@ def batching_report() -> Report:
     pairs = [
         Pair(
             concurrency,
-            {Mode.STATIC: [stream(0, [9, 10, 11], [1, 2, 3])], Mode.CONTINUOUS: [stream(0, [1, 2, 3], [1, 2, 4])]},
+            {Mode.STATIC: [[stream(0, [9, 10, 11], [1, 2, 3])]], Mode.CONTINUOUS: [[stream(0, [1, 2, 3], [1, 2, 4])]]},
         )
         for concurrency in (1, 4)
     ]
     rows = [
-        Row("batching", {"concurrency": pair.concurrency, "mode": mode.value}, load_figures(summarise(streams)))
+        Row("batching", {"concurrency": pair.concurrency, "mode": mode.value}, load_figures(summarise(*runs)))
         for pair in pairs
-        for mode, streams in pair.streams.items()
+        for mode, runs in pair.runs.items()
     ]
     return report(*rows, *(compared(pair) for pair in pairs))

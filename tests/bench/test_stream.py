@@ -48,6 +48,12 @@ def test_a_run_from_its_first_request_to_its_last_end() -> None:
     assert result.itl_s.maximum == 2.0
 
 
+def test_what_lies_between_two_runs_counts_for_neither() -> None:
+    result = summarise([stream(1.0, [2.0, 4.0])], [stream(100.0, [101.0, 102.0])])
+    assert result.duration_s == 5.0
+    assert result.output_tokens_per_s == pytest.approx(4 / 5)
+
+
 def test_nothing_answered_is_no_division_by_zero() -> None:
     result = summarise([])
     assert result.output_tokens_per_s == 0.0
