@@ -33,8 +33,8 @@ class ModelRunner:
         self.kv_cache = self.layout.allocate(num_blocks, torch.device("cpu"))
         self._heads = config.heads
         self._scale = config.attention_scale
-        self.kernels = TorchKernels()
-        building = Building(Checkpoint(folder, torch_dtype), self.kernels, Alone())
+        self._kernels = TorchKernels()
+        building = Building(Checkpoint(folder, torch_dtype), self._kernels, Alone())
         self._decoder = build_decoder(config, building, max_model_len, torch_dtype)
 
     @torch.inference_mode()
@@ -46,7 +46,7 @@ class ModelRunner:
         token_ids = [token for row in rows for token in row.token_ids]
         positions = [position for row in rows for position in range(row.start, row.context_len)]
         spans = [AttentionRow(len(row.token_ids), row.context_len, row.block_table) for row in rows]
-        attention = self.kernels.plan_attention(self.layout, self.kv_cache, spans, self._heads, self._scale)
+        attention = self._kernels.plan_attention(self.layout, self.kv_cache, spans, self._heads, self._scale)
         hidden = self._decoder.forward(torch.tensor(token_ids), torch.tensor(positions), attention)
         last, end = [], 0
         for row in rows:

@@ -56,7 +56,7 @@ def test_the_linear_layers_are_all_of_the_models(tiny: Path) -> None:
 def test_a_random_model_is_one_that_the_engine_runs(tmp_path: Path) -> None:
     write_random_model(SHAPE, tmp_path)
     steps = Steps(batches=(2,), contexts=(17,), chunks=(20,))
-    subject = open_subject("random", tmp_path, Dtype.BF16, 16, steps)
+    subject = open_subject("random", tmp_path, ModelConfig(), 16, steps)
     assert subject.config.vocab_size == 300
     assert subject.runner.kv_cache.shape[0] == steps.blocks(16) == 4
     logits = subject.runner.run(subject.decode_rows(2, 17))
@@ -72,7 +72,7 @@ def test_a_random_model_is_measured_like_any_other() -> None:
 
 
 def test_requests_of_a_decode_step_share_no_block(tiny: Path) -> None:
-    subject = open_subject("tiny", tiny, Dtype.FP32, 16, Steps((3,), (40,), (8,)))
+    subject = open_subject("tiny", tiny, ModelConfig(), 16, Steps((3,), (40,), (8,)))
     blocks = [block for row in subject.decode_rows(3, 40) for block in row.block_table]
     assert len(set(blocks)) == len(blocks) == 9
     assert [row.context_len for row in subject.decode_rows(3, 40)] == [40] * 3

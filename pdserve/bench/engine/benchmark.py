@@ -41,7 +41,7 @@ def run(config: BenchEngineConfig, folder: Path) -> Report:
         torch.set_num_threads(len(config.cpu.cores))
     steps = Steps(config.engine.batches, config.engine.contexts, config.engine.chunks)
     name = config.model.served_name or served_name(config.model.path, folder)
-    subject = open_subject(name, folder, config.model.dtype, config.engine.block_size, steps)
+    subject = open_subject(name, folder, config.model, config.engine.block_size, steps)
     device = subject.device
     rows = list(_rows(config, subject, steps))
     del subject
@@ -58,7 +58,7 @@ def random_model_rows(config: BenchEngineConfig, name: str, shape: Shape, steps:
     with tempfile.TemporaryDirectory(prefix="pdserve-bench-") as made:
         _say(f"{name}: writing random weights")
         write_random_model(shape, Path(made))
-        subject = open_subject(name, Path(made), config.model.dtype, config.engine.block_size, steps)
+        subject = open_subject(name, Path(made), config.model, config.engine.block_size, steps)
     return list(_rows(config, subject, steps))
 
 
@@ -68,7 +68,7 @@ def _rows(config: BenchEngineConfig, subject: Subject, steps: Steps) -> Iterator
     hardware = measure(subject.device, subject.dtype, config.engine.copy_mib, budget_s)
     yield hardware.row()
     shapes = linear_shapes(subject.config)
-    linears = LinearStack(shapes, subject.runner.kernels, subject.dtype, subject.device)
+    linears = LinearStack(shapes, subject.kernels, subject.dtype, subject.device)
     bench = Bench(subject, hardware, shapes, linears, budget_s)
     for batch in steps.batches:
         _say(f"{subject.name}: decode steps of {batch}")

@@ -24,7 +24,7 @@ def attention_s(subject: Subject, rows: list[StepRow], budget_s: float) -> float
     key_value = key_value.to(subject.dtype)
 
     def call() -> None:
-        attend = runner.kernels.plan_attention(
+        attend = subject.kernels.plan_attention(
             runner.layout, runner.kv_cache, spans, config.heads, config.attention_scale
         )
         for layer in range(config.num_layers):

@@ -9,12 +9,13 @@ from typing import Protocol
 
 import torch
 
-from pdserve.config import Dtype
+from pdserve.config import ModelConfig
 from pdserve.errors import ConfigError
 from pdserve.models.decoder_config import DecoderConfig, read_decoder_config
 from pdserve.models.runner import ModelRunner
 from pdserve.models.step_batch import StepRow
 from pdserve_kernels.contract import Kernels
+from pdserve_kernels.cpu.torch_kernels import TorchKernels
 from pdserve_kernels.layout import KvLayout
 
 
@@ -27,9 +28,6 @@ class Runner(Protocol):
     @property
     def kv_cache(self) -> torch.Tensor: ...
 
-    @property
-    def kernels(self) -> Kernels: ...
-
     def run(self, rows: Sequence[StepRow]) -> torch.Tensor: ...
 
 
@@ -40,6 +38,8 @@ class Subject:
     name: str
     config: DecoderConfig
     runner: Runner
+    kernels: Kernels
+    """Those that the runner computes with."""
 
     @property
     def device(self) -> torch.device:
@@ -83,7 +83,7 @@ class Steps:
         )
 
 
-def open_subject(name: str, folder: Path, dtype: Dtype, block_size: int, steps: Steps) -> Subject:
+def open_subject(name: str, folder: Path, model: ModelConfig, block_size: int, steps: Steps) -> Subject:
     """The model of ``folder`` with a KV cache for the largest of ``steps``.
 
     Raises ModelError, and ConfigError if the model knows fewer positions.
@@ -91,7 +91,7 @@ def open_subject(name: str, folder: Path, dtype: Dtype, block_size: int, steps: 
     config = read_decoder_config(folder)
     if steps.longest > config.max_positions:
         raise ConfigError(f"{name} knows {config.max_positions} positions; {steps.longest} were asked for")
-    runner = ModelRunner(folder, config, dtype, block_size, steps.blocks(block_size), steps.longest)
+    runner = ModelRunner(folder, config, model.dtype, block_size, steps.blocks(block_size), steps.longest)
     # Memory that was never written is one shared page of zeros, and faster to read than any cache in use.
     runner.kv_cache.fill_(0.01)
-    return Subject(name, config, runner)
+    return Subject(name, config, runner, TorchKernels())
