@@ -18,8 +18,9 @@ _OWN = {
     "PDSERVE_ADVERTISE": "",
     "PDSERVE_PROXY": "",
     "PDSERVE_SECRET_FILE": "",
+    "PDSERVE_LOG_LEVEL": "info",
 }
-"""Whatever the environment says: a node of a benchmark serves the benchmark alone."""
+"""Whatever the environment says: a node of a benchmark serves the benchmark alone, and says where it listens."""
 
 
 @asynccontextmanager
@@ -38,13 +39,12 @@ async def running_node(
     own = {**environ, **_OWN, "PDSERVE_SECRET": secrets.token_hex(32)}
     node = Child(name, command("mixed", *flags), own, relay)
     try:
-        found = await _within(timeout_s, node)
-        yield found
+        yield await _url(node, timeout_s)
     finally:
         await node.stop(_GRACE_S)
 
 
-async def _within(timeout_s: float, node: Child) -> str:
+async def _url(node: Child, timeout_s: float) -> str:
     try:
         async with asyncio.timeout(timeout_s):
             # A node says that it listens once its engine is ready.
