@@ -7,7 +7,6 @@ Prompts and answers differ in length, as people's do: with answers of one length
 from __future__ import annotations
 
 import asyncio
-import enum
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
@@ -21,20 +20,14 @@ from pdserve.bench.node import running_node
 from pdserve.bench.report import Better, Figure, Report, Row, Unit, measured
 from pdserve.bench.stream import Stream, summarise
 from pdserve.bench.workload import mixed_jobs
-from pdserve.config import BenchBatchingConfig
+from pdserve.config import Batching, BenchBatchingConfig
 from pdserve.errors import BenchError
 from pdserve.settings import to_environ
 
 MODE = "mode"
+MODES = (Batching.STATIC, Batching.CONTINUOUS)
 RATIOS = "continuous against static"
 _WARM_UP = 2
-
-
-class Mode(enum.Enum):
-    """As ``--batching`` of a node takes it."""
-
-    STATIC = "static"
-    CONTINUOUS = "continuous"
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,21 +35,23 @@ class Pair:
     """Both modes' runs of the same jobs."""
 
     concurrency: int
-    runs: Mapping[Mode, Sequence[Sequence[Stream]]]
+    runs: Mapping[Batching, Sequence[Sequence[Stream]]]
 
     @property
     def differing(self) -> int:
         """Answers whose tokens are not the same."""
         return sum(
             ours.token_ids != theirs.token_ids
-            for ours, theirs in zip(chain(*self.runs[Mode.CONTINUOUS]), chain(*self.runs[Mode.STATIC]), strict=True)
+            for ours, theirs in zip(
+                chain(*self.runs[Batching.CONTINUOUS]), chain(*self.runs[Batching.STATIC]), strict=True
+            )
         )
 
 
 def run(config: BenchBatchingConfig, environ: Mapping[str, str]) -> Report:
     """Raises BenchError if a node does not start or a request fails."""
     pairs = asyncio.run(_measure(config, environ))
-    answers = sum(len(run) for pair in pairs for run in pair.runs[Mode.STATIC])
+    answers = sum(len(run) for pair in pairs for run in pair.runs[Batching.STATIC])
     differing = sum(pair.differing for pair in pairs)
     return Report(
         "batching",
@@ -85,7 +80,7 @@ async def _measure(config: BenchBatchingConfig, environ: Mapping[str, str]) -> l
     timeout_s = config.batching.startup_timeout_s
     async with AsyncExitStack() as stack:
         targets = {}
-        for mode in Mode:
+        for mode in MODES:
             node = running_node(mode.value, ["--batching", mode.value], own, timeout_s)
             url = await stack.enter_async_context(node)
             targets[mode] = Target(url, await first_model(url), token_ids=True)
@@ -94,9 +89,9 @@ async def _measure(config: BenchBatchingConfig, environ: Mapping[str, str]) -> l
         return [await _pair(config, targets, concurrency) for concurrency in config.batching.concurrency]
 
 
-async def _pair(config: BenchBatchingConfig, targets: Mapping[Mode, Target], concurrency: int) -> Pair:
+async def _pair(config: BenchBatchingConfig, targets: Mapping[Batching, Target], concurrency: int) -> Pair:
     count = config.workload.requests or max(12, 3 * concurrency)
-    runs: dict[Mode, list[list[Stream]]] = {mode: [] for mode in targets}
+    runs: dict[Batching, list[list[Stream]]] = {mode: [] for mode in targets}
     for turn in range(config.batching.repeats):
         for mode in sorted(targets, key=lambda mode: mode.value, reverse=turn % 2 == 0):
             print(f"{mode.value}, concurrency {concurrency}, {count} requests", file=sys.stderr, flush=True)
@@ -128,7 +123,7 @@ def _rows(pair: Pair) -> list[Row]:
 
 def compared(pair: Pair) -> Row:
     """How many times better continuous batching is."""
-    ours, theirs = (summarise(*pair.runs[mode]) for mode in (Mode.CONTINUOUS, Mode.STATIC))
+    ours, theirs = (summarise(*pair.runs[mode]) for mode in (Batching.CONTINUOUS, Batching.STATIC))
     figures = [
         _ratio("TTFT mean", theirs.ttft_s.mean, ours.ttft_s.mean),
         _ratio("TTFT p50", theirs.ttft_s.p50, ours.ttft_s.p50),

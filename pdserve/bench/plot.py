@@ -7,11 +7,12 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from pdserve.bench.batching import MODE, RATIOS, Mode
+from pdserve.bench.batching import MODE, RATIOS
 from pdserve.bench.report import Report
+from pdserve.config import Batching
 from pdserve.errors import BenchError
 
-_COLOURS = {Mode.STATIC: "#b04a4a", Mode.CONTINUOUS: "#2a6fb0"}
+_COLOURS = {Batching.STATIC: "#b04a4a", Batching.CONTINUOUS: "#2a6fb0"}
 
 
 def write_plot(report: Report, path: Path) -> None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pdserve.bench.batching import Mode, Pair, compared
+from pdserve.bench.batching import Pair, compared
 from pdserve.bench.load import load_figures
 from pdserve.bench.machine import Machine
 from pdserve.bench.report import Better, Figure, Report, Row, Unit
 from pdserve.bench.stream import Stream, summarise
+from pdserve.config import Batching
 
 MACHINE = Machine("a CPU", 2, 24.0, "", "3.11", "2.13", "0.1", "2026-01-01 00:00")
 
@@ -31,7 +32,10 @@ def batching_report() -> Report:
     pairs = [
         Pair(
             concurrency,
-            {Mode.STATIC: [[stream(0, [9, 10, 11], [1, 2, 3])]], Mode.CONTINUOUS: [[stream(0, [1, 2, 3], [1, 2, 4])]]},
+            {
+                Batching.STATIC: [[stream(0, [9, 10, 11], [1, 2, 3])]],
+                Batching.CONTINUOUS: [[stream(0, [1, 2, 3], [1, 2, 4])]],
+            },
         )
         for concurrency in (1, 4)
     ]
