@@ -8,7 +8,7 @@ import msgpack
 import msgspec
 import pytest
 
-from pdserve.wire import discovery, engine, transfer
+from pdserve.wire import discovery, engine, rank, transfer
 from pdserve.wire.ids import TransferId
 from pdserve.wire.sampling import SampledToken, SamplingParams, TokenLogprobs
 from pdserve.wire.ticket import PrefillTarget, Ticket
@@ -113,12 +113,39 @@ CHANNELS: list[tuple[Any, list[msgspec.Struct]]] = [
         [
             transfer.Welcome(OTHER, SPEC, [b"address"]),
             transfer.Refused(OTHER, "dtype", "bf16", "fp32"),
-            transfer.Digests(TRANSFER_ID, 3, (0, 2**64 - 1)),
+            transfer.Digests(TRANSFER_ID, 1, 0, 3, (0, 2**64 - 1)),
             transfer.FirstToken(
                 TRANSFER_ID, (SampledToken(17, TokenLogprobs(-0.5, 1, ((17, -0.5),))), SampledToken(3)), 0
             ),
             transfer.Failed(TRANSFER_ID, "out of blocks"),
             transfer.Pong(OTHER),
+        ],
+    ),
+    (
+        rank.RankCommand,
+        [
+            rank.OpenLink(1),
+            rank.ConnectLink(1, (b"a", b"b")),
+            rank.CloseLink(1),
+            rank.Expect(1, 9, 2, (5, 3), True),
+            rank.Forget(1, 9),
+            rank.SendBlocks(1, 9, 2, (5, 3), False),
+            rank.LeaveRank(),
+        ],
+    ),
+    (
+        rank.RankReport,
+        [
+            rank.LinkOpened(1, b"address"),
+            rank.LinkBroken(1, "gone"),
+            rank.LinkClosed(1),
+            rank.Expecting(1, 9),
+            rank.PieceLanded(1, 9, 4, 4096, 2**64 - 1),
+            rank.Forgotten(1, 9, (5,)),
+            rank.Released(1, 9, (5,)),
+            rank.Dropped(1),
+            rank.PiecesSent(1, 9, 2, 8192),
+            rank.PiecesAnnounced(1, 9, 0, 2, (7, 8)),
         ],
     ),
 ]
