@@ -127,7 +127,7 @@ class DecodePeer:
 
     def _on_report(self, reported: Reported) -> None:
         match reported.report:
-            case LinkOpened(address=address):
+            case LinkOpened(address=address) if not self._lost:
                 self._addresses[reported.rank] = address
                 if len(self._addresses) == self.link.ranks:
                     self._welcome()

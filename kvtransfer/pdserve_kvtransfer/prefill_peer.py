@@ -159,7 +159,7 @@ class PrefillPeer:
     def _on_report(self, reported: Reported, now: float) -> None:
         rank = reported.rank
         match reported.report:
-            case LinkOpened(address=address):
+            case LinkOpened(address=address) if self._lost is None:
                 self._addresses[rank] = address
                 if len(self._addresses) == self.link.ranks:
                     self._send(self._greeting.hello([self._addresses[i] for i in range(self.link.ranks)]))
@@ -185,7 +185,8 @@ class PrefillPeer:
     # ------------------------------------------------------------ time
 
     def tick(self, now: float) -> None:
-        if self._heartbeat.due(now):
+        # Before the greeting it would be a frame of a stranger.
+        if self._heartbeat.due(now) and len(self._addresses) == self.link.ranks:
             self._send(Ping(self._station.boot_id))
         for session in list(self._sessions.values()):
             self._apply(session, session.expire(now))

@@ -6,6 +6,7 @@ import logging
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 
@@ -27,6 +28,7 @@ from pdserve_kvtransfer.ucx import UcxTransport
 log = logging.getLogger(__name__)
 
 LINGER_MS = 500
+GIVE_UP_MS = 5_000
 
 
 class RankThread:
@@ -56,6 +58,7 @@ class RankThread:
         self._died = died
         self._make_transport = transport or (lambda: UcxTransport(config.ucx_tls))
         self._ports: dict[int, Port] = {}
+        self._unsent: deque[bytes] = deque()
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder: msgspec.msgpack.Decoder[RankCommand] = msgspec.msgpack.Decoder(RankCommand)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -119,6 +122,7 @@ class RankThread:
                 more = True
             for port in self._ports.values():
                 more |= port.turn()
+            self._collect_reports()
             self._send_reports(channel)
             if not nap.taken(more, any(port.moving() for port in self._ports.values()), time.monotonic()):
                 self._wait(channel)
@@ -133,18 +137,28 @@ class RankThread:
             case _:
                 log.debug("%s for a link that is closed", type(command).__name__)
 
-    def _send_reports(self, channel: zmq.Socket[bytes]) -> None:
+    def _collect_reports(self) -> None:
         for number, port in list(self._ports.items()):
-            for report in port.reports:
-                channel.send(self._encoder.encode(report))
-                if isinstance(report, LinkClosed):
-                    del self._ports[number]
+            self._unsent.extend(self._encoder.encode(report) for report in port.reports)
+            if any(isinstance(report, LinkClosed) for report in port.reports):
+                del self._ports[number]
             port.reports.clear()
+
+    def _send_reports(self, channel: zmq.Socket[bytes]) -> None:
+        try:
+            while self._unsent:
+                channel.send(self._unsent[0], zmq.NOBLOCK)
+                self._unsent.popleft()
+        except zmq.Again:
+            # Rank 0 is slow, or has closed its end and LeaveRank is on its way.
+            return
 
     def _wait(self, channel: zmq.Socket[bytes]) -> None:
         if not all(port.arm() for port in self._ports.values()):
             return
         poller = zmq.Poller()
-        for pollable in (channel, self._bell, *(port.fileno() for port in self._ports.values())):
-            poller.register(pollable, zmq.POLLIN)
-        poller.poll()
+        poller.register(channel, zmq.POLLIN | (zmq.POLLOUT if self._unsent else 0))
+        for fileno in (self._bell, *(port.fileno() for port in self._ports.values())):
+            poller.register(fileno, zmq.POLLIN)
+        if not poller.poll(GIVE_UP_MS if self._unsent else None):
+            raise TransferError("rank 0 has stopped reading its transfer channel")
