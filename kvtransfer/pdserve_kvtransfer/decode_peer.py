@@ -6,7 +6,7 @@ import logging
 
 from pdserve.errors import PeerLost
 from pdserve.wire.ids import TransferId
-from pdserve.wire.rank import ConnectLink, LinkBroken, LinkOpened, PiecesAnnounced, PiecesSent, SendBlocks
+from pdserve.wire.rank_transfer import ConnectLink, LinkBroken, LinkOpened, PiecesAnnounced, PiecesSent, SendBlocks
 from pdserve.wire.transfer import (
     Cancel,
     Digests,

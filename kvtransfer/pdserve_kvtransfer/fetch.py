@@ -13,7 +13,7 @@ import enum
 from collections.abc import Sequence
 from typing import TypeAlias
 
-from pdserve.wire.rank import Expect, Forget
+from pdserve.wire.rank_transfer import Expect, Forget
 from pdserve.wire.transfer import Cancel, Digests, Done, Failed, FirstToken, PrefillRequest
 from pdserve_kvtransfer.aggregator import Aggregator, Verdict
 from pdserve_kvtransfer.events import (

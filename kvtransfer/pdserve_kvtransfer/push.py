@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from typing import TypeAlias
 
-from pdserve.wire.rank import SendBlocks
+from pdserve.wire.rank_transfer import SendBlocks
 from pdserve.wire.sampling import SampledToken
 from pdserve.wire.transfer import Failed, FirstToken, PrefillRequest
 from pdserve_kvtransfer.events import PushCancelled, PushEnded, PushEvent, PushOutcome, PushWanted

@@ -16,7 +16,7 @@ import zmq
 from pdserve.config import TransferConfig
 from pdserve.errors import TransferError
 from pdserve.wire.discovery import Role
-from pdserve.wire.rank import LeaveRank, LinkClosed, LinkCommand, OpenLink, RankCommand
+from pdserve.wire.rank_transfer import LeaveRank, LinkClosed, LinkCommand, OpenLink, RankCommand
 from pdserve_kvtransfer.nap import Nap
 from pdserve_kvtransfer.ranks import MakePort, Port
 from pdserve_kvtransfer.receive_port import ReceivePort

@@ -12,7 +12,7 @@ import msgspec
 import zmq
 
 from pdserve.errors import TransferError
-from pdserve.wire.rank import (
+from pdserve.wire.rank_transfer import (
     CloseLink,
     LeaveRank,
     LinkClosed,

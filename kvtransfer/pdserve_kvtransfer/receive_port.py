@@ -1,6 +1,6 @@
 """One decode rank's end of the link to one prefill engine: which arrivals may land, and where.
 
-Commands and reports are those of ``pdserve.wire.rank``. A piece is received only when it has arrived and its transfer
+Commands and reports are those of ``pdserve.wire.rank_transfer``. A piece is received only when it has arrived and its transfer
 is known to be alive, so nothing is written that was not asked for.
 """
 
@@ -10,7 +10,7 @@ import enum
 from dataclasses import dataclass
 
 from pdserve.errors import PeerLost, TransferError
-from pdserve.wire.rank import (
+from pdserve.wire.rank_transfer import (
     CloseLink,
     ConnectLink,
     Dropped,

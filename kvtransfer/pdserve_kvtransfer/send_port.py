@@ -1,6 +1,6 @@
 """One prefill rank's end of the link to one decode engine: its heads of each block, to the decode ranks that need them.
 
-Commands and reports are those of ``pdserve.wire.rank``.
+Commands and reports are those of ``pdserve.wire.rank_transfer``.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from pdserve.errors import PeerLost, TransferError
-from pdserve.wire.rank import (
+from pdserve.wire.rank_transfer import (
     CloseLink,
     ConnectLink,
     LinkBroken,

@@ -26,7 +26,7 @@ from pdserve.config import (
 )
 from pdserve.settings import ROOTS, load
 from pdserve.settings.tree import settings_of
-from pdserve.wire import discovery, engine, rank, transfer
+from pdserve.wire import discovery, engine, rank_transfer, transfer
 from pdserve.wire.engine import EngineStats
 from pdserve_proxy.metrics import ProxyMetrics
 from tests.docs.configuration_table import PAGE, render
@@ -126,7 +126,7 @@ def test_every_request_field_is_explained() -> None:
 
 def test_every_message_is_in_the_protocol() -> None:
     text = (ROOT / "docs" / "protocol.md").read_text()
-    for module in (discovery, engine, rank, transfer):
+    for module in (discovery, engine, rank_transfer, transfer):
         for name, value in vars(module).items():
             if (
                 not name.startswith("_")

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdserve.wire.ids import TransferId
-from pdserve.wire.rank import Expect, Forget
+from pdserve.wire.rank_transfer import Expect, Forget
 from pdserve.wire.sampling import SampledToken
 from pdserve.wire.ticket import PrefillTarget
 from pdserve.wire.transfer import Cancel, Digests, Done, Failed, FirstToken, PrefillRequest

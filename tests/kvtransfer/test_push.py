@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdserve.wire.ids import TransferId
-from pdserve.wire.rank import SendBlocks
+from pdserve.wire.rank_transfer import SendBlocks
 from pdserve.wire.sampling import SampledToken
 from pdserve.wire.transfer import Failed, FirstToken, PrefillRequest
 from pdserve_kvtransfer.events import PushCancelled, PushEnded, PushOutcome, PushWanted

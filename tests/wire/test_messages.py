@@ -8,7 +8,7 @@ import msgpack
 import msgspec
 import pytest
 
-from pdserve.wire import discovery, engine, rank, transfer
+from pdserve.wire import discovery, engine, rank_transfer, transfer
 from pdserve.wire.ids import TransferId
 from pdserve.wire.sampling import SampledToken, SamplingParams, TokenLogprobs
 from pdserve.wire.ticket import PrefillTarget, Ticket
@@ -122,30 +122,30 @@ CHANNELS: list[tuple[Any, list[msgspec.Struct]]] = [
         ],
     ),
     (
-        rank.RankCommand,
+        rank_transfer.RankCommand,
         [
-            rank.OpenLink(1),
-            rank.ConnectLink(1, (b"a", b"b")),
-            rank.CloseLink(1),
-            rank.Expect(1, 9, 2, (5, 3), True),
-            rank.Forget(1, 9),
-            rank.SendBlocks(1, 9, 2, (5, 3), False),
-            rank.LeaveRank(),
+            rank_transfer.OpenLink(1),
+            rank_transfer.ConnectLink(1, (b"a", b"b")),
+            rank_transfer.CloseLink(1),
+            rank_transfer.Expect(1, 9, 2, (5, 3), True),
+            rank_transfer.Forget(1, 9),
+            rank_transfer.SendBlocks(1, 9, 2, (5, 3), False),
+            rank_transfer.LeaveRank(),
         ],
     ),
     (
-        rank.RankReport,
+        rank_transfer.RankReport,
         [
-            rank.LinkOpened(1, b"address"),
-            rank.LinkBroken(1, "gone"),
-            rank.LinkClosed(1),
-            rank.Expecting(1, 9),
-            rank.PieceLanded(1, 9, 4, 4096, 2**64 - 1),
-            rank.Forgotten(1, 9, (5,)),
-            rank.Released(1, 9, (5,)),
-            rank.Dropped(1),
-            rank.PiecesSent(1, 9, 2, 8192),
-            rank.PiecesAnnounced(1, 9, 0, 2, (7, 8)),
+            rank_transfer.LinkOpened(1, b"address"),
+            rank_transfer.LinkBroken(1, "gone"),
+            rank_transfer.LinkClosed(1),
+            rank_transfer.Expecting(1, 9),
+            rank_transfer.PieceLanded(1, 9, 4, 4096, 2**64 - 1),
+            rank_transfer.Forgotten(1, 9, (5,)),
+            rank_transfer.Released(1, 9, (5,)),
+            rank_transfer.Dropped(1),
+            rank_transfer.PiecesSent(1, 9, 2, 8192),
+            rank_transfer.PiecesAnnounced(1, 9, 0, 2, (7, 8)),
         ],
     ),
 ]
