@@ -1,7 +1,7 @@
 """One decode rank's end of the link to one prefill engine: which arrivals may land, and where.
 
-Commands and reports are those of ``pdserve.wire.rank_transfer``. A piece is received only when it has arrived and its transfer
-is known to be alive, so nothing is written that was not asked for.
+Commands and reports are those of ``pdserve.wire.rank_transfer``. A piece is received only when it has arrived and its
+transfer is known to be alive, so nothing is written that was not asked for.
 """
 
 from __future__ import annotations
