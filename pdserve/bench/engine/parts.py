@@ -7,6 +7,7 @@ import torch
 from pdserve.bench.engine.subject import Subject
 from pdserve.bench.engine.timing import seconds_of
 from pdserve.engine.sampler import sample
+from pdserve.engine.sampling_row import SamplingRow
 from pdserve.models.step_batch import StepRow
 from pdserve.wire.sampling import SamplingParams
 from pdserve_kernels.contract import AttentionRow
@@ -37,4 +38,5 @@ def attention_s(subject: Subject, rows: list[StepRow], budget_s: float) -> float
 def sampling_s(subject: Subject, batch: int, sampling: SamplingParams, budget_s: float) -> float:
     """Choosing a token for each of ``batch`` requests."""
     logits = torch.randn(batch, subject.config.vocab_size, device=subject.device)
-    return seconds_of(lambda: sample(logits, [sampling] * batch, range(batch)), subject.device, budget_s)
+    rows = [SamplingRow(sampling, range(position), 0) for position in range(batch)]
+    return seconds_of(lambda: sample(logits, rows), subject.device, budget_s)
