@@ -52,5 +52,5 @@ def _reached(mass: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, t
     # Sums in another order may miss the target by a rounding; and an empty bucket reaches nothing.
     wanted = torch.minimum(targets.unsqueeze(1), ends[:, -1:]).clamp(min=torch.finfo(torch.float64).tiny)
     at = torch.searchsorted(ends, wanted).clamp(max=mass.shape[1] - 1)
-    before = torch.where(at > 0, ends.gather(1, (at - 1).clamp(min=0)), 0.0)
+    before = torch.nn.functional.pad(ends, (1, 0)).gather(1, at)
     return at.squeeze(1), before.squeeze(1)

@@ -95,14 +95,12 @@ def _invert(weights: torch.Tensor, uniforms: Sequence[float]) -> list[int]:
     missing = -weights.shape[-1] % INVERSION_BLOCK
     padded = torch.nn.functional.pad(weights, (0, missing)) if missing else weights
     blocks = padded.view(len(weights), -1, INVERSION_BLOCK)
-    mass = blocks.sum(-1).double()
-    ends = mass.cumsum(-1)
+    ends = blocks.sum(-1).cumsum(-1, dtype=torch.float64)
     wanted = ends[:, -1:] * _vector(weights, uniforms).unsqueeze(1)
     block = _passed(ends, wanted)
-    left = wanted - (ends - mass).gather(1, block)
+    left = wanted - torch.nn.functional.pad(ends, (1, 0)).gather(1, block)
     inside = blocks.take_along_dim(block.unsqueeze(-1), 1).squeeze(1).cumsum(-1, dtype=torch.float64)
-    # Rounding must not lead to a token before the first of the block that can be drawn.
-    at = _passed(inside, left.clamp(min=0))
+    at = _passed(inside, left)
     tokens: list[int] = (block * INVERSION_BLOCK + at).squeeze(1).tolist()
     return tokens
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -47,8 +48,8 @@ class Meaning:
     text: str
     tokens: list[int]
     """By their numbers, those that are reported."""
-    ends: list[int]
-    """Where in the text each token's own lies at the latest."""
+    ends: list[float]
+    """How much of the text must be shown before each token is reported."""
 
 
 def meaning(tokens: list[int], stops: list[str], include: bool, min_tokens: int) -> Meaning:
@@ -58,6 +59,9 @@ def meaning(tokens: list[int], stops: list[str], include: bool, min_tokens: int)
     for token in tokens:
         whole += detokenizer.add([token])
         lengths.append(len(whole))
+    ends = [math.inf] * (len(tokens) + 1)
+    for i in reversed(range(len(tokens))):
+        ends[i] = lengths[i + 1] if lengths[i + 1] > lengths[i] else ends[i + 1]
     settled = lengths[min(min_tokens, len(tokens))]
     shown = whole + detokenizer.flush()
     matches = [
@@ -69,10 +73,10 @@ def meaning(tokens: list[int], stops: list[str], include: bool, min_tokens: int)
     if len(tokens) <= min_tokens:
         matches = []
     if not matches:
-        return Meaning(shown, list(range(len(tokens))), lengths[1:])
+        return Meaning(shown, list(range(len(tokens))), ends)
     end, start = min(matches)
     cut = end if include else start
-    return Meaning(shown[:cut], [i for i in range(len(tokens)) if lengths[i] < cut], lengths[1:])
+    return Meaning(shown[:cut], [i for i in range(len(tokens)) if lengths[i] < cut], ends)
 
 
 @settings(max_examples=400, deadline=None)
@@ -85,6 +89,7 @@ def meaning(tokens: list[int], stops: list[str], include: bool, min_tokens: int)
 )
 @example([0, 1], ["ab"], False, 1, {1})
 @example([6, 7], [], False, 0, {1})
+@example([6], ["\ufffd"], False, 1, set())
 def test_tokens_go_out_with_their_text(
     answer: list[int], stops: list[str], include: bool, min_tokens: int, cuts: set[int]
 ) -> None:
@@ -92,10 +97,10 @@ def test_tokens_go_out_with_their_text(
     deltas = deltas_of(choice_text(stops, include=include, min_tokens=min_tokens), [*answer, EOS], cuts)
     assert "".join(delta.text for delta in deltas) == wanted.text
     assert [int(token.logprobs.chosen) for delta in deltas for token in delta.tokens] == wanted.tokens
-    shown = 0
+    shown, reported = 0, 0
     for delta in deltas[:-1]:
-        shown += len(delta.text)
-        assert all(wanted.ends[int(token.logprobs.chosen)] <= shown for token in delta.tokens)
+        shown, reported = shown + len(delta.text), reported + len(delta.tokens)
+        assert reported == sum(end <= shown for end in wanted.ends), "no sooner and no later than their text"
     assert [delta.outcome for delta in deltas] == [None] * (len(deltas) - 1) + [Outcome.STOP]
 
 

@@ -180,6 +180,12 @@ def test_every_valid_parameter_gives_a_token(temperature: float, top_p: float, m
         assert token == 1
 
 
+def test_the_least_share_is_the_best_token() -> None:
+    logits = torch.zeros(1, 10)
+    logits[0, 6] = 0.1
+    assert ids(logits, row(top_p=5e-324, top_k=1)) == [6]
+
+
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_logits_that_are_not_finite_give_no_token(bad: float, temperature: float) -> None:
@@ -200,6 +206,19 @@ def test_forbidden_tokens_are_no_reason_to_fail() -> None:
 def test_a_zero_of_either_sign_is_the_same() -> None:
     logits = torch.tensor([[-0.0, 0.0, -9.0]])
     assert {ids(logits, row(i, top_p=0.9, top_k=2))[0] for i in range(40)} == {0, 1}
+
+
+def test_block_edges_let_no_forbidden_token_through() -> None:
+    """The number at which the distribution is inverted lies at the very edge of a block, give or take a rounding."""
+    block = random_choice.INVERSION_BLOCK
+    for torch_seed in range(100):
+        torch.manual_seed(torch_seed)
+        logits = torch.rand(1, 8 * block).log()
+        logits[:, ::block] = float("-inf")
+        ends = logits.softmax(-1).view(-1, block).sum(-1).double().cumsum(-1)
+        edges = (ends / ends[-1])[:-1].tolist()
+        tokens = random_choice.draw(logits.repeat(len(edges), 1), [params()] * len(edges), edges)
+        assert all(token % block for token in tokens)
 
 
 @pytest.mark.parametrize("size", [1, 255, 256, 257, 1000])
