@@ -77,7 +77,7 @@ def _penalties(rows: Sequence[SamplingRow]) -> _Entries:
         frequency, presence = row.sampling.frequency_penalty, row.sampling.presence_penalty
         if (frequency or presence) and row.position:
             counts = Counter(row.generated)
-            entries.add(index, list(counts), [-(frequency * count + presence) for count in counts.values()])
+            entries.add(index, list(counts), -frequency * np.asarray(list(counts.values())) - presence)
     return entries
 
 
