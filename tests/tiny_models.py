@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    Gemma3TextConfig,
     LlamaConfig,
     MistralConfig,
     PretrainedConfig,
@@ -41,12 +42,33 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+WINDOW = 5
+"""Small enough that the tests' contexts leave it behind."""
 FAMILIES: dict[str, PretrainedConfig] = {
     "llama": LlamaConfig(**SHAPE, tie_word_embeddings=True),
     "llama-scaled": LlamaConfig(**SHAPE, attention_bias=True, mlp_bias=True, rope_parameters=LLAMA3_ROPE),
     "mistral": MistralConfig(**SHAPE, sliding_window=None),
     "qwen2": Qwen2Config(**SHAPE),
     "qwen3": Qwen3Config(**SHAPE),
+    "mistral-window": MistralConfig(**SHAPE, sliding_window=WINDOW),
+    # Its first layer sees everything, the others a window.
+    "qwen2-window": Qwen2Config(**SHAPE, use_sliding_window=True, sliding_window=WINDOW, max_window_layers=1),
+    "qwen3-window": Qwen3Config(
+        **SHAPE,
+        use_sliding_window=True,
+        sliding_window=WINDOW,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+    ),
+    "gemma3": Gemma3TextConfig(
+        **SHAPE,
+        sliding_window=WINDOW,
+        layer_types=["sliding_attention", "sliding_attention", "full_attention"],
+        query_pre_attn_scalar=17,
+        rope_parameters={
+            "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+            "full_attention": {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 4.0},
+        },
+    ),
 }
 
 
@@ -62,9 +84,24 @@ def save_tiny_model(family: str, folder: Path) -> Path:
     return folder
 
 
-@torch.inference_mode()
 def reference_logits(folder: Path, token_ids: Sequence[int]) -> torch.Tensor:
     """fp32 logits ``[tokens, vocab]`` of transformers."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    return _logits(_reference(folder), token_ids)
+
+
+def reference_last_logits(folder: Path, prompts: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+    """fp32 logits ``[vocab]`` of transformers after the last token of each prompt."""
+    model = _reference(folder)
+    return [_logits(model, prompt)[-1] for prompt in prompts]
+
+
+def _reference(folder: Path) -> PreTrainedModel:
+    auto: Any = AutoModelForCausalLM
+    model: PreTrainedModel = auto.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    return model
+
+
+@torch.inference_mode()
+def _logits(model: PreTrainedModel, token_ids: Sequence[int]) -> torch.Tensor:
     logits: torch.Tensor = model(torch.tensor([list(token_ids)])).logits[0]
     return logits

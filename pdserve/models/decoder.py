@@ -6,7 +6,8 @@ from typing import Protocol
 
 import torch
 
-from pdserve.models.decoder_config import DecoderConfig
+from pdserve.models.decoder_config import GEMMA3, DecoderConfig
+from pdserve.models.gemma3 import Gemma3Decoder
 from pdserve.models.layers import Building
 from pdserve.models.llama import LlamaDecoder
 from pdserve_kernels.contract import Attention
@@ -27,4 +28,6 @@ def build_decoder(config: DecoderConfig, building: Building, max_positions: int,
 
     Raises ModelError if the checkpoint lacks a tensor, has one too many, or cannot be split over the ranks.
     """
+    if config.family in GEMMA3:
+        return Gemma3Decoder(config, building, max_positions, dtype)
     return LlamaDecoder(config, building, max_positions, dtype)

@@ -10,13 +10,18 @@ from transformers import AutoConfig, GenerationConfig, PretrainedConfig
 
 from pdserve.errors import ModelError
 
-FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
-"""``model_type`` values that ``llama.LlamaDecoder`` computes exactly."""
+GEMMA3 = frozenset({"gemma3_text"})
+FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3"}) | GEMMA3
+"""``model_type`` values that have a decoder of their own here."""
+
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+WINDOW_IN_EVERY_LAYER = frozenset({"mistral"})
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderConfig:
-    """What a Llama-family decoder needs to know; ``hf`` keeps the whole original for rotary scaling."""
+    """What every decoder needs to know; ``hf`` keeps the whole original for what only some do."""
 
     family: str
     vocab_size: int
@@ -30,6 +35,8 @@ class DecoderConfig:
     """Multiplies the scores."""
     norm_eps: float
     tied_embeddings: bool
+    windows: tuple[int | None, ...]
+    """How many tokens each layer sees, the newest among them; None where it sees all."""
     max_positions: int
     eos_token_ids: frozenset[int]
     hf: PretrainedConfig
@@ -46,8 +53,7 @@ def read_decoder_config(folder: Path) -> DecoderConfig:
         raise ModelError(f"{folder} is not a readable Hugging Face model folder: {exc}") from exc
     if hf.model_type not in FAMILIES:
         raise ModelError(f"model_type {hf.model_type!r} of {folder} is not supported; these are: {sorted(FAMILIES)}")
-    if hf.hidden_act != "silu":
-        raise ModelError(f"hidden_act {hf.hidden_act!r} of {folder} is not supported; only 'silu' is")
+    _check_activation(hf, folder)
     heads = hf.num_attention_heads
     head_dim = getattr(hf, "head_dim", None) or hf.hidden_size // heads
     return DecoderConfig(
@@ -59,21 +65,33 @@ def read_decoder_config(folder: Path) -> DecoderConfig:
         heads=heads,
         kv_heads=getattr(hf, "num_key_value_heads", None) or heads,
         head_dim=head_dim,
-        attention_scale=head_dim**-0.5,
+        attention_scale=(getattr(hf, "query_pre_attn_scalar", None) or head_dim) ** -0.5,
         norm_eps=hf.rms_norm_eps,
         tied_embeddings=bool(hf.tie_word_embeddings),
-        max_positions=_max_positions(hf),
+        windows=_windows(hf, folder),
+        max_positions=int(hf.max_position_embeddings),
         eos_token_ids=_eos_token_ids(hf, folder),
         hf=hf,
     )
 
 
-def _max_positions(hf: PretrainedConfig) -> int:
-    window = getattr(hf, "sliding_window", None)
-    if window and getattr(hf, "use_sliding_window", True):
-        # Within its first window, sliding attention and full attention are the same.
-        return int(min(hf.max_position_embeddings, window))
-    return int(hf.max_position_embeddings)
+def _check_activation(hf: PretrainedConfig, folder: Path) -> None:
+    name, wanted = ("hidden_activation", "gelu_pytorch_tanh") if hf.model_type in GEMMA3 else ("hidden_act", "silu")
+    if getattr(hf, name) != wanted:
+        raise ModelError(f"{name} {getattr(hf, name)!r} of {folder} is not supported; only {wanted!r} is")
+
+
+def _windows(hf: PretrainedConfig, folder: Path) -> tuple[int | None, ...]:
+    """As transformers reads them: by layer where the architecture knows kinds of layers, else for all."""
+    window: int | None = getattr(hf, "sliding_window", None)
+    if hf.model_type in WINDOW_IN_EVERY_LAYER:
+        return (window,) * int(hf.num_hidden_layers)
+    kinds: list[str] = getattr(hf, "layer_types", None) or [FULL] * hf.num_hidden_layers
+    if len(kinds) != hf.num_hidden_layers or not set(kinds) <= {FULL, SLIDING}:
+        raise ModelError(f"layer_types of {folder} must be one of {FULL!r} and {SLIDING!r} for each layer")
+    if window is None and SLIDING in kinds:
+        raise ModelError(f"{folder} has layers with {SLIDING!r}, but no sliding_window")
+    return tuple(window if kind == SLIDING else None for kind in kinds)
 
 
 def _eos_token_ids(hf: PretrainedConfig, folder: Path) -> frozenset[int]:

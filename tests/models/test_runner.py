@@ -12,7 +12,7 @@ from pdserve.config import Dtype
 from pdserve.models.decoder_config import read_decoder_config
 from pdserve.models.runner import ModelRunner
 from pdserve.models.step_batch import StepRow
-from tests.tiny_models import FAMILIES, VOCAB_SIZE, reference_logits, save_tiny_model
+from tests.tiny_models import FAMILIES, VOCAB_SIZE, reference_last_logits, reference_logits, save_tiny_model
 
 BLOCK_SIZE = 4
 
@@ -30,22 +30,30 @@ def random_prompt(length: int, seed: int = 0) -> list[int]:
     return random.Random(seed).choices(range(3, VOCAB_SIZE), k=length)
 
 
+PROMPT = random_prompt(37)
+
+
+@pytest.fixture(scope="module")
+def wanted_logits(folder: Path) -> torch.Tensor:
+    return reference_logits(folder, PROMPT)
+
+
 @pytest.mark.parametrize("cuts", [[37], [1, 36], [4, 4, 29], [5, 6, 7, 1, 18], [36, 1]])
-def test_prompt_in_any_chunks_gives_the_reference_logits(folder: Path, cuts: list[int]) -> None:
-    prompt = random_prompt(37)
-    wanted = reference_logits(folder, prompt)
+def test_prompt_in_any_chunks_gives_the_reference_logits(
+    folder: Path, wanted_logits: torch.Tensor, cuts: list[int]
+) -> None:
     runner = make_runner(folder)
     blocks = random.Random(1).sample(range(64), 10)
     start = 0
     for length in cuts:
-        logits = runner.run([StepRow(prompt[start : start + length], start, blocks, True)])
+        logits = runner.run([StepRow(PROMPT[start : start + length], start, blocks, True)])
         start += length
-        torch.testing.assert_close(logits[0], wanted[start - 1], rtol=1e-4, atol=1e-3)
+        torch.testing.assert_close(logits[0], wanted_logits[start - 1], rtol=1e-4, atol=1e-3)
 
 
 def test_requests_in_one_step_do_not_see_each_other(folder: Path) -> None:
     prompts = [random_prompt(length, seed=length) for length in (9, 16, 1, 30)]
-    wanted = [reference_logits(folder, prompt)[-1] for prompt in prompts]
+    wanted = reference_last_logits(folder, prompts)
     runner = make_runner(folder)
     order = random.Random(2).sample(range(64), 64)
     tables = [order[i * 16 : i * 16 + 16] for i in range(4)]
@@ -87,7 +95,7 @@ def test_unordered_rows_are_refused(tmp_path: Path) -> None:
 def test_contexts_of_very_different_lengths_in_one_step(tmp_path: Path) -> None:
     folder = save_tiny_model("llama", tmp_path)
     prompts = [random_prompt(length, seed=length) for length in (3, 200, 70, 5)]
-    wanted = [reference_logits(folder, prompt)[-1] for prompt in prompts]
+    wanted = reference_last_logits(folder, prompts)
     runner = make_runner(folder, num_blocks=256)
     tables = [list(range(60 * i, 60 * i + 60)) for i in range(4)]
     for prompt, table in zip(prompts, tables, strict=True):
