@@ -44,6 +44,7 @@ LLAMA3_ROPE = {
 }
 WINDOW = 5
 """Small enough that the tests' contexts leave it behind."""
+LINEAR = {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 4.0}
 FAMILIES: dict[str, PretrainedConfig] = {
     "llama": LlamaConfig(**SHAPE, tie_word_embeddings=True),
     "llama-scaled": LlamaConfig(**SHAPE, attention_bias=True, mlp_bias=True, rope_parameters=LLAMA3_ROPE),
@@ -64,9 +65,19 @@ FAMILIES: dict[str, PretrainedConfig] = {
         sliding_window=WINDOW,
         layer_types=["sliding_attention", "sliding_attention", "full_attention"],
         query_pre_attn_scalar=17,
+        rope_parameters={"sliding_attention": {"rope_type": "default", "rope_theta": 100.0}, "full_attention": LINEAR},
+    ),
+}
+
+OTHERS: dict[str, PretrainedConfig] = {
+    # As a GGUF file can say it: scores scaled by the head size, every sixth layer sees everything.
+    "gemma3-pattern": Gemma3TextConfig(
+        **SHAPE | {"num_hidden_layers": 7},
+        sliding_window=WINDOW,
+        query_pre_attn_scalar=10,
         rope_parameters={
-            "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
-            "full_attention": {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 4.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+            "full_attention": LINEAR,
         },
     ),
 }
@@ -76,7 +87,7 @@ def save_tiny_model(family: str, folder: Path) -> Path:
     """Write a random model of ``family`` to ``folder``; the same every time."""
     torch.manual_seed(sum(family.encode()))
     auto: Any = AutoModelForCausalLM
-    model: PreTrainedModel = auto.from_config(FAMILIES[family], dtype=torch.float32)
+    model: PreTrainedModel = auto.from_config((FAMILIES | OTHERS)[family], dtype=torch.float32)
     for name, parameter in model.named_parameters():
         if "norm" in name or name.endswith("bias"):
             torch.nn.init.uniform_(parameter, 0.5, 1.5)

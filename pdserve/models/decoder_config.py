@@ -1,4 +1,4 @@
-"""The shape of a decoder, read from a Hugging Face ``config.json``."""
+"""The shape of a decoder, read from a Hugging Face ``config.json`` or from a GGUF file's header."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, GenerationConfig, PretrainedConfig
 
 from pdserve.errors import ModelError
+from pdserve.models.gguf_config import gguf_config, rotary_divisors
+from pdserve.models.gguf_file import is_gguf, read_gguf
 
 GEMMA3 = frozenset({"gemma3_text"})
 FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3"}) | GEMMA3
@@ -39,20 +41,32 @@ class DecoderConfig:
     """How many tokens each layer sees, the newest among them; None where it sees all."""
     max_positions: int
     eos_token_ids: frozenset[int]
+    rotary_divisors: tuple[float, ...]
+    """What each rotary frequency is divided by; empty for nothing."""
     hf: PretrainedConfig
 
 
-def read_decoder_config(folder: Path) -> DecoderConfig:
-    """Read ``folder/config.json`` (and ``generation_config.json`` for end-of-sequence ids).
+def read_decoder_config(path: Path) -> DecoderConfig:
+    """Read a folder's ``config.json`` (and ``generation_config.json`` for end-of-sequence ids), or a GGUF header.
 
     Raises ModelError if it is missing, malformed, or of a family that cannot be computed exactly.
     """
+    if is_gguf(path):
+        file = read_gguf(path)
+        hf = gguf_config(file)
+        return _decoder_config(hf, path, frozenset(hf.eos_token_id), rotary_divisors(file))
     try:
-        hf = AutoConfig.from_pretrained(folder, local_files_only=True)
+        hf = AutoConfig.from_pretrained(path, local_files_only=True)
     except (OSError, ValueError, KeyError, StrictDataclassError) as exc:
-        raise ModelError(f"{folder} is not a readable Hugging Face model folder: {exc}") from exc
+        raise ModelError(f"{path} is not a readable Hugging Face model folder: {exc}") from exc
     if hf.model_type not in FAMILIES:
-        raise ModelError(f"model_type {hf.model_type!r} of {folder} is not supported; these are: {sorted(FAMILIES)}")
+        raise ModelError(f"model_type {hf.model_type!r} of {path} is not supported; these are: {sorted(FAMILIES)}")
+    return _decoder_config(hf, path, _eos_token_ids(hf, path))
+
+
+def _decoder_config(
+    hf: PretrainedConfig, folder: Path, eos_token_ids: frozenset[int], divisors: tuple[float, ...] = ()
+) -> DecoderConfig:
     _check_activation(hf, folder)
     heads = hf.num_attention_heads
     head_dim = getattr(hf, "head_dim", None) or hf.hidden_size // heads
@@ -70,7 +84,8 @@ def read_decoder_config(folder: Path) -> DecoderConfig:
         tied_embeddings=bool(hf.tie_word_embeddings),
         windows=_windows(hf, folder),
         max_positions=int(hf.max_position_embeddings),
-        eos_token_ids=_eos_token_ids(hf, folder),
+        eos_token_ids=eos_token_ids,
+        rotary_divisors=divisors,
         hf=hf,
     )
 

@@ -28,5 +28,7 @@ def rotary_table(
         raise ModelError(f"rotary scaling {kind!r} is not supported")
     else:
         inverse, scaling = ROPE_INIT_FUNCTIONS[kind](config.hf, torch.device("cpu"), layer_type=layer_type)
+    if config.rotary_divisors:
+        inverse = inverse / torch.tensor(config.rotary_divisors)
     angles = torch.outer(torch.arange(positions, dtype=torch.float32), inverse)
     return (angles.cos() * scaling).to(dtype), (angles.sin() * scaling).to(dtype)
