@@ -16,6 +16,7 @@ from transformers import (
     PreTrainedModel,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 VOCAB_SIZE = 512
@@ -59,6 +60,24 @@ FAMILIES: dict[str, PretrainedConfig] = {
         use_sliding_window=True,
         sliding_window=WINDOW,
         layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+    ),
+    # Two layers of experts, one without.
+    "qwen3-moe": Qwen3MoeConfig(
+        **SHAPE,
+        num_experts=8,
+        num_experts_per_tok=3,
+        moe_intermediate_size=24,
+        norm_topk_prob=True,
+        mlp_only_layers=[1],
+    ),
+    "qwen3-moe-sparse": Qwen3MoeConfig(
+        **SHAPE,
+        num_experts=8,
+        num_experts_per_tok=2,
+        moe_intermediate_size=24,
+        decoder_sparse_step=2,
+        use_sliding_window=True,
+        sliding_window=WINDOW,
     ),
     "gemma3": Gemma3TextConfig(
         **SHAPE,

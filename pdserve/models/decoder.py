@@ -6,10 +6,11 @@ from typing import Protocol
 
 import torch
 
-from pdserve.models.decoder_config import GEMMA3, DecoderConfig
+from pdserve.models.decoder_config import GEMMA3, MOE, DecoderConfig
 from pdserve.models.gemma3 import Gemma3Decoder
 from pdserve.models.layers import Building
-from pdserve.models.llama import LlamaDecoder
+from pdserve.models.llama import LlamaDecoder, dense
+from pdserve.models.qwen3_moe import sparse_or_dense
 from pdserve_kernels.contract import Attention
 
 
@@ -30,4 +31,5 @@ def build_decoder(config: DecoderConfig, building: Building, max_positions: int,
     """
     if config.family in GEMMA3:
         return Gemma3Decoder(config, building, max_positions, dtype)
-    return LlamaDecoder(config, building, max_positions, dtype)
+    feed_forward = sparse_or_dense if config.family in MOE else dense
+    return LlamaDecoder(config, building, max_positions, dtype, feed_forward)

@@ -13,12 +13,13 @@ from pdserve.models.gguf_config import gguf_config, rotary_divisors
 from pdserve.models.gguf_file import is_gguf, read_gguf
 
 GEMMA3 = frozenset({"gemma3_text"})
-FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3"}) | GEMMA3
+MOE = frozenset({"qwen3_moe"})
+FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3"}) | GEMMA3 | MOE
 """``model_type`` values that have a decoder of their own here."""
 
 
 FULL, SLIDING = "full_attention", "sliding_attention"
-WINDOW_IN_EVERY_LAYER = frozenset({"mistral"})
+WINDOW_IN_EVERY_LAYER = frozenset({"mistral", "qwen3_moe"})
 
 
 @dataclass(frozen=True, slots=True)

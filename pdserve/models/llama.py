@@ -1,6 +1,6 @@
 """Llama-family decoder: Llama, SmolLM, Mistral, Qwen2 (biased projections), Qwen3 (normalised heads).
 
-Qwen3-MoE is Qwen3 with another feed-forward part: see ``mixture``.
+Qwen3-MoE is Qwen3 with another feed-forward part: see ``qwen3_moe``.
 """
 
 from __future__ import annotations
