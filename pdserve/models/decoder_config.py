@@ -7,6 +7,7 @@ from pathlib import Path
 
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, GenerationConfig, PretrainedConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from pdserve.errors import ModelError
 from pdserve.models.gguf_config import gguf_config, rotary_divisors
@@ -15,7 +16,7 @@ from pdserve.models.gguf_file import is_gguf, read_gguf
 GEMMA3 = frozenset({"gemma3_text"})
 MOE = frozenset({"qwen3_moe"})
 FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3"}) | GEMMA3 | MOE
-"""``model_type`` values that have a decoder of their own here."""
+"""``model_type`` values that have a decoder of their own here; ``hf_fallback`` takes others."""
 
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -24,7 +25,11 @@ WINDOW_IN_EVERY_LAYER = frozenset({"mistral", "qwen3_moe"})
 
 @dataclass(frozen=True, slots=True)
 class DecoderConfig:
-    """What every decoder needs to know; ``hf`` keeps the whole original for what only some do."""
+    """What every decoder needs to know; ``hf`` keeps the whole original for what only some do.
+
+    Of a model outside ``FAMILIES``, which transformers computes, the fields that concern the KV cache and the scheduler
+    are true, and the others say nothing.
+    """
 
     family: str
     vocab_size: int
@@ -57,12 +62,12 @@ def read_decoder_config(path: Path) -> DecoderConfig:
         hf = gguf_config(file)
         return _decoder_config(hf, path, frozenset(hf.eos_token_id), rotary_divisors(file))
     try:
-        hf = AutoConfig.from_pretrained(path, local_files_only=True)
+        hf = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError, StrictDataclassError) as exc:
         raise ModelError(f"{path} is not a readable Hugging Face model folder: {exc}") from exc
-    if hf.model_type not in FAMILIES:
-        raise ModelError(f"model_type {hf.model_type!r} of {path} is not supported; these are: {sorted(FAMILIES)}")
-    return _decoder_config(hf, path, _eos_token_ids(hf, path))
+    if hf.model_type in FAMILIES:
+        return _decoder_config(hf, path, _eos_token_ids(hf, path))
+    return _outside_config(hf, path, _eos_token_ids(hf, path))
 
 
 def _decoder_config(
@@ -87,6 +92,38 @@ def _decoder_config(
         max_positions=int(hf.max_position_embeddings),
         eos_token_ids=eos_token_ids,
         rotary_divisors=divisors,
+        hf=hf,
+    )
+
+
+def _outside_config(hf: PretrainedConfig, folder: Path, eos_token_ids: frozenset[int]) -> DecoderConfig:
+    """Of a decoder that transformers computes: what the KV cache and the scheduler need."""
+    if hf.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or hf.is_encoder_decoder:
+        raise ModelError(
+            f"model_type {hf.model_type!r} of {folder} is not supported; these are: {sorted(FAMILIES)}, and decoders "
+            "that transformers computes through its attention interface"
+        )
+    needed = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
+    if missing := [name for name in needed if not isinstance(getattr(hf, name, None), int)]:
+        raise ModelError(f"a {hf.model_type} model cannot be served: its configuration has no {', '.join(missing)}")
+    heads: int = hf.num_attention_heads
+    head_dim = getattr(hf, "head_dim", None) or hf.hidden_size // heads
+    return DecoderConfig(
+        family=hf.model_type,
+        vocab_size=hf.vocab_size,
+        hidden_size=hf.hidden_size,
+        intermediate_size=0,
+        num_layers=hf.num_hidden_layers,
+        heads=heads,
+        kv_heads=getattr(hf, "num_key_value_heads", None) or heads,
+        head_dim=head_dim,
+        attention_scale=head_dim**-0.5,
+        norm_eps=0.0,
+        tied_embeddings=bool(hf.tie_word_embeddings),
+        windows=(None,) * hf.num_hidden_layers,
+        max_positions=hf.max_position_embeddings,
+        eos_token_ids=eos_token_ids,
+        rotary_divisors=(),
         hf=hf,
     )
 

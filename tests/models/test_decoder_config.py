@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import MambaConfig
 
 from pdserve.errors import ModelError
 from pdserve.models.decoder_config import read_decoder_config
@@ -55,9 +56,15 @@ def test_layers_of_another_kind_are_refused(tmp_path: Path) -> None:
 
 
 def test_unsupported_family_names_the_supported_ones(tmp_path: Path) -> None:
-    folder = edited(save_tiny_model("llama", tmp_path), model_type="gpt2")
-    with pytest.raises(ModelError, match=r"'gpt2'.*llama.*qwen3"):
+    folder = edited(save_tiny_model("llama", tmp_path), model_type="t5")
+    with pytest.raises(ModelError, match=r"'t5'.*llama.*qwen3.*attention interface"):
         read_decoder_config(folder)
+
+
+def test_a_model_without_attention_is_refused(tmp_path: Path) -> None:
+    MambaConfig(num_hidden_layers=1).save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match=r"mamba.*num_attention_heads"):
+        read_decoder_config(tmp_path)
 
 
 def test_unsupported_activation(tmp_path: Path) -> None:
