@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    Gemma3Config,
     Gemma3TextConfig,
     LlamaConfig,
     MistralConfig,
@@ -94,10 +95,13 @@ OTHERS: dict[str, PretrainedConfig] = {
         **SHAPE | {"num_hidden_layers": 7},
         sliding_window=WINDOW,
         query_pre_attn_scalar=10,
-        rope_parameters={
-            "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
-            "full_attention": LINEAR,
-        },
+        rope_parameters={"full_attention": LINEAR},
+    ),
+    "gemma3-images": Gemma3Config(
+        text_config=SHAPE | {"sliding_window": WINDOW, "query_pre_attn_scalar": 17},
+        vision_config={"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+        | {"image_size": 28, "patch_size": 14},
+        mm_tokens_per_image=4,
     ),
 }
 

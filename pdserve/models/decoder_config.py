@@ -14,6 +14,7 @@ from pdserve.models.gguf_config import gguf_config, rotary_divisors
 from pdserve.models.gguf_file import is_gguf, read_gguf
 
 GEMMA3 = frozenset({"gemma3_text"})
+GEMMA3_WITH_IMAGES = "gemma3"
 MOE = frozenset({"qwen3_moe"})
 FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3"}) | GEMMA3 | MOE
 """``model_type`` values that have a decoder of their own here; ``hf_fallback`` takes others."""
@@ -67,6 +68,9 @@ def read_decoder_config(path: Path) -> DecoderConfig:
         raise ModelError(f"{path} is not a readable Hugging Face model folder: {exc}") from exc
     if hf.model_type in FAMILIES:
         return _decoder_config(hf, path, _eos_token_ids(hf, path))
+    if hf.model_type == GEMMA3_WITH_IMAGES:
+        text: PretrainedConfig = hf.text_config
+        return _decoder_config(text, path, _eos_token_ids(text, path))
     return _outside_config(hf, path, _eos_token_ids(hf, path))
 
 

@@ -2,6 +2,7 @@
 
 Every layer has four norms, whose weights are stored as the difference from one, and normalised query and key heads.
 Keys and values that have left a window stay in the cache: the layers that see everything need their blocks anyway.
+Of a model that takes images too, this is the part that reads and writes text.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ class Gemma3Decoder:
             if getattr(config.hf, name, None):
                 raise ModelError(f"{name} of a {config.family} model is not supported")
         checkpoint = building.checkpoint
+        checkpoint.unwrap("language_model.", outside=("vision_tower.", "multi_modal_projector."))
         self._kernels, self._eps = building.kernels, config.norm_eps
         self._embedding = VocabParallelEmbedding(building, "model.embed_tokens", config.vocab_size)
         # Rounded like the weights: the model was trained with the rounded factor.

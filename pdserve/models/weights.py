@@ -60,7 +60,8 @@ class Checkpoint:
         self.path = path
         self._dtype = dtype
         self._files = _tensor_files(path)
-        self._left = set(self._files.names())
+        self._left = {name: name for name in self._files.names()}
+        """What is left to take, and the names that the files know it by."""
 
     def take(self, name: str, rows: slice = ALL, columns: slice = ALL) -> torch.Tensor:
         """A tensor, or a part of it, in the dtype of this checkpoint; only that part is read.
@@ -73,14 +74,17 @@ class Checkpoint:
         return tensor
 
     def take_optional(self, name: str, rows: slice = ALL, columns: slice = ALL) -> torch.Tensor | None:
-        if name not in self._left:
-            return None
-        self._left.remove(name)
-        return self._files.read(name, rows, columns, self._dtype)
+        stored = self._left.pop(name, None)
+        return None if stored is None else self._files.read(stored, rows, columns, self._dtype)
 
     def drop(self, name: str) -> None:
         """Leave a tensor unread that the model does not need."""
-        self._left.discard(name)
+        self._left.pop(name, None)
+
+    def unwrap(self, prefix: str, outside: tuple[str, ...]) -> None:
+        """Take ``prefix`` off the names of a model within another, and leave unread what is ``outside`` of it."""
+        kept = {name: stored for name, stored in self._left.items() if not name.startswith(outside)}
+        self._left = {name.removeprefix(prefix): stored for name, stored in kept.items()}
 
     def check_all_taken(self) -> None:
         """Raises ModelError if the checkpoint holds tensors that the model did not ask for."""

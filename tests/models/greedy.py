@@ -1,11 +1,19 @@
-"""Greedy continuation by a runner alone."""
+"""Small runners, and greedy continuation by one alone."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
+from pdserve.config import Dtype
+from pdserve.models.decoder_config import read_decoder_config
 from pdserve.models.runner import ModelRunner
 from pdserve.models.step_batch import StepRow
+
+
+def small_runner(path: Path, dtype: Dtype = Dtype.FP32, block_size: int = 4) -> ModelRunner:
+    """The model at ``path`` with room for 128 tokens."""
+    return ModelRunner(path, read_decoder_config(path), dtype, block_size, 128 // block_size, 128)
 
 
 def greedy_tokens(runner: ModelRunner, prompt: Sequence[int], count: int, chunk: int = 64) -> list[int]:

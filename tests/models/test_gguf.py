@@ -10,16 +10,15 @@ from gguf import GGMLQuantizationType
 from gguf.quants import dequantize, quantize
 from safetensors.torch import load_file
 
-from pdserve.config import Dtype
 from pdserve.errors import ModelError
 from pdserve.models.decoder_config import read_decoder_config
 from pdserve.models.demo import resolve_model, served_name
 from pdserve.models.gguf_file import read_gguf
 from pdserve.models.gguf_tensors import GgufTensors
 from pdserve.models.rotary_table import rotary_table
-from pdserve.models.runner import ModelRunner
 from pdserve.models.step_batch import StepRow
 from pdserve.models.weights import ALL, Checkpoint, fingerprint
+from tests.models.greedy import small_runner
 from tests.tiny_gguf import save_tiny_gguf
 from tests.tiny_models import reference_logits, save_tiny_model
 
@@ -27,7 +26,7 @@ PROMPT = list(range(100, 137))
 
 
 def logits(path: Path) -> torch.Tensor:
-    runner = ModelRunner(path, read_decoder_config(path), Dtype.FP32, 4, 16, 64)
+    runner = small_runner(path)
     return torch.cat([runner.run([StepRow([token], i, range(16), True)]) for i, token in enumerate(PROMPT)])
 
 
@@ -131,7 +130,7 @@ def test_a_truncated_file(tmp_path: Path, kept: int) -> None:
     path = save_tiny_gguf(folder, tmp_path / "tiny.gguf")
     path.write_bytes(path.read_bytes()[:kept])
     with pytest.raises(ModelError, match=r"tiny\.gguf"):
-        ModelRunner(path, read_decoder_config(path), Dtype.FP32, 4, 16, 64)
+        small_runner(path)
 
 
 def test_lengths_that_lie(tmp_path: Path) -> None:

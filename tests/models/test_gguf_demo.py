@@ -9,9 +9,8 @@ import torch
 from pdserve.config import Dtype
 from pdserve.models.decoder_config import read_decoder_config
 from pdserve.models.demo import packaged_gguf
-from pdserve.models.runner import ModelRunner
 from pdserve.models.weights import Checkpoint, SafetensorsFiles
-from tests.models.greedy import greedy_tokens
+from tests.models.greedy import greedy_tokens, small_runner
 
 PROMPT = [1, 9690, 198, 2683, 359, 260, 3575, 282, 4649, 47]
 
@@ -26,7 +25,6 @@ def test_every_weight_is_bit_for_bit_that_of_the_folder(demo_model: Path) -> Non
 def test_tokens_are_those_of_the_folder(demo_model: Path) -> None:
     found = []
     for path in (packaged_gguf(), demo_model):
-        config = read_decoder_config(path)
-        found.append(greedy_tokens(ModelRunner(path, config, Dtype.BF16, 16, 8, 128), PROMPT, 24))
-        assert config.eos_token_ids == {2}
+        found.append(greedy_tokens(small_runner(path, Dtype.BF16, block_size=16), PROMPT, 24))
+        assert read_decoder_config(path).eos_token_ids == {2}
     assert found[0] == found[1]

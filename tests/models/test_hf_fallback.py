@@ -30,11 +30,10 @@ from pdserve.errors import ModelError
 from pdserve.models.decoder import build_decoder
 from pdserve.models.decoder_config import read_decoder_config
 from pdserve.models.layers import Building
-from pdserve.models.runner import ModelRunner
 from pdserve.models.step_batch import StepRow
 from pdserve.models.weights import Checkpoint
 from pdserve_kernels.cpu.torch_kernels import TorchKernels
-from tests.models.greedy import greedy_tokens
+from tests.models.greedy import greedy_tokens, small_runner
 from tests.models.test_qwen3_moe import Unsummed
 from tests.tiny_models import WINDOW, reference_last_logits
 
@@ -82,10 +81,6 @@ def save(config: PretrainedConfig, folder: Path) -> Path:
     return folder
 
 
-def load(folder: Path, dtype: Dtype = Dtype.FP32) -> ModelRunner:
-    return ModelRunner(folder, read_decoder_config(folder), dtype, 4, 32, 128)
-
-
 def generated(folder: Path, prompt: list[int], count: int) -> list[int]:
     auto: Any = AutoModelForCausalLM
     model = auto.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
@@ -98,14 +93,14 @@ def generated(folder: Path, prompt: list[int], count: int) -> list[int]:
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_tokens_are_those_of_generate(tmp_path: Path, family: str) -> None:
     folder = save(FAMILIES[family], tmp_path)
-    runner = load(folder)
+    runner = small_runner(folder)
     for prompt in PROMPTS:
         assert greedy_tokens(runner, prompt, 16, chunk=17) == generated(folder, prompt, 16)
 
 
 def test_requests_in_one_step_do_not_see_each_other(tmp_path: Path) -> None:
     folder = save(FAMILIES["gpt-neox"], tmp_path)
-    runner = load(folder)
+    runner = small_runner(folder)
     short, long = PROMPTS
     tables = [range(16), range(16, 32)]
     runner.run([StepRow(short[:-1], 0, tables[0], False)])
@@ -118,7 +113,7 @@ def test_requests_in_one_step_do_not_see_each_other(tmp_path: Path) -> None:
 def test_bf16_stays_near_fp32(tmp_path: Path) -> None:
     folder = save(FAMILIES["granite"], tmp_path)
     (wanted,) = reference_last_logits(folder, PROMPTS[1:])
-    (got,) = load(folder, Dtype.BF16).run([StepRow(PROMPTS[1], 0, range(16), True)])
+    (got,) = small_runner(folder, Dtype.BF16).run([StepRow(PROMPTS[1], 0, range(16), True)])
     assert got.dtype is torch.float32
     assert torch.cosine_similarity(got, wanted, dim=0) > 0.99
 
@@ -136,7 +131,7 @@ def test_bf16_stays_near_fp32(tmp_path: Path) -> None:
 )
 def test_what_paged_attention_cannot_compute_is_refused(tmp_path: Path, config: PretrainedConfig, match: str) -> None:
     with pytest.raises(ModelError, match=match):
-        load(save(config, tmp_path))
+        small_runner(save(config, tmp_path))
 
 
 def test_other_logits_than_those_of_transformers_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,7 +145,7 @@ def test_other_logits_than_those_of_transformers_are_refused(tmp_path: Path, mon
 
     monkeypatch.setattr(TorchKernels, "plan_attention", plan_with_another_scale)
     with pytest.raises(ModelError, match=r"olmo2.*logits differ from those of transformers by \d"):
-        load(folder)
+        small_runner(folder)
 
 
 def test_a_missing_tensor_is_not_made_up(tmp_path: Path) -> None:
@@ -159,7 +154,7 @@ def test_a_missing_tensor_is_not_made_up(tmp_path: Path) -> None:
     del tensors["model.layers.1.mlp.up_proj.weight"]
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ModelError, match=r"model\.layers\.1\.mlp\.up_proj\.weight"):
-        load(folder)
+        small_runner(folder)
 
 
 def test_code_that_comes_with_a_model_is_not_run(tmp_path: Path) -> None:
@@ -172,7 +167,7 @@ def test_code_that_comes_with_a_model_is_not_run(tmp_path: Path) -> None:
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "code.py").write_text("raise SystemExit('it ran')")
     with pytest.raises(ModelError, match="trust_remote_code"):
-        load(folder)
+        small_runner(folder)
 
 
 def test_it_has_one_rank(tmp_path: Path) -> None:

@@ -70,6 +70,12 @@ def test_requests_in_one_step_do_not_see_each_other(folder: Path) -> None:
         torch.testing.assert_close(row, reference, rtol=1e-4, atol=1e-3)
 
 
+def test_the_text_part_of_a_model_that_takes_images(tmp_path: Path) -> None:
+    folder = save_tiny_model("gemma3-images", tmp_path)
+    logits = make_runner(folder).run([StepRow(PROMPT, 0, range(10), True)])
+    torch.testing.assert_close(logits, reference_logits(folder, PROMPT)[-1:], rtol=1e-4, atol=1e-3)
+
+
 def test_only_rows_that_want_logits_give_them(tmp_path: Path) -> None:
     runner = make_runner(save_tiny_model("llama", tmp_path))
     rows = [StepRow([5], 0, [0], False), StepRow([6, 7], 0, [1], True)]
