@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 from typing import Any
 
+from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, PretrainedConfig
 
 from pdserve.errors import ModelError
@@ -60,6 +61,8 @@ def gguf_config(file: GgufFile) -> PretrainedConfig:
     if unknown := sorted(key for key in file.metadata if key.startswith(f"{arch}.") and key not in known):
         raise ModelError(f"{file.path} has settings that are not supported: {', '.join(unknown[:5])}")
     hidden, heads = file.get(f"{arch}.embedding_length", int), file.get(f"{arch}.attention.head_count", int)
+    if heads < 1:
+        raise ModelError(f"{arch}.attention.head_count of {file.path} is {heads}")
     head_dim = file.get(f"{arch}.attention.key_length", int, hidden // heads)
     for other in ("attention.value_length", "rope.dimension_count"):
         if (found := file.get(f"{arch}.{other}", int, head_dim)) != head_dim:
@@ -80,7 +83,10 @@ def gguf_config(file: GgufFile) -> PretrainedConfig:
     }
     if arch == "gemma3":
         settings |= _gemma3(file, settings)
-    config: PretrainedConfig = AutoConfig.for_model(MODEL_TYPES[arch], **settings)
+    try:
+        config: PretrainedConfig = AutoConfig.for_model(MODEL_TYPES[arch], **settings)
+    except (ValueError, StrictDataclassError) as exc:
+        raise ModelError(f"the settings in {file.path} do not fit together: {exc}") from exc
     return config
 
 

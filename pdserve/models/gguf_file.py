@@ -23,6 +23,7 @@ SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "
 """Type numbers of the format, and how ``struct`` calls them."""
 STRING, ARRAY = 8, 9
 DEFAULT_ALIGNMENT = 32
+MAX_DIMENSIONS = 4
 
 T = TypeVar("T")
 
@@ -92,7 +93,11 @@ def _read(path: Path, cursor: _Cursor) -> GgufFile:
     for _ in range(tensor_count):
         name = cursor.string()
         (dimensions,) = cursor.unpack("I")
-        shape = cursor.unpack(f"{min(dimensions, 8)}Q")
+        if not 1 <= dimensions <= MAX_DIMENSIONS:
+            raise ValueError(f"tensor {name!r} has {dimensions} dimensions")
+        shape = cursor.unpack(f"{dimensions}Q")
+        if 0 in shape:
+            raise ValueError(f"tensor {name!r} is empty")
         kind, offset = cursor.unpack("IQ")
         placed[name] = GgufTensor(tuple(reversed(shape)), kind, offset)
     alignment = metadata.get("general.alignment", DEFAULT_ALIGNMENT)

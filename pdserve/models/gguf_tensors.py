@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from math import prod
 from pathlib import Path
 
 import numpy as np
@@ -79,7 +80,7 @@ class GgufTensors:
         except ValueError as exc:
             raise ModelError(f"tensor {name!r} of {self._path} has the unknown number format {tensor.kind}") from exc
         rows = tensor.shape[0]
-        elements = int(np.prod(tensor.shape[1:], dtype=np.int64))
+        elements = prod(tensor.shape[1:])
         if elements * size % block:
             raise ModelError(f"tensor {name!r} of {self._path} does not consist of whole blocks")
         row_bytes = elements * size // block
@@ -89,12 +90,14 @@ class GgufTensors:
 
     def _plain(self, name: str, stored: np.ndarray, kind: GGMLQuantizationType) -> torch.Tensor:
         try:
-            plain = dequantize(stored, kind)
+            with np.errstate(all="ignore"):  # what is not finite stays so, and the engine notices
+                plain = np.array(dequantize(stored, kind), dtype=np.float32)
         except NotImplementedError as exc:
             raise ModelError(f"tensor {name!r} of {self._path} is in {kind.name}, which is not supported") from exc
-        # GGUF's Gemmas have the norms' weights as they are applied, transformers' as the difference from one.
-        offset = 1 if self._gemma and name.endswith("norm.weight") else 0
-        tensor = torch.from_numpy(plain.astype(np.float32) - np.float32(offset))
+        tensor = torch.from_numpy(plain)
+        if self._gemma and name.endswith("norm.weight"):
+            # GGUF has them as they are applied, transformers as the difference from one.
+            tensor = tensor - 1
         return tensor.flatten() if len(self._tensors[name].shape) == 1 else tensor
 
     def _interleaving(self, rows: int) -> np.ndarray:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import torch
 from gguf import GGMLQuantizationType
 from gguf.quants import dequantize, quantize
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from pdserve.errors import ModelError
@@ -139,3 +142,21 @@ def test_lengths_that_lie(tmp_path: Path) -> None:
     path.write_bytes(b"GGUF\x03\0\0\0" + bytes(8) + b"\x01" + bytes(7) + endless_array)
     with pytest.raises(ModelError, match="not a readable GGUF"):
         read_gguf(path)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("whole")
+    return save_tiny_gguf(save_tiny_model("llama", folder), folder / "tiny.gguf")
+
+
+@settings(max_examples=150, deadline=None)
+@given(at=st.integers(0, 3000), damage=st.binary(min_size=1, max_size=9))
+def test_a_damaged_header_is_refused_or_harmless(whole: Path, at: int, damage: bytes) -> None:
+    path, data = whole.with_name("damaged.gguf"), whole.read_bytes()
+    path.write_bytes(data[:at] + damage + data[at + 1 :])
+    with suppress(ModelError):
+        read_decoder_config(path)
+        tensors = GgufTensors(path)
+        for name in tensors.names():
+            tensors.read(name, slice(0, 1), ALL, torch.float32)
