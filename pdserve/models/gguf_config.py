@@ -61,9 +61,12 @@ def gguf_config(file: GgufFile) -> PretrainedConfig:
     if unknown := sorted(key for key in file.metadata if key.startswith(f"{arch}.") and key not in known):
         raise ModelError(f"{file.path} has settings that are not supported: {', '.join(unknown[:5])}")
     hidden, heads = file.get(f"{arch}.embedding_length", int), file.get(f"{arch}.attention.head_count", int)
-    if heads < 1:
-        raise ModelError(f"{arch}.attention.head_count of {file.path} is {heads}")
-    head_dim = file.get(f"{arch}.attention.key_length", int, hidden // heads)
+    head_dim = file.get(f"{arch}.attention.key_length", int, hidden // heads if heads > 0 else 0)
+    if head_dim < 2 or head_dim % 2:
+        raise ModelError(f"{file.path} has {heads} heads of {head_dim} for {hidden} hidden channels")
+    layers = file.get(f"{arch}.block_count", int)
+    if layers > len(file.tensors):
+        raise ModelError(f"{file.path} has {layers} layers, but only {len(file.tensors)} tensors")
     for other in ("attention.value_length", "rope.dimension_count"):
         if (found := file.get(f"{arch}.{other}", int, head_dim)) != head_dim:
             raise ModelError(f"{arch}.{other} of {file.path} is {found}; only the head size, {head_dim}, is supported")
@@ -71,7 +74,7 @@ def gguf_config(file: GgufFile) -> PretrainedConfig:
         "vocab_size": _vocabulary(file),
         "hidden_size": hidden,
         "intermediate_size": file.get(f"{arch}.feed_forward_length", int),
-        "num_hidden_layers": file.get(f"{arch}.block_count", int),
+        "num_hidden_layers": layers,
         "num_attention_heads": heads,
         "num_key_value_heads": file.get(f"{arch}.attention.head_count_kv", int, heads),
         "head_dim": head_dim,

@@ -66,7 +66,7 @@ class GgufTensors:
         stored = self._stored(name, self._tensors[name])
         wanted = np.arange(stored.shape[0])[rows]
         if any(f".{projection}." in name for projection in self._interleaved):
-            wanted = self._interleaving(stored.shape[0])[rows]
+            wanted = self._interleaving(name, stored.shape[0])[rows]
         kind = GGMLQuantizationType(self._tensors[name].kind)
         each = max(1, AT_ONCE // self._tensors[name].shape[-1])
         parts = [self._plain(name, stored[wanted[i : i + each]], kind) for i in range(0, len(wanted), each)]
@@ -100,8 +100,10 @@ class GgufTensors:
             tensor = tensor - 1
         return tensor.flatten() if len(self._tensors[name].shape) == 1 else tensor
 
-    def _interleaving(self, rows: int) -> np.ndarray:
+    def _interleaving(self, name: str, rows: int) -> np.ndarray:
         """Which stored row each row is: GGUF's Llamas have the two halves of each head interleaved."""
+        if rows % self._head_dim:
+            raise ModelError(f"tensor {name!r} of {self._path} has {rows} rows, not whole heads of {self._head_dim}")
         return np.arange(rows).reshape(-1, self._head_dim // 2, 2).swapaxes(1, 2).reshape(-1)
 
 

@@ -150,7 +150,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny_gguf(save_tiny_model("llama", folder), folder / "tiny.gguf")
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(at=st.integers(0, 3000), damage=st.binary(min_size=1, max_size=9))
 def test_a_damaged_header_is_refused_or_harmless(whole: Path, at: int, damage: bytes) -> None:
     path, data = whole.with_name("damaged.gguf"), whole.read_bytes()
