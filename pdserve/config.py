@@ -81,7 +81,7 @@ class LogLevel(enum.Enum):
 class ModelConfig:
     """Which model, and how it is held."""
 
-    path: str = setting("model", "Hugging Face model folder, or 'demo' for the embedded SmolLM2-135M-Instruct", "demo")
+    path: str = setting("model", "Hugging Face folder, .gguf file, or 'demo' for SmolLM2-135M-Instruct", "demo")
     served_name: str = setting("served-name", "name that clients ask for; the folder's name if empty", "")
     dtype: Dtype = setting("dtype", "number format of weights and KV cache", Dtype.BF16)
     max_model_len: int = setting(

@@ -1,4 +1,4 @@
-"""Text to token ids and back, for one model folder.
+"""Text to token ids and back, for one model.
 
 Only ``PreTrainedTokenizerFast`` is used of transformers: it reads the same files as ``AutoTokenizer`` and renders chat
 templates with the same code, but does not import torch (0.6 s and 120 MB against 2.3 s and 600 MB).
@@ -25,6 +25,7 @@ from pdserve.api.detokenizer import (
     piece_bytes,
 )
 from pdserve.errors import InvalidRequest, ModelError
+from pdserve.models.gguf_file import is_gguf
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -135,8 +136,12 @@ def _refused_by_template(error: Exception, has_kwargs: bool) -> InvalidRequest:
 
 
 def load_tokenizer(model_dir: Path) -> Tokenizer:
-    """Reads ``tokenizer.json`` and the chat template of a Hugging Face model folder. Raises ModelError."""
+    """The tokeniser and chat template of a Hugging Face model folder, or of a GGUF file. Raises ModelError."""
     # Imported here, so that it happens while the engine loads weights, and never on a prefill node.
+    if is_gguf(model_dir):
+        from pdserve.api.gguf_tokenizer import gguf_tokenizer
+
+        return Tokenizer(gguf_tokenizer(model_dir))
     from transformers import PreTrainedTokenizerFast
 
     if not (model_dir / "tokenizer.json").is_file():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -15,7 +15,6 @@ from pdserve.models.decoder_config import DecoderConfig, read_decoder_config
 from pdserve.models.runner import ModelRunner
 from pdserve.models.step_batch import StepRow
 from pdserve_kernels.contract import Kernels
-from pdserve_kernels.cpu.torch_kernels import TorchKernels
 from pdserve_kernels.layout import KvLayout
 
 
@@ -83,15 +82,18 @@ class Steps:
         )
 
 
-def open_subject(name: str, folder: Path, model: ModelConfig, block_size: int, steps: Steps) -> Subject:
-    """The model of ``folder`` with a KV cache for the largest of ``steps``.
+def open_subject(
+    name: str, folder: Path, model: ModelConfig, block_size: int, steps: Steps, cpu_kernels: Callable[[], Kernels]
+) -> Subject:
+    """The model of ``folder`` with a KV cache for the largest of ``steps``. ``cpu_kernels`` makes the set for a CPU.
 
     Raises ModelError, and ConfigError if the model knows fewer positions.
     """
     config = read_decoder_config(folder)
     if steps.longest > config.max_positions:
         raise ConfigError(f"{name} knows {config.max_positions} positions; {steps.longest} were asked for")
-    runner = ModelRunner(folder, config, model.dtype, block_size, steps.blocks(block_size), steps.longest)
+    kernels = cpu_kernels()
+    runner = ModelRunner(folder, config, model.dtype, block_size, steps.blocks(block_size), steps.longest, kernels)
     # Memory that was never written is one shared page of zeros, and faster to read than any cache in use.
     runner.kv_cache.fill_(0.01)
-    return Subject(name, config, runner, TorchKernels())
+    return Subject(name, config, runner, kernels)
