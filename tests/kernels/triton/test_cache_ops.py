@@ -1,0 +1,73 @@
+"""Writing into the paged cache, and copying its blocks."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pdserve_kernels import reference
+from pdserve_kernels.layout import KvLayout
+from pdserve_kernels.triton.block_copy import gather_blocks, scatter_blocks
+from pdserve_kernels.triton.kv_write import kv_write
+from tests.kernels.triton.device import CPU, DEVICE, DTYPES, SEEDS
+
+NUM_BLOCKS = 12
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> KvLayout:
+    return KvLayout(
+        kv_heads=draw(st.integers(1, 5)),
+        num_layers=draw(st.integers(1, 3)),
+        block_size=draw(st.sampled_from([1, 2, 3, 16, 64])),
+        head_dim=draw(st.sampled_from([2, 10, 32, 80])),
+        dtype=draw(DTYPES),
+    )
+
+
+def random_cache(layout: KvLayout) -> torch.Tensor:
+    return torch.randn_like(layout.allocate(NUM_BLOCKS, CPU))
+
+
+@settings(max_examples=30, deadline=None)
+@given(layouts(), st.data(), SEEDS)
+def test_kv_write(layout: KvLayout, data: st.DataObject, seed: int) -> None:
+    torch.manual_seed(seed)
+    slots = data.draw(
+        st.lists(st.integers(0, NUM_BLOCKS * layout.block_size - 1), unique=True, max_size=8), label="slots"
+    )
+    layer = data.draw(st.integers(0, layout.num_layers - 1), label="layer")
+    cache = random_cache(layout)
+    # As views into one projection, which is how a decoder has them.
+    projection = torch.randn(len(slots), 2 * layout.kv_heads + 1, layout.head_dim).to(layout.dtype)
+    got, moved = cache.to(DEVICE, copy=True), projection.to(DEVICE)
+    kv_write(
+        got,
+        layout,
+        layer,
+        torch.tensor(slots, dtype=torch.int32, device=DEVICE),
+        moved[:, : layout.kv_heads],
+        moved[:, layout.kv_heads : -1],
+    )
+    key, value = projection[:, : layout.kv_heads], projection[:, layout.kv_heads : -1]
+    reference.kv_write(cache, layout, layer, torch.tensor(slots, dtype=torch.int64), key, value)
+    assert torch.equal(got.cpu(), cache)
+
+
+@settings(max_examples=30, deadline=None)
+@given(layouts(), st.lists(st.integers(0, NUM_BLOCKS - 1), unique=True, max_size=5), SEEDS)
+def test_gather_and_scatter(layout: KvLayout, blocks: list[int], seed: int) -> None:
+    torch.manual_seed(seed)
+    cache, other = random_cache(layout), random_cache(layout)
+    ids = torch.tensor(blocks, dtype=torch.int32, device=DEVICE)
+    # Longer than needed: a staging buffer is made once, for the largest transfer.
+    staged = torch.zeros(len(blocks) + 1, *cache.shape[1:], dtype=layout.dtype, device=DEVICE)
+    gather_blocks(cache.to(DEVICE), ids, staged)
+    wanted = reference.gather_blocks(cache, torch.tensor(blocks, dtype=torch.int64))
+    assert torch.equal(staged[:-1].cpu(), wanted)
+    assert not staged[-1].any()
+    target = other.to(DEVICE, copy=True)
+    scatter_blocks(target, ids, staged)
+    reference.scatter_blocks(other, torch.tensor(blocks, dtype=torch.int64), wanted)
+    assert torch.equal(target.cpu(), other)
