@@ -92,5 +92,6 @@ class GraphKernels(Kernels, Protocol):
     ) -> Attention:
         """Attention of ``len(slots)`` single-token rows, planned without looking into ``slots`` and ``tables``.
 
-        ``slots`` are int32 ``block * block_size + offset`` of the new tokens; no context exceeds ``max_context``.
+        ``slots`` are int32 ``block * block_size + offset`` of the new tokens; no context exceeds ``max_context``. A row
+        of padding has slot -1 and no context: it stores nothing, reads nothing, and its attention is 0.
         """

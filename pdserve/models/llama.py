@@ -33,7 +33,7 @@ class LlamaDecoder:
             self._head = VocabParallelHead(building, self._embedding.weight)
         else:
             self._head = vocab_parallel_head(building, "lm_head", config.vocab_size)
-        self._cos, self._sin = rotary_table(config, max_positions, dtype)
+        self._cos, self._sin = rotary_table(config, max_positions, dtype, checkpoint.device)
         checkpoint.check_all_taken()
 
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attention: Attention) -> torch.Tensor:

@@ -12,7 +12,9 @@ LENGTH_DEPENDENT = frozenset({"dynamic", "longrope"})
 """Scalings whose table changes with the context length; a table made once would be wrong for them."""
 
 
-def rotary_table(config: DecoderConfig, positions: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+def rotary_table(
+    config: DecoderConfig, positions: int, dtype: torch.dtype, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
     """``(cos, sin)``, each ``[positions, head_dim / 2]``. Raises ModelError for an unsupported scaling."""
     parameters = config.hf.rope_parameters
     kind = parameters["rope_type"]
@@ -24,4 +26,4 @@ def rotary_table(config: DecoderConfig, positions: int, dtype: torch.dtype) -> t
     else:
         inverse, scaling = ROPE_INIT_FUNCTIONS[kind](config.hf, torch.device("cpu"))
     angles = torch.outer(torch.arange(positions, dtype=torch.float32), inverse)
-    return (angles.cos() * scaling).to(dtype), (angles.sin() * scaling).to(dtype)
+    return (angles.cos() * scaling).to(device, dtype), (angles.sin() * scaling).to(device, dtype)

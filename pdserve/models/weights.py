@@ -11,6 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from pdserve.errors import ModelError
+from pdserve.models.device import CPU
 
 ALL = slice(None)
 SAMPLES = 64
@@ -20,9 +21,10 @@ SAMPLE_BYTES = 65_536
 class Checkpoint:
     """The tensors of a model folder, each taken exactly once so that nothing is forgotten."""
 
-    def __init__(self, folder: Path, dtype: torch.dtype) -> None:
+    def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device = CPU) -> None:
         """Raises ModelError if the folder has no readable safetensors files."""
         self._dtype = dtype
+        self.device = device
         self._folder = folder
         try:
             self._files: dict[Path, Any] = {path: safe_open(path, "pt") for path in weight_files(folder)}
@@ -31,7 +33,7 @@ class Checkpoint:
         self._where = {name: path for path, opened in self._files.items() for name in opened.keys()}  # noqa: SIM118  # not a dict
 
     def take(self, name: str, rows: slice = ALL, columns: slice = ALL) -> torch.Tensor:
-        """A tensor, or a part of it, in the dtype of this checkpoint; only that part is read.
+        """A tensor, or a part of it, in the dtype and on the device of this checkpoint; only that part is read.
 
         ``columns`` is for tensors of two dimensions. Raises ModelError if it is missing or was taken before.
         """
@@ -49,7 +51,7 @@ class Checkpoint:
             tensor: torch.Tensor = stored[rows] if columns == ALL else stored[rows, columns]
         except SafetensorError as exc:
             raise ModelError(f"tensor {name!r} of {path} cannot be read: {exc}") from exc
-        return tensor.to(self._dtype)
+        return tensor.to(self.device, self._dtype)
 
     def drop(self, name: str) -> None:
         """Leave a tensor unread that the model does not need."""

@@ -12,13 +12,14 @@ from pdserve.config import Dtype
 from pdserve.models.decoder_config import read_decoder_config
 from pdserve.models.runner import ModelRunner
 from pdserve.models.step_batch import StepRow
+from pdserve_kernels.cpu.torch_kernels import TorchKernels
 from tests.tiny_models import FAMILIES, VOCAB_SIZE, reference_logits, save_tiny_model
 
 BLOCK_SIZE = 4
 
 
 def make_runner(folder: Path, dtype: Dtype = Dtype.FP32, num_blocks: int = 64) -> ModelRunner:
-    return ModelRunner(folder, read_decoder_config(folder), dtype, BLOCK_SIZE, num_blocks, 256)
+    return ModelRunner(folder, read_decoder_config(folder), dtype, BLOCK_SIZE, num_blocks, 256, TorchKernels())
 
 
 @pytest.fixture(scope="module", params=sorted(FAMILIES))

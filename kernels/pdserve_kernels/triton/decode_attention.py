@@ -89,16 +89,20 @@ def _decode_kernel(
         weights, highest, total, acc = softmax_step(scores, highest, total, acc)
         acc += tl.dot(weights.to(values.dtype), values, input_precision="ieee")
 
+    # Without a token there is nothing to divide by: a part beyond the context, or a row of padding. A total that is
+    # NaN is not that, and must stay to be seen.
+    none = total == 0
+    some = tl.where(none, 1.0, total)
     if SPLITS == 1:
         target = out + (request * KV_HEADS * GROUP + head[:, None]) * HEAD_DIM + column[None, :]
-        tl.store(target, (acc / total[:, None]).to(out.dtype.element_ty), mask=rows)
+        tl.store(target, (acc / some[:, None]).to(out.dtype.element_ty), mask=rows)
     else:
         part = (request * KV_HEADS * GROUP + head) * SPLITS + split
-        # A part without tokens has weight 0; its average is never read.
-        some = tl.where(total > 0, total, 1.0)
-        lse = tl.where(total > 0, highest + tl.log2(some), float("-inf"))
+        lse = tl.where(none, float("-inf"), highest + tl.log2(some))
         tl.store(partial_lse + part, lse, mask=member < GROUP)
-        tl.store(partial + part[:, None] * HEAD_DIM + column[None, :], acc / some[:, None], mask=rows & (total > 0)[:, None])
+        tl.store(
+            partial + part[:, None] * HEAD_DIM + column[None, :], acc / some[:, None], mask=rows & (total > 0)[:, None]
+        )
 
 
 @triton.jit
@@ -107,10 +111,13 @@ def _combine_kernel(partial, partial_lse, out, HEAD_DIM: tl.constexpr, SPLITS: t
     split = tl.arange(0, SPLITS)
     column = tl.arange(0, BLOCK_DIM)
     lse = tl.load(partial_lse + row * SPLITS + split)
-    weights = tl.exp2(lse - tl.max(lse, 0))
+    highest = tl.max(lse, 0)
+    # All parts of a row of padding are -inf, and -inf minus -inf would be NaN.
+    weights = tl.exp2(lse - tl.where(highest == float("-inf"), 0.0, highest))
     used = (lse > float("-inf"))[:, None] & (column < HEAD_DIM)[None, :]
     averages = tl.load(partial + (row * SPLITS + split[:, None]) * HEAD_DIM + column[None, :], mask=used, other=0.0)
-    mean = tl.sum(averages * weights[:, None], 0) / tl.sum(weights, 0)
+    # The highest part has weight 1, so only a row of padding has less.
+    mean = tl.sum(averages * weights[:, None], 0) / tl.maximum(tl.sum(weights, 0), 1.0)
     tl.store(out + row * HEAD_DIM + column, mean.to(out.dtype.element_ty), mask=column < HEAD_DIM)
 
 
@@ -124,7 +131,7 @@ def decode_attention(
     window: int | None,
     splits: int,
 ) -> torch.Tensor:
-    """``reference.paged_attention`` of one token for each row of ``tables``; every context has at least one token.
+    """``reference.paged_attention`` of one token for each row of ``tables``; 0 for rows without a context.
 
     ``query`` is ``[rows, heads, head_dim]`` with a dense last dimension. ``splits`` is a power of two
     (``decode_splits``).

@@ -29,6 +29,8 @@ def _kv_write_kernel(
 ):
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + token).to(tl.int64)
+    if slot < 0:
+        return
     head = tl.arange(0, BLOCK_HEADS)[:, None]
     column = tl.arange(0, BLOCK_DIM)[None, :]
     inside = (head < KV_HEADS) & (column < HEAD_DIM)
@@ -42,7 +44,10 @@ def _kv_write_kernel(
 def kv_write(
     cache: torch.Tensor, layout: KvLayout, layer: int, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor
 ) -> None:
-    """``reference.kv_write``; the last dimension of ``key`` and ``value`` must be dense. Slots must differ."""
+    """``reference.kv_write``; the last dimension of ``key`` and ``value`` must be dense.
+
+    Slots must differ, but for those of padding, -1, where nothing is stored.
+    """
     if not len(slots):
         return
     tiles = cache[:, :, layer]

@@ -11,7 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from pdserve_kernels import reference
-from pdserve_kernels.contract import AttentionRow
+from pdserve_kernels.contract import AttentionRow, DecodeTables
 from pdserve_kernels.layout import KvLayout
 from pdserve_kernels.triton.decode_attention import MAX_SPLITS, TILE, decode_splits
 from pdserve_kernels.triton.triton_kernels import TritonKernels
@@ -123,14 +123,28 @@ def test_a_long_context_in_parts(processors: int, window: int | None) -> None:
     check(step([(1, 700), (1, 3)], window=window), seed=processors, processors=processors)
 
 
-def test_a_request_that_is_not_finite_keeps_it_to_itself() -> None:
-    layout = KvLayout(1, 1, 4, 16, torch.float32)
-    cache = torch.randn_like(layout.allocate(4, CPU))
-    cache[0] = float("nan")
-    rows = [AttentionRow(1, 4, [0]), AttentionRow(1, 4, [1]), AttentionRow(3, 4, [2])]
-    attend = TritonKernels(1).plan_attention(layout, cache.to(DEVICE), rows, 2, 0.25)
+@pytest.mark.parametrize("processors", [1, 8])
+@pytest.mark.parametrize("spoilt", [slice(None), slice(0, 1), slice(15, 16)])
+def test_a_request_that_is_not_finite_keeps_it_to_itself(processors: int, spoilt: slice) -> None:
+    layout = KvLayout(1, 1, 16, 16, torch.float32)
+    cache = torch.randn_like(layout.allocate(30, CPU))
+    cache[3, :, :, :, spoilt] = float("nan")
+    rows = [AttentionRow(1, 150, range(10)), AttentionRow(1, 4, [10]), AttentionRow(3, 4, [11])]
+    attend = TritonKernels(processors).plan_attention(layout, cache.to(DEVICE), rows, 2, 0.25)
     out = attend(0, torch.randn(5, 2, 16, device=DEVICE), torch.randn(2, 5, 1, 16, device=DEVICE))
     assert out.isfinite().flatten(1).all(1).tolist() == [False, True, True, True, True]
+
+
+@pytest.mark.parametrize("processors", [1, 8])
+def test_rows_of_padding_read_nothing_and_give_zero(processors: int) -> None:
+    layout = KvLayout(1, 1, 4, 16, torch.float32)
+    cache = torch.full_like(layout.allocate(4, DEVICE), float("nan"))
+    tables = DecodeTables(*torch.zeros(3, 2, dtype=torch.int32, device=DEVICE).unbind())
+    slots = torch.full((2,), -1, dtype=torch.int32, device=DEVICE)
+    attend = TritonKernels(processors).plan_decode(layout, cache, slots, tables, 2, 0.25, 1000)
+    out = attend(0, torch.randn(2, 2, 16, device=DEVICE), torch.randn(2, 2, 1, 16, device=DEVICE))
+    assert not out.any()
+    assert bool(cache.isnan().all())
 
 
 def test_unordered_rows_are_refused() -> None:

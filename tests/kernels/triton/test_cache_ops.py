@@ -55,6 +55,14 @@ def test_kv_write(layout: KvLayout, data: st.DataObject, seed: int) -> None:
     assert torch.equal(got.cpu(), cache)
 
 
+def test_padding_is_written_nowhere() -> None:
+    layout = KvLayout(2, 2, 4, 8, torch.float32)
+    cache = torch.zeros_like(layout.allocate(3, DEVICE))
+    key = torch.ones(2, 2, 8, device=DEVICE)
+    kv_write(cache, layout, 0, torch.tensor([-1, 5], dtype=torch.int32, device=DEVICE), key, key)
+    assert int(cache.sum()) == int(cache[1, :, 0, :, 1].sum()) == 2 * 2 * 8
+
+
 @settings(max_examples=30, deadline=None)
 @given(layouts(), st.lists(st.integers(0, NUM_BLOCKS - 1), unique=True, max_size=5), SEEDS)
 def test_gather_and_scatter(layout: KvLayout, blocks: list[int], seed: int) -> None:
