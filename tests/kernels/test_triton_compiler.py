@@ -16,6 +16,7 @@ from pdserve_kernels.triton.decode_attention import TILE, _combine_kernel, _deco
 from pdserve_kernels.triton.gated_activation import BLOCK, _gelu_and_mul_kernel, _silu_and_mul_kernel
 from pdserve_kernels.triton.kv_write import _kv_write_kernel
 from pdserve_kernels.triton.prefill_attention import _prefill_kernel
+from pdserve_kernels.triton.projection import BLOCK_HEADS, _projection_kernel
 from pdserve_kernels.triton.rms_norm import _add_rms_norm_kernel, _rms_norm_kernel
 from pdserve_kernels.triton.rotary import _rotary_kernel
 from pdserve_kernels.triton.sampling import BLOCK as SAMPLING_BLOCK
@@ -66,6 +67,20 @@ BUILDS = {
         {**TILES, **HEADS, "WINDOW": 1024, "BLOCK_Q": 32, "BLOCK_M": 128, "TILE": TILE},
         {"num_warps": 8, "num_stages": 2},
         products=True,
+    ),
+    "projection": Build(
+        _projection_kernel,
+        {
+            "HEADS": 32,
+            "KV_HEADS": 8,
+            "HALF": 64,
+            "NORMS": True,
+            "BLOCK_SIZE": 16,
+            "HEAD_STRIDE": TILES["HEAD_STRIDE"],
+            "BLOCK_STRIDE": TILES["BLOCK_STRIDE"],
+            "BLOCK_HEADS": BLOCK_HEADS,
+            "BLOCK_HALF": 64,
+        },
     ),
     "kv write": Build(_kv_write_kernel, {**TILES, "KV_HEADS": 8, "BLOCK_HEADS": 8, "BLOCK_DIM": 128}),
     "gather": Build(_gather_kernel, {"ELEMENTS": TILES["BLOCK_STRIDE"], "CHUNK": CHUNK}),

@@ -130,16 +130,16 @@ def decode_attention(
     scale: float,
     window: int | None,
     splits: int,
-) -> torch.Tensor:
+    out: torch.Tensor,
+) -> None:
     """``reference.paged_attention`` of one token for each row of ``tables``; 0 for rows without a context.
 
     ``query`` is ``[rows, heads, head_dim]`` with a dense last dimension. ``splits`` is a power of two
-    (``decode_splits``).
+    (``decode_splits``). ``out`` has the shape of ``query`` and is contiguous.
     """
     requests, heads, head_dim = query.shape
-    out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     if not requests:
-        return out
+        return
     group = heads // layout.kv_heads
     tiles = cache[:, :, layer]
     block_dim = max(16, triton.next_power_of_2(head_dim))
@@ -175,7 +175,6 @@ def decode_attention(
     )
     if splits > 1:
         _combine_kernel[(requests * heads,)](partial, partial_lse, out, head_dim, splits, block_dim)
-    return out
 
 
 def decode_splits(requests: int, kv_heads: int, max_context: int, processors: int) -> int:

@@ -144,15 +144,14 @@ def prefill_attention(
     tables: SpanTables,
     scale: float,
     window: int | None,
-) -> torch.Tensor:
+    out: torch.Tensor,
+) -> None:
     """``reference.paged_attention`` for each row of ``tables``.
 
     ``query`` is ``[tokens, heads, head_dim]``, the rows' new tokens one after another, with a dense last dimension.
+    ``out`` has its shape and is contiguous.
     """
-    tokens, heads, head_dim = query.shape
-    out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-    if not tokens:
-        return out
+    _, heads, head_dim = query.shape
     group = heads // layout.kv_heads
     tiles = cache[:, :, layer]
     lines = lines_per_program(group)
@@ -183,7 +182,6 @@ def prefill_attention(
         num_warps=8 if lines * head_dim >= 128 * 128 else 4,
         num_stages=2,
     )
-    return out
 
 
 def lines_per_program(group: int) -> int:

@@ -36,7 +36,7 @@ class StepPlan:
     singles: int
     slots: torch.Tensor
     decode: DecodeTables
-    spans: SpanTables
+    spans: SpanTables | None
 
 
 def plan_step(rows: Sequence[AttentionRow], block_size: int, tile_size: int, device: torch.device) -> StepPlan:
@@ -73,7 +73,7 @@ def plan_step(rows: Sequence[AttentionRow], block_size: int, tile_size: int, dev
         singles,
         slots,
         DecodeTables(single_lens, single_starts, blocks),
-        SpanTables(tile_size, tile_rows, tile_tokens, query_starts, span_lens, span_starts, blocks),
+        SpanTables(tile_size, tile_rows, tile_tokens, query_starts, span_lens, span_starts, blocks) if spans else None,
     )
 
 

@@ -15,7 +15,7 @@ from pdserve_kernels.triton.gated_activation import gelu_and_mul, silu_and_mul
 from pdserve_kernels.triton.prefill_attention import lines_per_program
 from pdserve_kernels.triton.rms_norm import add_rms_norm, rms_norm
 from pdserve_kernels.triton.rotary import rotary
-from pdserve_kernels.triton.step_attention import DecodeStepAttention, MixedStepAttention
+from pdserve_kernels.triton.step_attention import StepAttention
 from pdserve_kernels.triton.step_plan import plan_step
 
 
@@ -42,9 +42,7 @@ class TritonKernels:
         plan = plan_step(rows, layout.block_size, tile_size, cache.device)
         longest = max((row.context_len for row in rows[: plan.singles]), default=1)
         splits = decode_splits(plan.singles, layout.kv_heads, longest, self._processors)
-        if plan.singles == len(rows):
-            return DecodeStepAttention(layout, cache, plan.slots, plan.decode, scale, splits)
-        return MixedStepAttention(layout, cache, plan, scale, splits)
+        return StepAttention(layout, cache, plan.slots, plan.decode, plan.spans, scale, splits)
 
     def plan_decode(
         self,
@@ -57,4 +55,4 @@ class TritonKernels:
         max_context: int,
     ) -> Attention:
         splits = decode_splits(len(slots), layout.kv_heads, max_context, self._processors)
-        return DecodeStepAttention(layout, cache, slots, tables, scale, splits)
+        return StepAttention(layout, cache, slots, tables, None, scale, splits)

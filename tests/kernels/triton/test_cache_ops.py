@@ -7,10 +7,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdserve_kernels import reference
+from pdserve_kernels.contract import HeadNorms
 from pdserve_kernels.layout import KvLayout
 from pdserve_kernels.triton.block_copy import gather_blocks, scatter_blocks
 from pdserve_kernels.triton.kv_write import kv_write
-from tests.kernels.triton.device import CPU, DEVICE, DTYPES, SEEDS
+from pdserve_kernels.triton.projection import store_projected
+from tests.kernels.triton.device import CPU, DEVICE, DTYPES, SEEDS, assert_near
 
 NUM_BLOCKS = 12
 
@@ -53,6 +55,44 @@ def test_kv_write(layout: KvLayout, data: st.DataObject, seed: int) -> None:
     key, value = projection[:, : layout.kv_heads], projection[:, layout.kv_heads : -1]
     reference.kv_write(cache, layout, layer, torch.tensor(slots, dtype=torch.int64), key, value)
     assert torch.equal(got.cpu(), cache)
+
+
+@settings(max_examples=30, deadline=None)
+@given(layouts(), st.integers(1, 9), st.integers(0, 6), st.booleans(), SEEDS)
+def test_projection(layout: KvLayout, heads: int, tokens: int, normalised: bool, seed: int) -> None:
+    torch.manual_seed(seed)
+    dtype, head_dim, kv_heads = layout.dtype, layout.head_dim, layout.kv_heads
+    cache = random_cache(layout)
+    qkv = torch.randn(tokens, heads + 2 * kv_heads, head_dim).to(dtype)
+    angles = torch.rand(tokens, head_dim // 2) * 100
+    cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+    norms = HeadNorms(torch.randn(head_dim).to(dtype), torch.randn(head_dim).to(dtype), 1e-5) if normalised else None
+    moved_norms = norms and HeadNorms(norms.query.to(DEVICE), norms.key.to(DEVICE), norms.eps)
+    slots = torch.randperm(NUM_BLOCKS * layout.block_size)[:tokens].to(torch.int32)
+    got = cache.to(DEVICE, copy=True)
+    query = store_projected(
+        qkv.to(DEVICE),
+        cos.to(DEVICE),
+        sin.to(DEVICE),
+        moved_norms,
+        got,
+        layout,
+        layout.num_layers - 1,
+        slots.to(DEVICE),
+    )
+    wanted, (key, value) = reference.projected(qkv, kv_heads, cos, sin, norms)
+    reference.kv_write(cache, layout, layout.num_layers - 1, slots, key, value)
+    assert_near(query, wanted, 4)
+    assert_near(got, cache, 4)
+
+
+def test_a_projection_of_padding_is_stored_nowhere() -> None:
+    layout = KvLayout(2, 1, 4, 8, torch.float32)
+    cache = layout.allocate(3, DEVICE)
+    angles = torch.zeros(2, 4, device=DEVICE)
+    slots = torch.tensor([-1, 5], dtype=torch.int32, device=DEVICE)
+    store_projected(torch.ones(2, 6, 8, device=DEVICE), angles + 1, angles, None, cache, layout, 0, slots)
+    assert int(cache.sum()) == int(cache[1, :, 0, :, 1].sum()) == 2 * 2 * 8
 
 
 def test_padding_is_written_nowhere() -> None:
