@@ -1,120 +1,142 @@
-"""Every Triton kernel builds for a data-centre GPU, with no GPU in the machine: down to its machine code."""
+"""What is launched for real models builds for a data-centre GPU, down to its machine code, with no GPU in the machine.
+
+The launches are recorded instead of made, and what was recorded is compiled.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
 
-from pdserve_kernels.triton.block_copy import CHUNK, _gather_kernel, _scatter_kernel
-from pdserve_kernels.triton.decode_attention import TILE, _combine_kernel, _decode_kernel
-from pdserve_kernels.triton.gated_activation import BLOCK, _gelu_and_mul_kernel, _silu_and_mul_kernel
-from pdserve_kernels.triton.kv_write import _kv_write_kernel
-from pdserve_kernels.triton.prefill_attention import _prefill_kernel
-from pdserve_kernels.triton.projection import BLOCK_HEADS, _projection_kernel
-from pdserve_kernels.triton.rms_norm import _add_rms_norm_kernel, _rms_norm_kernel
-from pdserve_kernels.triton.rotary import _rotary_kernel
-from pdserve_kernels.triton.sampling import BLOCK as SAMPLING_BLOCK
-from pdserve_kernels.triton.sampling import _sample_kernel
+from pdserve_kernels.contract import AttentionRow, HeadNorms
+from pdserve_kernels.layout import KvLayout
+from pdserve_kernels.triton.block_copy import gather_blocks, scatter_blocks
+from pdserve_kernels.triton.sampling import sample
+from pdserve_kernels.triton.triton_kernels import TritonKernels
 
 HOPPER = GPUTarget("cuda", 90, 32)
+PROCESSORS = 132
 SHARED_MEMORY = 227 * 1024
 """Bytes that one program may have on that target."""
 
-# The shape of Llama 3 8B: 32 heads over 8 KV heads of 128, 32 layers, blocks of 16 tokens.
-TILES = {"BLOCK_SIZE": 16, "HEAD_DIM": 128, "HEAD_STRIDE": 32 * 2 * 16 * 128, "BLOCK_STRIDE": 8 * 32 * 2 * 16 * 128}
-HEADS = {"KV_HEADS": 8, "GROUP": 4, "BLOCK_DIM": 128}
-INT32 = ("context_lens", "block_starts", "blocks", "slots", "tile_rows", "tile_tokens", "query_starts", "tokens")
-FP32 = ("partial", "partial_lse", "logits", "temperatures", "min_ps")
-SCALARS = {"scale_log2": "fp32", "eps": "fp32", "inner": "i32", "vocab": "i32"}
+POINTERS = {
+    torch.bfloat16: "*bf16",
+    torch.float32: "*fp32",
+    torch.float64: "*fp64",
+    torch.int32: "*i32",
+}
+SCALARS = {int: "i32", float: "fp32"}
 
 
 @dataclass(frozen=True)
-class Build:
+class Launch:
+    """One kernel with its arguments by name."""
+
     kernel: Any
-    constants: dict[str, Any]
-    options: dict[str, Any] = field(default_factory=dict)
-    products: bool = False
+    arguments: dict[str, Any]
+    options: dict[str, Any]
+
+    @property
+    def constants(self) -> dict[str, Any]:
+        return {param.name: self.arguments[param.name] for param in self.kernel.params if param.is_constexpr}
+
+    def build(self) -> Any:
+        signature, aligned = {}, {}
+        for at, name in enumerate(self.kernel.arg_names):
+            value = self.arguments[name]
+            if name in self.constants:
+                signature[name] = "constexpr"
+            elif isinstance(value, torch.Tensor):
+                signature[name] = POINTERS[value.dtype]
+                aligned[(at,)] = [["tt.divisibility", 16]]
+            else:
+                signature[name] = SCALARS[type(value)]
+        source = ASTSource(fn=self.kernel, signature=signature, constexprs=self.constants, attrs=aligned)
+        return triton.compile(source, target=HOPPER, options={**self.options, "enable_fp_fusion": True})
 
 
-BUILDS = {
-    "decode attention": Build(
-        _decode_kernel,
-        {**TILES, **HEADS, "WINDOW": 0, "SPLITS": 16, "BLOCK_M": 16, "TILE": TILE},
-        {"num_warps": 4, "num_stages": 3},
-        products=True,
-    ),
-    "decode attention in one part, with a window": Build(
-        _decode_kernel,
-        {**TILES, **HEADS, "WINDOW": 1024, "SPLITS": 1, "BLOCK_M": 16, "TILE": TILE},
-        {"num_warps": 4, "num_stages": 3},
-        products=True,
-    ),
-    "combine": Build(_combine_kernel, {"HEAD_DIM": 128, "SPLITS": 128, "BLOCK_DIM": 128}),
-    "prefill attention": Build(
-        _prefill_kernel,
-        {**TILES, **HEADS, "WINDOW": 0, "BLOCK_Q": 32, "BLOCK_M": 128, "TILE": TILE},
-        {"num_warps": 8, "num_stages": 2},
-        products=True,
-    ),
-    "prefill attention with a window": Build(
-        _prefill_kernel,
-        {**TILES, **HEADS, "WINDOW": 1024, "BLOCK_Q": 32, "BLOCK_M": 128, "TILE": TILE},
-        {"num_warps": 8, "num_stages": 2},
-        products=True,
-    ),
-    "projection": Build(
-        _projection_kernel,
-        {
-            "HEADS": 32,
-            "KV_HEADS": 8,
-            "HALF": 64,
-            "NORMS": True,
-            "BLOCK_SIZE": 16,
-            "HEAD_STRIDE": TILES["HEAD_STRIDE"],
-            "BLOCK_STRIDE": TILES["BLOCK_STRIDE"],
-            "BLOCK_HEADS": BLOCK_HEADS,
-            "BLOCK_HALF": 64,
-        },
-    ),
-    "kv write": Build(_kv_write_kernel, {**TILES, "KV_HEADS": 8, "BLOCK_HEADS": 8, "BLOCK_DIM": 128}),
-    "gather": Build(_gather_kernel, {"ELEMENTS": TILES["BLOCK_STRIDE"], "CHUNK": CHUNK}),
-    "scatter": Build(_scatter_kernel, {"ELEMENTS": TILES["BLOCK_STRIDE"], "CHUNK": CHUNK}),
-    "rms norm": Build(_rms_norm_kernel, {"WIDTH": 4096, "BLOCK": 4096}, {"num_warps": 16}),
-    "rms norm with residual": Build(_add_rms_norm_kernel, {"WIDTH": 4096, "BLOCK": 4096}, {"num_warps": 16}),
-    "rotary": Build(_rotary_kernel, {"HEADS": 40, "HALF": 64, "BLOCK_HEADS": 32, "BLOCK_HALF": 64}),
-    "silu": Build(_silu_and_mul_kernel, {"WIDTH": 14336, "BLOCK": BLOCK}),
-    "gelu": Build(_gelu_and_mul_kernel, {"WIDTH": 14336, "BLOCK": BLOCK}),
-    "sampling": Build(_sample_kernel, {"GREEDY_BELOW": 1e-5, "BLOCK": SAMPLING_BLOCK}, {"num_warps": 8}),
-}
-
-
-def kind(name: str) -> str:
-    """The type that an argument of this name has in a bf16 model."""
-    if name.endswith("stride") or name in SCALARS:
-        return SCALARS.get(name, "i32")
-    if name in INT32:
-        return "*i32"
-    if name == "uniforms":
-        return "*fp64"
-    return "*fp32" if name in FP32 else "*bf16"
-
-
-@pytest.mark.parametrize("name", BUILDS)
-def test_builds_for_hopper(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Launch]:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    build = BUILDS[name]
-    arguments = build.kernel.arg_names
-    signature = {arg: "constexpr" if arg in build.constants else kind(arg) for arg in arguments}
-    aligned = {(i,): [["tt.divisibility", 16]] for i, arg in enumerate(arguments) if signature[arg].startswith("*")}
-    source = ASTSource(fn=build.kernel, signature=signature, constexprs=build.constants, attrs=aligned)
-    options = {**build.options, "enable_fp_fusion": True}
-    built = triton.compile(source, target=HOPPER, options=options)
-    assert built.asm["cubin"]
-    assert built.metadata.shared <= SHARED_MEMORY
-    assert ("mma" in built.asm["ptx"]) == build.products
+    made: list[Launch] = []
+
+    def record(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        launch = Launch(self, dict(zip(self.arg_names, args, strict=True)), options)
+        if all((known.kernel, known.constants) != (launch.kernel, launch.constants) for known in made):
+            made.append(launch)
+
+    monkeypatch.setattr(JITFunction, "run", record)
+    return made
+
+
+def check(launches: list[Launch]) -> dict[str, Any]:
+    """Build them all. Returns what was built by kernel."""
+    built = {}
+    for launch in launches:
+        kernel = launch.build()
+        assert kernel.asm["cubin"]
+        assert kernel.metadata.shared <= SHARED_MEMORY
+        built[launch.kernel.__name__] = kernel
+    return built
+
+
+def step(layout: KvLayout, heads: int, window: int | None, norms: bool = False) -> None:
+    """The attention of a step with rows of every kind, alone and in a batch that needs no parts."""
+    cache = layout.allocate(13, torch.device("cpu"))
+    for rows in ([AttentionRow(1, 200, range(13)), AttentionRow(3, 200, range(13))], [AttentionRow(1, 1, [0])]):
+        tokens = sum(row.new_tokens for row in rows)
+        qkv = torch.empty(tokens, heads + 2 * layout.kv_heads, layout.head_dim, dtype=layout.dtype)
+        angles = torch.empty(tokens, layout.head_dim // 2, dtype=layout.dtype)
+        weight = torch.empty(layout.head_dim, dtype=layout.dtype)
+        attend = TritonKernels(PROCESSORS).plan_attention(layout, cache, rows, heads, 0.1)
+        attend.from_projection(1, qkv, angles, angles, HeadNorms(weight, weight, 1e-6) if norms else None, window)
+
+
+def test_every_op_of_an_8b_model(launches: list[Launch]) -> None:
+    layout, kernels = KvLayout(8, 32, 16, 128, torch.bfloat16), TritonKernels(PROCESSORS)
+    step(layout, 32, window=None)
+    x, weight = torch.empty(3, 4096, dtype=torch.bfloat16), torch.empty(4096, dtype=torch.bfloat16)
+    kernels.rms_norm(x, weight, 1e-5)
+    kernels.add_rms_norm(x, x, weight, 1e-5)
+    kernels.rotary(x.view(3, 32, 128), x[:, :64], x[:, :64])
+    gate_up = torch.empty(3, 2 * 14336, dtype=torch.bfloat16)
+    kernels.silu_and_mul(gate_up)
+    kernels.gelu_and_mul(gate_up)
+    cache, blocks = torch.empty(4, 8, 32, 2, 16, 128, dtype=torch.bfloat16), torch.empty(2, dtype=torch.int32)
+    attend = kernels.plan_attention(layout, cache, [AttentionRow(1, 1, [0])], 32, 0.1)
+    attend(0, x.view(3, 32, 128)[:1], torch.empty(2, 1, 8, 128, dtype=torch.bfloat16))
+    gather_blocks(cache, blocks, cache)
+    scatter_blocks(cache, blocks, cache)
+    row = torch.empty(3)
+    sample(torch.empty(3, 128_256), row, row, row.double(), 1e-5)
+    built = check(launches)
+    assert len(built) == 13
+    # Long prompts are bound by their products: those must run on this target's own kind of tensor core.
+    assert "wgmma" in built["_prefill_kernel"].asm["ptx"]
+    assert "mma" in built["_decode_kernel"].asm["ptx"]
+    assert "cp.async" in built["_decode_kernel"].asm["ptx"]
+
+
+@pytest.mark.parametrize(
+    ("layout", "heads", "window", "norms"),
+    [
+        (KvLayout(3, 30, 16, 64, torch.bfloat16), 9, None, False),
+        (KvLayout(1, 18, 16, 256, torch.bfloat16), 4, 512, True),
+        (KvLayout(2, 28, 64, 80, torch.bfloat16), 14, None, False),
+        (KvLayout(3, 30, 16, 64, torch.float32), 9, None, True),
+    ],
+    ids=["SmolLM2 135M", "Gemma 3 270M", "padded heads in groups of 7", "SmolLM2 135M in fp32"],
+)
+def test_attention_of_other_shapes(
+    launches: list[Launch], layout: KvLayout, heads: int, window: int | None, norms: bool
+) -> None:
+    step(layout, heads, window, norms)
+    assert {"_decode_kernel", "_combine_kernel", "_prefill_kernel", "_projection_kernel"} == check(launches).keys()

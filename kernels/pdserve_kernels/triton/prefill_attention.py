@@ -17,9 +17,6 @@ from pdserve_kernels.layout import KvLayout
 from pdserve_kernels.triton.online_softmax import softmax_step
 from pdserve_kernels.triton.step_plan import SpanTables
 
-TILE = 64
-"""Keys that a program looks at together."""
-
 
 @triton.jit
 def _attend_tiles(
@@ -154,7 +151,7 @@ def prefill_attention(
     _, heads, head_dim = query.shape
     group = heads // layout.kv_heads
     tiles = cache[:, :, layer]
-    lines = lines_per_program(group)
+    lines = lines_per_program(group, layout.dtype)
     _prefill_kernel[(len(tables.tile_rows), layout.kv_heads)](
         query,
         tiles,
@@ -178,12 +175,17 @@ def prefill_attention(
         tables.tile_size,
         lines,
         max(16, triton.next_power_of_2(head_dim)),
-        TILE,
-        num_warps=8 if lines * head_dim >= 128 * 128 else 4,
+        _keys_per_tile(layout.dtype),
+        num_warps=8 if lines * head_dim >= 64 * 128 else 4,
         num_stages=2,
     )
 
 
-def lines_per_program(group: int) -> int:
+def lines_per_program(group: int, dtype: torch.dtype) -> int:
     """Rows of a program's products: each is one query head of one token."""
-    return max(128, 1 << (group - 1).bit_length())
+    return max(_keys_per_tile(dtype) * 2, 1 << (group - 1).bit_length())
+
+
+def _keys_per_tile(dtype: torch.dtype) -> int:
+    """Keys that a program looks at together: what fits into its registers beside the sums."""
+    return 128 // dtype.itemsize

@@ -38,7 +38,8 @@ class TritonKernels:
     def plan_attention(
         self, layout: KvLayout, cache: torch.Tensor, rows: Sequence[AttentionRow], heads: int, scale: float
     ) -> Attention:
-        tile_size = lines_per_program(heads // layout.kv_heads) // (heads // layout.kv_heads)
+        group = heads // layout.kv_heads
+        tile_size = lines_per_program(group, layout.dtype) // group
         plan = plan_step(rows, layout.block_size, tile_size, cache.device)
         longest = max((row.context_len for row in rows[: plan.singles]), default=1)
         splits = decode_splits(plan.singles, layout.kv_heads, longest, self._processors)
