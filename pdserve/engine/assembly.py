@@ -14,15 +14,14 @@ from pdserve.engine.prompt_rule import PromptRule
 from pdserve.engine.step_loop import StepLoop, WakeUp
 from pdserve.engine.stop_rule import StopRule
 from pdserve.errors import ConfigError
+from pdserve.models.backend import open_backend
 from pdserve.models.decode_graphs import CudaGraphs
 from pdserve.models.decoder_config import DecoderConfig, read_decoder_config
-from pdserve.models.device import open_device, open_gpu_kernels
 from pdserve.models.runner import ModelRunner, kv_layout
 from pdserve.models.step_batch import StepRow
 from pdserve.models.weights import fingerprint
 from pdserve.wire.discovery import Role
 from pdserve.wire.transfer import PROTOCOL_VERSION, EngineSpec
-from pdserve_kernels.cpu.torch_kernels import TorchKernels
 
 MIB = 2**20
 
@@ -62,15 +61,22 @@ def assemble(config: EngineConfig, api: ApiChannel, wake_up: WakeUp, progress: C
         tp_size=1,
     )
     progress("loading weights")
-    device = open_device(config.model.device, transfers=config.role is not Role.MIXED)
-    gpu_kernels = open_gpu_kernels(device) if device.type == "cuda" else None
-    kernels = gpu_kernels or TorchKernels()
-    runner = ModelRunner(folder, decoder, config.model.dtype, block_size, num_blocks, max_model_len, kernels, device)
+    backend = open_backend(config.model.device, transfers=config.role is not Role.MIXED)
+    runner = ModelRunner(
+        folder,
+        decoder,
+        config.model.dtype,
+        block_size,
+        num_blocks,
+        max_model_len,
+        backend.kernels,
+        backend.device,
+    )
     progress("warming up")
     warm_up(runner, min(config.scheduler.max_step_tokens, max_model_len - 1))
-    if gpu_kernels is not None and config.model.cuda_graphs is Switch.ON:
+    if backend.graph_kernels is not None and config.model.cuda_graphs is Switch.ON:
         progress("recording decode steps")
-        runner.capture_decode(gpu_kernels, config.scheduler.max_running, CudaGraphs())
+        runner.capture_decode(backend.graph_kernels, config.scheduler.max_running, CudaGraphs())
     blocks = BlockManager(num_blocks, block_size, prefix_cache=config.cache.prefix_cache is Switch.ON)
     stop = StopRule(decoder.eos_token_ids, max_model_len)
     prompts = PromptRule(decoder.vocab_size, max_model_len)

@@ -8,10 +8,10 @@ from pathlib import Path
 import torch
 
 from pdserve.config import Dtype
+from pdserve.models.backend import CPU
 from pdserve.models.decode_graphs import DecodeGraphs, DecodeInputs, Graph
 from pdserve.models.decoder import build_decoder
 from pdserve.models.decoder_config import DecoderConfig
-from pdserve.models.device import CPU
 from pdserve.models.layers import Building
 from pdserve.models.step_batch import StepRow
 from pdserve.models.tensor_parallel import Alone

@@ -11,7 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from pdserve.errors import ModelError
-from pdserve.models.device import CPU
+from pdserve.models.backend import CPU
 
 ALL = slice(None)
 SAMPLES = 64

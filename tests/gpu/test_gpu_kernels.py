@@ -12,7 +12,6 @@ import torch
 from pdserve.config import Dtype
 from pdserve.models.decode_graphs import CudaGraphs
 from pdserve.models.decoder_config import read_decoder_config
-from pdserve.models.device import open_gpu_kernels
 from pdserve.models.runner import ModelRunner
 from pdserve.models.step_batch import StepRow
 from pdserve_kernels import reference
@@ -21,12 +20,17 @@ from pdserve_kernels.layout import KvLayout
 from pdserve_kernels.staging import stage
 from pdserve_kernels.triton.block_copy import gather_blocks, scatter_blocks
 from pdserve_kernels.triton.sampling import sample
+from pdserve_kernels.triton.triton_kernels import TritonKernels
 from tests.tiny_models import VOCAB_SIZE, save_tiny_model
 
 CUDA = torch.device("cuda", 0)
 LAYOUT = KvLayout(kv_heads=8, num_layers=2, block_size=16, head_dim=128, dtype=torch.bfloat16)
 HEADS = 32
 SCALE = 128**-0.5
+
+
+def make_kernels() -> TritonKernels:
+    return TritonKernels(torch.cuda.get_device_properties(CUDA).multi_processor_count)
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +67,7 @@ def test_attention_of_an_8b_model(cache: torch.Tensor, rows: list[tuple[int, int
     query = torch.randn(tokens, HEADS, 128, device=CUDA, dtype=torch.bfloat16)
     key_value = torch.randn(2, tokens, 8, 128, device=CUDA, dtype=torch.bfloat16)
     mine = cache.clone()
-    got = open_gpu_kernels(CUDA).plan_attention(LAYOUT, mine, spans, HEADS, SCALE)(1, query, key_value, window).cpu()
+    got = make_kernels().plan_attention(LAYOUT, mine, spans, HEADS, SCALE)(1, query, key_value, window).cpu()
     on_host, at = mine.cpu(), 0
     for span in spans:
         wanted = reference.paged_attention(
@@ -114,7 +118,7 @@ def test_page_locked_numbers_are_not_overwritten_before_they_are_copied() -> Non
 
 def test_captured_decode_steps_give_the_tokens_of_steps_launched_one_by_one(tmp_path: Path) -> None:
     folder = save_tiny_model("llama", tmp_path)
-    config, kernels = read_decoder_config(folder), open_gpu_kernels(CUDA)
+    config, kernels = read_decoder_config(folder), make_kernels()
     answers = []
     for captured in (False, True):
         runner = ModelRunner(folder, config, Dtype.FP32, 4, 256, 128, kernels, CUDA)

@@ -6,9 +6,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pdserve.models.backend import CPU
 from pdserve.models.decode_buckets import bucket_for, decode_buckets
 from pdserve.models.decode_graphs import DecodeGraphs, DecodeInputs, padded_parts
-from pdserve.models.device import CPU
 from pdserve.models.step_batch import StepRow
 from tests.models.rerun_graph import RerunGraphs
 

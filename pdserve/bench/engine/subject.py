@@ -9,13 +9,14 @@ from typing import Protocol
 
 import torch
 
-from pdserve.config import ModelConfig
+from pdserve.config import ModelConfig, Switch
 from pdserve.errors import ConfigError
+from pdserve.models.backend import open_backend
+from pdserve.models.decode_graphs import CudaGraphs
 from pdserve.models.decoder_config import DecoderConfig, read_decoder_config
 from pdserve.models.runner import ModelRunner
 from pdserve.models.step_batch import StepRow
 from pdserve_kernels.contract import Kernels
-from pdserve_kernels.cpu.torch_kernels import TorchKernels
 from pdserve_kernels.layout import KvLayout
 
 
@@ -86,12 +87,24 @@ class Steps:
 def open_subject(name: str, folder: Path, model: ModelConfig, block_size: int, steps: Steps) -> Subject:
     """The model of ``folder`` with a KV cache for the largest of ``steps``.
 
-    Raises ModelError, and ConfigError if the model knows fewer positions.
+    Raises ModelError, and ConfigError if the model knows fewer positions or its device is not there.
     """
     config = read_decoder_config(folder)
     if steps.longest > config.max_positions:
         raise ConfigError(f"{name} knows {config.max_positions} positions; {steps.longest} were asked for")
-    runner = ModelRunner(folder, config, model.dtype, block_size, steps.blocks(block_size), steps.longest)
+    backend = open_backend(model.device, transfers=False)
+    runner = ModelRunner(
+        folder,
+        config,
+        model.dtype,
+        block_size,
+        steps.blocks(block_size),
+        steps.longest,
+        backend.kernels,
+        backend.device,
+    )
     # Memory that was never written is one shared page of zeros, and faster to read than any cache in use.
     runner.kv_cache.fill_(0.01)
-    return Subject(name, config, runner, TorchKernels())
+    if backend.graph_kernels is not None and model.cuda_graphs is Switch.ON:
+        runner.capture_decode(backend.graph_kernels, max(steps.batches), CudaGraphs())
+    return Subject(name, config, runner, backend.kernels)
