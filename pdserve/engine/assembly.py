@@ -22,6 +22,7 @@ from pdserve.models.step_batch import StepRow
 from pdserve.models.weights import fingerprint
 from pdserve.wire.discovery import Role
 from pdserve.wire.transfer import PROTOCOL_VERSION, EngineSpec
+from pdserve_kernels.cpu.torch_kernels import TorchKernels
 
 MIB = 2**20
 
@@ -61,7 +62,7 @@ def assemble(config: EngineConfig, api: ApiChannel, wake_up: WakeUp, progress: C
         tp_size=1,
     )
     progress("loading weights")
-    backend = open_backend(config.model.device, transfers=config.role is not Role.MIXED)
+    backend = open_backend(config.model.device, config.role is not Role.MIXED, TorchKernels)
     runner = ModelRunner(
         folder,
         decoder,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -9,7 +10,6 @@ import torch
 from pdserve.config import Device
 from pdserve.errors import ConfigError
 from pdserve_kernels.contract import GraphKernels, Kernels
-from pdserve_kernels.cpu.torch_kernels import TorchKernels
 
 CPU = torch.device("cpu")
 
@@ -23,14 +23,16 @@ class Backend:
     graph_kernels: GraphKernels | None
 
 
-def open_backend(asked: Device, transfers: bool) -> Backend:
+def open_backend(asked: Device, transfers: bool, cpu_kernels: Callable[[], Kernels]) -> Backend:
     """What was asked for. ``transfers`` says that the KV cache on it is sent or received.
+
+    ``cpu_kernels`` makes those of a CPU where it is one.
 
     Raises ConfigError if it is not there or cannot be used so.
     """
     device = _device(asked, transfers)
     if device.type == "cpu":
-        return Backend(device, TorchKernels(), None)
+        return Backend(device, cpu_kernels(), None)
     try:
         from pdserve_kernels.triton.triton_kernels import TritonKernels
     except ImportError as exc:

@@ -15,6 +15,10 @@ from pdserve_kernels.contract import Attention
 class Decoder(Protocol):
     """Token ids and positions in, hidden states out; ``logits`` for the rows that need them."""
 
+    @property
+    def capturable(self) -> bool:
+        """Whether the same operations are done whatever the inputs hold, so that a recorded step may be replayed."""
+
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attention: Attention) -> torch.Tensor:
         """``[tokens]`` ids and positions to ``[tokens, hidden_size]``, before the final norm."""
 

@@ -21,6 +21,8 @@ from pdserve_kernels.contract import Attention, HeadNorms
 class LlamaDecoder:
     """Satisfies ``decoder.Decoder``."""
 
+    capturable = True
+
     def __init__(self, config: DecoderConfig, building: Building, max_positions: int, dtype: torch.dtype) -> None:
         """Takes every tensor of the checkpoint; raises ModelError on a missing or unknown one."""
         checkpoint = building.checkpoint

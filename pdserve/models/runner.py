@@ -85,7 +85,12 @@ class ModelRunner:
 
     @torch.inference_mode()
     def capture_decode(self, kernels: GraphKernels, max_rows: int, make_graph: Callable[[], Graph]) -> None:
-        """From now on, replay steps of up to ``max_rows`` single tokens. Stores nothing in the cache."""
+        """From now on, replay steps of up to ``max_rows`` single tokens. Stores nothing in the cache.
+
+        Does nothing if the model's steps differ with what they hold.
+        """
+        if not self._decoder.capturable:
+            return
 
         def compute(inputs: DecodeInputs) -> torch.Tensor:
             attention = kernels.plan_decode(

@@ -33,7 +33,7 @@ def test_device_and_kernels(
     monkeypatch: pytest.MonkeyPatch, asked: Device, gpu: bool, transfers: bool, kind: str
 ) -> None:
     machine(monkeypatch, gpu)
-    backend = open_backend(asked, transfers)
+    backend = open_backend(asked, transfers, TorchKernels)
     assert backend.device.type == kind
     if kind == "cuda":
         assert isinstance(backend.kernels, TritonKernels)
@@ -49,4 +49,4 @@ def test_a_gpu_that_cannot_be_used_is_refused(
 ) -> None:
     machine(monkeypatch, gpu)
     with pytest.raises(ConfigError, match=why):
-        open_backend(Device.CUDA, transfers)
+        open_backend(Device.CUDA, transfers, TorchKernels)

@@ -17,6 +17,7 @@ from pdserve.models.decoder_config import DecoderConfig, read_decoder_config
 from pdserve.models.runner import ModelRunner
 from pdserve.models.step_batch import StepRow
 from pdserve_kernels.contract import Kernels
+from pdserve_kernels.cpu.torch_kernels import TorchKernels
 from pdserve_kernels.layout import KvLayout
 
 
@@ -92,7 +93,7 @@ def open_subject(name: str, folder: Path, model: ModelConfig, block_size: int, s
     config = read_decoder_config(folder)
     if steps.longest > config.max_positions:
         raise ConfigError(f"{name} knows {config.max_positions} positions; {steps.longest} were asked for")
-    backend = open_backend(model.device, transfers=False)
+    backend = open_backend(model.device, False, TorchKernels)
     runner = ModelRunner(
         folder,
         config,
