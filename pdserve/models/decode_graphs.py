@@ -35,8 +35,8 @@ class DecodeInputs:
 class Graph(Protocol):
     """A computation that is recorded once."""
 
-    def capture(self, compute: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """Record ``compute``; returns the tensor that every replay writes its result to."""
+    def capture(self, compute: Callable[[], None]) -> None:
+        """Record ``compute``, which reads and writes tensors that stay."""
 
     def replay(self) -> None:
         """Run what was recorded, on whatever its inputs hold now."""
@@ -59,7 +59,7 @@ class CudaGraph:
         self._pool = pool
         self._graph = torch.cuda.CUDAGraph()
 
-    def capture(self, compute: Callable[[], torch.Tensor]) -> torch.Tensor:
+    def capture(self, compute: Callable[[], None]) -> None:
         # Kernels are compiled and libraries allocate on first use, which cannot be recorded.
         side = torch.cuda.Stream()  # type: ignore[no-untyped-call]  # torch has no annotation
         side.wait_stream(torch.cuda.current_stream())
@@ -67,7 +67,7 @@ class CudaGraph:
             compute()
         torch.cuda.current_stream().wait_stream(side)
         with torch.cuda.graph(self._graph, pool=self._pool, capture_error_mode="thread_local"):
-            return compute()
+            compute()
 
     def replay(self) -> None:
         self._graph.replay()
@@ -86,16 +86,19 @@ class DecodeGraphs:
         device: torch.device,
     ) -> None:
         """Capture ``compute``, which gives one row of logits for each of its inputs, for every bucket."""
+        self._compute = compute
         self._buckets = decode_buckets(max_rows)
         self._block_size = block_size
         self._starts = packed_starts([max_rows] * 5 + [max_rows * -(-max_model_len // block_size)])
         self._buffer = torch.zeros(self._starts[-1], dtype=torch.int32, device=device)
-        self._graphs: dict[int, tuple[Graph, torch.Tensor]] = {}
+        self._fill([], max_rows)
+        # One for all graphs: their own results would take max_rows * vocab_size numbers for every bucket.
+        self._logits = torch.empty_like(compute(self._inputs(max_rows)))
         # Largest first: the others then fit into the memory that it took.
-        for bucket in reversed(self._buckets):
+        self._graphs = {bucket: make_graph() for bucket in reversed(self._buckets)}
+        for bucket, graph in self._graphs.items():
             self._fill([], bucket)
-            graph = make_graph()
-            self._graphs[bucket] = graph, graph.capture(partial(compute, self._inputs(bucket)))
+            graph.capture(partial(self._run, bucket))
 
     def run(self, rows: Sequence[StepRow]) -> torch.Tensor | None:
         """Logits of each row, valid until the next call; None if there is no graph for such a step."""
@@ -103,9 +106,11 @@ class DecodeGraphs:
         if bucket is None or any(len(row.token_ids) != 1 for row in rows):
             return None
         self._fill(rows, bucket)
-        graph, logits = self._graphs[bucket]
-        graph.replay()
-        return logits[: len(rows)]
+        self._graphs[bucket].replay()
+        return self._logits[: len(rows)]
+
+    def _run(self, bucket: int) -> None:
+        self._logits[:bucket].copy_(self._compute(self._inputs(bucket)))
 
     def _inputs(self, bucket: int) -> DecodeInputs:
         parts = [self._buffer[start : start + bucket] for start in self._starts[:5]]
