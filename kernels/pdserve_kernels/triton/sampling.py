@@ -1,6 +1,6 @@
 """The next token of every row in one launch, so that one small copy tells the host all of them.
 
-The distribution is inverted at a given uniform number as ``pdserve.engine.sampler`` does it: temperature, then min-p,
+The distribution is inverted at a given uniform number as ``pdserve.engine.random_choice`` does it: temperature, then min-p,
 then the first token at which the cumulative sum passes. Top-k and top-p need an order of the vocabulary and stay with
 that sampler.
 """

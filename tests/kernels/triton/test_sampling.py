@@ -6,7 +6,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pdserve.engine.random_choice import draw, uniform
 from pdserve.engine.sampler import GREEDY_BELOW
+from pdserve.wire.sampling import SamplingParams
 from pdserve_kernels import reference
 from pdserve_kernels.triton.sampling import sample
 from tests.kernels.triton.device import DEVICE, SEEDS
@@ -42,6 +44,19 @@ def test_sample(rows: list[tuple[float, float, float]], vocab: int, seed: int) -
             # Exponentials differ in their last bit, so a number that falls on a border may fall to its other side.
             assert rows[row][0] >= GREEDY_BELOW
             assert _border_distance(logits[row], *rows[row]) < 1e-6
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.sampled_from([0.3, 1.0, 3.0]), st.sampled_from([0.0, 0.1]), SEEDS)
+def test_the_engine_draws_the_same_token(temperature: float, min_p: float, seed: int) -> None:
+    torch.manual_seed(seed)
+    logits = torch.randn(3, 700) * 4
+    uniforms = [uniform(seed, position) for position in range(3)]
+    got, _ = both(logits, [temperature] * 3, [min_p] * 3, uniforms)
+    params = SamplingParams(max_tokens=1, seed=seed, temperature=temperature, min_p=min_p)
+    wanted = draw(logits.clone(), [params] * 3, uniforms)
+    for row, (mine, right) in enumerate(zip(got, wanted, strict=True)):
+        assert mine == right or _border_distance(logits[row], temperature, min_p, uniforms[row]) < 1e-6
 
 
 def _border_distance(logits: torch.Tensor, temperature: float, min_p: float, uniform: float) -> float:
