@@ -48,6 +48,14 @@ class Dtype(enum.Enum):
     FP32 = "fp32"
 
 
+class Device(enum.Enum):
+    """What computes."""
+
+    AUTO = "auto"
+    CPU = "cpu"
+    CUDA = "cuda"
+
+
 class Switch(enum.Enum):
     ON = "on"
     OFF = "off"
@@ -86,6 +94,12 @@ class ModelConfig:
     dtype: Dtype = setting("dtype", "number format of weights and KV cache", Dtype.BF16)
     max_model_len: int = setting(
         "max-model-len", "longest prompt plus output in tokens; 0 takes the model's own", 0, minimum=0
+    )
+    device: Device = setting(
+        "device", "what computes; auto takes a GPU on a mixed node that has one, and else the CPU", Device.AUTO
+    )
+    cuda_graphs: Switch = setting(
+        "cuda-graphs", "record decode steps once and replay them; off launches each kernel (on a GPU)", Switch.ON
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from pdserve.config import EngineConfig, Switch
@@ -15,10 +16,13 @@ from pdserve.engine.prompt_rule import PromptRule
 from pdserve.engine.step_loop import StepLoop, WakeUp
 from pdserve.engine.stop_rule import StopRule
 from pdserve.errors import ConfigError
+from pdserve.models.backend import open_backend
+from pdserve.models.decode_graphs import CudaGraphs
 from pdserve.models.decoder_config import DecoderConfig, read_decoder_config
 from pdserve.models.runner import ModelRunner, kv_layout
 from pdserve.models.step_batch import StepRow
 from pdserve.models.weights import fingerprint
+from pdserve.wire.discovery import Role
 from pdserve.wire.transfer import PROTOCOL_VERSION, EngineSpec
 
 MIB = 2**20
@@ -59,11 +63,24 @@ def assemble(config: EngineConfig, api: ApiChannel, wake_up: WakeUp, progress: C
         tp_size=1,
     )
     progress("preparing kernels")
-    kernels = cpu_kernels(config.cpu.kernels, Path(config.cache_dir))
+    make_cpu_kernels = partial(cpu_kernels, config.cpu.kernels, Path(config.cache_dir))
+    backend = open_backend(config.model.device, config.role is not Role.MIXED, make_cpu_kernels)
     progress("loading weights")
-    runner = ModelRunner(folder, decoder, config.model.dtype, block_size, num_blocks, max_model_len, kernels)
+    runner = ModelRunner(
+        folder,
+        decoder,
+        config.model.dtype,
+        block_size,
+        num_blocks,
+        max_model_len,
+        backend.kernels,
+        backend.device,
+    )
     progress("warming up")
     warm_up(runner, min(config.scheduler.max_step_tokens, max_model_len - 1))
+    if backend.graph_kernels is not None and config.model.cuda_graphs is Switch.ON:
+        progress("recording decode steps")
+        runner.capture_decode(backend.graph_kernels, config.scheduler.max_running, CudaGraphs())
     blocks = BlockManager(num_blocks, block_size, prefix_cache=config.cache.prefix_cache is Switch.ON)
     stop = StopRule(decoder.eos_token_ids, max_model_len)
     prompts = PromptRule(decoder.vocab_size, max_model_len)

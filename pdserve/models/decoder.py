@@ -19,6 +19,10 @@ from pdserve_kernels.contract import Attention
 class Decoder(Protocol):
     """Token ids and positions in, hidden states out; ``logits`` for the rows that need them."""
 
+    @property
+    def capturable(self) -> bool:
+        """Whether the same operations are done whatever the inputs hold, so that a recorded step may be replayed."""
+
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attention: Attention) -> torch.Tensor:
         """``[tokens]`` ids and positions to ``[tokens, hidden_size]``, before the final norm."""
 
@@ -35,6 +39,8 @@ def build_decoder(config: DecoderConfig, building: Building, max_positions: int,
     if config.family not in FAMILIES:
         if building.tp.size > 1:
             raise ModelError(f"--tp {building.tp.size} is for {sorted(FAMILIES)}; a {config.family} model has one rank")
+        if building.checkpoint.device.type != "cpu":
+            raise ModelError(f"a {config.family} model is computed by transformers, on a CPU alone: --device cpu")
         return checked_hf_decoder(building.checkpoint.path, config, building.kernels, dtype)
     if config.family in GEMMA3:
         return Gemma3Decoder(config, building, max_positions, dtype)

@@ -23,6 +23,8 @@ NORM_OFFSET = 1.0
 class Gemma3Decoder:
     """Satisfies ``decoder.Decoder``."""
 
+    capturable = True
+
     def __init__(self, config: DecoderConfig, building: Building, max_positions: int, dtype: torch.dtype) -> None:
         """Takes every tensor of the checkpoint; raises ModelError on a missing or unknown one."""
         for name in ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention"):
@@ -43,7 +45,7 @@ class Gemma3Decoder:
             self._head = vocab_parallel_head(building, "lm_head", config.vocab_size)
         self._layer_types: list[str] = config.hf.layer_types
         self._tables = {
-            layer_type: rotary_table(config, max_positions, dtype, layer_type)
+            layer_type: rotary_table(config, max_positions, dtype, checkpoint.device, layer_type)
             for layer_type in sorted(set(self._layer_types))
         }
         checkpoint.check_all_taken()

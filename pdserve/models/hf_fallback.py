@@ -26,6 +26,8 @@ from pdserve_kernels.contract import Attention
 class HfDecoder:
     """Satisfies ``decoder.Decoder``."""
 
+    capturable = False
+
     def __init__(self, config: DecoderConfig, model: PreTrainedModel) -> None:
         """``model`` is switched to paged attention. Raises ModelError if it cannot be."""
         base = model.base_model

@@ -41,6 +41,7 @@ class LlamaDecoder:
     ) -> None:
         """Takes every tensor of the checkpoint; raises ModelError on a missing or unknown one."""
         checkpoint = building.checkpoint
+        self.capturable = feed_forward is dense
         self._kernels, self._eps = building.kernels, config.norm_eps
         self._embedding = VocabParallelEmbedding(building, "model.embed_tokens", config.vocab_size)
         self._layers = [LlamaLayer(config, building, i, feed_forward) for i in range(config.num_layers)]
@@ -50,7 +51,7 @@ class LlamaDecoder:
             self._head = VocabParallelHead(building, self._embedding.weight)
         else:
             self._head = vocab_parallel_head(building, "lm_head", config.vocab_size)
-        self._cos, self._sin = rotary_table(config, max_positions, dtype)
+        self._cos, self._sin = rotary_table(config, max_positions, dtype, checkpoint.device)
         checkpoint.check_all_taken()
 
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attention: Attention) -> torch.Tensor:

@@ -13,7 +13,7 @@ LENGTH_DEPENDENT = frozenset({"dynamic", "longrope"})
 
 
 def rotary_table(
-    config: DecoderConfig, positions: int, dtype: torch.dtype, layer_type: str | None = None
+    config: DecoderConfig, positions: int, dtype: torch.dtype, device: torch.device, layer_type: str | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``(cos, sin)``, each ``[positions, head_dim / 2]``. Raises ModelError for an unsupported scaling.
 
@@ -31,4 +31,4 @@ def rotary_table(
     if config.rotary_divisors:
         inverse = inverse / torch.tensor(config.rotary_divisors)
     angles = torch.outer(torch.arange(positions, dtype=torch.float32), inverse)
-    return (angles.cos() * scaling).to(dtype), (angles.sin() * scaling).to(dtype)
+    return (angles.cos() * scaling).to(device, dtype), (angles.sin() * scaling).to(device, dtype)

@@ -12,6 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from pdserve.errors import ModelError
+from pdserve.models.backend import CPU
 from pdserve.models.gguf_file import is_gguf
 
 ALL = slice(None)
@@ -55,8 +56,9 @@ class SafetensorsFiles:
 class Checkpoint:
     """The tensors of a model folder or GGUF file, each taken exactly once so that nothing is forgotten."""
 
-    def __init__(self, path: Path, dtype: torch.dtype) -> None:
+    def __init__(self, path: Path, dtype: torch.dtype, device: torch.device = CPU) -> None:
         """Raises ModelError if there are no readable weights at ``path``."""
+        self.device = device
         self.path = path
         self._dtype = dtype
         self._files = _tensor_files(path)
@@ -64,7 +66,7 @@ class Checkpoint:
         """What is left to take, and the names that the files know it by."""
 
     def take(self, name: str, rows: slice = ALL, columns: slice = ALL) -> torch.Tensor:
-        """A tensor, or a part of it, in the dtype of this checkpoint; only that part is read.
+        """A tensor, or a part of it, in the dtype and on the device of this checkpoint; only that part is read.
 
         ``columns`` is for tensors of two dimensions. Raises ModelError if it is missing or was taken before.
         """
@@ -75,7 +77,7 @@ class Checkpoint:
 
     def take_optional(self, name: str, rows: slice = ALL, columns: slice = ALL) -> torch.Tensor | None:
         stored = self._left.pop(name, None)
-        return None if stored is None else self._files.read(stored, rows, columns, self._dtype)
+        return None if stored is None else self._files.read(stored, rows, columns, self._dtype).to(self.device)
 
     def drop(self, name: str) -> None:
         """Leave a tensor unread that the model does not need."""

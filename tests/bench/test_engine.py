@@ -13,7 +13,7 @@ from pdserve.bench.engine.linears import linear_shapes
 from pdserve.bench.engine.random_model import Shape, write_random_model
 from pdserve.bench.engine.subject import Steps, open_subject
 from pdserve.bench.report import read_report, to_json
-from pdserve.config import BenchEngineConfig, Dtype, EngineBenchConfig, ModelConfig
+from pdserve.config import BenchEngineConfig, Device, Dtype, EngineBenchConfig, ModelConfig
 from pdserve.errors import ConfigError
 from pdserve.models.decoder_config import read_decoder_config
 from pdserve_kernels.cpu.torch_kernels import TorchKernels
@@ -30,14 +30,14 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("dtype", Dtype)
 def test_every_measurement_is_there(tiny: Path, tmp_path: Path, dtype: Dtype) -> None:
-    report = benchmark.run(
-        BenchEngineConfig(engine=SMALL, model=ModelConfig(served_name="tiny", dtype=dtype)), tiny, TorchKernels
-    )
+    model = ModelConfig(served_name="tiny", dtype=dtype, device=Device.CPU)
+    report = benchmark.run(BenchEngineConfig(engine=SMALL, model=model), tiny, TorchKernels)
     found = [(row.what, *list(row.at.values())[1:]) for row in report.rows if row.what != "hardware"]
     decodes = [("decode step", batch, context) for batch in (1, 3) for context in (5, 40)]
     alone = [(what, batch) for what in ("linear layers alone", "sampler") for batch in (1, 3)]
     assert sorted(found, key=str) == sorted([*decodes, *alone, ("prefill step", 7), ("prefill step", 33)], key=str)
-    assert [row.at["device"] for row in report.rows_of("hardware")] == ["cpu"]
+    # A GPU that the model is not on is measured too, where there is one.
+    assert [row.at["device"] for row in report.rows_of("hardware")][:1] == ["cpu"]
     assert all(figure.value > 0 for row in report.rows for figure in row.figures)
     (tmp_path / "engine.json").write_bytes(to_json(report))
     assert read_report(tmp_path / "engine.json") == report

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from pdserve.errors import ModelError
+from pdserve.models.backend import CPU
 from pdserve.models.decoder_config import read_decoder_config
 from pdserve.models.demo import resolve_model, served_name
 from pdserve.models.gguf_file import read_gguf
@@ -53,8 +54,8 @@ def test_llama_3_divides_its_rotary_frequencies(tmp_path: Path) -> None:
     folder = save_tiny_model("llama", tmp_path / "folder")
     plain = read_decoder_config(folder)
     divided = read_decoder_config(save_tiny_gguf(folder, tmp_path / "tiny.gguf", rope_freqs=[1, 1, 2, 4, 8]))
-    cos, _ = rotary_table(divided, 64, torch.float32)
-    wanted, _ = rotary_table(plain, 64, torch.float32)
+    cos, _ = rotary_table(divided, 64, torch.float32, CPU)
+    wanted, _ = rotary_table(plain, 64, torch.float32, CPU)
     for column, divisor in enumerate([1, 1, 2, 4, 8]):
         torch.testing.assert_close(cos[::divisor, column][:8], wanted[:, column][:8])
 

@@ -9,8 +9,10 @@ from typing import Protocol
 
 import torch
 
-from pdserve.config import ModelConfig
+from pdserve.config import ModelConfig, Switch
 from pdserve.errors import ConfigError
+from pdserve.models.backend import open_backend
+from pdserve.models.decode_graphs import CudaGraphs
 from pdserve.models.decoder_config import DecoderConfig, read_decoder_config
 from pdserve.models.runner import ModelRunner
 from pdserve.models.step_batch import StepRow
@@ -87,13 +89,24 @@ def open_subject(
 ) -> Subject:
     """The model of ``folder`` with a KV cache for the largest of ``steps``. ``cpu_kernels`` makes the set for a CPU.
 
-    Raises ModelError, and ConfigError if the model knows fewer positions.
+    Raises ModelError, and ConfigError if the model knows fewer positions or its device is not there.
     """
     config = read_decoder_config(folder)
     if steps.longest > config.max_positions:
         raise ConfigError(f"{name} knows {config.max_positions} positions; {steps.longest} were asked for")
-    kernels = cpu_kernels()
-    runner = ModelRunner(folder, config, model.dtype, block_size, steps.blocks(block_size), steps.longest, kernels)
+    backend = open_backend(model.device, False, cpu_kernels)
+    runner = ModelRunner(
+        folder,
+        config,
+        model.dtype,
+        block_size,
+        steps.blocks(block_size),
+        steps.longest,
+        backend.kernels,
+        backend.device,
+    )
     # Memory that was never written is one shared page of zeros, and faster to read than any cache in use.
     runner.kv_cache.fill_(0.01)
-    return Subject(name, config, runner, kernels)
+    if backend.graph_kernels is not None and model.cuda_graphs is Switch.ON:
+        runner.capture_decode(backend.graph_kernels, max(steps.batches), CudaGraphs())
+    return Subject(name, config, runner, backend.kernels)
