@@ -62,6 +62,14 @@ class Batching(enum.Enum):
     """When the batch before is over: the baseline of benchmarks."""
 
 
+class CpuKernels(enum.Enum):
+    """``AUTO``: compiled C++ where there is a compiler, plain torch otherwise."""
+
+    AUTO = "auto"
+    COMPILED = "compiled"
+    TORCH = "torch"
+
+
 class LogLevel(enum.Enum):
     DEBUG = "debug"
     INFO = "info"
@@ -206,9 +214,14 @@ class SecurityConfig:
 
 @dataclass(frozen=True, slots=True)
 class CpuConfig:
-    """Which cores the engine may use."""
+    """Which cores the engine may use, and what it computes with on them."""
 
     cores: tuple[int, ...] = setting("cores", "cores that the engine is pinned to, as 0,1,4-7; all if empty", ())
+    kernels: CpuKernels = setting(
+        "cpu-kernels",
+        "CPU kernels: compiled C++ (once, by g++), plain torch, or the better that there is",
+        CpuKernels.AUTO,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,6 +239,8 @@ class EngineConfig:
     boot_id: bytes
     secret: bytes = field(repr=False)
     model_dir: str
+    cache_dir: str
+    """The user's folder for what can be made again."""
     model: ModelConfig
     cache: CacheConfig
     scheduler: SchedulerConfig

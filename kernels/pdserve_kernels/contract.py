@@ -28,6 +28,15 @@ class Linear(Protocol):
         """``[tokens, in]`` to ``[tokens, out]``."""
 
 
+@dataclass(frozen=True, slots=True)
+class HeadNorms:
+    """Normalisation of each query and each key head, with weights ``[head_dim]``."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    eps: float
+
+
 class Attention(Protocol):
     """The attention of one step: planned once, called once a layer."""
 
@@ -38,6 +47,20 @@ class Attention(Protocol):
 
         ``query`` is ``[tokens, heads, head_dim]``, ``key_value`` ``[2, tokens, kv_heads, head_dim]``; returns the
         shape of ``query``. With a ``window``, a token sees itself and the ``window - 1`` tokens before it.
+        """
+
+    def from_projection(
+        self,
+        layer: int,
+        qkv: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        norms: HeadNorms | None = None,
+        window: int | None = None,
+    ) -> torch.Tensor:
+        """The same, from what the projection gives: ``reference.projected`` first, then the attention.
+
+        ``qkv`` is ``[tokens, heads + 2 * kv_heads, head_dim]``; returns ``[tokens, heads, head_dim]``.
         """
 
 

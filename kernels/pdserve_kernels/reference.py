@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from pdserve_kernels.contract import HeadNorms
 from pdserve_kernels.layout import KvLayout
 
 
@@ -29,6 +30,21 @@ def rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
     first, second = x.chunk(2, dim=-1)
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+
+def projected(
+    qkv: torch.Tensor, kv_heads: int, cos: torch.Tensor, sin: torch.Tensor, norms: HeadNorms | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Query, and key with value, as ``contract.Attention`` takes them: heads normalised, then rotated.
+
+    ``qkv`` is ``[tokens, heads + 2 * kv_heads, head_dim]``: query heads, key heads, value heads.
+    """
+    query, key, value = torch.split(qkv, [qkv.shape[1] - 2 * kv_heads, kv_heads, kv_heads], 1)
+    if norms is not None:
+        query, key = rms_norm(query, norms.query, norms.eps), rms_norm(key, norms.key, norms.eps)
+    rotated = rotary(torch.cat((query, key), 1), cos, sin)
+    query, key = torch.split(rotated, [rotated.shape[1] - kv_heads, kv_heads], 1)
+    return query, torch.stack((key, value))
 
 
 def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:

@@ -9,6 +9,7 @@ from pathlib import Path
 from pdserve.config import EngineConfig, Switch
 from pdserve.engine.api_channel import ApiChannel
 from pdserve.engine.block_manager import BlockManager
+from pdserve.engine.kernel_set import cpu_kernels
 from pdserve.engine.kv_connector import KvConnector, open_connector
 from pdserve.engine.prompt_rule import PromptRule
 from pdserve.engine.step_loop import StepLoop, WakeUp
@@ -57,8 +58,10 @@ def assemble(config: EngineConfig, api: ApiChannel, wake_up: WakeUp, progress: C
         head_dim=decoder.head_dim,
         tp_size=1,
     )
+    progress("preparing kernels")
+    kernels = cpu_kernels(config.cpu.kernels, Path(config.cache_dir))
     progress("loading weights")
-    runner = ModelRunner(folder, decoder, config.model.dtype, block_size, num_blocks, max_model_len)
+    runner = ModelRunner(folder, decoder, config.model.dtype, block_size, num_blocks, max_model_len, kernels)
     progress("warming up")
     warm_up(runner, min(config.scheduler.max_step_tokens, max_model_len - 1))
     blocks = BlockManager(num_blocks, block_size, prefix_cache=config.cache.prefix_cache is Switch.ON)

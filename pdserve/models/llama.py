@@ -15,7 +15,7 @@ from pdserve.models.layers import (
 )
 from pdserve.models.rotary_table import rotary_table
 from pdserve.models.tensor_parallel import kv_share, share, spread
-from pdserve_kernels.contract import Attention
+from pdserve_kernels.contract import Attention, HeadNorms
 
 
 class LlamaDecoder:
@@ -57,7 +57,6 @@ class LlamaLayer:
         self._index, self._eps, self._kernels = index, config.norm_eps, building.kernels
         heads = share(tp, config.heads, "attention heads")
         kv_heads = kv_share(tp, config.heads, config.kv_heads)
-        self._heads, self._kv_heads = heads.stop - heads.start, kv_heads.stop - kv_heads.start
         self._head_dim = config.head_dim
         attention = f"{prefix}.self_attn"
         queries, keys = spread(heads, config.head_dim), spread(kv_heads, config.head_dim)
@@ -74,8 +73,11 @@ class LlamaLayer:
         checkpoint.drop(f"{attention}.rotary_emb.inv_freq")
         self._input_norm = checkpoint.take(f"{prefix}.input_layernorm.weight")
         self._mlp_norm = checkpoint.take(f"{prefix}.post_attention_layernorm.weight")
-        self._query_norm = checkpoint.take_optional(f"{attention}.q_norm.weight")
-        self._key_norm = checkpoint.take_optional(f"{attention}.k_norm.weight")
+        query_norm = checkpoint.take_optional(f"{attention}.q_norm.weight")
+        key_norm = checkpoint.take_optional(f"{attention}.k_norm.weight")
+        self._head_norms: HeadNorms | None = None
+        if query_norm is not None and key_norm is not None:
+            self._head_norms = HeadNorms(query_norm, key_norm, self._eps)
 
     def __call__(
         self,
@@ -96,17 +98,7 @@ class LlamaLayer:
         return self._down(kernels.silu_and_mul(self._gate_up(normed))), residual
 
     def _attend(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attention: Attention) -> torch.Tensor:
-        tokens, kernels = x.shape[0], self._kernels
-        qkv = self._qkv(x).view(tokens, self._heads + 2 * self._kv_heads, self._head_dim)
-        query_key, value = torch.split(qkv, [self._heads + self._kv_heads, self._kv_heads], 1)
-        if self._query_norm is not None and self._key_norm is not None:
-            query, key = torch.split(query_key, [self._heads, self._kv_heads], 1)
-            query_key = torch.cat(
-                (
-                    kernels.rms_norm(query, self._query_norm, self._eps),
-                    kernels.rms_norm(key, self._key_norm, self._eps),
-                ),
-                1,
-            )
-        query, key = torch.split(kernels.rotary(query_key, cos, sin), [self._heads, self._kv_heads], 1)
-        return self._out(attention(self._index, query, torch.stack((key, value))).reshape(tokens, -1))
+        tokens = x.shape[0]
+        qkv = self._qkv(x).view(tokens, -1, self._head_dim)
+        attended = attention.from_projection(self._index, qkv, cos, sin, self._head_norms)
+        return self._out(attended.reshape(tokens, -1))

@@ -14,8 +14,7 @@ from pdserve.models.layers import Building
 from pdserve.models.step_batch import StepRow
 from pdserve.models.tensor_parallel import Alone
 from pdserve.models.weights import Checkpoint
-from pdserve_kernels.contract import AttentionRow
-from pdserve_kernels.cpu.torch_kernels import TorchKernels
+from pdserve_kernels.contract import AttentionRow, Kernels
 from pdserve_kernels.layout import KvLayout
 
 TORCH_DTYPES = {Dtype.BF16: torch.bfloat16, Dtype.FP32: torch.float32}
@@ -25,7 +24,14 @@ class ModelRunner:
     """Owns the weights and the KV cache of one rank."""
 
     def __init__(
-        self, folder: Path, config: DecoderConfig, dtype: Dtype, block_size: int, num_blocks: int, max_model_len: int
+        self,
+        folder: Path,
+        config: DecoderConfig,
+        dtype: Dtype,
+        block_size: int,
+        num_blocks: int,
+        max_model_len: int,
+        kernels: Kernels,
     ) -> None:
         """Loads the model. Raises ModelError if the folder does not hold it."""
         torch_dtype = TORCH_DTYPES[dtype]
@@ -33,7 +39,7 @@ class ModelRunner:
         self.kv_cache = self.layout.allocate(num_blocks, torch.device("cpu"))
         self._heads = config.heads
         self._scale = config.attention_scale
-        self._kernels = TorchKernels()
+        self._kernels = kernels
         building = Building(Checkpoint(folder, torch_dtype), self._kernels, Alone())
         self._decoder = build_decoder(config, building, max_model_len, torch_dtype)
 

@@ -396,6 +396,7 @@ def test_each_role_has_its_own_connector(role: Role, kind: type) -> None:
         boot_id=BOOT,
         secret=b"a secret for tests",
         model_dir="",
+        cache_dir="",
         model=ModelConfig(),
         cache=CacheConfig(),
         scheduler=SchedulerConfig(),
