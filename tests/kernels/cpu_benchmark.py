@@ -29,7 +29,7 @@ from pdserve_kernels.cpu.torch_kernels import TorchKernels
 BLOCK_SIZE = 16
 DECODE = [(batch, context, 1) for context in (300, 1500) for batch in (1, 4, 8, 16, 32)]
 PREFILL = [(1, 256, 256), (1, 1024, 1024)]
-SECONDS_EACH = 1.0
+SECONDS_EACH = 2.0
 MAX_ROUNDS = 40
 
 

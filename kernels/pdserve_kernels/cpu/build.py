@@ -32,8 +32,8 @@ FLAGS = (
     "-fopenmp",
     "-fPIC",
 )
-COMPILE_TIMEOUT_S = 120.0
-LOCK_TIMEOUT_S = 150.0
+COMPILE_TIMEOUT_S = 180.0
+LOCK_TIMEOUT_S = 200.0
 _POLL_S = 0.05
 
 
