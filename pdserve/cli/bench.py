@@ -91,10 +91,13 @@ def _engine(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     _check_folder("--json", config.report.json)
     pin(config.cpu)
     from pdserve.bench.engine import benchmark
+    from pdserve.engine.kernel_set import cpu_kernels
     from pdserve.models.demo import resolve_model
 
-    folder = resolve_model(config.model.path, cache_folder(environ))
-    _publish(benchmark.run(config, folder), config.report)
+    cache_dir = cache_folder(environ)
+    folder = resolve_model(config.model.path, cache_dir)
+    kernels = cpu_kernels(config.cpu.kernels, cache_dir)
+    _publish(benchmark.run(config, folder, kernels), config.report)
     return 0
 
 

@@ -21,6 +21,7 @@ from pdserve.config import BenchEngineConfig
 from pdserve.models.demo import served_name
 from pdserve.models.runner import TORCH_DTYPES
 from pdserve.settings import to_environ
+from pdserve_kernels.contract import Kernels
 
 _LARGE = "8B-shaped"
 _LARGE_STEPS = Steps(batches=(1, 64), contexts=(1024,), chunks=(1024, 8192))
@@ -32,8 +33,8 @@ _NOTES = (
 )
 
 
-def run(config: BenchEngineConfig, folder: Path) -> Report:
-    """Measures the model of ``folder``, and where its runner computes on a GPU, an 8B-shaped one too.
+def run(config: BenchEngineConfig, folder: Path, kernels: Kernels) -> Report:
+    """Measures the model of ``folder`` on ``kernels``, and where its runner computes on a GPU, an 8B-shaped one too.
 
     Raises ModelError, and ConfigError if the model knows fewer positions than the settings ask for.
     """
@@ -41,24 +42,24 @@ def run(config: BenchEngineConfig, folder: Path) -> Report:
         torch.set_num_threads(len(config.cpu.cores))
     steps = Steps(config.engine.batches, config.engine.contexts, config.engine.chunks)
     name = config.model.served_name or served_name(config.model.path, folder)
-    subject = open_subject(name, folder, config.model, config.engine.block_size, steps)
+    subject = open_subject(name, folder, config.model, config.engine.block_size, steps, kernels)
     device = subject.device
     rows = list(_rows(config, subject, steps))
     del subject
     if device.type == "cuda":
-        rows += random_model_rows(config, _LARGE, LLAMA_8B, _LARGE_STEPS)
+        rows += random_model_rows(config, _LARGE, LLAMA_8B, _LARGE_STEPS, kernels)
     elif torch.cuda.is_available():
         dtype = TORCH_DTYPES[config.model.dtype]
         rows.append(measure(torch.device("cuda"), dtype, config.engine.copy_mib, config.engine.seconds).row())
     return Report("engine", this_machine(chip_name()), to_environ(config), _NOTES, tuple(rows))
 
 
-def random_model_rows(config: BenchEngineConfig, name: str, shape: Shape, steps: Steps) -> list[Row]:
+def random_model_rows(config: BenchEngineConfig, name: str, shape: Shape, steps: Steps, kernels: Kernels) -> list[Row]:
     """The same measurements of a model of ``shape`` with random weights."""
     with tempfile.TemporaryDirectory(prefix="pdserve-bench-") as made:
         _say(f"{name}: writing random weights")
         write_random_model(shape, Path(made))
-        subject = open_subject(name, Path(made), config.model, config.engine.block_size, steps)
+        subject = open_subject(name, Path(made), config.model, config.engine.block_size, steps, kernels)
     return list(_rows(config, subject, steps))
 
 

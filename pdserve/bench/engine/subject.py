@@ -15,7 +15,6 @@ from pdserve.models.decoder_config import DecoderConfig, read_decoder_config
 from pdserve.models.runner import ModelRunner
 from pdserve.models.step_batch import StepRow
 from pdserve_kernels.contract import Kernels
-from pdserve_kernels.cpu.torch_kernels import TorchKernels
 from pdserve_kernels.layout import KvLayout
 
 
@@ -83,7 +82,9 @@ class Steps:
         )
 
 
-def open_subject(name: str, folder: Path, model: ModelConfig, block_size: int, steps: Steps) -> Subject:
+def open_subject(
+    name: str, folder: Path, model: ModelConfig, block_size: int, steps: Steps, kernels: Kernels
+) -> Subject:
     """The model of ``folder`` with a KV cache for the largest of ``steps``.
 
     Raises ModelError, and ConfigError if the model knows fewer positions.
@@ -91,7 +92,7 @@ def open_subject(name: str, folder: Path, model: ModelConfig, block_size: int, s
     config = read_decoder_config(folder)
     if steps.longest > config.max_positions:
         raise ConfigError(f"{name} knows {config.max_positions} positions; {steps.longest} were asked for")
-    runner = ModelRunner(folder, config, model.dtype, block_size, steps.blocks(block_size), steps.longest)
+    runner = ModelRunner(folder, config, model.dtype, block_size, steps.blocks(block_size), steps.longest, kernels)
     # Memory that was never written is one shared page of zeros, and faster to read than any cache in use.
     runner.kv_cache.fill_(0.01)
-    return Subject(name, config, runner, TorchKernels())
+    return Subject(name, config, runner, kernels)
