@@ -69,6 +69,15 @@ class LogLevel(enum.Enum):
     ERROR = "error"
 
 
+class RoutingPolicy(enum.Enum):
+    """How the proxy chooses nodes for a request."""
+
+    ROUND_ROBIN = "round-robin"
+    LEAST_LOADED = "least-loaded"
+    TWO_CHOICES = "two-choices"
+    PREFIX_AFFINITY = "prefix-affinity"
+
+
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
     """Which model, and how it is held."""
@@ -184,6 +193,13 @@ class RegistryConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class RoutingConfig:
+    """Which nodes the proxy chooses."""
+
+    policy: RoutingPolicy = setting("policy", "how nodes are chosen for a request", RoutingPolicy.ROUND_ROBIN)
+
+
+@dataclass(frozen=True, slots=True)
 class RelayConfig:
     """The proxy's connections to nodes."""
 
@@ -265,6 +281,7 @@ class ProxyConfig:
 
     http: HttpConfig = field(default_factory=lambda: HttpConfig(port=8000))
     registry: RegistryConfig = field(default_factory=RegistryConfig)
+    routing: RoutingConfig = field(default_factory=RoutingConfig)
     relay: RelayConfig = field(default_factory=RelayConfig)
     request: RequestConfig = field(default_factory=RequestConfig)
     security: SecurityConfig = field(default_factory=SecurityConfig)

@@ -18,9 +18,9 @@ from pdserve_proxy.errors import error_body, error_headers, from_http
 from pdserve_proxy.exchange import Exchange, Outcome
 from pdserve_proxy.information import Information
 from pdserve_proxy.metrics import ProxyMetrics
-from pdserve_proxy.registry import Registry
 from pdserve_proxy.relay import Answer, Call, Relay, Streaming
 from pdserve_proxy.request_body import GenerationBody, read_body
+from pdserve_proxy.snapshot import Directory
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ class _StreamBody(ResponseBody):
         """The exchange closes what the stream holds."""
 
 
-def build_app(config: ProxyConfig, registry: Registry, relay: Relay, metrics: ProxyMetrics) -> Quart:
+def build_app(config: ProxyConfig, directory: Directory, relay: Relay, metrics: ProxyMetrics) -> Quart:
     app = Quart("pdserve_proxy", static_folder=None)
     app.url_map.merge_slashes = False
     app.config["MAX_CONTENT_LENGTH"] = config.http.max_body_bytes
@@ -69,7 +69,7 @@ def build_app(config: ProxyConfig, registry: Registry, relay: Relay, metrics: Pr
 
     for path in GENERATION_ROUTES:
         app.add_url_rule(path, path, generate, methods=["POST"])
-    Information(registry, metrics).add_routes(app)
+    Information(directory, metrics).add_routes(app)
 
     async def on_http_error(exc: HTTPException) -> Response:
         error = from_http(exc)

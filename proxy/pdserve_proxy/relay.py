@@ -19,10 +19,11 @@ from pdserve.config import ProxyConfig
 from pdserve.errors import BadUpstream, RequestError, Unavailable
 from pdserve.wire.ticket import TICKET_HEADER
 from pdserve_proxy.exchange import Cut, Exchange
+from pdserve_proxy.flights import Flights
 from pdserve_proxy.journal import ExchangeLog
-from pdserve_proxy.policies import RETRY_AFTER_S, Policy, Route, resolve_model
-from pdserve_proxy.registry import Registry
 from pdserve_proxy.request_body import GenerationBody
+from pdserve_proxy.routing import RETRY_AFTER_S, Ask, Route, Router, resolve_model
+from pdserve_proxy.snapshot import Directory
 from pdserve_proxy.stream import LOST, EventStream
 from pdserve_proxy.ticketing import TicketOffice
 
@@ -81,11 +82,12 @@ class Relay:
     """Owns the connections to nodes and the exchanges that are under way. Used as an async context manager."""
 
     def __init__(
-        self, config: ProxyConfig, registry: Registry, policy: Policy, tickets: TicketOffice, journal: ExchangeLog
+        self, config: ProxyConfig, directory: Directory, flights: Flights, tickets: TicketOffice, journal: ExchangeLog
     ) -> None:
         self._config = config
-        self._registry = registry
-        self._policy = policy
+        self._directory = directory
+        self._flights = flights
+        self._router = Router(config.routing.policy)
         self._tickets = tickets
         self._journal = journal
         self._active: set[Exchange] = set()
@@ -128,20 +130,19 @@ class Relay:
 
         Raises RequestError if no node gives one.
         """
-        model = resolve_model(self._registry.snapshot(), call.body.model)
+        ask = Ask(resolve_model(self._directory.snapshot(), call.body.model), call.body.lead)
         tried: set[bytes] = set()
         failure: Failure | None = None
         for attempt in range(MAX_ATTEMPTS):
             try:
-                route = self._policy.choose(self._registry.snapshot(), model, frozenset(tried))
+                route = self._route(ask, frozenset(tried))
             except RequestError:
                 if failure is None:
                     raise
                 break
             if attempt:
                 self._journal.retried()
-            exchange.decode_name = route.decode.name
-            exchange.prefill_name = route.prefill[0].name if route.prefill else "-"
+            exchange.take_off(route, self._flights.begin(route.decode, *route.prefill[:1]))
             result = await self._attempt(exchange, call, route, attempt)
             if not isinstance(result, Failure):
                 return result
@@ -149,11 +150,15 @@ class Relay:
             tried.add(route.decode.boot_id)
             log.warning("attempt %d of %s at %s: %s", attempt, exchange.request_id, route.decode.name, failure.error)
             if not failure.reached:
-                self._registry.mark_unreachable(route.decode.boot_id)
+                self._directory.mark_unreachable(route.decode.boot_id)
         assert failure is not None
         if failure.answer is None:
             raise failure.error
         return failure.answer
+
+    def _route(self, ask: Ask, exclude: frozenset[bytes]) -> Route:
+        snapshot = self._directory.snapshot()
+        return self._router.choose(snapshot, ask, self._flights.loads(snapshot), exclude)
 
     async def _attempt(
         self, exchange: Exchange, call: Call, route: Route, attempt: int

@@ -11,12 +11,17 @@ from pdserve.errors import InvalidRequest
 INTERNAL_PREFIXES = ("kv_transfer", "pdserve_", "x-pdserve")
 """Top-level keys that begin so are between nodes, never a client's."""
 
+LEAD_BYTES = 4096
+"""Of a prompt's beginning, for a policy that looks at it."""
+
 _MARKERS = tuple(prefix.encode() for prefix in INTERNAL_PREFIXES)
 
 
 class _Head(msgspec.Struct):
     model: str | None = None
     stream: msgspec.Raw = msgspec.Raw(b"false")
+    messages: msgspec.Raw = msgspec.Raw(b"")
+    prompt: msgspec.Raw = msgspec.Raw(b"")
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +31,8 @@ class GenerationBody:
     data: bytes
     model: str | None
     stream: bool
+    lead: bytes
+    """The first ``LEAD_BYTES`` of its messages or prompt."""
 
 
 _head_decoder = msgspec.json.Decoder(_Head)
@@ -40,7 +47,8 @@ def read_body(data: bytes) -> GenerationBody:
     """
     try:
         head = _head_decoder.decode(data)
-        return GenerationBody(_without_internal_fields(data), head.model, bytes(head.stream) == b"true")
+        lead = bytes(memoryview(head.messages or head.prompt)[:LEAD_BYTES])
+        return GenerationBody(_without_internal_fields(data), head.model, bytes(head.stream) == b"true", lead)
     except msgspec.ValidationError as exc:
         raise InvalidRequest(f"request body: {exc}", param=_param(exc)) from exc
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:

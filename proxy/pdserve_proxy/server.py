@@ -20,10 +20,10 @@ from pdserve.http_guard import guarded_config
 from pdserve.wire.ids import new_id
 from pdserve_proxy.app import build_app
 from pdserve_proxy.discovery import Discovery
+from pdserve_proxy.flights import Flights
 from pdserve_proxy.journal import ExchangeLog
 from pdserve_proxy.listening import BACKLOG, Addresses, bind_http, http_url
 from pdserve_proxy.metrics import ProxyMetrics
-from pdserve_proxy.policies import RoundRobin
 from pdserve_proxy.registry import Registry
 from pdserve_proxy.relay import Relay
 from pdserve_proxy.ticketing import TicketOffice
@@ -70,7 +70,8 @@ async def run(
         raise ConfigError("the proxy needs a cluster secret: without one anybody could register a node")
     boot_id = new_id()
     metrics = ProxyMetrics()
-    registry = Registry(config.registry.heartbeat_ms / 1000, config.registry.missed_heartbeats)
+    flights = Flights()
+    registry = Registry(config.registry.heartbeat_ms / 1000, config.registry.missed_heartbeats, watcher=flights)
     tickets = TicketOffice(secret, boot_id)
     with (
         bind_http(config.http.host, config.http.port) as listener,
@@ -84,7 +85,7 @@ async def run(
             log.info("pdserve proxy listening url=%s control=%s", addresses.url, addresses.control)
             listening(addresses)
 
-        async with Relay(config, registry, RoundRobin(), tickets, ExchangeLog(metrics)) as relay:
+        async with Relay(config, registry, flights, tickets, ExchangeLog(metrics)) as relay:
             app = build_app(config, registry, relay, metrics)
             server = _HttpServer(_uvicorn_config(config, app), stop, announce, relay.cut_all, config.http.drain_s)
             async with asyncio.TaskGroup() as tasks:

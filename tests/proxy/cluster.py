@@ -54,6 +54,7 @@ def node_info(
     model: str = "m",
     fingerprint: str = "f",
     boot_id: bytes | None = None,
+    max_running: int = 4,
 ) -> NodeInfo:
     return NodeInfo(
         name=name,
@@ -63,7 +64,7 @@ def node_info(
         control=f"tcp://{name}.invalid:2" if role is Role.PREFILL else "",
         model=model,
         fingerprint=fingerprint,
-        capacity=Capacity(max_running=4, num_blocks=16, block_size=16, max_model_len=256),
+        capacity=Capacity(max_running=max_running, num_blocks=16, block_size=16, max_model_len=256),
     )
 
 
