@@ -200,6 +200,26 @@ class RoutingConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class AdmissionConfig:
+    """Which clients the proxy serves, and how many requests at once."""
+
+    api_keys: tuple[str, ...] = setting(
+        "api-key", "key that clients have to send; may be given more than once; better in a file", (), secret=True
+    )
+    api_key_file: str = setting("api-key-file", "file of keys that clients may send, one a line, or NAME KEY", "")
+    max_in_flight: int = setting(
+        "max-in-flight", "requests under way at once; more wait; 0 for any number", 4096, minimum=0
+    )
+    max_in_flight_per_key: int = setting(
+        "max-in-flight-per-key", "requests of one API key, under way or waiting; 0 for any number", 0, minimum=0
+    )
+    max_queued: int = setting("max-queued", "requests that wait at once; more get 503", 1024, minimum=0)
+    queue_timeout_s: float = setting(
+        "queue-timeout-s", "seconds that a request waits for its turn", 30.0, minimum=0.01, maximum=3600
+    )
+
+
+@dataclass(frozen=True, slots=True)
 class RelayConfig:
     """The proxy's connections to nodes."""
 
@@ -282,6 +302,7 @@ class ProxyConfig:
     http: HttpConfig = field(default_factory=lambda: HttpConfig(port=8000))
     registry: RegistryConfig = field(default_factory=RegistryConfig)
     routing: RoutingConfig = field(default_factory=RoutingConfig)
+    admission: AdmissionConfig = field(default_factory=AdmissionConfig)
     relay: RelayConfig = field(default_factory=RelayConfig)
     request: RequestConfig = field(default_factory=RequestConfig)
     security: SecurityConfig = field(default_factory=SecurityConfig)

@@ -89,6 +89,7 @@ class Exchange:
         self.route = route
         self._route: Route | None = None
         self._flight: Flight | None = None
+        self._release: Callable[[], None] | None = None
         self.status = 0
         self.outcome: Outcome | None = None
         self.first_byte_s: float | None = None
@@ -119,6 +120,10 @@ class Exchange:
             self._upstream.close()
         self._upstream = upstream
 
+    def hold(self, release: Callable[[], None]) -> None:
+        """Own a place among the requests under way: ``release`` is called at the end."""
+        self._release = release
+
     def take_off(self, route: Route, flight: Flight) -> None:
         """An attempt begins; the one before it, if any, is over."""
         self._land()
@@ -146,6 +151,8 @@ class Exchange:
             self._upstream.close()
             self._upstream = None
         self._land()
+        if self._release is not None:
+            self._release()
         self._on_end(self)
 
     def cut(self, why: Cut) -> None:

@@ -6,10 +6,11 @@ import importlib.metadata
 import time
 
 import msgspec
-from quart import Quart, Response
+from quart import Quart, Response, request
 
 from pdserve.errors import Unavailable
 from pdserve.wire.discovery import Load
+from pdserve_proxy.api_keys import ApiKeys
 from pdserve_proxy.metrics import CONTENT_TYPE, ProxyMetrics
 from pdserve_proxy.routing import RETRY_AFTER_S, model_not_found
 from pdserve_proxy.snapshot import Directory, Node
@@ -49,9 +50,10 @@ class ModelList(msgspec.Struct, frozen=True):
 class Information:
     """Answers from the directory alone; asks no node."""
 
-    def __init__(self, directory: Directory, metrics: ProxyMetrics) -> None:
+    def __init__(self, directory: Directory, metrics: ProxyMetrics, keys: ApiKeys) -> None:
         self._directory = directory
         self._metrics = metrics
+        self._keys = keys
         self._started = int(time.time())
         self._version = importlib.metadata.version("pdserve")
 
@@ -66,10 +68,12 @@ class Information:
         app.add_url_rule("/version", "version", self.version)
 
     async def models(self) -> Response:
+        self._keys.caller(request.headers.get("authorization"))
         names = self._directory.snapshot().models
         return _json(ModelList([ModelCard(name, self._started) for name in names]))
 
     async def model(self, name: str) -> Response:
+        self._keys.caller(request.headers.get("authorization"))
         if name not in self._directory.snapshot().models:
             raise model_not_found(name)
         return _json(ModelCard(name, self._started))

@@ -27,6 +27,7 @@ class ProxyMetrics:
         self.in_flight = Gauge(
             "pdserve_proxy_requests_in_flight", "Generation requests that have not ended.", registry=registry
         )
+        self.queued = Gauge("pdserve_proxy_requests_queued", "Requests that wait for their turn.", registry=registry)
         self.retries = Counter(
             "pdserve_proxy_upstream_retries", "Attempts that went to a second decode node.", registry=registry
         )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
+from itertools import accumulate
 
 import msgspec
 
@@ -13,6 +15,9 @@ INTERNAL_PREFIXES = ("kv_transfer", "pdserve_", "x-pdserve")
 
 LEAD_BYTES = 4096
 """Of a prompt's beginning, for a policy that looks at it."""
+
+MAX_DEPTH = 64
+"""Of lists and objects within each other. Nodes' decoders recurse."""
 
 _MARKERS = tuple(prefix.encode() for prefix in INTERNAL_PREFIXES)
 
@@ -35,6 +40,11 @@ class GenerationBody:
     """The first ``LEAD_BYTES`` of its messages or prompt."""
 
 
+_STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)
+_NO_BRACKETS = bytes(byte for byte in range(256) if byte not in b"[]{}")
+_STEPS = bytes.maketrans(b"[{]}", b"\x01\x01\xff\xff")
+"""Into signed bytes: +1 for a bracket that opens, -1 for one that closes."""
+
 _head_decoder = msgspec.json.Decoder(_Head)
 _fields_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _encoder = msgspec.json.Encoder()
@@ -43,8 +53,10 @@ _encoder = msgspec.json.Encoder()
 def read_body(data: bytes) -> GenerationBody:
     """``data`` without internal fields, and what routing needs of it.
 
-    Raises InvalidRequest if it is not a JSON object or its ``model`` is not a string.
+    Raises InvalidRequest if it is not a JSON object, nested too deeply, or its ``model`` is not a string.
     """
+    if not is_shallow(data, MAX_DEPTH):
+        raise InvalidRequest(f"the request body is nested more than {MAX_DEPTH} deep", code="json_too_deep")
     try:
         head = _head_decoder.decode(data)
         lead = bytes(memoryview(head.messages or head.prompt)[:LEAD_BYTES])
@@ -53,6 +65,14 @@ def read_body(data: bytes) -> GenerationBody:
         raise InvalidRequest(f"request body: {exc}", param=_param(exc)) from exc
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
         raise InvalidRequest(f"the request body is not valid JSON: {exc}", code="invalid_json") from exc
+
+
+def is_shallow(data: bytes, depth: int) -> bool:
+    """Whether brackets in ``data``, some JSON, are at most ``depth`` within each other. Linear, without recursion."""
+    if data.count(b"[") + data.count(b"{") <= depth:
+        return True
+    steps = _STRING.sub(b"", data).translate(_STEPS, _NO_BRACKETS)
+    return max(accumulate(memoryview(steps).cast("b")), default=0) <= depth
 
 
 def _without_internal_fields(data: bytes) -> bytes:

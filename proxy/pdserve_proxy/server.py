@@ -14,10 +14,12 @@ import uvicorn
 import uvloop
 from quart import Quart
 
-from pdserve.config import ProxyConfig
+from pdserve.config import AdmissionConfig, ProxyConfig
 from pdserve.errors import ConfigError
 from pdserve.http_guard import guarded_config
 from pdserve.wire.ids import new_id
+from pdserve_proxy.admission import Limits
+from pdserve_proxy.api_keys import read_api_keys
 from pdserve_proxy.app import build_app
 from pdserve_proxy.discovery import Discovery
 from pdserve_proxy.flights import Flights
@@ -27,6 +29,7 @@ from pdserve_proxy.metrics import ProxyMetrics
 from pdserve_proxy.registry import Registry
 from pdserve_proxy.relay import Relay
 from pdserve_proxy.ticketing import TicketOffice
+from pdserve_proxy.turnstile import Turnstile
 
 log = logging.getLogger(__name__)
 
@@ -68,6 +71,7 @@ async def run(
     """
     if not secret:
         raise ConfigError("the proxy needs a cluster secret: without one anybody could register a node")
+    keys = read_api_keys(config.admission)
     boot_id = new_id()
     metrics = ProxyMetrics()
     flights = Flights()
@@ -86,12 +90,21 @@ async def run(
             listening(addresses)
 
         async with Relay(config, registry, flights, tickets, ExchangeLog(metrics)) as relay:
-            app = build_app(config, registry, relay, metrics)
+            app = build_app(config, keys, Turnstile(_limits(config.admission), metrics), registry, relay, metrics)
             server = _HttpServer(_uvicorn_config(config, app), stop, announce, relay.cut_all, config.http.drain_s)
             async with asyncio.TaskGroup() as tasks:
                 ear = tasks.create_task(discovery.run())
                 await server.serve(sockets=[listener])
                 ear.cancel()
+
+
+def _limits(config: AdmissionConfig) -> Limits:
+    return Limits(
+        in_flight=config.max_in_flight,
+        per_caller=config.max_in_flight_per_key,
+        waiting=config.max_queued,
+        wait_s=config.queue_timeout_s,
+    )
 
 
 class _HttpServer(uvicorn.Server):
