@@ -152,6 +152,16 @@ class HttpConfig:
     keep_alive_s: int = setting(
         "keep-alive-s", "seconds that an idle client connection is kept; longer than clients' pools", 120, minimum=1
     )
+    max_client_connections: int = setting(
+        "max-client-connections", "connections held at once; more are refused with 503", 16_384, minimum=1
+    )
+    write_timeout_s: float = setting(
+        "write-timeout-s",
+        "seconds that a client may leave a response unread before it is cut off",
+        60.0,
+        minimum=0.1,
+        maximum=86_400,
+    )
     max_body_bytes: int = setting("max-body-bytes", "largest request body that is read", 8 * 2**20, minimum=1024)
     drain_s: float = setting("drain-s", "seconds that running requests get to finish on SIGTERM", 10.0, minimum=0)
 
@@ -174,6 +184,14 @@ class DiscoveryConfig:
     )
     heartbeat_ms: int = setting("heartbeat-ms", "pause between heartbeats to each proxy", 1000, minimum=10)
     name: str = setting("name", "this node's name in logs; made from role and host if empty", "")
+
+
+@dataclass(frozen=True, slots=True)
+class TlsConfig:
+    """TLS towards clients."""
+
+    cert: str = setting("tls-cert", "PEM file of a certificate and its chain; serves HTTPS if given", "")
+    key: str = setting("tls-key", "PEM file of its private key, without a passphrase", "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,6 +318,7 @@ class ProxyConfig:
     """``pdserve proxy``."""
 
     http: HttpConfig = field(default_factory=lambda: HttpConfig(port=8000))
+    tls: TlsConfig = field(default_factory=TlsConfig)
     registry: RegistryConfig = field(default_factory=RegistryConfig)
     routing: RoutingConfig = field(default_factory=RoutingConfig)
     admission: AdmissionConfig = field(default_factory=AdmissionConfig)

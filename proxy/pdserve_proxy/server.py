@@ -7,6 +7,7 @@ import contextlib
 import logging
 import math
 import signal
+import ssl
 import sys
 from collections.abc import Callable, Iterator
 
@@ -16,7 +17,7 @@ from quart import Quart
 
 from pdserve.config import AdmissionConfig, ProxyConfig
 from pdserve.errors import ConfigError
-from pdserve.http_guard import guarded_config
+from pdserve.http_guard import guarded_config, server_tls
 from pdserve.wire.ids import new_id
 from pdserve_proxy.admission import Limits
 from pdserve_proxy.api_keys import read_api_keys
@@ -24,7 +25,7 @@ from pdserve_proxy.app import build_app
 from pdserve_proxy.discovery import Discovery
 from pdserve_proxy.flights import Flights
 from pdserve_proxy.journal import ExchangeLog
-from pdserve_proxy.listening import BACKLOG, Addresses, bind_http, http_url
+from pdserve_proxy.listening import BACKLOG, Addresses, allow_open_files, bind_http, http_url
 from pdserve_proxy.metrics import ProxyMetrics
 from pdserve_proxy.registry import Registry
 from pdserve_proxy.relay import Relay
@@ -43,6 +44,7 @@ def serve(config: ProxyConfig, secret: bytes) -> int:
     Raises ConfigError if it cannot start as configured.
     """
     _configure_logging(config)
+    allow_open_files()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(_serve(config, secret))
 
@@ -72,18 +74,19 @@ async def run(
     if not secret:
         raise ConfigError("the proxy needs a cluster secret: without one anybody could register a node")
     keys = read_api_keys(config.admission)
+    tls = server_tls(config.tls.cert, config.tls.key) if config.tls.cert else None
     boot_id = new_id()
     metrics = ProxyMetrics()
     flights = Flights()
     registry = Registry(config.registry.heartbeat_ms / 1000, config.registry.missed_heartbeats, watcher=flights)
     tickets = TicketOffice(secret, boot_id)
     with (
-        bind_http(config.http.host, config.http.port) as listener,
+        bind_http(config.http) as listener,
         Discovery(
             registry, metrics, secret, boot_id, host=config.registry.control_host, port=config.registry.control_port
         ) as discovery,
     ):
-        addresses = Addresses(http_url(listener), discovery.endpoint)
+        addresses = Addresses(http_url(listener, tls is not None), discovery.endpoint)
 
         def announce() -> None:
             log.info("pdserve proxy listening url=%s control=%s", addresses.url, addresses.control)
@@ -91,7 +94,7 @@ async def run(
 
         async with Relay(config, registry, flights, tickets, ExchangeLog(metrics)) as relay:
             app = build_app(config, keys, Turnstile(_limits(config.admission), metrics), registry, relay, metrics)
-            server = _HttpServer(_uvicorn_config(config, app), stop, announce, relay.cut_all, config.http.drain_s)
+            server = _HttpServer(_uvicorn_config(config, app, tls), stop, announce, relay.cut_all, config.http.drain_s)
             async with asyncio.TaskGroup() as tasks:
                 ear = tasks.create_task(discovery.run())
                 await server.serve(sockets=[listener])
@@ -139,9 +142,17 @@ class _HttpServer(uvicorn.Server):
         asyncio.get_running_loop().call_later(self._drain_s, self._cut_all)
 
 
-def _uvicorn_config(config: ProxyConfig, app: Quart) -> uvicorn.Config:
+def _uvicorn_config(config: ProxyConfig, app: Quart, tls: ssl.SSLContext | None) -> uvicorn.Config:
     shutdown_s = math.ceil(config.http.drain_s + AFTER_DRAIN_S)
-    return guarded_config(app, keep_alive_s=config.http.keep_alive_s, shutdown_s=shutdown_s, backlog=BACKLOG)
+    return guarded_config(
+        app,
+        keep_alive_s=config.http.keep_alive_s,
+        shutdown_s=shutdown_s,
+        max_connections=config.http.max_client_connections,
+        write_timeout_s=config.http.write_timeout_s,
+        tls=tls,
+        backlog=BACKLOG,
+    )
 
 
 def _configure_logging(config: ProxyConfig) -> None:

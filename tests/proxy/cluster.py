@@ -12,7 +12,7 @@ import aiohttp
 import uvloop
 
 from pdserve.api.registration import Registration
-from pdserve.config import HttpConfig, ProxyConfig, RegistryConfig, RelayConfig, RequestConfig
+from pdserve.config import HttpConfig, ProxyConfig, RegistryConfig, RelayConfig, RequestConfig, TlsConfig
 from pdserve.wire.discovery import Capacity, Load, NodeInfo, Role
 from pdserve.wire.ids import new_id
 from pdserve_proxy.listening import Addresses
@@ -75,9 +75,14 @@ def proxy_config(
     drain_s: float = 2.0,
     timeout_s: float = 20.0,
     idle_timeout_s: float = 10.0,
+    write_timeout_s: float = 20.0,
+    tls: TlsConfig | None = None,
 ) -> ProxyConfig:
     return ProxyConfig(
-        http=HttpConfig(port=http_port, max_body_bytes=max_body_bytes, drain_s=drain_s),
+        http=HttpConfig(
+            port=http_port, max_body_bytes=max_body_bytes, drain_s=drain_s, write_timeout_s=write_timeout_s
+        ),
+        tls=tls or TlsConfig(),
         registry=RegistryConfig(control_port=0, heartbeat_ms=4 * HEARTBEAT_MS),
         relay=RelayConfig(idle_timeout_s=idle_timeout_s),
         request=RequestConfig(timeout_s=timeout_s),

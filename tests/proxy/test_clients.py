@@ -128,7 +128,7 @@ def test_beyond_the_limit_requests_wait_and_beyond_the_queue_they_get_503() -> N
             async with asyncio.timeout(10):
                 while "pdserve_proxy_requests_queued 2.0" not in await queued():
                     pass
-            assert held.entered == 1
+            await eventually(lambda: held.entered == 1, "one is at the node")
             assert await send() == (503, "1")
             leaver = tasks.pop()  # of those that wait, one leaves: its place is free again
             leaver.cancel()
