@@ -211,6 +211,13 @@ class RegistryConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class WorkersConfig:
+    """The proxy's processes."""
+
+    count: int = setting("workers", "processes that serve clients on the one port", 1, minimum=1, maximum=64)
+
+
+@dataclass(frozen=True, slots=True)
 class RoutingConfig:
     """Which nodes the proxy chooses."""
 
@@ -319,6 +326,7 @@ class ProxyConfig:
 
     http: HttpConfig = field(default_factory=lambda: HttpConfig(port=8000))
     tls: TlsConfig = field(default_factory=TlsConfig)
+    workers: WorkersConfig = field(default_factory=WorkersConfig)
     registry: RegistryConfig = field(default_factory=RegistryConfig)
     routing: RoutingConfig = field(default_factory=RoutingConfig)
     admission: AdmissionConfig = field(default_factory=AdmissionConfig)

@@ -54,7 +54,7 @@ class ApiKeys:
         return hmac.digest(self._pepper, key.encode("utf-8", "surrogateescape"), hashlib.sha256)
 
 
-def read_api_keys(config: AdmissionConfig) -> ApiKeys:
+def read_api_keys(config: AdmissionConfig) -> tuple[ApiKey, ...]:
     """Those of ``--api-key`` and of the lines of ``--api-key-file``: a key, or a name and a key.
 
     Raises ConfigError, which never shows a key.
@@ -72,7 +72,7 @@ def read_api_keys(config: AdmissionConfig) -> ApiKeys:
             )
     if len({one.key for one in found}) < len(found):
         raise ConfigError("an API key is given twice")
-    return ApiKeys(found)
+    return tuple(found)
 
 
 def _read(path: Path) -> list[ApiKey]:

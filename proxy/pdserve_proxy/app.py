@@ -17,7 +17,7 @@ from pdserve.errors import DeadlineExceeded, Internal, RequestError
 from pdserve_proxy.api_keys import ApiKeys
 from pdserve_proxy.errors import error_body, error_headers, from_http
 from pdserve_proxy.exchange import Exchange, Outcome
-from pdserve_proxy.information import Information
+from pdserve_proxy.information import Information, Scrape
 from pdserve_proxy.metrics import ProxyMetrics
 from pdserve_proxy.relay import Answer, Call, Relay, Streaming
 from pdserve_proxy.request_body import GenerationBody, read_body
@@ -47,7 +47,13 @@ class _StreamBody(ResponseBody):
 
 
 def build_app(
-    config: ProxyConfig, keys: ApiKeys, turnstile: Turnstile, directory: Directory, relay: Relay, metrics: ProxyMetrics
+    config: ProxyConfig,
+    keys: ApiKeys,
+    turnstile: Turnstile,
+    directory: Directory,
+    relay: Relay,
+    metrics: ProxyMetrics,
+    scrape: Scrape,
 ) -> Quart:
     app = Quart("pdserve_proxy", static_folder=None)
     app.url_map.merge_slashes = False
@@ -75,7 +81,7 @@ def build_app(
 
     for path in RELAYED_ROUTES:
         app.add_url_rule(path, path, relayed, methods=["POST"])
-    Information(directory, metrics, keys).add_routes(app)
+    Information(directory, scrape, keys).add_routes(app)
 
     async def on_http_error(exc: HTTPException) -> Response:
         error = from_http(exc)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.metadata
 import time
+from collections.abc import Awaitable, Callable
+from typing import TypeAlias
 
 import msgspec
 from quart import Quart, Response, request
@@ -11,9 +13,12 @@ from quart import Quart, Response, request
 from pdserve.errors import Unavailable
 from pdserve.wire.discovery import Load
 from pdserve_proxy.api_keys import ApiKeys
-from pdserve_proxy.metrics import CONTENT_TYPE, ProxyMetrics
+from pdserve_proxy.metrics import CONTENT_TYPE
 from pdserve_proxy.routing import RETRY_AFTER_S, model_not_found
 from pdserve_proxy.snapshot import Directory, Node
+
+Scrape: TypeAlias = Callable[[], Awaitable[bytes]]
+"""Gives the metrics of all of the proxy's processes as Prometheus text; may raise RequestError."""
 
 _encoder = msgspec.json.Encoder()
 
@@ -50,9 +55,9 @@ class ModelList(msgspec.Struct, frozen=True):
 class Information:
     """Answers from the directory alone; asks no node."""
 
-    def __init__(self, directory: Directory, metrics: ProxyMetrics, keys: ApiKeys) -> None:
+    def __init__(self, directory: Directory, scrape: Scrape, keys: ApiKeys) -> None:
         self._directory = directory
-        self._metrics = metrics
+        self._scrape = scrape
         self._keys = keys
         self._started = int(time.time())
         self._version = importlib.metadata.version("pdserve")
@@ -92,7 +97,7 @@ class Information:
         return _json([_instance(node, now) for node in self._directory.snapshot().nodes])
 
     async def metrics(self) -> Response:
-        return Response(self._metrics.render(self._directory.snapshot()), content_type=CONTENT_TYPE)
+        return Response(await self._scrape(), content_type=CONTENT_TYPE)
 
     async def version(self) -> Response:
         return _json({"version": self._version})

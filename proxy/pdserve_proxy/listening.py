@@ -25,13 +25,41 @@ class Addresses:
 def bind_http(config: HttpConfig) -> socket.socket:
     """A listening socket. Raises ConfigError if the address cannot be bound."""
     try:
-        found = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        family, _, _, _, address = found[0]
-        listener = socket.create_server((str(address[0]), config.port), family=family, backlog=BACKLOG)
+        return _create(config, config.port, reuse_port=False)
     except OSError as exc:
-        raise ConfigError(f"cannot serve HTTP on {config.host}:{config.port}: {exc}") from exc
+        raise _cannot_bind(config, exc) from exc
+
+
+def bind_shared(config: HttpConfig, count: int) -> list[socket.socket]:
+    """``count`` listening sockets on one address, among which the kernel spreads connections. Raises ConfigError.
+
+    A socket for each worker rather than one for all: the first to wake would take a whole burst. They stay open in this
+    process, so that what waits in the socket of a worker that died is there for the next one.
+    """
+    # Sharing sockets share with any process of the same user: without this, two proxies would take turns on one port.
+    bind_http(config).close()
+    shared: list[socket.socket] = []
+    try:
+        for _ in range(count):
+            port = shared[0].getsockname()[1] if shared else config.port
+            shared.append(_create(config, port, reuse_port=True))
+    except OSError as exc:
+        for listener in shared:
+            listener.close()
+        raise _cannot_bind(config, exc) from exc
+    return shared
+
+
+def _create(config: HttpConfig, port: int, *, reuse_port: bool) -> socket.socket:
+    found = socket.getaddrinfo(config.host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    family, _, _, _, address = found[0]
+    listener = socket.create_server((str(address[0]), port), family=family, backlog=BACKLOG, reuse_port=reuse_port)
     _cut_dead_clients(listener, config.write_timeout_s)
     return listener
+
+
+def _cannot_bind(config: HttpConfig, exc: OSError) -> ConfigError:
+    return ConfigError(f"cannot serve HTTP on {config.host}:{config.port}: {exc}")
 
 
 def _cut_dead_clients(listener: socket.socket, timeout_s: float) -> None:

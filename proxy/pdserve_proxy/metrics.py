@@ -8,6 +8,8 @@ import prometheus_client
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from pdserve.wire.discovery import Role
+from pdserve.wire.proxy_workers import Family
+from pdserve_proxy.scraping import export
 from pdserve_proxy.snapshot import Snapshot
 
 CONTENT_TYPE = prometheus_client.CONTENT_TYPE_LATEST
@@ -48,9 +50,9 @@ class ProxyMetrics:
         )
         self._nodes = Gauge("pdserve_proxy_nodes", "Registered nodes.", ["role"], registry=registry)
 
-    def render(self, snapshot: Snapshot) -> bytes:
-        """The text that Prometheus scrapes."""
+    def export(self, snapshot: Snapshot) -> tuple[Family, ...]:
+        """All of it, with the nodes of ``snapshot`` counted."""
         roles = Tally(node.info.role for node in snapshot.nodes)
         for role in Role:
             self._nodes.labels(role.value).set(roles[role])
-        return prometheus_client.generate_latest(self.registry)
+        return export(self.registry)

@@ -7,6 +7,7 @@ another process registers under its URL (it was restarted, and a port has only o
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 from pdserve.errors import MalformedFrame
 from pdserve.wire.discovery import Ack, Deregister, Heartbeat, Load, NodeInfo, Register, Role, ToProxy
@@ -24,7 +25,9 @@ class Registry:
         missed_heartbeats: int,
         max_nodes: int = MAX_NODES,
         watcher: Watcher | None = None,
+        on_change: Callable[[], None] | None = None,
     ) -> None:
+        self._on_change = on_change
         self._watcher = watcher
         self._max_nodes = max_nodes
         self._lease_s = heartbeat_s * missed_heartbeats
@@ -62,6 +65,11 @@ class Registry:
         if node is not None:
             self._put(dataclasses.replace(node, state=NodeState.UNREACHABLE))
 
+    @property
+    def prefilled(self) -> frozenset[str]:
+        """Fingerprints that have had a prefill node."""
+        return self._prefilled
+
     def snapshot(self) -> Snapshot:
         if self._snapshot is None:
             self._snapshot = take_snapshot(self._nodes.values(), self._prefilled)
@@ -91,13 +99,18 @@ class Registry:
 
     def _put(self, node: Node) -> None:
         self._nodes[node.info.boot_id] = node
-        self._snapshot = None
+        self._changed()
 
     def _drop(self, boot_id: bytes) -> None:
         if self._nodes.pop(boot_id, None) is not None:
-            self._snapshot = None
+            self._changed()
             if self._watcher is not None:
                 self._watcher.forget(boot_id)
+
+    def _changed(self) -> None:
+        self._snapshot = None
+        if self._on_change is not None:
+            self._on_change()
 
 
 def _check(info: NodeInfo) -> None:

@@ -14,7 +14,7 @@ import pytest
 from pdserve.config import AdmissionConfig, ProxyConfig
 from pdserve.errors import ConfigError, Unauthorized
 from pdserve.wire.discovery import Role
-from pdserve_proxy.api_keys import read_api_keys
+from pdserve_proxy.api_keys import ApiKeys, read_api_keys
 from tests.proxy.cluster import cluster, eventually, node_info, proxy_config, run_async
 from tests.proxy.fake_node import Exchange, FakeNode
 
@@ -145,7 +145,7 @@ def test_beyond_the_limit_requests_wait_and_beyond_the_queue_they_get_503() -> N
 def test_keys_in_a_file_may_have_names(tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_text(f"# ours\n\nalice {ALICE}\n{BOB}\n")
-    keys = read_api_keys(AdmissionConfig(api_key_file=str(file)))
+    keys = ApiKeys(read_api_keys(AdmissionConfig(api_key_file=str(file))))
     assert (keys.caller(f"Bearer {ALICE}"), keys.caller(f"bearer  {BOB}")) == ("alice", "line-4")
     with pytest.raises(Unauthorized):
         keys.caller(f"Bearer {ALICE}x")
