@@ -65,6 +65,17 @@ async def answer_ok(exchange: Exchange) -> None:
     await exchange.answer(200, b'{"ok": true}')
 
 
+EVENTS = [b'data: {"n": %d}\n\n' % n for n in range(5)]
+DONE = b"data: [DONE]\n\n"
+
+
+async def stream_events(exchange: Exchange) -> None:
+    await exchange.begin_stream()
+    for event in [*EVENTS, DONE]:
+        await exchange.chunk(event)
+    await exchange.finish()
+
+
 @dataclass
 class FakeNode:
     """An async context manager; ``behaviour`` answers each request."""

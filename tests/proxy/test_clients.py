@@ -15,7 +15,7 @@ from pdserve.config import AdmissionConfig, ProxyConfig
 from pdserve.errors import ConfigError, Unauthorized
 from pdserve.wire.discovery import Role
 from pdserve_proxy.api_keys import ApiKeys, read_api_keys
-from tests.proxy.cluster import cluster, eventually, node_info, proxy_config, run_async
+from tests.proxy.cluster import cluster, eventually, metric, node_info, proxy_config, run_async
 from tests.proxy.fake_node import Exchange, FakeNode
 
 ALICE, BOB = "alices-key-0123456789", "bobs-key-0123456789"
@@ -120,21 +120,16 @@ def test_beyond_the_limit_requests_wait_and_beyond_the_queue_they_get_503() -> N
                     await response.read()
                     return response.status, response.headers.get("retry-after")
 
-            async def queued() -> str:
-                async with running.http.get("/metrics") as response:
-                    return await response.text()
+            async def waiting(count: int) -> bool:
+                return await metric(running, "pdserve_proxy_requests_queued") == count
 
             tasks = [asyncio.create_task(send()) for _ in range(3)]
-            async with asyncio.timeout(10):
-                while "pdserve_proxy_requests_queued 2.0" not in await queued():
-                    pass
+            await eventually(lambda: waiting(2), "two wait")
             await eventually(lambda: held.entered == 1, "one is at the node")
             assert await send() == (503, "1")
             leaver = tasks.pop()  # of those that wait, one leaves: its place is free again
             leaver.cancel()
-            async with asyncio.timeout(10):
-                while "pdserve_proxy_requests_queued 1.0" not in await queued():
-                    pass
+            await eventually(lambda: waiting(1), "one waits")
             tasks.append(asyncio.create_task(send()))
             held.let_go.set()
             assert await asyncio.gather(*tasks) == [(200, None)] * 3

@@ -88,7 +88,7 @@ def test_a_task_that_fails_or_forgets_does_not_keep_its_upstream() -> None:
             seen = Seen()
             await asyncio.wait([task := seen.start(handler)])
             task.exception()
-            await eventually(lambda seen=seen: seen.ends == [(Outcome.FAILED, 500)], "the end")  # type: ignore[misc]
+            await eventually(lambda seen=seen: seen.ends == [(Outcome.FAILED, 500)], "the end")
 
     run_async(scenario())
 

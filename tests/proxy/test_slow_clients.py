@@ -13,7 +13,7 @@ import aiohttp
 from pdserve.config import HttpConfig
 from pdserve.wire.discovery import Role
 from pdserve_proxy.listening import bind_http
-from tests.proxy.cluster import Cluster, cluster, node_info, proxy_config, registered, run_async
+from tests.proxy.cluster import Cluster, cluster, eventually, metric, node_info, proxy_config, registered, run_async
 from tests.proxy.fake_node import Exchange, FakeNode
 from tests.proxy.test_server import proxy_process
 
@@ -100,12 +100,9 @@ def test_a_reader_that_does_not_go_on_is_cut_off_and_frees_its_node() -> None:
                     await flood.gone.wait()
 
                 async def client_gone() -> bool:
-                    async with running.http.get("/metrics") as response:
-                        return 'outcomes_total{outcome="client_gone"} 1.0' in await response.text()
+                    return await metric(running, 'pdserve_proxy_outcomes_total{outcome="client_gone"}') == 1
 
-                async with asyncio.timeout(10):
-                    while not await client_gone():
-                        pass
+                await eventually(client_gone, "it counts as a client that left")
 
     run_async(scenario())
 
