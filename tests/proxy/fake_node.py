@@ -54,6 +54,8 @@ class Exchange:
                 pass
 
     async def _write(self, data: bytes) -> None:
+        if self.writer.transport.is_closing():  # for which uvloop has no exception type of its own
+            raise ConnectionResetError
         self.writer.write(data)
         await self.writer.drain()
 
