@@ -195,11 +195,5 @@ def test_nobody_there() -> None:
 
 
 def test_where_a_url_leads() -> None:
-    origin = origin_of("https://[::1]/base/")
-    assert (origin.host, origin.port, origin.tls, origin.authority, origin.prefix) == (
-        "::1",
-        443,
-        True,
-        "[::1]",
-        "/base",
-    )
+    where = Origin(host="::1", port=443, tls=True, authority="[::1]", prefix="/base")
+    assert origin_of("https://[::1]/base/") == where
