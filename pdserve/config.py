@@ -85,6 +85,15 @@ class LogLevel(enum.Enum):
     ERROR = "error"
 
 
+class RoutingPolicy(enum.Enum):
+    """How the proxy chooses nodes for a request."""
+
+    ROUND_ROBIN = "round-robin"
+    LEAST_LOADED = "least-loaded"
+    TWO_CHOICES = "two-choices"
+    PREFIX_AFFINITY = "prefix-affinity"
+
+
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
     """Which model, and how it is held."""
@@ -165,6 +174,16 @@ class HttpConfig:
     keep_alive_s: int = setting(
         "keep-alive-s", "seconds that an idle client connection is kept; longer than clients' pools", 120, minimum=1
     )
+    max_client_connections: int = setting(
+        "max-client-connections", "connections held at once; more are refused with 503", 16_384, minimum=1
+    )
+    write_timeout_s: float = setting(
+        "write-timeout-s",
+        "seconds that a client may leave a response unread before it is cut off",
+        60.0,
+        minimum=0.1,
+        maximum=86_400,
+    )
     max_body_bytes: int = setting("max-body-bytes", "largest request body that is read", 8 * 2**20, minimum=1024)
     drain_s: float = setting("drain-s", "seconds that running requests get to finish on SIGTERM", 10.0, minimum=0)
 
@@ -190,6 +209,14 @@ class DiscoveryConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class TlsConfig:
+    """TLS towards clients."""
+
+    cert: str = setting("tls-cert", "PEM file of a certificate and its chain; serves HTTPS if given", "")
+    key: str = setting("tls-key", "PEM file of its private key, without a passphrase", "")
+
+
+@dataclass(frozen=True, slots=True)
 class RegistryConfig:
     """The proxy's side of discovery."""
 
@@ -202,6 +229,40 @@ class RegistryConfig:
     )
     missed_heartbeats: int = setting(
         "missed-heartbeats", "heartbeats missed in a row before a node is dropped", 3, minimum=1
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class WorkersConfig:
+    """The proxy's processes."""
+
+    count: int = setting("workers", "processes that serve clients on the one port", 1, minimum=1, maximum=64)
+
+
+@dataclass(frozen=True, slots=True)
+class RoutingConfig:
+    """Which nodes the proxy chooses."""
+
+    policy: RoutingPolicy = setting("policy", "how nodes are chosen for a request", RoutingPolicy.ROUND_ROBIN)
+
+
+@dataclass(frozen=True, slots=True)
+class AdmissionConfig:
+    """Which clients the proxy serves, and how many requests at once."""
+
+    api_keys: tuple[str, ...] = setting(
+        "api-key", "key that clients have to send; may be given more than once; better in a file", (), secret=True
+    )
+    api_key_file: str = setting("api-key-file", "file of keys that clients may send, one a line, or NAME KEY", "")
+    max_in_flight: int = setting(
+        "max-in-flight", "requests under way at once; more wait; 0 for any number", 4096, minimum=0
+    )
+    max_in_flight_per_key: int = setting(
+        "max-in-flight-per-key", "requests of one API key, under way or waiting; 0 for any number", 0, minimum=0
+    )
+    max_queued: int = setting("max-queued", "requests that wait at once; more get 503", 1024, minimum=0)
+    queue_timeout_s: float = setting(
+        "queue-timeout-s", "seconds that a request waits for its turn", 30.0, minimum=0.01, maximum=3600
     )
 
 
@@ -293,7 +354,11 @@ class ProxyConfig:
     """``pdserve proxy``."""
 
     http: HttpConfig = field(default_factory=lambda: HttpConfig(port=8000))
+    tls: TlsConfig = field(default_factory=TlsConfig)
+    workers: WorkersConfig = field(default_factory=WorkersConfig)
     registry: RegistryConfig = field(default_factory=RegistryConfig)
+    routing: RoutingConfig = field(default_factory=RoutingConfig)
+    admission: AdmissionConfig = field(default_factory=AdmissionConfig)
     relay: RelayConfig = field(default_factory=RelayConfig)
     request: RequestConfig = field(default_factory=RequestConfig)
     security: SecurityConfig = field(default_factory=SecurityConfig)

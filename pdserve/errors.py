@@ -18,6 +18,7 @@
         ├── NotFound                404
         ├── MethodNotAllowed        405
         ├── PayloadTooLarge         413
+        ├── TooManyRequests         429, with Retry-After
         ├── Internal                500
         ├── BadUpstream             502
         ├── Unavailable             503, with Retry-After
@@ -132,6 +133,11 @@ class MethodNotAllowed(RequestError):
 class PayloadTooLarge(RequestError):
     status = 413
     type = "invalid_request_error"
+
+
+class TooManyRequests(RequestError):
+    status = 429
+    type = "rate_limit_error"
 
 
 class Internal(RequestError):

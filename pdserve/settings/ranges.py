@@ -16,6 +16,7 @@ from pdserve.config import (
     HttpConfig,
     LoadConfig,
     SchedulerConfig,
+    TlsConfig,
     TransferConfig,
     WorkloadConfig,
 )
@@ -57,6 +58,11 @@ def _http(http: HttpConfig) -> None:
         _check_url("--advertise", http.advertise, schemes=("http", "https"), example="http://10.0.0.7:8001")
     if not http.host:
         raise ConfigError("--host: an empty address was given; it takes one like 127.0.0.1, or 0.0.0.0 for all")
+
+
+def _tls(tls: TlsConfig) -> None:
+    if bool(tls.cert) != bool(tls.key):
+        raise ConfigError("--tls-cert and --tls-key go together: one of them is missing")
 
 
 def _discovery(discovery: DiscoveryConfig) -> None:
@@ -122,6 +128,7 @@ _CHECKS: dict[type, Callable[[Any], None]] = {
     SchedulerConfig: _scheduler,
     TransferConfig: _transfer,
     HttpConfig: _http,
+    TlsConfig: _tls,
     DiscoveryConfig: _discovery,
     ClusterConfig: _cluster,
     WorkloadConfig: _workload,

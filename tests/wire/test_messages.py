@@ -8,7 +8,7 @@ import msgpack
 import msgspec
 import pytest
 
-from pdserve.wire import discovery, engine, rank_transfer, transfer
+from pdserve.wire import discovery, engine, proxy_workers, rank_transfer, transfer
 from pdserve.wire.ids import TransferId
 from pdserve.wire.sampling import SampledToken, SamplingParams, TokenLogprobs
 from pdserve.wire.ticket import PrefillTarget, Ticket
@@ -146,6 +146,25 @@ CHANNELS: list[tuple[Any, list[msgspec.Struct]]] = [
             rank_transfer.Dropped(1),
             rank_transfer.PiecesSent(1, 9, 2, 8192),
             rank_transfer.PiecesAnnounced(1, 9, 0, 2, (7, 8)),
+        ],
+    ),
+    (
+        proxy_workers.ToWorker,
+        [
+            proxy_workers.Nodes((proxy_workers.KnownNode(NODE, discovery.Load(1, 2, 3), 9.5),), ("f",)),
+            proxy_workers.Collect(7),
+            proxy_workers.Scraped(7, b"text"),
+        ],
+    ),
+    (
+        proxy_workers.ToSupervisor,
+        [
+            proxy_workers.Hello(),
+            proxy_workers.Ready(),
+            proxy_workers.Scrape(7),
+            proxy_workers.Counts(
+                7, (proxy_workers.Family("n", "what", "counter", (proxy_workers.Sample("n_total", {"a": "b"}, 1.0),)),)
+            ),
         ],
     ),
 ]
