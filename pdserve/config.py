@@ -19,19 +19,21 @@ def setting(
     default: Any,
     *,
     metavar: str | None = None,
+    bare: str | None = None,
     secret: bool = False,
     minimum: float | None = None,
     maximum: float | None = None,
 ) -> Any:
     """A dataclass field that users can set: ``--flag``, ``PDSERVE_FLAG``, and ``section.flag`` in TOML.
 
-    ``minimum`` and ``maximum`` are inclusive. A ``secret`` is left out of the dataclass's repr, of ``--help`` and of
-    errors.
+    ``minimum`` and ``maximum`` are inclusive. ``bare`` is what the flag means where no value follows it. A ``secret``
+    is left out of the dataclass's repr, of ``--help`` and of errors.
     """
     metadata = {
         "flag": flag,
         "help": help,
         "metavar": metavar,
+        "bare": bare,
         "secret": secret,
         "minimum": minimum,
         "maximum": maximum,
@@ -44,6 +46,14 @@ class Dtype(enum.Enum):
 
     BF16 = "bf16"
     FP32 = "fp32"
+
+
+class Device(enum.Enum):
+    """What computes."""
+
+    AUTO = "auto"
+    CPU = "cpu"
+    CUDA = "cuda"
 
 
 class Switch(enum.Enum):
@@ -70,6 +80,14 @@ class TpBackend(enum.Enum):
     """By torch.distributed, over TCP on the loopback interface."""
 
 
+class CpuKernels(enum.Enum):
+    """``AUTO``: compiled C++ where there is a compiler, plain torch otherwise."""
+
+    AUTO = "auto"
+    COMPILED = "compiled"
+    TORCH = "torch"
+
+
 class LogLevel(enum.Enum):
     DEBUG = "debug"
     INFO = "info"
@@ -77,15 +95,30 @@ class LogLevel(enum.Enum):
     ERROR = "error"
 
 
+class RoutingPolicy(enum.Enum):
+    """How the proxy chooses nodes for a request."""
+
+    ROUND_ROBIN = "round-robin"
+    LEAST_LOADED = "least-loaded"
+    TWO_CHOICES = "two-choices"
+    PREFIX_AFFINITY = "prefix-affinity"
+
+
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
     """Which model, and how it is held."""
 
-    path: str = setting("model", "Hugging Face model folder, or 'demo' for the embedded SmolLM2-135M-Instruct", "demo")
+    path: str = setting("model", "Hugging Face folder, .gguf file, or 'demo' for SmolLM2-135M-Instruct", "demo")
     served_name: str = setting("served-name", "name that clients ask for; the folder's name if empty", "")
     dtype: Dtype = setting("dtype", "number format of weights and KV cache", Dtype.BF16)
     max_model_len: int = setting(
         "max-model-len", "longest prompt plus output in tokens; 0 takes the model's own", 0, minimum=0
+    )
+    device: Device = setting(
+        "device", "what computes; auto takes a GPU on a mixed node that has one, and else the CPU", Device.AUTO
+    )
+    cuda_graphs: Switch = setting(
+        "cuda-graphs", "record decode steps once and replay them; off launches each kernel (on a GPU)", Switch.ON
     )
 
 
@@ -164,6 +197,16 @@ class HttpConfig:
     keep_alive_s: int = setting(
         "keep-alive-s", "seconds that an idle client connection is kept; longer than clients' pools", 120, minimum=1
     )
+    max_client_connections: int = setting(
+        "max-client-connections", "connections held at once; more are refused with 503", 16_384, minimum=1
+    )
+    write_timeout_s: float = setting(
+        "write-timeout-s",
+        "seconds that a client may leave a response unread before it is cut off",
+        60.0,
+        minimum=0.1,
+        maximum=86_400,
+    )
     max_body_bytes: int = setting("max-body-bytes", "largest request body that is read", 8 * 2**20, minimum=1024)
     drain_s: float = setting("drain-s", "seconds that running requests get to finish on SIGTERM", 10.0, minimum=0)
 
@@ -189,6 +232,14 @@ class DiscoveryConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class TlsConfig:
+    """TLS towards clients."""
+
+    cert: str = setting("tls-cert", "PEM file of a certificate and its chain; serves HTTPS if given", "")
+    key: str = setting("tls-key", "PEM file of its private key, without a passphrase", "")
+
+
+@dataclass(frozen=True, slots=True)
 class RegistryConfig:
     """The proxy's side of discovery."""
 
@@ -201,6 +252,40 @@ class RegistryConfig:
     )
     missed_heartbeats: int = setting(
         "missed-heartbeats", "heartbeats missed in a row before a node is dropped", 3, minimum=1
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class WorkersConfig:
+    """The proxy's processes."""
+
+    count: int = setting("workers", "processes that serve clients on the one port", 1, minimum=1, maximum=64)
+
+
+@dataclass(frozen=True, slots=True)
+class RoutingConfig:
+    """Which nodes the proxy chooses."""
+
+    policy: RoutingPolicy = setting("policy", "how nodes are chosen for a request", RoutingPolicy.ROUND_ROBIN)
+
+
+@dataclass(frozen=True, slots=True)
+class AdmissionConfig:
+    """Which clients the proxy serves, and how many requests at once."""
+
+    api_keys: tuple[str, ...] = setting(
+        "api-key", "key that clients have to send; may be given more than once; better in a file", (), secret=True
+    )
+    api_key_file: str = setting("api-key-file", "file of keys that clients may send, one a line, or NAME KEY", "")
+    max_in_flight: int = setting(
+        "max-in-flight", "requests under way at once; more wait; 0 for any number", 4096, minimum=0
+    )
+    max_in_flight_per_key: int = setting(
+        "max-in-flight-per-key", "requests of one API key, under way or waiting; 0 for any number", 0, minimum=0
+    )
+    max_queued: int = setting("max-queued", "requests that wait at once; more get 503", 1024, minimum=0)
+    queue_timeout_s: float = setting(
+        "queue-timeout-s", "seconds that a request waits for its turn", 30.0, minimum=0.01, maximum=3600
     )
 
 
@@ -227,9 +312,14 @@ class SecurityConfig:
 
 @dataclass(frozen=True, slots=True)
 class CpuConfig:
-    """Which cores the engine may use."""
+    """Which cores the engine may use, and what it computes with on them."""
 
     cores: tuple[int, ...] = setting("cores", "cores that the engine is pinned to, as 0,1,4-7; all if empty", ())
+    kernels: CpuKernels = setting(
+        "cpu-kernels",
+        "CPU kernels: compiled C++ (once, by g++), plain torch, or the better that there is",
+        CpuKernels.AUTO,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,6 +337,8 @@ class EngineConfig:
     boot_id: bytes
     secret: bytes = field(repr=False)
     model_dir: str
+    cache_dir: str
+    """The user's folder for what can be made again."""
     model: ModelConfig
     cache: CacheConfig
     scheduler: SchedulerConfig
@@ -278,6 +370,8 @@ class RankLaunch:
     parent_pid: int
     address: str
     """``ipc://`` path in a private folder, where rank 0 has bound a ZMQ PAIR socket for this rank."""
+    transfer_address: str
+    """``ipc://`` path in that folder, which this rank binds for its KV transfer."""
     rendezvous: str
     """A file that the ranks meet at: the same for all, in the same folder."""
     board: int
@@ -308,7 +402,11 @@ class ProxyConfig:
     """``pdserve proxy``."""
 
     http: HttpConfig = field(default_factory=lambda: HttpConfig(port=8000))
+    tls: TlsConfig = field(default_factory=TlsConfig)
+    workers: WorkersConfig = field(default_factory=WorkersConfig)
     registry: RegistryConfig = field(default_factory=RegistryConfig)
+    routing: RoutingConfig = field(default_factory=RoutingConfig)
+    admission: AdmissionConfig = field(default_factory=AdmissionConfig)
     relay: RelayConfig = field(default_factory=RelayConfig)
     request: RequestConfig = field(default_factory=RequestConfig)
     security: SecurityConfig = field(default_factory=SecurityConfig)
@@ -339,3 +437,123 @@ class UpConfig:
     request: RequestConfig = field(default_factory=RequestConfig)
     security: SecurityConfig = field(default_factory=SecurityConfig)
     log: LogConfig = field(default_factory=LogConfig)
+
+
+@dataclass(frozen=True, slots=True)
+class ReportConfig:
+    """Where a benchmark's figures go, beside the table that it prints."""
+
+    json: str = setting(
+        "json", "file for the figures as JSON; - or nothing is standard output", "", metavar="FILE", bare="-"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class WorkloadConfig:
+    """The requests of a benchmark: random prompts, the same for the same seed."""
+
+    seed: int = setting("seed", "of prompts and lengths", 0, minimum=0)
+    requests: int = setting("requests", "requests of a run; 0 takes 3 times the concurrency, at least 12", 0, minimum=0)
+    min_prompt_tokens: int = setting("min-prompt-tokens", "shortest prompt", 16, minimum=1)
+    max_prompt_tokens: int = setting("max-prompt-tokens", "longest prompt", 128, minimum=1)
+    min_output_tokens: int = setting("min-output-tokens", "shortest answer", 16, minimum=1)
+    max_output_tokens: int = setting("max-output-tokens", "longest answer", 256, minimum=1)
+    vocab_size: int = setting(
+        "prompt-vocab", "prompts are made of token ids below this; at most the model's own", 32_000, minimum=4
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class BatchingBenchConfig:
+    """Continuous against static batching."""
+
+    concurrency: tuple[int, ...] = setting(
+        "concurrency", "clients at the same time, for each run", (1, 2, 4, 8, 16, 32)
+    )
+    repeats: int = setting(
+        "repeats",
+        "runs of each mode at each concurrency, in turns so that both see the same disturbances",
+        2,
+        minimum=1,
+    )
+    plot: str = setting("plot", "file for the plot, PNG", "", metavar="FILE")
+    startup_timeout_s: float = setting("startup-timeout-s", "seconds that both nodes get to come up", 300.0, minimum=1)
+    run_timeout_s: float = setting("run-timeout-s", "seconds that one run may take", 900.0, minimum=1)
+
+
+@dataclass(frozen=True, slots=True)
+class BenchBatchingConfig:
+    """``pdserve bench batching``."""
+
+    report: ReportConfig = field(default_factory=ReportConfig)
+    batching: BatchingBenchConfig = field(default_factory=BatchingBenchConfig)
+    workload: WorkloadConfig = field(default_factory=WorkloadConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    cpu: CpuConfig = field(default_factory=CpuConfig)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineBenchConfig:
+    """What is measured of an engine's parts."""
+
+    batches: tuple[int, ...] = setting("batches", "requests in a decode step", (1, 4, 8, 16, 32))
+    contexts: tuple[int, ...] = setting("contexts", "tokens that each of them has in the KV cache", (256, 1024))
+    chunks: tuple[int, ...] = setting("chunks", "tokens of a prompt in a prefill step", (64, 128, 256, 512))
+    seconds: float = setting("seconds", "time for each measurement", 1.0, minimum=0)
+    block_size: int = setting("block-size", "tokens in one KV block", 16, minimum=1, maximum=1024)
+    copy_mib: int = setting("copy-mib", "size of the buffers whose copying is timed, in MiB", 256, minimum=1)
+
+
+@dataclass(frozen=True, slots=True)
+class BenchEngineConfig:
+    """``pdserve bench engine``."""
+
+    report: ReportConfig = field(default_factory=ReportConfig)
+    engine: EngineBenchConfig = field(default_factory=EngineBenchConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    cpu: CpuConfig = field(default_factory=CpuConfig)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadConfig:
+    """Load on any server that speaks OpenAI's API."""
+
+    url: str = setting("url", "the server, without /v1", "http://127.0.0.1:8000")
+    model: str = setting("served-name", "name of the model to ask for; the server's first if empty", "")
+    concurrency: int = setting("concurrency", "clients at the same time", 1, minimum=1)
+    requests: int = setting("requests", "requests in all; 0 takes twice the concurrency and 6", 0, minimum=0)
+    prompt_tokens: int = setting("prompt-tokens", "tokens of each prompt", 256, minimum=1)
+    output_tokens: int = setting("output-tokens", "tokens of each answer", 64, minimum=1)
+    warm_up: int = setting("warm-up", "requests before the clock starts", 1, minimum=0)
+    seed: int = setting("seed", "of the prompts", 0, minimum=0)
+    vocab_size: int = setting(
+        "prompt-vocab", "prompts are made of token ids below this; at most the model's own", 32_000, minimum=4
+    )
+    timeout_s: float = setting("run-timeout-s", "seconds that the run may take", 900.0, minimum=1)
+
+
+@dataclass(frozen=True, slots=True)
+class BenchLoadConfig:
+    """``pdserve bench load``."""
+
+    report: ReportConfig = field(default_factory=ReportConfig)
+    load: LoadConfig = field(default_factory=LoadConfig)
+
+
+@dataclass(frozen=True, slots=True)
+class CompareConfig:
+    """Two reports of one benchmark."""
+
+    old: str = setting("old", "report to compare with, JSON", "", metavar="FILE")
+    new: str = setting("new", "report to judge, JSON", "", metavar="FILE")
+    tolerance: float = setting(
+        "tolerance", "by how much a ratio may be worse: 0.1 for a tenth", 0.1, minimum=0, maximum=0.99
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class BenchCompareConfig:
+    """``pdserve bench compare``."""
+
+    compare: CompareConfig = field(default_factory=CompareConfig)

@@ -12,12 +12,14 @@
     │   └── TransferRefused         the prefill node said no, or gave up
     ├── EngineError             the engine process failed
     │   └── RankLost                a tensor-parallel rank died, failed or hangs
+    ├── BenchError              a benchmark could not be run
     └── RequestError            a client's request ends with an HTTP error in OpenAI's shape
         ├── InvalidRequest          400
         ├── Unauthorized            401
         ├── NotFound                404
         ├── MethodNotAllowed        405
         ├── PayloadTooLarge         413
+        ├── TooManyRequests         429, with Retry-After
         ├── Internal                500
         ├── BadUpstream             502
         ├── Unavailable             503, with Retry-After
@@ -98,6 +100,10 @@ class RankLost(EngineError):
         return cls(f"{who} hangs: no sign of it for {timeout_s:.1f} s", ranks)
 
 
+class BenchError(PdserveError):
+    """A benchmark cannot be run: the server, the report or the machine is not fit for it."""
+
+
 class RequestError(PdserveError):
     """Ends one client request with an HTTP status and an OpenAI-shaped error body."""
 
@@ -142,6 +148,11 @@ class MethodNotAllowed(RequestError):
 class PayloadTooLarge(RequestError):
     status = 413
     type = "invalid_request_error"
+
+
+class TooManyRequests(RequestError):
+    status = 429
+    type = "rate_limit_error"
 
 
 class Internal(RequestError):

@@ -5,7 +5,8 @@
 
 uvicorn takes headers of any size for any time, and stops reading while a pipelined request waits, so that it does not
 see the client leave. Here a request's head is bounded in size, in fields and in time, and bytes that come while a
-response is under way are dropped: that response is then the connection's last.
+response is under way are dropped: that response is then the connection's last. A client that does not take what it
+asked for is cut off, and connections beyond a number are refused.
 """
 
 from __future__ import annotations
@@ -14,10 +15,17 @@ import asyncio
 import enum
 import http
 import json
+import logging
+import ssl
+from pathlib import Path
 from typing import Any, ClassVar
 
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from pdserve.errors import ConfigError
+
+log = logging.getLogger(__name__)
 
 MAX_HEAD_BYTES = 64 * 1024
 MAX_HEADERS = 128
@@ -39,14 +47,30 @@ class _Phase(enum.Enum):
     CLOSING = "closing"
 
 
-def guarded_config(app: Any, *, keep_alive_s: int, shutdown_s: int, backlog: int = 2048) -> uvicorn.Config:
+def guarded_config(
+    app: Any,
+    *,
+    keep_alive_s: int,
+    shutdown_s: int,
+    max_connections: int,
+    write_timeout_s: float,
+    tls: ssl.SSLContext | None = None,
+    backlog: int = 2048,
+) -> uvicorn.Config:
     """How every HTTP server of pdserve runs: guarded, without websockets, and silent but for warnings.
 
-    ``shutdown_s`` is what running responses get once the server was told to end.
+    ``shutdown_s`` is what running responses get once the server was told to end. ``max_connections`` and
+    ``write_timeout_s`` are as ``GuardedHttp`` has them.
     """
+
+    class Protocol(GuardedHttp):
+        pass
+
+    Protocol.max_connections = max_connections
+    Protocol.write_timeout_s = write_timeout_s
     return uvicorn.Config(
         app,
-        http=GuardedHttp,
+        http=Protocol,
         ws="none",
         lifespan="off",
         log_config=None,
@@ -56,7 +80,23 @@ def guarded_config(app: Any, *, keep_alive_s: int, shutdown_s: int, backlog: int
         backlog=backlog,
         timeout_keep_alive=keep_alive_s,
         timeout_graceful_shutdown=shutdown_s,
+        ssl_context_factory=None if tls is None else lambda config, default: tls,
     )
+
+
+def server_tls(certificate: str, key: str) -> ssl.SSLContext:
+    """TLS 1.2 and above with the PEM files of a certificate chain and its key. Raises ConfigError."""
+    for file in (certificate, key):
+        if not Path(file).is_file():
+            raise ConfigError(f"TLS: there is no file {file!r}")
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.set_alpn_protocols(["http/1.1"])
+    try:
+        # A passphrase would be asked for on the terminal; there may be none.
+        context.load_cert_chain(certificate, key, password="")
+    except (OSError, ssl.SSLError, ValueError) as exc:
+        raise ConfigError(f"TLS: {certificate} and {key} cannot be used: {exc}") from exc
+    return context
 
 
 class GuardedHttp(HttpToolsProtocol):
@@ -65,20 +105,31 @@ class GuardedHttp(HttpToolsProtocol):
     max_head_bytes: ClassVar[int] = MAX_HEAD_BYTES
     head_timeout_s: ClassVar[float] = HEAD_TIMEOUT_S
     linger_s: ClassVar[float] = LINGER_S
+    max_connections: ClassVar[int] = 16_384
+    """Of one server; the next is refused with 503."""
+    write_timeout_s: ClassVar[float] = 60.0
+    """How long a client may leave more than the transport's high-water mark (64 KiB) of a response unread."""
 
     _phase = _Phase.WAITING
     _idle_bytes = 0
     """Fed to the parser since the request began or the last byte of its body: head, chunk extensions, trailers."""
     _timer: asyncio.TimerHandle | None = None
+    _write_timer: asyncio.TimerHandle | None = None
 
     # ------------------------------------------------------------------ the connection
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn has it
         super().connection_made(transport)
-        self._start_timer(self.head_timeout_s)
+        if len(self.connections) > self.max_connections:
+            # While it lingers it takes nobody's place.
+            self.connections.discard(self)
+            self._refuse(503, "the server has all the connections it may hold", "too_many_connections")
+        else:
+            self._start_timer(self.head_timeout_s)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
+        self._stop_write_timer()
         # Also with an exception, for which uvicorn leaves it running.
         self._unset_keepalive_if_required()
         self._phase = _Phase.CLOSING
@@ -97,6 +148,24 @@ class GuardedHttp(HttpToolsProtocol):
             room = self.max_head_bytes - self._idle_bytes if self._phase is _Phase.HEAD else len(data)
             piece, data = data[:room], data[room:]
             self._feed(piece)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._stop_write_timer()
+        self._write_timer = self.loop.call_later(self.write_timeout_s, self._unread)
+
+    def resume_writing(self) -> None:
+        self._stop_write_timer()
+        super().resume_writing()
+
+    def _unread(self) -> None:
+        log.info("%s took no more of a response for %g s: cut off", self.client, self.write_timeout_s)
+        self.transport.abort()
+
+    def _stop_write_timer(self) -> None:
+        if self._write_timer is not None:
+            self._write_timer.cancel()
+            self._write_timer = None
 
     def _feed(self, piece: bytes) -> None:
         before = self._phase
@@ -187,7 +256,8 @@ class GuardedHttp(HttpToolsProtocol):
                 self.transport.close()
                 return
         self.transport.write(self._answer(status, message, code))
-        self.transport.write_eof()
+        if self.transport.can_write_eof():  # not with TLS
+            self.transport.write_eof()
         self.flow.resume_reading()
 
     def _disconnect(self) -> None:
@@ -197,10 +267,12 @@ class GuardedHttp(HttpToolsProtocol):
         self.cycle.message_event.set()
 
     def _answer(self, status: int, message: str, code: str) -> bytes:
-        error = {"message": message, "type": "invalid_request_error", "param": None, "code": code}
+        kind = "service_unavailable" if status == 503 else "invalid_request_error"
+        error = {"message": message, "type": kind, "param": None, "code": code}
         body = json.dumps({"error": error}).encode()
         fields = [
             *self.server_state.default_headers,
+            *([(b"retry-after", b"1")] if status == 503 else []),
             (b"content-type", b"application/json"),
             (b"content-length", b"%d" % len(body)),
             (b"connection", b"close"),

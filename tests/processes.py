@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 
-from pdserve.cli.child import Listening, parse_listening
+from pdserve.child import Listening, parse_listening
 from pdserve.parent import PARENT_PID_ENV
 
 SECRET = "a-secret-for-tests-only-0123456789"

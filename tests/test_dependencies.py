@@ -48,7 +48,10 @@ def imported(folder: Path) -> set[str]:
 
 @pytest.mark.parametrize(
     ("folders", "extras"),
-    [(["pdserve", "proxy", "kvtransfer", "kernels"], ["demo"]), (["tests"], ["demo", "test"])],
+    [
+        (["pdserve", "proxy", "kvtransfer", "kernels"], ["demo", "bench", "gpu"]),
+        (["tests"], ["demo", "bench", "test"]),
+    ],
     ids=["packages", "tests"],
 )
 def test_every_import_is_declared(folders: list[str], extras: list[str]) -> None:

@@ -24,6 +24,9 @@ class Hasty(GuardedHttp):
 async def app(
     scope: Any, receive: Callable[[], Awaitable[Any]], send: Callable[[dict[str, object]], Awaitable[None]]
 ) -> None:
+    if scope["path"] == "/endless":
+        await endless(receive, send)
+        return
     if scope["path"] == "/slow":
         await asyncio.sleep(3 * Hasty.head_timeout_s)  # longer than the guard's patience: that is the test
     more = True
@@ -31,6 +34,24 @@ async def app(
         more = (await receive()).get("more_body", False)
     await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
     await send({"type": "http.response.body", "body": b"ok"})
+
+
+endless_ended = asyncio.Event()
+
+
+async def endless(receive: Callable[[], Awaitable[Any]], send: Callable[[dict[str, object]], Awaitable[None]]) -> None:
+    async def flood() -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        while True:
+            await send({"type": "http.response.body", "body": b"x" * 2**16, "more_body": True})
+
+    flooding = asyncio.create_task(flood())
+    try:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+    finally:
+        flooding.cancel()
+        endless_ended.set()
 
 
 class Server(uvicorn.Server):
@@ -109,3 +130,44 @@ def test_bodies_are_not_counted_as_heads() -> None:
     size = 4 * GuardedHttp.max_head_bytes
     post = b"POST / HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: %d\r\n\r\n" % size
     assert run(GuardedHttp, post, b"x" * size).endswith(b"ok")
+
+
+def test_one_connection_too_many_is_refused_and_a_place_that_is_left_is_free_again() -> None:
+    class Narrow(GuardedHttp):
+        max_connections = 2
+
+    last = REQUEST + b"connection: close\r\n\r\n"
+
+    async def scenario() -> None:
+        async with serving(Narrow) as port:
+            idle = [await asyncio.open_connection("127.0.0.1", port) for _ in range(2)]
+            for reader, writer in idle:
+                writer.write(REQUEST + b"\r\n")
+                await reader.readuntil(b"ok")
+            head, _, body = (await answer(port)).partition(b"\r\n\r\n")
+            assert head.startswith(b"HTTP/1.1 503 ")
+            assert b"retry-after: 1" in head
+            assert json.loads(body)["error"]["code"] == "too_many_connections"
+            idle[0][1].close()
+            async with asyncio.timeout(WAIT_S):
+                while not (await answer(port, last)).endswith(b"ok"):
+                    pass
+            idle[1][1].close()
+
+    asyncio.run(scenario())
+
+
+def test_a_client_that_leaves_its_answer_unread_is_cut_off() -> None:
+    class Strict(GuardedHttp):
+        write_timeout_s = 0.1
+
+    async def scenario() -> None:
+        async with serving(Strict) as port:
+            with socket.create_connection(("127.0.0.1", port)) as client:
+                client.settimeout(WAIT_S)
+                client.sendall(b"GET /endless HTTP/1.1\r\nhost: x\r\n\r\n")
+                async with asyncio.timeout(WAIT_S):
+                    await endless_ended.wait()
+
+    endless_ended.clear()
+    asyncio.run(scenario())

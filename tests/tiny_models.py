@@ -9,12 +9,15 @@ from typing import Any
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    Gemma3Config,
+    Gemma3TextConfig,
     LlamaConfig,
     MistralConfig,
     PretrainedConfig,
     PreTrainedModel,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 VOCAB_SIZE = 512
@@ -41,12 +44,65 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+WINDOW = 5
+"""Small enough that the tests' contexts leave it behind."""
+LINEAR = {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 4.0}
 FAMILIES: dict[str, PretrainedConfig] = {
     "llama": LlamaConfig(**SHAPE, tie_word_embeddings=True),
     "llama-scaled": LlamaConfig(**SHAPE, attention_bias=True, mlp_bias=True, rope_parameters=LLAMA3_ROPE),
     "mistral": MistralConfig(**SHAPE, sliding_window=None),
     "qwen2": Qwen2Config(**SHAPE),
     "qwen3": Qwen3Config(**SHAPE),
+    "mistral-window": MistralConfig(**SHAPE, sliding_window=WINDOW),
+    # Its first layer sees everything, the others a window.
+    "qwen2-window": Qwen2Config(**SHAPE, use_sliding_window=True, sliding_window=WINDOW, max_window_layers=1),
+    "qwen3-window": Qwen3Config(
+        **SHAPE,
+        use_sliding_window=True,
+        sliding_window=WINDOW,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+    ),
+    # Two layers of experts, one without.
+    "qwen3-moe": Qwen3MoeConfig(
+        **SHAPE,
+        num_experts=8,
+        num_experts_per_tok=3,
+        moe_intermediate_size=24,
+        norm_topk_prob=True,
+        mlp_only_layers=[1],
+    ),
+    "qwen3-moe-sparse": Qwen3MoeConfig(
+        **SHAPE,
+        num_experts=8,
+        num_experts_per_tok=2,
+        moe_intermediate_size=24,
+        decoder_sparse_step=2,
+        use_sliding_window=True,
+        sliding_window=WINDOW,
+    ),
+    "gemma3": Gemma3TextConfig(
+        **SHAPE,
+        sliding_window=WINDOW,
+        layer_types=["sliding_attention", "sliding_attention", "full_attention"],
+        query_pre_attn_scalar=17,
+        rope_parameters={"sliding_attention": {"rope_type": "default", "rope_theta": 100.0}, "full_attention": LINEAR},
+    ),
+}
+
+OTHERS: dict[str, PretrainedConfig] = {
+    # As a GGUF file can say it: scores scaled by the head size, every sixth layer sees everything.
+    "gemma3-pattern": Gemma3TextConfig(
+        **SHAPE | {"num_hidden_layers": 7},
+        sliding_window=WINDOW,
+        query_pre_attn_scalar=10,
+        rope_parameters={"full_attention": LINEAR},
+    ),
+    "gemma3-images": Gemma3Config(
+        text_config=SHAPE | {"sliding_window": WINDOW, "query_pre_attn_scalar": 17},
+        vision_config={"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+        | {"image_size": 28, "patch_size": 14},
+        mm_tokens_per_image=4,
+    ),
 }
 
 
@@ -54,7 +110,8 @@ def save_tiny_model(family: str, folder: Path, **shape: int) -> Path:
     """Write a random model of ``family`` to ``folder``; the same every time. ``shape`` overrides parts of ``SHAPE``."""
     torch.manual_seed(sum(family.encode()))
     auto: Any = AutoModelForCausalLM
-    config = type(FAMILIES[family]).from_dict(FAMILIES[family].to_dict() | shape)
+    config = (FAMILIES | OTHERS)[family]
+    config = type(config).from_dict(config.to_dict() | shape)
     model: PreTrainedModel = auto.from_config(config, dtype=torch.float32)
     for name, parameter in model.named_parameters():
         if "norm" in name or name.endswith("bias"):
@@ -63,9 +120,24 @@ def save_tiny_model(family: str, folder: Path, **shape: int) -> Path:
     return folder
 
 
-@torch.inference_mode()
 def reference_logits(folder: Path, token_ids: Sequence[int]) -> torch.Tensor:
     """fp32 logits ``[tokens, vocab]`` of transformers."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    return _logits(_reference(folder), token_ids)
+
+
+def reference_last_logits(folder: Path, prompts: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+    """fp32 logits ``[vocab]`` of transformers after the last token of each prompt."""
+    model = _reference(folder)
+    return [_logits(model, prompt)[-1] for prompt in prompts]
+
+
+def _reference(folder: Path) -> PreTrainedModel:
+    auto: Any = AutoModelForCausalLM
+    model: PreTrainedModel = auto.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    return model
+
+
+@torch.inference_mode()
+def _logits(model: PreTrainedModel, token_ids: Sequence[int]) -> torch.Tensor:
     logits: torch.Tensor = model(torch.tensor([list(token_ids)])).logits[0]
     return logits

@@ -23,9 +23,30 @@ class AttentionRow:
     blocks: Sequence[int]
 
 
+@dataclass(frozen=True, slots=True)
+class DecodeTables:
+    """What single-token rows look at, as int32 tensors on the device that holds the cache.
+
+    Row ``i`` attends to ``context_lens[i]`` tokens, whose block ids are ``blocks[block_starts[i]:]``.
+    """
+
+    context_lens: torch.Tensor
+    block_starts: torch.Tensor
+    blocks: torch.Tensor
+
+
 class Linear(Protocol):
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """``[tokens, in]`` to ``[tokens, out]``."""
+
+
+@dataclass(frozen=True, slots=True)
+class HeadNorms:
+    """Normalisation of each query and each key head, with weights ``[head_dim]``."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    eps: float
 
 
 class Attention(Protocol):
@@ -38,6 +59,20 @@ class Attention(Protocol):
 
         ``query`` is ``[tokens, heads, head_dim]``, ``key_value`` ``[2, tokens, kv_heads, head_dim]``; returns the
         shape of ``query``. With a ``window``, a token sees itself and the ``window - 1`` tokens before it.
+        """
+
+    def from_projection(
+        self,
+        layer: int,
+        qkv: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        norms: HeadNorms | None = None,
+        window: int | None = None,
+    ) -> torch.Tensor:
+        """The same, from what the projection gives: ``reference.projected`` first, then the attention.
+
+        ``qkv`` is ``[tokens, heads + 2 * kv_heads, head_dim]``; returns ``[tokens, heads, head_dim]``.
         """
 
 
@@ -63,3 +98,23 @@ class Kernels(Protocol):
         self, layout: KvLayout, cache: torch.Tensor, rows: Sequence[AttentionRow], heads: int, scale: float
     ) -> Attention:
         """Rows with one new token come before rows with several. ``scale`` multiplies the scores."""
+
+
+class GraphKernels(Kernels, Protocol):
+    """A set whose decode step may be captured once and replayed with other numbers in the same tensors."""
+
+    def plan_decode(
+        self,
+        layout: KvLayout,
+        cache: torch.Tensor,
+        slots: torch.Tensor,
+        tables: DecodeTables,
+        heads: int,
+        scale: float,
+        max_context: int,
+    ) -> Attention:
+        """Attention of ``len(slots)`` single-token rows, planned without looking into ``slots`` and ``tables``.
+
+        ``slots`` are int32 ``block * block_size + offset`` of the new tokens; no context exceeds ``max_context``. A row
+        of padding has slot -1 and no context: it stores nothing, reads nothing, and its attention is 0.
+        """

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from pdserve_kernels.contract import HeadNorms
 from pdserve_kernels.layout import KvLayout
 
 
@@ -29,6 +30,21 @@ def rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
     first, second = x.chunk(2, dim=-1)
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+
+def projected(
+    qkv: torch.Tensor, kv_heads: int, cos: torch.Tensor, sin: torch.Tensor, norms: HeadNorms | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Query, and key with value, as ``contract.Attention`` takes them: heads normalised, then rotated.
+
+    ``qkv`` is ``[tokens, heads + 2 * kv_heads, head_dim]``: query heads, key heads, value heads.
+    """
+    query, key, value = torch.split(qkv, [qkv.shape[1] - 2 * kv_heads, kv_heads, kv_heads], 1)
+    if norms is not None:
+        query, key = rms_norm(query, norms.query, norms.eps), rms_norm(key, norms.key, norms.eps)
+    rotated = rotary(torch.cat((query, key), 1), cos, sin)
+    query, key = torch.split(rotated, [rotated.shape[1] - kv_heads, kv_heads], 1)
+    return query, torch.stack((key, value))
 
 
 def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
@@ -82,3 +98,41 @@ def paged_attention(
         hidden |= key_at <= query_at - window
     weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
     return torch.einsum("hqk,hkd->qhd", weights, values).to(query.dtype)
+
+
+def gather_blocks(cache: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
+    """``[len(blocks), ...]``: these blocks of the cache, one after another."""
+    return cache[blocks]
+
+
+def scatter_blocks(cache: torch.Tensor, blocks: torch.Tensor, staged: torch.Tensor) -> None:
+    """Put ``staged`` ``[len(blocks), ...]`` into these blocks of the cache, which differ."""
+    cache[blocks] = staged
+
+
+def sample(
+    logits: torch.Tensor,
+    temperatures: torch.Tensor,
+    min_ps: torch.Tensor,
+    uniforms: torch.Tensor,
+    greedy_below: float,
+) -> torch.Tensor:
+    """One token id a row of fp32 ``[rows, vocab_size]``; -1 where the highest logit is not finite.
+
+    The most likely token where the temperature is under ``greedy_below``. Elsewhere the first token at which the
+    cumulative distribution of ``logits / temperature`` passes ``uniforms`` (fp64, in [0, 1)), after tokens less
+    probable than ``min_ps`` times the most likely one have been left out.
+    """
+    tokens = []
+    for row, temperature, min_p, uniform in zip(logits, temperatures, min_ps, uniforms, strict=True):
+        best = row.max()
+        if not best.isfinite():
+            tokens.append(-1)
+        elif temperature < greedy_below:
+            tokens.append(int(row.argmax()))
+        else:
+            weights = ((row - best) / temperature).exp()
+            cumulative = weights.where(weights >= min_p, 0).double().cumsum(-1)
+            passed = cumulative > uniform * cumulative[-1]
+            tokens.append(int(passed.nonzero()[0]))
+    return torch.tensor(tokens, dtype=torch.int32)

@@ -26,13 +26,14 @@ class DecodeSide:
         self._station = station
         self._inbound: Inbound[ToDecode] = Inbound(station.secret, cast("type[ToDecode]", ToDecode), station.counters)
         self._peers: dict[bytes, PrefillPeer] = {}
+        self._closing: list[PrefillPeer] = []
 
     def handle(self, command: Command, now: float) -> None:
         match command:
             case Fetch(order):
                 self._fetch(order, now)
             case CancelFetch(transfer_id):
-                if not any(peer.cancel(transfer_id) for peer in self._peers.values()):
+                if not any(peer.cancel(transfer_id, now) for peer in self._peers.values()):
                     log.debug("cancel of transfer %s, which is over", transfer_id)
             case _:
                 raise TypeError(f"a decode engine has no {type(command).__name__}")
@@ -45,11 +46,11 @@ class DecodeSide:
             self._station.outbox.put(FetchFailed(order.transfer_id, str(exc), 0, (), FailureKind.PEER_LOST))
             return
         checked = self._station.config.checksums is Switch.ON
-        tag, size = self._new_tag(peer), self._station.region.block_bytes
+        tag, size = self._new_tag(peer), self._station.block_bytes
         try:
-            peer.fetch(FetchSession(order, tag, size, now, checked=checked), now)
+            peer.fetch(FetchSession(order, tag, peer.link.number, size, now, checked=checked), now)
         except PeerLost as exc:
-            self._lose(peer, FailureKind.PEER_LOST, str(exc))
+            self._lose(peer, FailureKind.PEER_LOST, str(exc), now)
 
     def _meet(self, target: PrefillTarget, now: float) -> PrefillPeer:
         for known in list(self._peers.values()):
@@ -57,7 +58,7 @@ class DecodeSide:
                 if known.serving:
                     # Its connection stands, so it is the order that names a boot of the past.
                     raise PeerLost("the order names a boot that this address no longer (or not yet) has")
-                self._lose(known, FailureKind.PEER_LOST, "the prefill node has restarted")
+                self._lose(known, FailureKind.PEER_LOST, "the prefill node has restarted", now)
         peer = PrefillPeer(self._station, target, self._inbound, now)
         self._peers[target.boot_id] = peer
         return peer
@@ -69,28 +70,31 @@ class DecodeSide:
                 return tag
 
     def turn(self, now: float) -> bool:
-        more = False
+        more = self._station.ranks.receive()
+        self._closing = [peer for peer in self._closing if not peer.closed(now)]
         for peer in list(self._peers.values()):
             try:
                 more |= peer.turn(now)
             except HandshakeRefused as exc:
-                self._lose(peer, FailureKind.MISFIT, str(exc))
+                self._lose(peer, FailureKind.MISFIT, str(exc), now)
             except TransferError as exc:
-                self._lose(peer, FailureKind.PEER_LOST, str(exc))
+                self._lose(peer, FailureKind.PEER_LOST, str(exc), now)
         return more
 
     def tick(self, now: float) -> None:
         for peer in list(self._peers.values()):
             if peer.lease.expired(now):
                 self._station.counters.leases_expired += 1
-                self._lose(peer, FailureKind.LEASE_EXPIRED, "the prefill engine fell silent")
+                self._lose(peer, FailureKind.LEASE_EXPIRED, "the prefill engine fell silent", now)
             else:
                 peer.tick(now)
 
-    def _lose(self, peer: PrefillPeer, kind: FailureKind, reason: str) -> None:
+    def _lose(self, peer: PrefillPeer, kind: FailureKind, reason: str, now: float) -> None:
         log.info("prefill node %s is lost: %s", peer.target.name, reason)
         del self._peers[peer.target.boot_id]
         peer.end(kind, reason)
+        if not peer.closed(now):
+            self._closing.append(peer)
 
     def forgive(self, now: float) -> None:
         for peer in self._peers.values():
@@ -106,9 +110,11 @@ class DecodeSide:
         return all(peer.arm() for peer in self._peers.values())
 
     def pollables(self) -> list[Pollable]:
-        return [pollable for peer in self._peers.values() for pollable in peer.pollables()]
+        peers = [pollable for peer in self._peers.values() for pollable in peer.pollables()]
+        return [*self._station.ranks.sockets, *peers]
 
     def close(self, linger_s: float) -> None:
         while self._peers:
             _, peer = self._peers.popitem()
             peer.leave("the decode engine is closing", linger_s)
+        self._station.ranks.close(linger_s)

@@ -3,29 +3,31 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter
-from dataclasses import dataclass
 
 from pdserve.errors import PeerLost
 from pdserve.wire.ids import TransferId
+from pdserve.wire.rank_transfer import ConnectLink, LinkBroken, LinkOpened, PiecesAnnounced, PiecesSent, SendBlocks
 from pdserve.wire.transfer import (
     Cancel,
     Digests,
     Done,
     Failed,
     FirstToken,
+    Hello,
     Ping,
     Pong,
     PrefillRequest,
     ToDecode,
+    Welcome,
 )
 from pdserve_kvtransfer.control import ControlServer
-from pdserve_kvtransfer.digest import digest
 from pdserve_kvtransfer.events import FailureKind, PushEnded, PushOutcome
+from pdserve_kvtransfer.head_map import head_map
 from pdserve_kvtransfer.lease import Lease
-from pdserve_kvtransfer.push import PushEffect, PushSession, PushState, SendBlocks
+from pdserve_kvtransfer.push import PushEffect, PushSession, PushState
+from pdserve_kvtransfer.ranks import NodeLink, Reported
+from pdserve_kvtransfer.send_port import SendPort
 from pdserve_kvtransfer.station import FailPush, GiveFirstToken, Push, Station, earliest
-from pdserve_kvtransfer.transport import Completion, Link
 
 log = logging.getLogger(__name__)
 
@@ -36,26 +38,28 @@ _FAILURE_OF = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class _Sending:
-    completion: Completion
-    session: PushSession
-
-
 class DecodePeer:
-    """Takes over ``link``. Methods raise PeerLost when the link broke; the owner then calls ``end``."""
+    """Made of an accepted ``Hello``; answers ``Welcome`` when every rank of this node has opened its end of the link.
 
-    def __init__(self, station: Station, server: ControlServer, link: Link, boot_id: bytes) -> None:
-        self.boot_id = boot_id
+    Methods raise TransferError when the peer is of no use any more; the owner then calls ``end``. So does the
+    constructor, if a link cannot be opened.
+    """
+
+    def __init__(self, station: Station, server: ControlServer, hello: Hello) -> None:
+        self.boot_id = hello.boot_id
         self.route = b""
         self.connection = -1
         """The TCP connection of its latest frame."""
-        self.link = link
         self.lease = Lease(station.lease_s)
         self._station = station
         self._server = server
+        self._hello_addresses = tuple(hello.rank_addresses)
+        self._addresses: dict[int, bytes] = {}
+        self._pieces = len(head_map(station.spec.kv_heads, station.spec.tp_size, hello.spec.tp_size))
         self._sessions: dict[TransferId, PushSession] = {}
-        self._sending: list[_Sending] = []
+        self._tags: dict[int, PushSession] = {}
+        self._lost = False
+        self.link = NodeLink(station.ranks, SendPort, station.spec.kv_heads, station.region, station.transport)
 
     @property
     def idle(self) -> bool:
@@ -66,6 +70,8 @@ class DecodePeer:
         self.route = route
         self.connection = connection
         self.lease.renew(now)
+
+    # ------------------------------------------------------------ the decode engine and this one
 
     def on_message(self, message: PrefillRequest | Done | Cancel | Ping, now: float) -> None:
         match message:
@@ -79,13 +85,18 @@ class DecodePeer:
                     self._apply(session, session.on_cancel())
             case Ping():
                 self._send(Pong(self._station.boot_id))
+        self._read_ranks()
 
     def _open(self, request: PrefillRequest, now: float) -> None:
-        if request.transfer_id in self._sessions:
+        if request.transfer_id in self._sessions or request.tag in self._tags:
             log.warning("transfer %s was asked for twice", request.transfer_id)
             return
-        session = PushSession(request, self._station.spec.block_size, now, self._station.heartbeat_s)
+        station = self._station
+        session = PushSession(
+            request, self.link.number, station.spec.block_size, self._pieces, now, station.heartbeat_s
+        )
         self._sessions[request.transfer_id] = session
+        self._tags[request.tag] = session
         self.lease.hold(now)
         self._apply(session, session.open())
 
@@ -101,25 +112,42 @@ class DecodePeer:
                 self._apply(session, session.first_token(tokens, cached_tokens))
             case FailPush(_, reason):
                 self._apply(session, session.refuse(reason))
+        self._read_ranks()
 
     def turn(self) -> bool:
-        moved = self.link.progress()
-        if self._sending:
-            self._complete()
-        if self.link.broken():
-            raise PeerLost("the connection that carries KV blocks broke")
+        moved = self.link.turn()
+        self._read_ranks()
         return moved
 
-    def _complete(self) -> None:
-        done = [sending for sending in self._sending if sending.completion.done()]
-        if not done:
-            return
-        if any(sending.completion.failed() for sending in done):
-            raise PeerLost("a KV block could not be sent")
-        self._sending = [sending for sending in self._sending if not sending.completion.done()]
-        self._station.counters.bytes_sent += len(done) * self._station.region.block_bytes
-        for session, count in Counter(sending.session for sending in done).items():
-            self._apply(session, session.sent(count))
+    # ------------------------------------------------------------ this node's ranks
+
+    def _read_ranks(self) -> None:
+        while (reported := self.link.take()) is not None:
+            self._on_report(reported)
+
+    def _on_report(self, reported: Reported) -> None:
+        match reported.report:
+            case LinkOpened(address=address) if not self._lost:
+                self._addresses[reported.rank] = address
+                if len(self._addresses) == self.link.ranks:
+                    self._welcome()
+            case LinkBroken(reason=reason) if not self._lost:
+                raise PeerLost(reason)
+            case PiecesSent(tag=tag, count=count, size=size):
+                self._station.counters.bytes_sent += size
+                if (session := self._tags.get(tag)) is not None:
+                    self._apply(session, session.sent(count))
+            case PiecesAnnounced(tag=tag, target=target, first_block=first, digests=digests) if tag in self._tags:
+                self._send(Digests(self._tags[tag].transfer_id, reported.rank, target, first, digests))
+            case _:
+                log.debug("late %s of rank %d", type(reported.report).__name__, reported.rank)
+
+    def _welcome(self) -> None:
+        self.link.command(ConnectLink(self.link.number, self._hello_addresses))
+        addresses = [self._addresses[rank] for rank in range(self.link.ranks)]
+        self._send(Welcome(self._station.boot_id, self._station.spec, addresses))
+
+    # ------------------------------------------------------------ time
 
     def tick(self, now: float) -> None:
         for session in list(self._sessions.values()):
@@ -130,39 +158,44 @@ class DecodePeer:
         return earliest((self.lease.until, *pushing))
 
     def moving(self) -> bool:
-        return bool(self._sending)
+        return self.link.moving()
+
+    # ------------------------------------------------------------ the end
 
     def end(self, outcome: PushOutcome, reason: str) -> None:
-        """Close the link, then end what was alive."""
-        self.link.close()
-        self._sending.clear()
+        """Begin to close the link; the engine's blocks are its own again when ``closed`` says True."""
+        self._lost = True
         for session in list(self._sessions.values()):
             self._apply(session, session.lost(outcome, reason))
+        self.link.close()
+
+    def closed(self) -> bool:
+        """Whether the link is closed on every rank; sessions then have had their ends."""
+        self._read_ranks()
+        if self.link.closed:
+            self.forget()
+        return self.link.closed
+
+    def forget(self) -> None:
+        """No rank reads blocks for this peer any more."""
+        for session in list(self._sessions.values()):
+            self._apply(session, session.closed())
 
     def _apply(self, session: PushSession, effects: list[PushEffect]) -> None:
         for effect in effects:
             match effect:
                 case SendBlocks():
-                    self._push(session, effect)
+                    self.link.command(effect)
                 case FirstToken() | Failed():
                     self._send(effect)
                 case _:
                     if isinstance(effect, PushEnded):
                         self._count(effect.outcome)
                     self._station.outbox.put(effect)
-        if session.state is PushState.ENDED:
-            self._sessions.pop(session.transfer_id, None)
+        if session.state is PushState.ENDED and self._sessions.pop(session.transfer_id, None) is not None:
+            self._tags.pop(session.tag, None)
             if not self._sessions:
                 self.lease.let_go()
-
-    def _push(self, session: PushSession, blocks: SendBlocks) -> None:
-        link = self.link
-        numbered = list(enumerate(map(self._station.region.block, blocks.block_ids), blocks.first_index))
-        for index, block in numbered:
-            self._sending.append(_Sending(link.send(block, blocks.tag, index), session))
-        if blocks.announce:
-            digests = tuple(digest(block, blocks.tag, index) for index, block in numbered)
-            self._send(Digests(session.transfer_id, blocks.first_index, digests))
 
     def _count(self, outcome: PushOutcome) -> None:
         counters = self._station.counters

@@ -1,11 +1,21 @@
-"""The decode side of one transfer, without I/O. Every input returns what to send and what to tell the engine."""
+"""The decode side of one transfer, without I/O. Every input returns what to send and what to tell the engine.
+
+QUEUED ─▶ PREPARING ─▶ MOVING ─▶ ENDED                   all pieces landed, on all ranks
+QUEUED ─▶ ENDED                                          over before anybody was told
+PREPARING, MOVING ─▶ FORGETTING ─▶ ENDED                 failed or cancelled
+                     FORGETTING ─▶ DRAINING ─▶ ENDED     and something was still being written
+(any)  ─▶ ENDED                                          the link is closed
+"""
 
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from typing import TypeAlias
 
+from pdserve.wire.rank_transfer import Expect, Forget
 from pdserve.wire.transfer import Cancel, Digests, Done, Failed, FirstToken, PrefillRequest
+from pdserve_kvtransfer.aggregator import Aggregator, Verdict
 from pdserve_kvtransfer.events import (
     BlocksReleased,
     FailureKind,
@@ -16,63 +26,73 @@ from pdserve_kvtransfer.events import (
     FetchOrder,
     FirstTokenArrived,
 )
+from pdserve_kvtransfer.head_map import Piece
 
-FetchEffect: TypeAlias = PrefillRequest | Done | Cancel | FetchEvent
+FetchEffect: TypeAlias = Expect | Forget | PrefillRequest | Done | Cancel | FetchEvent
 
 
 class FetchState(enum.Enum):
     QUEUED = "queued"
-    """The handshake is not settled; the prefill engine knows nothing of this transfer."""
+    """The handshake is not settled; nobody knows of this transfer."""
+    PREPARING = "preparing"
+    """The ranks of this node are being told to let it land."""
     MOVING = "moving"
+    FORGETTING = "forgetting"
+    """It is over, and will be reported when every rank has said what is still being written."""
     DRAINING = "draining"
     """Its end was reported, but accepted receives still write to memory: those blocks are quarantined."""
     ENDED = "ended"
 
 
-class _Block(enum.IntEnum):
-    MISSING = 0
-    ACCEPTED = 1
-    LANDED = 2
-    """All its bytes are there, but what they must be has not been said yet."""
-    VERIFIED = 3
-
-
 class FetchSession:
     """From the order to its one terminal event, and on until nothing writes to its blocks.
 
-    With ``checked``, a block counts only when its digest is the one that the prefill engine announced.
+    With ``checked``, a piece counts only when its digest is the one that the prefill engine announced.
     """
 
-    def __init__(self, order: FetchOrder, tag: int, block_bytes: int, now: float, *, checked: bool) -> None:
+    def __init__(self, order: FetchOrder, tag: int, link: int, block_bytes: int, now: float, *, checked: bool) -> None:
+        """``link`` is the number that the ranks know it by; ``block_bytes`` counts all ranks."""
         self.order = order
         self.tag = tag
         self.state = FetchState.QUEUED
         self.deadline = now + order.deadline_s
-        self._block_bytes = block_bytes
-        self._started = now
-        self._blocks = bytearray(len(order.block_ids))
-        self._checked = checked
-        self._announced: dict[int, int] = {}
-        self._found: dict[int, int] = {}
-        self._verified = 0
-        self._accepted = 0
-        self._first_token = False
         self.all_sent: float | None = None
         """When the prefill engine had sent its last block; None before."""
+        self._link = link
+        self._block_bytes = block_bytes
+        self._started = now
+        self._checked = checked
+        self._ranks = 0
+        self._pieces: dict[tuple[int, int], Piece] = {}
+        self._landings = Aggregator(0, 0, (), checked=checked)
+        self._waiting_for: set[int] = set()
+        self._end: FetchFailed | FetchCancelled | None = None
+        self._in_flight: dict[int, set[int]] = {}
 
     @property
     def over(self) -> bool:
-        """Whether the terminal event was given out."""
-        return self.state in (FetchState.DRAINING, FetchState.ENDED)
+        """Whether its end is settled."""
+        return self.state in (FetchState.FORGETTING, FetchState.DRAINING, FetchState.ENDED)
 
-    @property
-    def in_flight(self) -> int:
-        """Accepted blocks that have not landed."""
-        return self._accepted
+    # ------------------------------------------------------------ towards the prefill engine
 
-    def request(self, now: float) -> list[FetchEffect]:
-        """The handshake stands."""
+    def prepare(self, pieces: Sequence[Piece], ranks: int) -> list[FetchEffect]:
+        """The handshake stands: ``pieces`` say which rank gets what from whom."""
         if self.state is not FetchState.QUEUED:
+            return []
+        self.state = FetchState.PREPARING
+        self._ranks = ranks
+        self._waiting_for = set(range(ranks))
+        self._pieces = {(piece.source, piece.target): piece for piece in pieces}
+        slots = [max(piece.slots for piece in pieces if piece.target == rank) for rank in range(ranks)]
+        order = self.order
+        self._landings = Aggregator(order.first_block, len(order.block_ids), slots, checked=self._checked)
+        return [Expect(self._link, self.tag, order.first_block, order.block_ids, self._checked)]
+
+    def expecting(self, rank: int, now: float) -> list[FetchEffect]:
+        """A rank is ready to let it land."""
+        self._waiting_for.discard(rank)
+        if self.state is not FetchState.PREPARING or self._waiting_for:
             return []
         self.state = FetchState.MOVING
         order = self.order
@@ -90,90 +110,52 @@ class FetchSession:
             )
         ]
 
-    def accept(self, index: int, length: int) -> int | None:
-        """Where an arrived block may land; None if it may not land anywhere."""
-        slot = index - self.order.first_block
-        if self.state is not FetchState.MOVING or length != self._block_bytes or not 0 <= slot < len(self._blocks):
-            return None
-        if self._blocks[slot] != _Block.MISSING:
-            return None
-        self._blocks[slot] = _Block.ACCEPTED
-        self._accepted += 1
-        return self.order.block_ids[slot]
+    # ------------------------------------------------------------ arrivals
 
-    @property
-    def wants_digest(self) -> bool:
-        """Whether ``landed`` needs to be told what has landed."""
-        return self._checked and self.state is FetchState.MOVING
-
-    def landed(self, index: int, found: int, now: float) -> list[FetchEffect]:
-        """The receive of an accepted block has completed; ``found`` is its digest, if wanted."""
-        slot = index - self.order.first_block
-        self._blocks[slot] = _Block.LANDED
-        self._accepted -= 1
-        if self.over:
-            if self._accepted == 0:
-                self.state = FetchState.ENDED
-            return [BlocksReleased((self.order.block_ids[slot],))]
-        if self._checked:
-            self._found[slot] = found
-        return self._verify(slot) or self._finish_if_complete(now)
+    def landed(self, rank: int, index: int, digest: int, now: float) -> list[FetchEffect]:
+        """A rank has received a piece."""
+        if self.state is not FetchState.MOVING:
+            return []
+        if self._landings.landed(rank, index, digest) is Verdict.CORRUPT:
+            return self._fail(FailureKind.CORRUPT, f"piece {index} on rank {rank} is not what was sent", tell=True)
+        return self._finish_if_complete(now)
 
     def on_digests(self, message: Digests, now: float) -> list[FetchEffect]:
         if self.state is not FetchState.MOVING:
             return []
-        for slot, expected in enumerate(message.digests, message.first_index - self.order.first_block):
-            if not 0 <= slot < len(self._blocks) or self._announced.setdefault(slot, expected) != expected:
-                return self._fail(FailureKind.CORRUPT, f"a digest that makes no sense, of block {slot}", tell=True)
-            if self._blocks[slot] == _Block.LANDED and (failed := self._verify(slot)):
-                return failed
+        piece = self._pieces.get((message.source, message.target))
+        for block, digest in enumerate(message.digests, message.first_block):
+            verdict = Verdict.CORRUPT
+            if piece is not None:
+                verdict = self._landings.announced(message.target, block * piece.slots + piece.slot, digest)
+            if verdict is Verdict.CORRUPT:
+                return self._fail(FailureKind.CORRUPT, f"block {block} is not what was sent", tell=True)
         return self._finish_if_complete(now)
 
-    def _verify(self, slot: int) -> list[FetchEffect]:
-        """Compare, if both sides of the comparison are known. Effects only if they differ."""
-        if self._checked:
-            if slot not in self._announced or slot not in self._found:
-                return []
-            if self._announced[slot] != self._found[slot]:
-                where = self.order.first_block + slot
-                return self._fail(FailureKind.CORRUPT, f"block {where} is not what was sent", tell=True)
-        self._blocks[slot] = _Block.VERIFIED
-        self._verified += 1
-        return []
-
     def on_first_token(self, message: FirstToken, now: float) -> list[FetchEffect]:
-        if self.state is not FetchState.MOVING or self._first_token:
+        if self.state is not FetchState.MOVING or self.all_sent is not None:
             return []
-        self._first_token = True
         self.all_sent = now
         arrived = FirstTokenArrived(self.order.transfer_id, message.tokens, message.cached_tokens)
         return [arrived, *self._finish_if_complete(now)]
 
     def _finish_if_complete(self, now: float) -> list[FetchEffect]:
-        if not self._first_token or self._verified < len(self._blocks):
+        if self.all_sent is None or not self._landings.complete:
             return []
         self.state = FetchState.ENDED
         transfer_id = self.order.transfer_id
-        size = self._verified * self._block_bytes
+        size = len(self.order.block_ids) * self._block_bytes
         return [Done(transfer_id), FetchLanded(transfer_id, now - self._started, size)]
+
+    # ------------------------------------------------------------ endings
 
     def on_failed(self, message: Failed) -> list[FetchEffect]:
         """The prefill engine has ended it."""
         return self._fail(FailureKind.REFUSED, message.reason, tell=False)
 
-    def lost(self, kind: FailureKind, reason: str) -> list[FetchEffect]:
-        """The link is closed: nothing is written any more, and nobody can be told."""
-        released: list[FetchEffect] = []
-        if self.state is FetchState.DRAINING and self._accepted:
-            released = [BlocksReleased(self._quarantine())]
-        self._accepted = 0
-        failed = self._fail(kind, reason, tell=False)
-        self.state = FetchState.ENDED
-        return failed + released
-
     def expire(self, now: float) -> list[FetchEffect]:
         """The clock has moved."""
-        if self.over or now < self.deadline:
+        if now < self.deadline:
             return []
         return self._fail(FailureKind.DEADLINE, "deadline: the prompt's KV cache did not arrive in time", tell=True)
 
@@ -183,34 +165,64 @@ class FetchSession:
 
     def cancel(self) -> list[FetchEffect]:
         """The engine wants it no more."""
-        if self.over:
+        return self._begin_end(FetchCancelled(self.order.transfer_id, ()), tell=True)
+
+    def forgotten(self, rank: int, in_flight: Sequence[int]) -> list[FetchEffect]:
+        """A rank accepts no more of it, but is still writing to these blocks."""
+        if self.state is not FetchState.FORGETTING or rank not in self._waiting_for:
             return []
-        effects = self._tell()
-        self._end()
-        return [*effects, FetchCancelled(self.order.transfer_id, self._quarantine())]
+        self._waiting_for.discard(rank)
+        self._in_flight[rank] = set(in_flight)
+        if self._waiting_for:
+            return []
+        quarantined = self._still_written()
+        self.state = FetchState.DRAINING if quarantined else FetchState.ENDED
+        return self._report(tuple(block for block in self.order.block_ids if block in quarantined))
+
+    def released(self, rank: int, block_ids: Sequence[int]) -> list[FetchEffect]:
+        """A rank has finished writing to these blocks."""
+        self._in_flight.get(rank, set()).difference_update(block_ids)
+        if self.state is not FetchState.DRAINING:
+            return []
+        still = self._still_written()
+        if not still:
+            self.state = FetchState.ENDED
+        free = tuple(block for block in block_ids if block not in still)
+        return [BlocksReleased(free)] if free else []
+
+    def closed(self, kind: FailureKind, reason: str) -> list[FetchEffect]:
+        """The link is closed on every rank: nothing is written any more, and nobody can be told."""
+        if self.state is FetchState.ENDED:
+            return []
+        if self.state is FetchState.DRAINING:
+            self.state = FetchState.ENDED
+            return [BlocksReleased(tuple(self._still_written()))]
+        if self._end is None:
+            self._end = FetchFailed(self.order.transfer_id, reason, 0, (), kind)
+        self.state = FetchState.ENDED
+        return self._report(())
 
     def _fail(self, kind: FailureKind, reason: str, *, tell: bool) -> list[FetchEffect]:
+        return self._begin_end(FetchFailed(self.order.transfer_id, reason, 0, (), kind), tell=tell)
+
+    def _begin_end(self, end: FetchFailed | FetchCancelled, *, tell: bool) -> list[FetchEffect]:
         if self.over:
             return []
-        effects = self._tell() if tell else []
-        self._end()
-        transfer_id = self.order.transfer_id
-        return [*effects, FetchFailed(transfer_id, reason, self._leading(), self._quarantine(), kind)]
+        known, self._end = self.state, end
+        if known is FetchState.QUEUED:
+            self.state = FetchState.ENDED
+            return self._report(())
+        self.state = FetchState.FORGETTING
+        self._waiting_for = set(range(self._ranks))
+        cancel: list[FetchEffect] = [Cancel(self.order.transfer_id)] if tell and known is FetchState.MOVING else []
+        return [*cancel, Forget(self._link, self.tag)]
 
-    def _tell(self) -> list[FetchEffect]:
-        return [Cancel(self.order.transfer_id)] if self.state is FetchState.MOVING else []
+    def _report(self, quarantined: tuple[int, ...]) -> list[FetchEffect]:
+        match self._end:
+            case FetchFailed(transfer_id, reason, kind=kind):
+                return [FetchFailed(transfer_id, reason, self._landings.leading_blocks, quarantined, kind)]
+            case _:
+                return [FetchCancelled(self.order.transfer_id, quarantined)]
 
-    def _end(self) -> None:
-        self.state = FetchState.DRAINING if self._accepted else FetchState.ENDED
-
-    def _leading(self) -> int:
-        for slot, block in enumerate(self._blocks):
-            if block != _Block.VERIFIED:
-                return slot
-        return len(self._blocks)
-
-    def _quarantine(self) -> tuple[int, ...]:
-        if not self._accepted:
-            return ()
-        pairs = zip(self.order.block_ids, self._blocks, strict=True)
-        return tuple(block_id for block_id, block in pairs if block == _Block.ACCEPTED)
+    def _still_written(self) -> set[int]:
+        return set().union(*self._in_flight.values())

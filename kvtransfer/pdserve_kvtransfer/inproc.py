@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from pdserve.errors import PeerLost, TransferError
@@ -78,22 +79,22 @@ class InprocLink:
         self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._open = True
         self._broken = False
-        self._peer: bytes | None = None
+        self._peers: tuple[bytes, ...] = ()
         self._inbox: deque[_Message] = deque()
         self._sends: list[InprocCompletion] = []
         self._receives: list[_Receive] = []
         with fabric.lock:
             fabric.links[self.address] = self
 
-    def connect(self, address: bytes) -> None:
+    def connect(self, addresses: Sequence[bytes]) -> None:
         with self._fabric.lock:
-            if address not in self._fabric.links:
+            if not all(address in self._fabric.links for address in addresses):
                 raise TransferError("no such link in this process")
-            self._peer = address
+            self._peers = tuple(addresses)
 
-    def send(self, block: memoryview, tag: int, index: int) -> InprocCompletion:
+    def send(self, block: memoryview, tag: int, index: int, to: int = 0) -> InprocCompletion:
         with self._fabric.lock:
-            peer = self._fabric.links.get(self._peer or b"")
+            peer = self._fabric.links.get(self._peers[to])
             if peer is None:
                 raise PeerLost("the other link is closed")
             completion = InprocCompletion()

@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 from typing import cast
 
-from pdserve.errors import PeerLost, TransferError
-from pdserve.wire.transfer import Cancel, Done, Hello, Ping, PrefillRequest, Refused, ToDecode, ToPrefill, Welcome
+from pdserve.errors import TransferError
+from pdserve.wire.transfer import Cancel, Done, Hello, Ping, PrefillRequest, Refused, ToDecode, ToPrefill
 from pdserve_kvtransfer.control import ControlServer, Received
 from pdserve_kvtransfer.decode_peer import DecodePeer
 from pdserve_kvtransfer.events import PushOutcome
@@ -21,7 +21,6 @@ from pdserve_kvtransfer.station import (
     Station,
     earliest,
 )
-from pdserve_kvtransfer.transport import Link
 
 log = logging.getLogger(__name__)
 
@@ -37,6 +36,7 @@ class PrefillSide:
         )
         self._server = ControlServer(station.zmq_context, config.host, config.port, config.advertise)
         self._peers: dict[bytes, DecodePeer] = {}
+        self._closing: list[DecodePeer] = []
         self._closed = False
 
     @property
@@ -52,16 +52,19 @@ class PrefillSide:
                     return
                 try:
                     peer.on_command(command)
-                except PeerLost as exc:
+                except TransferError as exc:
                     self._lose(peer, PushOutcome.PEER_LOST, str(exc))
             case _:
                 raise TypeError(f"a prefill engine has no {type(command).__name__}")
 
     def turn(self, now: float) -> bool:
+        reported = self._station.ranks.receive()
+        self._closing = [peer for peer in self._closing if not peer.closed()]
         # In this order a connection's number cannot have passed to a newer one whose frames were read already.
         for connection in self._server.disconnected():
             self._on_disconnect(connection, now)
         batch, more = self._server.receive()
+        more |= reported
         for received in batch:
             message = self._inbound.open(received.frame, now)
             if message is not None:
@@ -69,7 +72,7 @@ class PrefillSide:
         for peer in list(self._peers.values()):
             try:
                 more |= peer.turn()
-            except PeerLost as exc:
+            except TransferError as exc:
                 self._lose(peer, PushOutcome.PEER_LOST, str(exc))
         return more
 
@@ -88,7 +91,10 @@ class PrefillSide:
         peer = self._peers.get(boot_id)
         if peer is not None:
             peer.heard(received.route, received.connection, now)
-            peer.on_message(message, now)
+            try:
+                peer.on_message(message, now)
+            except TransferError as exc:
+                self._lose(peer, PushOutcome.PEER_LOST, str(exc))
         elif isinstance(message, PrefillRequest | Ping):
             self._send(received.route, Refused(self._station.boot_id, "handshake", "none", "assumed"))
 
@@ -106,24 +112,13 @@ class PrefillSide:
             self._send(received.route, refusal)
             return
         try:
-            link = self._connected(hello.rank_addresses[0])
+            peer = DecodePeer(station, self._server, hello)
         except TransferError as exc:
             log.warning("decode engine refused: %s", exc)
             self._send(received.route, Refused(station.boot_id, "rank_addresses", str(exc), "unusable"))
             return
-        peer = DecodePeer(station, self._server, link, hello.boot_id)
         peer.heard(received.route, received.connection, now)
         self._peers[hello.boot_id] = peer
-        self._send(received.route, Welcome(station.boot_id, station.spec, [link.address]))
-
-    def _connected(self, address: bytes) -> Link:
-        link = self._station.transport.open_link()
-        try:
-            link.connect(address)
-        except BaseException:
-            link.close()
-            raise
-        return link
 
     def _on_disconnect(self, connection: int, now: float) -> None:
         # A last frame (Done, say) may still be waiting to be read, so this is a suspicion only.
@@ -147,6 +142,8 @@ class PrefillSide:
         log.info("decode engine %s is lost: %s", peer.boot_id.hex()[:8], reason)
         del self._peers[peer.boot_id]
         peer.end(outcome, reason)
+        if not peer.closed():
+            self._closing.append(peer)
         # So that it greets again before its next request, and not because of it.
         self._send(peer.route, Refused(self._station.boot_id, "handshake", "none", "assumed"))
 
@@ -164,7 +161,8 @@ class PrefillSide:
         return all(peer.link.arm() for peer in self._peers.values())
 
     def pollables(self) -> list[Pollable]:
-        return [*self._server.sockets, *(peer.link.fileno() for peer in self._peers.values())]
+        links = [pollable for peer in self._peers.values() for pollable in peer.link.pollables()]
+        return [*self._server.sockets, *self._station.ranks.sockets, *links]
 
     def close(self, linger_s: float) -> None:
         if self._closed:
@@ -172,6 +170,9 @@ class PrefillSide:
         self._closed = True
         for peer in list(self._peers.values()):
             self._lose(peer, PushOutcome.FAILED, "the prefill engine is closing")
+        for peer in self._closing:
+            peer.forget()
+        self._station.ranks.close(linger_s)
         self._server.close(linger_s)
 
     def _send(self, route: bytes, message: ToDecode) -> None:

@@ -3,10 +3,21 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
 
 from pdserve.errors import PeerLost
 from pdserve.wire.ids import TransferId
+from pdserve.wire.rank_transfer import (
+    ConnectLink,
+    Dropped,
+    Expect,
+    Expecting,
+    Forget,
+    Forgotten,
+    LinkBroken,
+    LinkOpened,
+    PieceLanded,
+    Released,
+)
 from pdserve.wire.ticket import PrefillTarget
 from pdserve.wire.transfer import (
     Cancel,
@@ -23,31 +34,24 @@ from pdserve.wire.transfer import (
     Welcome,
 )
 from pdserve_kvtransfer.control import ControlClient
-from pdserve_kvtransfer.digest import digest
 from pdserve_kvtransfer.events import BlocksReleased, FailureKind, FetchCancelled, FetchFailed, FetchLanded
 from pdserve_kvtransfer.fetch import FetchEffect, FetchSession, FetchState
 from pdserve_kvtransfer.frames import Inbound
 from pdserve_kvtransfer.handshake import Greeting, Standing
+from pdserve_kvtransfer.head_map import Piece, head_map
 from pdserve_kvtransfer.lease import Heartbeat, Lease
+from pdserve_kvtransfer.ranks import NodeLink, Reported
+from pdserve_kvtransfer.receive_port import ReceivePort
 from pdserve_kvtransfer.station import Pollable, Station, earliest
-from pdserve_kvtransfer.transport import MAX_MESSAGE_BYTES, Arrival, Completion
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class _Receiving:
-    completion: Completion
-    session: FetchSession | None
-    """None for what lands in scratch memory."""
-    index: int
-    into: memoryview
 
 
 class PrefillPeer:
     """Methods raise TransferError when this peer is of no use any more; the owner then calls ``end``.
 
-    The constructor greets; it raises TransferError if the peer's address or a link cannot be used.
+    The constructor raises TransferError if the peer's address or a link cannot be used. It greets when every rank of
+    this node has opened its end of the link.
     """
 
     def __init__(self, station: Station, target: PrefillTarget, inbound: Inbound[ToDecode], now: float) -> None:
@@ -56,20 +60,21 @@ class PrefillPeer:
         self._inbound = inbound
         self._sessions: dict[TransferId, FetchSession] = {}
         self._tags: dict[int, FetchSession] = {}
-        self._receiving: list[_Receiving] = []
+        self._addresses: dict[int, bytes] = {}
+        self._pieces: tuple[Piece, ...] = ()
+        self._lost: tuple[FailureKind, str] | None = None
         self._arrived = now
-        self._scratch = memoryview(bytearray(station.region.block_bytes))
         self._heartbeat = Heartbeat(station.heartbeat_s)
         self.lease = Lease(station.lease_s)
         self._client = ControlClient(station.zmq_context, target.control)
         try:
-            self._link = station.transport.open_link()
+            self.link = NodeLink(station.ranks, ReceivePort, station.spec.kv_heads, station.region, station.transport)
         except BaseException:
             self._client.close(0.0)
             raise
-        self._greeting = Greeting(station.boot_id, station.spec, self._link.address, target.boot_id)
+        self._greeting = Greeting(station.boot_id, station.spec, target.boot_id)
         station.counters.handshakes += 1
-        self._send(self._greeting.hello())
+        self._read_ranks(now)
 
     @property
     def serving(self) -> bool:
@@ -86,14 +91,16 @@ class PrefillPeer:
         self.lease.hold(now)
         self._heartbeat.run(now)
         if self._greeting.standing is Standing.WELCOME:
-            self._apply(session, session.request(now))
+            self._apply(session, session.prepare(self._pieces, self.link.ranks))
+        self._read_ranks(now)
 
-    def cancel(self, transfer_id: TransferId) -> bool:
+    def cancel(self, transfer_id: TransferId, now: float) -> bool:
         """False if this peer has no such fetch."""
         session = self._sessions.get(transfer_id)
         if session is None:
             return False
         self._apply(session, session.cancel())
+        self._read_ranks(now)
         return True
 
     def turn(self, now: float) -> bool:
@@ -107,82 +114,86 @@ class PrefillPeer:
         reason = None if more else self._client.lost()
         if reason is not None:
             raise PeerLost(reason)
-        moved = self._link.progress() or more
-        while (arrival := self._link.probe()) is not None:
-            self._receive(arrival)
-            self._arrived = now
-            moved = True
-        if self._receiving:
-            self._complete(now)
-        if self._link.broken():
-            raise PeerLost("the connection that carries KV blocks broke")
+        moved = self.link.turn() or more
+        self._read_ranks(now)
         return moved
+
+    # ------------------------------------------------------------ the prefill engine
 
     def _on_message(self, message: ToDecode, now: float) -> None:
         match message:
             case Welcome():
-                self._on_welcome(message, now)
+                self._on_welcome(message)
             case Refused():
                 raise self._greeting.refused(message)
             case Pong(boot_id):
                 self._greeting.check_boot(boot_id)
-            case Digests(transfer_id):
+            case Digests(transfer_id) | FirstToken(transfer_id) | Failed(transfer_id):
                 if (session := self._sessions.get(transfer_id)) is not None:
-                    self._apply(session, session.on_digests(message, now))
-            case FirstToken(transfer_id):
-                if (session := self._sessions.get(transfer_id)) is not None:
-                    self._apply(session, session.on_first_token(message, now))
-            case Failed(transfer_id):
-                if (session := self._sessions.get(transfer_id)) is not None:
-                    self._apply(session, session.on_failed(message))
+                    self._on_session_message(session, message, now)
 
-    def _on_welcome(self, message: Welcome, now: float) -> None:
-        address = self._greeting.on_welcome(message)
-        if address is None:
+    def _on_session_message(self, session: FetchSession, message: Digests | FirstToken | Failed, now: float) -> None:
+        match message:
+            case Digests():
+                self._apply(session, session.on_digests(message, now))
+            case FirstToken():
+                self._apply(session, session.on_first_token(message, now))
+            case Failed():
+                self._apply(session, session.on_failed(message))
+
+    def _on_welcome(self, message: Welcome) -> None:
+        addresses = self._greeting.on_welcome(message)
+        if addresses is None:
             return
-        self._link.connect(address)
+        self._pieces = head_map(self._station.spec.kv_heads, len(addresses), self.link.ranks)
+        self.link.command(ConnectLink(self.link.number, addresses))
         for session in list(self._sessions.values()):
-            self._apply(session, session.request(now))
+            self._apply(session, session.prepare(self._pieces, self.link.ranks))
 
-    def _receive(self, arrival: Arrival) -> None:
-        session = self._tags.get(arrival.tag)
-        block_id = None if session is None else session.accept(arrival.index, arrival.length)
-        if block_id is None:
-            self._station.counters.stale_blocks_dropped += 1
-            log.debug("dropped block %d of an unknown or ended transfer", arrival.index)
-            session, into = None, self._scratch_for(arrival.length)
-        else:
-            into = self._station.region.block(block_id)
-        self._receiving.append(_Receiving(self._link.receive(arrival, into), session, arrival.index, into))
+    # ------------------------------------------------------------ this node's ranks
 
-    def _scratch_for(self, length: int) -> memoryview:
-        if length > MAX_MESSAGE_BYTES:
-            raise PeerLost(f"the prefill engine sent a block of {length} bytes")
-        return self._scratch if length <= self._scratch.nbytes else memoryview(bytearray(length))
+    def _read_ranks(self, now: float) -> None:
+        while (reported := self.link.take()) is not None:
+            self._on_report(reported, now)
 
-    def _complete(self, now: float) -> None:
-        done = [receiving for receiving in self._receiving if receiving.completion.done()]
-        if not done:
-            return
-        self._receiving = [receiving for receiving in self._receiving if not receiving.completion.done()]
-        for receiving in done:
-            session = receiving.session
-            if session is None:
-                continue
-            if receiving.completion.failed():
-                raise PeerLost("a KV block broke off")
-            self._station.counters.bytes_received += self._station.region.block_bytes
-            found = digest(receiving.into, session.tag, receiving.index) if session.wants_digest else 0
-            self._apply(session, session.landed(receiving.index, found, now))
+    def _on_report(self, reported: Reported, now: float) -> None:
+        rank = reported.rank
+        match reported.report:
+            case LinkOpened(address=address) if self._lost is None:
+                self._addresses[rank] = address
+                if len(self._addresses) == self.link.ranks:
+                    self._send(self._greeting.hello([self._addresses[i] for i in range(self.link.ranks)]))
+            case LinkBroken(reason=reason) if self._lost is None:
+                raise PeerLost(reason)
+            case Dropped():
+                self._station.counters.stale_blocks_dropped += 1
+                log.debug("dropped a piece of an unknown or ended transfer")
+            case Expecting(tag=tag) if tag in self._tags:
+                self._apply(self._tags[tag], self._tags[tag].expecting(rank, now))
+            case PieceLanded(tag=tag, index=index, size=size, digest=digest):
+                self._arrived = now
+                self._station.counters.bytes_received += size
+                if (session := self._tags.get(tag)) is not None:
+                    self._apply(session, session.landed(rank, index, digest, now))
+            case Forgotten(tag=tag, in_flight=in_flight) if tag in self._tags:
+                self._apply(self._tags[tag], self._tags[tag].forgotten(rank, in_flight))
+            case Released(tag=tag, block_ids=block_ids) if tag in self._tags:
+                self._apply(self._tags[tag], self._tags[tag].released(rank, block_ids))
+            case _:
+                log.debug("late %s of rank %d", type(reported.report).__name__, rank)
+
+    # ------------------------------------------------------------ time
 
     def tick(self, now: float) -> None:
-        if self._heartbeat.due(now):
+        # Before the greeting it would be a frame of a stranger.
+        if self._heartbeat.due(now) and len(self._addresses) == self.link.ranks:
             self._send(Ping(self._station.boot_id))
         for session in list(self._sessions.values()):
             self._apply(session, session.expire(now))
             stalls = self._stalls_at(session)
             if stalls is not None and now >= stalls:
                 self._apply(session, session.withdraw(FailureKind.STALLED, "KV blocks were sent, but did not arrive"))
+        self._read_ranks(now)
 
     def _stalls_at(self, session: FetchSession) -> float | None:
         """When to give up blocks that were sent: other transfers' blocks show that it is only slow."""
@@ -196,35 +207,47 @@ class PrefillPeer:
         return earliest((self.lease.until, self._heartbeat.next, *timers))
 
     def moving(self) -> bool:
-        return bool(self._receiving)
+        return self.link.moving()
 
     def arm(self) -> bool:
-        return self._link.arm()
+        return self.link.arm()
 
     def pollables(self) -> list[Pollable]:
-        return [*self._client.sockets, self._link.fileno()]
+        return [*self._client.sockets, *self.link.pollables()]
+
+    # ------------------------------------------------------------ the end
 
     def end(self, kind: FailureKind, reason: str) -> None:
-        """Close the link and the connection; what was alive fails."""
-        self._link.close()
-        self._receiving.clear()
-        for session in list(self._sessions.values()):
-            self._apply(session, session.lost(kind, reason))
+        """Close the connection and begin to close the link; what is alive fails when ``closed`` says True."""
+        self._lost = (kind, reason)
         self._client.close(0.0)
+        self.link.close()
+
+    def closed(self, now: float) -> bool:
+        """Whether the link is closed on every rank; sessions then have had their ends."""
+        self._read_ranks(now)
+        if self.link.closed and self._lost is not None:
+            self._fail_all(*self._lost)
+        return self.link.closed
 
     def leave(self, reason: str, linger_s: float) -> None:
-        """As ``end``, because this engine shuts down: the prefill engine is told."""
+        """This engine shuts down, and its ranks with it: the prefill engine is told, and nobody waits."""
+        self._lost = (FailureKind.CLOSED, reason)
         for session in list(self._sessions.values()):
             self._apply(session, session.withdraw(FailureKind.CLOSED, reason))
-        self._link.close()
-        self._receiving.clear()
-        for session in list(self._sessions.values()):
-            self._apply(session, session.lost(FailureKind.CLOSED, reason))
         self._client.close(linger_s)
+        self.link.close()
+        self._fail_all(*self._lost)
+
+    def _fail_all(self, kind: FailureKind, reason: str) -> None:
+        for session in list(self._sessions.values()):
+            self._apply(session, session.closed(kind, reason))
 
     def _apply(self, session: FetchSession, effects: list[FetchEffect]) -> None:
         for effect in effects:
             match effect:
+                case Expect() | Forget():
+                    self.link.command(effect)
                 case PrefillRequest():
                     if not self._send(effect):
                         raise PeerLost("the prefill node is not reading its control channel")

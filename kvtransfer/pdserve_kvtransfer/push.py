@@ -3,23 +3,12 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
 from typing import TypeAlias
 
+from pdserve.wire.rank_transfer import SendBlocks
 from pdserve.wire.sampling import SampledToken
 from pdserve.wire.transfer import Failed, FirstToken, PrefillRequest
 from pdserve_kvtransfer.events import PushCancelled, PushEnded, PushEvent, PushOutcome, PushWanted
-
-
-@dataclass(frozen=True, slots=True)
-class SendBlocks:
-    """Local blocks to send under ``tag``, with consecutive indexes from ``first_index``; and to be announced."""
-
-    tag: int
-    first_index: int
-    block_ids: tuple[int, ...]
-    announce: bool
-
 
 PushEffect: TypeAlias = SendBlocks | FirstToken | Failed | PushEvent
 
@@ -34,13 +23,21 @@ class PushState(enum.Enum):
 class PushSession:
     """From a decode engine's request until no block of it is read any more."""
 
-    def __init__(self, request: PrefillRequest, block_size: int, now: float, grace_s: float) -> None:
-        """``grace_s`` past the deadline are left to the decode engine, to say by itself that it waits no longer."""
+    def __init__(
+        self, request: PrefillRequest, link: int, block_size: int, pieces: int, now: float, grace_s: float
+    ) -> None:
+        """``link`` is the number that the ranks know it by; each block travels as ``pieces`` messages, over all ranks.
+
+        ``grace_s`` past the deadline are left to the decode engine, to say by itself that it waits no longer.
+        """
         self.transfer_id = request.transfer_id
         self.state = PushState.PUSHING
         self.deadline = now + request.deadline_s + grace_s
         self.outcome: PushOutcome | None = None
+        self.tag = request.tag
         self._request = request
+        self._link = link
+        self._pieces = pieces
         self._end_index = -(-len(request.token_ids) // block_size)
         self._in_flight = 0
 
@@ -67,11 +64,11 @@ class PushSession:
             return []
         if first_index < self._request.first_block or first_index + len(block_ids) > self._end_index:
             return self._give_up("the prefill engine computed blocks that were not asked for")
-        self._in_flight += len(block_ids)
-        return [SendBlocks(self._request.tag, first_index, block_ids, self._request.digests)]
+        self._in_flight += len(block_ids) * self._pieces
+        return [SendBlocks(self._link, self.tag, first_index, block_ids, self._request.digests)]
 
     def sent(self, count: int) -> list[PushEffect]:
-        """So many sends have completed."""
+        """So many pieces have left."""
         self._in_flight -= count
         return self._end_if_quiet()
 
@@ -108,14 +105,15 @@ class PushSession:
         ]
 
     def lost(self, outcome: PushOutcome, reason: str) -> list[PushEffect]:
-        """The link is closed: nothing is read any more."""
-        effects: list[PushEffect] = []
-        if self.state is PushState.PUSHING:
-            effects = [Failed(self.transfer_id, reason), PushCancelled(self.transfer_id)]
+        """The link is of no use any more; ``closed`` follows."""
+        if self.state is not PushState.PUSHING:
+            return []
+        return [Failed(self.transfer_id, reason), PushCancelled(self.transfer_id), *self._settle(outcome)]
+
+    def closed(self) -> list[PushEffect]:
+        """The link is closed on every rank: nothing is read any more."""
         self._in_flight = 0
-        if self.state is PushState.ENDING:
-            return self._end_if_quiet()
-        return effects + self._settle(outcome)
+        return self._end_if_quiet()
 
     def _settle(self, outcome: PushOutcome) -> list[PushEffect]:
         if self.state is not PushState.PUSHING:

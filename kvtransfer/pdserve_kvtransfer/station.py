@@ -14,7 +14,9 @@ from pdserve.wire.ids import TransferId
 from pdserve.wire.sampling import SampledToken
 from pdserve.wire.transfer import EngineSpec
 from pdserve_kvtransfer.events import FetchOrder
+from pdserve_kvtransfer.head_map import heads_of
 from pdserve_kvtransfer.outbox import Outbox
+from pdserve_kvtransfer.ranks import RankChannels
 from pdserve_kvtransfer.region import KvRegion
 from pdserve_kvtransfer.stats import TransferStats
 from pdserve_kvtransfer.transport import Transport
@@ -32,6 +34,7 @@ class Station:
     transport: Transport
     zmq_context: zmq.Context[zmq.Socket[bytes]]
     sealer: Sealer
+    ranks: RankChannels
     outbox: Outbox
     counters: TransferStats
 
@@ -42,6 +45,12 @@ class Station:
     @property
     def heartbeat_s(self) -> float:
         return self.config.heartbeat_ms / 1000
+
+    @property
+    def block_bytes(self) -> int:
+        """Of one block on all ranks together, each KV head counted once."""
+        head_bytes = self.region.block_bytes // len(heads_of(0, self.spec.tp_size, self.spec.kv_heads))
+        return head_bytes * self.spec.kv_heads
 
 
 @dataclass(frozen=True, slots=True)

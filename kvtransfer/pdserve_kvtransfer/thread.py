@@ -23,8 +23,11 @@ from pdserve.wire.transfer import EngineSpec
 from pdserve_kvtransfer.control import is_loopback
 from pdserve_kvtransfer.decode import DecodeSide
 from pdserve_kvtransfer.events import FetchOrder, TransferEvent, TransferThreadDied
+from pdserve_kvtransfer.head_map import heads_of
+from pdserve_kvtransfer.nap import Nap
 from pdserve_kvtransfer.outbox import Outbox
 from pdserve_kvtransfer.prefill import PrefillSide
+from pdserve_kvtransfer.ranks import RankChannels
 from pdserve_kvtransfer.region import KvRegion
 from pdserve_kvtransfer.station import (
     CancelFetch,
@@ -42,17 +45,16 @@ from pdserve_kvtransfer.ucx import UcxTransport
 
 log = logging.getLogger(__name__)
 
-# While blocks move, sleeping this long between two looks lets a batch of UCX's fragments gather. Being woken for each
-# fragment instead moves a tenth of the bytes a second, and spinning takes the core from whoever is sending.
-NAP_S = 50e-6
-NAP_WINDOW_S = 2e-3
 LINGER_S = 0.5
+GREETING_S = 60.0
 
 
 class TransferThread:
     """Owns all transfers of one engine. Every method may be called from one other thread, and returns at once.
 
     ``wake`` is called from the transfer thread after events were queued; it must not block.
+    ``ranks`` are the addresses of this node's other ranks' ``RankThread``s, in rank order.
+    Raises ValueError if ``region`` and ``spec`` contradict each other.
     ``transport`` makes the transport, inside the thread; UCX as configured if None.
     """
 
@@ -65,15 +67,19 @@ class TransferThread:
         spec: EngineSpec,
         region: KvRegion,
         config: TransferConfig,
+        ranks: tuple[str, ...] = (),
         wake: Callable[[], None],
         transport: Callable[[], Transport] | None = None,
     ) -> None:
+        if region.block_bytes % len(heads_of(0, spec.tp_size, spec.kv_heads)):
+            raise ValueError(f"a block of {region.block_bytes} bytes is not a whole number of KV heads")
         self._role = role
         self._boot_id = boot_id
         self._secret = secret
         self._spec = spec
         self._region = region
         self._config = config
+        self._ranks = ranks
         self._wake = wake
         self._make_transport = transport or (lambda: UcxTransport(config.ucx_tls))
         self._outbox = Outbox()
@@ -197,6 +203,17 @@ class TransferThread:
             transport.close()
 
     def _side(self, transport: Transport, context: zmq.Context[zmq.Socket[bytes]]) -> Side:
+        ranks = RankChannels(context, self._ranks)
+        try:
+            ranks.greet(GREETING_S)
+            side = self._side_of(transport, context, ranks)
+        except BaseException:
+            ranks.close(0.0)
+            raise
+        self._started.set_result(side.address if isinstance(side, PrefillSide) else "")
+        return side
+
+    def _side_of(self, transport: Transport, context: zmq.Context[zmq.Socket[bytes]], ranks: RankChannels) -> Side:
         station = Station(
             boot_id=self._boot_id,
             secret=self._secret,
@@ -206,19 +223,15 @@ class TransferThread:
             transport=transport,
             zmq_context=context,
             sealer=Sealer(self._secret, Purpose.TRANSFER, self._boot_id),
+            ranks=ranks,
             outbox=self._outbox,
             counters=self._counters,
         )
-        if self._role is not Role.PREFILL:
-            self._started.set_result("")
-            return DecodeSide(station)
-        side = PrefillSide(station)
-        self._started.set_result(side.address)
-        return side
+        return PrefillSide(station) if self._role is Role.PREFILL else DecodeSide(station)
 
     def _loop(self, side: Side) -> None:
         expected = math.inf
-        moved_at = -math.inf
+        nap = Nap()
         while not self._closing:
             now = time.monotonic()
             if now > expected + self._config.lease_ms / 2000:
@@ -228,13 +241,7 @@ class TransferThread:
             moved = side.turn(now)
             side.tick(now)
             self._tell()
-            if moved:
-                moved_at = expected = now
-            elif side.moving() and now - moved_at < NAP_WINDOW_S:
-                expected = now
-                time.sleep(NAP_S)
-            else:
-                expected = self._wait(side, now)
+            expected = now if nap.taken(moved, side.moving(), now) else self._wait(side, now)
 
     def _tell(self) -> None:
         if self._outbox.take_news():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -33,19 +34,22 @@ class Completion(Protocol):
 
 
 class Link(Protocol):
-    """This side of a connection between two engines. Owns everything that may touch memory on behalf of the other."""
+    """One rank's side of a connection to ranks of one other engine.
+
+    Owns everything that may touch this rank's memory on behalf of that engine.
+    """
 
     address: bytes
     """What the other side gives to ``connect``."""
 
-    def connect(self, address: bytes) -> None:
-        """Once, before the first send, with the other side's ``address``, which must come from an authentic frame.
+    def connect(self, addresses: Sequence[bytes]) -> None:
+        """Once, before the first send, with the other ranks' addresses, which must come from an authentic frame.
 
-        Raises TransferError if it cannot be used.
+        Raises TransferError if one cannot be used.
         """
 
-    def send(self, block: memoryview, tag: int, index: int) -> Completion:
-        """Raises PeerLost if the connection is broken."""
+    def send(self, block: memoryview, tag: int, index: int, to: int = 0) -> Completion:
+        """``to`` counts the addresses of ``connect``. Raises PeerLost if the connection is broken."""
 
     def probe(self) -> Arrival | None:
         """The next message that has arrived, taken off the queue."""

@@ -1,8 +1,8 @@
 """Blocks over UCX: shared memory inside one host, TCP or RDMA between hosts, whatever UCX finds best.
 
-A link is one UCX worker with one endpoint, rather than one worker for all peers: UCX can end a receive whose data has
-begun to move only by closing the endpoint that it came from, and what cannot be ended even so only by destroying the
-worker. Nobody else's transfers are on that worker.
+A link is one UCX worker for each engine on the other side, rather than one for all: UCX can end a receive whose data
+has begun to move only by closing the endpoint that it came from, and what cannot be ended even so only by destroying
+the worker. Nobody else's transfers are on that worker.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
+from collections.abc import Sequence
 from typing import Any
 
 from pdserve.errors import PeerLost, TransferError
@@ -70,7 +71,7 @@ class UcxLink:
         self._array = array
         self._any_tag = ucx.UCXXTag(0)
         self._any_mask = ucx.UCXXTagMask(0)
-        self._endpoint: Any = None
+        self._endpoints: list[Any] = []
         self._sends: list[UcxCompletion] = []
         self._receives: list[UcxCompletion] = []
         try:
@@ -80,19 +81,19 @@ class UcxLink:
         except Exception as exc:
             raise TransferError(f"UCX cannot make a worker: {exc}") from exc
 
-    def connect(self, address: bytes) -> None:
+    def connect(self, addresses: Sequence[bytes]) -> None:
+        connect = self._ucx.UCXEndpoint.create_from_worker_address
         try:
-            remote = self._ucx.UCXAddress.create_from_buffer(address)
-            self._endpoint = self._ucx.UCXEndpoint.create_from_worker_address(
-                self._worker, remote, endpoint_error_handling=True
-            )
+            for address in addresses:
+                remote = self._ucx.UCXAddress.create_from_buffer(address)
+                self._endpoints.append(connect(self._worker, remote, endpoint_error_handling=True))
         except Exception as exc:
             raise TransferError(f"UCX cannot reach the other engine: {exc}") from exc
 
-    def send(self, block: memoryview, tag: int, index: int) -> UcxCompletion:
+    def send(self, block: memoryview, tag: int, index: int, to: int = 0) -> UcxCompletion:
         array = self._array(block)
         try:
-            request = self._endpoint.tag_send(array, self._ucx.UCXXTag(tag << INDEX_BITS | index))
+            request = self._endpoints[to].tag_send(array, self._ucx.UCXXTag(tag << INDEX_BITS | index))
         except Exception as exc:
             raise PeerLost(f"UCX cannot send: {exc}") from exc
         completion = UcxCompletion(request, array)
@@ -135,15 +136,15 @@ class UcxLink:
         return int(self._worker.epoll_file_descriptor)
 
     def broken(self) -> bool:
-        return self._endpoint is not None and not self._endpoint.alive
+        return not all(endpoint.alive for endpoint in self._endpoints)
 
     def close(self) -> None:
         if self._worker is None:
             return
         self.progress()
-        worker, endpoint, sends, receives = self._worker, self._endpoint, self._sends, self._receives
-        self._worker, self._endpoint, self._sends, self._receives = None, None, [], []
-        if endpoint is not None:
+        worker, endpoints, sends, receives = self._worker, self._endpoints, self._sends, self._receives
+        self._worker, self._endpoints, self._sends, self._receives = None, [], [], []
+        for endpoint in endpoints:
             try:
                 endpoint.close_blocking(_CLOSE_WAIT_NS, 1)
             except Exception:
@@ -154,7 +155,7 @@ class UcxLink:
             if all(completion.done() for completion in (*sends, *receives)):
                 break
         if sends or not all(receive.done() for receive in receives):
-            _destroy(worker, endpoint, *(completion.request for completion in (*sends, *receives)))
+            _destroy(worker, *endpoints, *(completion.request for completion in (*sends, *receives)))
 
 
 def _destroy(worker: Any, *users: Any) -> None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, cast
 
 from msgspec import UNSET
 
 from pdserve.api.choice_text import Delta
+from pdserve.api.logprobs import ShownLogprobs
 from pdserve.api.outcome import Outcome
 from pdserve.api.responses import (
     ChatChoice,
@@ -27,6 +28,7 @@ from pdserve.api.responses import (
     TextChoice,
     Usage,
 )
+from pdserve.api.shown_tokens import ShownToken
 from pdserve.api.sse import DONE, ChunkEncoder, error_event
 from pdserve.api.text_generation import TextGeneration
 from pdserve.errors import Internal, RequestError
@@ -44,8 +46,15 @@ class AnswerOptions:
     """Of each choice."""
     echoes: Sequence[str]
     """Of each choice: shown before its text."""
+    token_bytes: Callable[[int], bytes]
+    """Of one token by itself."""
+    logprobs: bool = False
     include_usage: bool = False
     token_ids: bool = False
+
+    def shown(self, choice: int, tokens: Sequence[ShownToken]) -> ShownLogprobs:
+        """For an answer or chunk that reports these tokens."""
+        return ShownLogprobs(tokens, self.token_bytes, len(self.echoes[choice]))
 
 
 class Surface(Protocol):
@@ -55,9 +64,9 @@ class Surface(Protocol):
     object: str
     chunk_object: str
 
-    def choice(self, index: int, text: str, finish: Finish) -> Choice: ...
+    def choice(self, index: int, text: str, finish: Finish, logprobs: ShownLogprobs | None) -> Choice: ...
 
-    def chunk(self, index: int, text: str, *, first: bool) -> ChunkChoice: ...
+    def chunk(self, index: int, text: str, logprobs: ShownLogprobs | None, *, first: bool) -> ChunkChoice: ...
 
     def last_chunk(self, index: int, finish: Finish) -> ChunkChoice: ...
 
@@ -67,11 +76,12 @@ class ChatSurface:
     object = "chat.completion"
     chunk_object = "chat.completion.chunk"
 
-    def choice(self, index: int, text: str, finish: Finish) -> Choice:
-        return ChatChoice(index, Message(text), finish)
+    def choice(self, index: int, text: str, finish: Finish, logprobs: ShownLogprobs | None) -> Choice:
+        return ChatChoice(index, Message(text), finish, None if logprobs is None else logprobs.for_chat())
 
-    def chunk(self, index: int, text: str, *, first: bool) -> ChunkChoice:
-        return ChatChunkChoice(index, ChatDelta("assistant" if first else UNSET, text))
+    def chunk(self, index: int, text: str, logprobs: ShownLogprobs | None, *, first: bool) -> ChunkChoice:
+        delta = ChatDelta("assistant" if first else UNSET, text)
+        return ChatChunkChoice(index, delta, logprobs=None if logprobs is None else logprobs.for_chat())
 
     def last_chunk(self, index: int, finish: Finish) -> ChunkChoice:
         return ChatChunkChoice(index, ChatDelta(), finish)
@@ -82,11 +92,11 @@ class TextSurface:
     object = "text_completion"
     chunk_object = "text_completion"
 
-    def choice(self, index: int, text: str, finish: Finish) -> Choice:
-        return TextChoice(index, text, finish)
+    def choice(self, index: int, text: str, finish: Finish, logprobs: ShownLogprobs | None) -> Choice:
+        return TextChoice(index, text, finish, None if logprobs is None else logprobs.for_text())
 
-    def chunk(self, index: int, text: str, *, first: bool) -> ChunkChoice:
-        return TextChoice(index, text)
+    def chunk(self, index: int, text: str, logprobs: ShownLogprobs | None, *, first: bool) -> ChunkChoice:
+        return TextChoice(index, text, logprobs=None if logprobs is None else logprobs.for_text())
 
     def last_chunk(self, index: int, finish: Finish) -> ChunkChoice:
         return TextChoice(index, "", finish)
@@ -102,18 +112,23 @@ async def whole_answer(
     """Waits for all of it. Raises RequestError if there is no answer."""
     texts = list(options.echoes)
     ids: list[list[int]] = [[] for _ in texts]
+    tokens: list[list[ShownToken]] = [[] for _ in texts]
     finishes: dict[int, Finish] = {}
     deltas: Sequence[Delta] = first
     while True:
         for delta in deltas:
             texts[delta.choice] += delta.text
             ids[delta.choice].extend(delta.token_ids)
+            tokens[delta.choice].extend(delta.tokens)
             if delta.outcome is not None:
                 finishes[delta.choice] = _finish(delta.outcome)
         if run.done and run.failure is None:
             break
         deltas = await run.next()
-    choices = [surface.choice(index, text, finishes[index]) for index, text in enumerate(texts)]
+    choices = [
+        surface.choice(index, text, finishes[index], options.shown(index, tokens[index]) if options.logprobs else None)
+        for index, text in enumerate(texts)
+    ]
     if options.token_ids:
         for choice in choices:
             choice.token_ids, choice.prompt_token_ids = ids[choice.index], options.prompt_ids[choice.index]
@@ -161,10 +176,11 @@ class ChunkStream:
         """None, if there is nothing to show: the first token always is, even with no text yet."""
         first = delta.choice not in self._begun
         events = []
-        if first or delta.text or (self._options.token_ids and delta.token_ids):
+        if first or delta.text or delta.tokens or (self._options.token_ids and delta.token_ids):
             self._begun.add(delta.choice)
             text = self._options.echoes[delta.choice] + delta.text if first else delta.text
-            chunk = self._surface.chunk(delta.choice, text, first=first)
+            logprobs = self._options.shown(delta.choice, delta.tokens) if delta.tokens else None
+            chunk = self._surface.chunk(delta.choice, text, logprobs, first=first)
             if self._options.token_ids:
                 chunk.token_ids = list(delta.token_ids)
                 chunk.prompt_token_ids = self._options.prompt_ids[delta.choice] if first else UNSET

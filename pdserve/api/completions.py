@@ -12,6 +12,7 @@ import msgspec
 from quart import Response, g, request
 
 from pdserve.api.answer import CHAT, TEXT, AnswerOptions, Surface, streamed_answer, whole_answer
+from pdserve.api.bad_words import TokenRuns, bad_word_tokens
 from pdserve.api.choice_text import ChoiceText
 from pdserve.api.engine_client import PromptChoices
 from pdserve.api.node_state import NodeState
@@ -20,7 +21,7 @@ from pdserve.api.prompts import ModelLimits, Prompt, chat_prompts, completion_pr
 from pdserve.api.request_id import request_label
 from pdserve.api.request_log import RequestRecord
 from pdserve.api.request_owner import own
-from pdserve.api.sampling import choice_seeds, sampling_params
+from pdserve.api.sampling import check_logprobs, choice_seeds, sampling_params
 from pdserve.api.stop_strings import StopStrings
 from pdserve.api.text_generation import TextGeneration
 from pdserve.api.tokenizer import Tokenizer
@@ -63,9 +64,10 @@ class CompletionRoute(Generic[R]):
         _check_consistent(parsed.request)
         check_model(parsed.request.model, self._node)
         prompts = await self._prompts(parsed.request, tokenizer, self._node.limits)
-        run = self._start(parsed.request, prompts, terms, arrived, tokenizer)
+        bad_words = await bad_word_tokens(parsed.request.bad_words or (), tokenizer)
+        run = self._start(parsed.request, prompts, bad_words, terms, arrived, tokenizer)
         own(run.close)
-        response = await self._answer(run, parsed.request, prompts)
+        response = await self._answer(run, parsed.request, prompts, tokenizer)
         if parsed.ignored:
             response.headers[IGNORED_HEADER] = _header_names(parsed.ignored)
         return response
@@ -84,13 +86,19 @@ class CompletionRoute(Generic[R]):
         return Terms(arrived + ticket.deadline_s, ticket.attempt, ticket.prefill)
 
     def _start(
-        self, body: R, prompts: Sequence[Prompt], terms: Terms, arrived: float, tokenizer: Tokenizer
+        self,
+        body: R,
+        prompts: Sequence[Prompt],
+        bad_words: TokenRuns,
+        terms: Terms,
+        arrived: float,
+        tokenizer: Tokenizer,
     ) -> TextGeneration:
         self._node.check_serving()
         left_s = terms.deadline - time.monotonic()
         if left_s <= 0:
             raise DeadlineExceeded("the request's deadline passed before it could start", code="deadline_exceeded")
-        submits = [_submit(body, prompt) for prompt in prompts]
+        submits = [_submit(body, prompt, bad_words) for prompt in prompts]
         texts = [_choice_text(index, body, tokenizer) for index in range(len(prompts) * body.choices)]
         prompt_tokens = sum(len(prompt.token_ids) for prompt in prompts)
         record = RequestRecord(g.request_id, self._node.name, arrived, prompt_tokens)
@@ -103,13 +111,15 @@ class CompletionRoute(Generic[R]):
         )
         return TextGeneration(generation, texts, record, self._node.metrics)
 
-    async def _answer(self, run: TextGeneration, body: R, prompts: Sequence[Prompt]) -> Response:
+    async def _answer(self, run: TextGeneration, body: R, prompts: Sequence[Prompt], tokenizer: Tokenizer) -> Response:
         per_choice = [prompt for prompt in prompts for _ in range(body.choices)]
         options = AnswerOptions(
             model=self._node.model,
             fingerprint=f"fp_{self._node.ready.fingerprint[:16]}",
             prompt_ids=[prompt.token_ids for prompt in per_choice],
             echoes=[prompt.echo for prompt in per_choice],
+            token_bytes=tokenizer.token_bytes,
+            logprobs=body.wanted_logprobs is not None,
             include_usage=body.include_usage,
             token_ids=bool(body.return_token_ids),
         )
@@ -141,9 +151,10 @@ def check_model(name: str | None, node: NodeState) -> None:
         )
 
 
-def _submit(body: GenerationRequest, prompt: Prompt) -> PromptChoices:
+def _submit(body: GenerationRequest, prompt: Prompt, bad_words: TokenRuns) -> PromptChoices:
     seed, *more = choice_seeds(body)
-    return PromptChoices(prompt.token_ids, sampling_params(body, seed, prompt.max_tokens), tuple(more))
+    sampling = sampling_params(body, seed, prompt.max_tokens, bad_words)
+    return PromptChoices(prompt.token_ids, sampling, tuple(more))
 
 
 def _choice_text(index: int, body: GenerationRequest, tokenizer: Tokenizer) -> ChoiceText:
@@ -153,12 +164,14 @@ def _choice_text(index: int, body: GenerationRequest, tokenizer: Tokenizer) -> C
         tokenizer.detokenizer(skip_special_tokens=body.skip_special_tokens is not False),
         StopStrings(body.stops, include=include),
         frozenset(body.stop_token_ids or ()) if include else frozenset(),
+        body.min_tokens or 0,
     )
 
 
 def _check_consistent(body: GenerationRequest) -> None:
     if body.stream_options is not None and not body.stream:
         raise InvalidRequest("'stream_options' needs 'stream' to be true", param="stream_options")
+    check_logprobs(body)
 
 
 def _stream_response(events: object) -> Response:

@@ -7,6 +7,7 @@ bytes are spread over several tokens is held back until it is complete.
 from __future__ import annotations
 
 import codecs
+import re
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
@@ -35,20 +36,34 @@ def _byte_of_char() -> dict[str, int]:
 _BYTE_OF_CHAR = _byte_of_char()
 
 
-class TokenBytes(dict[int, bytes]):
-    """The bytes of each token of a byte-level vocabulary, filled in as tokens are first seen."""
+_BYTE_PIECE = re.compile("<0x([0-9A-F]{2})>")
 
-    def __init__(self, token_of_id: Callable[[int], str | None]) -> None:
+
+def byte_level_bytes(token: str) -> bytes:
+    """Of a token as a byte-level vocabulary (GPT-2's kind) writes it."""
+    try:
+        return bytes(_BYTE_OF_CHAR[char] for char in token)
+    except KeyError:  # an added token is plain text, not in the byte alphabet
+        return token.encode()
+
+
+def piece_bytes(token: str) -> bytes:
+    """Of a token as a vocabulary of pieces (SentencePiece's kind) writes it."""
+    if byte := _BYTE_PIECE.fullmatch(token):
+        return bytes.fromhex(byte[1])
+    return token.replace("\u2581", " ").encode()
+
+
+class TokenBytes(dict[int, bytes]):
+    """The bytes of each token of a vocabulary, filled in as tokens are first seen."""
+
+    def __init__(self, token_of_id: Callable[[int], str | None], bytes_of: Callable[[str], bytes]) -> None:
         super().__init__()
         self._token_of_id = token_of_id
+        self._bytes_of = bytes_of
 
     def __missing__(self, token_id: int) -> bytes:
-        token = self._token_of_id(token_id) or ""
-        try:
-            value = bytes(_BYTE_OF_CHAR[char] for char in token)
-        except KeyError:  # an added token is plain text, not in the byte alphabet
-            value = token.encode()
-        self[token_id] = value
+        value = self[token_id] = self._bytes_of(self._token_of_id(token_id) or "")
         return value
 
 

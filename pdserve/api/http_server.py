@@ -53,7 +53,15 @@ class HttpServer:
 
     def __init__(self, app: Any, listener: socket.socket, config: HttpConfig) -> None:
         self._listener = listener
-        self._server = _Server(guarded_config(app, keep_alive_s=config.keep_alive_s, shutdown_s=CLOSE_TIMEOUT_S))
+        self._server = _Server(
+            guarded_config(
+                app,
+                keep_alive_s=config.keep_alive_s,
+                shutdown_s=CLOSE_TIMEOUT_S,
+                max_connections=config.max_client_connections,
+                write_timeout_s=config.write_timeout_s,
+            )
+        )
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:

@@ -15,11 +15,20 @@ from pdserve.errors import InvalidRequest
 MAX_STOPS = 16
 MAX_CHOICES = 1_024
 MAX_MESSAGES = 4_096
+MAX_LOGPROBS = 20
+MAX_BIASES = 1_024
+MAX_ALLOWED = 16_384
+MAX_BAD_WORDS = 128
 
 T = TypeVar("T", bound=msgspec.Struct)
 Positive: TypeAlias = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 Messages: TypeAlias = Annotated[list[dict[str, Any]], Meta(min_length=1, max_length=MAX_MESSAGES)]
 StopString: TypeAlias = Annotated[str, Meta(min_length=1, max_length=1_024)]
+TokenId: TypeAlias = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+Penalty: TypeAlias = Annotated[float, Meta(ge=-2, le=2)]
+Bias: TypeAlias = Annotated[float, Meta(ge=-100, le=100)]
+TopCount: TypeAlias = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
+BadWord: TypeAlias = Annotated[str, Meta(min_length=1, max_length=256)]
 
 
 class StreamOptions(msgspec.Struct):
@@ -37,6 +46,13 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
     """0 and -1 are no limit."""
     min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: Annotated[float, Meta(ge=0.01, le=100)] | None = None
+    logit_bias: Annotated[dict[TokenId, Bias], Meta(max_length=MAX_BIASES)] | None = None
+    allowed_token_ids: Annotated[list[TokenId], Meta(max_length=MAX_ALLOWED)] | None = None
+    bad_words: Annotated[list[BadWord], Meta(max_length=MAX_BAD_WORDS)] | None = None
+    min_tokens: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
     stop: StopString | Annotated[list[StopString], Meta(max_length=MAX_STOPS)] | None = None
     stop_token_ids: Annotated[list[Annotated[int, Meta(ge=0)]], Meta(max_length=128)] | None = None
@@ -68,6 +84,11 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     def choices(self) -> int:
         return self.n or 1
 
+    @property
+    def wanted_logprobs(self) -> int | None:
+        """How many of the likeliest tokens to report beside each chosen one; None reports nothing."""
+        return None
+
 
 class ChatRequest(GenerationRequest, kw_only=True):
     """``POST /v1/chat/completions``. Messages are checked by ``chat_messages`` and the model's template."""
@@ -75,6 +96,8 @@ class ChatRequest(GenerationRequest, kw_only=True):
     messages: Messages
     max_completion_tokens: Positive | None = None
     """OpenAI's newer name of ``max_tokens``, and stronger."""
+    logprobs: bool | None = None
+    top_logprobs: TopCount | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -83,6 +106,10 @@ class ChatRequest(GenerationRequest, kw_only=True):
     def wanted_tokens(self) -> int | None:
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
+    @property
+    def wanted_logprobs(self) -> int | None:
+        return self.top_logprobs or 0 if self.logprobs else None
+
 
 class CompletionRequest(GenerationRequest, kw_only=True):
     """``POST /v1/completions``."""
@@ -90,6 +117,11 @@ class CompletionRequest(GenerationRequest, kw_only=True):
     prompt: str | Annotated[list[str | int | list[int]], Meta(min_length=1)]
     echo: bool | None = None
     best_of: Positive | None = None
+    logprobs: TopCount | None = None
+
+    @property
+    def wanted_logprobs(self) -> int | None:
+        return self.logprobs
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True):
@@ -148,7 +180,7 @@ _UNPAIRED_SURROGATE = re.compile(
     rb"|(?<!\\u[dD][89abAB][0-9a-fA-F]{2})(?<!\\)\\u[dD][c-fC-F][0-9a-fA-F]{2}"
 )
 """For the wording alone: msgspec calls most of these truncated input."""
-_VALIDATION = re.compile(r"(?P<what>.*?)(?: - at `\$\.?(?P<path>.*)`)?", re.DOTALL)
+_VALIDATION = re.compile(r"(?P<what>.*?)(?: - at (?:`key` in )?`\$\.?(?P<path>.*)`)?", re.DOTALL)
 _MISSING = re.compile(r"Object missing required field `(?P<field>[^`]*)`")
 
 
@@ -159,6 +191,8 @@ def _bytes(body: bytes | str) -> bytes:
 def _invalid_field(error: msgspec.ValidationError) -> InvalidRequest:
     match = _VALIDATION.fullmatch(str(error))
     what, path = (match["what"], match["path"] or "") if match else (str(error), "")
+    # Which entry of an object it was is not said.
+    path = path.removesuffix("[...]")
     if missing := _MISSING.match(what):
         param = f"{path}.{missing['field']}".lstrip(".")
         return InvalidRequest(f"{param!r} is required", param=param, code="missing_required_parameter")

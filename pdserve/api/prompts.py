@@ -58,6 +58,8 @@ class ModelLimits:
         """
         wanted = request.wanted_tokens
         self.check_ids(request.stop_token_ids or (), "stop_token_ids")
+        self.check_ids(request.allowed_token_ids or (), "allowed_token_ids")
+        self.check_ids(list(request.logit_bias or ()), "logit_bias")
         token_ids = self._truncate(token_ids, request.truncate_prompt_tokens, wanted)
         count = len(token_ids)
         if count == 0:
@@ -69,7 +71,10 @@ class ModelLimits:
                 param=param if count >= self.max_model_len else "max_tokens",
                 code="context_length_exceeded",
             )
-        return token_ids, self.max_model_len - count if wanted is None else wanted
+        max_tokens = self.max_model_len - count if wanted is None else wanted
+        if (request.min_tokens or 0) > max_tokens:
+            raise InvalidRequest(f"'min_tokens' is above the {max_tokens} tokens that may come", param="min_tokens")
+        return token_ids, max_tokens
 
     def _truncate(self, token_ids: list[int], keep: int | None, wanted: int | None) -> list[int]:
         if keep is None:

@@ -35,6 +35,25 @@ class Envelope(msgspec.Struct):
 # ------------------------------------------------------------------ chat
 
 
+class TopLogprob(msgspec.Struct):
+    token: str
+    logprob: float
+    bytes: list[int]
+    """Of the token itself, which may be part of a character."""
+
+
+class ChatTokenLogprob(msgspec.Struct):
+    token: str
+    logprob: float
+    bytes: list[int]
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(msgspec.Struct):
+    content: list[ChatTokenLogprob]
+    refusal: None = None
+
+
 class Message(msgspec.Struct):
     content: str
     role: str = "assistant"
@@ -45,7 +64,7 @@ class ChatChoice(msgspec.Struct):
     index: int
     message: Message
     finish_reason: Finish
-    logprobs: None = None
+    logprobs: ChatLogprobs | None = None
     token_ids: list[int] | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
 
@@ -59,12 +78,23 @@ class ChatChunkChoice(msgspec.Struct):
     index: int
     delta: ChatDelta
     finish_reason: Finish | None = None
-    logprobs: None = None
+    logprobs: ChatLogprobs | None = None
     token_ids: list[int] | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
 
 
 # ------------------------------------------------------------------ text
+
+
+class TextLogprobs(msgspec.Struct):
+    """One item a token in each list."""
+
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]]
+    """The chosen token is always in it."""
+    text_offset: list[int]
+    """Characters of the choice's text before the token."""
 
 
 class TextChoice(msgspec.Struct):
@@ -73,7 +103,7 @@ class TextChoice(msgspec.Struct):
     index: int
     text: str
     finish_reason: Finish | None = None
-    logprobs: None = None
+    logprobs: TextLogprobs | None = None
     token_ids: list[int] | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
 

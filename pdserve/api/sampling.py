@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import secrets
 
-from pdserve.api.openai import GenerationRequest
+from pdserve.api.bad_words import TokenRuns
+from pdserve.api.openai import ChatRequest, CompletionRequest, GenerationRequest
+from pdserve.errors import InvalidRequest
 from pdserve.wire.sampling import SamplingParams
 
 SEED_MASK = 2**63 - 1
@@ -15,11 +17,20 @@ def choice_seeds(request: GenerationRequest) -> list[int]:
     return [_seed(request.seed, index) for index in range(request.choices)]
 
 
+def check_logprobs(request: GenerationRequest) -> None:
+    """Raises InvalidRequest if the fields about log probabilities do not go together."""
+    match request:
+        case ChatRequest(top_logprobs=int(), logprobs=None | False) if request.top_logprobs:
+            raise InvalidRequest("'top_logprobs' needs 'logprobs' to be true", param="top_logprobs")
+        case CompletionRequest(logprobs=int(), echo=True):
+            raise InvalidRequest("'logprobs' of an echoed prompt are not supported by pdserve", param="logprobs")
+
+
 def _seed(seed: int | None, index: int) -> int:
     return secrets.randbits(63) if seed is None else (seed + index) & SEED_MASK
 
 
-def sampling_params(request: GenerationRequest, seed: int, max_tokens: int) -> SamplingParams:
+def sampling_params(request: GenerationRequest, seed: int, max_tokens: int, bad_words: TokenRuns) -> SamplingParams:
     """Of one choice."""
     return SamplingParams(
         max_tokens=max_tokens,
@@ -30,6 +41,14 @@ def sampling_params(request: GenerationRequest, seed: int, max_tokens: int) -> S
         min_p=_or(request.min_p, 0.0),
         stop_token_ids=tuple(request.stop_token_ids or ()),
         ignore_eos=bool(request.ignore_eos),
+        min_tokens=request.min_tokens or 0,
+        presence_penalty=_or(request.presence_penalty, 0.0),
+        frequency_penalty=_or(request.frequency_penalty, 0.0),
+        repetition_penalty=_or(request.repetition_penalty, 1.0),
+        logit_bias=tuple((request.logit_bias or {}).items()),
+        allowed_token_ids=tuple(sorted(set(request.allowed_token_ids or ()))),
+        bad_words=bad_words,
+        logprobs=request.wanted_logprobs,
     )
 
 

@@ -44,12 +44,13 @@ def serve(
     config: NodeConfig,
     secret: bytes,
     model_dir: Path,
+    cache_dir: Path,
     *,
     engine_command: Sequence[str] = ENGINE_COMMAND,
 ) -> int:
     """Runs one node until SIGTERM or SIGINT. The process's exit status: 0 after a drain, 1 if anything failed."""
     logging.basicConfig(level=config.log.level.value.upper(), format="%(asctime)s %(levelname)s %(name)s %(message)s")
-    node = Node(role, config, secret, model_dir, engine_command)
+    node = Node(role, config, secret, model_dir, cache_dir, engine_command)
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(node.run())
@@ -66,6 +67,7 @@ class Node:
     config: NodeConfig
     secret: bytes
     model_dir: Path
+    cache_dir: Path
     engine_command: Sequence[str]
 
     async def run(self) -> int:
@@ -157,6 +159,7 @@ class Node:
             boot_id=boot_id,
             secret=self.secret,
             model_dir=str(self.model_dir),
+            cache_dir=str(self.cache_dir),
             model=config.model,
             cache=config.cache,
             scheduler=config.scheduler,

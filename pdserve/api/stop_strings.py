@@ -16,13 +16,21 @@ class StopStrings:
         self._held = ""
         self.found = False
 
-    def add(self, text: str) -> str:
-        """The text that may be shown now. After ``found`` the output is over."""
+    def add(self, text: str, *, may_end: bool = True) -> str:
+        """The text that may be shown now. After ``found`` the output is over.
+
+        Where it may not end, no stop string is found, but one may begin that ends later.
+        """
         if not self._stops or self.found:
             return "" if self.found else text
-        text = self._held + text
-        matches = [(start + len(stop), start) for stop in self._stops if (start := text.find(stop)) >= 0]
-        if matches:
+        known, text = len(self._held), self._held + text
+        # What was looked at before may hold a whole stop string only where the output was not allowed to end.
+        matches = [
+            (start + len(stop), start)
+            for stop in self._stops
+            if (start := text.find(stop, max(known - len(stop) + 1, 0))) >= 0
+        ]
+        if matches and may_end:
             end, start = min(matches)
             self.found, self._held = True, ""
             return text[: end if self._include else start]

@@ -1,4 +1,4 @@
-"""Text to token ids and back, for one model folder.
+"""Text to token ids and back, for one model.
 
 Only ``PreTrainedTokenizerFast`` is used of transformers: it reads the same files as ``AutoTokenizer`` and renders chat
 templates with the same code, but does not import torch (0.6 s and 120 MB against 2.3 s and 600 MB).
@@ -16,8 +16,16 @@ from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError
 
-from pdserve.api.detokenizer import BytesDetokenizer, Detokenizer, TokenBytes, WindowDetokenizer
+from pdserve.api.detokenizer import (
+    BytesDetokenizer,
+    Detokenizer,
+    TokenBytes,
+    WindowDetokenizer,
+    byte_level_bytes,
+    piece_bytes,
+)
 from pdserve.errors import InvalidRequest, ModelError
+from pdserve.models.gguf_file import is_gguf
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -40,7 +48,8 @@ class Tokenizer:
         self._backend.no_padding()
         added = self._backend.get_added_tokens_decoder()
         self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
-        self._token_bytes = TokenBytes(self._backend.id_to_token) if self._is_byte_level() else None
+        self._byte_level = self._is_byte_level()
+        self._token_bytes = TokenBytes(self._backend.id_to_token, byte_level_bytes if self._byte_level else piece_bytes)
         self._reserved_kwargs = frozenset(inspect.signature(tokenizer.apply_chat_template).parameters) | {
             "messages",
             "conversations",
@@ -91,10 +100,14 @@ class Tokenizer:
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         return str(self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
 
+    def token_bytes(self, token_id: int) -> bytes:
+        """Of one token by itself, which may be part of a character; none if the vocabulary has no such token."""
+        return self._token_bytes[token_id]
+
     def detokenizer(self, *, skip_special_tokens: bool) -> Detokenizer:
         """A new one, for one output."""
         skip = self._special_ids if skip_special_tokens else frozenset()
-        if self._token_bytes is not None:
+        if self._byte_level:
             return BytesDetokenizer(self._token_bytes, skip)
         return WindowDetokenizer(lambda ids: str(self._backend.decode(ids, skip_special_tokens=False)), skip)
 
@@ -123,8 +136,12 @@ def _refused_by_template(error: Exception, has_kwargs: bool) -> InvalidRequest:
 
 
 def load_tokenizer(model_dir: Path) -> Tokenizer:
-    """Reads ``tokenizer.json`` and the chat template of a Hugging Face model folder. Raises ModelError."""
+    """The tokeniser and chat template of a Hugging Face model folder, or of a GGUF file. Raises ModelError."""
     # Imported here, so that it happens while the engine loads weights, and never on a prefill node.
+    if is_gguf(model_dir):
+        from pdserve.api.gguf_tokenizer import gguf_tokenizer
+
+        return Tokenizer(gguf_tokenizer(model_dir))
     from transformers import PreTrainedTokenizerFast
 
     if not (model_dir / "tokenizer.json").is_file():

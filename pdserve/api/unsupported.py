@@ -1,7 +1,7 @@
 """Fields of OpenAI's and vLLM's requests that pdserve knows and does not honour: refused, unless they ask for nothing.
 
-To ignore them would be worse than to refuse: a client that asks for JSON or for log probabilities would get neither,
-with status 200.
+To ignore them would be worse than to refuse: a client that asks for JSON or for a tool call would get neither, with
+status 200.
 """
 
 from __future__ import annotations
@@ -14,14 +14,11 @@ import msgspec
 from pdserve.errors import InvalidRequest
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "allowed_token_ids": ([],),
     "audio": (),
-    "bad_words": ([],),
     "best_of": (),
     "chat_template": (),
     "documents": ([],),
     "echo": (False,),
-    "frequency_penalty": (0,),
     "function_call": ("none", "auto"),
     "functions": ([],),
     "guided_choice": (),
@@ -29,14 +26,9 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "guided_json": (),
     "guided_regex": (),
     "length_penalty": (1,),
-    "logit_bias": ({},),
-    "logprobs": (False,),
-    "min_tokens": (0,),
     "modalities": (["text"],),
-    "presence_penalty": (0,),
     "priority": (0,),
     "prompt_logprobs": (),
-    "repetition_penalty": (1,),
     "response_format": ({"type": "text"},),
     "structured_outputs": (),
     "suffix": ("",),

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 
 import aiohttp
 
-from pdserve.cli.child import Child, ChildDied
+from pdserve.child import Child, ChildDied
 from pdserve.cli.console import Console
 from pdserve.cli.plan import NodePlan, node_command
 from pdserve.wire.discovery import Role

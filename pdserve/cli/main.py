@@ -18,6 +18,7 @@ SUBCOMMANDS = {
     "prefill": "a node that computes the KV cache of prompts for decode nodes",
     "decode": "a node that answers requests, with prompts computed by prefill nodes",
     "mixed": "a node that does both in one engine",
+    "bench": "measures this machine, an engine or a server; pdserve bench lists what",
 }
 
 USAGE = "\n".join(

@@ -29,13 +29,14 @@ def run_node(role: Role, argv: Sequence[str], environ: Mapping[str, str]) -> int
 
     from pdserve.models.demo import resolve_model, served_name
 
-    model_dir = resolve_model(config.model.path, cache_folder(environ))
+    cache_dir = cache_folder(environ)
+    model_dir = resolve_model(config.model.path, cache_dir)
     name = config.model.served_name or served_name(config.model.path, model_dir)
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, served_name=name))
 
     from pdserve.api.server import serve
 
-    return serve(role, config, secret, model_dir)
+    return serve(role, config, secret, model_dir, cache_dir)
 
 
 def _check(role: Role, config: NodeConfig) -> None:

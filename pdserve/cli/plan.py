@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from pdserve.child import command
 from pdserve.config import ClusterConfig, LogConfig, LogLevel, NodeConfig, UpConfig
 from pdserve.cores import partition
 from pdserve.settings import to_environ
@@ -29,11 +29,6 @@ def plan_nodes(cluster: ClusterConfig, cores: Sequence[int]) -> list[NodePlan]:
     counts = {Role.PREFILL: cluster.prefill, Role.DECODE: cluster.decode, Role.MIXED: cluster.mixed}
     named = [(role, f"{role.value}-{index}") for role, count in counts.items() for index in range(count)]
     return [NodePlan(name, role, own) for (role, name), own in zip(named, partition(cores, len(named)), strict=True)]
-
-
-def command(subcommand: str, *flags: str) -> list[str]:
-    """Runs this very pdserve. ``-P`` keeps folders of the current directory from standing in for packages."""
-    return [sys.executable, "-P", "-m", "pdserve", subcommand, *flags]
 
 
 def proxy_command(config: UpConfig) -> list[str]:

@@ -10,8 +10,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from pdserve.child import ChildDied
 from pdserve.cli.ask import AskFailed, ask
-from pdserve.cli.child import ChildDied
 from pdserve.cli.cluster import Cluster
 from pdserve.cli.console import Console
 from pdserve.cli.plan import child_environ, plan_nodes, proxy_command

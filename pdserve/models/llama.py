@@ -1,39 +1,57 @@
-"""Llama-family decoder: Llama, SmolLM, Mistral, Qwen2 (biased projections), Qwen3 (normalised heads)."""
+"""Llama-family decoder: Llama, SmolLM, Mistral, Qwen2 (biased projections), Qwen3 (normalised heads).
+
+Qwen3-MoE is Qwen3 with another feed-forward part: see ``qwen3_moe``.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 
 from pdserve.models.decoder_config import DecoderConfig
-from pdserve.models.layers import (
-    Building,
-    RowParallel,
-    VocabParallelEmbedding,
-    VocabParallelHead,
-    column_parallel,
-    vocab_parallel_head,
-)
+from pdserve.models.gated_mlp import GatedMlp
+from pdserve.models.layers import Building, VocabParallelEmbedding, VocabParallelHead, vocab_parallel_head
 from pdserve.models.rotary_table import rotary_table
-from pdserve.models.tensor_parallel import kv_share, share, spread
+from pdserve.models.self_attention import SelfAttention
 from pdserve_kernels.contract import Attention
+
+FeedForward = Callable[[torch.Tensor], torch.Tensor]
+"""``[tokens, hidden_size]`` to the same shape."""
+
+FeedForwardOf = Callable[[DecoderConfig, Building, str, int], FeedForward]
+"""Builds layer ``index``'s, whose tensors have a prefix: called with ``(config, building, prefix, index)``."""
+
+
+def dense(config: DecoderConfig, building: Building, prefix: str, index: int) -> FeedForward:
+    """The same gated MLP in every layer."""
+    return GatedMlp(building, prefix, config.intermediate_size, building.kernels.silu_and_mul)
 
 
 class LlamaDecoder:
     """Satisfies ``decoder.Decoder``."""
 
-    def __init__(self, config: DecoderConfig, building: Building, max_positions: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        config: DecoderConfig,
+        building: Building,
+        max_positions: int,
+        dtype: torch.dtype,
+        feed_forward: FeedForwardOf = dense,
+    ) -> None:
         """Takes every tensor of the checkpoint; raises ModelError on a missing or unknown one."""
         checkpoint = building.checkpoint
+        self.capturable = feed_forward is dense
         self._kernels, self._eps = building.kernels, config.norm_eps
         self._embedding = VocabParallelEmbedding(building, "model.embed_tokens", config.vocab_size)
-        self._layers = [LlamaLayer(config, building, i) for i in range(config.num_layers)]
+        self._layers = [LlamaLayer(config, building, i, feed_forward) for i in range(config.num_layers)]
         self._norm = checkpoint.take("model.norm.weight")
         if config.tied_embeddings:
             checkpoint.drop("lm_head.weight")
             self._head = VocabParallelHead(building, self._embedding.weight, config.vocab_size)
         else:
             self._head = vocab_parallel_head(building, "lm_head", config.vocab_size)
-        self._cos, self._sin = rotary_table(config, max_positions, dtype)
+        self._cos, self._sin = rotary_table(config, max_positions, dtype, checkpoint.device)
         checkpoint.check_all_taken()
 
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attention: Attention) -> torch.Tensor:
@@ -49,33 +67,16 @@ class LlamaDecoder:
 
 
 class LlamaLayer:
-    """One block: attention and gated MLP, each behind a norm, each added to the residual."""
+    """One block: attention and feed-forward part, each behind a norm, each added to the residual."""
 
-    def __init__(self, config: DecoderConfig, building: Building, index: int) -> None:
-        checkpoint, tp = building.checkpoint, building.tp
+    def __init__(self, config: DecoderConfig, building: Building, index: int, feed_forward: FeedForwardOf) -> None:
+        checkpoint = building.checkpoint
         prefix = f"model.layers.{index}"
-        self._index, self._eps, self._kernels = index, config.norm_eps, building.kernels
-        heads = share(tp, config.heads, "attention heads")
-        kv_heads = kv_share(tp, config.heads, config.kv_heads)
-        self._heads, self._kv_heads = heads.stop - heads.start, kv_heads.stop - kv_heads.start
-        self._head_dim = config.head_dim
-        attention = f"{prefix}.self_attn"
-        queries, keys = spread(heads, config.head_dim), spread(kv_heads, config.head_dim)
-        self._qkv = column_parallel(
-            building, [(f"{attention}.q_proj", queries), (f"{attention}.k_proj", keys), (f"{attention}.v_proj", keys)]
-        )
-        self._out = RowParallel(building, f"{attention}.o_proj", queries)
-        inner = share(tp, config.intermediate_size, "MLP channels")
-        self._gate_up = column_parallel(
-            building, [(f"{prefix}.mlp.gate_proj", inner), (f"{prefix}.mlp.up_proj", inner)]
-        )
-        self._down = RowParallel(building, f"{prefix}.mlp.down_proj", inner)
-        # Older exports carry the table that rotary_table computes.
-        checkpoint.drop(f"{attention}.rotary_emb.inv_freq")
+        self._eps, self._kernels = config.norm_eps, building.kernels
+        self._attention = SelfAttention(config, building, f"{prefix}.self_attn", index)
+        self._feed_forward = feed_forward(config, building, f"{prefix}.mlp", index)
         self._input_norm = checkpoint.take(f"{prefix}.input_layernorm.weight")
         self._mlp_norm = checkpoint.take(f"{prefix}.post_attention_layernorm.weight")
-        self._query_norm = checkpoint.take_optional(f"{attention}.q_norm.weight")
-        self._key_norm = checkpoint.take_optional(f"{attention}.k_norm.weight")
 
     def __call__(
         self,
@@ -91,22 +92,6 @@ class LlamaLayer:
             normed = kernels.rms_norm(residual, self._input_norm, self._eps)
         else:
             normed, residual = kernels.add_rms_norm(delta, residual, self._input_norm, self._eps)
-        attended = self._attend(normed, cos, sin, attention)
+        attended = self._attention(normed, cos, sin, attention)
         normed, residual = kernels.add_rms_norm(attended, residual, self._mlp_norm, self._eps)
-        return self._down(kernels.silu_and_mul(self._gate_up(normed))), residual
-
-    def _attend(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attention: Attention) -> torch.Tensor:
-        tokens, kernels = x.shape[0], self._kernels
-        qkv = self._qkv(x).view(tokens, self._heads + 2 * self._kv_heads, self._head_dim)
-        query_key, value = torch.split(qkv, [self._heads + self._kv_heads, self._kv_heads], 1)
-        if self._query_norm is not None and self._key_norm is not None:
-            query, key = torch.split(query_key, [self._heads, self._kv_heads], 1)
-            query_key = torch.cat(
-                (
-                    kernels.rms_norm(query, self._query_norm, self._eps),
-                    kernels.rms_norm(key, self._key_norm, self._eps),
-                ),
-                1,
-            )
-        query, key = torch.split(kernels.rotary(query_key, cos, sin), [self._heads, self._kv_heads], 1)
-        return self._out(attention(self._index, query, torch.stack((key, value))).reshape(tokens, -1))
+        return self._feed_forward(normed), residual

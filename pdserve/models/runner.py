@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 
 from pdserve.config import Dtype
+from pdserve.models.backend import CPU
+from pdserve.models.decode_graphs import DecodeGraphs, DecodeInputs, Graph
 from pdserve.models.decoder import build_decoder
 from pdserve.models.decoder_config import DecoderConfig
 from pdserve.models.layers import Building
 from pdserve.models.step_batch import StepRow
 from pdserve.models.tensor_parallel import ALONE, TpGroup, kv_share, share
 from pdserve.models.weights import Checkpoint
-from pdserve_kernels.contract import AttentionRow
-from pdserve_kernels.cpu.torch_kernels import TorchKernels
+from pdserve_kernels.contract import AttentionRow, GraphKernels, Kernels
 from pdserve_kernels.layout import KvLayout
+from pdserve_kernels.staging import stage
 
 TORCH_DTYPES = {Dtype.BF16: torch.bfloat16, Dtype.FP32: torch.float32}
 
@@ -32,37 +34,82 @@ class ModelRunner:
         block_size: int,
         num_blocks: int,
         max_model_len: int,
+        kernels: Kernels,
+        device: torch.device = CPU,
         tp: TpGroup = ALONE,
     ) -> None:
         """Loads this rank's part of the model. Raises ModelError if the folder does not hold it."""
         torch_dtype = TORCH_DTYPES[dtype]
         self.layout = kv_layout(config, dtype, block_size, tp)
-        self.kv_cache = self.layout.allocate(num_blocks, torch.device("cpu"))
+        self.kv_cache = self.layout.allocate(num_blocks, device)
         heads = share(tp, config.heads, "attention heads")
         self._heads = heads.stop - heads.start
         self._scale = config.attention_scale
-        self._kernels = TorchKernels()
-        building = Building(Checkpoint(folder, torch_dtype), self._kernels, tp)
+        self._max_model_len = max_model_len
+        self._kernels = kernels
+        self._graphs: DecodeGraphs | None = None
+        building = Building(Checkpoint(folder, torch_dtype, device), self._kernels, tp)
         self._decoder = build_decoder(config, building, max_model_len, torch_dtype)
 
     @torch.inference_mode()
     def run(self, rows: Sequence[StepRow]) -> torch.Tensor:
         """Compute every row's tokens into the KV cache; single-token rows come first.
 
-        Returns fp32 logits ``[number of rows with wants_logits, vocab_size]``, in the order of the rows, on rank 0; on
-        the others ``[that number, 0]``. Raises RankLost if another rank does not compute the same.
+        Returns fp32 logits ``[number of rows with wants_logits, vocab_size]``, in the order of the rows, on the device
+        of the cache and valid until the next call; on ranks other than 0 ``[that number, 0]``. Does not wait for a GPU
+        to have computed them. Raises RankLost if another rank does not compute the same.
         """
-        token_ids = [token for row in rows for token in row.token_ids]
-        positions = [position for row in rows for position in range(row.start, row.context_len)]
-        spans = [AttentionRow(len(row.token_ids), row.context_len, row.block_table) for row in rows]
-        attention = self._kernels.plan_attention(self.layout, self.kv_cache, spans, self._heads, self._scale)
-        hidden = self._decoder.forward(torch.tensor(token_ids), torch.tensor(positions), attention)
+        if self._graphs is not None:
+            logits = self._graphs.run(rows)
+            if logits is not None:
+                wanting = [i for i, row in enumerate(rows) if row.wants_logits]
+                return logits if len(wanting) == len(rows) else logits[wanting]
+        return self._run(rows)
+
+    def _run(self, rows: Sequence[StepRow]) -> torch.Tensor:
+        """Any step, each kernel launched from here."""
         last, end = [], 0
         for row in rows:
             end += len(row.token_ids)
             if row.wants_logits:
                 last.append(end - 1)
-        return self._decoder.logits(hidden[last])
+        token_ids, positions, wanted = stage(
+            [
+                [token for row in rows for token in row.token_ids],
+                [position for row in rows for position in range(row.start, row.context_len)],
+                last,
+            ],
+            self.kv_cache.device,
+        )
+        spans = [AttentionRow(len(row.token_ids), row.context_len, row.block_table) for row in rows]
+        attention = self._kernels.plan_attention(self.layout, self.kv_cache, spans, self._heads, self._scale)
+        hidden = self._decoder.forward(token_ids, positions, attention)
+        return self._decoder.logits(hidden[wanted])
+
+    @torch.inference_mode()
+    def capture_decode(self, kernels: GraphKernels, max_rows: int, make_graph: Callable[[], Graph]) -> None:
+        """From now on, replay steps of up to ``max_rows`` single tokens. Stores nothing in the cache.
+
+        Does nothing if the model's steps differ with what they hold.
+        """
+        if not self._decoder.capturable:
+            return
+
+        def compute(inputs: DecodeInputs) -> torch.Tensor:
+            attention = kernels.plan_decode(
+                self.layout,
+                self.kv_cache,
+                inputs.slots,
+                inputs.tables,
+                self._heads,
+                self._scale,
+                self._max_model_len,
+            )
+            return self._decoder.logits(self._decoder.forward(inputs.token_ids, inputs.positions, attention))
+
+        self._graphs = DecodeGraphs(
+            compute, make_graph, max_rows, self._max_model_len, self.layout.block_size, self.kv_cache.device
+        )
 
     def copy_blocks(self, sources: Sequence[int], destinations: Sequence[int]) -> None:
         """Copy whole blocks. All sources are read before any destination is written."""

@@ -1,65 +1,106 @@
-"""Read safetensors checkpoints by tensor name."""
+"""Read a model's weights by tensor name, from a Hugging Face folder or a GGUF file."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
 
 from pdserve.errors import ModelError
+from pdserve.models.backend import CPU
+from pdserve.models.gguf_file import is_gguf
 
 ALL = slice(None)
 SAMPLES = 64
 SAMPLE_BYTES = 65_536
 
 
-class Checkpoint:
-    """The tensors of a model folder, each taken exactly once so that nothing is forgotten."""
+class TensorFiles(Protocol):
+    """Named tensors on disk."""
 
-    def __init__(self, folder: Path, dtype: torch.dtype) -> None:
+    def names(self) -> Iterable[str]: ...
+
+    def read(self, name: str, rows: slice, columns: slice, dtype: torch.dtype) -> torch.Tensor:
+        """A part of one of ``names()``. Raises ModelError if it cannot be read."""
+
+
+class SafetensorsFiles:
+    """The tensors of a Hugging Face folder."""
+
+    def __init__(self, folder: Path) -> None:
         """Raises ModelError if the folder has no readable safetensors files."""
-        self._dtype = dtype
-        self._folder = folder
         try:
             self._files: dict[Path, Any] = {path: safe_open(path, "pt") for path in weight_files(folder)}
         except (OSError, SafetensorError) as exc:
             raise ModelError(f"weights in {folder} cannot be read: {exc}") from exc
         self._where = {name: path for path, opened in self._files.items() for name in opened.keys()}  # noqa: SIM118  # not a dict
 
-    def take(self, name: str, rows: slice = ALL, columns: slice = ALL) -> torch.Tensor:
-        """A tensor, or a part of it, in the dtype of this checkpoint; only that part is read.
+    def names(self) -> Iterable[str]:
+        return self._where
 
-        ``columns`` is for tensors of two dimensions. Raises ModelError if it is missing or was taken before.
-        """
-        tensor = self.take_optional(name, rows, columns)
-        if tensor is None:
-            raise ModelError(f"{self._folder} has no tensor {name!r}")
-        return tensor
-
-    def take_optional(self, name: str, rows: slice = ALL, columns: slice = ALL) -> torch.Tensor | None:
-        path = self._where.pop(name, None)
-        if path is None:
-            return None
+    def read(self, name: str, rows: slice, columns: slice, dtype: torch.dtype) -> torch.Tensor:
+        path = self._where[name]
         try:
             stored = self._files[path].get_slice(name)
             tensor: torch.Tensor = stored[rows] if columns == ALL else stored[rows, columns]
         except SafetensorError as exc:
             raise ModelError(f"tensor {name!r} of {path} cannot be read: {exc}") from exc
-        return tensor.to(self._dtype)
+        return tensor.to(dtype)
+
+
+class Checkpoint:
+    """The tensors of a model folder or GGUF file, each taken exactly once so that nothing is forgotten."""
+
+    def __init__(self, path: Path, dtype: torch.dtype, device: torch.device = CPU) -> None:
+        """Raises ModelError if there are no readable weights at ``path``."""
+        self.device = device
+        self.path = path
+        self._dtype = dtype
+        self._files = _tensor_files(path)
+        self._left = {name: name for name in self._files.names()}
+        """What is left to take, and the names that the files know it by."""
+
+    def take(self, name: str, rows: slice = ALL, columns: slice = ALL) -> torch.Tensor:
+        """A tensor, or a part of it, in the dtype and on the device of this checkpoint; only that part is read.
+
+        ``columns`` is for tensors of two dimensions. Raises ModelError if it is missing or was taken before.
+        """
+        tensor = self.take_optional(name, rows, columns)
+        if tensor is None:
+            raise ModelError(f"{self.path} has no tensor {name!r}")
+        return tensor
+
+    def take_optional(self, name: str, rows: slice = ALL, columns: slice = ALL) -> torch.Tensor | None:
+        stored = self._left.pop(name, None)
+        return None if stored is None else self._files.read(stored, rows, columns, self._dtype).to(self.device)
 
     def drop(self, name: str) -> None:
         """Leave a tensor unread that the model does not need."""
-        self._where.pop(name, None)
+        self._left.pop(name, None)
+
+    def unwrap(self, prefix: str, outside: tuple[str, ...]) -> None:
+        """Take ``prefix`` off the names of a model within another, and leave unread what is ``outside`` of it."""
+        kept = {name: stored for name, stored in self._left.items() if not name.startswith(outside)}
+        self._left = {name.removeprefix(prefix): stored for name, stored in kept.items()}
 
     def check_all_taken(self) -> None:
         """Raises ModelError if the checkpoint holds tensors that the model did not ask for."""
-        if self._where:
-            some = ", ".join(sorted(self._where)[:5])
-            raise ModelError(f"{self._folder} has {len(self._where)} tensors that this architecture lacks: {some}")
+        if self._left:
+            some = ", ".join(sorted(self._left)[:5])
+            raise ModelError(f"{self.path} has {len(self._left)} tensors that this architecture lacks: {some}")
+
+
+def _tensor_files(path: Path) -> TensorFiles:
+    if not is_gguf(path):
+        return SafetensorsFiles(path)
+    from pdserve.models.gguf_tensors import GgufTensors
+
+    return GgufTensors(path)
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -79,27 +120,36 @@ def weight_files(folder: Path) -> list[Path]:
     return files
 
 
-def fingerprint(folder: Path) -> str:
-    """Digest of the configuration and weights: equal folders have equal ones, other fine-tunes have others.
+def fingerprint(path: Path) -> str:
+    """Digest of the configuration and weights: equal models have equal ones, other fine-tunes have others.
 
     Weights are sampled (their headers, and 64 evenly spaced parts of each file), so that a model of any size is
     fingerprinted in about a second.
     """
     digest = hashlib.sha256()
     try:
-        config = json.loads((folder / "config.json").read_text())
+        if is_gguf(path):
+            _add_samples(digest, path)
+            return digest.hexdigest()
+        config = json.loads((path / "config.json").read_text())
         for volatile in ("_name_or_path", "_model_name_or_path", "transformers_version"):
             config.pop(volatile, None)
         digest.update(json.dumps(config, sort_keys=True).encode())
-        for path in weight_files(folder):
-            size = path.stat().st_size
-            digest.update(f"{path.name}:{size}".encode())
-            with path.open("rb") as file:
-                header = file.read(8)
-                digest.update(file.read(int.from_bytes(header, "little")))
-                for i in range(SAMPLES):
-                    file.seek(max(0, (size - SAMPLE_BYTES) * i // (SAMPLES - 1)))
-                    digest.update(file.read(SAMPLE_BYTES))
+        for file in weight_files(path):
+            digest.update(f"{file.name}:{file.stat().st_size}".encode())
+            with file.open("rb") as opened:
+                digest.update(opened.read(int.from_bytes(opened.read(8), "little")))
+            _add_samples(digest, file)
     except (OSError, ValueError) as exc:
-        raise ModelError(f"{folder} cannot be fingerprinted: {exc}") from exc
+        raise ModelError(f"{path} cannot be fingerprinted: {exc}") from exc
     return digest.hexdigest()
+
+
+def _add_samples(digest: hashlib._Hash, path: Path) -> None:
+    """The size, and evenly spaced parts from the first byte to the last."""
+    size = path.stat().st_size
+    digest.update(f"{size}".encode())
+    with path.open("rb") as file:
+        for i in range(SAMPLES):
+            file.seek(max(0, (size - SAMPLE_BYTES) * i // (SAMPLES - 1)))
+            digest.update(file.read(SAMPLE_BYTES))

@@ -6,14 +6,30 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from pdserve.config import NodeConfig, ProxyConfig, UpConfig
+from pdserve.config import (
+    BenchBatchingConfig,
+    BenchCompareConfig,
+    BenchEngineConfig,
+    BenchLoadConfig,
+    NodeConfig,
+    ProxyConfig,
+    UpConfig,
+)
 from pdserve.settings.ranges import check
 from pdserve.settings.sources import from_environ, from_file, from_flags
 from pdserve.settings.tree import Setting, build, settings_of
 from pdserve.settings.usage import Usage
 from pdserve.settings.values import to_text
 
-ROOTS: tuple[type, ...] = (NodeConfig, ProxyConfig, UpConfig)
+ROOTS: tuple[type, ...] = (
+    NodeConfig,
+    ProxyConfig,
+    UpConfig,
+    BenchBatchingConfig,
+    BenchEngineConfig,
+    BenchLoadConfig,
+    BenchCompareConfig,
+)
 """Of every subcommand: what one of them knows is not a misspelling for the others."""
 
 T = TypeVar("T")

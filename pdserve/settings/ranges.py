@@ -8,12 +8,17 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from pdserve.config import (
+    BatchingBenchConfig,
     CacheConfig,
     ClusterConfig,
     DiscoveryConfig,
+    EngineBenchConfig,
     HttpConfig,
+    LoadConfig,
     SchedulerConfig,
+    TlsConfig,
     TransferConfig,
+    WorkloadConfig,
 )
 from pdserve.errors import ConfigError
 
@@ -55,6 +60,11 @@ def _http(http: HttpConfig) -> None:
         raise ConfigError("--host: an empty address was given; it takes one like 127.0.0.1, or 0.0.0.0 for all")
 
 
+def _tls(tls: TlsConfig) -> None:
+    if bool(tls.cert) != bool(tls.key):
+        raise ConfigError("--tls-cert and --tls-key go together: one of them is missing")
+
+
 def _discovery(discovery: DiscoveryConfig) -> None:
     for proxy in discovery.proxies:
         _check_url("--proxy", proxy, schemes=("tcp",), example="tcp://127.0.0.1:8100")
@@ -70,6 +80,36 @@ def _cluster(cluster: ClusterConfig) -> None:
         )
     if cluster.prefill and not cluster.decode:
         raise ConfigError(f"--prefill is {cluster.prefill} and --decode is 0: prefill nodes work for decode nodes only")
+
+
+def _workload(workload: WorkloadConfig) -> None:
+    for what, least, most in (
+        ("prompt", workload.min_prompt_tokens, workload.max_prompt_tokens),
+        ("output", workload.min_output_tokens, workload.max_output_tokens),
+    ):
+        if least > most:
+            raise ConfigError(f"--min-{what}-tokens ({least}) is above --max-{what}-tokens ({most})")
+
+
+def _batching_bench(batching: BatchingBenchConfig) -> None:
+    _check_counts("--concurrency", batching.concurrency)
+
+
+def _engine_bench(engine: EngineBenchConfig) -> None:
+    _check_counts("--batches", engine.batches)
+    _check_counts("--contexts", engine.contexts)
+    _check_counts("--chunks", engine.chunks)
+
+
+def _load(load: LoadConfig) -> None:
+    parts = urlsplit(load.url)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ConfigError(f"--url: {load.url!r} was given; it takes an address like http://127.0.0.1:8000")
+
+
+def _check_counts(flag: str, counts: tuple[int, ...]) -> None:
+    if not counts or min(counts) < 1:
+        raise ConfigError(f"{flag}: it takes one or more numbers of at least 1, like 1,4,16")
 
 
 def _check_url(flag: str, url: str, *, schemes: tuple[str, ...], example: str) -> None:
@@ -88,6 +128,11 @@ _CHECKS: dict[type, Callable[[Any], None]] = {
     SchedulerConfig: _scheduler,
     TransferConfig: _transfer,
     HttpConfig: _http,
+    TlsConfig: _tls,
     DiscoveryConfig: _discovery,
     ClusterConfig: _cluster,
+    WorkloadConfig: _workload,
+    BatchingBenchConfig: _batching_bench,
+    EngineBenchConfig: _engine_bench,
+    LoadConfig: _load,
 }

@@ -31,6 +31,8 @@ class Setting:
     """As the dataclass declares it: ``int``, ``tuple[str, ...]``, an enum."""
     default: Any
     metavar: str | None
+    bare: str | None
+    """What the flag means where no value follows it; None if one has to."""
     secret: bool
     minimum: float | None
     maximum: float | None

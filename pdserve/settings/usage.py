@@ -53,6 +53,8 @@ class Usage:
                     f"--{setting.flag}",
                     dest=setting.flag,
                     action="append",
+                    nargs=None if setting.bare is None else "?",
+                    const=setting.bare,
                     metavar=setting.metavar or _metavar(setting),
                     help=_help(setting),
                 )

@@ -20,7 +20,7 @@ def from_texts(setting: Setting, texts: Sequence[str], where: str) -> Any:
         return tuple(part.strip() for text in texts for part in text.split(",") if part.strip())
     text = texts[-1]
     if setting.type == tuple[int, ...]:
-        return _cores(setting, text, where)
+        return _numbers(setting, text, where)
     if setting.type is str:
         return text
     if isinstance(setting.type, type) and issubclass(setting.type, enum.Enum):
@@ -35,7 +35,7 @@ def from_toml(setting: Setting, value: Any, where: str) -> Any:
             return tuple(value)
     elif setting.type == tuple[int, ...]:
         if isinstance(value, list) and all(type(item) is int for item in value):
-            return _cores(setting, ",".join(str(item) for item in value), where)
+            return _numbers(setting, ",".join(str(item) for item in value), where)
     elif type(value) is int and setting.type in (int, float):
         return _in_range(setting, setting.type(value), where)
     elif type(value) is float and setting.type is float:
@@ -101,8 +101,8 @@ def _choice(setting: Setting, text: str, where: str) -> enum.Enum:
     raise _wrong(setting, text, where)
 
 
-def _cores(setting: Setting, text: str, where: str) -> tuple[int, ...]:
-    cores: list[int] = []
+def _numbers(setting: Setting, text: str, where: str) -> tuple[int, ...]:
+    numbers: list[int] = []
     for part in filter(None, (part.strip() for part in text.split(","))):
         first, dash, last = part.partition("-")
         if not first.isdecimal() or (dash and not last.isdecimal()):
@@ -110,7 +110,7 @@ def _cores(setting: Setting, text: str, where: str) -> tuple[int, ...]:
         span = range(int(first), int(last or first) + 1)
         if not span or len(span) > 65_536:
             raise _wrong(setting, text, where)
-        cores.extend(span)
-    if len(set(cores)) != len(cores):
-        raise ConfigError(f"{where}: {text!r} names a core twice")
-    return tuple(cores)
+        numbers.extend(span)
+    if len(set(numbers)) != len(numbers):
+        raise ConfigError(f"{where}: {text!r} names a number twice")
+    return tuple(numbers)

@@ -35,7 +35,11 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     repetition_penalty: Annotated[float, msgspec.Meta(gt=0.0)] = 1.0
     """Divides positive logits of tokens in prompt or answer, multiplies negative ones (Keskar et al., 2019)."""
     logit_bias: tuple[tuple[int, float], ...] = ()
-    """Added to the logits of these token ids."""
+    """Added to the logits of these token ids; none of them twice."""
+    allowed_token_ids: tuple[int, ...] = ()
+    """Only these can be chosen; empty means all. Stronger than ``min_tokens`` and ``bad_words``."""
+    bad_words: tuple[Annotated[tuple[int, ...], msgspec.Meta(min_length=1)], ...] = ()
+    """Runs of tokens that the answer must not hold: the last one cannot be chosen after the others."""
     logprobs: Annotated[int, msgspec.Meta(ge=0)] | None = None
     """How many of the most likely tokens to report beside each chosen one; None reports no log probabilities."""
 

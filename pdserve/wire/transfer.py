@@ -96,10 +96,15 @@ class PrefillRequest(
 
 
 class Digests(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="digests"):
-    """What blocks ``first_index`` and after must be, by ``pdserve_kvtransfer.digest``."""
+    """What prefill rank ``source`` sent of blocks ``first_block`` and after to decode rank ``target``.
+
+    By ``pdserve_kvtransfer.digest``, one a block.
+    """
 
     transfer_id: TransferId
-    first_index: Annotated[int, msgspec.Meta(ge=0)]
+    source: Annotated[int, msgspec.Meta(ge=0)]
+    target: Annotated[int, msgspec.Meta(ge=0)]
+    first_block: Annotated[int, msgspec.Meta(ge=0)]
     digests: Annotated[tuple[Annotated[int, msgspec.Meta(ge=0)], ...], msgspec.Meta(min_length=1)]
 
 

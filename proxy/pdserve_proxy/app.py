@@ -1,4 +1,4 @@
-"""The proxy's HTTP face: generation routes, and every error in OpenAI's shape."""
+"""The proxy's HTTP face: the routes that nodes answer, and every error in OpenAI's shape."""
 
 from __future__ import annotations
 
@@ -14,17 +14,19 @@ from werkzeug.exceptions import HTTPException, MethodNotAllowed
 
 from pdserve.config import ProxyConfig
 from pdserve.errors import DeadlineExceeded, Internal, RequestError
+from pdserve_proxy.api_keys import ApiKeys
 from pdserve_proxy.errors import error_body, error_headers, from_http
 from pdserve_proxy.exchange import Exchange, Outcome
-from pdserve_proxy.information import Information
+from pdserve_proxy.information import Information, Scrape
 from pdserve_proxy.metrics import ProxyMetrics
-from pdserve_proxy.registry import Registry
 from pdserve_proxy.relay import Answer, Call, Relay, Streaming
 from pdserve_proxy.request_body import GenerationBody, read_body
+from pdserve_proxy.snapshot import Directory
+from pdserve_proxy.turnstile import Turnstile
 
 log = logging.getLogger(__name__)
 
-GENERATION_ROUTES = ("/v1/chat/completions", "/v1/completions")
+RELAYED_ROUTES = ("/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize")
 UPLOAD_TIMEOUT_S = 60.0
 REQUEST_ID_HEADER = "x-request-id"
 
@@ -44,17 +46,27 @@ class _StreamBody(ResponseBody):
         """The exchange closes what the stream holds."""
 
 
-def build_app(config: ProxyConfig, registry: Registry, relay: Relay, metrics: ProxyMetrics) -> Quart:
+def build_app(
+    config: ProxyConfig,
+    keys: ApiKeys,
+    turnstile: Turnstile,
+    directory: Directory,
+    relay: Relay,
+    metrics: ProxyMetrics,
+    scrape: Scrape,
+) -> Quart:
     app = Quart("pdserve_proxy", static_folder=None)
     app.url_map.merge_slashes = False
     app.config["MAX_CONTENT_LENGTH"] = config.http.max_body_bytes
     app.config["RESPONSE_TIMEOUT"] = None
     app.config["BODY_TIMEOUT"] = UPLOAD_TIMEOUT_S
 
-    async def generate() -> Response:
+    async def relayed() -> Response:
         exchange = relay.begin(_request_id(request), request.path)
         try:
             async with exchange.gate:
+                # Before the body is read: a request that waits costs no more memory than its head.
+                await turnstile.enter(keys.caller(request.headers.get("authorization")), exchange.hold)
                 call = Call(request.path, await _read(request), request.headers.get("accept"))
                 result = await relay.forward(exchange, call)
         except TimeoutError:
@@ -67,9 +79,9 @@ def build_app(config: ProxyConfig, registry: Registry, relay: Relay, metrics: Pr
             return _refuse(exchange, Internal("the proxy failed on this request"), Outcome.FAILED)
         return _respond(exchange, result)
 
-    for path in GENERATION_ROUTES:
-        app.add_url_rule(path, path, generate, methods=["POST"])
-    Information(registry, metrics).add_routes(app)
+    for path in RELAYED_ROUTES:
+        app.add_url_rule(path, path, relayed, methods=["POST"])
+    Information(directory, scrape, keys).add_routes(app)
 
     async def on_http_error(exc: HTTPException) -> Response:
         error = from_http(exc)

@@ -11,6 +11,7 @@ from typing import Self
 import zmq
 import zmq.asyncio
 
+from pdserve.config import RegistryConfig
 from pdserve.errors import AuthenticationFailed, ConfigError, MalformedFrame, WireError
 from pdserve.wire.discovery import Ack, Deregister, Register, ToProxy
 from pdserve.wire.frame import Opener, Purpose, Sealer
@@ -55,6 +56,13 @@ class Discovery:
         except zmq.ZMQError as exc:
             self.close()
             raise ConfigError(f"cannot take registrations on {host}:{port}: {exc}") from exc
+
+    @classmethod
+    def bind(
+        cls, config: RegistryConfig, registry: Registry, metrics: ProxyMetrics, secret: bytes, boot_id: bytes
+    ) -> Self:
+        """As configured. Raises ConfigError if the address cannot be bound."""
+        return cls(registry, metrics, secret, boot_id, host=config.control_host, port=config.control_port)
 
     def __enter__(self) -> Self:
         return self

@@ -13,6 +13,7 @@ from pdserve.errors import (
     NotFound,
     PayloadTooLarge,
     RequestError,
+    Unauthorized,
 )
 
 _FROM_STATUS: dict[int, type[RequestError]] = {
@@ -47,8 +48,11 @@ def error_event(error: RequestError) -> bytes:
 
 
 def error_headers(error: RequestError) -> dict[str, str]:
-    """``Retry-After``, where the error has one."""
-    return {} if error.retry_after_s is None else {"retry-after": str(error.retry_after_s)}
+    """``Retry-After``, where the error has one; how to authenticate, where that is missing."""
+    headers = {} if error.retry_after_s is None else {"retry-after": str(error.retry_after_s)}
+    if isinstance(error, Unauthorized):
+        headers["www-authenticate"] = "Bearer"
+    return headers
 
 
 def from_http(exc: HTTPException) -> RequestError:

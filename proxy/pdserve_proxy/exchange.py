@@ -15,6 +15,8 @@ from collections.abc import Callable
 from typing import Protocol
 
 from pdserve.errors import DeadlineExceeded, RequestError, Unavailable
+from pdserve_proxy.flights import Flight
+from pdserve_proxy.routing import Route
 
 LAST_WORDS_S = 5.0
 """Seconds that a client gets to take the bytes that are left, after its exchange was cut short."""
@@ -85,14 +87,23 @@ class Exchange:
         self.cut_short: Cut | None = None
         self.request_id = request_id
         self.route = route
-        self.decode_name = "-"
-        self.prefill_name = "-"
+        self._route: Route | None = None
+        self._flight: Flight | None = None
+        self._release: Callable[[], None] | None = None
         self.status = 0
         self.outcome: Outcome | None = None
         self.first_byte_s: float | None = None
         """Seconds from the start; None until a byte came."""
         self.relayed_bytes = 0
         task.add_done_callback(self._task_done)
+
+    @property
+    def decode_name(self) -> str:
+        return self._route.decode.name if self._route is not None else "-"
+
+    @property
+    def prefill_name(self) -> str:
+        return self._route.prefill[0].name if self._route is not None and self._route.prefill else "-"
 
     @property
     def remaining_s(self) -> float:
@@ -109,9 +120,20 @@ class Exchange:
             self._upstream.close()
         self._upstream = upstream
 
+    def hold(self, release: Callable[[], None]) -> None:
+        """Own a place among the requests under way: ``release`` is called at the end."""
+        self._release = release
+
+    def take_off(self, route: Route, flight: Flight) -> None:
+        """An attempt begins; the one before it, if any, is over."""
+        self._land()
+        self._route, self._flight = route, flight
+
     def got_byte(self) -> None:
         if self.first_byte_s is None:
             self.first_byte_s = self._loop.time() - self._started_s
+            if self._route is not None and self._flight is not None:
+                self._flight.land(*(info.boot_id for info in self._route.prefill))
 
     def begin_relaying(self, status: int) -> None:
         self.phase = Phase.RELAYING
@@ -128,6 +150,9 @@ class Exchange:
         if self._upstream is not None:
             self._upstream.close()
             self._upstream = None
+        self._land()
+        if self._release is not None:
+            self._release()
         self._on_end(self)
 
     def cut(self, why: Cut) -> None:
@@ -142,6 +167,11 @@ class Exchange:
             self.gate.reschedule(self._loop.time())
         elif self._upstream is not None:
             self._upstream.close()
+
+    def _land(self) -> None:
+        if self._flight is not None:
+            self._flight.land_all()
+            self._flight = None
 
     def _task_done(self, task: asyncio.Task[object]) -> None:
         self._timer.cancel()

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import importlib.metadata
 import time
+from collections.abc import Awaitable, Callable
+from typing import TypeAlias
 
 import msgspec
-from quart import Quart, Response
+from quart import Quart, Response, request
 
 from pdserve.errors import Unavailable
 from pdserve.wire.discovery import Load
-from pdserve_proxy.metrics import CONTENT_TYPE, ProxyMetrics
-from pdserve_proxy.policies import RETRY_AFTER_S, model_not_found
-from pdserve_proxy.registry import Registry
-from pdserve_proxy.snapshot import Node
+from pdserve_proxy.api_keys import ApiKeys
+from pdserve_proxy.metrics import CONTENT_TYPE
+from pdserve_proxy.routing import RETRY_AFTER_S, model_not_found
+from pdserve_proxy.snapshot import Directory, Node
+
+Scrape: TypeAlias = Callable[[], Awaitable[bytes]]
+"""Gives the metrics of all of the proxy's processes as Prometheus text; may raise RequestError."""
 
 _encoder = msgspec.json.Encoder()
 
@@ -48,11 +53,12 @@ class ModelList(msgspec.Struct, frozen=True):
 
 
 class Information:
-    """Answers from the registry alone; asks no node."""
+    """Answers from the directory alone; asks no node."""
 
-    def __init__(self, registry: Registry, metrics: ProxyMetrics) -> None:
-        self._registry = registry
-        self._metrics = metrics
+    def __init__(self, directory: Directory, scrape: Scrape, keys: ApiKeys) -> None:
+        self._directory = directory
+        self._scrape = scrape
+        self._keys = keys
         self._started = int(time.time())
         self._version = importlib.metadata.version("pdserve")
 
@@ -67,11 +73,13 @@ class Information:
         app.add_url_rule("/version", "version", self.version)
 
     async def models(self) -> Response:
-        names = self._registry.snapshot().models
+        self._keys.caller(request.headers.get("authorization"))
+        names = self._directory.snapshot().models
         return _json(ModelList([ModelCard(name, self._started) for name in names]))
 
     async def model(self, name: str) -> Response:
-        if name not in self._registry.snapshot().models:
+        self._keys.caller(request.headers.get("authorization"))
+        if name not in self._directory.snapshot().models:
             raise model_not_found(name)
         return _json(ModelCard(name, self._started))
 
@@ -79,17 +87,17 @@ class Information:
         return _json({"status": "ok"})
 
     async def ready(self) -> Response:
-        served = list(self._registry.snapshot().pairings)
+        served = list(self._directory.snapshot().pairings)
         if not served:
             raise Unavailable("no model can be served now", code="no_route", retry_after_s=RETRY_AFTER_S)
         return _json({"status": "ready", "models": served})
 
     async def instances(self) -> Response:
         now = time.monotonic()
-        return _json([_instance(node, now) for node in self._registry.snapshot().nodes])
+        return _json([_instance(node, now) for node in self._directory.snapshot().nodes])
 
     async def metrics(self) -> Response:
-        return Response(self._metrics.render(self._registry.snapshot()), content_type=CONTENT_TYPE)
+        return Response(await self._scrape(), content_type=CONTENT_TYPE)
 
     async def version(self) -> Response:
         return _json({"version": self._version})

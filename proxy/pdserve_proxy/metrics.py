@@ -8,6 +8,8 @@ import prometheus_client
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from pdserve.wire.discovery import Role
+from pdserve.wire.proxy_workers import Family
+from pdserve_proxy.scraping import export
 from pdserve_proxy.snapshot import Snapshot
 
 CONTENT_TYPE = prometheus_client.CONTENT_TYPE_LATEST
@@ -27,6 +29,7 @@ class ProxyMetrics:
         self.in_flight = Gauge(
             "pdserve_proxy_requests_in_flight", "Generation requests that have not ended.", registry=registry
         )
+        self.queued = Gauge("pdserve_proxy_requests_queued", "Requests that wait for their turn.", registry=registry)
         self.retries = Counter(
             "pdserve_proxy_upstream_retries", "Attempts that went to a second decode node.", registry=registry
         )
@@ -47,9 +50,9 @@ class ProxyMetrics:
         )
         self._nodes = Gauge("pdserve_proxy_nodes", "Registered nodes.", ["role"], registry=registry)
 
-    def render(self, snapshot: Snapshot) -> bytes:
-        """The text that Prometheus scrapes."""
+    def export(self, snapshot: Snapshot) -> tuple[Family, ...]:
+        """All of it, with the nodes of ``snapshot`` counted."""
         roles = Tally(node.info.role for node in snapshot.nodes)
         for role in Role:
             self._nodes.labels(role.value).set(roles[role])
-        return prometheus_client.generate_latest(self.registry)
+        return export(self.registry)

@@ -7,10 +7,11 @@ another process registers under its URL (it was restarted, and a port has only o
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 from pdserve.errors import MalformedFrame
 from pdserve.wire.discovery import Ack, Deregister, Heartbeat, Load, NodeInfo, Register, Role, ToProxy
-from pdserve_proxy.snapshot import Node, NodeState, Snapshot, take_snapshot
+from pdserve_proxy.snapshot import Node, NodeState, Snapshot, Watcher, take_snapshot
 
 MAX_NODES = 4096
 
@@ -18,7 +19,16 @@ MAX_NODES = 4096
 class Registry:
     """The nodes of one cluster, by boot id. Times are seconds on one monotonic clock of the caller's."""
 
-    def __init__(self, heartbeat_s: float, missed_heartbeats: int, max_nodes: int = MAX_NODES) -> None:
+    def __init__(
+        self,
+        heartbeat_s: float,
+        missed_heartbeats: int,
+        max_nodes: int = MAX_NODES,
+        watcher: Watcher | None = None,
+        on_change: Callable[[], None] | None = None,
+    ) -> None:
+        self._on_change = on_change
+        self._watcher = watcher
         self._max_nodes = max_nodes
         self._lease_s = heartbeat_s * missed_heartbeats
         self._nodes: dict[bytes, Node] = {}
@@ -51,10 +61,14 @@ class Registry:
         return min((node.seen_s + self._lease_s for node in self._nodes.values()), default=None)
 
     def mark_unreachable(self, boot_id: bytes) -> None:
-        """Leave a node that refused a connection out of routes until its next heartbeat."""
         node = self._nodes.get(boot_id)
         if node is not None:
             self._put(dataclasses.replace(node, state=NodeState.UNREACHABLE))
+
+    @property
+    def prefilled(self) -> frozenset[str]:
+        """Fingerprints that have had a prefill node."""
+        return self._prefilled
 
     def snapshot(self) -> Snapshot:
         if self._snapshot is None:
@@ -79,15 +93,24 @@ class Registry:
         if node is None:
             return False
         self._put(Node(node.info, load, NodeState.SERVING, now))
+        if self._watcher is not None:
+            self._watcher.heard_from(boot_id)
         return True
 
     def _put(self, node: Node) -> None:
         self._nodes[node.info.boot_id] = node
-        self._snapshot = None
+        self._changed()
 
     def _drop(self, boot_id: bytes) -> None:
         if self._nodes.pop(boot_id, None) is not None:
-            self._snapshot = None
+            self._changed()
+            if self._watcher is not None:
+                self._watcher.forget(boot_id)
+
+    def _changed(self) -> None:
+        self._snapshot = None
+        if self._on_change is not None:
+            self._on_change()
 
 
 def _check(info: NodeInfo) -> None:

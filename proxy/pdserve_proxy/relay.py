@@ -6,24 +6,24 @@ first byte the stream is the client's: a loss then ends it with an error event (
 
 from __future__ import annotations
 
-import io
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
-
-import aiohttp
-from multidict import CIMultiDictProxy
 
 from pdserve.config import ProxyConfig
 from pdserve.errors import BadUpstream, RequestError, Unavailable
 from pdserve.wire.ticket import TICKET_HEADER
 from pdserve_proxy.exchange import Cut, Exchange
+from pdserve_proxy.flights import Flights
 from pdserve_proxy.journal import ExchangeLog
-from pdserve_proxy.policies import RETRY_AFTER_S, Policy, Route, resolve_model
-from pdserve_proxy.registry import Registry
+from pdserve_proxy.node_connection import NodeLost, NodeResponse, NodeUnreachable
+from pdserve_proxy.node_pool import NodePool
 from pdserve_proxy.request_body import GenerationBody
-from pdserve_proxy.stream import LOST, EventStream
+from pdserve_proxy.routing import RETRY_AFTER_S, Ask, Route, Router, resolve_model
+from pdserve_proxy.snapshot import Directory
+from pdserve_proxy.stream import EventStream
 from pdserve_proxy.ticketing import TicketOffice
 
 log = logging.getLogger(__name__)
@@ -32,11 +32,6 @@ MAX_ATTEMPTS = 2
 MAX_ANSWER_BYTES = 64 * 2**20
 KEPT_HEADERS = ("content-type", "content-encoding", "retry-after", "cache-control", "x-pdserve-ignored")
 """Response headers of a node's that a client gets; ``x-request-id`` is the proxy's own."""
-
-_POOL_IDLE_S = 60.0
-"""Shorter than the nodes keep idle connections, so that none is reused while its node closes it."""
-_LARGE_BODY_BYTES = 2**20
-"""From here on aiohttp wants bytes as a file, to write them in pieces."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,35 +76,26 @@ class Relay:
     """Owns the connections to nodes and the exchanges that are under way. Used as an async context manager."""
 
     def __init__(
-        self, config: ProxyConfig, registry: Registry, policy: Policy, tickets: TicketOffice, journal: ExchangeLog
+        self, config: ProxyConfig, directory: Directory, flights: Flights, tickets: TicketOffice, journal: ExchangeLog
     ) -> None:
         self._config = config
-        self._registry = registry
-        self._policy = policy
+        self._directory = directory
+        self._flights = flights
+        self._router = Router(config.routing.policy)
         self._tickets = tickets
         self._journal = journal
         self._active: set[Exchange] = set()
-        connect_s = config.relay.connect_timeout_s
-        # An answer in one piece comes when all of it is computed: silence until then is no sign; the deadline rules.
-        self._patient = aiohttp.ClientTimeout(total=None, sock_connect=connect_s)
-        self._watchful = aiohttp.ClientTimeout(
-            total=None, sock_connect=connect_s, sock_read=config.relay.idle_timeout_s
-        )
 
     async def __aenter__(self) -> Self:
-        self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=self._config.relay.max_connections, keepalive_timeout=_POOL_IDLE_S),
-            cookie_jar=aiohttp.DummyCookieJar(),
-            auto_decompress=False,
-            skip_auto_headers=("accept-encoding", "user-agent"),
-        )
+        relay = self._config.relay
+        self._pool = NodePool(connect_timeout_s=relay.connect_timeout_s, max_connections=relay.max_connections)
         return self
 
     async def __aexit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.cut_all()
-        await self._session.close()
+        self._pool.close()
 
     def begin(self, request_id: str, route: str) -> Exchange:
         """An exchange for the request that the current task handles."""
@@ -128,20 +114,19 @@ class Relay:
 
         Raises RequestError if no node gives one.
         """
-        model = resolve_model(self._registry.snapshot(), call.body.model)
+        ask = Ask(resolve_model(self._directory.snapshot(), call.body.model), call.body.lead)
         tried: set[bytes] = set()
         failure: Failure | None = None
         for attempt in range(MAX_ATTEMPTS):
             try:
-                route = self._policy.choose(self._registry.snapshot(), model, frozenset(tried))
+                route = self._route(ask, frozenset(tried))
             except RequestError:
                 if failure is None:
                     raise
                 break
             if attempt:
                 self._journal.retried()
-            exchange.decode_name = route.decode.name
-            exchange.prefill_name = route.prefill[0].name if route.prefill else "-"
+            exchange.take_off(route, self._flights.begin(route.decode, *route.prefill[:1]))
             result = await self._attempt(exchange, call, route, attempt)
             if not isinstance(result, Failure):
                 return result
@@ -149,11 +134,15 @@ class Relay:
             tried.add(route.decode.boot_id)
             log.warning("attempt %d of %s at %s: %s", attempt, exchange.request_id, route.decode.name, failure.error)
             if not failure.reached:
-                self._registry.mark_unreachable(route.decode.boot_id)
+                self._directory.mark_unreachable(route.decode.boot_id)
         assert failure is not None
         if failure.answer is None:
             raise failure.error
         return failure.answer
+
+    def _route(self, ask: Ask, exclude: frozenset[bytes]) -> Route:
+        snapshot = self._directory.snapshot()
+        return self._router.choose(snapshot, ask, self._flights.loads(snapshot), exclude)
 
     async def _attempt(
         self, exchange: Exchange, call: Call, route: Route, attempt: int
@@ -169,26 +158,21 @@ class Relay:
         }
         if call.accept is not None:
             headers["accept"] = call.accept
-        data = call.body.data
+        # An answer in one piece comes when all of it is computed: silence until then is no sign; the deadline rules.
+        silence_s = self._config.relay.idle_timeout_s if call.body.stream else None
         try:
-            response = await self._session.post(
-                node.url.rstrip("/") + call.path,
-                data=data if len(data) <= _LARGE_BODY_BYTES else io.BytesIO(data),
-                headers=headers,
-                timeout=self._watchful if call.body.stream else self._patient,
-                allow_redirects=False,
-            )
-        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError):
+            response = await self._pool.post(node.url, call.path, headers, call.body.data, silence_s=silence_s)
+        except NodeUnreachable:
             error = Unavailable(
                 f"node {node.name} cannot be reached", code="upstream_unreachable", retry_after_s=RETRY_AFTER_S
             )
             return Failure(error, reached=False)
-        except LOST as exc:
+        except NodeLost as exc:
             return Failure(_lost(node.name, exc))
         exchange.attach(response)
         try:
             return await _first_byte(exchange, response)
-        except LOST as exc:
+        except NodeLost as exc:
             return Failure(_lost(node.name, exc))
 
     def _ended(self, exchange: Exchange) -> None:
@@ -196,7 +180,7 @@ class Relay:
         self._journal.ended(exchange)
 
 
-async def _first_byte(exchange: Exchange, response: aiohttp.ClientResponse) -> Answer | Streaming | Failure:
+async def _first_byte(exchange: Exchange, response: NodeResponse) -> Answer | Streaming | Failure:
     headers = _kept(response.headers)
     if response.status == 200 and response.content_type == "text/event-stream":
         stream = EventStream(exchange, response)
@@ -220,11 +204,11 @@ def _judge(node: str, answer: Answer, content_type: str) -> Answer | Failure:
     return answer
 
 
-async def _read_all(exchange: Exchange, response: aiohttp.ClientResponse) -> bytes:
+async def _read_all(exchange: Exchange, response: NodeResponse) -> bytes:
     """The whole body, so that a loss inside it can still be made good: nodes send an answer when all of it is there."""
     pieces = []
     size = 0
-    while piece := await response.content.readany():
+    while piece := await response.read():
         exchange.got_byte()
         pieces.append(piece)
         size += len(piece)
@@ -233,9 +217,9 @@ async def _read_all(exchange: Exchange, response: aiohttp.ClientResponse) -> byt
     return b"".join(pieces)
 
 
-def _kept(headers: CIMultiDictProxy[str]) -> dict[str, str]:
+def _kept(headers: Mapping[str, str]) -> dict[str, str]:
     return {name: headers[name] for name in KEPT_HEADERS if name in headers}
 
 
-def _lost(node: str, exc: Exception) -> BadUpstream:
-    return BadUpstream(f"node {node} was lost before it answered ({type(exc).__name__})", code="upstream_lost")
+def _lost(node: str, exc: NodeLost) -> BadUpstream:
+    return BadUpstream(f"node {node} was lost before it answered: {exc}", code="upstream_lost")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
+from itertools import accumulate
 
 import msgspec
 
@@ -11,12 +13,20 @@ from pdserve.errors import InvalidRequest
 INTERNAL_PREFIXES = ("kv_transfer", "pdserve_", "x-pdserve")
 """Top-level keys that begin so are between nodes, never a client's."""
 
+LEAD_BYTES = 4096
+"""Of a prompt's beginning, for a policy that looks at it."""
+
+MAX_DEPTH = 64
+"""Of lists and objects within each other. Nodes' decoders recurse."""
+
 _MARKERS = tuple(prefix.encode() for prefix in INTERNAL_PREFIXES)
 
 
 class _Head(msgspec.Struct):
     model: str | None = None
     stream: msgspec.Raw = msgspec.Raw(b"false")
+    messages: msgspec.Raw = msgspec.Raw(b"")
+    prompt: msgspec.Raw = msgspec.Raw(b"")
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +36,14 @@ class GenerationBody:
     data: bytes
     model: str | None
     stream: bool
+    lead: bytes
+    """The first ``LEAD_BYTES`` of its messages or prompt."""
 
+
+_STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)
+_NO_BRACKETS = bytes(byte for byte in range(256) if byte not in b"[]{}")
+_STEPS = bytes.maketrans(b"[{]}", b"\x01\x01\xff\xff")
+"""Into signed bytes: +1 for a bracket that opens, -1 for one that closes."""
 
 _head_decoder = msgspec.json.Decoder(_Head)
 _fields_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
@@ -36,15 +53,26 @@ _encoder = msgspec.json.Encoder()
 def read_body(data: bytes) -> GenerationBody:
     """``data`` without internal fields, and what routing needs of it.
 
-    Raises InvalidRequest if it is not a JSON object or its ``model`` is not a string.
+    Raises InvalidRequest if it is not a JSON object, nested too deeply, or its ``model`` is not a string.
     """
+    if not is_shallow(data, MAX_DEPTH):
+        raise InvalidRequest(f"the request body is nested more than {MAX_DEPTH} deep", code="json_too_deep")
     try:
         head = _head_decoder.decode(data)
-        return GenerationBody(_without_internal_fields(data), head.model, bytes(head.stream) == b"true")
+        lead = bytes(memoryview(head.messages or head.prompt)[:LEAD_BYTES])
+        return GenerationBody(_without_internal_fields(data), head.model, bytes(head.stream) == b"true", lead)
     except msgspec.ValidationError as exc:
         raise InvalidRequest(f"request body: {exc}", param=_param(exc)) from exc
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
         raise InvalidRequest(f"the request body is not valid JSON: {exc}", code="invalid_json") from exc
+
+
+def is_shallow(data: bytes, depth: int) -> bool:
+    """Whether brackets in ``data``, some JSON, are at most ``depth`` within each other. Linear, without recursion."""
+    if data.count(b"[") + data.count(b"{") <= depth:
+        return True
+    steps = _STRING.sub(b"", data).translate(_STEPS, _NO_BRACKETS)
+    return max(accumulate(memoryview(steps).cast("b")), default=0) <= depth
 
 
 def _without_internal_fields(data: bytes) -> bytes:

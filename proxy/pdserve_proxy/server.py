@@ -1,37 +1,30 @@
-"""Puts the proxy together and runs it: ``serve`` for the command line, ``run`` inside an event loop."""
+"""Runs the proxy: ``serve`` for the command line, ``run`` inside an event loop."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-import math
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
-import uvicorn
 import uvloop
-from quart import Quart
 
-from pdserve.config import ProxyConfig
+from pdserve.config import LogConfig, ProxyConfig
 from pdserve.errors import ConfigError
-from pdserve.http_guard import guarded_config
+from pdserve.http_guard import server_tls
 from pdserve.wire.ids import new_id
-from pdserve_proxy.app import build_app
+from pdserve_proxy.api_keys import read_api_keys
 from pdserve_proxy.discovery import Discovery
-from pdserve_proxy.journal import ExchangeLog
-from pdserve_proxy.listening import BACKLOG, Addresses, bind_http, http_url
+from pdserve_proxy.flights import Flights
+from pdserve_proxy.http_server import Knowledge, serve_clients
+from pdserve_proxy.listening import Addresses, allow_open_files, bind_http, http_url
 from pdserve_proxy.metrics import ProxyMetrics
-from pdserve_proxy.policies import RoundRobin
 from pdserve_proxy.registry import Registry
-from pdserve_proxy.relay import Relay
-from pdserve_proxy.ticketing import TicketOffice
+from pdserve_proxy.scraping import render
+from pdserve_proxy.supervisor import supervise
 
 log = logging.getLogger(__name__)
-
-AFTER_DRAIN_S = 8.0
-"""Seconds after the drain for last error events to leave, before connections are closed on what is left."""
 
 
 def serve(config: ProxyConfig, secret: bytes) -> int:
@@ -39,7 +32,8 @@ def serve(config: ProxyConfig, secret: bytes) -> int:
 
     Raises ConfigError if it cannot start as configured.
     """
-    _configure_logging(config)
+    configure_logging(config.log)
+    allow_open_files()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(_serve(config, secret))
 
@@ -64,76 +58,42 @@ async def run(
 ) -> None:
     """Run a proxy until ``stop`` is set and requests under way are over or cut short. Installs no signal handlers.
 
-    ``listening`` is called once, when both addresses take connections. Raises ConfigError if they cannot be bound.
+    ``listening`` is called once, when both addresses take connections. Raises ConfigError if they cannot be bound, and
+    WorkerDied if its workers do not stay alive.
     """
     if not secret:
         raise ConfigError("the proxy needs a cluster secret: without one anybody could register a node")
-    boot_id = new_id()
-    metrics = ProxyMetrics()
-    registry = Registry(config.registry.heartbeat_ms / 1000, config.registry.missed_heartbeats)
-    tickets = TicketOffice(secret, boot_id)
+    keys = read_api_keys(config.admission)
+    if config.tls.cert:
+        server_tls(config.tls.cert, config.tls.key)
+
+    def announce(addresses: Addresses) -> None:
+        log.info("pdserve proxy listening url=%s control=%s", addresses.url, addresses.control)
+        listening(addresses)
+
+    if config.workers.count > 1:
+        await supervise(config, secret, keys, stop, announce)
+        return
+    metrics, flights = ProxyMetrics(), Flights()
+    registry = Registry(config.registry.heartbeat_ms / 1000, config.registry.missed_heartbeats, watcher=flights)
+
+    async def scrape() -> bytes:
+        return render(metrics.export(registry.snapshot()))
+
     with (
-        bind_http(config.http.host, config.http.port) as listener,
-        Discovery(
-            registry, metrics, secret, boot_id, host=config.registry.control_host, port=config.registry.control_port
-        ) as discovery,
+        bind_http(config.http) as listener,
+        Discovery.bind(config.registry, registry, metrics, secret, new_id()) as discovery,
     ):
-        addresses = Addresses(http_url(listener), discovery.endpoint)
-
-        def announce() -> None:
-            log.info("pdserve proxy listening url=%s control=%s", addresses.url, addresses.control)
-            listening(addresses)
-
-        async with Relay(config, registry, RoundRobin(), tickets, ExchangeLog(metrics)) as relay:
-            app = build_app(config, registry, relay, metrics)
-            server = _HttpServer(_uvicorn_config(config, app), stop, announce, relay.cut_all, config.http.drain_s)
-            async with asyncio.TaskGroup() as tasks:
-                ear = tasks.create_task(discovery.run())
-                await server.serve(sockets=[listener])
-                ear.cancel()
+        addresses = Addresses(http_url(listener, bool(config.tls.cert)), discovery.endpoint)
+        knowledge = Knowledge(registry, flights, metrics, scrape)
+        async with asyncio.TaskGroup() as tasks:
+            ear = tasks.create_task(discovery.run())
+            await serve_clients(config, secret, keys, knowledge, listener, stop, lambda: announce(addresses))
+            ear.cancel()
 
 
-class _HttpServer(uvicorn.Server):
-    """Uvicorn, told to stop by an event. (Its own signal handling raises the signal again after a clean shutdown.)"""
-
-    def __init__(
-        self,
-        config: uvicorn.Config,
-        stop: asyncio.Event,
-        announce: Callable[[], None],
-        cut_all: Callable[[], None],
-        drain_s: float,
-    ) -> None:
-        super().__init__(config)
-        self._stop = stop
-        self._announce = announce
-        self._cut_all = cut_all
-        self._drain_s = drain_s
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-    async def main_loop(self) -> None:
-        self._announce()
-        while not self._stop.is_set():
-            await self.on_tick(0)  # renews the Date header
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(1.0):
-                    await self._stop.wait()
-        log.info("pdserve proxy draining for up to %.1f s", self._drain_s)
-        asyncio.get_running_loop().call_later(self._drain_s, self._cut_all)
-
-
-def _uvicorn_config(config: ProxyConfig, app: Quart) -> uvicorn.Config:
-    shutdown_s = math.ceil(config.http.drain_s + AFTER_DRAIN_S)
-    return guarded_config(app, keep_alive_s=config.http.keep_alive_s, shutdown_s=shutdown_s, backlog=BACKLOG)
-
-
-def _configure_logging(config: ProxyConfig) -> None:
+def configure_logging(config: LogConfig) -> None:
     """On stderr, unless the caller has set logging up already."""
     logging.basicConfig(
-        stream=sys.stderr,
-        level=config.log.level.name,
-        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+        stream=sys.stderr, level=config.level.name, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )

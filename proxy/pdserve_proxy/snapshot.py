@@ -6,6 +6,7 @@ import enum
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Protocol
 
 from pdserve.wire.discovery import Load, NodeInfo, Role
 
@@ -44,6 +45,28 @@ class Snapshot:
     """Every model that some node was started for, whether or not it can be served now."""
     pairings: Mapping[str, tuple[Pairing, ...]]
     """By model. A model that cannot be served now is not in it."""
+    loads: Mapping[bytes, Load]
+    """By boot id, as of each node's last heartbeat."""
+
+
+class Directory(Protocol):
+    """Who knows the nodes: the registry itself, or a copy of it in another process."""
+
+    def snapshot(self) -> Snapshot:
+        """As of now."""
+
+    def mark_unreachable(self, boot_id: bytes) -> None:
+        """Leave a node that refused a connection out of routes until its next heartbeat."""
+
+
+class Watcher(Protocol):
+    """Is told what happens in a directory."""
+
+    def heard_from(self, boot_id: bytes) -> None:
+        """The node's load was renewed."""
+
+    def forget(self, boot_id: bytes) -> None:
+        """The node is gone."""
 
 
 def take_snapshot(nodes: Iterable[Node], prefilled: frozenset[str] = frozenset()) -> Snapshot:
@@ -56,7 +79,12 @@ def take_snapshot(nodes: Iterable[Node], prefilled: frozenset[str] = frozenset()
     serving = [node.info for node in everyone if node.state is NodeState.SERVING]
     models = tuple(dict.fromkeys(node.info.model for node in everyone))
     pairings = {model: _pair([info for info in serving if info.model == model], prefilled) for model in models}
-    return Snapshot(everyone, models, MappingProxyType({model: pairs for model, pairs in pairings.items() if pairs}))
+    return Snapshot(
+        everyone,
+        models,
+        MappingProxyType({model: pairs for model, pairs in pairings.items() if pairs}),
+        MappingProxyType({node.info.boot_id: node.load for node in everyone}),
+    )
 
 
 def _pair(infos: list[NodeInfo], prefilled: frozenset[str]) -> tuple[Pairing, ...]:

@@ -4,33 +4,29 @@ from __future__ import annotations
 
 import logging
 
-import aiohttp
-
 from pdserve.errors import BadUpstream
 from pdserve_proxy.errors import error_event
 from pdserve_proxy.events import WholeEvents
 from pdserve_proxy.exchange import Exchange, Outcome
+from pdserve_proxy.node_connection import NodeLost, NodeResponse
 
 log = logging.getLogger(__name__)
-
-LOST = (aiohttp.ClientError, OSError, RuntimeError, TimeoutError)
-"""What aiohttp raises from a read once the connection is lost, closed from this side, or silent for too long."""
 
 
 class EventStream:
     """An async iterator over body bytes. One reader; ends its exchange when it ends."""
 
-    def __init__(self, exchange: Exchange, response: aiohttp.ClientResponse) -> None:
+    def __init__(self, exchange: Exchange, response: NodeResponse) -> None:
         self._exchange = exchange
-        self._content = response.content
+        self._response = response
         self._events = WholeEvents()
         self._first = b""
         self._over = False
 
     async def open(self) -> None:
-        """Wait for the first event, so that a node lost before it can still be replaced. Raises what is in ``LOST``."""
+        """Wait for the first event, so that a node lost before it can still be replaced. Raises NodeLost."""
         while not self._first:
-            piece = await self._content.readany()
+            piece = await self._response.read()
             if not piece:
                 self._first, self._over = self._events.rest(), True
                 return
@@ -45,8 +41,8 @@ class EventStream:
             return self._counted(data)
         while not self._over:
             try:
-                piece = await self._content.readany()
-            except LOST as exc:
+                piece = await self._response.read()
+            except NodeLost as exc:
                 return self._counted(self._broken(exc))
             if not piece:
                 self._over = True
@@ -62,11 +58,10 @@ class EventStream:
         self._exchange.relayed_bytes += len(data)
         return data
 
-    def _broken(self, exc: Exception) -> bytes:
+    def _broken(self, exc: NodeLost) -> bytes:
         self._over = True
         exchange = self._exchange
-        # aiohttp hands out nothing after a loss, though it holds what came before it. Those tokens were produced.
-        data = self._events.feed(self._content._read_nowait(-1)) + self._events.close_broken()
+        data = self._events.close_broken()
         if exchange.cut_short is not None:
             error, outcome = exchange.cut_short.error, exchange.cut_short.outcome
         else:

@@ -6,7 +6,7 @@ import base64
 
 from pdserve.wire.frame import Purpose, Sealer
 from pdserve.wire.ticket import PrefillTarget, Ticket
-from pdserve_proxy.policies import Route
+from pdserve_proxy.routing import Route
 
 
 class TicketOffice:

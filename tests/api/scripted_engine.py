@@ -37,6 +37,7 @@ from pdserve.wire.engine import (
     Submit,
     ToEngine,
 )
+from pdserve.wire.sampling import TokenLogprobs
 from tests.api.behaviour import ENDLESS_TOKEN_TEXT, ENGINE_FAILURE, REPLY_TEXT, SPLIT_TEXT, Behaviour
 
 MAX_MODEL_LEN = 256
@@ -122,7 +123,11 @@ class ScriptedEngine:
         return ids
 
     def _step(self) -> None:
-        outputs = [output for request in self._requests.values() if (output := self._advance(request)) is not None]
+        outputs = [
+            with_logprobs(output, request.submit.sampling.logprobs)
+            for request in self._requests.values()
+            if (output := self._advance(request)) is not None
+        ]
         self._requests = {key: request for key, request in self._requests.items() if not request.ended}
         if outputs:
             generated = self._stats.generated_tokens + sum(len(output.new_token_ids) for output in outputs)
@@ -183,6 +188,18 @@ class ScriptedEngine:
 
     def _send(self, message: FromEngine) -> None:
         self._socket.send(msgspec.msgpack.encode(message))
+
+
+def with_logprobs(output: RequestOutput, count: int | None) -> RequestOutput:
+    """Each token ``i`` is the second likeliest, before ``i + 1`` and after ``i + 2``."""
+    if count is None or not output.new_token_ids:
+        return output
+    return msgspec.structs.replace(output, logprobs=[logprobs_of(token_id, count) for token_id in output.new_token_ids])
+
+
+def logprobs_of(token_id: int, count: int) -> TokenLogprobs:
+    likeliest = ((token_id + 2, -0.5), (token_id, -1.0), (token_id + 1, float("-inf")))
+    return TokenLogprobs(-1.0, 2, likeliest[:count])
 
 
 LATE = (Behaviour.ERROR_LATE, Behaviour.DEADLINE_LATE, Behaviour.FAIL, Behaviour.DIE)

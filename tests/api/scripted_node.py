@@ -19,6 +19,7 @@ def main(role: str, config: str, model_dir: str, journal: str) -> int:
         msgspec.json.decode(config, type=NodeConfig),
         SECRET.encode(),
         Path(model_dir),
+        Path(model_dir),
         engine_command=[sys.executable, "-m", "tests.api.scripted_engine", journal],
     )
 

@@ -10,6 +10,7 @@ import pytest
 from openai.types.chat import ChatCompletionMessageParam
 
 from pdserve.api.tokenizer import Tokenizer
+from pdserve.wire.sampling import SamplingParams
 from tests.api.behaviour import REPLY_TEXT, SPLIT_TEXT, Behaviour
 from tests.api.node import MODEL, NodeUnderTest
 from tests.api.plain_http import post
@@ -255,6 +256,38 @@ def test_sampling_parameters_arrive(client: openai.OpenAI, node: NodeUnderTest) 
     assert (given.max_tokens, given.ignore_eos, given.seed) == (3, True, 2**63 - 1)
     assert (default.temperature, default.top_p, default.top_k, default.min_p) == (1.0, 1.0, 0, 0.0)
     assert default.max_tokens == 256 - 1
+
+
+def test_penalties_and_the_like_arrive(client: openai.OpenAI, node: NodeUnderTest, tokenizer: Tokenizer) -> None:
+    with node.new_submits() as submits:
+        client.chat.completions.create(
+            model=MODEL,
+            messages=MESSAGES,
+            seed=0,
+            presence_penalty=0.5,
+            frequency_penalty=-0.25,
+            logit_bias={"5": 3, "7": -100},
+            extra_body={
+                "repetition_penalty": 1.2,
+                "min_tokens": 3,
+                "allowed_token_ids": [9, 4, 9],
+                "bad_words": ["Paris", " Paris"],
+            },
+        )
+        client.completions.create(model=MODEL, prompt="x", seed=0)
+    given, default = (submit.sampling for submit in submits())
+    assert (given.presence_penalty, given.frequency_penalty, given.repetition_penalty) == (0.5, -0.25, 1.2)
+    assert (given.logit_bias, given.min_tokens, given.allowed_token_ids) == (((5, 3.0), (7, -100.0)), 3, (4, 9))
+    assert given.bad_words == tuple(tuple(tokenizer._encode(word, False)) for word in ("Paris", " Paris"))
+    assert default == SamplingParams(max_tokens=256 - 1, seed=0)
+
+
+def test_no_stop_string_ends_an_answer_before_min_tokens(client: openai.OpenAI) -> None:
+    for min_tokens, expected in ((0, "Hello"), (1, "Hello"), (2, REPLY_TEXT)):
+        answer = client.completions.create(
+            model=MODEL, prompt="x", stop=",", seed=0, extra_body={"min_tokens": min_tokens}
+        )
+        assert answer.choices[0].text == expected
 
 
 def test_deadline_and_prefill_without_a_ticket(client: openai.OpenAI, node: NodeUnderTest) -> None:

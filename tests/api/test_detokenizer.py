@@ -11,7 +11,15 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, normalizers
 
-from pdserve.api.detokenizer import REPLACEMENT, BytesDetokenizer, Detokenizer, TokenBytes, WindowDetokenizer
+from pdserve.api.detokenizer import (
+    REPLACEMENT,
+    BytesDetokenizer,
+    Detokenizer,
+    TokenBytes,
+    WindowDetokenizer,
+    byte_level_bytes,
+    piece_bytes,
+)
 from pdserve.api.tokenizer import Tokenizer
 
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=60)
@@ -66,7 +74,7 @@ CUTS = st.lists(st.integers(0, 1_000), max_size=20)
 @settings(max_examples=200, deadline=None)
 def test_byte_level_text(byte_level: Backend, text: str, cuts: list[int]) -> None:
     ids = byte_level.encode(text, add_special_tokens=False).ids
-    detokenizer = BytesDetokenizer(TokenBytes(byte_level.id_to_token), frozenset())
+    detokenizer = BytesDetokenizer(TokenBytes(byte_level.id_to_token, byte_level_bytes), frozenset())
     assert "".join(pieces(detokenizer, ids, cuts)) == byte_level.decode(ids, skip_special_tokens=False)
 
 
@@ -74,7 +82,7 @@ def test_byte_level_text(byte_level: Backend, text: str, cuts: list[int]) -> Non
 @settings(max_examples=300, deadline=None)
 def test_byte_level_any_tokens(byte_level: Backend, ids: list[int], cuts: list[int]) -> None:
     """Also such as are no UTF-8 together."""
-    detokenizer = BytesDetokenizer(TokenBytes(byte_level.id_to_token), frozenset())
+    detokenizer = BytesDetokenizer(TokenBytes(byte_level.id_to_token, byte_level_bytes), frozenset())
     assert "".join(pieces(detokenizer, ids, cuts)) == byte_level.decode(ids, skip_special_tokens=False)
 
 
@@ -112,7 +120,9 @@ def test_no_character_is_shown_in_halves(make: str, request: pytest.FixtureReque
     backend: Backend = request.getfixturevalue(make)
     text = "é 漢字 👩‍👩‍👧 ok"
     detokenizer: Detokenizer = (
-        BytesDetokenizer(TokenBytes(backend.id_to_token), frozenset()) if make == "byte_level" else window(backend)
+        BytesDetokenizer(TokenBytes(backend.id_to_token, byte_level_bytes), frozenset())
+        if make == "byte_level"
+        else window(backend)
     )
     shown = [detokenizer.add([token_id]) for token_id in backend.encode(text, add_special_tokens=False).ids]
     assert not any(REPLACEMENT in piece for piece in shown)
@@ -152,3 +162,19 @@ def test_garbage_bytes_are_not_held_for_ever(sentencepiece: Backend) -> None:
     detokenizer = window(sentencepiece)
     stray: Callable[[], str] = lambda: detokenizer.add([3 + 0x80])  # noqa: E731
     assert REPLACEMENT in "".join(stray() for _ in range(5))
+
+
+@pytest.mark.parametrize(
+    ("piece", "data"),
+    [("\u2581the", b" the"), ("<0xE2>", b"\xe2"), ("<0x0A>", b"\n"), ("<s>", b"<s>"), ("\u00fc", "\u00fc".encode())],
+)
+def test_bytes_of_pieces(piece: str, data: bytes) -> None:
+    assert piece_bytes(piece) == data
+
+
+def test_bytes_of_tokens_make_up_their_text(tokenizer: Tokenizer) -> None:
+    text = "Hello, world! 漢字 👩\u200d👩\u200d👧\n\tok"
+    ids = tokenizer._encode(text, False)
+    assert b"".join(tokenizer.token_bytes(token_id) for token_id in ids) == text.encode()
+    assert tokenizer.token_bytes(2) == b"<|im_end|>"
+    assert tokenizer.token_bytes(10**6) == b""

@@ -83,6 +83,7 @@ def engine_config(model_dir: Path, scheduler: SchedulerConfig | None = None, rol
         boot_id=new_id(),
         secret=b"",
         model_dir=str(model_dir),
+        cache_dir="",
         model=ModelConfig(),
         cache=CacheConfig(),
         scheduler=scheduler or SchedulerConfig(),

@@ -4,22 +4,41 @@ from __future__ import annotations
 
 import pytest
 
+from pdserve.cli.bench import BENCHMARKS
 from pdserve.cli.main import SUBCOMMANDS, main
-from pdserve.config import NodeConfig, ProxyConfig, UpConfig
+from pdserve.config import (
+    BenchBatchingConfig,
+    BenchCompareConfig,
+    BenchEngineConfig,
+    BenchLoadConfig,
+    NodeConfig,
+    ProxyConfig,
+    UpConfig,
+)
 from pdserve.settings import ROOTS
 from pdserve.settings.tree import settings_of
 
-ROOT_OF = {"up": UpConfig, "proxy": ProxyConfig, "prefill": NodeConfig, "decode": NodeConfig, "mixed": NodeConfig}
+ROOT_OF = {
+    "up": UpConfig,
+    "proxy": ProxyConfig,
+    "prefill": NodeConfig,
+    "decode": NodeConfig,
+    "mixed": NodeConfig,
+    "bench batching": BenchBatchingConfig,
+    "bench engine": BenchEngineConfig,
+    "bench load": BenchLoadConfig,
+    "bench compare": BenchCompareConfig,
+}
 
 
 def help_of(subcommand: str, capsys: pytest.CaptureFixture[str], **environ: str) -> str:
     with pytest.raises(SystemExit) as caught:
-        main([subcommand, "--help"], environ)
+        main([*subcommand.split(), "--help"], environ)
     assert caught.value.code == 0
     return " ".join(capsys.readouterr().out.split())
 
 
-@pytest.mark.parametrize("subcommand", SUBCOMMANDS)
+@pytest.mark.parametrize("subcommand", ROOT_OF)
 def test_every_setting_is_there_with_its_flag_variable_and_meaning(
     subcommand: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -45,5 +64,6 @@ def test_no_secret_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_every_subcommand_is_known_to_the_loader() -> None:
-    assert set(ROOT_OF) == set(SUBCOMMANDS)
+    benchmarks = {f"bench {name}" for name in BENCHMARKS}
+    assert set(ROOT_OF) == set(SUBCOMMANDS) - {"bench"} | benchmarks
     assert set(ROOT_OF.values()) == set(ROOTS)

@@ -100,7 +100,7 @@ def test_the_last_of_a_repeated_flag_counts() -> None:
         (["--dtype", "fp16"], "--dtype: 'fp16' was given; it takes one of bf16, fp32"),
         (["--cores", "0-x"], "--cores: '0-x' was given; it takes a list like 0,1,4-7"),
         (["--cores", "3-1"], "--cores: '3-1' was given"),
-        (["--cores", "1,0-2"], "--cores: '1,0-2' names a core twice"),
+        (["--cores", "1,0-2"], "--cores: '1,0-2' names a number twice"),
         (["--proxy", "127.0.0.1:8100"], "--proxy: '127.0.0.1:8100' was given; it takes an address like tcp://"),
         (["--proxy", "tcp://127.0.0.1:99999"], "--proxy: "),
         (["--advertise", "node-1"], "--advertise: 'node-1' was given; it takes an address like http://"),

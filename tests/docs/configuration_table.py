@@ -5,7 +5,15 @@ from __future__ import annotations
 from itertools import groupby
 from pathlib import Path
 
-from pdserve.config import NodeConfig, ProxyConfig, UpConfig
+from pdserve.config import (
+    BenchBatchingConfig,
+    BenchCompareConfig,
+    BenchEngineConfig,
+    BenchLoadConfig,
+    NodeConfig,
+    ProxyConfig,
+    UpConfig,
+)
 from pdserve.settings.tree import Setting, settings_of
 from pdserve.settings.values import to_text
 
@@ -42,6 +50,10 @@ _ROOTS = {
     "`pdserve prefill`, `pdserve decode`, `pdserve mixed`": NodeConfig,
     "`pdserve proxy`": ProxyConfig,
     "`pdserve up`": UpConfig,
+    "`pdserve bench batching`": BenchBatchingConfig,
+    "`pdserve bench engine`": BenchEngineConfig,
+    "`pdserve bench load`": BenchLoadConfig,
+    "`pdserve bench compare`": BenchCompareConfig,
 }
 
 

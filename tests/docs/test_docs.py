@@ -13,18 +13,37 @@ from prometheus_client import generate_latest
 
 from pdserve.api.metrics import NodeMetrics
 from pdserve.api.openai import ChatRequest, CompletionRequest
+from pdserve.cli.bench import compare_flags
 from pdserve.cli.main import SUBCOMMANDS
-from pdserve.config import NodeConfig, ProxyConfig, UpConfig
+from pdserve.config import (
+    BenchBatchingConfig,
+    BenchCompareConfig,
+    BenchEngineConfig,
+    BenchLoadConfig,
+    NodeConfig,
+    ProxyConfig,
+    UpConfig,
+)
 from pdserve.settings import ROOTS, load
 from pdserve.settings.tree import settings_of
-from pdserve.wire import discovery, engine, transfer
+from pdserve.wire import discovery, engine, rank, rank_transfer, transfer
 from pdserve.wire.engine import EngineStats
 from pdserve_proxy.metrics import ProxyMetrics
 from tests.docs.configuration_table import PAGE, render
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
-ROOT_OF = {"up": UpConfig, "proxy": ProxyConfig, "prefill": NodeConfig, "decode": NodeConfig, "mixed": NodeConfig}
+ROOT_OF = {
+    "up": UpConfig,
+    "proxy": ProxyConfig,
+    "prefill": NodeConfig,
+    "decode": NodeConfig,
+    "mixed": NodeConfig,
+    "bench batching": BenchBatchingConfig,
+    "bench engine": BenchEngineConfig,
+    "bench load": BenchLoadConfig,
+    "bench compare": BenchCompareConfig,
+}
 
 
 def name(path: Path) -> str:
@@ -66,7 +85,8 @@ def test_its_example_file_is_taken(tmp_path: Path) -> None:
 )
 def test_every_command_is_one_that_pdserve_takes(page: str, words: list[str]) -> None:
     assert words[1] in SUBCOMMANDS
-    load(ROOT_OF[words[1]], words[2:], {}, prog=f"pdserve {words[1]}")
+    name, flags = (f"bench {words[2]}", words[3:]) if words[1] == "bench" else (words[1], words[2:])
+    load(ROOT_OF[name], compare_flags(flags) if name == "bench compare" else flags, {}, prog=f"pdserve {name}")
 
 
 def test_there_are_commands_to_check() -> None:
@@ -106,10 +126,11 @@ def test_every_request_field_is_explained() -> None:
 
 def test_every_message_is_in_the_protocol() -> None:
     text = (ROOT / "docs" / "protocol.md").read_text()
-    for module in (discovery, engine, transfer):
-        for value in vars(module).values():
+    for module in (discovery, engine, rank, rank_transfer, transfer):
+        for name, value in vars(module).items():
             if (
-                isinstance(value, type)
+                not name.startswith("_")
+                and isinstance(value, type)
                 and issubclass(value, msgspec.Struct)
                 and value.__struct_config__.tag is not None
             ):

@@ -26,6 +26,7 @@ from pdserve.models.runner import ModelRunner
 from pdserve.wire.engine import FinishReason, FromEngine, RequestOutput, Shutdown, Sibling, Stats, StepOutput, Submit
 from pdserve.wire.ids import new_id
 from pdserve.wire.sampling import SamplingParams
+from pdserve_kernels.cpu.torch_kernels import TorchKernels
 from tests.tiny_models import VOCAB_SIZE, save_tiny_model
 
 BLOCK_SIZE = 4
@@ -86,7 +87,7 @@ class Client:
 @contextmanager
 def engine(folder: Path, num_blocks: int = 64) -> Iterator[Client]:
     config = read_decoder_config(folder)
-    runner = ModelRunner(folder, config, Dtype.FP32, BLOCK_SIZE, num_blocks, 128)
+    runner = ModelRunner(folder, config, Dtype.FP32, BLOCK_SIZE, num_blocks, 128, TorchKernels())
     blocks = BlockManager(num_blocks, BLOCK_SIZE)
     with zmq.Context() as context:
         socket = context.socket(zmq.PAIR)

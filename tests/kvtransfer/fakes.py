@@ -85,7 +85,7 @@ class FakePrefill(FakePeer):
         """What these blocks, sent or not, must be."""
         numbered = enumerate(blocks, first_index)
         digests = tuple(digest(block, request.tag, index) for index, block in numbered)
-        self.send(Digests(request.transfer_id, first_index, digests))
+        self.send(Digests(request.transfer_id, 0, 0, first_index, digests))
 
     def deliver(self, request: PrefillRequest, index: int, block: memoryview) -> None:
         """Send one block and announce it."""
@@ -94,7 +94,7 @@ class FakePrefill(FakePeer):
 
     def welcome(self) -> Hello:
         hello = self.next(Hello)
-        self.link.connect(hello.rank_addresses[0])
+        self.link.connect(hello.rank_addresses)
         self.send(Welcome(self.boot_id, SPEC, [self.link.address]))
         return hello
 
@@ -123,5 +123,5 @@ class FakeDecode(FakePeer):
     def greet(self) -> Welcome:
         self.send(Hello(self.boot_id, SPEC, [self.link.address]))
         welcome = self.next(Welcome)
-        self.link.connect(welcome.rank_addresses[0])
+        self.link.connect(welcome.rank_addresses)
         return welcome

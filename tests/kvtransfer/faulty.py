@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from pdserve.errors import PeerLost
@@ -94,10 +94,10 @@ class FaultyLink:
     def __post_init__(self) -> None:
         self.address = self.inner.address
 
-    def connect(self, address: bytes) -> None:
-        self.inner.connect(address)
+    def connect(self, addresses: Sequence[bytes]) -> None:
+        self.inner.connect(addresses)
 
-    def send(self, block: memoryview, tag: int, index: int) -> Completion:
+    def send(self, block: memoryview, tag: int, index: int, to: int = 0) -> Completion:
         send = self.inner.send
         if self.injector.fault is Fault.RECEIVE_FAILS or not self.injector.strikes():
             sent = send(block, tag, index)

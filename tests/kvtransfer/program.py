@@ -17,7 +17,7 @@ from pdserve_kvtransfer.events import PushWanted
 from tests.kvtransfer.rig import SPEC, Engine, Pair, eventually
 
 NUM_BLOCKS = 24
-BLOCK_BYTES = 2 * 2**20
+BLOCK_BYTES = 3 * 2**19
 ENDLESS_S = 3600.0
 DRIP_S = 0.05
 

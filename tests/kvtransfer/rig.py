@@ -36,7 +36,7 @@ CONFIG = TransferConfig(heartbeat_ms=50, lease_ms=600)
 PATIENT = TransferConfig(heartbeat_ms=100, lease_ms=60_000)
 """A lease that no test outlives: what is noticed under it was noticed by other means."""
 SAMPLING = SamplingParams(max_tokens=1, seed=1)
-BLOCK_BYTES = 64 * 1024
+BLOCK_BYTES = 63 * 1024
 WAIT_S = 10.0
 
 E = TypeVar("E", bound=TransferEvent)
@@ -62,6 +62,7 @@ class Engine:
     config: TransferConfig = CONFIG
     boot_id: bytes = field(default_factory=new_id)
     transport: Callable[[], Transport] | None = None
+    ranks: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         self.memory = bytearray(self.num_blocks * self.block_bytes)
@@ -76,6 +77,7 @@ class Engine:
             spec=self.spec,
             region=self.region,
             config=self.config,
+            ranks=self.ranks,
             wake=self._woken.set,
             transport=self.transport,
         )

@@ -14,7 +14,7 @@ OURS, THEIRS = new_id(), new_id()
 
 @pytest.fixture
 def greeting() -> Greeting:
-    return Greeting(OURS, SPEC, b"address", THEIRS)
+    return Greeting(OURS, SPEC, THEIRS)
 
 
 def test_equal_engines_fit() -> None:
@@ -30,13 +30,24 @@ def test_the_first_difference_is_named() -> None:
 @pytest.mark.parametrize("addresses", [[], [b"a", b"b"]])
 def test_addresses_must_be_one_for_each_rank(addresses: list[bytes]) -> None:
     refusal = answer(Hello(THEIRS, SPEC, addresses), OURS, SPEC)
-    assert refusal == Refused(OURS, "rank_addresses", "1", str(len(addresses)))
+    assert refusal == Refused(OURS, "rank_addresses", "1 by tp_size", str(len(addresses)))
+
+
+@pytest.mark.parametrize("ranks", [1, 3, 6])
+def test_other_numbers_of_ranks_fit(ranks: int) -> None:
+    other = msgspec.structs.replace(SPEC, tp_size=ranks)
+    assert answer(Hello(THEIRS, other, [b"address"] * ranks), OURS, SPEC) is None
+
+
+def test_ranks_that_cannot_share_the_heads_do_not_fit() -> None:
+    other = msgspec.structs.replace(SPEC, tp_size=2)
+    assert answer(Hello(THEIRS, other, [b"a", b"b"]), OURS, SPEC) == Refused(OURS, "tp_size", "1", "2")
 
 
 def test_a_welcome_gives_the_address_once(greeting: Greeting) -> None:
-    assert greeting.hello() == Hello(OURS, SPEC, [b"address"])
+    assert greeting.hello([b"address"]) == Hello(OURS, SPEC, [b"address"])
     welcome = Welcome(THEIRS, SPEC, [b"there"])
-    assert greeting.on_welcome(welcome) == b"there"
+    assert greeting.on_welcome(welcome) == (b"there",)
     assert greeting.standing is Standing.WELCOME
     assert greeting.on_welcome(welcome) is None
 

@@ -9,18 +9,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdserve.wire.ids import TransferId
+from pdserve.wire.rank_transfer import SendBlocks
 from pdserve.wire.sampling import SampledToken
 from pdserve.wire.transfer import Failed, FirstToken, PrefillRequest
 from pdserve_kvtransfer.events import PushCancelled, PushEnded, PushOutcome, PushWanted
-from pdserve_kvtransfer.push import PushEffect, PushSession, PushState, SendBlocks
+from pdserve_kvtransfer.push import PushEffect, PushSession, PushState
 from tests.kvtransfer.rig import SAMPLING
 
 TRANSFER = TransferId(b"r" * 16, 0, b"d" * 16)
-TAG = 11
+TAG, LINK = 11, 3
 DEADLINE_S, GRACE_S = 5.0, 0.5
 
 
-def unopened(first_block: int = 1) -> PushSession:
+def unopened(first_block: int = 1, pieces: int = 1) -> PushSession:
     request = PrefillRequest(
         transfer_id=TRANSFER,
         tag=TAG,
@@ -29,7 +30,7 @@ def unopened(first_block: int = 1) -> PushSession:
         sampling=SAMPLING,
         deadline_s=DEADLINE_S,
     )
-    return PushSession(request, block_size=16, now=0.0, grace_s=GRACE_S)
+    return PushSession(request, LINK, block_size=16, pieces=pieces, now=0.0, grace_s=GRACE_S)
 
 
 def opened() -> PushSession:
@@ -51,8 +52,8 @@ def test_a_request_for_no_block_is_refused_unseen() -> None:
 
 def test_blocks_are_sent_under_their_indexes() -> None:
     push = opened()
-    assert push.push(1, (8, 9)) == [SendBlocks(TAG, 1, (8, 9), True)]
-    assert push.push(3, (4,)) == [SendBlocks(TAG, 3, (4,), True)]
+    assert push.push(1, (8, 9)) == [SendBlocks(LINK, TAG, 1, (8, 9), True)]
+    assert push.push(3, (4,)) == [SendBlocks(LINK, TAG, 3, (4,), True)]
     assert push.first_token((SampledToken(5),), 16) == [FirstToken(TRANSFER, (SampledToken(5),), 16)]
 
 
@@ -100,15 +101,26 @@ def test_the_deadline_has_a_grace() -> None:
 def test_a_closed_link_ends_it_whatever_was_in_flight() -> None:
     push = opened()
     push.push(1, (8, 9))
-    _, *rest = push.lost(PushOutcome.LEASE_EXPIRED, "silent")
-    assert rest == [PushCancelled(TRANSFER), PushEnded(TRANSFER, PushOutcome.LEASE_EXPIRED)]
+    _, cancelled = push.lost(PushOutcome.LEASE_EXPIRED, "silent")
+    assert cancelled == PushCancelled(TRANSFER)
+    assert push.closed() == [PushEnded(TRANSFER, PushOutcome.LEASE_EXPIRED)]
+
+
+def test_blocks_may_be_read_until_every_piece_has_left() -> None:
+    push = unopened(pieces=3)
+    push.open()
+    push.push(1, (8, 9))
+    push.on_done()
+    assert push.sent(5) == []
+    assert push.sent(1) == [PushEnded(TRANSFER, PushOutcome.DONE)]
 
 
 def test_a_settled_outcome_stays_when_the_link_closes() -> None:
     push = opened()
     push.push(1, (8,))
     push.on_done()
-    assert push.lost(PushOutcome.PEER_LOST, "gone") == [PushEnded(TRANSFER, PushOutcome.DONE)]
+    assert push.lost(PushOutcome.PEER_LOST, "gone") == []
+    assert push.closed() == [PushEnded(TRANSFER, PushOutcome.DONE)]
 
 
 @dataclass
@@ -155,8 +167,9 @@ class Story:
                 self.note(push.expire(now))
 
     def lose(self) -> None:
-        self.in_flight = 0
         self.note(self.push.lost(PushOutcome.PEER_LOST, "gone"))
+        self.in_flight = 0
+        self.note(self.push.closed())
 
 
 COMMON = st.sampled_from(["push", "sent", "sent", "token"])

@@ -19,8 +19,8 @@ SIZE = 256 * 1024
 class Two:
     def __init__(self, transport: UcxTransport) -> None:
         self.sender, self.receiver = transport.open_link(), transport.open_link()
-        self.sender.connect(self.receiver.address)
-        self.receiver.connect(self.sender.address)
+        self.sender.connect([self.receiver.address])
+        self.receiver.connect([self.sender.address])
 
     def arrival(self) -> Arrival:
         deadline = time.monotonic() + WAIT_S

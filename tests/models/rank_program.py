@@ -22,6 +22,7 @@ from pdserve.models.runner import ModelRunner
 from pdserve.models.step_batch import StepRow
 from pdserve.models.tensor_parallel import ALONE, TpGroup
 from pdserve.models.tp_opening import open_group
+from pdserve_kernels.cpu.torch_kernels import TorchKernels
 
 BLOCK_SIZE, BLOCKS_EACH = 4, 16
 
@@ -62,7 +63,9 @@ def greedy(runner: ModelRunner, group: TpGroup, prompts: list[list[int]], new_to
 def compute(case: Case, group: TpGroup) -> Result:
     folder = Path(case.folder)
     try:
-        runner = ModelRunner(folder, read_decoder_config(folder), Dtype.FP32, BLOCK_SIZE, 64, 128, group)
+        runner = ModelRunner(
+            folder, read_decoder_config(folder), Dtype.FP32, BLOCK_SIZE, 64, 128, TorchKernels(), tp=group
+        )
         return Result(greedy(runner, group, case.prompts, case.new_tokens))
     except PdserveError as exc:
         return Result([], str(exc))

@@ -5,10 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import MambaConfig
 
 from pdserve.errors import ModelError
 from pdserve.models.decoder_config import read_decoder_config
-from tests.tiny_models import FAMILIES, save_tiny_model
+from tests.tiny_models import FAMILIES, WINDOW, save_tiny_model
 
 
 def edited(folder: Path, **changes: Any) -> Path:
@@ -31,20 +32,39 @@ def test_several_end_of_sequence_ids(tmp_path: Path) -> None:
     assert read_decoder_config(folder).eos_token_ids == {2, 7}
 
 
-def test_context_ends_with_the_sliding_window(tmp_path: Path) -> None:
-    folder = edited(save_tiny_model("mistral", tmp_path), sliding_window=128)
-    assert read_decoder_config(folder).max_positions == 128
+def windows(folder: Path) -> tuple[int | None, ...]:
+    return read_decoder_config(folder).windows
 
 
-def test_unused_sliding_window_does_not_limit(tmp_path: Path) -> None:
+def test_windows_are_those_of_transformers(tmp_path: Path) -> None:
+    assert windows(save_tiny_model("mistral-window", tmp_path / "mistral")) == (WINDOW, WINDOW, WINDOW)
+    assert windows(save_tiny_model("qwen2-window", tmp_path / "qwen2")) == (None, WINDOW, WINDOW)
+    assert windows(save_tiny_model("qwen3-window", tmp_path / "qwen3")) == (WINDOW, None, WINDOW)
+    assert windows(save_tiny_model("gemma3", tmp_path / "gemma3")) == (WINDOW, WINDOW, None)
+    assert windows(save_tiny_model("llama", tmp_path / "llama")) == (None, None, None)
+
+
+def test_unused_sliding_window_is_none(tmp_path: Path) -> None:
     folder = edited(save_tiny_model("qwen2", tmp_path), sliding_window=128, use_sliding_window=False)
-    assert read_decoder_config(folder).max_positions == 512
+    assert windows(folder) == (None, None, None)
+
+
+def test_layers_of_another_kind_are_refused(tmp_path: Path) -> None:
+    kinds = ["full_attention", "chunked_attention", "full_attention"]
+    with pytest.raises(ModelError, match="layer_types"):
+        windows(edited(save_tiny_model("qwen3", tmp_path), layer_types=kinds))
 
 
 def test_unsupported_family_names_the_supported_ones(tmp_path: Path) -> None:
-    folder = edited(save_tiny_model("llama", tmp_path), model_type="gpt2")
-    with pytest.raises(ModelError, match=r"'gpt2'.*llama.*qwen3"):
+    folder = edited(save_tiny_model("llama", tmp_path), model_type="t5")
+    with pytest.raises(ModelError, match=r"'t5'.*llama.*qwen3.*attention interface"):
         read_decoder_config(folder)
+
+
+def test_a_model_without_attention_is_refused(tmp_path: Path) -> None:
+    MambaConfig(num_hidden_layers=1).save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match=r"mamba.*num_attention_heads"):
+        read_decoder_config(tmp_path)
 
 
 def test_unsupported_activation(tmp_path: Path) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import random
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,13 +14,27 @@ from pdserve.config import Dtype
 from pdserve.models.decoder_config import read_decoder_config
 from pdserve.models.runner import ModelRunner
 from pdserve.models.step_batch import StepRow
-from tests.tiny_models import FAMILIES, VOCAB_SIZE, reference_logits, save_tiny_model
+from pdserve.settings import cache_folder
+from pdserve_kernels.cpu.compiled_kernels import CompiledKernels
+from pdserve_kernels.cpu.torch_kernels import TorchKernels
+from tests.tiny_models import FAMILIES, VOCAB_SIZE, reference_last_logits, reference_logits, save_tiny_model
 
 BLOCK_SIZE = 4
 
 
-def make_runner(folder: Path, dtype: Dtype = Dtype.FP32, num_blocks: int = 64) -> ModelRunner:
-    return ModelRunner(folder, read_decoder_config(folder), dtype, BLOCK_SIZE, num_blocks, 256)
+KERNELS = ["torch", "compiled"]
+MakeRunner = Callable[..., ModelRunner]
+
+
+@pytest.fixture(scope="module", params=KERNELS)
+def make_runner(request: pytest.FixtureRequest) -> MakeRunner:
+    """Runners with each CPU kernel set."""
+    kernels = TorchKernels() if request.param == "torch" else CompiledKernels(cache_folder(os.environ))
+
+    def make(folder: Path, dtype: Dtype = Dtype.FP32, num_blocks: int = 64) -> ModelRunner:
+        return ModelRunner(folder, read_decoder_config(folder), dtype, BLOCK_SIZE, num_blocks, 256, kernels)
+
+    return make
 
 
 @pytest.fixture(scope="module", params=sorted(FAMILIES))
@@ -30,22 +46,30 @@ def random_prompt(length: int, seed: int = 0) -> list[int]:
     return random.Random(seed).choices(range(3, VOCAB_SIZE), k=length)
 
 
+PROMPT = random_prompt(37)
+
+
+@pytest.fixture(scope="module")
+def wanted_logits(folder: Path) -> torch.Tensor:
+    return reference_logits(folder, PROMPT)
+
+
 @pytest.mark.parametrize("cuts", [[37], [1, 36], [4, 4, 29], [5, 6, 7, 1, 18], [36, 1]])
-def test_prompt_in_any_chunks_gives_the_reference_logits(folder: Path, cuts: list[int]) -> None:
-    prompt = random_prompt(37)
-    wanted = reference_logits(folder, prompt)
+def test_prompt_in_any_chunks_gives_the_reference_logits(
+    make_runner: MakeRunner, folder: Path, wanted_logits: torch.Tensor, cuts: list[int]
+) -> None:
     runner = make_runner(folder)
     blocks = random.Random(1).sample(range(64), 10)
     start = 0
     for length in cuts:
-        logits = runner.run([StepRow(prompt[start : start + length], start, blocks, True)])
+        logits = runner.run([StepRow(PROMPT[start : start + length], start, blocks, True)])
         start += length
-        torch.testing.assert_close(logits[0], wanted[start - 1], rtol=1e-4, atol=1e-3)
+        torch.testing.assert_close(logits[0], wanted_logits[start - 1], rtol=1e-4, atol=1e-3)
 
 
-def test_requests_in_one_step_do_not_see_each_other(folder: Path) -> None:
+def test_requests_in_one_step_do_not_see_each_other(make_runner: MakeRunner, folder: Path) -> None:
     prompts = [random_prompt(length, seed=length) for length in (9, 16, 1, 30)]
-    wanted = [reference_logits(folder, prompt)[-1] for prompt in prompts]
+    wanted = reference_last_logits(folder, prompts)
     runner = make_runner(folder)
     order = random.Random(2).sample(range(64), 64)
     tables = [order[i * 16 : i * 16 + 16] for i in range(4)]
@@ -62,14 +86,20 @@ def test_requests_in_one_step_do_not_see_each_other(folder: Path) -> None:
         torch.testing.assert_close(row, reference, rtol=1e-4, atol=1e-3)
 
 
-def test_only_rows_that_want_logits_give_them(tmp_path: Path) -> None:
+def test_the_text_part_of_a_model_that_takes_images(make_runner: MakeRunner, tmp_path: Path) -> None:
+    folder = save_tiny_model("gemma3-images", tmp_path)
+    logits = make_runner(folder).run([StepRow(PROMPT, 0, range(10), True)])
+    torch.testing.assert_close(logits, reference_logits(folder, PROMPT)[-1:], rtol=1e-4, atol=1e-3)
+
+
+def test_only_rows_that_want_logits_give_them(make_runner: MakeRunner, tmp_path: Path) -> None:
     runner = make_runner(save_tiny_model("llama", tmp_path))
     rows = [StepRow([5], 0, [0], False), StepRow([6, 7], 0, [1], True)]
     assert runner.run(rows).shape == (1, VOCAB_SIZE)
     assert runner.run([StepRow([5], 0, [0], False)]).shape == (0, VOCAB_SIZE)
 
 
-def test_bf16_stays_near_fp32(tmp_path: Path) -> None:
+def test_bf16_stays_near_fp32(make_runner: MakeRunner, tmp_path: Path) -> None:
     folder = save_tiny_model("llama", tmp_path)
     prompt = random_prompt(40)
     wanted = reference_logits(folder, prompt)[-1]
@@ -78,16 +108,16 @@ def test_bf16_stays_near_fp32(tmp_path: Path) -> None:
     assert torch.cosine_similarity(got, wanted, dim=0) > 0.99
 
 
-def test_unordered_rows_are_refused(tmp_path: Path) -> None:
+def test_unordered_rows_are_refused(make_runner: MakeRunner, tmp_path: Path) -> None:
     runner = make_runner(save_tiny_model("llama", tmp_path))
     with pytest.raises(ValueError, match="one token must come before"):
         runner.run([StepRow([5, 6], 0, [0], True), StepRow([7], 0, [1], True)])
 
 
-def test_contexts_of_very_different_lengths_in_one_step(tmp_path: Path) -> None:
+def test_contexts_of_very_different_lengths_in_one_step(make_runner: MakeRunner, tmp_path: Path) -> None:
     folder = save_tiny_model("llama", tmp_path)
     prompts = [random_prompt(length, seed=length) for length in (3, 200, 70, 5)]
-    wanted = [reference_logits(folder, prompt)[-1] for prompt in prompts]
+    wanted = reference_last_logits(folder, prompts)
     runner = make_runner(folder, num_blocks=256)
     tables = [list(range(60 * i, 60 * i + 60)) for i in range(4)]
     for prompt, table in zip(prompts, tables, strict=True):
@@ -97,7 +127,7 @@ def test_contexts_of_very_different_lengths_in_one_step(tmp_path: Path) -> None:
         torch.testing.assert_close(row, reference, rtol=1e-4, atol=1e-3)
 
 
-def test_a_request_that_is_not_finite_does_not_spoil_its_neighbours(tmp_path: Path) -> None:
+def test_a_request_that_is_not_finite_does_not_spoil_its_neighbours(make_runner: MakeRunner, tmp_path: Path) -> None:
     runner = make_runner(save_tiny_model("llama", tmp_path))
     runner.kv_cache[0] = float("nan")
     poisoned, healthy, long = [0], [1], list(range(2, 12))

@@ -13,11 +13,12 @@ from pdserve.errors import ModelError
 from pdserve.models.decoder_config import read_decoder_config
 from pdserve.models.runner import ModelRunner
 from pdserve.models.weights import Checkpoint, fingerprint, weight_files
+from pdserve_kernels.cpu.torch_kernels import TorchKernels
 from tests.tiny_models import save_tiny_model
 
 
 def load(folder: Path) -> ModelRunner:
-    return ModelRunner(folder, read_decoder_config(folder), Dtype.FP32, 4, 8, 32)
+    return ModelRunner(folder, read_decoder_config(folder), Dtype.FP32, 4, 8, 32, TorchKernels())
 
 
 def rewrite(folder: Path, tensors: dict[str, torch.Tensor]) -> None:

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine
+import base64
+import re
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import TypeVar
 
 import aiohttp
+import msgspec
 import uvloop
 
 from pdserve.api.registration import Registration
-from pdserve.config import HttpConfig, ProxyConfig, RegistryConfig, RelayConfig, RequestConfig
+from pdserve.config import HttpConfig, ProxyConfig, RegistryConfig, RelayConfig, RequestConfig, TlsConfig
 from pdserve.wire.discovery import Capacity, Load, NodeInfo, Role
+from pdserve.wire.frame import Opener, Purpose
 from pdserve.wire.ids import new_id
+from pdserve.wire.ticket import TICKET_HEADER, Ticket
 from pdserve_proxy.listening import Addresses
 from pdserve_proxy.server import run
+from tests.proxy.fake_node import FakeNode
 
 SECRET = b"a secret for tests"
 HEARTBEAT_MS = 50
@@ -36,11 +42,14 @@ async def _bounded(scenario: Coroutine[object, object, T]) -> T:
         return await scenario
 
 
-async def eventually(condition: Callable[[], bool], what: str) -> None:
+async def eventually(condition: Callable[[], bool] | Callable[[], Awaitable[bool]], what: str) -> None:
     """Wait for something that no event announces."""
     try:
         async with asyncio.timeout(PATIENCE_S):
-            while not condition():  # noqa: ASYNC110 (what is waited for has no event)
+            while True:
+                found = condition()
+                if found if isinstance(found, bool) else await found:
+                    return
                 await asyncio.sleep(0.005)
     except TimeoutError:
         raise AssertionError(f"never happened: {what}") from None
@@ -54,6 +63,7 @@ def node_info(
     model: str = "m",
     fingerprint: str = "f",
     boot_id: bytes | None = None,
+    max_running: int = 4,
 ) -> NodeInfo:
     return NodeInfo(
         name=name,
@@ -63,7 +73,7 @@ def node_info(
         control=f"tcp://{name}.invalid:2" if role is Role.PREFILL else "",
         model=model,
         fingerprint=fingerprint,
-        capacity=Capacity(max_running=4, num_blocks=16, block_size=16, max_model_len=256),
+        capacity=Capacity(max_running=max_running, num_blocks=16, block_size=16, max_model_len=256),
     )
 
 
@@ -74,9 +84,14 @@ def proxy_config(
     drain_s: float = 2.0,
     timeout_s: float = 20.0,
     idle_timeout_s: float = 10.0,
+    write_timeout_s: float = 20.0,
+    tls: TlsConfig | None = None,
 ) -> ProxyConfig:
     return ProxyConfig(
-        http=HttpConfig(port=http_port, max_body_bytes=max_body_bytes, drain_s=drain_s),
+        http=HttpConfig(
+            port=http_port, max_body_bytes=max_body_bytes, drain_s=drain_s, write_timeout_s=write_timeout_s
+        ),
+        tls=tls or TlsConfig(),
         registry=RegistryConfig(control_port=0, heartbeat_ms=4 * HEARTBEAT_MS),
         relay=RelayConfig(idle_timeout_s=idle_timeout_s),
         request=RequestConfig(timeout_s=timeout_s),
@@ -135,3 +150,22 @@ async def cluster(config: ProxyConfig | None = None, secret: bytes = SECRET) -> 
     finally:
         stop.set()
         await task
+
+
+def ticket_of(node: FakeNode, which: int = 0) -> Ticket:
+    header = node.requests[which].headers[TICKET_HEADER]
+    frame = base64.urlsafe_b64decode(header + "=" * (-len(header) % 4))
+    return Opener(SECRET, Purpose.TICKET, Ticket).open(frame)
+
+
+def error_of(body: bytes) -> dict[str, object]:
+    error = msgspec.json.decode(body, type=dict[str, dict[str, object]])["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    return error
+
+
+async def metric(at: Cluster, line: str) -> float:
+    async with at.http.get("/metrics") as response:
+        text = await response.text()
+    found = re.search(rf"^{re.escape(line)} ([0-9.e+]+)$", text, re.MULTILINE)
+    return float(found[1]) if found else 0.0

@@ -54,6 +54,8 @@ class Exchange:
                 pass
 
     async def _write(self, data: bytes) -> None:
+        if self.writer.transport.is_closing():  # for which uvloop has no exception type of its own
+            raise ConnectionResetError
         self.writer.write(data)
         await self.writer.drain()
 
@@ -63,6 +65,17 @@ Behaviour: TypeAlias = Callable[[Exchange], Awaitable[None]]
 
 async def answer_ok(exchange: Exchange) -> None:
     await exchange.answer(200, b'{"ok": true}')
+
+
+EVENTS = [b'data: {"n": %d}\n\n' % n for n in range(5)]
+DONE = b"data: [DONE]\n\n"
+
+
+async def stream_events(exchange: Exchange) -> None:
+    await exchange.begin_stream()
+    for event in [*EVENTS, DONE]:
+        await exchange.chunk(event)
+    await exchange.finish()
 
 
 @dataclass

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 
-import aiohttp
 import pytest
 
 from pdserve_proxy import exchange as exchange_module
 from pdserve_proxy.exchange import Cut, Exchange, Outcome, Phase
+from pdserve_proxy.node_pool import NodePool
 from pdserve_proxy.stream import EventStream
 from tests.proxy.cluster import eventually, run_async
 from tests.proxy.fake_node import Exchange as NodeExchange
@@ -88,7 +88,7 @@ def test_a_task_that_fails_or_forgets_does_not_keep_its_upstream() -> None:
             seen = Seen()
             await asyncio.wait([task := seen.start(handler)])
             task.exception()
-            await eventually(lambda seen=seen: seen.ends == [(Outcome.FAILED, 500)], "the end")  # type: ignore[misc]
+            await eventually(lambda seen=seen: seen.ends == [(Outcome.FAILED, 500)], "the end")
 
     run_async(scenario())
 
@@ -157,18 +157,18 @@ def test_what_came_before_a_loss_is_still_delivered() -> None:
         at.die()
 
     async def handler(url: str, made: Exchange) -> None:
-        async with aiohttp.ClientSession() as session:
-            response = await session.post(url)
-            made.attach(response)
-            stream = EventStream(made, response)
-            await stream.open()
-            go_on.set()
-            # As when the client is slow: nobody reads until the node is dead.
-            await eventually(lambda: response.content.exception() is not None, "the loss")
-            first, rest = [piece async for piece in stream]
+        pool = NodePool(connect_timeout_s=5.0, max_connections=1)
+        response = await pool.post(url, "/", {}, b"", silence_s=None)
+        made.attach(response)
+        stream = EventStream(made, response)
+        await stream.open()
+        go_on.set()
+        # As when the client is slow: nobody reads until the node is dead.
+        await eventually(lambda: response._error is not None, "the loss")
+        first, *rest = [piece async for piece in stream]
         assert first == events[0]
-        assert rest.startswith(events[1] + events[2] + b'data: {"error":')
-        assert b"half" not in rest
+        assert b"".join(rest).startswith(events[1] + events[2] + b'data: {"error":')
+        assert b"half" not in b"".join(rest)
 
     async def scenario() -> None:
         seen = Seen()

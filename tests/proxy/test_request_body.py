@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdserve.errors import InvalidRequest
-from pdserve_proxy.request_body import read_body
+from pdserve_proxy.request_body import LEAD_BYTES, MAX_DEPTH, is_shallow, read_body
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.text(),
@@ -69,3 +69,32 @@ def test_the_wrong_type_is_the_clients_error(data: bytes, param: str | None) -> 
     with pytest.raises(InvalidRequest) as caught:
         read_body(data)
     assert caught.value.param == param
+
+
+@given(VALUES, st.integers(0, 8))
+def test_depth_is_what_a_parser_would_count(value: object, limit: int) -> None:
+    def depth(of: object) -> int:
+        inner = of if isinstance(of, list) else list(of.values()) if isinstance(of, dict) else None
+        return 0 if inner is None else 1 + max(map(depth, inner), default=0)
+
+    assert is_shallow(json.dumps(value).encode(), limit) or depth(value) > limit
+    assert not is_shallow(json.dumps(value).encode(), limit) or depth(value) <= limit
+
+
+def test_what_is_nested_too_deeply_is_refused_and_brackets_in_strings_are_not_nesting() -> None:
+    def nested(depth: int) -> bytes:
+        return b'{"a":' + b"[" * (depth - 1) + b"]" * (depth - 1) + b"}"
+
+    read_body(nested(MAX_DEPTH))
+    read_body(b'{"a": "' + b'[\\"{' * 1000 + b'", "b": [' + b"[]," * 1000 + b"[]]}")
+    for depth in (MAX_DEPTH + 1, 2**20):
+        with pytest.raises(InvalidRequest) as caught:
+            read_body(nested(depth))
+        assert caught.value.code == "json_too_deep"
+
+
+@pytest.mark.parametrize("name", ["messages", "prompt"])
+def test_the_lead_is_the_beginning_of_the_prompt(name: str) -> None:
+    prompt = json.dumps([{"role": "user", "content": "x" * 2 * LEAD_BYTES}]).encode()
+    assert read_body(b'{"%b": %b}' % (name.encode(), prompt)).lead == prompt[:LEAD_BYTES]
+    assert read_body(b"{}").lead == b""

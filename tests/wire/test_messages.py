@@ -8,7 +8,7 @@ import msgpack
 import msgspec
 import pytest
 
-from pdserve.wire import discovery, engine, rank, transfer
+from pdserve.wire import discovery, engine, proxy_workers, rank, rank_transfer, transfer
 from pdserve.wire.ids import TransferId
 from pdserve.wire.sampling import SampledToken, SamplingParams, TokenLogprobs
 from pdserve.wire.ticket import PrefillTarget, Ticket
@@ -113,7 +113,7 @@ CHANNELS: list[tuple[Any, list[msgspec.Struct]]] = [
         [
             transfer.Welcome(OTHER, SPEC, [b"address"]),
             transfer.Refused(OTHER, "dtype", "bf16", "fp32"),
-            transfer.Digests(TRANSFER_ID, 3, (0, 2**64 - 1)),
+            transfer.Digests(TRANSFER_ID, 1, 0, 3, (0, 2**64 - 1)),
             transfer.FirstToken(
                 TRANSFER_ID, (SampledToken(17, TokenLogprobs(-0.5, 1, ((17, -0.5),))), SampledToken(3)), 0
             ),
@@ -133,6 +133,52 @@ CHANNELS: list[tuple[Any, list[msgspec.Struct]]] = [
     ),
     (rank.Numbered, [rank.Numbered(3, rank.Stop())]),
     (rank.FromRank, [rank.Arrived(), rank.Loaded(), rank.RankFailed("no memory")]),
+    (
+        rank_transfer.RankCommand,
+        [
+            rank_transfer.OpenLink(1),
+            rank_transfer.ConnectLink(1, (b"a", b"b")),
+            rank_transfer.CloseLink(1),
+            rank_transfer.Expect(1, 9, 2, (5, 3), True),
+            rank_transfer.Forget(1, 9),
+            rank_transfer.SendBlocks(1, 9, 2, (5, 3), False),
+            rank_transfer.LeaveRank(),
+        ],
+    ),
+    (
+        rank_transfer.RankReport,
+        [
+            rank_transfer.LinkOpened(1, b"address"),
+            rank_transfer.LinkBroken(1, "gone"),
+            rank_transfer.LinkClosed(1),
+            rank_transfer.Expecting(1, 9),
+            rank_transfer.PieceLanded(1, 9, 4, 4096, 2**64 - 1),
+            rank_transfer.Forgotten(1, 9, (5,)),
+            rank_transfer.Released(1, 9, (5,)),
+            rank_transfer.Dropped(1),
+            rank_transfer.PiecesSent(1, 9, 2, 8192),
+            rank_transfer.PiecesAnnounced(1, 9, 0, 2, (7, 8)),
+        ],
+    ),
+    (
+        proxy_workers.ToWorker,
+        [
+            proxy_workers.Nodes((proxy_workers.KnownNode(NODE, discovery.Load(1, 2, 3), 9.5),), ("f",)),
+            proxy_workers.Collect(7),
+            proxy_workers.Scraped(7, b"text"),
+        ],
+    ),
+    (
+        proxy_workers.ToSupervisor,
+        [
+            proxy_workers.Hello(),
+            proxy_workers.Ready(),
+            proxy_workers.Scrape(7),
+            proxy_workers.Counts(
+                7, (proxy_workers.Family("n", "what", "counter", (proxy_workers.Sample("n_total", {"a": "b"}, 1.0),)),)
+            ),
+        ],
+    ),
 ]
 
 MESSAGES = [

@@ -1,1 +1,1 @@
-"""Plain-torch forms of the ops that are fast on a CPU."""
+"""The CPU kernel sets: compiled C++ (``csrc``), and plain torch where there is no compiler."""

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from pdserve_kernels.contract import AttentionRow
+from pdserve_kernels import reference
+from pdserve_kernels.contract import AttentionRow, HeadNorms
 from pdserve_kernels.cpu.kv_write import KvWrite
 from pdserve_kernels.cpu.paged_attention import DecodeAttention, PrefillAttention
 from pdserve_kernels.layout import KvLayout
@@ -25,6 +26,7 @@ class StepAttention:
         spans = rows[len(singles) :]
         if any(row.new_tokens == 1 for row in spans):
             raise ValueError("rows with one token must come before rows with several")
+        self._kv_heads = layout.kv_heads
         self._write = KvWrite(layout, cache, _slots(rows, layout.block_size).to(cache.device))
         self._parts: list[tuple[slice | torch.Tensor, DecodeAttention | PrefillAttention]] = []
         for members in _by_context(singles, layout.block_size):
@@ -48,6 +50,19 @@ class StepAttention:
         for where, attend in self._parts:
             out[where] = attend(layer, query[where], window)
         return out
+
+    def from_projection(
+        self,
+        layer: int,
+        qkv: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        norms: HeadNorms | None = None,
+        window: int | None = None,
+    ) -> torch.Tensor:
+        """See ``contract.Attention``."""
+        query, key_value = reference.projected(qkv, self._kv_heads, cos, sin, norms)
+        return self(layer, query, key_value, window)
 
 
 def _by_context(singles: Sequence[AttentionRow], block_size: int) -> list[list[int]]:

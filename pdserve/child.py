@@ -1,4 +1,4 @@
-"""One process of ``pdserve up``: started, listened to, and reaped."""
+"""One pdserve process that another one started: listened to, and reaped."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import os
 import re
 import signal
 import subprocess
+import sys
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,11 @@ from pdserve.parent import PARENT_PID_ENV
 _LISTENING = re.compile(r"\bpdserve \w+ listening url=(?P<url>\S+)(?: control=(?P<control>\S+))?")
 _KEPT_LINES = 20
 _MAX_LINE = 64 * 1024
+
+
+def command(subcommand: str, *flags: str) -> list[str]:
+    """Runs this very pdserve. ``-P`` keeps folders of the current directory from standing in for packages."""
+    return [sys.executable, "-P", "-m", "pdserve", subcommand, *flags]
 
 
 class ChildDied(PdserveError):

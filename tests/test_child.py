@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from pdserve.cli.child import Child, ChildDied, Listening, parse_listening
+from pdserve.child import Child, ChildDied, Listening, parse_listening
 from tests.processes import clean_environ, running
 
 LISTENING = (

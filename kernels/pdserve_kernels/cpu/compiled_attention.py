@@ -1,0 +1,143 @@
+"""The attention of one step in compiled kernels: no gathered copy of the context, one call a layer."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+
+import torch
+
+from pdserve_kernels.contract import AttentionRow, HeadNorms
+from pdserve_kernels.cpu.library import CStep, CTokens, Library
+from pdserve_kernels.layout import KvLayout
+
+MAX_HEAD_DIM = 1024
+"""As in csrc/attention.h."""
+
+
+class CompiledAttention:
+    """Satisfies ``contract.Attention`` for bf16 and fp32."""
+
+    def __init__(
+        self,
+        library: Library,
+        layout: KvLayout,
+        cache: torch.Tensor,
+        rows: Sequence[AttentionRow],
+        heads: int,
+        scale: float,
+    ) -> None:
+        singles = sum(row.new_tokens == 1 for row in rows)
+        if any(row.new_tokens == 1 for row in rows[singles:]):
+            raise ValueError("rows with one token must come before rows with several")
+        if layout.head_dim > MAX_HEAD_DIM or heads % layout.kv_heads or not cache.is_contiguous():
+            raise ValueError(f"{heads} heads do not fit the KV cache {layout}")
+        self._attend, self._layout, self._heads = library.attend, layout, heads
+        self._bf16 = int(layout.dtype is torch.bfloat16)
+        self._cache = cache
+        self._tables, self._rows, self._num_tokens = _tables(rows, layout.block_size, cache.shape[0])
+        self._step = CStep(
+            cache=cache.data_ptr(),
+            tables=self._tables.data_ptr(),
+            rows=self._rows.data_ptr(),
+            num_rows=len(rows),
+            num_singles=singles,
+            num_tokens=self._num_tokens,
+            kv_heads=layout.kv_heads,
+            heads=heads,
+            layers=layout.num_layers,
+            block_size=layout.block_size,
+            head_dim=layout.head_dim,
+            scale=scale,
+        )
+        self._step_at = ctypes.addressof(self._step)
+
+    def __call__(
+        self, layer: int, query: torch.Tensor, key_value: torch.Tensor, window: int | None = None
+    ) -> torch.Tensor:
+        """See ``contract.Attention``."""
+        layout = self._layout
+        query, key_value = self._checked(query, self._heads), key_value.contiguous()
+        key, value = self._checked(key_value[0], layout.kv_heads), self._checked(key_value[1], layout.kv_heads)
+        tokens = CTokens(
+            query=query.data_ptr(),
+            key=key.data_ptr(),
+            value=value.data_ptr(),
+            query_stride=self._heads * layout.head_dim,
+            key_stride=layout.kv_heads * layout.head_dim,
+        )
+        return self._run(tokens, layer, window)
+
+    def from_projection(
+        self,
+        layer: int,
+        qkv: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        norms: HeadNorms | None = None,
+        window: int | None = None,
+    ) -> torch.Tensor:
+        """See ``contract.Attention``."""
+        layout = self._layout
+        width = self._heads + 2 * layout.kv_heads
+        qkv = self._checked(qkv, width)
+        element, dim = layout.dtype.itemsize, layout.head_dim
+        at = qkv.data_ptr()
+        key_at = at + self._heads * dim * element
+        tables = self._table(cos), self._table(sin)
+        tokens = CTokens(
+            query=at,
+            key=key_at,
+            value=key_at + layout.kv_heads * dim * element,
+            query_stride=width * dim,
+            key_stride=width * dim,
+            cos=tables[0].data_ptr(),
+            sin=tables[1].data_ptr(),
+        )
+        if norms is None:
+            return self._run(tokens, layer, window)
+        weights = self._norm(norms.query), self._norm(norms.key)
+        tokens.query_norm, tokens.key_norm = (weight.data_ptr() for weight in weights)
+        tokens.eps = norms.eps
+        return self._run(tokens, layer, window)
+
+    def _run(self, tokens: CTokens, layer: int, window: int | None) -> torch.Tensor:
+        layout = self._layout
+        if not 0 <= layer < layout.num_layers:
+            raise IndexError(f"layer {layer} of {layout.num_layers}")
+        out = torch.empty((self._num_tokens, self._heads, layout.head_dim), dtype=layout.dtype)
+        tokens.layer, tokens.window, tokens.out = layer, window or 0, out.data_ptr()
+        self._attend(self._bf16, self._step_at, ctypes.addressof(tokens))
+        return out
+
+    def _checked(self, x: torch.Tensor, heads: int) -> torch.Tensor:
+        return _contiguous(x, (self._num_tokens, heads, self._layout.head_dim), self._layout.dtype)
+
+    def _table(self, x: torch.Tensor) -> torch.Tensor:
+        return _contiguous(x, (self._num_tokens, self._layout.head_dim // 2), self._layout.dtype)
+
+    def _norm(self, x: torch.Tensor) -> torch.Tensor:
+        return _contiguous(x, (self._layout.head_dim,), self._layout.dtype)
+
+
+def _contiguous(x: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    if x.shape != shape or x.dtype is not dtype:
+        raise ValueError(f"attention wants {dtype} {shape}, and was given {x.dtype} {tuple(x.shape)}")
+    return x.contiguous()
+
+
+def _tables(rows: Sequence[AttentionRow], block_size: int, num_blocks: int) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """All block ids, and of each row: new tokens, context length, first token, and where its block ids begin."""
+    blocks: list[int] = []
+    shapes: list[tuple[int, int, int, int]] = []
+    tokens = 0
+    for row in rows:
+        used = row.blocks[: -(-row.context_len // block_size)]
+        if len(used) * block_size < row.context_len or not 1 <= row.new_tokens <= row.context_len:
+            raise ValueError(f"{len(used)} blocks do not hold {row.new_tokens} of {row.context_len} tokens")
+        shapes.append((row.new_tokens, row.context_len, tokens, len(blocks)))
+        blocks.extend(used)
+        tokens += row.new_tokens
+    if blocks and not 0 <= min(blocks) <= max(blocks) < num_blocks:
+        raise IndexError(f"a block table names a block beyond the {num_blocks} of the cache")
+    return torch.tensor(blocks, dtype=torch.int32), torch.tensor(shapes, dtype=torch.int32), tokens

@@ -1,0 +1,39 @@
+// act(gate) * up for rows of gate and up side by side.
+#include "lanes.h"
+
+namespace pdserve {
+namespace {
+
+Lanes sigmoid(Lanes x) { return 1.0f / (1.0f + exponential(-x)); }
+
+struct Silu {
+  Lanes operator()(Lanes x) const { return x * sigmoid(x); }
+};
+
+// With the tanh approximation: (1 + tanh(u)) / 2 is sigmoid(2 u).
+struct Gelu {
+  Lanes operator()(Lanes x) const { return x * sigmoid(1.5957691216f * (x + 0.044715f * x * x * x)); }
+};
+
+template <class T, class Act>
+void rows_of(const void* gate_up, long rows, long width, void* out) {
+#pragma omp parallel for if (rows * width > 1 << 14)
+  for (long r = 0; r < rows; r++) {
+    const T* gate = (const T*)gate_up + r * 2 * width;
+    T* to = (T*)out + r * width;
+    for (long i = 0; i < width; i += kLanes) {
+      const long n = width - i;
+      store_part(to + i, Act()(load_part(gate + i, n)) * load_part(gate + width + i, n), n);
+    }
+  }
+}
+
+}  // namespace
+}  // namespace pdserve
+
+extern "C" void pdserve_act_and_mul(int bf16, int gelu, const void* gate_up, long rows, long width, void* out) {
+  using namespace pdserve;
+  const auto run = bf16 ? (gelu ? rows_of<Bf16, Gelu> : rows_of<Bf16, Silu>)
+                        : (gelu ? rows_of<float, Gelu> : rows_of<float, Silu>);
+  run(gate_up, rows, width, out);
+}

@@ -1,0 +1,78 @@
+// What one step's attention is given. Mirrored by the ctypes structures in attention.py.
+#pragma once
+#include <cstdlib>
+
+#include "panel.h"
+
+namespace pdserve {
+
+// Planned once a step. Rows with one new token come first.
+struct Step {
+  void* cache;            // [blocks, kv_heads, layers, 2, block_size, head_dim]
+  const int32_t* tables;  // the rows' block ids, one row after the other
+  const int32_t* rows;    // [num_rows][4]: new tokens, context length, first token in the step, first id in tables
+  int64_t num_rows, num_singles, num_tokens;
+  int64_t kv_heads, heads, layers, block_size, head_dim;
+  float scale;
+};
+
+// One layer's tokens. Query, key and value of a token are `stride` elements from the next token's.
+struct Tokens {
+  const void *query, *key, *value;
+  int64_t query_stride, key_stride;
+  const void *cos, *sin;              // [tokens, head_dim / 2], or null: not rotated
+  const void *query_norm, *key_norm;  // [head_dim], or null: not normalised
+  float eps;
+  int32_t layer;
+  int64_t window;  // 0: none
+  void* out;       // [tokens, heads, head_dim]
+};
+
+struct Row {
+  long new_tokens, context, first_token;
+  const int32_t* blocks;
+};
+
+inline Row row_of(const Step& step, long i) {
+  const int32_t* row = step.rows + 4 * i;
+  return {row[0], row[1], row[2], step.tables + row[3]};
+}
+
+// The key tile of one block; the value tile follows it.
+template <class T>
+T* tile_of(const Step& step, long block, long kv_head, long layer) {
+  return (T*)step.cache + ((block * step.kv_heads + kv_head) * step.layers + layer) * 2 * step.block_size * step.head_dim;
+}
+
+inline long first_visible(const Tokens& tokens, long position) {
+  return tokens.window && position >= tokens.window ? position - tokens.window + 1 : 0;
+}
+
+enum class Keep { kQuery, kParts, kPartial, kKeys, kValues, kScores, kWeights, kRows, kCount };
+
+// Memory that a thread keeps from call to call; each use has its own, which grows to the largest request.
+void* kept(Keep use, size_t bytes);
+
+template <class T>
+T* kept(Keep use, long count) {
+  return (T*)kept(use, size_t(count) * sizeof(T));
+}
+
+// The parts of an attention, each run by all threads of a parallel region. `query` is [tokens, heads, head_dim],
+// normalised and rotated.
+
+template <class T>
+void prepare(const Step&, const Tokens&, T* query);
+
+// Where each single token's partial results begin, and behind the last one their number. Returns that.
+long count_parts(const Step&, const Tokens&, long* first_part);
+long partial_floats(const Step&, long parts);
+template <class T>
+void attend_single_tokens(const Step&, const Tokens&, const T* query, float* partial, const long* first_part);
+
+// How many values `keys` and `values` each hold.
+long panel_values(const Step&, const Tokens&, const Row&);
+template <class T>
+void attend_span(const Step&, const Tokens&, const Row&, const T* query, Operand<T>* keys, Operand<T>* values);
+
+}  // namespace pdserve

@@ -1,0 +1,242 @@
+// Attention of single tokens straight from the cache's tiles.
+//
+// A context is cut every kPart positions, each part is attended to by itself, and the parts are added up by their
+// maxima and sums (Dao et al., "Flash-Decoding", 2023). The cuts depend on nothing but the context, so the result does not
+// depend on the number of threads or on what else is in the batch. All query heads of a KV head are served while a
+// part's tiles are in the first-level cache.
+#include <algorithm>
+
+#include "attention.h"
+
+namespace pdserve {
+namespace {
+
+constexpr long kPart = 256;
+
+// Scores of four heads side by side, [position][4], so that all four fit one instruction; fewer heads leave some unused.
+constexpr int kSlots = 4;
+
+// Loads that the next tile will want: tiles are far apart in memory, and no CPU guesses where.
+template <class T>
+void fetch(const T* from, long count) {
+  for (long i = 0; i < count; i += 64 / long(sizeof(T))) __builtin_prefetch(from + i);
+}
+
+// One part of a context for kHeads query heads of one KV head. kVectors lanes hold a head; 0: any head_dim.
+template <class T, int kVectors, int kHeads>
+struct Part {
+  static constexpr int kRoom = kVectors ? kVectors : 64;
+
+  const Step& step;
+  const Row& row;
+  long kv_head, layer, low, high;
+
+  long dim() const { return kVectors ? kVectors * kLanes : step.head_dim; }
+  long vectors() const { return kVectors ? kVectors : (step.head_dim + kLanes - 1) / kLanes; }
+  Lanes at(const T* from, long v) const {
+    return kVectors ? load(from + v * kLanes) : load_part(from + v * kLanes, step.head_dim - v * kLanes);
+  }
+  const T* key_at(long position) const {
+    const long block = row.blocks[position / step.block_size];
+    return tile_of<T>(step, block, kv_head, layer) + position % step.block_size * dim();
+  }
+
+  // Calls tile(i, key, count) for each run of `count` positions from low + i whose keys lie together.
+  template <class Tile>
+  void each_tile(const Tile& tile) const {
+    for (long position = low, count; position < high; position += count) {
+      count = std::min(high - position, step.block_size - position % step.block_size);
+      tile(position - low, key_at(position), count);
+    }
+  }
+
+  // scores[i][h] = query[h] . key[i], for one tile.
+  void score(const T* query, const T* key, long count, float* scores) const {
+    for (long i = 0; i < count; i++, key += dim(), scores += kSlots) {
+      Lanes dots[kSlots] = {};
+#if defined(__AVX512BF16__)
+      if constexpr (kVectors && std::is_same_v<T, Bf16>) {
+#pragma GCC unroll 16
+        for (long v = 0; v < kVectors; v += 2) {
+          const auto pairs = (__m512bh)_mm512_loadu_si512(key + v * kLanes);
+#pragma GCC unroll 4
+          for (int h = 0; h < kHeads; h++) {
+            const auto q = (__m512bh)_mm512_loadu_si512(query + h * dim() + v * kLanes);
+            dots[h] = (Lanes)_mm512_dpbf16_ps((__m512)dots[h], q, pairs);
+          }
+        }
+        sums(dots, scores);
+        continue;
+      }
+#endif
+      for (long v = 0; v < vectors(); v++) {
+        const Lanes k = at(key, v);
+        for (int h = 0; h < kHeads; h++) dots[h] += at(query + h * dim(), v) * k;
+      }
+      sums(dots, scores);
+    }
+  }
+
+  // acc[h] += weights[i][h] * value[i], for one tile.
+  void gather(const float* weights, const T* value, long count, Lanes (*acc)[kRoom]) const {
+    if constexpr (kVectors == 0) {
+      for (long i = 0; i < count; i++) {
+        for (long v = 0; v < vectors(); v++) {
+          const Lanes x = at(value + i * dim(), v);
+          for (int h = 0; h < kHeads; h++) acc[h][v] += weights[i * kSlots + h] * x;
+        }
+      }
+    } else {
+      // Four vectors of every head at a time stay in registers.
+      for (long first = 0; first < kVectors; first += 4) {
+        Lanes sums[kHeads][4];
+        for (int h = 0; h < kHeads; h++) {
+          for (long v = 0; v < 4; v++) sums[h][v] = acc[h][first + v];
+        }
+        for (long i = 0; i < count; i++) {
+#pragma GCC unroll 4
+          for (long v = 0; v < 4; v++) {
+            const Lanes x = load(value + i * kVectors * kLanes + (first + v) * kLanes);
+#pragma GCC unroll 4
+            for (int h = 0; h < kHeads; h++) sums[h][v] += weights[i * kSlots + h] * x;
+          }
+        }
+        for (int h = 0; h < kHeads; h++) {
+          for (long v = 0; v < 4; v++) acc[h][first + v] = sums[h][v];
+        }
+      }
+    }
+  }
+
+  // Scores to weights, in place; their maximum and sum of each slot.
+  void soften(float* scores, long count, float* top, float* total) const {
+    const long all = padded_to(count * kSlots, kLanes);
+    for (long i = count * kSlots; i < all; i++) scores[i] = -INFINITY;
+    Lanes best = load(scores) * step.scale;
+    for (long i = kLanes; i < all; i += kLanes) best = greater(best, load(scores + i) * step.scale);
+    for (long s = 0; s < kSlots; s++) {
+      for (long i = s + kSlots; i < kLanes; i += kSlots) best[s] = best[i] > best[s] ? best[i] : best[s];
+      for (long i = s + kSlots; i < kLanes; i += kSlots) best[i] = best[s];
+    }
+    Lanes sums{};
+    for (long i = 0; i < all; i += kLanes) {
+      const Lanes x = load(scores + i) * step.scale - best;
+      const Lanes weights = x == -INFINITY ? Lanes{} : exponential(x);
+      store(scores + i, weights);
+      sums += weights;
+    }
+    for (long s = 0; s < kSlots; s++) top[s] = best[s], total[s] = sums[s] + sums[s + 4] + sums[s + 8] + sums[s + 12];
+  }
+
+  // query: kHeads heads; acc[kHeads][vectors], top[kHeads] and total[kHeads] are the part's result.
+  void operator()(const T* query, Lanes* acc, float* top, float* total) const {
+    alignas(64) float scores[kPart * kSlots + kLanes];
+    const long tile = step.block_size * dim();
+    each_tile([&](long i, const T* key, long count) {
+      const long next = low + i + count;
+      if (next < high) fetch(key_at(next), tile);
+      fetch(key + tile, count * dim());
+      score(query, key, count, scores + i * kSlots);
+    });
+    float tops[kSlots], totals[kSlots];
+    soften(scores, high - low, tops, totals);
+    Lanes sums[kHeads][kRoom] = {};
+    each_tile([&](long i, const T* key, long count) { gather(scores + i * kSlots, key + tile, count, sums); });
+    for (int h = 0; h < kHeads; h++) {
+      for (long v = 0; v < vectors(); v++) acc[h * vectors() + v] = sums[h][v];
+      top[h] = tops[h];
+      total[h] = totals[h];
+    }
+  }
+};
+
+// `heads` query heads of one KV head, four at a time.
+template <class T, int kVectors>
+void part(const Step& step, const Row& row, long kv_head, long layer, long low, long high, const T* query, long heads,
+          Lanes* acc, float* top, float* total) {
+  const long nv = (step.head_dim + kLanes - 1) / kLanes;
+  for (long h = 0; h < heads; h += 4) {
+    const T* q = query + h * step.head_dim;
+    Lanes* a = acc + h * nv;
+    switch (std::min(4L, heads - h)) {
+      case 1: Part<T, kVectors, 1>{step, row, kv_head, layer, low, high}(q, a, top + h, total + h); break;
+      case 2: Part<T, kVectors, 2>{step, row, kv_head, layer, low, high}(q, a, top + h, total + h); break;
+      case 3: Part<T, kVectors, 3>{step, row, kv_head, layer, low, high}(q, a, top + h, total + h); break;
+      default: Part<T, kVectors, 4>{step, row, kv_head, layer, low, high}(q, a, top + h, total + h);
+    }
+  }
+}
+
+long parts_before(const Tokens& tokens, const Row& row) {
+  return first_visible(tokens, row.context - 1) / kPart;
+}
+long parts_of(const Tokens& tokens, const Row& row) {
+  return (row.context + kPart - 1) / kPart - parts_before(tokens, row);
+}
+long result_floats(const Step& step) {
+  const long group = step.heads / step.kv_heads;
+  return padded_to(group * (padded_to(step.head_dim, kLanes) + 2), kLanes);
+}
+
+}  // namespace
+
+long count_parts(const Step& step, const Tokens& tokens, long* first_part) {
+  long parts = 0;
+  for (long i = 0; i < step.num_singles; i++) {
+    first_part[i] = parts;
+    parts += parts_of(tokens, row_of(step, i));
+  }
+  return first_part[step.num_singles] = parts;
+}
+
+long partial_floats(const Step& step, long parts) { return parts * step.kv_heads * result_floats(step); }
+
+template <class T>
+void attend_single_tokens(const Step& step, const Tokens& tokens, const T* query, float* partial, const long* first_part) {
+  const long dim = step.head_dim, nv = (dim + kLanes - 1) / kLanes, group = step.heads / step.kv_heads;
+  const long size = result_floats(step), parts = first_part[step.num_singles];
+#pragma omp for schedule(dynamic)
+  for (long item = 0; item < parts * step.kv_heads; item++) {
+    const long at = item / step.kv_heads, kv_head = item % step.kv_heads;
+    const long i = std::upper_bound(first_part, first_part + step.num_singles, at) - first_part - 1;
+    const Row row = row_of(step, i);
+    const long number = parts_before(tokens, row) + at - first_part[i];
+    const long low = std::max(number * kPart, first_visible(tokens, row.context - 1));
+    const long high = std::min((number + 1) * kPart, row.context);
+    const T* q = query + (row.first_token * step.heads + kv_head * group) * dim;
+    float* acc = partial + item * size;
+    float* top = acc + group * nv * kLanes;
+    const auto run = dim == 64 ? part<T, 4> : dim == 128 ? part<T, 8> : part<T, 0>;
+    run(step, row, kv_head, tokens.layer, low, high, q, group, (Lanes*)acc, top, top + group);
+  }
+#pragma omp for schedule(static)
+  for (long i = 0; i < step.num_singles; i++) {
+    for (long head = 0; head < step.heads; head++) {
+      const long kv_head = head / group, g = head % group;
+      const auto result = [&](long p) { return partial + (p * step.kv_heads + kv_head) * size; };
+      const long tops = group * nv * kLanes;
+      float top = -INFINITY, total = 0;
+      for (long p = first_part[i]; p < first_part[i + 1]; p++) {
+        const float one = result(p)[tops + g];
+        // A comparison that what is not a number passes, so that it shows in the result.
+        top = one <= top ? top : one;
+      }
+      T* out = (T*)tokens.out + (row_of(step, i).first_token * step.heads + head) * dim;
+      for (long p = first_part[i]; p < first_part[i + 1]; p++) {
+        total += result(p)[tops + group + g] * std::exp(result(p)[tops + g] - top);
+      }
+      for (long v = 0; v < nv; v++) {
+        Lanes sums{};
+        for (long p = first_part[i]; p < first_part[i + 1]; p++) {
+          sums += load(result(p) + (g * nv + v) * kLanes) * std::exp(result(p)[tops + g] - top);
+        }
+        store_part(out + v * kLanes, sums / total, dim - v * kLanes);
+      }
+    }
+  }
+}
+
+template void attend_single_tokens<float>(const Step&, const Tokens&, const float*, float*, const long*);
+template void attend_single_tokens<Bf16>(const Step&, const Tokens&, const Bf16*, float*, const long*);
+
+}  // namespace pdserve

@@ -1,0 +1,81 @@
+// x @ weight.T + bias in bf16, for a CPU that multiplies pairs of them.
+#include <sys/mman.h>
+
+#include "panel.h"
+
+namespace pdserve {
+namespace {
+
+// Where the panel's next pages are fetched from while several rows are multiplied; with one or two the loads themselves
+// keep memory busy.
+constexpr long kAhead = 4096;
+constexpr uintptr_t kHugePage = 1 << 21;
+
+// Weights are read once a step from end to end: large pages save most of the address translation.
+void ask_for_large_pages(void* from, size_t bytes) {
+#if defined(MADV_HUGEPAGE)
+  const uintptr_t first = ((uintptr_t)from + 4095) & ~uintptr_t(4095), end = (uintptr_t)from + bytes;
+  if (end > first + kHugePage) madvise((void*)first, end - first, MADV_HUGEPAGE);
+#endif
+}
+
+#if defined(__AVX512BF16__)
+void linear(const Bf16* x, const Bf16* panels, const Bf16* bias, Bf16* out, long rows, long inner, long outer) {
+  const long depth = padded_to(inner, 2), count = padded_to(outer, kColumns) / kColumns;
+  const long blocks = (rows + kMaxRows - 1) / kMaxRows;
+#pragma omp parallel for schedule(static)
+  for (long p = 0; p < count; p++) {
+    const Bf16* panel = panels + p * kColumns * depth;
+    const long column = p * kColumns, width = outer - column;
+    Lanes offset[2] = {};
+    if (bias) {
+      offset[0] = load_part(bias + column, width);
+      if (width > kLanes) offset[1] = load_part(bias + column + kLanes, width - kLanes);
+    }
+    long row = 0;
+    for (long b = 0; b < blocks; b++) {
+      const long some = (rows - row) / (blocks - b);
+      Bf16* to = out + row * outer + column;
+      product_of(some, x + row * inner, inner, panel, depth, b == 0 && some > 2 ? kAhead : 0,
+                 [&](long r, Lanes left, Lanes right) {
+                   store_part(to + r * outer, left + offset[0], width);
+                   if (width > kLanes) store_part(to + r * outer + kLanes, right + offset[1], width - kLanes);
+                 });
+      row += some;
+    }
+  }
+}
+#endif
+
+}  // namespace
+}  // namespace pdserve
+
+// 1 if pdserve_linear works on this CPU.
+extern "C" int pdserve_multiplies_pairs() { return pdserve::kMultipliesPairs; }
+
+// [outer, inner] to panels, [outer padded to 32][inner padded to 2] values.
+extern "C" void pdserve_pack_linear(const void* weight, void* panels, long inner, long outer) {
+  using namespace pdserve;
+  const long depth = padded_to(inner, 2), count = padded_to(outer, kColumns) / kColumns;
+  ask_for_large_pages(panels, count * kColumns * depth * sizeof(Bf16));
+#pragma omp parallel for
+  for (long p = 0; p < count; p++) {
+    for (long k = 0; k < depth; k++) {
+      for (long c = 0; c < kColumns; c++) {
+        const long column = p * kColumns + c;
+        const bool real = column < outer && k < inner;
+        const Bf16 value = real ? ((const Bf16*)weight)[column * inner + k] : Bf16{0};
+        ((Bf16*)panels)[p * kColumns * depth + (k / 2) * 2 * kColumns + c * 2 + k % 2] = value;
+      }
+    }
+  }
+}
+
+// [rows, inner] to [rows, outer]; inner is even, bias may be null.
+extern "C" void pdserve_linear(const void* x, const void* panels, const void* bias, void* out, long rows, long inner,
+                               long outer) {
+#if defined(__AVX512BF16__)
+  using pdserve::Bf16;
+  pdserve::linear((const Bf16*)x, (const Bf16*)panels, (const Bf16*)bias, (Bf16*)out, rows, inner, outer);
+#endif
+}

@@ -1,0 +1,72 @@
+"""The compiled kernels' functions. They trust their arguments: whoever calls them checks shapes and dtypes first."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from pathlib import Path
+from typing import Any
+
+from pdserve_kernels.cpu.build import BuildError
+
+_POINTER = ctypes.c_void_p
+_LONG = ctypes.c_long
+_INT = ctypes.c_int
+
+
+class CStep(ctypes.Structure):
+    """``Step`` of csrc/attention.h."""
+
+    _fields_ = (
+        ("cache", _POINTER),
+        ("tables", _POINTER),
+        ("rows", _POINTER),
+        *((name, ctypes.c_int64) for name in ("num_rows", "num_singles", "num_tokens")),
+        *((name, ctypes.c_int64) for name in ("kv_heads", "heads", "layers", "block_size", "head_dim")),
+        ("scale", ctypes.c_float),
+    )
+
+
+class CTokens(ctypes.Structure):
+    """``Tokens`` of csrc/attention.h."""
+
+    _fields_ = (
+        *((name, _POINTER) for name in ("query", "key", "value")),
+        ("query_stride", ctypes.c_int64),
+        ("key_stride", ctypes.c_int64),
+        *((name, _POINTER) for name in ("cos", "sin", "query_norm", "key_norm")),
+        ("eps", ctypes.c_float),
+        ("layer", ctypes.c_int32),
+        ("window", ctypes.c_int64),
+        ("out", _POINTER),
+    )
+
+
+_FUNCTIONS: dict[str, list[type[Any]]] = {
+    "pdserve_rms_norm": [_INT, _POINTER, _POINTER, _POINTER, ctypes.c_float, _LONG, _LONG, _POINTER, _POINTER],
+    "pdserve_act_and_mul": [_INT, _INT, _POINTER, _LONG, _LONG, _POINTER],
+    "pdserve_pack_linear": [_POINTER, _POINTER, _LONG, _LONG],
+    "pdserve_linear": [_POINTER, _POINTER, _POINTER, _POINTER, _LONG, _LONG, _LONG],
+    "pdserve_attend": [_INT, _POINTER, _POINTER],
+}
+
+
+class Library:
+    """The functions of one shared library, by the names and with the arguments that csrc gives them."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises BuildError if ``path`` cannot be loaded."""
+        try:
+            # Every symbol now: a missing OpenMP must show here and not in the first request.
+            library = ctypes.CDLL(str(path), mode=os.RTLD_LOCAL | os.RTLD_NOW)
+            for name, arguments in _FUNCTIONS.items():
+                function = getattr(library, name)
+                function.argtypes, function.restype = arguments, None
+            self.multiplies_pairs = bool(library.pdserve_multiplies_pairs())
+        except (OSError, AttributeError) as exc:
+            raise BuildError(f"the compiled CPU kernels cannot be loaded: {exc}") from exc
+        self.rms_norm = library.pdserve_rms_norm
+        self.act_and_mul = library.pdserve_act_and_mul
+        self.pack_linear = library.pdserve_pack_linear
+        self.linear = library.pdserve_linear
+        self.attend = library.pdserve_attend

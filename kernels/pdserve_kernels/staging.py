@@ -1,0 +1,41 @@
+"""Numbers of one step on their way to the device: one buffer, one copy, nobody waits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+Numbers = Sequence[int] | np.ndarray[tuple[int], np.dtype[np.int64]]
+
+ALIGNMENT = 4
+"""int32 values of 16 bytes: kernels are compiled anew for pointers that are aligned differently."""
+
+
+def packed_starts(lengths: Sequence[int]) -> list[int]:
+    """Where parts of these lengths begin in one aligned buffer, and, last, its length."""
+    starts = [0]
+    for length in lengths:
+        starts.append(starts[-1] + -(-length // ALIGNMENT) * ALIGNMENT)
+    return starts
+
+
+def pack(parts: Sequence[Numbers], starts: Sequence[int], device: torch.device) -> torch.Tensor:
+    """The parts as one int32 tensor in host memory, up to the end of the last one; page-locked for a GPU.
+
+    Page-locked memory comes from torch's cache, which does not give it out again before the copies from it are done.
+    """
+    end = starts[len(parts) - 1] + len(parts[-1])
+    host = torch.empty(end, dtype=torch.int32, pin_memory=device.type == "cuda")
+    values = host.numpy()
+    for part, start in zip(parts, starts, strict=False):
+        values[start : start + len(part)] = part
+    return host
+
+
+def stage(parts: Sequence[Numbers], device: torch.device) -> list[torch.Tensor]:
+    """Each part as an int32 tensor on the device."""
+    starts = packed_starts([len(part) for part in parts])
+    moved = pack(parts, starts, device).to(device, non_blocking=True)
+    return [moved[start : start + len(part)] for start, part in zip(starts, parts, strict=False)]

@@ -1,0 +1,66 @@
+"""Which KV heads each decode rank gets from which prefill rank, for any two numbers of ranks.
+
+A rank holds a run of KV heads, or, where there are more ranks than KV heads, one head that others hold too. In a
+block's layout a run of heads is one run of bytes, so each piece is one message and nothing is repacked.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A run of heads of every block, from one prefill rank to one decode rank. Heads count from the rank's first."""
+
+    source: int
+    target: int
+    source_head: int
+    target_head: int
+    heads: int
+    slot: int
+    """Its place among the pieces of the target's blocks: piece ``slot`` of block b has index ``b * slots + slot``."""
+    slots: int
+
+
+def heads_of(rank: int, ranks: int, kv_heads: int) -> range:
+    """The KV heads that a rank holds. Raises ValueError if they cannot be spread evenly."""
+    if kv_heads % ranks == 0:
+        each = kv_heads // ranks
+        return range(rank * each, (rank + 1) * each)
+    if ranks % kv_heads == 0:
+        head = rank // (ranks // kv_heads)
+        return range(head, head + 1)
+    raise ValueError(f"{kv_heads} KV heads cannot be spread evenly over {ranks} ranks")
+
+
+def head_map(kv_heads: int, sources: int, targets: int) -> tuple[Piece, ...]:
+    """All pieces, by target and then by head. Each head of each target comes from exactly one source.
+
+    Raises ValueError if the heads cannot be spread evenly over either side.
+    """
+    held = [heads_of(source, sources, kv_heads) for source in range(sources)]
+    pieces: list[Piece] = []
+    for target in range(targets):
+        wanted = heads_of(target, targets, kv_heads)
+        runs = _runs(wanted, [_owner(head, held, target) for head in wanted])
+        for slot, (source, heads) in enumerate(runs):
+            source_head, target_head = heads.start - held[source].start, heads.start - wanted.start
+            pieces.append(Piece(source, target, source_head, target_head, len(heads), slot, len(runs)))
+    return tuple(pieces)
+
+
+def _owner(head: int, held: list[range], target: int) -> int:
+    """Of several sources that hold a head, different ones serve different targets."""
+    owners = [source for source, heads in enumerate(held) if head in heads]
+    return owners[target % len(owners)]
+
+
+def _runs(heads: range, owners: list[int]) -> list[tuple[int, range]]:
+    runs: list[tuple[int, range]] = []
+    for head, owner in zip(heads, owners, strict=True):
+        if runs and runs[-1][0] == owner:
+            runs[-1] = (owner, range(runs[-1][1].start, head + 1))
+        else:
+            runs.append((owner, range(head, head + 1)))
+    return runs

@@ -1,0 +1,28 @@
+"""When a transfer thread looks again at once, after a moment, or only when it is woken."""
+
+from __future__ import annotations
+
+import math
+import time
+
+# While blocks move, sleeping this long between two looks lets a batch of UCX's fragments gather. Being woken for each
+# fragment instead moves a tenth of the bytes a second, and spinning takes the core from whoever is sending.
+NAP_S = 50e-6
+NAP_WINDOW_S = 2e-3
+
+
+class Nap:
+    """For a loop of turns; remembers when something last moved."""
+
+    def __init__(self) -> None:
+        self._moved_at = -math.inf
+
+    def taken(self, moved: bool, moving: bool, now: float) -> bool:
+        """Whether to look again without waiting to be woken; a moment may have passed."""
+        if moved:
+            self._moved_at = now
+            return True
+        if moving and now - self._moved_at < NAP_WINDOW_S:
+            time.sleep(NAP_S)
+            return True
+        return False

@@ -1,0 +1,164 @@
+"""The transfer thread of a TP rank other than rank 0: moves this rank's part of every block, as rank 0 says."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+
+import msgspec
+import zmq
+
+from pdserve.config import TransferConfig
+from pdserve.errors import TransferError
+from pdserve.wire.discovery import Role
+from pdserve.wire.rank_transfer import LeaveRank, LinkClosed, LinkCommand, OpenLink, RankCommand
+from pdserve_kvtransfer.nap import Nap
+from pdserve_kvtransfer.ranks import MakePort, Port
+from pdserve_kvtransfer.receive_port import ReceivePort
+from pdserve_kvtransfer.region import KvRegion
+from pdserve_kvtransfer.send_port import SendPort
+from pdserve_kvtransfer.transport import Transport
+from pdserve_kvtransfer.ucx import UcxTransport
+
+log = logging.getLogger(__name__)
+
+LINGER_MS = 500
+GIVE_UP_MS = 5_000
+
+
+class RankThread:
+    """Owns the ports of one rank. Ends on ``LeaveRank``, or on ``close``."""
+
+    def __init__(
+        self,
+        *,
+        role: Role,
+        address: str,
+        rank: int,
+        ranks: int,
+        kv_heads: int,
+        region: KvRegion,
+        config: TransferConfig,
+        died: Callable[[str], None],
+        transport: Callable[[], Transport] | None = None,
+    ) -> None:
+        """``address`` is bound here (``ipc://`` in a private folder); rank 0 connects to it.
+
+        ``died`` is called from the thread, with why, if it ends for any reason but ``LeaveRank`` and ``close``.
+        """
+        self._make_port: MakePort = SendPort if role is Role.PREFILL else ReceivePort
+        self._address = address
+        self._rank, self._ranks, self._kv_heads = rank, ranks, kv_heads
+        self._region = region
+        self._died = died
+        self._make_transport = transport or (lambda: UcxTransport(config.ucx_tls))
+        self._ports: dict[int, Port] = {}
+        self._unsent: deque[bytes] = deque()
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder: msgspec.msgpack.Decoder[RankCommand] = msgspec.msgpack.Decoder(RankCommand)
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._closing = threading.Event()
+        self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._started: Future[None] = Future()
+        self._thread = threading.Thread(target=self._run, name=f"kv-transfer-rank-{rank}", daemon=True)
+
+    def start(self) -> None:
+        """Raises TransferError if the channel cannot be bound or UCX cannot start."""
+        self._thread.start()
+        self._started.result()
+
+    def close(self, timeout_s: float) -> None:
+        """Idempotent. Raises TransferError if the thread has not ended within ``timeout_s``."""
+        if self._closing.is_set():
+            return
+        self._closing.set()
+        if self._thread.ident is not None:
+            os.eventfd_write(self._bell, 1)
+            self._thread.join(timeout_s)
+            if self._thread.is_alive():
+                raise TransferError(f"the transfer thread of rank {self._rank} did not end within {timeout_s} s")
+        os.close(self._bell)
+        self._context.term()
+
+    def _run(self) -> None:
+        channel = self._context.socket(zmq.PAIR)
+        try:
+            transport = self._make_transport()
+            try:
+                channel.bind(self._address)
+                self._started.set_result(None)
+                self._loop(channel, transport)
+            finally:
+                for port in self._ports.values():
+                    port.close()
+                transport.close()
+        except Exception as exc:
+            self._report_death(exc)
+        finally:
+            channel.close(LINGER_MS)
+
+    def _report_death(self, exc: Exception) -> None:
+        if not self._started.done():
+            wrapped = exc if isinstance(exc, TransferError) else TransferError(f"cannot start: {exc}")
+            self._started.set_exception(wrapped)
+            return
+        log.exception("the transfer thread of rank %d died", self._rank)
+        self._died(f"{type(exc).__name__}: {exc}")
+
+    def _loop(self, channel: zmq.Socket[bytes], transport: Transport) -> None:
+        nap = Nap()
+        while not self._closing.is_set():
+            more = False
+            while channel.poll(0):
+                command = self._decoder.decode(channel.recv())
+                if isinstance(command, LeaveRank):
+                    return
+                self._handle(command, transport)
+                more = True
+            for port in self._ports.values():
+                more |= port.turn()
+            self._collect_reports()
+            self._send_reports(channel)
+            if not nap.taken(more, any(port.moving() for port in self._ports.values()), time.monotonic()):
+                self._wait(channel)
+
+    def _handle(self, command: OpenLink | LinkCommand, transport: Transport) -> None:
+        match command:
+            case OpenLink(link):
+                make = self._make_port
+                self._ports[link] = make(link, self._rank, self._ranks, self._kv_heads, self._region, transport)
+            case _ if command.link in self._ports:
+                self._ports[command.link].handle(command)
+            case _:
+                log.debug("%s for a link that is closed", type(command).__name__)
+
+    def _collect_reports(self) -> None:
+        for number, port in list(self._ports.items()):
+            self._unsent.extend(self._encoder.encode(report) for report in port.reports)
+            if any(isinstance(report, LinkClosed) for report in port.reports):
+                del self._ports[number]
+            port.reports.clear()
+
+    def _send_reports(self, channel: zmq.Socket[bytes]) -> None:
+        try:
+            while self._unsent:
+                channel.send(self._unsent[0], zmq.NOBLOCK)
+                self._unsent.popleft()
+        except zmq.Again:
+            # Rank 0 is slow, or has closed its end and LeaveRank is on its way.
+            return
+
+    def _wait(self, channel: zmq.Socket[bytes]) -> None:
+        if not all(port.arm() for port in self._ports.values()):
+            return
+        poller = zmq.Poller()
+        poller.register(channel, zmq.POLLIN | (zmq.POLLOUT if self._unsent else 0))
+        for fileno in (self._bell, *(port.fileno() for port in self._ports.values())):
+            poller.register(fileno, zmq.POLLIN)
+        if not poller.poll(GIVE_UP_MS if self._unsent else None):
+            raise TransferError("rank 0 has stopped reading its transfer channel")

@@ -1,0 +1,222 @@
+"""This node's TP ranks as rank 0's transfer thread drives them: its own port directly, the others over channels."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias
+
+import msgspec
+import zmq
+
+from pdserve.errors import TransferError
+from pdserve.wire.rank_transfer import (
+    CloseLink,
+    LeaveRank,
+    LinkClosed,
+    LinkCommand,
+    LinkOpened,
+    OpenLink,
+    RankCommand,
+    RankReport,
+)
+from pdserve_kvtransfer.region import KvRegion
+from pdserve_kvtransfer.transport import Transport
+
+
+class Port(Protocol):
+    """``ReceivePort`` or ``SendPort``."""
+
+    reports: list[RankReport]
+
+    def handle(self, command: LinkCommand) -> None: ...
+
+    def turn(self) -> bool: ...
+
+    def moving(self) -> bool: ...
+
+    def arm(self) -> bool: ...
+
+    def fileno(self) -> int: ...
+
+    def close(self) -> None: ...
+
+
+GREETING_LOOK_S = 0.1
+
+MakePort: TypeAlias = Callable[[int, int, int, int, KvRegion, Transport], Port]
+"""``(link, rank, ranks, kv_heads, region, transport)``; raises TransferError."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reported:
+    """What one rank said."""
+
+    rank: int
+    report: RankReport
+
+
+class RankChannels:
+    """Rank 0's sockets to the other ranks, which bind them: ``addresses[i]`` is rank ``i + 1``'s."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], addresses: tuple[str, ...]) -> None:
+        self.sockets: list[zmq.Socket[bytes]] = []
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder: msgspec.msgpack.Decoder[RankReport] = msgspec.msgpack.Decoder(RankReport)
+        self._queues: dict[int, deque[Reported]] = {}
+        self._numbers = itertools.count(1)
+        for address in addresses:
+            socket = context.socket(zmq.PAIR)
+            socket.linger = 0
+            self.sockets.append(socket)
+            socket.connect(address)
+
+    @property
+    def ranks(self) -> int:
+        return len(self.sockets) + 1
+
+    def greet(self, within_s: float) -> None:
+        """Have every other rank open and close a link, which shows that it can. Raises TransferError."""
+        number = self.open()
+        deadline = time.monotonic() + within_s
+        opened: set[int] = set()
+        while len(opened) < len(self.sockets):
+            self.receive()
+            while (reported := self.take(number)) is not None:
+                if not isinstance(reported.report, LinkOpened):
+                    raise TransferError(f"TP rank {reported.rank} cannot open a link: {reported.report}")
+                opened.add(reported.rank)
+            if time.monotonic() > deadline:
+                raise TransferError(f"a TP rank did not open a link within {within_s:.0f} s; those that did: {opened}")
+            zmq.select(self.sockets, [], [], GREETING_LOOK_S)
+        self.send(CloseLink(number))
+        self.forget(number)
+
+    def open(self) -> int:
+        """Have every other rank open a link. Returns its number."""
+        number = next(self._numbers)
+        self._queues[number] = deque()
+        self.send(OpenLink(number))
+        return number
+
+    def send(self, command: RankCommand) -> None:
+        """To all other ranks. Raises TransferError if one has stopped reading."""
+        if not self.sockets:
+            return
+        frame = self._encoder.encode(command)
+        for rank, socket in enumerate(self.sockets, 1):
+            try:
+                socket.send(frame, zmq.NOBLOCK)
+            except zmq.Again as exc:
+                raise TransferError(f"TP rank {rank} has stopped reading its transfer channel") from exc
+
+    def receive(self) -> bool:
+        """Sort what has arrived by link. True if anything had. Raises TransferError for what no rank would say."""
+        found = False
+        for rank, socket in enumerate(self.sockets, 1):
+            while (frame := _next(socket)) is not None:
+                found = True
+                try:
+                    report = self._decoder.decode(frame)
+                except msgspec.DecodeError as exc:
+                    raise TransferError(f"TP rank {rank} says what is no report: {exc}") from exc
+                queue = self._queues.get(report.link)
+                if queue is not None:
+                    queue.append(Reported(rank, report))
+        return found
+
+    def take(self, number: int) -> Reported | None:
+        queue = self._queues[number]
+        return queue.popleft() if queue else None
+
+    def forget(self, number: int) -> None:
+        """The link is closed everywhere; whatever is still said of it is dropped."""
+        del self._queues[number]
+
+    def close(self, linger_s: float) -> None:
+        try:
+            self.send(LeaveRank())
+        finally:
+            for socket in self.sockets:
+                socket.close(int(linger_s * 1000))
+
+
+def _next(socket: zmq.Socket[bytes]) -> bytes | None:
+    try:
+        return socket.recv(zmq.NOBLOCK)
+    except zmq.Again:
+        return None
+
+
+class NodeLink:
+    """One link to another engine, over all ranks of this node."""
+
+    def __init__(
+        self, channels: RankChannels, make_port: MakePort, kv_heads: int, region: KvRegion, transport: Transport
+    ) -> None:
+        """Raises TransferError if the transport cannot open it."""
+        self._channels = channels
+        self._number = channels.open()
+        self._closed_ranks: set[int] = set()
+        try:
+            self._port = make_port(self._number, 0, channels.ranks, kv_heads, region, transport)
+        except BaseException:
+            channels.send(CloseLink(self._number))
+            channels.forget(self._number)
+            raise
+        self._closing = False
+
+    @property
+    def number(self) -> int:
+        return self._number
+
+    @property
+    def ranks(self) -> int:
+        return self._channels.ranks
+
+    @property
+    def closed(self) -> bool:
+        """Whether no rank's memory is touched by it any more."""
+        return len(self._closed_ranks) == self.ranks
+
+    def command(self, command: LinkCommand) -> None:
+        """To every rank. Raises TransferError if a rank has stopped reading."""
+        self._port.handle(command)
+        self._channels.send(command)
+
+    def take(self) -> Reported | None:
+        """The next report of any rank."""
+        if self._port.reports:
+            return self._note(Reported(0, self._port.reports.pop(0)))
+        if self.closed:
+            return None
+        found = self._channels.take(self._number)
+        return None if found is None else self._note(found)
+
+    def _note(self, reported: Reported) -> Reported:
+        if isinstance(reported.report, LinkClosed):
+            self._closed_ranks.add(reported.rank)
+            if self.closed:
+                self._channels.forget(self._number)
+        return reported
+
+    def turn(self) -> bool:
+        return not self._closing and self._port.turn()
+
+    def close(self) -> None:
+        """Begin to close; ``closed`` says when it is done, which on a node of one rank is when its report was taken."""
+        if not self._closing:
+            self._closing = True
+            self.command(CloseLink(self._number))
+
+    def moving(self) -> bool:
+        return self._port.moving()
+
+    def arm(self) -> bool:
+        return self._closing or self._port.arm()
+
+    def pollables(self) -> list[int]:
+        return [] if self._closing else [self._port.fileno()]

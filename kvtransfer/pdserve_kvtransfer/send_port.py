@@ -1,0 +1,137 @@
+"""One prefill rank's end of the link to one decode engine: its heads of each block, to the decode ranks that need them.
+
+Commands and reports are those of ``pdserve.wire.rank_transfer``.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+from pdserve.errors import PeerLost, TransferError
+from pdserve.wire.rank_transfer import (
+    CloseLink,
+    ConnectLink,
+    LinkBroken,
+    LinkClosed,
+    LinkCommand,
+    LinkOpened,
+    PiecesAnnounced,
+    PiecesSent,
+    RankReport,
+    SendBlocks,
+)
+from pdserve_kvtransfer.digest import digest
+from pdserve_kvtransfer.head_map import Piece, head_map, heads_of
+from pdserve_kvtransfer.region import KvRegion
+from pdserve_kvtransfer.transport import Completion, Transport
+
+
+@dataclass(frozen=True, slots=True)
+class _Sending:
+    completion: Completion
+    tag: int
+    size: int
+
+
+class SendPort:
+    """``reports`` collects what rank 0 is to be told; whoever drives the port empties it."""
+
+    def __init__(self, link: int, rank: int, ranks: int, kv_heads: int, region: KvRegion, transport: Transport) -> None:
+        """Raises TransferError if the transport cannot open a link."""
+        self.reports: list[RankReport] = []
+        self._number, self._rank, self._ranks, self._kv_heads = link, rank, ranks, kv_heads
+        self._region = region
+        self._head_bytes = region.block_bytes // len(heads_of(rank, ranks, kv_heads))
+        self._pieces: list[Piece] = []
+        self._sending: list[_Sending] = []
+        self._broken = False
+        self._link = transport.open_link()
+        self.reports.append(LinkOpened(link, self._link.address))
+
+    def handle(self, command: LinkCommand) -> None:
+        match command:
+            case ConnectLink(addresses=addresses):
+                self._connect(addresses)
+            case SendBlocks():
+                self._send(command)
+            case CloseLink():
+                self.close()
+                self.reports.append(LinkClosed(self._number))
+            case _:
+                raise TypeError(f"{type(command).__name__} is not for the sending side")
+
+    def _connect(self, addresses: tuple[bytes, ...]) -> None:
+        pieces = head_map(self._kv_heads, self._ranks, len(addresses))
+        self._pieces = [piece for piece in pieces if piece.source == self._rank]
+        try:
+            self._link.connect([addresses[piece.target] for piece in self._pieces])
+        except TransferError as exc:
+            self._break(str(exc))
+
+    def _send(self, command: SendBlocks) -> None:
+        if self._broken:
+            return
+        try:
+            for to, piece in enumerate(self._pieces):
+                self._send_piece(command, piece, to)
+        except PeerLost as exc:
+            self._break(str(exc))
+
+    def _send_piece(self, command: SendBlocks, piece: Piece, to: int) -> None:
+        first, length = piece.source_head * self._head_bytes, piece.heads * self._head_bytes
+        digests = []
+        for block, block_id in enumerate(command.block_ids, command.first_block):
+            index = block * piece.slots + piece.slot
+            memory = self._region.block(block_id)[first : first + length]
+            self._sending.append(_Sending(self._link.send(memory, command.tag, index, to), command.tag, length))
+            if command.digests:
+                digests.append(digest(memory, command.tag, index))
+        if digests:
+            announced = PiecesAnnounced(self._number, command.tag, piece.target, command.first_block, tuple(digests))
+            self.reports.append(announced)
+
+    def turn(self) -> bool:
+        """Let data move. True if any did."""
+        if self._broken:
+            return False
+        try:
+            moved = self._link.progress()
+            if self._sending:
+                self._complete()
+            if self._link.broken():
+                raise PeerLost("the connection that carries KV blocks broke")
+        except PeerLost as exc:
+            self._break(str(exc))
+            return False
+        return moved
+
+    def _complete(self) -> None:
+        done = [sending for sending in self._sending if sending.completion.done()]
+        if not done:
+            return
+        if any(sending.completion.failed() for sending in done):
+            raise PeerLost("a KV block could not be sent")
+        self._sending = [sending for sending in self._sending if not sending.completion.done()]
+        for tag, count in Counter(sending.tag for sending in done).items():
+            size = sum(sending.size for sending in done if sending.tag == tag)
+            self.reports.append(PiecesSent(self._number, tag, count, size))
+
+    def _break(self, reason: str) -> None:
+        self._broken = True
+        self.reports.append(LinkBroken(self._number, reason))
+
+    def moving(self) -> bool:
+        return bool(self._sending)
+
+    def arm(self) -> bool:
+        return self._broken or self._link.arm()
+
+    def fileno(self) -> int:
+        return self._link.fileno()
+
+    def close(self) -> None:
+        """Idempotent. Nothing is read afterwards."""
+        self._broken = True
+        self._link.close()
+        self._sending.clear()

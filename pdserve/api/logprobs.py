@@ -1,0 +1,74 @@
+"""Log probabilities in OpenAI's two forms."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from pdserve.api.responses import ChatLogprobs, ChatTokenLogprob, TextLogprobs, TopLogprob
+from pdserve.api.shown_tokens import ShownToken
+
+TokenBytes: TypeAlias = Callable[[int], bytes]
+
+LEAST = -9999.0
+"""OpenAI's number for what cannot happen at all: JSON has no infinity."""
+
+
+@dataclass(frozen=True, slots=True)
+class ShownLogprobs:
+    """The tokens of one choice or chunk."""
+
+    tokens: Sequence[ShownToken]
+    token_bytes: TokenBytes
+    offset: int = 0
+    """Characters that the client sees before the answer."""
+
+    def for_chat(self) -> ChatLogprobs:
+        return ChatLogprobs([self._chat_token(token) for token in self.tokens])
+
+    def for_text(self) -> TextLogprobs:
+        return TextLogprobs(
+            [self._name(token.token_id) for token in self.tokens],
+            [_finite(token.logprobs.chosen) for token in self.tokens],
+            [self._by_name(token) for token in self.tokens],
+            [self.offset + token.offset for token in self.tokens],
+        )
+
+    def _chat_token(self, token: ShownToken) -> ChatTokenLogprob:
+        own = self._entry(token.token_id, token.logprobs.chosen)
+        top = [self._entry(token_id, logprob) for token_id, logprob in token.logprobs.top]
+        return ChatTokenLogprob(own.token, own.logprob, own.bytes, top)
+
+    def _entry(self, token_id: int, logprob: float) -> TopLogprob:
+        data = self.token_bytes(token_id)
+        return TopLogprob(_escaped(data), _finite(logprob), list(data))
+
+    def _by_name(self, token: ShownToken) -> dict[str, float]:
+        """The likeliest tokens and the chosen one. Where two have one name, the likelier has it."""
+        named: dict[str, float] = {}
+        for token_id, logprob in (*token.logprobs.top, (token.token_id, token.logprobs.chosen)):
+            named.setdefault(self._name(token_id), _finite(logprob))
+        return named
+
+    def _name(self, token_id: int) -> str:
+        data = self.token_bytes(token_id)
+        text = _escaped(data)
+        return text if _is_text(data) else f"bytes:{text}"
+
+
+def _escaped(data: bytes) -> str:
+    r"""Text, with ``\xe2`` and the like for bytes that are only part of a character."""
+    return data.decode(errors="backslashreplace")
+
+
+def _is_text(data: bytes) -> bool:
+    try:
+        data.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+def _finite(logprob: float) -> float:
+    return max(logprob, LEAST)

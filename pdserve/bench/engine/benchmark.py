@@ -1,0 +1,91 @@
+"""All measurements of ``pdserve bench engine``, in one run."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+
+from pdserve.bench.chip import chip_name
+from pdserve.bench.engine.hardware import measure
+from pdserve.bench.engine.linears import LinearStack, linear_shapes
+from pdserve.bench.engine.random_model import LLAMA_8B, Shape, write_random_model
+from pdserve.bench.engine.steps import Bench, decode_row, linear_row, prefill_row, sampler_row
+from pdserve.bench.engine.subject import Steps, Subject, open_subject
+from pdserve.bench.machine import this_machine
+from pdserve.bench.report import Report, Row
+from pdserve.config import BenchEngineConfig
+from pdserve.models.demo import served_name
+from pdserve.models.runner import TORCH_DTYPES
+from pdserve.settings import to_environ
+from pdserve_kernels.contract import Kernels
+
+_LARGE = "8B-shaped"
+_LARGE_STEPS = Steps(batches=(1, 64), contexts=(1024,), chunks=(1024, 8192))
+_NOTES = (
+    "medians; TPOT is a step and the greedy choice of its tokens, without HTTP",
+    "plain torch is torch.nn.functional.linear on the same shapes with random weights, a different one in every layer",
+    "copy bandwidth counts bytes read and written; weights + KV are the bytes that a decode step has to read, and "
+    "least is the time in which as many are copied",
+)
+
+
+def run(config: BenchEngineConfig, folder: Path, cpu_kernels: Callable[[], Kernels]) -> Report:
+    """Measures the model of ``folder``, and where its runner computes on a GPU, an 8B-shaped one too.
+
+    ``cpu_kernels`` makes the set for a CPU.
+
+    Raises ModelError, and ConfigError if the model knows fewer positions than the settings ask for.
+    """
+    if config.cpu.cores:
+        torch.set_num_threads(len(config.cpu.cores))
+    steps = Steps(config.engine.batches, config.engine.contexts, config.engine.chunks)
+    name = config.model.served_name or served_name(config.model.path, folder)
+    subject = open_subject(name, folder, config.model, config.engine.block_size, steps, cpu_kernels)
+    device = subject.device
+    rows = list(_rows(config, subject, steps))
+    del subject
+    if device.type == "cuda":
+        rows += random_model_rows(config, _LARGE, LLAMA_8B, _LARGE_STEPS, cpu_kernels)
+    elif torch.cuda.is_available():
+        dtype = TORCH_DTYPES[config.model.dtype]
+        rows.append(measure(torch.device("cuda"), dtype, config.engine.copy_mib, config.engine.seconds).row())
+    return Report("engine", this_machine(chip_name()), to_environ(config), _NOTES, tuple(rows))
+
+
+def random_model_rows(
+    config: BenchEngineConfig, name: str, shape: Shape, steps: Steps, cpu_kernels: Callable[[], Kernels]
+) -> list[Row]:
+    """The same measurements of a model of ``shape`` with random weights."""
+    with tempfile.TemporaryDirectory(prefix="pdserve-bench-") as made:
+        _say(f"{name}: writing random weights")
+        write_random_model(shape, Path(made))
+        subject = open_subject(name, Path(made), config.model, config.engine.block_size, steps, cpu_kernels)
+    return list(_rows(config, subject, steps))
+
+
+def _rows(config: BenchEngineConfig, subject: Subject, steps: Steps) -> Iterator[Row]:
+    budget_s = config.engine.seconds
+    _say(f"{subject.name}: hardware")
+    hardware = measure(subject.device, subject.dtype, config.engine.copy_mib, budget_s)
+    yield hardware.row()
+    shapes = linear_shapes(subject.config)
+    linears = LinearStack(shapes, subject.kernels, subject.dtype, subject.device)
+    bench = Bench(subject, hardware, shapes, linears, budget_s)
+    for batch in steps.batches:
+        _say(f"{subject.name}: decode steps of {batch}")
+        linear = linear_row(bench, batch)
+        yield linear
+        for context in steps.contexts:
+            yield decode_row(bench, batch, context, linear)
+        yield sampler_row(bench, batch)
+    for chunk in steps.chunks:
+        _say(f"{subject.name}: prefill of {chunk} tokens")
+        yield prefill_row(bench, chunk)
+
+
+def _say(text: str) -> None:
+    print(f"bench engine: {text}", file=sys.stderr, flush=True)

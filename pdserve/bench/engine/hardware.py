@@ -1,0 +1,41 @@
+"""What a device can do at best: the yardsticks for everything else."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from pdserve.bench.engine.timing import seconds_of
+from pdserve.bench.report import Better, Figure, Row, Unit
+
+_SIDE = {"cpu": 2048, "cuda": 8192}
+"""Of the square matrices: large enough to be bound by arithmetic."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hardware:
+    """Measured limits of one device."""
+
+    device: torch.device
+    copy_bytes_per_s: float
+    """Read plus written: what a kernel that only reads could read in that time."""
+    flops: float
+    """Of a large matrix product in the model's dtype."""
+
+    def row(self) -> Row:
+        figures = (
+            Figure("copy, read + write", self.copy_bytes_per_s / 1e9, Unit.GB_PER_S, Better.HIGHER),
+            Figure("matrix product", self.flops / 1e12, Unit.TFLOP_PER_S, Better.HIGHER),
+        )
+        return Row("hardware", {"device": self.device.type, "threads": torch.get_num_threads()}, figures)
+
+
+def measure(device: torch.device, dtype: torch.dtype, copy_mib: int, budget_s: float) -> Hardware:
+    source = torch.ones(copy_mib * 2**20 // 4, dtype=torch.float32, device=device)
+    target = torch.empty_like(source)
+    copy_s = seconds_of(lambda: target.copy_(source), device, budget_s)
+    side = _SIDE[device.type]
+    left = torch.randn(side, side, device=device).to(dtype)
+    product_s = seconds_of(lambda: left @ left, device, budget_s)
+    return Hardware(device, 2 * source.nbytes / copy_s, 2 * side**3 / product_s)

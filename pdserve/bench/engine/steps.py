@@ -1,0 +1,97 @@
+"""Whole steps beside their parts and beside what the machine allows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pdserve.bench.engine.hardware import Hardware
+from pdserve.bench.engine.linears import LinearShapes, LinearStack
+from pdserve.bench.engine.parts import attention_s, sampling_s
+from pdserve.bench.engine.subject import Subject
+from pdserve.bench.engine.timing import seconds_of
+from pdserve.bench.report import Better, Figure, Row, Unit
+from pdserve.wire.sampling import SamplingParams
+
+GREEDY = SamplingParams(max_tokens=1, seed=0, temperature=0.0)
+NUCLEUS = SamplingParams(max_tokens=1, seed=0, temperature=1.0, top_p=0.9)
+
+
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """A subject and its yardsticks."""
+
+    subject: Subject
+    hardware: Hardware
+    shapes: LinearShapes
+    linears: LinearStack
+    budget_s: float
+    """For each measurement."""
+
+
+def linear_row(bench: Bench, batch: int) -> Row:
+    """The linear layers of a decode step: plain torch, and as the engine's kernels keep them."""
+    plain, kernel = bench.linears.plain_s(batch, bench.budget_s), bench.linears.kernel_s(batch, bench.budget_s)
+    figures = (
+        _ms("plain torch", plain),
+        _ms("engine's", kernel),
+        Figure("plain : engine's", plain / kernel, Unit.RATIO, Better.HIGHER),
+    )
+    return Row("linear layers alone", {"model": bench.subject.name, "batch": batch}, figures)
+
+
+def decode_row(bench: Bench, batch: int, context: int, linear: Row) -> Row:
+    """One decode step of ``batch`` requests; ``linear`` is the ``linear_row`` of that batch."""
+    subject, budget_s = bench.subject, bench.budget_s
+    rows = subject.decode_rows(batch, context)
+    step = seconds_of(lambda: subject.runner.run(rows), subject.device, budget_s)
+    attention = attention_s(subject, rows, budget_s)
+    chosen = step + sampling_s(subject, batch, GREEDY, budget_s / 4)
+    plain, kernel = (linear.figure(name).value / 1e3 for name in ("plain torch", "engine's"))
+    kv_bytes = batch * context * subject.kv_bytes_per_token
+    copy = bench.hardware.copy_bytes_per_s
+    least = (bench.shapes.parameters * subject.dtype.itemsize + kv_bytes) / copy
+    figures = (
+        _ms("step", step),
+        _ms("and choice", chosen),
+        _ms("attention", attention),
+        Figure("attention : step", attention / step, Unit.RATIO),
+        Figure("TPOT : plain linears", chosen / plain, Unit.RATIO, Better.LOWER),
+        Figure("TPOT : engine's linears", chosen / kernel, Unit.RATIO, Better.LOWER),
+        Figure("weights + KV", least * copy / step / 1e9, Unit.GB_PER_S, Better.HIGHER),
+        Figure("step : least", step / least, Unit.RATIO, Better.LOWER),
+        Figure("KV read", kv_bytes / attention / 1e9, Unit.GB_PER_S, Better.HIGHER),
+        Figure("KV read : copy", kv_bytes / attention / copy, Unit.RATIO, Better.HIGHER),
+    )
+    return Row("decode step", {"model": subject.name, "batch": batch, "context": context}, figures)
+
+
+def prefill_row(bench: Bench, chunk: int) -> Row:
+    """One whole prompt of ``chunk`` tokens in one step."""
+    subject, config = bench.subject, bench.subject.config
+    rows = subject.prefill_rows(chunk)
+    step = seconds_of(lambda: subject.runner.run(rows), subject.device, bench.budget_s)
+    attention = attention_s(subject, rows, bench.budget_s)
+    head = bench.shapes.head[0] * bench.shapes.head[1]
+    # Each token attends to itself and to what is before it: half of the square, in two products.
+    scores = config.num_layers * config.heads * config.head_dim * chunk * (chunk + 1)
+    flops = 2 * (bench.shapes.layers_parameters * chunk + head + scores)
+    figures = (
+        _ms("step", step),
+        Figure("prompt", chunk / step, Unit.TOKENS_PER_S, Better.HIGHER),
+        Figure("attention : step", attention / step, Unit.RATIO),
+        Figure("rate", flops / step / 1e12, Unit.TFLOP_PER_S, Better.HIGHER),
+        Figure("rate : matrix product", flops / step / bench.hardware.flops, Unit.RATIO, Better.HIGHER),
+    )
+    return Row("prefill step", {"model": subject.name, "chunk": chunk}, figures)
+
+
+def sampler_row(bench: Bench, batch: int) -> Row:
+    """The choice of one token for each of ``batch`` requests."""
+    greedy, nucleus = (sampling_s(bench.subject, batch, how, bench.budget_s) for how in (GREEDY, NUCLEUS))
+    return Row(
+        "sampler", {"model": bench.subject.name, "batch": batch}, (_ms("greedy", greedy), _ms("top-p 0.9", nucleus))
+    )
+
+
+def _ms(name: str, seconds: float) -> Figure:
+    return Figure(name, seconds * 1e3, Unit.MS, Better.LOWER)

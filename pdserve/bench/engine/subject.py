@@ -1,0 +1,112 @@
+"""What is measured: a model in a runner, and the steps that it is given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from pdserve.config import ModelConfig, Switch
+from pdserve.errors import ConfigError
+from pdserve.models.backend import open_backend
+from pdserve.models.decode_graphs import CudaGraphs
+from pdserve.models.decoder_config import DecoderConfig, read_decoder_config
+from pdserve.models.runner import ModelRunner
+from pdserve.models.step_batch import StepRow
+from pdserve_kernels.contract import Kernels
+from pdserve_kernels.layout import KvLayout
+
+
+class Runner(Protocol):
+    """As much of ``models.runner.ModelRunner`` as is measured."""
+
+    @property
+    def layout(self) -> KvLayout: ...
+
+    @property
+    def kv_cache(self) -> torch.Tensor: ...
+
+    def run(self, rows: Sequence[StepRow]) -> torch.Tensor: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """One loaded model."""
+
+    name: str
+    config: DecoderConfig
+    runner: Runner
+    kernels: Kernels
+    """Those that the runner computes with."""
+
+    @property
+    def device(self) -> torch.device:
+        return self.runner.kv_cache.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.runner.layout.dtype
+
+    @property
+    def kv_bytes_per_token(self) -> float:
+        return self.runner.layout.block_bytes / self.runner.layout.block_size
+
+    def decode_rows(self, batch: int, context: int) -> list[StepRow]:
+        """One new token for each of ``batch`` requests, as the last of ``context``, in blocks of their own."""
+        blocks = -(-context // self.runner.layout.block_size)
+        return [StepRow([1], context - 1, range(i * blocks, (i + 1) * blocks), True) for i in range(batch)]
+
+    def prefill_rows(self, chunk: int) -> list[StepRow]:
+        """A whole prompt of ``chunk`` tokens."""
+        return [StepRow([1] * chunk, 0, range(-(-chunk // self.runner.layout.block_size)), True)]
+
+
+@dataclass(frozen=True, slots=True)
+class Steps:
+    """Which steps to time."""
+
+    batches: Sequence[int]
+    contexts: Sequence[int]
+    chunks: Sequence[int]
+
+    @property
+    def longest(self) -> int:
+        return max(*self.contexts, *self.chunks)
+
+    def blocks(self, block_size: int) -> int:
+        """That the largest of them needs."""
+        return max(
+            max(self.batches) * -(-max(self.contexts) // block_size),
+            -(-max(self.chunks) // block_size),
+        )
+
+
+def open_subject(
+    name: str, folder: Path, model: ModelConfig, block_size: int, steps: Steps, cpu_kernels: Callable[[], Kernels]
+) -> Subject:
+    """The model of ``folder`` with a KV cache for the largest of ``steps``. ``cpu_kernels`` makes the set for a CPU.
+
+    Raises ModelError, and ConfigError if the model knows fewer positions or its device is not there.
+    """
+    config = read_decoder_config(folder)
+    if steps.longest > config.max_positions:
+        raise ConfigError(f"{name} knows {config.max_positions} positions; {steps.longest} were asked for")
+    backend = open_backend(model.device, False, cpu_kernels)
+    runner = ModelRunner(
+        folder,
+        config,
+        model.dtype,
+        block_size,
+        steps.blocks(block_size),
+        steps.longest,
+        backend.kernels,
+        backend.device,
+    )
+    # Memory that was never written is one shared page of zeros, and faster to read than any cache in use.
+    runner.kv_cache.fill_(0.01)
+    if backend.graph_kernels is not None and model.cuda_graphs is Switch.ON:
+        runner.capture_decode(backend.graph_kernels, max(steps.batches), CudaGraphs())
+    return Subject(name, config, runner, backend.kernels)

@@ -1,0 +1,202 @@
+"""Load on a server that speaks OpenAI's API: pdserve, vLLM, SGLang and others.
+
+A closed loop: each of ``concurrency`` clients streams its next request from ``/v1/completions`` as soon as its last one
+is answered. Prompts are token ids, answers are greedy and run to their full length whatever the model says.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import aiohttp
+import msgspec
+
+from pdserve.bench.machine import this_machine
+from pdserve.bench.report import Better, Figure, Report, Row, Unit, measured
+from pdserve.bench.sse import EventReader
+from pdserve.bench.stream import LoadResult, Stream, summarise
+from pdserve.bench.workload import Job, uniform_jobs
+from pdserve.config import BenchLoadConfig
+from pdserve.errors import BenchError
+from pdserve.settings import to_environ
+
+_DONE = b"[DONE]"
+_REQUEST_TIMEOUT_S = 600.0
+_MODELS_TIMEOUT_S = 30.0
+_SHOWN_ERROR = 300
+
+
+class _Choice(msgspec.Struct):
+    text: str = ""
+    token_ids: list[int] | None = None
+    finish_reason: str | None = None
+
+
+class _Usage(msgspec.Struct):
+    completion_tokens: int = 0
+
+
+class _Chunk(msgspec.Struct):
+    """What counts here of a chunk of a text completion, or of an error event."""
+
+    choices: list[_Choice] = []
+    usage: _Usage | None = None
+    error: msgspec.Raw = msgspec.Raw()
+
+
+class _Model(msgspec.Struct):
+    id: str
+
+
+class _Models(msgspec.Struct):
+    data: list[_Model]
+
+
+_chunks = msgspec.json.Decoder(_Chunk)
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A server and what it calls its model."""
+
+    url: str
+    model: str
+    token_ids: bool = False
+    """Ask for the ids of the answers' tokens, which pdserve and vLLM can tell."""
+
+
+def run(config: BenchLoadConfig) -> Report:
+    """``pdserve bench load``. Raises BenchError if no request could be answered."""
+    load = config.load
+    count = load.requests or 2 * load.concurrency + 6
+    result = asyncio.run(_run(config, count))
+    if not result.succeeded:
+        raise BenchError(f"{load.url} answered none of {result.failed} requests: {'; '.join(result.errors)}")
+    row = Row("load", {"concurrency": load.concurrency, "requests": count}, load_figures(result))
+    return Report(
+        "load", this_machine(), to_environ(config), tuple(f"error: {error}" for error in result.errors), (row,)
+    )
+
+
+def load_figures(result: LoadResult) -> tuple[Figure, ...]:
+    """The figures that every benchmark of a server shows."""
+    return measured(
+        Figure("TTFT mean", result.ttft_s.mean * 1e3, Unit.MS, Better.LOWER),
+        Figure("TTFT p50", result.ttft_s.p50 * 1e3, Unit.MS, Better.LOWER),
+        Figure("TTFT p99", result.ttft_s.p99 * 1e3, Unit.MS, Better.LOWER),
+        Figure("TPOT mean", result.tpot_s.mean * 1e3, Unit.MS, Better.LOWER),
+        Figure("ITL p50", result.itl_s.p50 * 1e3, Unit.MS, Better.LOWER),
+        Figure("ITL p99", result.itl_s.p99 * 1e3, Unit.MS, Better.LOWER),
+        Figure("output", result.output_tokens_per_s, Unit.TOKENS_PER_S, Better.HIGHER),
+        Figure("requests", result.requests_per_s, Unit.REQUESTS_PER_S, Better.HIGHER),
+        Figure("failed", result.failed, Unit.COUNT, Better.LOWER),
+    )
+
+
+async def _run(config: BenchLoadConfig, count: int) -> LoadResult:
+    load = config.load
+    jobs = uniform_jobs(
+        count + load.warm_up, load.prompt_tokens, load.output_tokens, load.vocab_size, f"load:{load.seed}"
+    )
+    url = load.url.rstrip("/")
+    try:
+        async with asyncio.timeout(load.timeout_s):
+            target = Target(url, load.model or await first_model(url))
+            await run_jobs(target, jobs[count:], 1)
+            return summarise(await run_jobs(target, jobs[:count], load.concurrency))
+    except TimeoutError as exc:
+        raise BenchError(f"not done after {load.timeout_s:g} s") from exc
+
+
+async def first_model(url: str) -> str:
+    """The name of the model that the server at ``url`` lists first. Raises BenchError."""
+    try:
+        timeout = aiohttp.ClientTimeout(total=_MODELS_TIMEOUT_S)
+        async with aiohttp.ClientSession(timeout=timeout) as session, session.get(f"{url}/v1/models") as response:
+            return msgspec.json.decode(await response.read(), type=_Models).data[0].id
+    except (aiohttp.ClientError, TimeoutError, msgspec.MsgspecError, IndexError) as exc:
+        raise BenchError(f"{url} does not tell its models: {exc!r}") from exc
+
+
+async def run_jobs(target: Target, jobs: Sequence[Job], concurrency: int) -> list[Stream]:
+    """Streams of all ``jobs``, in their order. A failure is in its stream's ``error``.
+
+    Unbounded by itself but for each request: the caller sets the time limit.
+    """
+    streams: list[Stream] = [Stream(0.0) for _ in jobs]
+    queue = iter(enumerate(jobs))
+    connector = aiohttp.TCPConnector(limit=0)
+    timeout = aiohttp.ClientTimeout(total=_REQUEST_TIMEOUT_S)
+    async with (
+        aiohttp.ClientSession(connector=connector, timeout=timeout) as session,
+        asyncio.TaskGroup() as clients,
+    ):
+        for _ in range(min(concurrency, len(jobs))):
+            clients.create_task(_client(session, target, queue, streams))
+    return streams
+
+
+async def _client(
+    session: aiohttp.ClientSession, target: Target, queue: Iterator[tuple[int, Job]], streams: list[Stream]
+) -> None:
+    for index, job in queue:
+        streams[index] = await _stream(session, target, job)
+
+
+async def _stream(session: aiohttp.ClientSession, target: Target, job: Job) -> Stream:
+    body = {
+        "model": target.model,
+        "prompt": list(job.prompt),
+        "max_tokens": job.output_tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        **({"return_token_ids": True} if target.token_ids else {}),
+    }
+    stream = Stream(time.perf_counter())
+    try:
+        async with session.post(f"{target.url}/v1/completions", json=body) as response:
+            if response.status != 200:
+                stream.error = f"status {response.status}: {(await response.text())[:_SHOWN_ERROR]}"
+            else:
+                await _receive(response, stream, job)
+    except (aiohttp.ClientError, TimeoutError, BenchError, msgspec.MsgspecError) as exc:
+        stream.error = repr(exc)
+    stream.ended = time.perf_counter()
+    return stream
+
+
+async def _receive(response: aiohttp.ClientResponse, stream: Stream, job: Job) -> None:
+    reader = EventReader()
+    done = False
+    async for data in response.content.iter_any():
+        now = time.perf_counter()
+        for payload in reader.feed(data):
+            if payload == _DONE:
+                done = True
+            else:
+                take_chunk(stream, payload, now)
+    if not (done or stream.error):
+        stream.error = "the stream ended without [DONE]"
+    elif not stream.error and not stream.arrivals:
+        stream.error = "the stream brought no token"
+    elif not stream.error and stream.output_tokens != job.output_tokens:
+        stream.error = f"{stream.output_tokens} tokens came where {job.output_tokens} were asked for"
+
+
+def take_chunk(stream: Stream, payload: bytes, now: float) -> None:
+    """Adds what the event ``payload``, which came at ``now``, tells. Raises MsgspecError if it is no chunk."""
+    chunk = _chunks.decode(payload)
+    if chunk.error:
+        stream.error = bytes(chunk.error).decode(errors="replace")[:_SHOWN_ERROR]
+    for choice in chunk.choices:
+        # The chunk with the reason alone is no token; one without text may be half a character.
+        if choice.text or choice.token_ids or choice.finish_reason is None:
+            stream.arrivals.append(now)
+        stream.token_ids.extend(choice.token_ids or ())
+    if chunk.usage is not None:
+        stream.output_tokens = chunk.usage.completion_tokens

@@ -1,0 +1,178 @@
+"""``pdserve bench <what>``: finds the benchmark, prints its table, keeps its figures."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pdserve.config import (
+    BenchBatchingConfig,
+    BenchCompareConfig,
+    BenchEngineConfig,
+    BenchLoadConfig,
+    CpuConfig,
+    ReportConfig,
+)
+from pdserve.errors import BenchError, ConfigError
+from pdserve.settings import cache_folder, load, load_with_file
+from pdserve.settings.sources import suggestion
+
+if TYPE_CHECKING:
+    from pdserve.bench.report import Report
+
+BENCHMARKS = {
+    "batching": "continuous against static batching, on two real nodes",
+    "engine": "what this machine and an engine's parts can do",
+    "load": "load on any server that speaks OpenAI's API",
+    "compare": "two reports of one benchmark: pdserve bench compare OLD.json NEW.json",
+}
+
+USAGE = "\n".join(
+    [
+        "usage: pdserve bench BENCHMARK [--flag value ...]",
+        "",
+        *(f"  {name:10}{summary}" for name, summary in BENCHMARKS.items()),
+        "",
+        "  pdserve bench BENCHMARK --help lists its settings.",
+    ]
+)
+
+_BATCHING = "Continuous against static batching: the same requests to two nodes of one machine, one after the other."
+_ENGINE = (
+    "Times an engine's parts in this process: decode and prefill steps, their linear layers and attention, the "
+    "sampler, and beside them what the machine's memory and arithmetic allow. With a GPU that the engine computes on, "
+    "also a random model in the shape of an 8B one."
+)
+_LOAD = (
+    "A closed loop of clients on any server that speaks OpenAI's API: random prompts as token ids, streamed greedy "
+    "answers of a set length."
+)
+_COMPARE = (
+    "Compares the ratios of two reports, which hold on any machine, and leaves out times, which do not. Exit status 1 "
+    "if one is worse by more than the tolerance."
+)
+
+
+def run(argv: Sequence[str], environ: Mapping[str, str]) -> int:
+    """Runs one benchmark; returns the exit status, 1 for a comparison that found something worse."""
+    name, *rest = argv or [""]
+    if name in ("-h", "--help"):
+        print(USAGE)
+        return 0
+    if name not in BENCHMARKS:
+        what = f"unknown benchmark {name!r}{suggestion(name, BENCHMARKS)}" if name else "which benchmark?"
+        raise ConfigError(f"{what}\n\n{USAGE}")
+    return _RUN[name](rest, environ)
+
+
+def _batching(argv: Sequence[str], environ: Mapping[str, str]) -> int:
+    config, file = load_with_file(
+        BenchBatchingConfig, argv, environ, prog="pdserve bench batching", description=_BATCHING
+    )
+    _check_folder("--json", config.report.json)
+    _check_folder("--plot", config.batching.plot)
+    # Before the measurement, which takes minutes.
+    write_plot = _plotter() if config.batching.plot else None
+    from pdserve.bench import batching
+
+    report = batching.run(config, {**environ, "PDSERVE_CONFIG": file} if file else environ)
+    _publish(report, config.report)
+    if write_plot is not None:
+        write_plot(report, Path(config.batching.plot))
+    return 0
+
+
+def _engine(argv: Sequence[str], environ: Mapping[str, str]) -> int:
+    config = load(BenchEngineConfig, argv, environ, prog="pdserve bench engine", description=_ENGINE)
+    _check_folder("--json", config.report.json)
+    pin(config.cpu)
+    from pdserve.bench.engine import benchmark
+    from pdserve.engine.kernel_set import cpu_kernels
+    from pdserve.models.demo import resolve_model
+
+    cache_dir = cache_folder(environ)
+    folder = resolve_model(config.model.path, cache_dir)
+    report = benchmark.run(config, folder, lambda: cpu_kernels(config.cpu.kernels, cache_dir))
+    _publish(report, config.report)
+    return 0
+
+
+def _load(argv: Sequence[str], environ: Mapping[str, str]) -> int:
+    config = load(BenchLoadConfig, argv, environ, prog="pdserve bench load", description=_LOAD)
+    _check_folder("--json", config.report.json)
+    from pdserve.bench.load import run
+
+    _publish(run(config), config.report)
+    return 0
+
+
+def _compare(argv: Sequence[str], environ: Mapping[str, str]) -> int:
+    config = load(BenchCompareConfig, compare_flags(argv), environ, prog="pdserve bench compare", description=_COMPARE)
+    if not (config.compare.old and config.compare.new):
+        raise ConfigError("two reports are needed: pdserve bench compare OLD.json NEW.json")
+    from pdserve.bench.compare import changes
+    from pdserve.bench.report import read_report
+
+    old, new = (read_report(Path(path)) for path in (config.compare.old, config.compare.new))
+    found = changes(old, new, config.compare.tolerance)
+    print("\n".join(str(change) for change in found))
+    return 1 if any(change.worse for change in found) else 0
+
+
+def compare_flags(argv: Sequence[str]) -> list[str]:
+    """Two leading file names as the flags that they stand for."""
+    names = list(itertools.takewhile(lambda word: not word.startswith("-"), argv[:2]))
+    given = [part for pair in zip(("--old", "--new"), names, strict=False) for part in pair]
+    return [*given, *argv[len(names) :]]
+
+
+def pin(cpu: CpuConfig) -> None:
+    """To the cores of ``cpu``, before torch is imported and sizes its thread pool by them. Raises ConfigError."""
+    if cpu.cores:
+        try:
+            os.sched_setaffinity(0, cpu.cores)
+        except OSError as exc:
+            raise ConfigError(f"--cores: cannot run on {list(cpu.cores)}: {exc}") from exc
+
+
+def _publish(report: Report, config: ReportConfig) -> None:
+    from pdserve.bench.report import to_json
+    from pdserve.bench.table import render
+
+    if config.json == "-":
+        print(render(report), file=sys.stderr)
+        print(to_json(report).decode(), end="")
+        return
+    print(render(report))
+    if config.json:
+        try:
+            Path(config.json).write_bytes(to_json(report))
+        except OSError as exc:
+            raise BenchError(f"cannot write {config.json}: {exc.strerror}") from exc
+
+
+def _check_folder(flag: str, file: str) -> None:
+    if file and file != "-" and not Path(file).parent.is_dir():
+        raise ConfigError(f"{flag}: there is no folder {str(Path(file).parent)!r}")
+
+
+def _plotter() -> Callable[[Report, Path], None]:
+    try:
+        from pdserve.bench.plot import write_plot
+    except ImportError as exc:
+        raise ConfigError(
+            "--plot takes matplotlib, which pdserve's extra 'bench' brings: pip install matplotlib"
+        ) from exc
+    return write_plot
+
+
+_RUN: dict[str, Callable[[Sequence[str], Mapping[str, str]], int]] = {
+    "batching": _batching,
+    "engine": _engine,
+    "load": _load,
+    "compare": _compare,
+}

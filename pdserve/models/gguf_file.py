@@ -1,0 +1,145 @@
+"""The header of a GGUF file: what it says of the model, and where each tensor's bytes lie.
+
+The format is described at https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. Values are read as they are needed
+here, vocabularies of 262,144 entries among them, which the ``gguf`` package's own reader takes seconds for.
+"""
+
+from __future__ import annotations
+
+import mmap
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from pdserve.errors import ModelError
+
+Value = int | float | bool | str | list["Value"]
+
+SUFFIX = ".gguf"
+MAGIC = b"GGUF"
+VERSIONS = frozenset({2, 3})
+SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+"""Type numbers of the format, and how ``struct`` calls them."""
+STRING, ARRAY = 8, 9
+DEFAULT_ALIGNMENT = 32
+MAX_DIMENSIONS = 4
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class GgufTensor:
+    """Where a tensor is: outermost dimension first in ``shape``; ``kind`` is ggml's number for its number format."""
+
+    shape: tuple[int, ...]
+    kind: int
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class GgufFile:
+    """One file's header."""
+
+    path: Path
+    metadata: dict[str, Value]
+    tensors: dict[str, GgufTensor]
+
+    @property
+    def architecture(self) -> str:
+        return self.get("general.architecture", str)
+
+    def get(self, key: str, kind: type[T], default: T | None = None) -> T:
+        """A value of the metadata; raises ModelError if it is of another type, or missing without a default."""
+        value = self.metadata.get(key, default)
+        if isinstance(value, int) and kind is float:
+            value = float(value)
+        if not isinstance(value, kind):
+            found = "is missing" if value is None else f"is {str(value)[:80]!r}"
+            raise ModelError(f"{key} of {self.path} {found}; {kind.__name__} is needed")
+        return value
+
+
+def is_gguf(path: Path) -> bool:
+    return path.suffix == SUFFIX and path.is_file()
+
+
+def read_gguf(path: Path) -> GgufFile:
+    """Raises ModelError if it is not a complete GGUF file that holds a whole model."""
+    try:
+        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            found = _read(path, _Cursor(data))
+    except (OSError, ValueError, struct.error, UnicodeDecodeError) as exc:
+        raise ModelError(f"{path} is not a readable GGUF file: {exc}") from exc
+    if found.get("split.count", int, 1) > 1:
+        raise ModelError(f"{path} is one part of several; join them with llama.cpp's gguf-split --merge")
+    return found
+
+
+def _read(path: Path, cursor: _Cursor) -> GgufFile:
+    if cursor.data[:4] != MAGIC:
+        raise ValueError("it does not begin with GGUF")
+    cursor.at = 4
+    (version,) = cursor.unpack("I")
+    if version not in VERSIONS:
+        raise ValueError(f"version {version} is not among {sorted(VERSIONS)}")
+    tensor_count, value_count = cursor.unpack("QQ")
+    metadata: dict[str, Value] = {}
+    for _ in range(value_count):
+        key = cursor.string()
+        (kind,) = cursor.unpack("I")
+        metadata[key] = cursor.value(kind)
+    placed: dict[str, GgufTensor] = {}
+    for _ in range(tensor_count):
+        name = cursor.string()
+        (dimensions,) = cursor.unpack("I")
+        if not 1 <= dimensions <= MAX_DIMENSIONS:
+            raise ValueError(f"tensor {name!r} has {dimensions} dimensions")
+        shape = cursor.unpack(f"{dimensions}Q")
+        if 0 in shape:
+            raise ValueError(f"tensor {name!r} is empty")
+        kind, offset = cursor.unpack("IQ")
+        placed[name] = GgufTensor(tuple(reversed(shape)), kind, offset)
+    alignment = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
+    if not isinstance(alignment, int) or alignment < 1:
+        raise ValueError(f"general.alignment is {alignment!r}")
+    start = -(-cursor.at // alignment) * alignment
+    tensors = {name: GgufTensor(tensor.shape, tensor.kind, start + tensor.offset) for name, tensor in placed.items()}
+    return GgufFile(path, metadata, tensors)
+
+
+class _Cursor:
+    """Reads values one after another. Lengths that lie end in an exception, not in a large allocation."""
+
+    def __init__(self, data: mmap.mmap) -> None:
+        self.data = data
+        self.at = 0
+
+    def unpack(self, kinds: str) -> tuple[int, ...]:
+        kinds = "<" + kinds
+        values = struct.unpack_from(kinds, self.data, self.at)
+        self.at += struct.calcsize(kinds)
+        return values
+
+    def string(self) -> str:
+        (length,) = self.unpack("Q")
+        end = self.at + length
+        if end > len(self.data):
+            raise ValueError("it is cut short")
+        text = self.data[self.at : end].decode()
+        self.at = end
+        return text
+
+    def value(self, kind: int, depth: int = 0) -> Value:
+        if kind in SCALARS:
+            return self.unpack(SCALARS[kind])[0]
+        if kind == STRING:
+            return self.string()
+        if kind != ARRAY or depth > 3:
+            raise ValueError(f"value type {kind} is unknown")
+        element, count = self.unpack("IQ")
+        if count > len(self.data):
+            raise ValueError("it is cut short")
+        if element in SCALARS:
+            return list(self.unpack(f"{count}{SCALARS[element]}"))
+        return [self.value(element, depth + 1) for _ in range(count)]

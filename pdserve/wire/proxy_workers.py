@@ -1,0 +1,78 @@
+"""A proxy's supervisor ↔ its workers, over a ZMQ ROUTER in a folder only the user can enter, so not authenticated.
+
+A worker says ``Hello`` and is sent ``Nodes``, then again at every change. Once it takes connections it says ``Ready``.
+A worker that is asked for ``/metrics`` sends ``Scrape``; the supervisor sends ``Collect`` to every worker, adds up the
+``Counts`` that come back, and answers ``Scraped``.
+"""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import msgspec
+
+from pdserve.wire.discovery import Load, NodeInfo
+
+
+class KnownNode(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    info: NodeInfo
+    load: Load
+    seen_s: float
+    """When its last message came, on the monotonic clock, which all processes of a host share."""
+
+
+class Nodes(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="nodes"):
+    """All that are registered."""
+
+    nodes: tuple[KnownNode, ...]
+    prefilled: tuple[str, ...]
+    """Fingerprints that have had a prefill node."""
+
+
+class Sample(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
+    """One line of Prometheus text."""
+
+    name: str
+    labels: dict[str, str]
+    value: float
+
+
+class Family(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One metric, with all its samples."""
+
+    name: str
+    documentation: str
+    kind: str
+    """As Prometheus has it: ``counter``, ``gauge``, ``histogram``."""
+    samples: tuple[Sample, ...]
+
+
+class Collect(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="collect"):
+    number: int
+
+
+class Scraped(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="scraped"):
+    number: int
+    text: bytes
+
+
+class Hello(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="hello"):
+    pass
+
+
+class Ready(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="ready"):
+    pass
+
+
+class Scrape(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="scrape"):
+    number: int
+
+
+class Counts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="counts"):
+    number: int
+    """Of the ``Collect`` that this answers."""
+    families: tuple[Family, ...]
+
+
+ToWorker: TypeAlias = Nodes | Collect | Scraped
+ToSupervisor: TypeAlias = Hello | Ready | Scrape | Counts

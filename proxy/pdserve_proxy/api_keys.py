@@ -1,0 +1,98 @@
+"""Clients' keys: who a request comes from."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import secrets
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from pdserve.config import AdmissionConfig
+from pdserve.errors import ConfigError, Unauthorized
+from pdserve_proxy.admission import ANONYMOUS
+
+MIN_KEY_CHARS = 16
+MAX_KEY_CHARS = 512
+
+
+@dataclass(frozen=True, slots=True)
+class ApiKey:
+    caller: str
+    """For limits, logs and metrics; says nothing of the key."""
+    key: str = field(repr=False)
+
+
+class ApiKeys:
+    """Empty: anybody may come.
+
+    Keys are found by a MAC under a secret of this process, so that neither the search nor the comparison takes a time
+    that depends on how much of a key somebody has guessed.
+    """
+
+    def __init__(self, keys: Iterable[ApiKey]) -> None:
+        self._pepper = secrets.token_bytes(32)
+        self._callers = {self._mac(key.key): key.caller for key in keys}
+
+    def caller(self, authorization: str | None) -> str:
+        """Who sent a request with this ``Authorization`` header. Raises Unauthorized."""
+        if not self._callers:
+            return ANONYMOUS
+        scheme, _, key = (authorization or "").partition(" ")
+        if scheme.lower() != "bearer" or not key.strip():
+            raise Unauthorized(
+                "an API key is needed, in a header like 'Authorization: Bearer KEY'", code="missing_api_key"
+            )
+        mac = self._mac(key.strip()[: MAX_KEY_CHARS + 1])
+        caller = self._callers.get(mac)
+        if caller is None:
+            raise Unauthorized("the API key is not valid here", code="invalid_api_key")
+        return caller
+
+    def _mac(self, key: str) -> bytes:
+        return hmac.digest(self._pepper, key.encode("utf-8", "surrogateescape"), hashlib.sha256)
+
+
+def read_api_keys(config: AdmissionConfig) -> tuple[ApiKey, ...]:
+    """Those of ``--api-key`` and of the lines of ``--api-key-file``: a key, or a name and a key.
+
+    Raises ConfigError, which never shows a key.
+    """
+    found = [ApiKey(f"key-{number}", key) for number, key in enumerate(config.api_keys, 1)]
+    if config.api_key_file:
+        found += _read(Path(config.api_key_file))
+        if not found:
+            raise ConfigError(f"--api-key-file: there is no key in {config.api_key_file}")
+    for one in found:
+        if not MIN_KEY_CHARS <= len(one.key) <= MAX_KEY_CHARS:
+            raise ConfigError(
+                f"the API key of {one.caller} has {len(one.key)} characters; it takes {MIN_KEY_CHARS} to "
+                f"{MAX_KEY_CHARS}: make one with `openssl rand -hex 24`"
+            )
+    if len({one.key for one in found}) < len(found):
+        raise ConfigError("an API key is given twice")
+    return tuple(found)
+
+
+def _read(path: Path) -> list[ApiKey]:
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except OSError as exc:
+        raise ConfigError(f"cannot read the API keys in {path}: {exc.strerror}") from exc
+    except UnicodeDecodeError as exc:
+        raise ConfigError(f"the API keys in {path} are not text") from exc
+    keys = []
+    for number, line in enumerate(lines, 1):
+        match line.split():
+            case []:
+                continue
+            case [first, *_] if first.startswith("#"):
+                continue
+            case [key]:
+                keys.append(ApiKey(f"line-{number}", key))
+            case [name, key]:
+                keys.append(ApiKey(name, key))
+            case _:
+                raise ConfigError(f"line {number} of {path} is neither a key nor a name and a key")
+    return keys

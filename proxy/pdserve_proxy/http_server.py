@@ -1,0 +1,124 @@
+"""Serves clients on one socket, in the proxy's only process or in one of its workers."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import math
+import socket
+import ssl
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+import uvicorn
+from quart import Quart
+
+from pdserve.config import AdmissionConfig, ProxyConfig
+from pdserve.http_guard import guarded_config, server_tls
+from pdserve.wire.ids import new_id
+from pdserve_proxy.admission import Limits
+from pdserve_proxy.api_keys import ApiKey, ApiKeys
+from pdserve_proxy.app import build_app
+from pdserve_proxy.flights import Flights
+from pdserve_proxy.information import Scrape
+from pdserve_proxy.journal import ExchangeLog
+from pdserve_proxy.listening import BACKLOG
+from pdserve_proxy.metrics import ProxyMetrics
+from pdserve_proxy.relay import Relay
+from pdserve_proxy.snapshot import Directory
+from pdserve_proxy.ticketing import TicketOffice
+from pdserve_proxy.turnstile import Turnstile
+
+log = logging.getLogger(__name__)
+
+AFTER_DRAIN_S = 8.0
+"""Seconds after the drain for last error events to leave, before connections are closed on what is left."""
+
+
+@dataclass(frozen=True, slots=True)
+class Knowledge:
+    """What one process of a proxy knows of the cluster and of itself."""
+
+    directory: Directory
+    flights: Flights
+    metrics: ProxyMetrics
+    scrape: Scrape
+
+
+async def serve_clients(
+    config: ProxyConfig,
+    secret: bytes,
+    keys: Iterable[ApiKey],
+    knowledge: Knowledge,
+    listener: socket.socket,
+    stop: asyncio.Event,
+    listening: Callable[[], None],
+) -> None:
+    """Until ``stop`` is set and requests under way are over or cut short. ``listening`` is called once.
+
+    Raises ConfigError if the TLS files cannot be used.
+    """
+    tls = server_tls(config.tls.cert, config.tls.key) if config.tls.cert else None
+    tickets = TicketOffice(secret, new_id())
+    metrics = knowledge.metrics
+    turnstile = Turnstile(_limits(config.admission), metrics)
+    async with Relay(config, knowledge.directory, knowledge.flights, tickets, ExchangeLog(metrics)) as relay:
+        app = build_app(config, ApiKeys(keys), turnstile, knowledge.directory, relay, metrics, knowledge.scrape)
+        settings = _uvicorn_config(config, app, tls)
+        server = _HttpServer(settings, stop, listening, relay.cut_all, config.http.drain_s)
+        await server.serve(sockets=[listener])
+
+
+def _limits(config: AdmissionConfig) -> Limits:
+    return Limits(
+        in_flight=config.max_in_flight,
+        per_caller=config.max_in_flight_per_key,
+        waiting=config.max_queued,
+        wait_s=config.queue_timeout_s,
+    )
+
+
+class _HttpServer(uvicorn.Server):
+    """Uvicorn, told to stop by an event. (Its own signal handling raises the signal again after a clean shutdown.)"""
+
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        stop: asyncio.Event,
+        announce: Callable[[], None],
+        cut_all: Callable[[], None],
+        drain_s: float,
+    ) -> None:
+        super().__init__(config)
+        self._stop = stop
+        self._announce = announce
+        self._cut_all = cut_all
+        self._drain_s = drain_s
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    async def main_loop(self) -> None:
+        self._announce()
+        while not self._stop.is_set():
+            await self.on_tick(0)  # renews the Date header
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(1.0):
+                    await self._stop.wait()
+        log.info("pdserve proxy draining for up to %.1f s", self._drain_s)
+        asyncio.get_running_loop().call_later(self._drain_s, self._cut_all)
+
+
+def _uvicorn_config(config: ProxyConfig, app: Quart, tls: ssl.SSLContext | None) -> uvicorn.Config:
+    shutdown_s = math.ceil(config.http.drain_s + AFTER_DRAIN_S)
+    return guarded_config(
+        app,
+        keep_alive_s=config.http.keep_alive_s,
+        shutdown_s=shutdown_s,
+        max_connections=config.http.max_client_connections,
+        write_timeout_s=config.http.write_timeout_s,
+        tls=tls,
+        backlog=BACKLOG,
+    )

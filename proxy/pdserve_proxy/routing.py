@@ -1,0 +1,91 @@
+"""Which nodes serve a request: a decode node, and the prefill nodes that fit it, out of one snapshot."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pdserve.config import RoutingPolicy
+from pdserve.errors import InvalidRequest, NotFound, Unavailable
+from pdserve.wire.discovery import NodeInfo, Role
+from pdserve_proxy.policies import LoadOf, Selector, make_selector
+from pdserve_proxy.snapshot import Snapshot
+
+RETRY_AFTER_S = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """What of a request routing looks at."""
+
+    model: str
+    lead: bytes = b""
+    """The leading bytes of its prompt, as they stand in the request body."""
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """Where one attempt at a request goes."""
+
+    decode: NodeInfo
+    prefill: tuple[NodeInfo, ...]
+    """The chosen prefill node, then an alternative if there is one; empty if ``decode`` prefills by itself."""
+
+
+class Router:
+    """Applies one policy to decode nodes, and independently of that to the prefill nodes that fit them.
+
+    Nodes that serve different models, or prefill nodes that fit different decode nodes, are chosen from apart.
+    """
+
+    def __init__(self, policy: RoutingPolicy) -> None:
+        self._policy = policy
+        self._selectors: dict[tuple[Role, str, str], Selector] = {}
+
+    def choose(self, snapshot: Snapshot, ask: Ask, load: LoadOf, exclude: frozenset[bytes] = frozenset()) -> Route:
+        """A route that avoids decode nodes with the boot ids in ``exclude``. ``load`` tells the requests at a node.
+
+        Raises Unavailable if no pair of nodes can serve the model now.
+        """
+        pairs = {
+            pair.decode.boot_id: pair
+            for pair in snapshot.pairings.get(ask.model, ())
+            if pair.decode.boot_id not in exclude
+        }
+        if not pairs:
+            raise Unavailable(
+                f"no decode node with a matching prefill node serves {ask.model!r} now",
+                code="no_route",
+                retry_after_s=RETRY_AFTER_S,
+            )
+        decode = self._selector(Role.DECODE, ask.model).select([pair.decode for pair in pairs.values()], ask.lead, load)
+        fitting = pairs[decode[0].boot_id].prefill
+        if not fitting:
+            return Route(decode[0], ())
+        selector = self._selector(Role.PREFILL, ask.model, decode[0].fingerprint)
+        return Route(decode[0], selector.select(fitting, ask.lead, load))
+
+    def _selector(self, role: Role, model: str, fingerprint: str = "") -> Selector:
+        key = (role, model, fingerprint)
+        if key not in self._selectors:
+            self._selectors[key] = make_selector(self._policy)
+        return self._selectors[key]
+
+
+def resolve_model(snapshot: Snapshot, asked: str | None) -> str:
+    """The model that a request means; a request may leave it out where the cluster has only one.
+
+    Raises Unavailable with no node registered, NotFound for an unknown model, InvalidRequest for none among several.
+    """
+    if not snapshot.models:
+        raise Unavailable("no node is registered", code="no_nodes", retry_after_s=RETRY_AFTER_S)
+    if asked is None:
+        if len(snapshot.models) > 1:
+            raise InvalidRequest("'model' is missing, and this cluster serves more than one", param="model")
+        return snapshot.models[0]
+    if asked not in snapshot.models:
+        raise model_not_found(asked)
+    return asked
+
+
+def model_not_found(name: str) -> NotFound:
+    return NotFound(f"the model {name[:200]!r} does not exist here", param="model", code="model_not_found")

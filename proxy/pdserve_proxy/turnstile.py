@@ -1,0 +1,48 @@
+"""Lets tasks in by ``admission``: a task waits for its turn, and its place is given back whatever becomes of it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from pdserve.errors import Unavailable
+from pdserve_proxy.admission import Admission, Limits, Visit
+from pdserve_proxy.metrics import ProxyMetrics
+
+
+class Turnstile:
+    def __init__(self, limits: Limits, metrics: ProxyMetrics) -> None:
+        self._admission = Admission(limits)
+        self._wait_s = limits.wait_s
+        self._turns: dict[Visit, asyncio.Future[None]] = {}
+        metrics.queued.set_function(lambda: self._admission.waiting)
+
+    async def enter(self, caller: str, hold: Callable[[Callable[[], None]], None]) -> None:
+        """Returns when a request of ``caller`` may go on.
+
+        ``hold`` is given, before anything is waited for, the function that has to be called when the request is over.
+        Raises TooManyRequests, or Unavailable if the queue is full or its turn does not come in time.
+        """
+        loop = asyncio.get_running_loop()
+        visit = self._admission.ask(caller, loop.time())
+        hold(lambda: self._leave(visit))
+        if self._admission.is_inside(visit):
+            return
+        turn = self._turns[visit] = loop.create_future()
+        try:
+            async with asyncio.timeout_at(visit.deadline_s):
+                await turn
+        except TimeoutError as exc:
+            self._leave(visit)
+            raise Unavailable(
+                f"no room for this request within {self._wait_s:g} s", code="queue_timeout", retry_after_s=1
+            ) from exc
+        finally:
+            self._turns.pop(visit, None)
+
+    def _leave(self, visit: Visit) -> None:
+        following = self._admission.leave(visit)
+        if following is not None:
+            turn = self._turns.get(following)
+            if turn is not None and not turn.done():
+                turn.set_result(None)

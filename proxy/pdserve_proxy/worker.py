@@ -1,0 +1,144 @@
+"""``python -m pdserve_proxy.worker``: one of several processes that serve clients on one port.
+
+Its ``WorkerLaunch`` comes as MessagePack on standard input. It ends with its supervisor, however that ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import os
+import signal
+import socket
+import sys
+from types import TracebackType
+from typing import Self
+
+import msgspec
+import uvloop
+import zmq
+import zmq.asyncio
+
+from pdserve.errors import Unavailable
+from pdserve.parent import die_with_parent
+from pdserve.wire.proxy_workers import Collect, Counts, Hello, Nodes, Ready, Scrape, Scraped, ToSupervisor, ToWorker
+from pdserve_proxy.flights import Flights
+from pdserve_proxy.http_server import Knowledge, serve_clients
+from pdserve_proxy.launch import WorkerLaunch
+from pdserve_proxy.listening import allow_open_files
+from pdserve_proxy.metrics import ProxyMetrics
+from pdserve_proxy.mirror import Mirror
+from pdserve_proxy.scraping import export
+from pdserve_proxy.server import configure_logging
+
+log = logging.getLogger(__name__)
+
+SUPERVISOR_TIMEOUT_S = 5.0
+
+_decoder: msgspec.msgpack.Decoder[ToWorker] = msgspec.msgpack.Decoder(ToWorker)
+_encoder = msgspec.msgpack.Encoder()
+
+
+class Link:
+    """A worker's end of the channel to its supervisor."""
+
+    def __init__(self, address: str, name: bytes, mirror: Mirror, metrics: ProxyMetrics) -> None:
+        self._mirror = mirror
+        self._metrics = metrics
+        self._numbers = itertools.count(1)
+        self._scrapes: dict[int, asyncio.Future[bytes]] = {}
+        self.informed = asyncio.Event()
+        """Set once the nodes are known."""
+        self._context = zmq.asyncio.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.set(zmq.IDENTITY, name)
+        self._socket.set(zmq.LINGER, 0)
+        self._socket.connect(address)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._socket.close(linger=0)
+        self._context.term()
+
+    async def run(self) -> None:
+        """Serve until cancelled."""
+        await self.send(Hello())
+        while True:
+            match _decoder.decode(await self._socket.recv()):
+                case Nodes() as nodes:
+                    self._mirror.take(nodes)
+                    self.informed.set()
+                case Collect(number=number):
+                    await self.send(Counts(number, export(self._metrics.registry)))
+                case Scraped(number=number, text=text):
+                    answer = self._scrapes.get(number)
+                    if answer is not None and not answer.done():
+                        answer.set_result(text)
+
+    async def send(self, message: ToSupervisor) -> None:
+        await self._socket.send(_encoder.encode(message))
+
+    async def scrape(self) -> bytes:
+        """The metrics of the whole proxy. Raises Unavailable if the supervisor does not answer."""
+        number = next(self._numbers)
+        answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        self._scrapes[number] = answer
+        try:
+            async with asyncio.timeout(SUPERVISOR_TIMEOUT_S):
+                await self.send(Scrape(number))
+                return await answer
+        except TimeoutError as exc:
+            raise Unavailable("the proxy's supervisor does not answer", retry_after_s=1) from exc
+        finally:
+            del self._scrapes[number]
+
+
+async def work(launch: WorkerLaunch, stop: asyncio.Event) -> None:
+    """Serve clients until ``stop`` is set and their requests are over or cut short."""
+    metrics, flights = ProxyMetrics(), Flights()
+    mirror = Mirror(flights)
+    with (
+        socket.socket(fileno=launch.listener) as listener,
+        Link(launch.address, launch.name, mirror, metrics) as link,
+    ):
+        async with asyncio.TaskGroup() as tasks:
+            linked = tasks.create_task(link.run())
+            async with asyncio.timeout(SUPERVISOR_TIMEOUT_S):
+                await link.informed.wait()
+            knowledge = Knowledge(mirror, flights, metrics, link.scrape)
+            announcing: list[asyncio.Task[None]] = []
+
+            def listening() -> None:
+                announcing.append(tasks.create_task(link.send(Ready())))
+
+            await serve_clients(launch.config, launch.secret, launch.keys, knowledge, listener, stop, listening)
+            linked.cancel()
+
+
+async def _main(launch: WorkerLaunch) -> None:
+    stop = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
+    await work(launch, stop)
+
+
+def main() -> int:
+    die_with_parent(os.getppid())
+    launch = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=WorkerLaunch)
+    configure_logging(launch.config.log)
+    allow_open_files()
+    try:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(_main(launch))
+    except Exception:
+        log.exception("a worker of the proxy failed")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,83 @@
+"""``pdserve bench engine`` on tiny models: every measurement is there. How fast they are is not a test's business."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from pdserve.bench.engine import benchmark
+from pdserve.bench.engine.linears import linear_shapes
+from pdserve.bench.engine.random_model import Shape, write_random_model
+from pdserve.bench.engine.subject import Steps, open_subject
+from pdserve.bench.report import read_report, to_json
+from pdserve.config import BenchEngineConfig, Device, Dtype, EngineBenchConfig, ModelConfig
+from pdserve.errors import ConfigError
+from pdserve.models.decoder_config import read_decoder_config
+from pdserve_kernels.cpu.torch_kernels import TorchKernels
+from tests.tiny_models import save_tiny_model
+
+SMALL = EngineBenchConfig(batches=(1, 3), contexts=(5, 40), chunks=(7, 33), seconds=0.0, copy_mib=1)
+SHAPE = Shape(64, 96, 2, 4, 2, 16, 300, 256)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model("llama", tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.mark.parametrize("dtype", Dtype)
+def test_every_measurement_is_there(tiny: Path, tmp_path: Path, dtype: Dtype) -> None:
+    model = ModelConfig(served_name="tiny", dtype=dtype, device=Device.CPU)
+    report = benchmark.run(BenchEngineConfig(engine=SMALL, model=model), tiny, TorchKernels)
+    found = [(row.what, *list(row.at.values())[1:]) for row in report.rows if row.what != "hardware"]
+    decodes = [("decode step", batch, context) for batch in (1, 3) for context in (5, 40)]
+    alone = [(what, batch) for what in ("linear layers alone", "sampler") for batch in (1, 3)]
+    assert sorted(found, key=str) == sorted([*decodes, *alone, ("prefill step", 7), ("prefill step", 33)], key=str)
+    # A GPU that the model is not on is measured too, where there is one.
+    assert [row.at["device"] for row in report.rows_of("hardware")][:1] == ["cpu"]
+    assert all(figure.value > 0 for row in report.rows for figure in row.figures)
+    (tmp_path / "engine.json").write_bytes(to_json(report))
+    assert read_report(tmp_path / "engine.json") == report
+
+
+def test_too_long_for_the_model_is_told(tiny: Path) -> None:
+    config = BenchEngineConfig(engine=EngineBenchConfig(contexts=(100_000,)), model=ModelConfig(served_name="tiny"))
+    with pytest.raises(ConfigError, match="tiny knows 512 positions; 100000 were asked for"):
+        benchmark.run(config, tiny, TorchKernels)
+
+
+def test_the_linear_layers_are_all_of_the_models(tiny: Path) -> None:
+    shapes = linear_shapes(read_decoder_config(tiny))
+    loaded = AutoModelForCausalLM.from_pretrained(tiny)
+    linears = [module for module in loaded.modules() if isinstance(module, torch.nn.Linear)]
+    assert shapes.parameters == sum(module.weight.numel() for module in linears)
+
+
+def test_a_random_model_is_one_that_the_engine_runs(tmp_path: Path) -> None:
+    write_random_model(SHAPE, tmp_path)
+    steps = Steps(batches=(2,), contexts=(17,), chunks=(20,))
+    subject = open_subject("random", tmp_path, ModelConfig(), 16, steps, TorchKernels)
+    assert subject.config.vocab_size == 300
+    assert subject.runner.kv_cache.shape[0] == steps.blocks(16) == 4
+    logits = subject.runner.run(subject.decode_rows(2, 17))
+    assert logits.shape == (2, 300)
+    assert logits.isfinite().all()
+    assert subject.runner.run(subject.prefill_rows(20)).shape == (1, 300)
+
+
+def test_a_random_model_is_measured_like_any_other() -> None:
+    rows = benchmark.random_model_rows(
+        BenchEngineConfig(engine=SMALL), "random", SHAPE, Steps((2,), (17,), (20,)), TorchKernels
+    )
+    assert [row.what for row in rows] == ["hardware", "linear layers alone", "decode step", "sampler", "prefill step"]
+    assert all(row.at["model"] == "random" for row in rows[1:])
+
+
+def test_requests_of_a_decode_step_share_no_block(tiny: Path) -> None:
+    subject = open_subject("tiny", tiny, ModelConfig(), 16, Steps((3,), (40,), (8,)), TorchKernels)
+    blocks = [block for row in subject.decode_rows(3, 40) for block in row.block_table]
+    assert len(set(blocks)) == len(blocks) == 9
+    assert [row.context_len for row in subject.decode_rows(3, 40)] == [40] * 3

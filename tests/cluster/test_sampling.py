@@ -1,0 +1,91 @@
+"""Sampling parameters and log probabilities are the same wherever the first token was chosen."""
+
+from __future__ import annotations
+
+import random
+import uuid
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.cluster.nodes import MODEL, Cluster, eventually, http
+
+PROMPT = random.Random(7).choices(range(3, 49_000), k=50)
+EOS = 2
+SETTINGS: list[dict[str, Any]] = [
+    {"presence_penalty": 1.5, "frequency_penalty": 0.5},
+    {"repetition_penalty": 1.3, "temperature": 0.8, "seed": 11},
+    {"logit_bias": {"260": 20, "28": 19.5}, "frequency_penalty": 1.0},
+    {"logit_bias": {str(EOS): 100}, "min_tokens": 4},
+    {"allowed_token_ids": [28, 30, 260, 281, 284], "temperature": 1.5, "seed": 5, "top_p": 0.9},
+]
+
+
+def answers(cluster: Cluster, **fields: Any) -> list[dict[str, Any]]:
+    """The choices of a greedy completion, unless ``fields`` say otherwise, of which no cache knows the prompt."""
+    body = {"model": MODEL, "prompt": PROMPT, "max_tokens": 8, "temperature": 0, "return_token_ids": True, **fields}
+    reply = http(cluster.url + "/v1/completions", {**body, "cache_salt": uuid.uuid4().hex})
+    assert reply.status == 200, reply.body
+    choices: list[dict[str, Any]] = reply.json()["choices"]
+    return choices
+
+
+def answer(cluster: Cluster, **fields: Any) -> dict[str, Any]:
+    """The only choice."""
+    [choice] = answers(cluster, **fields)
+    return choice
+
+
+def remote_prefills(cluster: Cluster) -> float:
+    return sum(node.metric("prefills_total", source="remote") for node in cluster.decode)
+
+
+def wait_remote_prefills(cluster: Cluster, count: float) -> None:
+    """Every first token of the answers since was chosen on a prefill node. Counters come a little after answers."""
+    eventually(lambda: remote_prefills(cluster) >= count, f"{count} remote prefills")
+
+
+@pytest.mark.timeout(300)
+def test_log_probabilities_are_those_of_transformers(pd_cluster: Cluster, demo_model: Path) -> None:
+    before = remote_prefills(pd_cluster)
+    choice = answer(pd_cluster, logprobs=5, ignore_eos=True, presence_penalty=2, frequency_penalty=2)
+    wait_remote_prefills(pd_cluster, before + 1)
+    model: Any = AutoModelForCausalLM.from_pretrained(demo_model, dtype=torch.float32)
+    with torch.inference_mode():
+        logits = model(torch.tensor([PROMPT + choice["token_ids"]])).logits[0, len(PROMPT) - 1 : -1]
+    wanted = logits.log_softmax(-1)
+    reported = choice["logprobs"]
+    own = [wanted[i, token_id].item() for i, token_id in enumerate(choice["token_ids"])]
+    assert reported["token_logprobs"] == pytest.approx(own, abs=1e-3)
+    for by_name, best in zip(reported["top_logprobs"], wanted.topk(5).values.tolist(), strict=True):
+        assert sorted(by_name.values(), reverse=True)[:5] == pytest.approx(best, abs=1e-3)
+
+
+@pytest.mark.timeout(300)
+def test_parameters_give_the_same_tokens_with_and_without_remote_prefill(
+    pd_cluster: Cluster, mixed_cluster: Cluster
+) -> None:
+    before = remote_prefills(pd_cluster)
+    remote = [answer(pd_cluster, **fields)["token_ids"] for fields in SETTINGS]
+    wait_remote_prefills(pd_cluster, before + len(SETTINGS))
+    assert remote == [answer(mixed_cluster, **fields)["token_ids"] for fields in SETTINGS]
+    plain = answer(mixed_cluster)["token_ids"]
+    assert all(ids != plain for ids in remote), "each of them makes a difference"
+    assert [token_id == EOS for token_id in remote[3]] == [False] * 4 + [True]
+    assert set(remote[4]) <= set(SETTINGS[4]["allowed_token_ids"])
+
+
+@pytest.mark.timeout(300)
+def test_choices_of_one_prompt_have_their_own_first_tokens(pd_cluster: Cluster, mixed_cluster: Cluster) -> None:
+    fields = {"n": 3, "seed": 40, "temperature": 1.2, "logprobs": 2, "max_tokens": 4, "presence_penalty": 1.0}
+    before = remote_prefills(pd_cluster)
+    remote, local = answers(pd_cluster, **fields), answers(mixed_cluster, **fields)
+    wait_remote_prefills(pd_cluster, before + 1)
+    assert len({choice["token_ids"][0] for choice in remote}) > 1
+    for there, here in zip(remote, local, strict=True):
+        assert there["token_ids"] == here["token_ids"]
+        assert there["logprobs"]["tokens"] == here["logprobs"]["tokens"]
+        assert there["logprobs"]["token_logprobs"] == pytest.approx(here["logprobs"]["token_logprobs"], abs=1e-3)

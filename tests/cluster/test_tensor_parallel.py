@@ -1,0 +1,64 @@
+"""P/D clusters whose nodes have any numbers of tensor-parallel ranks give the tokens of transformers."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.cluster.nodes import Cluster, Node, eventually, http, start_node
+from tests.processes import pdserve
+from tests.tiny_models import VOCAB_SIZE, save_tiny_model
+
+HEADS, KV_HEADS = 4, 2
+NEW_TOKENS = 8
+PROMPTS = [random.Random(length).choices(range(3, VOCAB_SIZE), k=length) for length in (37, 48, 100)]
+
+
+@pytest.fixture(scope="module")
+def model(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model with the demo model's tokenizer."""
+    folder = tmp_path_factory.mktemp("tiny")
+    save_tiny_model("llama", folder, num_attention_heads=HEADS, num_key_value_heads=KV_HEADS)
+    for path in demo_model.glob("*token*"):
+        shutil.copy(path, folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def wanted(model: Path) -> list[list[int]]:
+    reference: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    answers = []
+    with torch.inference_mode():
+        for prompt in PROMPTS:
+            ids = reference.generate(
+                torch.tensor([prompt]), max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=-1, pad_token_id=2
+            )
+            answers.append(ids[0, len(prompt) :].tolist())
+    return answers
+
+
+@pytest.mark.parametrize(("sources", "targets"), [(2, 2), (2, 1), (1, 2), (4, 2)])
+def test_ranks_of_both_nodes_give_the_reference_tokens(
+    model: Path, wanted: list[list[int]], sources: int, targets: int
+) -> None:
+    flags = ("--dtype", "fp32", "--kv-cache-mib", "8", "--max-step-tokens", "32", "--max-running", "8")
+    with ExitStack() as stack:
+        proxy = stack.enter_context(pdserve("proxy", "--port", "0", "--control-port", "0"))
+        found = proxy.listening()
+        cluster = Cluster(found.url, proxy, found.control)
+        for role, ranks, nodes in (("prefill", sources, cluster.prefill), ("decode", targets, cluster.decode)):
+            process = stack.enter_context(start_node(role, role, model, cluster, *flags, "--tp", str(ranks)))
+            nodes.append(Node(role, process, process.listening().url))
+        eventually(lambda: len(http(cluster.url + "/instances").json()) == 2, "every node registered")
+        got = [cluster.complete(prompt, NEW_TOKENS, ignore_eos=True) for prompt in PROMPTS]
+        assert got == wanted
+        cluster.until_idle()
+        decode = cluster.decode[0]
+        eventually(lambda: decode.metric("prefills_total", source="remote") == len(PROMPTS), "every prompt was fetched")

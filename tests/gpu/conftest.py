@@ -1,0 +1,8 @@
+"""What only a GPU can show. ``tests/kernels/triton`` runs its cases on one too, where there is one."""
+
+from __future__ import annotations
+
+import torch
+
+if not torch.cuda.is_available():
+    collect_ignore_glob = ["test_*.py"]

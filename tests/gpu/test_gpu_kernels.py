@@ -1,0 +1,140 @@
+"""The kernels at the size of an 8B model in bf16, and captured decode steps, on a real GPU."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from pdserve.config import Dtype
+from pdserve.models.decode_graphs import CudaGraphs
+from pdserve.models.decoder_config import read_decoder_config
+from pdserve.models.runner import ModelRunner
+from pdserve.models.step_batch import StepRow
+from pdserve_kernels import reference
+from pdserve_kernels.contract import AttentionRow
+from pdserve_kernels.layout import KvLayout
+from pdserve_kernels.staging import stage
+from pdserve_kernels.triton.block_copy import gather_blocks, scatter_blocks
+from pdserve_kernels.triton.sampling import sample
+from pdserve_kernels.triton.triton_kernels import TritonKernels
+from tests.tiny_models import VOCAB_SIZE, save_tiny_model
+
+CUDA = torch.device("cuda", 0)
+LAYOUT = KvLayout(kv_heads=8, num_layers=2, block_size=16, head_dim=128, dtype=torch.bfloat16)
+HEADS = 32
+SCALE = 128**-0.5
+
+
+def make_kernels() -> TritonKernels:
+    return TritonKernels(torch.cuda.get_device_properties(CUDA).multi_processor_count)
+
+
+@pytest.fixture(scope="module")
+def cache() -> torch.Tensor:
+    torch.manual_seed(0)
+    return torch.randn_like(LAYOUT.allocate(3000, CUDA))
+
+
+def blocks_for(contexts: list[int]) -> list[list[int]]:
+    order = random.Random(1).sample(range(3000), 3000)
+    tables = []
+    for context in contexts:
+        count = -(-context // LAYOUT.block_size)
+        tables.append(order[:count])
+        order = order[count:]
+    return tables
+
+
+@pytest.mark.parametrize("window", [None, 1024])
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [(1, 8192)],
+        [(1, context) for context in (1, 16, 17, 4000, 33, 900, 8192, 64)],
+        [(1, 500)] * 64,
+        [(1, 700), (1, 5), (300, 8192), (17, 17), (512, 512), (2, 4001)],
+    ],
+    ids=["one long", "ragged", "full batch", "mixed"],
+)
+def test_attention_of_an_8b_model(cache: torch.Tensor, rows: list[tuple[int, int]], window: int | None) -> None:
+    tables = blocks_for([context for _, context in rows])
+    spans = [AttentionRow(new, context, table) for (new, context), table in zip(rows, tables, strict=True)]
+    tokens = sum(new for new, _ in rows)
+    query = torch.randn(tokens, HEADS, 128, device=CUDA, dtype=torch.bfloat16)
+    key_value = torch.randn(2, tokens, 8, 128, device=CUDA, dtype=torch.bfloat16)
+    mine = cache.clone()
+    got = make_kernels().plan_attention(LAYOUT, mine, spans, HEADS, SCALE)(1, query, key_value, window).cpu()
+    on_host, at = mine.cpu(), 0
+    for span in spans:
+        wanted = reference.paged_attention(
+            query[at : at + span.new_tokens].cpu(),
+            on_host,
+            LAYOUT,
+            1,
+            list(span.blocks),
+            span.context_len,
+            SCALE,
+            window,
+        )
+        torch.testing.assert_close(got[at : at + span.new_tokens], wanted, rtol=2e-2, atol=2e-2)
+        at += span.new_tokens
+
+
+def test_blocks_survive_a_trip_through_page_locked_memory(cache: torch.Tensor) -> None:
+    blocks = random.Random(2).sample(range(3000), 64)
+    ids = torch.tensor(blocks, dtype=torch.int32, device=CUDA)
+    staged = torch.empty(64, *cache.shape[1:], dtype=cache.dtype, device=CUDA)
+    gather_blocks(cache, ids, staged)
+    host = torch.empty(staged.shape, dtype=staged.dtype, pin_memory=True)
+    host.copy_(staged, non_blocking=True)
+    staged.zero_()
+    staged.copy_(host, non_blocking=True)
+    landed = torch.zeros_like(cache)
+    scatter_blocks(landed, ids, staged)
+    assert torch.equal(landed[blocks], cache[blocks])
+    assert int(landed.any(dim=(1, 2, 3, 4, 5)).sum()) == 64
+
+
+def test_sampling_over_a_large_vocabulary() -> None:
+    torch.manual_seed(1)
+    logits = torch.randn(64, 128_256) * 4
+    temperatures, min_ps = torch.rand(64), torch.rand(64) * 0.1
+    uniforms = torch.rand(64, dtype=torch.float64)
+    got = sample(logits.to(CUDA), temperatures.to(CUDA), min_ps.to(CUDA), uniforms.to(CUDA), 0.1)
+    wanted = reference.sample(logits, temperatures, min_ps, uniforms, 0.1)
+    # Exponentials differ in their last bits: a number that falls on a border may fall to its other side.
+    assert int((got.cpu() != wanted).sum()) <= 1
+
+
+def test_page_locked_numbers_are_not_overwritten_before_they_are_copied() -> None:
+    torch.cuda._sleep(200_000_000)  # type: ignore[no-untyped-call]  # torch has no annotation
+    moved = [stage([np.full(100_000, i), [i]], CUDA) for i in range(50)]
+    assert [(int(many.min()), int(many.max()), int(one)) for many, one in moved] == [(i, i, i) for i in range(50)]
+
+
+def test_captured_decode_steps_give_the_tokens_of_steps_launched_one_by_one(tmp_path: Path) -> None:
+    folder = save_tiny_model("llama", tmp_path)
+    config, kernels = read_decoder_config(folder), make_kernels()
+    answers = []
+    for captured in (False, True):
+        runner = ModelRunner(folder, config, Dtype.FP32, 4, 256, 128, kernels, CUDA)
+        if captured:
+            runner.capture_decode(kernels, 8, CudaGraphs())
+        prompts = [random.Random(i).choices(range(3, VOCAB_SIZE), k=5 + 7 * i) for i in range(6)]
+        tables = [list(range(32 * i, 32 * i + 32)) for i in range(6)]
+        logits = runner.run([StepRow(prompt, 0, table, True) for prompt, table in zip(prompts, tables, strict=True)])
+        for _ in range(40):
+            for prompt, token in zip(prompts, logits.argmax(-1).tolist(), strict=True):
+                prompt.append(token)
+            logits = runner.run(
+                [
+                    StepRow(prompt[-1:], len(prompt) - 1, table, True)
+                    for prompt, table in zip(prompts, tables, strict=True)
+                ]
+            )
+        answers.append(prompts)
+    assert answers[0] == answers[1]

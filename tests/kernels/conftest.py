@@ -1,0 +1,20 @@
+"""The compiled CPU kernels, built once for all tests."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from pdserve.settings import cache_folder
+from pdserve_kernels.contract import Kernels
+from pdserve_kernels.cpu.compiled_kernels import CompiledKernels
+from pdserve_kernels.cpu.torch_kernels import TorchKernels
+
+
+@pytest.fixture(scope="session", params=["torch", "compiled"])
+def kernels(request: pytest.FixtureRequest) -> Kernels:
+    """Each CPU kernel set. A machine that runs the tests has a compiler."""
+    if request.param == "torch":
+        return TorchKernels()
+    return CompiledKernels(cache_folder(os.environ))

@@ -1,0 +1,202 @@
+"""Both CPU kernel sets against the plain meaning of each op: random shapes, both dtypes, edges."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pdserve_kernels import reference
+from pdserve_kernels.contract import AttentionRow, HeadNorms, Kernels
+from pdserve_kernels.layout import KvLayout
+
+CPU = torch.device("cpu")
+NUM_BLOCKS = 40
+DTYPES = st.sampled_from([torch.float32, torch.bfloat16])
+SEEDS = st.integers(0, 2**32 - 1)
+WIDTHS = st.sampled_from([1, 2, 15, 16, 17, 48, 60, 130])
+EPS = 1e-5
+many = settings(max_examples=60, deadline=None)
+
+
+def close(got: torch.Tensor, wanted: torch.Tensor, dtype: torch.dtype, scale: float = 1.0) -> None:
+    """bf16 may differ by its rounding, at several places on the way."""
+    assert got.shape == wanted.shape
+    assert got.dtype == dtype
+    rtol, atol = (3e-2, 3e-2) if dtype is torch.bfloat16 else (1e-4, 2e-5)
+    torch.testing.assert_close(got.float(), wanted.float(), rtol=rtol, atol=atol * scale)
+
+
+@many
+@given(st.integers(1, 9), WIDTHS, DTYPES, SEEDS)
+def test_norms(kernels: Kernels, rows: int, width: int, dtype: torch.dtype, seed: int) -> None:
+    torch.manual_seed(seed)
+    x, residual, weight = (torch.randn(*shape) for shape in ((rows, width), (rows, width), (width,)))
+    x, residual, weight = x.to(dtype), residual.to(dtype), weight.to(dtype)
+    close(kernels.rms_norm(x, weight, EPS), reference.rms_norm(x, weight, EPS), dtype)
+    before = x.clone(), residual.clone()
+    got, total = kernels.add_rms_norm(x, residual, weight, EPS)
+    wanted, wanted_total = reference.add_rms_norm(x, residual, weight, EPS)
+    close(got, wanted, dtype)
+    assert torch.equal(total, wanted_total)
+    assert torch.equal(x, before[0])
+    assert torch.equal(residual, before[1])
+
+
+@many
+@given(st.integers(1, 9), WIDTHS, DTYPES, st.sampled_from([0.1, 3.0, 40.0]), SEEDS)
+def test_activations(kernels: Kernels, rows: int, width: int, dtype: torch.dtype, spread: float, seed: int) -> None:
+    torch.manual_seed(seed)
+    gate_up = (torch.randn(rows, 2 * width) * spread).to(dtype)
+    close(kernels.silu_and_mul(gate_up), reference.silu_and_mul(gate_up.float()), dtype)
+    close(kernels.gelu_and_mul(gate_up), reference.gelu_and_mul(gate_up.float()), dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_what_is_not_finite_stays_in_its_row(kernels: Kernels, dtype: torch.dtype, value: float) -> None:
+    x, weight = torch.randn(3, 34).to(dtype), torch.randn(34).to(dtype)
+    x[1, 5] = value
+    spoilt = [
+        kernels.rms_norm(x, weight, EPS),
+        kernels.add_rms_norm(x, torch.zeros_like(x), weight, EPS)[0],
+        kernels.silu_and_mul(x),
+        kernels.linear(torch.randn(7, 34).to(dtype))(x),
+    ]
+    for out in spoilt:
+        assert out[[0, 2]].isfinite().all()
+    assert not spoilt[3][1].isfinite().any()
+    if value != value:
+        assert all(not out[1].isfinite().all() for out in spoilt)
+
+
+@many
+@given(
+    st.integers(1, 40), st.sampled_from([1, 2, 31, 64, 70]), st.sampled_from([1, 31, 32, 33, 70]), DTYPES,
+    st.booleans(), SEEDS,
+)  # fmt: skip
+def test_linear(
+    kernels: Kernels, rows: int, inner: int, outer: int, dtype: torch.dtype, biased: bool, seed: int
+) -> None:
+    torch.manual_seed(seed)
+    x, weight = torch.randn(rows, inner).to(dtype), torch.randn(outer, inner).to(dtype)
+    bias = torch.randn(outer).to(dtype) if biased else None
+    wanted = torch.nn.functional.linear(x.double(), weight.double(), None if bias is None else bias.double())
+    close(kernels.linear(weight, bias)(x), wanted, dtype, scale=1 + inner**0.5)
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> KvLayout:
+    return KvLayout(
+        kv_heads=draw(st.integers(1, 3)),
+        num_layers=draw(st.integers(1, 2)),
+        block_size=draw(st.sampled_from([1, 4, 16, 32])),
+        head_dim=draw(st.sampled_from([2, 10, 32, 64, 80, 128])),
+        dtype=draw(DTYPES),
+    )
+
+
+@st.composite
+def steps(draw: st.DrawFn, block_size: int) -> list[AttentionRow]:
+    """Rows of requests that share no block; some contexts are longer than one part of the decode kernel."""
+    free = draw(st.permutations(range(NUM_BLOCKS)))
+    contexts = draw(st.lists(st.integers(1, 40) | st.integers(1, 600), min_size=1, max_size=4))
+    rows: list[AttentionRow] = []
+    for context in contexts:
+        blocks = -(-context // block_size)
+        if blocks > len(free):
+            continue
+        new = draw(st.sampled_from([1, 1, 2, 13, 40, context]))
+        rows.append(AttentionRow(min(new, context), context, free[:blocks]))
+        free = free[blocks:]
+    if not rows:
+        rows.append(AttentionRow(1, 1, free[:1]))
+    return sorted(rows, key=lambda row: row.new_tokens > 1)
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    layouts(), st.data(), st.sampled_from([1, 2, 3, 4, 7]), st.sampled_from([0.3, 1.0]),
+    st.none() | st.integers(1, 300), st.booleans(), SEEDS,
+)  # fmt: skip
+def test_attention_of_a_step(
+    kernels: Kernels,
+    layout: KvLayout,
+    data: st.DataObject,
+    group: int,
+    scale: float,
+    window: int | None,
+    normed: bool,
+    seed: int,
+) -> None:
+    torch.manual_seed(seed)
+    rows, heads, dtype = data.draw(steps(layout.block_size)), layout.kv_heads * group, layout.dtype
+    cache = torch.randn_like(layout.allocate(NUM_BLOCKS, CPU))
+    expected = cache.clone()
+    # Blocks of nobody are poison: what leaks from them shows.
+    owned = {block for row in rows for block in row.blocks}
+    poison = [block for block in range(NUM_BLOCKS) if block not in owned]
+    cache[poison] = float("nan")
+    tokens = sum(row.new_tokens for row in rows)
+    scale *= layout.head_dim**-0.5
+    half = layout.head_dim // 2
+    qkv = torch.randn(tokens, heads + 2 * layout.kv_heads, layout.head_dim).to(dtype)
+    angle = torch.randn(tokens, half)
+    cos, sin = angle.cos().to(dtype), angle.sin().to(dtype)
+    norms = None
+    if normed:
+        norms = HeadNorms(torch.randn(layout.head_dim).to(dtype), torch.randn(layout.head_dim).to(dtype), EPS)
+    plain = None if norms is None else HeadNorms(norms.query.float(), norms.key.float(), EPS)
+    query, key_value = reference.projected(qkv.float(), layout.kv_heads, cos.float(), sin.float(), plain)
+    query, key_value = query.to(dtype), key_value.to(dtype)
+    attention = kernels.plan_attention(layout, cache, rows, heads, scale)
+    for layer in range(layout.num_layers):
+        slots = torch.tensor(
+            [
+                row.blocks[at // layout.block_size] * layout.block_size + at % layout.block_size
+                for row in rows
+                for at in range(row.context_len - row.new_tokens, row.context_len)
+            ]
+        )
+        reference.kv_write(expected, layout, layer, slots, key_value[0], key_value[1])
+        got = attention.from_projection(layer, qkv, cos, sin, norms, window)
+        close(cache[list(owned)], expected[list(owned)], dtype, scale=2)
+        wanted = plain_attention(layout, expected, rows, query, layer, scale, window)
+        close(got, wanted, dtype, scale=3)
+        again = attention(layer, query, key_value, window)
+        close(again, wanted, dtype, scale=2)
+    assert cache[poison].isnan().all()
+
+
+def plain_attention(
+    layout: KvLayout,
+    cache: torch.Tensor,
+    rows: list[AttentionRow],
+    query: torch.Tensor,
+    layer: int,
+    scale: float,
+    window: int | None,
+) -> torch.Tensor:
+    out, first = [], 0
+    for row in rows:
+        q = query[first : first + row.new_tokens]
+        blocks = list(row.blocks)
+        out.append(reference.paged_attention(q, cache, layout, layer, blocks, row.context_len, scale, window))
+        first += row.new_tokens
+    return torch.cat(out)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("new", [1, 5])
+def test_a_request_that_is_not_finite_spoils_itself_alone(kernels: Kernels, dtype: torch.dtype, new: int) -> None:
+    layout = KvLayout(kv_heads=2, num_layers=1, block_size=4, head_dim=64, dtype=dtype)
+    cache = torch.randn_like(layout.allocate(8, CPU))
+    cache[2] = float("nan")
+    rows = [AttentionRow(new, 7, [0, 1]), AttentionRow(new, 7, [2, 3]), AttentionRow(new, 6, [4, 5])]
+    query, key_value = torch.randn(3 * new, 4, 64).to(dtype), torch.randn(2, 3 * new, 2, 64).to(dtype)
+    out = kernels.plan_attention(layout, cache, rows, 4, 0.125)(0, query, key_value)
+    finite = out.isfinite().view(3, -1)
+    assert finite[0].all()
+    assert not finite[1].any()
+    assert finite[2].all()

@@ -1,0 +1,23 @@
+"""The tests of ``tests/kernels/triton`` on a CPU, in a process that had no other triton before."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+FOLDER = Path(__file__).parent / "triton"
+
+
+def test_triton_kernels_in_the_interpreter() -> None:
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    result = subprocess.run(
+        [sys.executable, "-m", "pytest", str(FOLDER), "-q", "-p", "no:cacheprovider"],
+        env=environment,
+        cwd=FOLDER.parents[2],
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert result.returncode == 0, result.stdout[-20_000:] + result.stderr[-5_000:]

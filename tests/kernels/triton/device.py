@@ -1,0 +1,23 @@
+"""Where the kernels under test run, and how near their results must come to the reference."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import strategies as st
+
+CPU = torch.device("cpu")
+DEVICE = torch.device("cuda") if torch.cuda.is_available() else CPU
+DTYPES = st.sampled_from([torch.float32, torch.float16, torch.bfloat16])
+PRODUCT_DTYPES = st.sampled_from(
+    # The interpreter multiplies the bits of bf16 matrices as if they were integers.
+    [torch.float32, torch.float16, *([torch.bfloat16] if DEVICE.type == "cuda" else [])]
+)
+SEEDS = st.integers(0, 2**32 - 1)
+RELATIVE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+
+
+def assert_near(got: torch.Tensor, wanted: torch.Tensor, steps: float = 1.0) -> None:
+    """Equal to ``steps`` roundings of their dtype."""
+    assert got.dtype == wanted.dtype
+    tolerance = RELATIVE[wanted.dtype] * steps
+    torch.testing.assert_close(got.cpu().float(), wanted.float(), rtol=tolerance, atol=tolerance)

@@ -1,0 +1,29 @@
+"""Small runners, and greedy continuation by one alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from pdserve.config import Dtype
+from pdserve.models.decoder_config import read_decoder_config
+from pdserve.models.runner import ModelRunner
+from pdserve.models.step_batch import StepRow
+from pdserve_kernels.cpu.torch_kernels import TorchKernels
+
+
+def small_runner(path: Path, dtype: Dtype = Dtype.FP32, block_size: int = 4) -> ModelRunner:
+    """The model at ``path`` with room for 128 tokens."""
+    return ModelRunner(path, read_decoder_config(path), dtype, block_size, 128 // block_size, 128, TorchKernels())
+
+
+def greedy_tokens(runner: ModelRunner, prompt: Sequence[int], count: int, chunk: int = 64) -> list[int]:
+    """The ``count`` likeliest tokens one after another, with the prompt computed ``chunk`` tokens at a time."""
+    blocks = range(runner.kv_cache.shape[0])
+    for start in range(0, len(prompt), chunk):
+        logits = runner.run([StepRow(prompt[start : start + chunk], start, blocks, True)])
+    tokens = [int(logits.argmax())]
+    while len(tokens) < count:
+        logits = runner.run([StepRow(tokens[-1:], len(prompt) + len(tokens) - 1, blocks, True)])
+        tokens.append(int(logits.argmax()))
+    return tokens

@@ -1,0 +1,29 @@
+"""Stands in for a CUDA graph where there is no GPU: a replay computes again what was captured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+
+class RerunGraph:
+    """Satisfies ``decode_graphs.Graph``."""
+
+    replays = 0
+
+    def capture(self, compute: Callable[[], None]) -> None:
+        self._compute = compute
+
+    def replay(self) -> None:
+        self.replays += 1
+        self._compute()
+
+
+class RerunGraphs:
+    """Makes them and knows all that it made, in the order of capture."""
+
+    def __init__(self) -> None:
+        self.made: list[RerunGraph] = []
+
+    def __call__(self) -> RerunGraph:
+        self.made.append(RerunGraph())
+        return self.made[-1]

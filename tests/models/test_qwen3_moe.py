@@ -1,0 +1,54 @@
+"""Experts: what the ranks of a tensor-parallel group compute adds up to what one computes alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from pdserve.errors import ModelError
+from pdserve.models.decoder_config import read_decoder_config
+from pdserve.models.layers import Building
+from pdserve.models.qwen3_moe import Experts
+from pdserve.models.tensor_parallel import Alone, TpGroup
+from pdserve.models.weights import Checkpoint
+from pdserve_kernels.cpu.torch_kernels import TorchKernels
+from tests.tiny_models import save_tiny_model
+
+
+@dataclass(frozen=True)
+class Unsummed:
+    """A rank whose sums are left to the test."""
+
+    rank: int
+    size: int
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    def gather(self, x: torch.Tensor) -> torch.Tensor:
+        raise AssertionError("experts gather nothing")
+
+    def close(self) -> None:
+        pass
+
+
+def experts(folder: Path, tp: TpGroup) -> Experts:
+    building = Building(Checkpoint(folder, torch.float32), TorchKernels(), tp)
+    return Experts(read_decoder_config(folder), building, "model.layers.0.mlp")
+
+
+def test_ranks_add_up(tmp_path: Path) -> None:
+    folder = save_tiny_model("qwen3-moe", tmp_path)
+    x = torch.randn(9, 60, generator=torch.Generator().manual_seed(0))
+    whole = experts(folder, Alone())(x)
+    parts = [experts(folder, Unsummed(rank, 3))(x) for rank in range(3)]
+    assert all(not torch.allclose(part, whole) for part in parts)
+    torch.testing.assert_close(sum(parts), whole, rtol=1e-5, atol=1e-4)
+
+
+def test_a_split_that_does_not_come_out_even_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="channels of an expert"):
+        experts(save_tiny_model("qwen3-moe", tmp_path), Unsummed(0, 5))

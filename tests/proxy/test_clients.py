@@ -1,0 +1,162 @@
+"""Keys and limits as clients meet them, through a running proxy."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+from pathlib import Path
+
+import msgspec
+import openai
+import pytest
+
+from pdserve.config import AdmissionConfig, ProxyConfig
+from pdserve.errors import ConfigError, Unauthorized
+from pdserve.wire.discovery import Role
+from pdserve_proxy.api_keys import ApiKeys, read_api_keys
+from tests.proxy.cluster import cluster, eventually, metric, node_info, proxy_config, run_async
+from tests.proxy.fake_node import Exchange, FakeNode
+
+ALICE, BOB = "alices-key-0123456789", "bobs-key-0123456789"
+
+
+def config_with(**fields: object) -> ProxyConfig:
+    admission = msgspec.convert({"api_keys": (ALICE, BOB), **fields}, AdmissionConfig)
+    return dataclasses.replace(proxy_config(), admission=admission)
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {key}"}
+
+
+class Held:
+    """A node that answers when it is let go."""
+
+    def __init__(self) -> None:
+        self.entered = 0
+        self.let_go = asyncio.Event()
+
+    async def __call__(self, exchange: Exchange) -> None:
+        self.entered += 1
+        await self.let_go.wait()
+        await exchange.answer(200, b"{}")
+
+
+@pytest.mark.parametrize("authorization", [None, "", "Bearer", "Bearer wrong-key-0123456789", f"Basic {ALICE}", ALICE])
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/tokenize", "/v1/models", "/v1/models/m"])
+def test_without_a_valid_key_a_request_gets_openais_401(authorization: str | None, path: str) -> None:
+    async def scenario() -> None:
+        async with FakeNode() as node, cluster(config_with()) as running:
+            await running.add(node_info("x", Role.MIXED, node.url))
+            headers = {} if authorization is None else {"authorization": authorization}
+            method = "GET" if path.startswith("/v1/models") else "POST"
+            async with running.http.request(method, path, data=b"{", headers=headers) as response:
+                body = msgspec.json.decode(await response.read(), type=dict[str, dict[str, object]])
+                assert (response.status, response.headers["www-authenticate"]) == (401, "Bearer")
+                assert set(body["error"]) == {"message", "type", "param", "code"}
+                assert str(body["error"]["code"]).endswith("_api_key")
+            assert node.requests == []
+
+    run_async(scenario())
+
+
+def test_a_valid_key_lets_in_stays_at_the_proxy_and_is_never_logged(caplog: pytest.LogCaptureFixture) -> None:
+    async def scenario() -> None:
+        async with FakeNode() as node, cluster(config_with()) as running:
+            await running.add(node_info("x", Role.MIXED, node.url))
+            for path in ("/v1/completions", "/tokenize", "/detokenize"):
+                async with running.http.post(path, json={"model": "m"}, headers=bearer(BOB)) as response:
+                    assert response.status == 200
+                assert node.requests[-1].path == path
+                assert BOB not in str(node.requests[-1])
+            async with openai.AsyncOpenAI(base_url=f"{running.addresses.url}/v1", api_key=ALICE) as client:
+                assert [model.id async for model in client.models.list()] == ["m"]
+            async with openai.AsyncOpenAI(base_url=f"{running.addresses.url}/v1", api_key="no" * 10) as client:
+                with pytest.raises(openai.AuthenticationError):
+                    await client.models.list()
+            for path in ("/ready", "/metrics", "/instances"):
+                async with running.http.get(path) as response:
+                    assert response.status == 200
+                    assert BOB not in await response.text()
+
+    with caplog.at_level(logging.DEBUG):
+        run_async(scenario())
+    assert ALICE not in caplog.text
+    assert BOB not in caplog.text
+
+
+def test_a_key_has_its_share_and_no_more() -> None:
+    async def scenario() -> None:
+        held = Held()
+        async with FakeNode(held) as node, cluster(config_with(max_in_flight_per_key=2)) as running:
+            await running.add(node_info("x", Role.MIXED, node.url))
+
+            async def send(key: str) -> tuple[int, str | None]:
+                async with running.http.post("/v1/completions", json={}, headers=bearer(key)) as response:
+                    await response.read()
+                    return response.status, response.headers.get("retry-after")
+
+            alice = [asyncio.create_task(send(ALICE)) for _ in range(2)]
+            await eventually(lambda: held.entered == 2, "both are at the node")
+            assert await send(ALICE) == (429, "1")
+            bob = asyncio.create_task(send(BOB))
+            await eventually(lambda: held.entered == 3, "the other key has its own share")
+            held.let_go.set()
+            assert await asyncio.gather(*alice, bob) == [(200, None)] * 3
+            assert await send(ALICE) == (200, None)
+
+    run_async(scenario())
+
+
+def test_beyond_the_limit_requests_wait_and_beyond_the_queue_they_get_503() -> None:
+    async def scenario() -> None:
+        held = Held()
+        async with FakeNode(held) as node, cluster(config_with(max_in_flight=1, max_queued=2)) as running:
+            await running.add(node_info("x", Role.MIXED, node.url))
+
+            async def send() -> tuple[int, str | None]:
+                async with running.http.post("/v1/completions", json={}, headers=bearer(ALICE)) as response:
+                    await response.read()
+                    return response.status, response.headers.get("retry-after")
+
+            async def waiting(count: int) -> bool:
+                return await metric(running, "pdserve_proxy_requests_queued") == count
+
+            tasks = [asyncio.create_task(send()) for _ in range(3)]
+            await eventually(lambda: waiting(2), "two wait")
+            await eventually(lambda: held.entered == 1, "one is at the node")
+            assert await send() == (503, "1")
+            leaver = tasks.pop()  # of those that wait, one leaves: its place is free again
+            leaver.cancel()
+            await eventually(lambda: waiting(1), "one waits")
+            tasks.append(asyncio.create_task(send()))
+            held.let_go.set()
+            assert await asyncio.gather(*tasks) == [(200, None)] * 3
+
+    run_async(scenario())
+
+
+def test_keys_in_a_file_may_have_names(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text(f"# ours\n\nalice {ALICE}\n{BOB}\n")
+    keys = ApiKeys(read_api_keys(AdmissionConfig(api_key_file=str(file))))
+    assert (keys.caller(f"Bearer {ALICE}"), keys.caller(f"bearer  {BOB}")) == ("alice", "line-4")
+    with pytest.raises(Unauthorized):
+        keys.caller(f"Bearer {ALICE}x")
+
+
+@pytest.mark.parametrize(
+    "text", ["", "# nothing\n", "short\n", f"{ALICE}\n{ALICE}\n", f"a b {ALICE}\n", "k" * 600 + "\n", "\x00\xff"]
+)
+def test_a_file_that_cannot_be_meant_is_refused_without_showing_it(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "keys"
+    file.write_bytes(text.encode("latin-1"))
+    with pytest.raises(ConfigError) as caught:
+        read_api_keys(AdmissionConfig(api_key_file=str(file)))
+    assert ALICE not in str(caught.value)
+
+
+def test_no_key_file_is_a_configuration_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="No such file"):
+        read_api_keys(AdmissionConfig(api_key_file=str(tmp_path / "none")))

@@ -1,0 +1,274 @@
+"""Several workers behind one port: one registry, one set of figures, and a worker's death is its own."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import os
+import re
+import signal
+import sys
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import aiohttp
+import pytest
+
+from pdserve.config import AdmissionConfig, ProxyConfig, WorkersConfig
+from pdserve.errors import ConfigError
+from pdserve.wire.discovery import Heartbeat, Load, Register, Role
+from pdserve.wire.proxy_workers import KnownNode, Nodes
+from pdserve_proxy.flights import Flights
+from pdserve_proxy.launch import share_of
+from pdserve_proxy.listening import Addresses
+from pdserve_proxy.mirror import Mirror
+from pdserve_proxy.registry import Registry
+from pdserve_proxy.server import run
+from pdserve_proxy.snapshot import NodeState
+from pdserve_proxy.supervisor import WorkerDied, supervise
+from tests.proxy.cluster import SECRET, cluster, eventually, node_info, proxy_config, registered, run_async
+from tests.proxy.fake_node import Exchange, FakeNode
+
+WORKERS = 2
+
+
+def workers_config(drain_s: float = 5.0) -> ProxyConfig:
+    return dataclasses.replace(proxy_config(drain_s=drain_s), workers=WorkersConfig(WORKERS))
+
+
+def children() -> set[int]:
+    """Processes that this one has started and that run workers."""
+    pids = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+    found = set()
+    for pid in pids:
+        try:
+            if b"pdserve_proxy.worker" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                found.add(int(pid))
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+    return found
+
+
+@dataclass
+class Proxy:
+    addresses: Addresses
+    stop: asyncio.Event
+    stopped: asyncio.Task[None]
+
+    async def ask(self, path: str = "/v1/completions") -> bytes:
+        """On a connection of its own, so that any worker may get it."""
+        async with aiohttp.ClientSession(self.addresses.url) as http:
+            if path.startswith("/v1/"):
+                async with http.post(path, json={"stream": True}) as response:
+                    assert response.status == 200, await response.text()
+                    return await response.read()
+            async with http.get(path) as response:
+                assert response.status == 200, await response.text()
+                return await response.read()
+
+    async def known_to_all(self) -> None:
+        """Until the workers know the nodes. Which one answers is the kernel's choice: many have to say it in a row."""
+
+        async def all_ready() -> bool:
+            answers = await asyncio.gather(*(self.ask("/ready") for _ in range(16)), return_exceptions=True)
+            return not any(isinstance(answer, BaseException) for answer in answers)
+
+        await eventually(all_ready, "every worker is ready")
+
+    async def metric(self, line: str) -> float:
+        found = re.search(rf"^{re.escape(line)} ([0-9.e+]+)$", (await self.ask("/metrics")).decode(), re.MULTILINE)
+        return float(found[1]) if found else 0.0
+
+
+@asynccontextmanager
+async def proxy(config: ProxyConfig) -> AsyncIterator[Proxy]:
+    stop = asyncio.Event()
+    listening: asyncio.Queue[Addresses] = asyncio.Queue()
+    task = asyncio.create_task(run(config, SECRET, stop, listening.put_nowait))
+    try:
+        async with asyncio.timeout(20):
+            yield Proxy(await listening.get(), stop, task)
+    finally:
+        stop.set()
+        await task
+
+
+class Node:
+    """Streams one event, and the end when it is let go."""
+
+    def __init__(self) -> None:
+        self.begun, self.go_on = asyncio.Semaphore(0), asyncio.Event()
+
+    async def __call__(self, exchange: Exchange) -> None:
+        await exchange.begin_stream()
+        await exchange.chunk(b"data: 1\n\n")
+        self.begun.release()
+        await self.go_on.wait()
+        await exchange.chunk(b"data: [DONE]\n\n")
+        await exchange.finish()
+
+
+WHOLE = b"data: 1\n\ndata: [DONE]\n\n"
+OK = 'pdserve_proxy_outcomes_total{outcome="ok"}'
+
+
+def test_a_node_registers_once_and_every_worker_serves_it_and_figures_are_of_all() -> None:
+    async def scenario() -> None:
+        behaviour = Node()
+        behaviour.go_on.set()
+        async with FakeNode(behaviour) as node, proxy(workers_config()) as running, AsyncExitStack() as nodes:
+            await nodes.enter_async_context(registered(node_info("x", Role.MIXED, node.url), running.addresses.control))
+            assert len(children()) == WORKERS
+            await running.known_to_all()
+            assert await asyncio.gather(*(running.ask() for _ in range(40))) == [WHOLE] * 40
+            # Whichever worker is asked, and though each has had some of the forty only.
+            assert [await running.metric(OK) for _ in range(6)] == [40.0] * 6
+            assert await running.metric('pdserve_proxy_nodes{role="mixed"}') == 1
+            assert await running.metric("pdserve_proxy_requests_in_flight") == 0
+            assert b'"name":"x"' in await running.ask("/instances")
+        assert not children()
+
+    run_async(scenario())
+
+
+def test_a_worker_that_dies_is_replaced_and_what_it_counted_stays_counted() -> None:
+    async def scenario() -> None:
+        behaviour = Node()
+        behaviour.go_on.set()
+        async with (
+            FakeNode(behaviour) as node,
+            proxy(workers_config()) as running,
+            registered(node_info("x", Role.MIXED, node.url), running.addresses.control),
+        ):
+            await running.known_to_all()
+            assert await asyncio.gather(*(running.ask() for _ in range(20))) == [WHOLE] * 20
+            assert await running.metric(OK) == 20
+            before = children()
+            victim = min(before)
+            os.kill(victim, signal.SIGKILL)
+            await eventually(lambda: len(children() - {victim}) == WORKERS, "another worker is started")
+            # Some of these may wait in the dead worker's socket until the new one takes them.
+            assert await asyncio.gather(*(running.ask() for _ in range(20))) == [WHOLE] * 20
+            assert await running.metric(OK) == 40
+
+    run_async(scenario())
+
+
+def test_all_workers_drain_on_stop() -> None:
+    async def scenario() -> None:
+        behaviour = Node()
+        async with (
+            FakeNode(behaviour) as node,
+            proxy(workers_config()) as running,
+            registered(node_info("x", Role.MIXED, node.url), running.addresses.control),
+        ):
+            await running.known_to_all()
+            streams = [asyncio.create_task(running.ask()) for _ in range(12)]
+            for _ in streams:
+                await behaviour.begun.acquire()
+            running.stop.set()
+            host, _, port = running.addresses.url.removeprefix("http://").partition(":")
+            while True:
+                try:
+                    _, writer = await asyncio.open_connection(host, int(port))
+                except ConnectionRefusedError:
+                    break
+                writer.close()
+                await asyncio.sleep(0.01)
+            assert not running.stopped.done()
+            behaviour.go_on.set()
+            assert await asyncio.gather(*streams) == [WHOLE] * 12
+            await running.stopped
+        assert not children()
+
+    run_async(scenario())
+
+
+def test_workers_die_with_their_supervisor() -> None:
+    program = f"""
+import sys
+from pdserve_proxy.server import serve
+from tests.proxy.test_workers import workers_config
+sys.exit(serve(workers_config(), {SECRET!r}))
+"""
+
+    async def scenario() -> None:
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-c", program, stderr=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.DEVNULL
+        )
+        assert process.stderr is not None
+        try:
+            async with asyncio.timeout(20):
+                while b"pdserve proxy listening" not in (line := await process.stderr.readline()):
+                    assert line
+            process.kill()
+            async with asyncio.timeout(10):
+                # Every process that holds the pipe has to be gone for it to end.
+                while await process.stderr.read(4096):
+                    pass
+        finally:
+            if process.returncode is None:
+                process.kill()
+            await process.wait()
+
+    run_async(scenario())
+
+
+@pytest.mark.parametrize("command", [["false"], [sys.executable, "-c", "import sys; sys.stdin.buffer.read()"]])
+def test_workers_that_do_not_come_up_end_the_proxy(command: list[str]) -> None:
+    async def scenario() -> None:
+        with pytest.raises(WorkerDied, match="did not come up"):
+            await supervise(workers_config(), SECRET, (), asyncio.Event(), lambda _: None, command)
+
+    run_async(scenario())
+
+
+def test_a_port_that_another_proxy_has_is_not_shared_with_it() -> None:
+    async def scenario() -> None:
+        async with cluster() as other:
+            port = int(other.addresses.url.rpartition(":")[2])
+            config = dataclasses.replace(proxy_config(http_port=port), workers=WorkersConfig(WORKERS))
+            with pytest.raises(ConfigError, match=str(port)):
+                await run(config, SECRET, asyncio.Event())
+
+    run_async(scenario())
+
+
+def test_each_worker_has_its_share_of_the_limits() -> None:
+    config = dataclasses.replace(
+        workers_config(),
+        workers=WorkersConfig(4),
+        admission=AdmissionConfig(max_in_flight=10, max_in_flight_per_key=0, max_queued=1),
+    )
+    share = share_of(config).admission
+    assert (share.max_in_flight, share.max_in_flight_per_key, share.max_queued) == (3, 0, 1)
+
+
+def test_a_mirror_forgets_that_a_node_was_unreachable_at_its_next_heartbeat_only() -> None:
+    flights = Flights()
+    registry, mirror = Registry(1.0, 3), Mirror(flights)
+    info = node_info("x", Role.MIXED)
+
+    def copy() -> NodeState:
+        entries = tuple(KnownNode(node.info, node.load, node.seen_s) for node in registry.snapshot().nodes)
+        mirror.take(Nodes(entries, tuple(registry.prefilled)))
+        return mirror.snapshot().nodes[0].state
+
+    registry.handle(Register(info), 1.0)
+    assert copy() is NodeState.SERVING
+    flight = flights.begin(info)
+    mirror.mark_unreachable(info.boot_id)
+    assert not mirror.snapshot().pairings
+    registry.handle(Register(node_info("y", Role.MIXED)), 1.5)
+    assert copy() is NodeState.UNREACHABLE
+    registry.handle(Heartbeat(info.boot_id, Load(running=1)), 2.0)
+    assert copy() is NodeState.SERVING
+    assert flights.loads(mirror.snapshot())(info) == 1
+    flight.land_all()
+    assert flights.loads(mirror.snapshot())(info) == 0
+    registry.expire(100.0)
+    mirror.take(Nodes((), ()))
+    assert not mirror.snapshot().nodes
+    assert not flights._reported
