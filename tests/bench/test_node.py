@@ -33,7 +33,7 @@ def test_it_listens_on_loopback_whatever_the_environment_says(tmp_path: Path) ->
 
 
 def test_a_node_that_ends_tells_why() -> None:
-    with pytest.raises(ChildDied, match="there is no model folder '/nowhere'"):
+    with pytest.raises(ChildDied, match="there is no model '/nowhere'"):
         asyncio.run(enter(["--model", "/nowhere"], 120.0))
 
 

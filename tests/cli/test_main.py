@@ -43,14 +43,14 @@ def test_a_misspelt_subcommand_is_told_the_nearest() -> None:
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["decode", "--model", "/nowhere"], "there is no model folder '/nowhere'"),
+        (["decode", "--model", "/nowhere"], "there is no model '/nowhere'"),
         (["decode", "--model", "/"], "it has no config.json"),
         (["prefill"], "--proxy is needed"),
         (["decode", "--cores", "65000"], "--cores: [65000] are not among the cores of this process"),
         (["decode", "--host", "0.0.0.0"], "a cluster secret is needed to listen on 0.0.0.0"),
         (["proxy", "--control-host", "0.0.0.0"], "a cluster secret is needed to listen on 0.0.0.0"),
         (["proxy", "--blok-size", "1"], "unknown flag --blok-size"),
-        (["up", "--model", "/nowhere"], "there is no model folder '/nowhere'"),
+        (["up", "--model", "/nowhere"], "there is no model '/nowhere'"),
     ],
 )
 def test_a_wrong_setting_is_one_line_and_status_2(argv: list[str], message: str) -> None:
