@@ -30,7 +30,8 @@ from pdserve_kvtransfer.transport import Transport
 class Port(Protocol):
     """``ReceivePort`` or ``SendPort``."""
 
-    reports: list[RankReport]
+    @property
+    def reports(self) -> list[RankReport]: ...
 
     def handle(self, command: LinkCommand) -> None: ...
 

@@ -18,16 +18,14 @@ from pdserve.wire.rank_transfer import (
     Expecting,
     Forget,
     Forgotten,
-    LinkBroken,
-    LinkClosed,
     LinkCommand,
-    LinkOpened,
     PieceLanded,
     RankReport,
     Released,
 )
 from pdserve_kvtransfer.digest import digest
 from pdserve_kvtransfer.head_map import Piece, head_map, heads_of
+from pdserve_kvtransfer.port_link import PortLink
 from pdserve_kvtransfer.region import KvRegion
 from pdserve_kvtransfer.transport import MAX_MESSAGE_BYTES, Arrival, Completion, Transport
 
@@ -95,17 +93,18 @@ class ReceivePort:
 
     def __init__(self, link: int, rank: int, ranks: int, kv_heads: int, region: KvRegion, transport: Transport) -> None:
         """Raises TransferError if the transport cannot open a link."""
-        self.reports: list[RankReport] = []
-        self._number, self._rank, self._ranks, self._kv_heads = link, rank, ranks, kv_heads
+        self._port = PortLink(link, transport)
+        self._rank, self._ranks, self._kv_heads = rank, ranks, kv_heads
         self._region = region
         self._head_bytes = region.block_bytes // len(heads_of(rank, ranks, kv_heads))
         self._pieces: tuple[Piece, ...] = ()
         self._landings: dict[int, _Landing] = {}
         self._receiving: list[_Receiving] = []
         self._scratch = memoryview(bytearray(region.block_bytes))
-        self._broken = False
-        self._link = transport.open_link()
-        self.reports.append(LinkOpened(link, self._link.address))
+
+    @property
+    def reports(self) -> list[RankReport]:
+        return self._port.reports
 
     def handle(self, command: LinkCommand) -> None:
         match command:
@@ -113,12 +112,12 @@ class ReceivePort:
                 self._connect(addresses)
             case Expect(tag=tag):
                 self._landings[tag] = _Landing(command, len(self._pieces))
-                self.reports.append(Expecting(self._number, tag))
+                self.reports.append(Expecting(self._port.number, tag))
             case Forget(tag=tag):
                 self._forget(tag)
             case CloseLink():
                 self.close()
-                self.reports.append(LinkClosed(self._number))
+                self._port.report_closed()
             case _:
                 raise TypeError(f"{type(command).__name__} is not for the receiving side")
 
@@ -126,9 +125,9 @@ class ReceivePort:
         mine = [piece for piece in head_map(self._kv_heads, len(addresses), self._ranks) if piece.target == self._rank]
         self._pieces = tuple(mine)
         try:
-            self._link.connect([addresses[source] for source in sorted({piece.source for piece in mine})])
+            self._port.link.connect([addresses[source] for source in sorted({piece.source for piece in mine})])
         except TransferError as exc:
-            self._break(str(exc))
+            self._port.found_broken(str(exc))
 
     def _forget(self, tag: int) -> None:
         landing = self._landings.get(tag)
@@ -137,37 +136,33 @@ class ReceivePort:
             landing.forgotten = True
             if not in_flight:
                 del self._landings[tag]
-        self.reports.append(Forgotten(self._number, tag, in_flight))
+        self.reports.append(Forgotten(self._port.number, tag, in_flight))
 
     def turn(self) -> bool:
         """Let data move. True if any did."""
-        if self._broken:
+        if self._port.broken:
             return False
         try:
-            moved = self._link.progress()
-            while (arrival := self._link.probe()) is not None:
+            moved = self._port.link.progress()
+            while (arrival := self._port.link.probe()) is not None:
                 self._receive(arrival)
                 moved = True
             if self._receiving:
                 self._complete()
-            if self._link.broken():
+            if self._port.link.broken():
                 raise PeerLost("the connection that carries KV blocks broke")
         except PeerLost as exc:
-            self._break(str(exc))
+            self._port.found_broken(str(exc))
             return False
         return moved
-
-    def _break(self, reason: str) -> None:
-        self._broken = True
-        self.reports.append(LinkBroken(self._number, reason))
 
     def _receive(self, arrival: Arrival) -> None:
         landing = self._landings.get(arrival.tag)
         into = None if landing is None else self._destination(landing, arrival)
         if into is None:
             landing, into = None, self._scratch_for(arrival.length)
-            self.reports.append(Dropped(self._number))
-        self._receiving.append(_Receiving(self._link.receive(arrival, into), landing, arrival.index, into))
+            self.reports.append(Dropped(self._port.number))
+        self._receiving.append(_Receiving(self._port.link.receive(arrival, into), landing, arrival.index, into))
 
     def _destination(self, landing: _Landing, arrival: Arrival) -> memoryview | None:
         piece = self._pieces[arrival.index % landing.slots]
@@ -201,12 +196,12 @@ class ReceivePort:
         released = landing.landed(receiving.index)
         if landing.forgotten:
             if released is not None:
-                self.reports.append(Released(self._number, tag, (released,)))
+                self.reports.append(Released(self._port.number, tag, (released,)))
             if not landing.in_flight:
                 del self._landings[tag]
             return
         found = digest(receiving.into, tag, receiving.index) if landing.expect.digests else 0
-        self.reports.append(PieceLanded(self._number, tag, receiving.index, receiving.into.nbytes, found))
+        self.reports.append(PieceLanded(self._port.number, tag, receiving.index, receiving.into.nbytes, found))
         if landing.complete:
             del self._landings[tag]
 
@@ -214,14 +209,13 @@ class ReceivePort:
         return bool(self._receiving)
 
     def arm(self) -> bool:
-        return self._broken or self._link.arm()
+        return self._port.arm()
 
     def fileno(self) -> int:
-        return self._link.fileno()
+        return self._port.link.fileno()
 
     def close(self) -> None:
         """Idempotent. Nothing is written afterwards."""
-        self._broken = True
-        self._link.close()
+        self._port.close()
         self._receiving.clear()
         self._landings.clear()

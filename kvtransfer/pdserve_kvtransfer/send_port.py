@@ -12,10 +12,7 @@ from pdserve.errors import PeerLost, TransferError
 from pdserve.wire.rank_transfer import (
     CloseLink,
     ConnectLink,
-    LinkBroken,
-    LinkClosed,
     LinkCommand,
-    LinkOpened,
     PiecesAnnounced,
     PiecesSent,
     RankReport,
@@ -23,6 +20,7 @@ from pdserve.wire.rank_transfer import (
 )
 from pdserve_kvtransfer.digest import digest
 from pdserve_kvtransfer.head_map import Piece, head_map, heads_of
+from pdserve_kvtransfer.port_link import PortLink
 from pdserve_kvtransfer.region import KvRegion
 from pdserve_kvtransfer.transport import Completion, Transport
 
@@ -39,15 +37,16 @@ class SendPort:
 
     def __init__(self, link: int, rank: int, ranks: int, kv_heads: int, region: KvRegion, transport: Transport) -> None:
         """Raises TransferError if the transport cannot open a link."""
-        self.reports: list[RankReport] = []
-        self._number, self._rank, self._ranks, self._kv_heads = link, rank, ranks, kv_heads
+        self._port = PortLink(link, transport)
+        self._rank, self._ranks, self._kv_heads = rank, ranks, kv_heads
         self._region = region
         self._head_bytes = region.block_bytes // len(heads_of(rank, ranks, kv_heads))
         self._pieces: list[Piece] = []
         self._sending: list[_Sending] = []
-        self._broken = False
-        self._link = transport.open_link()
-        self.reports.append(LinkOpened(link, self._link.address))
+
+    @property
+    def reports(self) -> list[RankReport]:
+        return self._port.reports
 
     def handle(self, command: LinkCommand) -> None:
         match command:
@@ -57,7 +56,7 @@ class SendPort:
                 self._send(command)
             case CloseLink():
                 self.close()
-                self.reports.append(LinkClosed(self._number))
+                self._port.report_closed()
             case _:
                 raise TypeError(f"{type(command).__name__} is not for the sending side")
 
@@ -65,18 +64,18 @@ class SendPort:
         pieces = head_map(self._kv_heads, self._ranks, len(addresses))
         self._pieces = [piece for piece in pieces if piece.source == self._rank]
         try:
-            self._link.connect([addresses[piece.target] for piece in self._pieces])
+            self._port.link.connect([addresses[piece.target] for piece in self._pieces])
         except TransferError as exc:
-            self._break(str(exc))
+            self._port.found_broken(str(exc))
 
     def _send(self, command: SendBlocks) -> None:
-        if self._broken:
+        if self._port.broken:
             return
         try:
             for to, piece in enumerate(self._pieces):
                 self._send_piece(command, piece, to)
         except PeerLost as exc:
-            self._break(str(exc))
+            self._port.found_broken(str(exc))
 
     def _send_piece(self, command: SendBlocks, piece: Piece, to: int) -> None:
         first, length = piece.source_head * self._head_bytes, piece.heads * self._head_bytes
@@ -84,25 +83,27 @@ class SendPort:
         for block, block_id in enumerate(command.block_ids, command.first_block):
             index = block * piece.slots + piece.slot
             memory = self._region.block(block_id)[first : first + length]
-            self._sending.append(_Sending(self._link.send(memory, command.tag, index, to), command.tag, length))
+            self._sending.append(_Sending(self._port.link.send(memory, command.tag, index, to), command.tag, length))
             if command.digests:
                 digests.append(digest(memory, command.tag, index))
         if digests:
-            announced = PiecesAnnounced(self._number, command.tag, piece.target, command.first_block, tuple(digests))
+            announced = PiecesAnnounced(
+                self._port.number, command.tag, piece.target, command.first_block, tuple(digests)
+            )
             self.reports.append(announced)
 
     def turn(self) -> bool:
         """Let data move. True if any did."""
-        if self._broken:
+        if self._port.broken:
             return False
         try:
-            moved = self._link.progress()
+            moved = self._port.link.progress()
             if self._sending:
                 self._complete()
-            if self._link.broken():
+            if self._port.link.broken():
                 raise PeerLost("the connection that carries KV blocks broke")
         except PeerLost as exc:
-            self._break(str(exc))
+            self._port.found_broken(str(exc))
             return False
         return moved
 
@@ -115,23 +116,18 @@ class SendPort:
         self._sending = [sending for sending in self._sending if not sending.completion.done()]
         for tag, count in Counter(sending.tag for sending in done).items():
             size = sum(sending.size for sending in done if sending.tag == tag)
-            self.reports.append(PiecesSent(self._number, tag, count, size))
-
-    def _break(self, reason: str) -> None:
-        self._broken = True
-        self.reports.append(LinkBroken(self._number, reason))
+            self.reports.append(PiecesSent(self._port.number, tag, count, size))
 
     def moving(self) -> bool:
         return bool(self._sending)
 
     def arm(self) -> bool:
-        return self._broken or self._link.arm()
+        return self._port.arm()
 
     def fileno(self) -> int:
-        return self._link.fileno()
+        return self._port.link.fileno()
 
     def close(self) -> None:
         """Idempotent. Nothing is read afterwards."""
-        self._broken = True
-        self._link.close()
+        self._port.close()
         self._sending.clear()

@@ -1,0 +1,34 @@
+"""What both kinds of port have: one rank's link to another engine, and what rank 0 is told of it."""
+
+from __future__ import annotations
+
+from pdserve.wire.rank_transfer import LinkBroken, LinkClosed, LinkOpened, RankReport
+from pdserve_kvtransfer.transport import Link, Transport
+
+
+class PortLink:
+    """Open from the start, broken at most once, closed at the end; the port's driver empties ``reports``."""
+
+    def __init__(self, number: int, transport: Transport) -> None:
+        """Raises TransferError if the transport cannot open a link."""
+        self.number = number
+        self.reports: list[RankReport] = []
+        self.link: Link = transport.open_link()
+        self.broken = False
+        self.reports.append(LinkOpened(number, self.link.address))
+
+    def found_broken(self, reason: str) -> None:
+        """It moves nothing any more, and waits to be closed."""
+        self.broken = True
+        self.reports.append(LinkBroken(self.number, reason))
+
+    def arm(self) -> bool:
+        return self.broken or self.link.arm()
+
+    def close(self) -> None:
+        """Idempotent. No memory given to the link is touched afterwards."""
+        self.broken = True
+        self.link.close()
+
+    def report_closed(self) -> None:
+        self.reports.append(LinkClosed(self.number))
