@@ -95,8 +95,9 @@ class RankLost(EngineError):
 
     @classmethod
     def silent(cls, ranks: tuple[int, ...], timeout_s: float) -> RankLost:
-        """They kept the others waiting for longer than ``timeout_s``."""
-        who = "tensor-parallel rank " + ", ".join(map(str, ranks)) if ranks else "a tensor-parallel rank"
+        """One of them kept the others waiting for longer than ``timeout_s``."""
+        names = ", ".join(map(str, ranks))
+        who = f"one of the tensor-parallel ranks {names}" if len(ranks) > 1 else f"tensor-parallel rank {names}"
         return cls(f"{who} hangs: no sign of it for {timeout_s:.1f} s", ranks)
 
 

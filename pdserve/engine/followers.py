@@ -115,16 +115,15 @@ class Followers:
             raise self.explain(RankLost("a tensor-parallel rank is gone"))
 
     def explain(self, error: RankLost) -> RankLost:
-        """``error`` in the words of those that died of it, if any did."""
-        suspects = [rank for rank in self._ranks if not error.ranks or rank[0].rank in error.ranks]
+        """``error`` in the words of the ranks that died of it; as it is if it names a rank that hangs."""
+        if error.ranks:
+            return error
         poller = select.poll()
-        for process, _ in suspects:
+        for process, _ in self._ranks:
             poller.register(process.pidfd, select.POLLIN)
         poller.poll(int(DEATH_S * 1000))
-        dead = [rank for rank in suspects if rank[0].ended(0.0)]
-        if not dead:
-            return error
-        return RankLost("; ".join(_obituary(*rank) for rank in dead), tuple(process.rank for process, _ in dead))
+        dead = [rank for rank in self._ranks if rank[0].ended(0.0)]
+        return RankLost("; ".join(_obituary(*rank) for rank in dead)) if dead else error
 
     def close(self, orderly: bool) -> None:
         """Ends every rank: by an order that it gets time for, or at once."""

@@ -46,9 +46,9 @@ class RankBoard:
         return self._words[rank * _LINE_BYTES // 8]
 
     def behind(self, rank: int, size: int) -> tuple[int, ...]:
-        """The ranks that have begun fewer collectives than ``rank``."""
-        mine = self.progress(rank)
-        return tuple(other for other in range(size) if self.progress(other) < mine)
+        """Whom ``rank`` waits for: those that have begun fewer collectives; any other, if all have begun this one."""
+        mine, others = self.progress(rank), [other for other in range(size) if other != rank]
+        return tuple(other for other in others if self.progress(other) < mine) or tuple(others)
 
     def abandon(self) -> None:
         """Tell every rank that waits, or will wait, that a rank is gone."""

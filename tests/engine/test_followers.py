@@ -1,0 +1,163 @@
+"""Rank 0 in this process, the other ranks in real ones: what they compute, and how rank 0 hears of their end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+import zmq
+
+from pdserve.config import (
+    CacheConfig,
+    CpuConfig,
+    CpuKernels,
+    Dtype,
+    EngineConfig,
+    LogConfig,
+    ModelConfig,
+    ParallelConfig,
+    SchedulerConfig,
+    TpBackend,
+    TransferConfig,
+)
+from pdserve.engine.followers import Followers, followers_of
+from pdserve.engine.rank_channel import OrderChannel, RankChannel
+from pdserve.engine.runner_loading import load_runner, rank_backend
+from pdserve.engine.tp_runner import TpRunner, joined
+from pdserve.errors import MalformedFrame, RankLost
+from pdserve.models.decoder_config import read_decoder_config
+from pdserve.models.step_batch import StepRow
+from pdserve.models.tensor_parallel import ALONE
+from pdserve.wire.discovery import Role
+from pdserve.wire.rank import Arrived, Clear, Load, Loaded, Numbered, Stop
+from tests.cluster.nodes import eventually
+from tests.faults.test_shutdown import alive
+from tests.tiny_models import save_tiny_model
+
+TIMEOUT_MS = 1000
+BLOCKS = 16
+
+
+def engine_config(folder: Path, backend: TpBackend = TpBackend.AUTO) -> EngineConfig:
+    return EngineConfig(
+        role=Role.MIXED,
+        boot_id=bytes(16),
+        secret=b"",
+        model_dir=str(folder),
+        cache_dir="",
+        model=ModelConfig(dtype=Dtype.FP32),
+        cache=CacheConfig(block_size=4),
+        scheduler=SchedulerConfig(),
+        transfer=TransferConfig(),
+        cpu=CpuConfig(kernels=CpuKernels.TORCH),
+        log=LogConfig(),
+        parallel=ParallelConfig(tp=2, backend=backend, timeout_ms=TIMEOUT_MS),
+    )
+
+
+@contextmanager
+def started(config: EngineConfig) -> Iterator[Followers]:
+    cores = tuple(os.sched_getaffinity(0))
+    with tempfile.TemporaryDirectory() as folder, followers_of(config, folder, [cores, cores[:1]]) as followers:
+        yield followers
+    assert not any(alive(pid) for pid in followers.pids)
+
+
+@contextmanager
+def running(config: EngineConfig) -> Iterator[tuple[Followers, TpRunner]]:
+    decoder = read_decoder_config(Path(config.model_dir))
+    with started(config) as followers, joined(config, followers) as group:
+        followers.tell(Load(BLOCKS, 64))
+        own = load_runner(config, decoder, BLOCKS, 64, group, rank_backend(config))
+        followers.wait_for(Loaded)
+        yield followers, TpRunner(own, followers)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model("llama", tmp_path_factory.mktemp("llama"))
+
+
+def test_steps_copies_and_clearings_are_those_of_one_rank_and_a_death_is_heard_of(folder: Path) -> None:
+    config = engine_config(folder)
+    decoder = read_decoder_config(folder)
+    alone = load_runner(config, decoder, BLOCKS, 64, ALONE, rank_backend(config))
+    prompt, copied = list(range(20, 31)), StepRow([7], 11, [3, 4, 5], True)
+    lost = threading.Event()
+    with (
+        pytest.raises(RankLost, match=r"rank 1 \(process \d+\) was killed by SIGKILL"),
+        running(config) as (ranks, runner),
+    ):
+        for one in (alone, runner):
+            one.run([StepRow(prompt, 0, [0, 1, 2], False)])
+            one.copy_blocks([0, 1, 2], [3, 4, 5])
+            one.clear([0, 1, 2])
+        torch.testing.assert_close(runner.run([copied]), alone.run([copied]), rtol=1e-4, atol=1e-3)
+        zeroed = StepRow([7], 11, [0, 1, 2], True)
+        torch.testing.assert_close(runner.run([zeroed]), alone.run([zeroed]), rtol=1e-4, atol=1e-3)
+        ranks.check()
+        ranks.notify(lost.set)
+        os.kill(ranks.pids[0], signal.SIGKILL)
+        assert lost.wait(30)
+        ranks.check()
+
+
+def test_a_rank_that_hangs_in_gloo_is_named(folder: Path) -> None:
+    with (
+        pytest.raises(RankLost, match=r"rank 1 hangs: no sign of it for 1\.0 s"),
+        running(engine_config(folder, TpBackend.GLOO)) as (ranks, runner),
+    ):
+        runner.run([StepRow([7], 0, [0], True)])
+        os.kill(ranks.pids[0], signal.SIGSTOP)
+        runner.run([StepRow([7], 1, [0], True)])
+
+
+def test_a_rank_that_cannot_load_says_why(tmp_path: Path) -> None:
+    config = engine_config(tmp_path)
+    with (
+        pytest.raises(RankLost, match=r"rank 1 .* is not a readable Hugging Face model folder"),
+        started(config) as ranks,
+    ):
+        ranks.wait_for(Arrived)
+        ranks.tell(Load(BLOCKS, 64))
+        ranks.wait_for(Loaded)
+
+
+def test_a_rank_ends_with_rank_0() -> None:
+    script = (
+        "import time; from pathlib import Path; from tests.engine.test_followers import engine_config, started\n"
+        "with started(engine_config(Path('/nowhere'))) as ranks: print(*ranks.pids, flush=True); time.sleep(60)"
+    )
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE) as rank_0:
+        assert rank_0.stdout is not None
+        (follower,) = (int(pid) for pid in rank_0.stdout.readline().split())
+        assert alive(follower)
+        rank_0.kill()
+    eventually(lambda: not alive(follower), "the rank is gone")
+
+
+def test_a_lost_order_is_an_error(tmp_path: Path) -> None:
+    with zmq.Context() as context:
+        address = f"ipc://{tmp_path}/rank"
+        ours, theirs = RankChannel(context, address), OrderChannel(context, address)
+        try:
+            theirs.send(Arrived())
+            assert ours.socket.poll(20_000)
+            for numbered in (Numbered(1, Clear([3])), Numbered(3, Stop())):
+                ours.send(msgspec.msgpack.encode(numbered))
+            assert theirs.receive() == Clear([3])
+            with pytest.raises(MalformedFrame, match="message 3 from rank 0 came in place of 2"):
+                theirs.receive()
+        finally:
+            ours.close(0)
+            theirs.close(0)
