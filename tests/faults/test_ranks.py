@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
 import time
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+import urllib.request
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +28,8 @@ __all__ = ["own_temporary_folder"]
 
 PROMPT = list(range(3, 40))
 NEW_TOKENS = 12
+LONG_ANSWER = 6000
+"""Tokens; seconds of work, also for a tiny model."""
 FLAGS = (
     "--served-name",
     "tiny",
@@ -46,7 +49,7 @@ FLAGS = (
 @pytest.fixture(scope="module")
 def model(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny model with the demo model's tokenizer."""
-    folder = save_tiny_model("llama", tmp_path_factory.mktemp("tiny"))
+    folder = save_tiny_model("llama", tmp_path_factory.mktemp("tiny"), max_position_embeddings=2 * LONG_ANSWER)
     for path in demo_model.glob("*token*"):
         shutil.copy(path, folder)
     return folder
@@ -63,13 +66,15 @@ class Ranks(Node):
         return http(self.url + "/v1/completions", {**body, **more}, timeout_s=60)
 
     @contextmanager
-    def streaming(self) -> Iterator[Any]:
-        """An answer that is under way at the start of the block; a future of all that came of it."""
-        with ThreadPoolExecutor(1) as pool:
-            stream = pool.submit(self.complete, max_tokens=470, stream=True)
-            eventually(lambda: self.metric("generation_tokens_total") > 5 or stream.done(), "tokens are streamed")
-            assert not stream.done()
-            yield stream
+    def streaming(self) -> Iterator[Callable[[], bytes]]:
+        """An answer of seconds whose first token has been read; what returns the rest of it."""
+        body = {"model": "tiny", "prompt": PROMPT, "ignore_eos": True, "max_tokens": LONG_ANSWER, "stream": True}
+        request = urllib.request.Request(
+            self.url + "/v1/completions", json.dumps(body).encode(), {"content-type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=60) as response:
+            assert response.readline().startswith(b"data: ")
+            yield response.read
 
 
 @contextmanager
@@ -113,9 +118,9 @@ def test_two_ranks_answer_as_one_idle_for_nothing_and_leave_nothing(model: Path,
 
 def test_a_rank_killed_under_a_request_ends_the_node(model: Path) -> None:
     with ranks(model) as node:
-        with node.streaming() as stream:
+        with node.streaming() as rest_of_answer:
             os.kill(node.followers[0], signal.SIGKILL)
-            text = stream.result().body
+            text = rest_of_answer()
         assert b'"error"' in text
         assert b"[DONE]" not in text
         assert node.process.wait() == 1
@@ -124,9 +129,9 @@ def test_a_rank_killed_under_a_request_ends_the_node(model: Path) -> None:
 
 def test_a_rank_that_hangs_ends_the_node(model: Path) -> None:
     with ranks(model, "--tp-timeout-ms", "1000") as node:
-        with node.streaming() as stream:
+        with node.streaming() as rest_of_answer:
             os.kill(node.followers[0], signal.SIGSTOP)
-            text = stream.result().body
+            text = rest_of_answer()
         assert b'"error"' in text
         assert node.process.wait() == 1
         assert "tensor-parallel rank 1 hangs: no sign of it for 1.0 s" in node.process.output
