@@ -212,6 +212,27 @@ class HttpConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class StreamConfig:
+    """How tokens get from the engine to the clients of a node. Each part can be turned off, to measure what it gains."""
+
+    batched_dispatch: Switch = setting(
+        "batched-dispatch", "one message from the engine a step; off sends one for each token", Switch.ON
+    )
+    notify_size: int = setting(
+        "batch-notify-size",
+        "requests that are woken before others get a turn; 0 wakes all of a step at once",
+        16,
+        minimum=0,
+    )
+    fast_path: Switch = setting(
+        "sse-fast-path", "write plain chunks from encoded parts; off builds each as an object", Switch.ON
+    )
+    interval: int = setting(
+        "stream-interval", "tokens in a chunk of a stream; the first one comes at once", 1, minimum=1
+    )
+
+
+@dataclass(frozen=True, slots=True)
 class RequestConfig:
     """Bounds on one client request."""
 
@@ -346,6 +367,7 @@ class EngineConfig:
     cpu: CpuConfig
     log: LogConfig
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    stream: StreamConfig = field(default_factory=StreamConfig)
 
 
 @dataclass(frozen=True, slots=True)
@@ -390,6 +412,7 @@ class NodeConfig:
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     transfer: TransferConfig = field(default_factory=TransferConfig)
     http: HttpConfig = field(default_factory=HttpConfig)
+    stream: StreamConfig = field(default_factory=StreamConfig)
     request: RequestConfig = field(default_factory=RequestConfig)
     discovery: DiscoveryConfig = field(default_factory=DiscoveryConfig)
     security: SecurityConfig = field(default_factory=SecurityConfig)
@@ -434,6 +457,7 @@ class UpConfig:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     http: HttpConfig = field(default_factory=lambda: HttpConfig(port=8000))
+    stream: StreamConfig = field(default_factory=StreamConfig)
     request: RequestConfig = field(default_factory=RequestConfig)
     security: SecurityConfig = field(default_factory=SecurityConfig)
     log: LogConfig = field(default_factory=LogConfig)

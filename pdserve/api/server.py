@@ -167,6 +167,7 @@ class Node:
             cpu=config.cpu,
             log=config.log,
             parallel=config.parallel,
+            stream=config.stream,
         )
 
     def _info(self, ready: Ready, boot_id: bytes, url: str) -> NodeInfo:
