@@ -80,6 +80,15 @@ class TpBackend(enum.Enum):
     """By torch.distributed, over TCP on the loopback interface."""
 
 
+class KvStaging(enum.Enum):
+    """When KV blocks pass through host memory of their own on their way between two caches."""
+
+    AUTO = "auto"
+    """When the cache is not in host memory."""
+    ON = "on"
+    """Always: to test or to measure it without a GPU."""
+
+
 class CpuKernels(enum.Enum):
     """``AUTO``: compiled C++ where there is a compiler, plain torch otherwise."""
 
@@ -114,9 +123,7 @@ class ModelConfig:
     max_model_len: int = setting(
         "max-model-len", "longest prompt plus output in tokens; 0 takes the model's own", 0, minimum=0
     )
-    device: Device = setting(
-        "device", "what computes; auto takes a GPU on a mixed node that has one, and else the CPU", Device.AUTO
-    )
+    device: Device = setting("device", "what computes; auto takes a GPU if there is one, and else the CPU", Device.AUTO)
     cuda_graphs: Switch = setting(
         "cuda-graphs", "record decode steps once and replay them; off launches each kernel (on a GPU)", Switch.ON
     )
@@ -182,6 +189,12 @@ class TransferConfig:
     checksums: Switch = setting(
         "kv-checksums", "whether a decode engine checks every KV block that it receives", Switch.ON
     )
+    staging: KvStaging = setting(
+        "kv-staging", "when KV blocks are copied through host memory; auto where the cache is a GPU's", KvStaging.AUTO
+    )
+    staging_mib: int = setting(
+        "kv-staging-mib", "that host memory, page-locked; bounds the longest prompt transferred", 4096, minimum=1
+    )
     ucx_tls: str = setting("ucx-tls", "UCX transports, as UCX_TLS takes them; UCX chooses if empty", "")
 
 
@@ -213,7 +226,7 @@ class HttpConfig:
 
 @dataclass(frozen=True, slots=True)
 class StreamConfig:
-    """How tokens get from the engine to the clients of a node. Each part can be turned off, to measure what it gains."""
+    """How tokens get from a node's engine to its clients. Each part can be turned off, to measure what it gains."""
 
     batched_dispatch: Switch = setting(
         "batched-dispatch", "one message from the engine a step; off sends one for each token", Switch.ON

@@ -12,7 +12,6 @@ from pdserve.models.backend import Backend, open_backend
 from pdserve.models.decoder_config import DecoderConfig
 from pdserve.models.runner import ModelRunner
 from pdserve.models.tensor_parallel import TpGroup
-from pdserve.wire.discovery import Role
 
 
 def load_runner(
@@ -35,7 +34,8 @@ def load_runner(
 
 def rank_backend(config: EngineConfig) -> Backend:
     """What a rank of this node computes on. Raises ConfigError if that is not there, or cannot be used so."""
-    if config.parallel.tp > 1 and config.model.device is Device.CUDA:
+    several = config.parallel.tp > 1
+    if several and config.model.device is Device.CUDA:
         raise ConfigError("--device cuda: tensor-parallel ranks compute on CPUs only yet")
-    on_cpu = config.role is not Role.MIXED or config.parallel.tp > 1
-    return open_backend(config.model.device, on_cpu, partial(cpu_kernels, config.cpu.kernels, Path(config.cache_dir)))
+    device = Device.CPU if several else config.model.device
+    return open_backend(device, partial(cpu_kernels, config.cpu.kernels, Path(config.cache_dir)))

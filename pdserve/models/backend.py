@@ -23,14 +23,9 @@ class Backend:
     graph_kernels: GraphKernels | None
 
 
-def open_backend(asked: Device, transfers: bool, cpu_kernels: Callable[[], Kernels]) -> Backend:
-    """What was asked for. ``transfers`` says that the KV cache on it is sent or received.
-
-    ``cpu_kernels`` makes those of a CPU where it is one.
-
-    Raises ConfigError if it is not there or cannot be used so.
-    """
-    device = _device(asked, transfers)
+def open_backend(asked: Device, cpu_kernels: Callable[[], Kernels]) -> Backend:
+    """What was asked for; ``cpu_kernels`` makes a CPU's kernels. Raises ConfigError if it is not there."""
+    device = _device(asked)
     if device.type == "cpu":
         return Backend(device, cpu_kernels(), None)
     try:
@@ -41,18 +36,14 @@ def open_backend(asked: Device, transfers: bool, cpu_kernels: Callable[[], Kerne
     return Backend(device, kernels, kernels)
 
 
-def _device(asked: Device, transfers: bool) -> torch.device:
+def _device(asked: Device) -> torch.device:
     found = torch.cuda.is_available()
     match asked:
         case Device.CPU:
             return CPU
         case Device.AUTO:
-            return torch.device("cuda", 0) if found and not transfers else CPU
+            return torch.device("cuda", 0) if found else CPU
         case Device.CUDA:
             if not found:
                 raise ConfigError("--device cuda: torch finds no CUDA device here")
-            if transfers:
-                raise ConfigError(
-                    "--device cuda: a KV cache in GPU memory cannot be transferred yet; only mixed nodes can use it"
-                )
             return torch.device("cuda", 0)

@@ -94,7 +94,7 @@ def open_subject(
     config = read_decoder_config(folder)
     if steps.longest > config.max_positions:
         raise ConfigError(f"{name} knows {config.max_positions} positions; {steps.longest} were asked for")
-    backend = open_backend(model.device, False, cpu_kernels)
+    backend = open_backend(model.device, cpu_kernels)
     runner = ModelRunner(
         folder,
         config,

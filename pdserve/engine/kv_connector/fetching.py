@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pdserve.config import TransferConfig
 from pdserve.engine.block_manager import BlockManager
 from pdserve.engine.kv_connector.contract import CLOSE_TIMEOUT_S
+from pdserve.engine.kv_connector.transfers import Fetches
 from pdserve.engine.plan import Plan
 from pdserve.engine.request import Request
 from pdserve.engine.scheduler import Scheduler
@@ -24,7 +25,6 @@ from pdserve_kvtransfer.events import (
     TransferThreadDied,
 )
 from pdserve_kvtransfer.stats import TransferStats
-from pdserve_kvtransfer.thread import TransferThread
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class Fetching:
     Only blocks that the prefix cache here does not hold are asked for.
     """
 
-    def __init__(self, blocks: BlockManager, thread: TransferThread, config: TransferConfig, boot_id: bytes) -> None:
+    def __init__(self, blocks: BlockManager, thread: Fetches, config: TransferConfig, boot_id: bytes) -> None:
         self._blocks = blocks
         self._thread = thread
         self._timeout_s = config.prefill_timeout_ms / 1000

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from pdserve.engine.block_manager import BlockManager
 from pdserve.engine.kv_connector.contract import CLOSE_TIMEOUT_S
+from pdserve.engine.kv_connector.transfers import Pushes
 from pdserve.engine.plan import Plan
 from pdserve.engine.request import Request, Status
 from pdserve.engine.scheduler import Scheduler
@@ -13,7 +14,6 @@ from pdserve.errors import EngineError
 from pdserve.wire.ids import TransferId
 from pdserve_kvtransfer.events import PushCancelled, PushEnded, PushWanted, TransferThreadDied
 from pdserve_kvtransfer.stats import TransferStats
-from pdserve_kvtransfer.thread import TransferThread
 
 
 class Pushing:
@@ -22,7 +22,7 @@ class Pushing:
     def __init__(
         self,
         blocks: BlockManager,
-        thread: TransferThread,
+        thread: Pushes,
         misfit: Callable[[list[int]], str | None],
         max_waiting: int,
     ) -> None:

@@ -1,0 +1,38 @@
+"""What the connectors ask of transfers. Block ids are those of the engine's KV cache."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from pdserve.wire.ids import TransferId
+from pdserve.wire.sampling import SampledToken
+from pdserve_kvtransfer.events import FetchOrder, TransferEvent
+from pdserve_kvtransfer.stats import TransferStats
+
+
+class Transfers(Protocol):
+    """Of either role."""
+
+    def events(self) -> list[TransferEvent]: ...
+
+    def stats(self) -> TransferStats: ...
+
+    def close(self, timeout_s: float) -> None: ...
+
+
+class Fetches(Transfers, Protocol):
+    """A decode node's: ``TransferThread``, or ``StagedFetches`` before one."""
+
+    def fetch(self, order: FetchOrder) -> None: ...
+
+    def cancel_fetch(self, transfer_id: TransferId) -> None: ...
+
+
+class Pushes(Transfers, Protocol):
+    """A prefill node's: ``TransferThread``, or ``StagedPushes`` before one."""
+
+    def push(self, transfer_id: TransferId, first_index: int, block_ids: tuple[int, ...]) -> None: ...
+
+    def first_token(self, transfer_id: TransferId, tokens: tuple[SampledToken, ...], cached_tokens: int) -> None: ...
+
+    def fail_push(self, transfer_id: TransferId, reason: str) -> None: ...

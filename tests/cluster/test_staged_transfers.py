@@ -1,0 +1,73 @@
+"""A P/D pair whose KV blocks pass through host memory, as those of GPUs do, gives the tokens of transformers."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.cluster.nodes import cluster
+from tests.tiny_models import VOCAB_SIZE, save_tiny_model
+
+NEW_TOKENS = 6
+ROUNDS = 16
+"""Of one request of each length, all at once; together they want several times the blocks that host memory has."""
+LENGTHS = (17, 100, 400)
+TOO_LONG = 2_400
+"""Tokens of a prompt whose blocks can never all be in the host memory."""
+FLAGS = (
+    "--dtype",
+    "fp32",
+    "--kv-cache-mib",
+    "8",
+    "--max-step-tokens",
+    "64",
+    "--max-running",
+    "16",
+    "--kv-staging",
+    "on",
+)
+
+
+def prompt(length: int, number: int = 0) -> list[int]:
+    return random.Random(f"{length} {number}").choices(range(3, VOCAB_SIZE), k=length)
+
+
+@pytest.fixture(scope="module")
+def model(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model with the demo model's tokenizer."""
+    folder = save_tiny_model("llama", tmp_path_factory.mktemp("tiny"), max_position_embeddings=4096)
+    for path in demo_model.glob("*token*"):
+        shutil.copy(path, folder)
+    return folder
+
+
+@torch.inference_mode()
+def wanted(model: Path, prompts: list[list[int]]) -> list[list[int]]:
+    reference: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    answers = []
+    for ids in prompts:
+        out = reference.generate(
+            torch.tensor([ids]), max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=-1, pad_token_id=2
+        )
+        answers.append(out[0, len(ids) :].tolist())
+    return answers
+
+
+def test_transfers_through_little_host_memory_give_the_reference_tokens(model: Path) -> None:
+    prompts = [prompt(length, number) for number in range(ROUNDS) for length in LENGTHS]
+    with cluster(model, *FLAGS, "--kv-staging-mib", "1") as made, ThreadPoolExecutor(len(prompts)) as pool:
+        (decode,) = made.decode
+        answers = pool.map(lambda ids: made.complete(ids, NEW_TOKENS, ignore_eos=True), prompts)
+        assert list(answers) == wanted(model, prompts)
+        assert decode.metric("prefills_total", source="remote") == len(prompts)
+        too_long = prompt(TOO_LONG)
+        assert made.complete(too_long, NEW_TOKENS, ignore_eos=True) == wanted(model, [too_long])[0]
+        assert decode.metric("prefills_total", source="fallback") == 1
+        made.until_idle()
