@@ -6,7 +6,6 @@ than quantised ones, and a folder's tokeniser is loaded without conversion.
 
 from __future__ import annotations
 
-import fcntl
 import importlib
 import importlib.metadata
 import importlib.util
@@ -14,11 +13,10 @@ import logging
 import os
 import shutil
 import tempfile
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from filelock import FileLock, Timeout
 
 from pdserve.errors import ModelError
 from pdserve.models.gguf_file import is_gguf
@@ -75,9 +73,12 @@ def demo_model_dir(cache_dir: Path) -> Path:
         return target
     try:
         cache_dir.mkdir(parents=True, exist_ok=True)
-        with _locked(target.with_name(f".{target.name}.lock")):
+        # The kernel frees it with the process: a killed converter blocks nobody.
+        with FileLock(target.with_name(f".{target.name}.lock"), timeout=_LOCK_TIMEOUT_S):
             if not (target / "config.json").is_file():
                 _convert(gguf, target)
+    except Timeout as exc:
+        raise ModelError(f"another process has been converting the demo model for long: {exc.lock_file}") from exc
     except OSError as exc:
         raise ModelError(f"cannot keep the demo model in {cache_dir}: {exc}") from exc
     return target
@@ -93,22 +94,6 @@ def packaged_gguf() -> Path:
     if not files:
         raise ModelError(f"the package {PACKAGE} holds no GGUF file: {INSTALL}")
     return files[0]
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Holds the lock file ``path``. The kernel frees it with the process, so a killed converter blocks nobody."""
-    deadline = time.monotonic() + _LOCK_TIMEOUT_S
-    with path.open("w") as file:
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError as exc:
-                if time.monotonic() > deadline:
-                    raise ModelError(f"another process has been converting the demo model for long: {path}") from exc
-                time.sleep(0.2)
-        yield
 
 
 def _convert(gguf: Path, target: Path) -> None:

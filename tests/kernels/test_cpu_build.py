@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from filelock import FileLock
 
 from pdserve.config import CpuKernels
 from pdserve.engine.kernel_set import cpu_kernels
@@ -127,7 +128,7 @@ def test_a_builder_that_hangs_is_not_waited_for_forever(
     monkeypatch.setattr(build, "LOCK_TIMEOUT_S", 0.2)
     target = built_library(tmp_path)
     target.unlink()
-    with build._locked(target.with_suffix(".lock")), pytest.raises(BuildError, match="another process"):
+    with FileLock(target.with_suffix(".lock")), pytest.raises(BuildError, match="another process"):
         built_library(tmp_path)
 
 

@@ -6,17 +6,15 @@ a build takes a few seconds, and a library fits any version of torch.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import os
 import platform
 import shutil
 import subprocess
 import tempfile
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
+
+from filelock import FileLock, Timeout
 
 SOURCES = Path(__file__).parent / "csrc"
 COMPILER = "g++"
@@ -34,7 +32,6 @@ FLAGS = (
 )
 COMPILE_TIMEOUT_S = 180.0
 LOCK_TIMEOUT_S = 200.0
-_POLL_S = 0.05
 
 
 class BuildError(Exception):
@@ -55,9 +52,12 @@ def built_library(cache_dir: Path, search_path: str | None = None) -> Path:
         if target.is_file():
             return target
         cache_dir.mkdir(parents=True, exist_ok=True)
-        with _locked(target.with_suffix(".lock")):
+        # The kernel frees it with the process: a killed builder blocks nobody.
+        with FileLock(target.with_suffix(".lock"), timeout=LOCK_TIMEOUT_S):
             if not target.is_file():
                 _compile(compiler, target)
+    except Timeout as exc:
+        raise BuildError(f"another process has been compiling the CPU kernels for long: {exc.lock_file}") from exc
     except (OSError, subprocess.SubprocessError) as exc:
         raise BuildError(f"the CPU kernels cannot be compiled: {exc}") from exc
     return target
@@ -86,22 +86,6 @@ def _cpu() -> str:
     except OSError:
         return platform.processor()
     return "\n".join(line for line in first.splitlines() if line.partition(":")[0].strip() in wanted)
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Holds the lock file ``path``. The kernel frees it with the process, so a killed builder blocks nobody."""
-    deadline = time.monotonic() + LOCK_TIMEOUT_S
-    with path.open("w") as file:
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError as exc:
-                if time.monotonic() > deadline:
-                    raise BuildError(f"another process has been compiling the CPU kernels for long: {path}") from exc
-                time.sleep(_POLL_S)
-        yield
 
 
 def _compile(compiler: str, target: Path) -> None:
