@@ -5,105 +5,19 @@ from __future__ import annotations
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass
-from typing import Protocol, cast
+from collections.abc import AsyncIterator, Sequence
 
-from msgspec import UNSET
-
+from pdserve.api.answer_options import AnswerOptions
 from pdserve.api.choice_text import Delta
-from pdserve.api.logprobs import ShownLogprobs
-from pdserve.api.outcome import Outcome
-from pdserve.api.responses import (
-    ChatChoice,
-    ChatChunkChoice,
-    ChatDelta,
-    Choice,
-    ChunkChoice,
-    Completion,
-    Envelope,
-    Finish,
-    Message,
-    PromptTokensDetails,
-    TextChoice,
-    Usage,
-)
+from pdserve.api.chunk_stream import chunk_stream
+from pdserve.api.responses import Completion, Envelope, Finish, PromptTokensDetails, Usage
 from pdserve.api.shown_tokens import ShownToken
 from pdserve.api.sse import DONE, ChunkEncoder, error_event
+from pdserve.api.surface import Surface, finish_of
 from pdserve.api.text_generation import TextGeneration
 from pdserve.errors import Internal, RequestError
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class AnswerOptions:
-    """What a client asked for about the form of its answer."""
-
-    model: str
-    fingerprint: str
-    prompt_ids: Sequence[list[int]]
-    """Of each choice."""
-    echoes: Sequence[str]
-    """Of each choice: shown before its text."""
-    token_bytes: Callable[[int], bytes]
-    """Of one token by itself."""
-    logprobs: bool = False
-    include_usage: bool = False
-    token_ids: bool = False
-
-    def shown(self, choice: int, tokens: Sequence[ShownToken]) -> ShownLogprobs:
-        """For an answer or chunk that reports these tokens."""
-        return ShownLogprobs(tokens, self.token_bytes, len(self.echoes[choice]))
-
-
-class Surface(Protocol):
-    """One of the two completion routes' forms."""
-
-    id_prefix: str
-    object: str
-    chunk_object: str
-
-    def choice(self, index: int, text: str, finish: Finish, logprobs: ShownLogprobs | None) -> Choice: ...
-
-    def chunk(self, index: int, text: str, logprobs: ShownLogprobs | None, *, first: bool) -> ChunkChoice: ...
-
-    def last_chunk(self, index: int, finish: Finish) -> ChunkChoice: ...
-
-
-class ChatSurface:
-    id_prefix = "chatcmpl-"
-    object = "chat.completion"
-    chunk_object = "chat.completion.chunk"
-
-    def choice(self, index: int, text: str, finish: Finish, logprobs: ShownLogprobs | None) -> Choice:
-        return ChatChoice(index, Message(text), finish, None if logprobs is None else logprobs.for_chat())
-
-    def chunk(self, index: int, text: str, logprobs: ShownLogprobs | None, *, first: bool) -> ChunkChoice:
-        delta = ChatDelta("assistant" if first else UNSET, text)
-        return ChatChunkChoice(index, delta, logprobs=None if logprobs is None else logprobs.for_chat())
-
-    def last_chunk(self, index: int, finish: Finish) -> ChunkChoice:
-        return ChatChunkChoice(index, ChatDelta(), finish)
-
-
-class TextSurface:
-    id_prefix = "cmpl-"
-    object = "text_completion"
-    chunk_object = "text_completion"
-
-    def choice(self, index: int, text: str, finish: Finish, logprobs: ShownLogprobs | None) -> Choice:
-        return TextChoice(index, text, finish, None if logprobs is None else logprobs.for_text())
-
-    def chunk(self, index: int, text: str, logprobs: ShownLogprobs | None, *, first: bool) -> ChunkChoice:
-        return TextChoice(index, text, logprobs=None if logprobs is None else logprobs.for_text())
-
-    def last_chunk(self, index: int, finish: Finish) -> ChunkChoice:
-        return TextChoice(index, "", finish)
-
-
-CHAT: Surface = ChatSurface()
-TEXT: Surface = TextSurface()
 
 
 async def whole_answer(
@@ -121,7 +35,7 @@ async def whole_answer(
             ids[delta.choice].extend(delta.token_ids)
             tokens[delta.choice].extend(delta.tokens)
             if delta.outcome is not None:
-                finishes[delta.choice] = _finish(delta.outcome)
+                finishes[delta.choice] = finish_of(delta.outcome)
         if run.done and run.failure is None:
             break
         deltas = await run.next()
@@ -143,11 +57,11 @@ async def streamed_answer(
     encoder = ChunkEncoder(
         _envelope(surface.id_prefix, surface.chunk_object, options), include_usage=options.include_usage
     )
-    stream = ChunkStream(surface, encoder, options)
+    stream = chunk_stream(surface, encoder, options)
     deltas: Sequence[Delta] = first
     try:
         while True:
-            if data := b"".join([event for delta in deltas for event in stream.events(delta)]):
+            if data := b"".join(map(stream.events, deltas)):
                 yield data
             if run.done and run.failure is None:
                 break
@@ -163,43 +77,12 @@ async def streamed_answer(
     yield (encoder.usage(usage_of(run)) if options.include_usage else b"") + DONE
 
 
-class ChunkStream:
-    """Which chunks a delta becomes."""
-
-    def __init__(self, surface: Surface, encoder: ChunkEncoder, options: AnswerOptions) -> None:
-        self._surface = surface
-        self._encoder = encoder
-        self._options = options
-        self._begun: set[int] = set()
-
-    def events(self, delta: Delta) -> list[bytes]:
-        """None, if there is nothing to show: the first token always is, even with no text yet."""
-        first = delta.choice not in self._begun
-        events = []
-        if first or delta.text or delta.tokens or (self._options.token_ids and delta.token_ids):
-            self._begun.add(delta.choice)
-            text = self._options.echoes[delta.choice] + delta.text if first else delta.text
-            logprobs = self._options.shown(delta.choice, delta.tokens) if delta.tokens else None
-            chunk = self._surface.chunk(delta.choice, text, logprobs, first=first)
-            if self._options.token_ids:
-                chunk.token_ids = list(delta.token_ids)
-                chunk.prompt_token_ids = self._options.prompt_ids[delta.choice] if first else UNSET
-            events.append(self._encoder.chunk(chunk))
-        if delta.outcome in (Outcome.STOP, Outcome.LENGTH):
-            events.append(self._encoder.chunk(self._surface.last_chunk(delta.choice, _finish(delta.outcome))))
-        return events
-
-
 def usage_of(run: TextGeneration) -> Usage:
     record = run.record
     prompt, output = record.prompt_tokens, record.output_tokens
     # Several choices of one prompt find it in the cache each; OpenAI counts a prompt once.
     cached = min(record.cached_tokens, prompt)
     return Usage(prompt, output, prompt + output, PromptTokensDetails(cached))
-
-
-def _finish(outcome: Outcome) -> Finish:
-    return cast("Finish", outcome.value)
 
 
 def _envelope(id_prefix: str, kind: str, options: AnswerOptions) -> Envelope:

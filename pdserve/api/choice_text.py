@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+import msgspec
 
 from pdserve.api.detokenizer import Detokenizer
 from pdserve.api.outcome import Outcome, outcome_of
@@ -13,8 +14,7 @@ from pdserve.wire.engine import FinishReason, RequestOutput
 from pdserve.wire.sampling import TokenLogprobs
 
 
-@dataclass(frozen=True, slots=True)
-class Delta:
+class Delta(msgspec.Struct, frozen=True, gc=False):
     """What is new of one choice."""
 
     choice: int
@@ -51,27 +51,55 @@ class ChoiceText:
         self._shown_tokens = ShownTokens()
 
     def add(self, output: RequestOutput) -> Delta:
-        """``outcome`` is ``STOP`` also when a stop string was found, with the engine still at work on the choice."""
-        shown = self._shown(output.new_token_ids, output.finish)
-        early = max(self._min_tokens - self._num_tokens, 0)
-        text = ""
-        if early:
-            text += self._stop_strings.add(self._detokenize(shown[:early], output.logprobs), may_end=False)
-        late_logprobs = None if output.logprobs is None else output.logprobs[early:]
-        text += self._stop_strings.add(self._detokenize(shown[early:], late_logprobs))
-        self._num_tokens += len(shown)
-        if output.finish is not None and not self._stop_strings.found:
-            may_end = self._num_tokens > self._min_tokens
-            text += self._stop_strings.add(self._detokenizer.flush(), may_end=may_end)
-            text += self._stop_strings.flush()
-        outcome = outcome_of(output.finish) if output.finish else None
-        if self._stop_strings.found:
-            outcome = Outcome.STOP
+        """``outcome`` is ``STOP`` also when a stop string was found, with the engine still at work on the choice.
+
+        Tokens after a stop string are not part of the answer, and not of the delta.
+        """
+        token_ids, finish, logprobs = output.new_token_ids, output.finish, output.logprobs
+        if finish is None and logprobs is None and not self._stop_strings.wanted:
+            return Delta(self._choice, self._detokenizer.add(token_ids), token_ids, None)
+        shown = self._shown(token_ids, finish)
+        if self._stop_strings.wanted:
+            text, read = self._until_stop(shown, logprobs)
+            if self._stop_strings.found:
+                token_ids = token_ids[:read]
+        else:
+            text = self._detokenize(shown, logprobs)
+        if finish is not None and not self._stop_strings.found:
+            text += self._rest()
+        outcome = Outcome.STOP if self._stop_strings.found else outcome_of(finish) if finish else None
         self._num_chars += len(text)
+        return Delta(self._choice, text, token_ids, outcome, self._reported(over=outcome is not None))
+
+    def break_off(self) -> Delta:
+        """What was held back, of an answer that will not be complete."""
+        text = self._rest()
+        self._num_chars += len(text)
+        return Delta(self._choice, text, (), None, self._reported(over=True))
+
+    def _until_stop(self, token_ids: list[int], logprobs: list[TokenLogprobs] | None) -> tuple[str, int]:
+        """The text up to the first stop string, and how many tokens it took to find that.
+
+        One by one, so that what is an answer's does not depend on how many tokens come at once.
+        """
+        text = ""
+        for index, token_id in enumerate(token_ids):
+            piece = self._detokenize([token_id], None if logprobs is None else logprobs[index : index + 1])
+            text += self._stop_strings.add(piece, may_end=self._num_tokens >= self._min_tokens)
+            self._num_tokens += 1
+            if self._stop_strings.found:
+                return text, index + 1
+        return text, len(token_ids)
+
+    def _rest(self) -> str:
+        may_end = self._num_tokens > self._min_tokens
+        return self._stop_strings.add(self._detokenizer.flush(), may_end=may_end) + self._stop_strings.flush()
+
+    def _reported(self, *, over: bool) -> list[ShownToken]:
         tokens = self._shown_tokens.take(self._num_chars)
-        if outcome is not None:
+        if over:
             tokens += self._shown_tokens.take_last(self._num_chars, cut=self._stop_strings.found)
-        return Delta(self._choice, text, output.new_token_ids, outcome, tokens)
+        return tokens
 
     def _detokenize(self, token_ids: list[int], logprobs: list[TokenLogprobs] | None) -> str:
         if logprobs is None:

@@ -11,20 +11,25 @@ from typing import Generic, TypeVar
 import msgspec
 from quart import Response, g, request
 
-from pdserve.api.answer import CHAT, TEXT, AnswerOptions, Surface, streamed_answer, whole_answer
+from pdserve.api.answer import streamed_answer, whole_answer
+from pdserve.api.answer_options import AnswerOptions
 from pdserve.api.bad_words import TokenRuns, bad_word_tokens
 from pdserve.api.choice_text import ChoiceText
 from pdserve.api.engine_client import PromptChoices
+from pdserve.api.generation import AT_THE_END
 from pdserve.api.node_state import NodeState
 from pdserve.api.openai import BodyParser, ChatRequest, CompletionRequest, GenerationRequest
+from pdserve.api.plain_choices import PlainChoices
 from pdserve.api.prompts import ModelLimits, Prompt, chat_prompts, completion_prompts
 from pdserve.api.request_id import request_label
 from pdserve.api.request_log import RequestRecord
 from pdserve.api.request_owner import own
 from pdserve.api.sampling import check_logprobs, choice_seeds, sampling_params
 from pdserve.api.stop_strings import StopStrings
+from pdserve.api.surface import CHAT, TEXT, Surface
 from pdserve.api.text_generation import TextGeneration
 from pdserve.api.tokenizer import Tokenizer
+from pdserve.config import Switch
 from pdserve.errors import DeadlineExceeded, InvalidRequest, NotFound
 from pdserve.wire.discovery import Role
 from pdserve.wire.ticket import TICKET_HEADER, PrefillTarget
@@ -54,6 +59,7 @@ class CompletionRoute(Generic[R]):
         self._parser = BodyParser(body)
         self._prompts = prompts
         self._surface = surface
+        self._plain = PlainChoices(surface) if node.stream.fast_path is Switch.ON else None
 
     async def handle(self) -> Response:
         """Answers the current request. Raises RequestError until the first byte has gone out."""
@@ -108,6 +114,7 @@ class CompletionRoute(Generic[R]):
             attempt=terms.attempt,
             prefill=terms.prefill,
             cache_salt=body.cache_salt or "",
+            interval=_interval(body, self._node.stream.interval),
         )
         return TextGeneration(generation, texts, record, self._node.metrics)
 
@@ -122,6 +129,7 @@ class CompletionRoute(Generic[R]):
             logprobs=body.wanted_logprobs is not None,
             include_usage=body.include_usage,
             token_ids=bool(body.return_token_ids),
+            plain=self._plain,
         )
         # No byte goes out before the engine's first output: an error until then still has its own status.
         first = await run.next()
@@ -166,6 +174,15 @@ def _choice_text(index: int, body: GenerationRequest, tokenizer: Tokenizer) -> C
         frozenset(body.stop_token_ids or ()) if include else frozenset(),
         body.min_tokens or 0,
     )
+
+
+def _interval(body: GenerationRequest, default: int) -> int:
+    """How many tokens of a choice are read at once."""
+    if body.stream:
+        return body.stream_interval or default
+    # Of a whole answer nobody reads anything before its end, unless that is for a stop string to say: a token that the
+    # engine computes in vain costs far more than a look.
+    return 1 if body.stops else AT_THE_END
 
 
 def _check_consistent(body: GenerationRequest) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from pdserve.api.batch_notify import BatchNotify
 from pdserve.api.engine_channel import EngineChannel
 from pdserve.api.engine_process import ENGINE_COMMAND, EngineProcess
 from pdserve.api.generation import Generation
@@ -24,6 +25,7 @@ from pdserve.wire.engine import (
     EngineStats,
     FromEngine,
     Ready,
+    RequestOutput,
     Shutdown,
     Sibling,
     Starting,
@@ -78,6 +80,7 @@ class EngineClient:
         self._state = EngineState.STARTING
         self._ids = itertools.count(1)
         self._open: dict[int, Generation] = {}
+        self._readers = BatchNotify(config.stream.notify_size)
         self._idle = asyncio.Event()
         self._idle.set()
         self._ready: asyncio.Future[Ready] = self._loop.create_future()
@@ -130,8 +133,11 @@ class EngineClient:
         attempt: int = 0,
         prefill: tuple[PrefillTarget, ...] = (),
         cache_salt: str = "",
+        interval: int = 1,
     ) -> Generation:
         """Submits all ``prompts``, whose choices are numbered through; the caller owns the result and must close it.
+
+        It is woken for each ``interval`` tokens of a choice.
 
         Raises Unavailable if the engine is not there, or has too many requests already.
         """
@@ -143,7 +149,7 @@ class EngineClient:
         if self.open_requests + count > self._max_open:
             raise Unavailable("too many requests are waiting", code="overloaded", retry_after_s=RETRY_AFTER_S)
         request_ids = [next(self._ids) for _ in range(count)]
-        generation = Generation(request_ids, deadline_s, self._abort)
+        generation = Generation(request_ids, deadline_s, self._abort, interval)
         numbers = iter(request_ids)
         for prompt in prompts:
             family = [Sibling(next(numbers), seed) for seed in prompt.seeds]
@@ -202,11 +208,7 @@ class EngineClient:
         self._heard = self._loop.time()
         match message:
             case StepOutput(outputs):
-                for output in outputs:
-                    if generation := self._open.get(output.request_id):
-                        if output.finish is not None:
-                            self._forget(output.request_id)
-                        generation.deliver(output)
+                self._hand_out(outputs)
             case Stats(stats):
                 self.stats = stats
                 self._note_idle()
@@ -216,6 +218,15 @@ class EngineClient:
                 self._become_ready(message)
             case EngineFailed(text):
                 self._lose(EngineError(text))
+
+    def _hand_out(self, outputs: Sequence[RequestOutput]) -> None:
+        for output in outputs:
+            if generation := self._open.get(output.request_id):
+                if output.finish is not None:
+                    self._forget(output.request_id)
+                if generation.put(output):
+                    self._readers.add(generation)
+        self._readers.notify()
 
     def _become_ready(self, ready: Ready) -> None:
         if self._state is EngineState.STARTING:

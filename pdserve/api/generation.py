@@ -3,88 +3,158 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+
+import msgspec
 
 from pdserve.errors import RequestError
 from pdserve.wire.engine import FinishReason, RequestOutput
+from pdserve.wire.sampling import TokenLogprobs
 
 DEADLINE_GRACE_S = 1.0
 """The engine ends a request at its deadline; this much later the API does it, should the engine not."""
+AT_THE_END = sys.maxsize
+"""An interval: nothing is read between the first token and the end."""
+
+_ANSWERS = (FinishReason.STOP, FinishReason.LENGTH)
 
 
-@dataclass(frozen=True, slots=True)
-class ChoiceOutput:
-    """What one engine step added to one choice."""
+class ChoiceOutput(msgspec.Struct, frozen=True, gc=False):
+    """What the engine added to one choice since its last one was read."""
 
     choice: int
     output: RequestOutput
 
 
+class Unread:
+    """Of one choice: what came since the last time, and whether it is enough to be read."""
+
+    __slots__ = ("_due_at", "_interval", "_outputs", "_tokens", "choice")
+
+    def __init__(self, choice: int, interval: int) -> None:
+        self.choice = choice
+        self._interval = interval
+        self._due_at = 1
+        """Tokens; the first one is never waited with."""
+        self._tokens = 0
+        self._outputs: list[RequestOutput] = []
+
+    def put(self, output: RequestOutput) -> bool:
+        """True if it is to be read now: so many tokens, or the end."""
+        self._outputs.append(output)
+        self._tokens += len(output.new_token_ids)
+        return self._tokens >= self._due_at or output.finish is not None
+
+    def take(self) -> ChoiceOutput | None:
+        """All of it as one; None if there is nothing."""
+        outputs = self._outputs
+        if not outputs:
+            return None
+        if self._tokens:
+            self._due_at = self._interval
+        self._tokens = 0
+        self._outputs = []
+        return ChoiceOutput(self.choice, outputs[0] if len(outputs) == 1 else merged(outputs))
+
+
 class Generation:
     """Owned by one reader, who must ``close`` it on every path: what is unfinished then is aborted in the engine.
 
-    However many outputs come before the reader runs, it is woken once.
+    The reader is woken for the first token of a choice, for each ``interval`` tokens of one, and for an end. However
+    much comes before it runs, it is woken once, and reads what came for one choice as one output.
     """
 
-    def __init__(self, request_ids: Sequence[int], deadline_s: float, abort: Callable[[Sequence[int]], None]) -> None:
-        self._choice_of = {request_id: choice for choice, request_id in enumerate(request_ids)}
+    def __init__(
+        self,
+        request_ids: Sequence[int],
+        deadline_s: float,
+        abort: Callable[[Sequence[int]], None],
+        interval: int = 1,
+    ) -> None:
+        self._open = {request_id: Unread(choice, interval) for choice, request_id in enumerate(request_ids)}
         self._abort = abort
         self.failure: RequestError | None = None
         """Why the whole generation failed, if it was not the engine that said so of a request."""
-        self._inbox: list[ChoiceOutput] = []
+        self._due: dict[int, Unread] = {}
+        """By choice: what the reader is to take."""
         self._waiter: asyncio.Future[None] | None = None
         self._loop = asyncio.get_running_loop()
         self._timer = self._loop.call_later(deadline_s + DEADLINE_GRACE_S, self._expire)
 
-    def deliver(self, output: RequestOutput) -> None:
-        """Of a request id that is this generation's; ignored once that choice is over."""
-        choice = self._choice_of.get(output.request_id)
-        if choice is None:
-            return
+    def put(self, output: RequestOutput) -> bool:
+        """True if the reader is to be woken for it.
+
+        Of a request id that is this generation's; ignored once that choice is over.
+        """
+        unread = self._open.get(output.request_id)
+        if unread is None:
+            return False
+        due = unread.put(output)
+        if due:
+            self._due[unread.choice] = unread
         if output.finish is not None:
-            del self._choice_of[output.request_id]
-        self._inbox.append(ChoiceOutput(choice, output))
-        self._wake()
+            del self._open[output.request_id]
+            if output.finish not in _ANSWERS:
+                # The whole answer ends with it, and what the other choices have said is part of that.
+                self._due.update((other.choice, other) for other in self._open.values())
+        return due
+
+    def wake(self) -> None:
+        """The reader, if it waits and there is something for it."""
+        if self._due and self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def deliver(self, output: RequestOutput) -> None:
+        """``put``, and ``wake`` where that is due."""
+        if self.put(output):
+            self.wake()
 
     async def wait(self) -> list[ChoiceOutput]:
-        """Everything since the last call, at least one; bounded by the deadline. Not to be called when all is read."""
-        while not self._inbox:
+        """What is due, at least one; bounded by the deadline. Not to be called when all is read."""
+        while not self._due:
             self._waiter = self._loop.create_future()
             try:
                 await self._waiter
             finally:
                 self._waiter = None
-        taken, self._inbox = self._inbox, []
-        return taken
+        due, self._due = self._due, {}
+        return [item for unread in due.values() if (item := unread.take()) is not None]
 
     def end_choice(self, choice: int) -> None:
         """The reader needs no more of it: the engine forgets it."""
-        self._end([request_id for request_id, index in self._choice_of.items() if index == choice])
+        self._end([request_id for request_id, unread in self._open.items() if unread.choice == choice])
 
     def fail(self, failure: RequestError) -> None:
         """Ends every open choice with ``FinishReason.ERROR``; ``failure`` is what the client is told."""
         self.failure = failure
-        for request_id in list(self._choice_of):
+        for request_id in list(self._open):
             self.deliver(RequestOutput(request_id, [], FinishReason.ERROR, None, failure.message))
 
     def close(self) -> None:
         """Again and again, if need be."""
         self._timer.cancel()
-        self._end(list(self._choice_of))
+        self._end(list(self._open))
 
     def _expire(self) -> None:
-        open_ids = list(self._choice_of)
+        open_ids = list(self._open)
         for request_id in open_ids:
             self.deliver(RequestOutput(request_id, [], FinishReason.DEADLINE))
         self._abort(open_ids)
 
     def _end(self, request_ids: list[int]) -> None:
         for request_id in request_ids:
-            del self._choice_of[request_id]
+            del self._open[request_id]
         if request_ids:
             self._abort(request_ids)
 
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+
+def merged(outputs: Sequence[RequestOutput]) -> RequestOutput:
+    """Consecutive outputs of one request as one. Only the last may have an end."""
+    token_ids: list[int] = []
+    logprobs: list[TokenLogprobs] = []
+    for output in outputs:
+        token_ids += output.new_token_ids
+        logprobs += output.logprobs or ()
+    last = outputs[-1]
+    return RequestOutput(last.request_id, token_ids, last.finish, last.report, last.error, logprobs or None)

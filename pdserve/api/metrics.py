@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Sequence
+from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
 from pdserve.api.outcome import Outcome
 from pdserve.wire.engine import EngineStats, RequestReport
@@ -23,7 +26,8 @@ class NodeMetrics:
         self._registry = CollectorRegistry()
         self._registry.register(EngineCollector(stats))
         self._ttft = self._histogram("time_to_first_token_seconds", "from arrival to the first token", _SECONDS)
-        self._itl = self._histogram("inter_token_latency_seconds", "gap between two outputs", _TOKEN_SECONDS)
+        self._itl = TokenGaps(_TOKEN_SECONDS)
+        self._registry.register(self._itl)
         self._e2e = self._histogram("e2e_request_latency_seconds", "from arrival to the end", _SECONDS)
         self._queue = self._histogram("request_queue_time_seconds", "waiting in the engine", _SECONDS)
         self._prefill = self._histogram("request_prefill_time_seconds", "from the queue to the first token", _SECONDS)
@@ -36,8 +40,9 @@ class NodeMetrics:
     def first_token(self, ttft_s: float) -> None:
         self._ttft.observe(ttft_s)
 
-    def next_token(self, gap_s: float) -> None:
-        self._itl.observe(gap_s)
+    def next_tokens(self, gap_s: float, count: int) -> None:
+        """So many at once, so long after the one before them."""
+        self._itl.observe(gap_s, count)
 
     def choice_ended(self, outcome: Outcome, report: RequestReport | None) -> None:
         (self._success if outcome in _ANSWERS else self._failure).labels(outcome.value).inc()
@@ -56,6 +61,28 @@ class NodeMetrics:
 
     def _histogram(self, name: str, help: str, buckets: tuple[float, ...]) -> Histogram:
         return Histogram(f"pdserve_{name}", help, buckets=buckets, registry=self._registry)
+
+
+class TokenGaps(Collector):
+    """A histogram that is observed once a token and request: without locks, and several equal values in one."""
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self._bounds = bounds
+        self._counts = [0] * (len(bounds) + 1)
+        self._sum = 0.0
+
+    def observe(self, gap_s: float, count: int) -> None:
+        self._counts[bisect_left(self._bounds, gap_s / count)] += count
+        self._sum += gap_s
+
+    def collect(self) -> Iterable[Metric]:
+        names = [*map(floatToGoString, self._bounds), "+Inf"]
+        yield HistogramMetricFamily(
+            "pdserve_inter_token_latency_seconds",
+            "gap between two tokens; those that are sent in one chunk share the gap before it evenly",
+            buckets=list(zip(names, map(float, accumulate(self._counts)), strict=True)),
+            sum_value=self._sum,
+        )
 
 
 class EngineCollector(Collector):

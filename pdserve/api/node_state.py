@@ -11,6 +11,7 @@ from pdserve.api.metrics import NodeMetrics
 from pdserve.api.prompts import ModelLimits
 from pdserve.api.ticket import TicketGate
 from pdserve.api.tokenizer import Tokenizer
+from pdserve.config import StreamConfig
 from pdserve.errors import Unavailable
 from pdserve.wire.discovery import Role
 from pdserve.wire.engine import Ready
@@ -42,6 +43,7 @@ class NodeState:
     timeout_s: float
     """Of a request without a ticket."""
     max_body_bytes: int
+    stream: StreamConfig
     started: int = field(default_factory=lambda: int(time.time()))
     """Seconds since 1970."""
     phase: Phase = Phase.SERVING

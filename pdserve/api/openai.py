@@ -61,6 +61,8 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     skip_special_tokens: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    stream_interval: Positive | None = None
+    """Tokens in a chunk of a stream; the first one comes at once."""
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
     """Keep only this many tokens of the prompt's end; -1 keeps as many as fit."""
     return_token_ids: bool | None = None

@@ -199,6 +199,7 @@ class Node:
             metrics=NodeMetrics(lambda: engine.stats),
             timeout_s=self.config.request.timeout_s,
             max_body_bytes=self.config.http.max_body_bytes,
+            stream=self.config.stream,
         )
 
 

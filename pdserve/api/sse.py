@@ -13,18 +13,27 @@ DONE = b"data: [DONE]\n\n"
 _encoder = msgspec.json.Encoder()
 
 
+def encode_text(text: str) -> bytes:
+    """As a JSON string."""
+    return _encoder.encode(text)
+
+
 class ChunkEncoder:
-    """With ``include_usage`` every chunk has a ``usage``, which is null in all but the last."""
+    """What is around each choice. With ``include_usage`` every chunk has a ``usage``, null in all but the last."""
 
     def __init__(self, envelope: Envelope, *, include_usage: bool) -> None:
-        self._head = b"data: " + _encoder.encode(envelope)[:-1] + b',"choices":['
-        self._tail = b'],"usage":null}\n\n' if include_usage else b"]}\n\n"
+        self.head = b"data: " + _encoder.encode(envelope)[:-1] + b',"choices":['
+        self.tail = b'],"usage":null}\n\n' if include_usage else b"]}\n\n"
 
     def chunk(self, choice: ChunkChoice) -> bytes:
-        return self._head + _encoder.encode(choice) + self._tail
+        return self.wrap(_encoder.encode(choice))
+
+    def wrap(self, choice: bytes) -> bytes:
+        """The chunk of a choice that is encoded already."""
+        return self.head + choice + self.tail
 
     def usage(self, usage: Usage) -> bytes:
-        return self._head + b'],"usage":' + _encoder.encode(usage) + b"}\n\n"
+        return self.head + b'],"usage":' + _encoder.encode(usage) + b"}\n\n"
 
 
 def error_event(error: RequestError) -> bytes:

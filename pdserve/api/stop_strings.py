@@ -16,6 +16,11 @@ class StopStrings:
         self._held = ""
         self.found = False
 
+    @property
+    def wanted(self) -> bool:
+        """There is something to look for."""
+        return bool(self._stops)
+
     def add(self, text: str, *, may_end: bool = True) -> str:
         """The text that may be shown now. After ``found`` the output is over.
 

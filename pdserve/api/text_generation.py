@@ -42,7 +42,10 @@ class TextGeneration:
         """What the steps since the last call have added. Raises ``failure``, after all text before it was returned."""
         if self.failure is not None:
             raise self.failure
-        return [delta for item in await self._generation.wait() if (delta := self._take(item)) is not None]
+        items = await self._generation.wait()
+        now = time.monotonic()
+        deltas = [delta for item in items if (delta := self._take(item, now)) is not None]
+        return deltas if self.failure is None else deltas + self._held()
 
     def close(self) -> None:
         if self._closed:
@@ -56,35 +59,37 @@ class TextGeneration:
         self._metrics.request_ended(now - self._record.arrived, None if first is None else now - first)
         log_request(self._record, now)
 
-    def _take(self, item: ChoiceOutput) -> Delta | None:
+    def _take(self, item: ChoiceOutput, now: float) -> Delta | None:
         choice = self._choices.get(item.choice)
-        if choice is None or self.failure is not None:
+        if choice is None:
             return None
-        output = item.output
-        if output.new_token_ids:
-            self._time_tokens(item.choice, len(output.new_token_ids))
-        delta = choice.add(output)
+        delta = choice.add(item.output)
+        if delta.token_ids:
+            self._time_tokens(item.choice, len(delta.token_ids), now)
         if delta.outcome is not None:
-            if output.finish is None:
-                self._generation.end_choice(item.choice)
-            self._end_choice(item.choice, delta.outcome, output.report)
-        if delta.outcome not in (Outcome.STOP, Outcome.LENGTH):
-            self._fail(self._generation.failure or failure_of(output))
+            self._end(item, delta.outcome)
         return delta
 
-    def _fail(self, failure: RequestError | None) -> None:
-        if failure is not None:
-            self.failure = failure
+    def _end(self, item: ChoiceOutput, outcome: Outcome) -> None:
+        if item.output.finish is None:
+            self._generation.end_choice(item.choice)
+        self._end_choice(item.choice, outcome, item.output.report)
+        if outcome not in (Outcome.STOP, Outcome.LENGTH) and self.failure is None:
+            self.failure = self._generation.failure or failure_of(item.output)
             self._generation.close()
 
-    def _time_tokens(self, choice: int, count: int) -> None:
-        now = time.monotonic()
+    def _held(self) -> list[Delta]:
+        """What the choices that end with another one's failure have not shown yet."""
+        return [delta for choice in self._choices.values() if (delta := choice.break_off()).text]
+
+    def _time_tokens(self, choice: int, count: int, now: float) -> None:
         record = self._record
-        if record.first_token is None:
+        last = self._last_token.get(choice)
+        if last is not None:
+            self._metrics.next_tokens(now - last, count)
+        elif record.first_token is None:
             record.first_token = now
             self._metrics.first_token(now - record.arrived)
-        elif choice in self._last_token:
-            self._metrics.next_token(now - self._last_token[choice])
         self._last_token[choice] = record.last_token = now
         record.output_tokens += count
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import msgspec
 import zmq
 
 from pdserve.errors import EngineError, MalformedFrame
-from pdserve.wire.engine import FromEngine, ToEngine
+from pdserve.wire.engine import FromEngine, RequestOutput, StepOutput, ToEngine
 
 SEND_LIMIT = 100_000
 """Messages that the API process may be behind before the engine gives it up for dead."""
@@ -15,7 +17,9 @@ SEND_LIMIT = 100_000
 class ApiChannel:
     """A connected ZMQ PAIR: typed MessagePack both ways, never blocking."""
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str) -> None:
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str, *, batched: bool = True) -> None:
+        """Without ``batched`` a step's output goes token by token: what one message a step is measured against."""
+        self._batched = batched
         self._socket = context.socket(zmq.PAIR)
         self._socket.sndhwm = SEND_LIMIT
         self._socket.rcvhwm = SEND_LIMIT
@@ -30,6 +34,10 @@ class ApiChannel:
 
     def send(self, message: FromEngine) -> None:
         """Raises EngineError if the API process has stopped reading."""
+        for part in one_by_one(message) if isinstance(message, StepOutput) and not self._batched else (message,):
+            self._send(part)
+
+    def _send(self, message: FromEngine) -> None:
         try:
             self._socket.send(self._encoder.encode(message), zmq.NOBLOCK)
         except zmq.Again as exc:
@@ -51,3 +59,14 @@ class ApiChannel:
     def close(self, linger_s: float) -> None:
         """Give queued messages so long to leave."""
         self._socket.close(linger=int(linger_s * 1000))
+
+
+def one_by_one(step: StepOutput) -> Iterator[StepOutput]:
+    """The same, in a message for each token; an ending goes with its request's last one."""
+    for output in step.outputs:
+        tokens, logprobs = output.new_token_ids, output.logprobs
+        for index in range(len(tokens) - 1):
+            own = None if logprobs is None else logprobs[index : index + 1]
+            yield StepOutput([RequestOutput(output.request_id, tokens[index : index + 1], logprobs=own)])
+        last = None if logprobs is None else logprobs[-1:]
+        yield StepOutput([msgspec.structs.replace(output, new_token_ids=tokens[-1:], logprobs=last)])

@@ -13,7 +13,7 @@ from contextlib import ExitStack, contextmanager, suppress
 import msgspec
 import zmq
 
-from pdserve.config import EngineLaunch
+from pdserve.config import EngineLaunch, Switch
 from pdserve.engine.api_channel import ApiChannel
 from pdserve.engine.followers import Followers, followers_of
 from pdserve.engine.pinning import pin, rank_cores
@@ -35,7 +35,8 @@ def main() -> int:
         level=launch.config.log.level.name, format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True
     )
     with zmq.Context() as context:
-        channel = ApiChannel(context, launch.address)
+        batched = launch.config.stream.batched_dispatch is Switch.ON
+        channel = ApiChannel(context, launch.address, batched=batched)
         try:
             channel.send(Starting("loading libraries"))
             serve(launch, channel)

@@ -27,6 +27,7 @@ from pdserve.config import (
     LogConfig,
     ModelConfig,
     SchedulerConfig,
+    StreamConfig,
     TransferConfig,
 )
 from pdserve.wire.discovery import Role
@@ -112,6 +113,7 @@ async def app_in_process(
             metrics=NodeMetrics(lambda: engine.stats),
             timeout_s=60.0,
             max_body_bytes=10_000,
+            stream=StreamConfig(),
         )
         yield create_app(node), engine
     finally:
