@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import socket
 from collections.abc import Coroutine, Sequence
@@ -111,6 +112,9 @@ class Node:
         info = self._info(ready, boot_id, url)
         state = self._state(info, engine, ready, tokenizer)
         http = HttpServer(create_app(state), listener, self.config.http)
+        # What is there now stays: looking through it for garbage again and again would hold tokens up.
+        gc.collect()
+        gc.freeze()
         await http.start()
         registration = asyncio.create_task(self._register(info, engine), name="registration")
         try:

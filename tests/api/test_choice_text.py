@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from itertools import pairwise
 
+import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -28,13 +29,13 @@ def choice_text(stops: list[str], *, include: bool = False, min_tokens: int = 0)
     )
 
 
-def deltas_of(text: ChoiceText, tokens: list[int], cuts: set[int]) -> list[Delta]:
+def deltas_of(text: ChoiceText, tokens: list[int], cuts: set[int], *, reported: bool = True) -> list[Delta]:
     """Until the choice is over. Each token's log probability is its number; the last token is the stop token."""
     edges = [0, *sorted(cut for cut in cuts if 0 < cut < len(tokens)), len(tokens)]
     deltas = []
     for start, end in pairwise(edges):
         finish = FinishReason.STOP if end == len(tokens) else None
-        logprobs = [TokenLogprobs(float(i), 1, ()) for i in range(start, end)]
+        logprobs = [TokenLogprobs(float(i), 1, ()) for i in range(start, end)] if reported else None
         deltas.append(text.add(RequestOutput(0, tokens[start:end], finish, logprobs=logprobs)))
         if deltas[-1].outcome is not None:
             break
@@ -102,6 +103,32 @@ def test_tokens_go_out_with_their_text(
         shown, reported = shown + len(delta.text), reported + len(delta.tokens)
         assert reported == sum(end <= shown for end in wanted.ends), "no sooner and no later than their text"
     assert [delta.outcome for delta in deltas] == [None] * (len(deltas) - 1) + [Outcome.STOP]
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(st.integers(0, len(PIECES) - 1), max_size=14),
+    st.lists(st.sampled_from(["a", "ab", "bb", "aab", "é", "aé", "\ufffd"]), max_size=2),
+    st.booleans(),
+    st.integers(0, 6),
+    st.sets(st.integers(1, 14)),
+)
+def test_an_answer_does_not_depend_on_how_many_tokens_come_at_once(
+    answer: list[int], stops: list[str], reported: bool, min_tokens: int, cuts: set[int]
+) -> None:
+    def answer_of(cuts: set[int]) -> tuple[str, list[int], Outcome | None]:
+        deltas = deltas_of(choice_text(stops, min_tokens=min_tokens), [*answer, EOS], cuts, reported=reported)
+        token_ids = [token_id for delta in deltas for token_id in delta.token_ids]
+        return "".join(delta.text for delta in deltas), token_ids, deltas[-1].outcome
+
+    assert answer_of(cuts) == answer_of(set(range(1, 15)))
+
+
+@pytest.mark.parametrize("held", [[0], [6], [0, 6]])
+def test_what_was_held_back_is_shown_when_an_answer_breaks_off(held: list[int]) -> None:
+    text = choice_text(["ab"])
+    assert text.add(RequestOutput(0, held)).text == ""
+    assert text.break_off().text == "".join(PIECES[i].decode(errors="replace") for i in held)
 
 
 def test_offsets_are_those_of_the_text() -> None:

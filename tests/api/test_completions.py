@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from typing import Any
 
 import openai
 import pytest
@@ -52,6 +53,19 @@ def test_stream_with_usage(client: openai.OpenAI) -> None:
     assert last.usage is not None
     assert last.usage.completion_tokens == 9
     assert all(chunk.usage is None and len(chunk.choices) == 1 for chunk in chunks)
+
+
+@pytest.mark.parametrize("extra", [{}, {"return_token_ids": True}])
+def test_stream_interval(extra: dict[str, Any], client: openai.OpenAI) -> None:
+    """Nine tokens, the last without text: one, four, and four with the end; fewer chunks where reading lags."""
+    chunks = list(
+        client.completions.create(
+            model=MODEL, prompt="x", seed=Behaviour.REPLY, stream=True, extra_body={"stream_interval": 4, **extra}
+        )
+    )
+    assert "".join(chunk.choices[0].text for chunk in chunks) == REPLY_TEXT
+    assert chunks[-1].choices[0].finish_reason == "stop"
+    assert 2 <= len(chunks) <= 4
 
 
 def test_bytes_of_a_stream(node: NodeUnderTest) -> None:

@@ -40,14 +40,25 @@ from tests.api.test_other_routes import metrics
 
 @pytest.mark.parametrize("choices", [1, 3])
 @pytest.mark.parametrize(
-    ("behaviour", "stream"), [(Behaviour.HOLD, True), (Behaviour.HOLD, False), (Behaviour.SILENT, True)]
+    ("behaviour", "stream", "interval"),
+    [
+        (Behaviour.HOLD, True, 1),
+        (Behaviour.HOLD, True, 10),
+        (Behaviour.HOLD, False, 1),
+        (Behaviour.SILENT, True, 1),
+    ],
 )
-def test_closed_connection(behaviour: Behaviour, stream: bool, choices: int, node: NodeUnderTest) -> None:
-    """In the middle of a stream; while a whole answer is awaited; before the first byte."""
+def test_closed_connection(
+    behaviour: Behaviour, stream: bool, interval: int, choices: int, node: NodeUnderTest
+) -> None:
+    """In the middle of a stream, also with tokens that wait for their interval; while a whole answer is awaited;
+    before the first byte.
+    """
     before = len(node.submits())
     aborts = metrics(node)['pdserve_request_failure_total{reason="abort"}']
     connection = http.client.HTTPConnection(urlsplit(node.url).netloc, timeout=WAIT_S)
     body = {"model": MODEL, "prompt": "x", "seed": behaviour, "n": choices, "stream": stream}
+    body["stream_interval"] = interval
     connection.request("POST", "/v1/completions", body=json.dumps(body))
     if behaviour is Behaviour.HOLD and stream:
         assert connection.getresponse().readline().startswith(b"data: ")

@@ -42,6 +42,10 @@ WRONG_EVERYWHERE: list[tuple[dict[str, Any], str]] = [
     ({"stream": "yes"}, "stream"),
     ({"stream_options": {"include_usage": True}}, "stream_options"),
     ({"stream": True, "stream_options": {"include_usage": 3}}, "stream_options.include_usage"),
+    ({"stream_interval": 0}, "stream_interval"),
+    ({"stream": True, "stream_interval": -1}, "stream_interval"),
+    ({"stream": True, "stream_interval": 1.5}, "stream_interval"),
+    ({"stream": True, "stream_interval": "many"}, "stream_interval"),
     ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
     ({"truncate_prompt_tokens": -2}, "truncate_prompt_tokens"),
     ({"presence_penalty": 2.5}, "presence_penalty"),
@@ -328,9 +332,11 @@ def test_late_failure_of_a_stream_is_an_event(seed: int, status: int, code: str,
     assert not any('finish_reason":"' in chunk or "[DONE]" in chunk for chunk in chunks)
 
 
-def test_text_before_a_failure_is_not_lost(node: NodeUnderTest) -> None:
-    """Also what was held back as the possible beginning of a stop string."""
-    body = {**TEXT, "seed": Behaviour.ERROR_LATE, "stream": True, "stop": "Hello, there"}
+@pytest.mark.parametrize("interval", [1, 10])
+@pytest.mark.parametrize("seed", [Behaviour.ERROR_LATE, Behaviour.DEADLINE_LATE])
+def test_text_before_a_failure_is_not_lost(seed: int, interval: int, node: NodeUnderTest) -> None:
+    """Also what was held back as the possible beginning of a stop string, and what waits for its interval."""
+    body = {**TEXT, "seed": seed, "stream": True, "stop": "Hello, there", "stream_interval": interval}
     answer = post(f"{node.url}/v1/completions", body)
     texts = [line.split('"text":"')[1].split('"')[0] for line in answer.text.split("\n\n") if '"text":"' in line]
     assert "".join(texts) == "Hello,"

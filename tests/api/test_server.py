@@ -6,6 +6,7 @@ import base64
 import contextlib
 import http.client
 import json
+import re
 import signal
 import time
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ from urllib.parse import urlsplit
 import pytest
 import zmq
 
-from pdserve.config import DiscoveryConfig, HttpConfig, ModelConfig, NodeConfig
+from pdserve.config import DiscoveryConfig, HttpConfig, ModelConfig, NodeConfig, StreamConfig, Switch
 from pdserve.wire.discovery import Ack, Deregister, NodeInfo, Register, Role, ToProxy
 from pdserve.wire.engine import Shutdown
 from pdserve.wire.frame import Opener, Purpose, Sealer
@@ -32,11 +33,12 @@ from tests.processes import SECRET, clean_environ, running
 BODY = {"model": MODEL, "prompt": "x"}
 
 
-def config(drain_s: float = 10.0, proxies: tuple[str, ...] = ()) -> NodeConfig:
+def config(drain_s: float = 10.0, proxies: tuple[str, ...] = (), stream: StreamConfig | None = None) -> NodeConfig:
     return NodeConfig(
         model=ModelConfig(served_name=MODEL),
         http=HttpConfig(drain_s=drain_s),
         discovery=DiscoveryConfig(proxies=proxies, heartbeat_ms=100),
+        stream=stream or StreamConfig(),
     )
 
 
@@ -68,17 +70,25 @@ def test_drain_lets_running_requests_finish(model_dir: Path, tmp_path: Path) -> 
         assert get(f"{node.url}/health").status == 200
         events = (stream.first.decode() + stream.rest()).split("\n\n")
         assert events[-2] == "data: [DONE]"
-        text = "".join(json.loads(event[6:])["choices"][0]["text"] for event in events if event.startswith("data: {"))
-        assert text == REPLY_TEXT
+        assert texts_of("\n\n".join(events)) == REPLY_TEXT
         assert node.process.wait() == 0
         assert isinstance(node.told()[-1], Shutdown)
 
 
-def test_drain_is_bounded(model_dir: Path, tmp_path: Path) -> None:
-    with scripted_node(config(drain_s=0.2), model_dir, tmp_path) as node:
+def texts_of(events: str) -> str:
+    """What the chunks among them show."""
+    chunks = [json.loads(event[6:]) for event in events.split("\n\n") if event.startswith("data: {")]
+    return "".join(chunk["choices"][0]["text"] for chunk in chunks if "choices" in chunk)
+
+
+@pytest.mark.parametrize("interval", [1, 10])
+def test_drain_is_bounded(interval: int, model_dir: Path, tmp_path: Path) -> None:
+    stream_config = StreamConfig(interval=interval)
+    with scripted_node(config(drain_s=0.2, stream=stream_config), model_dir, tmp_path) as node:
         stream = Stream(node, Behaviour.HOLD)
         node.process.terminate()
         rest = stream.rest()
+        assert texts_of(stream.first.decode() + rest) == "Hello,"
         assert "event: error\n" in rest
         assert '"code":"shutting_down"' in rest
         assert "[DONE]" not in rest
@@ -108,17 +118,33 @@ def test_second_signal_cuts_the_drain_short(model_dir: Path, tmp_path: Path) -> 
 
 @pytest.mark.parametrize(("behaviour", "message"), [(Behaviour.FAIL, ENGINE_FAILURE), (Behaviour.DIE, "exit status 7")])
 def test_engine_death_ends_the_node(behaviour: Behaviour, message: str, model_dir: Path, tmp_path: Path) -> None:
-    with scripted_node(config(), model_dir, tmp_path) as node:
+    """What it produced reaches its readers, also what waited for an interval."""
+    with scripted_node(config(stream=StreamConfig(interval=10)), model_dir, tmp_path) as node:
         other = Stream(node, Behaviour.HOLD)
+        eventually(lambda: get(f"{node.url}/metrics").text.count("generation_tokens_total 2.0"))
         whole = post(f"{node.url}/v1/completions", {**BODY, "seed": behaviour})
         assert whole.status == 500
         assert whole.json()["error"]["message"] == "the engine of this node failed"
         rest = other.rest()
+        assert texts_of(other.first.decode() + rest) == "Hello,"
         assert "event: error\n" in rest
         assert message not in rest
         assert "[DONE]" not in rest
         assert node.process.wait() == 1
         assert any("ERROR" in line and message in line for line in node.process.lines)
+
+
+def test_a_node_with_all_optimisations_off(model_dir: Path, tmp_path: Path) -> None:
+    """The bytes of a stream are the same, but for what differs between any two answers."""
+    plain = StreamConfig(batched_dispatch=Switch.OFF, notify_size=0, fast_path=Switch.OFF)
+    answers = []
+    for stream_config in (plain, StreamConfig()):
+        with scripted_node(config(stream=stream_config), model_dir, tmp_path) as node:
+            body = {**BODY, "seed": Behaviour.BURST, "n": 3, "stream": True, "stream_options": {"include_usage": True}}
+            answer = post(f"{node.url}/v1/completions", body)
+            answers.append(re.sub(r'"id":"cmpl-\w+"|"created":\d+', "", answer.text))
+    assert answers[0] == answers[1]
+    assert answers[0].endswith("data: [DONE]\n\n")
 
 
 def test_signal_while_the_engine_starts(model_dir: Path, tmp_path: Path) -> None:

@@ -36,6 +36,21 @@ def _finished(lines: list[str]) -> int:
     return sum("pdserve.request" in line for line in lines)
 
 
+def test_a_stream_with_an_interval_has_the_same_text_in_fewer_chunks(pd_cluster: Cluster) -> None:
+    """Through the proxy, whose relays know nothing of it."""
+
+    def pieces(interval: int) -> list[str]:
+        body = {"model": MODEL, "prompt": "Once upon a time", "max_tokens": 24, "temperature": 0, "stream": True}
+        body["stream_interval"] = interval
+        events = call(pd_cluster.url + "/v1/completions", body).body.decode().split("\n\n")
+        assert events[-2:] == ["data: [DONE]", ""]
+        return [json.loads(event[6:])["choices"][0]["text"] for event in events[:-2]]
+
+    one, ten = pieces(1), pieces(10)
+    assert "".join(one) == "".join(ten)
+    assert len(ten) <= 5 < len(one)
+
+
 def test_instances_ready_and_health(pd_cluster: Cluster) -> None:
     instances = call(pd_cluster.url + "/instances").json()
     assert Counter(instance["role"] for instance in instances) == {"prefill": 2, "decode": 2}

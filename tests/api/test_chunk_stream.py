@@ -1,0 +1,85 @@
+"""The fast path writes the bytes of the full one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+import msgspec
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from pdserve.api.answer_options import AnswerOptions
+from pdserve.api.choice_text import Delta
+from pdserve.api.chunk_stream import FullChunks, PlainChunks, chunk_stream
+from pdserve.api.outcome import Outcome
+from pdserve.api.plain_choices import PlainChoices
+from pdserve.api.responses import Envelope
+from pdserve.api.shown_tokens import ShownToken
+from pdserve.api.sse import ChunkEncoder
+from pdserve.api.surface import CHAT, TEXT, Surface
+from pdserve.wire.sampling import TokenLogprobs
+
+SURFACES = st.sampled_from([CHAT, TEXT])
+TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=20) | st.sampled_from(
+    ['"', '""', "\\", "\x00\x1f\x7f"]
+)
+OUTCOMES = st.sampled_from([None, None, None, *Outcome])
+PLAIN = {CHAT: PlainChoices(CHAT), TEXT: PlainChoices(TEXT)}
+
+
+def options(
+    echoes: Sequence[str], plain: PlainChoices | None, *, logprobs: bool = False, ids: bool = False
+) -> AnswerOptions:
+    return AnswerOptions(
+        model="m",
+        fingerprint="fp",
+        prompt_ids=[[1]] * len(echoes),
+        echoes=echoes,
+        token_bytes=lambda token_id: b"t%d" % token_id,
+        logprobs=logprobs,
+        token_ids=ids,
+        plain=plain,
+    )
+
+
+@given(
+    SURFACES,
+    st.builds(Envelope, id=TEXTS, object=TEXTS, created=st.integers(0, 2**40), model=TEXTS, system_fingerprint=TEXTS),
+    st.booleans(),
+    st.lists(TEXTS, min_size=1, max_size=4),
+    st.lists(st.tuples(st.integers(0, 3), TEXTS, OUTCOMES), max_size=12),
+)
+@example(
+    CHAT, Envelope('""', "", 0, '"":""', ""), True, ['""'], [(0, "", None), (0, '""', None), (0, "x", Outcome.STOP)]
+)
+def test_both_ways_give_the_same_bytes(
+    surface: Surface,
+    envelope: Envelope,
+    include_usage: bool,
+    echoes: list[str],
+    events: list[tuple[int, str, Outcome | None]],
+) -> None:
+    """Any text, choice and order; with an echo, the first chunks' text is not the delta's alone."""
+    encoder = ChunkEncoder(envelope, include_usage=include_usage)
+    fast = chunk_stream(surface, encoder, options(echoes, PLAIN[surface]))
+    full = chunk_stream(surface, encoder, options(echoes, None))
+    assert isinstance(fast, PlainChunks)
+    assert isinstance(full, FullChunks)
+    for choice, text, outcome in events:
+        delta = Delta(choice % len(echoes), text, [1], outcome)
+        data = fast.events(delta)
+        assert data == full.events(delta)
+        for line in data.split(b"\n\n")[:-1]:
+            json.loads(line.removeprefix(b"data: "))
+
+
+@pytest.mark.parametrize(("logprobs", "ids"), [(True, False), (False, True)])
+def test_what_is_more_than_text_takes_the_full_path(logprobs: bool, ids: bool) -> None:
+    encoder = ChunkEncoder(Envelope("i", "o", 1, "m", "f"), include_usage=False)
+    stream = chunk_stream(TEXT, encoder, options([""], PLAIN[TEXT], logprobs=logprobs, ids=ids))
+    delta = Delta(0, "x", [5], None, [ShownToken(5, TokenLogprobs(-1.0, 1, ()), 0)] if logprobs else ())
+    choice = msgspec.json.decode(stream.events(delta).removeprefix(b"data: "))["choices"][0]
+    assert choice.get("token_ids") == ([5] if ids else None)
+    assert (choice["logprobs"] is not None) is logprobs

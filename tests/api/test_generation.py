@@ -1,0 +1,149 @@
+"""When the reader of a generation is woken, and what it then reads."""
+
+from __future__ import annotations
+
+import asyncio
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pdserve.api.generation import AT_THE_END, Generation, merged
+from pdserve.errors import Internal
+from pdserve.wire.engine import FinishReason, RequestOutput
+from pdserve.wire.sampling import TokenLogprobs
+from tests.api.node import WAIT_S
+
+
+def generation_of(choices: int, interval: int) -> Generation:
+    return Generation(range(choices), 60.0, lambda ids: None, interval)
+
+
+def due_tokens(interval: int, count: int) -> list[int]:
+    """After which of ``count`` tokens the reader is woken, where it reads at once."""
+
+    async def scenario() -> list[int]:
+        generation, due = generation_of(1, interval), []
+        for token in range(1, count + 1):
+            if generation.put(RequestOutput(0, [token])):
+                due.append(token)
+                await generation.wait()
+        generation.close()
+        return due
+
+    return asyncio.run(scenario())
+
+
+def test_the_first_token_comes_at_once_and_then_so_many_together() -> None:
+    assert due_tokens(1, 4) == [1, 2, 3, 4]
+    assert due_tokens(3, 9) == [1, 4, 7]
+    assert due_tokens(AT_THE_END, 1_000) == [1]
+
+
+def test_each_choice_has_its_own_count() -> None:
+    async def scenario() -> list[list[tuple[int, list[int]]]]:
+        generation, seen = generation_of(2, 3), []
+        for request_id, token in ((0, 1), (1, 2), (0, 3), (1, 4), (0, 5), (0, 6), (1, 7)):
+            if generation.put(RequestOutput(request_id, [token])):
+                seen.append([(item.choice, item.output.new_token_ids) for item in await generation.wait()])
+        generation.put(RequestOutput(1, [8], FinishReason.STOP))
+        seen.append([(item.choice, item.output.new_token_ids) for item in await generation.wait()])
+        generation.close()
+        return seen
+
+    assert asyncio.run(scenario()) == [[(0, [1])], [(1, [2])], [(0, [3, 5, 6])], [(1, [4, 7, 8])]]
+
+
+def test_a_reader_is_not_woken_between() -> None:
+    async def scenario() -> None:
+        generation = generation_of(1, 3)
+        generation.deliver(RequestOutput(0, [1]))
+        await generation.wait()
+        reader = asyncio.create_task(generation.wait())
+        for token in (2, 3):
+            generation.deliver(RequestOutput(0, [token]))
+            generation.wake()
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            assert not reader.done()
+        generation.deliver(RequestOutput(0, [4]))
+        assert [item.output.new_token_ids for item in await asyncio.wait_for(reader, WAIT_S)] == [[2, 3, 4]]
+        generation.close()
+
+    asyncio.run(scenario())
+
+
+def test_the_failure_of_one_choice_brings_out_what_the_others_have() -> None:
+    async def scenario() -> dict[int, tuple[list[int], FinishReason | None]]:
+        generation = generation_of(3, 10)
+        for token in (1, 2, 3):
+            for request_id in (0, 1):
+                if generation.put(RequestOutput(request_id, [token])):
+                    await generation.wait()
+        assert generation.put(RequestOutput(0, [], FinishReason.DEADLINE))
+        items = await generation.wait()
+        generation.close()
+        return {item.choice: (item.output.new_token_ids, item.output.finish) for item in items}
+
+    assert asyncio.run(scenario()) == {0: ([2, 3], FinishReason.DEADLINE), 1: ([2, 3], None)}
+
+
+def test_a_lost_engine_ends_all_with_what_they_have() -> None:
+    async def scenario() -> dict[int, tuple[list[int], FinishReason | None]]:
+        generation = generation_of(2, 10)
+        for token in (1, 2):
+            generation.put(RequestOutput(0, [token]))
+        generation.fail(Internal("lost"))
+        items = await generation.wait()
+        generation.close()
+        return {item.choice: (item.output.new_token_ids, item.output.finish) for item in items}
+
+    assert asyncio.run(scenario()) == {0: ([1, 2], FinishReason.ERROR), 1: ([], FinishReason.ERROR)}
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.integers(1, 5),
+    st.lists(st.tuples(st.integers(0, 2), st.integers(1, 3), st.booleans()), max_size=30),
+)
+def test_nothing_is_lost_or_out_of_order(interval: int, events: list[tuple[int, int, bool]]) -> None:
+    """Outputs of one to three tokens for three choices; the reader, once woken, may take its time."""
+
+    async def scenario() -> None:
+        generation = generation_of(3, interval)
+        sent: list[list[int]] = [[], [], []]
+        got: list[list[int]] = [[], [], []]
+
+        async def take() -> None:
+            for item in await asyncio.wait_for(generation.wait(), WAIT_S):
+                got[item.choice] += item.output.new_token_ids
+
+        due = False
+        for number, (choice, count, lazy) in enumerate(events):
+            tokens = [number * 10 + i for i in range(count)]
+            due = generation.put(RequestOutput(choice, tokens)) or due
+            sent[choice] += tokens
+            if due and not lazy:
+                await take()
+                due = False
+            if not due:
+                assert all(len(ours) - len(theirs) < interval for ours, theirs in zip(sent, got, strict=True))
+        for choice in range(3):
+            generation.put(RequestOutput(choice, [], FinishReason.LENGTH))
+        await take()
+        generation.close()
+        assert got == sent
+
+    asyncio.run(scenario())
+
+
+def test_merged_outputs_keep_log_probabilities_and_the_end() -> None:
+    logprobs = [TokenLogprobs(-float(i), 1, ()) for i in range(3)]
+    whole = merged(
+        [
+            RequestOutput(7, [1, 2], logprobs=logprobs[:2]),
+            RequestOutput(7, [3], logprobs=logprobs[2:]),
+            RequestOutput(7, [], FinishReason.ERROR, None, "why"),
+        ]
+    )
+    assert whole == RequestOutput(7, [1, 2, 3], FinishReason.ERROR, None, "why", logprobs)
+    assert merged([RequestOutput(7, [1]), RequestOutput(7, [2])]) == RequestOutput(7, [1, 2])
