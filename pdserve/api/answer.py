@@ -61,10 +61,11 @@ async def streamed_answer(
     deltas: Sequence[Delta] = first
     try:
         while True:
-            if data := b"".join(map(stream.events, deltas)):
-                yield data
+            data = b"".join(map(stream.events, deltas))
             if run.done and run.failure is None:
                 break
+            if data:
+                yield data
             deltas = await run.next()
     except RequestError as error:
         yield error_event(error)
@@ -74,7 +75,7 @@ async def streamed_answer(
         logger.exception("unexpected error in a stream")
         yield error_event(Internal("internal error; the node's log has the details"))
         return
-    yield (encoder.usage(usage_of(run)) if options.include_usage else b"") + DONE
+    yield data + (encoder.usage(usage_of(run)) if options.include_usage else b"") + DONE
 
 
 def usage_of(run: TextGeneration) -> Usage:

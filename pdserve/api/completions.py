@@ -16,7 +16,6 @@ from pdserve.api.answer_options import AnswerOptions
 from pdserve.api.bad_words import TokenRuns, bad_word_tokens
 from pdserve.api.choice_text import ChoiceText
 from pdserve.api.engine_client import PromptChoices
-from pdserve.api.generation import AT_THE_END
 from pdserve.api.node_state import NodeState
 from pdserve.api.openai import BodyParser, ChatRequest, CompletionRequest, GenerationRequest
 from pdserve.api.plain_choices import PlainChoices
@@ -36,6 +35,8 @@ from pdserve.wire.ticket import TICKET_HEADER, PrefillTarget
 
 IGNORED_HEADER = "x-pdserve-ignored"
 MAX_IGNORED = 20
+WHOLE_INTERVAL = 256
+"""Nobody waits for the text of a whole answer before its end; but all at once it would hold up others' tokens."""
 
 R = TypeVar("R", bound=GenerationRequest)
 MakePrompts = Callable[[R, Tokenizer, ModelLimits], Awaitable[list[Prompt]]]
@@ -180,9 +181,8 @@ def _interval(body: GenerationRequest, default: int) -> int:
     """How many tokens of a choice are read at once."""
     if body.stream:
         return body.stream_interval or default
-    # Of a whole answer nobody reads anything before its end, unless that is for a stop string to say: a token that the
-    # engine computes in vain costs far more than a look.
-    return 1 if body.stops else AT_THE_END
+    # A token that the engine computes in vain, past a stop string, costs far more than a look for one.
+    return 1 if body.stops else WHOLE_INTERVAL
 
 
 def _check_consistent(body: GenerationRequest) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 from collections.abc import Callable, Sequence
 
 import msgspec
@@ -14,8 +13,6 @@ from pdserve.wire.sampling import TokenLogprobs
 
 DEADLINE_GRACE_S = 1.0
 """The engine ends a request at its deadline; this much later the API does it, should the engine not."""
-AT_THE_END = sys.maxsize
-"""An interval: nothing is read between the first token and the end."""
 
 _ANSWERS = (FinishReason.STOP, FinishReason.LENGTH)
 

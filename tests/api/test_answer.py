@@ -15,7 +15,7 @@ from pdserve.api.answer import streamed_answer, whole_answer
 from pdserve.api.answer_options import AnswerOptions
 from pdserve.api.choice_text import ChoiceText
 from pdserve.api.detokenizer import BytesDetokenizer, TokenBytes, byte_level_bytes
-from pdserve.api.generation import AT_THE_END, DEADLINE_GRACE_S, Generation
+from pdserve.api.generation import DEADLINE_GRACE_S, Generation
 from pdserve.api.metrics import NodeMetrics
 from pdserve.api.outcome import shutting_down
 from pdserve.api.plain_choices import PlainChoices
@@ -181,7 +181,7 @@ def test_an_answer_is_the_same_whatever_the_interval_and_the_readers_pace(
         return texts, rig.record.output_tokens
 
     async def whole() -> tuple[dict[int, str], int]:
-        rig = Rig(len(answers), AT_THE_END, stops)
+        rig = Rig(len(answers), 1_000, stops)
         for choice, tokens in enumerate(answers):
             rig.generation.deliver(RequestOutput(choice, [*tokens, EOS], FinishReason.STOP))
         answer = await whole_answer(CHAT, rig.run, [], rig.options)
