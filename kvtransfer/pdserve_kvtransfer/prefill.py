@@ -6,12 +6,25 @@ import logging
 from typing import cast
 
 from pdserve.errors import TransferError
-from pdserve.wire.transfer import Cancel, Done, Hello, Ping, PrefillRequest, Refused, ToDecode, ToPrefill
+from pdserve.wire.transfer import (
+    Cancel,
+    Done,
+    Examine,
+    Hello,
+    Ping,
+    PrefillRequest,
+    Probe,
+    ProbeEnd,
+    Refused,
+    ToDecode,
+    ToPrefill,
+)
 from pdserve_kvtransfer.control import ControlServer, Received
 from pdserve_kvtransfer.decode_peer import DecodePeer
 from pdserve_kvtransfer.events import PushOutcome
 from pdserve_kvtransfer.frames import Inbound
 from pdserve_kvtransfer.handshake import answer
+from pdserve_kvtransfer.probe_host import ProbeHost
 from pdserve_kvtransfer.station import (
     Command,
     FailPush,
@@ -35,6 +48,7 @@ class PrefillSide:
             station.secret, cast("type[ToPrefill]", ToPrefill), station.counters
         )
         self._server = ControlServer(station.zmq_context, config.host, config.port, config.advertise)
+        self._probes = ProbeHost(station, self._server)
         self._peers: dict[bytes, DecodePeer] = {}
         self._closing: list[DecodePeer] = []
         self._closed = False
@@ -74,6 +88,7 @@ class PrefillSide:
                 more |= peer.turn()
             except TransferError as exc:
                 self._lose(peer, PushOutcome.PEER_LOST, str(exc))
+        more |= self._probes.turn(now)
         return more
 
     def _on_message(self, message: ToPrefill, received: Received, now: float) -> None:
@@ -84,6 +99,8 @@ class PrefillSide:
                 self._on_known(transfer_id.decode_boot, message, received, now)
             case Ping(boot_id):
                 self._on_known(boot_id, message, received, now)
+            case Examine() | Probe() | ProbeEnd():
+                self._probes.on_message(message, received, now)
 
     def _on_known(
         self, boot_id: bytes, message: PrefillRequest | Done | Cancel | Ping, received: Received, now: float
@@ -122,6 +139,7 @@ class PrefillSide:
 
     def _on_disconnect(self, connection: int, now: float) -> None:
         # A last frame (Done, say) may still be waiting to be read, so this is a suspicion only.
+        self._probes.disconnected(connection, now)
         for peer in list(self._peers.values()):
             if peer.connection != connection:
                 continue
@@ -137,6 +155,7 @@ class PrefillSide:
                 self._lose(peer, PushOutcome.LEASE_EXPIRED, "the decode engine fell silent")
             else:
                 peer.tick(now)
+        self._probes.tick(now)
 
     def _lose(self, peer: DecodePeer, outcome: PushOutcome, reason: str) -> None:
         log.info("decode engine %s is lost: %s", peer.boot_id.hex()[:8], reason)
@@ -152,17 +171,17 @@ class PrefillSide:
             peer.lease.renew(now)
 
     def next_timer(self) -> float | None:
-        return earliest(peer.next_timer() for peer in self._peers.values())
+        return earliest([self._probes.next_timer(), *(peer.next_timer() for peer in self._peers.values())])
 
     def moving(self) -> bool:
-        return any(peer.moving() for peer in self._peers.values())
+        return self._probes.moving() or any(peer.moving() for peer in self._peers.values())
 
     def arm(self) -> bool:
-        return all(peer.link.arm() for peer in self._peers.values())
+        return self._probes.arm() and all(peer.link.arm() for peer in self._peers.values())
 
     def pollables(self) -> list[Pollable]:
         links = [pollable for peer in self._peers.values() for pollable in peer.link.pollables()]
-        return [*self._server.sockets, *self._station.ranks.sockets, *links]
+        return [*self._server.sockets, *self._station.ranks.sockets, *links, *self._probes.pollables()]
 
     def close(self, linger_s: float) -> None:
         if self._closed:
@@ -172,6 +191,7 @@ class PrefillSide:
             self._lose(peer, PushOutcome.FAILED, "the prefill engine is closing")
         for peer in self._closing:
             peer.forget()
+        self._probes.close()
         self._station.ranks.close(linger_s)
         self._server.close(linger_s)
 

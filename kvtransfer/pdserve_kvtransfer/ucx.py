@@ -16,6 +16,7 @@ from typing import Any
 from pdserve.errors import PeerLost, TransferError
 from pdserve.wire.transfer import INDEX_BITS
 from pdserve_kvtransfer.transport import Arrival
+from pdserve_kvtransfer.ucx_lanes import Lane, lanes_of
 
 log = logging.getLogger(__name__)
 
@@ -137,6 +138,10 @@ class UcxLink:
 
     def broken(self) -> bool:
         return not all(endpoint.alive for endpoint in self._endpoints)
+
+    def lanes(self) -> tuple[Lane, ...]:
+        """Which transports carry the blocks; complete once something has gone over each connection."""
+        return tuple(dict.fromkeys(lane for endpoint in self._endpoints for lane in lanes_of(endpoint.handle)))
 
     def close(self) -> None:
         if self._worker is None:

@@ -14,6 +14,15 @@
             ◀───────────────────────────── Failed     the transfer is over, and why
 
 Every transfer ends with exactly one of ``Done``, ``Failed`` or ``Cancel``.
+
+``pdserve doctor`` asks, with the sockets of a decode engine:
+
+      Examine ───────────────────────────▶            who is there
+            ◀───────────────────────────── Examined
+      Probe ─────────────────────────────▶            a link of its own, which knows no KV memory
+            ◀───────────────────────────── ProbeOpened    or ProbeRefused, also later
+            ◀══ pings and scratch bytes (UCX) ══▶
+      ProbeEnd ──────────────────────────▶
 """
 
 from __future__ import annotations
@@ -136,5 +145,60 @@ class Pong(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="k
     boot_id: BootId
 
 
-ToPrefill: TypeAlias = Hello | PrefillRequest | Done | Cancel | Ping
-ToDecode: TypeAlias = Welcome | Refused | Digests | FirstToken | Failed | Pong
+MAX_PROBE_MESSAGE_BYTES = 16 * 2**20
+MAX_PROBE_BYTES = 256 * 2**20
+"""Of all messages of one probe together."""
+
+
+class Examine(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="examine"):
+    boot_id: BootId
+
+
+class Examined(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="examined", kw_only=True):
+    """What a prefill engine is, told without a handshake."""
+
+    boot_id: BootId
+    version: Annotated[str, msgspec.Meta(max_length=128)]
+    """Of pdserve."""
+    spec: EngineSpec
+    block_bytes: Annotated[int, msgspec.Meta(ge=1)]
+    """Of one KV block on rank 0."""
+    clock_ms: int
+    """Its wall clock, milliseconds since 1970."""
+    machine: Annotated[str, msgspec.Meta(max_length=128)]
+    """The same for all processes of one running kernel."""
+    ipc_namespace: Annotated[str, msgspec.Meta(max_length=128)]
+    """Processes of one machine that differ in it share no memory."""
+
+
+class Probe(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="probe", kw_only=True):
+    """Open a link for measuring: scratch memory only, bounded in bytes and in time."""
+
+    boot_id: BootId
+    address: Annotated[bytes, msgspec.Meta(max_length=65_536)]
+    """UCX worker address of the asker."""
+    message_bytes: Annotated[int, msgspec.Meta(ge=1, le=MAX_PROBE_MESSAGE_BYTES)]
+    messages: Annotated[int, msgspec.Meta(ge=1, le=65_536)]
+    """Sent to the asker when it says so over UCX."""
+
+
+class ProbeOpened(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="probe_opened"):
+    boot_id: BootId
+    address: Annotated[bytes, msgspec.Meta(max_length=65_536)]
+
+
+class ProbeRefused(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="probe_refused"):
+    """There is no such link, or not any more."""
+
+    boot_id: BootId
+    reason: Annotated[str, msgspec.Meta(max_length=2_000)]
+
+
+class ProbeEnd(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="probe_end"):
+    boot_id: BootId
+
+
+ToPrefill: TypeAlias = Hello | PrefillRequest | Done | Cancel | Ping | Examine | Probe | ProbeEnd
+ToDecode: TypeAlias = (
+    Welcome | Refused | Digests | FirstToken | Failed | Pong | Examined | ProbeOpened | ProbeRefused
+)

@@ -106,6 +106,9 @@ CHANNELS: list[tuple[Any, list[msgspec.Struct]]] = [
             transfer.Done(TRANSFER_ID),
             transfer.Cancel(TRANSFER_ID),
             transfer.Ping(BOOT),
+            transfer.Examine(BOOT),
+            transfer.Probe(boot_id=BOOT, address=b"address", message_bytes=4096, messages=8),
+            transfer.ProbeEnd(BOOT),
         ],
     ),
     (
@@ -119,6 +122,17 @@ CHANNELS: list[tuple[Any, list[msgspec.Struct]]] = [
             ),
             transfer.Failed(TRANSFER_ID, "out of blocks"),
             transfer.Pong(OTHER),
+            transfer.Examined(
+                boot_id=OTHER,
+                version="0.1.0",
+                spec=SPEC,
+                block_bytes=4096,
+                clock_ms=1,
+                machine="m",
+                ipc_namespace="ipc:[1]",
+            ),
+            transfer.ProbeOpened(OTHER, b"address"),
+            transfer.ProbeRefused(OTHER, "another probe is under way"),
         ],
     ),
     (

@@ -1,0 +1,111 @@
+"""The measuring end of a probe's link: small messages there and back, then a load of large ones."""
+
+from __future__ import annotations
+
+import select
+import statistics
+import time
+from collections.abc import Callable
+
+from pdserve.errors import PeerLost
+from pdserve_kvtransfer.nap import Nap
+from pdserve_kvtransfer.probe import LOAD_TAG, PING_BYTES, PING_TAG, START_TAG, WINDOW
+from pdserve_kvtransfer.transport import Completion, Link
+
+_PINGS = 200
+_WARM_UP_MESSAGES = 8
+_MAX_WAIT_MS = 20
+
+
+class ProbeAsker:
+    """The asker's end of one link, which is connected. Everything it receives lands in scratch memory."""
+
+    def __init__(self, link: Link, message_bytes: int, deadline: float) -> None:
+        self._link = link
+        self._deadline = deadline
+        self._size = message_bytes
+        self._poll = select.poll()
+        self._poll.register(link.fileno(), select.POLLIN)
+
+    def ping(self) -> float:
+        """Half a round trip in seconds. Raises PeerLost if none comes back."""
+        content, back = memoryview(bytearray(PING_BYTES)), memoryview(bytearray(PING_BYTES))
+        times = []
+        for index in range(_PINGS):
+            begun = time.perf_counter()
+            self._link.send(content, PING_TAG, index)
+            if not self._until(lambda: self._received(PING_TAG, back)):
+                break
+            times.append(time.perf_counter() - begun)
+        if not times:
+            raise PeerLost("nothing came back over UCX")
+        return statistics.median(times) / 2
+
+    def _received(self, tag: int, into: memoryview) -> bool:
+        arrival = self._link.probe()
+        if arrival is None:
+            return False
+        if arrival.tag != tag or arrival.length != len(into):
+            raise PeerLost("the probe's link carries something else")
+        completion = self._link.receive(arrival, into)
+        return self._until(completion.done)
+
+    def load(self, messages: int) -> tuple[int, float]:
+        """Messages received, and bytes a second once it runs."""
+        load = _Load(self._link, self._size, messages)
+        self._link.send(memoryview(bytearray(PING_BYTES)), START_TAG, 0)
+        self._until(load.step)
+        return load.landed, load.bytes_per_s
+
+    def _until(self, condition: Callable[[], bool]) -> bool:
+        """Let data move as a transfer thread does, until ``condition``. False if time ran out."""
+        nap = Nap()
+        while not condition():
+            now = time.monotonic()
+            if now >= self._deadline:
+                return False
+            moved = self._link.progress()
+            if self._link.broken():
+                raise PeerLost("the connection of the probe broke")
+            if not nap.taken(moved, True, now) and self._link.arm():
+                self._poll.poll(_MAX_WAIT_MS)
+        return True
+
+
+class _Load:
+    """Messages that arrive on a link, received into scratch memory as they come."""
+
+    def __init__(self, link: Link, message_bytes: int, messages: int) -> None:
+        self.landed = 0
+        self._link = link
+        self._size = message_bytes
+        self._messages = messages
+        # Connections start slowly: the clock runs from the end of this message.
+        self._warm = max(1, min(_WARM_UP_MESSAGES, messages // 2))
+        self._begun = self._ended = 0.0
+        self._free = [memoryview(bytearray(message_bytes)) for _ in range(WINDOW)]
+        self._receiving: list[tuple[Completion, memoryview]] = []
+
+    @property
+    def bytes_per_s(self) -> float:
+        timed = self.landed - self._warm
+        return timed * self._size / (self._ended - self._begun) if timed > 0 else 0.0
+
+    def step(self) -> bool:
+        """Takes what is there. True when all have landed. Raises PeerLost."""
+        for completion, slot in [entry for entry in self._receiving if entry[0].done()]:
+            self._receiving.remove((completion, slot))
+            self._free.append(slot)
+            self._landed()
+        while self._free and (arrival := self._link.probe()) is not None:
+            if arrival.tag != LOAD_TAG or arrival.length != self._size:
+                raise PeerLost("the probe's link carries something else")
+            slot = self._free.pop()
+            self._receiving.append((self._link.receive(arrival, slot), slot))
+        return self.landed == self._messages
+
+    def _landed(self) -> None:
+        self.landed += 1
+        self._ended = time.perf_counter()
+        if self.landed == self._warm:
+            self._begun = self._ended

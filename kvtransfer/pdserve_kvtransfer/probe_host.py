@@ -1,0 +1,184 @@
+"""A prefill engine's answers to ``pdserve doctor``: what it is, and a link to measure that knows no KV memory.
+
+One probe at a time, bounded in bytes and in time: its link has a worker and scratch memory of its own, so nothing that
+an asker sends can land in, or be sent from, a KV block.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import logging
+import math
+import time
+
+from pdserve.errors import PeerLost, TransferError
+from pdserve.wire.transfer import (
+    MAX_PROBE_BYTES,
+    Examine,
+    Examined,
+    Probe,
+    ProbeEnd,
+    ProbeOpened,
+    ProbeRefused,
+    ToDecode,
+)
+from pdserve_kvtransfer.control import ControlServer, Received
+from pdserve_kvtransfer.machine_identity import machine_identity
+from pdserve_kvtransfer.probe import LOAD_TAG, MAX_ASKER_BYTES, PAUSE_S, PING_TAG, PROBE_S, START_TAG, WINDOW
+from pdserve_kvtransfer.station import Pollable, Station
+from pdserve_kvtransfer.transport import Arrival, Completion, Transport
+
+log = logging.getLogger(__name__)
+
+
+class _Probing:
+    """One probe under way. The constructor raises TransferError; so do methods when it is of no use any more."""
+
+    def __init__(self, transport: Transport, asked: Probe, received: Received, now: float) -> None:
+        self.asker = asked.boot_id
+        self.route = received.route
+        self.connection = received.connection
+        self.until = now + PROBE_S
+        self._left = asked.messages
+        self._messages = asked.messages
+        self._started = False
+        self._load = memoryview(bytearray(asked.message_bytes))
+        self._sending: list[Completion] = []
+        self._echoing: list[tuple[Completion, Arrival, memoryview]] = []
+        self.link = transport.open_link()
+        try:
+            self.link.connect([asked.address])
+        except TransferError:
+            self.link.close()
+            raise
+
+    def turn(self) -> bool:
+        moved = self.link.progress()
+        while (arrival := self.link.probe()) is not None:
+            moved = True
+            self._on_arrival(arrival)
+        self._echo()
+        self._fill()
+        if self.link.broken():
+            raise PeerLost("the connection of the probe broke")
+        return moved
+
+    def _on_arrival(self, arrival: Arrival) -> None:
+        if arrival.length > MAX_ASKER_BYTES:
+            raise PeerLost(f"an asker may not send {arrival.length} bytes")
+        into = memoryview(bytearray(MAX_ASKER_BYTES))[: arrival.length]
+        self._echoing.append((self.link.receive(arrival, into), arrival, into))
+
+    def _echo(self) -> None:
+        done = [entry for entry in self._echoing if entry[0].done()]
+        self._echoing = [entry for entry in self._echoing if not entry[0].done()]
+        for _, arrival, content in done:
+            if arrival.tag == PING_TAG:
+                self._sending.append(self.link.send(content, PING_TAG, arrival.index))
+            elif arrival.tag == START_TAG:
+                self._started = True
+
+    def _fill(self) -> None:
+        if any(sending.done() and sending.failed() for sending in self._sending):
+            raise PeerLost("a message of the probe could not be sent")
+        self._sending = [sending for sending in self._sending if not sending.done()]
+        while self._started and self._left and len(self._sending) < WINDOW:
+            self._sending.append(self.link.send(self._load, LOAD_TAG, self._messages - self._left))
+            self._left -= 1
+
+
+class ProbeHost:
+    """Driven by the prefill side, like a peer."""
+
+    def __init__(self, station: Station, server: ControlServer) -> None:
+        self._station = station
+        self._server = server
+        self._probing: _Probing | None = None
+        self._free_at = -math.inf
+
+    def on_message(self, message: Examine | Probe | ProbeEnd, received: Received, now: float) -> None:
+        match message:
+            case Examine():
+                self._send(received.route, self._examined())
+            case Probe():
+                self._open(message, received, now)
+            case ProbeEnd(boot_id):
+                if self._probing is not None and self._probing.asker == boot_id:
+                    self._end(now)
+
+    def _examined(self) -> Examined:
+        identity = machine_identity()
+        return Examined(
+            boot_id=self._station.boot_id,
+            version=importlib.metadata.version("pdserve"),
+            spec=self._station.spec,
+            block_bytes=self._station.region.block_bytes,
+            clock_ms=int(time.time() * 1000),
+            machine=identity.machine,
+            ipc_namespace=identity.ipc_namespace,
+        )
+
+    def _open(self, asked: Probe, received: Received, now: float) -> None:
+        if asked.messages * asked.message_bytes > MAX_PROBE_BYTES:
+            self._refuse(received.route, f"a probe moves at most {MAX_PROBE_BYTES} bytes")
+            return
+        if self._probing is not None or now < self._free_at:
+            self._refuse(received.route, "another probe is under way")
+            return
+        try:
+            self._probing = _Probing(self._station.transport, asked, received, now)
+        except TransferError as exc:
+            self._refuse(received.route, str(exc))
+            return
+        log.info("a probe of %d messages of %d bytes", asked.messages, asked.message_bytes)
+        self._send(received.route, ProbeOpened(self._station.boot_id, self._probing.link.address))
+
+    def turn(self, now: float) -> bool:
+        if self._probing is None:
+            return False
+        try:
+            return self._probing.turn()
+        except TransferError as exc:
+            self._give_up(self._probing, str(exc), now)
+            return True
+
+    def disconnected(self, connection: int, now: float) -> None:
+        if self._probing is not None and self._probing.connection == connection:
+            self._end(now)
+
+    def tick(self, now: float) -> None:
+        if self._probing is not None and now >= self._probing.until:
+            self._give_up(self._probing, f"a probe takes at most {PROBE_S:.0f} s", now)
+
+    def next_timer(self) -> float | None:
+        return None if self._probing is None else self._probing.until
+
+    def moving(self) -> bool:
+        return self._probing is not None
+
+    def arm(self) -> bool:
+        return self._probing is None or self._probing.link.arm()
+
+    def pollables(self) -> list[Pollable]:
+        return [] if self._probing is None else [self._probing.link.fileno()]
+
+    def close(self) -> None:
+        if self._probing is not None:
+            self._refuse(self._probing.route, "the prefill engine is closing")
+            self._end(-math.inf)
+
+    def _give_up(self, probing: _Probing, reason: str, now: float) -> None:
+        self._end(now)
+        self._refuse(probing.route, reason)
+
+    def _end(self, now: float) -> None:
+        if self._probing is not None:
+            self._probing.link.close()
+            self._probing = None
+            self._free_at = now + PAUSE_S
+
+    def _refuse(self, route: bytes, reason: str) -> None:
+        self._send(route, ProbeRefused(self._station.boot_id, reason))
+
+    def _send(self, route: bytes, message: ToDecode) -> None:
+        self._server.send(route, self._station.sealer.seal(message))
