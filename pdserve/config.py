@@ -478,7 +478,7 @@ class UpConfig:
 
 @dataclass(frozen=True, slots=True)
 class ReportConfig:
-    """Where a benchmark's figures go, beside the table that it prints."""
+    """Where the figures go, beside the table that is printed."""
 
     json: str = setting(
         "json", "file for the figures as JSON; - or nothing is standard output", "", metavar="FILE", bare="-"
@@ -594,3 +594,33 @@ class BenchCompareConfig:
     """``pdserve bench compare``."""
 
     compare: CompareConfig = field(default_factory=CompareConfig)
+
+
+@dataclass(frozen=True, slots=True)
+class DiagnosisConfig:
+    """What the doctor asks and measures."""
+
+    peers: tuple[str, ...] = setting(
+        "peer", "transfer control address of a prefill node, tcp://host:port; may be given more than once", ()
+    )
+    proxy_url: str = setting("proxy-url", "a proxy, http://host:port, whose prefill nodes are asked too", "")
+    probe: Switch = setting(
+        "probe", "measure bandwidth and latency to each peer, or between two processes here if there is none", Switch.ON
+    )
+    probe_mib: int = setting("probe-mib", "what one probe moves, in MiB", 128, minimum=1, maximum=256)
+    timeout_s: float = setting(
+        "peer-timeout-s", "seconds that a peer gets for each answer", 3.0, minimum=0.1, maximum=60
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class DoctorConfig:
+    """``pdserve doctor``. A model is compared with those of the peers only if it is named."""
+
+    diagnosis: DiagnosisConfig = field(default_factory=DiagnosisConfig)
+    report: ReportConfig = field(default_factory=ReportConfig)
+    model: ModelConfig = field(default_factory=lambda: ModelConfig(path=""))
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    transfer: TransferConfig = field(default_factory=TransferConfig)
+    security: SecurityConfig = field(default_factory=SecurityConfig)
+    cpu: CpuConfig = field(default_factory=CpuConfig)

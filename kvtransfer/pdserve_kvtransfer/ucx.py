@@ -16,7 +16,7 @@ from typing import Any
 from pdserve.errors import PeerLost, TransferError
 from pdserve.wire.transfer import INDEX_BITS
 from pdserve_kvtransfer.transport import Arrival
-from pdserve_kvtransfer.ucx_lanes import Lane, lanes_of
+from pdserve_kvtransfer.ucx_lanes import Lane, lanes_of, parse_resources
 
 log = logging.getLogger(__name__)
 
@@ -46,6 +46,15 @@ def _settings(tls: str) -> dict[str, str]:
     if tls:
         settings["TLS"] = tls
     return settings
+
+
+def ucx_version() -> str:
+    """Of the library that is loaded. Raises TransferError if none can be."""
+    try:
+        ucx, _ = _load()
+    except (ImportError, OSError) as exc:
+        raise TransferError(f"UCX cannot be loaded: {exc}") from exc
+    return ".".join(str(part) for part in ucx.get_ucx_version())
 
 
 class UcxCompletion:
@@ -188,6 +197,10 @@ class UcxTransport:
             )
         except Exception as exc:
             raise TransferError(f"UCX cannot start with transports {tls or 'of its choice'}: {exc}") from exc
+
+    def resources(self) -> tuple[Lane, ...]:
+        """Every transport and device that links may use."""
+        return parse_resources(self._context.info)
 
     def open_link(self) -> UcxLink:
         return UcxLink(self._ucx, self._array, self._context)

@@ -1,8 +1,9 @@
-"""Which transports and devices an endpoint uses, as UCX itself tells (``ucp_ep_query``)."""
+"""Which transports and devices a context has and an endpoint uses, as UCX itself tells."""
 
 from __future__ import annotations
 
 import ctypes
+import re
 from dataclasses import dataclass
 
 _LIBUCP = "libucp.so.0"
@@ -50,3 +51,9 @@ def lanes_of(endpoint: int) -> tuple[Lane, ...]:
         return ()
     found = (entries[index] for index in range(attributes.num_entries))
     return tuple(dict.fromkeys(Lane(entry.transport.decode(), entry.device.decode()) for entry in found))
+
+
+def parse_resources(info: str) -> tuple[Lane, ...]:
+    """From a context's description, which has lines like ``resource 1 : … -- tcp/eth0``."""
+    found = re.findall(r"^#\s+resource .* -- (\S+?)/(\S+)$", info, re.MULTILINE)
+    return tuple(Lane(transport, device) for transport, device in found)

@@ -18,6 +18,7 @@ SUBCOMMANDS = {
     "prefill": "a node that computes the KV cache of prompts for decode nodes",
     "decode": "a node that answers requests, with prompts computed by prefill nodes",
     "mixed": "a node that does both in one engine",
+    "doctor": "looks at this machine and at peers, and says what to do; before calling for help",
     "bench": "measures this machine, an engine or a server; pdserve bench lists what",
 }
 

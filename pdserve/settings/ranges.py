@@ -11,6 +11,7 @@ from pdserve.config import (
     BatchingBenchConfig,
     CacheConfig,
     ClusterConfig,
+    DiagnosisConfig,
     DiscoveryConfig,
     EngineBenchConfig,
     HttpConfig,
@@ -68,6 +69,13 @@ def _tls(tls: TlsConfig) -> None:
 def _discovery(discovery: DiscoveryConfig) -> None:
     for proxy in discovery.proxies:
         _check_url("--proxy", proxy, schemes=("tcp",), example="tcp://127.0.0.1:8100")
+
+
+def _diagnosis(diagnosis: DiagnosisConfig) -> None:
+    for peer in diagnosis.peers:
+        _check_url("--peer", peer, schemes=("tcp",), example="tcp://10.0.0.7:8200")
+    if diagnosis.proxy_url:
+        _check_url("--proxy-url", diagnosis.proxy_url, schemes=("http", "https"), example="http://10.0.0.1:8000")
 
 
 def _cluster(cluster: ClusterConfig) -> None:
@@ -130,6 +138,7 @@ _CHECKS: dict[type, Callable[[Any], None]] = {
     HttpConfig: _http,
     TlsConfig: _tls,
     DiscoveryConfig: _discovery,
+    DiagnosisConfig: _diagnosis,
     ClusterConfig: _cluster,
     WorkloadConfig: _workload,
     BatchingBenchConfig: _batching_bench,

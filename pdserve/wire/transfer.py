@@ -199,6 +199,4 @@ class ProbeEnd(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fiel
 
 
 ToPrefill: TypeAlias = Hello | PrefillRequest | Done | Cancel | Ping | Examine | Probe | ProbeEnd
-ToDecode: TypeAlias = (
-    Welcome | Refused | Digests | FirstToken | Failed | Pong | Examined | ProbeOpened | ProbeRefused
-)
+ToDecode: TypeAlias = Welcome | Refused | Digests | FirstToken | Failed | Pong | Examined | ProbeOpened | ProbeRefused

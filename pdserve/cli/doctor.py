@@ -1,0 +1,68 @@
+"""``pdserve doctor``."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from pdserve.config import DoctorConfig
+from pdserve.errors import ConfigError
+from pdserve.settings import cache_folder, load, resolve_secret, state_folder
+
+_DESCRIPTION = (
+    "Looks at this machine's software, UCX transports, RDMA ports, limits, cores and network, asks each named peer "
+    "what it is, and measures the way to it. It says of each thing whether it is right and, if not, what to do. "
+    "Exit status 1 if there is a problem. It changes nothing."
+)
+_WIDTH = 120
+
+
+def run(argv: Sequence[str], environ: Mapping[str, str]) -> int:
+    """Returns the exit status. Raises ConfigError or ModelError for settings that cannot be used."""
+    config = load(DoctorConfig, argv, environ, prog="pdserve doctor", description=_DESCRIPTION)
+    _check_folder(config.report.json)
+    from pdserve.doctor.examination import Examination, examine
+    from pdserve.doctor.table import render, to_json
+
+    # A copy: ucxx puts variables of its own into the environment when it is imported.
+    found: Examination = examine(config, dict(environ), _secret(config, environ), cache_folder(environ))
+    to_file = config.report.json
+    text = render(found, _width())
+    print(text, file=sys.stderr if to_file == "-" else sys.stdout)
+    if to_file == "-":
+        print(to_json(found).decode(), end="")
+    elif to_file:
+        _write(Path(to_file), to_json(found))
+    return 0 if found.healthy else 1
+
+
+def _secret(config: DoctorConfig, environ: Mapping[str, str]) -> bytes | str:
+    """The secret, or why there is none: the rest of the examination needs none."""
+    from pdserve.doctor.network import host_of
+
+    peers = [host_of(peer) for peer in (*config.diagnosis.peers, config.diagnosis.proxy_url) if peer]
+    try:
+        return resolve_secret(config.security, peers, state_folder(environ))
+    except ConfigError as exc:
+        return str(exc)
+
+
+def _width() -> int:
+    try:
+        return os.get_terminal_size(sys.stdout.fileno()).columns
+    except (OSError, ValueError):
+        return _WIDTH
+
+
+def _check_folder(file: str) -> None:
+    if file and file != "-" and not Path(file).parent.is_dir():
+        raise ConfigError(f"--json: there is no folder {str(Path(file).parent)!r}")
+
+
+def _write(file: Path, content: bytes) -> None:
+    try:
+        file.write_bytes(content)
+    except OSError as exc:
+        raise ConfigError(f"--json: cannot write {file}: {exc.strerror}") from exc

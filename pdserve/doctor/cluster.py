@@ -1,0 +1,81 @@
+"""The nodes that a proxy knows, and whether they can be paired."""
+
+from __future__ import annotations
+
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+
+import msgspec
+
+from pdserve.doctor.finding import Finding, ok, problem, warning
+
+_MAX_BODY_BYTES = 8 * 2**20
+
+
+class Instance(msgspec.Struct, frozen=True):
+    """What the doctor reads of an entry of the proxy's ``/instances``."""
+
+    name: str
+    role: str
+    state: str
+    control: str
+    model: str
+    fingerprint: str
+    heartbeat_age_s: float
+
+
+def read_instances(proxy_url: str, timeout_s: float) -> list[Instance] | str:
+    """What is registered, or why that cannot be said."""
+    url = f"{proxy_url.rstrip('/')}/instances"
+    # Neither redirects nor the environment's HTTP proxies: the address is what it says.
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    try:
+        with opener.open(url, timeout=timeout_s) as response:
+            return msgspec.json.decode(response.read(_MAX_BODY_BYTES), type=list[Instance])
+    except urllib.error.URLError as exc:
+        return str(exc.reason)
+    except (OSError, ValueError, msgspec.MsgspecError) as exc:
+        return str(exc)
+
+
+def prefill_controls(instances: Sequence[Instance]) -> list[str]:
+    return [instance.control for instance in instances if instance.role == "prefill" and instance.control]
+
+
+def check_instances(proxy_url: str, found: list[Instance] | str) -> list[Finding]:
+    check = "proxy"
+    if isinstance(found, str):
+        return [problem(check, f"{proxy_url}: {found}", "see that pdserve proxy runs there, and --proxy-url")]
+    if not found:
+        advice = f"give nodes --proxy with the control address of the proxy (its log names it), not {proxy_url}"
+        return [problem(check, f"{proxy_url} knows no node", f"{advice}; all need the same secret")]
+    counts = ", ".join(
+        f"{sum(instance.role == role for instance in found)} {role}" for role in dict.fromkeys(i.role for i in found)
+    )
+    return [ok(check, f"{proxy_url} knows {counts}"), *_pairs(found), *_states(found)]
+
+
+def _pairs(found: Sequence[Instance]) -> list[Finding]:
+    """Decode nodes for which no prefill node computes the same model."""
+    prefill = [instance for instance in found if instance.role == "prefill"]
+    findings = []
+    for decode in (instance for instance in found if instance.role == "decode"):
+        if any((p.model, p.fingerprint) == (decode.model, decode.fingerprint) for p in prefill):
+            continue
+        others = sorted({f"{p.name} has {p.model} {p.fingerprint[:12]}" for p in prefill}) or [
+            "there is no prefill node"
+        ]
+        findings.append(
+            problem(
+                f"pair for {decode.name}",
+                f"it has {decode.model} {decode.fingerprint[:12]}; {'; '.join(others)}",
+                "start a prefill node with the same --model, in the same form, and the same --served-name",
+            )
+        )
+    return findings or [ok("pairs", "every decode node has a prefill node of the same model")]
+
+
+def _states(found: Sequence[Instance]) -> list[Finding]:
+    odd = [f"{i.name} is {i.state}, last heard {i.heartbeat_age_s:.1f} s ago" for i in found if i.state != "serving"]
+    return [warning("states", "; ".join(odd), "see the logs of these nodes")] if odd else []

@@ -1,0 +1,169 @@
+"""Which cores and how much memory an engine started from here would have, and who else is on them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from pathlib import Path
+
+from pdserve.doctor.finding import Finding, not_applicable, ok, problem, warning
+
+_ENGINE_MODULES = (b"pdserve.engine", b"pdserve.engine.follower")
+_SLOW_GOVERNORS = frozenset({"powersave", "conservative"})
+_MIN_FREE_BYTES = 2**30
+
+
+@dataclass(frozen=True, slots=True)
+class EngineProcess:
+    """A running engine, or a TP rank of one, and the cores that it may use."""
+
+    pid: int
+    cores: frozenset[int]
+
+
+@dataclass(frozen=True, slots=True)
+class CoreFacts:
+    allowed: tuple[int, ...]
+    machine_cores: int
+    quota: float
+    """Cores' worth of time that the control group gets; 0 is no limit."""
+    governors: frozenset[str]
+    """Of the allowed cores; empty where the kernel does not show them."""
+    memory_total: int
+    memory_available: int
+    engines: tuple[EngineProcess, ...]
+
+
+def read_cores(asked: Sequence[int], root: Path = Path("/")) -> CoreFacts:
+    """``asked`` is what ``--cores`` says; ``root`` is where ``proc`` and ``sys`` are."""
+    allowed = tuple(sorted(os.sched_getaffinity(0)))
+    memory = _memory(root)
+    return CoreFacts(
+        allowed=tuple(asked) or allowed,
+        machine_cores=os.cpu_count() or len(allowed),
+        quota=_quota(root),
+        governors=_governors(asked or allowed, root),
+        memory_total=memory.get("MemTotal", 0),
+        memory_available=memory.get("MemAvailable", 0),
+        engines=_engines(root),
+    )
+
+
+def _text(file: Path) -> str:
+    try:
+        return file.read_text(errors="replace").strip()
+    except OSError:
+        return ""
+
+
+def _memory(root: Path) -> dict[str, int]:
+    lines = (line.split() for line in _text(root / "proc/meminfo").splitlines())
+    return {words[0].rstrip(":"): int(words[1]) * 1024 for words in lines if len(words) == 3}
+
+
+def _governors(cores: Sequence[int], root: Path) -> frozenset[str]:
+    found = (_text(root / f"sys/devices/system/cpu/cpu{core}/cpufreq/scaling_governor") for core in cores)
+    return frozenset(governor for governor in found if governor)
+
+
+def _quota(root: Path) -> float:
+    """The tightest of this control group and those above it, in either version of control groups."""
+    quotas = []
+    for line in _text(root / "proc/self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        mount = root / "sys/fs/cgroup" / (controllers and "cpu")
+        here = Path(path.lstrip("/"))
+        for folder in (here, *here.parents):
+            quotas.append(_group_quota(mount / folder))
+    return min((quota for quota in quotas if quota > 0), default=0.0)
+
+
+def _group_quota(folder: Path) -> float:
+    if found := _text(folder / "cpu.max").split():
+        return 0.0 if found[0] == "max" else int(found[0]) / int(found[1])
+    quota, period = _text(folder / "cpu.cfs_quota_us"), _text(folder / "cpu.cfs_period_us")
+    return int(quota) / int(period) if quota and period and int(quota) > 0 else 0.0
+
+
+def _engines(root: Path) -> tuple[EngineProcess, ...]:
+    found = []
+    for folder in (root / "proc").glob("[0-9]*"):
+        try:
+            words = (folder / "cmdline").read_bytes().split(b"\0")
+            status = (folder / "status").read_text(errors="replace")
+        except OSError:
+            # It has ended meanwhile, or belongs to somebody else.
+            continue
+        if b"-m" in words and words[words.index(b"-m") + 1] in _ENGINE_MODULES:
+            found.append(EngineProcess(int(folder.name), _cores_of(status)))
+    return tuple(sorted(found, key=lambda engine: engine.pid))
+
+
+def _cores_of(status: str) -> frozenset[int]:
+    for line in status.splitlines():
+        name, _, value = line.partition(":")
+        if name == "Cpus_allowed_list":
+            ranges = (part.partition("-") for part in value.strip().split(","))
+            return frozenset(core for low, _, high in ranges for core in range(int(low), int(high or low) + 1))
+    return frozenset()
+
+
+def check_cores(facts: CoreFacts) -> list[Finding]:
+    return [_cores(facts), _governor(facts), _memory_finding(facts), _neighbours(facts)]
+
+
+def _cores(facts: CoreFacts) -> Finding:
+    count = len(facts.allowed)
+    seen = f"{count} of {facts.machine_cores} allowed"
+    if facts.quota and facts.quota < count:
+        return warning(
+            "cores",
+            f"{seen}, with a quota of {facts.quota:g}: the kernel stops an engine in the middle of a step",
+            f"--cores with {max(1, int(facts.quota))} of them; in Kubernetes whole numbers, equal requests and limits",
+        )
+    if facts.allowed and max(facts.allowed) >= facts.machine_cores:
+        return problem("cores", f"{seen}; there is no core {max(facts.allowed)}", "give --cores cores of this machine")
+    return ok("cores", seen)
+
+
+def _governor(facts: CoreFacts) -> Finding:
+    if not facts.governors:
+        return not_applicable("CPU governor", "the kernel does not show one (a virtual machine)")
+    seen = ", ".join(sorted(facts.governors))
+    if facts.governors & _SLOW_GOVERNORS:
+        return warning("CPU governor", seen, "cpupower frequency-set -g performance: decode steps are short and bursty")
+    return ok("CPU governor", seen)
+
+
+def _memory_finding(facts: CoreFacts) -> Finding:
+    seen = f"{facts.memory_available / 2**30:.1f} of {facts.memory_total / 2**30:.1f} GiB available"
+    if facts.memory_available < _MIN_FREE_BYTES:
+        return warning("memory", seen, "a smaller --kv-cache-mib, or fewer nodes on this machine")
+    return ok("memory", seen)
+
+
+def _neighbours(facts: CoreFacts) -> Finding:
+    check = "engines here"
+    if not facts.engines:
+        return ok(check, "none runs")
+    shared = [
+        f"{one.pid} and {other.pid} on {_list(one.cores & other.cores)}"
+        for one, other in combinations(facts.engines, 2)
+        if one.cores & other.cores
+    ]
+    if shared:
+        return warning(
+            check,
+            f"two on the same cores: {'; '.join(shared[:3])}{'; …' if len(shared) > 3 else ''}",
+            "give each a part of the cores with --cores (pdserve up does): sharing costs far more than half the speed",
+        )
+    return ok(check, f"{len(facts.engines)}, each on cores of its own")
+
+
+def _list(cores: frozenset[int]) -> str:
+    few = sorted(cores)[:8]
+    return f"core{'s' if len(cores) > 1 else ''} {','.join(map(str, few))}{'…' if len(cores) > len(few) else ''}"

@@ -1,0 +1,191 @@
+"""All checks, in the order of the report."""
+
+from __future__ import annotations
+
+import secrets
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+
+from pdserve.config import DoctorConfig, Switch, TransferConfig
+from pdserve.doctor import cores, gpu, memory_limits, network, perftest, probe, rdma, software, ucx_devices, ucx_tools
+from pdserve.doctor.cluster import check_instances, prefill_controls, read_instances
+from pdserve.doctor.finding import Finding, Verdict, not_applicable, problem
+from pdserve.doctor.local_model import local_spec
+from pdserve.doctor.memory_limits import LimitFacts
+from pdserve.doctor.peers import check_peer, read_peer, same_machine
+from pdserve.doctor.perftest import Yardstick
+from pdserve.doctor.stand_in import StandIn, standing_in
+from pdserve.doctor.ucx_tools import UcxTools
+from pdserve.errors import TransferError
+from pdserve.wire.transfer import EngineSpec, Examined
+from pdserve_kvtransfer.examiner import Examiner
+from pdserve_kvtransfer.machine_identity import machine_identity
+
+_BLOCK_BYTES = 360 * 1024
+"""A KV block of the demo model: what is probed where no peer says its own size."""
+_LOCAL = "here"
+
+
+@dataclass(frozen=True, slots=True)
+class Examination:
+    """What ``pdserve doctor`` found."""
+
+    version: str
+    host: str
+    examined: str
+    """Date and time, UTC."""
+    findings: tuple[Finding, ...]
+    probes: tuple[probe.ProbeFacts, ...]
+
+    @property
+    def healthy(self) -> bool:
+        return all(finding.verdict is not Verdict.PROBLEM for finding in self.findings)
+
+
+def examine(config: DoctorConfig, environ: Mapping[str, str], secret: bytes | str, cache_dir: Path) -> Examination:
+    """``secret`` is the cluster's, or why there is none. Raises ModelError if a model is named that is not there."""
+    return _Doctor(config, environ, secret, cache_dir).examine()
+
+
+class _Doctor:
+    """What the checks have in common, and what they found so far."""
+
+    def __init__(self, config: DoctorConfig, environ: Mapping[str, str], secret: bytes | str, cache_dir: Path) -> None:
+        self._config = config
+        self._environ = environ
+        self._secret = secret
+        self._ours: EngineSpec | None = None
+        if config.model.path:
+            self._ours = local_spec(config.model, config.cache, cache_dir)
+        self._tls = config.transfer.ucx_tls or environ.get("UCX_TLS", "")
+        self._tools: UcxTools | None = ucx_tools.read_tools()
+        self._limits: LimitFacts = memory_limits.read_limits()
+        self._yardsticks: dict[tuple[str, int], Yardstick | None] = {}
+        self._findings: list[Finding] = []
+        self._probes: list[probe.ProbeFacts] = []
+
+    def examine(self) -> Examination:
+        usable = self._machine()
+        controls = self._controls()
+        self._network(controls)
+        if usable:
+            self._peers(controls)
+        return Examination(
+            version=version("pdserve"),
+            host=socket.gethostname(),
+            examined=datetime.now(UTC).strftime("%Y-%m-%d %H:%M"),
+            findings=tuple(self._findings),
+            probes=tuple(self._probes),
+        )
+
+    def _machine(self) -> bool:
+        """False if UCX cannot be used here, and so no peer can be asked."""
+        facts = software.read_software(self._environ)
+        ports = rdma.read_rdma()
+        gpus = gpu.read_gpus()
+        self._findings += software.check_software(facts)
+        self._findings.append(ucx_tools.check_tools(self._tools))
+        usable = not facts.ucx_error and self._ucx(tuple(dict.fromkeys(port.device for port in ports)), len(gpus.names))
+        self._findings += memory_limits.check_limits(self._limits, rdma=bool(ports))
+        self._findings += rdma.check_rdma(ports)
+        self._findings += cores.check_cores(cores.read_cores(self._config.cpu.cores))
+        self._findings.append(gpu.check_gpus(gpus))
+        return usable
+
+    def _ucx(self, rdma_devices: tuple[str, ...], gpus: int) -> bool:
+        lanes, error = ucx_devices.read_ucx(self._config.transfer.ucx_tls)
+        ask = self._tools.ask if self._tools else lambda *_: ""
+        facts = ucx_devices.UcxFacts(
+            tls=self._tls,
+            usable=lanes,
+            error=error,
+            all_transports=ucx_devices.parse_transports(ask(self._environ, "", "-d")),
+            build=ucx_devices.parse_build(ask(self._environ, "", "-v")),
+            rdma_devices=rdma_devices,
+            gpus=gpus,
+        )
+        self._findings += ucx_devices.check_ucx(facts)
+        return not error
+
+    def _controls(self) -> list[str]:
+        """Of every peer, named or registered."""
+        asked = self._config.diagnosis
+        controls = list(asked.peers)
+        if asked.proxy_url:
+            found = read_instances(asked.proxy_url, asked.timeout_s)
+            self._findings += check_instances(asked.proxy_url, found)
+            controls += [] if isinstance(found, str) else prefill_controls(found)
+        return list(dict.fromkeys(controls))
+
+    def _network(self, controls: Sequence[str]) -> None:
+        routes = [network.read_route(host) for host in dict.fromkeys(map(network.host_of, controls))]
+        beyond = any(route.address and route.address != route.source for route in routes)
+        listening = network.read_listening(self._config.transfer)
+        self._findings += network.check_listening(listening, peers_beyond=beyond)
+        self._findings += network.check_routes(routes)
+
+    def _peers(self, controls: Sequence[str]) -> None:
+        if not controls:
+            self._findings.append(not_applicable("peers", "none named: --peer tcp://host:port or --proxy-url"))
+            self._probe_here()
+        elif isinstance(self._secret, str):
+            self._findings.append(problem("peers", self._secret, "give --secret-file or PDSERVE_SECRET"))
+        else:
+            for control in controls:
+                self._peer(control, self._secret)
+
+    def _peer(self, control: str, secret: bytes) -> None:
+        asked = self._config.diagnosis
+        try:
+            with Examiner(control, secret, self._config.transfer.ucx_tls) as asker:
+                facts = read_peer(asker, control, self._ours, asked.timeout_s)
+                self._findings += check_peer(facts, self._ours, version("pdserve"))
+                if facts.examined is not None and asked.probe is Switch.ON:
+                    self._probe(asker, control, facts.examined, facts.examined.block_bytes)
+        except TransferError as exc:
+            self._findings.append(problem(f"peer {control}", str(exc), "see --peer and --ucx-tls"))
+
+    def _probe_here(self) -> None:
+        transfer = self._config.transfer
+        if self._config.diagnosis.probe is Switch.OFF:
+            return
+        told = StandIn(secrets.token_bytes(32), TransferConfig(ucx_tls=transfer.ucx_tls), _BLOCK_BYTES)
+        try:
+            with standing_in(told, self._environ) as control, Examiner(control, told.secret, transfer.ucx_tls) as asker:
+                found = asker.examine(self._config.diagnosis.timeout_s)
+                if found is None:
+                    raise TransferError("the local probe does not answer")
+                self._probe(asker, _LOCAL, found, _BLOCK_BYTES)
+        except TransferError as exc:
+            self._findings.append(problem(f"probe {_LOCAL}", str(exc), "see UCX transports above, and --ucx-tls"))
+
+    def _probe(self, asker: Examiner, peer: str, found: Examined, block_bytes: int) -> None:
+        asked = self._config.diagnosis
+        size = probe.message_size(block_bytes)
+        measured, error = probe.read_probe(asker, size, asked.probe_mib, asked.timeout_s)
+        identity = machine_identity()
+        near = same_machine(found, identity)
+        tls = self._tls if near or measured is None else probe.transports_of(measured.lanes)
+        facts = probe.ProbeFacts(
+            peer=peer,
+            measured=measured,
+            error=error,
+            yardstick=self._yardstick(tls, size) if measured is not None else None,
+            same_machine=near,
+            same_ipc_namespace=found.ipc_namespace == identity.ipc_namespace,
+            tls=self._tls,
+            mbit_per_s=0 if peer == _LOCAL else network.read_route(network.host_of(peer)).mbit_per_s,
+        )
+        self._probes.append(facts)
+        self._findings += probe.check_probe(facts, self._limits)
+
+    def _yardstick(self, tls: str, size: int) -> Yardstick | None:
+        if self._tools is None:
+            return None
+        if (tls, size) not in self._yardsticks:
+            self._yardsticks[tls, size] = perftest.read_yardstick(self._tools, self._environ, tls, size)
+        return self._yardsticks[tls, size]

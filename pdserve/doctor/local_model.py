@@ -1,0 +1,27 @@
+"""What an engine started from here would tell its peers in the handshake."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pdserve.config import CacheConfig, ModelConfig
+from pdserve.models.decoder_config import read_decoder_config
+from pdserve.models.demo import resolve_model
+from pdserve.models.weights import fingerprint
+from pdserve.wire.transfer import PROTOCOL_VERSION, EngineSpec
+
+
+def local_spec(model: ModelConfig, cache: CacheConfig, cache_dir: Path) -> EngineSpec:
+    """Of one rank. Raises ModelError if there is no such model."""
+    folder = resolve_model(model.path, cache_dir)
+    decoder = read_decoder_config(folder)
+    return EngineSpec(
+        protocol=PROTOCOL_VERSION,
+        fingerprint=fingerprint(folder),
+        dtype=model.dtype.value,
+        block_size=cache.block_size,
+        num_layers=decoder.num_layers,
+        kv_heads=decoder.kv_heads,
+        head_dim=decoder.head_dim,
+        tp_size=1,
+    )

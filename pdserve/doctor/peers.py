@@ -1,0 +1,185 @@
+"""A named prefill node: reached, believed, and of the same kind."""
+
+from __future__ import annotations
+
+import errno
+import socket
+import time
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+import msgspec
+
+from pdserve.doctor.finding import Finding, ok, problem, warning
+from pdserve.errors import HandshakeRefused, TransferError
+from pdserve.wire.frame import MAX_AGE_S
+from pdserve.wire.transfer import PROTOCOL_VERSION, EngineSpec, Examined
+from pdserve_kvtransfer.examiner import Examiner
+from pdserve_kvtransfer.machine_identity import MachineIdentity
+
+_CLOCK_WARNING_S = 5.0
+_NO_MODEL = EngineSpec(
+    protocol=PROTOCOL_VERSION,
+    fingerprint="pdserve doctor",
+    dtype="",
+    block_size=0,
+    num_layers=0,
+    kv_heads=1,
+    head_dim=0,
+    tp_size=1,
+)
+"""What an engine that knows no ``Examine`` is greeted with, so that it says what differs first."""
+_ADVICE = {
+    "protocol": "run the same version of pdserve on both",
+    "fingerprint": "give both the same --model in the same form: the same folder's files, or the same .gguf",
+    "dtype": "give both the same --dtype",
+    "block_size": "give both the same --block-size",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class PeerFacts:
+    """What one prefill node answered."""
+
+    control: str
+    connect_error: str
+    """Why there is no TCP connection; empty if there was one."""
+    examined: Examined | None
+    """None if it gave no answer that could be believed."""
+    refused: HandshakeRefused | None
+    """What it refused the handshake for."""
+    handshake: bool
+    """Whether the handshake of a decode engine stood."""
+    broken: str
+    """Why the conversation broke off; empty if it did not."""
+    round_trip_s: float
+    """Of a control message; 0 if unknown."""
+    clock_ahead_s: float
+    """Of the peer's clock before ours."""
+
+
+def read_peer(asker: Examiner, control: str, ours: EngineSpec | None, timeout_s: float) -> PeerFacts:
+    """``ours`` is what a decode engine here would be; None to take the peer's own, for the way alone."""
+    examined: Examined | None = None
+    refused: HandshakeRefused | None = None
+    handshake, broken, round_trip_s, ahead_s = False, "", 0.0, 0.0
+    error = _connect_error(control, timeout_s)
+    if not error:
+        try:
+            asked = time.time()
+            examined = asker.examine(timeout_s)
+            if examined is not None:
+                ahead_s = examined.clock_ms / 1000 - (asked + time.time()) / 2
+            spec = ours or (_NO_MODEL if examined is None else msgspec.structs.replace(examined.spec, tp_size=1))
+            handshake = asker.greet(spec, examined.boot_id if examined else b"", timeout_s)
+            if handshake:
+                round_trip_s = asker.control_round_trip_s(timeout_s) or 0.0
+        except HandshakeRefused as exc:
+            refused = exc
+        except TransferError as exc:
+            broken = str(exc)
+    return PeerFacts(control, error, examined, refused, handshake, broken, round_trip_s, ahead_s)
+
+
+def _connect_error(control: str, timeout_s: float) -> str:
+    parts = urlsplit(control)
+    try:
+        socket.create_connection((parts.hostname, parts.port), timeout_s).close()
+    except TimeoutError:
+        return "no answer to a TCP connection"
+    except OSError as exc:
+        return "nobody listens there" if exc.errno == errno.ECONNREFUSED else exc.strerror or str(exc)
+    return ""
+
+
+def same_machine(examined: Examined, identity: MachineIdentity) -> bool:
+    return bool(identity.machine) and examined.machine == identity.machine
+
+
+def check_peer(facts: PeerFacts, ours: EngineSpec | None, version: str) -> list[Finding]:
+    """``version`` is this pdserve's."""
+    check = f"peer {facts.control.removeprefix('tcp://')}"
+    if facts.connect_error:
+        return [problem(check, facts.connect_error, _reach(facts))]
+    if facts.examined is None:
+        return [_silent(facts, check)]
+    findings = [_version(facts.examined, check, version), _clock(facts, check)]
+    findings += _misfits(facts.examined.spec, ours, check) if ours else [_spec(facts.examined, check)]
+    return [*findings, *_handshake(facts, check, named=len(findings) > 2 and bool(ours))]
+
+
+def _reach(facts: PeerFacts) -> str:
+    if facts.connect_error == "nobody listens there":
+        return (
+            "see that the prefill node runs, that its --transfer-host is not 127.0.0.1, and its --transfer-port: "
+            "the proxy's /instances names its control address"
+        )
+    return "see the name, the route and the firewall: the port of --transfer-port, and those of UCX"
+
+
+def _silent(facts: PeerFacts, check: str) -> Finding:
+    if facts.refused is not None:
+        refused = facts.refused
+        return problem(
+            check,
+            f"an older pdserve, which refuses: {refused.field} is {refused.theirs} there and {refused.ours} here",
+            _ADVICE["protocol"],
+        )
+    if facts.broken:
+        return problem(check, facts.broken, "see that this is a prefill node's control address, and the node's log")
+    return problem(
+        check,
+        "it takes connections and does not answer signed messages",
+        "another secret (its log then says 'wrong signature'): give both the same --secret-file or PDSERVE_SECRET; or "
+        f"clocks more than {MAX_AGE_S:.0f} s apart: synchronise them; or the port is something else's",
+    )
+
+
+def _version(examined: Examined, check: str, version: str) -> Finding:
+    if examined.version != version:
+        return warning(check, f"pdserve {examined.version} there, {version} here", _ADVICE["protocol"])
+    return ok(check, f"reached, the same secret, pdserve {examined.version} like here")
+
+
+def _clock(facts: PeerFacts, check: str) -> Finding:
+    ahead_s = facts.clock_ahead_s
+    seen = f"its clock is {abs(ahead_s):.3f} s {'ahead' if ahead_s >= 0 else 'behind'}"
+    if abs(ahead_s) > _CLOCK_WARNING_S:
+        return warning(check, seen, f"synchronise the hosts' clocks: {MAX_AGE_S:.0f} s apart, no message is believed")
+    return ok(check, seen)
+
+
+def _spec(examined: Examined, check: str) -> Finding:
+    spec = examined.spec
+    fields = f"{spec.dtype}, blocks of {spec.block_size} tokens, {spec.num_layers} layers, {spec.kv_heads} KV heads"
+    return ok(check, f"model {spec.fingerprint[:12]}, {fields}, {spec.tp_size} ranks (compare with --model)")
+
+
+def _misfits(theirs: EngineSpec, ours: EngineSpec, check: str) -> list[Finding]:
+    """Every field that differs, where the handshake names the first alone."""
+    findings = []
+    for field in EngineSpec.__struct_fields__:
+        there, here = getattr(theirs, field), getattr(ours, field)
+        if field != "tp_size" and there != here:
+            advice = _ADVICE.get(field, _ADVICE["fingerprint"])
+            findings.append(problem(check, f"{field} is {_short(there)} there and {_short(here)} here", advice))
+    return findings or [ok(check, f"the same model, dtype and block size; {theirs.tp_size} ranks there")]
+
+
+def _short(value: object) -> str:
+    text = str(value)
+    return f"{text[:16]}…" if len(text) > 20 else text
+
+
+def _handshake(facts: PeerFacts, check: str, *, named: bool) -> list[Finding]:
+    """``named``: whether a refusal's reason is among the findings already."""
+    if facts.handshake:
+        trip = f", {facts.round_trip_s * 1e6:.0f} µs there and back" if facts.round_trip_s else ""
+        return [ok(check, f"the handshake stands{trip}")]
+    if facts.refused is not None:
+        refused = facts.refused
+        seen = f"the handshake is refused for {refused.field}"
+        advice = "see above" if named else f"{refused.ours} here, {refused.theirs} there"
+        return [problem(check, seen, advice)]
+    seen = facts.broken or "the handshake was not answered"
+    return [problem(check, seen, "see the log of the prefill node, and --ucx-tls on both sides")]

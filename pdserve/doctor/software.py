@@ -1,0 +1,84 @@
+"""Which software is here, and whether UCX can be loaded."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+
+from pdserve.doctor.finding import Finding, ok, problem
+from pdserve.errors import TransferError
+from pdserve_kvtransfer.ucx import ucx_version
+
+_PACKAGES = ("pdserve", "torch", "transformers", "pyzmq", "ucxx-cu12", "libucx-cu12")
+
+
+@dataclass(frozen=True, slots=True)
+class SoftwareFacts:
+    python: str
+    kernel: str
+    packages: Mapping[str, str]
+    """Version by name; empty if it is not installed."""
+    ucx: str
+    """Version of the UCX library that ucxx has loaded."""
+    ucx_error: str
+    """Why it cannot be loaded; empty if it can."""
+    variables: Mapping[str, str]
+    """``UCX_*`` of the environment: nodes that are started from it obey them too."""
+
+
+def read_software(environ: Mapping[str, str]) -> SoftwareFacts:
+    ucx, error = _load_ucx()
+    return SoftwareFacts(
+        python=platform.python_version(),
+        kernel=platform.release(),
+        packages={name: _version(name) for name in _PACKAGES},
+        ucx=ucx,
+        ucx_error=error,
+        variables={name: value for name, value in sorted(environ.items()) if name.startswith("UCX_")},
+    )
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""
+
+
+def _load_ucx() -> tuple[str, str]:
+    """Version and error."""
+    try:
+        return ucx_version(), ""
+    except TransferError as exc:
+        return "", str(exc)
+
+
+def check_software(facts: SoftwareFacts) -> list[Finding]:
+    return [_packages(facts), _ucx(facts), _variables(facts)]
+
+
+def _packages(facts: SoftwareFacts) -> Finding:
+    missing = [name for name, found in facts.packages.items() if not found]
+    versions = ", ".join(f"{name} {found}" for name, found in facts.packages.items() if found)
+    seen = f"{versions}, Python {facts.python}, Linux {facts.kernel}"
+    if missing:
+        return problem("software", f"{seen}; missing: {', '.join(missing)}", "pip install pdserve brings all of them")
+    return ok("software", seen)
+
+
+def _ucx(facts: SoftwareFacts) -> Finding:
+    if facts.ucx_error:
+        return problem(
+            "UCX library",
+            facts.ucx_error,
+            "pip install --force-reinstall ucxx-cu12 libucx-cu12; without it no KV block moves",
+        )
+    return ok("UCX library", f"UCX {facts.ucx} is loaded")
+
+
+def _variables(facts: SoftwareFacts) -> Finding:
+    if not facts.variables:
+        return ok("UCX variables", "none in this environment")
+    return ok("UCX variables", " ".join(f"{name}={value}" for name, value in facts.variables.items()))

@@ -1,0 +1,166 @@
+"""Which transports and devices UCX uses, by its own word: a context as engines have it, ``ucx_info -d`` and ``-v``."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pdserve.doctor.finding import Finding, not_applicable, ok, problem, warning
+from pdserve.errors import TransferError
+from pdserve_kvtransfer.ucx import UcxTransport
+from pdserve_kvtransfer.ucx_lanes import Lane
+
+SHARED_MEMORY = frozenset({"posix", "sysv", "xpmem"})
+MEMORY_TRANSPORTS = SHARED_MEMORY | {"self", "cma", "knem", "cuda_copy", "cuda_ipc", "gdr_copy"}
+_RDMA_FAMILIES = frozenset({"rc", "ud", "dc", "ib"})
+_CUDA_PREFIXES = ("cuda", "gdr")
+_ALIASES = frozenset({"all", "self", "sm", "shm", "mm", "ib", "rc", "ud", "dc", "rc_x", "ud_x", "cuda", "ugni", "tcp"})
+
+
+@dataclass(frozen=True, slots=True)
+class UcxBuild:
+    """How UCX was configured when it was built."""
+
+    version: str
+    options: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class UcxFacts:
+    tls: str
+    """As ``UCX_TLS`` takes it; empty if UCX chooses."""
+    usable: tuple[Lane, ...]
+    """Transports and devices that an engine's context has with ``tls``."""
+    error: str
+    """Why there is no such context; empty if there is one."""
+    all_transports: frozenset[str]
+    """That this UCX finds, chosen or not."""
+    build: UcxBuild
+    rdma_devices: tuple[str, ...]
+    """The kernel's."""
+    gpus: int
+
+
+def read_ucx(tls: str) -> tuple[tuple[Lane, ...], str]:
+    """What an engine's UCX context may use, and the error if there is no context."""
+    try:
+        transport = UcxTransport(tls)
+    except TransferError as exc:
+        return (), str(exc)
+    try:
+        return transport.resources(), ""
+    finally:
+        transport.close()
+
+
+def parse_transports(text: str) -> frozenset[str]:
+    """From ``ucx_info -d``."""
+    return frozenset(re.findall(r"^#\s+Transport: (\S+)$", text, re.MULTILINE))
+
+
+def parse_build(text: str) -> UcxBuild:
+    """From ``ucx_info -v``."""
+    version = re.search(r"Library version: (\S+)", text)
+    options = re.search(r"Configured with: (.*)", text)
+    return UcxBuild(version[1] if version else "", tuple(options[1].split()) if options else ())
+
+
+def check_ucx(facts: UcxFacts) -> list[Finding]:
+    if facts.error:
+        advice = "clear --ucx-tls and UCX_TLS: empty lets UCX choose" if facts.tls else "reinstall libucx-cu12"
+        return [problem("UCX transports", facts.error, advice)]
+    return [
+        ok("UCX transports", _listing(facts.usable)),
+        _chosen(facts),
+        _shared_memory(facts),
+        _network(facts.usable),
+        _rdma(facts),
+        _cuda(facts),
+    ]
+
+
+def _listing(devices: Sequence[Lane]) -> str:
+    by_transport: dict[str, list[str]] = {}
+    for device in devices:
+        by_transport.setdefault(device.transport, []).append(device.device)
+    return ", ".join(
+        transport if set(names) == {"memory"} else f"{transport} ({', '.join(dict.fromkeys(names))})"
+        for transport, names in by_transport.items()
+        if transport != "self"
+    )
+
+
+def _chosen(facts: UcxFacts) -> Finding:
+    check = "UCX_TLS"
+    if not facts.tls:
+        return ok(check, "empty: UCX chooses")
+    names = [name.strip("^\\ ").partition(":")[0] for name in facts.tls.split(",")]
+    unknown = [name for name in names if name not in facts.all_transports | _ALIASES]
+    if unknown and facts.all_transports:
+        here = ", ".join(sorted(facts.all_transports))
+        return warning(
+            check, f"{facts.tls}: UCX has no {', '.join(unknown)} here", f"leave it empty, or take of these: {here}"
+        )
+    return ok(check, facts.tls)
+
+
+def _shared_memory(facts: UcxFacts) -> Finding:
+    found = [device.transport for device in facts.usable if device.transport in SHARED_MEMORY]
+    if found:
+        return ok("shared memory", f"{' and '.join(dict.fromkeys(found))}, also for connections that can fail")
+    return warning(
+        "shared memory",
+        "none: two nodes of this machine would move KV blocks over the network stack",
+        f"add sm to --ucx-tls, which is {facts.tls}"
+        if facts.tls
+        else "see /dev/shm, and whether System V IPC is allowed",
+    )
+
+
+def _network(devices: Sequence[Lane]) -> Finding:
+    networks = [device for device in devices if device.transport not in MEMORY_TRANSPORTS]
+    beyond = [f"{device.transport} on {device.device}" for device in networks if device.device not in ("lo", "memory")]
+    if beyond:
+        return ok("networks for KV", ", ".join(dict.fromkeys(beyond)))
+    return warning(
+        "networks for KV",
+        "none beyond loopback: nodes of other machines cannot move KV blocks to this one",
+        "add tcp to --ucx-tls, or see which interfaces are up and UCX_NET_DEVICES",
+    )
+
+
+def _rdma(facts: UcxFacts) -> Finding:
+    check = "RDMA in UCX"
+    found = [device for device in facts.usable if device.transport.split("_")[0] in _RDMA_FAMILIES]
+    if found:
+        return ok(check, ", ".join(f"{device.transport} on {device.device}" for device in found))
+    if not facts.rdma_devices:
+        return not_applicable(check, "this machine has no RDMA device")
+    kernel = f"the kernel has {', '.join(facts.rdma_devices)}"
+    if "--without-verbs" in facts.build.options:
+        return problem(
+            check,
+            f"{kernel}, but this UCX {facts.build.version} was built without verbs",
+            "install a UCX with verbs (the distribution's, NVIDIA's or conda's) and start nodes with "
+            "RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY=true",
+        )
+    return problem(
+        check,
+        f"{kernel}, but UCX uses none of them",
+        "see --ucx-tls and UCX_NET_DEVICES, the ulimit for locked memory, and the rights on /dev/infiniband",
+    )
+
+
+def _cuda(facts: UcxFacts) -> Finding:
+    check = "CUDA in UCX"
+    found = [device.transport for device in facts.usable if device.transport.startswith(_CUDA_PREFIXES)]
+    if found:
+        return ok(check, ", ".join(dict.fromkeys(found)))
+    if not facts.gpus:
+        return not_applicable(check, "torch finds no GPU")
+    return warning(
+        check,
+        "there is a GPU, but UCX has no CUDA transport: KV blocks go through host memory",
+        "add cuda to --ucx-tls, and see that the driver's libcuda.so.1 is found",
+    )
