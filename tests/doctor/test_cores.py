@@ -1,0 +1,128 @@
+"""Cores, quota, memory and neighbours, from made-up ``/proc`` and ``/sys``."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from pdserve.doctor.cores import CoreFacts, EngineProcess, check_cores, read_cores
+from pdserve.doctor.finding import Verdict
+
+FINE = CoreFacts(
+    allowed=(0, 1),
+    machine_cores=4,
+    quota=0.0,
+    governors=frozenset({"performance"}),
+    memory_total=8 * 2**30,
+    memory_available=4 * 2**30,
+    engines=(EngineProcess(10, frozenset({0})), EngineProcess(11, frozenset({1}))),
+)
+
+
+def machine(root: Path, files: Mapping[str, str]) -> Path:
+    for name, text in files.items():
+        file = root / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    return root
+
+
+def test_all_is_fine() -> None:
+    assert {found.verdict for found in check_cores(FINE)} == {Verdict.OK}
+
+
+@pytest.mark.parametrize(
+    ("facts", "check", "verdict", "advice"),
+    [
+        (replace(FINE, quota=1.5), "cores", Verdict.WARNING, "--cores with 1"),
+        (replace(FINE, allowed=(0, 9)), "cores", Verdict.PROBLEM, "--cores"),
+        (replace(FINE, governors=frozenset({"powersave"})), "CPU governor", Verdict.WARNING, "cpupower"),
+        (replace(FINE, governors=frozenset()), "CPU governor", Verdict.NOT_APPLICABLE, ""),
+        (replace(FINE, memory_available=2**20), "memory", Verdict.WARNING, "--kv-cache-mib"),
+        (
+            replace(FINE, engines=(EngineProcess(10, frozenset({0, 1})), EngineProcess(11, frozenset({1})))),
+            "engines here",
+            Verdict.WARNING,
+            "--cores",
+        ),
+        (replace(FINE, engines=()), "engines here", Verdict.OK, ""),
+    ],
+)
+def test_verdicts(facts: CoreFacts, check: str, verdict: Verdict, advice: str) -> None:
+    (found,) = [found for found in check_cores(facts) if found.check == check]
+    assert found.verdict is verdict
+    assert advice in found.advice
+
+
+def test_two_engines_on_one_core_are_named() -> None:
+    engines = (EngineProcess(10, frozenset({0, 1})), EngineProcess(11, frozenset({1})))
+    (found,) = [found for found in check_cores(replace(FINE, engines=engines)) if found.check == "engines here"]
+    assert "10 and 11 on core 1" in found.seen
+
+
+def test_an_engine_and_its_ranks_are_found_and_nothing_else(tmp_path: Path) -> None:
+    def process(*words: str) -> str:
+        return "\0".join(words) + "\0"
+
+    root = machine(
+        tmp_path,
+        {
+            "proc/7/cmdline": process("/usr/bin/python3", "-P", "-m", "pdserve.engine"),
+            "proc/7/status": "Name:\tpython3\nCpus_allowed_list:\t0-2,5\n",
+            "proc/8/cmdline": process("/usr/bin/python3", "-P", "-m", "pdserve.engine.follower"),
+            "proc/8/status": "Cpus_allowed_list:\t3\n",
+            "proc/9/cmdline": process("/usr/bin/python3", "-m", "pdserve", "decode"),
+            "proc/9/status": "Cpus_allowed_list:\t3\n",
+            "proc/10/cmdline": process("python3", "-m"),
+            "proc/10/status": "",
+        },
+    )
+    assert read_cores((), root).engines == (EngineProcess(7, frozenset({0, 1, 2, 5})), EngineProcess(8, frozenset({3})))
+
+
+@pytest.mark.parametrize(
+    ("files", "quota"),
+    [
+        ({"proc/self/cgroup": "0::/a/b\n", "sys/fs/cgroup/a/b/cpu.max": "max 100000"}, 0.0),
+        ({"proc/self/cgroup": "0::/a/b\n", "sys/fs/cgroup/a/b/cpu.max": "150000 100000"}, 1.5),
+        (
+            {
+                "proc/self/cgroup": "0::/a/b\n",
+                "sys/fs/cgroup/a/cpu.max": "50000 100000",
+                "sys/fs/cgroup/a/b/cpu.max": "150000 100000",
+            },
+            0.5,
+        ),
+        (
+            {
+                "proc/self/cgroup": "3:cpuset:/x\n2:cpu,cpuacct:/a\n",
+                "sys/fs/cgroup/cpu/a/cpu.cfs_quota_us": "200000",
+                "sys/fs/cgroup/cpu/a/cpu.cfs_period_us": "100000",
+            },
+            2.0,
+        ),
+        (
+            {
+                "proc/self/cgroup": "2:cpu:/\n",
+                "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1",
+                "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000",
+            },
+            0.0,
+        ),
+        ({}, 0.0),
+    ],
+    ids=["none", "own", "tighter-above", "v1", "v1-none", "no-files"],
+)
+def test_the_tightest_quota_counts(tmp_path: Path, files: dict[str, str], quota: float) -> None:
+    assert read_cores((), machine(tmp_path, files)).quota == quota
+
+
+def test_this_machine_is_read() -> None:
+    facts = read_cores(())
+    assert facts.allowed == tuple(sorted(os.sched_getaffinity(0)))
+    assert 0 < facts.memory_available <= facts.memory_total
+    assert read_cores((0,)).allowed == (0,)

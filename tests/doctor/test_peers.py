@@ -1,0 +1,131 @@
+"""A peer that fits, one that does not, one with another secret, an older one, and nobody."""
+
+from __future__ import annotations
+
+import socket
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import msgspec
+
+from pdserve.doctor.finding import Finding, Verdict
+from pdserve.doctor.peers import PeerFacts, check_peer, read_peer, same_machine
+from pdserve.wire.discovery import Role
+from pdserve.wire.transfer import EngineSpec, Examine, Examined, Hello, Refused
+from pdserve_kvtransfer.examiner import Examiner
+from pdserve_kvtransfer.machine_identity import MachineIdentity, machine_identity
+from tests.kvtransfer.fakes import FakePrefill
+from tests.kvtransfer.rig import SECRET, SPEC, WAIT_S, engine
+
+VERSION = "0.1.0"
+EXAMINED = Examined(
+    boot_id=bytes(16),
+    version=VERSION,
+    spec=SPEC,
+    block_bytes=4096,
+    clock_ms=0,
+    machine="m",
+    ipc_namespace="ipc:[1]",
+)
+FITTING = PeerFacts(
+    control="tcp://10.0.0.7:8200",
+    connect_error="",
+    examined=EXAMINED,
+    refused=None,
+    handshake=True,
+    broken="",
+    round_trip_s=1e-4,
+    clock_ahead_s=0.01,
+)
+
+
+def asked(control: str, ours: EngineSpec | None, secret: bytes = SECRET, timeout_s: float = WAIT_S) -> PeerFacts:
+    with Examiner(control, secret, "") as asker:
+        return read_peer(asker, control, ours, timeout_s)
+
+
+def problems(facts: PeerFacts, ours: EngineSpec | None = SPEC) -> list[Finding]:
+    return [found for found in check_peer(facts, ours, VERSION) if found.verdict is Verdict.PROBLEM]
+
+
+def test_a_peer_that_fits() -> None:
+    with engine(Role.PREFILL) as prefill:
+        named, unnamed = asked(prefill.address, SPEC), asked(prefill.address, None)
+    for facts in (named, unnamed):
+        assert facts.handshake and facts.examined is not None and facts.round_trip_s > 0
+        assert abs(facts.clock_ahead_s) < 5.0, "it is the same clock"
+        assert same_machine(facts.examined, machine_identity())
+    assert problems(named) == []
+    said = [found.seen for found in check_peer(unnamed, None, VERSION)]
+    assert any("model model-a" in seen and "--model" in seen for seen in said)
+
+
+def test_every_field_that_differs_is_named_with_both_values() -> None:
+    ours = msgspec.structs.replace(SPEC, fingerprint="b" * 64, dtype="fp32", block_size=32, tp_size=4)
+    with engine(Role.PREFILL) as prefill:
+        facts = asked(prefill.address, ours)
+    assert facts.refused is not None and facts.refused.field == "fingerprint"
+    found = problems(facts, ours)
+    said = [finding.seen for finding in found]
+    assert said == [
+        "fingerprint is model-a there and bbbbbbbbbbbbbbbb… here",
+        "dtype is bf16 there and fp32 here",
+        "block_size is 16 there and 32 here",
+        "the handshake is refused for fingerprint",
+    ]
+    assert [finding.advice for finding in found][1:] == [
+        "give both the same --dtype",
+        "give both the same --block-size",
+        "see above",
+    ]
+
+
+def test_another_secret() -> None:
+    with engine(Role.PREFILL) as prefill:
+        facts = asked(prefill.address, SPEC, b"another secret, of another cluster", timeout_s=0.3)
+    (found,) = problems(facts)
+    assert "does not answer signed messages" in found.seen
+    assert "another secret" in found.advice and "clocks" in found.advice
+
+
+def test_nobody_listens() -> None:
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        facts = asked(f"tcp://127.0.0.1:{closed.getsockname()[1]}", SPEC)
+    (found,) = problems(facts)
+    assert found.seen == "nobody listens there"
+    assert "--transfer-host" in found.advice
+
+
+def test_an_older_pdserve_is_named_by_what_it_refuses() -> None:
+    with FakePrefill() as old, ThreadPoolExecutor(1) as pool:
+        asking = pool.submit(asked, old.target.control, SPEC, timeout_s=0.3)
+        # It drops what it does not know.
+        old.next(Examine)
+        old.next(Hello)
+        old.send(Refused(old.boot_id, "protocol", "1", "2"))
+        facts = asking.result(WAIT_S)
+    (found,) = problems(facts)
+    assert "protocol is 1 there and 2 here" in found.seen and "same version" in found.advice
+
+
+def test_what_is_no_prefill_node() -> None:
+    broken = replace(FITTING, examined=None, handshake=False, broken="the prefill node closed the connection")
+    (found,) = problems(broken)
+    assert "control address" in found.advice
+
+
+def test_versions_and_clocks() -> None:
+    newer = replace(FITTING, examined=msgspec.structs.replace(EXAMINED, version="0.2.0"), clock_ahead_s=-30.0)
+    warnings = [found for found in check_peer(newer, SPEC, VERSION) if found.verdict is Verdict.WARNING]
+    assert [found.seen for found in warnings] == ["pdserve 0.2.0 there, 0.1.0 here", "its clock is 30.000 s behind"]
+
+
+def test_a_handshake_without_an_answer() -> None:
+    (found,) = problems(replace(FITTING, handshake=False))
+    assert "not answered" in found.seen
+
+
+def test_a_machine_that_does_not_say_what_it_is_is_another() -> None:
+    assert not same_machine(msgspec.structs.replace(EXAMINED, machine=""), MachineIdentity("", ""))
+    assert same_machine(EXAMINED, MachineIdentity("m", "ipc:[2]"))
