@@ -6,10 +6,14 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pdserve.config import DoctorConfig
 from pdserve.errors import ConfigError
 from pdserve.settings import cache_folder, load, resolve_secret, state_folder
+
+if TYPE_CHECKING:
+    from pdserve.wire.transfer import EngineSpec
 
 _DESCRIPTION = (
     "Looks at this machine's software, UCX transports, RDMA ports, limits, cores and network, asks each named peer "
@@ -27,7 +31,7 @@ def run(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     from pdserve.doctor.table import render, to_json
 
     # A copy: ucxx puts variables of its own into the environment when it is imported.
-    found: Examination = examine(config, dict(environ), _secret(config, environ), cache_folder(environ))
+    found: Examination = examine(config, dict(environ), _secret(config, environ), _model(config, environ))
     to_file = config.report.json
     text = render(found, _width())
     print(text, file=sys.stderr if to_file == "-" else sys.stdout)
@@ -47,6 +51,15 @@ def _secret(config: DoctorConfig, environ: Mapping[str, str]) -> bytes | str:
         return resolve_secret(config.security, peers, state_folder(environ))
     except ConfigError as exc:
         return str(exc)
+
+
+def _model(config: DoctorConfig, environ: Mapping[str, str]) -> EngineSpec | None:
+    """What a decode engine here would be; None if no model is named. Raises ModelError."""
+    if not config.model.path:
+        return None
+    from pdserve.doctor.local_model import local_spec
+
+    return local_spec(config.model, config.cache, cache_folder(environ))
 
 
 def _width() -> int:

@@ -58,9 +58,11 @@ def check_instances(proxy_url: str, found: list[Instance] | str) -> list[Finding
 
 def _pairs(found: Sequence[Instance]) -> list[Finding]:
     """Decode nodes for which no prefill node computes the same model."""
-    prefill = [instance for instance in found if instance.role == "prefill"]
+    prefill, decoding = ([instance for instance in found if instance.role == role] for role in ("prefill", "decode"))
+    if not decoding:
+        return []
     findings = []
-    for decode in (instance for instance in found if instance.role == "decode"):
+    for decode in decoding:
         if any((p.model, p.fingerprint) == (decode.model, decode.fingerprint) for p in prefill):
             continue
         others = sorted({f"{p.name} has {p.model} {p.fingerprint[:12]}" for p in prefill}) or [

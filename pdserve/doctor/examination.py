@@ -8,13 +8,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
-from pathlib import Path
 
 from pdserve.config import DoctorConfig, Switch, TransferConfig
 from pdserve.doctor import cores, gpu, memory_limits, network, perftest, probe, rdma, software, ucx_devices, ucx_tools
 from pdserve.doctor.cluster import check_instances, prefill_controls, read_instances
 from pdserve.doctor.finding import Finding, Verdict, not_applicable, problem
-from pdserve.doctor.local_model import local_spec
 from pdserve.doctor.memory_limits import LimitFacts
 from pdserve.doctor.peers import check_peer, read_peer, same_machine
 from pdserve.doctor.perftest import Yardstick
@@ -46,21 +44,23 @@ class Examination:
         return all(finding.verdict is not Verdict.PROBLEM for finding in self.findings)
 
 
-def examine(config: DoctorConfig, environ: Mapping[str, str], secret: bytes | str, cache_dir: Path) -> Examination:
-    """``secret`` is the cluster's, or why there is none. Raises ModelError if a model is named that is not there."""
-    return _Doctor(config, environ, secret, cache_dir).examine()
+def examine(
+    config: DoctorConfig, environ: Mapping[str, str], secret: bytes | str, ours: EngineSpec | None
+) -> Examination:
+    """``secret`` is the cluster's, or why there is none; ``ours`` is the model that peers have to have, if any."""
+    return _Doctor(config, environ, secret, ours).examine()
 
 
 class _Doctor:
     """What the checks have in common, and what they found so far."""
 
-    def __init__(self, config: DoctorConfig, environ: Mapping[str, str], secret: bytes | str, cache_dir: Path) -> None:
+    def __init__(
+        self, config: DoctorConfig, environ: Mapping[str, str], secret: bytes | str, ours: EngineSpec | None
+    ) -> None:
         self._config = config
         self._environ = environ
         self._secret = secret
-        self._ours: EngineSpec | None = None
-        if config.model.path:
-            self._ours = local_spec(config.model, config.cache, cache_dir)
+        self._ours = ours
         self._tls = config.transfer.ucx_tls or environ.get("UCX_TLS", "")
         self._tools: UcxTools | None = ucx_tools.read_tools()
         self._limits: LimitFacts = memory_limits.read_limits()

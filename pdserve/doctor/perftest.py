@@ -12,12 +12,12 @@ from pdserve.doctor.ucx_tools import UcxTools
 
 _MIB = 2**20
 _LATENCY_BYTES = 8
-_LATENCY_ROUNDS = 1_000
+_LATENCY_ROUNDS = 400
 _LOAD_BYTES = 64 * _MIB
 _MAX_MESSAGES = 2_000
 _TIMEOUT_S = 20.0
 _REPEATS = 3
-_RUNS_S = 2.0
+_RUNS_S = 1.0
 _START_S = 5.0
 _PAUSE_S = 0.05
 
