@@ -49,7 +49,7 @@ class Measured:
     received: int
     """Messages, of those asked for; fewer where time ran out."""
     bytes_per_s: float
-    """0 if too few came to tell."""
+    """In the best part of the load; 0 if too few came to tell."""
     latency_s: float
     """Half the median round trip of a few bytes."""
     lanes: tuple[Lane, ...]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import select
 import statistics
 import time
@@ -15,6 +16,9 @@ from pdserve_kvtransfer.transport import Completion, Link
 _PINGS = 200
 _WARM_UP_MESSAGES = 8
 _MAX_WAIT_MS = 20
+_PARTS = 4
+_MIN_PART = 3 * WINDOW
+"""Messages in a part: many times what may have arrived before its clock starts."""
 
 
 class ProbeAsker:
@@ -76,36 +80,38 @@ class _Load:
     """Messages that arrive on a link, received into scratch memory as they come."""
 
     def __init__(self, link: Link, message_bytes: int, messages: int) -> None:
-        self.landed = 0
         self._link = link
         self._size = message_bytes
         self._messages = messages
         # Connections start slowly: the clock runs from the end of this message.
         self._warm = max(1, min(_WARM_UP_MESSAGES, messages // 2))
-        self._begun = self._ended = 0.0
+        self._times: list[float] = []
         self._free = [memoryview(bytearray(message_bytes)) for _ in range(WINDOW)]
         self._receiving: list[tuple[Completion, memoryview]] = []
 
     @property
+    def landed(self) -> int:
+        return len(self._times)
+
+    @property
     def bytes_per_s(self) -> float:
-        timed = self.landed - self._warm
-        return timed * self._size / (self._ended - self._begun) if timed > 0 else 0.0
+        """Of the best part of the load: others use the machine too. 0 if too little landed to tell."""
+        timed = self._times[self._warm - 1 :]
+        part = max((len(timed) - 1) // _PARTS, _MIN_PART)
+        spans = [end - begin for begin, end in itertools.pairwise(timed[::part])]
+        if not spans and len(timed) > 1:
+            part, spans = len(timed) - 1, [timed[-1] - timed[0]]
+        return part * self._size / min(spans) if spans and min(spans) > 0 else 0.0
 
     def step(self) -> bool:
         """Takes what is there. True when all have landed. Raises PeerLost."""
         for completion, slot in [entry for entry in self._receiving if entry[0].done()]:
             self._receiving.remove((completion, slot))
             self._free.append(slot)
-            self._landed()
+            self._times.append(time.perf_counter())
         while self._free and (arrival := self._link.probe()) is not None:
             if arrival.tag != LOAD_TAG or arrival.length != self._size:
                 raise PeerLost("the probe's link carries something else")
             slot = self._free.pop()
             self._receiving.append((self._link.receive(arrival, slot), slot))
         return self.landed == self._messages
-
-    def _landed(self) -> None:
-        self.landed += 1
-        self._ended = time.perf_counter()
-        if self.landed == self._warm:
-            self._begun = self._ended

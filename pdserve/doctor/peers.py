@@ -152,7 +152,7 @@ def _clock(facts: PeerFacts, check: str) -> Finding:
 def _spec(examined: Examined, check: str) -> Finding:
     spec = examined.spec
     fields = f"{spec.dtype}, blocks of {spec.block_size} tokens, {spec.num_layers} layers, {spec.kv_heads} KV heads"
-    return ok(check, f"model {spec.fingerprint[:12]}, {fields}, {spec.tp_size} ranks (compare with --model)")
+    return ok(check, f"model {spec.fingerprint[:12]}, {fields}, {_ranks(spec.tp_size)} (compare with --model)")
 
 
 def _misfits(theirs: EngineSpec, ours: EngineSpec, check: str) -> list[Finding]:
@@ -163,7 +163,11 @@ def _misfits(theirs: EngineSpec, ours: EngineSpec, check: str) -> list[Finding]:
         if field != "tp_size" and there != here:
             advice = _ADVICE.get(field, _ADVICE["fingerprint"])
             findings.append(problem(check, f"{field} is {_short(there)} there and {_short(here)} here", advice))
-    return findings or [ok(check, f"the same model, dtype and block size; {theirs.tp_size} ranks there")]
+    return findings or [ok(check, f"the same model, dtype and block size; {_ranks(theirs.tp_size)} there")]
+
+
+def _ranks(count: int) -> str:
+    return f"{count} rank{'' if count == 1 else 's'}"
 
 
 def _short(value: object) -> str:

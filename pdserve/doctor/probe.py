@@ -70,7 +70,11 @@ def check_probe(facts: ProbeFacts, limits: LimitFacts) -> list[Finding]:
     if facts.measured is None:
         if "another probe" in facts.error:
             return [not_applicable(check, f"{facts.error}: run it again in a moment")]
-        return [problem(check, facts.error, "see the prefill node's log, --ucx-tls on both sides, and the firewall")]
+        advice = (
+            "see the prefill node's log, --ucx-tls on both sides, and the firewall: UCX takes ports of its own, which "
+            "UCX_TCP_PORT_RANGE names"
+        )
+        return [problem(check, facts.error, advice)]
     measured = facts.measured
     return [
         _way(facts, measured, limits, f"transport {name}"),

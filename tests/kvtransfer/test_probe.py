@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import msgspec
 import pytest
 
@@ -24,7 +26,7 @@ from pdserve_kvtransfer.examiner import Examiner
 from pdserve_kvtransfer.machine_identity import machine_identity
 from pdserve_kvtransfer.probe import MAX_ASKER_BYTES, PAUSE_S, PING_TAG, START_TAG
 from pdserve_kvtransfer.transport import Arrival
-from tests.kvtransfer.fakes import FakeDecode
+from tests.kvtransfer.fakes import FakeDecode, FakePrefill
 from tests.kvtransfer.rig import SECRET, SPEC, WAIT_S, Engine, engine, eventually, pair
 
 MESSAGE_BYTES = 96 * 1024
@@ -191,3 +193,18 @@ def test_a_probe_that_nobody_ends_is_over_in_time(monkeypatch: pytest.MonkeyPatc
     with engine(Role.PREFILL) as prefill, FakeDecode(prefill.address) as asker:
         opened(asker)
         assert "takes at most" in asker.next(ProbeRefused).reason
+
+
+def test_a_peer_that_ucx_does_not_reach_is_said_in_time() -> None:
+    with FakePrefill() as silent, ThreadPoolExecutor(1) as pool:
+
+        def ask() -> str:
+            with Examiner(silent.target.control, SECRET, "") as asker, pytest.raises(PeerLost) as caught:
+                asker.probe(MESSAGE_BYTES, MESSAGES, 0.5)
+            return str(caught.value)
+
+        asking = pool.submit(ask)
+        silent.next(Probe)
+        silent.send(ProbeOpened(silent.boot_id, silent.link.address))
+        assert asking.result(WAIT_S) == "nothing came back over UCX"
+        silent.next(ProbeEnd)
