@@ -93,6 +93,7 @@ class ProbeHost:
     def __init__(self, station: Station, server: ControlServer) -> None:
         self._station = station
         self._server = server
+        self._version = importlib.metadata.version("pdserve")
         self._probing: _Probing | None = None
         self._free_at = -math.inf
 
@@ -110,7 +111,7 @@ class ProbeHost:
         identity = machine_identity()
         return Examined(
             boot_id=self._station.boot_id,
-            version=importlib.metadata.version("pdserve"),
+            version=self._version,
             spec=self._station.spec,
             block_bytes=self._station.region.block_bytes,
             clock_ms=int(time.time() * 1000),

@@ -28,7 +28,7 @@ class Instance(msgspec.Struct, frozen=True):
 def read_instances(proxy_url: str, timeout_s: float) -> list[Instance] | str:
     """What is registered, or why that cannot be said."""
     url = f"{proxy_url.rstrip('/')}/instances"
-    # Neither redirects nor the environment's HTTP proxies: the address is what it says.
+    # Not by way of the environment's HTTP proxies: the address is what it says.
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
         with opener.open(url, timeout=timeout_s) as response:

@@ -34,6 +34,8 @@ class ListenFacts:
     advertise: str
     addresses: tuple[str, ...]
     """What the advertised name is resolved to here; empty if to nothing."""
+    unset: bool
+    """Whether all of it is as where nothing is set."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +69,10 @@ def is_loopback(address: str) -> bool:
 def read_listening(transfer: TransferConfig) -> ListenFacts:
     advertise = transfer.advertise or transfer.host
     error, in_use = _try_bind(transfer.host, transfer.port)
-    return ListenFacts(transfer.host, transfer.port, error, in_use, advertise, _resolve(advertise))
+    own = (transfer.host, transfer.port, transfer.advertise)
+    plain = TransferConfig()
+    unset = own == (plain.host, plain.port, plain.advertise)
+    return ListenFacts(transfer.host, transfer.port, error, in_use, advertise, _resolve(advertise), unset)
 
 
 def _try_bind(host: str, port: int) -> tuple[str, bool]:
@@ -167,8 +172,12 @@ def _advertised(facts: ListenFacts, peers_beyond: bool) -> Finding:
         )
     seen = facts.advertise if facts.advertise in facts.addresses else f"{facts.advertise}: {', '.join(facts.addresses)}"
     if any(is_loopback(address) for address in facts.addresses):
+        if not peers_beyond:
+            return ok(check, f"{seen}, local")
+        if facts.unset:
+            return not_applicable(check, f"{seen}: a prefill node here needs --transfer-host, a decode node does not")
         advice = "give --transfer-host 0.0.0.0 and --transfer-advertise the address that peers reach this machine by"
-        return warning(check, f"{seen} is this machine's own", advice) if peers_beyond else ok(check, f"{seen}, local")
+        return warning(check, f"{seen} is reached from this machine alone", advice)
     if any(ipaddress.ip_address(address.partition("%")[0]).is_unspecified for address in facts.addresses):
         return warning(check, f"{seen} is no address to connect to", "give --transfer-advertise this machine's address")
     return ok(check, seen)

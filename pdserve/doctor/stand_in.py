@@ -7,6 +7,7 @@ as one line, and ends when its standard input does.
 from __future__ import annotations
 
 import os
+import select
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -32,6 +33,7 @@ _SPEC = EngineSpec(
     head_dim=1,
     tp_size=1,
 )
+_START_S = 60.0
 _CLOSE_S = 5.0
 _LENGTH_BYTES = 4
 
@@ -68,7 +70,8 @@ def _address(child: subprocess.Popen[bytes], told: StandIn) -> str:
             raise TransferError("the local probe has no pipes")
         child.stdin.write(len(body).to_bytes(_LENGTH_BYTES) + body)
         child.stdin.flush()
-        address = child.stdout.readline().decode().strip()
+        came, _, _ = select.select([child.stdout], [], [], _START_S)
+        address = child.stdout.readline().decode().strip() if came else ""
     except OSError as exc:
         raise TransferError(f"the local probe cannot be told what to do: {exc.strerror}") from exc
     if not address:

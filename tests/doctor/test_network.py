@@ -19,8 +19,8 @@ from pdserve.doctor.network import (
     read_route,
 )
 
-LOCAL = ListenFacts("127.0.0.1", 0, "", False, "127.0.0.1", ("127.0.0.1",))
-RACK = ListenFacts("0.0.0.0", 8200, "", False, "node-7", ("10.0.0.7",))
+LOCAL = ListenFacts("127.0.0.1", 0, "", False, "127.0.0.1", ("127.0.0.1",), False)
+RACK = ListenFacts("0.0.0.0", 8200, "", False, "node-7", ("10.0.0.7",), False)
 ROUTE = RouteFacts("node-7", "10.0.0.7", "10.0.0.8", "eth0", 9000, 100_000)
 
 
@@ -44,6 +44,13 @@ def test_what_peers_could_not_reach(facts: ListenFacts, check: str, verdict: Ver
     (found,) = [found for found in check_listening(facts, peers_beyond=True) if found.check == check]
     assert found.verdict is verdict
     assert advice in found.advice
+
+
+def test_a_decode_node_needs_no_address_of_its_own() -> None:
+    facts = read_listening(TransferConfig())
+    assert facts.unset and not read_listening(TransferConfig(advertise="localhost")).unset
+    verdicts = [found.verdict for found in check_listening(facts, peers_beyond=True)]
+    assert verdicts == [Verdict.OK, Verdict.NOT_APPLICABLE]
 
 
 def test_a_taken_port_and_a_foreign_address_are_noticed() -> None:
