@@ -131,7 +131,7 @@ def _silent(facts: PeerFacts, check: str) -> Finding:
         check,
         "it takes connections and does not answer signed messages",
         "another secret (its log then says 'wrong signature'): give both the same --secret-file or PDSERVE_SECRET; or "
-        f"clocks more than {MAX_AGE_S:.0f} s apart: synchronise them; or the node hangs, or the port is something else's",
+        f"clocks more than {MAX_AGE_S:.0f} s apart: synchronise them; or the node hangs; or it is no prefill node",
     )
 
 
