@@ -78,6 +78,8 @@ class TpBackend(enum.Enum):
     """In memory that they share; on CPUs that keep the order of stores (x86)."""
     GLOO = "gloo"
     """By torch.distributed, over TCP on the loopback interface."""
+    NCCL = "nccl"
+    """Between GPUs, one a rank."""
 
 
 class KvStaging(enum.Enum):
@@ -144,7 +146,9 @@ class ParallelConfig:
 
     tp: int = setting("tp", "ranks that the model is split over, each a process", 1, minimum=1, maximum=64)
     backend: TpBackend = setting(
-        "tp-backend", "how ranks add up: shm (one x86 host), gloo; auto takes the fastest", TpBackend.AUTO
+        "tp-backend",
+        "how ranks add up: on CPUs shm (x86) or gloo, on GPUs nccl; auto takes the fastest",
+        TpBackend.AUTO,
     )
     timeout_ms: int = setting(
         "tp-timeout-ms", "time that one rank may keep the others waiting before the node ends", 10_000, minimum=100

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from pdserve.config import EngineConfig, Switch
 from pdserve.engine.api_channel import ApiChannel
 from pdserve.engine.block_manager import BlockManager
@@ -20,7 +22,7 @@ from pdserve.engine.tp_runner import TpRunner
 from pdserve.errors import ConfigError
 from pdserve.models.decode_graphs import CudaGraphs
 from pdserve.models.decoder_config import DecoderConfig, read_decoder_config
-from pdserve.models.runner import kv_layout
+from pdserve.models.runner import ModelRunner, kv_layout
 from pdserve.models.step_batch import StepRow
 from pdserve.models.tensor_parallel import TpGroup
 from pdserve.models.weights import fingerprint
@@ -50,8 +52,10 @@ def assemble(
     progress: Callable[[str], None],
     followers: Followers | None,
     tp: TpGroup,
+    device: torch.device,
 ) -> Engine:
-    """Load the model, warm it up, open the transfers. ``progress`` is told each stage; ``tp`` holds the followers too.
+    """Load the model, warm it up, open the transfers. ``progress`` is told each stage; ``tp`` holds the followers too;
+    ``device`` is rank 0's.
 
     Raises ModelError, ConfigError, RankLost or TransferError if something does not fit.
     """
@@ -72,20 +76,20 @@ def assemble(
         tp_size=tp.size,
     )
     progress("preparing kernels")
-    backend = rank_backend(config)
+    backend = rank_backend(config, device)
     progress("loading weights")
     if followers is not None:
         followers.tell(Load(num_blocks, max_model_len))
     own = load_runner(config, decoder, num_blocks, max_model_len, tp, backend)
-    runner: StepRunner = own
+    runner: ModelRunner | TpRunner = own
     if followers is not None:
         followers.wait_for(Loaded)
-        runner = TpRunner(own, followers)
+        runner = TpRunner(own, followers, tp)
     progress("warming up")
     warm_up(runner, min(config.scheduler.max_step_tokens, max_model_len - 1), block_size)
     if backend.graph_kernels is not None and config.model.cuda_graphs is Switch.ON:
         progress("recording decode steps")
-        own.capture_decode(backend.graph_kernels, config.scheduler.max_running, CudaGraphs())
+        runner.capture_decode(backend.graph_kernels, config.scheduler.max_running, CudaGraphs())
     blocks = BlockManager(num_blocks, block_size, prefix_cache=config.cache.prefix_cache is Switch.ON)
     stop = StopRule(decoder.eos_token_ids, max_model_len)
     prompts = PromptRule(decoder.vocab_size, max_model_len)

@@ -6,6 +6,7 @@ It owns its part of the weights and of the KV cache, and does what rank 0 orders
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import sys
 from contextlib import ExitStack, closing
@@ -22,10 +23,23 @@ from pdserve.errors import EngineError, PdserveError
 from pdserve.models.rank_board import RankBoard
 from pdserve.models.step_batch import StepRow
 from pdserve.parent import die_with_parent
-from pdserve.wire.rank import Arrived, Clear, CopyBlocks, Load, Loaded, Order, RankFailed, Step, Stop
+from pdserve.wire.rank import (
+    Arrived,
+    Capture,
+    Captured,
+    Clear,
+    CopyBlocks,
+    Load,
+    Loaded,
+    Order,
+    RankFailed,
+    Step,
+    Stop,
+)
 
 if TYPE_CHECKING:
-    from pdserve.engine.step_runner import StepRunner
+    from pdserve.models.backend import Backend
+    from pdserve.models.runner import ModelRunner
 
 log = logging.getLogger("pdserve.engine.follower")
 
@@ -33,7 +47,8 @@ GOODBYE_S = 1.0
 
 
 def main() -> int:
-    """0 after Stop, 1 after a failure, which rank 0 is told."""
+    """0 after Stop. After a failure, which rank 0 is told, the process ends at once with 1: a GPU may be waiting for
+    another rank, and would keep libraries from being unloaded."""
     # Rank 0 decides when its ranks end; a signal to a whole process group must not end them under a running step.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
@@ -46,18 +61,20 @@ def main() -> int:
     )
     with zmq.Context() as context:
         channel = OrderChannel(context, launch.address)
+        failed: RankFailed | None = None
         try:
             follow(launch, channel)
         except PdserveError as exc:
             log.error("%s", exc)
-            channel.send(RankFailed(str(exc)))
-            return 1
+            failed = RankFailed(str(exc))
         except Exception as exc:
             log.exception("the rank failed")
-            channel.send(RankFailed(f"{type(exc).__name__}: {exc}"))
-            return 1
-        finally:
-            channel.close(GOODBYE_S)
+            failed = RankFailed(f"{type(exc).__name__}: {exc}")
+        if failed is not None:
+            channel.send(failed)
+        channel.close(GOODBYE_S)
+    if failed is not None:
+        os._exit(1)
     return 0
 
 
@@ -70,30 +87,45 @@ def follow(launch: RankLaunch, channel: OrderChannel) -> None:
     import torch
 
     from pdserve.engine.kv_connector.rank_transfer import rank_transfer
-    from pdserve.engine.runner_loading import load_runner, rank_backend
+    from pdserve.engine.runner_loading import load_runner, rank_backend, rank_device
     from pdserve.models.decoder_config import read_decoder_config
     from pdserve.models.tp_opening import open_group
 
     torch.set_num_threads(len(launch.cores))
     config = launch.config
+    device = rank_device(config, launch.rank)
     channel.send(Arrived())
     with ExitStack() as stack:
         board = stack.enter_context(closing(RankBoard(launch.board)))
-        group = open_group(config.parallel, launch.rank, board, Path(launch.rendezvous))
-        stack.callback(group.close)
+        group = open_group(config.parallel, launch.rank, board, Path(launch.rendezvous), device)
         load = channel.receive()
         if not isinstance(load, Load):
             raise EngineError(f"rank 0 sent {type(load).__name__} before Load")
         decoder = read_decoder_config(Path(config.model_dir))
-        runner = load_runner(config, decoder, load.num_blocks, load.max_model_len, group, rank_backend(config))
+        backend = rank_backend(config, device)
+        runner = load_runner(config, decoder, load.num_blocks, load.max_model_len, group, backend)
         stack.enter_context(rank_transfer(launch, decoder.kv_heads, runner.kv_cache))
         channel.send(Loaded())
-        while obey(channel.receive(), runner):
-            pass
+        while not isinstance(order := channel.receive(), Stop):
+            if isinstance(order, Capture):
+                capture(runner, backend, config.scheduler.max_running)
+                channel.send(Captured())
+            else:
+                obey(order, runner)
+        group.close()
 
 
-def obey(order: Order, runner: StepRunner) -> bool:
-    """Do it. False once there is nothing more to do."""
+def capture(runner: ModelRunner, backend: Backend, max_rows: int) -> None:
+    """Record decode steps of up to ``max_rows`` tokens. Raises EngineError if this rank has no kernels for that."""
+    from pdserve.models.decode_graphs import CudaGraphs
+
+    if backend.graph_kernels is None:
+        raise EngineError("rank 0 sent Capture to a rank whose steps cannot be recorded")
+    runner.capture_decode(backend.graph_kernels, max_rows, CudaGraphs())
+
+
+def obey(order: Order, runner: ModelRunner) -> None:
+    """Do what rank 0 does. Raises EngineError if it is out of place."""
     match order:
         case Step(rows):
             runner.run([StepRow(row.token_ids, row.start, row.block_table, row.wants_logits) for row in rows])
@@ -101,11 +133,8 @@ def obey(order: Order, runner: StepRunner) -> bool:
             runner.clear(blocks)
         case CopyBlocks(sources, destinations):
             runner.copy_blocks(sources, destinations)
-        case Stop():
-            return False
-        case Load():
-            raise EngineError("rank 0 sent Load twice")
-    return True
+        case Load() | Capture() | Stop():
+            raise EngineError(f"rank 0 sent {type(order).__name__} at the wrong time")
 
 
 if __name__ == "__main__":

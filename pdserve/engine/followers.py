@@ -19,7 +19,7 @@ from pdserve.engine.rank_channel import RankChannel
 from pdserve.engine.rank_process import RANK_COMMAND, RankProcess
 from pdserve.errors import RankLost
 from pdserve.models.rank_board import RankBoard
-from pdserve.wire.rank import Arrived, FromRank, Loaded, Numbered, Order, RankFailed, Stop
+from pdserve.wire.rank import Arrived, Captured, FromRank, Loaded, Numbered, Order, RankFailed, Stop
 
 log = logging.getLogger(__name__)
 
@@ -96,7 +96,7 @@ class Followers:
         for _, channel in self._ranks:
             channel.send(frame)
 
-    def wait_for(self, report: type[Arrived] | type[Loaded]) -> None:
+    def wait_for(self, report: type[Arrived | Loaded | Captured]) -> None:
         """Until every rank has sent one. Raises RankLost if a rank fails, dies, or needs more than ``START_S``."""
         deadline = time.monotonic() + START_S
         for process, channel in self._ranks:

@@ -28,12 +28,17 @@ GOODBYE_S = 1.0
 
 
 def main() -> int:
-    """Read the launch message from standard input and serve. 0 after Shutdown or SIGTERM, 1 after a failure."""
+    """Read the launch message from standard input and serve. 0 after Shutdown or SIGTERM.
+
+    After a failure, which the API process is told, this process ends at once with 1: a GPU may be waiting for a rank
+    that is gone, and would keep libraries from being unloaded.
+    """
     die_with_parent(os.getppid())
     launch = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=EngineLaunch)
     logging.basicConfig(
         level=launch.config.log.level.name, format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True
     )
+    failed: str | None = None
     with zmq.Context() as context:
         batched = launch.config.stream.batched_dispatch is Switch.ON
         channel = ApiChannel(context, launch.address, batched=batched)
@@ -42,14 +47,15 @@ def main() -> int:
             serve(launch, channel)
         except PdserveError as exc:
             log.error("%s", exc)
-            _confess(channel, str(exc))
-            return 1
+            failed = str(exc)
         except Exception as exc:
             log.exception("the engine failed")
-            _confess(channel, f"{type(exc).__name__}: {exc}")
-            return 1
-        finally:
-            channel.close(GOODBYE_S)
+            failed = f"{type(exc).__name__}: {exc}"
+        if failed is not None:
+            _confess(channel, failed)
+        channel.close(GOODBYE_S)
+    if failed is not None:
+        os._exit(1)
     return 0
 
 
@@ -78,15 +84,18 @@ def serve(launch: EngineLaunch, channel: ApiChannel) -> None:
         import torch
 
         from pdserve.engine.assembly import assemble
+        from pdserve.engine.runner_loading import rank_device
         from pdserve.engine.step_loop import WakeUp
         from pdserve.engine.tp_runner import joined
 
         if cores:
             torch.set_num_threads(len(cores))
+        device = rank_device(config, 0)
         wake_up = WakeUp()
         stack.callback(wake_up.close)
-        group = stack.enter_context(joined(config, followers))
-        engine = assemble(config, channel, wake_up, lambda stage: channel.send(Starting(stage)), followers, group)
+        group = stack.enter_context(joined(config, followers, device))
+        progress: Callable[[str], None] = lambda stage: channel.send(Starting(stage))  # noqa: E731
+        engine = assemble(config, channel, wake_up, progress, followers, group, device)
         stack.callback(engine.connector.close)
         stack.enter_context(_stop_signals(engine.loop.stop))
         if followers is not None:

@@ -5,13 +5,15 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 
-from pdserve.config import Device, EngineConfig
+import torch
+
+from pdserve.config import EngineConfig
 from pdserve.engine.kernel_set import cpu_kernels
-from pdserve.errors import ConfigError
-from pdserve.models.backend import Backend, open_backend
+from pdserve.models.backend import Backend, choose_device, open_backend
 from pdserve.models.decoder_config import DecoderConfig
 from pdserve.models.runner import ModelRunner
 from pdserve.models.tensor_parallel import TpGroup
+from pdserve.wire.discovery import Role
 
 
 def load_runner(
@@ -32,10 +34,11 @@ def load_runner(
     )
 
 
-def rank_backend(config: EngineConfig) -> Backend:
+def rank_device(config: EngineConfig, rank: int) -> torch.device:
     """What a rank of this node computes on. Raises ConfigError if that is not there, or cannot be used so."""
-    several = config.parallel.tp > 1
-    if several and config.model.device is Device.CUDA:
-        raise ConfigError("--device cuda: tensor-parallel ranks compute on CPUs only yet")
-    device = Device.CPU if several else config.model.device
+    return choose_device(config.model.device, config.role is not Role.MIXED, rank, config.parallel.tp)
+
+
+def rank_backend(config: EngineConfig, device: torch.device) -> Backend:
+    """The kernels for it. Raises ConfigError if there are none."""
     return open_backend(device, partial(cpu_kernels, config.cpu.kernels, Path(config.cache_dir)))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -10,27 +10,35 @@ import torch
 from pdserve.config import EngineConfig
 from pdserve.engine.followers import Followers
 from pdserve.errors import RankLost
+from pdserve.models.decode_graphs import Graph
 from pdserve.models.runner import ModelRunner
 from pdserve.models.step_batch import StepRow
 from pdserve.models.tensor_parallel import ALONE, TpGroup
 from pdserve.models.tp_opening import open_group
-from pdserve.wire.rank import Arrived, Clear, CopyBlocks, Row, Step
+from pdserve.wire.rank import Arrived, Capture, Captured, Clear, CopyBlocks, Row, Step
+from pdserve_kernels.contract import GraphKernels
 
 
 class TpRunner:
-    """Satisfies ``StepRunner``. Owns neither its own rank's runner nor the other ranks."""
+    """Satisfies ``StepRunner``. Owns neither its own rank's runner nor the other ranks, nor the group of them all."""
 
-    def __init__(self, own: ModelRunner, followers: Followers) -> None:
+    def __init__(self, own: ModelRunner, followers: Followers, group: TpGroup) -> None:
         self._own = own
         self._followers = followers
+        self._group = group
 
     def run(self, rows: Sequence[StepRow]) -> torch.Tensor:
-        """Raises RankLost, which says which rank and why, if one did not do its part."""
+        """Returns when the logits are computed, on a GPU too.
+
+        Raises RankLost, which says which rank and why, if one did not do its part.
+        """
         self._followers.tell(
             Step([Row(list(row.token_ids), row.start, list(row.block_table), row.wants_logits) for row in rows])
         )
         try:
-            return self._own.run(rows)
+            logits = self._own.run(rows)
+            self._group.finish_step()
+            return logits
         except RankLost as exc:
             raise self._followers.explain(exc) from exc
 
@@ -42,14 +50,23 @@ class TpRunner:
         self._followers.tell(CopyBlocks(list(sources), list(destinations)))
         self._own.copy_blocks(sources, destinations)
 
+    def capture_decode(self, kernels: GraphKernels, max_rows: int, make_graph: Callable[[], Graph]) -> None:
+        """Record decode steps on every rank: see ``ModelRunner.capture_decode``. Returns once all have."""
+        self._followers.tell(Capture())
+        self._own.capture_decode(kernels, max_rows, make_graph)
+        self._followers.wait_for(Captured)
+
 
 @contextmanager
-def joined(config: EngineConfig, followers: Followers | None) -> Iterator[TpGroup]:
-    """The group of rank 0 and its followers, or of rank 0 alone. Raises RankLost if they do not come."""
+def joined(config: EngineConfig, followers: Followers | None, device: torch.device) -> Iterator[TpGroup]:
+    """The group of rank 0, which computes on ``device``, and its followers, or of rank 0 alone.
+
+    Raises RankLost if they do not come, ConfigError if such ranks cannot meet.
+    """
     group: TpGroup = ALONE
     if followers is not None:
         followers.wait_for(Arrived)
-        group = open_group(config.parallel, 0, followers.board, followers.rendezvous)
+        group = open_group(config.parallel, 0, followers.board, followers.rendezvous, device)
     try:
         yield group
     finally:

@@ -23,27 +23,45 @@ class Backend:
     graph_kernels: GraphKernels | None
 
 
-def open_backend(asked: Device, cpu_kernels: Callable[[], Kernels]) -> Backend:
-    """What was asked for; ``cpu_kernels`` makes a CPU's kernels. Raises ConfigError if it is not there."""
-    device = _device(asked)
+def open_backend(device: torch.device, cpu_kernels: Callable[[], Kernels]) -> Backend:
+    """The kernels for ``device``, which from now on is the current one if it is a GPU.
+
+    ``cpu_kernels`` makes those of a CPU where it is one. Raises ConfigError if there are none for a GPU.
+    """
     if device.type == "cpu":
         return Backend(device, cpu_kernels(), None)
     try:
         from pdserve_kernels.triton.triton_kernels import TritonKernels
     except ImportError as exc:
         raise ConfigError("a GPU needs Triton: pip install 'pdserve[gpu]', or --device cpu") from exc
+    # Triton launches on the current one, wherever its arguments are.
+    torch.cuda.set_device(device)
     kernels = TritonKernels(torch.cuda.get_device_properties(device).multi_processor_count)
     return Backend(device, kernels, kernels)
 
 
-def _device(asked: Device) -> torch.device:
-    found = torch.cuda.is_available()
+def choose_device(asked: Device, transfers: bool, rank: int = 0, ranks: int = 1) -> torch.device:
+    """What rank ``rank`` of ``ranks`` computes on: GPU number ``rank`` of those that torch sees, or the CPU.
+
+    ``transfers`` says that the KV cache on it is sent or received. Raises ConfigError if what was asked for is not
+    there or cannot be used so.
+    """
+    found = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    split = transfers and ranks > 1
+    own = torch.device("cuda", rank)
     match asked:
         case Device.CPU:
             return CPU
         case Device.AUTO:
-            return torch.device("cuda", 0) if found else CPU
+            return own if found >= ranks and not split else CPU
         case Device.CUDA:
             if not found:
                 raise ConfigError("--device cuda: torch finds no CUDA device here")
-            return torch.device("cuda", 0)
+            if found < ranks:
+                raise ConfigError(f"--tp {ranks} --device cuda needs {ranks} GPUs, one a rank; torch finds {found}")
+            if split:
+                raise ConfigError(
+                    "--device cuda: the KV cache of several ranks on GPUs cannot be transferred yet; mixed nodes can"
+                    " have several, prefill and decode nodes one"
+                )
+            return own

@@ -47,6 +47,7 @@ class ModelRunner:
         self._scale = config.attention_scale
         self._max_model_len = max_model_len
         self._kernels = kernels
+        self._tp = tp
         self._graphs: DecodeGraphs | None = None
         building = Building(Checkpoint(folder, torch_dtype, device), self._kernels, tp)
         self._decoder = build_decoder(config, building, max_model_len, torch_dtype)
@@ -59,6 +60,7 @@ class ModelRunner:
         of the cache and valid until the next call; on ranks other than 0 ``[that number, 0]``. Does not wait for a GPU
         to have computed them. Raises RankLost if another rank does not compute the same.
         """
+        self._tp.begin_step()
         if self._graphs is not None:
             logits = self._graphs.run(rows)
             if logits is not None:

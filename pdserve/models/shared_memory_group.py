@@ -40,6 +40,9 @@ class SharedMemoryGroup:
         # A tensor larger than a slot goes in parts.
         self._slots = torch.frombuffer(board.slots, dtype=torch.uint8).view(2, size, SLOT_BYTES)
 
+    def begin_step(self) -> None:
+        """Each operation counts itself."""
+
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Raises RankLost if a rank is gone or does not come."""
         flat = x.view(-1)
@@ -71,6 +74,9 @@ class SharedMemoryGroup:
                 self._wait_for(self._others, self._board.progress(0))
                 out[start : start + at_once] = slots.view(self.size, -1, columns).transpose(0, 1)
         return out.view(rows, -1)
+
+    def finish_step(self) -> None:
+        """Each operation has waited for itself."""
 
     def close(self) -> None:
         del self._slots

@@ -18,12 +18,18 @@ class TpGroup(Protocol):
     @property
     def size(self) -> int: ...
 
+    def begin_step(self) -> None:
+        """This rank begins the next step: whoever does not is the one that the others wait for."""
+
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """The sum over all ranks; ``x`` may be overwritten with it."""
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
         """``[rows, n]`` of each rank to ``[rows, size * n]`` in rank order on rank 0, which alone samples; on the
         others to ``[rows, 0]``."""
+
+    def finish_step(self) -> None:
+        """Returns once all operations are done. Raises RankLost if another rank keeps them from that."""
 
     def close(self) -> None: ...
 
@@ -33,11 +39,17 @@ class Alone:
 
     rank, size = 0, 1
 
+    def begin_step(self) -> None:
+        pass
+
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         return x
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
         return x
+
+    def finish_step(self) -> None:
+        pass
 
     def close(self) -> None:
         pass

@@ -1,4 +1,4 @@
-"""Ranks that add up their tensors through torch.distributed."""
+"""Ranks that add up their tensors through torch.distributed, on CPUs."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch.distributed
 
 from pdserve.errors import RankLost
 from pdserve.models.rank_board import RankBoard
+from pdserve.models.torch_collectives import TorchCollectives
 
 # torch does not declare what these classes have.
 _torch: Any = torch.distributed
@@ -37,30 +38,30 @@ class GlooGroup:
         except RuntimeError as exc:
             raise RankLost(f"the tensor-parallel ranks did not meet in {MEET_S:.0f} s: {exc}") from exc
         self._gloo._set_default_timeout(timedelta(seconds=timeout_s))
+        self._collectives = TorchCollectives(self._gloo, rank, size)
+
+    def begin_step(self) -> None:
+        """Each operation counts itself."""
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Raises RankLost if a rank is gone or does not come."""
         self._board.advance(self.rank)
         try:
-            self._gloo.allreduce([x]).wait()
+            return self._collectives.all_reduce(x)
         except RuntimeError as exc:
             raise self._lost(exc) from exc
-        return x
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
         """Raises RankLost if a rank is gone or does not come."""
-        rows, columns = x.shape
-        if rows == 0:
-            return x.new_empty(0, self.size * columns)
-        self._board.advance(self.rank)
-        options = _torch.GatherOptions()
-        options.rootRank = 0
-        parts = [torch.empty_like(x) for _ in range(self.size)] if self.rank == 0 else []
+        if x.shape[0]:
+            self._board.advance(self.rank)
         try:
-            self._gloo.gather([parts] if parts else [], [x.contiguous()], options).wait()
+            return self._collectives.gather(x)
         except RuntimeError as exc:
             raise self._lost(exc) from exc
-        return torch.cat(parts, 1) if parts else x.new_empty(rows, 0)
+
+    def finish_step(self) -> None:
+        """Each operation has waited for itself."""
 
     def close(self) -> None:
         self._gloo.shutdown()

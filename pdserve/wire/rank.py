@@ -4,6 +4,8 @@
             ◀───────────────────────────── Arrived    its libraries are loaded
       Load ──────────────────────────────▶            after both have met in their group
             ◀───────────────────────────── Loaded
+      Capture ───────────────────────────▶            on GPUs, once
+            ◀───────────────────────────── Captured
       Step, Clear, CopyBlocks ───────────▶            in the order in which rank 0 does the same
             ◀───────────────────────────── RankFailed instead of any of its other messages; the process ends
       Stop ──────────────────────────────▶
@@ -25,6 +27,10 @@ class Load(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="k
 
     num_blocks: int
     max_model_len: int
+
+
+class Capture(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="capture"):
+    """Record the decode steps of all batch sizes, together with the other ranks."""
 
 
 class Row(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
@@ -59,7 +65,7 @@ class Stop(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="k
     """Exit 0."""
 
 
-Order: TypeAlias = Load | Step | Clear | CopyBlocks | Stop
+Order: TypeAlias = Load | Capture | Step | Clear | CopyBlocks | Stop
 
 
 class Numbered(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -80,10 +86,14 @@ class Loaded(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field=
     """The weights are there."""
 
 
+class Captured(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="captured"):
+    """All decode steps are recorded."""
+
+
 class RankFailed(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="failed"):
     """The process is about to exit, with why."""
 
     message: str
 
 
-FromRank: TypeAlias = Arrived | Loaded | RankFailed
+FromRank: TypeAlias = Arrived | Loaded | Captured | RankFailed

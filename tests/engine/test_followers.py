@@ -35,11 +35,12 @@ from pdserve.engine.rank_channel import OrderChannel, RankChannel
 from pdserve.engine.runner_loading import load_runner, rank_backend
 from pdserve.engine.tp_runner import TpRunner, joined
 from pdserve.errors import MalformedFrame, RankLost
+from pdserve.models.backend import CPU
 from pdserve.models.decoder_config import read_decoder_config
 from pdserve.models.step_batch import StepRow
 from pdserve.models.tensor_parallel import ALONE
 from pdserve.wire.discovery import Role
-from pdserve.wire.rank import Arrived, Clear, Load, Loaded, Numbered, Stop
+from pdserve.wire.rank import Arrived, Capture, Captured, Clear, Load, Loaded, Numbered, Stop
 from tests.cluster.nodes import eventually
 from tests.faults.test_shutdown import alive
 from tests.tiny_models import save_tiny_model
@@ -76,11 +77,11 @@ def started(config: EngineConfig) -> Iterator[Followers]:
 @contextmanager
 def running(config: EngineConfig) -> Iterator[tuple[Followers, TpRunner]]:
     decoder = read_decoder_config(Path(config.model_dir))
-    with started(config) as followers, joined(config, followers) as group:
+    with started(config) as followers, joined(config, followers, CPU) as group:
         followers.tell(Load(BLOCKS, 64))
-        own = load_runner(config, decoder, BLOCKS, 64, group, rank_backend(config))
+        own = load_runner(config, decoder, BLOCKS, 64, group, rank_backend(config, CPU))
         followers.wait_for(Loaded)
-        yield followers, TpRunner(own, followers)
+        yield followers, TpRunner(own, followers, group)
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +92,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_steps_copies_and_clearings_are_those_of_one_rank_and_a_death_is_heard_of(folder: Path) -> None:
     config = engine_config(folder)
     decoder = read_decoder_config(folder)
-    alone = load_runner(config, decoder, BLOCKS, 64, ALONE, rank_backend(config))
+    alone = load_runner(config, decoder, BLOCKS, 64, ALONE, rank_backend(config, CPU))
     prompt, copied = list(range(20, 31)), StepRow([7], 11, [3, 4, 5], True)
     lost = threading.Event()
     with (
@@ -131,6 +132,17 @@ def test_a_rank_that_cannot_load_says_why(tmp_path: Path) -> None:
         ranks.wait_for(Arrived)
         ranks.tell(Load(BLOCKS, 64))
         ranks.wait_for(Loaded)
+
+
+def test_a_rank_on_a_cpu_refuses_to_record_steps(folder: Path) -> None:
+    with (
+        pytest.raises(
+            RankLost, match=r"rank 1 \(process \d+\) failed: rank 0 sent Capture to a rank whose steps cannot"
+        ),
+        running(engine_config(folder)) as (ranks, _),
+    ):
+        ranks.tell(Capture())
+        ranks.wait_for(Captured)
 
 
 def test_a_rank_ends_with_rank_0() -> None:

@@ -1,4 +1,4 @@
-"""What an engine computes on."""
+"""What an engine computes on, and how its ranks add up there."""
 
 from __future__ import annotations
 
@@ -7,32 +7,51 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from pdserve.config import Device
+from pdserve.config import Device, TpBackend
 from pdserve.errors import ConfigError
-from pdserve.models.backend import open_backend
+from pdserve.models import tp_opening
+from pdserve.models.backend import choose_device, open_backend
+from pdserve.models.tp_opening import tp_backend
 from pdserve_kernels.cpu.torch_kernels import TorchKernels
 from pdserve_kernels.triton.triton_kernels import TritonKernels
 
 
-def machine(monkeypatch: pytest.MonkeyPatch, gpu: bool) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+def machine(monkeypatch: pytest.MonkeyPatch, gpus: int) -> list[torch.device]:
+    """One with so many GPUs. Which of them were made the current one."""
+    current: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(torch.cuda, "set_device", current.append)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132))
+    return current
 
 
 @pytest.mark.parametrize(
-    ("asked", "gpu", "kind"),
+    ("asked", "gpus", "transfers", "rank", "ranks", "wanted"),
     [
-        (Device.AUTO, True, "cuda"),
-        (Device.AUTO, False, "cpu"),
-        (Device.CPU, True, "cpu"),
-        (Device.CUDA, True, "cuda"),
+        (Device.AUTO, 1, False, 0, 1, "cuda:0"),
+        (Device.AUTO, 1, True, 0, 1, "cuda:0"),
+        (Device.AUTO, 2, True, 0, 2, "cpu"),
+        (Device.AUTO, 0, False, 0, 1, "cpu"),
+        (Device.CPU, 1, False, 0, 1, "cpu"),
+        (Device.CUDA, 1, False, 0, 1, "cuda:0"),
+        (Device.AUTO, 4, False, 3, 4, "cuda:3"),
+        (Device.CUDA, 4, False, 1, 2, "cuda:1"),
+        # Ranks of one node all compute on the same kind of device.
+        (Device.AUTO, 1, False, 0, 2, "cpu"),
+        (Device.AUTO, 1, False, 1, 2, "cpu"),
     ],
 )
-def test_device_and_kernels(monkeypatch: pytest.MonkeyPatch, asked: Device, gpu: bool, kind: str) -> None:
-    machine(monkeypatch, gpu)
-    backend = open_backend(asked, TorchKernels)
-    assert backend.device.type == kind
-    if kind == "cuda":
+def test_device_and_kernels(
+    monkeypatch: pytest.MonkeyPatch, asked: Device, gpus: int, transfers: bool, rank: int, ranks: int, wanted: str
+) -> None:
+    current = machine(monkeypatch, gpus)
+    device = choose_device(asked, transfers, rank, ranks)
+    assert str(device) == wanted
+    backend = open_backend(device, TorchKernels)
+    assert backend.device == device
+    if device.type == "cuda":
+        assert current == [device]
         assert isinstance(backend.kernels, TritonKernels)
         assert backend.graph_kernels is backend.kernels
     else:
@@ -40,7 +59,52 @@ def test_device_and_kernels(monkeypatch: pytest.MonkeyPatch, asked: Device, gpu:
         assert backend.graph_kernels is None
 
 
-def test_a_gpu_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    machine(monkeypatch, gpu=False)
-    with pytest.raises(ConfigError, match="no CUDA device"):
-        open_backend(Device.CUDA, TorchKernels)
+@pytest.mark.parametrize(
+    ("gpus", "transfers", "ranks", "why"),
+    [
+        (0, False, 1, "no CUDA device"),
+        (2, True, 2, "of several ranks on GPUs cannot be transferred yet"),
+        (2, False, 4, "--tp 4 --device cuda needs 4 GPUs, one a rank; torch finds 2"),
+    ],
+)
+def test_a_gpu_that_cannot_be_used_is_refused(
+    monkeypatch: pytest.MonkeyPatch, gpus: int, transfers: bool, ranks: int, why: str
+) -> None:
+    machine(monkeypatch, gpus)
+    with pytest.raises(ConfigError, match=why):
+        choose_device(Device.CUDA, transfers, 0, ranks)
+
+
+@pytest.mark.parametrize(
+    ("asked", "device", "ordered", "wanted"),
+    [
+        (TpBackend.AUTO, "cuda:1", True, TpBackend.NCCL),
+        (TpBackend.NCCL, "cuda:0", True, TpBackend.NCCL),
+        (TpBackend.AUTO, "cpu", True, TpBackend.SHM),
+        (TpBackend.AUTO, "cpu", False, TpBackend.GLOO),
+        (TpBackend.GLOO, "cpu", True, TpBackend.GLOO),
+    ],
+)
+def test_how_ranks_add_up(
+    monkeypatch: pytest.MonkeyPatch, asked: TpBackend, device: str, ordered: bool, wanted: TpBackend
+) -> None:
+    monkeypatch.setattr(tp_opening, "ordered_stores", lambda: ordered)
+    assert tp_backend(asked, torch.device(device)) is wanted
+
+
+@pytest.mark.parametrize(
+    ("asked", "device", "ordered", "why"),
+    [
+        (TpBackend.NCCL, "cpu", True, "nccl is for GPUs, and the ranks compute on CPUs; take shm"),
+        (TpBackend.NCCL, "cpu", False, "nccl is for GPUs, and the ranks compute on CPUs; take gloo"),
+        (TpBackend.SHM, "cuda:0", True, "shm is for CPUs, and the ranks compute on GPUs; take nccl"),
+        (TpBackend.GLOO, "cuda:0", True, "gloo is for CPUs, and the ranks compute on GPUs; take nccl"),
+        (TpBackend.SHM, "cpu", False, "shm needs an x86 CPU"),
+    ],
+)
+def test_a_way_to_add_up_that_does_not_fit_is_refused(
+    monkeypatch: pytest.MonkeyPatch, asked: TpBackend, device: str, ordered: bool, why: str
+) -> None:
+    monkeypatch.setattr(tp_opening, "ordered_stores", lambda: ordered)
+    with pytest.raises(ConfigError, match=why):
+        tp_backend(asked, torch.device(device))

@@ -141,12 +141,13 @@ CHANNELS: list[tuple[Any, list[msgspec.Struct]]] = [
             rank.Load(num_blocks=10, max_model_len=64),
             rank.Step([rank.Row([5, 6], 0, [3], False), rank.Row([7], 20, [1, 2], True)]),
             rank.Clear([1, 2]),
+            rank.Capture(),
             rank.CopyBlocks([1], [2]),
             rank.Stop(),
         ],
     ),
     (rank.Numbered, [rank.Numbered(3, rank.Stop())]),
-    (rank.FromRank, [rank.Arrived(), rank.Loaded(), rank.RankFailed("no memory")]),
+    (rank.FromRank, [rank.Arrived(), rank.Loaded(), rank.Captured(), rank.RankFailed("no memory")]),
     (
         rank_transfer.RankCommand,
         [

@@ -11,7 +11,7 @@ import torch
 
 from pdserve.config import ModelConfig, Switch
 from pdserve.errors import ConfigError
-from pdserve.models.backend import open_backend
+from pdserve.models.backend import choose_device, open_backend
 from pdserve.models.decode_graphs import CudaGraphs
 from pdserve.models.decoder_config import DecoderConfig, read_decoder_config
 from pdserve.models.runner import ModelRunner
@@ -94,7 +94,7 @@ def open_subject(
     config = read_decoder_config(folder)
     if steps.longest > config.max_positions:
         raise ConfigError(f"{name} knows {config.max_positions} positions; {steps.longest} were asked for")
-    backend = open_backend(model.device, cpu_kernels)
+    backend = open_backend(choose_device(model.device, transfers=False), cpu_kernels)
     runner = ModelRunner(
         folder,
         config,
