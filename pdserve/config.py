@@ -70,6 +70,15 @@ class Batching(enum.Enum):
     """When the batch before is over: the baseline of benchmarks."""
 
 
+class Overlap(enum.Enum):
+    """Whether the next step is prepared while one computes."""
+
+    AUTO = "auto"
+    """On GPUs: on a CPU both need the same cores."""
+    ON = "on"
+    OFF = "off"
+
+
 class TpBackend(enum.Enum):
     """How tensor-parallel ranks add up their tensors."""
 
@@ -166,6 +175,11 @@ class SchedulerConfig:
     max_waiting: int = setting("max-waiting", "requests that may queue before new ones get 503", 1024, minimum=0)
     batching: Batching = setting(
         "batching", "when waiting requests join the batch; static is for benchmarks", Batching.CONTINUOUS
+    )
+    overlap: Overlap = setting(
+        "overlap-scheduling",
+        "launch a decode step before the tokens of the last one are known (mixed nodes of one rank); auto on GPUs",
+        Overlap.AUTO,
     )
 
 

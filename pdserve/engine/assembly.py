@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from pdserve.config import EngineConfig, Switch
+from pdserve.config import EngineConfig, Overlap, Switch
 from pdserve.engine.api_channel import ApiChannel
 from pdserve.engine.block_manager import BlockManager
 from pdserve.engine.followers import Followers
@@ -26,6 +26,7 @@ from pdserve.models.runner import ModelRunner, kv_layout
 from pdserve.models.step_batch import StepRow
 from pdserve.models.tensor_parallel import TpGroup
 from pdserve.models.weights import fingerprint
+from pdserve.wire.discovery import Role
 from pdserve.wire.rank import Load, Loaded
 from pdserve.wire.transfer import PROTOCOL_VERSION, EngineSpec
 
@@ -104,8 +105,21 @@ def assemble(
         config=config.scheduler,
         stop=stop,
         prompts=prompts,
+        ahead=own if overlaps(config, device) else None,
     )
     return Engine(loop, connector, control, spec, num_blocks, max_model_len, decoder.vocab_size)
+
+
+def overlaps(config: EngineConfig, device: torch.device) -> bool:
+    """Whether decode steps are launched ahead: only where nobody else writes to the KV cache or has to be told."""
+    alone = config.role is Role.MIXED and config.parallel.tp == 1
+    match config.scheduler.overlap:
+        case Overlap.AUTO:
+            return alone and device.type == "cuda"
+        case Overlap.ON:
+            return alone
+        case Overlap.OFF:
+            return False
 
 
 def warm_up(runner: StepRunner, tokens: int, block_size: int) -> None:

@@ -13,6 +13,7 @@ import torch
 
 from pdserve.engine.radix_select import keep_heaviest
 from pdserve.wire.sampling import SamplingParams
+from pdserve_kernels.staging import stage
 
 BEST_FEW = 64
 """Top-p looks at so many best tokens first; a wider nucleus takes about 5 times as long."""
@@ -27,8 +28,11 @@ def uniform(seed: int, position: int) -> float:
     return (int.from_bytes(digest, "little") >> 11) * 2.0**-53
 
 
-def draw(logits: torch.Tensor, sampling: Sequence[SamplingParams], uniforms: Sequence[float]) -> list[int]:
-    """One token id for each row of ``logits`` (fp32 ``[rows, vocab_size]``, overwritten), by its own parameters."""
+def draw(logits: torch.Tensor, sampling: Sequence[SamplingParams], uniforms: Sequence[float]) -> torch.Tensor:
+    """One token id for each row of ``logits`` (fp32 ``[rows, vocab_size]``, overwritten), by its own parameters.
+
+    Returns int64 ``[rows]`` on the device of ``logits``. Waits for a GPU only where a row has a top-p.
+    """
     # Shifted first, so that a small temperature cannot overflow.
     logits -= logits.amax(-1, keepdim=True)
     logits /= _column(logits, [params.temperature for params in sampling])
@@ -45,7 +49,7 @@ def _top_k(weights: torch.Tensor, logits: torch.Tensor, counts: Sequence[int]) -
         return weights
     logits = _part(logits, rows)
     best = logits.topk(max(counts[row] for row in rows)).values
-    last = torch.tensor([[counts[row] - 1] for row in rows], device=logits.device)
+    last = stage([[counts[row] - 1 for row in rows]], logits.device)[0].long().unsqueeze(1)
     return _replaced(weights, rows, _part(weights, rows) * (logits >= best.gather(1, last)))
 
 
@@ -90,7 +94,7 @@ def _min_p(weights: torch.Tensor, shares: Sequence[float]) -> torch.Tensor:
     return weights * (weights >= weights.amax(-1, keepdim=True) * _column(weights, shares))
 
 
-def _invert(weights: torch.Tensor, uniforms: Sequence[float]) -> list[int]:
+def _invert(weights: torch.Tensor, uniforms: Sequence[float]) -> torch.Tensor:
     """The tokens at which the cumulative distributions pass these numbers."""
     missing = -weights.shape[-1] % INVERSION_BLOCK
     padded = torch.nn.functional.pad(weights, (0, missing)) if missing else weights
@@ -101,8 +105,7 @@ def _invert(weights: torch.Tensor, uniforms: Sequence[float]) -> list[int]:
     left = wanted - torch.nn.functional.pad(ends, (1, 0)).gather(1, block)
     inside = blocks.take_along_dim(block.unsqueeze(-1), 1).squeeze(1).cumsum(-1, dtype=torch.float64)
     at = _passed(inside, left)
-    tokens: list[int] = (block * INVERSION_BLOCK + at).squeeze(1).tolist()
-    return tokens
+    return (block * INVERSION_BLOCK + at).squeeze(1)
 
 
 def _passed(ends: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
@@ -112,7 +115,8 @@ def _passed(ends: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
 
 
 def _vector(like: torch.Tensor, values: Sequence[float]) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.float64, device=like.device)
+    on_gpu = like.device.type == "cuda"
+    return torch.tensor(values, dtype=torch.float64, pin_memory=on_gpu).to(like.device, non_blocking=True)
 
 
 def _column(like: torch.Tensor, values: Sequence[float]) -> torch.Tensor:

@@ -48,17 +48,18 @@ def sample(
         ):
             shaped[index], tokens[index], finite[index] = own, token, sane
     drawn = [i for i, row in enumerate(rows) if finite[i] and row.sampling.temperature >= GREEDY_BELOW]
-    for group in _groups(drawn, logits):
+    for group in groups(drawn, logits):
         own_logits = [shaped.get(index, logits[index]) for index in group]
         params = [rows[index].sampling for index in group]
         uniforms = [uniform(rows[index].sampling.seed, rows[index].position) for index in group]
-        for index, token in zip(group, draw(torch.stack(own_logits), params, uniforms), strict=True):
+        for index, token in zip(group, draw(torch.stack(own_logits), params, uniforms).tolist(), strict=True):
             tokens[index] = token
     reports = _reports(logits, rows, tokens, finite)
     return [SampledToken(token, reports.get(index)) if finite[index] else None for index, token in enumerate(tokens)]
 
 
-def _groups(rows: list[int], logits: torch.Tensor) -> list[list[int]]:
+def groups(rows: list[int], logits: torch.Tensor) -> list[list[int]]:
+    """Which of ``rows`` to draw together."""
     if not rows:
         return []
     size = max(CPU_LOGITS_AT_ONCE // logits.shape[-1], 1) if logits.device.type == "cpu" else len(rows)

@@ -20,16 +20,23 @@ class SamplingRow:
     token_ids: Sequence[int]
     """The prompt, then what was generated before this position."""
     num_prompt_tokens: int
+    num_unknown_tokens: int = 0
+    """Chosen after those, but not on the host yet."""
 
     @classmethod
     def of(cls, request: Request) -> SamplingRow:
         """For the token after the request's last one."""
         return cls(request.sampling, request.token_ids, request.num_prompt_tokens)
 
+    @classmethod
+    def after_unknown(cls, request: Request) -> SamplingRow:
+        """For the token after the one that a step under way chooses for the request."""
+        return cls(request.sampling, request.token_ids, request.num_prompt_tokens, 1)
+
     @property
     def position(self) -> int:
         """How many tokens were generated before."""
-        return len(self.token_ids) - self.num_prompt_tokens
+        return len(self.token_ids) + self.num_unknown_tokens - self.num_prompt_tokens
 
     @property
     def generated(self) -> Sequence[int]:

@@ -98,6 +98,28 @@ class Scheduler:
         plan.work.sort(key=lambda work: work.num_tokens > 1)
         return plan
 
+    def follow(self, plan: Plan) -> list[Request]:
+        """The requests of a step under way that decode on in the next one, whatever tokens it chooses for them.
+
+        They have a block for that. None if the next step may hold more than them: it is to be scheduled when the tokens
+        are known. A request whose next token is certain to be its last is left out.
+        """
+        if self._static or self._lookahead or len(plan.work) != len(self._queues.running):
+            return []
+        if self._queues.waiting and self._admission.has_place:
+            return []
+        followers = []
+        for work in plan.work:
+            request = work.request
+            if request.num_pending_tokens != 1 or request.siblings or request.client is None:
+                return []
+            if self._stop.next_is_last(request):
+                continue
+            if not self._blocks.reserve(request, len(request.token_ids) + 1):
+                return []
+            followers.append(request)
+        return followers
+
     def advance(self, plan: Plan, choices: Sequence[Sequence[SampledToken] | None], now: float) -> list[Request]:
         """A step was computed. ``choices`` has the new tokens of each of the plan's choosers, in order.
 

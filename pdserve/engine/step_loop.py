@@ -2,6 +2,10 @@
 
 Each turn of ``run`` is one step. With nothing to compute it blocks until the API process, the transfer thread, a
 deadline or a signal has something for it, so an idle engine uses no CPU.
+
+A step is launched, and its tokens are read later. On a GPU the loop has work of its own in between: it tells what the
+step before gave, and, while nothing but decoding is to be done, it launches the next step as well (``flight``), so that
+the GPU goes from one step to the next without waiting for the host.
 """
 
 from __future__ import annotations
@@ -9,23 +13,19 @@ from __future__ import annotations
 import os
 import time
 
-import torch
 import zmq
 
 from pdserve.config import SchedulerConfig
 from pdserve.engine.api_channel import ApiChannel
 from pdserve.engine.block_manager import BlockManager
+from pdserve.engine.flight import Ahead, Flight, launch, launch_ahead
 from pdserve.engine.kv_connector import KvConnector
 from pdserve.engine.outbox import Outbox
-from pdserve.engine.plan import Plan
 from pdserve.engine.prompt_rule import PromptRule
 from pdserve.engine.request import Request
-from pdserve.engine.sampler import sample
-from pdserve.engine.sampling_row import SamplingRow
 from pdserve.engine.scheduler import Scheduler
-from pdserve.engine.step_runner import StepRunner
+from pdserve.engine.step_runner import AheadRunner, StepRunner
 from pdserve.engine.stop_rule import StopRule
-from pdserve.models.step_batch import StepRow
 from pdserve.wire.engine import Abort, EngineStats, FinishReason, PrefillSource, Shutdown, Stats, Submit
 
 STATS_INTERVAL_S = 0.25
@@ -66,10 +66,16 @@ class StepLoop:
         config: SchedulerConfig,
         stop: StopRule,
         prompts: PromptRule,
+        ahead: AheadRunner | None = None,
     ) -> None:
+        """``ahead`` is ``runner`` if decode steps are to be launched before the tokens of the last ones are known.
+
+        Nothing but ``runner`` may write to the KV cache then.
+        """
         self._api = api
         self._wake_up = wake_up
         self._runner = runner
+        self._ahead = ahead
         self._blocks = blocks
         self._connector = connector
         self._outbox = Outbox()
@@ -91,22 +97,26 @@ class StepLoop:
 
     def run(self) -> None:
         """Serve until ``stop`` or a Shutdown message. Raises EngineError when the engine cannot go on."""
-        busy = False
+        busy, ahead = False, None
         while not self._stopping:
             self._wait(busy)
             self._receive()
             now = time.monotonic()
             self._connector.poll(self._scheduler, now)
             self._expire(now)
-            plan = self._scheduler.schedule(now)
-            if plan.copies:
-                self._runner.copy_blocks(list(plan.copies.values()), list(plan.copies))
-            self._connector.start(plan, now)
-            if plan.work:
-                self._compute(plan)
+            flight = self._launch(now) if ahead is None else ahead.joined()
+            ahead = self._launch_ahead(flight)
+            if self._ahead is not None:
+                # What the step before gave, while this one computes.
+                self._tell()
+            if flight is not None:
+                self._land(flight)
             self._blocks.clean(self._runner.clear)
+            if self._ahead is None or ahead is not None:
+                self._tell()
+            busy = flight is not None
+        if self._ahead is not None:
             self._tell()
-            busy = bool(plan.work)
 
     def _wait(self, busy: bool) -> None:
         if busy:
@@ -157,22 +167,31 @@ class StepLoop:
             self._connector.give_up(request, "deadline passed")
             self._scheduler.finish(request, FinishReason.DEADLINE)
 
-    def _compute(self, plan: Plan) -> None:
-        rows = []
-        for work in plan.work:
-            request, start = work.request, work.request.num_computed_tokens
-            new = request.token_ids[start : start + work.num_tokens]
-            rows.append(StepRow(new, start, request.block_table, work.wants_token))
-        logits = self._runner.run(rows)
-        rows_of_choosers = [SamplingRow.of(request) for request in plan.choosers]
-        tokens = sample(_logits_of_choosers(logits, plan), rows_of_choosers, self._eos_token_ids)
-        choices = [None if token is None else (token,) for token in tokens]
+    def _launch(self, now: float) -> Flight | None:
+        """The next step by all that is known; None if there is nothing to compute."""
+        plan = self._scheduler.schedule(now)
+        if plan.copies:
+            self._runner.copy_blocks(list(plan.copies.values()), list(plan.copies))
+        self._connector.start(plan, now)
+        if not plan.work:
+            return None
+        return launch(self._runner, plan, self._eos_token_ids, to_be_followed=self._ahead is not None)
+
+    def _launch_ahead(self, flight: Flight | None) -> Ahead | None:
+        """The step after ``flight``, if it is certain enough what that holds."""
+        if self._ahead is None or flight is None or flight.choice.tokens is None:
+            return None
+        requests = self._scheduler.follow(flight.plan)
+        return launch_ahead(self._ahead, flight, requests) if requests else None
+
+    def _land(self, flight: Flight) -> None:
+        choices = flight.read()
         self._steps += 1
-        for request in self._scheduler.advance(plan, choices, time.monotonic()):
+        for request in self._scheduler.advance(flight.plan, choices, time.monotonic()):
             self._connector.give_up(request, NOT_FINITE)
             self._blocks.taint(request.block_table)
             self._scheduler.finish(request, FinishReason.ERROR, NOT_FINITE)
-        self._connector.stepped(self._scheduler, plan)
+        self._connector.stepped(self._scheduler, flight.plan)
 
     def _tell(self) -> None:
         output = self._outbox.take()
@@ -218,11 +237,3 @@ class StepLoop:
             leases_expired=transfers.leases_expired,
             stale_blocks_dropped=transfers.stale_blocks_dropped,
         )
-
-
-def _logits_of_choosers(logits: torch.Tensor, plan: Plan) -> torch.Tensor:
-    """A row for each chooser, from one for each work that wants a token: siblings choose by the same logits."""
-    wanting = [work for work in plan.work if work.wants_token]
-    rows = [row for row, work in enumerate(wanting) for _ in work.choosers]
-    # Nearly always it is so already, and a copy of all logits takes milliseconds.
-    return logits if rows == list(range(len(logits))) else logits[rows]

@@ -24,3 +24,10 @@ class StepRunner(Protocol):
 
     def copy_blocks(self, sources: Sequence[int], destinations: Sequence[int]) -> None:
         """Copy whole blocks. All sources are read before any destination is written."""
+
+
+class AheadRunner(Protocol):
+    """``ModelRunner``: it can be told a step whose tokens are on its device only."""
+
+    def run(self, rows: Sequence[StepRow], tokens: torch.Tensor | None = None) -> torch.Tensor:
+        """The same, where ``tokens`` take the place of the rows' single ones. Does not wait for a GPU."""

@@ -25,3 +25,10 @@ class StopRule:
         if request.num_generated_tokens >= sampling.max_tokens or len(request.token_ids) >= self.max_model_len:
             return FinishReason.LENGTH
         return None
+
+    def next_is_last(self, request: Request) -> bool:
+        """Whether the request's next token will be its last, whichever it is."""
+        return (
+            request.num_generated_tokens + 1 >= request.sampling.max_tokens
+            or len(request.token_ids) + 1 >= self.max_model_len
+        )

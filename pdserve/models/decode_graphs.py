@@ -100,12 +100,17 @@ class DecodeGraphs:
             self._fill([], bucket)
             graph.capture(partial(self._run, bucket))
 
-    def run(self, rows: Sequence[StepRow]) -> torch.Tensor | None:
-        """Logits of each row, valid until the next call; None if there is no graph for such a step."""
+    def run(self, rows: Sequence[StepRow], tokens: torch.Tensor | None = None) -> torch.Tensor | None:
+        """Logits of each row, valid until the next call; None if there is no graph for such a step.
+
+        ``tokens``, ``[rows]`` on the device, take the place of the rows' own.
+        """
         bucket = bucket_for(len(rows), self._buckets)
         if bucket is None or any(len(row.token_ids) != 1 for row in rows):
             return None
         self._fill(rows, bucket)
+        if tokens is not None:
+            self._buffer[: len(rows)].copy_(tokens)
         self._graphs[bucket].replay()
         return self._logits[: len(rows)]
 

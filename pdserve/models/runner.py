@@ -53,8 +53,10 @@ class ModelRunner:
         self._decoder = build_decoder(config, building, max_model_len, torch_dtype)
 
     @torch.inference_mode()
-    def run(self, rows: Sequence[StepRow]) -> torch.Tensor:
+    def run(self, rows: Sequence[StepRow], tokens: torch.Tensor | None = None) -> torch.Tensor:
         """Compute every row's tokens into the KV cache; single-token rows come first.
+
+        ``tokens``, ``[number of rows]`` on the device of the cache, take the place of the rows' own where all have one.
 
         Returns fp32 logits ``[number of rows with wants_logits, vocab_size]``, in the order of the rows, on the device
         of the cache and valid until the next call; on ranks other than 0 ``[that number, 0]``. Does not wait for a GPU
@@ -62,13 +64,13 @@ class ModelRunner:
         """
         self._tp.begin_step()
         if self._graphs is not None:
-            logits = self._graphs.run(rows)
+            logits = self._graphs.run(rows, tokens)
             if logits is not None:
                 wanting = [i for i, row in enumerate(rows) if row.wants_logits]
                 return logits if len(wanting) == len(rows) else logits[wanting]
-        return self._run(rows)
+        return self._run(rows, tokens)
 
-    def _run(self, rows: Sequence[StepRow]) -> torch.Tensor:
+    def _run(self, rows: Sequence[StepRow], tokens: torch.Tensor | None) -> torch.Tensor:
         """Any step, each kernel launched from here."""
         last, end = [], 0
         for row in rows:
@@ -83,6 +85,8 @@ class ModelRunner:
             ],
             self.kv_cache.device,
         )
+        if tokens is not None:
+            token_ids.copy_(tokens)
         spans = [AttentionRow(len(row.token_ids), row.context_len, row.block_table) for row in rows]
         attention = self._kernels.plan_attention(self.layout, self.kv_cache, spans, self._heads, self._scale)
         hidden = self._decoder.forward(token_ids, positions, attention)

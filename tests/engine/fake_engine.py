@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from random import Random
 from typing import Any
 
 from pdserve.config import Batching, SchedulerConfig, TransferConfig
 from pdserve.engine.block_manager import BlockManager
+from pdserve.engine.flight import decodes_on
 from pdserve.engine.kv_connector import KvConnector
 from pdserve.engine.kv_connector.fetching import Fetching
 from pdserve.engine.kv_connector.no_transfer import NoTransfer
@@ -29,6 +31,28 @@ BOOT = new_id()
 TARGET = PrefillTarget("p0", "tcp://127.0.0.1:1", new_id())
 
 
+@dataclass(frozen=True)
+class FakeFlight:
+    plan: Plan
+    choices: list[tuple[SampledToken, ...]]
+
+
+@dataclass(frozen=True)
+class FakeAhead:
+    """``flight.Ahead`` whose tokens are here already."""
+
+    requests: list[Request]
+    choices: list[tuple[SampledToken, ...]]
+
+    def joined(self) -> FakeFlight:
+        going = [
+            (request, tokens)
+            for request, tokens in zip(self.requests, self.choices, strict=True)
+            if decodes_on(request)
+        ]
+        return FakeFlight(Plan([Work(request, 1) for request, _ in going]), [tokens for _, tokens in going])
+
+
 class FakeEngine:
     """One engine; ``step`` is what the step loop does, with a drafter that guesses right now and then."""
 
@@ -44,6 +68,7 @@ class FakeEngine:
         batching: Batching = Batching.CONTINUOUS,
         prefix_cache: bool = True,
         lookahead: int = 0,
+        overlap: bool = False,
         random: Random | None = None,
     ) -> None:
         self.blocks = BlockManager(num_blocks, BLOCK_SIZE, prefix_cache=prefix_cache)
@@ -66,6 +91,10 @@ class FakeEngine:
         self.endings: dict[int, RequestOutput] = {}
         self.now = 0.0
         self._random = random or Random(0)
+        self._overlap = overlap
+        self._ahead: FakeAhead | None = None
+        self.num_ahead = 0
+        """Steps that were launched before the tokens of the one before were known."""
 
     def add(
         self,
@@ -97,14 +126,35 @@ class FakeEngine:
     def step(self) -> Plan:
         self.now += 1
         self.connector.poll(self.scheduler, self.now)
+        flight = self._launch() if self._ahead is None else self._ahead.joined()
+        tokens = flight.choices
+        self._ahead = self._launch_ahead(flight.plan, tokens) if self._overlap else None
+        assert self.scheduler.advance(flight.plan, tokens, self.now) == []
+        self.connector.stepped(self.scheduler, flight.plan)
+        self.collect()
+        return flight.plan
+
+    def _launch(self) -> FakeFlight:
         plan = self.scheduler.schedule(self.now)
         self.model.copy(plan.copies)
         self.connector.start(plan, self.now)
-        choices = [tokens for work in plan.work for tokens in self._compute(work)]
-        assert self.scheduler.advance(plan, choices, self.now) == []
-        self.connector.stepped(self.scheduler, plan)
-        self.collect()
-        return plan
+        return FakeFlight(plan, [tokens for work in plan.work for tokens in self._compute(work)])
+
+    def _launch_ahead(self, plan: Plan, choices: list[tuple[SampledToken, ...]]) -> FakeAhead | None:
+        """As ``flight.launch_ahead`` does it, on the tokens that nobody has read yet."""
+        followers = self.scheduler.follow(plan)
+        if not followers:
+            return None
+        self.num_ahead += 1
+        chosen = dict(zip(plan.choosers, choices, strict=True))
+        return FakeAhead(followers, [self._compute_ahead(request, *chosen[request]) for request in followers])
+
+    def _compute_ahead(self, request: Request, unread: SampledToken) -> tuple[SampledToken, ...]:
+        start, known = len(request.token_ids), [*request.token_ids, unread.token_id]
+        assert start < min(len(request.block_table) * BLOCK_SIZE, self.max_len)
+        assert self.blocks.num_holders(request.block_table[start // BLOCK_SIZE]) == 1
+        (digest,) = self.model.run(known, start, known[start:], request.block_table)
+        return (SampledToken(choose(digest, request.sampling.seed)),)
 
     def _compute(self, work: Work) -> list[tuple[SampledToken, ...]]:
         """The choices of one work's choosers, with some right and some wrong guesses where there is room for them."""
@@ -149,7 +199,9 @@ class FakeEngine:
     def run(self, limit: int = 3000) -> None:
         """Until nothing is left to do."""
         for _ in range(limit):
-            if not self.step().work:
+            # All that a step launched ahead decodes may have ended in the one before.
+            was_ahead = self._ahead is not None
+            if not self.step().work and not was_ahead:
                 return
         raise AssertionError("the scheduler does not come to an end")
 

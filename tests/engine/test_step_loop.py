@@ -6,7 +6,9 @@ import random
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -25,12 +27,39 @@ from pdserve.models.decoder_config import read_decoder_config
 from pdserve.models.runner import ModelRunner
 from pdserve.wire.engine import FinishReason, FromEngine, RequestOutput, Shutdown, Sibling, Stats, StepOutput, Submit
 from pdserve.wire.ids import new_id
-from pdserve.wire.sampling import SamplingParams
+from pdserve.wire.sampling import SamplingParams, TokenLogprobs
 from pdserve_kernels.cpu.torch_kernels import TorchKernels
 from tests.tiny_models import VOCAB_SIZE, save_tiny_model
 
 BLOCK_SIZE = 4
 PATIENCE_MS = 30_000
+
+
+@dataclass
+class Answer:
+    """What came for one request."""
+
+    outputs: list[RequestOutput] = field(default_factory=list)
+
+    def add(self, output: RequestOutput) -> None:
+        assert not self.ended, "a request was told something after its end"
+        self.outputs.append(output)
+
+    @property
+    def ended(self) -> bool:
+        return bool(self.outputs) and self.outputs[-1].finish is not None
+
+    @property
+    def end(self) -> RequestOutput:
+        return self.outputs[-1]
+
+    @property
+    def tokens(self) -> list[int]:
+        return [token for output in self.outputs for token in output.new_token_ids]
+
+    @property
+    def logprobs(self) -> list[TokenLogprobs]:
+        return [logprobs for output in self.outputs for logprobs in output.logprobs or []]
 
 
 class Client:
@@ -42,6 +71,8 @@ class Client:
         self._socket = socket
         self._decoder: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
         self._next = 1
+        self.preemptions = 0
+        """As far as the engine has said."""
 
     def send(self, message: Submit | Shutdown) -> None:
         self._socket.send(msgspec.msgpack.encode(message))
@@ -57,35 +88,45 @@ class Client:
     ) -> list[tuple[RequestOutput, list[int]]]:
         """The last output of each seed, and all tokens."""
         ids = range(self._next, self._next + len(seeds))
-        self._next += len(seeds)
-        siblings = [Sibling(i, seed) for i, seed in zip(ids, seeds, strict=True)]
         sampling = SamplingParams(max_tokens=max_tokens, seed=seeds[0], temperature=0.9, ignore_eos=True)
-        self.send(
-            Submit(
-                request_id=ids[0],
-                uuid=new_id(),
-                token_ids=list(prompt),
-                sampling=sampling,
-                deadline_s=60.0,
-                siblings=tuple(siblings[1:]),
-                cache_salt=salt,
+        answers = self.together([(prompt, sampling, seeds[1:])], salt)
+        return [(answers[i].end, answers[i].tokens) for i in ids]
+
+    def together(
+        self, asked: Sequence[tuple[Sequence[int], SamplingParams, Sequence[int]]], salt: str = ""
+    ) -> dict[int, Answer]:
+        """Answers by request id to prompts that all come at once, each with parameters and seeds of siblings."""
+        answers: dict[int, Answer] = {}
+        for prompt, sampling, seeds in asked:
+            ids = range(self._next, self._next + 1 + len(seeds))
+            self._next += len(ids)
+            answers.update((i, Answer()) for i in ids)
+            siblings = tuple(Sibling(i, seed) for i, seed in zip(ids[1:], seeds, strict=True))
+            self.send(
+                Submit(
+                    request_id=ids[0],
+                    uuid=new_id(),
+                    token_ids=list(prompt),
+                    sampling=sampling,
+                    deadline_s=60.0,
+                    siblings=siblings,
+                    cache_salt=salt,
+                )
             )
-        )
-        tokens: dict[int, list[int]] = {i: [] for i in ids}
-        ends: dict[int, RequestOutput] = {}
-        while len(ends) < len(ids):
+        while not all(answer.ended for answer in answers.values()):
             assert self._socket.poll(PATIENCE_MS), "the engine says nothing"
             message = self._decoder.decode(self._socket.recv())
             assert isinstance(message, StepOutput | Stats)
-            for output in message.outputs if isinstance(message, StepOutput) else []:
-                tokens[output.request_id] += output.new_token_ids
-                if output.finish is not None:
-                    ends[output.request_id] = output
-        return [(ends[i], tokens[i]) for i in ids]
+            if isinstance(message, Stats):
+                self.preemptions = message.stats.preemptions
+                continue
+            for output in message.outputs:
+                answers[output.request_id].add(output)
+        return answers
 
 
 @contextmanager
-def engine(folder: Path, num_blocks: int = 64) -> Iterator[Client]:
+def engine(folder: Path, overlap: bool, num_blocks: int = 64) -> Iterator[Client]:
     config = read_decoder_config(folder)
     runner = ModelRunner(folder, config, Dtype.FP32, BLOCK_SIZE, num_blocks, 128, TorchKernels())
     blocks = BlockManager(num_blocks, BLOCK_SIZE)
@@ -102,6 +143,7 @@ def engine(folder: Path, num_blocks: int = 64) -> Iterator[Client]:
             config=SchedulerConfig(max_running=8, max_step_tokens=16),
             stop=StopRule(frozenset(config.eos_token_ids), 128),
             prompts=PromptRule(VOCAB_SIZE, 128),
+            ahead=runner if overlap else None,
         )
 
         def run() -> None:
@@ -131,29 +173,34 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny_model("llama", tmp_path_factory.mktemp("llama"))
 
 
+@pytest.fixture(params=[False, True], ids=["one after another", "ahead"])
+def overlap(request: pytest.FixtureRequest) -> bool:
+    return bool(request.param)
+
+
 def prompt(length: int) -> list[int]:
     return random.Random(length).choices(range(3, VOCAB_SIZE), k=length)
 
 
 @pytest.mark.parametrize("length", [1, 3, 4, 5, 16, 17, 30])
-def test_three_siblings_are_answered_like_three_requests(folder: Path, length: int) -> None:
-    with engine(folder) as client:
+def test_three_siblings_are_answered_like_three_requests(folder: Path, overlap: bool, length: int) -> None:
+    with engine(folder, overlap) as client:
         together = client.ask(prompt(length), [1, 2, 3], "together")
         apart = [client.ask(prompt(length), [seed], str(seed))[0] for seed in (1, 2, 3)]
     assert together == apart
     assert len({tuple(answer) for answer in together}) == 3
 
 
-def test_siblings_are_answered_alike_when_blocks_run_out(folder: Path) -> None:
-    with engine(folder) as roomy:
+def test_siblings_are_answered_alike_when_blocks_run_out(folder: Path, overlap: bool) -> None:
+    with engine(folder, overlap) as roomy:
         wanted = roomy.ask(prompt(18), [1, 2, 3, 4], max_tokens=40)
-    with engine(folder, num_blocks=32) as tight:
+    with engine(folder, overlap, num_blocks=32) as tight:
         assert tight.ask(prompt(18), [1, 2, 3, 4], max_tokens=40) == wanted
 
 
 @pytest.mark.parametrize("length", [3, 4, 9, 16, 17, 40])
-def test_a_prompt_from_the_prefix_cache_is_answered_alike(folder: Path, length: int) -> None:
-    with engine(folder) as client:
+def test_a_prompt_from_the_prefix_cache_is_answered_alike(folder: Path, overlap: bool, length: int) -> None:
+    with engine(folder, overlap) as client:
         first, again = (client.finished(prompt(length), [5])[0] for _ in range(2))
         assert first[1] == again[1]
         assert again[0].report is not None
@@ -163,9 +210,9 @@ def test_a_prompt_from_the_prefix_cache_is_answered_alike(folder: Path, length: 
         assert client.ask(turn, [6]) == client.ask(turn, [6], "fresh")
 
 
-def test_what_is_not_finite_ends_its_request_and_leaves_the_cache_clean(folder: Path) -> None:
+def test_what_is_not_finite_ends_its_request_and_leaves_the_cache_clean(folder: Path, overlap: bool) -> None:
     ids = prompt(20)
-    with engine(folder) as client:
+    with engine(folder, overlap) as client:
         wanted = client.ask(ids, [1])
         # Spoil what the cache holds of it, as a faulty transfer or chip would.
         hashes: list[bytes] = []
@@ -178,8 +225,34 @@ def test_what_is_not_finite_ends_its_request_and_leaves_the_cache_clean(folder: 
         assert client.ask(ids, [1]) == wanted
 
 
-def test_a_prompt_that_does_not_fit_ends_all_its_siblings(folder: Path) -> None:
-    with engine(folder) as client:
+def test_a_prompt_that_does_not_fit_ends_all_its_siblings(folder: Path, overlap: bool) -> None:
+    with engine(folder, overlap) as client:
         ends = client.finished([VOCAB_SIZE], [1, 2, 3])
         assert {end.finish for end, _ in ends} == {FinishReason.ERROR}
         assert all("outside" in (end.error or "") for end, _ in ends)
+
+
+PENALTIES: list[dict[str, Any]] = [
+    {"presence_penalty": 1.5},
+    {"frequency_penalty": 1.0, "presence_penalty": -0.5},
+    {"repetition_penalty": 1.3},
+    {"presence_penalty": 1.5, "temperature": 0.9},
+    {"frequency_penalty": 1.0, "temperature": 0.9},
+    {"repetition_penalty": 1.3, "temperature": 0.9},
+]
+
+
+def test_penalties_survive_preemption(folder: Path, overlap: bool) -> None:
+    def asked(penalties: Sequence[dict[str, Any]]) -> list[tuple[list[int], SamplingParams, Sequence[int]]]:
+        common: dict[str, Any] = {"max_tokens": 60, "temperature": 0.0, "ignore_eos": True}
+        return [(prompt(18 + i), SamplingParams(seed=i, **common | more), []) for i, more in enumerate(penalties)]
+
+    with engine(folder, overlap, num_blocks=200) as roomy:
+        wanted = roomy.together(asked(PENALTIES))
+        without = roomy.together(asked([{"temperature": more.get("temperature", 0.0)} for more in PENALTIES]))
+    assert all(a.tokens != b.tokens for a, b in zip(wanted.values(), without.values(), strict=True))
+    with engine(folder, overlap, num_blocks=40) as tight:
+        got = tight.together(asked(PENALTIES))
+        tight.ask(prompt(3), [1])
+        assert tight.preemptions > 0
+    assert {i: answer.tokens for i, answer in got.items()} == {i: answer.tokens for i, answer in wanted.items()}

@@ -78,6 +78,7 @@ class Traffic:
     max_step_tokens=st.integers(1, 24),
     prefix_cache=st.booleans(),
     lookahead=st.integers(0, 6),
+    overlap=st.booleans(),
 )
 def test_every_answer_is_right_on_a_mixed_node(
     batching: Batching,
@@ -87,6 +88,7 @@ def test_every_answer_is_right_on_a_mixed_node(
     max_step_tokens: int,
     prefix_cache: bool,
     lookahead: int,
+    overlap: bool,
 ) -> None:
     random = Random(seed)
     engine = FakeEngine(
@@ -96,7 +98,8 @@ def test_every_answer_is_right_on_a_mixed_node(
         max_len=MAX_LEN,
         batching=batching,
         prefix_cache=prefix_cache,
-        lookahead=lookahead,
+        lookahead=0 if overlap else lookahead,
+        overlap=overlap,
         random=random,
     )
     traffic = Traffic(engine, random)
