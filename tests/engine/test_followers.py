@@ -21,6 +21,7 @@ from pdserve.config import (
     CacheConfig,
     CpuConfig,
     CpuKernels,
+    Device,
     Dtype,
     EngineConfig,
     LogConfig,
@@ -32,7 +33,7 @@ from pdserve.config import (
 )
 from pdserve.engine.followers import Followers, followers_of
 from pdserve.engine.rank_channel import OrderChannel, RankChannel
-from pdserve.engine.runner_loading import load_runner, rank_backend
+from pdserve.engine.runner_loading import load_runner, rank_backend, rank_device
 from pdserve.engine.tp_runner import TpRunner, joined
 from pdserve.errors import MalformedFrame, RankLost
 from pdserve.models.backend import CPU
@@ -49,14 +50,14 @@ TIMEOUT_MS = 1000
 BLOCKS = 16
 
 
-def engine_config(folder: Path, backend: TpBackend = TpBackend.AUTO) -> EngineConfig:
+def engine_config(folder: Path, backend: TpBackend = TpBackend.AUTO, device: Device = Device.CPU) -> EngineConfig:
     return EngineConfig(
         role=Role.MIXED,
         boot_id=bytes(16),
         secret=b"",
         model_dir=str(folder),
         cache_dir="",
-        model=ModelConfig(dtype=Dtype.FP32),
+        model=ModelConfig(dtype=Dtype.FP32, device=device),
         cache=CacheConfig(block_size=4),
         scheduler=SchedulerConfig(),
         transfer=TransferConfig(),
@@ -76,10 +77,10 @@ def started(config: EngineConfig) -> Iterator[Followers]:
 
 @contextmanager
 def running(config: EngineConfig) -> Iterator[tuple[Followers, TpRunner]]:
-    decoder = read_decoder_config(Path(config.model_dir))
-    with started(config) as followers, joined(config, followers, CPU) as group:
+    decoder, device = read_decoder_config(Path(config.model_dir)), rank_device(config, 0)
+    with started(config) as followers, joined(config, followers, device) as group:
         followers.tell(Load(BLOCKS, 64))
-        own = load_runner(config, decoder, BLOCKS, 64, group, rank_backend(config, CPU))
+        own = load_runner(config, decoder, BLOCKS, 64, group, rank_backend(config, device))
         followers.wait_for(Loaded)
         yield followers, TpRunner(own, followers, group)
 

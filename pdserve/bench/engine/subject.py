@@ -12,7 +12,7 @@ import torch
 from pdserve.config import ModelConfig, Switch
 from pdserve.errors import ConfigError
 from pdserve.models.backend import choose_device, open_backend
-from pdserve.models.decode_graphs import CudaGraphs
+from pdserve.models.decode_graphs import CudaGraphs, Graph
 from pdserve.models.decoder_config import DecoderConfig, read_decoder_config
 from pdserve.models.runner import ModelRunner
 from pdserve.models.step_batch import StepRow
@@ -41,6 +41,8 @@ class Subject:
     runner: Runner
     kernels: Kernels
     """Those that the runner computes with."""
+    graphs: Callable[[], Graph] | None = None
+    """Makes graphs where the runner replays its decode steps."""
 
     @property
     def device(self) -> torch.device:
@@ -107,6 +109,8 @@ def open_subject(
     )
     # Memory that was never written is one shared page of zeros, and faster to read than any cache in use.
     runner.kv_cache.fill_(0.01)
-    if backend.graph_kernels is not None and model.cuda_graphs is Switch.ON:
-        runner.capture_decode(backend.graph_kernels, max(steps.batches), CudaGraphs())
-    return Subject(name, config, runner, backend.kernels)
+    if backend.graph_kernels is None or model.cuda_graphs is Switch.OFF:
+        return Subject(name, config, runner, backend.kernels)
+    graphs = CudaGraphs()
+    runner.capture_decode(backend.graph_kernels, max(steps.batches), graphs)
+    return Subject(name, config, runner, backend.kernels, graphs)

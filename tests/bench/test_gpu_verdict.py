@@ -1,0 +1,54 @@
+"""The targets on a GPU are read off a report as they are meant."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pdserve.bench.machine import this_machine
+from pdserve.bench.report import Better, Figure, Report, Row, Unit, to_json
+from tests.gpu import verdict
+
+
+def report(attention: float, one: float, many: float, prefill: float, model: str = verdict.MODEL) -> Report:
+    def step(batch: int, times: float) -> Row:
+        figures = (
+            Figure("step : least", times, Unit.RATIO, Better.LOWER),
+            Figure("KV read : copy", attention, Unit.RATIO, Better.HIGHER),
+        )
+        return Row("decode step", {"model": model, "batch": batch, "context": 1024}, figures)
+
+    rate = Figure("rate : matrix product", prefill, Unit.RATIO, Better.HIGHER)
+    rows = [step(1, one), step(64, many)]
+    rows += [Row("prefill step", {"model": model, "chunk": chunk}, (rate,)) for chunk in (1024, 8192)]
+    return Report("engine", this_machine("an H200"), {}, (), tuple(rows))
+
+
+@pytest.mark.parametrize(
+    ("values", "met"),
+    [
+        ((0.8, 1.3, 1.3, 0.5), [True, True, True, True]),
+        ((0.79, 1.31, 1.0, 0.6), [False, False, True, True]),
+        ((0.9, 1.0, 1.31, 0.49), [True, True, False, False]),
+    ],
+)
+def test_each_target_is_judged(
+    values: tuple[float, float, float, float],
+    met: list[bool],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    path = tmp_path / "engine.json"
+    path.write_bytes(to_json(report(*values)))
+    monkeypatch.setattr("sys.argv", ["verdict", str(path)])
+    assert verdict.main() == (0 if all(met) else 1)
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.startswith("met") for line in lines] == met
+
+
+def test_what_was_not_measured_is_missed() -> None:
+    lines = verdict.judged(report(1.0, 1.0, 1.0, 1.0, model="135M-shaped"))
+    assert [met for _, met in lines] == [False] * 4
+    assert all("not measured" in line for line, _ in lines)

@@ -1,0 +1,37 @@
+"""Two ranks on two GPUs, one of which gets a signal under recorded steps: prints what rank 0 says of it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+import torch
+
+from pdserve.config import Device
+from pdserve.errors import RankLost
+from pdserve.models.decode_graphs import CudaGraphs
+from pdserve.models.step_batch import StepRow
+from pdserve_kernels.triton.triton_kernels import TritonKernels
+from tests.engine.test_followers import engine_config, running
+
+
+def main() -> None:
+    folder, name = sys.argv[1:]
+    kernels = TritonKernels(torch.cuda.get_device_properties(0).multi_processor_count)
+    try:
+        with running(engine_config(Path(folder), device=Device.CUDA)) as (ranks, runner):
+            runner.run([StepRow([7], 0, [0], True)])
+            runner.capture_decode(kernels, 64, CudaGraphs())
+            runner.run([StepRow([7], 1, [0], True)])
+            os.kill(ranks.pids[0], signal.Signals[name])
+            runner.run([StepRow([7], 2, [0], True)])
+    except RankLost as exc:
+        print(exc, flush=True)
+        os._exit(0)
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    main()

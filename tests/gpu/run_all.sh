@@ -1,0 +1,72 @@
+#!/bin/sh
+# All that one GPU can show of pdserve, in under ten minutes on an H200: the kernels against their reference, captured
+# steps, NCCL, and the figures of pdserve bench engine beside their targets.
+#
+#   tests/gpu/run_all.sh [FOLDER]     figures and the tests' log go to FOLDER (build/gpu)
+#
+# PYTHON is an interpreter with a torch for CUDA and Triton (python3). Packages that it lacks are taken from the folder
+# WHEELS, or from the package index if that is not set; nothing that is there is replaced.
+# Exit status: 0 if all tests pass and all targets are met, 1 if not, 2 if nothing could be run.
+set -u
+cd "$(dirname "$0")/../.." || exit 2
+PYTHON=${PYTHON:-python3}
+OUT=${1:-build/gpu}
+mkdir -p "$OUT" || exit 2
+export PYTHONPATH="$PWD:$PWD/proxy:$PWD/kvtransfer:$PWD/kernels"
+export PYTHONUNBUFFERED=1
+
+"$PYTHON" - <<'CHECK' || exit 2
+import sys
+import torch, triton
+if not torch.cuda.is_available():
+    sys.exit("torch finds no GPU here")
+print(torch.cuda.get_device_name(0), "x", torch.cuda.device_count(), "- torch", torch.__version__, "triton", triton.__version__)
+CHECK
+
+# Import names and the packages that bring them: those that these tests and this benchmark need, and no more.
+missing=$("$PYTHON" - <<'MISSING'
+from importlib.util import find_spec
+needs = {"msgspec": "msgspec", "zmq": "pyzmq", "numpy": "numpy", "safetensors": "safetensors", "hypothesis": "hypothesis",
+         "transformers": "transformers", "xxhash": "xxhash", "pytest": "pytest",
+         "pytest_timeout": "pytest-timeout"}
+print(*(package for name, package in needs.items() if find_spec(name) is None))
+MISSING
+)
+if [ -n "$missing" ]; then
+    echo "installing $missing"
+    # shellcheck disable=SC2086  # a list of names
+    if [ -n "${WHEELS:-}" ]; then
+        "$PYTHON" -m pip install --quiet --no-index --find-links "$WHEELS" $missing || exit 2
+    else
+        "$PYTHON" -m pip install --quiet $missing || exit 2
+    fi
+fi
+
+failed=0
+
+echo "== tests"
+parallel=$("$PYTHON" -c 'from importlib.util import find_spec; print("-n 8" if find_spec("xdist") else "")')
+# A warning of another version of torch is no failure here; five minutes are half of what there is.
+# shellcheck disable=SC2086  # two words or none
+timeout 300 "$PYTHON" -m pytest -q -W default -p no:cacheprovider $parallel \
+    tests/gpu tests/kernels/triton tests/models/test_runner.py tests/models/test_decode_graphs.py \
+    >"$OUT/tests.log" 2>&1 || failed=1
+tail -n 25 "$OUT/tests.log"
+
+echo "== figures"
+model=$(mktemp -d) || exit 2
+trap 'rm -rf "$model"' EXIT
+# In the shape of the demo model, which a machine without network does not have.
+"$PYTHON" - "$model" <<'MODEL'
+import sys
+from pathlib import Path
+from pdserve.bench.engine.random_model import Shape, write_random_model
+write_random_model(Shape(576, 1536, 30, 9, 3, 64, 49_152), Path(sys.argv[1]))
+MODEL
+# Buffers of 4 GiB, so that what it takes to start a copy does not count.
+timeout 270 "$PYTHON" -m pdserve bench engine --model "$model" --served-name 135M-shaped --device cuda \
+    --batches 1,64 --contexts 1024 --chunks 512 --seconds 0.5 --copy-mib 4096 --json "$OUT/engine.json" || failed=1
+
+echo "== verdict"
+"$PYTHON" -m tests.gpu.verdict "$OUT/engine.json" || failed=1
+exit $failed

@@ -1,0 +1,57 @@
+"""Tensor parallelism over NCCL: rank 0 in this process, rank 1 in a real one, a GPU each."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from pdserve.config import Device
+from pdserve.engine.runner_loading import load_runner, rank_backend
+from pdserve.models.decode_graphs import CudaGraphs
+from pdserve.models.decoder_config import read_decoder_config
+from pdserve.models.step_batch import StepRow
+from pdserve.models.tensor_parallel import ALONE
+from pdserve_kernels.triton.triton_kernels import TritonKernels
+from tests.engine.test_followers import BLOCKS, engine_config, running
+from tests.tiny_models import save_tiny_model
+
+PROMPT = list(range(20, 31))
+CUDA = torch.device("cuda", 0)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model("llama", tmp_path_factory.mktemp("llama"))
+
+
+def test_tokens_are_those_of_one_rank(folder: Path) -> None:
+    config = engine_config(folder, device=Device.CUDA)
+    alone = load_runner(config, read_decoder_config(folder), BLOCKS, 64, ALONE, rank_backend(config, CUDA))
+    kernels = TritonKernels(torch.cuda.get_device_properties(CUDA).multi_processor_count)
+    with running(config) as (_, runner):
+        prompt = StepRow(PROMPT, 0, range(8), True)
+        torch.testing.assert_close(runner.run([prompt]), alone.run([prompt]), rtol=1e-4, atol=1e-3)
+        for i in range(8):
+            if i == 4:
+                runner.capture_decode(kernels, 64, CudaGraphs())
+            row = StepRow([40 + i], len(PROMPT) + i, range(8), True)
+            torch.testing.assert_close(runner.run([row]), alone.run([row]), rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("signal", "why"),
+    [
+        ("SIGKILL", r"rank 1 \(process \d+\) was killed by SIGKILL"),
+        ("SIGSTOP", r"rank 1 hangs: no sign of it for 1\.0 s"),
+    ],
+)
+def test_a_lost_rank_is_named(folder: Path, signal: str, why: str) -> None:
+    # In a process of its own: what then waits on its GPU ends with it.
+    command = [sys.executable, "-m", "tests.gpu.loss_program", str(folder), signal]
+    found = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=200, check=True)
+    assert re.search(why, found.stdout)

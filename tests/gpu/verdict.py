@@ -1,0 +1,90 @@
+"""What ``pdserve bench engine --json FILE`` found on a GPU, beside what it is to reach.
+
+``python -m tests.gpu.verdict FILE``: exit status 1 if a target is missed, or was not measured.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from pdserve.bench.report import Better, Report, read_report
+
+MODEL = "8B-shaped"
+
+
+@dataclass(frozen=True)
+class Target:
+    """A ratio of the report, and what it has to be at least or at most."""
+
+    name: str
+    what: str
+    at: Mapping[str, int | str]
+    figure: str
+    bound: float
+    better: Better
+
+    def met(self, value: float) -> bool:
+        return value >= self.bound if self.better is Better.HIGHER else value <= self.bound
+
+
+TARGETS = (
+    Target(
+        "decode attention, share of the copy bandwidth",
+        "decode step",
+        {"batch": 64, "context": 1024},
+        "KV read : copy",
+        0.8,
+        Better.HIGHER,
+    ),
+    Target(
+        "decode step of 1, times (weights + KV) / bandwidth",
+        "decode step",
+        {"batch": 1},
+        "step : least",
+        1.3,
+        Better.LOWER,
+    ),
+    Target(
+        "decode step of 64, times (weights + KV) / bandwidth",
+        "decode step",
+        {"batch": 64},
+        "step : least",
+        1.3,
+        Better.LOWER,
+    ),
+    Target(
+        "prefill of 8192 tokens, share of the product rate",
+        "prefill step",
+        {"chunk": 8192},
+        "rate : matrix product",
+        0.5,
+        Better.HIGHER,
+    ),
+)
+
+
+def judged(report: Report) -> list[tuple[str, bool]]:
+    """A line for each target, and whether it was met."""
+    lines = []
+    for target in TARGETS:
+        wanted = {"model": MODEL, **target.at}.items()
+        found = [row.figure(target.figure).value for row in report.rows_of(target.what) if wanted <= row.at.items()]
+        sign = "≥" if target.better is Better.HIGHER else "≤"
+        measured = f"{found[0]:.2f}" if found else "not measured"
+        met = bool(found) and target.met(found[0])
+        lines.append((f"{'met   ' if met else 'MISSED'}  {target.name}: {measured} ({sign} {target.bound})", met))
+    return lines
+
+
+def main() -> int:
+    lines = judged(read_report(Path(sys.argv[1])))
+    for line, _ in lines:
+        print(line)
+    return 0 if all(met for _, met in lines) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
