@@ -91,6 +91,8 @@ def assemble(
     if backend.graph_kernels is not None and config.model.cuda_graphs is Switch.ON:
         progress("recording decode steps")
         runner.capture_decode(backend.graph_kernels, config.scheduler.max_running, CudaGraphs())
+    if isinstance(runner, TpRunner):
+        runner.warmed_up()
     blocks = BlockManager(num_blocks, block_size, prefix_cache=config.cache.prefix_cache is Switch.ON)
     stop = StopRule(decoder.eos_token_ids, max_model_len)
     prompts = PromptRule(decoder.vocab_size, max_model_len)

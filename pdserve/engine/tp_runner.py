@@ -26,6 +26,7 @@ class TpRunner:
         self._own = own
         self._followers = followers
         self._group = group
+        self._warming_up = True
 
     def run(self, rows: Sequence[StepRow]) -> torch.Tensor:
         """Returns when the logits are computed, on a GPU too.
@@ -37,7 +38,7 @@ class TpRunner:
         )
         try:
             logits = self._own.run(rows)
-            self._group.finish_step()
+            self._group.finish_step(self._warming_up)
             return logits
         except RankLost as exc:
             raise self._followers.explain(exc) from exc
@@ -55,6 +56,10 @@ class TpRunner:
         self._followers.tell(Capture())
         self._own.capture_decode(kernels, max_rows, make_graph)
         self._followers.wait_for(Captured)
+
+    def warmed_up(self) -> None:
+        """From now on a rank that is late hangs: what steps need is compiled."""
+        self._warming_up = False
 
 
 @contextmanager

@@ -87,8 +87,8 @@ class NcclGroup:
         except RuntimeError as exc:
             raise self._failed(f"a tensor-parallel rank is gone: {exc}") from exc
 
-    def finish_step(self) -> None:
-        self._wait(self._timeout_s)
+    def finish_step(self, warming_up: bool = False) -> None:
+        self._wait(max(self._timeout_s, MEET_S) if warming_up else self._timeout_s)
 
     def close(self) -> None:
         """Of this rank alone: the others may not be ready to leave. Does nothing once a rank is lost: what then waits

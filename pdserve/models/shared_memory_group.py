@@ -75,7 +75,7 @@ class SharedMemoryGroup:
                 out[start : start + at_once] = slots.view(self.size, -1, columns).transpose(0, 1)
         return out.view(rows, -1)
 
-    def finish_step(self) -> None:
+    def finish_step(self, warming_up: bool = False) -> None:
         """Each operation has waited for itself."""
 
     def close(self) -> None:

@@ -28,8 +28,11 @@ class TpGroup(Protocol):
         """``[rows, n]`` of each rank to ``[rows, size * n]`` in rank order on rank 0, which alone samples; on the
         others to ``[rows, 0]``."""
 
-    def finish_step(self) -> None:
-        """Returns once all operations are done. Raises RankLost if another rank keeps them from that."""
+    def finish_step(self, warming_up: bool = False) -> None:
+        """Returns once all operations are done. Raises RankLost if another rank keeps them from that for too long.
+
+        While ``warming_up``, ranks may take much longer: kernels are compiled when they are first launched.
+        """
 
     def close(self) -> None: ...
 
@@ -48,7 +51,7 @@ class Alone:
     def gather(self, x: torch.Tensor) -> torch.Tensor:
         return x
 
-    def finish_step(self) -> None:
+    def finish_step(self, warming_up: bool = False) -> None:
         pass
 
     def close(self) -> None:

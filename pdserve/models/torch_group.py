@@ -60,7 +60,7 @@ class GlooGroup:
         except RuntimeError as exc:
             raise self._lost(exc) from exc
 
-    def finish_step(self) -> None:
+    def finish_step(self, warming_up: bool = False) -> None:
         """Each operation has waited for itself."""
 
     def close(self) -> None:

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -42,7 +43,9 @@ from pdserve.models.step_batch import StepRow
 from pdserve.models.tensor_parallel import ALONE
 from pdserve.wire.discovery import Role
 from pdserve.wire.rank import Arrived, Capture, Captured, Clear, Load, Loaded, Numbered, Stop
+from pdserve.wire.sampling import SamplingParams
 from tests.cluster.nodes import eventually
+from tests.engine.test_step_loop import engine, prompt
 from tests.faults.test_shutdown import alive
 from tests.tiny_models import save_tiny_model
 
@@ -76,11 +79,13 @@ def started(config: EngineConfig) -> Iterator[Followers]:
 
 
 @contextmanager
-def running(config: EngineConfig) -> Iterator[tuple[Followers, TpRunner]]:
+def running(
+    config: EngineConfig, blocks: int = BLOCKS, max_model_len: int = 64
+) -> Iterator[tuple[Followers, TpRunner]]:
     decoder, device = read_decoder_config(Path(config.model_dir)), rank_device(config, 0)
     with started(config) as followers, joined(config, followers, device) as group:
-        followers.tell(Load(BLOCKS, 64))
-        own = load_runner(config, decoder, BLOCKS, 64, group, rank_backend(config, device))
+        followers.tell(Load(blocks, max_model_len))
+        own = load_runner(config, decoder, blocks, max_model_len, group, rank_backend(config, device))
         followers.wait_for(Loaded)
         yield followers, TpRunner(own, followers, group)
 
@@ -114,6 +119,29 @@ def test_steps_copies_and_clearings_are_those_of_one_rank_and_a_death_is_heard_o
         ranks.check()
 
 
+def test_choices_and_penalties_are_those_of_one_rank_and_a_cpu_records_no_steps(folder: Path) -> None:
+    kinds: list[dict[str, Any]] = [
+        {"temperature": 0.9, "top_p": 0.9},
+        {"temperature": 0.0, "presence_penalty": 1.5, "logprobs": 2},
+        {"temperature": 0.9, "frequency_penalty": 0.7, "repetition_penalty": 1.3},
+    ]
+    asked = [
+        (prompt(7 + 4 * i), SamplingParams(max_tokens=12, seed=i, ignore_eos=True, **kind), [50, 60][:i])
+        for i, kind in enumerate(kinds)
+    ]
+    with engine(folder, overlap=False) as client:
+        wanted = client.together(asked)
+    config = engine_config(folder)
+    with running(config, blocks=64, max_model_len=128) as (ranks, runner):
+        with engine(folder, overlap=False, several_ranks=runner) as client:
+            got = client.together(asked)
+        ranks.tell(Capture())
+        with pytest.raises(RankLost, match=r"rank 1 .* failed: rank 0 sent Capture to a rank whose steps cannot be"):
+            ranks.wait_for(Captured)
+    assert len(got) == 6
+    assert {i: answer.tokens for i, answer in got.items()} == {i: answer.tokens for i, answer in wanted.items()}
+
+
 def test_a_rank_that_hangs_in_gloo_is_named(folder: Path) -> None:
     with (
         pytest.raises(RankLost, match=r"rank 1 hangs: no sign of it for 1\.0 s"),
@@ -133,17 +161,6 @@ def test_a_rank_that_cannot_load_says_why(tmp_path: Path) -> None:
         ranks.wait_for(Arrived)
         ranks.tell(Load(BLOCKS, 64))
         ranks.wait_for(Loaded)
-
-
-def test_a_rank_on_a_cpu_refuses_to_record_steps(folder: Path) -> None:
-    with (
-        pytest.raises(
-            RankLost, match=r"rank 1 \(process \d+\) failed: rank 0 sent Capture to a rank whose steps cannot"
-        ),
-        running(engine_config(folder)) as (ranks, _),
-    ):
-        ranks.tell(Capture())
-        ranks.wait_for(Captured)
 
 
 def test_a_rank_ends_with_rank_0() -> None:

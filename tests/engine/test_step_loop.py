@@ -22,6 +22,7 @@ from pdserve.engine.block_manager import BlockManager
 from pdserve.engine.kv_connector.no_transfer import NoTransfer
 from pdserve.engine.prompt_rule import PromptRule
 from pdserve.engine.step_loop import NOT_FINITE, StepLoop, WakeUp
+from pdserve.engine.step_runner import StepRunner
 from pdserve.engine.stop_rule import StopRule
 from pdserve.models.decoder_config import read_decoder_config
 from pdserve.models.runner import ModelRunner
@@ -126,7 +127,9 @@ class Client:
 
 
 @contextmanager
-def engine(folder: Path, overlap: bool, num_blocks: int = 64) -> Iterator[Client]:
+def engine(
+    folder: Path, overlap: bool, num_blocks: int = 64, several_ranks: StepRunner | None = None
+) -> Iterator[Client]:
     config = read_decoder_config(folder)
     runner = ModelRunner(folder, config, Dtype.FP32, BLOCK_SIZE, num_blocks, 128, TorchKernels())
     blocks = BlockManager(num_blocks, BLOCK_SIZE)
@@ -137,7 +140,7 @@ def engine(folder: Path, overlap: bool, num_blocks: int = 64) -> Iterator[Client
         loop = StepLoop(
             api=channel,
             wake_up=wake_up,
-            runner=runner,
+            runner=several_ranks or runner,
             blocks=blocks,
             connector=NoTransfer(blocks),
             config=SchedulerConfig(max_running=8, max_step_tokens=16),

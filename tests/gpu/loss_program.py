@@ -25,6 +25,7 @@ def main() -> None:
             runner.run([StepRow([7], 0, [0], True)])
             runner.capture_decode(kernels, 64, CudaGraphs())
             runner.run([StepRow([7], 1, [0], True)])
+            runner.warmed_up()
             os.kill(ranks.pids[0], signal.Signals[name])
             runner.run([StepRow([7], 2, [0], True)])
     except RankLost as exc:

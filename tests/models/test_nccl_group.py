@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -137,6 +138,20 @@ def test_a_step_that_takes_long_is_waited_for(gpu: Gpu, board: RankBoard, tmp_pa
     group.begin_step()
     group.finish_step()
     assert asked == 100
+
+
+def test_a_rank_that_compiles_gets_longer(gpu: Gpu, board: RankBoard, tmp_path: Path) -> None:
+    (group,) = opened(board, tmp_path, 1)
+    started = time.monotonic()
+
+    def compiled() -> None:
+        if time.monotonic() - started > 2 * TIMEOUT_S:
+            gpu.busy.clear()
+
+    gpu.on_query = compiled
+    gpu.busy.set()
+    group.finish_step(warming_up=True)
+    assert not gpu.busy.is_set()
 
 
 def test_a_death_on_the_board_ends_the_wait(gpu: Gpu, board: RankBoard, tmp_path: Path) -> None:

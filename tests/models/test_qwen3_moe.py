@@ -34,7 +34,7 @@ class Unsummed:
     def gather(self, x: torch.Tensor) -> torch.Tensor:
         raise AssertionError("experts gather nothing")
 
-    def finish_step(self) -> None:
+    def finish_step(self, warming_up: bool = False) -> None:
         pass
 
     def close(self) -> None:

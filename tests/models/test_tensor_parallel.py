@@ -43,7 +43,7 @@ class Place:
     def gather(self, x: torch.Tensor) -> torch.Tensor:
         return x
 
-    def finish_step(self) -> None:
+    def finish_step(self, warming_up: bool = False) -> None:
         pass
 
     def close(self) -> None:
