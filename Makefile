@@ -1,9 +1,10 @@
 # make demo    ask a cluster on this machine one question
 # make lint    ruff, mypy, import contracts
 # make test    every test
+# make gpu     all that a GPU can show, with figures and a verdict
 # make clean   forget the virtual environment and all caches
 .DELETE_ON_ERROR:
-.PHONY: install lint test demo clean
+.PHONY: install lint test gpu demo clean
 
 # The first interpreter that runs and is new enough; a shim that leads nowhere does not count.
 PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3; do \
@@ -33,6 +34,9 @@ lint: $(STAMP)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest $(ARGS)
+
+gpu: $(STAMP)
+	PYTHON=$(BIN)/python tests/gpu/run_all.sh
 
 demo: $(STAMP)
 	$(BIN)/pdserve up --port 0 --ask "$(QUESTION)"

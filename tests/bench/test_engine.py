@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from pdserve.bench.engine import benchmark
 from pdserve.bench.engine.linears import linear_shapes
+from pdserve.bench.engine.parts import attention_s
 from pdserve.bench.engine.random_model import Shape, write_random_model
 from pdserve.bench.engine.subject import Steps, open_subject
 from pdserve.bench.report import read_report, to_json
@@ -17,6 +19,7 @@ from pdserve.config import BenchEngineConfig, Device, Dtype, EngineBenchConfig, 
 from pdserve.errors import ConfigError
 from pdserve.models.decoder_config import read_decoder_config
 from pdserve_kernels.cpu.torch_kernels import TorchKernels
+from tests.models.rerun_graph import RerunGraphs
 from tests.tiny_models import save_tiny_model
 
 SMALL = EngineBenchConfig(batches=(1, 3), contexts=(5, 40), chunks=(7, 33), seconds=0.0, copy_mib=1)
@@ -81,3 +84,15 @@ def test_requests_of_a_decode_step_share_no_block(tiny: Path) -> None:
     blocks = [block for row in subject.decode_rows(3, 40) for block in row.block_table]
     assert len(set(blocks)) == len(blocks) == 9
     assert [row.context_len for row in subject.decode_rows(3, 40)] == [40] * 3
+
+
+def test_attention_of_recorded_steps_is_timed_as_a_replay(tiny: Path) -> None:
+    steps = Steps((1, 3), (40,), (33,))
+    model = ModelConfig(dtype=Dtype.FP32, device=Device.CPU)
+    graphs = RerunGraphs()
+    subject = replace(open_subject("tiny", tiny, model, 16, steps, TorchKernels), graphs=graphs)
+    assert attention_s(subject, subject.decode_rows(3, 40), 0.0) > 0
+    assert [graph.replays > 0 for graph in graphs.made] == [True]
+    # A prompt is not recorded.
+    assert attention_s(subject, subject.prefill_rows(33), 0.0) > 0
+    assert len(graphs.made) == 1
