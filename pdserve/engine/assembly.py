@@ -15,10 +15,11 @@ from pdserve.engine.followers import Followers
 from pdserve.engine.kv_connector import KvConnector, open_connector
 from pdserve.engine.prompt_rule import PromptRule
 from pdserve.engine.runner_loading import load_runner, rank_backend
-from pdserve.engine.step_loop import StepLoop, WakeUp
+from pdserve.engine.step_loop import StepLoop
 from pdserve.engine.step_runner import StepRunner
 from pdserve.engine.stop_rule import StopRule
 from pdserve.engine.tp_runner import TpRunner
+from pdserve.engine.wake_up import WakeUp
 from pdserve.errors import ConfigError
 from pdserve.models.decode_graphs import CudaGraphs
 from pdserve.models.decoder_config import DecoderConfig, read_decoder_config
@@ -96,8 +97,7 @@ def assemble(
     blocks = BlockManager(num_blocks, block_size, prefix_cache=config.cache.prefix_cache is Switch.ON)
     stop = StopRule(decoder.eos_token_ids, max_model_len)
     prompts = PromptRule(decoder.vocab_size, max_model_len)
-    ranks = () if followers is None else followers.transfer_addresses
-    connector, control = open_connector(config, spec, own.kv_cache, blocks, wake_up.set, prompts.misfit, ranks)
+    connector, control = open_connector(config, spec, own.kv_cache, blocks, wake_up.set, prompts.misfit, followers)
     loop = StepLoop(
         api=api,
         wake_up=wake_up,

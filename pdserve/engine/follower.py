@@ -29,15 +29,18 @@ from pdserve.wire.rank import (
     Captured,
     Clear,
     CopyBlocks,
+    Download,
     Load,
     Loaded,
     Order,
     RankFailed,
     Step,
     Stop,
+    Upload,
 )
 
 if TYPE_CHECKING:
+    from pdserve.engine.kv_connector.rank_transfer import NoCopies, RankCopies
     from pdserve.models.backend import Backend
     from pdserve.models.runner import ModelRunner
 
@@ -104,14 +107,14 @@ def follow(launch: RankLaunch, channel: OrderChannel) -> None:
         decoder = read_decoder_config(Path(config.model_dir))
         backend = rank_backend(config, device)
         runner = load_runner(config, decoder, load.num_blocks, load.max_model_len, group, backend)
-        stack.enter_context(rank_transfer(launch, decoder.kv_heads, runner.kv_cache))
+        copies = stack.enter_context(rank_transfer(launch, decoder.kv_heads, runner.kv_cache, board))
         channel.send(Loaded())
         while not isinstance(order := channel.receive(), Stop):
             if isinstance(order, Capture):
                 capture(runner, backend, config.scheduler.max_running)
                 channel.send(Captured())
             else:
-                obey(order, runner)
+                obey(order, runner, copies)
         group.close()
 
 
@@ -124,7 +127,7 @@ def capture(runner: ModelRunner, backend: Backend, max_rows: int) -> None:
     runner.capture_decode(backend.graph_kernels, max_rows, CudaGraphs())
 
 
-def obey(order: Order, runner: ModelRunner) -> None:
+def obey(order: Order, runner: ModelRunner, copies: RankCopies | NoCopies) -> None:
     """Do what rank 0 does. Raises EngineError if it is out of place."""
     match order:
         case Step(rows):
@@ -133,6 +136,8 @@ def obey(order: Order, runner: ModelRunner) -> None:
             runner.clear(blocks)
         case CopyBlocks(sources, destinations):
             runner.copy_blocks(sources, destinations)
+        case Download() | Upload():
+            copies.order(order)
         case Load() | Capture() | Stop():
             raise EngineError(f"rank 0 sent {type(order).__name__} at the wrong time")
 

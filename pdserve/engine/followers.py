@@ -42,9 +42,13 @@ class Followers:
         folder: str,
         cores: Sequence[tuple[int, ...]],
         board: RankBoard,
+        bell: int,
         command: Sequence[str] = RANK_COMMAND,
     ) -> None:
-        """Starts them: one for each of ``cores`` but the first, rank 0's own. ``folder`` is private to this user."""
+        """Starts them: one for each of ``cores`` but the first, rank 0's own. ``folder`` is private to this user.
+
+        ``bell`` is an eventfd that they write to when rank 0 should look at the board.
+        """
         self.rendezvous = Path(folder, "ranks")
         self.board = board
         self.transfer_addresses: tuple[str, ...] = ()
@@ -71,6 +75,7 @@ class Followers:
                     transfer_address=transfer_address,
                     rendezvous=str(self.rendezvous),
                     board=board.descriptor,
+                    bell=bell,
                     cores=cores[rank],
                     config=config,
                 )
@@ -102,6 +107,11 @@ class Followers:
         for process, channel in self._ranks:
             while not isinstance(message := self._next(process, channel, deadline), report):
                 raise RankLost(f"tensor-parallel rank {process.rank} said {message} in place of {report.__name__}")
+
+    @property
+    def copied(self) -> int:
+        """How many of the ``Download`` and ``Upload`` orders every rank has carried out."""
+        return min(self.board.copied(process.rank) for process, _ in self._ranks)
 
     def notify(self, on_loss: Callable[[], None]) -> None:
         """Have ``on_loss`` called, from another thread, when a rank has ended that should not have."""
@@ -178,11 +188,11 @@ class Followers:
 
 
 @contextmanager
-def followers_of(config: EngineConfig, folder: str, cores: Sequence[tuple[int, ...]]) -> Iterator[Followers]:
+def followers_of(config: EngineConfig, folder: str, cores: Sequence[tuple[int, ...]], bell: int) -> Iterator[Followers]:
     """Running at the start of the block, ended with it: in order if it was left so."""
     board = RankBoard.create(len(cores))
     try:
-        followers = Followers(config, folder, cores, board)
+        followers = Followers(config, folder, cores, board, bell)
         try:
             yield followers
         except BaseException:

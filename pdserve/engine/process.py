@@ -17,6 +17,7 @@ from pdserve.config import EngineLaunch, Switch
 from pdserve.engine.api_channel import ApiChannel
 from pdserve.engine.followers import Followers, followers_of
 from pdserve.engine.pinning import pin, rank_cores
+from pdserve.engine.wake_up import WakeUp
 from pdserve.errors import EngineError, PdserveError
 from pdserve.parent import die_with_parent
 from pdserve.wire.engine import EngineFailed, Ready, Starting
@@ -72,12 +73,14 @@ def serve(launch: EngineLaunch, channel: ApiChannel) -> None:
     """
     config = launch.config
     with ExitStack() as stack:
+        wake_up = WakeUp()
+        stack.callback(wake_up.close)
         followers: Followers | None = None
         cores = config.cpu.cores
         if config.parallel.tp > 1:
             shares = rank_cores(config)
             cores = shares[0]
-            followers = stack.enter_context(followers_of(config, launch.folder, shares))
+            followers = stack.enter_context(followers_of(config, launch.folder, shares, wake_up.fd))
         pin(cores)
         # Not before: torch sizes its thread pool by the cores that it finds when it is imported, and loading it takes
         # seconds in which the API process already wants to hear of us.
@@ -85,14 +88,11 @@ def serve(launch: EngineLaunch, channel: ApiChannel) -> None:
 
         from pdserve.engine.assembly import assemble
         from pdserve.engine.runner_loading import rank_device
-        from pdserve.engine.step_loop import WakeUp
         from pdserve.engine.tp_runner import joined
 
         if cores:
             torch.set_num_threads(len(cores))
         device = rank_device(config, 0)
-        wake_up = WakeUp()
-        stack.callback(wake_up.close)
         group = stack.enter_context(joined(config, followers, device))
         progress: Callable[[str], None] = lambda stage: channel.send(Starting(stage))  # noqa: E731
         engine = assemble(config, channel, wake_up, progress, followers, group, device)

@@ -25,7 +25,7 @@ class RankProcess:
         """Raises EngineError if it cannot be started. The kernel ends it when the calling thread ends."""
         self.rank = launch.rank
         try:
-            self._process = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=(launch.board,))
+            self._process = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=(launch.board, launch.bell))
         except OSError as exc:
             raise EngineError(f"cannot start tensor-parallel rank {self.rank}: {exc}") from exc
         self.pidfd = os.pidfd_open(self._process.pid)

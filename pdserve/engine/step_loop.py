@@ -10,7 +10,6 @@ the GPU goes from one step to the next without waiting for the host.
 
 from __future__ import annotations
 
-import os
 import time
 
 import zmq
@@ -26,30 +25,12 @@ from pdserve.engine.request import Request
 from pdserve.engine.scheduler import Scheduler
 from pdserve.engine.step_runner import AheadRunner, StepRunner
 from pdserve.engine.stop_rule import StopRule
+from pdserve.engine.wake_up import WakeUp
 from pdserve.wire.engine import Abort, EngineStats, FinishReason, PrefillSource, Shutdown, Stats, Submit
 
 STATS_INTERVAL_S = 0.25
 
 NOT_FINITE = "the model's logits are not finite"
-
-
-class WakeUp:
-    """An eventfd: any thread or signal handler sets it, the step loop polls and clears it."""
-
-    def __init__(self) -> None:
-        self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-
-    def set(self) -> None:
-        os.eventfd_write(self.fd, 1)
-
-    def clear(self) -> None:
-        try:
-            os.eventfd_read(self.fd)
-        except BlockingIOError:
-            return
-
-    def close(self) -> None:
-        os.close(self.fd)
 
 
 class StepLoop:

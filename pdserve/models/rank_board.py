@@ -7,7 +7,7 @@ import mmap
 import os
 
 _LINE_BYTES = 64
-"""A word for each cache line, so that ranks do not take each other's."""
+"""Of each rank, so that ranks do not take each other's cache lines."""
 _HEADER_BYTES = 16_384
 _ABANDONED = _HEADER_BYTES // 8 - 1
 SLOT_BYTES = 8 * 2**20
@@ -15,7 +15,7 @@ SLOT_BYTES = 8 * 2**20
 
 
 class RankBoard:
-    """A counter for each rank, then two sets of slots for tensors. It has no name: it is gone with its last process."""
+    """Two counters a rank, then two sets of slots for tensors. It has no name: it is gone with its last process."""
 
     def __init__(self, descriptor: int) -> None:
         """Maps what ``create`` has made, here or in the process that handed ``descriptor`` down."""
@@ -44,6 +44,14 @@ class RankBoard:
     def progress(self, rank: int) -> int:
         """How many collectives it has begun."""
         return self._words[rank * _LINE_BYTES // 8]
+
+    def add_copied(self, rank: int) -> None:
+        """``rank`` has carried out its next order to copy KV blocks."""
+        self._words[rank * _LINE_BYTES // 8 + 1] += 1
+
+    def copied(self, rank: int) -> int:
+        """How many such orders it has carried out."""
+        return self._words[rank * _LINE_BYTES // 8 + 1]
 
     def behind(self, rank: int, size: int) -> tuple[int, ...]:
         """Whom ``rank`` waits for: those that have begun fewer collectives; any other, if all have begun this one."""

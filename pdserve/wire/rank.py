@@ -6,7 +6,8 @@
             ◀───────────────────────────── Loaded
       Capture ───────────────────────────▶            on GPUs, once
             ◀───────────────────────────── Captured
-      Step, Clear, CopyBlocks ───────────▶            in the order in which rank 0 does the same
+      Step, Clear, CopyBlocks,
+      Download, Upload ──────────────────▶            in the order in which rank 0 does the same
             ◀───────────────────────────── RankFailed instead of any of its other messages; the process ends
       Stop ──────────────────────────────▶
 
@@ -61,11 +62,25 @@ class CopyBlocks(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fi
     destinations: list[int]
 
 
+class Download(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="download"):
+    """Copy KV blocks to slots of host memory, from which they are sent; the board counts what is done."""
+
+    blocks: list[int]
+    slots: list[int]
+
+
+class Upload(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="upload"):
+    """Copy slots, in which they were received, to KV blocks; the board counts what is done."""
+
+    slots: list[int]
+    blocks: list[int]
+
+
 class Stop(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="stop"):
     """Exit 0."""
 
 
-Order: TypeAlias = Load | Capture | Step | Clear | CopyBlocks | Stop
+Order: TypeAlias = Load | Capture | Step | Clear | CopyBlocks | Download | Upload | Stop
 
 
 class Numbered(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -44,11 +44,21 @@ def wanted(model: Path) -> list[list[int]]:
     return answers
 
 
-@pytest.mark.parametrize(("sources", "targets"), [(2, 2), (2, 1), (1, 2), (4, 2)])
+@pytest.mark.parametrize(
+    ("sources", "targets", "more"),
+    [
+        (2, 2, ()),
+        (2, 1, ()),
+        (1, 2, ()),
+        (4, 2, ()),
+        # As between GPUs: every rank's part of a block passes through host memory.
+        (2, 2, ("--kv-staging", "on", "--kv-staging-mib", "1")),
+    ],
+)
 def test_ranks_of_both_nodes_give_the_reference_tokens(
-    model: Path, wanted: list[list[int]], sources: int, targets: int
+    model: Path, wanted: list[list[int]], sources: int, targets: int, more: tuple[str, ...]
 ) -> None:
-    flags = ("--dtype", "fp32", "--kv-cache-mib", "8", "--max-step-tokens", "32", "--max-running", "8")
+    flags = ("--dtype", "fp32", "--kv-cache-mib", "8", "--max-step-tokens", "32", "--max-running", "8", *more)
     with ExitStack() as stack:
         proxy = stack.enter_context(pdserve("proxy", "--port", "0", "--control-port", "0"))
         found = proxy.listening()

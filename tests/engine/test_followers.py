@@ -9,7 +9,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,7 @@ from pdserve.engine.followers import Followers, followers_of
 from pdserve.engine.rank_channel import OrderChannel, RankChannel
 from pdserve.engine.runner_loading import load_runner, rank_backend, rank_device
 from pdserve.engine.tp_runner import TpRunner, joined
+from pdserve.engine.wake_up import WakeUp
 from pdserve.errors import MalformedFrame, RankLost
 from pdserve.models.backend import CPU
 from pdserve.models.decoder_config import read_decoder_config
@@ -73,7 +74,13 @@ def engine_config(folder: Path, backend: TpBackend = TpBackend.AUTO, device: Dev
 @contextmanager
 def started(config: EngineConfig) -> Iterator[Followers]:
     cores = tuple(os.sched_getaffinity(0))
-    with tempfile.TemporaryDirectory() as folder, followers_of(config, folder, [cores, cores[:1]]) as followers:
+    wake_up = WakeUp()
+    shares = [cores, cores[:1]]
+    with (
+        closing(wake_up),
+        tempfile.TemporaryDirectory() as folder,
+        followers_of(config, folder, shares, wake_up.fd) as followers,
+    ):
         yield followers
     assert not any(alive(pid) for pid in followers.pids)
 

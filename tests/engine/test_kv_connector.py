@@ -409,7 +409,7 @@ def test_each_role_has_its_own_connector(role: Role, kind: type) -> None:
     )
     blocks = BlockManager(2, 4)
     connector, control = open_connector(
-        config, spec, torch.zeros(2, 1, 1, 2, 4, 2), blocks, lambda: None, lambda ids: None, ()
+        config, spec, torch.zeros(2, 1, 1, 2, 4, 2), blocks, lambda: None, lambda ids: None, None
     )
     try:
         assert type(connector) is kind

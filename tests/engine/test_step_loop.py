@@ -21,9 +21,10 @@ from pdserve.engine.block_hash import extend_hashes
 from pdserve.engine.block_manager import BlockManager
 from pdserve.engine.kv_connector.no_transfer import NoTransfer
 from pdserve.engine.prompt_rule import PromptRule
-from pdserve.engine.step_loop import NOT_FINITE, StepLoop, WakeUp
+from pdserve.engine.step_loop import NOT_FINITE, StepLoop
 from pdserve.engine.step_runner import StepRunner
 from pdserve.engine.stop_rule import StopRule
+from pdserve.engine.wake_up import WakeUp
 from pdserve.models.decoder_config import read_decoder_config
 from pdserve.models.runner import ModelRunner
 from pdserve.wire.engine import FinishReason, FromEngine, RequestOutput, Shutdown, Sibling, Stats, StepOutput, Submit

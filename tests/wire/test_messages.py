@@ -143,6 +143,8 @@ CHANNELS: list[tuple[Any, list[msgspec.Struct]]] = [
             rank.Clear([1, 2]),
             rank.Capture(),
             rank.CopyBlocks([1], [2]),
+            rank.Download([1], [2]),
+            rank.Upload([2], [1]),
             rank.Stop(),
         ],
     ),

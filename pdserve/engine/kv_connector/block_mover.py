@@ -62,10 +62,30 @@ class _Job(Generic[Key]):
     """All that the engine had given the GPU to do when the job was ordered."""
 
 
+class Mover(Protocol[Key]):
+    """``BlockMover``, or ``RanksMover`` over several ranks. Jobs are done in the order in which they were given."""
+
+    @property
+    def failure(self) -> str | None:
+        """Why no job ends any more, if so."""
+
+    def download(self, key: Key, blocks: Sequence[int], slots: Sequence[int]) -> None:
+        """Copy final blocks of the cache to slots; they must stay what they are until ``done`` says ``key``."""
+
+    def upload(self, key: Key, slots: Sequence[int], blocks: Sequence[int]) -> None:
+        """Copy slots to blocks of the cache that nobody else touches until ``done`` says ``key``."""
+
+    def done(self) -> list[Key]:
+        """Keys of the jobs that have ended since the last call, in order."""
+
+    def close(self, timeout_s: float) -> None:
+        """Jobs not begun are dropped; returns when none reads or writes any more, or after ``timeout_s``."""
+
+
 class BlockMover(Generic[Key]):
     """A thread with a stream of its own: neither the step loop nor the GPU's computing waits for a copy.
 
-    Jobs are done in the order in which they were given. ``wake`` is called from the thread after ``done`` has news.
+    Satisfies ``Mover``. ``wake`` is called from the thread after ``done`` or ``failure`` has news.
     """
 
     def __init__(self, cache: torch.Tensor, slots: torch.Tensor, copies: BlockCopies, wake: Callable[[], None]) -> None:
@@ -79,27 +99,22 @@ class BlockMover(Generic[Key]):
         self._done: deque[Key] = deque()
         self._closing = False
         self.failure: str | None = None
-        """Why the thread has ended, if it was not closed: no job ends any more."""
         self._thread = threading.Thread(target=self._run, name="kv-staging", daemon=True)
         self._thread.start()
 
     def download(self, key: Key, blocks: Sequence[int], slots: Sequence[int]) -> None:
-        """Copy final blocks of the cache to slots; they must stay what they are until ``done`` says ``key``."""
         self._order(key, blocks, slots, upload=False)
 
     def upload(self, key: Key, slots: Sequence[int], blocks: Sequence[int]) -> None:
-        """Copy slots to blocks of the cache that nobody else touches until ``done`` says ``key``."""
         self._order(key, blocks, slots, upload=True)
 
     def done(self) -> list[Key]:
-        """Keys of the jobs that have ended since the last call, in order."""
         ended = []
         while self._done:
             ended.append(self._done.popleft())
         return ended
 
     def close(self, timeout_s: float) -> None:
-        """Jobs not begun are dropped; returns when none reads or writes any more, or after ``timeout_s``."""
         with self._news:
             self._closing = True
             self._news.notify()

@@ -7,24 +7,24 @@ from dataclasses import dataclass
 
 import torch
 
-from pdserve.config import EngineConfig, KvStaging
+from pdserve.config import EngineConfig
 from pdserve.engine.block_manager import BlockManager
+from pdserve.engine.followers import Followers
 from pdserve.engine.kv_connector.block_mover import BlockMover, block_copies
 from pdserve.engine.kv_connector.contract import KvConnector
 from pdserve.engine.kv_connector.fetching import Fetching
 from pdserve.engine.kv_connector.memory import region_of
 from pdserve.engine.kv_connector.no_transfer import NoTransfer
 from pdserve.engine.kv_connector.pushing import Pushing
+from pdserve.engine.kv_connector.ranks_mover import RanksMover
 from pdserve.engine.kv_connector.staged_fetches import StagedFetches
-from pdserve.engine.kv_connector.staged_pushes import Download, StagedPushes
+from pdserve.engine.kv_connector.staged_pushes import Sending, StagedPushes
+from pdserve.engine.kv_connector.staging_memory import staging_memory
 from pdserve.engine.kv_connector.staging_slots import StagingSlots
-from pdserve.errors import ConfigError
 from pdserve.wire.discovery import Role
 from pdserve.wire.ids import TransferId
 from pdserve.wire.transfer import EngineSpec
 from pdserve_kvtransfer.thread import TransferThread
-
-MIB = 2**20
 
 
 def open_connector(
@@ -34,60 +34,51 @@ def open_connector(
     blocks: BlockManager,
     wake: Callable[[], None],
     misfit: Callable[[list[int]], str | None],
-    ranks: tuple[str, ...],
+    followers: Followers | None,
 ) -> tuple[KvConnector, str]:
     """The connector of this node's role, running, and the address of its control channel (empty if it has none).
 
-    ``ranks`` are the addresses of the other ranks' ``rank_transfer``, in rank order.
+    ``followers`` are this node's other ranks, each with its ``rank_transfer``.
 
     Raises TransferError if its sockets or UCX cannot be opened, ConfigError if its host memory cannot be had.
     """
     if config.role is Role.MIXED:
         return NoTransfer(blocks), ""
-    staging = _Staging.of(config, kv_cache, wake)
+    memory = staging_memory(config, kv_cache)
     thread = TransferThread(
         role=config.role,
         boot_id=config.boot_id,
         secret=config.secret,
         spec=spec,
-        region=region_of(kv_cache if staging is None else staging.memory),
+        region=region_of(kv_cache if memory is None else memory),
         config=config.transfer,
-        ranks=ranks,
+        ranks=() if followers is None else followers.transfer_addresses,
         wake=wake,
     )
     control = thread.start()
+    copying = None if memory is None else _Copying(kv_cache, memory, wake, followers)
     if config.role is Role.PREFILL:
-        pushes = thread if staging is None else staging.pushes(thread, spec.block_size)
+        pushes = thread if copying is None else copying.pushes(thread, spec.block_size)
         return Pushing(blocks, pushes, misfit, config.scheduler.max_waiting), control
-    fetches = thread if staging is None else staging.fetches(thread)
+    fetches = thread if copying is None else copying.fetches(thread)
     return Fetching(blocks, fetches, config.transfer, config.boot_id), control
 
 
 @dataclass(frozen=True, slots=True)
-class _Staging:
-    """Host memory that stands before the cache."""
+class _Copying:
+    """What stands before the transfer thread where blocks pass through host memory."""
 
     cache: torch.Tensor
     memory: torch.Tensor
     wake: Callable[[], None]
-
-    @classmethod
-    def of(cls, config: EngineConfig, cache: torch.Tensor, wake: Callable[[], None]) -> _Staging | None:
-        """None where transfers reach the cache itself. Raises ConfigError if there cannot be enough of it."""
-        on_gpu = cache.device.type == "cuda"
-        if not on_gpu and config.transfer.staging is KvStaging.AUTO:
-            return None
-        if config.parallel.tp > 1:
-            raise ConfigError("--kv-staging: blocks of several ranks cannot be transferred through host memory")
-        slots = config.transfer.staging_mib * MIB // cache[0].nbytes
-        if not slots:
-            raise ConfigError(f"--kv-staging-mib {config.transfer.staging_mib} does not hold one KV block")
-        return cls(cache, torch.empty(slots, *cache.shape[1:], dtype=cache.dtype, pin_memory=on_gpu), wake)
+    followers: Followers | None
 
     def fetches(self, thread: TransferThread) -> StagedFetches:
-        mover: BlockMover[TransferId] = BlockMover(self.cache, self.memory, block_copies(self.cache.device), self.wake)
+        own: BlockMover[TransferId] = BlockMover(self.cache, self.memory, block_copies(self.cache.device), self.wake)
+        mover = own if self.followers is None else RanksMover(own, self.followers)
         return StagedFetches(thread, mover, StagingSlots(len(self.memory)), self.wake)
 
     def pushes(self, thread: TransferThread, block_size: int) -> StagedPushes:
-        mover: BlockMover[Download] = BlockMover(self.cache, self.memory, block_copies(self.cache.device), self.wake)
+        own: BlockMover[Sending] = BlockMover(self.cache, self.memory, block_copies(self.cache.device), self.wake)
+        mover = own if self.followers is None else RanksMover(own, self.followers)
         return StagedPushes(thread, mover, StagingSlots(len(self.memory)), block_size)

@@ -10,34 +10,81 @@ from contextlib import contextmanager
 import torch
 
 from pdserve.config import RankLaunch
+from pdserve.engine.kv_connector.block_mover import BlockMover, block_copies
 from pdserve.engine.kv_connector.contract import CLOSE_TIMEOUT_S
 from pdserve.engine.kv_connector.memory import region_of
+from pdserve.engine.kv_connector.staging_memory import staging_memory
+from pdserve.errors import EngineError
+from pdserve.models.rank_board import RankBoard
 from pdserve.wire.discovery import Role
+from pdserve.wire.rank import Download, Upload
 from pdserve_kvtransfer.rank_thread import RankThread
 
 log = logging.getLogger(__name__)
 
 
+class RankCopies:
+    """This rank's part of the copies between its cache and its host memory; the board counts what is done."""
+
+    def __init__(self, cache: torch.Tensor, memory: torch.Tensor, board: RankBoard, rank: int, bell: int) -> None:
+        self._board, self._rank, self._bell = board, rank, bell
+        self._mover: BlockMover[int] = BlockMover(cache, memory, block_copies(cache.device), self._report)
+
+    def order(self, order: Download | Upload) -> None:
+        match order:
+            case Download(blocks, slots):
+                self._mover.download(0, blocks, slots)
+            case Upload(slots, blocks):
+                self._mover.upload(0, slots, blocks)
+
+    def _report(self) -> None:
+        if self._mover.failure is not None:
+            _end(self._mover.failure)
+        for _ in self._mover.done():
+            self._board.add_copied(self._rank)
+        os.eventfd_write(self._bell, 1)
+
+    def close(self, timeout_s: float) -> None:
+        self._mover.close(timeout_s)
+
+
+class NoCopies:
+    """Transfers reach the cache itself, or there are none."""
+
+    def order(self, order: Download | Upload) -> None:
+        raise EngineError(f"rank 0 sent {type(order).__name__} to a rank whose KV blocks are not copied")
+
+
 @contextmanager
-def rank_transfer(launch: RankLaunch, kv_heads: int, kv_cache: torch.Tensor) -> Iterator[None]:
-    """Running inside the block; nothing on a mixed node. Raises TransferError if it cannot start."""
+def rank_transfer(
+    launch: RankLaunch, kv_heads: int, kv_cache: torch.Tensor, board: RankBoard
+) -> Iterator[RankCopies | NoCopies]:
+    """Running inside the block; nothing on a mixed node. Raises TransferError if it cannot start, ConfigError."""
     config = launch.config
     if config.role is Role.MIXED:
-        yield
+        yield NoCopies()
         return
+    memory = staging_memory(config, kv_cache)
     thread = RankThread(
         role=config.role,
         address=launch.transfer_address,
         rank=launch.rank,
         ranks=config.parallel.tp,
         kv_heads=kv_heads,
-        region=region_of(kv_cache),
+        region=region_of(kv_cache if memory is None else memory),
         config=config.transfer,
         died=_end,
     )
     thread.start()
     try:
-        yield
+        if memory is None:
+            yield NoCopies()
+            return
+        copies = RankCopies(kv_cache, memory, board, launch.rank, launch.bell)
+        try:
+            yield copies
+        finally:
+            copies.close(CLOSE_TIMEOUT_S)
     finally:
         thread.close(CLOSE_TIMEOUT_S)
 

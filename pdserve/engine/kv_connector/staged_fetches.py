@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from pdserve.engine.kv_connector.block_mover import BlockMover
+from pdserve.engine.kv_connector.block_mover import Mover
 from pdserve.engine.kv_connector.staging_slots import StagingSlots
 from pdserve.engine.kv_connector.transfers import Fetches
 from pdserve.wire.ids import TransferId
@@ -58,7 +58,7 @@ class StagedFetches:
     def __init__(
         self,
         thread: Fetches,
-        mover: BlockMover[TransferId],
+        mover: Mover[TransferId],
         slots: StagingSlots,
         wake: Callable[[], None],
         clock: Callable[[], float] = time.monotonic,

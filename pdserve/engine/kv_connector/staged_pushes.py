@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pdserve.engine.kv_connector.block_mover import BlockMover
+from pdserve.engine.kv_connector.block_mover import Mover
 from pdserve.engine.kv_connector.staging_slots import StagingSlots
 from pdserve.engine.kv_connector.transfers import Pushes
 from pdserve.wire.ids import TransferId
@@ -28,8 +28,8 @@ class _Push:
 
 
 @dataclass(frozen=True, slots=True)
-class Download:
-    """Copies into slots that are then sent."""
+class Sending:
+    """Blocks that are sent when they are in their slots."""
 
     transfer: TransferId
     first_index: int
@@ -39,7 +39,7 @@ class Download:
 class StagedPushes:
     """Satisfies ``Pushes``. Used by the step loop's thread alone."""
 
-    def __init__(self, thread: Pushes, mover: BlockMover[Download], slots: StagingSlots, block_size: int) -> None:
+    def __init__(self, thread: Pushes, mover: Mover[Sending], slots: StagingSlots, block_size: int) -> None:
         """``mover`` is this object's to close."""
         self._thread, self._mover, self._slots = thread, mover, slots
         self._block_size = block_size
@@ -53,7 +53,7 @@ class StagedPushes:
         start = first_index - push.wanted.first_block
         slots = push.slots[start : start + len(block_ids)]
         push.downloads += 1
-        self._mover.download(Download(transfer_id, first_index, slots), block_ids, slots)
+        self._mover.download(Sending(transfer_id, first_index, slots), block_ids, slots)
 
     def first_token(self, transfer_id: TransferId, tokens: tuple[SampledToken, ...], cached_tokens: int) -> None:
         self._thread.first_token(transfer_id, tokens, cached_tokens)
@@ -64,8 +64,8 @@ class StagedPushes:
     def events(self) -> list[TransferEvent]:
         for event in self._thread.events():
             self._on_event(event)
-        for download in self._mover.done():
-            self._downloaded(download)
+        for sending in self._mover.done():
+            self._downloaded(sending)
         if self._mover.failure is not None:
             self._news.append(TransferThreadDied(self._mover.failure))
         for transfer, slots in self._slots.granted():
@@ -102,11 +102,11 @@ class StagedPushes:
         """To the connector."""
         return transfer in self._pushes and bool(self._pushes[transfer].slots)
 
-    def _downloaded(self, download: Download) -> None:
-        push = self._pushes[download.transfer]
+    def _downloaded(self, sending: Sending) -> None:
+        push = self._pushes[sending.transfer]
         push.downloads -= 1
         if push.end is None:
-            self._thread.push(download.transfer, download.first_index, download.slots)
+            self._thread.push(sending.transfer, sending.first_index, sending.slots)
         else:
             self._end(push, push.end)
 
