@@ -108,6 +108,17 @@ class CpuKernels(enum.Enum):
     TORCH = "torch"
 
 
+class KvOverlap(enum.Enum):
+    """When a prefill node pushes the KV blocks of a prompt that it computes in chunks."""
+
+    AUTO = "auto"
+    """Early, where the prompt is long enough for it to pay."""
+    ON = "on"
+    """Each chunk's while the next one computes."""
+    OFF = "off"
+    """All of them when the prompt is computed."""
+
+
 class LogLevel(enum.Enum):
     DEBUG = "debug"
     INFO = "info"
@@ -206,6 +217,9 @@ class TransferConfig:
     )
     checksums: Switch = setting(
         "kv-checksums", "whether a decode engine checks every KV block that it receives", Switch.ON
+    )
+    overlap: KvOverlap = setting(
+        "kv-overlap", "push KV blocks while the rest of the prompt computes; auto for long prompts only", KvOverlap.AUTO
     )
     staging: KvStaging = setting(
         "kv-staging", "when KV blocks are copied through host memory; auto where the cache is a GPU's", KvStaging.AUTO

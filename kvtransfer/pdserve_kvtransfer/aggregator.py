@@ -35,7 +35,7 @@ class Aggregator:
         self._first_block = first_block
         self._slots = tuple(slots)
         self._missing = [sum(self._slots)] * blocks
-        self._left = sum(self._missing)
+        self._left = self._pieces = sum(self._missing)
         self._checked = checked
         self._announced: dict[PieceKey, int] = {}
         self._found: dict[PieceKey, int] = {}
@@ -43,6 +43,11 @@ class Aggregator:
     @property
     def complete(self) -> bool:
         return self._left == 0
+
+    @property
+    def share_missing(self) -> float:
+        """Of all pieces, those that have not landed yet: 1 at the start, 0 when complete."""
+        return self._left / self._pieces if self._pieces else 0.0
 
     @property
     def leading_blocks(self) -> int:

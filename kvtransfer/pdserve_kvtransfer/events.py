@@ -76,6 +76,10 @@ class FetchLanded:
     seconds: float
     """From the order."""
     bytes: int
+    tail_s: float = 0.0
+    """From the first token to the last block."""
+    tail_bytes: int = 0
+    """What landed in that time."""
 
 
 @dataclass(frozen=True, slots=True)

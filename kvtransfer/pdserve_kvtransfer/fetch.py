@@ -58,8 +58,9 @@ class FetchSession:
         self.deadline = now + order.deadline_s
         self.all_sent: float | None = None
         """When the prefill engine had sent its last block; None before."""
+        self._tail_bytes = 0
         self._link = link
-        self._block_bytes = block_bytes
+        self._size = len(order.block_ids) * block_bytes
         self._started = now
         self._checked = checked
         self._ranks = 0
@@ -136,6 +137,7 @@ class FetchSession:
         if self.state is not FetchState.MOVING or self.all_sent is not None:
             return []
         self.all_sent = now
+        self._tail_bytes = round(self._landings.share_missing * self._size)
         arrived = FirstTokenArrived(self.order.transfer_id, message.tokens, message.cached_tokens)
         return [arrived, *self._finish_if_complete(now)]
 
@@ -144,8 +146,9 @@ class FetchSession:
             return []
         self.state = FetchState.ENDED
         transfer_id = self.order.transfer_id
-        size = len(self.order.block_ids) * self._block_bytes
-        return [Done(transfer_id), FetchLanded(transfer_id, now - self._started, size)]
+        tail_s = now - self.all_sent
+        landed = FetchLanded(transfer_id, now - self._started, self._size, tail_s, self._tail_bytes)
+        return [Done(transfer_id), landed]
 
     # ------------------------------------------------------------ endings
 

@@ -12,10 +12,11 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from pdserve.api.outcome import Outcome
-from pdserve.wire.engine import EngineStats, RequestReport
+from pdserve.wire.engine import EngineStats, PrefillSource, RequestReport
 
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 _TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5)
+_TAIL_SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
 _ANSWERS = (Outcome.STOP, Outcome.LENGTH)
 
 
@@ -31,6 +32,9 @@ class NodeMetrics:
         self._e2e = self._histogram("e2e_request_latency_seconds", "from arrival to the end", _SECONDS)
         self._queue = self._histogram("request_queue_time_seconds", "waiting in the engine", _SECONDS)
         self._prefill = self._histogram("request_prefill_time_seconds", "from the queue to the first token", _SECONDS)
+        self._tail = self._histogram(
+            "kv_transfer_tail_seconds", "from a remote first token to its prompt's last KV block", _TAIL_SECONDS
+        )
         self._decode = self._histogram("request_decode_time_seconds", "from the first token to the end", _SECONDS)
         self._success = Counter("pdserve_request_success", "answers", ["finished_reason"], registry=self._registry)
         self._failure = Counter("pdserve_request_failure", "requests without one", ["reason"], registry=self._registry)
@@ -49,6 +53,8 @@ class NodeMetrics:
         if report is not None:
             self._queue.observe(report.queue_s)
             self._prefill.observe(report.prefill_s)
+            if report.prefill_source is PrefillSource.REMOTE:
+                self._tail.observe(report.transfer_s)
 
     def request_ended(self, total_s: float, decode_s: float | None) -> None:
         self._e2e.observe(total_s)

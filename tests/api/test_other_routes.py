@@ -101,6 +101,8 @@ def test_metrics_count_requests(node: NodeUnderTest) -> None:
     assert grown("pdserve_request_queue_time_seconds_count") == 4
     assert grown("pdserve_request_queue_time_seconds_sum") == pytest.approx(0.04)
     assert grown("pdserve_request_prefill_time_seconds_count") == 4
+    assert grown("pdserve_kv_transfer_tail_seconds_count") == 4
+    assert grown("pdserve_kv_transfer_tail_seconds_sum") == pytest.approx(0.02)
     assert grown("pdserve_request_decode_time_seconds_count") == 2
     assert grown("pdserve_generation_tokens_total") == 9 + 2 * 4
 

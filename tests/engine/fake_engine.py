@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any
 
-from pdserve.config import Batching, SchedulerConfig, TransferConfig
+from pdserve.config import Batching, KvOverlap, SchedulerConfig, TransferConfig
 from pdserve.engine.block_manager import BlockManager
 from pdserve.engine.flight import decodes_on
 from pdserve.engine.kv_connector import KvConnector
 from pdserve.engine.kv_connector.fetching import Fetching
 from pdserve.engine.kv_connector.no_transfer import NoTransfer
+from pdserve.engine.kv_connector.push_schedule import PushSchedule
 from pdserve.engine.kv_connector.pushing import Pushing
 from pdserve.engine.outbox import Outbox
 from pdserve.engine.plan import Plan, Work
@@ -77,7 +78,7 @@ class FakeEngine:
         if role is Role.MIXED:
             self.connector = NoTransfer(self.blocks)
         elif role is Role.PREFILL:
-            self.connector = Pushing(self.blocks, thread, lambda ids: None, 1000)
+            self.connector = Pushing(self.blocks, thread, lambda ids: None, 1000, PushSchedule(KvOverlap.ON))
         else:
             self.connector = Fetching(self.blocks, thread, TransferConfig(), BOOT)
         self.outbox = Outbox()

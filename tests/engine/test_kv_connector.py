@@ -11,6 +11,7 @@ from pdserve.config import (
     CacheConfig,
     CpuConfig,
     EngineConfig,
+    KvOverlap,
     LogConfig,
     ModelConfig,
     SchedulerConfig,
@@ -20,6 +21,7 @@ from pdserve.engine.block_manager import BlockManager
 from pdserve.engine.kv_connector import KvConnector, open_connector
 from pdserve.engine.kv_connector.fetching import Fetching
 from pdserve.engine.kv_connector.no_transfer import NoTransfer
+from pdserve.engine.kv_connector.push_schedule import PushSchedule
 from pdserve.engine.kv_connector.pushing import Pushing
 from pdserve.engine.outbox import Outbox
 from pdserve.engine.plan import Plan
@@ -90,10 +92,14 @@ class ScriptedThread:
         return TransferStats()
 
 
+def too_long(token_ids: list[int]) -> str | None:
+    return "too long" if len(token_ids) > 40 else None
+
+
 class Bench:
     """One connector with its scheduler and blocks."""
 
-    def __init__(self, role: Role) -> None:
+    def __init__(self, role: Role, overlap: KvOverlap = KvOverlap.ON) -> None:
         self.thread = ScriptedThread()
         thread: Any = self.thread
         self.blocks = BlockManager(NUM_BLOCKS, BLOCK_SIZE)
@@ -101,7 +107,7 @@ class Bench:
         if role is Role.DECODE:
             self.connector = Fetching(self.blocks, thread, TransferConfig(), BOOT)
         else:
-            self.connector = Pushing(self.blocks, thread, lambda ids: "too long" if len(ids) > 40 else None, 3)
+            self.connector = Pushing(self.blocks, thread, too_long, 3, PushSchedule(overlap))
         self.outbox = Outbox()
         self.scheduler = Scheduler(
             self.blocks,
@@ -167,7 +173,8 @@ def test_the_first_token_is_passed_on_before_the_blocks_land() -> None:
     bench.report(FirstTokenArrived(order.transfer_id, (SampledToken(33),), 0))
     assert bench.tokens() == [33]
     assert bench.scheduler.num_remote == 1
-    bench.report(FetchLanded(order.transfer_id, 0.1, 100))
+    bench.report(FetchLanded(order.transfer_id, 0.1, 100, 0.02))
+    assert request.transfer_seconds == 0.02
     assert request.status is Status.RUNNING
     assert bench.step().work[0].num_tokens == 1
     assert request.prefill_source is PrefillSource.REMOTE
@@ -304,6 +311,22 @@ def test_blocks_are_pushed_as_chunks_fill_them_and_the_last_one_partial() -> Non
     assert bench.blocks.num_free == NUM_BLOCKS - 4
     bench.report(PushEnded(order.transfer_id, PushOutcome.DONE))
     assert bench.all_free
+
+
+@pytest.mark.parametrize("overlap", [KvOverlap.OFF, KvOverlap.AUTO])
+def test_without_overlap_all_blocks_are_pushed_when_the_prompt_is_computed(overlap: KvOverlap) -> None:
+    bench, order = Bench(Role.PREFILL, overlap), wanted(prompt=14, first_block=1)
+    bench.report(order)
+    bench.step()
+    assert bench.thread.pushed == []
+    (request,) = bench.scheduler.live()
+    table = tuple(request.block_table)
+    bench.step()
+    assert bench.thread.pushed == [(1, table[1:])]
+    bench.report(PushEnded(order.transfer_id, PushOutcome.DONE))
+    bench.report(wanted(prompt=14))
+    bench.step()
+    assert [(first, len(blocks)) for first, blocks in bench.thread.pushed[1:]] == [(0, 4)], "cached ones neither"
 
 
 def test_blocks_that_the_decode_node_has_are_not_pushed() -> None:

@@ -35,7 +35,10 @@ DEADLINE_S = 5.0
 TAG, LINK = 11, 6
 TOKEN = FirstToken(TRANSFER, (SampledToken(8),), 16)
 ARRIVED = FirstTokenArrived(TRANSFER, (SampledToken(8),), 16)
-LANDED = [Done(TRANSFER), FetchLanded(TRANSFER, 1.0, 4 * SIZE)]
+
+
+def landed(tail_s: float = 0.0, tail_bytes: int = 0) -> list[FetchEffect]:
+    return [Done(TRANSFER), FetchLanded(TRANSFER, 1.0, 4 * SIZE, tail_s, tail_bytes)]
 
 
 def session(*, checked: bool = False) -> FetchSession:
@@ -77,14 +80,21 @@ def test_the_ranks_are_ready_before_anything_is_asked_for() -> None:
 def test_the_token_may_come_last() -> None:
     fetch = moving()
     assert land(fetch, 2, 3, 4, 5) == []
-    assert fetch.on_first_token(TOKEN, 1.0) == [ARRIVED, *LANDED]
+    assert fetch.on_first_token(TOKEN, 1.0) == [ARRIVED, *landed()]
 
 
 def test_the_token_may_come_first_and_counts_once() -> None:
     fetch = moving()
     assert fetch.on_first_token(TOKEN, 0.5) == [ARRIVED]
     assert fetch.on_first_token(TOKEN, 0.6) == []
-    assert land(fetch, 5, 4, 3, 2) == LANDED
+    assert land(fetch, 5, 4, 3, 2) == landed(0.5, 4 * SIZE)
+
+
+def test_only_what_lands_after_the_token_is_the_tail() -> None:
+    fetch = moving()
+    land(fetch, 2, 3, 4)
+    fetch.on_first_token(TOKEN, 0.25)
+    assert land(fetch, 5) == landed(0.75, SIZE)
 
 
 def test_it_has_landed_when_every_rank_has_all() -> None:
@@ -92,7 +102,7 @@ def test_it_has_landed_when_every_rank_has_all() -> None:
     fetch.on_first_token(TOKEN, 0.5)
     assert land(fetch, 2, 3, 4, 5, rank=1) == []
     assert land(fetch, 2, 3, 3, 4, rank=0) == []
-    assert land(fetch, 5, rank=0) == LANDED
+    assert land(fetch, 5, rank=0) == landed(0.5, 4 * SIZE)
 
 
 def test_a_failure_counts_leading_blocks_and_quarantines_what_any_rank_still_writes() -> None:
@@ -147,10 +157,10 @@ def test_a_checked_block_counts_when_it_is_what_was_announced(early: bool) -> No
     fetch.on_first_token(TOKEN, 0.5)
     if early:
         assert fetch.on_digests(ANNOUNCED, 0.5) == []
-        assert land(fetch, 2, 3, 4, 5) == LANDED
+        assert land(fetch, 2, 3, 4, 5) == landed(0.5, 4 * SIZE)
     else:
         assert land(fetch, 2, 3, 4, 5) == []
-        assert fetch.on_digests(ANNOUNCED, 1.0) == LANDED
+        assert fetch.on_digests(ANNOUNCED, 1.0) == landed(0.5, 4 * SIZE)
 
 
 def test_a_block_that_is_something_else_ends_the_transfer() -> None:

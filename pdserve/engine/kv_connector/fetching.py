@@ -83,12 +83,12 @@ class Fetching:
                         fetch.request.cached_tokens = cached_tokens
                         fetch.request.prefill_source = PrefillSource.REMOTE
                         self._accept(scheduler, fetch, tokens, now)
-                case FetchLanded(transfer):
+                case FetchLanded(transfer, tail_s=tail_s):
                     landed = self._fetching.pop(transfer, None)
                     if landed is None:
                         self._finish_ending(transfer)
                     else:
-                        self._landed(scheduler, landed, now)
+                        self._landed(scheduler, landed.request, tail_s)
                 case FetchFailed(transfer, _, landed_blocks, quarantined):
                     self._blocks.quarantine(quarantined)
                     failed = self._fetching.pop(transfer, None)
@@ -113,12 +113,10 @@ class Fetching:
             if not request.ended and request.num_generated_tokens == 0:
                 scheduler.accept_token(request, token, now)
 
-    def _landed(self, scheduler: Scheduler, fetch: _Fetch, now: float) -> None:
-        request = fetch.request
-        times = [member.first_token for member in fetch.choosers if member.first_token is not None]
+    def _landed(self, scheduler: Scheduler, request: Request, tail_s: float) -> None:
         request.transfer = None
         request.prefill_source = PrefillSource.REMOTE
-        request.transfer_seconds = now - min(times, default=now)
+        request.transfer_seconds = tail_s
         scheduler.landed(request)
 
     def _retry(self, scheduler: Scheduler, request: Request, landed_blocks: int, quarantined: tuple[int, ...]) -> None:

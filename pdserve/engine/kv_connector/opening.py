@@ -15,6 +15,7 @@ from pdserve.engine.kv_connector.contract import KvConnector
 from pdserve.engine.kv_connector.fetching import Fetching
 from pdserve.engine.kv_connector.memory import region_of
 from pdserve.engine.kv_connector.no_transfer import NoTransfer
+from pdserve.engine.kv_connector.push_schedule import PushSchedule
 from pdserve.engine.kv_connector.pushing import Pushing
 from pdserve.engine.kv_connector.ranks_mover import RanksMover
 from pdserve.engine.kv_connector.staged_fetches import StagedFetches
@@ -59,7 +60,8 @@ def open_connector(
     copying = None if memory is None else _Copying(kv_cache, memory, wake, followers)
     if config.role is Role.PREFILL:
         pushes = thread if copying is None else copying.pushes(thread, spec.block_size)
-        return Pushing(blocks, pushes, misfit, config.scheduler.max_waiting), control
+        schedule = PushSchedule(config.transfer.overlap)
+        return Pushing(blocks, pushes, misfit, config.scheduler.max_waiting, schedule), control
     fetches = thread if copying is None else copying.fetches(thread)
     return Fetching(blocks, fetches, config.transfer, config.boot_id), control
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from pdserve.engine.block_manager import BlockManager
 from pdserve.engine.kv_connector.contract import CLOSE_TIMEOUT_S
+from pdserve.engine.kv_connector.push_schedule import PushSchedule
 from pdserve.engine.kv_connector.transfers import Pushes
 from pdserve.engine.plan import Plan
 from pdserve.engine.request import Request, Status
@@ -25,12 +26,14 @@ class Pushing:
         thread: Pushes,
         misfit: Callable[[list[int]], str | None],
         max_waiting: int,
+        schedule: PushSchedule,
     ) -> None:
         """``misfit`` says why a prompt cannot be computed here, if so; ``max_waiting`` bounds the queue."""
         self._blocks = blocks
         self._thread = thread
         self._misfit = misfit
         self._max_waiting = max_waiting
+        self._schedule = schedule
         self._pushing: dict[TransferId, Request] = {}
         self._ending: dict[TransferId, list[int]] = {}
 
@@ -87,24 +90,26 @@ class Pushing:
             raise EngineError("a prefill node was asked to fetch a prompt")
         # What the prefix cache holds moves while the rest is computed.
         for work in plan.work:
-            self._push(work.request, work.request.num_computed_tokens // self._blocks.block_size)
+            self._push_early(work.request)
 
     def stepped(self, scheduler: Scheduler, plan: Plan) -> None:
         for work in plan.work:
             request = work.request
             if request.transfer is None or request.status is not Status.RUNNING:
                 continue
-            complete = request.num_generated_tokens > 0
-            if complete:
-                final = self._blocks.blocks_for(request.num_prompt_tokens)
-            else:
-                final = request.num_computed_tokens // self._blocks.block_size
-            self._push(request, final)
-            if complete:
-                family = (request, *request.siblings)
-                tokens = tuple(token for member in family for token in member.first_tokens)
-                self._thread.first_token(request.transfer, tokens, request.cached_tokens)
-                scheduler.pushed_all(request)
+            if request.num_generated_tokens == 0:
+                self._push_early(request)
+                continue
+            self._push(request, self._blocks.blocks_for(request.num_prompt_tokens))
+            family = (request, *request.siblings)
+            tokens = tuple(token for member in family for token in member.first_tokens)
+            self._thread.first_token(request.transfer, tokens, request.cached_tokens)
+            scheduler.pushed_all(request)
+
+    def _push_early(self, request: Request) -> None:
+        """Send what is final of a prompt that is not computed yet, if this is the time for it."""
+        if self._schedule.early(request.num_prompt_tokens - request.first_block * self._blocks.block_size):
+            self._push(request, request.num_computed_tokens // self._blocks.block_size)
 
     def _push(self, request: Request, final: int) -> None:
         """Send the blocks before ``final`` that are wanted and not sent yet."""
