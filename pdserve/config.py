@@ -108,6 +108,16 @@ class CpuKernels(enum.Enum):
     TORCH = "torch"
 
 
+class Disaggregation(enum.Enum):
+    """Whether a decode node has prompts computed by prefill nodes."""
+
+    AUTO = "auto"
+    """Where that is estimated to be the faster way."""
+    ALWAYS = "always"
+    """All that lack more than one block here."""
+    NEVER = "never"
+
+
 class KvOverlap(enum.Enum):
     """When a prefill node pushes the KV blocks of a prompt that it computes in chunks."""
 
@@ -214,6 +224,18 @@ class TransferConfig:
         "time that a prefill node gets for one prompt before the decode node prefills itself",
         30_000,
         minimum=1,
+    )
+    disaggregation: Disaggregation = setting(
+        "disaggregation",
+        "which prompts a decode node gives to prefill nodes; auto those that they are estimated to be faster with",
+        Disaggregation.AUTO,
+    )
+    stall_weight: float = setting(
+        "stall-weight",
+        "seconds of waiting for a first token that one second of a stalled stream counts for, in that estimate",
+        2.0,
+        minimum=0,
+        maximum=1000,
     )
     checksums: Switch = setting(
         "kv-checksums", "whether a decode engine checks every KV block that it receives", Switch.ON

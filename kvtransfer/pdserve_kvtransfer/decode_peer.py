@@ -108,8 +108,8 @@ class DecodePeer:
         match command:
             case Push(_, first_index, block_ids):
                 self._apply(session, session.push(first_index, block_ids))
-            case GiveFirstToken(_, tokens, cached_tokens):
-                self._apply(session, session.first_token(tokens, cached_tokens))
+            case GiveFirstToken(_, tokens, cached_tokens, load):
+                self._apply(session, session.first_token(tokens, cached_tokens, load))
             case FailPush(_, reason):
                 self._apply(session, session.refuse(reason))
         self._read_ranks()

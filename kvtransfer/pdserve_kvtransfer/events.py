@@ -9,6 +9,7 @@ from typing import TypeAlias
 from pdserve.wire.ids import TransferId
 from pdserve.wire.sampling import SampledToken, SamplingParams
 from pdserve.wire.ticket import PrefillTarget
+from pdserve.wire.transfer import UNKNOWN_LOAD, PrefillLoad
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +67,7 @@ class FirstTokenArrived:
     """The request's, then one for each sibling."""
     cached_tokens: int
     """Of the prompt, how many the prefill engine's own prefix cache held."""
+    load: PrefillLoad = UNKNOWN_LOAD
 
 
 @dataclass(frozen=True, slots=True)

@@ -138,7 +138,7 @@ class FetchSession:
             return []
         self.all_sent = now
         self._tail_bytes = round(self._landings.share_missing * self._size)
-        arrived = FirstTokenArrived(self.order.transfer_id, message.tokens, message.cached_tokens)
+        arrived = FirstTokenArrived(self.order.transfer_id, message.tokens, message.cached_tokens, message.load)
         return [arrived, *self._finish_if_complete(now)]
 
     def _finish_if_complete(self, now: float) -> list[FetchEffect]:

@@ -7,7 +7,7 @@ from typing import TypeAlias
 
 from pdserve.wire.rank_transfer import SendBlocks
 from pdserve.wire.sampling import SampledToken
-from pdserve.wire.transfer import Failed, FirstToken, PrefillRequest
+from pdserve.wire.transfer import UNKNOWN_LOAD, Failed, FirstToken, PrefillLoad, PrefillRequest
 from pdserve_kvtransfer.events import PushCancelled, PushEnded, PushEvent, PushOutcome, PushWanted
 
 PushEffect: TypeAlias = SendBlocks | FirstToken | Failed | PushEvent
@@ -72,10 +72,12 @@ class PushSession:
         self._in_flight -= count
         return self._end_if_quiet()
 
-    def first_token(self, tokens: tuple[SampledToken, ...], cached_tokens: int) -> list[PushEffect]:
+    def first_token(
+        self, tokens: tuple[SampledToken, ...], cached_tokens: int, load: PrefillLoad = UNKNOWN_LOAD
+    ) -> list[PushEffect]:
         if self.state is not PushState.PUSHING:
             return []
-        return [FirstToken(self.transfer_id, tokens, cached_tokens)]
+        return [FirstToken(self.transfer_id, tokens, cached_tokens, load)]
 
     def refuse(self, reason: str) -> list[PushEffect]:
         """The engine gives it up."""

@@ -12,7 +12,7 @@ from pdserve.config import TransferConfig
 from pdserve.wire.frame import Sealer
 from pdserve.wire.ids import TransferId
 from pdserve.wire.sampling import SampledToken
-from pdserve.wire.transfer import EngineSpec
+from pdserve.wire.transfer import EngineSpec, PrefillLoad
 from pdserve_kvtransfer.events import FetchOrder
 from pdserve_kvtransfer.head_map import heads_of
 from pdserve_kvtransfer.outbox import Outbox
@@ -75,6 +75,7 @@ class GiveFirstToken:
     transfer_id: TransferId
     tokens: tuple[SampledToken, ...]
     cached_tokens: int
+    load: PrefillLoad
 
 
 @dataclass(frozen=True, slots=True)

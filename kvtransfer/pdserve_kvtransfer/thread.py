@@ -19,7 +19,7 @@ from pdserve.wire.discovery import Role
 from pdserve.wire.frame import Purpose, Sealer
 from pdserve.wire.ids import TransferId
 from pdserve.wire.sampling import SampledToken
-from pdserve.wire.transfer import EngineSpec
+from pdserve.wire.transfer import UNKNOWN_LOAD, EngineSpec, PrefillLoad
 from pdserve_kvtransfer.control import is_loopback
 from pdserve_kvtransfer.decode import DecodeSide
 from pdserve_kvtransfer.events import FetchOrder, TransferEvent, TransferThreadDied
@@ -125,9 +125,15 @@ class TransferThread:
         self._region.check(*block_ids)
         self._command(Push(transfer_id, first_index, block_ids))
 
-    def first_token(self, transfer_id: TransferId, tokens: tuple[SampledToken, ...], cached_tokens: int) -> None:
+    def first_token(
+        self,
+        transfer_id: TransferId,
+        tokens: tuple[SampledToken, ...],
+        cached_tokens: int,
+        load: PrefillLoad = UNKNOWN_LOAD,
+    ) -> None:
         """Ignored if the push is over."""
-        self._command(GiveFirstToken(transfer_id, tokens, cached_tokens))
+        self._command(GiveFirstToken(transfer_id, tokens, cached_tokens, load))
 
     def fail_push(self, transfer_id: TransferId, reason: str) -> None:
         """Refuse or give up; ``PushEnded`` follows, without ``PushCancelled``. Ignored if the push is over."""

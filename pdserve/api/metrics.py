@@ -12,7 +12,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from pdserve.api.outcome import Outcome
-from pdserve.wire.engine import EngineStats, PrefillSource, RequestReport
+from pdserve.wire.engine import EngineStats, PrefillNodeStats, PrefillSource, PrefillStats, RequestReport
 
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 _TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5)
@@ -132,7 +132,33 @@ class EngineCollector(Collector):
         yield _counter("kv_transfer_seconds", "time of completed transfers", stats.transfer_seconds)
         yield _by_label("kv_transfer_failures", "transfers that failed", "reason", stats.transfer_failures)
         yield _counter("leases_expired", "peers that stopped answering", stats.leases_expired)
+        yield from _prefill(stats.prefill)
         yield _counter("stale_blocks_dropped", "blocks of dead transfers refused", stats.stale_blocks_dropped)
+
+
+def _prefill(stats: PrefillStats) -> Iterable[Metric]:
+    """What chooses between local and remote prefill."""
+    decisions = CounterMetricFamily(
+        "pdserve_prefill_decisions", "prompts, by where they went first", labels=["choice", "reason"]
+    )
+    for made in stats.decisions:
+        decisions.add_metric([made.source.value, made.reason.value], made.count)
+    yield decisions
+    yield _gauge("prefill_local_tokens_per_second", "rate of prompts on this node", stats.tokens_per_s)
+    yield _gauge("prefill_decode_step_seconds", "a step without prompts", stats.decode_step_s)
+    yield _gauge("prefill_last_local_cost_seconds", "of the prompt last compared", stats.last_local_s)
+    yield _gauge("prefill_last_remote_cost_seconds", "of the prompt last compared", stats.last_remote_s)
+    gauges: dict[str, tuple[str, Callable[[PrefillNodeStats], float]]] = {
+        "remote_tokens_per_second": ("rate of prompts on a prefill node", lambda node: node.tokens_per_s),
+        "remote_queued_tokens": ("of prompts before a prefill node", lambda node: node.queued_tokens),
+        "remote_overhead_seconds": ("of a first token, beside queue and rate", lambda node: node.overhead_s),
+        "remote_transfer_bytes_per_second": ("of KV blocks from a prefill node", lambda node: node.bytes_per_s),
+    }
+    for name, (help, value) in gauges.items():
+        family = GaugeMetricFamily(f"pdserve_prefill_{name}", help, labels=["node"])
+        for node in stats.nodes:
+            family.add_metric([node.name], value(node))
+        yield family
 
 
 def _gauge(name: str, help: str, value: float) -> GaugeMetricFamily:

@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 
 from pdserve.config import Batching, SchedulerConfig
 from pdserve.engine.counters import Counters
+from pdserve.engine.disaggregation.prefill_choice import Decision, PrefillChoice
+from pdserve.engine.disaggregation.prefill_cost import Prompt
 from pdserve.engine.plan import Plan, Work
 from pdserve.engine.queues import Queues
 from pdserve.engine.request import Request, Status
@@ -26,6 +28,7 @@ class Admission:
         config: SchedulerConfig,
         counters: Counters,
         release: Callable[[Request], None],
+        choice: PrefillChoice,
     ) -> None:
         self._queues = queues
         self._blocks = blocks
@@ -33,6 +36,7 @@ class Admission:
         self._static = config.batching is Batching.STATIC
         self._counters = counters
         self._release = release
+        self._choice = choice
 
     @property
     def has_place(self) -> bool:
@@ -42,6 +46,7 @@ class Admission:
         """Add to ``plan`` what is admitted, with at most ``budget`` tokens of work."""
         if self._static and self._queues.num_admitted:
             return
+        queued = self._queues.pending_prompt_tokens if self._queues.waiting else 0
         for request in list(self._queues.waiting):
             if not self.has_place:
                 return
@@ -50,7 +55,8 @@ class Admission:
             if idle and not request.targets:
                 continue
             found = self._blocks.find(request)
-            fetch = self._should_fetch(request, found)
+            decision = self._decide(request, found, queued, now)
+            fetch = decision is not None and decision.remote
             if idle and not fetch:
                 continue
             if not self._has_room(request, found):
@@ -58,11 +64,14 @@ class Admission:
             self._blocks.admit(request, found)
             if request.admitted is None:
                 self._first_admission(request, now)
+            if decision is not None:
+                self._choice.decided(decision)
             if fetch:
                 self._queues.move(request, Status.WAITING_FOR_REMOTE_KVS)
                 plan.fetches.append(request)
                 continue
             self._queues.move(request, Status.RUNNING)
+            queued += request.num_pending_tokens
             tokens = min(request.num_pending_tokens, budget)
             if tokens:
                 plan.work.append(Work(request, tokens))
@@ -84,13 +93,14 @@ class Admission:
             self._counters.prefix_cache_queries += request.num_prompt_tokens
             self._counters.prefix_cache_hits += request.num_computed_tokens
 
-    def _should_fetch(self, request: Request, found: Sequence[int]) -> bool:
-        """A prompt goes to a prefill node if one is left to be tried and more than one block is missing here."""
+    def _decide(self, request: Request, found: Sequence[int], queued: int, now: float) -> Decision | None:
+        """Where a prompt is computed; None if it is no question: no prefill node is left to be tried."""
+        if not request.targets or request.num_generated_tokens:
+            return None
         computed = max(request.num_computed_tokens, len(found) * self._blocks.block_size)
-        return (
-            bool(request.targets)
-            and request.num_generated_tokens == 0
-            and request.num_prompt_tokens - computed > self._blocks.block_size
+        missing = request.num_prompt_tokens - computed
+        return self._choice.choose(
+            Prompt(missing, computed, queued, self._queues.num_admitted), request.targets[0], now
         )
 
     def _has_room(self, request: Request, found: Sequence[int]) -> bool:

@@ -11,6 +11,8 @@ import torch
 from pdserve.config import EngineConfig, Overlap, Switch
 from pdserve.engine.api_channel import ApiChannel
 from pdserve.engine.block_manager import BlockManager
+from pdserve.engine.disaggregation.prefill_choice import PrefillChoice
+from pdserve.engine.disaggregation.prefill_rate import PrefillRate
 from pdserve.engine.followers import Followers
 from pdserve.engine.kv_connector import KvConnector, open_connector
 from pdserve.engine.prompt_rule import PromptRule
@@ -97,7 +99,13 @@ def assemble(
     blocks = BlockManager(num_blocks, block_size, prefix_cache=config.cache.prefix_cache is Switch.ON)
     stop = StopRule(decoder.eos_token_ids, max_model_len)
     prompts = PromptRule(decoder.vocab_size, max_model_len)
-    connector, control = open_connector(config, spec, own.kv_cache, blocks, wake_up.set, prompts.misfit, followers)
+    rate = PrefillRate()
+    choice = PrefillChoice(
+        rate, config.transfer, config.scheduler, block_size, layout.block_bytes * tp.size / block_size
+    )
+    connector, control = open_connector(
+        config, spec, own.kv_cache, blocks, wake_up.set, prompts.misfit, followers, rate, choice
+    )
     loop = StepLoop(
         api=api,
         wake_up=wake_up,
@@ -108,6 +116,8 @@ def assemble(
         stop=stop,
         prompts=prompts,
         ahead=own if overlaps(config, device) else None,
+        rate=rate,
+        choice=choice,
     )
     return Engine(loop, connector, control, spec, num_blocks, max_model_len, decoder.vocab_size)
 

@@ -48,6 +48,16 @@ class Plan:
     """KV blocks to be copied, from which by to which."""
 
     @property
+    def num_prompt_tokens(self) -> int:
+        """Of prompts, and of requests that are computed again."""
+        return sum(work.num_tokens for work in self.work if work.num_tokens > 1)
+
+    @property
+    def num_decoding(self) -> int:
+        """Requests with a single token."""
+        return sum(work.num_tokens == 1 for work in self.work)
+
+    @property
     def choosers(self) -> list[Request]:
         """All of the work's, in order."""
         return [request for work in self.work for request in work.choosers]

@@ -24,6 +24,11 @@ class Queues:
         """How many of the batch's places are taken."""
         return len(self.running) + len(self.remote)
 
+    @property
+    def pending_prompt_tokens(self) -> int:
+        """Tokens of admitted prompts that are to be computed here."""
+        return sum(pending for request in self.running if (pending := request.num_pending_tokens) > 1)
+
     def live(self) -> Iterator[Request]:
         """Every request that holds something or waits for something."""
         for request in chain(self.waiting, self.running, self.remote, self.pushing):

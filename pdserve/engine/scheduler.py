@@ -18,6 +18,7 @@ from pdserve.config import Batching, SchedulerConfig
 from pdserve.engine.admission import Admission
 from pdserve.engine.block_manager import BlockManager
 from pdserve.engine.counters import Counters
+from pdserve.engine.disaggregation.prefill_choice import PrefillChoice
 from pdserve.engine.outbox import Outbox
 from pdserve.engine.plan import Plan, Work
 from pdserve.engine.queues import Queues
@@ -39,13 +40,14 @@ class Scheduler:
         stop: StopRule,
         outbox: Outbox,
         release: Callable[[Request], None],
+        choice: PrefillChoice,
         lookahead: int = 0,
     ) -> None:
         """``lookahead`` is how many tokens a step may guess beyond each decoding request's last known one."""
         self.counters = Counters()
         self._blocks = RequestBlocks(blocks)
         self._queues = Queues()
-        self._admission = Admission(self._queues, self._blocks, config, self.counters, release)
+        self._admission = Admission(self._queues, self._blocks, config, self.counters, release, choice)
         self._max_step_tokens = config.max_step_tokens
         self._static = config.batching is Batching.STATIC
         self._stop = stop
@@ -67,6 +69,11 @@ class Scheduler:
     @property
     def num_remote(self) -> int:
         return len(self._queues.remote)
+
+    @property
+    def queued_prompt_tokens(self) -> int:
+        """Tokens of all prompts, admitted or not, that are to be computed here."""
+        return self._queues.pending_prompt_tokens + sum(request.num_pending_tokens for request in self._queues.waiting)
 
     def live(self) -> Iterator[Request]:
         """Every request that holds something or waits for something."""

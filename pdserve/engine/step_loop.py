@@ -17,6 +17,8 @@ import zmq
 from pdserve.config import SchedulerConfig
 from pdserve.engine.api_channel import ApiChannel
 from pdserve.engine.block_manager import BlockManager
+from pdserve.engine.disaggregation.prefill_choice import PrefillChoice
+from pdserve.engine.disaggregation.prefill_rate import PrefillRate
 from pdserve.engine.flight import Ahead, Flight, launch, launch_ahead
 from pdserve.engine.kv_connector import KvConnector
 from pdserve.engine.outbox import Outbox
@@ -47,6 +49,8 @@ class StepLoop:
         config: SchedulerConfig,
         stop: StopRule,
         prompts: PromptRule,
+        rate: PrefillRate,
+        choice: PrefillChoice,
         ahead: AheadRunner | None = None,
     ) -> None:
         """``ahead`` is ``runner`` if decode steps are to be launched before the tokens of the last ones are known.
@@ -60,8 +64,10 @@ class StepLoop:
         self._blocks = blocks
         self._connector = connector
         self._outbox = Outbox()
-        self._scheduler = Scheduler(blocks, config, stop, self._outbox, connector.release)
+        self._scheduler = Scheduler(blocks, config, stop, self._outbox, connector.release, choice)
         self._prompts = prompts
+        self._rate = rate
+        self._choice = choice
         self._eos_token_ids = stop.eos_token_ids
         self._steps = 0
         self._stats_sent = EngineStats()
@@ -91,7 +97,7 @@ class StepLoop:
                 # What the step before gave, while this one computes.
                 self._tell()
             if flight is not None:
-                self._land(flight)
+                self._land(flight, began=now)
             self._blocks.clean(self._runner.clear)
             if self._ahead is None or ahead is not None:
                 self._tell()
@@ -165,10 +171,12 @@ class StepLoop:
         requests = self._scheduler.follow(flight.plan)
         return launch_ahead(self._ahead, flight, requests) if requests else None
 
-    def _land(self, flight: Flight) -> None:
+    def _land(self, flight: Flight, began: float) -> None:
         choices = flight.read()
         self._steps += 1
-        for request in self._scheduler.advance(flight.plan, choices, time.monotonic()):
+        now = time.monotonic()
+        self._rate.step(flight.plan.num_prompt_tokens, flight.plan.num_decoding, now - began, now)
+        for request in self._scheduler.advance(flight.plan, choices, now):
             self._connector.give_up(request, NOT_FINITE)
             self._blocks.taint(request.block_table)
             self._scheduler.finish(request, FinishReason.ERROR, NOT_FINITE)
@@ -217,4 +225,5 @@ class StepLoop:
             transfer_failures={kind.value: count for kind, count in transfers.failures.items()},
             leases_expired=transfers.leases_expired,
             stale_blocks_dropped=transfers.stale_blocks_dropped,
+            prefill=self._choice.stats(time.monotonic()),
         )

@@ -77,6 +77,55 @@ class PrefillSource(enum.Enum):
     """A prefill node was asked and did not deliver; this node did it."""
 
 
+class PrefillReason(enum.Enum):
+    """Why a decode node that was named a prefill node went to it or not."""
+
+    SHORT = "short"
+    """No more than one block was missing."""
+    CHEAPER = "cheaper"
+    """By the estimate."""
+    PROBE = "probe"
+    """Nothing was known of the prefill node, or nothing new."""
+    FAILED = "failed"
+    """Its last prompt came to nothing."""
+    SETTING = "setting"
+    """``--disaggregation`` says so."""
+
+
+class PrefillDecisions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
+    source: PrefillSource
+    """``LOCAL`` or ``REMOTE``."""
+    reason: PrefillReason
+    count: int
+
+
+class PrefillNodeStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
+    """One prefill node, as a decode node has measured it."""
+
+    name: str
+    tokens_per_s: float
+    """0 before it has said."""
+    queued_tokens: int
+    overhead_s: float
+    """What a first token takes beside queue and computing."""
+    bytes_per_s: float
+    """Of KV blocks that came after their first token."""
+
+
+class PrefillStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What the choice between local and remote prefill knows, and what it chose."""
+
+    decisions: tuple[PrefillDecisions, ...] = ()
+    """Counts since the start."""
+    nodes: tuple[PrefillNodeStats, ...] = ()
+    tokens_per_s: float = 0.0
+    """Of prompts, on this node; 0 before there was one."""
+    decode_step_s: float = 0.0
+    last_local_s: float = 0.0
+    """Costs of the prompt that was last compared."""
+    last_remote_s: float = 0.0
+
+
 class RequestReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """What the engine knows of a finished request, for the log line and the metrics. Times in seconds."""
 
@@ -138,6 +187,7 @@ class EngineStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     """By reason."""
     leases_expired: int = 0
     stale_blocks_dropped: int = 0
+    prefill: PrefillStats = PrefillStats()
 
     @property
     def load(self) -> Load:

@@ -34,7 +34,7 @@ import msgspec
 from pdserve.wire.ids import BootId, TransferId
 from pdserve.wire.sampling import SampledToken, SamplingParams
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 
 INDEX_BITS = 24
 """A UCX tag is ``tag << INDEX_BITS | index``: 40 random bits chosen by the receiver, then the block's index."""
@@ -117,11 +117,25 @@ class Digests(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field
     digests: Annotated[tuple[Annotated[int, msgspec.Meta(ge=0)], ...], msgspec.Meta(min_length=1)]
 
 
+class PrefillLoad(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How a prefill engine is, as it says itself."""
+
+    queued_tokens: Annotated[int, msgspec.Meta(ge=0)] = 0
+    """Of prompts that it has accepted and not computed."""
+    tokens_per_s: Annotated[float, msgspec.Meta(ge=0)] = 0.0
+    """Of prompts, as measured; 0 before it was."""
+
+
+UNKNOWN_LOAD = PrefillLoad()
+
+
 class FirstToken(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="first_token"):
     transfer_id: TransferId
     tokens: Annotated[tuple[SampledToken, ...], msgspec.Meta(min_length=1)]
     """Of the request, then of its siblings in order."""
     cached_tokens: int
+    load: PrefillLoad = UNKNOWN_LOAD
+    """After this prompt."""
 
 
 class Done(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="done"):

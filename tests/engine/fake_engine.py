@@ -9,6 +9,7 @@ from typing import Any
 
 from pdserve.config import Batching, KvOverlap, SchedulerConfig, TransferConfig
 from pdserve.engine.block_manager import BlockManager
+from pdserve.engine.disaggregation.prefill_rate import PrefillRate
 from pdserve.engine.flight import decodes_on
 from pdserve.engine.kv_connector import KvConnector
 from pdserve.engine.kv_connector.fetching import Fetching
@@ -26,6 +27,7 @@ from pdserve.wire.ids import new_id
 from pdserve.wire.sampling import SampledToken, SamplingParams
 from pdserve.wire.ticket import PrefillTarget
 from tests.engine.fake_model import EOS, FakeModel, choose
+from tests.engine.prefill_choices import prefill_choice
 
 BLOCK_SIZE = 4
 BOOT = new_id()
@@ -74,20 +76,23 @@ class FakeEngine:
     ) -> None:
         self.blocks = BlockManager(num_blocks, BLOCK_SIZE, prefix_cache=prefix_cache)
         self.model = FakeModel(num_blocks, BLOCK_SIZE)
+        choice = prefill_choice(BLOCK_SIZE)
         self.connector: KvConnector
         if role is Role.MIXED:
             self.connector = NoTransfer(self.blocks)
         elif role is Role.PREFILL:
-            self.connector = Pushing(self.blocks, thread, lambda ids: None, 1000, PushSchedule(KvOverlap.ON))
+            self.connector = Pushing(
+                self.blocks, thread, lambda ids: None, 1000, PushSchedule(KvOverlap.ON), PrefillRate()
+            )
         else:
-            self.connector = Fetching(self.blocks, thread, TransferConfig(), BOOT)
+            self.connector = Fetching(self.blocks, thread, TransferConfig(), BOOT, choice)
         self.outbox = Outbox()
         self.max_len = max_len
         config = SchedulerConfig(
             max_running=max_running, max_step_tokens=max_step_tokens, max_waiting=100, batching=batching
         )
         stop = StopRule(frozenset({EOS}), max_len)
-        self.scheduler = Scheduler(self.blocks, config, stop, self.outbox, self.connector.release, lookahead)
+        self.scheduler = Scheduler(self.blocks, config, stop, self.outbox, self.connector.release, choice, lookahead)
         self.outputs: dict[int, list[int]] = {}
         self.endings: dict[int, RequestOutput] = {}
         self.now = 0.0

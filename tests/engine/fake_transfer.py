@@ -7,6 +7,7 @@ from random import Random
 
 from pdserve.wire.ids import TransferId
 from pdserve.wire.sampling import SampledToken
+from pdserve.wire.transfer import PrefillLoad
 from pdserve_kvtransfer.events import (
     BlocksReleased,
     FetchCancelled,
@@ -66,8 +67,10 @@ class PrefillThread:
     def push(self, transfer_id: TransferId, first_index: int, block_ids: tuple[int, ...]) -> None:
         self._wire.send(transfer_id, first_index, block_ids)
 
-    def first_token(self, transfer_id: TransferId, tokens: tuple[SampledToken, ...], cached_tokens: int) -> None:
-        self._wire.first_token(transfer_id, tokens, cached_tokens)
+    def first_token(
+        self, transfer_id: TransferId, tokens: tuple[SampledToken, ...], cached_tokens: int, load: PrefillLoad
+    ) -> None:
+        self._wire.first_token(transfer_id, tokens, cached_tokens, load)
 
     def events(self) -> list[TransferEvent]:
         pending, self.pending = self.pending, []
@@ -108,12 +111,14 @@ class Wire:
             assert first_index >= transfer.order.first_block
             transfer.sending += enumerate(block_ids, first_index)
 
-    def first_token(self, transfer_id: TransferId, tokens: tuple[SampledToken, ...], cached_tokens: int) -> None:
+    def first_token(
+        self, transfer_id: TransferId, tokens: tuple[SampledToken, ...], cached_tokens: int, load: PrefillLoad
+    ) -> None:
         transfer = self._transfers.get(transfer_id)
         if transfer is not None:
             assert len(tokens) == 1 + len(transfer.order.sibling_seeds)
             transfer.first_token = True
-            self.decode.pending.append(FirstTokenArrived(transfer_id, tokens, cached_tokens))
+            self.decode.pending.append(FirstTokenArrived(transfer_id, tokens, cached_tokens, load))
 
     def cancel(self, transfer_id: TransferId) -> None:
         transfer = self._transfers.pop(transfer_id, None)

@@ -18,6 +18,7 @@ from pdserve.config import (
     TransferConfig,
 )
 from pdserve.engine.block_manager import BlockManager
+from pdserve.engine.disaggregation.prefill_rate import PrefillRate
 from pdserve.engine.kv_connector import KvConnector, open_connector
 from pdserve.engine.kv_connector.fetching import Fetching
 from pdserve.engine.kv_connector.no_transfer import NoTransfer
@@ -34,7 +35,7 @@ from pdserve.wire.engine import FinishReason, PrefillSource
 from pdserve.wire.ids import TransferId, new_id
 from pdserve.wire.sampling import SampledToken, SamplingParams
 from pdserve.wire.ticket import PrefillTarget
-from pdserve.wire.transfer import EngineSpec
+from pdserve.wire.transfer import EngineSpec, PrefillLoad
 from pdserve_kvtransfer.events import (
     BlocksReleased,
     FetchCancelled,
@@ -50,6 +51,7 @@ from pdserve_kvtransfer.events import (
     TransferThreadDied,
 )
 from pdserve_kvtransfer.stats import TransferStats
+from tests.engine.prefill_choices import prefill_choice
 
 BLOCK_SIZE = 4
 NUM_BLOCKS = 16
@@ -65,6 +67,7 @@ class ScriptedThread:
         self.pushed: list[tuple[int, tuple[int, ...]]] = []
         self.first_tokens: list[int] = []
         self.cached_tokens: list[int] = []
+        self.loads: list[PrefillLoad] = []
         self.failed: list[str] = []
         self.pending: list[TransferEvent] = []
 
@@ -77,9 +80,12 @@ class ScriptedThread:
     def push(self, transfer_id: TransferId, first_index: int, block_ids: tuple[int, ...]) -> None:
         self.pushed.append((first_index, block_ids))
 
-    def first_token(self, transfer_id: TransferId, tokens: tuple[SampledToken, ...], cached_tokens: int) -> None:
+    def first_token(
+        self, transfer_id: TransferId, tokens: tuple[SampledToken, ...], cached_tokens: int, load: PrefillLoad
+    ) -> None:
         self.first_tokens += [token.token_id for token in tokens]
         self.cached_tokens.append(cached_tokens)
+        self.loads.append(load)
 
     def fail_push(self, transfer_id: TransferId, reason: str) -> None:
         self.failed.append(reason)
@@ -103,11 +109,13 @@ class Bench:
         self.thread = ScriptedThread()
         thread: Any = self.thread
         self.blocks = BlockManager(NUM_BLOCKS, BLOCK_SIZE)
+        self.rate = PrefillRate()
+        self.choice = prefill_choice(BLOCK_SIZE, rate=self.rate)
         self.connector: KvConnector
         if role is Role.DECODE:
-            self.connector = Fetching(self.blocks, thread, TransferConfig(), BOOT)
+            self.connector = Fetching(self.blocks, thread, TransferConfig(), BOOT, self.choice)
         else:
-            self.connector = Pushing(self.blocks, thread, too_long, 3, PushSchedule(overlap))
+            self.connector = Pushing(self.blocks, thread, too_long, 3, PushSchedule(overlap), self.rate)
         self.outbox = Outbox()
         self.scheduler = Scheduler(
             self.blocks,
@@ -115,6 +123,7 @@ class Bench:
             StopRule(frozenset({2}), 60),
             self.outbox,
             self.connector.release,
+            self.choice,
         )
 
     def request(self, prompt: int = 10, targets: int = 1, max_tokens: int = 5) -> Request:
@@ -432,7 +441,15 @@ def test_each_role_has_its_own_connector(role: Role, kind: type) -> None:
     )
     blocks = BlockManager(2, 4)
     connector, control = open_connector(
-        config, spec, torch.zeros(2, 1, 1, 2, 4, 2), blocks, lambda: None, lambda ids: None, None
+        config,
+        spec,
+        torch.zeros(2, 1, 1, 2, 4, 2),
+        blocks,
+        lambda: None,
+        lambda ids: None,
+        None,
+        PrefillRate(),
+        prefill_choice(4),
     )
     try:
         assert type(connector) is kind

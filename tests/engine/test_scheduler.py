@@ -20,6 +20,7 @@ from pdserve.wire.engine import FinishReason, RequestOutput
 from pdserve.wire.ids import new_id
 from pdserve.wire.sampling import SampledToken, SamplingParams
 from pdserve.wire.ticket import PrefillTarget
+from tests.engine.prefill_choices import prefill_choice
 
 EOS = 2
 BLOCK_SIZE = 4
@@ -45,7 +46,13 @@ class Bench:
         )
         stop = StopRule(frozenset({EOS}), max_len)
         self.scheduler = Scheduler(
-            self.blocks, config, stop, self.outbox, lambda request: self.blocks.free(request.block_table), lookahead
+            self.blocks,
+            config,
+            stop,
+            self.outbox,
+            lambda request: self.blocks.free(request.block_table),
+            prefill_choice(BLOCK_SIZE),
+            lookahead,
         )
         self.outputs: dict[int, list[int]] = {}
         self.endings: dict[int, RequestOutput] = {}

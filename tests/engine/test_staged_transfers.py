@@ -12,6 +12,7 @@ from pdserve.engine.kv_connector.staging_slots import StagingSlots
 from pdserve.wire.ids import TransferId, new_id
 from pdserve.wire.sampling import SampledToken, SamplingParams
 from pdserve.wire.ticket import PrefillTarget
+from pdserve.wire.transfer import UNKNOWN_LOAD
 from pdserve_kvtransfer.events import (
     BlocksReleased,
     FailureKind,
@@ -205,7 +206,7 @@ def test_blocks_are_sent_when_they_are_in_their_slots() -> None:
     wanted = desk.wanted(3, first_block=2)
     assert desk.pushed(wanted) == [wanted]
     desk.pushes.push(wanted.transfer_id, 2, (50, 51))
-    desk.pushes.first_token(wanted.transfer_id, (SampledToken(5),), 0)
+    desk.pushes.first_token(wanted.transfer_id, (SampledToken(5),), 0, UNKNOWN_LOAD)
     desk.pushes.push(wanted.transfer_id, 4, (52,))
     assert desk.thread.first_tokens == [5]
     assert desk.mover.downloads == [((50, 51), (0, 1)), ((52,), (2,))]

@@ -19,6 +19,7 @@ from pdserve.config import Dtype, SchedulerConfig
 from pdserve.engine.api_channel import ApiChannel
 from pdserve.engine.block_hash import extend_hashes
 from pdserve.engine.block_manager import BlockManager
+from pdserve.engine.disaggregation.prefill_rate import PrefillRate
 from pdserve.engine.kv_connector.no_transfer import NoTransfer
 from pdserve.engine.prompt_rule import PromptRule
 from pdserve.engine.step_loop import NOT_FINITE, StepLoop
@@ -31,6 +32,7 @@ from pdserve.wire.engine import FinishReason, FromEngine, RequestOutput, Shutdow
 from pdserve.wire.ids import new_id
 from pdserve.wire.sampling import SamplingParams, TokenLogprobs
 from pdserve_kernels.cpu.torch_kernels import TorchKernels
+from tests.engine.prefill_choices import prefill_choice
 from tests.tiny_models import VOCAB_SIZE, save_tiny_model
 
 BLOCK_SIZE = 4
@@ -147,6 +149,8 @@ def engine(
             config=SchedulerConfig(max_running=8, max_step_tokens=16),
             stop=StopRule(frozenset(config.eos_token_ids), 128),
             prompts=PromptRule(VOCAB_SIZE, 128),
+            rate=PrefillRate(),
+            choice=prefill_choice(BLOCK_SIZE),
             ahead=runner if overlap else None,
         )
 

@@ -120,6 +120,7 @@ CHANNELS: list[tuple[Any, list[msgspec.Struct]]] = [
             transfer.FirstToken(
                 TRANSFER_ID, (SampledToken(17, TokenLogprobs(-0.5, 1, ((17, -0.5),))), SampledToken(3)), 0
             ),
+            transfer.FirstToken(TRANSFER_ID, (SampledToken(3),), 16, transfer.PrefillLoad(512, 1700.5)),
             transfer.Failed(TRANSFER_ID, "out of blocks"),
             transfer.Pong(OTHER),
             transfer.Examined(

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from pdserve.config import TransferConfig
 from pdserve.engine.block_manager import BlockManager
+from pdserve.engine.disaggregation.prefill_choice import PrefillChoice
+from pdserve.engine.disaggregation.prefill_node import PrefillNode
 from pdserve.engine.kv_connector.contract import CLOSE_TIMEOUT_S
 from pdserve.engine.kv_connector.transfers import Fetches
 from pdserve.engine.plan import Plan
@@ -33,6 +35,7 @@ class _Fetch:
 
     request: Request
     choosers: tuple[Request, ...]
+    node: PrefillNode
 
 
 class Fetching:
@@ -41,11 +44,14 @@ class Fetching:
     Only blocks that the prefix cache here does not hold are asked for.
     """
 
-    def __init__(self, blocks: BlockManager, thread: Fetches, config: TransferConfig, boot_id: bytes) -> None:
+    def __init__(
+        self, blocks: BlockManager, thread: Fetches, config: TransferConfig, boot_id: bytes, choice: PrefillChoice
+    ) -> None:
         self._blocks = blocks
         self._thread = thread
         self._timeout_s = config.prefill_timeout_ms / 1000
         self._boot_id = boot_id
+        self._choice = choice
         self._fetching: dict[TransferId, _Fetch] = {}
         self._ending: dict[TransferId, list[int]] = {}
 
@@ -59,7 +65,9 @@ class Fetching:
             request.prefill_node = target.name
             request.first_block = request.num_computed_tokens // self._blocks.block_size
             last_block = self._blocks.blocks_for(request.num_prompt_tokens)
-            self._fetching[transfer] = _Fetch(request, (request, *request.siblings))
+            cached = request.num_computed_tokens
+            node = self._choice.ordered(target, transfer, request.num_prompt_tokens - cached, cached, now)
+            self._fetching[transfer] = _Fetch(request, (request, *request.siblings), node)
             self._thread.fetch(
                 FetchOrder(
                     transfer_id=transfer,
@@ -77,22 +85,25 @@ class Fetching:
     def poll(self, scheduler: Scheduler, now: float) -> None:
         for event in self._thread.events():
             match event:
-                case FirstTokenArrived(transfer, tokens, cached_tokens):
+                case FirstTokenArrived(transfer, tokens, cached_tokens, load):
                     fetch = self._fetching.get(transfer)
                     if fetch is not None:
+                        fetch.node.answered(transfer, cached_tokens, load, now)
                         fetch.request.cached_tokens = cached_tokens
                         fetch.request.prefill_source = PrefillSource.REMOTE
                         self._accept(scheduler, fetch, tokens, now)
-                case FetchLanded(transfer, tail_s=tail_s):
+                case FetchLanded(transfer, tail_s=tail_s, tail_bytes=tail_bytes):
                     landed = self._fetching.pop(transfer, None)
                     if landed is None:
                         self._finish_ending(transfer)
                     else:
+                        landed.node.landed(tail_bytes, tail_s)
                         self._landed(scheduler, landed.request, tail_s)
                 case FetchFailed(transfer, _, landed_blocks, quarantined):
                     self._blocks.quarantine(quarantined)
                     failed = self._fetching.pop(transfer, None)
                     if failed is not None:
+                        failed.node.failed(transfer, now)
                         self._retry(scheduler, failed.request, landed_blocks, quarantined)
                     else:
                         self._finish_ending(transfer)
@@ -139,7 +150,7 @@ class Fetching:
         if request.transfer is None:
             self._blocks.free(request.block_table)
             return
-        del self._fetching[request.transfer]
+        self._fetching.pop(request.transfer).node.withdrawn(request.transfer)
         self._ending[request.transfer] = request.block_table
         request.block_table = []
         self._thread.cancel_fetch(request.transfer)

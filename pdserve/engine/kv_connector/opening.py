@@ -9,6 +9,8 @@ import torch
 
 from pdserve.config import EngineConfig
 from pdserve.engine.block_manager import BlockManager
+from pdserve.engine.disaggregation.prefill_choice import PrefillChoice
+from pdserve.engine.disaggregation.prefill_rate import PrefillRate
 from pdserve.engine.followers import Followers
 from pdserve.engine.kv_connector.block_mover import BlockMover, block_copies
 from pdserve.engine.kv_connector.contract import KvConnector
@@ -36,10 +38,13 @@ def open_connector(
     wake: Callable[[], None],
     misfit: Callable[[list[int]], str | None],
     followers: Followers | None,
+    rate: PrefillRate,
+    choice: PrefillChoice,
 ) -> tuple[KvConnector, str]:
     """The connector of this node's role, running, and the address of its control channel (empty if it has none).
 
-    ``followers`` are this node's other ranks, each with its ``rank_transfer``.
+    ``followers`` are this node's other ranks, each with its ``rank_transfer``. ``rate`` is told to decode nodes, and
+    ``choice`` is told what prefill nodes do.
 
     Raises TransferError if its sockets or UCX cannot be opened, ConfigError if its host memory cannot be had.
     """
@@ -61,9 +66,9 @@ def open_connector(
     if config.role is Role.PREFILL:
         pushes = thread if copying is None else copying.pushes(thread, spec.block_size)
         schedule = PushSchedule(config.transfer.overlap)
-        return Pushing(blocks, pushes, misfit, config.scheduler.max_waiting, schedule), control
+        return Pushing(blocks, pushes, misfit, config.scheduler.max_waiting, schedule, rate), control
     fetches = thread if copying is None else copying.fetches(thread)
-    return Fetching(blocks, fetches, config.transfer, config.boot_id), control
+    return Fetching(blocks, fetches, config.transfer, config.boot_id, choice), control
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from pdserve.engine.block_manager import BlockManager
+from pdserve.engine.disaggregation.prefill_rate import PrefillRate
 from pdserve.engine.kv_connector.contract import CLOSE_TIMEOUT_S
 from pdserve.engine.kv_connector.push_schedule import PushSchedule
 from pdserve.engine.kv_connector.transfers import Pushes
@@ -13,6 +14,7 @@ from pdserve.engine.request import Request, Status
 from pdserve.engine.scheduler import Scheduler
 from pdserve.errors import EngineError
 from pdserve.wire.ids import TransferId
+from pdserve.wire.transfer import PrefillLoad
 from pdserve_kvtransfer.events import PushCancelled, PushEnded, PushWanted, TransferThreadDied
 from pdserve_kvtransfer.stats import TransferStats
 
@@ -27,13 +29,18 @@ class Pushing:
         misfit: Callable[[list[int]], str | None],
         max_waiting: int,
         schedule: PushSchedule,
+        rate: PrefillRate,
     ) -> None:
-        """``misfit`` says why a prompt cannot be computed here, if so; ``max_waiting`` bounds the queue."""
+        """``misfit`` says why a prompt cannot be computed here, if so; ``max_waiting`` bounds the queue.
+
+        ``rate`` is what decode nodes are told of this node's speed.
+        """
         self._blocks = blocks
         self._thread = thread
         self._misfit = misfit
         self._max_waiting = max_waiting
         self._schedule = schedule
+        self._rate = rate
         self._pushing: dict[TransferId, Request] = {}
         self._ending: dict[TransferId, list[int]] = {}
 
@@ -103,8 +110,11 @@ class Pushing:
             self._push(request, self._blocks.blocks_for(request.num_prompt_tokens))
             family = (request, *request.siblings)
             tokens = tuple(token for member in family for token in member.first_tokens)
-            self._thread.first_token(request.transfer, tokens, request.cached_tokens)
+            self._thread.first_token(request.transfer, tokens, request.cached_tokens, self._load(scheduler))
             scheduler.pushed_all(request)
+
+    def _load(self, scheduler: Scheduler) -> PrefillLoad:
+        return PrefillLoad(scheduler.queued_prompt_tokens, self._rate.tokens_per_s if self._rate.known else 0.0)
 
     def _push_early(self, request: Request) -> None:
         """Send what is final of a prompt that is not computed yet, if this is the time for it."""

@@ -12,6 +12,7 @@ from pdserve.engine.kv_connector.staging_slots import StagingSlots
 from pdserve.engine.kv_connector.transfers import Pushes
 from pdserve.wire.ids import TransferId
 from pdserve.wire.sampling import SampledToken
+from pdserve.wire.transfer import PrefillLoad
 from pdserve_kvtransfer.events import PushCancelled, PushEnded, PushWanted, TransferEvent, TransferThreadDied
 from pdserve_kvtransfer.stats import TransferStats
 
@@ -55,8 +56,10 @@ class StagedPushes:
         push.downloads += 1
         self._mover.download(Sending(transfer_id, first_index, slots), block_ids, slots)
 
-    def first_token(self, transfer_id: TransferId, tokens: tuple[SampledToken, ...], cached_tokens: int) -> None:
-        self._thread.first_token(transfer_id, tokens, cached_tokens)
+    def first_token(
+        self, transfer_id: TransferId, tokens: tuple[SampledToken, ...], cached_tokens: int, load: PrefillLoad
+    ) -> None:
+        self._thread.first_token(transfer_id, tokens, cached_tokens, load)
 
     def fail_push(self, transfer_id: TransferId, reason: str) -> None:
         self._thread.fail_push(transfer_id, reason)

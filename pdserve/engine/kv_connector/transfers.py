@@ -6,6 +6,7 @@ from typing import Protocol
 
 from pdserve.wire.ids import TransferId
 from pdserve.wire.sampling import SampledToken
+from pdserve.wire.transfer import PrefillLoad
 from pdserve_kvtransfer.events import FetchOrder, TransferEvent
 from pdserve_kvtransfer.stats import TransferStats
 
@@ -33,6 +34,8 @@ class Pushes(Transfers, Protocol):
 
     def push(self, transfer_id: TransferId, first_index: int, block_ids: tuple[int, ...]) -> None: ...
 
-    def first_token(self, transfer_id: TransferId, tokens: tuple[SampledToken, ...], cached_tokens: int) -> None: ...
+    def first_token(
+        self, transfer_id: TransferId, tokens: tuple[SampledToken, ...], cached_tokens: int, load: PrefillLoad
+    ) -> None: ...
 
     def fail_push(self, transfer_id: TransferId, reason: str) -> None: ...
