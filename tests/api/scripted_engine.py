@@ -25,7 +25,11 @@ from pdserve.wire.engine import (
     EngineStats,
     FinishReason,
     FromEngine,
+    PrefillDecisions,
+    PrefillNodeStats,
+    PrefillReason,
     PrefillSource,
+    PrefillStats,
     Ready,
     RequestOutput,
     RequestReport,
@@ -46,6 +50,12 @@ STEP_MS = 2
 NEVER_READY = "never-ready"
 """A file of this name beside the journal keeps the engine in its start."""
 SLOW_S = 0.5
+PREFILL = PrefillStats(
+    decisions=(PrefillDecisions(PrefillSource.REMOTE, PrefillReason.CHEAPER, 5),),
+    nodes=(PrefillNodeStats("prefill-7", 1700.0, 512, 0.004, 3e9),),
+    tokens_per_s=1600.0,
+    last_local_s=0.75,
+)
 REPORT = RequestReport(
     prefill_source=PrefillSource.REMOTE,
     prefill_node="prefill-7",
@@ -72,7 +82,7 @@ class ScriptedEngine:
         self._tokenizer: Tokenizer = Tokenizer.from_file(f"{launch.config.model_dir}/tokenizer.json")
         self._journal = journal
         self._requests: dict[int, Running] = {}
-        self._stats = EngineStats(total_blocks=100, free_blocks=100)
+        self._stats = EngineStats(total_blocks=100, free_blocks=100, prefill=PREFILL)
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PAIR)
         self._socket.connect(launch.address)
         self._messages: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)

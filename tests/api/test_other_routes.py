@@ -114,6 +114,13 @@ def test_metrics_show_the_engine(node: NodeUnderTest) -> None:
     assert shown['pdserve_kv_transfer_failures_total{reason="peer_lost"}'] == 2
     assert shown["pdserve_leases_expired_total"] == 1
     assert 0 <= shown["pdserve_kv_cache_usage_perc"] <= 1
+    assert shown['pdserve_prefill_decisions_total{choice="remote",reason="cheaper"}'] == 5
+    assert shown["pdserve_prefill_local_tokens_per_second"] == 1600
+    assert shown['pdserve_prefill_remote_tokens_per_second{node="prefill-7"}'] == 1700
+    assert shown['pdserve_prefill_remote_queued_tokens{node="prefill-7"}'] == 512
+    assert shown['pdserve_prefill_remote_overhead_seconds{node="prefill-7"}'] == 0.004
+    assert shown['pdserve_prefill_remote_transfer_bytes_per_second{node="prefill-7"}'] == 3e9
+    assert shown["pdserve_prefill_last_local_cost_seconds"] == 0.75
     for name in (
         "num_requests_running",
         "num_requests_waiting",

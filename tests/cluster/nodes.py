@@ -148,7 +148,7 @@ def one_core(index: int) -> tuple[str, str]:
 
 @contextmanager
 def start_node(role: str, name: str, model: Path | str, cluster: Cluster, *flags: str) -> Iterator[Process]:
-    """One more node for a running cluster. Unless told otherwise it leaves nothing of a prompt's way to measurements."""
+    """One more node for a running cluster. Unless told otherwise it does not choose by measurements."""
     defaults = {"--kv-cache-mib": "256", "--disaggregation": "always"}
     more = [word for flag, value in defaults.items() if flag not in flags for word in (flag, value)]
     with pdserve(

@@ -338,6 +338,31 @@ def test_without_overlap_all_blocks_are_pushed_when_the_prompt_is_computed(overl
     assert [(first, len(blocks)) for first, blocks in bench.thread.pushed[1:]] == [(0, 4)], "cached ones neither"
 
 
+def test_the_first_token_says_how_fast_the_node_is_and_what_else_it_has_to_do() -> None:
+    bench, order = Bench(Role.PREFILL), wanted(prompt=8)
+    bench.rate.step(256, 0, 0.128, 1.0)
+    bench.report(order, wanted(prompt=14), wanted(prompt=9))
+    bench.step()
+    assert bench.thread.loads == [PrefillLoad(14 + 9, 2000.0)]
+
+
+def test_what_becomes_of_an_order_is_learnt() -> None:
+    bench, request, order = fetching(targets=2)
+    (node,) = bench.choice.stats(1.0).nodes
+    assert (node.name, node.queued_tokens, node.tokens_per_s) == ("p0", 10, 0.0)
+    bench.report(FirstTokenArrived(order.transfer_id, (SampledToken(33),), 0, PrefillLoad(100, 2000.0)))
+    (node,) = bench.choice.stats(2.0).nodes
+    assert (node.queued_tokens, node.tokens_per_s) == (100, 2000.0)
+    bench.report(FetchLanded(order.transfer_id, 0.1, 100, 0.01, 50))
+    assert bench.choice.stats(2.0).nodes[0].bytes_per_s == pytest.approx(5000)
+    bench.scheduler.abort(request)
+    other = bench.request(prompt=20)
+    bench.step()
+    assert [node.queued_tokens for node in bench.choice.stats(2.0).nodes] == [100, 20 - 2 * BLOCK_SIZE]
+    bench.scheduler.abort(other)
+    assert [node.queued_tokens for node in bench.choice.stats(2.0).nodes] == [100, 0], "withdrawn"
+
+
 def test_blocks_that_the_decode_node_has_are_not_pushed() -> None:
     bench, order = Bench(Role.PREFILL), wanted(prompt=14, first_block=3)
     bench.report(order)

@@ -91,6 +91,11 @@ CHANNELS: list[tuple[Any, list[msgspec.Struct]]] = [
                     prefix_cache_queries=9,
                     prefix_cache_hits=4,
                     transfer_failures={"lease": 2},
+                    prefill=engine.PrefillStats(
+                        decisions=(engine.PrefillDecisions(engine.PrefillSource.LOCAL, engine.PrefillReason.SHORT, 3),),
+                        nodes=(engine.PrefillNodeStats("p0", 1700.5, 512, 0.004, 3e9),),
+                        last_remote_s=0.25,
+                    ),
                 )
             ),
             engine.EngineFailed("no memory"),

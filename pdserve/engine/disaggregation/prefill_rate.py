@@ -38,7 +38,7 @@ class PrefillRate:
         if not prompt_tokens:
             before = self.decode_step_s or seconds
             self.decode_step_s = _KEPT * before + (1 - _KEPT) * seconds
-        elif prompt_tokens >= _TELLING_TOKENS or not self.known:
+        elif prompt_tokens >= _TELLING_TOKENS:
             others = min(self.decode_step_s, 0.75 * seconds) if decoding else 0.0
             self._tokens = _KEPT * self._tokens + prompt_tokens
             self._seconds = _KEPT * self._seconds + seconds - others

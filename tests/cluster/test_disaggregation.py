@@ -1,0 +1,77 @@
+"""Where a decode node has its prompts computed, with --disaggregation auto: real nodes, one core each."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from tests.cluster.nodes import Cluster, Node, cluster, eventually, http
+from tests.cluster.test_cluster import open_stream
+
+STREAMS = 3
+PROMPT = 600
+
+
+def prompt(first: int) -> list[int]:
+    """One that no cache holds."""
+    return [first, *range(1000, 1000 + PROMPT - 1)]
+
+
+def decisions(node: Node, choice: str, reason: str) -> float:
+    return node.metric("prefill_decisions_total", choice=choice, reason=reason)
+
+
+@contextmanager
+def streams(running: Cluster) -> Iterator[None]:
+    """Several clients whose answers are being decoded; their own prompts are too short to be moved."""
+    decode = running.decode[0]
+    with ExitStack() as stack:
+        for i in range(STREAMS):
+            stack.enter_context(open_stream(running, [20 + i, 9, 9], max_tokens=4000))
+        eventually(lambda: decode.metric("num_requests_running") == STREAMS, "all streams decode")
+        yield
+    running.until_idle()
+
+
+def engine_pid(node: Node) -> int:
+    """The engine is the only child of a node's API process."""
+    pid = node.process.pid
+    (child,) = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return int(child)
+
+
+def test_prompts_go_where_they_cost_least(demo_model: Path) -> None:
+    with cluster(demo_model, "--disaggregation", "auto") as running, ThreadPoolExecutor(1) as pool:
+        decode, prefill = running.decode[0], running.prefill[0]
+
+        running.complete(prompt(1), 2)
+        eventually(lambda: decisions(decode, "remote", "probe") == 1, "a node of which nothing is known is tried")
+
+        with streams(running):
+            running.complete(prompt(2), 2)
+            eventually(lambda: decisions(decode, "remote", "cheaper") == 1, "streams are not stalled")
+            assert decisions(decode, "local", "short") == STREAMS
+        assert decode.metric("prefill_local_tokens_per_second") == 0, "no prompt worth measuring was computed here"
+        assert decode.metric("prefill_remote_tokens_per_second", node=prefill.name) > 0
+        assert decode.metric("prefill_last_local_cost_seconds") > decode.metric("prefill_last_remote_cost_seconds") > 0
+
+        running.complete(prompt(3), 2)
+        eventually(lambda: decisions(decode, "local", "cheaper") == 1, "nobody is disturbed, and nothing to be moved")
+        eventually(lambda: decode.metric("prefill_local_tokens_per_second") > 0, "now it is measured")
+
+        os.kill(engine_pid(prefill), signal.SIGSTOP)
+        try:
+            with streams(running):
+                hung = pool.submit(running.complete, prompt(4), 2)
+                assert len(hung.result(60)) == 2
+                eventually(lambda: decode.metric("fallbacks_total") == 1, "it was remote, and in vain")
+                assert len(running.complete(prompt(5), 2)) == 2
+                eventually(lambda: decisions(decode, "local", "failed") == 1, "not again, streams or not")
+        finally:
+            os.kill(engine_pid(prefill), signal.SIGCONT)
+        running.until_idle()
+        assert http(running.url + "/ready").status == 200

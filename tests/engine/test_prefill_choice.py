@@ -1,0 +1,136 @@
+"""Local or remote: the choices of a decode node in the situations that it is made for."""
+
+from __future__ import annotations
+
+from pdserve.config import Disaggregation
+from pdserve.engine.disaggregation.prefill_choice import STALE_S, Decision, PrefillChoice
+from pdserve.engine.disaggregation.prefill_cost import Prompt
+from pdserve.engine.disaggregation.prefill_rate import PrefillRate
+from pdserve.wire.engine import PrefillReason, PrefillSource
+from pdserve.wire.ids import new_id
+from pdserve.wire.ticket import PrefillTarget
+from pdserve.wire.transfer import PrefillLoad
+from tests.engine.prefill_choices import prefill_choice
+
+TARGET = PrefillTarget("p0", "tcp://127.0.0.1:1", new_id())
+RATE = 2000.0
+ALONE = Prompt(256, 0, 0, 0)
+BESIDE_STREAMS = Prompt(256, 0, 0, 4)
+
+LOCAL = Decision(PrefillSource.LOCAL, PrefillReason.CHEAPER)
+REMOTE = Decision(PrefillSource.REMOTE, PrefillReason.CHEAPER)
+PROBE = Decision(PrefillSource.REMOTE, PrefillReason.PROBE)
+
+
+def measured(remote_rate: float = RATE, queued: int = 0, local_rate: float = RATE) -> PrefillChoice:
+    """At 0 s, this node and a prefill node have both computed a prompt."""
+    rate = PrefillRate()
+    rate.step(256, 0, 256 / local_rate, 0.0)
+    choice = prefill_choice(16, Disaggregation.AUTO, rate)
+    seconds = 256 / remote_rate
+    node = choice.ordered(TARGET, "first", 256, 0, -seconds)
+    node.answered("first", 0, PrefillLoad(queued, remote_rate), 0.0)
+    return choice
+
+
+def test_an_unknown_prefill_node_is_tried() -> None:
+    assert prefill_choice(16, Disaggregation.AUTO).choose(ALONE, TARGET, 0.0) == PROBE
+
+
+def test_alone_on_equal_hardware_nothing_is_moved() -> None:
+    assert measured().choose(ALONE, TARGET, 1.0) == LOCAL
+
+
+def test_streams_are_protected() -> None:
+    assert measured().choose(BESIDE_STREAMS, TARGET, 1.0) == REMOTE
+
+
+def test_a_node_with_one_stream_does_not_take_prompts_from_a_short_queue() -> None:
+    choice = measured()
+    choice.ordered(TARGET, "ahead", 256, 0, 1.0)
+    assert choice.choose(Prompt(256, 0, 0, 1), TARGET, 1.0) == REMOTE
+
+
+def test_a_burst_on_an_idle_pair_goes_to_the_prefill_node_but_for_the_first() -> None:
+    choice, went = measured(), []
+    for admitted in range(16):
+        decision = choice.choose(Prompt(256, 0, 256 if admitted else 0, admitted), TARGET, 1.0)
+        went.append(decision)
+        if decision.remote:
+            choice.ordered(TARGET, admitted, 256, 0, 1.0)
+    assert went == [LOCAL] + [REMOTE] * 15
+
+
+def test_a_slow_prefill_node_is_left_alone_by_an_idle_decode_node_and_used_where_streams_run() -> None:
+    choice = measured(remote_rate=RATE / 4)
+    assert choice.choose(ALONE, TARGET, 1.0) == LOCAL
+    assert choice.choose(BESIDE_STREAMS, TARGET, 1.0) == REMOTE
+
+
+def test_a_fast_prefill_node_is_used_by_an_idle_decode_node() -> None:
+    assert measured(remote_rate=4 * RATE).choose(ALONE, TARGET, 1.0) == REMOTE
+
+
+def test_a_long_queue_of_others_sends_prompts_home_until_it_is_worked_off() -> None:
+    choice = measured(queued=10_000)
+    assert choice.choose(BESIDE_STREAMS, TARGET, 0.0) == LOCAL
+    assert choice.choose(BESIDE_STREAMS, TARGET, 5.0) == REMOTE
+
+
+def test_a_prefill_node_that_does_not_answer_gets_no_more() -> None:
+    choice = measured()
+    choice.ordered(TARGET, "stuck", 256, 0, 1.0)
+    assert choice.choose(BESIDE_STREAMS, TARGET, 1.1) == REMOTE
+    assert choice.choose(BESIDE_STREAMS, TARGET, 3.0) == LOCAL
+
+
+def test_after_a_failure_prompts_stay_until_the_probe() -> None:
+    choice = measured()
+    choice.ordered(TARGET, "lost", 256, 0, 1.0).failed("lost", 1.5)
+    failed = Decision(PrefillSource.LOCAL, PrefillReason.FAILED)
+    assert choice.choose(BESIDE_STREAMS, TARGET, 2.0) == failed
+    later = next(now for now in range(3, 1000) if choice.choose(BESIDE_STREAMS, TARGET, now) != failed)
+    assert choice.choose(BESIDE_STREAMS, TARGET, later) == PROBE
+
+
+def test_a_restarted_prefill_node_is_another_one() -> None:
+    choice = measured()
+    choice.ordered(TARGET, "lost", 256, 0, 1.0).failed("lost", 1.5)
+    again = PrefillTarget(TARGET.name, TARGET.control, new_id())
+    assert choice.choose(BESIDE_STREAMS, again, 2.0) == PROBE
+    choice.ordered(again, "new", 256, 0, 2.0)
+    assert [node.name for node in choice.stats(2.0).nodes] == [TARGET.name]
+
+
+def test_an_old_measurement_of_this_node_is_tried_again_with_a_short_prompt() -> None:
+    choice = measured(local_rate=RATE / 2)
+    assert choice.choose(ALONE, TARGET, 1.0) == REMOTE
+    now = STALE_S + 1
+    choice.ordered(TARGET, "newer", 256, 0, now - 1).answered("newer", 0, PrefillLoad(0, RATE), now - 1 + 256 / RATE)
+    assert choice.choose(ALONE, TARGET, now) == LOCAL
+    assert choice.choose(Prompt(2048, 0, 0, 0), TARGET, now) == REMOTE
+
+
+def test_one_block_is_never_fetched_and_settings_are_obeyed() -> None:
+    for mode in (Disaggregation.ALWAYS, Disaggregation.AUTO):
+        short = prefill_choice(16, mode).choose(Prompt(16, 64, 0, 9), TARGET, 0.0)
+        assert short == Decision(PrefillSource.LOCAL, PrefillReason.SHORT)
+    always = prefill_choice(16, Disaggregation.ALWAYS).choose(Prompt(17, 0, 0, 0), TARGET, 0.0)
+    never = prefill_choice(16, Disaggregation.NEVER).choose(Prompt(5000, 0, 0, 9), TARGET, 0.0)
+    assert (always.source, always.reason) == (PrefillSource.REMOTE, PrefillReason.SETTING)
+    assert (never.source, never.reason) == (PrefillSource.LOCAL, PrefillReason.SETTING)
+
+
+def test_what_it_knows_is_shown_and_old_nodes_are_forgotten() -> None:
+    choice = measured()
+    choice.decided(choice.choose(BESIDE_STREAMS, TARGET, 1.0))
+    stats = choice.stats(1.0)
+    assert [(made.source, made.reason, made.count) for made in stats.decisions] == [
+        (PrefillSource.REMOTE, PrefillReason.CHEAPER, 1)
+    ]
+    assert stats.tokens_per_s == RATE and stats.nodes[0].tokens_per_s == RATE
+    assert 0 < stats.last_remote_s < stats.last_local_s
+    for i in range(300):
+        target = PrefillTarget(f"p{i}", "tcp://127.0.0.1:1", new_id())
+        choice.ordered(target, i, 256, 0, 2.0).withdrawn(i)
+    assert len(choice.stats(2.0).nodes) < 100
