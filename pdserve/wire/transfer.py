@@ -6,7 +6,7 @@
       PrefillRequest ────────────────────▶
             ◀═════════ KV blocks (UCX) ═══            as chunks finish, tagged (tag, index)
             ◀───────────────────────────── Digests    what those blocks must be
-            ◀───────────────────────────── FirstToken
+            ◀───────────────────────────── FirstToken    with the prefill engine's load
       Done ──────────────────────────────▶            all blocks landed: the prefill node may free
       Ping ──────────────────────────────▶            while any transfer is alive; renews the leases of both sides
             ◀───────────────────────────── Pong
