@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from pdserve.config import KvOverlap
 
-PAYS_FROM_TOKENS = 1024
+PAYS_FROM_TOKENS = 2048
 
 
 @dataclass(frozen=True, slots=True)
