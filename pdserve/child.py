@@ -70,6 +70,10 @@ class Child:
         self._exit = asyncio.create_task(self._run())
 
     @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
     def alive(self) -> bool:
         return not self._exit.done()
 

@@ -635,6 +635,33 @@ class BenchLoadConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class StreamBenchConfig:
+    """The host's side of streaming, with a mock engine behind it."""
+
+    streams: tuple[int, ...] = setting("streams", "streams at the same time, for each run", (64, 256, 1024, 2048))
+    variants: tuple[str, ...] = setting(
+        "variants", "which parts of the text path are on: off, on, parts joined by +, or on-PART; all if empty", ()
+    )
+    rate: int = setting("rate", "tokens a second of all streams together in paced runs", 16_000, minimum=1)
+    seconds: float = setting("seconds", "for which all streams of a run are under way", 2.5, minimum=0.01)
+    repeats: int = setting(
+        "repeats", "runs of each variant, in turns; of each figure the median is shown", 1, minimum=1, maximum=100
+    )
+    plot: str = setting("plot", "file for the plot, PNG", "", metavar="FILE")
+    startup_timeout_s: float = setting("startup-timeout-s", "seconds that all nodes get to come up", 300.0, minimum=1)
+    run_timeout_s: float = setting("run-timeout-s", "seconds that one run may take", 120.0, minimum=1)
+
+
+@dataclass(frozen=True, slots=True)
+class BenchStreamConfig:
+    """``pdserve bench stream``."""
+
+    report: ReportConfig = field(default_factory=ReportConfig)
+    streaming: StreamBenchConfig = field(default_factory=StreamBenchConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+
+
+@dataclass(frozen=True, slots=True)
 class CompareConfig:
     """Two reports of one benchmark."""
 

@@ -22,6 +22,7 @@ class Unit(enum.Enum):
     TFLOP_PER_S = "TFLOP/s"
     TOKENS_PER_S = "tok/s"
     REQUESTS_PER_S = "req/s"
+    MIB = "MiB"
     COUNT = ""
     RATIO = "×"
     """Of two figures of the same run: the only unit that means the same on another machine."""

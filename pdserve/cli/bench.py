@@ -14,6 +14,7 @@ from pdserve.config import (
     BenchCompareConfig,
     BenchEngineConfig,
     BenchLoadConfig,
+    BenchStreamConfig,
     CpuConfig,
     ReportConfig,
 )
@@ -28,6 +29,7 @@ BENCHMARKS = {
     "batching": "continuous against static batching, on two real nodes",
     "engine": "what this machine and an engine's parts can do",
     "load": "load on any server that speaks OpenAI's API",
+    "stream": "node and proxy with a mock engine, each part of the text path on and off",
     "compare": "two reports of one benchmark: pdserve bench compare OLD.json NEW.json",
 }
 
@@ -50,6 +52,10 @@ _ENGINE = (
 _LOAD = (
     "A closed loop of clients on any server that speaks OpenAI's API: random prompts as token ids, streamed greedy "
     "answers of a set length."
+)
+_STREAM = (
+    "The API process of a node and a proxy, real ones, with a mock engine that emits tokens at a set rate: tokens a "
+    "second, delays, CPU time of each token and peak memory, with each part of the text path on and off."
 )
 _COMPARE = (
     "Compares the ratios of two reports, which hold on any machine, and leaves out times, which do not. Exit status 1 "
@@ -110,6 +116,21 @@ def _load(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     return 0
 
 
+def _stream(argv: Sequence[str], environ: Mapping[str, str]) -> int:
+    config = load(BenchStreamConfig, argv, environ, prog="pdserve bench stream", description=_STREAM)
+    _check_folder("--json", config.report.json)
+    _check_folder("--plot", config.streaming.plot)
+    # Before the measurement, which takes minutes.
+    write_plot = _stream_plotter() if config.streaming.plot else None
+    from pdserve.bench import stream_benchmark
+
+    report = stream_benchmark.run(config, environ)
+    _publish(report, config.report)
+    if write_plot is not None:
+        write_plot(report, Path(config.streaming.plot))
+    return 0
+
+
 def _compare(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     config = load(BenchCompareConfig, compare_flags(argv), environ, prog="pdserve bench compare", description=_COMPARE)
     if not (config.compare.old and config.compare.new):
@@ -164,15 +185,26 @@ def _plotter() -> Callable[[Report, Path], None]:
     try:
         from pdserve.bench.plot import write_plot
     except ImportError as exc:
-        raise ConfigError(
-            "--plot takes matplotlib, which pdserve's extra 'bench' brings: pip install matplotlib"
-        ) from exc
+        raise _no_matplotlib() from exc
     return write_plot
+
+
+def _stream_plotter() -> Callable[[Report, Path], None]:
+    try:
+        from pdserve.bench.stream_plot import write_plot
+    except ImportError as exc:
+        raise _no_matplotlib() from exc
+    return write_plot
+
+
+def _no_matplotlib() -> ConfigError:
+    return ConfigError("--plot takes matplotlib, which pdserve's extra 'bench' brings: pip install matplotlib")
 
 
 _RUN: dict[str, Callable[[Sequence[str], Mapping[str, str]], int]] = {
     "batching": _batching,
     "engine": _engine,
     "load": _load,
+    "stream": _stream,
     "compare": _compare,
 }

@@ -11,6 +11,7 @@ from pdserve.config import (
     BenchCompareConfig,
     BenchEngineConfig,
     BenchLoadConfig,
+    BenchStreamConfig,
     DoctorConfig,
     NodeConfig,
     ProxyConfig,
@@ -30,6 +31,7 @@ ROOTS: tuple[type, ...] = (
     BenchBatchingConfig,
     BenchEngineConfig,
     BenchLoadConfig,
+    BenchStreamConfig,
     BenchCompareConfig,
 )
 """Of every subcommand: what one of them knows is not a misspelling for the others."""

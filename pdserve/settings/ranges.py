@@ -17,6 +17,7 @@ from pdserve.config import (
     HttpConfig,
     LoadConfig,
     SchedulerConfig,
+    StreamBenchConfig,
     TlsConfig,
     TransferConfig,
     WorkloadConfig,
@@ -109,6 +110,10 @@ def _engine_bench(engine: EngineBenchConfig) -> None:
     _check_counts("--chunks", engine.chunks)
 
 
+def _stream_bench(streaming: StreamBenchConfig) -> None:
+    _check_counts("--streams", streaming.streams)
+
+
 def _load(load: LoadConfig) -> None:
     parts = urlsplit(load.url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
@@ -144,4 +149,5 @@ _CHECKS: dict[type, Callable[[Any], None]] = {
     BatchingBenchConfig: _batching_bench,
     EngineBenchConfig: _engine_bench,
     LoadConfig: _load,
+    StreamBenchConfig: _stream_bench,
 }

@@ -11,6 +11,7 @@ from pdserve.config import (
     BenchCompareConfig,
     BenchEngineConfig,
     BenchLoadConfig,
+    BenchStreamConfig,
     DoctorConfig,
     NodeConfig,
     ProxyConfig,
@@ -29,6 +30,7 @@ ROOT_OF = {
     "bench batching": BenchBatchingConfig,
     "bench engine": BenchEngineConfig,
     "bench load": BenchLoadConfig,
+    "bench stream": BenchStreamConfig,
     "bench compare": BenchCompareConfig,
 }
 

@@ -10,6 +10,7 @@ from pdserve.config import (
     BenchCompareConfig,
     BenchEngineConfig,
     BenchLoadConfig,
+    BenchStreamConfig,
     DoctorConfig,
     NodeConfig,
     ProxyConfig,
@@ -55,6 +56,7 @@ _ROOTS = {
     "`pdserve bench batching`": BenchBatchingConfig,
     "`pdserve bench engine`": BenchEngineConfig,
     "`pdserve bench load`": BenchLoadConfig,
+    "`pdserve bench stream`": BenchStreamConfig,
     "`pdserve bench compare`": BenchCompareConfig,
 }
 

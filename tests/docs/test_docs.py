@@ -20,6 +20,7 @@ from pdserve.config import (
     BenchCompareConfig,
     BenchEngineConfig,
     BenchLoadConfig,
+    BenchStreamConfig,
     DoctorConfig,
     NodeConfig,
     ProxyConfig,
@@ -44,6 +45,7 @@ ROOT_OF = {
     "bench batching": BenchBatchingConfig,
     "bench engine": BenchEngineConfig,
     "bench load": BenchLoadConfig,
+    "bench stream": BenchStreamConfig,
     "bench compare": BenchCompareConfig,
 }
 
