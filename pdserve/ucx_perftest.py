@@ -1,0 +1,166 @@
+"""UCX's own benchmark, ``ucx_perftest``, as the libucx package brings it: what UCX can do here without pdserve."""
+
+from __future__ import annotations
+
+import enum
+import importlib.util
+import socket
+import subprocess
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from pdserve.errors import BenchError
+
+LOOPBACK = "127.0.0.1"
+_MIB = 2**20
+_START_S = 10.0
+_LOOK_S = 0.02
+_LISTENING = "0A"
+_COLUMNS = 8
+_OVERALL_US = 3
+_OVERALL_MIB = 5
+
+
+class PerftestKind(enum.Enum):
+    BANDWIDTH = "tag_bw"
+    LATENCY = "tag_lat"
+    """Half of a round trip."""
+
+
+@dataclass(frozen=True, slots=True)
+class PerftestResult:
+    """Over the whole run."""
+
+    microseconds: float
+    """One message: time from send to send, or from end to end for ``LATENCY``."""
+    bytes_per_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Perftest:
+    """The installed program."""
+
+    binary: Path
+    libraries: Path
+
+    def environ(self, base: Mapping[str, str]) -> dict[str, str]:
+        """``base`` (``UCX_*`` settings, say), and where the program finds its libraries."""
+        return {**base, "LD_LIBRARY_PATH": str(self.libraries)}
+
+    def server(self, port: int, environ: Mapping[str, str], core: int | None = None) -> subprocess.Popen[bytes]:
+        """The end that waits, on all addresses, for one ``client``. The caller ends it."""
+        argv = [str(self.binary), "-p", str(port), *_pinned(core)]
+        null = subprocess.DEVNULL
+        return subprocess.Popen(argv, env=self.environ(environ), stdin=null, stdout=null, stderr=null)
+
+    def client(
+        self,
+        host: str,
+        port: int,
+        environ: Mapping[str, str],
+        *,
+        kind: PerftestKind,
+        size: int,
+        count: int,
+        timeout_s: float,
+        core: int | None = None,
+    ) -> PerftestResult:
+        """Sends ``count`` messages of ``size`` bytes to a waiting ``server``. Raises BenchError."""
+        argv = [str(self.binary), "-p", str(port), *_pinned(core), "-t", kind.value]
+        argv += ["-s", str(size), "-n", str(count), "-f", "-v", host]
+        try:
+            done = subprocess.run(
+                argv,
+                env=self.environ(environ),
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                timeout=timeout_s,
+                check=False,
+            )
+        except subprocess.TimeoutExpired as exc:
+            raise BenchError(f"ucx_perftest did not end within {timeout_s:g} s") from exc
+        if done.returncode != 0:
+            raise BenchError(f"ucx_perftest ended with status {done.returncode}: {_tail(done.stderr)}")
+        return parse_result(done.stdout.decode(errors="replace"))
+
+    def pair(
+        self,
+        environ: Mapping[str, str],
+        *,
+        kind: PerftestKind,
+        size: int,
+        count: int,
+        timeout_s: float,
+        cores: tuple[int, int] | None = None,
+    ) -> PerftestResult:
+        """Both ends on this machine, each on its core of ``cores`` (server, client). Raises BenchError."""
+        server_core, client_core = cores or (None, None)
+        port = _free_port()
+        deadline = time.monotonic() + timeout_s
+        server = self.server(port, environ, server_core)
+        try:
+            _await_listening(server, port)
+            left = max(deadline - time.monotonic(), _LOOK_S)
+            return self.client(
+                LOOPBACK, port, environ, kind=kind, size=size, count=count, timeout_s=left, core=client_core
+            )
+        finally:
+            server.kill()
+            server.wait()
+
+
+def find_perftest() -> Perftest | None:
+    """Of the libucx that pdserve itself uses; None if that came without the program."""
+    spec = importlib.util.find_spec("libucx")
+    for folder in () if spec is None else spec.submodule_search_locations or ():
+        found = Perftest(Path(folder, "bin", "ucx_perftest"), Path(folder, "lib"))
+        if found.binary.is_file():
+            return found
+    return None
+
+
+def parse_result(output: str) -> PerftestResult:
+    """The CSV line of ``-f -v``: count, µs (median, average, overall), MiB/s and messages/s (average, overall)."""
+    for line in reversed(output.splitlines()):
+        columns = line.split(",")
+        try:
+            numbers = [float(column) for column in columns]
+        except ValueError:
+            continue
+        if len(numbers) >= _COLUMNS:
+            return PerftestResult(numbers[_OVERALL_US], numbers[_OVERALL_MIB] * _MIB)
+    raise BenchError(f"ucx_perftest's output is not understood: {output.strip()[-200:]!r}")
+
+
+def _pinned(core: int | None) -> list[str]:
+    return [] if core is None else ["-c", str(core)]
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind((LOOPBACK, 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def _await_listening(server: subprocess.Popen[bytes], port: int) -> None:
+    # It says nothing that is not buffered, and takes the first connection, be it a probe, for its client.
+    deadline = time.monotonic() + _START_S
+    while not _is_listening(port):
+        if server.poll() is not None:
+            raise BenchError(f"the server side of ucx_perftest ended with status {server.returncode}")
+        if time.monotonic() > deadline:
+            raise BenchError(f"ucx_perftest did not listen within {_START_S:g} s")
+        time.sleep(_LOOK_S)
+
+
+def _is_listening(port: int) -> bool:
+    end = f":{port:04X}"
+    rows = (line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:])
+    return any(row[1].endswith(end) and row[3] == _LISTENING for row in rows)
+
+
+def _tail(stderr: bytes) -> str:
+    return stderr.decode(errors="replace").strip()[-300:]
