@@ -662,6 +662,37 @@ class BenchStreamConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class TransferBenchConfig:
+    """How the KV transfer between two processes is measured."""
+
+    block_kib: tuple[int, ...] = setting("block-kib", "sizes of a KV block, in KiB", (8, 64, 360, 1024, 4096))
+    fetch_mib: int = setting("fetch-mib", "KV cache that one fetch moves, in MiB, at least 8 blocks", 64, minimum=1)
+    repeats: int = setting("repeats", "fetches of each size, with checksums and without, in turns", 9, minimum=1)
+    nixl_command: str = setting(
+        "nixl-command", "command that measures NIXL and prints its nixl_bw lines; none if empty", "", metavar="COMMAND"
+    )
+    decode_s: float = setting(
+        "decode-s", "seconds of decode steps for each arrival rate; 0 leaves them out", 4.0, minimum=0
+    )
+    decode_batch: int = setting("decode-batch", "requests in those decode steps", 8, minimum=1)
+    decode_context: int = setting("decode-context", "tokens that each of them has", 256, minimum=1)
+    prefill_tokens_per_s: float = setting(
+        "prefill-tokens-per-s", "what a prefill node computes, and so what arrives", 900.0, minimum=1
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class BenchTransferConfig:
+    """``pdserve bench transfer``."""
+
+    report: ReportConfig = field(default_factory=ReportConfig)
+    bench: TransferBenchConfig = field(default_factory=TransferBenchConfig)
+    transfer: TransferConfig = field(default_factory=TransferConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    cpu: CpuConfig = field(default_factory=CpuConfig)
+
+
+@dataclass(frozen=True, slots=True)
 class CompareConfig:
     """Two reports of one benchmark."""
 

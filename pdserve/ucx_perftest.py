@@ -66,10 +66,14 @@ class Perftest:
         count: int,
         timeout_s: float,
         core: int | None = None,
+        survivable: bool = False,
     ) -> PerftestResult:
-        """Sends ``count`` messages of ``size`` bytes to a waiting ``server``. Raises BenchError."""
+        """Sends ``count`` messages of ``size`` bytes to a waiting ``server``. Raises BenchError.
+
+        ``survivable``: over endpoints that outlive their peer, as pdserve's do. UCX has fewer transports for those.
+        """
         argv = [str(self.binary), "-p", str(port), *_pinned(core), "-t", kind.value]
-        argv += ["-s", str(size), "-n", str(count), "-f", "-v", host]
+        argv += ["-s", str(size), "-n", str(count), "-f", "-v", *(["-e"] if survivable else []), host]
         try:
             done = subprocess.run(
                 argv,
@@ -94,6 +98,7 @@ class Perftest:
         count: int,
         timeout_s: float,
         cores: tuple[int, int] | None = None,
+        survivable: bool = False,
     ) -> PerftestResult:
         """Both ends on this machine, each on its core of ``cores`` (server, client). Raises BenchError."""
         server_core, client_core = cores or (None, None)
@@ -104,7 +109,15 @@ class Perftest:
             _await_listening(server, port)
             left = max(deadline - time.monotonic(), _LOOK_S)
             return self.client(
-                LOOPBACK, port, environ, kind=kind, size=size, count=count, timeout_s=left, core=client_core
+                LOOPBACK,
+                port,
+                environ,
+                kind=kind,
+                size=size,
+                count=count,
+                timeout_s=left,
+                core=client_core,
+                survivable=survivable,
             )
         finally:
             server.kill()

@@ -147,6 +147,11 @@ class TransferThread:
         return self._counters.snapshot()
 
     @property
+    def native_id(self) -> int:
+        """The thread as the kernel numbers it, once started: what its CPU time is found by. 0 before."""
+        return self._thread.native_id or 0
+
+    @property
     def alive(self) -> bool:
         """Whether the thread runs."""
         return self._thread.is_alive()

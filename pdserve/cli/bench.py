@@ -15,6 +15,7 @@ from pdserve.config import (
     BenchEngineConfig,
     BenchLoadConfig,
     BenchStreamConfig,
+    BenchTransferConfig,
     CpuConfig,
     ReportConfig,
 )
@@ -30,6 +31,7 @@ BENCHMARKS = {
     "engine": "what this machine and an engine's parts can do",
     "load": "load on any server that speaks OpenAI's API",
     "stream": "node and proxy with a mock engine, each part of the text path on and off",
+    "transfer": "KV blocks from one process's cache to another's, beside ucx_perftest and NIXL",
     "compare": "two reports of one benchmark: pdserve bench compare OLD.json NEW.json",
 }
 
@@ -56,6 +58,10 @@ _LOAD = (
 _STREAM = (
     "The API process of a node and a proxy, real ones, with a mock engine that emits tokens at a set rate: tokens a "
     "second, delays, CPU time of each token and peak memory, with each part of the text path on and off."
+)
+_TRANSFER = (
+    "Moves KV blocks between two processes through the transfer engine, on one core each (the first two of --cores), "
+    "and times ucx_perftest on the same cores; then decode steps while blocks come in."
 )
 _COMPARE = (
     "Compares the ratios of two reports, which hold on any machine, and leaves out times, which do not. Exit status 1 "
@@ -129,6 +135,27 @@ def _stream(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     if write_plot is not None:
         write_plot(report, Path(config.streaming.plot))
     return 0
+
+
+def _transfer(argv: Sequence[str], environ: Mapping[str, str]) -> int:
+    config = load(BenchTransferConfig, argv, environ, prog="pdserve bench transfer", description=_TRANSFER)
+    _check_folder("--json", config.report.json)
+    cores = two_cores(config.cpu.cores or tuple(sorted(os.sched_getaffinity(0))))
+    pin(CpuConfig(cores=(cores[0],)))
+    from pdserve.bench.transfer import benchmark
+    from pdserve.engine.kernel_set import cpu_kernels
+    from pdserve.models.demo import resolve_model
+
+    cache_dir = cache_folder(environ)
+    folder = resolve_model(config.model.path, cache_dir)
+    report = benchmark.run(config, folder, cores, environ, lambda: cpu_kernels(config.cpu.kernels, cache_dir))
+    _publish(report, config.report)
+    return 0
+
+
+def two_cores(usable: Sequence[int]) -> tuple[int, int]:
+    """The decode engine's and the prefill engine's; the same one where there is no other."""
+    return usable[0], usable[1 % len(usable)]
 
 
 def _compare(argv: Sequence[str], environ: Mapping[str, str]) -> int:
@@ -206,5 +233,6 @@ _RUN: dict[str, Callable[[Sequence[str], Mapping[str, str]], int]] = {
     "engine": _engine,
     "load": _load,
     "stream": _stream,
+    "transfer": _transfer,
     "compare": _compare,
 }

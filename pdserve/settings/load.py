@@ -12,6 +12,7 @@ from pdserve.config import (
     BenchEngineConfig,
     BenchLoadConfig,
     BenchStreamConfig,
+    BenchTransferConfig,
     DoctorConfig,
     NodeConfig,
     ProxyConfig,
@@ -32,6 +33,7 @@ ROOTS: tuple[type, ...] = (
     BenchEngineConfig,
     BenchLoadConfig,
     BenchStreamConfig,
+    BenchTransferConfig,
     BenchCompareConfig,
 )
 """Of every subcommand: what one of them knows is not a misspelling for the others."""

@@ -19,6 +19,7 @@ from pdserve.config import (
     SchedulerConfig,
     StreamBenchConfig,
     TlsConfig,
+    TransferBenchConfig,
     TransferConfig,
     WorkloadConfig,
 )
@@ -114,6 +115,10 @@ def _stream_bench(streaming: StreamBenchConfig) -> None:
     _check_counts("--streams", streaming.streams)
 
 
+def _transfer_bench(bench: TransferBenchConfig) -> None:
+    _check_counts("--block-kib", bench.block_kib)
+
+
 def _load(load: LoadConfig) -> None:
     parts = urlsplit(load.url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
@@ -150,4 +155,5 @@ _CHECKS: dict[type, Callable[[Any], None]] = {
     EngineBenchConfig: _engine_bench,
     LoadConfig: _load,
     StreamBenchConfig: _stream_bench,
+    TransferBenchConfig: _transfer_bench,
 }

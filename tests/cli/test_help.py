@@ -12,6 +12,7 @@ from pdserve.config import (
     BenchEngineConfig,
     BenchLoadConfig,
     BenchStreamConfig,
+    BenchTransferConfig,
     DoctorConfig,
     NodeConfig,
     ProxyConfig,
@@ -32,6 +33,7 @@ ROOT_OF = {
     "bench load": BenchLoadConfig,
     "bench stream": BenchStreamConfig,
     "bench compare": BenchCompareConfig,
+    "bench transfer": BenchTransferConfig,
 }
 
 

@@ -11,6 +11,7 @@ from pdserve.config import (
     BenchEngineConfig,
     BenchLoadConfig,
     BenchStreamConfig,
+    BenchTransferConfig,
     DoctorConfig,
     NodeConfig,
     ProxyConfig,
@@ -57,6 +58,7 @@ _ROOTS = {
     "`pdserve bench engine`": BenchEngineConfig,
     "`pdserve bench load`": BenchLoadConfig,
     "`pdserve bench stream`": BenchStreamConfig,
+    "`pdserve bench transfer`": BenchTransferConfig,
     "`pdserve bench compare`": BenchCompareConfig,
 }
 

@@ -21,6 +21,7 @@ from pdserve.config import (
     BenchEngineConfig,
     BenchLoadConfig,
     BenchStreamConfig,
+    BenchTransferConfig,
     DoctorConfig,
     NodeConfig,
     ProxyConfig,
@@ -47,6 +48,7 @@ ROOT_OF = {
     "bench load": BenchLoadConfig,
     "bench stream": BenchStreamConfig,
     "bench compare": BenchCompareConfig,
+    "bench transfer": BenchTransferConfig,
 }
 
 

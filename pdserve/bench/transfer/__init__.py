@@ -1,0 +1,1 @@
+"""``pdserve bench transfer``: the transfer engine itself, KV cache to KV cache between two processes."""

@@ -1,0 +1,110 @@
+"""All measurements of ``pdserve bench transfer``, in one run."""
+
+from __future__ import annotations
+
+import secrets
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from pdserve.bench.chip import chip_name
+from pdserve.bench.engine.subject import Steps, Subject, open_subject
+from pdserve.bench.machine import this_machine
+from pdserve.bench.report import Report, Row
+from pdserve.bench.transfer.decode_steps import while_receiving
+from pdserve.bench.transfer.engine import BLOCK_TOKENS, CacheShape
+from pdserve.bench.transfer.moves import moves
+from pdserve.bench.transfer.prefill_process import PrefillProcess, prefill_process
+from pdserve.bench.transfer.rows import Yardsticks, checksum_row, copy_row, decode_row, overhead_row, transfer_rows
+from pdserve.bench.transfer.yardsticks import copy_bytes_per_s, nixl_rates, perftest_bytes_per_s
+from pdserve.config import BenchTransferConfig
+from pdserve.models.demo import served_name
+from pdserve.settings import to_environ
+from pdserve_kernels.contract import Kernels
+
+_MIB = 2**20
+_LEAST_BLOCKS = 8
+_MOST_BLOCKS = 4096
+_TINY_BYTES = 64
+_TINY_BLOCKS = 2048
+_COPY_MIB = 64
+
+NOTES = (
+    "from the order to the landing of its last block: request, push, accept on arrival, checksums on both sides; "
+    "each engine a process on a core of its own",
+    "on one host UCX copies with these threads' CPU time, in and out of shared memory: CPU time of a block is mostly "
+    "copying, and its own cost is what a block of 64 bytes takes",
+    "ucx_perftest moves one message's memory over and over, which stays in caches; a fetch moves all of it",
+)
+
+
+def run(
+    config: BenchTransferConfig,
+    folder: Path,
+    cores: tuple[int, int],
+    environ: Mapping[str, str],
+    cpu_kernels: Callable[[], Kernels],
+) -> Report:
+    """This process is the decode engine, pinned by the caller to ``cores[0]``; the prefill engine runs on ``cores[1]``.
+
+    Raises BenchError, TransferError or ModelError.
+    """
+    bench = config.bench
+    secret = secrets.token_bytes(32)
+    copied = copy_bytes_per_s(_COPY_MIB)
+    nixl = nixl_rates(bench.nixl_command, environ) if bench.nixl_command else {}
+    rows: list[Row] = []
+    with prefill_process(cores[1], environ) as prefill:
+        for kib in bench.block_kib:
+            _say(f"blocks of {kib} KiB")
+            size = kib * 1024
+            blocks = min(max(bench.fetch_mib * _MIB // size, _LEAST_BLOCKS), _MOST_BLOCKS)
+            moved = moves(prefill, CacheShape(size, blocks), blocks, config.transfer, secret, bench.repeats)
+            yardsticks = Yardsticks(
+                perftest_bytes_per_s(config.transfer, environ, size, cores, survivable=True),
+                perftest_bytes_per_s(config.transfer, environ, size, cores, survivable=False),
+                nixl.get(size),
+                copied,
+            )
+            rows += transfer_rows(moved, yardsticks)
+            rows.append(checksum_row(moved))
+        _say("blocks of 64 bytes")
+        tiny = CacheShape(_TINY_BYTES, _TINY_BLOCKS)
+        rows.append(overhead_row(moves(prefill, tiny, _TINY_BLOCKS, config.transfer, secret, bench.repeats)))
+        if bench.decode_s:
+            subject = _subject(config, folder, cpu_kernels)
+            rows += _decode_rows(config, subject, prefill, secret)
+    rows.append(copy_row(copied))
+    missing = () if bench.nixl_command else ("no --nixl-command was given: NIXL was not measured",)
+    return Report("transfer", this_machine(chip_name()), to_environ(config), (*NOTES, *missing), tuple(rows))
+
+
+def _subject(config: BenchTransferConfig, folder: Path, cpu_kernels: Callable[[], Kernels]) -> Subject:
+    bench = config.bench
+    steps = Steps((bench.decode_batch,), (bench.decode_context,), (1,))
+    return open_subject(served_name(config.model, folder), folder, config.model, BLOCK_TOKENS, steps, cpu_kernels)
+
+
+def _decode_rows(config: BenchTransferConfig, subject: Subject, prefill: PrefillProcess, secret: bytes) -> list[Row]:
+    bench = config.bench
+    size = subject.runner.layout.block_bytes
+    shape = CacheShape(size, max(bench.fetch_mib * _MIB // size, _LEAST_BLOCKS))
+    step_rows = subject.decode_rows(bench.decode_batch, bench.decode_context)
+    found = []
+    for tokens_per_s in (bench.prefill_tokens_per_s, None):
+        _say("decode steps, " + (f"{tokens_per_s:g} tok/s coming in" if tokens_per_s else "all that can come in"))
+        times = while_receiving(
+            lambda: subject.runner.run(step_rows),
+            prefill,
+            shape,
+            config.transfer,
+            secret,
+            bench.decode_s,
+            tokens_per_s,
+        )
+        found.append(decode_row(subject.name, bench.decode_batch, tokens_per_s, times))
+    return found
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

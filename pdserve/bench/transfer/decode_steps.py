@@ -1,0 +1,87 @@
+"""What a decode engine's steps cost while its transfer thread, on the same core, receives."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from pdserve.bench.transfer.engine import BLOCK_TOKENS, CacheShape
+from pdserve.bench.transfer.fetching import FetchingEngine
+from pdserve.bench.transfer.messages import Assignment
+from pdserve.bench.transfer.prefill_process import PrefillProcess
+from pdserve.config import TransferConfig
+
+ROUNDS = 4
+_CHUNK_BLOCKS = 16
+_AHEAD = 6
+"""Fetches ordered ahead, so that one always moves while a step computes."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimes:
+    """Medians over rounds in turns."""
+
+    alone_s: float
+    receiving_s: float
+    bytes_per_s: float
+    """Received meanwhile."""
+
+    @property
+    def slowdown(self) -> float:
+        return self.receiving_s / self.alone_s
+
+
+def while_receiving(
+    step: Callable[[], object],
+    prefill: PrefillProcess,
+    shape: CacheShape,
+    config: TransferConfig,
+    secret: bytes,
+    seconds: float,
+    tokens_per_s: float | None,
+) -> StepTimes:
+    """``step`` alone and with KV blocks of ``tokens_per_s`` coming in, as chunks; as fast as can be if None.
+
+    Raises BenchError, TransferError.
+    """
+    each_s = seconds / ROUNDS / 2
+    if tokens_per_s is None:
+        assignment, blocks, ahead = Assignment(shape.block_bytes, shape.blocks, config, secret), shape.blocks, _AHEAD
+    else:
+        pause_s = _CHUNK_BLOCKS * BLOCK_TOKENS / tokens_per_s
+        assignment = Assignment(shape.block_bytes, shape.blocks, config, secret, _CHUNK_BLOCKS, pause_s)
+        blocks, ahead = min(shape.blocks, _CHUNK_BLOCKS * math.ceil(each_s / pause_s + 1)), 1
+    engine = FetchingEngine(prefill.assign(assignment), secret, shape, config)
+    alone: list[float] = []
+    receiving: list[float] = []
+    rates: list[float] = []
+    try:
+        engine.fetch(_CHUNK_BLOCKS)
+        for _ in range(ROUNDS):
+            alone += _steps(step, each_s, lambda: None)
+            before, started = engine.bytes_received, time.perf_counter()
+            receiving += _steps(step, each_s, lambda: _top_up(engine, blocks, ahead))
+            rates.append((engine.bytes_received - before) / (time.perf_counter() - started))
+            engine.finish()
+    finally:
+        engine.close()
+    return StepTimes(statistics.median(alone), statistics.median(receiving), statistics.median(rates))
+
+
+def _top_up(engine: FetchingEngine, blocks: int, ahead: int) -> None:
+    engine.turn()
+    while engine.open < ahead:
+        engine.order(blocks)
+
+
+def _steps(step: Callable[[], object], seconds: float, between: Callable[[], None]) -> list[float]:
+    times: list[float] = []
+    while not times or sum(times) < seconds:
+        between()
+        started = time.perf_counter()
+        step()
+        times.append(time.perf_counter() - started)
+    return times

@@ -1,0 +1,80 @@
+"""As much of an engine as a transfer needs: a KV cache and the transfer thread beside it. No model."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pdserve.config import TransferConfig
+from pdserve.engine.kv_connector.memory import region_of
+from pdserve.wire.discovery import Role
+from pdserve.wire.transfer import PROTOCOL_VERSION, EngineSpec
+from pdserve_kernels.layout import KvLayout
+from pdserve_kvtransfer.thread import TransferThread
+
+BLOCK_TOKENS = 16
+_TILES = 2 * BLOCK_TOKENS * torch.bfloat16.itemsize
+CLOSE_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class CacheShape:
+    """How much KV cache, in blocks of which size. ``block_bytes`` is a multiple of 64."""
+
+    block_bytes: int
+    blocks: int
+
+    def allocate(self) -> torch.Tensor:
+        """A cache in the engine's layout, every page of it written once."""
+        layout = KvLayout(1, 1, BLOCK_TOKENS, self.block_bytes // _TILES, torch.bfloat16)
+        return layout.allocate(self.blocks, torch.device("cpu")).fill_(0.5)
+
+    @property
+    def spec(self) -> EngineSpec:
+        """What both engines agree on."""
+        return EngineSpec(
+            protocol=PROTOCOL_VERSION,
+            fingerprint="pdserve bench transfer",
+            dtype="bf16",
+            block_size=BLOCK_TOKENS,
+            num_layers=1,
+            kv_heads=1,
+            head_dim=self.block_bytes // _TILES,
+            tp_size=1,
+        )
+
+
+class BenchEngine:
+    """``close`` has to be called. Raises TransferError if its sockets or UCX cannot be opened."""
+
+    def __init__(
+        self, role: Role, boot_id: bytes, secret: bytes, shape: CacheShape, config: TransferConfig, wake: Any
+    ) -> None:
+        self.boot_id = boot_id
+        self.cache = shape.allocate()
+        self.thread = TransferThread(
+            role=role,
+            boot_id=boot_id,
+            secret=secret,
+            spec=shape.spec,
+            region=region_of(self.cache),
+            config=config,
+            wake=wake,
+        )
+        self.control = self.thread.start()
+
+    def cpu_s(self) -> float:
+        """CPU time of the transfer thread so far."""
+        return thread_cpu_s(os.getpid(), self.thread.native_id)
+
+    def close(self) -> None:
+        self.thread.close(CLOSE_S)
+
+
+def thread_cpu_s(process: int, thread: int) -> float:
+    """CPU time of any thread of this machine, in seconds, to the nanosecond where the thread is asleep."""
+    return int(Path(f"/proc/{process}/task/{thread}/schedstat").read_text().split()[0]) / 1e9

@@ -1,0 +1,78 @@
+"""The decode side: fetches prompts, one or several at a time, and says when they have landed."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+from pdserve.bench.transfer.engine import BLOCK_TOKENS, BenchEngine, CacheShape
+from pdserve.config import TransferConfig
+from pdserve.errors import BenchError
+from pdserve.wire.discovery import Role
+from pdserve.wire.ids import TransferId, new_id
+from pdserve.wire.sampling import SamplingParams
+from pdserve.wire.ticket import PrefillTarget
+from pdserve_kvtransfer.events import FetchFailed, FetchLanded, FetchOrder, TransferThreadDied
+
+_DEADLINE_S = 120.0
+_SAMPLING = SamplingParams(max_tokens=1, seed=0)
+
+
+class FetchingEngine:
+    """``close`` has to be called."""
+
+    def __init__(self, target: PrefillTarget, secret: bytes, shape: CacheShape, config: TransferConfig) -> None:
+        """Raises TransferError if its sockets or UCX cannot be opened."""
+        self._target = target
+        self._woken = threading.Event()
+        self._open = 0
+        self._blocks = shape.blocks
+        self._engine = BenchEngine(Role.DECODE, new_id(), secret, shape, config, self._woken.set)
+        self.cpu_s = self._engine.cpu_s
+        self.close = self._engine.close
+
+    @property
+    def open(self) -> int:
+        """Fetches under way, as of the last ``turn``."""
+        return self._open
+
+    @property
+    def bytes_received(self) -> int:
+        return self._engine.thread.stats().bytes_received
+
+    def order(self, blocks: int) -> None:
+        """Begin to fetch so many blocks, at most those of the cache."""
+        transfer_id = TransferId(new_id(), 0, self._engine.boot_id)
+        tokens, destinations = [0] * (blocks * BLOCK_TOKENS), tuple(range(blocks))
+        order = FetchOrder(transfer_id, self._target, tokens, 0, destinations, _SAMPLING, _DEADLINE_S)
+        self._engine.thread.fetch(order)
+        self._open += 1
+
+    def turn(self) -> None:
+        """See what has landed. Raises BenchError if anything failed."""
+        self._woken.clear()
+        for event in self._engine.thread.events():
+            match event:
+                case FetchLanded():
+                    self._open -= 1
+                case FetchFailed(reason=reason):
+                    raise BenchError(f"a fetch failed: {reason}")
+                case TransferThreadDied(message):
+                    raise BenchError(f"the decode engine's transfer thread died: {message}")
+
+    def fetch(self, blocks: int) -> float:
+        """Seconds from the order until all blocks have landed. Raises BenchError."""
+        started = time.perf_counter()
+        self.order(blocks)
+        self.finish()
+        return time.perf_counter() - started
+
+    def finish(self) -> None:
+        """Wait for all that is under way. Raises BenchError."""
+        deadline = time.monotonic() + _DEADLINE_S
+        while True:
+            self.turn()
+            if not self._open:
+                return
+            if not self._woken.wait(max(0.0, deadline - time.monotonic())):
+                raise BenchError(f"a fetch did not land within {_DEADLINE_S:g} s")

@@ -1,0 +1,79 @@
+"""Fetches of one block size, with checksums and without, in turns."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from pdserve.bench.transfer.engine import CacheShape
+from pdserve.bench.transfer.fetching import FetchingEngine
+from pdserve.bench.transfer.messages import Assignment
+from pdserve.bench.transfer.prefill_process import PrefillProcess
+from pdserve.config import Switch, TransferConfig
+
+_WARM_UP = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Moves:
+    """What fetches of ``blocks`` blocks each took."""
+
+    block_bytes: int
+    blocks: int
+    seconds: tuple[float, ...]
+    """From order to landing."""
+    receive_cpu_s: float
+    """A block, of the receiving transfer thread."""
+    send_cpu_s: float
+
+    @property
+    def median_s(self) -> float:
+        return statistics.median(self.seconds)
+
+    @property
+    def bytes_per_s(self) -> float:
+        return self.block_bytes * self.blocks / self.median_s
+
+
+def moves(
+    prefill: PrefillProcess, shape: CacheShape, blocks: int, config: TransferConfig, secret: bytes, repeats: int
+) -> Mapping[Switch, Moves]:
+    """``blocks`` of ``shape``'s at a time, fetched ``repeats`` times each way. Raises BenchError, TransferError."""
+    target = prefill.assign(Assignment(shape.block_bytes, shape.blocks, config, secret))
+    engines: dict[Switch, FetchingEngine] = {}
+    try:
+        for checksums in Switch:
+            own = dataclasses.replace(config, checksums=checksums)
+            engines[checksums] = FetchingEngine(target, secret, shape, own)
+            for _ in range(_WARM_UP):
+                engines[checksums].fetch(blocks)
+        taken = [{way: _timed(prefill, engine, blocks) for way, engine in engines.items()} for _ in range(repeats)]
+    finally:
+        for engine in engines.values():
+            engine.close()
+    return {way: _summary(shape, blocks, [turn[way] for turn in taken]) for way in Switch}
+
+
+@dataclass(frozen=True, slots=True)
+class _Fetch:
+    seconds: float
+    receive_cpu_s: float
+    send_cpu_s: float
+
+
+def _timed(prefill: PrefillProcess, engine: FetchingEngine, blocks: int) -> _Fetch:
+    received, sent = engine.cpu_s(), prefill.cpu_s()
+    seconds = engine.fetch(blocks)
+    return _Fetch(seconds, engine.cpu_s() - received, prefill.cpu_s() - sent)
+
+
+def _summary(shape: CacheShape, blocks: int, fetches: list[_Fetch]) -> Moves:
+    return Moves(
+        shape.block_bytes,
+        blocks,
+        tuple(fetch.seconds for fetch in fetches),
+        statistics.median(fetch.receive_cpu_s for fetch in fetches) / blocks,
+        statistics.median(fetch.send_cpu_s for fetch in fetches) / blocks,
+    )

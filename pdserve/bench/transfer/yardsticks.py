@@ -1,0 +1,104 @@
+"""What else moves bytes between two processes of this machine: UCX's own benchmark, NIXL, and a copy in memory."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import statistics
+import subprocess
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from pdserve.config import TransferConfig
+from pdserve.errors import BenchError
+from pdserve.ucx_perftest import PerftestKind, find_perftest
+
+_LEAST_MESSAGES = 200
+_BYTES = 256 * 2**20
+_MOST_MESSAGES = 20_000
+_LIMIT_S = 60.0
+_NIXL_LIMIT_S = 180.0
+_NIXL_LINE = re.compile(
+    rb"^nixl (?P<size>\d+) \d+ (?P<total>[\d.]+) GB/s total, (?P<moving>[\d.]+) xfer-only", re.MULTILINE
+)
+_COPIES = 7
+
+
+@dataclass(frozen=True, slots=True)
+class NixlRate:
+    """In bytes/s."""
+
+    total: float
+    """With the making of descriptors and of the request, which each transfer needs anew."""
+    moving: float
+
+
+def perftest_bytes_per_s(
+    config: TransferConfig, environ: Mapping[str, str], size: int, cores: tuple[int, int], *, survivable: bool
+) -> float:
+    """Of ``ucx_perftest tag_bw`` under the transfer's own settings; ``cores`` are the receiver's and the sender's.
+
+    Without ``survivable`` its endpoints may use what UCX has for peers that never die, such as a receiver that copies
+    out of the sender's memory. Raises BenchError.
+    """
+    perftest = find_perftest()
+    if perftest is None:
+        raise BenchError("the libucx package that is installed has no ucx_perftest")
+    settings = {**environ, "UCX_WARN_UNUSED_ENV_VARS": "n", "UCX_MM_ERROR_HANDLING": "y"}
+    if config.ucx_tls:
+        settings["UCX_TLS"] = config.ucx_tls
+    count = min(max(_BYTES // size, _LEAST_MESSAGES), _MOST_MESSAGES)
+    result = perftest.pair(
+        settings,
+        kind=PerftestKind.BANDWIDTH,
+        size=size,
+        count=count,
+        timeout_s=_LIMIT_S,
+        cores=cores,
+        survivable=survivable,
+    )
+    return result.bytes_per_s
+
+
+def nixl_rates(command: str, environ: Mapping[str, str]) -> dict[int, NixlRate]:
+    """By block size. ``command`` prints a line like ``nixl 65536 2000 4.2 GB/s total, 5.0 xfer-only`` for each.
+
+    Raises BenchError.
+    """
+    settings = {**environ, "UCX_MM_ERROR_HANDLING": "y", "UCX_CMA_ERROR_HANDLING": "y"}
+    try:
+        done = subprocess.run(
+            shlex.split(command),
+            env=settings,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            timeout=_NIXL_LIMIT_S,
+            check=False,
+        )
+    except (OSError, ValueError) as exc:
+        raise BenchError(f"--nixl-command cannot be run: {exc}") from exc
+    except subprocess.TimeoutExpired as exc:
+        raise BenchError(f"--nixl-command did not end within {_NIXL_LIMIT_S:g} s") from exc
+    found = {
+        int(line["size"]): NixlRate(float(line["total"]) * 1e9, float(line["moving"]) * 1e9)
+        for line in _NIXL_LINE.finditer(done.stdout)
+    }
+    if not found:
+        raise BenchError(f"--nixl-command printed no rate (exit status {done.returncode})")
+    return found
+
+
+def copy_bytes_per_s(mib: int) -> float:
+    """Of one core that copies between two buffers of ``mib`` MiB."""
+    source = torch.ones(mib * 2**20, dtype=torch.uint8)
+    into = torch.zeros_like(source)
+    times = []
+    for _ in range(_COPIES):
+        started = time.perf_counter()
+        into.copy_(source)
+        times.append(time.perf_counter() - started)
+    return source.nbytes / statistics.median(times)
