@@ -67,7 +67,7 @@ def run(
                 copied,
             )
             rows += transfer_rows(moved, yardsticks)
-            rows.append(checksum_row(moved))
+            rows.append(checksum_row(moved, BLOCK_TOKENS / bench.prefill_tokens_per_s))
         _say("blocks of 64 bytes")
         tiny = CacheShape(_TINY_BYTES, _TINY_BLOCKS)
         rows.append(overhead_row(moves(prefill, tiny, _TINY_BLOCKS, config.transfer, secret, bench.repeats)))
@@ -82,7 +82,8 @@ def run(
 def _subject(config: BenchTransferConfig, folder: Path, cpu_kernels: Callable[[], Kernels]) -> Subject:
     bench = config.bench
     steps = Steps((bench.decode_batch,), (bench.decode_context,), (1,))
-    return open_subject(served_name(config.model, folder), folder, config.model, BLOCK_TOKENS, steps, cpu_kernels)
+    name = config.model.served_name or served_name(config.model.path, folder)
+    return open_subject(name, folder, config.model, BLOCK_TOKENS, steps, cpu_kernels)
 
 
 def _decode_rows(config: BenchTransferConfig, subject: Subject, prefill: PrefillProcess, secret: bytes) -> list[Row]:

@@ -52,9 +52,10 @@ def _transfer_row(way: Switch, found: Moves, yardsticks: Yardsticks) -> Row:
     return Row("transfer", {"block": block_name(found.block_bytes), "checksums": way.value}, tuple(figures))
 
 
-def checksum_row(moved: Mapping[Switch, Moves]) -> Row:
-    """What checksums add to a fetch."""
+def checksum_row(moved: Mapping[Switch, Moves], prefill_s: float) -> Row:
+    """What checksums add to a fetch, and to a request whose prompt takes ``prefill_s`` a block to compute."""
     on, off = moved[Switch.ON], moved[Switch.OFF]
+    cpu_s = on.receive_cpu_s - off.receive_cpu_s + on.send_cpu_s - off.send_cpu_s
     figures = (
         Figure("fetch with", on.median_s * 1e3, Unit.MS, Better.LOWER),
         Figure("fetch without", off.median_s * 1e3, Unit.MS, Better.LOWER),
@@ -62,6 +63,7 @@ def checksum_row(moved: Mapping[Switch, Moves]) -> Row:
         _us("receive CPU added", on.receive_cpu_s - off.receive_cpu_s),
         _us("send CPU added", on.send_cpu_s - off.send_cpu_s),
         Figure("with : without", on.median_s / off.median_s, Unit.RATIO, Better.LOWER),
+        Figure("both CPUs added : prefill of a block", cpu_s / prefill_s, Unit.RATIO, Better.LOWER),
     )
     return Row("checksums", {"block": block_name(on.block_bytes), "blocks": on.blocks}, figures)
 
