@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 
 class Verdict(enum.Enum):
@@ -21,12 +20,6 @@ class Verdict(enum.Enum):
     """A piece is not what was sent, or two announcements contradict each other."""
 
 
-@dataclass(frozen=True, slots=True)
-class PieceKey:
-    rank: int
-    index: int
-
-
 class Aggregator:
     """The pieces of blocks ``first_block`` to ``first_block + blocks - 1``, where ``slots[rank]`` make one block."""
 
@@ -37,8 +30,9 @@ class Aggregator:
         self._missing = [sum(self._slots)] * blocks
         self._left = self._pieces = sum(self._missing)
         self._checked = checked
-        self._announced: dict[PieceKey, int] = {}
-        self._found: dict[PieceKey, int] = {}
+        # By rank and place; None where nothing is known yet.
+        self._announced: list[list[int | None]] = [[None] * (slots_here * blocks) for slots_here in self._slots]
+        self._found: list[list[int | None]] = [[None] * (slots_here * blocks) for slots_here in self._slots]
 
     @property
     def complete(self) -> bool:
@@ -56,30 +50,33 @@ class Aggregator:
 
     def landed(self, rank: int, index: int, digest: int) -> Verdict:
         """A rank has received the piece that travelled as ``index``."""
-        return self._note(self._found, PieceKey(rank, index), digest)
+        return self._note(self._found, self._announced, rank, index, digest)
 
     def announced(self, rank: int, index: int, digest: int) -> Verdict:
         """What that piece must be, by its sender."""
-        return self._note(self._announced, PieceKey(rank, index), digest)
+        return self._note(self._announced, self._found, rank, index, digest)
 
-    def _note(self, known: dict[PieceKey, int], key: PieceKey, digest: int) -> Verdict:
-        if not self._expected(key):
+    def _note(
+        self, known: list[list[int | None]], other: list[list[int | None]], rank: int, index: int, digest: int
+    ) -> Verdict:
+        if not 0 <= rank < len(known):
             return Verdict.IGNORED
-        if key in known:
-            return Verdict.IGNORED if known[key] == digest else Verdict.CORRUPT
-        known[key] = digest
+        slots = self._slots[rank]
+        at = index - self._first_block * slots
+        if not 0 <= at < len(known[rank]):
+            return Verdict.IGNORED
+        before = known[rank][at]
+        if before is not None:
+            return Verdict.IGNORED if before == digest else Verdict.CORRUPT
+        known[rank][at] = digest
         if self._checked:
-            if key not in self._found or key not in self._announced:
+            expected = other[rank][at]
+            if expected is None:
                 return Verdict.FINE
-            if self._found[key] != self._announced[key]:
+            if expected != digest:
                 return Verdict.CORRUPT
         elif known is self._announced:
             return Verdict.FINE
-        self._missing[key.index // self._slots[key.rank] - self._first_block] -= 1
+        self._missing[at // slots] -= 1
         self._left -= 1
         return Verdict.FINE
-
-    def _expected(self, key: PieceKey) -> bool:
-        if not 0 <= key.rank < len(self._slots):
-            return False
-        return 0 <= key.index // self._slots[key.rank] - self._first_block < len(self._missing)

@@ -6,7 +6,6 @@ import itertools
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
 import msgspec
@@ -52,8 +51,7 @@ MakePort: TypeAlias = Callable[[int, int, int, int, KvRegion, Transport], Port]
 """``(link, rank, ranks, kv_heads, region, transport)``; raises TransferError."""
 
 
-@dataclass(frozen=True, slots=True)
-class Reported:
+class Reported(msgspec.Struct, frozen=True, gc=False):
     """What one rank said."""
 
     rank: int

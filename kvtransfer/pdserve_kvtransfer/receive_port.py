@@ -7,7 +7,8 @@ transfer is known to be alive, so nothing is written that was not asked for.
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+
+import msgspec
 
 from pdserve.errors import PeerLost, TransferError
 from pdserve.wire.rank_transfer import (
@@ -25,6 +26,7 @@ from pdserve.wire.rank_transfer import (
 )
 from pdserve_kvtransfer.digest import digest
 from pdserve_kvtransfer.head_map import Piece, head_map, heads_of
+from pdserve_kvtransfer.in_flight import InFlight
 from pdserve_kvtransfer.port_link import PortLink
 from pdserve_kvtransfer.region import KvRegion
 from pdserve_kvtransfer.transport import MAX_MESSAGE_BYTES, Arrival, Completion, Transport
@@ -79,13 +81,15 @@ class _Landing:
         return block_id
 
 
-@dataclass(frozen=True, slots=True)
-class _Receiving:
+class _Receiving(msgspec.Struct, frozen=True, gc=False):
     completion: Completion
     landing: _Landing | None
     """None for what lands in scratch memory."""
     index: int
     into: memoryview
+
+    def done(self) -> bool:
+        return self.completion.done()
 
 
 class ReceivePort:
@@ -99,7 +103,7 @@ class ReceivePort:
         self._head_bytes = region.block_bytes // len(heads_of(rank, ranks, kv_heads))
         self._pieces: tuple[Piece, ...] = ()
         self._landings: dict[int, _Landing] = {}
-        self._receiving: list[_Receiving] = []
+        self._receiving: InFlight[_Receiving] = InFlight()
         self._scratch = memoryview(bytearray(region.block_bytes))
 
     @property
@@ -162,7 +166,7 @@ class ReceivePort:
         if into is None:
             landing, into = None, self._scratch_for(arrival.length)
             self.reports.append(Dropped(self._port.number))
-        self._receiving.append(_Receiving(self._port.link.receive(arrival, into), landing, arrival.index, into))
+        self._receiving.add(_Receiving(self._port.link.receive(arrival, into), landing, arrival.index, into))
 
     def _destination(self, landing: _Landing, arrival: Arrival) -> memoryview | None:
         piece = self._pieces[arrival.index % landing.slots]
@@ -172,7 +176,7 @@ class ReceivePort:
         if block_id is None:
             return None
         first = piece.target_head * self._head_bytes
-        return self._region.block(block_id)[first : first + arrival.length]
+        return self._region.part(block_id, first, arrival.length)
 
     def _scratch_for(self, length: int) -> memoryview:
         if length > MAX_MESSAGE_BYTES:
@@ -180,11 +184,7 @@ class ReceivePort:
         return self._scratch if length <= self._scratch.nbytes else memoryview(bytearray(length))
 
     def _complete(self) -> None:
-        done = [receiving for receiving in self._receiving if receiving.completion.done()]
-        if not done:
-            return
-        self._receiving = [receiving for receiving in self._receiving if not receiving.completion.done()]
-        for receiving in done:
+        for receiving in self._receiving.take_done():
             if receiving.landing is None:
                 continue
             if receiving.completion.failed():
@@ -209,7 +209,7 @@ class ReceivePort:
         return bool(self._receiving)
 
     def arm(self) -> bool:
-        return self._port.arm()
+        return self._receiving.settled() and self._port.arm()
 
     def fileno(self) -> int:
         return self._port.link.fileno()

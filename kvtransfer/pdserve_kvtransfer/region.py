@@ -24,6 +24,13 @@ class KvRegion:
         start = block_id * self.block_bytes
         return self._buffer[start : start + self.block_bytes]
 
+    def part(self, block_id: int, first: int, length: int) -> memoryview:
+        """Bytes of one block, not a copy; ``first`` counts within it. Raises ValueError if they are not its own."""
+        if not (0 <= block_id < self.num_blocks and first >= 0 and 0 <= length <= self.block_bytes - first):
+            raise ValueError(f"no bytes {first} to {first + length} of block {block_id} in this region")
+        start = block_id * self.block_bytes + first
+        return self._buffer[start : start + length]
+
     def check(self, *block_ids: int) -> None:
         """Raises ValueError unless every block exists."""
         for block_id in block_ids:

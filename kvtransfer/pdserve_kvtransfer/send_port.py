@@ -5,8 +5,7 @@ Commands and reports are those of ``pdserve.wire.rank_transfer``.
 
 from __future__ import annotations
 
-from collections import Counter
-from dataclasses import dataclass
+import msgspec
 
 from pdserve.errors import PeerLost, TransferError
 from pdserve.wire.rank_transfer import (
@@ -20,16 +19,19 @@ from pdserve.wire.rank_transfer import (
 )
 from pdserve_kvtransfer.digest import digest
 from pdserve_kvtransfer.head_map import Piece, head_map, heads_of
+from pdserve_kvtransfer.in_flight import InFlight
 from pdserve_kvtransfer.port_link import PortLink
 from pdserve_kvtransfer.region import KvRegion
 from pdserve_kvtransfer.transport import Completion, Transport
 
 
-@dataclass(frozen=True, slots=True)
-class _Sending:
+class _Sending(msgspec.Struct, frozen=True, gc=False):
     completion: Completion
     tag: int
     size: int
+
+    def done(self) -> bool:
+        return self.completion.done()
 
 
 class SendPort:
@@ -42,7 +44,7 @@ class SendPort:
         self._region = region
         self._head_bytes = region.block_bytes // len(heads_of(rank, ranks, kv_heads))
         self._pieces: list[Piece] = []
-        self._sending: list[_Sending] = []
+        self._sending: InFlight[_Sending] = InFlight()
 
     @property
     def reports(self) -> list[RankReport]:
@@ -79,13 +81,14 @@ class SendPort:
 
     def _send_piece(self, command: SendBlocks, piece: Piece, to: int) -> None:
         first, length = piece.source_head * self._head_bytes, piece.heads * self._head_bytes
+        part, send, add, tag = self._region.part, self._port.link.send, self._sending.add, command.tag
         digests = []
         for block, block_id in enumerate(command.block_ids, command.first_block):
             index = block * piece.slots + piece.slot
-            memory = self._region.block(block_id)[first : first + length]
-            self._sending.append(_Sending(self._port.link.send(memory, command.tag, index, to), command.tag, length))
+            memory = part(block_id, first, length)
+            add(_Sending(send(memory, tag, index, to), tag, length))
             if command.digests:
-                digests.append(digest(memory, command.tag, index))
+                digests.append(digest(memory, tag, index))
         if digests:
             announced = PiecesAnnounced(
                 self._port.number, command.tag, piece.target, command.first_block, tuple(digests)
@@ -108,21 +111,19 @@ class SendPort:
         return moved
 
     def _complete(self) -> None:
-        done = [sending for sending in self._sending if sending.completion.done()]
-        if not done:
-            return
-        if any(sending.completion.failed() for sending in done):
-            raise PeerLost("a KV block could not be sent")
-        self._sending = [sending for sending in self._sending if not sending.completion.done()]
-        for tag, count in Counter(sending.tag for sending in done).items():
-            size = sum(sending.size for sending in done if sending.tag == tag)
-            self.reports.append(PiecesSent(self._port.number, tag, count, size))
+        sent: dict[int, list[int]] = {}
+        for sending in self._sending.take_done():
+            if sending.completion.failed():
+                raise PeerLost("a KV block could not be sent")
+            sent.setdefault(sending.tag, []).append(sending.size)
+        for tag, sizes in sent.items():
+            self.reports.append(PiecesSent(self._port.number, tag, len(sizes), sum(sizes)))
 
     def moving(self) -> bool:
         return bool(self._sending)
 
     def arm(self) -> bool:
-        return self._port.arm()
+        return self._sending.settled() and self._port.arm()
 
     def fileno(self) -> int:
         return self._port.link.fileno()

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
+
+import msgspec
 
 MAX_MESSAGE_BYTES = 256 * 2**20
 """Larger arrivals are not even read: no engine has blocks of this size."""
 
 
-@dataclass(frozen=True, slots=True)
-class Arrival:
+class Arrival(msgspec.Struct, frozen=True, gc=False):
     """A message that has arrived and is not received yet. It must be received, be it into scratch memory."""
 
     tag: int

@@ -15,6 +15,7 @@ from typing import Any
 
 from pdserve.errors import PeerLost, TransferError
 from pdserve.wire.transfer import INDEX_BITS
+from pdserve_kvtransfer.in_flight import InFlight
 from pdserve_kvtransfer.transport import Arrival
 from pdserve_kvtransfer.ucx_lanes import Lane, lanes_of, parse_resources
 
@@ -60,6 +61,8 @@ def ucx_version() -> str:
 class UcxCompletion:
     """Holds the memory's buffer export for as long as UCX may use it."""
 
+    __slots__ = ("_array", "request")
+
     def __init__(self, request: Any, array: Any) -> None:
         self.request = request
         self._array = array
@@ -82,8 +85,8 @@ class UcxLink:
         self._any_tag = ucx.UCXXTag(0)
         self._any_mask = ucx.UCXXTagMask(0)
         self._endpoints: list[Any] = []
-        self._sends: list[UcxCompletion] = []
-        self._receives: list[UcxCompletion] = []
+        self._sends: InFlight[UcxCompletion] = InFlight()
+        self._receives: InFlight[UcxCompletion] = InFlight()
         try:
             self._worker = ucx.UCXWorker(context, enable_delayed_submission=False, enable_python_future=False)
             self._worker.init_blocking_progress_mode()
@@ -107,7 +110,7 @@ class UcxLink:
         except Exception as exc:
             raise PeerLost(f"UCX cannot send: {exc}") from exc
         completion = UcxCompletion(request, array)
-        self._sends.append(completion)
+        self._sends.add(completion)
         return completion
 
     def probe(self) -> Arrival | None:
@@ -124,7 +127,7 @@ class UcxLink:
         except Exception as exc:
             raise PeerLost(f"UCX cannot receive: {exc}") from exc
         completion = UcxCompletion(request, array)
-        self._receives.append(completion)
+        self._receives.add(completion)
         return completion
 
     def progress(self) -> bool:
@@ -135,8 +138,9 @@ class UcxLink:
                 break
             moved = True
         if moved:
-            self._sends = [send for send in self._sends if not send.done()]
-            self._receives = [receive for receive in self._receives if not receive.done()]
+            # So that the memory of what has ended is let go of.
+            self._sends.take_done()
+            self._receives.take_done()
         return moved
 
     def arm(self) -> bool:
@@ -156,8 +160,10 @@ class UcxLink:
         if self._worker is None:
             return
         self.progress()
-        worker, endpoints, sends, receives = self._worker, self._endpoints, self._sends, self._receives
-        self._worker, self._endpoints, self._sends, self._receives = None, [], [], []
+        worker, endpoints = self._worker, self._endpoints
+        sends = [send for send in self._sends.take_all() if not send.done()]
+        receives = self._receives.take_all()
+        self._worker, self._endpoints = None, []
         for endpoint in endpoints:
             try:
                 endpoint.close_blocking(_CLOSE_WAIT_NS, 1)

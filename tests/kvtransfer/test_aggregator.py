@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdserve_kvtransfer.aggregator import Aggregator, PieceKey, Verdict
+from pdserve_kvtransfer.aggregator import Aggregator, Verdict
 
 FIRST, BLOCKS = 3, 3
+
+
+@dataclass(frozen=True, slots=True)
+class PieceKey:
+    rank: int
+    index: int
 
 
 def keys(slots: list[int]) -> list[PieceKey]:
