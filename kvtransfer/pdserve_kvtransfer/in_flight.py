@@ -26,8 +26,8 @@ class InFlight(Generic[T]):
         self._thorough = False
         self._seen_all = True
 
-    def __bool__(self) -> bool:
-        return bool(self._open)
+    def __len__(self) -> int:
+        return len(self._open)
 
     def add(self, operation: T) -> None:
         self._open.append(operation)

@@ -5,6 +5,8 @@ Commands and reports are those of ``pdserve.wire.rank_transfer``.
 
 from __future__ import annotations
 
+from collections import deque
+
 import msgspec
 
 from pdserve.errors import PeerLost, TransferError
@@ -24,6 +26,12 @@ from pdserve_kvtransfer.port_link import PortLink
 from pdserve_kvtransfer.region import KvRegion
 from pdserve_kvtransfer.transport import Completion, Transport
 
+IN_FLIGHT = 64
+"""Pieces that UCX has at once: enough to keep any transport busy, and few enough to look at in every turn."""
+_BLOCKS_A_TURN = 32
+_BYTES_A_TURN = 2**19
+"""Posted between two looks at the link, so that data moves while the next blocks' digests are computed."""
+
 
 class _Sending(msgspec.Struct, frozen=True, gc=False):
     completion: Completion
@@ -32,6 +40,19 @@ class _Sending(msgspec.Struct, frozen=True, gc=False):
 
     def done(self) -> bool:
         return self.completion.done()
+
+
+class _Order:
+    """What is left to post of one ``SendBlocks``."""
+
+    def __init__(self, command: SendBlocks, pieces: int) -> None:
+        self.command = command
+        self.posted = 0
+        self.digests: list[list[int]] = [[] for _ in range(pieces)]
+
+    @property
+    def complete(self) -> bool:
+        return self.posted == len(self.command.block_ids)
 
 
 class SendPort:
@@ -43,7 +64,9 @@ class SendPort:
         self._rank, self._ranks, self._kv_heads = rank, ranks, kv_heads
         self._region = region
         self._head_bytes = region.block_bytes // len(heads_of(rank, ranks, kv_heads))
+        self._blocks_a_turn = min(_BLOCKS_A_TURN, max(1, _BYTES_A_TURN // region.block_bytes))
         self._pieces: list[Piece] = []
+        self._orders: deque[_Order] = deque()
         self._sending: InFlight[_Sending] = InFlight()
 
     @property
@@ -71,29 +94,41 @@ class SendPort:
             self._port.found_broken(str(exc))
 
     def _send(self, command: SendBlocks) -> None:
-        if self._port.broken:
-            return
-        try:
-            for to, piece in enumerate(self._pieces):
-                self._send_piece(command, piece, to)
-        except PeerLost as exc:
-            self._port.found_broken(str(exc))
+        if not self._port.broken:
+            self._orders.append(_Order(command, len(self._pieces)))
 
-    def _send_piece(self, command: SendBlocks, piece: Piece, to: int) -> None:
+    def _post(self) -> bool:
+        """The next few blocks, if there is room. True if there were any."""
+        if not self._orders or len(self._sending) >= IN_FLIGHT:
+            return False
+        order = self._orders[0]
+        end = min(order.posted + self._blocks_a_turn, len(order.command.block_ids))
+        for to, piece in enumerate(self._pieces):
+            self._post_pieces(order, end, piece, to)
+        order.posted = end
+        if order.complete:
+            self._orders.popleft()
+            self._announce(order)
+        return True
+
+    def _post_pieces(self, order: _Order, end: int, piece: Piece, to: int) -> None:
+        command, digests = order.command, order.digests[to]
         first, length = piece.source_head * self._head_bytes, piece.heads * self._head_bytes
-        part, send, add, tag = self._region.part, self._port.link.send, self._sending.add, command.tag
-        digests = []
-        for block, block_id in enumerate(command.block_ids, command.first_block):
-            index = block * piece.slots + piece.slot
-            memory = part(block_id, first, length)
-            add(_Sending(send(memory, tag, index, to), tag, length))
+        for at in range(order.posted, end):
+            index = (command.first_block + at) * piece.slots + piece.slot
+            memory = self._region.part(command.block_ids[at], first, length)
+            completion = self._port.link.send(memory, command.tag, index, to)
+            self._sending.add(_Sending(completion, command.tag, length))
             if command.digests:
-                digests.append(digest(memory, tag, index))
-        if digests:
-            announced = PiecesAnnounced(
-                self._port.number, command.tag, piece.target, command.first_block, tuple(digests)
-            )
-            self.reports.append(announced)
+                digests.append(digest(memory, command.tag, index))
+
+    def _announce(self, order: _Order) -> None:
+        command = order.command
+        for piece, digests in zip(self._pieces, order.digests, strict=True):
+            if digests:
+                self.reports.append(
+                    PiecesAnnounced(self._port.number, command.tag, piece.target, command.first_block, tuple(digests))
+                )
 
     def turn(self) -> bool:
         """Let data move. True if any did."""
@@ -103,6 +138,7 @@ class SendPort:
             moved = self._port.link.progress()
             if self._sending:
                 self._complete()
+            moved |= self._post()
             if self._port.link.broken():
                 raise PeerLost("the connection that carries KV blocks broke")
         except PeerLost as exc:
@@ -120,10 +156,11 @@ class SendPort:
             self.reports.append(PiecesSent(self._port.number, tag, len(sizes), sum(sizes)))
 
     def moving(self) -> bool:
-        return bool(self._sending)
+        return bool(self._sending) or bool(self._orders)
 
     def arm(self) -> bool:
-        return self._sending.settled() and self._port.arm()
+        waits_for_room = not self._orders or len(self._sending) >= IN_FLIGHT
+        return waits_for_room and self._sending.settled() and self._port.arm()
 
     def fileno(self) -> int:
         return self._port.link.fileno()
@@ -131,4 +168,5 @@ class SendPort:
     def close(self) -> None:
         """Idempotent. Nothing is read afterwards."""
         self._port.close()
+        self._orders.clear()
         self._sending.clear()
