@@ -250,6 +250,12 @@ class TransferConfig:
         "kv-staging-mib", "that host memory, page-locked; bounds the longest prompt transferred", 4096, minimum=1
     )
     ucx_tls: str = setting("ucx-tls", "UCX transports, as UCX_TLS takes them; UCX chooses if empty", "")
+    ucx_net_devices: str = setting(
+        "ucx-net-devices", "network devices that KV blocks may use, as UCX_NET_DEVICES takes them; all if empty", ""
+    )
+    ucx_tcp_ports: str = setting(
+        "ucx-tcp-ports", "ports for KV blocks over TCP, as 42000-42999; the system chooses if empty", ""
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,7 +41,7 @@ from pdserve_kvtransfer.station import (
 )
 from pdserve_kvtransfer.stats import TransferStats
 from pdserve_kvtransfer.transport import Transport
-from pdserve_kvtransfer.ucx import UcxTransport
+from pdserve_kvtransfer.ucx import configured_ucx
 
 log = logging.getLogger(__name__)
 
@@ -81,7 +81,7 @@ class TransferThread:
         self._config = config
         self._ranks = ranks
         self._wake = wake
-        self._make_transport = transport or (lambda: UcxTransport(config.ucx_tls))
+        self._make_transport = transport or (lambda: configured_ucx(config))
         self._outbox = Outbox()
         self._counters = TransferStats()
         self._commands: deque[Command] = deque()

@@ -13,6 +13,7 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
+from pdserve.config import TransferConfig
 from pdserve.errors import PeerLost, TransferError
 from pdserve.wire.transfer import INDEX_BITS
 from pdserve_kvtransfer.in_flight import InFlight
@@ -40,13 +41,12 @@ def _load() -> tuple[Any, Any]:
     return libucxx, Array
 
 
-def _settings(tls: str) -> dict[str, str]:
+def _settings(tls: str, net_devices: str, tcp_ports: str) -> dict[str, str]:
     # Without it UCX takes no shared memory for endpoints that can fail. Receiver-driven single copy (CMA) stays off on
     # purpose: it would read a sender's blocks after the sender has closed its endpoint and reused them.
     settings = {"MM_ERROR_HANDLING": "y"}
-    if tls:
-        settings["TLS"] = tls
-    return settings
+    wanted = {"TLS": tls, "NET_DEVICES": net_devices, "TCP_PORT_RANGE": tcp_ports}
+    return settings | {name: value for name, value in wanted.items() if value}
 
 
 def ucx_version() -> str:
@@ -193,13 +193,17 @@ def _destroy(worker: Any, *users: Any) -> None:
 
 
 class UcxTransport:
-    """One UCX context. ``tls`` is as ``UCX_TLS`` takes it; empty lets UCX choose. Raises TransferError."""
+    """One UCX context. Raises TransferError.
 
-    def __init__(self, tls: str) -> None:
+    ``tls``, ``net_devices`` and ``tcp_ports`` are as ``UCX_TLS``, ``UCX_NET_DEVICES`` and ``UCX_TCP_PORT_RANGE`` take
+    them; where one is empty, UCX chooses. A link listens on one TCP port for each network device that it may use.
+    """
+
+    def __init__(self, tls: str, net_devices: str = "", tcp_ports: str = "") -> None:
         self._ucx, self._array = _load()
         try:
             self._context: Any = self._ucx.UCXContext(
-                _settings(tls), feature_flags=(self._ucx.Feature.TAG, self._ucx.Feature.WAKEUP)
+                _settings(tls, net_devices, tcp_ports), feature_flags=(self._ucx.Feature.TAG, self._ucx.Feature.WAKEUP)
             )
         except Exception as exc:
             raise TransferError(f"UCX cannot start with transports {tls or 'of its choice'}: {exc}") from exc
@@ -213,3 +217,8 @@ class UcxTransport:
 
     def close(self) -> None:
         self._context = None
+
+
+def configured_ucx(config: TransferConfig) -> UcxTransport:
+    """As the settings say. Raises TransferError."""
+    return UcxTransport(config.ucx_tls, config.ucx_net_devices, config.ucx_tcp_ports)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable
 from typing import Any
 from urllib.parse import urlsplit
@@ -25,6 +26,9 @@ from pdserve.config import (
 )
 from pdserve.errors import ConfigError
 
+_DEVICES = re.compile(r"\^?[^\s,^]+(,[^\s,^]+)*")
+_PORTS = re.compile(r"(?P<first>[0-9]{1,5})-(?P<last>[0-9]{1,5})")
+
 
 def check(config: Any) -> None:
     """Raises ConfigError for the first section of ``config`` that cannot work."""
@@ -46,6 +50,18 @@ def _transfer(transfer: TransferConfig) -> None:
             f"--transfer-lease-ms ({transfer.lease_ms}) has to be at least twice --transfer-heartbeat-ms "
             f"({transfer.heartbeat_ms}), or one late ping ends a transfer"
         )
+    if transfer.ucx_net_devices and not _DEVICES.fullmatch(transfer.ucx_net_devices):
+        raise ConfigError(
+            f"--ucx-net-devices: {transfer.ucx_net_devices!r} was given; it takes names like eth0,mlx5_0:1, or ^docker0"
+        )
+    if transfer.ucx_tcp_ports:
+        _check_ports("--ucx-tcp-ports", transfer.ucx_tcp_ports)
+
+
+def _check_ports(flag: str, ports: str) -> None:
+    match = _PORTS.fullmatch(ports)
+    if match is None or not 0 < int(match["first"]) <= int(match["last"]) < 2**16:
+        raise ConfigError(f"{flag}: {ports!r} was given; it takes a range like 42000-42999, of ports from 1 to 65535")
 
 
 def _scheduler(scheduler: SchedulerConfig) -> None:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import select
+import socket
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+from pdserve.config import TransferConfig
 from pdserve.errors import TransferError
 from pdserve_kvtransfer.transport import Arrival, Completion
-from pdserve_kvtransfer.ucx import UcxLink, UcxTransport
+from pdserve_kvtransfer.ucx import UcxLink, UcxTransport, configured_ucx
 from tests.kvtransfer.rig import WAIT_S
 
 SIZE = 256 * 1024
@@ -127,3 +131,45 @@ def test_a_link_is_broken_once_tcp_says_so() -> None:
 def test_transports_that_do_not_exist() -> None:
     with pytest.raises(TransferError, match="no_such_transport"):
         UcxTransport("no_such_transport").open_link()
+
+
+def listening() -> set[tuple[str, int]]:
+    """IPv4 addresses and ports that this process listens on."""
+    mine = {link for fd in Path("/proc/self/fd").iterdir() if (link := _target(fd)).startswith("socket:")}
+    rows = (line.split() for line in Path("/proc/self/net/tcp").read_text().splitlines()[1:])
+    ends = [row[1].split(":") for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in mine]
+    return {(socket.inet_ntoa(bytes.fromhex(address)[::-1]), int(port, 16)) for address, port in ends}
+
+
+def _target(fd: Path) -> str:
+    try:
+        return os.readlink(fd)
+    except OSError:
+        return ""
+
+
+def test_blocks_use_the_devices_and_ports_of_the_settings() -> None:
+    before = listening()
+    config = TransferConfig(ucx_tls="tcp", ucx_net_devices="lo", ucx_tcp_ports="42310-42329")
+    transport = configured_ucx(config)
+    two = Two(transport)
+    try:
+        found = listening() - before
+        assert len(found) == 2
+        assert all(host == "127.0.0.1" and 42310 <= port <= 42329 for host, port in found)
+        sent = two.sender.send(memoryview(b"x"), 1, 0)
+        two.finish(sent, two.receiver.receive(two.arrival(), memoryview(bytearray(1))))
+    finally:
+        two.close()
+        transport.close()
+
+
+def test_a_range_with_no_port_left_is_told() -> None:
+    transport = UcxTransport("tcp", "lo", "42330-42330")
+    link = transport.open_link()
+    try:
+        with pytest.raises(TransferError, match="cannot make a worker"):
+            transport.open_link()
+    finally:
+        link.close()
+        transport.close()

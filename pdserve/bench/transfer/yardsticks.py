@@ -48,8 +48,12 @@ def perftest_bytes_per_s(
     if perftest is None:
         raise BenchError("the libucx package that is installed has no ucx_perftest")
     settings = {**environ, "UCX_WARN_UNUSED_ENV_VARS": "n", "UCX_MM_ERROR_HANDLING": "y"}
-    if config.ucx_tls:
-        settings["UCX_TLS"] = config.ucx_tls
+    own = {
+        "UCX_TLS": config.ucx_tls,
+        "UCX_NET_DEVICES": config.ucx_net_devices,
+        "UCX_TCP_PORT_RANGE": config.ucx_tcp_ports,
+    }
+    settings |= {name: value for name, value in own.items() if value}
     count = min(max(_BYTES // size, _LEAST_MESSAGES), _MOST_MESSAGES)
     result = perftest.pair(
         settings,

@@ -1,0 +1,83 @@
+"""pdserve bench transfer: real transfers between two processes, and what is made of their figures."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from pdserve.bench.compare import changes
+from pdserve.bench.report import read_report
+from pdserve.bench.transfer.decode_steps import StepTimes
+from pdserve.bench.transfer.moves import Moves
+from pdserve.bench.transfer.rows import checksum_row, decode_row
+from pdserve.bench.transfer.yardsticks import nixl_rates
+from pdserve.cli.bench import two_cores
+from pdserve.cli.main import main
+from pdserve.config import Switch
+from pdserve.errors import BenchError
+from tests.tiny_models import save_tiny_model
+
+NIXL = "print('nixl 8192 16 2.00 GB/s total, 3.50 xfer-only; 4.0 us/blk')"
+SMALL = ("--block-kib", "8", "--fetch-mib", "1", "--repeats", "2", "--decode-s", "0.1", "--decode-context", "32")
+
+
+def test_a_run_measures_all_and_can_be_compared(tmp_path: Path) -> None:
+    model = save_tiny_model("llama", tmp_path / "tiny")
+    script = tmp_path / "nixl.py"
+    script.write_text(NIXL)
+    file = tmp_path / "figures.json"
+    flags = ("--model", str(model), "--json", str(file), "--nixl-command", f"{sys.executable} {script}")
+    cores = os.sched_getaffinity(0)
+    try:
+        # The benchmark pins its process, which here is the tests' own.
+        assert main(["bench", "transfer", *SMALL, *flags, "--prefill-tokens-per-s", "100000"], dict(os.environ)) == 0
+    finally:
+        os.sched_setaffinity(0, cores)
+    report = read_report(file)
+    assert [row.at["checksums"] for row in report.rows_of("transfer")] == ["on", "off"]
+    for row in report.rows_of("transfer"):
+        engine = row.figure("engine").value
+        assert row.figure("engine : NIXL").value == pytest.approx(engine / 2.0)
+        assert row.figure("engine : ucx_perftest").value == pytest.approx(engine / row.figure("ucx_perftest").value)
+        assert row.figure("receive CPU/block").value > 0
+        assert row.figure("send CPU/block").value > 0
+    assert len(report.rows_of("overhead of a block")) == 1
+    assert [row.figure("received").value > 0 for row in report.rows_of("decode step while KV blocks come in")] == [
+        True,
+        True,
+    ]
+    assert not any(change.worse for change in changes(report, report, 0.1))
+
+
+def moves(seconds: tuple[float, ...], receive_cpu_s: float) -> Moves:
+    return Moves(1024, 10, seconds, receive_cpu_s, 2e-6)
+
+
+def test_checksums_are_weighed_against_the_prefill_of_their_block() -> None:
+    moved = {Switch.ON: moves((2.0, 3.0, 9.0), 5e-6), Switch.OFF: moves((1.0, 2.0, 3.0), 3e-6)}
+    row = checksum_row(moved, prefill_s=2e-4)
+    assert row.figure("with : without").value == pytest.approx(1.5)
+    assert row.figure("both CPUs added : prefill of a block").value == pytest.approx(0.01)
+
+
+def test_a_slowdown_is_told_for_each_gigabyte() -> None:
+    row = decode_row("tiny", 8, None, StepTimes(0.010, 0.011, 2e9))
+    assert row.figure("receiving : alone").value == pytest.approx(1.1)
+    assert row.figure("added for 1 GB/s").value == pytest.approx(0.05)
+
+
+def test_one_core_serves_both_engines_where_there_is_no_other() -> None:
+    assert two_cores([3, 5, 7]) == (3, 5)
+    assert two_cores([3]) == (3, 3)
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [("/nowhere/nixl", "cannot be run"), ("'", "cannot be run"), ("true", "printed no rate")],
+)
+def test_a_nixl_command_that_measures_nothing_is_an_error(command: str, message: str) -> None:
+    with pytest.raises(BenchError, match=message):
+        nixl_rates(command, {"PATH": os.environ["PATH"]})
