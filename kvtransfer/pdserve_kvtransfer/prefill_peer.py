@@ -159,6 +159,11 @@ class PrefillPeer:
     def _on_report(self, reported: Reported, now: float) -> None:
         rank = reported.rank
         match reported.report:
+            case PieceLanded(tag=tag, index=index, size=size, digest=digest):
+                self._arrived = now
+                self._station.counters.bytes_received += size
+                if (session := self._tags.get(tag)) is not None:
+                    self._apply(session, session.landed(rank, index, digest, now))
             case LinkOpened(address=address) if self._lost is None:
                 self._addresses[rank] = address
                 if len(self._addresses) == self.link.ranks:
@@ -170,11 +175,6 @@ class PrefillPeer:
                 log.debug("dropped a piece of an unknown or ended transfer")
             case Expecting(tag=tag) if tag in self._tags:
                 self._apply(self._tags[tag], self._tags[tag].expecting(rank, now))
-            case PieceLanded(tag=tag, index=index, size=size, digest=digest):
-                self._arrived = now
-                self._station.counters.bytes_received += size
-                if (session := self._tags.get(tag)) is not None:
-                    self._apply(session, session.landed(rank, index, digest, now))
             case Forgotten(tag=tag, in_flight=in_flight) if tag in self._tags:
                 self._apply(self._tags[tag], self._tags[tag].forgotten(rank, in_flight))
             case Released(tag=tag, block_ids=block_ids) if tag in self._tags:

@@ -110,7 +110,8 @@ class UcxLink:
         except Exception as exc:
             raise PeerLost(f"UCX cannot send: {exc}") from exc
         completion = UcxCompletion(request, array)
-        self._sends.add(completion)
+        if not completion.done():
+            self._sends.add(completion)
         return completion
 
     def probe(self) -> Arrival | None:
@@ -127,7 +128,8 @@ class UcxLink:
         except Exception as exc:
             raise PeerLost(f"UCX cannot receive: {exc}") from exc
         completion = UcxCompletion(request, array)
-        self._receives.add(completion)
+        if not completion.done():
+            self._receives.add(completion)
         return completion
 
     def progress(self) -> bool:
