@@ -47,6 +47,7 @@ def _transfer_row(way: Switch, found: Moves, yardsticks: Yardsticks) -> Row:
     figures += [
         _us("receive CPU/block", found.receive_cpu_s),
         _us("send CPU/block", found.send_cpu_s),
+        _rate("CPU allows", found.block_bytes / max(found.receive_cpu_s, found.send_cpu_s)),
         _us("one copy of a block", copy_s),
     ]
     return Row("transfer", {"block": block_name(found.block_bytes), "checksums": way.value}, tuple(figures))
