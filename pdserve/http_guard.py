@@ -17,6 +17,7 @@ import http
 import json
 import logging
 import ssl
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -32,6 +33,10 @@ MAX_HEADERS = 128
 HEAD_TIMEOUT_S = 20.0
 LINGER_S = 1.0
 """Seconds that a refused client gets to read its answer. Closing at once, with bytes unread, would take it back."""
+
+ON_DISCONNECT = "pdserve.on_disconnect"
+"""An ASGI extension. ``scope["extensions"][ON_DISCONNECT](callback)`` has ``callback`` called once if the client leaves
+before its response is over: without a task that waits for ``receive`` to say so."""
 
 _BLANK = b"\r\n"
 
@@ -115,6 +120,8 @@ class GuardedHttp(HttpToolsProtocol):
     """Fed to the parser since the request began or the last byte of its body: head, chunk extensions, trailers."""
     _timer: asyncio.TimerHandle | None = None
     _write_timer: asyncio.TimerHandle | None = None
+    _on_disconnect: Callable[[], object] | None = None
+    """What the application that answers now has asked for."""
 
     # ------------------------------------------------------------------ the connection
 
@@ -134,6 +141,7 @@ class GuardedHttp(HttpToolsProtocol):
         self._unset_keepalive_if_required()
         self._phase = _Phase.CLOSING
         super().connection_lost(exc)
+        self._tell_disconnect()
 
     def data_received(self, data: bytes) -> None:
         while data and self._phase is not _Phase.CLOSING and not self.transport.is_closing():
@@ -205,6 +213,7 @@ class GuardedHttp(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         if self._phase is _Phase.HEAD:
+            self.scope["extensions"] = {ON_DISCONNECT: self._watch_disconnect}  # type: ignore[dict-item]  # one of our own
             super().on_headers_complete()
             self._stop_timer()
             self._idle_bytes = 0
@@ -231,6 +240,7 @@ class GuardedHttp(HttpToolsProtocol):
     # ------------------------------------------------------------------ answers
 
     def on_response_complete(self) -> None:
+        self._on_disconnect = None
         super().on_response_complete()
         if self.transport.is_closing():
             self._phase = _Phase.CLOSING
@@ -265,6 +275,17 @@ class GuardedHttp(HttpToolsProtocol):
         self.cycle.disconnected = True
         self.cycle.waiting_for_100_continue = False
         self.cycle.message_event.set()
+        self._tell_disconnect()
+
+    def _watch_disconnect(self, callback: Callable[[], object]) -> None:
+        self._on_disconnect = callback
+        if self.cycle.disconnected:
+            self._tell_disconnect()
+
+    def _tell_disconnect(self) -> None:
+        callback, self._on_disconnect = self._on_disconnect, None
+        if callback is not None:
+            callback()
 
     def _answer(self, status: int, message: str, code: str) -> bytes:
         kind = "service_unavailable" if status == 503 else "invalid_request_error"

@@ -168,6 +168,19 @@ class Exchange:
         elif self._upstream is not None:
             self._upstream.close()
 
+    def leave(self) -> None:
+        """The client is gone: the task that handles its request is cancelled."""
+        self._task.cancel()
+
+    def fail(self, exc: BaseException | None) -> None:
+        """Ends the exchange as one whose task came to nothing, because of ``exc`` if there was one."""
+        if isinstance(exc, asyncio.CancelledError):
+            self.end(Outcome.CLIENT_GONE if self.cut_short is None else self.cut_short.outcome, 499)
+        elif _client_gone(exc):
+            self.end(Outcome.CLIENT_GONE, 499)
+        else:
+            self.end(Outcome.FAILED, 500)
+
     def _land(self) -> None:
         if self._flight is not None:
             self._flight.land_all()
@@ -175,12 +188,8 @@ class Exchange:
 
     def _task_done(self, task: asyncio.Task[object]) -> None:
         self._timer.cancel()
-        if task.cancelled():
-            self.end(Outcome.CLIENT_GONE if self.cut_short is None else self.cut_short.outcome, 499)
-        elif _client_gone(task.exception()):
-            self.end(Outcome.CLIENT_GONE, 499)
-        else:
-            self.end(Outcome.FAILED, 500)
+        if self.phase is not Phase.ENDED:
+            self.fail(asyncio.CancelledError() if task.cancelled() else task.exception())
 
 
 def _client_gone(exc: BaseException | None) -> bool:

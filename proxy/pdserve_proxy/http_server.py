@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import uvicorn
-from quart import Quart
 
 from pdserve.config import AdmissionConfig, ProxyConfig
 from pdserve.http_guard import guarded_config, server_tls
@@ -26,6 +25,7 @@ from pdserve_proxy.journal import ExchangeLog
 from pdserve_proxy.listening import BACKLOG
 from pdserve_proxy.metrics import ProxyMetrics
 from pdserve_proxy.relay import Relay
+from pdserve_proxy.relayed_routes import AsgiApp
 from pdserve_proxy.snapshot import Directory
 from pdserve_proxy.ticketing import TicketOffice
 from pdserve_proxy.turnstile import Turnstile
@@ -111,7 +111,7 @@ class _HttpServer(uvicorn.Server):
         asyncio.get_running_loop().call_later(self._drain_s, self._cut_all)
 
 
-def _uvicorn_config(config: ProxyConfig, app: Quart, tls: ssl.SSLContext | None) -> uvicorn.Config:
+def _uvicorn_config(config: ProxyConfig, app: AsgiApp, tls: ssl.SSLContext | None) -> uvicorn.Config:
     shutdown_s = math.ceil(config.http.drain_s + AFTER_DRAIN_S)
     return guarded_config(
         app,

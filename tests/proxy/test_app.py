@@ -119,7 +119,7 @@ def test_a_defect_of_ours_is_a_500_in_openais_shape(monkeypatch: pytest.MonkeyPa
     def broken(_: bytes) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr("pdserve_proxy.app.read_body", broken)
+    monkeypatch.setattr("pdserve_proxy.relayed_routes.read_body", broken)
 
     async def scenario() -> None:
         async with cluster() as running, running.chat() as response:

@@ -1,0 +1,101 @@
+"""A client's request and its answer, straight over ASGI: what a relay needs of HTTP, and nothing that costs more."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import secrets
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, TypeAlias
+
+from pdserve.errors import DeadlineExceeded, PayloadTooLarge
+from pdserve.http_guard import ON_DISCONNECT
+
+Scope: TypeAlias = Mapping[str, Any]
+Receive: TypeAlias = Callable[[], Awaitable[Mapping[str, Any]]]
+Send: TypeAlias = Callable[[dict[str, object]], Awaitable[None]]
+
+UPLOAD_TIMEOUT_S = 60.0
+REQUEST_ID_HEADER = "x-request-id"
+
+_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
+
+
+class ClientGone(Exception):
+    """The client left before its request was whole."""
+
+
+class ClientRequest:
+    """One request on a connection of ``pdserve.http_guard``."""
+
+    __slots__ = ("_headers", "_receive", "_scope", "_send", "method", "path")
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._scope = scope
+        self._receive = receive
+        self._send = send
+        # Of a header that comes twice, the first counts.
+        self._headers: dict[bytes, bytes] = dict(reversed(scope["headers"]))
+        self.method: str = scope["method"]
+        self.path: str = scope["path"]
+
+    def header(self, name: str) -> str | None:
+        """``name`` is in lower case."""
+        value = self._headers.get(name.encode("ascii"))
+        return None if value is None else value.decode("latin-1")
+
+    def on_disconnect(self, callback: Callable[[], object]) -> None:
+        """``callback`` is called once if the client leaves before its response is over."""
+        self._scope["extensions"][ON_DISCONNECT](callback)
+
+    async def body(self, max_bytes: int) -> bytes:
+        """Raises PayloadTooLarge, DeadlineExceeded and ClientGone."""
+        length = self._headers.get(b"content-length")
+        if length is not None and int(length) > max_bytes:
+            raise _too_large(max_bytes)
+        try:
+            async with asyncio.timeout(UPLOAD_TIMEOUT_S):
+                return await self._whole_body(max_bytes)
+        except TimeoutError as exc:
+            raise DeadlineExceeded(f"the request body did not come within {UPLOAD_TIMEOUT_S:.0f} s") from exc
+
+    async def _whole_body(self, max_bytes: int) -> bytes:
+        pieces: list[bytes] = []
+        size = 0
+        while True:
+            message = await self._receive()
+            if message["type"] != "http.request":
+                raise ClientGone
+            pieces.append(message["body"])
+            size += len(message["body"])
+            if size > max_bytes:
+                raise _too_large(max_bytes)
+            if not message["more_body"]:
+                return b"".join(pieces)
+
+    async def respond(self, status: int, headers: Mapping[str, str], body: bytes) -> None:
+        """The whole response."""
+        await self.begin(status, {**headers, "content-length": str(len(body))})
+        await self._send({"type": "http.response.body", "body": body})
+
+    async def begin(self, status: int, headers: Mapping[str, str]) -> None:
+        """Status and headers of a response whose body comes by ``send``."""
+        fields = [(name.encode("latin-1"), value.encode("latin-1", "replace")) for name, value in headers.items()]
+        await self._send({"type": "http.response.start", "status": status, "headers": fields})
+
+    async def send(self, data: bytes) -> None:
+        """Part of a body. Waits while the client has left too much of it unread."""
+        await self._send({"type": "http.response.body", "body": data, "more_body": True})
+
+    async def finish(self) -> None:
+        """The end of a body."""
+        await self._send({"type": "http.response.body", "body": b""})
+
+
+def request_id(given: str | None) -> str:
+    """The client's own, if it is fit for log lines, or a new one."""
+    return given if given is not None and _REQUEST_ID.fullmatch(given) else secrets.token_hex(16)
+
+
+def _too_large(max_bytes: int) -> PayloadTooLarge:
+    return PayloadTooLarge(f"the request body is above {max_bytes} bytes")

@@ -1,0 +1,110 @@
+"""The routes that nodes answer, as an ASGI application of their own in front of the web framework's.
+
+Every token of every client passes here, so requests skip what the framework would do for them: its request and response
+objects, its routing, and a second task that waits for the client to leave.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeAlias
+
+from pdserve.errors import Internal, MethodNotAllowed, RequestError
+from pdserve_proxy.api_keys import ApiKeys
+from pdserve_proxy.client_request import REQUEST_ID_HEADER, ClientGone, ClientRequest, Receive, Scope, Send, request_id
+from pdserve_proxy.errors import error_body, error_headers
+from pdserve_proxy.exchange import Exchange, Outcome
+from pdserve_proxy.metrics import ProxyMetrics
+from pdserve_proxy.relay import Answer, Call, Relay, Streaming
+from pdserve_proxy.request_body import read_body
+from pdserve_proxy.turnstile import Turnstile
+
+AsgiApp: TypeAlias = Callable[[Any, Any, Any], Awaitable[None]]
+
+RELAYED_ROUTES = frozenset({"/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"})
+
+log = logging.getLogger(__name__)
+
+
+class RelayedRoutes:
+    """An ASGI application: answers ``RELAYED_ROUTES``, and leaves all else to ``others``."""
+
+    def __init__(
+        self,
+        max_body_bytes: int,
+        keys: ApiKeys,
+        turnstile: Turnstile,
+        relay: Relay,
+        metrics: ProxyMetrics,
+        others: AsgiApp,
+    ) -> None:
+        self._max_body_bytes = max_body_bytes
+        self._keys = keys
+        self._turnstile = turnstile
+        self._relay = relay
+        self._metrics = metrics
+        self._others = others
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"] not in RELAYED_ROUTES:
+            await self._others(scope, receive, send)
+            return
+        request = ClientRequest(scope, receive, send)
+        given_id = request_id(request.header(REQUEST_ID_HEADER))
+        if request.method != "POST":
+            error = MethodNotAllowed("this route takes POST only")
+            self._metrics.requests.labels("other", error.status).inc()
+            await _send_error(request, error, given_id, {"allow": "POST"})
+            return
+        exchange = self._relay.begin(given_id, request.path)
+        request.on_disconnect(exchange.leave)
+        try:
+            await self._serve(exchange, request)
+        except (asyncio.CancelledError, ClientGone, Exception) as exc:
+            # The server has nothing to add to it: the client is gone, or its response breaks off here.
+            exchange.fail(exc)
+
+    async def _serve(self, exchange: Exchange, request: ClientRequest) -> None:
+        try:
+            async with exchange.gate:
+                # Before the body is read: a request that waits costs no more memory than its head.
+                await self._turnstile.enter(self._keys.caller(request.header("authorization")), exchange.hold)
+                body = read_body(await request.body(self._max_body_bytes))
+                result = await self._relay.forward(exchange, Call(request.path, body, request.header("accept")))
+        except TimeoutError:
+            assert exchange.cut_short is not None
+            await _refuse(exchange, request, exchange.cut_short.error, exchange.cut_short.outcome)
+        except RequestError as exc:
+            await _refuse(exchange, request, exc, Outcome.REFUSED)
+        except ClientGone:
+            raise
+        except Exception:
+            log.exception("request %s failed inside the proxy", exchange.request_id)
+            await _refuse(exchange, request, Internal("the proxy failed on this request"), Outcome.FAILED)
+        else:
+            await _respond(exchange, request, result)
+
+
+async def _respond(exchange: Exchange, request: ClientRequest, result: Answer | Streaming) -> None:
+    headers = {**result.headers, REQUEST_ID_HEADER: exchange.request_id}
+    if isinstance(result, Answer):
+        exchange.relayed_bytes = len(result.body)
+        exchange.end(Outcome.OK if result.status < 400 else Outcome.REFUSED, result.status)
+        await request.respond(result.status, headers, result.body)
+        return
+    await request.begin(result.status, headers)
+    async for data in result.body:
+        await request.send(data)
+    await request.finish()
+
+
+async def _refuse(exchange: Exchange, request: ClientRequest, error: RequestError, outcome: Outcome) -> None:
+    exchange.end(outcome, error.status)
+    await _send_error(request, error, exchange.request_id, {})
+
+
+async def _send_error(request: ClientRequest, error: RequestError, request_id: str, headers: dict[str, str]) -> None:
+    headers |= {"content-type": "application/json", REQUEST_ID_HEADER: request_id, **error_headers(error)}
+    await request.respond(error.status, headers, error_body(error))
