@@ -38,6 +38,10 @@ ON_DISCONNECT = "pdserve.on_disconnect"
 """An ASGI extension. ``scope["extensions"][ON_DISCONNECT](callback)`` has ``callback`` called once if the client leaves
 before its response is over: without a task that waits for ``receive`` to say so."""
 
+CORK = "pdserve.cork"
+"""An ASGI extension. What is sent inside ``with scope["extensions"][CORK]:`` goes out in one write: the head of a
+response with its body, which ASGI takes apart, as one system call and one packet."""
+
 _BLANK = b"\r\n"
 
 
@@ -82,6 +86,7 @@ def guarded_config(
         log_level="warning",
         access_log=False,
         server_header=False,
+        proxy_headers=False,
         backlog=backlog,
         timeout_keep_alive=keep_alive_s,
         timeout_graceful_shutdown=shutdown_s,
@@ -102,6 +107,38 @@ def server_tls(certificate: str, key: str) -> ssl.SSLContext:
     except (OSError, ssl.SSLError, ValueError) as exc:
         raise ConfigError(f"TLS: {certificate} and {key} cannot be used: {exc}") from exc
     return context
+
+
+class _Corked:
+    """A transport as far as a response needs one, and the context in which it holds back what is written."""
+
+    __slots__ = ("_held", "_transport", "is_closing")
+
+    def __init__(self, transport: asyncio.Transport) -> None:
+        self._transport = transport
+        self._held: list[bytes] | None = None
+        self.is_closing = transport.is_closing
+
+    def __enter__(self) -> None:
+        self._held = []
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._release()
+
+    def write(self, data: bytes) -> None:
+        if self._held is None:
+            self._transport.write(data)
+        else:
+            self._held.append(data)
+
+    def close(self) -> None:
+        self._release()
+        self._transport.close()
+
+    def _release(self) -> None:
+        held, self._held = self._held, None
+        if held:
+            self._transport.write(b"".join(held))
 
 
 class GuardedHttp(HttpToolsProtocol):
@@ -179,6 +216,8 @@ class GuardedHttp(HttpToolsProtocol):
         before = self._phase
         self._idle_bytes += len(piece)
         super().data_received(piece)
+        if self._phase is _Phase.HEAD and self._timer is None:  # most heads come in one piece
+            self._start_timer(self.head_timeout_s)
         if self._phase is before and self._idle_bytes >= self.max_head_bytes:
             self._refuse(431, "the request's headers are too large", "headers_too_large")
 
@@ -186,8 +225,6 @@ class GuardedHttp(HttpToolsProtocol):
         self._phase = _Phase.HEAD
         self._idle_bytes = 0
         self._unset_keepalive_if_required()
-        if self._timer is None:
-            self._start_timer(self.head_timeout_s)
 
     # ------------------------------------------------------------------ the parser's callbacks
 
@@ -213,8 +250,11 @@ class GuardedHttp(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         if self._phase is _Phase.HEAD:
-            self.scope["extensions"] = {ON_DISCONNECT: self._watch_disconnect}  # type: ignore[dict-item]  # one of our own
+            corked = _Corked(self.transport)
+            # Of our own, so that their types are not ASGI's.
+            self.scope["extensions"] = {ON_DISCONNECT: self._watch_disconnect, CORK: corked}  # type: ignore[dict-item]
             super().on_headers_complete()
+            self.cycle.transport = corked  # type: ignore[assignment]  # before its task has begun to run
             self._stop_timer()
             self._idle_bytes = 0
             self._phase = _Phase.BODY

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, TypeAlias
 
 from pdserve.errors import DeadlineExceeded, PayloadTooLarge
-from pdserve.http_guard import ON_DISCONNECT
+from pdserve.http_guard import CORK, ON_DISCONNECT
 
 Scope: TypeAlias = Mapping[str, Any]
 Receive: TypeAlias = Callable[[], Awaitable[Mapping[str, Any]]]
@@ -75,21 +75,18 @@ class ClientRequest:
 
     async def respond(self, status: int, headers: Mapping[str, str], body: bytes) -> None:
         """The whole response."""
-        await self.begin(status, {**headers, "content-length": str(len(body))})
-        await self._send({"type": "http.response.body", "body": body})
+        await self.begin(status, {**headers, "content-length": str(len(body))}, body, more=False)
 
-    async def begin(self, status: int, headers: Mapping[str, str]) -> None:
-        """Status and headers of a response whose body comes by ``send``."""
+    async def begin(self, status: int, headers: Mapping[str, str], data: bytes, *, more: bool) -> None:
+        """Status, headers and the first part of a body."""
         fields = [(name.encode("latin-1"), value.encode("latin-1", "replace")) for name, value in headers.items()]
-        await self._send({"type": "http.response.start", "status": status, "headers": fields})
+        with self._scope["extensions"][CORK]:
+            await self._send({"type": "http.response.start", "status": status, "headers": fields})
+            await self._send({"type": "http.response.body", "body": data, "more_body": more})
 
-    async def send(self, data: bytes) -> None:
-        """Part of a body. Waits while the client has left too much of it unread."""
-        await self._send({"type": "http.response.body", "body": data, "more_body": True})
-
-    async def finish(self) -> None:
-        """The end of a body."""
-        await self._send({"type": "http.response.body", "body": b""})
+    async def send(self, data: bytes, *, more: bool) -> None:
+        """The next part of a body. Waits while the client has left too much of it unread."""
+        await self._send({"type": "http.response.body", "body": data, "more_body": more})
 
 
 def request_id(given: str | None) -> str:

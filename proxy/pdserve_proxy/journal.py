@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 
+from prometheus_client import Counter
+
 from pdserve_proxy.exchange import Exchange, Outcome
 from pdserve_proxy.metrics import ProxyMetrics
 
@@ -14,6 +16,7 @@ class ExchangeLog:
     def __init__(self, metrics: ProxyMetrics) -> None:
         self._metrics = metrics
         self._outcomes = {outcome: metrics.outcomes.labels(outcome.value) for outcome in Outcome}
+        self._requests: dict[tuple[str, int], Counter] = {}
 
     def began(self) -> None:
         self._metrics.in_flight.inc()
@@ -25,7 +28,7 @@ class ExchangeLog:
         assert exchange.outcome is not None
         metrics = self._metrics
         metrics.in_flight.dec()
-        metrics.requests.labels(exchange.route, exchange.status).inc()
+        self._requests_of(exchange.route, exchange.status).inc()
         metrics.relayed_bytes.inc(exchange.relayed_bytes)
         self._outcomes[exchange.outcome].inc()
         if exchange.first_byte_s is not None:
@@ -42,3 +45,9 @@ class ExchangeLog:
             exchange.relayed_bytes,
             exchange.outcome.value,
         )
+
+    def _requests_of(self, route: str, status: int) -> Counter:
+        key = (route, status)
+        if key not in self._requests:
+            self._requests[key] = self._metrics.requests.labels(route, status)
+        return self._requests[key]

@@ -52,6 +52,11 @@ class NodeResponse:
         """Without parameters."""
         return self.headers.get("content-type", "").partition(";")[0].strip().lower()
 
+    @property
+    def exhausted(self) -> bool:
+        """Whether all of the body has been read."""
+        return self.complete and not self._pieces
+
     async def head(self) -> None:
         """Wait for status and headers. Raises NodeLost."""
         while not self.status:

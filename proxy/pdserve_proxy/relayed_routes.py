@@ -94,10 +94,11 @@ async def _respond(exchange: Exchange, request: ClientRequest, result: Answer | 
         exchange.end(Outcome.OK if result.status < 400 else Outcome.REFUSED, result.status)
         await request.respond(result.status, headers, result.body)
         return
-    await request.begin(result.status, headers)
-    async for data in result.body:
-        await request.send(data)
-    await request.finish()
+    stream = result.body
+    await request.begin(result.status, headers, stream.first, more=not stream.over)
+    while not stream.over:
+        await request.send(await stream.next(), more=not stream.over)
+    stream.end()
 
 
 async def _refuse(exchange: Exchange, request: ClientRequest, error: RequestError, outcome: Outcome) -> None:

@@ -46,23 +46,21 @@ class Router:
 
         Raises Unavailable if no pair of nodes can serve the model now.
         """
-        pairs = {
-            pair.decode.boot_id: pair
-            for pair in snapshot.pairings.get(ask.model, ())
-            if pair.decode.boot_id not in exclude
-        }
+        pairs = snapshot.pairings.get(ask.model, ())
+        if exclude:
+            pairs = tuple(pair for pair in pairs if pair.decode.boot_id not in exclude)
         if not pairs:
             raise Unavailable(
                 f"no decode node with a matching prefill node serves {ask.model!r} now",
                 code="no_route",
                 retry_after_s=RETRY_AFTER_S,
             )
-        decode = self._selector(Role.DECODE, ask.model).select([pair.decode for pair in pairs.values()], ask.lead, load)
-        fitting = pairs[decode[0].boot_id].prefill
+        decode, *_ = self._selector(Role.DECODE, ask.model).select([pair.decode for pair in pairs], ask.lead, load)
+        fitting = next(pair.prefill for pair in pairs if pair.decode is decode)
         if not fitting:
-            return Route(decode[0], ())
-        selector = self._selector(Role.PREFILL, ask.model, decode[0].fingerprint)
-        return Route(decode[0], selector.select(fitting, ask.lead, load))
+            return Route(decode, ())
+        selector = self._selector(Role.PREFILL, ask.model, decode.fingerprint)
+        return Route(decode, selector.select(fitting, ask.lead, load))
 
     def _selector(self, role: Role, model: str, fingerprint: str = "") -> Selector:
         key = (role, model, fingerprint)

@@ -14,52 +14,46 @@ log = logging.getLogger(__name__)
 
 
 class EventStream:
-    """An async iterator over body bytes. One reader; ends its exchange when it ends."""
+    """Body bytes, as they come: ``open``, then ``first``, then ``next`` until ``over``, then ``end``. One reader."""
 
     def __init__(self, exchange: Exchange, response: NodeResponse) -> None:
         self._exchange = exchange
         self._response = response
         self._events = WholeEvents()
-        self._first = b""
-        self._over = False
+        self.first = b""
+        self.over = False
+        """What was given last is the end of the body."""
 
     async def open(self) -> None:
         """Wait for the first event, so that a node lost before it can still be replaced. Raises NodeLost."""
-        while not self._first:
-            piece = await self._response.read()
-            if not piece:
-                self._first, self._over = self._events.rest(), True
-                return
-            self._first = self._events.feed(piece)
+        while not self.first and not self.over:
+            self.first = self._whole(await self._response.read())
+        self._exchange.relayed_bytes += len(self.first)
 
-    def __aiter__(self) -> EventStream:
-        return self
-
-    async def __anext__(self) -> bytes:
-        if self._first:
-            data, self._first = self._first, b""
-            return self._counted(data)
-        while not self._over:
+    async def next(self) -> bytes:
+        """One or more whole events; empty only at the end. What a lost node leaves is an error event."""
+        data = b""
+        while not data and not self.over:
             try:
-                piece = await self._response.read()
+                data = self._whole(await self._response.read())
             except NodeLost as exc:
-                return self._counted(self._broken(exc))
-            if not piece:
-                self._over = True
-                data = self._events.rest()
-            else:
-                data = self._events.feed(piece)
-            if data:
-                return self._counted(data)
-        self._exchange.end(Outcome.OK)
-        raise StopAsyncIteration
-
-    def _counted(self, data: bytes) -> bytes:
+                data = self._broken(exc)
         self._exchange.relayed_bytes += len(data)
         return data
 
+    def end(self) -> None:
+        """The client has got all of it. Ends the exchange, unless a loss has."""
+        self._exchange.end(Outcome.OK)
+
+    def _whole(self, piece: bytes) -> bytes:
+        data = self._events.feed(piece) if piece else b""
+        if self._response.exhausted:
+            self.over = True
+            data += self._events.rest()
+        return data
+
     def _broken(self, exc: NodeLost) -> bytes:
-        self._over = True
+        self.over = True
         exchange = self._exchange
         data = self._events.close_broken()
         if exchange.cut_short is not None:

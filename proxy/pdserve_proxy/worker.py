@@ -30,7 +30,7 @@ from pdserve_proxy.listening import allow_open_files
 from pdserve_proxy.metrics import ProxyMetrics
 from pdserve_proxy.mirror import Mirror
 from pdserve_proxy.scraping import export
-from pdserve_proxy.server import configure_logging
+from pdserve_proxy.server import collect_rarely, configure_logging
 
 log = logging.getLogger(__name__)
 
@@ -131,6 +131,7 @@ def main() -> int:
     launch = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=WorkerLaunch)
     configure_logging(launch.config.log)
     allow_open_files()
+    collect_rarely()
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(_main(launch))

@@ -165,7 +165,9 @@ def test_what_came_before_a_loss_is_still_delivered() -> None:
         go_on.set()
         # As when the client is slow: nobody reads until the node is dead.
         await eventually(lambda: response._error is not None, "the loss")
-        first, *rest = [piece async for piece in stream]
+        first, rest = stream.first, []
+        while not stream.over:
+            rest.append(await stream.next())
         assert first == events[0]
         assert b"".join(rest).startswith(events[1] + events[2] + b'data: {"error":')
         assert b"half" not in b"".join(rest)

@@ -15,4 +15,6 @@ class RoundRobin:
     def select(self, nodes: Sequence[NodeInfo], lead: bytes, load: LoadOf) -> tuple[NodeInfo, ...]:
         first = self._turn % len(nodes)
         self._turn += 1
-        return (*nodes[first:], *nodes[:first])[:2]
+        if len(nodes) == 1:
+            return (nodes[0],)
+        return nodes[first], nodes[(first + 1) % len(nodes)]
