@@ -699,6 +699,37 @@ class BenchTransferConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class ProxyBenchConfig:
+    """A proxy before backends that answer at once."""
+
+    peer_command: str = setting(
+        "peer-command",
+        "another router to measure in the same run; {prefill} and {decode} stand for the backends' URLs, {port} for "
+        "where it has to listen, {port2} for another free port; none if empty",
+        "",
+        metavar="COMMAND",
+    )
+    connections: int = setting("connections", "clients at the same time", 64, minimum=1)
+    chunks: int = setting("chunks", "of each stream", 64, minimum=1)
+    seconds: float = setting("seconds", "in which each run's requests begin", 4.0, minimum=0.1)
+    repeats: int = setting("repeats", "runs of each system, in turns; medians are shown", 3, minimum=1, maximum=100)
+    rate: int = setting("rate", "requests a second where latency is measured", 500, minimum=1)
+    streams: int = setting("streams", "streams at once where delays between chunks are measured", 2048, minimum=1)
+    gap_ms: int = setting("gap-ms", "from one chunk to the next of such a stream, in ms", 200, minimum=1)
+    idle: int = setting("idle", "idle connections beside which latency is measured", 10_000, minimum=1)
+    startup_timeout_s: float = setting("startup-timeout-s", "seconds that all servers get to come up", 60.0, minimum=1)
+    run_timeout_s: float = setting("run-timeout-s", "seconds that one run may take", 120.0, minimum=1)
+
+
+@dataclass(frozen=True, slots=True)
+class BenchProxyConfig:
+    """``pdserve bench proxy``."""
+
+    report: ReportConfig = field(default_factory=ReportConfig)
+    proxying: ProxyBenchConfig = field(default_factory=ProxyBenchConfig)
+
+
+@dataclass(frozen=True, slots=True)
 class CompareConfig:
     """Two reports of one benchmark."""
 

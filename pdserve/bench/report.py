@@ -23,6 +23,7 @@ class Unit(enum.Enum):
     TOKENS_PER_S = "tok/s"
     REQUESTS_PER_S = "req/s"
     MIB = "MiB"
+    KIB = "KiB"
     COUNT = ""
     RATIO = "×"
     """Of two figures of the same run: the only unit that means the same on another machine."""

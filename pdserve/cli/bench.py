@@ -14,6 +14,7 @@ from pdserve.config import (
     BenchCompareConfig,
     BenchEngineConfig,
     BenchLoadConfig,
+    BenchProxyConfig,
     BenchStreamConfig,
     BenchTransferConfig,
     CpuConfig,
@@ -32,6 +33,7 @@ BENCHMARKS = {
     "load": "load on any server that speaks OpenAI's API",
     "stream": "node and proxy with a mock engine, each part of the text path on and off",
     "transfer": "KV blocks from one process's cache to another's, beside ucx_perftest and NIXL",
+    "proxy": "the proxy before mock backends, beside another router if there is one",
     "compare": "two reports of one benchmark: pdserve bench compare OLD.json NEW.json",
 }
 
@@ -62,6 +64,10 @@ _STREAM = (
 _TRANSFER = (
     "Moves KV blocks between two processes through the transfer engine, on one core each (the first two of --cores), "
     "and times ucx_perftest on the same cores; then decode steps while blocks come in."
+)
+_PROXY = (
+    "The proxy before mock backends that answer at once: streams and plain requests a second, added latency, many "
+    "streams at once, idle connections. With --peer-command the same on another router, in the same run."
 )
 _COMPARE = (
     "Compares the ratios of two reports, which hold on any machine, and leaves out times, which do not. Exit status 1 "
@@ -158,6 +164,15 @@ def two_cores(usable: Sequence[int]) -> tuple[int, int]:
     return usable[0], usable[1 % len(usable)]
 
 
+def _proxy(argv: Sequence[str], environ: Mapping[str, str]) -> int:
+    config = load(BenchProxyConfig, argv, environ, prog="pdserve bench proxy", description=_PROXY)
+    _check_folder("--json", config.report.json)
+    from pdserve.bench import proxy_benchmark
+
+    _publish(proxy_benchmark.run(config, environ), config.report)
+    return 0
+
+
 def _compare(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     config = load(BenchCompareConfig, compare_flags(argv), environ, prog="pdserve bench compare", description=_COMPARE)
     if not (config.compare.old and config.compare.new):
@@ -234,5 +249,6 @@ _RUN: dict[str, Callable[[Sequence[str], Mapping[str, str]], int]] = {
     "load": _load,
     "stream": _stream,
     "transfer": _transfer,
+    "proxy": _proxy,
     "compare": _compare,
 }

@@ -11,6 +11,7 @@ from pdserve.config import (
     BenchCompareConfig,
     BenchEngineConfig,
     BenchLoadConfig,
+    BenchProxyConfig,
     BenchStreamConfig,
     BenchTransferConfig,
     DoctorConfig,
@@ -34,6 +35,7 @@ ROOTS: tuple[type, ...] = (
     BenchLoadConfig,
     BenchStreamConfig,
     BenchTransferConfig,
+    BenchProxyConfig,
     BenchCompareConfig,
 )
 """Of every subcommand: what one of them knows is not a misspelling for the others."""

@@ -11,6 +11,7 @@ from pdserve.config import (
     BenchCompareConfig,
     BenchEngineConfig,
     BenchLoadConfig,
+    BenchProxyConfig,
     BenchStreamConfig,
     BenchTransferConfig,
     DoctorConfig,
@@ -32,6 +33,7 @@ ROOT_OF = {
     "bench engine": BenchEngineConfig,
     "bench load": BenchLoadConfig,
     "bench stream": BenchStreamConfig,
+    "bench proxy": BenchProxyConfig,
     "bench compare": BenchCompareConfig,
     "bench transfer": BenchTransferConfig,
 }

@@ -10,6 +10,7 @@ from pdserve.config import (
     BenchCompareConfig,
     BenchEngineConfig,
     BenchLoadConfig,
+    BenchProxyConfig,
     BenchStreamConfig,
     BenchTransferConfig,
     DoctorConfig,
@@ -59,6 +60,7 @@ _ROOTS = {
     "`pdserve bench load`": BenchLoadConfig,
     "`pdserve bench stream`": BenchStreamConfig,
     "`pdserve bench transfer`": BenchTransferConfig,
+    "`pdserve bench proxy`": BenchProxyConfig,
     "`pdserve bench compare`": BenchCompareConfig,
 }
 
