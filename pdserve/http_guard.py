@@ -17,7 +17,6 @@ import http
 import json
 import logging
 import ssl
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -25,6 +24,7 @@ import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from pdserve.errors import ConfigError
+from pdserve.http_outlet import OUTLET, Outlet
 
 log = logging.getLogger(__name__)
 
@@ -33,14 +33,6 @@ MAX_HEADERS = 128
 HEAD_TIMEOUT_S = 20.0
 LINGER_S = 1.0
 """Seconds that a refused client gets to read its answer. Closing at once, with bytes unread, would take it back."""
-
-ON_DISCONNECT = "pdserve.on_disconnect"
-"""An ASGI extension. ``scope["extensions"][ON_DISCONNECT](callback)`` has ``callback`` called once if the client leaves
-before its response is over: without a task that waits for ``receive`` to say so."""
-
-CORK = "pdserve.cork"
-"""An ASGI extension. What is sent inside ``with scope["extensions"][CORK]:`` goes out in one write: the head of a
-response with its body, which ASGI takes apart, as one system call and one packet."""
 
 _BLANK = b"\r\n"
 
@@ -109,38 +101,6 @@ def server_tls(certificate: str, key: str) -> ssl.SSLContext:
     return context
 
 
-class _Corked:
-    """A transport as far as a response needs one, and the context in which it holds back what is written."""
-
-    __slots__ = ("_held", "_transport", "is_closing")
-
-    def __init__(self, transport: asyncio.Transport) -> None:
-        self._transport = transport
-        self._held: list[bytes] | None = None
-        self.is_closing = transport.is_closing
-
-    def __enter__(self) -> None:
-        self._held = []
-
-    def __exit__(self, *exc_info: object) -> None:
-        self._release()
-
-    def write(self, data: bytes) -> None:
-        if self._held is None:
-            self._transport.write(data)
-        else:
-            self._held.append(data)
-
-    def close(self) -> None:
-        self._release()
-        self._transport.close()
-
-    def _release(self) -> None:
-        held, self._held = self._held, None
-        if held:
-            self._transport.write(b"".join(held))
-
-
 class GuardedHttp(HttpToolsProtocol):
     """For uvicorn's ``http`` setting, with ``ws="none"``."""
 
@@ -157,13 +117,13 @@ class GuardedHttp(HttpToolsProtocol):
     """Fed to the parser since the request began or the last byte of its body: head, chunk extensions, trailers."""
     _timer: asyncio.TimerHandle | None = None
     _write_timer: asyncio.TimerHandle | None = None
-    _on_disconnect: Callable[[], object] | None = None
-    """What the application that answers now has asked for."""
 
     # ------------------------------------------------------------------ the connection
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn has it
         super().connection_made(transport)
+        # One for all requests: made anew for each, it and its cycle would keep each other alive.
+        self._outlet = Outlet(transport, self.flow)
         if len(self.connections) > self.max_connections:
             # While it lingers it takes nobody's place.
             self.connections.discard(self)
@@ -178,7 +138,7 @@ class GuardedHttp(HttpToolsProtocol):
         self._unset_keepalive_if_required()
         self._phase = _Phase.CLOSING
         super().connection_lost(exc)
-        self._tell_disconnect()
+        self._outlet.tell_disconnect()
 
     def data_received(self, data: bytes) -> None:
         while data and self._phase is not _Phase.CLOSING and not self.transport.is_closing():
@@ -250,11 +210,11 @@ class GuardedHttp(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         if self._phase is _Phase.HEAD:
-            corked = _Corked(self.transport)
-            # Of our own, so that their types are not ASGI's.
-            self.scope["extensions"] = {ON_DISCONNECT: self._watch_disconnect, CORK: corked}  # type: ignore[dict-item]
             super().on_headers_complete()
-            self.cycle.transport = corked  # type: ignore[assignment]  # before its task has begun to run
+            # Before the cycle's task has begun to run.
+            self._outlet.begin(self.cycle)
+            self.cycle.transport = self._outlet  # type: ignore[assignment]  # all of a transport that a cycle uses
+            self.scope["extensions"] = {OUTLET: self._outlet}  # type: ignore[dict-item]  # of our own, not ASGI's
             self._stop_timer()
             self._idle_bytes = 0
             self._phase = _Phase.BODY
@@ -280,7 +240,6 @@ class GuardedHttp(HttpToolsProtocol):
     # ------------------------------------------------------------------ answers
 
     def on_response_complete(self) -> None:
-        self._on_disconnect = None
         super().on_response_complete()
         if self.transport.is_closing():
             self._phase = _Phase.CLOSING
@@ -315,17 +274,7 @@ class GuardedHttp(HttpToolsProtocol):
         self.cycle.disconnected = True
         self.cycle.waiting_for_100_continue = False
         self.cycle.message_event.set()
-        self._tell_disconnect()
-
-    def _watch_disconnect(self, callback: Callable[[], object]) -> None:
-        self._on_disconnect = callback
-        if self.cycle.disconnected:
-            self._tell_disconnect()
-
-    def _tell_disconnect(self) -> None:
-        callback, self._on_disconnect = self._on_disconnect, None
-        if callback is not None:
-            callback()
+        self._outlet.tell_disconnect()
 
     def _answer(self, status: int, message: str, code: str) -> bytes:
         kind = "service_unavailable" if status == 503 else "invalid_request_error"

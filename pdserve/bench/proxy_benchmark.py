@@ -60,8 +60,8 @@ def run(config: BenchProxyConfig, environ: Mapping[str, str]) -> Report:
     notes = [
         "medians of the repeats, which take turns; one worker; mock backends answer at once and register by the "
         "discovery protocol",
-        "pdserve sends its decode node one request for each of a client's; a router in P/D mode sends two, to a prefill "
-        "and a decode server; clients and backends share the cores with what is measured",
+        "for each client's request pdserve sends one, to a decode node, and a router in P/D mode two, to a prefill and "
+        "to a decode server; clients and backends share the cores with what is measured",
         "added latency is the median over that of the backend asked directly, at the same set rate",
     ]
     if not config.proxying.peer_command:
@@ -194,7 +194,7 @@ def _ratios(rows: Sequence[Row]) -> list[Row]:
         return float("nan")
 
     def ratio(what: str, over: str, figure: str, better: Better, name: str) -> Figure:
-        return Figure(name, value(what, PDSERVE, figure) / value(what, over, figure), Unit.RATIO, better)
+        return Figure(name, _over(value(what, PDSERVE, figure), value(what, over, figure)), Unit.RATIO, better)
 
     def added_ms(system: str) -> float:
         return value(LATENCY, system, "latency p50") - value(LATENCY, DIRECT, "latency p50")
@@ -204,7 +204,7 @@ def _ratios(rows: Sequence[Row]) -> list[Row]:
         ratio(PLAIN, DIRECT, "answered", Better.HIGHER, "plain requests"),
         Figure(
             "latency beside idle connections",
-            value(IDLE, PDSERVE, "latency p50") / value(LATENCY, PDSERVE, "latency p50"),
+            _over(value(IDLE, PDSERVE, "latency p50"), value(LATENCY, PDSERVE, "latency p50")),
             Unit.RATIO,
             Better.LOWER,
         ),
@@ -212,13 +212,18 @@ def _ratios(rows: Sequence[Row]) -> list[Row]:
     against = measured(
         ratio(STREAMS, PEER, "answered", Better.HIGHER, "streams"),
         ratio(PLAIN, PEER, "answered", Better.HIGHER, "plain requests"),
-        Figure("added latency p50", added_ms(PDSERVE) / added_ms(PEER), Unit.RATIO, Better.LOWER),
+        Figure("added latency p50", _over(added_ms(PDSERVE), added_ms(PEER)), Unit.RATIO, Better.LOWER),
         ratio(PLAIN, PEER, "latency p50", Better.LOWER, "latency p50, closed loop"),
         ratio(STREAMS, PEER, "latency p50", Better.LOWER, "a stream's time p50"),
         ratio(MANY, PEER, "gap p99", Better.LOWER, "gap p99"),
     )
     compared = [("pdserve against the backend itself", alone), ("pdserve against the peer", against)]
     return [Row(what, {}, figures) for what, figures in compared if figures]
+
+
+def _over(value: float, other: float) -> float:
+    """Their ratio; none where there is nothing to divide by, as where a peer hands out a stream in one piece."""
+    return value / other if other > 0 else float("nan")
 
 
 async def _send(order: LoadOrder, timeout_s: float) -> LoadReport:

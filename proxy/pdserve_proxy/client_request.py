@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, TypeAlias
 
 from pdserve.errors import DeadlineExceeded, PayloadTooLarge
-from pdserve.http_guard import CORK, ON_DISCONNECT
+from pdserve.http_outlet import OUTLET, Outlet
 
 Scope: TypeAlias = Mapping[str, Any]
 Receive: TypeAlias = Callable[[], Awaitable[Mapping[str, Any]]]
@@ -28,14 +28,16 @@ class ClientGone(Exception):
 class ClientRequest:
     """One request on a connection of ``pdserve.http_guard``."""
 
-    __slots__ = ("_headers", "_receive", "_scope", "_send", "method", "path")
+    __slots__ = ("_headers", "_outlet", "_receive", "_send", "method", "path", "write")
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self._scope = scope
         self._receive = receive
         self._send = send
         # Of a header that comes twice, the first counts.
         self._headers: dict[bytes, bytes] = dict(reversed(scope["headers"]))
+        self._outlet: Outlet = scope["extensions"][OUTLET]
+        self.write = self._outlet.write_chunk
+        """As ``send``, with more to come, but at once; returns False where ``send`` would have to wait next time."""
         self.method: str = scope["method"]
         self.path: str = scope["path"]
 
@@ -46,7 +48,7 @@ class ClientRequest:
 
     def on_disconnect(self, callback: Callable[[], object]) -> None:
         """``callback`` is called once if the client leaves before its response is over."""
-        self._scope["extensions"][ON_DISCONNECT](callback)
+        self._outlet.on_disconnect = callback
 
     async def body(self, max_bytes: int) -> bytes:
         """Raises PayloadTooLarge, DeadlineExceeded and ClientGone."""
@@ -80,7 +82,7 @@ class ClientRequest:
     async def begin(self, status: int, headers: Mapping[str, str], data: bytes, *, more: bool) -> None:
         """Status, headers and the first part of a body."""
         fields = [(name.encode("latin-1"), value.encode("latin-1", "replace")) for name, value in headers.items()]
-        with self._scope["extensions"][CORK]:
+        with self._outlet:
             await self._send({"type": "http.response.start", "status": status, "headers": fields})
             await self._send({"type": "http.response.body", "body": data, "more_body": more})
 

@@ -38,6 +38,7 @@ class NodeResponse:
         self._close = close
         self._pieces: list[bytes] = []
         self._held = 0
+        self._relay: Callable[[bytes], bool] | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._error: NodeLost | None = None
         self._on_room: Callable[[], None] | None = None
@@ -62,19 +63,21 @@ class NodeResponse:
         while not self.status:
             await self._wait()
 
-    async def read(self) -> bytes:
-        """What has come of the body since the last read, at least one byte; empty at its end. Raises NodeLost."""
-        while not self._pieces:
-            if self.complete:
-                return b""
-            await self._wait()
-        data = self._pieces[0] if len(self._pieces) == 1 else b"".join(self._pieces)
-        self._pieces.clear()
-        self._held = 0
-        if self._on_room is not None:
-            on_room, self._on_room = self._on_room, None
-            on_room()
-        return data
+    async def read(self, relay: Callable[[bytes], bool] | None = None) -> bytes:
+        """What has come of the body since the last read, at least one byte; empty at its end. Raises NodeLost.
+
+        With ``relay``, what comes before the body's last byte is given to that instead, as it comes, and this returns
+        at the end, or with nothing once ``relay`` has returned False.
+        """
+        self._relay = relay
+        try:
+            while not self._pieces and not self.complete:
+                await self._wait()
+                if self._relay is not relay:
+                    break
+        finally:
+            self._relay = None
+        return self._take()
 
     def close(self) -> None:
         """Give up what has not come yet. A read that waits fails; what has come can still be read."""
@@ -100,8 +103,22 @@ class NodeResponse:
             self.wake()
 
     def wake(self) -> None:
+        """Something has come, or nothing more will."""
+        if self._relay is not None and self._pieces and not self.complete and self._error is None:
+            if self._relay(self._take()):
+                return
+            self._relay = None
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
+
+    def _take(self) -> bytes:
+        data = self._pieces[0] if len(self._pieces) == 1 else b"".join(self._pieces)
+        self._pieces.clear()
+        self._held = 0
+        if self._on_room is not None:
+            on_room, self._on_room = self._on_room, None
+            on_room()
+        return data
 
     async def _wait(self) -> None:
         if self._error is not None:

@@ -97,7 +97,8 @@ async def _respond(exchange: Exchange, request: ClientRequest, result: Answer | 
     stream = result.body
     await request.begin(result.status, headers, stream.first, more=not stream.over)
     while not stream.over:
-        await request.send(await stream.next(), more=not stream.over)
+        data = await stream.next(request.write)
+        await request.send(data, more=not stream.over)
     stream.end()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
 from pdserve.errors import BadUpstream
 from pdserve_proxy.errors import error_event
@@ -30,14 +31,22 @@ class EventStream:
             self.first = self._whole(await self._response.read())
         self._exchange.relayed_bytes += len(self.first)
 
-    async def next(self) -> bytes:
-        """One or more whole events; empty only at the end. What a lost node leaves is an error event."""
-        data = b""
-        while not data and not self.over:
-            try:
-                data = self._whole(await self._response.read())
-            except NodeLost as exc:
-                data = self._broken(exc)
+    async def next(self, write: Callable[[bytes], bool]) -> bytes:
+        """Whole events; empty if there are none now. What a lost node leaves is an error event.
+
+        Events in the middle of a stream go to ``write`` as they come, without a turn of the task that waits here, until
+        ``write`` returns False.
+        """
+
+        def relay(piece: bytes) -> bool:
+            data = self._events.feed(piece)
+            self._exchange.relayed_bytes += len(data)
+            return not data or write(data)
+
+        try:
+            data = self._whole(await self._response.read(relay))
+        except NodeLost as exc:
+            data = self._broken(exc)
         self._exchange.relayed_bytes += len(data)
         return data
 

@@ -165,9 +165,15 @@ def test_what_came_before_a_loss_is_still_delivered() -> None:
         go_on.set()
         # As when the client is slow: nobody reads until the node is dead.
         await eventually(lambda: response._error is not None, "the loss")
-        first, rest = stream.first, []
+        first = stream.first
+        rest: list[bytes] = []
+
+        def taken(data: bytes) -> bool:
+            rest.append(data)
+            return True
+
         while not stream.over:
-            rest.append(await stream.next())
+            rest.append(await stream.next(taken))
         assert first == events[0]
         assert b"".join(rest).startswith(events[1] + events[2] + b'data: {"error":')
         assert b"half" not in b"".join(rest)

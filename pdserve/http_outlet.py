@@ -1,0 +1,86 @@
+"""What an application gets of its client's connection beyond ASGI, to spare what ASGI's two calls a response cost."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Protocol
+
+OUTLET = "pdserve.outlet"
+"""An ASGI extension: ``scope["extensions"][OUTLET]`` is the request's ``Outlet``."""
+
+
+class Cycle(Protocol):
+    """uvicorn's side of one request and its response."""
+
+    disconnected: bool
+    response_complete: bool
+
+
+class Flow(Protocol):
+    """uvicorn's flow control of one connection."""
+
+    write_paused: bool
+
+
+class Outlet:
+    """The way out of one connection for one response after the other: uvicorn's transport, and more.
+
+    As a context manager it is a cork: what is sent inside goes out in one write, so that the head of a response and its
+    body, which ASGI takes apart, are one system call and one packet.
+    """
+
+    __slots__ = ("_flow", "_held", "_transport", "cycle", "is_closing", "on_disconnect")
+
+    def __init__(self, transport: asyncio.Transport, flow: Flow) -> None:
+        self._transport = transport
+        self._flow = flow
+        self.cycle: Cycle | None = None
+        """Of the request that is answered now, or was last."""
+        self._held: list[bytes] | None = None
+        self.is_closing = transport.is_closing
+        self.on_disconnect: Callable[[], object] | None = None
+        """Called once if the client leaves before its response is over: without a task that waits to be told."""
+
+    def __enter__(self) -> None:
+        self._held = []
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._release()
+
+    def write_chunk(self, data: bytes) -> bool:
+        """Part of a body, at once, where a response without a length has begun and is not over.
+
+        Returns False if the client has left so much unread that no more should come before ``send`` lets it.
+        """
+        if self.cycle is not None and not self.cycle.disconnected and not self._transport.is_closing():
+            self._transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+        return not self._flow.write_paused
+
+    # ------------------------------------------------------------------ the server's side
+
+    def write(self, data: bytes) -> None:
+        if self._held is not None:
+            self._held.append(data)
+        elif data:
+            self._transport.write(data)
+
+    def begin(self, cycle: Cycle) -> None:
+        """The next request is there."""
+        self.cycle = cycle
+        self.on_disconnect = None
+
+    def close(self) -> None:
+        self._release()
+        self._transport.close()
+
+    def tell_disconnect(self) -> None:
+        """The connection is lost, or given up."""
+        callback, self.on_disconnect = self.on_disconnect, None
+        if callback is not None and self.cycle is not None and not self.cycle.response_complete:
+            callback()
+
+    def _release(self) -> None:
+        held, self._held = self._held, None
+        if held:
+            self._transport.write(b"".join(held))

@@ -1,0 +1,159 @@
+"""What an application gets of its connection beyond ASGI, against a real server."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import socket
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from pdserve.http_guard import guarded_config
+from pdserve.http_outlet import OUTLET, Outlet
+from tests.test_http_guard import Server
+
+Receive = Callable[[], Awaitable[Any]]
+Send = Callable[[dict[str, object]], Awaitable[None]]
+App = Callable[[Any, Receive, Send], Awaitable[None]]
+
+REQUEST = b"GET / HTTP/1.1\r\nhost: x\r\n\r\n"
+START: dict[str, object] = {"type": "http.response.start", "status": 200, "headers": []}
+
+
+def body(data: bytes, *, more: bool) -> dict[str, object]:
+    return {"type": "http.response.body", "body": data, "more_body": more}
+
+
+async def against(app: App, client: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]) -> None:
+    config = guarded_config(app, keep_alive_s=60, shutdown_s=5, max_connections=10, write_timeout_s=5.0)
+    listener = socket.create_server(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+    server = Server(config)
+    serving = asyncio.create_task(server.serve([listener]))
+    try:
+        async with asyncio.timeout(20):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            try:
+                await client(reader, writer)
+            finally:
+                writer.close()
+    finally:
+        server.should_exit = True
+        await serving
+
+
+def test_what_is_sent_inside_it_goes_out_in_one_write() -> None:
+    writes: list[bytes] = []
+
+    async def app(scope: Any, receive: Receive, send: Send) -> None:
+        outlet: Outlet = scope["extensions"][OUTLET]
+        transport = outlet._transport
+
+        class Spy:
+            def write(self, data: bytes) -> None:
+                writes.append(data)
+                transport.write(data)
+
+        outlet._transport = Spy()  # type: ignore[assignment]
+        with outlet:
+            await send(START)
+            await send(body(b"ab", more=True))
+        outlet._transport = transport
+        await send(body(b"c", more=False))
+
+    async def client(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(REQUEST)
+        assert (await reader.readuntil(b"0\r\n\r\n")).endswith(b"\r\n\r\n2\r\nab\r\n1\r\nc\r\n0\r\n\r\n")
+
+    asyncio.run(against(app, client))
+    (one,) = writes
+    assert one.startswith(b"HTTP/1.1 200 OK\r\n")
+    assert one.endswith(b"2\r\nab\r\n")
+
+
+def test_a_chunk_is_written_at_once_until_too_much_is_unread() -> None:
+    took: list[bool] = []
+    stalled, over = asyncio.Event(), asyncio.Event()
+
+    async def app(scope: Any, receive: Receive, send: Send) -> None:
+        outlet: Outlet = scope["extensions"][OUTLET]
+        await send(START)
+        await send(body(b"", more=True))
+        for _ in range(1000):
+            took.append(outlet.write_chunk(b"x" * 2**16))
+            if not took[-1]:
+                break
+        stalled.set()
+        await send(body(b"", more=False))
+        over.set()
+
+    async def client(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(REQUEST)
+        await stalled.wait()
+        assert not over.is_set()
+        size = 0
+        while not over.is_set() or size < len(took) * 2**16:
+            size += len(await reader.read(2**20))
+
+    asyncio.run(against(app, client))
+    assert took[0]
+    assert not took[-1]
+
+
+def test_a_client_that_leaves_is_told_once_and_only_while_it_is_answered() -> None:
+    left: list[str] = []
+    told = asyncio.Event()
+
+    async def app(scope: Any, receive: Receive, send: Send) -> None:
+        outlet: Outlet = scope["extensions"][OUTLET]
+        if scope["path"] == "/quick":
+            outlet.on_disconnect = lambda: left.append("quick")
+            await send(START)
+            await send(body(b"quick", more=False))
+            return
+
+        def leave() -> None:
+            left.append("slow")
+            told.set()
+
+        outlet.on_disconnect = leave
+        await send(START)
+        await send(body(b"slow", more=True))
+        await told.wait()
+
+    async def client(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(REQUEST.replace(b" / ", b" /quick "))
+        await reader.readuntil(b"quick\r\n0\r\n\r\n")
+        writer.write(REQUEST)
+        await reader.readuntil(b"slow\r\n")
+        writer.close()
+        await told.wait()
+
+    asyncio.run(against(app, client))
+    assert left == ["slow"]
+
+
+def test_requests_leave_nothing_for_the_collector() -> None:
+    """What has to be collected stays in memory until then: a proxy that collects seldom would grow and slow down."""
+
+    async def app(scope: Any, receive: Receive, send: Send) -> None:
+        with scope["extensions"][OUTLET]:
+            await send(START)
+            await send(body(b"ok", more=False))
+
+    async def client(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        async def ask(times: int) -> None:
+            for _ in range(times):
+                writer.write(REQUEST)
+                await reader.readuntil(b"0\r\n\r\n")
+
+        await ask(5)
+        gc.collect()
+        gc.disable()
+        try:
+            await ask(50)
+            assert gc.collect() < 50
+        finally:
+            gc.enable()
+
+    asyncio.run(against(app, client))
