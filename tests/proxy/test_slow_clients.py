@@ -7,6 +7,7 @@ import resource
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, closing
+from pathlib import Path
 
 import aiohttp
 
@@ -21,6 +22,12 @@ FLOOD_CHUNKS = 768
 CHUNK = b"data: " + b"x" * 2**17 + b"\n\n"
 """96 MiB in all: more than all socket buffers on the way can hold."""
 IDLE_CONNECTIONS = 10_000
+HIGH_WATER_BYTES = 2**16
+"""Of a client's transport."""
+
+
+def resident_bytes(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * resource.getpagesize()
 
 
 class Flood:
@@ -141,10 +148,13 @@ def test_ten_thousand_idle_connections_are_harmless() -> None:
             registered(node_info("x", Role.MIXED, node.url), control),
         ):
             host, _, port = url.removeprefix("http://").partition(":")
-            idle: list[asyncio.StreamWriter] = []
+            idle = [await keep(host, int(port))]
+            memory = resident_bytes(process.pid)
             while len(idle) < count:
                 batch = min(250, count - len(idle))
                 idle += await asyncio.gather(*(keep(host, int(port)) for _ in range(batch)))
+            # Less than what one of them could have unread before its stream stops: nothing is set aside for it.
+            assert resident_bytes(process.pid) - memory < count * HIGH_WATER_BYTES / 2
             async with aiohttp.ClientSession(url) as http:
 
                 async def ask() -> None:
