@@ -126,8 +126,12 @@ def running(argv: Sequence[str], environ: Mapping[str, str]) -> Iterator[Process
 
 
 @contextmanager
-def pdserve(*argv: str, **environ: str) -> Iterator[Process]:
-    """``pdserve <argv>`` with the tests' secret, tied to this process, ended at the end of the block."""
+def pdserve(*argv: str, prefix: Sequence[str] = (), **environ: str) -> Iterator[Process]:
+    """``pdserve <argv>`` with the tests' secret, tied to this process, ended at the end of the block.
+
+    ``prefix`` is a command that becomes the one after it, as ``ip netns exec`` does.
+    """
     own = {"PDSERVE_SECRET": SECRET, PARENT_PID_ENV: str(os.getpid())}
-    with running([sys.executable, "-P", "-m", "pdserve", *argv], clean_environ(**{**own, **environ})) as process:
+    command = [*prefix, sys.executable, "-P", "-m", "pdserve", *argv]
+    with running(command, clean_environ(**{**own, **environ})) as process:
         yield process

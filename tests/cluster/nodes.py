@@ -147,11 +147,12 @@ def one_core(index: int) -> tuple[str, str]:
 
 
 @contextmanager
-def start_node(role: str, name: str, model: Path | str, cluster: Cluster, *flags: str) -> Iterator[Process]:
+def start_node(
+    role: str, name: str, model: Path | str, cluster: Cluster, *flags: str, prefix: Sequence[str] = ()
+) -> Iterator[Process]:
     """One more node for a running cluster. Unless told otherwise it does not choose by measurements."""
     defaults = {"--kv-cache-mib": "256", "--disaggregation": "always"}
     more = [word for flag, value in defaults.items() if flag not in flags for word in (flag, value)]
-    with pdserve(
-        role, "--name", name, "--model", str(model), "--served-name", MODEL, "--proxy", cluster.control, *more, *flags
-    ) as process:
+    of_cluster = ["--model", str(model), "--served-name", MODEL, "--proxy", cluster.control]
+    with pdserve(role, "--name", name, *of_cluster, *more, *flags, prefix=prefix) as process:
         yield process

@@ -1,0 +1,130 @@
+"""A cluster whose proxy, prefill nodes and decode node are hosts of their own."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.cluster.nodes import Cluster, Node, eventually, http, one_core, start_node
+from tests.faults.test_node_death import engine_pid
+from tests.hosts.namespaces import Host, Network
+from tests.processes import Process, pdserve
+from tests.tiny_models import VOCAB_SIZE, save_tiny_model
+
+NEW_TOKENS = 8
+PROMPT_TOKENS = 900
+BLOCK_BYTES = 16 * 4 * 2 * 2 * 32 * 4
+"""Of the model below: tokens, layers, KV heads, keys and values, head size, fp32."""
+FLAGS = (
+    *("--dtype", "fp32", "--kv-cache-mib", "64", "--max-step-tokens", "64", "--max-running", "16"),
+    # Without a prefix cache every prompt has to move anew.
+    *("--prefix-cache", "off", "--transfer-lease-ms", "2000", "--transfer-heartbeat-ms", "200"),
+    # UCX would find the shared memory that hosts of this kind have in common, and real ones do not.
+    *("--ucx-tls", "tcp"),
+)
+
+
+def tiny_model(demo_model: Path, folder: Path) -> Path:
+    """A model that computes in no time and whose prompts are megabytes of KV cache, with the demo model's tokenizer."""
+    save_tiny_model("llama", folder, num_hidden_layers=4, head_dim=32, max_position_embeddings=2048)
+    for path in demo_model.glob("*token*"):
+        shutil.copy(path, folder)
+    return folder
+
+
+def prompt(seed: int, length: int = PROMPT_TOKENS) -> list[int]:
+    return random.Random(seed).choices(range(3, VOCAB_SIZE), k=length)
+
+
+class Reference:
+    """What transformers answers."""
+
+    def __init__(self, model: Path) -> None:
+        self._model: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+
+    @torch.inference_mode()
+    def answer(self, asked: list[int], new_tokens: int = NEW_TOKENS) -> list[int]:
+        ids = torch.tensor([asked])
+        out = self._model.generate(ids, max_new_tokens=new_tokens, do_sample=False, eos_token_id=-1, pad_token_id=2)
+        answer: list[int] = out[0, len(asked) :].tolist()
+        return answer
+
+
+@dataclass
+class Hosts:
+    """The running cluster, and the network under it. Its URLs lead somewhere only inside the client's host."""
+
+    model: Path
+    network: Network
+    cluster: Cluster
+
+    @property
+    def prefill(self) -> Node:
+        return self.cluster.prefill[0]
+
+    @property
+    def decode(self) -> Node:
+        return self.cluster.decode[0]
+
+    def ask(self, seed: int) -> list[int]:
+        return self.cluster.complete(prompt(seed), NEW_TOKENS, ignore_eos=True)
+
+    def instances(self) -> set[str]:
+        """Names that the proxy knows."""
+        return {instance["name"] for instance in http(self.cluster.url + "/instances").json()}
+
+    def prefills(self, source: str) -> float:
+        return self.decode.metric("prefills_total", source=source)
+
+
+def start(role: str, name: str, hosts: Hosts, core: int, stack: ExitStack) -> Process:
+    """A node on the host of its name."""
+    host = hosts.network.hosts[name]
+    control = ("--transfer-host", host.address, "--transfer-port", "9100") if role == "prefill" else ()
+    flags = (*FLAGS, "--host", host.address, "--port", "9000", *control, *one_core(core))
+    return stack.enter_context(start_node(role, name, hosts.model, hosts.cluster, *flags, prefix=host.prefix))
+
+
+@contextmanager
+def cluster_over(network: Network, model: Path) -> Iterator[Hosts]:
+    """Over hosts named client, proxy, prefill and decode."""
+    proxy: Host = network.hosts["proxy"]
+    with ExitStack() as stack:
+        flags = ("--host", proxy.address, "--port", "8000", "--control-host", proxy.address, "--control-port", "8100")
+        process = stack.enter_context(pdserve("proxy", *flags, prefix=proxy.prefix))
+        found = process.listening()
+        hosts = Hosts(model, network, Cluster(found.url, process, found.control))
+        starting = {role: start(role, role, hosts, core, stack) for core, role in enumerate(("prefill", "decode"))}
+        for role, nodes in (("prefill", hosts.cluster.prefill), ("decode", hosts.cluster.decode)):
+            nodes.append(Node(role, starting[role], starting[role].listening().url))
+        with network.hosts["client"].inside():
+            eventually(lambda: hosts.instances() == {"prefill", "decode"}, "both nodes are registered")
+        yield hosts
+
+
+@contextmanager
+def another(hosts: Hosts, role: str, core: int) -> Iterator[Hosts]:
+    """The cluster with a new process in place of ``role``'s, which has ended."""
+    with ExitStack() as stack:
+        process = start(role, role, hosts, core, stack)
+        node = Node(role, process, process.listening().url)
+        changed = {role: [node]}
+        yield replace(hosts, cluster=replace(hosts.cluster, **changed))
+
+
+def open_files(node: Node) -> int:
+    """Descriptors of a node's engine."""
+    return len(list(Path(f"/proc/{engine_pid(node)}/fd").iterdir()))
+
+
+def threads(node: Node) -> int:
+    """Of a node's engine."""
+    return len(list(Path(f"/proc/{engine_pid(node)}/task").iterdir()))

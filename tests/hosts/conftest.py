@@ -1,0 +1,51 @@
+"""Hosts for tests, made where the machine allows it; CI has to."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.hosts.cluster import Hosts, Reference, cluster_over, tiny_model
+from tests.hosts.namespaces import Network, network, why_impossible
+
+
+@pytest.fixture(scope="session")
+def possible() -> None:
+    """Skips, with the reason, where there can be no network namespaces; fails there in CI."""
+    reason = why_impossible()
+    if reason is not None:
+        (pytest.fail if os.environ.get("CI") else pytest.skip)(reason)
+
+
+@pytest.fixture(scope="session")
+def model(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model(demo_model, tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="session")
+def reference(model: Path) -> Reference:
+    return Reference(model)
+
+
+@pytest.fixture(scope="module")
+def joined(possible: None) -> Iterator[Network]:
+    with network("client", "proxy", "prefill", "decode") as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def running(joined: Network, model: Path) -> Iterator[Hosts]:
+    with cluster_over(joined, model) as made:
+        yield made
+
+
+@pytest.fixture
+def hosts(running: Hosts) -> Iterator[Hosts]:
+    """The cluster, whole before and after; this thread is on the client's host."""
+    with running.network.hosts["client"].inside():
+        yield running
+        running.network.wire.mend()
+        running.cluster.until_idle()

@@ -1,0 +1,157 @@
+"""Proxy, prefill and decode node on hosts of their own, and a network between them that delays, loses and is cut.
+
+An answer always comes, is always that of transformers, and leaves every block free on both nodes.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import pytest
+
+from tests.cluster.nodes import eventually
+from tests.hosts.cluster import BLOCK_BYTES, NEW_TOKENS, PROMPT_TOKENS, Hosts, Reference, open_files, prompt, threads
+from tests.hosts.wire import Path
+
+PROMPT_BYTES = -(-PROMPT_TOKENS // 16) * BLOCK_BYTES
+IN_THE_MIDDLE = PROMPT_BYTES // 3
+TIMEOUT_S = 60
+
+
+def to_decode(hosts: Hosts) -> Path:
+    """The way that KV blocks take."""
+    return hosts.network.wire.path("prefill", "decode")
+
+
+def test_blocks_cross_the_network(hosts: Hosts, reference: Reference) -> None:
+    remote, passed = hosts.prefills("remote"), to_decode(hosts).passed
+    assert hosts.ask(1) == reference.answer(prompt(1))
+    assert hosts.prefills("remote") == remote + 1
+    assert to_decode(hosts).passed - passed > PROMPT_BYTES
+
+
+def test_a_slow_network_only_delays(hosts: Hosts, reference: Reference) -> None:
+    remote = hosts.prefills("remote")
+    for path in hosts.network.wire.between("prefill", "decode"):
+        path.delay_s = 0.04
+    with ThreadPoolExecutor(4) as pool:
+        answers = list(pool.map(hosts.ask, range(10, 14)))
+    assert answers == [reference.answer(prompt(seed)) for seed in range(10, 14)]
+    assert hosts.prefills("remote") == remote + 4
+
+
+@pytest.mark.parametrize("loss", [0.01, 0.05])
+def test_lost_packets_never_become_tokens(hosts: Hosts, reference: Reference, loss: float) -> None:
+    for path in hosts.network.wire.between("prefill", "decode"):
+        path.loss, path.delay_s = loss, 0.002
+    seeds = range(20, 26)
+    with ThreadPoolExecutor(3) as pool:
+        answers = list(pool.map(hosts.ask, seeds))
+    assert answers == [reference.answer(prompt(seed)) for seed in seeds]
+
+
+def cut_in_the_middle(hosts: Hosts, seed: int, pool: ThreadPoolExecutor, *ways: tuple[str, str]) -> Future[list[int]]:
+    """A request of whose blocks some have gone when these ways are cut."""
+    path = to_decode(hosts)
+    path.cut_after(IN_THE_MIDDLE)
+    answer = pool.submit(hosts.ask, seed)
+    assert path.was_cut.wait(TIMEOUT_S)
+    path.cut = ("prefill", "decode") in ways
+    for way in ways:
+        hosts.network.wire.path(*way).cut = True
+    return answer
+
+
+WAYS = {
+    "blocks' way": [("prefill", "decode")],
+    "acknowledgements' way": [("decode", "prefill")],
+    "both ways": [("prefill", "decode"), ("decode", "prefill")],
+}
+
+
+@pytest.mark.parametrize("ways", WAYS.values(), ids=WAYS)
+def test_a_cut_in_the_middle_of_a_transfer(hosts: Hosts, reference: Reference, ways: list[tuple[str, str]]) -> None:
+    remote, fallbacks = hosts.prefills("remote"), hosts.decode.metric("fallbacks_total")
+    with ThreadPoolExecutor(1) as pool:
+        answer = cut_in_the_middle(hosts, 30, pool, *ways)
+        assert answer.result(TIMEOUT_S) == reference.answer(prompt(30))
+    assert hosts.decode.metric("fallbacks_total") == fallbacks + 1
+    # Neither side needs the other to get its blocks back.
+    hosts.cluster.until_idle()
+    # While it lasts, the next one is answered too.
+    assert hosts.ask(31) == reference.answer(prompt(31))
+    hosts.network.wire.mend()
+    eventually(lambda: hosts.ask(32) == reference.answer(prompt(32)) and hosts.prefills("remote") > remote, "healed")
+
+
+def test_a_cut_that_heals_in_time_is_only_a_delay(hosts: Hosts, reference: Reference) -> None:
+    remote = hosts.prefills("remote")
+    there, back = hosts.network.wire.between("prefill", "decode")
+    with ThreadPoolExecutor(1) as pool:
+        answer = cut_in_the_middle(hosts, 40, pool, ("prefill", "decode"), ("decode", "prefill"))
+        lost = there.lost
+        eventually(lambda: there.lost > lost, "something was lost")
+        there.mend()
+        back.mend()
+        assert answer.result(TIMEOUT_S) == reference.answer(prompt(40))
+    assert hosts.prefills("remote") == remote + 1
+
+
+def test_a_cut_between_two_requests(hosts: Hosts, reference: Reference) -> None:
+    """Neither node can know of it when the next one comes."""
+    assert hosts.ask(50) == reference.answer(prompt(50))
+    remote = hosts.prefills("remote")
+    for path in hosts.network.wire.between("prefill", "decode"):
+        path.cut = True
+    assert hosts.ask(51) == reference.answer(prompt(51))
+    assert hosts.prefills("remote") == remote
+    hosts.network.wire.mend()
+    eventually(lambda: hosts.ask(52) == reference.answer(prompt(52)) and hosts.prefills("remote") > remote, "healed")
+
+
+def test_a_host_that_is_cut_off_is_dropped_and_comes_back(hosts: Hosts, reference: Reference) -> None:
+    for path in hosts.network.wire.around("prefill"):
+        path.cut = True
+    assert hosts.ask(60) == reference.answer(prompt(60))
+    eventually(lambda: hosts.instances() == {"decode"}, "the proxy drops it")
+    local = hosts.prefills("local")
+    assert hosts.ask(61) == reference.answer(prompt(61))
+    assert hosts.prefills("local") == local + 1
+    hosts.network.wire.mend()
+    eventually(lambda: hosts.instances() == {"prefill", "decode"}, "it is registered again")
+    remote = hosts.prefills("remote")
+    assert hosts.ask(62) == reference.answer(prompt(62))
+    assert hosts.prefills("remote") == remote + 1
+
+
+def test_cuts_leave_nothing_open(hosts: Hosts, reference: Reference) -> None:
+    wanted = reference.answer(prompt(70))
+
+    def cut_and_heal() -> None:
+        with ThreadPoolExecutor(1) as pool:
+            answer = cut_in_the_middle(hosts, 70, pool, ("prefill", "decode"), ("decode", "prefill"))
+            assert answer.result(TIMEOUT_S) == wanted
+        hosts.cluster.until_idle()
+        hosts.network.wire.mend()
+        remote = hosts.prefills("remote")
+        eventually(lambda: hosts.ask(70) == wanted and hosts.prefills("remote") > remote, "healed")
+
+    cut_and_heal()  # Whatever is opened once for all is open now.
+    before = {node.name: (open_files(node), threads(node)) for node in hosts.cluster.nodes}
+    for _ in range(3):
+        cut_and_heal()
+    for node in hosts.cluster.nodes:
+        files, running = before[node.name]
+        eventually(lambda: open_files(node) <= files, "no descriptor is left")  # noqa: B023
+        assert threads(node) <= running
+
+
+def test_tokens_per_prompt(hosts: Hosts) -> None:
+    """The figures above are those of the model."""
+    assert len(hosts.ask(80)) == NEW_TOKENS
+    received = hosts.decode.metric("kv_transfer_bytes_total", direction="received")
+    assert hosts.ask(81)
+    eventually(
+        lambda: hosts.decode.metric("kv_transfer_bytes_total", direction="received") >= received + PROMPT_BYTES,
+        "a prompt's blocks are as large as computed here",
+    )

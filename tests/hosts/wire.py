@@ -1,0 +1,172 @@
+"""A network between namespaces that a test can slow down, make lossy, cut and mend, each direction by itself.
+
+Every host's veth pair ends here, in a packet socket; a thread passes each frame on to the host that it is addressed to.
+So faults need nothing of the kernel but veth (netem is missing from many), and what has passed can be counted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import heapq
+import itertools
+import math
+import os
+import random
+import select
+import socket
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+_ALL_PROTOCOLS = 0x0003
+_SOL_PACKET = 263
+# With it a frame keeps the kernel's note that its checksum is still to be filled in.
+_PACKET_VNET_HDR = 15
+_VNET_HDR_BYTES = 10
+_PACKET_IGNORE_OUTGOING = 23
+_BUFFER_BYTES = 16 * 2**20
+_LARGEST_FRAME = 2**16 + 64
+_FRAMES_AT_ONCE = 64
+
+
+@dataclass(slots=True)
+class Path:
+    """One direction between two hosts. The test may set ``delay_s``, ``loss`` and ``cut`` at any time."""
+
+    delay_s: float = 0.0
+    loss: float = 0.0
+    """Share of frames that vanish."""
+    cut: bool = False
+    passed: int = 0
+    """Bytes of frames, since the start."""
+    lost: int = 0
+    """Frames, likewise."""
+    cut_at: float = math.inf
+    """How much may pass before the path is cut by itself."""
+    was_cut: threading.Event = field(default_factory=threading.Event)
+    """Set when ``cut_at`` was reached."""
+
+    def cut_after(self, size: int) -> None:
+        """Cut it once so many more bytes have passed."""
+        self.was_cut.clear()
+        self.cut_at = self.passed + size
+
+    def mend(self) -> None:
+        self.cut_at, self.cut, self.loss, self.delay_s = math.inf, False, 0.0, 0.0
+
+    def passes(self, size: int, dice: random.Random) -> bool:
+        """Whether a frame of this size gets through."""
+        if self.passed >= self.cut_at:
+            self.cut, self.cut_at = True, math.inf
+            self.was_cut.set()
+        if self.cut or (self.loss and dice.random() < self.loss):
+            self.lost += 1
+            return False
+        self.passed += size
+        return True
+
+
+@dataclass(frozen=True, slots=True)
+class Port:
+    """Where a host is plugged in."""
+
+    host: str
+    mac: bytes
+    socket: socket.socket
+
+
+def open_port(host: str, mac: str, interface: str) -> Port:
+    """To be called inside the namespace where ``interface``, the outer end of the host's veth pair, is."""
+    opened = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, 0)
+    opened.setsockopt(_SOL_PACKET, _PACKET_VNET_HDR, 1)
+    opened.setsockopt(_SOL_PACKET, _PACKET_IGNORE_OUTGOING, 1)
+    opened.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _BUFFER_BYTES)
+    opened.setblocking(False)
+    opened.bind((interface, _ALL_PROTOCOLS))
+    return Port(host, bytes.fromhex(mac.replace(":", "")), opened)
+
+
+class Wire:
+    """Joins the ports until it is closed, and then closes them."""
+
+    def __init__(self, ports: list[Port], seed: int = 0) -> None:
+        self._ports = {port.socket.fileno(): port for port in ports}
+        self._by_mac = {port.mac: port for port in ports}
+        self._paths: Mapping[tuple[str, str], Path] = {
+            (a.host, b.host): Path() for a, b in itertools.permutations(ports, 2)
+        }
+        self._dice = random.Random(seed)
+        self._delayed: list[tuple[float, int, Port, bytes]] = []
+        self._numbers = itertools.count()
+        self._stop = os.eventfd(0, os.EFD_CLOEXEC)
+        self._thread = threading.Thread(target=self._run, name="wire", daemon=True)
+        self._thread.start()
+
+    def path(self, source: str, target: str) -> Path:
+        return self._paths[source, target]
+
+    def between(self, one: str, other: str) -> tuple[Path, Path]:
+        """Both directions."""
+        return self.path(one, other), self.path(other, one)
+
+    def around(self, host: str) -> list[Path]:
+        """Everything to and from a host."""
+        return [path for ends, path in self._paths.items() if host in ends]
+
+    def mend(self) -> None:
+        for path in self._paths.values():
+            path.mend()
+
+    def close(self) -> None:
+        os.eventfd_write(self._stop, 1)
+        self._thread.join()
+        os.close(self._stop)
+        for port in self._ports.values():
+            port.socket.close()
+
+    def _run(self) -> None:
+        poll = select.poll()
+        for fd in (self._stop, *self._ports):
+            poll.register(fd, select.POLLIN)
+        while True:
+            for fd, _ in poll.poll(self._until_due_ms()):
+                if fd == self._stop:
+                    return
+                self._read(self._ports[fd])
+            self._deliver()
+
+    def _until_due_ms(self) -> int | None:
+        return max(0, math.ceil((self._delayed[0][0] - time.monotonic()) * 1000)) if self._delayed else None
+
+    def _read(self, port: Port) -> None:
+        for _ in range(_FRAMES_AT_ONCE):
+            try:
+                frame = port.socket.recv(_LARGEST_FRAME)
+            except BlockingIOError:
+                return
+            addressed = self._by_mac.get(frame[_VNET_HDR_BYTES : _VNET_HDR_BYTES + 6])
+            for target in self._ports.values() if addressed is None else (addressed,):
+                if target is not port:
+                    self._pass(port, target, frame)
+
+    def _pass(self, source: Port, target: Port, frame: bytes) -> None:
+        path = self.path(source.host, target.host)
+        if not path.passes(len(frame), self._dice):
+            return
+        if path.delay_s:
+            heapq.heappush(self._delayed, (time.monotonic() + path.delay_s, next(self._numbers), target, frame))
+        else:
+            _put(target, frame)
+
+    def _deliver(self) -> None:
+        now = time.monotonic()
+        while self._delayed and self._delayed[0][0] <= now:
+            _, _, target, frame = heapq.heappop(self._delayed)
+            _put(target, frame)
+
+
+def _put(target: Port, frame: bytes) -> None:
+    # A full queue drops, as any switch does.
+    with contextlib.suppress(BlockingIOError, OSError):
+        target.socket.send(frame)
