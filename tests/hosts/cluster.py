@@ -6,7 +6,7 @@ import random
 import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +65,7 @@ class Hosts:
     model: Path
     network: Network
     cluster: Cluster
+    stack: ExitStack
 
     @property
     def prefill(self) -> Node:
@@ -77,20 +78,31 @@ class Hosts:
     def ask(self, seed: int) -> list[int]:
         return self.cluster.complete(prompt(seed), NEW_TOKENS, ignore_eos=True)
 
-    def instances(self) -> set[str]:
-        """Names that the proxy knows."""
-        return {instance["name"] for instance in http(self.cluster.url + "/instances").json()}
+    def instances(self) -> set[tuple[str, str]]:
+        """Name and boot of every node that the proxy knows."""
+        return {(instance["name"], instance["boot_id"]) for instance in http(self.cluster.url + "/instances").json()}
+
+    def names(self) -> set[str]:
+        return {name for name, _ in self.instances()}
 
     def prefills(self, source: str) -> float:
         return self.decode.metric("prefills_total", source=source)
 
+    def launch(self, role: str) -> Process:
+        """A node on the host of its role's name, always at the same ports."""
+        host = self.network.hosts[role]
+        transfer = ("--transfer-host", host.address, "--transfer-port", "9100") if role == "prefill" else ()
+        core = one_core(0 if role == "prefill" else 1)
+        flags = (*FLAGS, "--host", host.address, "--port", "9000", *transfer, *core)
+        return self.stack.enter_context(start_node(role, role, self.model, self.cluster, *flags, prefix=host.prefix))
 
-def start(role: str, name: str, hosts: Hosts, core: int, stack: ExitStack) -> Process:
-    """A node on the host of its name."""
-    host = hosts.network.hosts[name]
-    control = ("--transfer-host", host.address, "--transfer-port", "9100") if role == "prefill" else ()
-    flags = (*FLAGS, "--host", host.address, "--port", "9000", *control, *one_core(core))
-    return stack.enter_context(start_node(role, name, hosts.model, hosts.cluster, *flags, prefix=host.prefix))
+    def relaunch(self, role: str) -> None:
+        """A new process at the address of one that has ended; the proxy knows it instead of the old one."""
+        known = self.instances()
+        process = self.launch(role)
+        nodes = self.cluster.prefill if role == "prefill" else self.cluster.decode
+        nodes[:] = [Node(role, process, process.listening().url)]
+        eventually(lambda: self.names() == {"prefill", "decode"} and self.instances() != known, "the new boot is known")
 
 
 @contextmanager
@@ -101,23 +113,13 @@ def cluster_over(network: Network, model: Path) -> Iterator[Hosts]:
         flags = ("--host", proxy.address, "--port", "8000", "--control-host", proxy.address, "--control-port", "8100")
         process = stack.enter_context(pdserve("proxy", *flags, prefix=proxy.prefix))
         found = process.listening()
-        hosts = Hosts(model, network, Cluster(found.url, process, found.control))
-        starting = {role: start(role, role, hosts, core, stack) for core, role in enumerate(("prefill", "decode"))}
+        hosts = Hosts(model, network, Cluster(found.url, process, found.control), stack)
+        starting = {role: hosts.launch(role) for role in ("prefill", "decode")}
         for role, nodes in (("prefill", hosts.cluster.prefill), ("decode", hosts.cluster.decode)):
             nodes.append(Node(role, starting[role], starting[role].listening().url))
         with network.hosts["client"].inside():
-            eventually(lambda: hosts.instances() == {"prefill", "decode"}, "both nodes are registered")
+            eventually(lambda: hosts.names() == {"prefill", "decode"}, "both nodes are registered")
         yield hosts
-
-
-@contextmanager
-def another(hosts: Hosts, role: str, core: int) -> Iterator[Hosts]:
-    """The cluster with a new process in place of ``role``'s, which has ended."""
-    with ExitStack() as stack:
-        process = start(role, role, hosts, core, stack)
-        node = Node(role, process, process.listening().url)
-        changed = {role: [node]}
-        yield replace(hosts, cluster=replace(hosts.cluster, **changed))
 
 
 def open_files(node: Node) -> int:

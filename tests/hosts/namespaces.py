@@ -109,6 +109,9 @@ def network(*names: str) -> Iterator[Network]:
                 within=inner,
             )
             _ip(f"link set {port} up", within=switch)
+            with host.inside():
+                # Of those that every kernel has, and unlike BBR not misled by a delay that a test has changed.
+                Path("/proc/sys/net/ipv4/tcp_congestion_control").write_text("reno")
         with Host("switch", switch, "").inside():
             ports = [open_port(name, macs[name], f"port{i}") for i, name in enumerate(names, 1)]
         wire = Wire(ports)
