@@ -1,0 +1,51 @@
+"""What cancelled prompts cost those who come after them, counted in chunks."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+
+from pdserve.wire.discovery import Role
+from tests.engine.fake_engine import FakeEngine
+from tests.engine.fake_model import answer
+from tests.engine.fake_transfer import Wire
+
+CHUNK = 16
+LONG = 10
+NEXT = [30] * (2 * CHUNK + 3)
+CHUNKS_OF_NEXT = 3
+MAX_LEN = 120
+
+
+@pytest.mark.parametrize("computed", [0, 1, 3, 7, 20])
+@pytest.mark.parametrize("max_running", [1, 4, 20])
+def test_ten_cancelled_long_prompts_cost_the_next_one_no_chunk(computed: int, max_running: int) -> None:
+    """But for the one under way when they are cancelled, which nobody can take back."""
+    wire = Wire(Random(0))
+    decode, prefill = (
+        FakeEngine(role, thread=thread, num_blocks=400, max_running=places, max_step_tokens=CHUNK, max_len=MAX_LEN)
+        for role, thread, places in ((Role.DECODE, wire.decode, 20), (Role.PREFILL, wire.prefill, max_running))
+    )
+
+    long = [decode.add(client, [40 + client] * 100, remote=True) for client in range(LONG)]
+    decode.step()
+    for _ in range(computed):
+        assert prefill.step().work
+        wire.deliver(prefill.model, decode.model, 0.7)
+        decode.step()
+    for request in long:
+        decode.scheduler.abort(request)
+    decode.add(LONG, NEXT, remote=True)
+    decode.step()
+
+    for _ in range(CHUNKS_OF_NEXT):
+        (work,) = prefill.step().work
+        assert work.request.token_ids[: len(NEXT)] == NEXT
+    for _ in range(30):
+        wire.deliver(prefill.model, decode.model, 1.0)
+        decode.step()
+        prefill.step()
+    assert decode.outputs[LONG] == answer(NEXT, 0, 4, MAX_LEN)
+    assert decode.idle
+    assert prefill.idle
