@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +20,7 @@ from pdserve.engine.api_channel import ApiChannel
 from pdserve.engine.block_hash import extend_hashes
 from pdserve.engine.block_manager import BlockManager
 from pdserve.engine.disaggregation.prefill_rate import PrefillRate
+from pdserve.engine.kv_connector import KvConnector
 from pdserve.engine.kv_connector.no_transfer import NoTransfer
 from pdserve.engine.prompt_rule import PromptRule
 from pdserve.engine.step_loop import NOT_FINITE, StepLoop
@@ -31,6 +32,7 @@ from pdserve.models.runner import ModelRunner
 from pdserve.wire.engine import FinishReason, FromEngine, RequestOutput, Shutdown, Sibling, Stats, StepOutput, Submit
 from pdserve.wire.ids import new_id
 from pdserve.wire.sampling import SamplingParams, TokenLogprobs
+from pdserve.wire.ticket import PrefillTarget
 from pdserve_kernels.cpu.torch_kernels import TorchKernels
 from tests.engine.prefill_choices import prefill_choice
 from tests.tiny_models import VOCAB_SIZE, save_tiny_model
@@ -72,6 +74,8 @@ class Client:
     def __init__(self, runner: ModelRunner, blocks: BlockManager, socket: zmq.Socket[bytes]) -> None:
         self.runner = runner
         self.blocks = blocks
+        self.targets: tuple[PrefillTarget, ...] = ()
+        """Prefill engines that may be asked."""
         self._socket = socket
         self._decoder: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
         self._next = 1
@@ -114,6 +118,7 @@ class Client:
                     sampling=sampling,
                     deadline_s=60.0,
                     siblings=siblings,
+                    prefill=self.targets,
                     cache_salt=salt,
                 )
             )
@@ -131,8 +136,13 @@ class Client:
 
 @contextmanager
 def engine(
-    folder: Path, overlap: bool, num_blocks: int = 64, several_ranks: StepRunner | None = None
+    folder: Path,
+    overlap: bool,
+    num_blocks: int = 64,
+    several_ranks: StepRunner | None = None,
+    connect: Callable[[ModelRunner, BlockManager, WakeUp], KvConnector] | None = None,
 ) -> Iterator[Client]:
+    """A mixed node's, unless ``connect`` makes another connector."""
     config = read_decoder_config(folder)
     runner = ModelRunner(folder, config, Dtype.FP32, BLOCK_SIZE, num_blocks, 128, TorchKernels())
     blocks = BlockManager(num_blocks, BLOCK_SIZE)
@@ -140,12 +150,13 @@ def engine(
         socket = context.socket(zmq.PAIR)
         socket.bind("inproc://engine")
         channel, wake_up = ApiChannel(context, "inproc://engine"), WakeUp()
+        connector = NoTransfer(blocks) if connect is None else connect(runner, blocks, wake_up)
         loop = StepLoop(
             api=channel,
             wake_up=wake_up,
             runner=several_ranks or runner,
             blocks=blocks,
-            connector=NoTransfer(blocks),
+            connector=connector,
             config=SchedulerConfig(max_running=8, max_step_tokens=16),
             stop=StopRule(frozenset(config.eos_token_ids), 128),
             prompts=PromptRule(VOCAB_SIZE, 128),
@@ -171,6 +182,7 @@ def engine(
         finally:
             loop.stop()
             thread.join()
+            connector.close()
             channel.close(0)
             socket.close(0)
             wake_up.close()
