@@ -8,10 +8,12 @@ from __future__ import annotations
 import os
 import signal
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
 
 import pytest
 
 from tests.cluster.nodes import MODEL, eventually, http
+from tests.cluster.test_cluster import open_stream
 from tests.hosts.cluster import BLOCK_BYTES, PROMPT_TOKENS, Hosts, Reference, open_files, prompt, threads
 from tests.hosts.wire import Path
 
@@ -109,6 +111,20 @@ def test_a_cut_between_two_requests(hosts: Hosts, reference: Reference) -> None:
     assert hosts.prefills("remote") == remote
     hosts.network.wire.mend()
     eventually(lambda: hosts.ask(52) == reference.answer(prompt(52)) and hosts.prefills("remote") > remote, "healed")
+
+
+def test_a_client_that_leaves_while_blocks_are_on_their_way(hosts: Hosts, reference: Reference) -> None:
+    path = to_decode(hosts)
+    path.delay_s = 0.3
+    landed = path.passed + IN_THE_MIDDLE
+    with closing(open_stream(hosts.cluster, prompt(55), max_tokens=2)):
+        eventually(lambda: path.passed >= landed, "some blocks are on their way")
+    hosts.cluster.until_idle()
+    assert path.passed < landed + PROMPT_BYTES, "and not all of them went"
+    path.mend()
+    remote = hosts.prefills("remote")
+    assert hosts.ask(56) == reference.answer(prompt(56))
+    assert hosts.prefills("remote") == remote + 1
 
 
 def test_a_host_that_is_cut_off_is_dropped_and_comes_back(hosts: Hosts, reference: Reference) -> None:
