@@ -97,6 +97,22 @@ def test_prefill_engine_that_hangs(victims: Cluster, expected: list[int]) -> Non
     assert victims.decode[0].metric("prefills_total", source="remote") == 1
 
 
+def test_decode_engine_that_hangs(victims: Cluster, expected: list[int]) -> None:
+    """The prefill node gives it up and has its blocks back; the decode node finds out when it goes on."""
+    prefill, pid = victims.prefill[0], engine_pid(victims.decode[0])
+    with prefilling(victims) as answer:
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            eventually(lambda: prefill.metric("leases_expired_total") == 1, "its lease runs out")
+            eventually(lambda: prefill.idle, "all blocks of the prefill node are free")
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        assert answer.result(120) == expected
+    victims.until_idle()
+    assert victims.complete(PROMPT, NEW_TOKENS, ignore_eos=True) == expected
+    assert victims.decode[0].metric("prefills_total", source="remote") == 1
+
+
 def test_another_prefill_node_takes_over(demo_model: Path, expected: list[int]) -> None:
     with cluster(demo_model, *FLAGS, prefill=2) as broken, ThreadPoolExecutor(1) as pool:
         answer = pool.submit(broken.complete, PROMPT, NEW_TOKENS, ignore_eos=True)
