@@ -21,6 +21,8 @@ _RECEIVE_QUEUE_FRAMES = 32
 _BATCH_FRAMES = 256
 _BATCH_BYTES = MAX_FRAME_BYTES
 _LISTEN_BACKLOG = 1_024
+# The kernel would go on for two minutes, at ever longer intervals, after the network is whole again.
+_CONNECT_TIMEOUT_MS = 2_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +139,7 @@ class ControlClient:
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], control: str) -> None:
         self._socket = _new_socket(context, zmq.DEALER)
+        self._socket.set(zmq.CONNECT_TIMEOUT, _CONNECT_TIMEOUT_MS)
         self._socket.set(zmq.IPV6, 1 if "[" in control else 0)
         self._watch = _Watch(self._socket, zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED)
         try:

@@ -27,6 +27,8 @@ class DecodeSide:
         self._inbound: Inbound[ToDecode] = Inbound(station.secret, cast("type[ToDecode]", ToDecode), station.counters)
         self._peers: dict[bytes, PrefillPeer] = {}
         self._closing: list[PrefillPeer] = []
+        self._silent: dict[str, bytes] = {}
+        """By address, the boot whose lease ran out there last."""
 
     def handle(self, command: Command, now: float) -> None:
         match command:
@@ -41,6 +43,8 @@ class DecodeSide:
     def _fetch(self, order: FetchOrder, now: float) -> None:
         try:
             peer = self._peers.get(order.target.boot_id) or self._meet(order.target, now)
+            if self._silent.get(peer.target.control) == peer.target.boot_id and not peer.welcomed:
+                raise PeerLost("it fell silent, and has not answered since")
         except TransferError as exc:
             self._station.counters.failures[FailureKind.PEER_LOST] += 1
             self._station.outbox.put(FetchFailed(order.transfer_id, str(exc), 0, (), FailureKind.PEER_LOST))
@@ -86,8 +90,17 @@ class DecodeSide:
             if peer.lease.expired(now):
                 self._station.counters.leases_expired += 1
                 self._lose(peer, FailureKind.LEASE_EXPIRED, "the prefill engine fell silent", now)
+                self._doubt(peer.target, now)
             else:
                 peer.tick(now)
+
+    def _doubt(self, target: PrefillTarget, now: float) -> None:
+        """Greet it anew. Until it answers, orders for it fail at once instead of waiting for another lease."""
+        self._silent[target.control] = target.boot_id
+        try:
+            self._meet(target, now)
+        except TransferError as exc:
+            log.info("prefill node %s cannot be greeted anew: %s", target.name, exc)
 
     def _lose(self, peer: PrefillPeer, kind: FailureKind, reason: str, now: float) -> None:
         log.info("prefill node %s is lost: %s", peer.target.name, reason)

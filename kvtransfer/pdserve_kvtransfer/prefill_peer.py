@@ -77,9 +77,14 @@ class PrefillPeer:
         self._read_ranks(now)
 
     @property
+    def welcomed(self) -> bool:
+        """Whether the handshake with this very boot was made."""
+        return self._greeting.standing is Standing.WELCOME
+
+    @property
     def serving(self) -> bool:
-        """Whether the handshake with this very boot was made, and transfers with it are under way."""
-        return self._greeting.standing is Standing.WELCOME and bool(self._sessions)
+        """Whether, besides, transfers with it are under way."""
+        return self.welcomed and bool(self._sessions)
 
     def has_tag(self, tag: int) -> bool:
         return tag in self._tags

@@ -44,7 +44,7 @@ def test_a_slow_network_only_delays(hosts: Hosts, reference: Reference) -> None:
     assert hosts.prefills("remote") == remote + 4
 
 
-@pytest.mark.parametrize("loss", [0.01, 0.05])
+@pytest.mark.parametrize("loss", [0.01, 0.03])
 def test_lost_packets_never_become_tokens(hosts: Hosts, reference: Reference, loss: float) -> None:
     for path in hosts.network.wire.between("prefill", "decode"):
         path.loss, path.delay_s = loss, 0.002
@@ -82,8 +82,10 @@ def test_a_cut_in_the_middle_of_a_transfer(hosts: Hosts, reference: Reference, w
     assert hosts.decode.metric("fallbacks_total") == fallbacks + 1
     # Neither side needs the other to get its blocks back.
     hosts.cluster.until_idle()
-    # While it lasts, the next one is answered too.
+    # While it lasts, the next one is answered too, and does not wait for another lease to run out.
+    expired = hosts.decode.metric("leases_expired_total")
     assert hosts.ask(31) == reference.answer(prompt(31))
+    assert hosts.decode.metric("leases_expired_total") == expired
     hosts.network.wire.mend()
     eventually(lambda: hosts.ask(32) == reference.answer(prompt(32)) and hosts.prefills("remote") > remote, "healed")
 
@@ -138,8 +140,9 @@ def test_a_host_that_is_cut_off_is_dropped_and_comes_back(hosts: Hosts, referenc
     hosts.network.wire.mend()
     eventually(lambda: hosts.names() == {"prefill", "decode"}, "it is registered again")
     remote = hosts.prefills("remote")
-    assert hosts.ask(62) == reference.answer(prompt(62))
-    assert hosts.prefills("remote") == remote + 1
+    eventually(
+        lambda: hosts.ask(62) == reference.answer(prompt(62)) and hosts.prefills("remote") > remote, "it is used"
+    )
 
 
 def test_cuts_leave_nothing_open(hosts: Hosts, reference: Reference) -> None:

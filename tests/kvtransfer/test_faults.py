@@ -178,6 +178,27 @@ def test_a_decode_engine_that_stays_silent_loses_its_lease() -> None:
         assert answers == ["Digests", "Failed", "Refused", "Refused"]
 
 
+def test_a_prefill_engine_that_fell_silent_is_not_waited_for_again_until_it_answers() -> None:
+    with FakePrefill() as prefill, engine(Role.DECODE) as decode:
+        rig = Pair(decode, decode)
+        decode.thread.fetch(rig.order((0,), target=prefill.target))
+        prefill.welcome_and_take()
+        assert decode.next(FetchFailed).kind is FailureKind.LEASE_EXPIRED
+        for block in (1, 2):
+            decode.thread.fetch(rig.order((block,), target=prefill.target))
+            failed = decode.next(FetchFailed)
+            assert (failed.kind, failed.reason) == (FailureKind.PEER_LOST, "it fell silent, and has not answered since")
+        # It was greeted without anybody's order, and is good as soon as it answers.
+        prefill.next(Hello)
+        prefill.send(Welcome(prefill.boot_id, SPEC, [prefill.link.address]))
+
+        def waited_for() -> bool:
+            decode.thread.fetch(rig.order((3,), target=prefill.target))
+            return decode.next(FetchFailed).kind is FailureKind.LEASE_EXPIRED
+
+        eventually(waited_for)
+
+
 def test_a_prefill_engine_without_the_handshake_says_so() -> None:
     with engine(Role.PREFILL) as prefill, FakeDecode(prefill.address) as decode:
         decode.send(prefill_request(decode.boot_id))
