@@ -10,13 +10,15 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from pdserve.config import TransferConfig
+from pdserve.config import KvOverlap, TransferConfig
 from pdserve.engine.block_manager import BlockManager
+from pdserve.engine.disaggregation.prefill_rate import PrefillRate
 from pdserve.engine.kv_connector import KvConnector
 from pdserve.engine.kv_connector.fetching import Fetching
 from pdserve.engine.kv_connector.memory import region_of
+from pdserve.engine.kv_connector.push_schedule import PushSchedule
 from pdserve.engine.kv_connector.pushing import Pushing
-from pdserve.engine.step_loop import WakeUp
+from pdserve.engine.wake_up import WakeUp
 from pdserve.models.runner import ModelRunner
 from pdserve.wire.discovery import Role
 from pdserve.wire.ids import new_id
@@ -24,6 +26,7 @@ from pdserve.wire.ticket import PrefillTarget
 from pdserve_kvtransfer.thread import TransferThread
 from pdserve_kvtransfer.transport import Transport
 from pdserve_kvtransfer.ucx import UcxTransport
+from tests.engine.prefill_choices import prefill_choice
 from tests.engine.test_step_loop import BLOCK_SIZE, Client, engine, prompt
 from tests.kvtransfer.faulty import Fault, Injector, faulty
 from tests.kvtransfer.rig import SECRET, SPEC
@@ -50,7 +53,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def wanted(folder: Path) -> dict[int, list[int]]:
     """What one engine by itself answers."""
-    with engine(folder) as mixed:
+    with engine(folder, overlap=False) as mixed:
         return {length: mixed.ask(prompt(length), [length])[0] for length in LENGTHS}
 
 
@@ -80,9 +83,10 @@ class Threads:
             control = thread.start()
             if role is Role.PREFILL:
                 self.target = PrefillTarget("p", control, boot)
-                return Pushing(blocks, thread, lambda ids: None, 100)
+                schedule = PushSchedule(KvOverlap.ON)
+                return Pushing(blocks, thread, lambda ids: None, 100, schedule, PrefillRate())
             self.decode = thread
-            return Fetching(blocks, thread, CONFIG, boot)
+            return Fetching(blocks, thread, CONFIG, boot, prefill_choice(BLOCK_SIZE))
 
         return connect
 
@@ -94,8 +98,8 @@ def engines(folder: Path, fault: Fault, injector: Injector) -> Iterator[tuple[Cl
     at_receiver = fault is Fault.RECEIVE_FAILS
     threads = Threads()
     with (
-        engine(folder, connect=threads.connector(Role.PREFILL, good if at_receiver else bad)),
-        engine(folder, connect=threads.connector(Role.DECODE, bad if at_receiver else good)) as decode,
+        engine(folder, overlap=False, connect=threads.connector(Role.PREFILL, good if at_receiver else bad)),
+        engine(folder, overlap=False, connect=threads.connector(Role.DECODE, bad if at_receiver else good)) as decode,
     ):
         assert threads.target is not None
         assert threads.decode is not None

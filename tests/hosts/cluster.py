@@ -27,6 +27,8 @@ FLAGS = (
     *("--dtype", "fp32", "--kv-cache-mib", "64", "--max-step-tokens", "64", "--max-running", "16"),
     # Without a prefix cache every prompt has to move anew.
     *("--prefix-cache", "off", "--transfer-lease-ms", "2000", "--transfer-heartbeat-ms", "200"),
+    # Blocks are on their way also while later chunks compute.
+    *("--kv-overlap", "on"),
     # UCX would find the shared memory that hosts of this kind have in common, and real ones do not.
     *("--ucx-tls", "tcp"),
 )
