@@ -199,7 +199,7 @@ class SchedulerConfig:
     )
     overlap: Overlap = setting(
         "overlap-scheduling",
-        "launch a decode step before the tokens of the last one are known (mixed nodes of one rank); auto on GPUs",
+        "launch a decode step before the tokens of the last one are known (nodes of one rank); auto on GPUs",
         Overlap.AUTO,
     )
 

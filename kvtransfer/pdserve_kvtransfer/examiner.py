@@ -10,6 +10,7 @@ from typing import TypeVar, cast
 
 import zmq
 
+from pdserve.config import TransferConfig
 from pdserve.errors import PeerLost
 from pdserve.wire.frame import Purpose, Sealer
 from pdserve.wire.ids import new_id
@@ -33,7 +34,7 @@ from pdserve_kvtransfer.frames import Inbound
 from pdserve_kvtransfer.handshake import Greeting
 from pdserve_kvtransfer.probe_asker import ProbeAsker
 from pdserve_kvtransfer.stats import TransferStats
-from pdserve_kvtransfer.ucx import UcxLink, UcxTransport
+from pdserve_kvtransfer.ucx import UcxLink, configured_ucx
 from pdserve_kvtransfer.ucx_lanes import Lane
 
 _CONTROL_PINGS = 20
@@ -59,14 +60,14 @@ class Examiner:
     """A connection to one prefill engine; a context manager.
 
     Every method raises PeerLost where the connection breaks or the engine gives up. Raises TransferError if ``control``
-    is not an address or UCX cannot start with ``tls`` (as ``UCX_TLS`` takes it).
+    is not an address or UCX cannot start as ``config`` says.
     """
 
-    def __init__(self, control: str, secret: bytes, tls: str) -> None:
+    def __init__(self, control: str, secret: bytes, config: TransferConfig) -> None:
         self._boot_id = new_id()
         self._sealer = Sealer(secret, Purpose.TRANSFER, self._boot_id)
         self._inbound: Inbound[ToDecode] = Inbound(secret, cast("type[ToDecode]", ToDecode), TransferStats())
-        self._transport = UcxTransport(tls)
+        self._transport = configured_ucx(config)
         self._links: list[UcxLink] = []
         """Of handshakes: the other engine takes the end of one for this engine's death."""
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()

@@ -97,7 +97,7 @@ class _Doctor:
         return usable
 
     def _ucx(self, rdma_devices: tuple[str, ...], gpus: int) -> bool:
-        lanes, error = ucx_devices.read_ucx(self._config.transfer.ucx_tls)
+        lanes, error = ucx_devices.read_ucx(self._config.transfer)
         ask = self._tools.ask if self._tools else lambda *_: ""
         facts = ucx_devices.UcxFacts(
             tls=self._tls,
@@ -141,7 +141,7 @@ class _Doctor:
     def _peer(self, control: str, secret: bytes) -> None:
         asked = self._config.diagnosis
         try:
-            with Examiner(control, secret, self._config.transfer.ucx_tls) as asker:
+            with Examiner(control, secret, self._config.transfer) as asker:
                 facts = read_peer(asker, control, self._ours, asked.timeout_s)
                 self._findings += check_peer(facts, self._ours, version("pdserve"))
                 if facts.examined is not None and asked.probe is Switch.ON:
@@ -153,9 +153,9 @@ class _Doctor:
         transfer = self._config.transfer
         if self._config.diagnosis.probe is Switch.OFF:
             return
-        told = StandIn(secrets.token_bytes(32), TransferConfig(ucx_tls=transfer.ucx_tls), _BLOCK_BYTES)
+        told = StandIn(secrets.token_bytes(32), _over_the_same_ucx(transfer), _BLOCK_BYTES)
         try:
-            with standing_in(told, self._environ) as control, Examiner(control, told.secret, transfer.ucx_tls) as asker:
+            with standing_in(told, self._environ) as control, Examiner(control, told.secret, transfer) as asker:
                 found = asker.examine(self._config.diagnosis.timeout_s)
                 if found is None:
                     raise TransferError("the local probe does not answer")
@@ -189,3 +189,10 @@ class _Doctor:
         if (tls, size) not in self._yardsticks:
             self._yardsticks[tls, size] = perftest.read_yardstick(self._tools, self._environ, tls, size)
         return self._yardsticks[tls, size]
+
+
+def _over_the_same_ucx(config: TransferConfig) -> TransferConfig:
+    """For a process on this machine, whatever address ``config`` is for."""
+    return TransferConfig(
+        ucx_tls=config.ucx_tls, ucx_net_devices=config.ucx_net_devices, ucx_tcp_ports=config.ucx_tcp_ports
+    )

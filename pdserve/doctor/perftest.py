@@ -1,14 +1,14 @@
-"""UCX's own yardstick: ``ucx_perftest`` between two processes of this machine."""
+"""UCX's own yardstick for a probe: the best of some runs of ``ucx_perftest`` between two processes of this machine."""
 
 from __future__ import annotations
 
-import socket
-import subprocess
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from pdserve.doctor.ucx_tools import UcxTools
+from pdserve.errors import BenchError
+from pdserve.ucx_perftest import Perftest, PerftestKind, PerftestResult
 
 _MIB = 2**20
 _LATENCY_BYTES = 8
@@ -18,8 +18,6 @@ _MAX_MESSAGES = 2_000
 _TIMEOUT_S = 20.0
 _REPEATS = 3
 _RUNS_S = 1.0
-_START_S = 5.0
-_PAUSE_S = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,74 +32,25 @@ class Yardstick:
 
 
 def read_yardstick(tools: UcxTools, environ: Mapping[str, str], tls: str, message_bytes: int) -> Yardstick | None:
-    """The best of some runs; None if ``ucx_perftest`` fails, as with transports that it does not know."""
+    """None if ``ucx_perftest`` fails, as with transports that it does not know."""
     messages = max(20, min(_MAX_MESSAGES, _LOAD_BYTES // message_bytes))
     own = tools.environ(environ, tls)
-    loads = _runs(tools, own, "tag_bw", message_bytes, messages)
-    small = _runs(tools, own, "tag_lat", _LATENCY_BYTES, _LATENCY_ROUNDS) if loads else []
-    if not small:
-        return None
-    rate = max(line.mib_per_s for line in loads) * _MIB
-    return Yardstick(tls, message_bytes, rate, min(line.average_us for line in small) / 1e6)
-
-
-@dataclass(frozen=True, slots=True)
-class Line:
-    """The last line of ``ucx_perftest``, which begins with ``Final:``."""
-
-    average_us: float
-    mib_per_s: float
-
-
-def parse_final(text: str) -> Line | None:
-    """None if there is no such line."""
-    for line in text.splitlines():
-        words = line.split()
-        if words[:1] == ["Final:"] and len(words) >= 7:
-            return Line(float(words[3]), float(words[6]))
-    return None
-
-
-def _runs(tools: UcxTools, environ: Mapping[str, str], test: str, size: int, rounds: int) -> list[Line]:
-    """As many as there is time for; empty if the first fails."""
-    deadline = time.monotonic() + _RUNS_S
-    found: list[Line] = []
-    while len(found) < _REPEATS and (not found or time.monotonic() < deadline):
-        line = _run(tools, environ, test, size, rounds)
-        if line is None:
-            break
-        found.append(line)
-    return found
-
-
-def _run(tools: UcxTools, environ: Mapping[str, str], test: str, size: int, rounds: int) -> Line | None:
-    port = _free_port()
-    serve = [str(tools.perftest), "-p", str(port)]
-    ask = [*serve, "-t", test, "-s", str(size), "-n", str(rounds), "-w", str(max(10, rounds // 10)), "127.0.0.1"]
-    server = subprocess.Popen(serve, env=environ, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    perftest = Perftest(tools.perftest, tools.library)
     try:
-        return _ask(ask, environ, server)
-    finally:
-        server.kill()
-        server.wait()
+        loads = _runs(perftest, own, PerftestKind.BANDWIDTH, message_bytes, messages)
+        small = _runs(perftest, own, PerftestKind.LATENCY, _LATENCY_BYTES, _LATENCY_ROUNDS)
+    except BenchError:
+        return None
+    rate = max(result.bytes_per_s for result in loads)
+    return Yardstick(tls, message_bytes, rate, min(result.microseconds for result in small) / 1e6)
 
 
-def _ask(command: list[str], environ: Mapping[str, str], server: subprocess.Popen[bytes]) -> Line | None:
-    """Again and again until the server listens: trying whether it does would take its one client's place."""
-    deadline = time.monotonic() + _START_S
-    while True:
-        try:
-            done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
-        except (OSError, subprocess.TimeoutExpired):
-            return None
-        found = parse_final(done.stdout)
-        if found is not None or server.poll() is not None or time.monotonic() > deadline:
-            return found
-        time.sleep(_PAUSE_S)
-
-
-def _free_port() -> int:
-    with socket.socket() as tried:
-        tried.bind(("127.0.0.1", 0))
-        port: int = tried.getsockname()[1]
-        return port
+def _runs(
+    perftest: Perftest, environ: Mapping[str, str], kind: PerftestKind, size: int, count: int
+) -> list[PerftestResult]:
+    """As many as there is time for, at least one. Raises BenchError."""
+    deadline = time.monotonic() + _RUNS_S
+    found: list[PerftestResult] = []
+    while len(found) < _REPEATS and (not found or time.monotonic() < deadline):
+        found.append(perftest.pair(environ, kind=kind, size=size, count=count, timeout_s=_TIMEOUT_S))
+    return found

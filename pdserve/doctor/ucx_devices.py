@@ -6,9 +6,10 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from pdserve.config import TransferConfig
 from pdserve.doctor.finding import Finding, not_applicable, ok, problem, warning
 from pdserve.errors import TransferError
-from pdserve_kvtransfer.ucx import UcxTransport
+from pdserve_kvtransfer.ucx import configured_ucx
 from pdserve_kvtransfer.ucx_lanes import Lane
 
 SHARED_MEMORY = frozenset({"posix", "sysv", "xpmem"})
@@ -42,10 +43,10 @@ class UcxFacts:
     gpus: int
 
 
-def read_ucx(tls: str) -> tuple[tuple[Lane, ...], str]:
+def read_ucx(config: TransferConfig) -> tuple[tuple[Lane, ...], str]:
     """What an engine's UCX context may use, and the error if there is no context."""
     try:
-        transport = UcxTransport(tls)
+        transport = configured_ucx(config)
     except TransferError as exc:
         return (), str(exc)
     try:

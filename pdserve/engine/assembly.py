@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from pdserve.config import EngineConfig, Overlap, Switch
+from pdserve.config import EngineConfig, KvStaging, Overlap, Switch
 from pdserve.engine.api_channel import ApiChannel
 from pdserve.engine.block_manager import BlockManager
 from pdserve.engine.disaggregation.prefill_choice import PrefillChoice
@@ -123,8 +123,12 @@ def assemble(
 
 
 def overlaps(config: EngineConfig, device: torch.device) -> bool:
-    """Whether decode steps are launched ahead: only where nobody else writes to the KV cache or has to be told."""
-    alone = config.role is Role.MIXED and config.parallel.tp == 1
+    """Whether decode steps are launched ahead: only where nobody else writes to the KV cache or has to be told.
+
+    What a transfer brings through host memory is copied to the cache behind all steps that were launched before.
+    """
+    staged = device.type == "cuda" or config.transfer.staging is KvStaging.ON
+    alone = config.parallel.tp == 1 and (config.role is Role.MIXED or (config.role is Role.DECODE and staged))
     match config.scheduler.overlap:
         case Overlap.AUTO:
             return alone and device.type == "cuda"

@@ -55,7 +55,7 @@ class StepLoop:
     ) -> None:
         """``ahead`` is ``runner`` if decode steps are to be launched before the tokens of the last ones are known.
 
-        Nothing but ``runner`` may write to the KV cache then.
+        Whatever else writes to the KV cache then has to do it behind the steps that were launched before.
         """
         self._api = api
         self._wake_up = wake_up

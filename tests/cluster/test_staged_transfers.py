@@ -22,6 +22,8 @@ LENGTHS = (17, 100, 400)
 TOO_LONG = 2_400
 """Tokens of a prompt whose blocks can never all be in the host memory."""
 FLAGS = (
+    "--overlap-scheduling",
+    "on",
     "--dtype",
     "fp32",
     "--kv-cache-mib",

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import msgspec
 
+from pdserve.config import TransferConfig
 from pdserve.doctor.finding import Finding, Verdict
 from pdserve.doctor.peers import PeerFacts, check_peer, read_peer, same_machine
 from pdserve.wire.discovery import Role
@@ -40,7 +41,7 @@ FITTING = PeerFacts(
 
 
 def asked(control: str, ours: EngineSpec | None, secret: bytes = SECRET, timeout_s: float = WAIT_S) -> PeerFacts:
-    with Examiner(control, secret, "") as asker:
+    with Examiner(control, secret, TransferConfig()) as asker:
         return read_peer(asker, control, ours, timeout_s)
 
 

@@ -18,12 +18,12 @@ WAIT_S = 10.0
 
 def test_it_is_probed_and_ends() -> None:
     told = StandIn(SECRET, TransferConfig(), 64 * 1024)
-    with standing_in(told, os.environ) as control, Examiner(control, SECRET, "") as asker:
+    with standing_in(told, os.environ) as control, Examiner(control, SECRET, TransferConfig()) as asker:
         found = asker.examine(WAIT_S)
         assert found is not None and found.block_bytes == 64 * 1024
         assert asker.probe(64 * 1024, 32, WAIT_S).received == 32
     begun = time.monotonic()
-    with Examiner(control, SECRET, "") as asker, pytest.raises(PeerLost):
+    with Examiner(control, SECRET, TransferConfig()) as asker, pytest.raises(PeerLost):
         asker.examine(WAIT_S)
     assert time.monotonic() - begun < WAIT_S, "it noticed that nobody is there any more"
 

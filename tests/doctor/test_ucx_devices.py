@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from pdserve.config import TransferConfig
 from pdserve.doctor.finding import Finding, Verdict
 from pdserve.doctor.ucx_devices import UcxBuild, UcxFacts, check_ucx, parse_build, parse_transports, read_ucx
 from pdserve.doctor.ucx_tools import check_tools, read_tools
@@ -55,7 +56,7 @@ def test_this_machines_ucx_is_understood() -> None:
     tools = read_tools()
     assert tools is not None and check_tools(tools).verdict is Verdict.OK
     transports = parse_transports(tools.ask({}, "", "-d"))
-    usable, error = read_ucx("")
+    usable, error = read_ucx(TransferConfig())
     assert not error
     assert {lane.transport for lane in usable} <= transports
     assert {"tcp", "posix"} <= transports
@@ -64,7 +65,7 @@ def test_this_machines_ucx_is_understood() -> None:
 
 
 def test_transports_that_are_not_there_are_a_problem() -> None:
-    usable, error = read_ucx("nonsense")
+    usable, error = read_ucx(TransferConfig(ucx_tls="nonsense"))
     assert usable == ()
     (found,) = check_ucx(replace(LAPTOP, tls="nonsense", usable=usable, error=error))
     assert found.verdict is Verdict.PROBLEM and "nonsense" in found.seen and "--ucx-tls" in found.advice

@@ -231,8 +231,10 @@ def test_what_is_chosen_on_the_device_is_what_the_sampler_chooses(seed: int) -> 
         (Overlap.AUTO, "cpu", Role.MIXED, 1, False),
         (Overlap.ON, "cpu", Role.MIXED, 1, True),
         (Overlap.OFF, "cuda", Role.MIXED, 1, False),
-        # A transfer may write to blocks that a surplus row still writes to.
+        # A transfer may write to blocks that a surplus row still writes to, unless they come through host memory.
         (Overlap.ON, "cpu", Role.DECODE, 1, False),
+        (Overlap.AUTO, "cuda", Role.DECODE, 1, True),
+        (Overlap.AUTO, "cuda", Role.DECODE, 2, False),
         (Overlap.ON, "cpu", Role.PREFILL, 1, False),
         # The other ranks are told tokens by the host.
         (Overlap.AUTO, "cuda", Role.MIXED, 2, False),

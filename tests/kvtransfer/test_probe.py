@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import msgspec
 import pytest
 
+from pdserve.config import TransferConfig
 from pdserve.errors import HandshakeRefused, PeerLost
 from pdserve.wire.discovery import Role
 from pdserve.wire.sampling import SampledToken
@@ -65,7 +66,7 @@ def arrival(asker: FakeDecode) -> Arrival:
 
 
 def examiner(of: Engine, secret: bytes = SECRET, tls: str = "") -> Examiner:
-    return Examiner(of.address, secret, tls)
+    return Examiner(of.address, secret, TransferConfig(ucx_tls=tls))
 
 
 def test_an_engine_says_what_it_is() -> None:
@@ -93,7 +94,10 @@ def test_another_secret_gets_no_answer() -> None:
 
 
 def test_nobody_there_is_noticed_at_once() -> None:
-    with Examiner("tcp://127.0.0.1:1", SECRET, "") as asker, pytest.raises(PeerLost, match="cannot be connected"):
+    with (
+        Examiner("tcp://127.0.0.1:1", SECRET, TransferConfig()) as asker,
+        pytest.raises(PeerLost, match="cannot be connected"),
+    ):
         asker.examine(WAIT_S)
 
 
@@ -199,7 +203,7 @@ def test_a_peer_that_ucx_does_not_reach_is_said_in_time() -> None:
     with FakePrefill() as silent, ThreadPoolExecutor(1) as pool:
 
         def ask() -> str:
-            with Examiner(silent.target.control, SECRET, "") as asker, pytest.raises(PeerLost) as caught:
+            with Examiner(silent.target.control, SECRET, TransferConfig()) as asker, pytest.raises(PeerLost) as caught:
                 asker.probe(MESSAGE_BYTES, MESSAGES, 0.5)
             return str(caught.value)
 
