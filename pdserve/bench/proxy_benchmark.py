@@ -62,7 +62,7 @@ def run(config: BenchProxyConfig, environ: Mapping[str, str]) -> Report:
         "discovery protocol",
         "for each client's request pdserve sends one, to a decode node, and a router in P/D mode two, to a prefill and "
         "to a decode server; clients and backends share the cores with what is measured",
-        "added latency is the median over that of the backend asked directly, at the same set rate",
+        "added latency is the median over that of the backend itself, at the same set rate; no request is logged",
     ]
     if not config.proxying.peer_command:
         notes.append("no --peer-command was given: pdserve's rows only")

@@ -7,7 +7,7 @@ import asyncio
 import secrets
 import shlex
 import socket
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from urllib.parse import urlsplit
@@ -19,6 +19,7 @@ from pdserve.errors import BenchError, ConfigError
 from pdserve.wire.discovery import Role
 
 MODEL = "bench"
+LOOPBACK = "127.0.0.1"
 DIRECT, PDSERVE, PEER = "backend", "pdserve", "peer"
 _PORTS = ("port", "port2")
 _ASKING_S = 0.1
@@ -53,25 +54,35 @@ async def running_systems(
     Raises BenchError if one does not in ``timeout_s``, ChildDied if one ends, ConfigError for a command that is none.
     """
     plain = {name: value for name, value in environ.items() if not name.startswith("PDSERVE_")}
+    secret, port, control = secrets.token_hex(32), _free_port(), _free_port()
     own = {
         **plain,
-        SECRET_ENV: secrets.token_hex(32),
-        "PDSERVE_HOST": "127.0.0.1",
-        "PDSERVE_PORT": "0",
-        "PDSERVE_CONTROL_PORT": "0",
+        SECRET_ENV: secret,
+        "PDSERVE_HOST": LOOPBACK,
+        "PDSERVE_PORT": str(port),
+        "PDSERVE_CONTROL_PORT": str(control),
+        # A line a request would be measured together with whoever reads it.
+        "PDSERVE_LOG_LEVEL": "warning",
     }
-    async with running([Program(PDSERVE, command("proxy"), own)], timeout_s) as (proxy,):
-        programs = [
-            Program(f"{role.value} backend", backend_command(role, MODEL, proxy.listening.control), own)
-            for role in (Role.PREFILL, Role.DECODE)
-        ]
-        async with running(programs, timeout_s) as (prefill, decode):
-            systems = [_system(DIRECT, decode, {}), _system(PDSERVE, proxy, {PDSERVE: proxy.pid})]
-            if not peer_command:
-                yield systems
-                return
-            async with _peer(peer_command, prefill, decode, plain, timeout_s) as peer:
-                yield [*systems, peer]
+    programs = [
+        Program(
+            f"{role.value} backend",
+            backend_command(role, MODEL, f"tcp://{LOOPBACK}:{control}"),
+            {**plain, SECRET_ENV: secret},
+        )
+        for role in (Role.PREFILL, Role.DECODE)
+    ]
+    async with (
+        _stopped_after(_child(PDSERVE, command("proxy"), own)) as proxy,
+        running(programs, timeout_s) as (prefill, decode),
+    ):
+        systems = [_backend(decode), System(PDSERVE, LOOPBACK, port, {PDSERVE: proxy.pid})]
+        await _until_it_answers(proxy, systems[1], timeout_s)
+        if not peer_command:
+            yield systems
+            return
+        async with _peer(peer_command, prefill, decode, plain, timeout_s) as peer:
+            yield [*systems, peer]
 
 
 @asynccontextmanager
@@ -82,22 +93,36 @@ async def _peer(
     urls = {"prefill": prefill.listening.url, "decode": decode.listening.url}
     try:
         argv = [word.format(**urls, **ports) for word in shlex.split(template)]
-        child = Child(PEER, argv, environ, lambda name, line: None)
+        child = _child(PEER, argv, environ)
     except (ValueError, LookupError, OSError) as exc:
         raise ConfigError(f"--peer-command: {exc}") from exc
-    try:
-        system = System(PEER, "127.0.0.1", ports["port"], {PEER: child.pid})
-        try:
-            async with asyncio.timeout(timeout_s):
-                while not await _answers(system):
-                    if not child.alive:
-                        raise child.died()
-                    await asyncio.sleep(_ASKING_S)
-        except TimeoutError as exc:
-            raise BenchError(f"the peer does not answer after {timeout_s:g} s: {child.last_line}") from exc
+    async with _stopped_after(child):
+        system = System(PEER, LOOPBACK, ports["port"], {PEER: child.pid})
+        await _until_it_answers(child, system, timeout_s)
         yield system
+
+
+def _child(name: str, argv: Sequence[str], environ: Mapping[str, str]) -> Child:
+    return Child(name, argv, environ, lambda name, line: None)
+
+
+@asynccontextmanager
+async def _stopped_after(child: Child) -> AsyncIterator[Child]:
+    try:
+        yield child
     finally:
         await child.stop(_GRACE_S)
+
+
+async def _until_it_answers(child: Child, system: System, timeout_s: float) -> None:
+    try:
+        async with asyncio.timeout(timeout_s):
+            while not await _answers(system):
+                if not child.alive:
+                    raise child.died()
+                await asyncio.sleep(_ASKING_S)
+    except TimeoutError as exc:
+        raise BenchError(f"{system.name} does not answer after {timeout_s:g} s: {child.last_line}") from exc
 
 
 async def _answers(system: System) -> bool:
@@ -124,14 +149,14 @@ def stream_body(chunks: int, gap_ms: int) -> bytes:
     return b'{"model":"%b","prompt":"hello world","max_tokens":%d,"stream":true,"user":"gap-%d"}' % fields
 
 
-def _system(name: str, process: Running, pids: dict[str, int]) -> System:
+def _backend(process: Running) -> System:
     parts = urlsplit(process.listening.url)
     assert parts.hostname is not None
     assert parts.port is not None
-    return System(name, parts.hostname, parts.port, pids)
+    return System(DIRECT, parts.hostname, parts.port, {})
 
 
 def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
+    with socket.create_server((LOOPBACK, 0)) as listener:
         port: int = listener.getsockname()[1]
         return port
