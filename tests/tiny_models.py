@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -104,6 +105,14 @@ OTHERS: dict[str, PretrainedConfig] = {
         mm_tokens_per_image=4,
     ),
 }
+
+
+def save_tiny_chat_model(tokenizer: Path, folder: Path, **shape: int) -> Path:
+    """A random Llama that a node can serve, with the tokenizer of the model in the folder ``tokenizer``."""
+    save_tiny_model("llama", folder, **shape)
+    for path in tokenizer.glob("*token*"):
+        shutil.copy(path, folder)
+    return folder
 
 
 def save_tiny_model(family: str, folder: Path, **shape: int) -> Path:

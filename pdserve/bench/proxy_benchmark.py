@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import statistics
 import sys
 from collections import defaultdict
@@ -12,6 +11,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from pdserve.bench.client_process import ask_clients
 from pdserve.bench.machine import this_machine
 from pdserve.bench.proxy_load import LoadOrder, LoadReport
 from pdserve.bench.proxy_systems import (
@@ -135,7 +135,7 @@ async def _rows(case: Case, systems: Sequence[System], timeout_s: float) -> list
     found: dict[str, list[LoadReport]] = defaultdict(list)
     for _ in range(case.repeats):
         for system in systems:
-            report = await _send(case.order(system), timeout_s)
+            report = await ask_clients("pdserve.bench.proxy_load", case.order(system), LoadReport, timeout_s)
             if not report.answered:
                 raise BenchError(f"{system.name} answered nothing ({case.what}): {'; '.join(report.errors)}")
             for error in report.errors:
@@ -224,27 +224,3 @@ def _ratios(rows: Sequence[Row]) -> list[Row]:
 def _over(value: float, other: float) -> float:
     """Their ratio; none where there is nothing to divide by, as where a peer hands out a stream in one piece."""
     return value / other if other > 0 else float("nan")
-
-
-async def _send(order: LoadOrder, timeout_s: float) -> LoadReport:
-    process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-P",
-        "-m",
-        "pdserve.bench.proxy_load",
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        env=os.environ,
-    )
-    try:
-        async with asyncio.timeout(timeout_s):
-            told, _ = await process.communicate(msgspec.msgpack.encode(order))
-    except TimeoutError as exc:
-        raise BenchError(f"the clients were not done after {timeout_s:g} s") from exc
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
-    if process.returncode:
-        raise BenchError(f"the clients ended with status {process.returncode}")
-    return msgspec.msgpack.decode(told, type=LoadReport)

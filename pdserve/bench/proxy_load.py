@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import itertools
-import os
 import resource
 import sys
 from collections.abc import Sequence
@@ -12,11 +11,10 @@ from contextlib import ExitStack
 
 import msgspec
 
+from pdserve.bench.client_process import serve_order
 from pdserve.bench.distribution import Distribution, distribution
 from pdserve.bench.process_usage import cpu_s, peak_mib, reset_peaks
 from pdserve.bench.raw_stream import Load, Reply, connect, send_load
-from pdserve.errors import PdserveError
-from pdserve.parent import die_with_parent
 
 _CONNECT_TIMEOUT_S = 30.0
 _SHOWN_ERRORS = 5
@@ -110,16 +108,5 @@ def _gaps_s(reply: Reply) -> list[float]:
     return [later - earlier for earlier, later in itertools.pairwise(times)]
 
 
-def main() -> int:
-    die_with_parent(os.getppid())
-    try:
-        report = run(msgspec.msgpack.decode(sys.stdin.buffer.read(), type=LoadOrder))
-    except (PdserveError, OSError) as exc:
-        print(f"clients: {exc}", file=sys.stderr)
-        return 1
-    sys.stdout.buffer.write(msgspec.msgpack.encode(report))
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(serve_order(LoadOrder, run))

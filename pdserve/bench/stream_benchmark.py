@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from pdserve.bench.chunk_floor import chunk_floor
+from pdserve.bench.client_process import ask_clients
 from pdserve.bench.machine import this_machine
 from pdserve.bench.mock_engine import Script
 from pdserve.bench.raw_answer import Wording
@@ -149,7 +150,7 @@ async def _load(
         streaming.run_timeout_s,
         credit_file,
     )
-    report = await _clients(order)
+    report = await ask_clients("pdserve.bench.stream_load", order, LoadReport, order.timeout_s + _EXIT_S)
     if report.failed:
         raise BenchError(f"{report.failed} of {plan.streams} streams failed: {'; '.join(report.errors)}")
     return report
@@ -171,26 +172,6 @@ def _request(host: str) -> bytes:
         f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n"
     )
     return head.encode() + body
-
-
-async def _clients(order: LoadOrder) -> LoadReport:
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-P", "-m", "pdserve.bench.stream_load"),
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-    )
-    try:
-        async with asyncio.timeout(order.timeout_s + _EXIT_S):
-            told, _ = await process.communicate(msgspec.msgpack.encode(order))
-    except TimeoutError as exc:
-        raise BenchError(f"{order.streams} streams took more than {order.timeout_s:g} s") from exc
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
-    if process.returncode:
-        raise BenchError(f"the clients ended with status {process.returncode}")
-    return msgspec.msgpack.decode(told, type=LoadReport)
 
 
 def _allow_open_files(streams: int) -> None:

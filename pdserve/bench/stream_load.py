@@ -19,13 +19,12 @@ from contextlib import ExitStack
 
 import msgspec
 
+from pdserve.bench.client_process import serve_order
 from pdserve.bench.credit import CreditWriter, credit_to
 from pdserve.bench.distribution import Distribution
 from pdserve.bench.process_usage import cpu_s, peak_mib, reset_peaks
 from pdserve.bench.raw_answer import RawAnswer, Wording, WordStream, read_answer
 from pdserve.bench.stream import summarise
-from pdserve.errors import PdserveError
-from pdserve.parent import die_with_parent
 
 CLIENTS = "clients"
 """What this process is called beside those that it watches."""
@@ -187,16 +186,5 @@ def _read(connection: socket.socket) -> bytes:
         return b""
 
 
-def main() -> int:
-    die_with_parent(os.getppid())
-    try:
-        report = run(msgspec.msgpack.decode(sys.stdin.buffer.read(), type=LoadOrder))
-    except (PdserveError, OSError) as exc:
-        print(f"clients: {exc}", file=sys.stderr)
-        return 1
-    sys.stdout.buffer.write(msgspec.msgpack.encode(report))
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(serve_order(LoadOrder, run))

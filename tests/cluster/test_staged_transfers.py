@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.cluster.nodes import cluster
-from tests.tiny_models import VOCAB_SIZE, save_tiny_model
+from tests.tiny_models import VOCAB_SIZE, save_tiny_chat_model
 
 NEW_TOKENS = 6
 ROUNDS = 16
@@ -44,10 +43,7 @@ def prompt(length: int, number: int = 0) -> list[int]:
 @pytest.fixture(scope="module")
 def model(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny model with the demo model's tokenizer."""
-    folder = save_tiny_model("llama", tmp_path_factory.mktemp("tiny"), max_position_embeddings=4096)
-    for path in demo_model.glob("*token*"):
-        shutil.copy(path, folder)
-    return folder
+    return save_tiny_chat_model(demo_model, tmp_path_factory.mktemp("tiny"), max_position_embeddings=4096)
 
 
 @torch.inference_mode()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import shutil
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.cluster.nodes import Cluster, Node, eventually, http, start_node
 from tests.processes import pdserve
-from tests.tiny_models import VOCAB_SIZE, save_tiny_model
+from tests.tiny_models import VOCAB_SIZE, save_tiny_chat_model
 
 HEADS, KV_HEADS = 4, 2
 NEW_TOKENS = 8
@@ -24,11 +23,8 @@ PROMPTS = [random.Random(length).choices(range(3, VOCAB_SIZE), k=length) for len
 @pytest.fixture(scope="module")
 def model(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny model with the demo model's tokenizer."""
-    folder = tmp_path_factory.mktemp("tiny")
-    save_tiny_model("llama", folder, num_attention_heads=HEADS, num_key_value_heads=KV_HEADS)
-    for path in demo_model.glob("*token*"):
-        shutil.copy(path, folder)
-    return folder
+    heads = {"num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS}
+    return save_tiny_chat_model(demo_model, tmp_path_factory.mktemp("tiny"), **heads)
 
 
 @pytest.fixture(scope="module")

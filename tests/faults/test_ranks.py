@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import time
 import urllib.request
@@ -22,7 +21,7 @@ from tests.cluster.nodes import Node, eventually, http
 from tests.faults.test_node_death import engine_pid
 from tests.faults.test_shutdown import alive, cpu_seconds, own_temporary_folder
 from tests.processes import pdserve
-from tests.tiny_models import save_tiny_model
+from tests.tiny_models import save_tiny_chat_model
 
 __all__ = ["own_temporary_folder"]
 
@@ -49,10 +48,8 @@ FLAGS = (
 @pytest.fixture(scope="module")
 def model(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny model with the demo model's tokenizer."""
-    folder = save_tiny_model("llama", tmp_path_factory.mktemp("tiny"), max_position_embeddings=2 * LONG_ANSWER)
-    for path in demo_model.glob("*token*"):
-        shutil.copy(path, folder)
-    return folder
+    positions = 2 * LONG_ANSWER
+    return save_tiny_chat_model(demo_model, tmp_path_factory.mktemp("tiny"), max_position_embeddings=positions)
 
 
 @dataclass(frozen=True)

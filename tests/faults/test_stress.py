@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import random
-import shutil
 import signal
 import threading
 from collections.abc import Iterator
@@ -23,7 +22,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.cluster.nodes import MODEL, Cluster, Node, cluster, eventually, http, one_core, start_node
 from tests.faults.test_node_death import engine_pid
-from tests.tiny_models import VOCAB_SIZE, save_tiny_model
+from tests.tiny_models import VOCAB_SIZE, save_tiny_chat_model
 
 REQUESTS = 560
 ALIVE_AT_ONCE = 500
@@ -46,10 +45,7 @@ def prompt(number: int) -> list[int]:
 @pytest.fixture(scope="module")
 def model(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny model with the demo model's tokenizer."""
-    folder = save_tiny_model("llama", tmp_path_factory.mktemp("tiny"))
-    for path in demo_model.glob("*token*"):
-        shutil.copy(path, folder)
-    return folder
+    return save_tiny_chat_model(demo_model, tmp_path_factory.mktemp("tiny"))
 
 
 @pytest.fixture(scope="module")

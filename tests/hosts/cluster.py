@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from tests.cluster.nodes import Cluster, Node, eventually, http, one_core, start
 from tests.faults.test_node_death import engine_pid
 from tests.hosts.namespaces import Host, Network
 from tests.processes import Process, pdserve
-from tests.tiny_models import VOCAB_SIZE, save_tiny_model
+from tests.tiny_models import VOCAB_SIZE, save_tiny_chat_model
 
 NEW_TOKENS = 8
 PROMPT_TOKENS = 900
@@ -36,10 +35,7 @@ FLAGS = (
 
 def tiny_model(demo_model: Path, folder: Path) -> Path:
     """A model that computes in no time and whose prompts are megabytes of KV cache, with the demo model's tokenizer."""
-    save_tiny_model("llama", folder, num_hidden_layers=4, head_dim=32, max_position_embeddings=2048)
-    for path in demo_model.glob("*token*"):
-        shutil.copy(path, folder)
-    return folder
+    return save_tiny_chat_model(demo_model, folder, num_hidden_layers=4, head_dim=32, max_position_embeddings=2048)
 
 
 def prompt(seed: int, length: int = PROMPT_TOKENS) -> list[int]:
