@@ -26,6 +26,7 @@ from pdserve.wire.ticket import PrefillTarget
 from pdserve_kvtransfer.thread import TransferThread
 from pdserve_kvtransfer.transport import Transport
 from pdserve_kvtransfer.ucx import UcxTransport
+from tests.cluster.nodes import eventually
 from tests.engine.prefill_choices import prefill_choice
 from tests.engine.test_step_loop import BLOCK_SIZE, Client, engine, prompt
 from tests.kvtransfer.faulty import Fault, Injector, faulty
@@ -42,6 +43,7 @@ OWN_SPEC = msgspec.structs.replace(
 )
 CONFIG = TransferConfig(heartbeat_ms=50, lease_ms=400)
 EVERY = 29
+BREAKS_LINKS = frozenset({Fault.SEND_FAILS, Fault.RECEIVE_FAILS})
 LENGTHS = (9, 17, 30, 33, 42, 50, 64, 70)
 
 
@@ -116,6 +118,7 @@ def test_no_faulty_block_becomes_a_token(folder: Path, wanted: dict[int, list[in
                 # A salt of its own: nothing is in the prefix cache, every block has to come.
                 assert decode.ask(prompt(length), [length], f"{attempt} {length}") == [wanted[length]]
         assert injector.injected > 0
-        stats = transfers.stats()
-        assert stats.transfers_received > len(LENGTHS), "most came from the prefill engine all the same"
-        assert stats.quarantined_blocks == 0
+        # A link that broke is made anew while the next prompts are computed here.
+        least = 1 if fault in BREAKS_LINKS else len(LENGTHS) + 1
+        assert transfers.stats().transfers_received >= least, "blocks came from the prefill engine all the same"
+        eventually(lambda: transfers.stats().quarantined_blocks == 0, "nothing is in quarantine")
