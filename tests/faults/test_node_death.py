@@ -51,6 +51,16 @@ def engine_pid(node: Node) -> int:
     return int(child)
 
 
+def until_used_again(cluster: Cluster, expected: list[int]) -> None:
+    """The prefill node is asked again. Until it has answered a greeting, requests are prefilled where they decode."""
+
+    def used() -> bool:
+        assert cluster.complete(PROMPT, NEW_TOKENS, ignore_eos=True) == expected
+        return cluster.decode[0].metric("prefills_total", source="remote") > 0
+
+    eventually(used, "the prefill node computes prompts again")
+
+
 def fallbacks(cluster: Cluster) -> float:
     return cluster.decode[0].metric("fallbacks_total")
 
@@ -92,12 +102,7 @@ def test_prefill_engine_that_hangs(victims: Cluster, expected: list[int]) -> Non
             os.kill(pid, signal.SIGCONT)
     assert victims.decode[0].metric("leases_expired_total") == 1
     victims.until_idle()
-
-    def used_again() -> bool:
-        assert victims.complete(PROMPT, NEW_TOKENS, ignore_eos=True) == expected
-        return victims.decode[0].metric("prefills_total", source="remote") > 0
-
-    eventually(used_again, "once it goes on, and has answered a greeting, it is good for the next request")
+    until_used_again(victims, expected)
 
 
 def test_decode_engine_that_hangs(victims: Cluster, expected: list[int]) -> None:
@@ -112,8 +117,7 @@ def test_decode_engine_that_hangs(victims: Cluster, expected: list[int]) -> None
             os.kill(pid, signal.SIGCONT)
         assert answer.result(120) == expected
     victims.until_idle()
-    assert victims.complete(PROMPT, NEW_TOKENS, ignore_eos=True) == expected
-    assert victims.decode[0].metric("prefills_total", source="remote") == 1
+    until_used_again(victims, expected)
 
 
 def test_another_prefill_node_takes_over(demo_model: Path, expected: list[int]) -> None:
