@@ -80,6 +80,7 @@ async def supervise(
             )
             for number, listener in enumerate(listeners)
         ]
+        died: BaseExceptionGroup[WorkerDied] | None = None
         try:
             async with asyncio.TaskGroup() as tasks:
                 background = [tasks.create_task(hub.run()), tasks.create_task(discovery.run())]
@@ -94,7 +95,10 @@ async def supervise(
                 for task in background:
                     task.cancel()
         except* WorkerDied as group:
-            raise WorkerDied(str(group.exceptions[0])) from group
+            died = group
+        # Not in the block above: some versions of Python 3.11 wrap what is raised there.
+        if died is not None:
+            raise WorkerDied(str(died.exceptions[0])) from died
 
 
 class _Keeper:
