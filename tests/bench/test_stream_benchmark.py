@@ -41,8 +41,10 @@ def test_every_variant_runs_in_both_regimes(measured: Report) -> None:
         rows = measured.rows_of(regime)
         assert [row.at["variant"] for row in rows] == [OFF, ON, "on-interval"]
         for row in rows:
-            for name in ("TTFT p50", "TPOT p99", "gap p99", "steady output", NODE_COST, "node peak", "proxy peak"):
+            for name in ("TTFT p50", "TPOT p99", "gap p99", "steady output", "node peak", "proxy peak"):
                 assert row.figure(name).value > 0
+    # The kernel counts in hundredths of a second, which one of these runs may not take.
+    assert sum(row.figure(NODE_COST).value for row in measured.rows_of("saturated")) > 0
 
 
 def test_the_interval_is_the_variants_and_merges_chunks(measured: Report) -> None:
