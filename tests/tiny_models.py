@@ -140,6 +140,29 @@ def reference_last_logits(folder: Path, prompts: Sequence[Sequence[int]]) -> lis
     return [_logits(model, prompt)[-1] for prompt in prompts]
 
 
+class Reference:
+    """What transformers answers with a model: greedy, in fp32, ``new_tokens`` whatever they are."""
+
+    def __init__(self, folder: Path, new_tokens: int) -> None:
+        self._new_tokens = new_tokens
+        auto: Any = AutoModelForCausalLM
+        self._model: Any = auto.from_pretrained(folder, dtype=torch.float32)
+
+    @torch.inference_mode()
+    def answer(self, prompt: Sequence[int]) -> list[int]:
+        ids = torch.tensor([list(prompt)])
+        out = self._model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=self._new_tokens,
+            do_sample=False,
+            eos_token_id=-1,
+            pad_token_id=2,
+        )
+        answer: list[int] = out[0, len(prompt) :].tolist()
+        return answer
+
+
 def _reference(folder: Path) -> PreTrainedModel:
     auto: Any = AutoModelForCausalLM
     model: PreTrainedModel = auto.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")

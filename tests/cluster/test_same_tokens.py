@@ -5,13 +5,11 @@ from __future__ import annotations
 import random
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
-from transformers import AutoModelForCausalLM
 
 from tests.cluster.nodes import Cluster
+from tests.tiny_models import Reference
 
 NEW_TOKENS = 8
 BLOCK = 16
@@ -30,20 +28,8 @@ def prompt(length: int) -> list[int]:
 @pytest.fixture(scope="session")
 def wanted(demo_model: Path) -> dict[int, list[int]]:
     """What transformers generates, by prompt length."""
-    model: Any = AutoModelForCausalLM.from_pretrained(demo_model, dtype=torch.float32)
-    answers = {}
-    for length in LENGTHS:
-        ids = torch.tensor([prompt(length)])
-        out = model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=NEW_TOKENS,
-            do_sample=False,
-            eos_token_id=-1,
-            pad_token_id=2,
-        )
-        answers[length] = out[0, length:].tolist()
-    return answers
+    reference = Reference(demo_model, NEW_TOKENS)
+    return {length: reference.answer(prompt(length)) for length in LENGTHS}
 
 
 def ask(cluster: Cluster, length: int, salt: str) -> list[int]:

@@ -5,14 +5,11 @@ from __future__ import annotations
 import random
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
-from transformers import AutoModelForCausalLM
 
 from tests.cluster.nodes import cluster
-from tests.tiny_models import VOCAB_SIZE, save_tiny_chat_model
+from tests.tiny_models import VOCAB_SIZE, Reference, save_tiny_chat_model
 
 NEW_TOKENS = 6
 ROUNDS = 16
@@ -46,16 +43,9 @@ def model(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny_chat_model(demo_model, tmp_path_factory.mktemp("tiny"), max_position_embeddings=4096)
 
 
-@torch.inference_mode()
 def wanted(model: Path, prompts: list[list[int]]) -> list[list[int]]:
-    reference: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    answers = []
-    for ids in prompts:
-        out = reference.generate(
-            torch.tensor([ids]), max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=-1, pad_token_id=2
-        )
-        answers.append(out[0, len(ids) :].tolist())
-    return answers
+    reference = Reference(model, NEW_TOKENS)
+    return [reference.answer(ids) for ids in prompts]
 
 
 def test_transfers_through_little_host_memory_give_the_reference_tokens(model: Path) -> None:

@@ -5,15 +5,12 @@ from __future__ import annotations
 import random
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
-from transformers import AutoModelForCausalLM
 
 from tests.cluster.nodes import Cluster, Node, eventually, http, start_node
 from tests.processes import pdserve
-from tests.tiny_models import VOCAB_SIZE, save_tiny_chat_model
+from tests.tiny_models import VOCAB_SIZE, Reference, save_tiny_chat_model
 
 HEADS, KV_HEADS = 4, 2
 NEW_TOKENS = 8
@@ -29,15 +26,8 @@ def model(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def wanted(model: Path) -> list[list[int]]:
-    reference: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    answers = []
-    with torch.inference_mode():
-        for prompt in PROMPTS:
-            ids = reference.generate(
-                torch.tensor([prompt]), max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=-1, pad_token_id=2
-            )
-            answers.append(ids[0, len(prompt) :].tolist())
-    return answers
+    reference = Reference(model, NEW_TOKENS)
+    return [reference.answer(prompt) for prompt in PROMPTS]
 
 
 @pytest.mark.parametrize(

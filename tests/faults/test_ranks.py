@@ -14,14 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from transformers import AutoModelForCausalLM
 
 from tests.cluster.nodes import Node, eventually, http
 from tests.faults.test_node_death import engine_pid
 from tests.faults.test_shutdown import alive, cpu_seconds, own_temporary_folder
 from tests.processes import pdserve
-from tests.tiny_models import save_tiny_chat_model
+from tests.tiny_models import Reference, save_tiny_chat_model
 
 __all__ = ["own_temporary_folder"]
 
@@ -88,15 +86,8 @@ def gone(node: Ranks) -> bool:
     return not any(alive(pid) for pid in node.followers)
 
 
-@torch.inference_mode()
 def wanted(model: Path) -> list[int]:
-    reference: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    ids = torch.tensor([PROMPT])
-    out = reference.generate(
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=-1
-    )
-    tokens: list[int] = out[0, len(PROMPT) :].tolist()
-    return tokens
+    return Reference(model, NEW_TOKENS).answer(PROMPT)
 
 
 def test_two_ranks_answer_as_one_idle_for_nothing_and_leave_nothing(model: Path, own_temporary_folder: Path) -> None:

@@ -12,17 +12,14 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 
 import aiohttp
 import pytest
-import torch
-from transformers import AutoModelForCausalLM
 
 from tests.cluster.nodes import MODEL, Cluster, Node, cluster, eventually, http, one_core, start_node
 from tests.faults.test_node_death import engine_pid
-from tests.tiny_models import VOCAB_SIZE, save_tiny_chat_model
+from tests.tiny_models import VOCAB_SIZE, Reference, save_tiny_chat_model
 
 REQUESTS = 560
 ALIVE_AT_ONCE = 500
@@ -51,14 +48,8 @@ def model(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def wanted(model: Path) -> list[list[int]]:
     """What transformers answers."""
-    reference: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    answers = []
-    with torch.inference_mode():
-        for number in range(PROMPTS):
-            ids = torch.tensor([prompt(number)])
-            out = reference.generate(ids, max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=-1, pad_token_id=2)
-            answers.append(out[0, ids.shape[1] :].tolist())
-    return answers
+    reference = Reference(model, NEW_TOKENS)
+    return [reference.answer(prompt(number)) for number in range(PROMPTS)]
 
 
 @pytest.fixture

@@ -7,10 +7,6 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import torch
-from transformers import AutoModelForCausalLM
 
 from tests.cluster.nodes import Cluster, Node, eventually, http, one_core, start_node
 from tests.faults.test_node_death import engine_pid
@@ -40,20 +36,6 @@ def tiny_model(demo_model: Path, folder: Path) -> Path:
 
 def prompt(seed: int, length: int = PROMPT_TOKENS) -> list[int]:
     return random.Random(seed).choices(range(3, VOCAB_SIZE), k=length)
-
-
-class Reference:
-    """What transformers answers."""
-
-    def __init__(self, model: Path) -> None:
-        self._model: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-
-    @torch.inference_mode()
-    def answer(self, asked: list[int], new_tokens: int = NEW_TOKENS) -> list[int]:
-        ids = torch.tensor([asked])
-        out = self._model.generate(ids, max_new_tokens=new_tokens, do_sample=False, eos_token_id=-1, pad_token_id=2)
-        answer: list[int] = out[0, len(asked) :].tolist()
-        return answer
 
 
 @dataclass

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.hosts.cluster import Hosts, Reference, cluster_over, tiny_model
+from tests.hosts.cluster import NEW_TOKENS, Hosts, cluster_over, tiny_model
 from tests.hosts.namespaces import Network, network, why_impossible
+from tests.tiny_models import Reference
 
 
 @pytest.fixture(scope="session")
@@ -27,7 +28,7 @@ def model(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def reference(model: Path) -> Reference:
-    return Reference(model)
+    return Reference(model, NEW_TOKENS)
 
 
 @pytest.fixture(scope="module")

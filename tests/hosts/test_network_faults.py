@@ -14,8 +14,9 @@ import pytest
 
 from tests.cluster.nodes import MODEL, eventually, http
 from tests.cluster.test_cluster import open_stream
-from tests.hosts.cluster import BLOCK_BYTES, PROMPT_TOKENS, Hosts, Reference, open_files, prompt, threads
+from tests.hosts.cluster import BLOCK_BYTES, PROMPT_TOKENS, Hosts, open_files, prompt, threads
 from tests.hosts.wire import Path
+from tests.tiny_models import Reference
 
 PROMPT_BYTES = -(-PROMPT_TOKENS // 16) * BLOCK_BYTES
 IN_THE_MIDDLE = PROMPT_BYTES // 3

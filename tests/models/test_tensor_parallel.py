@@ -7,20 +7,18 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import AutoModelForCausalLM
 
 from pdserve.config import TpBackend
 from pdserve.errors import ModelError
 from pdserve.models.tensor_parallel import TpGroup, kv_share, share, vocab_part, vocab_share
 from tests.models.rank_program import Case, Result
-from tests.tiny_models import VOCAB_SIZE, save_tiny_model
+from tests.tiny_models import VOCAB_SIZE, Reference, save_tiny_model
 
 FAMILIES = ("llama", "qwen2", "qwen3", "llama-scaled", "gemma3", "qwen3-moe")
 NEW_TOKENS = 6
@@ -99,21 +97,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def reference(folder: Path) -> list[list[int]]:
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    answers = []
-    for prompt in PROMPTS:
-        prompt = [token % 511 for token in prompt]
-        ids = torch.tensor([prompt])
-        out = model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=NEW_TOKENS,
-            do_sample=False,
-            eos_token_id=-1,
-            pad_token_id=2,
-        )
-        answers.append(out[0, len(prompt) :].tolist())
-    return answers
+    model = Reference(folder, NEW_TOKENS)
+    return [model.answer([token % 511 for token in prompt]) for prompt in PROMPTS]
 
 
 def computed(cases: list[Case]) -> list[Result]:
