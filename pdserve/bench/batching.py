@@ -20,7 +20,8 @@ from pdserve.bench.node import running_node
 from pdserve.bench.report import Better, Figure, Report, Row, Unit, measured
 from pdserve.bench.stream import Stream, summarise
 from pdserve.bench.workload import mixed_jobs
-from pdserve.config import Batching, BenchBatchingConfig
+from pdserve.bench_config import BenchBatchingConfig
+from pdserve.config import Batching
 from pdserve.errors import BenchError
 from pdserve.settings import to_environ
 

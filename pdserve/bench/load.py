@@ -19,7 +19,7 @@ from pdserve.bench.report import Better, Figure, Report, Row, Unit, measured
 from pdserve.bench.sse import EventReader
 from pdserve.bench.stream import LoadResult, Stream, summarise
 from pdserve.bench.workload import Job, uniform_jobs
-from pdserve.config import BenchLoadConfig
+from pdserve.bench_config import BenchLoadConfig
 from pdserve.errors import BenchError
 from pdserve.settings import to_environ
 

@@ -26,7 +26,7 @@ from pdserve.bench.proxy_systems import (
 )
 from pdserve.bench.raw_stream import Load
 from pdserve.bench.report import Better, Figure, Report, Row, Unit, measured
-from pdserve.config import BenchProxyConfig, ProxyBenchConfig
+from pdserve.bench_config import BenchProxyConfig, ProxyBenchConfig
 from pdserve.errors import BenchError
 from pdserve.settings import to_environ
 

@@ -27,7 +27,7 @@ from pdserve.bench.stream_cluster import SERVED_NAME, Server, running_servers, t
 from pdserve.bench.stream_figures import Condition, Regime, figures_of, medians, report_rows
 from pdserve.bench.stream_load import LoadOrder, LoadReport
 from pdserve.bench.stream_variants import variants
-from pdserve.config import BenchStreamConfig, StreamBenchConfig
+from pdserve.bench_config import BenchStreamConfig, StreamBenchConfig
 from pdserve.errors import BenchError
 from pdserve.settings import to_environ
 

@@ -7,7 +7,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pdserve.config import WorkloadConfig
+from pdserve.bench_config import WorkloadConfig
 
 _FIRST_ID = 3
 """The first few ids of most vocabularies are control tokens."""

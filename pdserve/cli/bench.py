@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pdserve.config import (
+from pdserve.bench_config import (
     BenchBatchingConfig,
     BenchCompareConfig,
     BenchEngineConfig,
@@ -17,9 +17,8 @@ from pdserve.config import (
     BenchProxyConfig,
     BenchStreamConfig,
     BenchTransferConfig,
-    CpuConfig,
-    ReportConfig,
 )
+from pdserve.config import CpuConfig, ReportConfig
 from pdserve.errors import BenchError, ConfigError
 from pdserve.settings import cache_folder, load, load_with_file
 from pdserve.settings.sources import suggestion

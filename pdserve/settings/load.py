@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from pdserve.config import (
+from pdserve.bench_config import (
     BenchBatchingConfig,
     BenchCompareConfig,
     BenchEngineConfig,
@@ -14,11 +14,8 @@ from pdserve.config import (
     BenchProxyConfig,
     BenchStreamConfig,
     BenchTransferConfig,
-    DoctorConfig,
-    NodeConfig,
-    ProxyConfig,
-    UpConfig,
 )
+from pdserve.config import DoctorConfig, NodeConfig, ProxyConfig, UpConfig
 from pdserve.settings.ranges import check
 from pdserve.settings.sources import from_environ, from_file, from_flags
 from pdserve.settings.tree import Setting, build, settings_of

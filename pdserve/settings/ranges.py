@@ -8,21 +8,23 @@ from collections.abc import Callable
 from typing import Any
 from urllib.parse import urlsplit
 
-from pdserve.config import (
+from pdserve.bench_config import (
     BatchingBenchConfig,
+    EngineBenchConfig,
+    LoadConfig,
+    StreamBenchConfig,
+    TransferBenchConfig,
+    WorkloadConfig,
+)
+from pdserve.config import (
     CacheConfig,
     ClusterConfig,
     DiagnosisConfig,
     DiscoveryConfig,
-    EngineBenchConfig,
     HttpConfig,
-    LoadConfig,
     SchedulerConfig,
-    StreamBenchConfig,
     TlsConfig,
-    TransferBenchConfig,
     TransferConfig,
-    WorkloadConfig,
 )
 from pdserve.errors import ConfigError
 

@@ -14,7 +14,7 @@ from aiohttp import web
 from pdserve.bench.load import Target, first_model, run, run_jobs
 from pdserve.bench.stream import Stream
 from pdserve.bench.workload import Job
-from pdserve.config import BenchLoadConfig, LoadConfig
+from pdserve.bench_config import BenchLoadConfig, LoadConfig
 from pdserve.errors import BenchError
 
 LIMIT_S = 30.0

@@ -15,7 +15,7 @@ from pdserve.bench.compare import changes
 from pdserve.bench.proxy_backend import CHUNK
 from pdserve.bench.proxy_benchmark import IDLE, LATENCY, MANY, PLAIN, STREAMS, run
 from pdserve.bench.raw_stream import RawClient, Reply
-from pdserve.config import BenchProxyConfig, ProxyBenchConfig
+from pdserve.bench_config import BenchProxyConfig, ProxyBenchConfig
 from pdserve.errors import ConfigError
 
 SMALL = ProxyBenchConfig(

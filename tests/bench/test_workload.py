@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdserve.bench.workload import mixed_jobs, uniform_jobs
-from pdserve.config import WorkloadConfig
+from pdserve.bench_config import WorkloadConfig
 
 
 def test_a_seed_gives_the_same_jobs_and_another_one_others() -> None:

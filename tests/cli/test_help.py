@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pdserve.cli.bench import BENCHMARKS
-from pdserve.cli.main import SUBCOMMANDS, main
-from pdserve.config import (
+from pdserve.bench_config import (
     BenchBatchingConfig,
     BenchCompareConfig,
     BenchEngineConfig,
@@ -14,11 +12,10 @@ from pdserve.config import (
     BenchProxyConfig,
     BenchStreamConfig,
     BenchTransferConfig,
-    DoctorConfig,
-    NodeConfig,
-    ProxyConfig,
-    UpConfig,
 )
+from pdserve.cli.bench import BENCHMARKS
+from pdserve.cli.main import SUBCOMMANDS, main
+from pdserve.config import DoctorConfig, NodeConfig, ProxyConfig, UpConfig
 from pdserve.settings import ROOTS
 from pdserve.settings.tree import settings_of
 

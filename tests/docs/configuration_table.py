@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import groupby
 from pathlib import Path
 
-from pdserve.config import (
+from pdserve.bench_config import (
     BenchBatchingConfig,
     BenchCompareConfig,
     BenchEngineConfig,
@@ -13,11 +13,8 @@ from pdserve.config import (
     BenchProxyConfig,
     BenchStreamConfig,
     BenchTransferConfig,
-    DoctorConfig,
-    NodeConfig,
-    ProxyConfig,
-    UpConfig,
 )
+from pdserve.config import DoctorConfig, NodeConfig, ProxyConfig, UpConfig
 from pdserve.settings.tree import Setting, settings_of
 from pdserve.settings.values import to_text
 
@@ -47,7 +44,8 @@ cores = "0-7"
 
 In the environment, lists are separated by commas: `PDSERVE_PROXY=tcp://10.0.0.1:8100,tcp://10.0.0.2:8100`.
 
-This page is written by `python -m tests.docs.configuration_table`; the texts come from `pdserve/config.py`.
+This page is written by `python -m tests.docs.configuration_table`; the texts come from `pdserve/config.py` and
+`pdserve/bench_config.py`.
 """
 
 _ROOTS = {

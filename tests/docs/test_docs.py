@@ -13,9 +13,7 @@ from prometheus_client import generate_latest
 
 from pdserve.api.metrics import NodeMetrics
 from pdserve.api.openai import ChatRequest, CompletionRequest
-from pdserve.cli.bench import compare_flags
-from pdserve.cli.main import SUBCOMMANDS
-from pdserve.config import (
+from pdserve.bench_config import (
     BenchBatchingConfig,
     BenchCompareConfig,
     BenchEngineConfig,
@@ -23,11 +21,10 @@ from pdserve.config import (
     BenchProxyConfig,
     BenchStreamConfig,
     BenchTransferConfig,
-    DoctorConfig,
-    NodeConfig,
-    ProxyConfig,
-    UpConfig,
 )
+from pdserve.cli.bench import compare_flags
+from pdserve.cli.main import SUBCOMMANDS
+from pdserve.config import DoctorConfig, NodeConfig, ProxyConfig, UpConfig
 from pdserve.settings import ROOTS, load
 from pdserve.settings.tree import settings_of
 from pdserve.wire import discovery, engine, rank, rank_transfer, transfer

@@ -17,7 +17,7 @@ from pdserve.bench.engine.steps import Bench, decode_row, linear_row, prefill_ro
 from pdserve.bench.engine.subject import Steps, Subject, open_subject
 from pdserve.bench.machine import this_machine
 from pdserve.bench.report import Report, Row
-from pdserve.config import BenchEngineConfig
+from pdserve.bench_config import BenchEngineConfig
 from pdserve.models.demo import served_name
 from pdserve.models.runner import TORCH_DTYPES
 from pdserve.settings import to_environ

@@ -17,7 +17,7 @@ from pdserve.bench.transfer.moves import moves
 from pdserve.bench.transfer.prefill_process import PrefillProcess, prefill_process
 from pdserve.bench.transfer.rows import Yardsticks, checksum_row, copy_row, decode_row, overhead_row, transfer_rows
 from pdserve.bench.transfer.yardsticks import copy_bytes_per_s, nixl_rates, perftest_bytes_per_s
-from pdserve.config import BenchTransferConfig
+from pdserve.bench_config import BenchTransferConfig
 from pdserve.models.demo import served_name
 from pdserve.settings import to_environ
 from pdserve_kernels.contract import Kernels
