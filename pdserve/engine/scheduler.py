@@ -108,8 +108,8 @@ class Scheduler:
     def follow(self, plan: Plan) -> list[Request]:
         """The requests of a step under way that decode on in the next one, whatever tokens it chooses for them.
 
-        They have a block for that. Empty if the next step may hold more than them: it is to be scheduled when the tokens
-        are known. A request whose next token is certain to be its last is left out.
+        They have a block for that. Empty if the next step may hold more than them: it is to be scheduled when the
+        tokens are known. A request whose next token is certain to be its last is left out.
         """
         if self._static or self._lookahead or len(plan.work) != len(self._queues.running):
             return []
