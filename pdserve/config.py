@@ -100,6 +100,15 @@ class KvStaging(enum.Enum):
     """Always: to test or to measure it without a GPU."""
 
 
+class UcxCalls(enum.Enum):
+    """What posts and completes the messages of KV blocks."""
+
+    AUTO = "auto"
+    """Compiled where there is a compiler, Python otherwise."""
+    COMPILED = "compiled"
+    PYTHON = "python"
+
+
 class CpuKernels(enum.Enum):
     """``AUTO``: compiled C++ where there is a compiler, plain torch otherwise."""
 
@@ -248,6 +257,11 @@ class TransferConfig:
     )
     staging_mib: int = setting(
         "kv-staging-mib", "that host memory, page-locked; bounds the longest prompt transferred", 4096, minimum=1
+    )
+    ucx_calls: UcxCalls = setting(
+        "ucx-calls",
+        "what posts the messages of KV blocks: compiled C++ (once, by g++), Python, or the better that there is",
+        UcxCalls.AUTO,
     )
     ucx_tls: str = setting("ucx-tls", "UCX transports, as UCX_TLS takes them; UCX chooses if empty", "")
     ucx_net_devices: str = setting(

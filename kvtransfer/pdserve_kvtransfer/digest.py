@@ -8,9 +8,7 @@ from __future__ import annotations
 
 from xxhash import xxh3_64_intdigest
 
-from pdserve.wire.transfer import INDEX_BITS
 
-
-def digest(block: memoryview, tag: int, index: int) -> int:
-    """Of one block's bytes as block ``index`` of the transfer ``tag``."""
-    return xxh3_64_intdigest(block, seed=tag << INDEX_BITS | index)
+def digest(piece: memoryview, label: int) -> int:
+    """Of a piece's bytes under the label (``pdserve_kvtransfer.label``) that it travels with."""
+    return xxh3_64_intdigest(piece, seed=label)

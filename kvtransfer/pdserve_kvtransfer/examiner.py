@@ -32,7 +32,7 @@ from pdserve.wire.transfer import (
 from pdserve_kvtransfer.control import ControlClient
 from pdserve_kvtransfer.frames import Inbound
 from pdserve_kvtransfer.handshake import Greeting
-from pdserve_kvtransfer.probe_asker import ProbeAsker
+from pdserve_kvtransfer.probe_asker import ProbeAsker, probe_memory
 from pdserve_kvtransfer.stats import TransferStats
 from pdserve_kvtransfer.ucx import UcxLink, configured_ucx
 from pdserve_kvtransfer.ucx_lanes import Lane
@@ -97,7 +97,7 @@ class Examiner:
 
         An engine that knows no ``Examine`` still names what differs. Raises HandshakeRefused if the engines do not fit.
         """
-        link = self._transport.open_link()
+        link = self._transport.open_link(probe_memory(0))
         self._links.append(link)
         greeting = Greeting(self._boot_id, spec, boot_id)
         self._send(greeting.hello([link.address]))
@@ -121,7 +121,7 @@ class Examiner:
 
     def probe(self, message_bytes: int, messages: int, timeout_s: float) -> Measured:
         """Measures a link that carries scratch bytes; gives up the rest of them after ``timeout_s``."""
-        link = self._transport.open_link()
+        link = self._transport.open_link(probe_memory(message_bytes))
         try:
             self._send(
                 Probe(boot_id=self._boot_id, address=link.address, message_bytes=message_bytes, messages=messages)

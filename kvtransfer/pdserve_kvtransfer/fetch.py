@@ -10,6 +10,7 @@ PREPARING, MOVING ─▶ FORGETTING ─▶ ENDED                 failed or cance
 from __future__ import annotations
 
 import enum
+import itertools
 from collections.abc import Sequence
 from typing import TypeAlias
 
@@ -113,12 +114,13 @@ class FetchSession:
 
     # ------------------------------------------------------------ arrivals
 
-    def landed(self, rank: int, index: int, digest: int, now: float) -> list[FetchEffect]:
-        """A rank has received a piece."""
+    def landed(self, rank: int, indexes: Sequence[int], digests: Sequence[int], now: float) -> list[FetchEffect]:
+        """A rank has received pieces. ``digests`` has one for each, or, where they are not checked, none."""
         if self.state is not FetchState.MOVING:
             return []
-        if self._landings.landed(rank, index, digest) is Verdict.CORRUPT:
-            return self._fail(FailureKind.CORRUPT, f"piece {index} on rank {rank} is not what was sent", tell=True)
+        for index, digest in zip(indexes, digests or itertools.repeat(0, len(indexes)), strict=True):
+            if self._landings.landed(rank, index, digest) is Verdict.CORRUPT:
+                return self._fail(FailureKind.CORRUPT, f"piece {index} on rank {rank} is not what was sent", tell=True)
         return self._finish_if_complete(now)
 
     def on_digests(self, message: Digests, now: float) -> list[FetchEffect]:

@@ -10,39 +10,22 @@ from dataclasses import dataclass, field
 
 from pdserve.errors import PeerLost, TransferError
 from pdserve.wire.ids import new_id
-from pdserve_kvtransfer.transport import Arrival
-
-
-@dataclass(slots=True, eq=False)
-class InprocCompletion:
-    finished: bool = False
-    error: bool = False
-
-    def done(self) -> bool:
-        return self.finished
-
-    def failed(self) -> bool:
-        return self.error
-
-    def finish(self, error: bool) -> None:
-        if not self.finished:
-            self.finished, self.error = True, error
+from pdserve_kvtransfer.transport import DISCARD, Arrival, Moved
 
 
 @dataclass(slots=True, eq=False)
 class _Message:
     sender: InprocLink
-    block: memoryview
-    tag: int
-    index: int
-    sent: InprocCompletion
+    moved: Moved
+
+    def bytes(self) -> memoryview:
+        return self.sender.memory[self.moved.place : self.moved.place + self.moved.length]
 
 
 @dataclass(slots=True, eq=False)
 class _Receive:
     message: _Message
-    into: memoryview
-    completion: InprocCompletion
+    place: int
 
 
 @dataclass(slots=True, eq=False)
@@ -73,16 +56,20 @@ class Fabric:
 
 
 class InprocLink:
-    def __init__(self, fabric: Fabric) -> None:
+    def __init__(self, fabric: Fabric, memory: memoryview) -> None:
+        self.memory = memory
         self._fabric = fabric
         self.address = new_id()
         self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._open = True
         self._broken = False
+        self._failed = False
         self._peers: tuple[bytes, ...] = ()
         self._inbox: deque[_Message] = deque()
-        self._sends: list[InprocCompletion] = []
+        self._arrived: list[_Message] = []
         self._receives: list[_Receive] = []
+        self._sent: list[Moved] = []
+        self._landed: list[Moved] = []
         with fabric.lock:
             fabric.links[self.address] = self
 
@@ -92,52 +79,62 @@ class InprocLink:
                 raise TransferError("no such link in this process")
             self._peers = tuple(addresses)
 
-    def send(self, block: memoryview, tag: int, index: int, to: int = 0) -> InprocCompletion:
+    def send(self, places: Sequence[int], length: int, labels: Sequence[int], to: int = 0) -> None:
         with self._fabric.lock:
             peer = self._fabric.links.get(self._peers[to])
             if peer is None:
                 raise PeerLost("the other link is closed")
-            completion = InprocCompletion()
-            self._sends.append(completion)
-            peer._inbox.append(_Message(self, block, tag, index, completion))
+            for place, label in zip(places, labels, strict=True):
+                if not 0 <= place <= len(self.memory) - length:
+                    raise ValueError(f"{length} bytes at {place} are outside of the memory")
+                peer._inbox.append(_Message(self, Moved(label, place, length)))
             peer.ring()
-            return completion
 
-    def probe(self) -> Arrival | None:
+    def arrivals(self) -> Sequence[Arrival]:
         with self._fabric.lock:
-            if not self._inbox:
-                return None
-            message = self._inbox.popleft()
-            return Arrival(message.tag, message.index, message.block.nbytes, message)
+            self._arrived = list(self._inbox)
+            self._inbox.clear()
+            return [Arrival(message.moved.label, message.moved.length) for message in self._arrived]
 
-    def receive(self, arrival: Arrival, into: memoryview) -> InprocCompletion:
+    def receive(self, places: Sequence[int]) -> None:
         with self._fabric.lock:
-            completion = InprocCompletion()
-            self._receives.append(_Receive(arrival.handle, into[: arrival.length], completion))
+            self._receives += map(_Receive, self._arrived, places)
+            self._arrived = []
             self.ring()
-            return completion
 
     def progress(self) -> bool:
         with self._fabric.lock:
             self._clear_bell()
-            self._sends = [send for send in self._sends if not send.finished]
-            if self._fabric.held or not self._receives:
-                return False
-            for receive in self._receives:
-                self._land(receive)
-            self._receives.clear()
-            return True
+            if self._failed:
+                raise PeerLost("the other link is closed")
+            moved = bool(self._sent)
+            if not self._fabric.held and self._receives:
+                moved = True
+                for receive in self._receives:
+                    self._land(receive)
+                self._receives.clear()
+            return moved
 
     def _land(self, receive: _Receive) -> None:
-        message = receive.message
-        if message.sent.finished:
-            # The sender has closed: its memory is no longer ours to read, and nobody will end this receive.
-            receive.completion.finish(error=True)
+        message, place = receive.message, receive.place
+        if not message.sender._open:
+            # Its memory is no longer ours to read, and nobody will end this receive.
+            self._failed |= place != DISCARD
             return
-        receive.into[:] = message.block
-        receive.completion.finish(error=False)
-        message.sent.finish(error=False)
+        if place != DISCARD:
+            self.memory[place : place + message.moved.length] = message.bytes()
+            self._landed.append(Moved(message.moved.label, place, message.moved.length))
+        message.sender._sent.append(message.moved)
         message.sender.ring()
+
+    def sent(self) -> Sequence[Moved]:
+        with self._fabric.lock:
+            sent, self._sent = self._sent, []
+            return sent
+
+    def landed(self) -> Sequence[Moved]:
+        landed, self._landed = self._landed, []
+        return landed
 
     @property
     def receiving(self) -> int:
@@ -145,7 +142,7 @@ class InprocLink:
 
     def arm(self) -> bool:
         with self._fabric.lock:
-            return not self._inbox and (self._fabric.held or not self._receives)
+            return not self._inbox and not self._sent and (self._fabric.held or not self._receives)
 
     def fileno(self) -> int:
         return self._fd
@@ -174,15 +171,12 @@ class InprocLink:
                 return
             self._open = False
             del self._fabric.links[self.address]
-            for send in self._sends:
-                send.finish(error=True)
-            for receive in self._receives:
-                receive.completion.finish(error=True)
-            for message in self._inbox:
-                message.sent.finish(error=True)
+            for message in (*self._inbox, *self._arrived):
+                message.sender._failed = True
                 message.sender.ring()
             self._receives.clear()
             self._inbox.clear()
+            self._arrived.clear()
             os.close(self._fd)
 
 
@@ -191,8 +185,8 @@ class InprocTransport:
         self._fabric = fabric
         self.links: list[InprocLink] = []
 
-    def open_link(self) -> InprocLink:
-        link = InprocLink(self._fabric)
+    def open_link(self, memory: memoryview) -> InprocLink:
+        link = InprocLink(self._fabric, memory)
         self.links.append(link)
         return link
 

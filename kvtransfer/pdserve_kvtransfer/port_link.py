@@ -9,11 +9,11 @@ from pdserve_kvtransfer.transport import Link, Transport
 class PortLink:
     """Open from the start, broken at most once, closed at the end; the port's driver empties ``reports``."""
 
-    def __init__(self, number: int, transport: Transport) -> None:
+    def __init__(self, number: int, transport: Transport, memory: memoryview) -> None:
         """Raises TransferError if the transport cannot open a link."""
         self.number = number
         self.reports: list[RankReport] = []
-        self.link: Link = transport.open_link()
+        self.link: Link = transport.open_link(memory)
         self.broken = False
         self.reports.append(LinkOpened(number, self.link.address))
 

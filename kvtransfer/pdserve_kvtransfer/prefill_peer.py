@@ -15,7 +15,7 @@ from pdserve.wire.rank_transfer import (
     Forgotten,
     LinkBroken,
     LinkOpened,
-    PieceLanded,
+    PiecesLanded,
     Released,
 )
 from pdserve.wire.ticket import PrefillTarget
@@ -164,20 +164,20 @@ class PrefillPeer:
     def _on_report(self, reported: Reported, now: float) -> None:
         rank = reported.rank
         match reported.report:
-            case PieceLanded(tag=tag, index=index, size=size, digest=digest):
+            case PiecesLanded(tag=tag, indexes=indexes, digests=digests, size=size):
                 self._arrived = now
                 self._station.counters.bytes_received += size
                 if (session := self._tags.get(tag)) is not None:
-                    self._apply(session, session.landed(rank, index, digest, now))
+                    self._apply(session, session.landed(rank, indexes, digests, now))
             case LinkOpened(address=address) if self._lost is None:
                 self._addresses[rank] = address
                 if len(self._addresses) == self.link.ranks:
                     self._send(self._greeting.hello([self._addresses[i] for i in range(self.link.ranks)]))
             case LinkBroken(reason=reason) if self._lost is None:
                 raise PeerLost(reason)
-            case Dropped():
-                self._station.counters.stale_blocks_dropped += 1
-                log.debug("dropped a piece of an unknown or ended transfer")
+            case Dropped(count=count):
+                self._station.counters.stale_blocks_dropped += count
+                log.debug("dropped %d pieces of unknown or ended transfers", count)
             case Expecting(tag=tag) if tag in self._tags:
                 self._apply(self._tags[tag], self._tags[tag].expecting(rank, now))
             case Forgotten(tag=tag, in_flight=in_flight) if tag in self._tags:

@@ -9,9 +9,10 @@ import time
 from collections.abc import Callable
 
 from pdserve.errors import PeerLost
+from pdserve_kvtransfer.label import label_of, tag_of
 from pdserve_kvtransfer.nap import Nap
 from pdserve_kvtransfer.probe import LOAD_TAG, PING_BYTES, PING_TAG, START_TAG, WINDOW
-from pdserve_kvtransfer.transport import Completion, Link
+from pdserve_kvtransfer.transport import Link
 
 _PINGS = 200
 _WARM_UP_MESSAGES = 8
@@ -33,31 +34,25 @@ class ProbeAsker:
 
     def ping(self) -> float:
         """Half a round trip in seconds. Raises PeerLost if none comes back."""
-        content, back = memoryview(bytearray(PING_BYTES)), memoryview(bytearray(PING_BYTES))
         times = []
         for index in range(_PINGS):
             begun = time.perf_counter()
-            self._link.send(content, PING_TAG, index)
-            if not self._until(lambda: self._received(PING_TAG, back)):
+            self._link.send([0], PING_BYTES, [label_of(PING_TAG, index)])
+            if not self._until(self._answered):
                 break
             times.append(time.perf_counter() - begun)
         if not times:
             raise PeerLost("nothing came back over UCX")
         return statistics.median(times) / 2
 
-    def _received(self, tag: int, into: memoryview) -> bool:
-        arrival = self._link.probe()
-        if arrival is None:
-            return False
-        if arrival.tag != tag or arrival.length != len(into):
-            raise PeerLost("the probe's link carries something else")
-        completion = self._link.receive(arrival, into)
-        return self._until(completion.done)
+    def _answered(self) -> bool:
+        take(self._link, PING_TAG, PING_BYTES)
+        return bool(self._link.landed())
 
     def load(self, messages: int) -> tuple[int, float]:
         """Messages received, and bytes a second once it runs."""
         load = _Load(self._link, self._size, messages)
-        self._link.send(memoryview(bytearray(PING_BYTES)), START_TAG, 0)
+        self._link.send([0], PING_BYTES, [label_of(START_TAG, 0)])
         self._until(load.step)
         return load.landed, load.bytes_per_s
 
@@ -76,8 +71,22 @@ class ProbeAsker:
         return True
 
 
+def probe_memory(message_bytes: int) -> memoryview:
+    """What the asker's link is opened with; all that it sends and receives is at the start of it."""
+    return memoryview(bytearray(max(message_bytes, PING_BYTES)))
+
+
+def take(link: Link, tag: int, length: int) -> None:
+    """Receive what has arrived. Raises PeerLost if it is anything else."""
+    arrivals = link.arrivals()
+    if any(tag_of(arrival.label) != tag or arrival.length != length for arrival in arrivals):
+        raise PeerLost("the probe's link carries something else")
+    if arrivals:
+        link.receive([0] * len(arrivals))
+
+
 class _Load:
-    """Messages that arrive on a link, received into scratch memory as they come."""
+    """Messages that arrive on a link, received as they come, one over the other."""
 
     def __init__(self, link: Link, message_bytes: int, messages: int) -> None:
         self._link = link
@@ -86,8 +95,6 @@ class _Load:
         # Connections start slowly: the clock runs from the end of this message.
         self._warm = max(1, min(_WARM_UP_MESSAGES, messages // 2))
         self._times: list[float] = []
-        self._free = [memoryview(bytearray(message_bytes)) for _ in range(WINDOW)]
-        self._receiving: list[tuple[Completion, memoryview]] = []
 
     @property
     def landed(self) -> int:
@@ -105,13 +112,7 @@ class _Load:
 
     def step(self) -> bool:
         """Takes what is there. True when all have landed. Raises PeerLost."""
-        for completion, slot in [entry for entry in self._receiving if entry[0].done()]:
-            self._receiving.remove((completion, slot))
-            self._free.append(slot)
-            self._times.append(time.perf_counter())
-        while self._free and (arrival := self._link.probe()) is not None:
-            if arrival.tag != LOAD_TAG or arrival.length != self._size:
-                raise PeerLost("the probe's link carries something else")
-            slot = self._free.pop()
-            self._receiving.append((self._link.receive(arrival, slot), slot))
+        now = time.perf_counter()
+        self._times += [now] * len(self._link.landed())
+        take(self._link, LOAD_TAG, self._size)
         return self.landed == self._messages

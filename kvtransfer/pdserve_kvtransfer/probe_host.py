@@ -23,12 +23,16 @@ from pdserve.wire.transfer import (
     ToDecode,
 )
 from pdserve_kvtransfer.control import ControlServer, Received
+from pdserve_kvtransfer.label import label_of, tag_of
 from pdserve_kvtransfer.machine_identity import machine_identity
 from pdserve_kvtransfer.probe import LOAD_TAG, MAX_ASKER_BYTES, PAUSE_S, PING_TAG, PROBE_S, START_TAG, WINDOW
 from pdserve_kvtransfer.station import Pollable, Station
-from pdserve_kvtransfer.transport import Arrival, Completion, Transport
+from pdserve_kvtransfer.transport import Arrival, Moved, Transport
 
 log = logging.getLogger(__name__)
+
+_SLOTS = 64
+"""Messages of an asker at once."""
 
 
 class _Probing:
@@ -42,10 +46,12 @@ class _Probing:
         self._left = asked.messages
         self._messages = asked.messages
         self._started = False
-        self._load = memoryview(bytearray(asked.message_bytes))
-        self._sending: list[Completion] = []
-        self._echoing: list[tuple[Completion, Arrival, memoryview]] = []
-        self.link = transport.open_link()
+        self._size = asked.message_bytes
+        self._in_flight = 0
+        # The load, which is the same bytes again and again, and room for what the asker sends.
+        memory = memoryview(bytearray(asked.message_bytes + _SLOTS * MAX_ASKER_BYTES))
+        self._free = [asked.message_bytes + slot * MAX_ASKER_BYTES for slot in range(_SLOTS)]
+        self.link = transport.open_link(memory)
         try:
             self.link.connect([asked.address])
         except TransferError:
@@ -54,37 +60,44 @@ class _Probing:
 
     def turn(self) -> bool:
         moved = self.link.progress()
-        while (arrival := self.link.probe()) is not None:
-            moved = True
-            self._on_arrival(arrival)
-        self._echo()
+        for message in self.link.sent():
+            self._in_flight -= 1
+            if tag_of(message.label) == PING_TAG:
+                self._free.append(message.place)
+        for message in self.link.landed():
+            self._on_message(message)
+        arrivals = self.link.arrivals()
+        if arrivals:
+            self.link.receive([self._place(arrival) for arrival in arrivals])
         self._fill()
         if self.link.broken():
             raise PeerLost("the connection of the probe broke")
-        return moved
+        return moved or bool(arrivals)
 
-    def _on_arrival(self, arrival: Arrival) -> None:
+    def _place(self, arrival: Arrival) -> int:
         if arrival.length > MAX_ASKER_BYTES:
             raise PeerLost(f"an asker may not send {arrival.length} bytes")
-        into = memoryview(bytearray(MAX_ASKER_BYTES))[: arrival.length]
-        self._echoing.append((self.link.receive(arrival, into), arrival, into))
+        if not self._free:
+            raise PeerLost(f"an asker may not send more than {_SLOTS} messages at once")
+        return self._free.pop()
 
-    def _echo(self) -> None:
-        done = [entry for entry in self._echoing if entry[0].done()]
-        self._echoing = [entry for entry in self._echoing if not entry[0].done()]
-        for _, arrival, content in done:
-            if arrival.tag == PING_TAG:
-                self._sending.append(self.link.send(content, PING_TAG, arrival.index))
-            elif arrival.tag == START_TAG:
-                self._started = True
+    def _on_message(self, message: Moved) -> None:
+        tag = tag_of(message.label)
+        if tag == PING_TAG:
+            self.link.send([message.place], message.length, [message.label])
+            self._in_flight += 1
+            return
+        self._free.append(message.place)
+        self._started |= tag == START_TAG
 
     def _fill(self) -> None:
-        if any(sending.done() and sending.failed() for sending in self._sending):
-            raise PeerLost("a message of the probe could not be sent")
-        self._sending = [sending for sending in self._sending if not sending.done()]
-        while self._started and self._left and len(self._sending) < WINDOW:
-            self._sending.append(self.link.send(self._load, LOAD_TAG, self._messages - self._left))
-            self._left -= 1
+        count = min(self._left, WINDOW - self._in_flight) if self._started else 0
+        if count > 0:
+            first = self._messages - self._left
+            labels = [label_of(LOAD_TAG, index) for index in range(first, first + count)]
+            self.link.send([0] * count, self._size, labels)
+            self._in_flight += count
+            self._left -= count
 
 
 class ProbeHost:

@@ -7,8 +7,8 @@ transfer is known to be alive, so nothing is written that was not asked for.
 from __future__ import annotations
 
 import enum
-
-import msgspec
+import itertools
+from collections.abc import Sequence
 
 from pdserve.errors import PeerLost, TransferError
 from pdserve.wire.rank_transfer import (
@@ -20,16 +20,16 @@ from pdserve.wire.rank_transfer import (
     Forget,
     Forgotten,
     LinkCommand,
-    PieceLanded,
+    PiecesLanded,
     RankReport,
     Released,
 )
 from pdserve_kvtransfer.digest import digest
 from pdserve_kvtransfer.head_map import Piece, head_map, heads_of
-from pdserve_kvtransfer.in_flight import InFlight
+from pdserve_kvtransfer.label import index_of, tag_of
 from pdserve_kvtransfer.port_link import PortLink
 from pdserve_kvtransfer.region import KvRegion
-from pdserve_kvtransfer.transport import MAX_MESSAGE_BYTES, Arrival, Completion, Transport
+from pdserve_kvtransfer.transport import DISCARD, MAX_MESSAGE_BYTES, Arrival, Moved, Transport
 
 
 class _State(enum.IntEnum):
@@ -81,15 +81,8 @@ class _Landing:
         return block_id
 
 
-class _Receiving(msgspec.Struct, frozen=True, gc=False):
-    completion: Completion
-    landing: _Landing | None
-    """None for what lands in scratch memory."""
-    index: int
-    into: memoryview
-
-    def done(self) -> bool:
-        return self.completion.done()
+_ROUNDS = 8
+"""Looks at the link in one turn, at most: other links and the control channel wait meanwhile."""
 
 
 class ReceivePort:
@@ -97,14 +90,13 @@ class ReceivePort:
 
     def __init__(self, link: int, rank: int, ranks: int, kv_heads: int, region: KvRegion, transport: Transport) -> None:
         """Raises TransferError if the transport cannot open a link."""
-        self._port = PortLink(link, transport)
+        self._port = PortLink(link, transport, region.memory)
         self._rank, self._ranks, self._kv_heads = rank, ranks, kv_heads
         self._region = region
         self._head_bytes = region.block_bytes // len(heads_of(rank, ranks, kv_heads))
         self._pieces: tuple[Piece, ...] = ()
         self._landings: dict[int, _Landing] = {}
-        self._receiving: InFlight[_Receiving] = InFlight()
-        self._scratch = memoryview(bytearray(region.block_bytes))
+        self._in_flight = 0
 
     @property
     def reports(self) -> list[RankReport]:
@@ -146,13 +138,12 @@ class ReceivePort:
         """Let data move. True if any did."""
         if self._port.broken:
             return False
+        moved = False
         try:
-            moved = self._port.link.progress()
-            while (arrival := self._port.link.probe()) is not None:
-                self._receive(arrival)
+            for _ in range(_ROUNDS):
+                if not self._round():
+                    break
                 moved = True
-            if self._receiving:
-                self._complete()
             if self._port.link.broken():
                 raise PeerLost("the connection that carries KV blocks broke")
         except PeerLost as exc:
@@ -160,56 +151,63 @@ class ReceivePort:
             return False
         return moved
 
-    def _receive(self, arrival: Arrival) -> None:
-        landing = self._landings.get(arrival.tag)
-        into = None if landing is None else self._destination(landing, arrival)
-        if into is None:
-            landing, into = None, self._scratch_for(arrival.length)
-            self.reports.append(Dropped(self._port.number))
-        self._receiving.add(_Receiving(self._port.link.receive(arrival, into), landing, arrival.index, into))
+    def _round(self) -> bool:
+        link = self._port.link
+        moved = link.progress()
+        landed = link.landed()
+        for tag, pieces in itertools.groupby(landed, lambda piece: tag_of(piece.label)):
+            self._landed(self._landings[tag], tuple(pieces))
+        arrivals = link.arrivals()
+        if arrivals:
+            link.receive(self._places(arrivals))
+        return moved or bool(arrivals)
 
-    def _destination(self, landing: _Landing, arrival: Arrival) -> memoryview | None:
-        piece = self._pieces[arrival.index % landing.slots]
+    def _places(self, arrivals: Sequence[Arrival]) -> list[int]:
+        places = [self._place(arrival) for arrival in arrivals]
+        dropped = places.count(DISCARD)
+        self._in_flight += len(places) - dropped
+        if dropped:
+            self.reports.append(Dropped(self._port.number, dropped))
+        return places
+
+    def _place(self, arrival: Arrival) -> int:
+        if arrival.length > MAX_MESSAGE_BYTES:
+            raise PeerLost(f"the prefill engine sent a block of {arrival.length} bytes")
+        landing = self._landings.get(tag_of(arrival.label))
+        if landing is None:
+            return DISCARD
+        index = index_of(arrival.label)
+        piece = self._pieces[index % landing.slots]
         if arrival.length != piece.heads * self._head_bytes:
-            return None
-        block_id = landing.accept(arrival.index)
-        if block_id is None:
-            return None
-        first = piece.target_head * self._head_bytes
-        return self._region.part(block_id, first, arrival.length)
+            return DISCARD
+        block_id = landing.accept(index)
+        return DISCARD if block_id is None else self._region.place(block_id, piece.target_head * self._head_bytes)
 
-    def _scratch_for(self, length: int) -> memoryview:
-        if length > MAX_MESSAGE_BYTES:
-            raise PeerLost(f"the prefill engine sent a block of {length} bytes")
-        return self._scratch if length <= self._scratch.nbytes else memoryview(bytearray(length))
-
-    def _complete(self) -> None:
-        for receiving in self._receiving.take_done():
-            if receiving.landing is None:
-                continue
-            if receiving.completion.failed():
-                raise PeerLost("a KV block broke off")
-            self._landed(receiving.landing, receiving)
-
-    def _landed(self, landing: _Landing, receiving: _Receiving) -> None:
-        tag = landing.expect.tag
-        released = landing.landed(receiving.index)
+    def _landed(self, landing: _Landing, pieces: tuple[Moved, ...]) -> None:
+        self._in_flight -= len(pieces)
+        expect, number = landing.expect, self._port.number
+        indexes = tuple(index_of(piece.label) for piece in pieces)
+        released = [block_id for index in indexes if (block_id := landing.landed(index)) is not None]
         if landing.forgotten:
-            if released is not None:
-                self.reports.append(Released(self._port.number, tag, (released,)))
+            if released:
+                self.reports.append(Released(number, expect.tag, tuple(released)))
             if not landing.in_flight:
-                del self._landings[tag]
+                del self._landings[expect.tag]
             return
-        found = digest(receiving.into, tag, receiving.index) if landing.expect.digests else 0
-        self.reports.append(PieceLanded(self._port.number, tag, receiving.index, receiving.into.nbytes, found))
+        digests = tuple(self._digest(piece) for piece in pieces) if expect.digests else ()
+        size = sum(piece.length for piece in pieces)
+        self.reports.append(PiecesLanded(number, expect.tag, indexes, digests, size))
         if landing.complete:
-            del self._landings[tag]
+            del self._landings[expect.tag]
+
+    def _digest(self, piece: Moved) -> int:
+        return digest(self._region.memory[piece.place : piece.place + piece.length], piece.label)
 
     def moving(self) -> bool:
-        return bool(self._receiving)
+        return bool(self._in_flight)
 
     def arm(self) -> bool:
-        return self._receiving.settled() and self._port.arm()
+        return self._port.arm()
 
     def fileno(self) -> int:
         return self._port.link.fileno()
@@ -217,5 +215,5 @@ class ReceivePort:
     def close(self) -> None:
         """Idempotent. Nothing is written afterwards."""
         self._port.close()
-        self._receiving.clear()
+        self._in_flight = 0
         self._landings.clear()

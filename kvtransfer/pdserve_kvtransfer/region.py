@@ -14,7 +14,7 @@ class KvRegion:
             raise ValueError("a KV region is one writable, contiguous run of unsigned bytes")
         if block_bytes < 1 or buffer.nbytes == 0 or buffer.nbytes % block_bytes:
             raise ValueError(f"{buffer.nbytes} bytes are not a whole number of blocks of {block_bytes}")
-        self._buffer = buffer
+        self.memory = buffer
         self.block_bytes = block_bytes
         self.num_blocks = buffer.nbytes // block_bytes
 
@@ -22,14 +22,11 @@ class KvRegion:
         """The memory of one block, not a copy. Raises ValueError if there is no such block."""
         self.check(block_id)
         start = block_id * self.block_bytes
-        return self._buffer[start : start + self.block_bytes]
+        return self.memory[start : start + self.block_bytes]
 
-    def part(self, block_id: int, first: int, length: int) -> memoryview:
-        """Bytes of one block, not a copy; ``first`` counts within it. Raises ValueError if they are not its own."""
-        if not (0 <= block_id < self.num_blocks and first >= 0 and 0 <= length <= self.block_bytes - first):
-            raise ValueError(f"no bytes {first} to {first + length} of block {block_id} in this region")
-        start = block_id * self.block_bytes + first
-        return self._buffer[start : start + length]
+    def place(self, block_id: int, first: int) -> int:
+        """Where byte ``first`` of a block is, counted from the start of ``memory``; unchecked."""
+        return block_id * self.block_bytes + first
 
     def check(self, *block_ids: int) -> None:
         """Raises ValueError unless every block exists."""

@@ -5,9 +5,9 @@ Commands and reports are those of ``pdserve.wire.rank_transfer``.
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
-
-import msgspec
+from collections.abc import Sequence
 
 from pdserve.errors import PeerLost, TransferError
 from pdserve.wire.rank_transfer import (
@@ -21,25 +21,18 @@ from pdserve.wire.rank_transfer import (
 )
 from pdserve_kvtransfer.digest import digest
 from pdserve_kvtransfer.head_map import Piece, head_map, heads_of
-from pdserve_kvtransfer.in_flight import InFlight
+from pdserve_kvtransfer.label import label_of, tag_of
 from pdserve_kvtransfer.port_link import PortLink
 from pdserve_kvtransfer.region import KvRegion
-from pdserve_kvtransfer.transport import Completion, Transport
+from pdserve_kvtransfer.transport import Moved, Transport
 
 IN_FLIGHT = 64
 """Pieces that UCX has at once: enough to keep any transport busy, and few enough to look at in every turn."""
 _BLOCKS_A_TURN = 32
 _BYTES_A_TURN = 2**19
 """Posted between two looks at the link, so that data moves while the next blocks' digests are computed."""
-
-
-class _Sending(msgspec.Struct, frozen=True, gc=False):
-    completion: Completion
-    tag: int
-    size: int
-
-    def done(self) -> bool:
-        return self.completion.done()
+_ROUNDS = 8
+"""Looks at the link in one turn, at most: other links and the control channel wait meanwhile."""
 
 
 class _Order:
@@ -60,14 +53,14 @@ class SendPort:
 
     def __init__(self, link: int, rank: int, ranks: int, kv_heads: int, region: KvRegion, transport: Transport) -> None:
         """Raises TransferError if the transport cannot open a link."""
-        self._port = PortLink(link, transport)
+        self._port = PortLink(link, transport, region.memory)
         self._rank, self._ranks, self._kv_heads = rank, ranks, kv_heads
         self._region = region
         self._head_bytes = region.block_bytes // len(heads_of(rank, ranks, kv_heads))
         self._blocks_a_turn = min(_BLOCKS_A_TURN, max(1, _BYTES_A_TURN // region.block_bytes))
         self._pieces: list[Piece] = []
         self._orders: deque[_Order] = deque()
-        self._sending: InFlight[_Sending] = InFlight()
+        self._in_flight = 0
 
     @property
     def reports(self) -> list[RankReport]:
@@ -99,7 +92,7 @@ class SendPort:
 
     def _post(self) -> bool:
         """The next few blocks, if there is room. True if there were any."""
-        if not self._orders or len(self._sending) >= IN_FLIGHT:
+        if not self._orders or self._in_flight >= IN_FLIGHT:
             return False
         order = self._orders[0]
         end = min(order.posted + self._blocks_a_turn, len(order.command.block_ids))
@@ -112,15 +105,17 @@ class SendPort:
         return True
 
     def _post_pieces(self, order: _Order, end: int, piece: Piece, to: int) -> None:
-        command, digests = order.command, order.digests[to]
+        command, region = order.command, self._region
         first, length = piece.source_head * self._head_bytes, piece.heads * self._head_bytes
-        for at in range(order.posted, end):
-            index = (command.first_block + at) * piece.slots + piece.slot
-            memory = self._region.part(command.block_ids[at], first, length)
-            completion = self._port.link.send(memory, command.tag, index, to)
-            self._sending.add(_Sending(completion, command.tag, length))
-            if command.digests:
-                digests.append(digest(memory, command.tag, index))
+        places = [region.place(block_id, first) for block_id in command.block_ids[order.posted : end]]
+        blocks = range(command.first_block + order.posted, command.first_block + end)
+        labels = [label_of(command.tag, block * piece.slots + piece.slot) for block in blocks]
+        self._port.link.send(places, length, labels, to)
+        self._in_flight += len(places)
+        if command.digests:
+            memory = region.memory
+            pieces = zip(places, labels, strict=True)
+            order.digests[to] += [digest(memory[place : place + length], label) for place, label in pieces]
 
     def _announce(self, order: _Order) -> None:
         command = order.command
@@ -134,11 +129,12 @@ class SendPort:
         """Let data move. True if any did."""
         if self._port.broken:
             return False
+        moved = False
         try:
-            moved = self._port.link.progress()
-            if self._sending:
-                self._complete()
-            moved |= self._post()
+            for _ in range(_ROUNDS):
+                if not self._round():
+                    break
+                moved = True
             if self._port.link.broken():
                 raise PeerLost("the connection that carries KV blocks broke")
         except PeerLost as exc:
@@ -146,21 +142,23 @@ class SendPort:
             return False
         return moved
 
-    def _complete(self) -> None:
-        sent: dict[int, list[int]] = {}
-        for sending in self._sending.take_done():
-            if sending.completion.failed():
-                raise PeerLost("a KV block could not be sent")
-            sent.setdefault(sending.tag, []).append(sending.size)
-        for tag, sizes in sent.items():
+    def _round(self) -> bool:
+        moved = self._port.link.progress()
+        self._complete(self._port.link.sent())
+        return self._post() or moved
+
+    def _complete(self, sent: Sequence[Moved]) -> None:
+        for tag, messages in itertools.groupby(sent, lambda message: tag_of(message.label)):
+            sizes = [message.length for message in messages]
+            self._in_flight -= len(sizes)
             self.reports.append(PiecesSent(self._port.number, tag, len(sizes), sum(sizes)))
 
     def moving(self) -> bool:
-        return bool(self._sending) or bool(self._orders)
+        return bool(self._in_flight) or bool(self._orders)
 
     def arm(self) -> bool:
-        waits_for_room = not self._orders or len(self._sending) >= IN_FLIGHT
-        return waits_for_room and self._sending.settled() and self._port.arm()
+        waits_for_room = not self._orders or self._in_flight >= IN_FLIGHT
+        return waits_for_room and self._port.arm()
 
     def fileno(self) -> int:
         return self._port.link.fileno()
@@ -169,4 +167,4 @@ class SendPort:
         """Idempotent. Nothing is read afterwards."""
         self._port.close()
         self._orders.clear()
-        self._sending.clear()
+        self._in_flight = 0

@@ -1,42 +1,45 @@
-"""The contract for moving blocks. All calls come from the transfer thread; none blocks for long."""
+"""The contract for moving messages between the memories of engines.
+
+All calls come from the transfer thread; none blocks for long.
+Everything is in batches, because what a call costs is paid for each of thousands of KV blocks.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import msgspec
 
 MAX_MESSAGE_BYTES = 256 * 2**20
 """Larger arrivals are not even read: no engine has blocks of this size."""
 
+DISCARD = -1
+"""In the place of a place: receive it, into memory that nobody looks at."""
+
 
 class Arrival(msgspec.Struct, frozen=True, gc=False):
-    """A message that has arrived and is not received yet. It must be received, be it into scratch memory."""
+    """A message that has arrived and is not received yet."""
 
-    tag: int
-    """Which transfer the sender means."""
-    index: int
-    """Which block of it."""
+    label: int
+    """64 bits that its sender gave it."""
     length: int
-    handle: Any
-    """The transport's own."""
+    """Bytes."""
 
 
-class Completion(Protocol):
-    """One send or receive in flight."""
+class Moved(msgspec.Struct, frozen=True, gc=False):
+    """A message whose memory is the caller's own again: all of it was sent, or has landed."""
 
-    def done(self) -> bool:
-        """Whether the memory is the caller's own again."""
-
-    def failed(self) -> bool:
-        """Whether it ended without moving the bytes; only meaningful once done."""
+    label: int
+    place: int
+    length: int
 
 
 class Link(Protocol):
     """One rank's side of a connection to ranks of one other engine.
 
-    Owns everything that may touch this rank's memory on behalf of that engine.
+    Owns everything that may touch this rank's memory on behalf of that engine. A *place* counts bytes from the start of
+    the memory that the link was opened with.
     """
 
     address: bytes
@@ -48,17 +51,29 @@ class Link(Protocol):
         Raises TransferError if one cannot be used.
         """
 
-    def send(self, block: memoryview, tag: int, index: int, to: int = 0) -> Completion:
-        """``to`` counts the addresses of ``connect``. Raises PeerLost if the connection is broken."""
+    def send(self, places: Sequence[int], length: int, labels: Sequence[int], to: int = 0) -> None:
+        """Begin to send so many messages of ``length`` bytes each. ``to`` counts the addresses of ``connect``.
 
-    def probe(self) -> Arrival | None:
-        """The next message that has arrived, taken off the queue."""
-
-    def receive(self, arrival: Arrival, into: memoryview) -> Completion:
-        """Accept a message; ``into`` holds at least its length. Raises PeerLost if the connection is broken."""
+        Raises PeerLost if the connection is broken, ValueError for what is outside of the memory.
+        """
 
     def progress(self) -> bool:
-        """Let data move. True if any did."""
+        """Let data move. True if any did. Raises PeerLost if a message cannot be moved."""
+
+    def sent(self) -> Sequence[Moved]:
+        """Since the last call."""
+
+    def arrivals(self) -> Sequence[Arrival]:
+        """The next messages that have arrived, taken off the queue; the next ``receive`` answers all of them."""
+
+    def receive(self, places: Sequence[int]) -> None:
+        """Accept the latest arrivals, each at its place or with ``DISCARD``.
+
+        Raises PeerLost if the connection is broken, ValueError for what is outside of the memory.
+        """
+
+    def landed(self) -> Sequence[Moved]:
+        """Since the last call; nothing of what was discarded."""
 
     def arm(self) -> bool:
         """Have ``fileno`` become readable at the next news. False if there is news already."""
@@ -75,8 +90,11 @@ class Link(Protocol):
 class Transport(Protocol):
     """Makes links."""
 
-    def open_link(self) -> Link:
-        """Raises TransferError."""
+    def open_link(self, memory: memoryview) -> Link:
+        """A link for this memory, which is writable, one run of bytes, and touched by nothing else of the transport.
+
+        Raises TransferError.
+        """
 
     def close(self) -> None:
         """After its links."""

@@ -14,31 +14,16 @@ from collections.abc import Sequence
 from typing import Any
 
 from pdserve.config import TransferConfig
-from pdserve.errors import PeerLost, TransferError
-from pdserve.wire.transfer import INDEX_BITS
-from pdserve_kvtransfer.in_flight import InFlight
-from pdserve_kvtransfer.transport import Arrival
+from pdserve.errors import TransferError
+from pdserve_kvtransfer.mover import MakeMover
 from pdserve_kvtransfer.ucx_lanes import Lane, lanes_of, parse_resources
+from pdserve_kvtransfer.ucx_library import load_ucxx
+from pdserve_kvtransfer.ucxx_mover import UcxxMover
 
 log = logging.getLogger(__name__)
 
-_INDEX_MASK = (1 << INDEX_BITS) - 1
-_PROGRESS_AT_ONCE = 256
-_CLOSE_ROUNDS = 200
 _CLOSE_WAIT_NS = 100_000_000
 _LIBUCP = "libucp.so.0"
-
-
-def _load() -> tuple[Any, Any]:
-    # ucxx sets variables that this UCX has no use for, and UCX would complain about them on stderr: hence the first,
-    # and hence the import here, after it. The others keep a peer's death off stderr: it is in our own log.
-    os.environ["UCX_WARN_UNUSED_ENV_VARS"] = "n"
-    os.environ.setdefault("UCX_LOG_LEVEL", "fatal")
-    os.environ.setdefault("UCXX_LOG_LEVEL", "fatal")
-    from ucxx._lib import libucxx
-    from ucxx._lib.arr import Array
-
-    return libucxx, Array
 
 
 def _settings(tls: str, net_devices: str, tcp_ports: str) -> dict[str, str]:
@@ -52,47 +37,30 @@ def _settings(tls: str, net_devices: str, tcp_ports: str) -> dict[str, str]:
 def ucx_version() -> str:
     """Of the library that is loaded. Raises TransferError if none can be."""
     try:
-        ucx, _ = _load()
+        ucx = load_ucxx()
     except (ImportError, OSError) as exc:
         raise TransferError(f"UCX cannot be loaded: {exc}") from exc
     return ".".join(str(part) for part in ucx.get_ucx_version())
 
 
-class UcxCompletion:
-    """Holds the memory's buffer export for as long as UCX may use it."""
-
-    __slots__ = ("_array", "request")
-
-    def __init__(self, request: Any, array: Any) -> None:
-        self.request = request
-        self._array = array
-
-    def done(self) -> bool:
-        return bool(self.request.completed)
-
-    def failed(self) -> bool:
-        try:
-            self.request.check_error()
-        except Exception:
-            return True
-        return False
-
-
 class UcxLink:
-    def __init__(self, ucx: Any, array: Any, context: Any) -> None:
+    """Satisfies ``transport.Link``."""
+
+    def __init__(self, ucx: Any, context: Any, memory: memoryview, make_mover: MakeMover) -> None:
         self._ucx = ucx
-        self._array = array
-        self._any_tag = ucx.UCXXTag(0)
-        self._any_mask = ucx.UCXXTagMask(0)
         self._endpoints: list[Any] = []
-        self._sends: InFlight[UcxCompletion] = InFlight()
-        self._receives: InFlight[UcxCompletion] = InFlight()
         try:
             self._worker = ucx.UCXWorker(context, enable_delayed_submission=False, enable_python_future=False)
             self._worker.init_blocking_progress_mode()
             self.address: bytes = self._worker.address.tobytes()
         except Exception as exc:
             raise TransferError(f"UCX cannot make a worker: {exc}") from exc
+        self._mover = make_mover(self._worker, memory)
+        self.progress = self._mover.progress
+        self.sent = self._mover.sent
+        self.arrivals = self._mover.arrivals
+        self.receive = self._mover.receive
+        self.landed = self._mover.landed
 
     def connect(self, addresses: Sequence[bytes]) -> None:
         connect = self._ucx.UCXEndpoint.create_from_worker_address
@@ -103,50 +71,11 @@ class UcxLink:
         except Exception as exc:
             raise TransferError(f"UCX cannot reach the other engine: {exc}") from exc
 
-    def send(self, block: memoryview, tag: int, index: int, to: int = 0) -> UcxCompletion:
-        array = self._array(block)
-        try:
-            request = self._endpoints[to].tag_send(array, self._ucx.UCXXTag(tag << INDEX_BITS | index))
-        except Exception as exc:
-            raise PeerLost(f"UCX cannot send: {exc}") from exc
-        completion = UcxCompletion(request, array)
-        if not completion.done():
-            self._sends.add(completion)
-        return completion
-
-    def probe(self) -> Arrival | None:
-        found = self._worker.tag_probe(self._any_tag, self._any_mask, True)
-        if not found.matched:
-            return None
-        tag: int = found.sender_tag.value
-        return Arrival(tag >> INDEX_BITS, tag & _INDEX_MASK, found.length, found)
-
-    def receive(self, arrival: Arrival, into: memoryview) -> UcxCompletion:
-        array = self._array(into)
-        try:
-            request = self._worker.tag_recv_with_handle(array, arrival.handle)
-        except Exception as exc:
-            raise PeerLost(f"UCX cannot receive: {exc}") from exc
-        completion = UcxCompletion(request, array)
-        if not completion.done():
-            self._receives.add(completion)
-        return completion
-
-    def progress(self) -> bool:
-        step = self._worker.progress_once
-        moved = False
-        for _ in range(_PROGRESS_AT_ONCE):
-            if not step():
-                break
-            moved = True
-        if moved:
-            # So that the memory of what has ended is let go of.
-            self._sends.take_done()
-            self._receives.take_done()
-        return moved
+    def send(self, places: Sequence[int], length: int, labels: Sequence[int], to: int = 0) -> None:
+        self._mover.send(self._endpoints[to], places, length, labels)
 
     def arm(self) -> bool:
-        return bool(self._worker.arm())
+        return self._mover.settled() and bool(self._worker.arm())
 
     def fileno(self) -> int:
         return int(self._worker.epoll_file_descriptor)
@@ -161,23 +90,20 @@ class UcxLink:
     def close(self) -> None:
         if self._worker is None:
             return
-        self.progress()
         worker, endpoints = self._worker, self._endpoints
-        sends = [send for send in self._sends.take_all() if not send.done()]
-        receives = self._receives.take_all()
         self._worker, self._endpoints = None, []
-        for endpoint in endpoints:
-            try:
-                endpoint.close_blocking(_CLOSE_WAIT_NS, 1)
-            except Exception:
-                log.exception("UCX did not close an endpoint")
-        for _ in range(_CLOSE_ROUNDS):
-            # progress(), unlike progress_once(), also lets ucxx forget the requests that it has cancelled.
-            worker.progress()
-            if all(completion.done() for completion in (*sends, *receives)):
-                break
-        if sends or not all(receive.done() for receive in receives):
-            _destroy(worker, *endpoints, *(completion.request for completion in (*sends, *receives)))
+        worker.progress()
+        if not self._mover.end(lambda: _close(endpoints)):
+            _destroy(worker, *endpoints)
+        self._mover.free()
+
+
+def _close(endpoints: Sequence[Any]) -> None:
+    for endpoint in endpoints:
+        try:
+            endpoint.close_blocking(_CLOSE_WAIT_NS, 1)
+        except Exception:
+            log.exception("UCX did not close an endpoint")
 
 
 def _destroy(worker: Any, *users: Any) -> None:
@@ -199,10 +125,14 @@ class UcxTransport:
 
     ``tls``, ``net_devices`` and ``tcp_ports`` are as ``UCX_TLS``, ``UCX_NET_DEVICES`` and ``UCX_TCP_PORT_RANGE`` take
     them; where one is empty, UCX chooses. A link listens on one TCP port for each network device that it may use.
+    ``make_mover`` is a ``MoverLibrary``'s, or ``UcxxMover``.
     """
 
-    def __init__(self, tls: str, net_devices: str = "", tcp_ports: str = "") -> None:
-        self._ucx, self._array = _load()
+    def __init__(
+        self, tls: str, net_devices: str = "", tcp_ports: str = "", *, make_mover: MakeMover = UcxxMover
+    ) -> None:
+        self._ucx = load_ucxx()
+        self._make_mover = make_mover
         try:
             self._context: Any = self._ucx.UCXContext(
                 _settings(tls, net_devices, tcp_ports), feature_flags=(self._ucx.Feature.TAG, self._ucx.Feature.WAKEUP)
@@ -214,13 +144,13 @@ class UcxTransport:
         """Every transport and device that links may use."""
         return parse_resources(self._context.info)
 
-    def open_link(self) -> UcxLink:
-        return UcxLink(self._ucx, self._array, self._context)
+    def open_link(self, memory: memoryview) -> UcxLink:
+        return UcxLink(self._ucx, self._context, memory, self._make_mover)
 
     def close(self) -> None:
         self._context = None
 
 
-def configured_ucx(config: TransferConfig) -> UcxTransport:
+def configured_ucx(config: TransferConfig, make_mover: MakeMover = UcxxMover) -> UcxTransport:
     """As the settings say. Raises TransferError."""
-    return UcxTransport(config.ucx_tls, config.ucx_net_devices, config.ucx_tcp_ports)
+    return UcxTransport(config.ucx_tls, config.ucx_net_devices, config.ucx_tcp_ports, make_mover=make_mover)

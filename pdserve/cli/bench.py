@@ -148,12 +148,11 @@ def _transfer(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     cores = two_cores(config.cpu.cores or tuple(sorted(os.sched_getaffinity(0))))
     pin(CpuConfig(cores=(cores[0],)))
     from pdserve.bench.transfer import benchmark
-    from pdserve.engine.kernel_set import cpu_kernels
     from pdserve.models.demo import resolve_model
 
     cache_dir = cache_folder(environ)
     folder = resolve_model(config.model.path, cache_dir)
-    report = benchmark.run(config, folder, cores, environ, lambda: cpu_kernels(config.cpu.kernels, cache_dir))
+    report = benchmark.run(config, folder, cores, environ, cache_dir)
     _publish(report, config.report)
     return 0
 

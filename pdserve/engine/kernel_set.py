@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
+from pdserve.compiled_library import BuildError
 from pdserve.config import CpuKernels
 from pdserve.errors import ConfigError
 from pdserve_kernels.contract import Kernels
-from pdserve_kernels.cpu.build import BuildError
 from pdserve_kernels.cpu.compiled_kernels import CompiledKernels
 from pdserve_kernels.cpu.torch_kernels import TorchKernels
 

@@ -89,14 +89,14 @@ class Expecting(_RankMessage, frozen=True, tag="expecting"):
     tag: TransferTag
 
 
-class PieceLanded(_RankMessage, frozen=True, tag="landed"):
+class PiecesLanded(_RankMessage, frozen=True, tag="landed"):
     tag: TransferTag
-    index: int
-    """As it travelled: ``head_map.Piece.slot``."""
+    indexes: tuple[int, ...]
+    """As they travelled: ``head_map.Piece.slot``."""
+    digests: tuple[int, ...]
+    """One for each; none if none are wanted."""
     size: int
-    """Bytes."""
-    digest: int
-    """0 if none is wanted."""
+    """Bytes, of all."""
 
 
 class Forgotten(_RankMessage, frozen=True, tag="forgotten"):
@@ -111,7 +111,9 @@ class Released(_RankMessage, frozen=True, tag="released"):
 
 
 class Dropped(_RankMessage, frozen=True, tag="dropped"):
-    """A piece that belonged to nothing was received into scratch memory."""
+    """Pieces that belonged to nothing were received into scratch memory."""
+
+    count: int
 
 
 class PiecesSent(_RankMessage, frozen=True, tag="sent"):
@@ -135,7 +137,7 @@ RankReport: TypeAlias = (
     | LinkBroken
     | LinkClosed
     | Expecting
-    | PieceLanded
+    | PiecesLanded
     | Forgotten
     | Released
     | Dropped

@@ -29,7 +29,7 @@ from pdserve_kvtransfer.ucx import UcxTransport
 from tests.cluster.nodes import eventually
 from tests.engine.prefill_choices import prefill_choice
 from tests.engine.test_step_loop import BLOCK_SIZE, Client, engine, prompt
-from tests.kvtransfer.faulty import Fault, Injector, faulty
+from tests.kvtransfer.faulty import AT_RECEIVER, Fault, Injector, faulty
 from tests.kvtransfer.rig import SECRET, SPEC
 from tests.tiny_models import SHAPE, save_tiny_model
 
@@ -97,7 +97,7 @@ class Threads:
 def engines(folder: Path, fault: Fault, injector: Injector) -> Iterator[tuple[Client, TransferThread]]:
     """The decode engine of a pair whose blocks pass through the injector."""
     bad, good = faulty(lambda: UcxTransport(""), injector), lambda: UcxTransport("")
-    at_receiver = fault is Fault.RECEIVE_FAILS
+    at_receiver = fault in AT_RECEIVER
     threads = Threads()
     with (
         engine(folder, overlap=False, connect=threads.connector(Role.PREFILL, good if at_receiver else bad)),

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from filelock import FileLock
+from pdserve_kernels.cpu.build import BuildError, built_library
 
 from pdserve.config import CpuKernels
 from pdserve.engine.kernel_set import cpu_kernels
@@ -19,7 +20,6 @@ from pdserve.errors import ConfigError
 from pdserve.settings import cache_folder
 from pdserve_kernels.contract import AttentionRow
 from pdserve_kernels.cpu import build
-from pdserve_kernels.cpu.build import BuildError, built_library
 from pdserve_kernels.cpu.compiled_kernels import CompiledKernels
 from pdserve_kernels.cpu.library import Library
 from pdserve_kernels.cpu.torch_kernels import TorchKernels

@@ -14,11 +14,14 @@ from pdserve.wire.ids import new_id
 from pdserve.wire.ticket import PrefillTarget
 from pdserve.wire.transfer import Digests, Hello, Ping, Pong, PrefillRequest, ToDecode, ToPrefill, Welcome
 from pdserve_kvtransfer.digest import digest
-from pdserve_kvtransfer.transport import Completion, Transport
+from pdserve_kvtransfer.label import label_of
+from pdserve_kvtransfer.transport import Arrival, Transport
 from pdserve_kvtransfer.ucx import UcxTransport
 from tests.kvtransfer.rig import SECRET, SPEC, WAIT_S
 
 M = TypeVar("M")
+
+MEMORY_BYTES = 4 * 2**20
 
 
 class FakePeer:
@@ -32,14 +35,39 @@ class FakePeer:
         self.sealer = Sealer(SECRET, Purpose.TRANSFER, self.boot_id)
         self.opener: Opener[Any] = Opener(SECRET, Purpose.TRANSFER, messages)
         self.transport: Transport = UcxTransport("")
-        self.link = self.transport.open_link()
+        self.memory = memoryview(bytearray(MEMORY_BYTES))
+        self.link = self.transport.open_link(self.memory)
+        self._used = 0
+        self._sending = 0
 
-    def finish(self, *completions: Completion) -> None:
-        """Progress until these have completed."""
+    def post(self, payload: memoryview, tag: int, index: int) -> None:
+        """Begin to send a copy of it."""
+        place, self._used = self._used, self._used + len(payload)
+        self.memory[place : self._used] = payload
+        self.link.send([place], len(payload), [label_of(tag, index)])
+        self._sending += 1
+
+    def finish(self) -> None:
+        """Progress until everything posted was sent."""
         deadline = time.monotonic() + WAIT_S
-        while not all(completion.done() for completion in completions):
+        while self._sending:
             assert time.monotonic() < deadline, "sends did not complete"
             self.link.progress()
+            self._sending -= len(self.link.sent())
+
+    def receive(self) -> tuple[Arrival, bytes]:
+        """The next message; there must be one only."""
+        deadline = time.monotonic() + WAIT_S
+        while not (arrivals := self.link.arrivals()):
+            assert time.monotonic() < deadline, "nothing arrived"
+            self.link.progress()
+        (arrival,) = arrivals
+        place = MEMORY_BYTES - arrival.length
+        self.link.receive([place])
+        while not self.link.landed():
+            assert time.monotonic() < deadline, "it did not land"
+            self.link.progress()
+        return arrival, bytes(self.memory[place:])
 
     def _expect(self, message: Any, kind: type[M]) -> M:
         assert isinstance(message, kind), f"{message} where {kind.__name__} was due"
@@ -89,12 +117,13 @@ class FakePrefill(FakePeer):
     def announce(self, request: PrefillRequest, first_index: int, *blocks: memoryview) -> None:
         """What these blocks, sent or not, must be."""
         numbered = enumerate(blocks, first_index)
-        digests = tuple(digest(block, request.tag, index) for index, block in numbered)
+        digests = tuple(digest(block, label_of(request.tag, index)) for index, block in numbered)
         self.send(Digests(request.transfer_id, 0, 0, first_index, digests))
 
     def deliver(self, request: PrefillRequest, index: int, block: memoryview) -> None:
         """Send one block and announce it."""
-        self.finish(self.link.send(block, request.tag, index))
+        self.post(block, request.tag, index)
+        self.finish()
         self.announce(request, index, block)
 
     def welcome(self) -> Hello:

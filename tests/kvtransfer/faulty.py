@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import enum
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from pdserve.errors import PeerLost
-from pdserve_kvtransfer.transport import Arrival, Completion, Link, Transport
+from pdserve_kvtransfer.transport import Arrival, Link, Moved, Transport
 
 
 class Fault(enum.Enum):
@@ -23,6 +25,10 @@ class Fault(enum.Enum):
 
 HARMLESS = frozenset({Fault.DUPLICATE, Fault.REORDER})
 """What a transfer must survive."""
+
+
+AT_RECEIVER = frozenset({Fault.CORRUPT, Fault.RECEIVE_FAILS})
+"""What the receiving side's transport is to do."""
 
 
 @dataclass(slots=True)
@@ -48,47 +54,29 @@ class FaultyTransport:
     inner: Transport
     injector: Injector
 
-    def open_link(self) -> Link:
-        return FaultyLink(self.inner.open_link(), self.injector)
+    def open_link(self, memory: memoryview) -> Link:
+        return FaultyLink(self.inner.open_link(memory), memory, self.injector)
 
     def close(self) -> None:
         self.inner.close()
 
 
-class Both:
-    """Two operations in one."""
-
-    def __init__(self, *completions: Completion) -> None:
-        self._completions = completions
-
-    def done(self) -> bool:
-        return all(completion.done() for completion in self._completions)
-
-    def failed(self) -> bool:
-        return any(completion.failed() for completion in self._completions)
-
-
-@dataclass(slots=True)
-class Held:
+class Held(NamedTuple):
     """A send that waits to be overtaken."""
 
-    block: memoryview
-    tag: int
-    index: int
-    begun: Completion | None = None
-
-    def done(self) -> bool:
-        return self.begun is not None and self.begun.done()
-
-    def failed(self) -> bool:
-        return self.begun is not None and self.begun.failed()
+    place: int
+    length: int
+    label: int
 
 
 @dataclass(slots=True)
 class FaultyLink:
     inner: Link
+    memory: memoryview
     injector: Injector
     held: list[Held] = field(default_factory=list)
+    twice: Counter[int] = field(default_factory=Counter)
+    """Labels whose first completion is not the last."""
     address: bytes = field(init=False)
 
     def __post_init__(self) -> None:
@@ -97,41 +85,67 @@ class FaultyLink:
     def connect(self, addresses: Sequence[bytes]) -> None:
         self.inner.connect(addresses)
 
-    def send(self, block: memoryview, tag: int, index: int, to: int = 0) -> Completion:
-        send = self.inner.send
-        if self.injector.fault is Fault.RECEIVE_FAILS or not self.injector.strikes():
-            sent = send(block, tag, index)
-            self._let_go()
-            return sent
+    def send(self, places: Sequence[int], length: int, labels: Sequence[int], to: int = 0) -> None:
+        assert to == 0, "one rank on the other side"
+        for place, label in zip(places, labels, strict=True):
+            if self.injector.fault in AT_RECEIVER or not self.injector.strikes():
+                self.inner.send([place], length, [label])
+                self._let_go()
+            else:
+                self._send_badly(place, length, label)
+
+    def _send_badly(self, place: int, length: int, label: int) -> None:
         match self.injector.fault:
-            case Fault.CORRUPT:
-                return send(_flipped(block), tag, index)
             case Fault.TRUNCATE:
-                return send(block[:-1], tag, index)
+                self.inner.send([place], length - 1, [label])
             case Fault.DUPLICATE:
-                return Both(send(block, tag, index), send(block, tag, index))
+                self.twice[label] += 1
+                self.inner.send([place, place], length, [label, label])
             case Fault.REORDER:
-                self.held.append(Held(block, tag, index))
-                return self.held[-1]
+                self.held.append(Held(place, length, label))
             case Fault.SWAP:
-                return send(block, tag, index ^ 1)
+                self.inner.send([place], length, [label ^ 1])
             case Fault.FOREIGN:
-                return Both(send(_flipped(block), tag, index), send(block, tag, index))
+                self.twice[label] += 1
+                self.inner.send([self._elsewhere(place, length), place], length, [label, label])
             case _:
                 raise PeerLost("a send was refused")
 
+    def _elsewhere(self, place: int, length: int) -> int:
+        """Some bytes of this memory that are others."""
+        wanted = self.memory[place : place + length]
+        others = range(0, len(self.memory) - length + 1, length)
+        return next(other for other in others if self.memory[other : other + length] != wanted)
+
     def _let_go(self) -> None:
         for held in self.held:
-            held.begun = self.inner.send(held.block, held.tag, held.index)
+            self.inner.send([held.place], held.length, [held.label])
         self.held.clear()
 
-    def probe(self) -> Arrival | None:
-        return self.inner.probe()
+    def sent(self) -> Sequence[Moved]:
+        return [moved for moved in self.inner.sent() if not self._first_of_two(moved.label)]
 
-    def receive(self, arrival: Arrival, into: memoryview) -> Completion:
-        if self.injector.fault is Fault.RECEIVE_FAILS and self.injector.strikes():
+    def _first_of_two(self, label: int) -> bool:
+        first = self.twice[label] > 0
+        self.twice[label] -= first
+        return first
+
+    def arrivals(self) -> Sequence[Arrival]:
+        return self.inner.arrivals()
+
+    def receive(self, places: Sequence[int]) -> None:
+        if self.injector.fault is Fault.RECEIVE_FAILS and any(self.injector.strikes() for _ in places):
             raise PeerLost("a receive was refused")
-        return self.inner.receive(arrival, into)
+        self.inner.receive(places)
+
+    def landed(self) -> Sequence[Moved]:
+        landed = self.inner.landed()
+        if self.injector.fault is Fault.CORRUPT:
+            for moved in landed:
+                if self.injector.strikes():
+                    # The highest bit of a number's exponent, in fp32 and bf16: unnoticed, it would be a wrong token.
+                    self.memory[moved.place + (moved.length // 2 | 3)] ^= 0x40
+        return landed
 
     def progress(self) -> bool:
         self._let_go()
@@ -149,13 +163,6 @@ class FaultyLink:
     def close(self) -> None:
         self.held.clear()
         self.inner.close()
-
-
-def _flipped(block: memoryview) -> memoryview:
-    copy = bytearray(block)
-    # The highest bit of a number's exponent, in fp32 and bf16: what went unnoticed would be a wrong token.
-    copy[len(copy) // 2 | 3] ^= 0x40
-    return memoryview(copy)
 
 
 def faulty(make: Callable[[], Transport], injector: Injector) -> Callable[[], Transport]:

@@ -8,18 +8,23 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cache, partial
 from typing import Any, TypeVar
 
-from pdserve.config import TransferConfig
+from pdserve.config import TransferConfig, UcxCalls
+from pdserve.settings import cache_folder
 from pdserve.wire.discovery import Role
 from pdserve.wire.ids import TransferId, new_id
 from pdserve.wire.sampling import SamplingParams
 from pdserve.wire.ticket import PrefillTarget
 from pdserve.wire.transfer import EngineSpec
 from pdserve_kvtransfer.events import FetchOrder, TransferEvent
+from pdserve_kvtransfer.mover import MakeMover
+from pdserve_kvtransfer.mover_choice import chosen_mover
 from pdserve_kvtransfer.region import KvRegion
 from pdserve_kvtransfer.thread import TransferThread
 from pdserve_kvtransfer.transport import Transport
+from pdserve_kvtransfer.ucx import configured_ucx
 
 SECRET = b"the secret of a test cluster"
 SPEC = EngineSpec(
@@ -40,6 +45,12 @@ BLOCK_BYTES = 63 * 1024
 WAIT_S = 10.0
 
 E = TypeVar("E", bound=TransferEvent)
+
+
+@cache
+def compiled_mover() -> MakeMover:
+    """What engines have where there is a compiler."""
+    return chosen_mover(UcxCalls.COMPILED, cache_folder(os.environ))
 
 
 def eventually(condition: Callable[[], bool], timeout_s: float = WAIT_S) -> None:
@@ -79,7 +90,7 @@ class Engine:
             config=self.config,
             ranks=self.ranks,
             wake=self._woken.set,
-            transport=self.transport,
+            transport=self.transport or partial(configured_ucx, self.config, compiled_mover()),
         )
         self.address = self.thread.start()
 

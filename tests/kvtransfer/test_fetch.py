@@ -64,7 +64,7 @@ def moving(*, checked: bool = False, ranks: int = 1) -> FetchSession:
 
 
 def land(fetch: FetchSession, *indexes: int, rank: int = 0) -> list[FetchEffect]:
-    return [effect for index in indexes for effect in fetch.landed(rank, index, index * 1000, 1.0)]
+    return fetch.landed(rank, indexes, [index * 1000 for index in indexes], 1.0)
 
 
 def test_the_ranks_are_ready_before_anything_is_asked_for() -> None:
@@ -167,7 +167,7 @@ def test_a_block_that_is_something_else_ends_the_transfer() -> None:
     fetch = moving(checked=True)
     fetch.on_digests(ANNOUNCED, 0.5)
     land(fetch, 2)
-    assert fetch.landed(0, 3, 7, 1.0) == [Cancel(TRANSFER), Forget(LINK, TAG)]
+    assert fetch.landed(0, (3,), (7,), 1.0) == [Cancel(TRANSFER), Forget(LINK, TAG)]
     reason = "piece 3 on rank 0 is not what was sent"
     assert fetch.forgotten(0, (9,)) == [FetchFailed(TRANSFER, reason, 1, (9,), FailureKind.CORRUPT)]
 
@@ -237,7 +237,7 @@ class Story:
                 self.note(fetch.expecting(rank, now))
             case "land" if fetch.state is FetchState.MOVING:
                 self.landed.add((rank, index))
-                self.note(fetch.landed(rank, index, 0, now))
+                self.note(fetch.landed(rank, (index,), (), now))
             case "announce" if fetch.state is FetchState.MOVING:
                 right = number < 30
                 self.good &= right

@@ -24,9 +24,9 @@ from pdserve.wire.transfer import (
 from pdserve_kvtransfer import probe_host
 from pdserve_kvtransfer.events import FetchLanded, FirstTokenArrived, PushEnded, PushOutcome, PushWanted
 from pdserve_kvtransfer.examiner import Examiner
+from pdserve_kvtransfer.label import label_of
 from pdserve_kvtransfer.machine_identity import machine_identity
 from pdserve_kvtransfer.probe import MAX_ASKER_BYTES, PAUSE_S, PING_TAG, START_TAG
-from pdserve_kvtransfer.transport import Arrival
 from tests.kvtransfer.fakes import FakeDecode, FakePrefill
 from tests.kvtransfer.rig import SECRET, SPEC, WAIT_S, Engine, engine, eventually, pair
 
@@ -50,19 +50,6 @@ def is_opened(asker: FakeDecode) -> bool:
     asker.send(probe_of(asker))
     assert asker.socket.poll(int(WAIT_S * 1000))
     return isinstance(asker.opener.open(asker.socket.recv()), ProbeOpened)
-
-
-def arrival(asker: FakeDecode) -> Arrival:
-    found: list[Arrival] = []
-
-    def arrived() -> bool:
-        asker.link.progress()
-        message = asker.link.probe()
-        found.extend([] if message is None else [message])
-        return bool(found)
-
-    eventually(arrived)
-    return found[0]
 
 
 def examiner(of: Engine, secret: bytes = SECRET, tls: str = "") -> Examiner:
@@ -117,7 +104,8 @@ def test_a_probe_measures_and_leaves_kv_memory_alone(tls: str, transport: str) -
 def test_transfers_go_on_during_a_probe() -> None:
     with pair() as rig, FakeDecode(rig.prefill.address) as asker:
         opened(asker)
-        asker.finish(asker.link.send(memoryview(b"go"), START_TAG, 0))
+        asker.post(memoryview(b"go"), START_TAG, 0)
+        asker.finish()
         sent = rig.prefill.fill(0, 1)
         transfer_id = rig.fetch((2, 3))
         rig.prefill.next(PushWanted)
@@ -146,13 +134,10 @@ def test_only_its_asker_ends_a_probe() -> None:
         other.send(ProbeEnd(other.boot_id))
         other.send(Examine(other.boot_id))
         other.next(Examined)
-        ping = memoryview(bytearray(b"12345678"))
-        asker.finish(asker.link.send(ping, PING_TAG, 7))
-        back = arrival(asker)
-        assert (back.tag, back.index, back.length) == (PING_TAG, 7, len(ping))
-        into = memoryview(bytearray(len(ping)))
-        asker.finish(asker.link.receive(back, into))
-        assert into == ping
+        asker.post(memoryview(b"12345678"), PING_TAG, 7)
+        asker.finish()
+        back, content = asker.receive()
+        assert (back.label, content) == (label_of(PING_TAG, 7), b"12345678")
 
 
 def test_more_than_the_bound_is_refused() -> None:
@@ -170,7 +155,7 @@ def test_an_asker_that_sends_much_ends_its_probe() -> None:
     with engine(Role.PREFILL) as prefill, FakeDecode(prefill.address) as asker:
         before = prefill.fill(*range(prefill.num_blocks))
         opened(asker)
-        asker.link.send(memoryview(bytearray(MAX_ASKER_BYTES + 1)), PING_TAG, 0)
+        asker.post(memoryview(bytearray(MAX_ASKER_BYTES + 1)), PING_TAG, 0)
         asker.link.progress()
         assert "may not send" in asker.next(ProbeRefused).reason
         assert prefill.read(*range(prefill.num_blocks)) == before
@@ -187,7 +172,8 @@ def test_an_asker_that_is_gone_holds_nothing() -> None:
 def test_an_engine_closes_during_a_probe() -> None:
     with engine(Role.PREFILL) as prefill, FakeDecode(prefill.address) as asker:
         opened(asker)
-        asker.finish(asker.link.send(memoryview(b"go"), START_TAG, 0))
+        asker.post(memoryview(b"go"), START_TAG, 0)
+        asker.finish()
         prefill.close()
         assert "closing" in asker.next(ProbeRefused).reason
 

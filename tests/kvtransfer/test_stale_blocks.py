@@ -27,7 +27,8 @@ class Attack:
     before: bytes
 
     def send(self, payload: memoryview, tag: int, index: int) -> None:
-        self.prefill.finish(self.prefill.link.send(payload, tag, index))
+        self.prefill.post(payload, tag, index)
+        self.prefill.finish()
 
     def dropped(self, count: int) -> bool:
         return self.decode.thread.stats().stale_blocks_dropped == count

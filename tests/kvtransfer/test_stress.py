@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import pytest
 
@@ -28,13 +29,13 @@ from pdserve_kvtransfer.inproc import Fabric, InprocTransport
 from pdserve_kvtransfer.transport import Transport
 from pdserve_kvtransfer.ucx import UcxTransport
 from tests.kvtransfer.faulty import Fault, Injector, faulty
-from tests.kvtransfer.rig import Engine, Pair, eventually
+from tests.kvtransfer.rig import Engine, Pair, compiled_mover, eventually
 from tests.kvtransfer.test_thread import open_files, transfer_threads
 
 TRANSFERS = 600
 AFTER_THE_RESTART = 100
 WORKED_ON = 40
-ATTEMPTS = 4
+ATTEMPTS = 8
 BLOCKS = 3
 SOURCES = 50
 BLOCK_BYTES = 12 * 1024
@@ -167,13 +168,16 @@ def transports(kind: str) -> tuple[Callable[[], Transport], Injector | None]:
     if kind == "inproc":
         fabric = Fabric()
         return lambda: InprocTransport(fabric), None
-    if kind == "ucx":
+    if kind == "python":
         return lambda: UcxTransport(""), None
+    compiled = partial(UcxTransport, "", make_mover=compiled_mover())
+    if kind == "compiled":
+        return compiled, None
     injector = Injector(Fault[kind], every=509)
-    return faulty(lambda: UcxTransport(""), injector), injector
+    return faulty(compiled, injector), injector
 
 
-@pytest.mark.parametrize("kind", ["inproc", "ucx", "CORRUPT", "REORDER", "SEND_FAILS"])
+@pytest.mark.parametrize("kind", ["inproc", "compiled", "python", "CORRUPT", "REORDER", "SEND_FAILS"])
 def test_whatever_happens_to_hundreds_of_transfers(kind: str, nothing_left: None) -> None:
     dice = random.Random(kind)
     make, injector = transports(kind)

@@ -11,7 +11,7 @@ from pdserve.wire.ids import TransferId
 from pdserve.wire.sampling import SampledToken
 from pdserve_kvtransfer.events import BlocksReleased, FailureKind, FetchFailed, FetchLanded, PushEnded, PushWanted
 from pdserve_kvtransfer.ucx import UcxTransport
-from tests.kvtransfer.faulty import HARMLESS, Fault, Injector, faulty
+from tests.kvtransfer.faulty import AT_RECEIVER, HARMLESS, Fault, Injector, faulty
 from tests.kvtransfer.rig import CONFIG, Engine, Pair, engine, eventually
 
 TRANSFERS = 30
@@ -36,7 +36,7 @@ def serve(prefill: Engine, source: tuple[int, ...]) -> Counter[type]:
 def test_nothing_lands_that_was_not_sent(fault: Fault) -> None:
     injector = Injector(fault, EVERY)
     bad = faulty(lambda: UcxTransport(""), injector)
-    at_receiver = fault is Fault.RECEIVE_FAILS
+    at_receiver = fault in AT_RECEIVER
     blocks = TRANSFERS * BLOCKS
     with (
         engine(Role.PREFILL, config=CONFIG, transport=None if at_receiver else bad) as prefill,

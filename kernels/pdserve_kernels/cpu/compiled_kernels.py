@@ -7,13 +7,14 @@ from pathlib import Path
 
 import torch
 
+from pdserve.compiled_library import built_library
 from pdserve_kernels import reference
 from pdserve_kernels.contract import AttentionRow, Linear
-from pdserve_kernels.cpu.build import built_library
 from pdserve_kernels.cpu.compiled_attention import CompiledAttention
 from pdserve_kernels.cpu.compiled_linear import CompiledLinear, fits
 from pdserve_kernels.cpu.library import Library
 from pdserve_kernels.cpu.linear import PackedLinear
+from pdserve_kernels.cpu.recipe import CPU_KERNELS
 from pdserve_kernels.layout import KvLayout
 
 
@@ -24,7 +25,7 @@ class CompiledKernels:
 
     def __init__(self, cache_dir: Path) -> None:
         """Compiles on the first use below ``cache_dir``, in a few seconds. Raises BuildError."""
-        self._library = Library(built_library(cache_dir))
+        self._library = Library(built_library(CPU_KERNELS, cache_dir))
 
     def linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
         if fits(self._library, weight):

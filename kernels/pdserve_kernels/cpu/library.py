@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from pdserve_kernels.cpu.build import BuildError
+from pdserve.compiled_library import BuildError
 
 _POINTER = ctypes.c_void_p
 _LONG = ctypes.c_long

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import secrets
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
 from pdserve.bench.chip import chip_name
@@ -13,14 +14,15 @@ from pdserve.bench.machine import this_machine
 from pdserve.bench.report import Report, Row
 from pdserve.bench.transfer.decode_steps import while_receiving
 from pdserve.bench.transfer.engine import BLOCK_TOKENS, CacheShape
+from pdserve.bench.transfer.messages import TransferSetup
 from pdserve.bench.transfer.moves import moves
 from pdserve.bench.transfer.prefill_process import PrefillProcess, prefill_process
 from pdserve.bench.transfer.rows import Yardsticks, checksum_row, copy_row, decode_row, overhead_row, transfer_rows
 from pdserve.bench.transfer.yardsticks import copy_bytes_per_s, nixl_rates, perftest_bytes_per_s
 from pdserve.bench_config import BenchTransferConfig
+from pdserve.engine.kernel_set import cpu_kernels
 from pdserve.models.demo import served_name
 from pdserve.settings import to_environ
-from pdserve_kernels.contract import Kernels
 
 _MIB = 2**20
 _LEAST_BLOCKS = 8
@@ -43,14 +45,14 @@ def run(
     folder: Path,
     cores: tuple[int, int],
     environ: Mapping[str, str],
-    cpu_kernels: Callable[[], Kernels],
+    cache_dir: Path,
 ) -> Report:
     """This process is the decode engine, pinned by the caller to ``cores[0]``; the prefill engine runs on ``cores[1]``.
 
     Raises BenchError, TransferError or ModelError.
     """
     bench = config.bench
-    secret = secrets.token_bytes(32)
+    setup = TransferSetup(config.transfer, secrets.token_bytes(32), str(cache_dir))
     copied = copy_bytes_per_s(_COPY_MIB)
     nixl = nixl_rates(bench.nixl_command, environ) if bench.nixl_command else {}
     rows: list[Row] = []
@@ -59,7 +61,7 @@ def run(
             _say(f"blocks of {kib} KiB")
             size = kib * 1024
             blocks = min(max(bench.fetch_mib * _MIB // size, _LEAST_BLOCKS), _MOST_BLOCKS)
-            moved = moves(prefill, CacheShape(size, blocks), blocks, config.transfer, secret, bench.repeats)
+            moved = moves(prefill, CacheShape(size, blocks), blocks, setup, bench.repeats)
             yardsticks = Yardsticks(
                 perftest_bytes_per_s(config.transfer, environ, size, cores, survivable=True),
                 perftest_bytes_per_s(config.transfer, environ, size, cores, survivable=False),
@@ -70,23 +72,27 @@ def run(
             rows.append(checksum_row(moved, BLOCK_TOKENS / bench.prefill_tokens_per_s))
         _say("blocks of 64 bytes")
         tiny = CacheShape(_TINY_BYTES, _TINY_BLOCKS)
-        rows.append(overhead_row(moves(prefill, tiny, _TINY_BLOCKS, config.transfer, secret, bench.repeats)))
+        rows.append(overhead_row(moves(prefill, tiny, _TINY_BLOCKS, setup, bench.repeats)))
         if bench.decode_s:
-            subject = _subject(config, folder, cpu_kernels)
-            rows += _decode_rows(config, subject, prefill, secret)
+            subject = _subject(config, folder, cache_dir)
+            rows += _decode_rows(config, subject, prefill, setup)
     rows.append(copy_row(copied))
     missing = () if bench.nixl_command else ("no --nixl-command was given: NIXL was not measured",)
     return Report("transfer", this_machine(chip_name()), to_environ(config), (*NOTES, *missing), tuple(rows))
 
 
-def _subject(config: BenchTransferConfig, folder: Path, cpu_kernels: Callable[[], Kernels]) -> Subject:
+def _subject(config: BenchTransferConfig, folder: Path, cache_dir: Path) -> Subject:
     bench = config.bench
     steps = Steps((bench.decode_batch,), (bench.decode_context,), (1,))
     name = config.model.served_name or served_name(config.model.path, folder)
-    return open_subject(name, folder, config.model, BLOCK_TOKENS, steps, cpu_kernels)
+    return open_subject(
+        name, folder, config.model, BLOCK_TOKENS, steps, partial(cpu_kernels, config.cpu.kernels, cache_dir)
+    )
 
 
-def _decode_rows(config: BenchTransferConfig, subject: Subject, prefill: PrefillProcess, secret: bytes) -> list[Row]:
+def _decode_rows(
+    config: BenchTransferConfig, subject: Subject, prefill: PrefillProcess, setup: TransferSetup
+) -> list[Row]:
     bench = config.bench
     size = subject.runner.layout.block_bytes
     shape = CacheShape(size, max(bench.fetch_mib * _MIB // size, _LEAST_BLOCKS))
@@ -98,8 +104,7 @@ def _decode_rows(config: BenchTransferConfig, subject: Subject, prefill: Prefill
             lambda: subject.runner.run(step_rows),
             prefill,
             shape,
-            config.transfer,
-            secret,
+            setup,
             bench.decode_s,
             tokens_per_s,
         )

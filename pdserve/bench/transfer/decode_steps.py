@@ -10,9 +10,8 @@ from dataclasses import dataclass
 
 from pdserve.bench.transfer.engine import BLOCK_TOKENS, CacheShape
 from pdserve.bench.transfer.fetching import FetchingEngine
-from pdserve.bench.transfer.messages import Assignment
+from pdserve.bench.transfer.messages import Assignment, TransferSetup
 from pdserve.bench.transfer.prefill_process import PrefillProcess
-from pdserve.config import TransferConfig
 
 ROUNDS = 4
 _CHUNK_BLOCKS = 16
@@ -38,8 +37,7 @@ def while_receiving(
     step: Callable[[], object],
     prefill: PrefillProcess,
     shape: CacheShape,
-    config: TransferConfig,
-    secret: bytes,
+    setup: TransferSetup,
     seconds: float,
     tokens_per_s: float | None,
 ) -> StepTimes:
@@ -49,12 +47,12 @@ def while_receiving(
     """
     each_s = seconds / ROUNDS / 2
     if tokens_per_s is None:
-        assignment, blocks, ahead = Assignment(shape.block_bytes, shape.blocks, config, secret), shape.blocks, _AHEAD
+        assignment, blocks, ahead = Assignment(shape.block_bytes, shape.blocks, setup), shape.blocks, _AHEAD
     else:
         pause_s = _CHUNK_BLOCKS * BLOCK_TOKENS / tokens_per_s
-        assignment = Assignment(shape.block_bytes, shape.blocks, config, secret, _CHUNK_BLOCKS, pause_s)
+        assignment = Assignment(shape.block_bytes, shape.blocks, setup, _CHUNK_BLOCKS, pause_s)
         blocks, ahead = min(shape.blocks, _CHUNK_BLOCKS * math.ceil(each_s / pause_s + 1)), 1
-    engine = FetchingEngine(prefill.assign(assignment), secret, shape, config)
+    engine = FetchingEngine(prefill.assign(assignment), shape, setup)
     alone: list[float] = []
     receiving: list[float] = []
     rates: list[float] = []

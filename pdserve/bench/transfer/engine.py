@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from pdserve.config import TransferConfig
+from pdserve.bench.transfer.messages import TransferSetup
 from pdserve.engine.kv_connector.memory import region_of
 from pdserve.wire.discovery import Role
 from pdserve.wire.transfer import PROTOCOL_VERSION, EngineSpec
 from pdserve_kernels.layout import KvLayout
+from pdserve_kvtransfer.mover_choice import chosen_mover
 from pdserve_kvtransfer.thread import TransferThread
+from pdserve_kvtransfer.ucx import configured_ucx
 
 BLOCK_TOKENS = 16
 _TILES = 2 * BLOCK_TOKENS * torch.bfloat16.itemsize
@@ -49,21 +52,23 @@ class CacheShape:
 
 
 class BenchEngine:
-    """``close`` has to be called. Raises TransferError if its sockets or UCX cannot be opened."""
+    """``close`` has to be called. Raises TransferError if its sockets or UCX cannot be opened, ConfigError."""
 
     def __init__(
-        self, role: Role, boot_id: bytes, secret: bytes, shape: CacheShape, config: TransferConfig, wake: Any
+        self, role: Role, boot_id: bytes, shape: CacheShape, setup: TransferSetup, wake: Callable[[], None]
     ) -> None:
         self.boot_id = boot_id
         self.cache = shape.allocate()
+        mover = chosen_mover(setup.config.ucx_calls, Path(setup.cache_dir))
         self.thread = TransferThread(
             role=role,
             boot_id=boot_id,
-            secret=secret,
+            secret=setup.secret,
             spec=shape.spec,
             region=region_of(self.cache),
-            config=config,
+            config=setup.config,
             wake=wake,
+            transport=partial(configured_ucx, setup.config, mover),
         )
         self.control = self.thread.start()
 

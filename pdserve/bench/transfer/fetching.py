@@ -6,7 +6,7 @@ import threading
 import time
 
 from pdserve.bench.transfer.engine import BLOCK_TOKENS, BenchEngine, CacheShape
-from pdserve.config import TransferConfig
+from pdserve.bench.transfer.messages import TransferSetup
 from pdserve.errors import BenchError
 from pdserve.wire.discovery import Role
 from pdserve.wire.ids import TransferId, new_id
@@ -21,13 +21,13 @@ _SAMPLING = SamplingParams(max_tokens=1, seed=0)
 class FetchingEngine:
     """``close`` has to be called."""
 
-    def __init__(self, target: PrefillTarget, secret: bytes, shape: CacheShape, config: TransferConfig) -> None:
+    def __init__(self, target: PrefillTarget, shape: CacheShape, setup: TransferSetup) -> None:
         """Raises TransferError if its sockets or UCX cannot be opened."""
         self._target = target
         self._woken = threading.Event()
         self._open = 0
         self._blocks = shape.blocks
-        self._engine = BenchEngine(Role.DECODE, new_id(), secret, shape, config, self._woken.set)
+        self._engine = BenchEngine(Role.DECODE, new_id(), shape, setup, self._woken.set)
         self.cpu_s = self._engine.cpu_s
         self.close = self._engine.close
 

@@ -7,13 +7,21 @@ import msgspec
 from pdserve.config import TransferConfig
 
 
+class TransferSetup(msgspec.Struct, frozen=True):
+    """What both engines are started with."""
+
+    config: TransferConfig
+    secret: bytes
+    cache_dir: str
+    """For compiled code."""
+
+
 class Assignment(msgspec.Struct, frozen=True):
     """Which cache to serve, and how."""
 
     block_bytes: int
     blocks: int
-    config: TransferConfig
-    secret: bytes
+    setup: TransferSetup
     chunk_blocks: int = 0
     """Blocks that are pushed together, as those of a prefill chunk are; 0 pushes all at once."""
     chunk_s: float = 0.0

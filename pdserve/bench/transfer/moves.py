@@ -7,11 +7,13 @@ import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import msgspec
+
 from pdserve.bench.transfer.engine import CacheShape
 from pdserve.bench.transfer.fetching import FetchingEngine
-from pdserve.bench.transfer.messages import Assignment
+from pdserve.bench.transfer.messages import Assignment, TransferSetup
 from pdserve.bench.transfer.prefill_process import PrefillProcess
-from pdserve.config import Switch, TransferConfig
+from pdserve.config import Switch
 
 _WARM_UP = 2
 
@@ -38,15 +40,15 @@ class Moves:
 
 
 def moves(
-    prefill: PrefillProcess, shape: CacheShape, blocks: int, config: TransferConfig, secret: bytes, repeats: int
+    prefill: PrefillProcess, shape: CacheShape, blocks: int, setup: TransferSetup, repeats: int
 ) -> Mapping[Switch, Moves]:
     """``blocks`` of ``shape``'s at a time, fetched ``repeats`` times each way. Raises BenchError, TransferError."""
-    target = prefill.assign(Assignment(shape.block_bytes, shape.blocks, config, secret))
+    target = prefill.assign(Assignment(shape.block_bytes, shape.blocks, setup))
     engines: dict[Switch, FetchingEngine] = {}
     try:
         for checksums in Switch:
-            own = dataclasses.replace(config, checksums=checksums)
-            engines[checksums] = FetchingEngine(target, secret, shape, own)
+            own = dataclasses.replace(setup.config, checksums=checksums)
+            engines[checksums] = FetchingEngine(target, shape, msgspec.structs.replace(setup, config=own))
             for _ in range(_WARM_UP):
                 engines[checksums].fetch(blocks)
         taken = [{way: _timed(prefill, engine, blocks) for way, engine in engines.items()} for _ in range(repeats)]

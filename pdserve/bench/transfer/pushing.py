@@ -32,7 +32,7 @@ class PushingEngine:
         self._blocks = assignment.blocks
         self._pushes: deque[_Push] = deque()
         shape = CacheShape(assignment.block_bytes, assignment.blocks)
-        self._engine = BenchEngine(Role.PREFILL, new_id(), assignment.secret, shape, assignment.config, wake)
+        self._engine = BenchEngine(Role.PREFILL, new_id(), shape, assignment.setup, wake)
         self.serving = Serving(self._engine.control, self._engine.boot_id, self._engine.thread.native_id)
 
     def turn(self) -> float | None:

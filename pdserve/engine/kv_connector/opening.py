@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 
 import torch
 
@@ -27,7 +29,9 @@ from pdserve.engine.kv_connector.staging_slots import StagingSlots
 from pdserve.wire.discovery import Role
 from pdserve.wire.ids import TransferId
 from pdserve.wire.transfer import EngineSpec
+from pdserve_kvtransfer.mover_choice import chosen_mover
 from pdserve_kvtransfer.thread import TransferThread
+from pdserve_kvtransfer.ucx import configured_ucx
 
 
 def open_connector(
@@ -51,6 +55,7 @@ def open_connector(
     if config.role is Role.MIXED:
         return NoTransfer(blocks), ""
     memory = staging_memory(config, kv_cache)
+    mover = chosen_mover(config.transfer.ucx_calls, Path(config.cache_dir))
     thread = TransferThread(
         role=config.role,
         boot_id=config.boot_id,
@@ -60,6 +65,7 @@ def open_connector(
         config=config.transfer,
         ranks=() if followers is None else followers.transfer_addresses,
         wake=wake,
+        transport=partial(configured_ucx, config.transfer, mover),
     )
     control = thread.start()
     copying = None if memory is None else _Copying(kv_cache, memory, wake, followers)

@@ -6,6 +6,8 @@ import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
 
 import torch
 
@@ -18,7 +20,9 @@ from pdserve.errors import EngineError
 from pdserve.models.rank_board import RankBoard
 from pdserve.wire.discovery import Role
 from pdserve.wire.rank import Download, Upload
+from pdserve_kvtransfer.mover_choice import chosen_mover
 from pdserve_kvtransfer.rank_thread import RankThread
+from pdserve_kvtransfer.ucx import configured_ucx
 
 log = logging.getLogger(__name__)
 
@@ -65,6 +69,7 @@ def rank_transfer(
         yield NoCopies()
         return
     memory = staging_memory(config, kv_cache)
+    mover = chosen_mover(config.transfer.ucx_calls, Path(config.cache_dir))
     thread = RankThread(
         role=config.role,
         address=launch.transfer_address,
@@ -74,6 +79,7 @@ def rank_transfer(
         region=region_of(kv_cache if memory is None else memory),
         config=config.transfer,
         died=_end,
+        transport=partial(configured_ucx, config.transfer, mover),
     )
     thread.start()
     try:

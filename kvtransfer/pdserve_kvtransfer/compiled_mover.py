@@ -1,0 +1,161 @@
+"""Messages through csrc/mover.cpp: one call for a batch of them, and one for everything that a turn finds."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from pdserve.compiled_library import BuildError, Recipe, built_library
+from pdserve.errors import PeerLost
+from pdserve_kvtransfer.transport import DISCARD, Arrival, Moved
+from pdserve_kvtransfer.ucx_library import load_ucxx
+
+_ROOM = 256
+_PROGRESS_AT_ONCE = 256
+_END_ROUNDS = 200
+_NOWHERE = 2**64 - 1
+_Numbers = ctypes.c_uint64 * _ROOM
+
+
+class _Batch(ctypes.Structure):
+    """``Batch`` of csrc/mover.cpp."""
+
+    _fields_ = (("count", ctypes.c_uint64), ("labels", _Numbers), ("places", _Numbers), ("lengths", _Numbers))
+
+
+class _Board(ctypes.Structure):
+    """``Board`` of csrc/mover.cpp."""
+
+    _fields_ = (
+        ("status", ctypes.c_int64),
+        ("in_flight", ctypes.c_uint64),
+        ("hidden", ctypes.c_uint64),
+        ("sent", _Batch),
+        ("landed", _Batch),
+        ("arrived", _Batch),
+    )
+
+
+class MoverLibrary:
+    """The functions of csrc/mover.cpp, over the UCX that is loaded."""
+
+    def __init__(self, cache_dir: Path) -> None:
+        """Compiles on the first use below ``cache_dir``, in a second. Raises BuildError."""
+        path = built_library(_recipe(), cache_dir)
+        pointer, number = ctypes.c_void_p, ctypes.c_uint64
+        try:
+            load_ucxx()
+            # Posting takes less time than giving the interpreter's lock away and getting it back.
+            quick = ctypes.PyDLL(str(path), mode=os.RTLD_LOCAL | os.RTLD_NOW)
+            # Progress copies blocks, meanwhile others may run.
+            slow = ctypes.CDLL(str(path), mode=os.RTLD_LOCAL | os.RTLD_NOW)
+            self.open = _function(quick, "pdserve_mover_open", [pointer, pointer, number, pointer], pointer)
+            self.free = _function(quick, "pdserve_mover_free", [pointer], None)
+            self.send = _function(
+                quick, "pdserve_mover_send", [pointer, pointer, number, pointer, number, pointer], ctypes.c_int
+            )
+            self.receive = _function(quick, "pdserve_mover_receive", [pointer, pointer], ctypes.c_int)
+            self.look = _function(quick, "pdserve_mover_look", [pointer], None)
+            self.progress = _function(slow, "pdserve_mover_progress", [pointer, ctypes.c_int], ctypes.c_int)
+        except (ImportError, OSError, AttributeError) as exc:
+            raise BuildError(f"the compiled UCX calls cannot be loaded: {exc}") from exc
+
+    def mover(self, worker: Any, memory: memoryview) -> CompiledMover:
+        return CompiledMover(self, worker, memory)
+
+
+def _recipe() -> Recipe:
+    ucx = importlib.util.find_spec("libucx")
+    if ucx is None or not ucx.submodule_search_locations:
+        raise BuildError("there is no libucx package, which has UCX's headers")
+    folder = Path(ucx.submodule_search_locations[0])
+    return Recipe(
+        name="ucx-calls",
+        sources=Path(__file__).parent / "csrc",
+        compile_flags=("-std=c++17", "-O2", "-fPIC", f"-I{folder / 'include'}"),
+        # By its soname: that of whichever UCX is loaded.
+        link_flags=(f"-L{folder / 'lib'}", "-l:libucp.so.0"),
+    )
+
+
+def _function(library: ctypes.CDLL, name: str, arguments: list[Any], result: Any) -> Any:
+    function = getattr(library, name)
+    function.argtypes, function.restype = arguments, result
+    return function
+
+
+class CompiledMover:
+    """Satisfies ``mover.Mover``."""
+
+    def __init__(self, library: MoverLibrary, worker: Any, memory: memoryview) -> None:
+        self._library = library
+        # Holds the memory for as long as UCX may use it.
+        self._memory = (ctypes.c_char * len(memory)).from_buffer(memory)
+        self._board = _Board()
+        board = ctypes.addressof(self._board)
+        self._handle = library.open(worker.handle, ctypes.addressof(self._memory), len(memory), board)
+        self._sent, self._landed, self._arrived = self._board.sent, self._board.landed, self._board.arrived
+        self._places, self._labels = _Numbers(), _Numbers()
+
+    def send(self, endpoint: Any, places: Sequence[int], length: int, labels: Sequence[int]) -> None:
+        to = endpoint.handle
+        for start in range(0, len(places), _ROOM):
+            count = min(_ROOM, len(places) - start)
+            self._places[:count] = list(places[start : start + count])
+            self._labels[:count] = list(labels[start : start + count])
+            if self._library.send(self._handle, to, count, self._places, length, self._labels):
+                raise ValueError(f"some of these messages of {length} bytes are outside of {len(self._memory)}")
+        self._check()
+
+    def progress(self) -> bool:
+        moved = bool(self._library.progress(self._handle, _PROGRESS_AT_ONCE))
+        self._check()
+        return moved or bool(self._sent.count or self._landed.count)
+
+    def _check(self) -> None:
+        if self._board.status:
+            raise PeerLost(f"a message could not be moved: UCX says {self._board.status}")
+
+    def sent(self) -> Sequence[Moved]:
+        return _taken(self._sent)
+
+    def landed(self) -> Sequence[Moved]:
+        return _taken(self._landed)
+
+    def arrivals(self) -> Sequence[Arrival]:
+        self._library.look(self._handle)
+        count = self._arrived.count
+        return list(map(Arrival, self._arrived.labels[:count], self._arrived.lengths[:count])) if count else ()
+
+    def receive(self, places: Sequence[int]) -> None:
+        self._places[: len(places)] = [_NOWHERE if place == DISCARD else place for place in places]
+        if self._library.receive(self._handle, self._places):
+            raise ValueError(f"a message was to land outside of {len(self._memory)} bytes")
+        self._check()
+
+    def settled(self) -> bool:
+        return not self._board.hidden
+
+    def end(self, close_endpoints: Callable[[], None]) -> bool:
+        close_endpoints()
+        for _ in range(_END_ROUNDS):
+            if not self._board.in_flight:
+                return True
+            self._library.progress(self._handle, _PROGRESS_AT_ONCE)
+        return False
+
+    def free(self) -> None:
+        handle, self._handle = self._handle, None
+        self._library.free(handle)
+
+
+def _taken(batch: _Batch) -> Sequence[Moved]:
+    count: int = batch.count
+    if not count:
+        return ()
+    batch.count = 0
+    return list(map(Moved, batch.labels[:count], batch.places[:count], batch.lengths[:count]))

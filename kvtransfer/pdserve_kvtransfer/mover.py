@@ -1,0 +1,40 @@
+"""The contract between a UCX link and what posts its messages, in compiled code or in Python."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeAlias
+
+from pdserve_kvtransfer.transport import Arrival, Moved
+
+
+class Mover(Protocol):
+    """The messages of one UCX worker. Endpoints and worker are ucxx's objects, and live longer.
+
+    Methods are as a ``Link``'s.
+    """
+
+    def send(self, endpoint: Any, places: Sequence[int], length: int, labels: Sequence[int]) -> None: ...
+
+    def progress(self) -> bool: ...
+
+    def sent(self) -> Sequence[Moved]: ...
+
+    def arrivals(self) -> Sequence[Arrival]: ...
+
+    def receive(self, places: Sequence[int]) -> None: ...
+
+    def landed(self) -> Sequence[Moved]: ...
+
+    def settled(self) -> bool:
+        """Whether everything that is over was reported. To be asked before sleeping."""
+
+    def end(self, close_endpoints: Callable[[], None]) -> bool:
+        """Do that, and let what is in flight end. False if some of it does not: the worker is then to be destroyed."""
+
+    def free(self) -> None:
+        """After ``end``, and after the worker is destroyed if it is."""
+
+
+MakeMover: TypeAlias = Callable[[Any, memoryview], Mover]
+"""``(worker, memory)``."""
