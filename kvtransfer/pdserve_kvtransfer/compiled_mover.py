@@ -15,7 +15,8 @@ from pdserve_kvtransfer.transport import DISCARD, Arrival, Moved
 from pdserve_kvtransfer.ucx_library import load_ucxx
 
 _ROOM = 256
-_PROGRESS_AT_ONCE = 256
+_PROGRESS_AT_ONCE = 64
+"""Fragments, of 8 KiB in shared memory: few enough that what has landed is still in a cache when it is checked."""
 _END_ROUNDS = 200
 _NOWHERE = 2**64 - 1
 _Numbers = ctypes.c_uint64 * _ROOM

@@ -81,7 +81,7 @@ class _Landing:
         return block_id
 
 
-_ROUNDS = 8
+_ROUNDS = 32
 """Looks at the link in one turn, at most: other links and the control channel wait meanwhile."""
 
 

@@ -31,7 +31,7 @@ IN_FLIGHT = 64
 _BLOCKS_A_TURN = 32
 _BYTES_A_TURN = 2**19
 """Posted between two looks at the link, so that data moves while the next blocks' digests are computed."""
-_ROUNDS = 8
+_ROUNDS = 32
 """Looks at the link in one turn, at most: other links and the control channel wait meanwhile."""
 
 

@@ -55,12 +55,12 @@ class UcxLink:
             self.address: bytes = self._worker.address.tobytes()
         except Exception as exc:
             raise TransferError(f"UCX cannot make a worker: {exc}") from exc
-        self._mover = make_mover(self._worker, memory)
-        self.progress = self._mover.progress
-        self.sent = self._mover.sent
-        self.arrivals = self._mover.arrivals
-        self.receive = self._mover.receive
-        self.landed = self._mover.landed
+        self.mover = make_mover(self._worker, memory)
+        self.progress = self.mover.progress
+        self.sent = self.mover.sent
+        self.arrivals = self.mover.arrivals
+        self.receive = self.mover.receive
+        self.landed = self.mover.landed
 
     def connect(self, addresses: Sequence[bytes]) -> None:
         connect = self._ucx.UCXEndpoint.create_from_worker_address
@@ -72,10 +72,10 @@ class UcxLink:
             raise TransferError(f"UCX cannot reach the other engine: {exc}") from exc
 
     def send(self, places: Sequence[int], length: int, labels: Sequence[int], to: int = 0) -> None:
-        self._mover.send(self._endpoints[to], places, length, labels)
+        self.mover.send(self._endpoints[to], places, length, labels)
 
     def arm(self) -> bool:
-        return self._mover.settled() and bool(self._worker.arm())
+        return self.mover.settled() and bool(self._worker.arm())
 
     def fileno(self) -> int:
         return int(self._worker.epoll_file_descriptor)
@@ -93,9 +93,9 @@ class UcxLink:
         worker, endpoints = self._worker, self._endpoints
         self._worker, self._endpoints = None, []
         worker.progress()
-        if not self._mover.end(lambda: _close(endpoints)):
+        if not self.mover.end(lambda: _close(endpoints)):
             _destroy(worker, *endpoints)
-        self._mover.free()
+        self.mover.free()
 
 
 def _close(endpoints: Sequence[Any]) -> None:

@@ -1,85 +1,24 @@
-"""Compiling the CPU kernels: once, whoever asks at the same time, and without harm where it cannot be done."""
+"""The compiled CPU kernels: chosen where they can be had, and refusing what does not fit."""
 
 from __future__ import annotations
 
 import logging
-import multiprocessing
 import os
-import shutil
-import stat
 from pathlib import Path
 
 import pytest
 import torch
-from filelock import FileLock
-from pdserve_kernels.cpu.build import BuildError, built_library
 
+from pdserve.compiled_library import BuildError, Recipe, built_library
 from pdserve.config import CpuKernels
 from pdserve.engine.kernel_set import cpu_kernels
 from pdserve.errors import ConfigError
 from pdserve.settings import cache_folder
 from pdserve_kernels.contract import AttentionRow
-from pdserve_kernels.cpu import build
 from pdserve_kernels.cpu.compiled_kernels import CompiledKernels
 from pdserve_kernels.cpu.library import Library
 from pdserve_kernels.cpu.torch_kernels import TorchKernels
 from pdserve_kernels.layout import KvLayout
-
-SMALL_SOURCES = {"one.cpp": 'extern "C" int one() { return 1; }\n', "two.cpp": 'extern "C" int two() { return 2; }\n'}
-
-
-@pytest.fixture
-def small_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Something that compiles in no time, in the place of the kernels."""
-    folder = tmp_path / "csrc"
-    folder.mkdir()
-    for name, text in SMALL_SOURCES.items():
-        (folder / name).write_text(text)
-    monkeypatch.setattr(build, "SOURCES", folder)
-    return folder
-
-
-def fake_compiler(folder: Path, script: str) -> str:
-    """A folder to search for a compiler in, which holds this one."""
-    folder.mkdir()
-    program = folder / build.COMPILER
-    program.write_text(f"#!/bin/sh\n{script}\n")
-    program.chmod(program.stat().st_mode | stat.S_IXUSR)
-    return str(folder)
-
-
-def counting_compiler(folder: Path, count: Path) -> str:
-    real = shutil.which(build.COMPILER)
-    return fake_compiler(folder, f'case "$*" in *" -c "*) echo x >> {count};; esac\nexec {real} "$@"')
-
-
-def _build(cache: str, search_path: str, sources: str) -> str:
-    build.SOURCES = Path(sources)
-    return str(built_library(Path(cache), search_path))
-
-
-def test_processes_that_ask_at_the_same_time_compile_once(small_sources: Path, tmp_path: Path) -> None:
-    count = tmp_path / "count"
-    path = counting_compiler(tmp_path / "bin", count)
-    arguments = (str(tmp_path / "cache"), path, str(small_sources))
-    with multiprocessing.get_context("spawn").Pool(3) as pool:
-        made = pool.starmap(_build, [arguments] * 3)
-    assert len(set(made)) == 1
-    assert count.read_text() == "x\n"
-    assert [entry.name for entry in Path(made[0]).parent.iterdir() if entry.name.startswith(".")] == []
-
-
-def test_a_library_is_named_for_all_that_it_depends_on(
-    small_sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cache = tmp_path / "cache"
-    first = built_library(cache)
-    assert built_library(cache) == first
-    (small_sources / "one.cpp").write_text('extern "C" int one() { return 11; }\n')
-    edited = built_library(cache)
-    monkeypatch.setattr(build, "_cpu", lambda: "another CPU")
-    elsewhere = built_library(cache)
-    assert len({first, edited, elsewhere}) == 3
 
 
 def test_without_a_compiler_plain_torch_runs_and_says_so_once(
@@ -97,44 +36,11 @@ def test_without_a_compiler_plain_torch_runs_and_says_so_once(
     assert not caplog.records
 
 
-@pytest.mark.parametrize(
-    ("script", "message"),
-    [
-        ("exit 1", "cannot be compiled"),
-        ('case "$*" in --version) echo 1;; *) echo no such flag >&2; exit 1;; esac', "no such flag"),
-        ('case "$*" in --version) echo 1;; *) exec sleep 60;; esac', "timed out"),
-    ],
-)
-def test_a_compiler_that_fails_leaves_nothing_behind(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, message: str
-) -> None:
-    monkeypatch.setattr(build, "COMPILE_TIMEOUT_S", 0.5)
-    cache = tmp_path / "cache"
-    with pytest.raises(BuildError, match=message):
-        built_library(cache, fake_compiler(tmp_path / "bin", script))
-    assert not list(cache.glob("*.so"))
-    assert not list(cache.glob(".*/"))
-
-
-def test_a_cache_that_cannot_be_written_is_no_catastrophe(small_sources: Path, tmp_path: Path) -> None:
-    (tmp_path / "cache").write_text("a file, not a folder")
-    with pytest.raises(BuildError, match="cannot be compiled"):
-        built_library(tmp_path / "cache")
-
-
-def test_a_builder_that_hangs_is_not_waited_for_forever(
-    small_sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(build, "LOCK_TIMEOUT_S", 0.2)
-    target = built_library(tmp_path)
-    target.unlink()
-    with FileLock(target.with_suffix(".lock")), pytest.raises(BuildError, match="another process"):
-        built_library(tmp_path)
-
-
-def test_a_library_that_is_not_one_is_refused(tmp_path: Path, small_sources: Path) -> None:
+def test_a_library_that_is_not_one_is_refused(tmp_path: Path) -> None:
     (tmp_path / "broken.so").write_bytes(os.urandom(100))
-    for path in (tmp_path / "broken.so", built_library(tmp_path)):
+    (tmp_path / "other.cpp").write_text('extern "C" int one() { return 1; }\n')
+    other = built_library(Recipe("other", tmp_path, ("-fPIC",)), tmp_path)
+    for path in (tmp_path / "broken.so", other):
         with pytest.raises(BuildError, match="cannot be loaded"):
             Library(path)
 
