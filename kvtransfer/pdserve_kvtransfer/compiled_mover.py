@@ -113,9 +113,9 @@ class CompiledMover:
         self._check()
 
     def progress(self) -> bool:
-        moved = bool(self._library.progress(self._handle, _PROGRESS_AT_ONCE))
+        news = bool(self._library.progress(self._handle, _PROGRESS_AT_ONCE))
         self._check()
-        return moved or bool(self._sent.count or self._landed.count)
+        return news
 
     def _check(self) -> None:
         if self._board.status:

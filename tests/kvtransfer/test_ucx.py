@@ -112,6 +112,19 @@ def test_what_is_discarded_is_sent_and_lands_nowhere(two: Two) -> None:
     assert two.memory == b"s" * SIZE + bytes(3 * SIZE)
 
 
+def test_what_is_over_waits_until_it_is_taken(two: Two) -> None:
+    two.sender.send([0, 1], 1, [1, 2])
+    two.arrivals(2)
+    two.receiver.receive([0, 1])
+    for _ in range(1_000):
+        two.sender.progress()
+        two.receiver.progress()
+    assert {moved.label for moved in two.sent + list(two.sender.sent())} == {1, 2}
+    assert {moved.label for moved in two.landed + list(two.receiver.landed())} == {1, 2}
+    assert not two.sender.sent()
+    assert not two.receiver.landed()
+
+
 def test_more_messages_than_one_look_shows(two: Two) -> None:
     count = 700
     for at in range(count):

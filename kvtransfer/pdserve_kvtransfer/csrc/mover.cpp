@@ -35,7 +35,7 @@ struct Board {
     int64_t status;      // the first failure of any operation, 0 before
     uint64_t in_flight;  // operations
     uint64_t hidden;     // operations that are over, but not on the board yet
-    Batch sent, landed;  // new since the last progress
+    Batch sent, landed;  // since the reader set their counts to 0
     Batch arrived;       // to be answered by the next receive
 };
 
@@ -90,13 +90,12 @@ void posted(Operation *operation, ucs_status_ptr_t request) {
     }
 }
 
-void show(std::vector<Message> &hidden, Batch &batch) {
-    batch.count = 0;
-    for (const Message &message : hidden) {
-        if (batch.full()) break;
-        batch.add(message);
-    }
-    hidden.erase(hidden.begin(), hidden.begin() + batch.count);
+// As much as there is room for. Returns how much that was.
+uint64_t show(std::vector<Message> &hidden, Batch &batch) {
+    const uint64_t count = std::min<uint64_t>(hidden.size(), kRoom - batch.count);
+    for (uint64_t i = 0; i < count; ++i) batch.add(hidden[i]);
+    hidden.erase(hidden.begin(), hidden.begin() + count);
+    return count;
 }
 
 }  // namespace
@@ -154,16 +153,15 @@ int pdserve_mover_receive(void *handle, const uint64_t *places) {
     return 0;
 }
 
-// At most so many steps of the worker; then the board shows what is over. Returns how many there were.
+// At most so many steps of the worker; then the board shows what is over. Returns 0 if there is no news.
 int pdserve_mover_progress(void *handle, int steps) {
     if (handle == nullptr) return 0;
     Mover &mover = *static_cast<Mover *>(handle);
     int done = 0;
     while (done < steps && ucp_worker_progress(mover.worker)) ++done;
-    show(mover.sent, mover.board.sent);
-    show(mover.landed, mover.board.landed);
-    mover.board.hidden = mover.sent.size() + mover.landed.size();
-    return done;
+    const uint64_t shown = show(mover.sent, mover.board.sent) + show(mover.landed, mover.board.landed);
+    mover.board.hidden -= shown;
+    return done > 0 || shown > 0;
 }
 
 // Puts the next messages that have arrived on the board; those before must have been received.
