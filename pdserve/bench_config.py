@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from dataclasses import dataclass, field
 
 from pdserve.config import CacheConfig, CpuConfig, ModelConfig, ReportConfig, TransferConfig, setting
@@ -127,10 +128,22 @@ class BenchStreamConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
 
 
+class CacheMemory(enum.Enum):
+    """Whose memory a benchmark's KV caches are in."""
+
+    HOST = "host"
+    CUDA = "cuda"
+
+
 @dataclass(frozen=True, slots=True)
 class TransferBenchConfig:
     """How the KV transfer between two processes is measured."""
 
+    memory: CacheMemory = setting(
+        "memory",
+        "where the KV caches are; of a GPU's the transfer alone is measured, without checksums",
+        CacheMemory.HOST,
+    )
     block_kib: tuple[int, ...] = setting("block-kib", "sizes of a KV block, in KiB", (8, 64, 360, 1024, 4096))
     fetch_mib: int = setting("fetch-mib", "KV cache that one fetch moves, in MiB, at least 8 blocks", 64, minimum=1)
     repeats: int = setting("repeats", "fetches of each size, with checksums and without, in turns", 9, minimum=1)

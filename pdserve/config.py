@@ -98,6 +98,8 @@ class KvStaging(enum.Enum):
     """When the cache is not in host memory."""
     ON = "on"
     """Always: to test or to measure it without a GPU."""
+    OFF = "off"
+    """Never: UCX reads and writes the cache itself, also a GPU's (CUDA IPC, GPUDirect RDMA)."""
 
 
 class UcxCalls(enum.Enum):
@@ -253,7 +255,9 @@ class TransferConfig:
         "kv-overlap", "push KV blocks while the rest of the prompt computes; auto for long prompts only", KvOverlap.AUTO
     )
     staging: KvStaging = setting(
-        "kv-staging", "when KV blocks are copied through host memory; auto where the cache is a GPU's", KvStaging.AUTO
+        "kv-staging",
+        "when KV blocks are copied through host memory; auto: where the cache is a GPU's; off needs no checksums there",
+        KvStaging.AUTO,
     )
     staging_mib: int = setting(
         "kv-staging-mib", "that host memory, page-locked; bounds the longest prompt transferred", 4096, minimum=1

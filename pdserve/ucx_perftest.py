@@ -67,13 +67,16 @@ class Perftest:
         timeout_s: float,
         core: int | None = None,
         survivable: bool = False,
+        memory: str = "host",
     ) -> PerftestResult:
         """Sends ``count`` messages of ``size`` bytes to a waiting ``server``. Raises BenchError.
 
         ``survivable``: over endpoints that outlive their peer, as pdserve's do. UCX has fewer transports for those.
+        ``memory``: ``host`` or ``cuda``, on both sides.
         """
         argv = [str(self.binary), "-p", str(port), *_pinned(core), "-t", kind.value]
-        argv += ["-s", str(size), "-n", str(count), "-f", "-v", *(["-e"] if survivable else []), host]
+        argv += ["-s", str(size), "-n", str(count), "-m", memory, "-f", "-v"]
+        argv += [*(["-e"] if survivable else []), host]
         try:
             done = subprocess.run(
                 argv,
@@ -99,6 +102,7 @@ class Perftest:
         timeout_s: float,
         cores: tuple[int, int] | None = None,
         survivable: bool = False,
+        memory: str = "host",
     ) -> PerftestResult:
         """Both ends on this machine, each on its core of ``cores`` (server, client). Raises BenchError."""
         server_core, client_core = cores or (None, None)
@@ -118,6 +122,7 @@ class Perftest:
                 timeout_s=left,
                 core=client_core,
                 survivable=survivable,
+                memory=memory,
             )
         finally:
             server.kill()

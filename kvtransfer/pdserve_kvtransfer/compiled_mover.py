@@ -11,6 +11,7 @@ from typing import Any
 
 from pdserve.compiled_library import BuildError, Recipe, built_library
 from pdserve.errors import PeerLost
+from pdserve_kvtransfer.memory import DeviceMemory, Memory
 from pdserve_kvtransfer.transport import DISCARD, Arrival, Moved
 from pdserve_kvtransfer.ucx_library import load_ucxx
 
@@ -65,7 +66,7 @@ class MoverLibrary:
         except (ImportError, OSError, AttributeError) as exc:
             raise BuildError(f"the compiled UCX calls cannot be loaded: {exc}") from exc
 
-    def mover(self, worker: Any, memory: memoryview) -> CompiledMover:
+    def mover(self, worker: Any, memory: Memory) -> CompiledMover:
         return CompiledMover(self, worker, memory)
 
 
@@ -92,13 +93,13 @@ def _function(library: ctypes.CDLL, name: str, arguments: list[Any], result: Any
 class CompiledMover:
     """Satisfies ``mover.Mover``."""
 
-    def __init__(self, library: MoverLibrary, worker: Any, memory: memoryview) -> None:
+    def __init__(self, library: MoverLibrary, worker: Any, memory: Memory) -> None:
         self._library = library
-        # Holds the memory for as long as UCX may use it.
-        self._memory = (ctypes.c_char * len(memory)).from_buffer(memory)
+        # Holds it for as long as UCX may use it.
+        self._memory = memory if isinstance(memory, DeviceMemory) else _exported(memory)
         self._board = _Board()
         board = ctypes.addressof(self._board)
-        self._handle = library.open(worker.handle, ctypes.addressof(self._memory), len(memory), board)
+        self._handle = library.open(worker.handle, _address(self._memory), memory.nbytes, board)
         self._sent, self._landed, self._arrived = self._board.sent, self._board.landed, self._board.arrived
         self._places, self._labels = _Numbers(), _Numbers()
 
@@ -109,7 +110,7 @@ class CompiledMover:
             self._places[:count] = list(places[start : start + count])
             self._labels[:count] = list(labels[start : start + count])
             if self._library.send(self._handle, to, count, self._places, length, self._labels):
-                raise ValueError(f"some of these messages of {length} bytes are outside of {len(self._memory)}")
+                raise ValueError(f"some of these messages of {length} bytes are outside of the memory")
         self._check()
 
     def progress(self) -> bool:
@@ -135,7 +136,7 @@ class CompiledMover:
     def receive(self, places: Sequence[int]) -> None:
         self._places[: len(places)] = [_NOWHERE if place == DISCARD else place for place in places]
         if self._library.receive(self._handle, self._places):
-            raise ValueError(f"a message was to land outside of {len(self._memory)} bytes")
+            raise ValueError("a message was to land outside of the memory")
         self._check()
 
     def settled(self) -> bool:
@@ -152,6 +153,14 @@ class CompiledMover:
     def free(self) -> None:
         handle, self._handle = self._handle, None
         self._library.free(handle)
+
+
+def _exported(memory: memoryview) -> ctypes.Array[ctypes.c_char]:
+    return (ctypes.c_char * memory.nbytes).from_buffer(memory)
+
+
+def _address(memory: DeviceMemory | ctypes.Array[ctypes.c_char]) -> int:
+    return memory.address if isinstance(memory, DeviceMemory) else ctypes.addressof(memory)
 
 
 def _taken(batch: _Batch) -> Sequence[Moved]:

@@ -92,6 +92,9 @@ class DecodePeer:
             log.warning("transfer %s was asked for twice", request.transfer_id)
             return
         station = self._station
+        if request.digests and not station.region.readable:
+            self._send(Failed(request.transfer_id, "KV blocks of a GPU's memory have no checksums: --kv-checksums off"))
+            return
         session = PushSession(
             request, self.link.number, station.spec.block_size, self._pieces, now, station.heartbeat_s
         )

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from pdserve.errors import PeerLost, TransferError
 from pdserve.wire.ids import new_id
+from pdserve_kvtransfer.memory import DeviceMemory, Memory
 from pdserve_kvtransfer.transport import DISCARD, Arrival, Moved
 
 
@@ -185,7 +186,9 @@ class InprocTransport:
         self._fabric = fabric
         self.links: list[InprocLink] = []
 
-    def open_link(self, memory: memoryview) -> InprocLink:
+    def open_link(self, memory: Memory) -> InprocLink:
+        if isinstance(memory, DeviceMemory):
+            raise TransferError("copies within a process are of host memory")
         link = InprocLink(self._fabric, memory)
         self.links.append(link)
         return link

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeAlias
 
+from pdserve_kvtransfer.memory import Memory
 from pdserve_kvtransfer.transport import Arrival, Moved
 
 
@@ -36,5 +37,5 @@ class Mover(Protocol):
         """After ``end``, and after the worker is destroyed if it is."""
 
 
-MakeMover: TypeAlias = Callable[[Any, memoryview], Mover]
-"""``(worker, memory)``."""
+MakeMover: TypeAlias = Callable[[Any, Memory], Mover]
+"""``(worker, memory)``; raises TransferError if it cannot reach that kind of memory."""

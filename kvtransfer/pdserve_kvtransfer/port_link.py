@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from pdserve.wire.rank_transfer import LinkBroken, LinkClosed, LinkOpened, RankReport
+from pdserve_kvtransfer.memory import Memory
 from pdserve_kvtransfer.transport import Link, Transport
 
 
 class PortLink:
     """Open from the start, broken at most once, closed at the end; the port's driver empties ``reports``."""
 
-    def __init__(self, number: int, transport: Transport, memory: memoryview) -> None:
+    def __init__(self, number: int, transport: Transport, memory: Memory) -> None:
         """Raises TransferError if the transport cannot open a link."""
         self.number = number
         self.reports: list[RankReport] = []

@@ -201,7 +201,7 @@ class ReceivePort:
             del self._landings[expect.tag]
 
     def _digest(self, piece: Moved) -> int:
-        return digest(self._region.memory[piece.place : piece.place + piece.length], piece.label)
+        return digest(self._region.bytes_at(piece.place, piece.length), piece.label)
 
     def moving(self) -> bool:
         return bool(self._in_flight)

@@ -2,27 +2,41 @@
 
 from __future__ import annotations
 
+from pdserve_kvtransfer.memory import DeviceMemory, Memory
+
 
 class KvRegion:
-    """``num_blocks`` blocks of ``block_bytes`` bytes each, back to back in writable host memory.
+    """``num_blocks`` blocks of ``block_bytes`` bytes each, back to back in writable memory.
 
-    Raises ValueError if ``buffer`` is not writable contiguous bytes, or not a whole number of blocks.
+    Raises ValueError if ``memory`` is not writable contiguous bytes, or not a whole number of blocks.
     """
 
-    def __init__(self, buffer: memoryview, block_bytes: int) -> None:
-        if buffer.readonly or not buffer.c_contiguous or buffer.format != "B" or buffer.ndim != 1:
+    def __init__(self, memory: Memory, block_bytes: int) -> None:
+        if isinstance(memory, memoryview) and (
+            memory.readonly or not memory.c_contiguous or memory.format != "B" or memory.ndim != 1
+        ):
             raise ValueError("a KV region is one writable, contiguous run of unsigned bytes")
-        if block_bytes < 1 or buffer.nbytes == 0 or buffer.nbytes % block_bytes:
-            raise ValueError(f"{buffer.nbytes} bytes are not a whole number of blocks of {block_bytes}")
-        self.memory = buffer
+        if block_bytes < 1 or memory.nbytes == 0 or memory.nbytes % block_bytes:
+            raise ValueError(f"{memory.nbytes} bytes are not a whole number of blocks of {block_bytes}")
+        self.memory = memory
         self.block_bytes = block_bytes
-        self.num_blocks = buffer.nbytes // block_bytes
+        self.num_blocks = memory.nbytes // block_bytes
+
+    @property
+    def readable(self) -> bool:
+        """Whether blocks can be checked."""
+        return not isinstance(self.memory, DeviceMemory)
+
+    def bytes_at(self, place: int, length: int) -> memoryview:
+        """Not a copy. Raises ValueError if the memory is a device's."""
+        if isinstance(self.memory, DeviceMemory):
+            raise ValueError("the memory of a device cannot be read")
+        return self.memory[place : place + length]
 
     def block(self, block_id: int) -> memoryview:
         """The memory of one block, not a copy. Raises ValueError if there is no such block."""
         self.check(block_id)
-        start = block_id * self.block_bytes
-        return self.memory[start : start + self.block_bytes]
+        return self.bytes_at(block_id * self.block_bytes, self.block_bytes)
 
     def place(self, block_id: int, first: int) -> int:
         """Where byte ``first`` of a block is, counted from the start of ``memory``; unchecked."""

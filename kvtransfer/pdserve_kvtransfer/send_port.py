@@ -113,9 +113,8 @@ class SendPort:
         self._port.link.send(places, length, labels, to)
         self._in_flight += len(places)
         if command.digests:
-            memory = region.memory
             pieces = zip(places, labels, strict=True)
-            order.digests[to] += [digest(memory[place : place + length], label) for place, label in pieces]
+            order.digests[to] += [digest(region.bytes_at(place, length), label) for place, label in pieces]
 
     def _announce(self, order: _Order) -> None:
         command = order.command

@@ -11,6 +11,8 @@ from typing import Protocol
 
 import msgspec
 
+from pdserve_kvtransfer.memory import Memory
+
 MAX_MESSAGE_BYTES = 256 * 2**20
 """Larger arrivals are not even read: no engine has blocks of this size."""
 
@@ -90,11 +92,8 @@ class Link(Protocol):
 class Transport(Protocol):
     """Makes links."""
 
-    def open_link(self, memory: memoryview) -> Link:
-        """A link for this memory, which is writable, one run of bytes, and touched by nothing else of the transport.
-
-        Raises TransferError.
-        """
+    def open_link(self, memory: Memory) -> Link:
+        """A link for this memory. Raises TransferError, also if it cannot reach that kind of memory."""
 
     def close(self) -> None:
         """After its links."""

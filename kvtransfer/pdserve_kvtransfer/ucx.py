@@ -15,6 +15,7 @@ from typing import Any
 
 from pdserve.config import TransferConfig
 from pdserve.errors import TransferError
+from pdserve_kvtransfer.memory import Memory
 from pdserve_kvtransfer.mover import MakeMover
 from pdserve_kvtransfer.ucx_lanes import Lane, lanes_of, parse_resources
 from pdserve_kvtransfer.ucx_library import load_ucxx
@@ -46,7 +47,7 @@ def ucx_version() -> str:
 class UcxLink:
     """Satisfies ``transport.Link``."""
 
-    def __init__(self, ucx: Any, context: Any, memory: memoryview, make_mover: MakeMover) -> None:
+    def __init__(self, ucx: Any, context: Any, memory: Memory, make_mover: MakeMover) -> None:
         self._ucx = ucx
         self._endpoints: list[Any] = []
         try:
@@ -144,7 +145,7 @@ class UcxTransport:
         """Every transport and device that links may use."""
         return parse_resources(self._context.info)
 
-    def open_link(self, memory: memoryview) -> UcxLink:
+    def open_link(self, memory: Memory) -> UcxLink:
         return UcxLink(self._ucx, self._context, memory, self._make_mover)
 
     def close(self) -> None:

@@ -6,8 +6,9 @@ import ctypes
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from pdserve.errors import PeerLost
+from pdserve.errors import PeerLost, TransferError
 from pdserve_kvtransfer.in_flight import InFlight
+from pdserve_kvtransfer.memory import DeviceMemory, Memory
 from pdserve_kvtransfer.transport import DISCARD, Arrival, Moved
 from pdserve_kvtransfer.ucx_library import load_ucxx
 
@@ -40,7 +41,9 @@ class _Operation:
 class UcxxMover:
     """Satisfies ``mover.Mover``."""
 
-    def __init__(self, worker: Any, memory: memoryview) -> None:
+    def __init__(self, worker: Any, memory: Memory) -> None:
+        if isinstance(memory, DeviceMemory):
+            raise TransferError("a GPU's memory is reached by compiled calls only")
         ucx = load_ucxx()
         from ucxx._lib.arr import Array
 

@@ -127,7 +127,8 @@ def overlaps(config: EngineConfig, device: torch.device) -> bool:
 
     What a transfer brings through host memory is copied to the cache behind all steps that were launched before.
     """
-    staged = device.type == "cuda" or config.transfer.staging is KvStaging.ON
+    staging = config.transfer.staging
+    staged = staging is KvStaging.ON or (staging is KvStaging.AUTO and device.type == "cuda")
     alone = config.parallel.tp == 1 and (config.role is Role.MIXED or (config.role is Role.DECODE and staged))
     match config.scheduler.overlap:
         case Overlap.AUTO:

@@ -13,7 +13,6 @@ from pdserve.models.backend import Backend, choose_device, open_backend
 from pdserve.models.decoder_config import DecoderConfig
 from pdserve.models.runner import ModelRunner
 from pdserve.models.tensor_parallel import TpGroup
-from pdserve.wire.discovery import Role
 
 
 def load_runner(
@@ -36,7 +35,7 @@ def load_runner(
 
 def rank_device(config: EngineConfig, rank: int) -> torch.device:
     """What a rank of this node computes on. Raises ConfigError if that is not there, or cannot be used so."""
-    return choose_device(config.model.device, config.role is not Role.MIXED, rank, config.parallel.tp)
+    return choose_device(config.model.device, rank, config.parallel.tp)
 
 
 def rank_backend(config: EngineConfig, device: torch.device) -> Backend:

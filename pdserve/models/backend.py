@@ -40,28 +40,21 @@ def open_backend(device: torch.device, cpu_kernels: Callable[[], Kernels]) -> Ba
     return Backend(device, kernels, kernels)
 
 
-def choose_device(asked: Device, transfers: bool, rank: int = 0, ranks: int = 1) -> torch.device:
+def choose_device(asked: Device, rank: int = 0, ranks: int = 1) -> torch.device:
     """What rank ``rank`` of ``ranks`` computes on: GPU number ``rank`` of those that torch sees, or the CPU.
 
-    ``transfers`` says that the KV cache on it is sent or received. Raises ConfigError if what was asked for is not
-    there or cannot be used so.
+    Raises ConfigError if what was asked for is not there.
     """
     found = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    split = transfers and ranks > 1
     own = torch.device("cuda", rank)
     match asked:
         case Device.CPU:
             return CPU
         case Device.AUTO:
-            return own if found >= ranks and not split else CPU
+            return own if found >= ranks else CPU
         case Device.CUDA:
             if not found:
                 raise ConfigError("--device cuda: torch finds no CUDA device here")
             if found < ranks:
                 raise ConfigError(f"--tp {ranks} --device cuda needs {ranks} GPUs, one a rank; torch finds {found}")
-            if split:
-                raise ConfigError(
-                    "--device cuda: the KV cache of several ranks on GPUs cannot be transferred yet; mixed nodes can"
-                    " have several, prefill and decode nodes one"
-                )
             return own

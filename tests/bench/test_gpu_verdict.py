@@ -25,30 +25,39 @@ def report(attention: float, one: float, many: float, prefill: float, model: str
     return Report("engine", this_machine("an H200"), {}, (), tuple(rows))
 
 
+def transfer_report(share: float) -> Report:
+    figures = (Figure("engine : ucx_perftest", share, Unit.RATIO, Better.HIGHER),)
+    rows = tuple(Row("transfer", {"block": f"{kib} KiB", "checksums": "off"}, figures) for kib in (360, 2048))
+    return Report("transfer", this_machine("an H200"), {}, (), rows)
+
+
 @pytest.mark.parametrize(
     ("values", "met"),
     [
-        ((0.8, 1.3, 1.3, 0.5), [True, True, True, True]),
-        ((0.79, 1.31, 1.0, 0.6), [False, False, True, True]),
-        ((0.9, 1.0, 1.31, 0.49), [True, True, False, False]),
+        ((0.8, 1.3, 1.3, 0.5, 0.8), [True, True, True, True, True]),
+        ((0.79, 1.31, 1.0, 0.6, 0.79), [False, False, True, True, False]),
+        ((0.9, 1.0, 1.31, 0.49, 0.9), [True, True, False, False, True]),
     ],
 )
 def test_each_target_is_judged(
-    values: tuple[float, float, float, float],
+    values: tuple[float, float, float, float, float],
     met: list[bool],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    path = tmp_path / "engine.json"
-    path.write_bytes(to_json(report(*values)))
-    monkeypatch.setattr("sys.argv", ["verdict", str(path)])
+    engine, transfer = tmp_path / "engine.json", tmp_path / "transfer.json"
+    engine.write_bytes(to_json(report(*values[:4])))
+    transfer.write_bytes(to_json(transfer_report(values[4])))
+    monkeypatch.setattr("sys.argv", ["verdict", str(engine), str(transfer)])
     assert verdict.main() == (0 if all(met) else 1)
     lines = capsys.readouterr().out.splitlines()
     assert [line.startswith("met") for line in lines] == met
 
 
-def test_what_was_not_measured_is_missed() -> None:
+def test_what_was_not_measured_is_missed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lines = verdict.judged(report(1.0, 1.0, 1.0, 1.0, model="135M-shaped"))
-    assert [met for _, met in lines] == [False] * 4
+    assert [met for _, met in lines] == [False] * 5
     assert all("not measured" in line for line, _ in lines)
+    monkeypatch.setattr("sys.argv", ["verdict", str(tmp_path / "there is none")])
+    assert verdict.main() == 1

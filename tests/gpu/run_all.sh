@@ -72,6 +72,12 @@ MODEL
 timeout 270 "$PYTHON" -m pdserve bench engine --model "$model" --served-name 135M-shaped --device cuda \
     --batches 1,64 --contexts 1024 --chunks 512 --seconds 0.5 --copy-mib 4096 --json "$OUT/engine.json" || failed=1
 
+# From one process's GPU memory to another's, at the size of an 8B model's blocks of 16 tokens.
+if [ -z "$nodes" ]; then
+    timeout 120 "$PYTHON" -m pdserve bench transfer --memory cuda --block-kib 360,2048 --fetch-mib 512 --decode-s 0 \
+        --model "$model" --json "$OUT/transfer.json" || failed=1
+fi
+
 echo "== verdict"
-"$PYTHON" -m tests.gpu.verdict "$OUT/engine.json" || failed=1
+"$PYTHON" -m tests.gpu.verdict "$OUT/engine.json" "$OUT/transfer.json" || failed=1
 exit $failed

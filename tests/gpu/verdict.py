@@ -1,6 +1,6 @@
-"""What ``pdserve bench engine --json FILE`` found on a GPU, beside what it is to reach.
+"""What ``pdserve bench engine`` and ``pdserve bench transfer`` found on a GPU, beside what it is to reach.
 
-``python -m tests.gpu.verdict FILE``: exit status 1 if a target is missed, or was not measured.
+``python -m tests.gpu.verdict FILE…``, of their reports: exit status 1 if a target is missed, or was not measured.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ TARGETS = (
     Target(
         "decode attention, share of the copy bandwidth",
         "decode step",
-        {"batch": 64, "context": 1024},
+        {"model": MODEL, "batch": 64, "context": 1024},
         "KV read : copy",
         0.8,
         Better.HIGHER,
@@ -42,7 +42,7 @@ TARGETS = (
     Target(
         "decode step of 1, times (weights + KV) / bandwidth",
         "decode step",
-        {"batch": 1},
+        {"model": MODEL, "batch": 1},
         "step : least",
         1.3,
         Better.LOWER,
@@ -50,7 +50,7 @@ TARGETS = (
     Target(
         "decode step of 64, times (weights + KV) / bandwidth",
         "decode step",
-        {"batch": 64},
+        {"model": MODEL, "batch": 64},
         "step : least",
         1.3,
         Better.LOWER,
@@ -58,20 +58,28 @@ TARGETS = (
     Target(
         "prefill of 8192 tokens, share of the product rate",
         "prefill step",
-        {"chunk": 8192},
+        {"model": MODEL, "chunk": 8192},
         "rate : matrix product",
         0.5,
+        Better.HIGHER,
+    ),
+    Target(
+        "KV blocks from GPU memory to GPU memory, share of ucx_perftest's rate",
+        "transfer",
+        {"block": "2048 KiB", "checksums": "off"},
+        "engine : ucx_perftest",
+        0.8,
         Better.HIGHER,
     ),
 )
 
 
-def judged(report: Report) -> list[tuple[str, bool]]:
+def judged(*reports: Report) -> list[tuple[str, bool]]:
     """A line for each target, and whether it was met."""
     lines = []
     for target in TARGETS:
-        wanted = {"model": MODEL, **target.at}.items()
-        found = [row.figure(target.figure).value for row in report.rows_of(target.what) if wanted <= row.at.items()]
+        rows = [row for report in reports for row in report.rows_of(target.what)]
+        found = [row.figure(target.figure).value for row in rows if target.at.items() <= row.at.items()]
         sign = "≥" if target.better is Better.HIGHER else "≤"
         measured = f"{found[0]:.2f}" if found else "not measured"
         met = bool(found) and target.met(found[0])
@@ -80,7 +88,7 @@ def judged(report: Report) -> list[tuple[str, bool]]:
 
 
 def main() -> int:
-    lines = judged(read_report(Path(sys.argv[1])))
+    lines = judged(*(read_report(Path(path)) for path in sys.argv[1:] if Path(path).is_file()))
     for line, _ in lines:
         print(line)
     return 0 if all(met for _, met in lines) else 1

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from pdserve.errors import PeerLost
+from pdserve_kvtransfer.memory import Memory
 from pdserve_kvtransfer.transport import Arrival, Link, Moved, Transport
 
 
@@ -54,7 +55,8 @@ class FaultyTransport:
     inner: Transport
     injector: Injector
 
-    def open_link(self, memory: memoryview) -> Link:
+    def open_link(self, memory: Memory) -> Link:
+        assert isinstance(memory, memoryview)
         return FaultyLink(self.inner.open_link(memory), memory, self.injector)
 
     def close(self) -> None:

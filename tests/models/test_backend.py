@@ -27,26 +27,24 @@ def machine(monkeypatch: pytest.MonkeyPatch, gpus: int) -> list[torch.device]:
 
 
 @pytest.mark.parametrize(
-    ("asked", "gpus", "transfers", "rank", "ranks", "wanted"),
+    ("asked", "gpus", "rank", "ranks", "wanted"),
     [
-        (Device.AUTO, 1, False, 0, 1, "cuda:0"),
-        (Device.AUTO, 1, True, 0, 1, "cuda:0"),
-        (Device.AUTO, 2, True, 0, 2, "cpu"),
-        (Device.AUTO, 0, False, 0, 1, "cpu"),
-        (Device.CPU, 1, False, 0, 1, "cpu"),
-        (Device.CUDA, 1, False, 0, 1, "cuda:0"),
-        (Device.AUTO, 4, False, 3, 4, "cuda:3"),
-        (Device.CUDA, 4, False, 1, 2, "cuda:1"),
+        (Device.AUTO, 1, 0, 1, "cuda:0"),
+        (Device.AUTO, 0, 0, 1, "cpu"),
+        (Device.CPU, 1, 0, 1, "cpu"),
+        (Device.CUDA, 1, 0, 1, "cuda:0"),
+        (Device.AUTO, 4, 3, 4, "cuda:3"),
+        (Device.CUDA, 4, 1, 2, "cuda:1"),
         # Ranks of one node all compute on the same kind of device.
-        (Device.AUTO, 1, False, 0, 2, "cpu"),
-        (Device.AUTO, 1, False, 1, 2, "cpu"),
+        (Device.AUTO, 1, 0, 2, "cpu"),
+        (Device.AUTO, 1, 1, 2, "cpu"),
     ],
 )
 def test_device_and_kernels(
-    monkeypatch: pytest.MonkeyPatch, asked: Device, gpus: int, transfers: bool, rank: int, ranks: int, wanted: str
+    monkeypatch: pytest.MonkeyPatch, asked: Device, gpus: int, rank: int, ranks: int, wanted: str
 ) -> None:
     current = machine(monkeypatch, gpus)
-    device = choose_device(asked, transfers, rank, ranks)
+    device = choose_device(asked, rank, ranks)
     assert str(device) == wanted
     backend = open_backend(device, TorchKernels)
     assert backend.device == device
@@ -60,19 +58,16 @@ def test_device_and_kernels(
 
 
 @pytest.mark.parametrize(
-    ("gpus", "transfers", "ranks", "why"),
+    ("gpus", "ranks", "why"),
     [
-        (0, False, 1, "no CUDA device"),
-        (2, True, 2, "of several ranks on GPUs cannot be transferred yet"),
-        (2, False, 4, "--tp 4 --device cuda needs 4 GPUs, one a rank; torch finds 2"),
+        (0, 1, "no CUDA device"),
+        (2, 4, "--tp 4 --device cuda needs 4 GPUs, one a rank; torch finds 2"),
     ],
 )
-def test_a_gpu_that_cannot_be_used_is_refused(
-    monkeypatch: pytest.MonkeyPatch, gpus: int, transfers: bool, ranks: int, why: str
-) -> None:
+def test_a_gpu_that_cannot_be_used_is_refused(monkeypatch: pytest.MonkeyPatch, gpus: int, ranks: int, why: str) -> None:
     machine(monkeypatch, gpus)
     with pytest.raises(ConfigError, match=why):
-        choose_device(Device.CUDA, transfers, 0, ranks)
+        choose_device(Device.CUDA, 0, ranks)
 
 
 @pytest.mark.parametrize(

@@ -96,7 +96,7 @@ def open_subject(
     config = read_decoder_config(folder)
     if steps.longest > config.max_positions:
         raise ConfigError(f"{name} knows {config.max_positions} positions; {steps.longest} were asked for")
-    backend = open_backend(choose_device(model.device, transfers=False), cpu_kernels)
+    backend = open_backend(choose_device(model.device), cpu_kernels)
     runner = ModelRunner(
         folder,
         config,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from pdserve.bench.transfer.moves import moves
 from pdserve.bench.transfer.prefill_process import PrefillProcess, prefill_process
 from pdserve.bench.transfer.rows import Yardsticks, checksum_row, copy_row, decode_row, overhead_row, transfer_rows
 from pdserve.bench.transfer.yardsticks import copy_bytes_per_s, nixl_rates, perftest_bytes_per_s
-from pdserve.bench_config import BenchTransferConfig
+from pdserve.bench_config import BenchTransferConfig, CacheMemory
 from pdserve.engine.kernel_set import cpu_kernels
 from pdserve.models.demo import served_name
 from pdserve.settings import to_environ
@@ -52,7 +52,9 @@ def run(
     Raises BenchError, TransferError or ModelError.
     """
     bench = config.bench
-    setup = TransferSetup(config.transfer, secrets.token_bytes(32), str(cache_dir))
+    on_gpu = bench.memory is CacheMemory.CUDA
+    device = "cuda" if on_gpu else "cpu"
+    setup = TransferSetup(config.transfer, secrets.token_bytes(32), str(cache_dir), device)
     copied = copy_bytes_per_s(_COPY_MIB)
     nixl = nixl_rates(bench.nixl_command, environ) if bench.nixl_command else {}
     rows: list[Row] = []
@@ -63,13 +65,16 @@ def run(
             blocks = min(max(bench.fetch_mib * _MIB // size, _LEAST_BLOCKS), _MOST_BLOCKS)
             moved = moves(prefill, CacheShape(size, blocks), blocks, setup, bench.repeats)
             yardsticks = Yardsticks(
-                perftest_bytes_per_s(config.transfer, environ, size, cores, survivable=True),
-                perftest_bytes_per_s(config.transfer, environ, size, cores, survivable=False),
+                perftest_bytes_per_s(config.transfer, environ, size, cores, survivable=True, memory=bench.memory),
+                perftest_bytes_per_s(config.transfer, environ, size, cores, survivable=False, memory=bench.memory),
                 nixl.get(size),
                 copied,
             )
             rows += transfer_rows(moved, yardsticks)
-            rows.append(checksum_row(moved, BLOCK_TOKENS / bench.prefill_tokens_per_s))
+            if not on_gpu:
+                rows.append(checksum_row(moved, BLOCK_TOKENS / bench.prefill_tokens_per_s))
+        if on_gpu:
+            return _report(config, rows)
         _say("blocks of 64 bytes")
         tiny = CacheShape(_TINY_BYTES, _TINY_BLOCKS)
         rows.append(overhead_row(moves(prefill, tiny, _TINY_BLOCKS, setup, bench.repeats)))
@@ -77,7 +82,11 @@ def run(
             subject = _subject(config, folder, cache_dir)
             rows += _decode_rows(config, subject, prefill, setup)
     rows.append(copy_row(copied))
-    missing = () if bench.nixl_command else ("no --nixl-command was given: NIXL was not measured",)
+    return _report(config, rows)
+
+
+def _report(config: BenchTransferConfig, rows: Sequence[Row]) -> Report:
+    missing = () if config.bench.nixl_command else ("no --nixl-command was given: NIXL was not measured",)
     return Report("transfer", this_machine(chip_name()), to_environ(config), (*NOTES, *missing), tuple(rows))
 
 

@@ -5,19 +5,17 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import torch
 
 from pdserve.bench.transfer.messages import TransferSetup
+from pdserve.engine.kv_connector.device_memory import transport_for
 from pdserve.engine.kv_connector.memory import region_of
 from pdserve.wire.discovery import Role
 from pdserve.wire.transfer import PROTOCOL_VERSION, EngineSpec
 from pdserve_kernels.layout import KvLayout
-from pdserve_kvtransfer.mover_choice import chosen_mover
 from pdserve_kvtransfer.thread import TransferThread
-from pdserve_kvtransfer.ucx import configured_ucx
 
 BLOCK_TOKENS = 16
 _TILES = 2 * BLOCK_TOKENS * torch.bfloat16.itemsize
@@ -31,10 +29,10 @@ class CacheShape:
     block_bytes: int
     blocks: int
 
-    def allocate(self) -> torch.Tensor:
+    def allocate(self, device: torch.device) -> torch.Tensor:
         """A cache in the engine's layout, every page of it written once."""
         layout = KvLayout(1, 1, BLOCK_TOKENS, self.block_bytes // _TILES, torch.bfloat16)
-        return layout.allocate(self.blocks, torch.device("cpu")).fill_(0.5)
+        return layout.allocate(self.blocks, device).fill_(0.5)
 
     @property
     def spec(self) -> EngineSpec:
@@ -58,8 +56,8 @@ class BenchEngine:
         self, role: Role, boot_id: bytes, shape: CacheShape, setup: TransferSetup, wake: Callable[[], None]
     ) -> None:
         self.boot_id = boot_id
-        self.cache = shape.allocate()
-        mover = chosen_mover(setup.config.ucx_calls, Path(setup.cache_dir))
+        device = torch.device(setup.device)
+        self.cache = shape.allocate(device)
         self.thread = TransferThread(
             role=role,
             boot_id=boot_id,
@@ -68,7 +66,7 @@ class BenchEngine:
             region=region_of(self.cache),
             config=setup.config,
             wake=wake,
-            transport=partial(configured_ucx, setup.config, mover),
+            transport=transport_for(setup.config, Path(setup.cache_dir), device),
         )
         self.control = self.thread.start()
 

@@ -14,6 +14,8 @@ class TransferSetup(msgspec.Struct, frozen=True):
     secret: bytes
     cache_dir: str
     """For compiled code."""
+    device: str = "cpu"
+    """Whose memory the caches are in, as torch names it."""
 
 
 class Assignment(msgspec.Struct, frozen=True):

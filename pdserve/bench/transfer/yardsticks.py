@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
+from pdserve.bench_config import CacheMemory
 from pdserve.config import TransferConfig
 from pdserve.errors import BenchError
 from pdserve.ucx_perftest import PerftestKind, find_perftest
@@ -37,7 +38,13 @@ class NixlRate:
 
 
 def perftest_bytes_per_s(
-    config: TransferConfig, environ: Mapping[str, str], size: int, cores: tuple[int, int], *, survivable: bool
+    config: TransferConfig,
+    environ: Mapping[str, str],
+    size: int,
+    cores: tuple[int, int],
+    *,
+    survivable: bool,
+    memory: CacheMemory = CacheMemory.HOST,
 ) -> float:
     """Of ``ucx_perftest tag_bw`` under the transfer's own settings; ``cores`` are the receiver's and the sender's.
 
@@ -63,6 +70,7 @@ def perftest_bytes_per_s(
         timeout_s=_LIMIT_S,
         cores=cores,
         survivable=survivable,
+        memory=memory.value,
     )
     return result.bytes_per_s
 

@@ -16,6 +16,7 @@ from pdserve.engine.disaggregation.prefill_rate import PrefillRate
 from pdserve.engine.followers import Followers
 from pdserve.engine.kv_connector.block_mover import BlockMover, block_copies
 from pdserve.engine.kv_connector.contract import KvConnector
+from pdserve.engine.kv_connector.device_memory import DevicePushes, transport_for
 from pdserve.engine.kv_connector.fetching import Fetching
 from pdserve.engine.kv_connector.memory import region_of
 from pdserve.engine.kv_connector.no_transfer import NoTransfer
@@ -26,12 +27,11 @@ from pdserve.engine.kv_connector.staged_fetches import StagedFetches
 from pdserve.engine.kv_connector.staged_pushes import Sending, StagedPushes
 from pdserve.engine.kv_connector.staging_memory import staging_memory
 from pdserve.engine.kv_connector.staging_slots import StagingSlots
+from pdserve.engine.kv_connector.transfers import Pushes
 from pdserve.wire.discovery import Role
 from pdserve.wire.ids import TransferId
 from pdserve.wire.transfer import EngineSpec
-from pdserve_kvtransfer.mover_choice import chosen_mover
 from pdserve_kvtransfer.thread import TransferThread
-from pdserve_kvtransfer.ucx import configured_ucx
 
 
 def open_connector(
@@ -55,22 +55,24 @@ def open_connector(
     if config.role is Role.MIXED:
         return NoTransfer(blocks), ""
     memory = staging_memory(config, kv_cache)
-    mover = chosen_mover(config.transfer.ucx_calls, Path(config.cache_dir))
+    moved = kv_cache if memory is None else memory
     thread = TransferThread(
         role=config.role,
         boot_id=config.boot_id,
         secret=config.secret,
         spec=spec,
-        region=region_of(kv_cache if memory is None else memory),
+        region=region_of(moved),
         config=config.transfer,
         ranks=() if followers is None else followers.transfer_addresses,
         wake=wake,
-        transport=partial(configured_ucx, config.transfer, mover),
+        transport=transport_for(config.transfer, Path(config.cache_dir), moved.device),
     )
     control = thread.start()
     copying = None if memory is None else _Copying(kv_cache, memory, wake, followers)
     if config.role is Role.PREFILL:
-        pushes = thread if copying is None else copying.pushes(thread, spec.block_size)
+        pushes: Pushes = thread if copying is None else copying.pushes(thread, spec.block_size)
+        if moved.device.type == "cuda":
+            pushes = DevicePushes(pushes, partial(torch.cuda.synchronize, moved.device))
         schedule = PushSchedule(config.transfer.overlap)
         return Pushing(blocks, pushes, misfit, config.scheduler.max_waiting, schedule, rate), control
     fetches = thread if copying is None else copying.fetches(thread)

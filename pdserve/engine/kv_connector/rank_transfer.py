@@ -6,7 +6,6 @@ import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -14,15 +13,14 @@ import torch
 from pdserve.config import RankLaunch
 from pdserve.engine.kv_connector.block_mover import BlockMover, block_copies
 from pdserve.engine.kv_connector.contract import CLOSE_TIMEOUT_S
+from pdserve.engine.kv_connector.device_memory import transport_for
 from pdserve.engine.kv_connector.memory import region_of
 from pdserve.engine.kv_connector.staging_memory import staging_memory
 from pdserve.errors import EngineError
 from pdserve.models.rank_board import RankBoard
 from pdserve.wire.discovery import Role
 from pdserve.wire.rank import Download, Upload
-from pdserve_kvtransfer.mover_choice import chosen_mover
 from pdserve_kvtransfer.rank_thread import RankThread
-from pdserve_kvtransfer.ucx import configured_ucx
 
 log = logging.getLogger(__name__)
 
@@ -69,17 +67,17 @@ def rank_transfer(
         yield NoCopies()
         return
     memory = staging_memory(config, kv_cache)
-    mover = chosen_mover(config.transfer.ucx_calls, Path(config.cache_dir))
+    moved = kv_cache if memory is None else memory
     thread = RankThread(
         role=config.role,
         address=launch.transfer_address,
         rank=launch.rank,
         ranks=config.parallel.tp,
         kv_heads=kv_heads,
-        region=region_of(kv_cache if memory is None else memory),
+        region=region_of(moved),
         config=config.transfer,
         died=_end,
-        transport=partial(configured_ucx, config.transfer, mover),
+        transport=transport_for(config.transfer, Path(config.cache_dir), moved.device),
     )
     thread.start()
     try:

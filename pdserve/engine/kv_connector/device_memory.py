@@ -1,0 +1,69 @@
+"""Transfers straight out of and into a GPU's KV cache (``--kv-staging off``)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from pdserve.config import TransferConfig, UcxCalls
+from pdserve.engine.kv_connector.transfers import Pushes
+from pdserve.wire.ids import TransferId
+from pdserve.wire.sampling import SampledToken
+from pdserve.wire.transfer import PrefillLoad
+from pdserve_kvtransfer.events import TransferEvent
+from pdserve_kvtransfer.mover_choice import chosen_mover
+from pdserve_kvtransfer.stats import TransferStats
+from pdserve_kvtransfer.transport import Transport
+from pdserve_kvtransfer.ucx import configured_ucx
+
+
+def transport_for(config: TransferConfig, cache_dir: Path, device: torch.device) -> Callable[[], Transport]:
+    """What a transfer thread that moves memory of ``device`` makes its transport with, in that thread.
+
+    Raises ConfigError if compiled calls are asked for, or needed because the memory is a GPU's, and cannot be had.
+    """
+    on_gpu = device.type == "cuda"
+    make = partial(configured_ucx, config, chosen_mover(UcxCalls.COMPILED if on_gpu else config.ucx_calls, cache_dir))
+    return partial(_with_device, device, make) if on_gpu else make
+
+
+def _with_device(device: torch.device, make: Callable[[], Transport]) -> Transport:
+    # UCX copies with the CUDA context of the thread that calls it, and a new thread has none.
+    torch.cuda.set_device(device)
+    return make()
+
+
+class DevicePushes:
+    """Satisfies ``Pushes``: before blocks leave, the kernels that write them are over.
+
+    Also on other ranks: theirs come before the sums that this one has waited for.
+    """
+
+    def __init__(self, pushes: Pushes, wait: Callable[[], None]) -> None:
+        """``wait`` returns when everything launched so far is done."""
+        self._pushes = pushes
+        self._wait = wait
+
+    def push(self, transfer_id: TransferId, first_index: int, block_ids: tuple[int, ...]) -> None:
+        self._wait()
+        self._pushes.push(transfer_id, first_index, block_ids)
+
+    def first_token(
+        self, transfer_id: TransferId, tokens: tuple[SampledToken, ...], cached_tokens: int, load: PrefillLoad
+    ) -> None:
+        self._pushes.first_token(transfer_id, tokens, cached_tokens, load)
+
+    def fail_push(self, transfer_id: TransferId, reason: str) -> None:
+        self._pushes.fail_push(transfer_id, reason)
+
+    def events(self) -> list[TransferEvent]:
+        return self._pushes.events()
+
+    def stats(self) -> TransferStats:
+        return self._pushes.stats()
+
+    def close(self, timeout_s: float) -> None:
+        self._pushes.close(timeout_s)

@@ -1,0 +1,95 @@
+"""A GPU's KV cache moved by UCX itself, as far as that shows without one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+
+from pdserve.config import EngineConfig, KvStaging, Switch, TransferConfig
+from pdserve.engine.kv_connector.device_memory import DevicePushes, transport_for
+from pdserve.engine.kv_connector.staging_memory import staging_memory
+from pdserve.engine.kv_connector.transfers import Pushes
+from pdserve.errors import ConfigError, TransferError
+from pdserve.wire.discovery import Role
+from pdserve.wire.ids import TransferId, new_id
+from pdserve.wire.sampling import SampledToken
+from pdserve.wire.transfer import UNKNOWN_LOAD, Failed, PrefillRequest
+from pdserve_kvtransfer.memory import DeviceMemory
+from pdserve_kvtransfer.region import KvRegion
+from pdserve_kvtransfer.ucxx_mover import UcxxMover
+from tests.kvtransfer.fakes import FakeDecode
+from tests.kvtransfer.rig import SAMPLING, engine
+
+TRANSFER = TransferId(new_id(), 0, new_id())
+
+
+def config(**transfer: Any) -> EngineConfig:
+    """As much of one as is looked at."""
+    return cast(EngineConfig, SimpleNamespace(transfer=TransferConfig(**transfer)))
+
+
+def gpu_cache() -> torch.Tensor:
+    """As much of one as is looked at."""
+    return cast(torch.Tensor, SimpleNamespace(device=torch.device("cuda", 0)))
+
+
+def test_without_staging_a_gpu_needs_checksums_to_be_off() -> None:
+    with pytest.raises(ConfigError, match="--kv-checksums off"):
+        staging_memory(config(staging=KvStaging.OFF), gpu_cache())
+    assert staging_memory(config(staging=KvStaging.OFF, checksums=Switch.OFF), gpu_cache()) is None
+    assert staging_memory(config(staging=KvStaging.OFF), torch.zeros(1)) is None, "host memory is reached anyway"
+
+
+def test_a_gpu_needs_compiled_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ConfigError, match="there is no g"):
+        transport_for(TransferConfig(), tmp_path, gpu_cache().device)
+    with pytest.raises(TransferError, match="compiled calls only"):
+        UcxxMover(None, DeviceMemory(4096, 64))
+
+
+def test_the_memory_of_a_gpu_is_never_read() -> None:
+    region = KvRegion(DeviceMemory(4096, 64), 16)
+    assert (region.num_blocks, region.readable) == (4, False)
+    with pytest.raises(ValueError, match="cannot be read"):
+        region.block(0)
+
+
+def test_blocks_leave_when_the_kernels_that_write_them_are_over() -> None:
+    seen: list[object] = []
+
+    class Recorder:
+        def push(self, *arguments: object) -> None:
+            seen.append(arguments)
+
+        def first_token(self, *arguments: object) -> None:
+            seen.append(arguments)
+
+    pushes = DevicePushes(cast(Pushes, Recorder()), lambda: seen.append("waited"))
+    pushes.push(TRANSFER, 3, (1, 2))
+    token = (SampledToken(1),)
+    pushes.first_token(TRANSFER, token, 0, UNKNOWN_LOAD)
+    assert seen == ["waited", (TRANSFER, 3, (1, 2)), (TRANSFER, token, 0, UNKNOWN_LOAD)]
+
+
+def test_a_decode_node_that_wants_checksums_is_told_that_there_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(KvRegion, "readable", False)
+    with engine(Role.PREFILL) as prefill, FakeDecode(prefill.address) as decode:
+        decode.greet()
+        decode.send(
+            PrefillRequest(
+                transfer_id=TransferId(new_id(), 0, decode.boot_id),
+                tag=1,
+                token_ids=[1, 2],
+                first_block=0,
+                sampling=SAMPLING,
+                deadline_s=5.0,
+                digests=True,
+            )
+        )
+        assert "--kv-checksums off" in decode.next(Failed).reason
+        assert prefill.quiet(), "the engine does not hear of it"
