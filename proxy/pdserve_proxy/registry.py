@@ -1,7 +1,8 @@
 """Which nodes are there. Sans-IO: takes discovery messages and ``now``, says what to answer.
 
 A node is dropped when it says goodbye, when ``missed_heartbeats`` intervals pass without a word from it, or when
-another process registers under its URL (it was restarted, and a port has only one owner).
+another process registers under its URL (it was restarted, and a port has only one owner). Only time in which this
+process listened counts as silence: what it missed itself (``forgive``) says nothing about a node.
 """
 
 from __future__ import annotations
@@ -30,8 +31,12 @@ class Registry:
         self._on_change = on_change
         self._watcher = watcher
         self._max_nodes = max_nodes
+        self.heartbeat_s = heartbeat_s
         self._lease_s = heartbeat_s * missed_heartbeats
         self._nodes: dict[bytes, Node] = {}
+        self._heard_s: dict[bytes, float] = {}
+        """When each node's last message came, in listening time: the clock's, less ``_deaf_s``."""
+        self._deaf_s = 0.0
         self._prefilled: frozenset[str] = frozenset()
         self._snapshot: Snapshot | None = None
 
@@ -50,15 +55,24 @@ class Registry:
                 return None
 
     def expire(self, now: float) -> tuple[Node, ...]:
-        """Drop the nodes that have missed too many heartbeats, and return them."""
-        lost = tuple(node for node in self._nodes.values() if now - node.seen_s >= self._lease_s)
+        """Drop the nodes that have missed too many heartbeats, and return them.
+
+        To be called when all messages that have come are taken.
+        """
+        silent_since = now - self._deaf_s - self._lease_s
+        lost = tuple(self._nodes[boot_id] for boot_id, heard_s in self._heard_s.items() if heard_s <= silent_since)
         for node in lost:
             self._drop(node.info.boot_id)
         return lost
 
+    def forgive(self, deaf_s: float) -> None:
+        """For so long nobody listened: every lease is longer by that. To be called before what came then is taken."""
+        self._deaf_s += deaf_s
+
     def next_expiry(self) -> float | None:
         """When ``expire`` has to be called at the latest, if no node says anything until then."""
-        return min((node.seen_s + self._lease_s for node in self._nodes.values()), default=None)
+        heard_s = min(self._heard_s.values(), default=None)
+        return None if heard_s is None else heard_s + self._deaf_s + self._lease_s
 
     def mark_unreachable(self, boot_id: bytes) -> None:
         node = self._nodes.get(boot_id)
@@ -85,17 +99,21 @@ class Registry:
             return False
         if info.role is Role.PREFILL:
             self._prefilled |= {info.fingerprint}
-        self._put(Node(info, known.load if known else Load(), NodeState.SERVING, now))
+        self._hear(Node(info, known.load if known else Load(), NodeState.SERVING, now))
         return True
 
     def _heartbeat(self, boot_id: bytes, load: Load, now: float) -> bool:
         node = self._nodes.get(boot_id)
         if node is None:
             return False
-        self._put(Node(node.info, load, NodeState.SERVING, now))
+        self._hear(Node(node.info, load, NodeState.SERVING, now))
         if self._watcher is not None:
             self._watcher.heard_from(boot_id)
         return True
+
+    def _hear(self, node: Node) -> None:
+        self._heard_s[node.info.boot_id] = node.seen_s - self._deaf_s
+        self._put(node)
 
     def _put(self, node: Node) -> None:
         self._nodes[node.info.boot_id] = node
@@ -103,6 +121,7 @@ class Registry:
 
     def _drop(self, boot_id: bytes) -> None:
         if self._nodes.pop(boot_id, None) is not None:
+            del self._heard_s[boot_id]
             self._changed()
             if self._watcher is not None:
                 self._watcher.forget(boot_id)

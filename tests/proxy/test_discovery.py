@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+import threading
 import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 
 import pytest
 import zmq
@@ -28,7 +30,8 @@ class Ear:
     """A proxy's discovery, and nothing else of it."""
 
     def __init__(self, port: int, clock: Callable[[], float], heartbeat_s: float) -> None:
-        self.registry = Registry(heartbeat_s, missed_heartbeats=3)
+        self.lost: list[bytes] = []
+        self.registry = Registry(heartbeat_s, missed_heartbeats=3, watcher=self)
         self.metrics = ProxyMetrics()
         self.discovery = Discovery(
             self.registry, self.metrics, SECRET, new_id(), host="127.0.0.1", port=port, clock=clock
@@ -38,6 +41,12 @@ class Ear:
 
     def names(self) -> list[str]:
         return [node.info.name for node in self.registry.snapshot().nodes]
+
+    def heard_from(self, boot_id: bytes) -> None:
+        pass
+
+    def forget(self, boot_id: bytes) -> None:
+        self.lost.append(boot_id)
 
     def dropped(self, reason: str) -> float:
         name = "pdserve_proxy_discovery_frames_dropped_total"
@@ -64,6 +73,34 @@ async def raw_peer(control: str) -> AsyncIterator[zmq.asyncio.Socket]:
         socket.set(zmq.LINGER, 0)
         socket.connect(control)
         yield socket
+
+
+@contextmanager
+def sending_from_a_thread(control: str, every_s: float, frames: Iterator[bytes]) -> Iterator[None]:
+    """A peer that no busy event loop of this process holds up."""
+    ended = threading.Event()
+
+    def send() -> None:
+        with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+            socket.set(zmq.LINGER, 0)
+            socket.connect(control)
+            while not ended.wait(every_s):
+                socket.send(next(frames))
+
+    thread = threading.Thread(target=send)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+def heartbeats() -> Iterator[bytes]:
+    sealer = Sealer(SECRET, Purpose.DISCOVERY, NODE.boot_id)
+    yield sealer.seal(Register(NODE))
+    while True:
+        yield sealer.seal(Heartbeat(NODE.boot_id, Load()))
 
 
 def test_a_node_registers_sends_heartbeats_and_says_goodbye() -> None:
@@ -98,6 +135,80 @@ def test_a_node_that_falls_silent_is_dropped() -> None:
             seen_s = ear.registry.snapshot().nodes[0].seen_s
             await eventually(lambda: ear.names() == [], "the expiry")
             assert time.monotonic() - seen_s >= 0.3
+
+    run_async(scenario())
+
+
+def test_heartbeats_that_wait_while_the_proxy_is_busy_keep_their_node() -> None:
+    """The event loop stands still for longer than a lease, again and again; the node sends all the time."""
+
+    async def scenario() -> None:
+        async with listening(heartbeat_s=0.05) as ear:
+            with sending_from_a_thread(ear.control, 0.01, heartbeats()):
+                await eventually(lambda: ear.names() == ["d0"], "the registration")
+                for _ in range(8):
+                    time.sleep(0.2)  # noqa: ASYNC251 (what a busy loop does)
+                    await asyncio.sleep(0)
+                assert ear.lost == []
+
+    run_async(scenario())
+
+
+def test_heartbeats_are_taken_though_the_poll_ended_before_they_came(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy loop several turns lie between the end of a poll and the line after it."""
+
+    async def too_early(socket: zmq.asyncio.Socket, timeout_ms: int | None = None) -> int:
+        await asyncio.sleep((timeout_ms or 10) / 1000)
+        return 0
+
+    async def scenario() -> None:
+        monkeypatch.setattr(zmq.asyncio.Socket, "poll", too_early)
+        async with listening(heartbeat_s=0.05) as ear:
+            with sending_from_a_thread(ear.control, 0.01, heartbeats()):
+                await eventually(lambda: ear.names() == ["d0"], "the registration")
+                first = ear.registry.snapshot().nodes[0].seen_s
+                await eventually(lambda: ear.registry.snapshot().nodes[0].seen_s > first + 0.5, "several leases")
+                assert ear.lost == []
+            await eventually(lambda: ear.names() == [], "the expiry")
+
+    run_async(scenario())
+
+
+def test_a_proxy_that_stood_still_gives_nodes_time_to_be_heard() -> None:
+    """Its clock jumps, as after a suspended virtual machine, and no heartbeat is there yet."""
+
+    class Clock:
+        now = 0.0
+        looks = 0
+
+        def __call__(self) -> float:
+            self.looks += 1
+            return self.now
+
+    async def scenario() -> None:
+        clock = Clock()
+        async with listening(clock=clock, heartbeat_s=0.05) as ear, raw_peer(ear.control) as peer:
+            await peer.send(Sealer(SECRET, Purpose.DISCOVERY, NODE.boot_id).seal(Register(NODE)))
+            await eventually(lambda: ear.names() == ["d0"], "the registration")
+            clock.now = 100.0
+            looks = clock.looks
+            await eventually(lambda: clock.looks > looks + 8, "several looks at the clock")
+            assert ear.lost == []
+            while ear.names():
+                clock.now += 0.001
+                await asyncio.sleep(0.001)
+            assert clock.now > 100.1
+
+    run_async(scenario())
+
+
+def test_a_flood_of_frames_does_not_keep_a_dead_node() -> None:
+    async def scenario() -> None:
+        async with listening(heartbeat_s=0.05) as ear, raw_peer(ear.control) as peer:
+            await peer.send(Sealer(SECRET, Purpose.DISCOVERY, NODE.boot_id).seal(Register(NODE)))
+            await eventually(lambda: ear.names() == ["d0"], "the registration")
+            with sending_from_a_thread(ear.control, 0.0, itertools.repeat(b"x")):
+                await eventually(lambda: ear.names() == [], "the expiry")
 
     run_async(scenario())
 

@@ -36,6 +36,25 @@ def test_a_node_is_dropped_after_exactly_three_missed_heartbeats() -> None:
     assert nodes.next_expiry() is None
 
 
+def test_time_in_which_nobody_listened_counts_against_no_node() -> None:
+    nodes = registry(NODE)
+    nodes.forgive(60.0)
+    assert nodes.next_expiry() == 63.0
+    assert nodes.expire(now=62.999) == ()
+    assert [node.info for node in nodes.expire(now=63.0)] == [NODE]
+
+
+def test_what_was_forgiven_once_is_not_forgiven_again() -> None:
+    nodes = registry(NODE)
+    nodes.forgive(60.0)
+    late = node_info("d1", Role.DECODE)
+    nodes.handle(Register(late), now=61.0)
+    nodes.handle(Heartbeat(NODE.boot_id, Load()), now=62.0)
+    assert [node.info for node in nodes.expire(now=64.0)] == [late]
+    assert nodes.next_expiry() == 65.0
+    assert nodes.snapshot().nodes[0].seen_s == 62.0
+
+
 def test_a_heartbeat_brings_the_load_and_renews_the_lease() -> None:
     nodes = registry(NODE)
     answer = nodes.handle(Heartbeat(NODE.boot_id, Load(running=3, waiting=1)), now=2.9)
