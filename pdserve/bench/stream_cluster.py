@@ -98,8 +98,6 @@ def _proxy_environ(own: Mapping[str, str], streams: int) -> dict[str, str]:
         **own,
         "PDSERVE_MAX_IN_FLIGHT": str(max(4096, streams)),
         "PDSERVE_MAX_CONNECTIONS": str(max(8192, streams)),
-        # A node that is given thousands of requests at once is late with its heartbeats, and is not to be dropped here.
-        "PDSERVE_MISSED_HEARTBEATS": "60",
         "PDSERVE_MAX_CLIENT_CONNECTIONS": str(max(16_384, streams)),
     }
 

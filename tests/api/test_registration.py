@@ -6,7 +6,8 @@ import asyncio
 
 import pytest
 
-from pdserve.api.registration import MISSED_ACKS, Link, LinkState, Registration
+from pdserve.api.proxy_link import MISSED_ACKS, Link, LinkState
+from pdserve.api.registration import Registration
 from pdserve.errors import ConfigError
 from pdserve.wire.discovery import Ack, Capacity, Heartbeat, Load, NodeInfo, Register, Role
 from pdserve.wire.ids import new_id

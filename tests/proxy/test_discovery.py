@@ -7,6 +7,7 @@ import itertools
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import Future
 from contextlib import asynccontextmanager, contextmanager
 
 import pytest
@@ -30,6 +31,7 @@ class Ear:
     """A proxy's discovery, and nothing else of it."""
 
     def __init__(self, port: int, clock: Callable[[], float], heartbeat_s: float) -> None:
+        self.loop = asyncio.get_running_loop()
         self.lost: list[bytes] = []
         self.registry = Registry(heartbeat_s, missed_heartbeats=3, watcher=self)
         self.metrics = ProxyMetrics()
@@ -170,6 +172,58 @@ def test_heartbeats_are_taken_though_the_poll_ended_before_they_came(monkeypatch
                 await eventually(lambda: ear.registry.snapshot().nodes[0].seen_s > first + 0.5, "several leases")
                 assert ear.lost == []
             await eventually(lambda: ear.names() == [], "the expiry")
+
+    run_async(scenario())
+
+
+@contextmanager
+def listening_in_a_thread(heartbeat_s: float) -> Iterator[Ear]:
+    """A proxy's discovery that no busy event loop of the test holds up."""
+    made: Future[tuple[Ear, asyncio.Event]] = Future()
+
+    async def serve() -> None:
+        async with listening(heartbeat_s=heartbeat_s) as ear:
+            ended = asyncio.Event()
+            made.set_result((ear, ended))
+            await ended.wait()
+
+    thread = threading.Thread(target=lambda: asyncio.run(serve()))
+    thread.start()
+    ear, ended = made.result(timeout=10)
+    try:
+        yield ear
+    finally:
+        ear.loop.call_soon_threadsafe(ended.set)
+        thread.join()
+
+
+def test_a_node_whose_event_loop_is_busy_goes_on_sending_heartbeats() -> None:
+    """As when thousands of requests come at once: each turn of its loop is longer than a lease."""
+
+    async def scenario() -> None:
+        with listening_in_a_thread(heartbeat_s=0.1) as ear:
+            async with registered(NODE, ear.control):
+                for _ in range(3):
+                    time.sleep(0.6)  # noqa: ASYNC251 (what a busy loop does)
+                    await asyncio.sleep(0)
+                assert ear.lost == []
+            await eventually(lambda: ear.lost == [NODE.boot_id], "the goodbye")
+
+    run_async(scenario())
+
+
+def test_a_node_whose_event_loop_hangs_falls_silent_and_comes_back_with_it() -> None:
+    async def scenario() -> None:
+        with listening_in_a_thread(heartbeat_s=0.05) as ear:
+            registration = Registration(NODE, (ear.control,), SECRET, 20, Load, stuck_s=0.1)
+            node = asyncio.create_task(registration.run())
+            await registration.registered[ear.control].wait()
+            until = time.monotonic() + 10
+            while ear.names() and time.monotonic() < until:
+                time.sleep(0.01)  # noqa: ASYNC251 (what a loop that hangs does)
+            assert ear.lost == [NODE.boot_id]
+            await eventually(lambda: ear.names() == ["d0"], "its new registration")
+            await cancelled(node)
 
     run_async(scenario())
 

@@ -1,0 +1,218 @@
+"""The thread that talks to proxies: a node's heartbeats are not behind its request work.
+
+An event loop that has just been given thousands of requests takes seconds for one turn, and a heartbeat takes several
+turns. The thread needs none of them. It does look whether there still are any: for a loop that has not turned for
+``stuck_s`` it says nothing, so that the proxies drop a node that hangs.
+
+A proxy that is down costs nothing: frames go only to connections that stand, so none is kept to grow stale.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+
+import zmq
+
+from pdserve.api.proxy_link import MISSED_ACKS, Link, LinkState
+from pdserve.errors import ConfigError, WireError
+from pdserve.wire.discovery import Ack, Deregister, Load, NodeInfo
+from pdserve.wire.frame import Opener, Purpose, Sealer
+
+log = logging.getLogger(__name__)
+
+GOODBYE_MS = 200
+"""How long a ``Deregister`` may take to leave."""
+MAX_MESSAGE_BYTES = 64 * 1024
+_QUEUED_FRAMES = 4
+
+
+class HeartbeatThread:
+    """Keeps one node registered at every proxy from ``start`` until ``stop``, while ``pulse`` is called."""
+
+    def __init__(
+        self,
+        node: NodeInfo,
+        proxies: tuple[str, ...],
+        secret: bytes,
+        *,
+        heartbeat_s: float,
+        stuck_s: float,
+        load: Callable[[], Load],
+        tell: Callable[[str, bool], None],
+    ) -> None:
+        """``load``, and ``tell`` with a proxy and whether it knows this node now, are called in the thread.
+
+        Raises ConfigError for an address that is none.
+        """
+        self._stuck_s = stuck_s
+        self._tell = tell
+        self._pulse_s = time.monotonic()
+        self._responsive = True
+        self._stopping = False
+        self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._bell_lock = threading.Lock()
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._lines: list[_Line] = []
+        try:
+            for proxy in proxies:
+                self._lines.append(_Line(self._context, node, proxy, secret, heartbeat_s, load))
+        except ConfigError:
+            self._close()
+            raise
+        self._ended: Future[None] = Future()
+        self._thread = threading.Thread(target=self._run, name="heartbeats", daemon=True)
+
+    def start(self) -> Future[None]:
+        """Begin. The future is done when the thread has let go of everything."""
+        self._thread.start()
+        return self._ended
+
+    def pulse(self) -> None:
+        """The event loop turns."""
+        self._pulse_s = time.monotonic()
+
+    def stop(self) -> None:
+        """Say goodbye and end, within ``GOODBYE_MS``."""
+        self._stopping = True
+        with self._bell_lock:
+            if self._bell >= 0:
+                os.eventfd_write(self._bell, 1)
+
+    def _run(self) -> None:
+        try:
+            try:
+                self._serve()
+            finally:
+                self._close()
+        except Exception as exc:
+            self._ended.set_exception(exc)
+        else:
+            self._ended.set_result(None)
+
+    def _serve(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._bell, zmq.POLLIN)
+        while not self._stopping:
+            now = time.monotonic()
+            self._look_at_loop(now)
+            for line in self._lines:
+                line.speak(now, silent=not self._responsive)
+                if line.changed():
+                    self._tell(line.proxy, line.registered)
+                poller.register(line.socket, line.awaited)
+            due_s = min(line.link.due_s for line in self._lines)
+            ready = dict(poller.poll(max(0, int((due_s - time.monotonic()) * 1000) + 1)))
+            for line in self._lines:
+                line.listen(ready.get(line.socket, 0), time.monotonic())
+        for line in self._lines:
+            line.part()
+
+    def _look_at_loop(self, now: float) -> None:
+        responsive = now - self._pulse_s < self._stuck_s
+        if self._responsive and not responsive:
+            log.error("the event loop has not turned for %.0f s: no heartbeats until it does", self._stuck_s)
+        self._responsive = responsive
+
+    def _close(self) -> None:
+        for line in self._lines:
+            line.socket.close(linger=GOODBYE_MS)
+        self._context.term()
+        with self._bell_lock:
+            os.close(self._bell)
+            self._bell = -1
+
+
+class _Line:
+    """The connection to one proxy."""
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        node: NodeInfo,
+        proxy: str,
+        secret: bytes,
+        heartbeat_s: float,
+        load: Callable[[], Load],
+    ) -> None:
+        self.proxy = proxy
+        self.link = Link(node, heartbeat_s, load, time.monotonic())
+        self.registered = False
+        self._boot_id = node.boot_id
+        self._sealer = Sealer(secret, Purpose.DISCOVERY, node.boot_id)
+        self._opener = Opener(secret, Purpose.DISCOVERY, Ack)
+        self._sent = True
+        self.socket = _connect(context, proxy, heartbeat_s)
+
+    @property
+    def awaited(self) -> int:
+        """What to poll the socket for."""
+        return zmq.POLLIN if self._sent else zmq.POLLIN | zmq.POLLOUT
+
+    def speak(self, now: float, *, silent: bool) -> None:
+        """Send what is due, unless ``silent``."""
+        message = self.link.tick(now)
+        if message is not None and not silent:
+            self._sent = self._send(self._sealer.seal(message))
+
+    def listen(self, ready: int, now: float) -> None:
+        """Take what ``ready`` says that there is."""
+        if ready & zmq.POLLOUT:
+            self.link.unsent(now)
+        if ready & zmq.POLLIN:
+            ack = self._opened(self.socket.recv_multipart())
+            if ack is not None:
+                self.link.acknowledged(ack, now)
+
+    def part(self) -> None:
+        self._send(self._sealer.seal(Deregister(self._boot_id)))
+
+    def changed(self) -> bool:
+        """Whether ``registered`` is another than at the last call."""
+        before, self.registered = self.registered, self.link.state is LinkState.REGISTERED
+        if self.registered and not before:
+            log.info("registered at proxy %s", self.proxy)
+        elif before and not self.registered:
+            log.warning("proxy %s does not answer, or no longer knows this node", self.proxy)
+        return self.registered is not before
+
+    def _send(self, frame: bytes) -> bool:
+        """Send if there is a connection with room for it; a frame that waits would only be too old later."""
+        try:
+            self.socket.send(frame, zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        return True
+
+    def _opened(self, parts: list[bytes]) -> Ack | None:
+        try:
+            return self._opener.open(parts[-1])
+        except WireError as exc:
+            log.warning("dropped a message from proxy %s: %s", self.proxy, exc)
+            return None
+
+
+def _connect(context: zmq.Context[zmq.Socket[bytes]], proxy: str, heartbeat_s: float) -> zmq.Socket[bytes]:
+    socket = context.socket(zmq.DEALER)
+    interval_ms = max(1, int(heartbeat_s * 1000))
+    socket.set(zmq.IMMEDIATE, 1)
+    socket.set(zmq.SNDHWM, _QUEUED_FRAMES)
+    socket.set(zmq.RCVHWM, 4 * _QUEUED_FRAMES)
+    socket.set(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+    socket.set(zmq.LINGER, GOODBYE_MS)
+    socket.set(zmq.IPV6, int("[" in proxy))
+    socket.set(zmq.RECONNECT_IVL, min(100, interval_ms))
+    socket.set(zmq.RECONNECT_IVL_MAX, max(100, interval_ms))
+    # A host that vanished leaves a connection that still takes frames; ZMTP's own pings find that out.
+    socket.set(zmq.HEARTBEAT_IVL, interval_ms)
+    socket.set(zmq.HEARTBEAT_TIMEOUT, MISSED_ACKS * interval_ms)
+    try:
+        socket.connect(proxy)
+    except zmq.ZMQError as exc:
+        socket.close()
+        raise ConfigError(f"proxy address {proxy!r} is not tcp://host:port: {exc}") from exc
+    return socket
