@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import base64
 import binascii
+import time
+from collections.abc import Callable
 
 from pdserve.errors import Unauthorized, WireError
 from pdserve.wire.frame import Opener, Purpose
@@ -13,10 +15,12 @@ MAX_TICKET_CHARS = 16_384
 
 
 class TicketGate:
-    """Checks tickets for one node. Each is good once."""
+    """Checks tickets for one node. Each is good once, and until its request's deadline, however long it queued."""
 
-    def __init__(self, secret: bytes, boot_id: bytes) -> None:
-        self._opener = Opener(secret, Purpose.TICKET, Ticket, ordered=False)
+    def __init__(self, secret: bytes, boot_id: bytes, clock: Callable[[], float] = time.time) -> None:
+        self._opener = Opener(
+            secret, Purpose.TICKET, Ticket, ordered=False, lifetime_s=lambda t: t.deadline_s, clock=clock
+        )
         self._boot_id = boot_id
 
     def admit(self, header: str | None) -> Ticket:

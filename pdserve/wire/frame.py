@@ -2,8 +2,9 @@
 
 A frame is a MessagePack array ``[version, sender, counter, sent_ms, body, mac]``. ``mac`` is HMAC-SHA256 with the
 cluster secret over all the rest and over the channel's purpose, so a frame of one channel is no good on another.
-Replays are refused: a sender's counter must rise, and a frame older (or newer) than ``MAX_AGE_S`` by the receiver's
-clock is dropped.
+Replays are refused: a sender's counter must rise (or, where frames may overtake each other, be a new one), and a frame
+older (or newer) than ``MAX_AGE_S`` by the receiver's clock is dropped. Where frames may have to queue before they are
+looked at, messages say how long they are good for instead: age alone is no sign of a replay there.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import msgspec
 
 from pdserve.errors import AuthenticationFailed, MalformedFrame
 from pdserve.wire.ids import BootId
+from pdserve.wire.replay_window import ReplayWindow, RisingCounter
 
 FRAME_VERSION = 1
 MAX_AGE_S = 60.0
@@ -81,7 +83,8 @@ class Opener(Generic[T]):
     """Verifies and decodes what one process receives on one channel.
 
     ``ordered=False`` is for channels whose frames may overtake each other (one HTTP request each): a frame is then
-    refused only if that very counter was seen within ``MAX_AGE_S``.
+    refused if that very counter was seen, or is ``WINDOW`` behind the latest one. ``lifetime_s`` gives the seconds for
+    which a message is good, beyond the ``MAX_AGE_S`` that clocks may differ by.
     """
 
     def __init__(
@@ -91,15 +94,16 @@ class Opener(Generic[T]):
         message: type[T],
         *,
         ordered: bool = True,
+        lifetime_s: Callable[[T], float] = lambda _: 0.0,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._secret = secret
         self._purpose = purpose
         self._decoder: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(message)
-        self._ordered = ordered
+        self._lifetime_s = lifetime_s
         self._clock = clock
-        self._last: dict[bytes, int] = {}
-        self._seen: dict[tuple[bytes, int], float] = {}
+        self._record: type[RisingCounter] | type[ReplayWindow] = RisingCounter if ordered else ReplayWindow
+        self._senders: dict[bytes, RisingCounter | ReplayWindow] = {}
 
     def open(self, frame: bytes) -> T:
         """The message in ``frame``.
@@ -117,33 +121,26 @@ class Opener(Generic[T]):
         expected = _mac(self._secret, self._purpose, outer.sender, outer.counter, outer.sent_ms, outer.body)
         if not hmac.compare_digest(expected, outer.mac):
             raise AuthenticationFailed("wrong signature: the sender has another cluster secret")
-        self._check_fresh(outer)
         try:
-            return self._decoder.decode(outer.body)
+            message = self._decoder.decode(outer.body)
         except (msgspec.DecodeError, msgspec.ValidationError) as exc:
             raise MalformedFrame(f"unexpected {self._purpose.name.lower()} message: {exc}") from exc
+        self._check_age(outer, MAX_AGE_S + self._lifetime_s(message))
+        self._check_first_use(outer)
+        return message
 
-    def _check_fresh(self, frame: _Frame) -> None:
-        now = self._clock()
-        age_s = now - frame.sent_ms / 1000
-        if abs(age_s) > MAX_AGE_S:
+    def _check_age(self, frame: _Frame, max_age_s: float) -> None:
+        age_s = self._clock() - frame.sent_ms / 1000
+        if not -MAX_AGE_S <= age_s <= max_age_s:
             raise AuthenticationFailed(
-                f"frame is {age_s:.0f} s old by this host's clock; at most {MAX_AGE_S:.0f} s are accepted: "
+                f"frame is {age_s:.0f} s old by this host's clock; at most {max_age_s:.0f} s are accepted: "
                 "synchronise the hosts' clocks"
             )
-        if self._ordered:
-            if frame.counter <= self._last.get(frame.sender, 0):
-                raise AuthenticationFailed("replayed frame: its counter was seen before")
-            self._last.pop(frame.sender, None)
-            self._last[frame.sender] = frame.counter
-            if len(self._last) > MAX_SENDERS:
-                del self._last[next(iter(self._last))]
-        else:
-            key = (frame.sender, frame.counter)
-            if key in self._seen:
-                raise AuthenticationFailed("replayed frame: it was used before")
-            for old, at in list(self._seen.items()):
-                if now - at <= 2 * MAX_AGE_S:
-                    break
-                del self._seen[old]
-            self._seen[key] = now
+
+    def _check_first_use(self, frame: _Frame) -> None:
+        record = self._senders.pop(frame.sender, None) or self._record()
+        self._senders[frame.sender] = record
+        if len(self._senders) > MAX_SENDERS:
+            del self._senders[next(iter(self._senders))]
+        if not record.use(frame.counter):
+            raise AuthenticationFailed("replayed frame: its counter was seen before")

@@ -19,8 +19,8 @@ NODE = new_id()
 TARGET = PrefillTarget("prefill-1", "tcp://127.0.0.1:9", new_id())
 
 
-def ticket(node: bytes = NODE) -> Ticket:
-    return Ticket(request_id="r-1", attempt=2, node=node, deadline_s=12.5, prefill=(TARGET,))
+def ticket(node: bytes = NODE, deadline_s: float = 12.5) -> Ticket:
+    return Ticket(request_id="r-1", attempt=2, node=node, deadline_s=deadline_s, prefill=(TARGET,))
 
 
 def header(frame: bytes) -> str:
@@ -54,6 +54,38 @@ def test_replayed_ticket() -> None:
     value = sealed(ticket())
     gate.admit(value)
     assert "replayed" in refusal(gate, value).message
+
+
+class Clock:
+    now = 1_000_000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def aged(seconds: float, deadline_s: float) -> tuple[TicketGate, str]:
+    """A gate, and a ticket of that age that it has not seen."""
+    clock = Clock()
+    value = header(Sealer(SECRET, Purpose.TICKET, new_id(), clock=clock).seal(ticket(deadline_s=deadline_s)))
+    clock.now += seconds
+    return TicketGate(SECRET, NODE, clock), value
+
+
+@pytest.mark.parametrize("waited_s", [61.0, 300.0, 599.0])
+def test_a_request_that_had_to_queue_is_not_refused_for_it(waited_s: float) -> None:
+    gate, value = aged(waited_s, deadline_s=600.0)
+    assert gate.admit(value).deadline_s == 600.0
+    assert "replayed" in refusal(gate, value).message
+
+
+def test_a_ticket_is_no_good_when_its_request_is_over() -> None:
+    gate, value = aged(661.0, deadline_s=600.0)
+    assert refusal(gate, value).code == "bad_ticket"
+
+
+def test_no_ticket_is_good_for_longer_than_a_request_may_take() -> None:
+    gate, value = aged(0.0, deadline_s=1e9)
+    assert refusal(gate, value).code == "bad_ticket"
 
 
 def test_ticket_for_another_node() -> None:
