@@ -17,6 +17,8 @@ _ROOT = b"pdserve salt"
 
 def extend_hashes(hashes: list[bytes], token_ids: Sequence[int], count: int, block_size: int, salt: str) -> None:
     """Append to ``hashes`` until the first ``count`` blocks of ``token_ids`` have theirs. They must be full blocks."""
+    if len(hashes) >= count:
+        return
     last = hashes[-1] if hashes else hashlib.blake2b(salt.encode(), digest_size=HASH_BYTES, person=_ROOT).digest()
     pack = struct.Struct(f"<{block_size}I").pack
     for block in range(len(hashes), count):

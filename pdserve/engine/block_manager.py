@@ -15,7 +15,7 @@ import enum
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
-from pdserve.engine.prefix_cache import PrefixCache
+from pdserve.engine.prefix_cache import Match, PrefixCache
 from pdserve.errors import EngineError
 
 
@@ -136,9 +136,13 @@ class BlockManager:
 
     # ------------------------------------------------------------ the prefix cache
 
-    def match(self, hashes: Iterable[bytes]) -> list[int]:
-        """The blocks of the longest prefix of ``hashes`` that is in the prefix cache. To be shared before all else."""
-        return self._cache.match(hashes)
+    def match(self, hashes: Sequence[bytes], count: int, match: Match) -> Sequence[int]:
+        """The blocks of the longest prefix of the first ``count`` of ``hashes`` that is in the prefix cache.
+
+        To be shared before all else. ``match`` is what was found of the same hashes before, and is brought up to date.
+        """
+        self._cache.match(hashes, count, match)
+        return match.blocks
 
     def free_beside(self, blocks: Sequence[int]) -> int:
         """How many blocks could be had if ``blocks``, which ``match`` has found, were shared first."""

@@ -8,7 +8,17 @@ Everything takes constant time a block.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class Match:
+    """The longest prefix of one list of hashes that was in the cache when it was last looked up."""
+
+    blocks: list[int] = field(default_factory=list)
+    as_of: int = 0
+    """How many blocks the cache had forgotten by then."""
 
 
 class PrefixCache:
@@ -18,6 +28,7 @@ class PrefixCache:
         self._block_of: dict[bytes, int] = {}
         self._hash_of: dict[int, bytes] = {}
         self._idle: OrderedDict[int, None] = OrderedDict()
+        self._num_forgotten = 0
 
     def __len__(self) -> int:
         """Blocks that can be found."""
@@ -30,15 +41,20 @@ class PrefixCache:
     def num_idle(self) -> int:
         return len(self._idle)
 
-    def match(self, hashes: Iterable[bytes]) -> list[int]:
-        """The blocks of the longest prefix of ``hashes`` that is here."""
-        found = []
-        for block_hash in hashes:
-            block = self._block_of.get(block_hash)
+    def match(self, hashes: Sequence[bytes], count: int, match: Match) -> None:
+        """Bring ``match`` up to date: the longest prefix of the first ``count`` of ``hashes`` that is here.
+
+        ``hashes`` may have grown since the last time, and not changed otherwise. Only what the cache has learnt since
+        is looked at, unless it has forgotten something: a request that waits looks again in every step.
+        """
+        if match.as_of != self._num_forgotten:
+            match.blocks.clear()
+            match.as_of = self._num_forgotten
+        for index in range(len(match.blocks), count):
+            block = self._block_of.get(hashes[index])
             if block is None:
                 break
-            found.append(block)
-        return found
+            match.blocks.append(block)
 
     def add(self, block: int, block_hash: bytes) -> None:
         """Make a block that is in use findable. Where another one has the hash already, that one stays."""
@@ -51,6 +67,7 @@ class PrefixCache:
         block_hash = self._hash_of.pop(block, None)
         if block_hash is not None:
             del self._block_of[block_hash]
+            self._num_forgotten += 1
 
     def rest(self, block: int) -> None:
         """Nobody holds this block any more."""
@@ -64,4 +81,5 @@ class PrefixCache:
         """Forget the least recently used idle block, for its memory."""
         block, _ = self._idle.popitem(last=False)
         del self._block_of[self._hash_of.pop(block)]
+        self._num_forgotten += 1
         return block

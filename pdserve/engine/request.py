@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from pdserve.engine.prefix_cache import Match
 from pdserve.errors import EngineError
 from pdserve.wire.engine import PrefillSource
 from pdserve.wire.ids import RequestUuid, TransferId
@@ -84,6 +85,8 @@ class Request:
     block_table: list[int] = field(default_factory=list)
     block_hashes: list[bytes] = field(default_factory=list)
     """Of its full blocks, as far as they were needed."""
+    match: Match = field(default_factory=Match)
+    """While it waits: what the prefix cache has of them."""
     ended: bool = False
     """Its client has been told the end, or is gone."""
     pushed_blocks: int = 0

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 from pdserve.engine.block_hash import extend_hashes
 from pdserve.engine.block_manager import BlockManager
+from pdserve.engine.prefix_cache import Match
 from pdserve.engine.request import Request
 from pdserve.errors import EngineError
 
@@ -27,13 +28,16 @@ class RequestBlocks:
     def block_size(self) -> int:
         return self._pool.block_size
 
-    def find(self, request: Request) -> list[int]:
-        """Blocks of the prefix cache that a request without blocks could begin with; all but its last token at most."""
+    def find(self, request: Request) -> Sequence[int]:
+        """Blocks of the prefix cache that a request without blocks could begin with; all but its last token at most.
+
+        Good until anything changes. Asking again while nothing does takes constant time.
+        """
         if request.block_table or not self._pool.caching:
-            return []
+            return ()
         count = (len(request.token_ids) - 1) // self.block_size
         self._hash(request, count)
-        return self._pool.match(request.block_hashes[:count])
+        return self._pool.match(request.block_hashes, count, request.match)
 
     def missing(self, request: Request, found: Sequence[int]) -> int:
         """Blocks that a request's known tokens need beside those that it has or has found."""
@@ -48,6 +52,7 @@ class RequestBlocks:
         if found:
             self._pool.share(request.block_table, found)
             request.num_computed_tokens = len(found) * self.block_size
+        request.match = Match()
         if not self.reserve(request, len(request.token_ids)):
             raise EngineError("a request was admitted without the blocks that it needs")
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
+from typing import Any
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -9,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from pdserve.engine.block_hash import extend_hashes
 from pdserve.engine.block_manager import BlockManager
+from pdserve.engine.prefix_cache import Match
 from pdserve.errors import EngineError
 from tests.engine.fake_engine import BLOCK_SIZE, FakeEngine
 from tests.engine.fake_model import answer, talkative
@@ -21,6 +25,11 @@ def hashes(tokens: list[int], salt: str = "", size: int = 2) -> list[bytes]:
     found: list[bytes] = []
     extend_hashes(found, tokens, len(tokens) // size, size, salt)
     return found
+
+
+def matched(blocks: BlockManager, chain: list[bytes]) -> list[int]:
+    """Looked up for the first time."""
+    return list(blocks.match(chain, len(chain), Match()))
 
 
 # ------------------------------------------------------------ hashes
@@ -167,8 +176,8 @@ def test_the_least_recently_used_prefix_is_evicted_first_and_its_end_before_its_
     # Five blocks are wanted, four are free: the end of the prefix that was used less recently goes.
     engine.add(3, [30] * 17, max_tokens=1)
     engine.run()
-    assert len(engine.blocks.match(hashes(first, size=4))) == 2
-    assert len(engine.blocks.match(hashes(second, size=4))) == 1
+    assert len(matched(engine.blocks, hashes(first, size=4))) == 2
+    assert len(matched(engine.blocks, hashes(second, size=4))) == 1
 
 
 def test_a_request_that_needs_every_block_is_admitted_beside_a_full_cache() -> None:
@@ -183,6 +192,51 @@ def test_a_request_that_needs_every_block_is_admitted_beside_a_full_cache() -> N
     assert request.cached_tokens == 12
     assert engine.outputs[9] == answer(prompt, 0, 2, 32)
     assert engine.idle
+
+
+class CountingDict(dict[bytes, int]):
+    looks = 0
+
+    def get(self, key: bytes, default: int | None = None) -> int | None:  # type: ignore[override]
+        self.looks += 1
+        return super().get(key, default)
+
+
+def test_who_waits_looks_up_only_what_the_cache_has_learnt_since(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One prompt uses all budgets; the others could be sent to a prefill node, and are too well known here for that."""
+    engine = FakeEngine(num_blocks=200, max_len=200, max_step_tokens=4)
+    engine.add(1, PROMPT, max_tokens=1)
+    engine.run()
+    digests = 0
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        nonlocal digests
+        digests += 1
+        return blake2b(*args, **kwargs)
+
+    blake2b = hashlib.blake2b
+    engine.add(2, [9] * 80, max_tokens=1)
+    engine.step()
+    known = [engine.add(client, PROMPT, max_tokens=1, remote=True) for client in range(10, 20)]
+    longer = [engine.add(client, [*PROMPT, 1, 2, 3, 4], max_tokens=1, remote=True) for client in range(20, 30)]
+    tiny = [engine.add(client, [5], max_tokens=1, remote=True) for client in range(30, 40)]
+    engine.step()
+    cache = engine.blocks._cache
+    cache._block_of = counting = CountingDict(cache._block_of)
+    monkeypatch.setattr(hashlib, "blake2b", counted)
+    for _ in range(10):
+        counting.looks = digests = 0
+        plan = engine.step()
+        assert [work.request.client for work in plan.work] == [2]
+        assert engine.scheduler.num_waiting == 30
+        # The running prompt's new block is hashed; of those that wait nobody's is, nor is any of them walked through.
+        assert digests <= 1
+        assert counting.looks == 0
+    monkeypatch.undo()
+    engine.run()
+    assert {request.cached_tokens for request in known} == {16}
+    assert {request.cached_tokens for request in longer} == {20}
+    assert {request.cached_tokens for request in tiny} == {0}
 
 
 # ------------------------------------------------------------ blocks
@@ -203,7 +257,7 @@ def test_what_is_not_finite_is_not_found_again_and_cleared_before_it_is_free() -
     other: list[int] = []
     blocks.share(other, table[:1])
     blocks.taint(table)
-    assert blocks.match(hashes([1, 2, 3, 4])) == []
+    assert matched(blocks, hashes([1, 2, 3, 4])) == []
     blocks.remember(other[0], hashes([1, 2])[0])
     assert blocks.num_cached == 0
     first, second = table
@@ -248,12 +302,25 @@ class CacheLife(RuleBasedStateMachine):
         self.tables: list[list[int]] = []
         self.content: dict[int, tuple[int, ...]] = {}
         """What each block holds, as all tokens up to its end."""
+        self.waiting: list[tuple[list[bytes], Match]] = []
+        """Who looks the same prompt up again and again."""
+
+    @rule(tokens=st.lists(st.integers(0, 1), min_size=1, max_size=9))
+    def wait(self, tokens: list[int]) -> None:
+        self.waiting.append((hashes(tokens), Match()))
+
+    @precondition(lambda self: self.waiting)
+    @rule(data=st.data())
+    def look_again(self, data: st.DataObject) -> None:
+        chain, match = data.draw(st.sampled_from(self.waiting))
+        count = data.draw(st.integers(len(match.blocks), len(chain)))
+        assert list(self.blocks.match(chain, count, match)) == matched(self.blocks, chain[:count])
 
     @rule(tokens=st.lists(st.integers(0, 1), min_size=1, max_size=9))
     def admit(self, tokens: list[int]) -> None:
         """As the scheduler does it: find, share, grow, remember what is full."""
         chain = hashes(tokens)
-        found = self.blocks.match(chain)
+        found = matched(self.blocks, chain)
         for i, block in enumerate(found):
             assert self.content[block] == tuple(tokens[: 2 * i + 2]), "found under another prompt's hash"
         room = self.blocks.free_beside(found)

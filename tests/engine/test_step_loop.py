@@ -22,6 +22,7 @@ from pdserve.engine.block_manager import BlockManager
 from pdserve.engine.disaggregation.prefill_rate import PrefillRate
 from pdserve.engine.kv_connector import KvConnector
 from pdserve.engine.kv_connector.no_transfer import NoTransfer
+from pdserve.engine.prefix_cache import Match
 from pdserve.engine.prompt_rule import PromptRule
 from pdserve.engine.step_loop import NOT_FINITE, StepLoop
 from pdserve.engine.step_runner import StepRunner
@@ -239,7 +240,7 @@ def test_what_is_not_finite_ends_its_request_and_leaves_the_cache_clean(folder: 
         # Spoil what the cache holds of it, as a faulty transfer or chip would.
         hashes: list[bytes] = []
         extend_hashes(hashes, ids, 5, BLOCK_SIZE, "")
-        cached = client.blocks.match(hashes)
+        cached = list(client.blocks.match(hashes, 5, Match()))
         assert len(cached) == 5
         client.runner.kv_cache[cached] = float("nan")
         broken = client.finished(ids, [1, 2])
