@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import enum
 import http
-import json
 import logging
 import ssl
 from pathlib import Path
@@ -23,7 +22,8 @@ from typing import Any, ClassVar
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from pdserve.errors import ConfigError
+from pdserve.error_body import error_body
+from pdserve.errors import ConfigError, InvalidRequest, Unavailable
 from pdserve.http_outlet import OUTLET, Outlet
 
 log = logging.getLogger(__name__)
@@ -277,9 +277,8 @@ class GuardedHttp(HttpToolsProtocol):
         self._outlet.tell_disconnect()
 
     def _answer(self, status: int, message: str, code: str) -> bytes:
-        kind = "service_unavailable" if status == 503 else "invalid_request_error"
-        error = {"message": message, "type": kind, "param": None, "code": code}
-        body = json.dumps({"error": error}).encode()
+        kind = Unavailable if status == 503 else InvalidRequest
+        body = error_body(kind(message, code=code))
         fields = [
             *self.server_state.default_headers,
             *([(b"retry-after", b"1")] if status == 503 else []),

@@ -1,15 +1,14 @@
-"""Any error to OpenAI's error body and status."""
+"""Any error to a response with OpenAI's error body and status."""
 
 from __future__ import annotations
 
 import http
 import logging
 
-import msgspec
 from quart import Response
 from werkzeug.exceptions import HTTPException
 
-from pdserve.api.responses import ErrorBody, ErrorDetail
+from pdserve.error_body import error_body
 from pdserve.errors import (
     Internal,
     InvalidRequest,
@@ -20,11 +19,6 @@ from pdserve.errors import (
 )
 
 logger = logging.getLogger(__name__)
-
-
-def error_body(error: RequestError) -> bytes:
-    """As JSON."""
-    return msgspec.json.encode(ErrorBody(ErrorDetail(error.message, error.type, error.param, error.code)))
 
 
 def error_response(error: RequestError) -> Response:

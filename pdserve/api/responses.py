@@ -148,14 +148,3 @@ class Tokens(msgspec.Struct):
 
 class Text(msgspec.Struct):
     prompt: str
-
-
-class ErrorDetail(msgspec.Struct):
-    message: str
-    type: str
-    param: str | None
-    code: str | None
-
-
-class ErrorBody(msgspec.Struct):
-    error: ErrorDetail

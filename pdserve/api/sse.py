@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
-from pdserve.api.error_response import error_body
 from pdserve.api.responses import ChunkChoice, Envelope, Usage
+from pdserve.error_body import error_body
 from pdserve.errors import RequestError
 
 DONE = b"data: [DONE]\n\n"

@@ -8,10 +8,11 @@ from quart import Quart, Response, request
 from werkzeug.exceptions import HTTPException, MethodNotAllowed
 
 from pdserve.config import ProxyConfig
+from pdserve.error_body import error_body
 from pdserve.errors import Internal, RequestError
 from pdserve_proxy.api_keys import ApiKeys
 from pdserve_proxy.client_request import REQUEST_ID_HEADER, request_id
-from pdserve_proxy.errors import error_body, error_headers, from_http
+from pdserve_proxy.errors import error_headers, from_http
 from pdserve_proxy.information import Information, Scrape
 from pdserve_proxy.metrics import ProxyMetrics
 from pdserve_proxy.relay import Relay

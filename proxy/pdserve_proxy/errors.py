@@ -1,10 +1,10 @@
-"""OpenAI's error shape, as a response body and as the last event of a stream."""
+"""What goes around OpenAI's error body: headers, and the last event of a stream."""
 
 from __future__ import annotations
 
-import msgspec
 from werkzeug.exceptions import HTTPException
 
+from pdserve.error_body import error_body
 from pdserve.errors import (
     DeadlineExceeded,
     Internal,
@@ -22,24 +22,6 @@ _FROM_STATUS: dict[int, type[RequestError]] = {
     408: DeadlineExceeded,
     413: PayloadTooLarge,
 }
-
-_encoder = msgspec.json.Encoder()
-
-
-class _Detail(msgspec.Struct, frozen=True):
-    message: str
-    type: str
-    param: str | None
-    code: str | None
-
-
-class _Body(msgspec.Struct, frozen=True):
-    error: _Detail
-
-
-def error_body(error: RequestError) -> bytes:
-    """``{"error": {"message", "type", "param", "code"}}``"""
-    return _encoder.encode(_Body(_Detail(error.message, error.type, error.param, error.code)))
 
 
 def error_event(error: RequestError) -> bytes:

@@ -11,10 +11,11 @@ import logging
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeAlias
 
+from pdserve.error_body import error_body
 from pdserve.errors import Internal, MethodNotAllowed, RequestError
 from pdserve_proxy.api_keys import ApiKeys
 from pdserve_proxy.client_request import REQUEST_ID_HEADER, ClientGone, ClientRequest, Receive, Scope, Send, request_id
-from pdserve_proxy.errors import error_body, error_headers
+from pdserve_proxy.errors import error_headers
 from pdserve_proxy.exchange import Exchange, Outcome
 from pdserve_proxy.metrics import ProxyMetrics
 from pdserve_proxy.relay import Answer, Call, Relay, Streaming
