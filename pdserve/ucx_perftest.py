@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import enum
 import importlib.util
-import socket
 import subprocess
 import time
 from collections.abc import Mapping
@@ -12,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pdserve.errors import BenchError
+from pdserve.free_port import free_port
 
 LOOPBACK = "127.0.0.1"
 _MIB = 2**20
@@ -106,7 +106,7 @@ class Perftest:
     ) -> PerftestResult:
         """Both ends on this machine, each on its core of ``cores`` (server, client). Raises BenchError."""
         server_core, client_core = cores or (None, None)
-        port = _free_port()
+        port = free_port(LOOPBACK)
         deadline = time.monotonic() + timeout_s
         server = self.server(port, environ, server_core)
         try:
@@ -154,13 +154,6 @@ def parse_result(output: str) -> PerftestResult:
 
 def _pinned(core: int | None) -> list[str]:
     return [] if core is None else ["-c", str(core)]
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind((LOOPBACK, 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def _await_listening(server: subprocess.Popen[bytes], port: int) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import itertools
-import resource
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -13,6 +12,7 @@ import msgspec
 
 from pdserve.bench.client_process import serve_order
 from pdserve.bench.distribution import Distribution, distribution
+from pdserve.bench.open_files import allow_open_files
 from pdserve.bench.process_usage import cpu_s, peak_mib, reset_peaks
 from pdserve.bench.raw_stream import Load, Reply, connect, send_load
 
@@ -57,9 +57,10 @@ class LoadReport(msgspec.Struct, frozen=True):
 
 
 def run(order: LoadOrder) -> LoadReport:
-    """Raises BenchError if a watched process is gone, and OSError if the server does not take the connections."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    """Raises BenchError if a watched process is gone, or too few files may be open; OSError if the server takes too few
+    connections.
+    """
+    allow_open_files(order.connections + order.idle)
     with ExitStack() as stack:
         connections = connect(order.host, order.port, order.connections, _CONNECT_TIMEOUT_S)
         for connection in connections:

@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import secrets
 import shlex
-import socket
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from pdserve.bench.node import Program, Running, running
 from pdserve.bench.proxy_backend import SECRET_ENV, backend_command
 from pdserve.child import Child, command
 from pdserve.errors import BenchError, ConfigError
+from pdserve.free_port import free_port
 from pdserve.wire.discovery import Role
 
 MODEL = "bench"
@@ -54,7 +54,7 @@ async def running_systems(
     Raises BenchError if one does not in ``timeout_s``, ChildDied if one ends, ConfigError for a command that is none.
     """
     plain = {name: value for name, value in environ.items() if not name.startswith("PDSERVE_")}
-    secret, port, control = secrets.token_hex(32), _free_port(), _free_port()
+    secret, port, control = secrets.token_hex(32), free_port(), free_port()
     own = {
         **plain,
         SECRET_ENV: secret,
@@ -89,7 +89,7 @@ async def running_systems(
 async def _peer(
     template: str, prefill: Running, decode: Running, environ: Mapping[str, str], timeout_s: float
 ) -> AsyncIterator[System]:
-    ports = {name: _free_port() for name in _PORTS}
+    ports = {name: free_port() for name in _PORTS}
     urls = {"prefill": prefill.listening.url, "decode": decode.listening.url}
     try:
         argv = [word.format(**urls, **ports) for word in shlex.split(template)]
@@ -154,9 +154,3 @@ def _backend(process: Running) -> System:
     assert parts.hostname is not None
     assert parts.port is not None
     return System(DIRECT, parts.hostname, parts.port, {})
-
-
-def _free_port() -> int:
-    with socket.create_server((LOOPBACK, 0)) as listener:
-        port: int = listener.getsockname()[1]
-        return port

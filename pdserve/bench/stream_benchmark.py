@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import resource
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -21,6 +20,7 @@ from pdserve.bench.chunk_floor import chunk_floor
 from pdserve.bench.client_process import ask_clients
 from pdserve.bench.machine import this_machine
 from pdserve.bench.mock_engine import Script
+from pdserve.bench.open_files import allow_open_files
 from pdserve.bench.raw_answer import Wording
 from pdserve.bench.report import Figure, Report
 from pdserve.bench.stream_cluster import SERVED_NAME, Server, running_servers, token_ids
@@ -41,7 +41,6 @@ _SATURATED_AHEAD = 0.5
 """Of what is due, half may be on its way: no stream's chunks are merged while its client keeps up with the others."""
 _MAX_TOKENS = 2**20
 """Of an answer that the mock engine does not end before."""
-_SPARE_FILES = 200
 _EXIT_S = 10.0
 
 
@@ -61,7 +60,7 @@ class Plan:
 def run(config: BenchStreamConfig, environ: Mapping[str, str]) -> Report:
     """Raises ConfigError for unknown variants, and BenchError if a process does not start or an answer is wrong."""
     found = variants(config.streaming.variants)
-    _allow_open_files(max(config.streaming.streams))
+    allow_open_files(2 * max(config.streaming.streams))
     floor = chunk_floor()
     with tempfile.TemporaryDirectory(prefix="pdserve-bench-") as folder:
         script_file = Path(folder) / "script.json"
@@ -172,13 +171,3 @@ def _request(host: str) -> bytes:
         f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n"
     )
     return head.encode() + body
-
-
-def _allow_open_files(streams: int) -> None:
-    """For this process and those that it starts. Raises BenchError if the system does not allow enough."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = 2 * streams + _SPARE_FILES
-    if hard != resource.RLIM_INFINITY and hard < needed:
-        raise BenchError(f"{streams} streams take {needed} open files in the proxy, and the system allows {hard}")
-    soft = needed if hard == resource.RLIM_INFINITY else hard
-    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
