@@ -37,8 +37,13 @@ class Answer:
         )
 
 
-async def ask(url: str, model: str, question: str, show: Callable[[str], None], *, timeout_s: float) -> Answer:
-    """Asks ``question`` at ``url`` and hands each piece of the answer to ``show``. Raises AskFailed."""
+async def ask(
+    url: str, model: str, question: str, show: Callable[[str], None], *, api_key: str, timeout_s: float
+) -> Answer:
+    """Asks ``question`` at ``url`` and hands each piece of the answer to ``show``. Raises AskFailed.
+
+    No ``api_key`` is sent where it is empty.
+    """
     body = {
         "model": model,
         "messages": [{"role": "user", "content": question}],
@@ -47,12 +52,13 @@ async def ask(url: str, model: str, question: str, show: Callable[[str], None], 
         "temperature": 0,
         "max_tokens": MAX_TOKENS,
     }
+    headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
     start = time.monotonic()
     timeout = aiohttp.ClientTimeout(total=timeout_s)
     try:
         async with (
             aiohttp.ClientSession(timeout=timeout) as session,
-            session.post(f"{url}/v1/chat/completions", json=body) as response,
+            session.post(f"{url}/v1/chat/completions", json=body, headers=headers) as response,
         ):
             if response.status != 200:
                 raise AskFailed(f"the cluster answered {response.status}: {(await response.text())[:2000]}")

@@ -15,9 +15,10 @@ from pdserve.cli.ask import AskFailed, ask
 from pdserve.cli.cluster import Cluster
 from pdserve.cli.console import Console
 from pdserve.cli.plan import child_environ, plan_nodes, proxy_command
-from pdserve.config import UpConfig
+from pdserve.config import ProxyConfig, UpConfig
 from pdserve.models.demo import resolve_model, served_name
-from pdserve.settings import cache_folder, load_with_file, resolve_secret, state_folder
+from pdserve.settings import cache_folder, load, load_with_file, resolve_secret, state_folder
+from pdserve_proxy.api_keys import read_api_keys
 
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _STOP_MARGIN_S = 5.0
@@ -37,7 +38,14 @@ def run(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     name = config.model.served_name or served_name(config.model.path, folder)
     config = replace(config, model=replace(config.model, path=str(folder), served_name=name))
     console = Console(sys.stderr, colour=sys.stderr.isatty() and "NO_COLOR" not in environ, level=config.log.level)
-    return asyncio.run(_serve(config, child_environ(config, environ, secret, file), console))
+    inherited = child_environ(config, environ, secret, file)
+    return asyncio.run(_serve(config, inherited, api_key(inherited), console))
+
+
+def api_key(environ: Mapping[str, str]) -> str:
+    """A key that a proxy with these settings takes; empty if it wants none. Raises ConfigError."""
+    keys = read_api_keys(load(ProxyConfig, [], environ, prog="pdserve proxy").admission)
+    return keys[0].key if keys else ""
 
 
 def _secret(config: UpConfig, environ: Mapping[str, str]) -> str:
@@ -47,9 +55,9 @@ def _secret(config: UpConfig, environ: Mapping[str, str]) -> str:
     return secrets.token_hex(32)
 
 
-async def _serve(config: UpConfig, environ: Mapping[str, str], console: Console) -> int:
+async def _serve(config: UpConfig, environ: Mapping[str, str], key: str, console: Console) -> int:
     cluster = Cluster(console)
-    work = asyncio.create_task(_work(cluster, config, environ, console))
+    work = asyncio.create_task(_work(cluster, config, environ, key, console))
     stopping = asyncio.Event()
     loop = asyncio.get_running_loop()
     asked = 0.0
@@ -83,25 +91,25 @@ async def _serve(config: UpConfig, environ: Mapping[str, str], console: Console)
             loop.remove_signal_handler(number)
 
 
-async def _work(cluster: Cluster, config: UpConfig, environ: Mapping[str, str], console: Console) -> int:
+async def _work(cluster: Cluster, config: UpConfig, environ: Mapping[str, str], key: str, console: Console) -> int:
     nodes = plan_nodes(config.cluster, sorted(os.sched_getaffinity(0)))
     try:
         async with asyncio.timeout(config.cluster.startup_timeout_s):
             await cluster.start(proxy_command(config), nodes, environ)
         if config.cluster.ask:
-            return await _ask(cluster.url, config, console)
+            return await _ask(cluster.url, config, key, console)
     except TimeoutError:
         console.say(f"not ready after {config.cluster.startup_timeout_s:.0f} s; giving up")
         return 1
     except (ChildDied, AskFailed) as error:
         console.say(str(error))
         return 1
-    _welcome(cluster.url, config.model.served_name)
+    _welcome(cluster.url, config.model.served_name, bool(key))
     console.say(await cluster.watch())
     return 1
 
 
-async def _ask(url: str, config: UpConfig, console: Console) -> int:
+async def _ask(url: str, config: UpConfig, key: str, console: Console) -> int:
     def show(text: str) -> None:
         print(text, end="", flush=True)
 
@@ -109,14 +117,15 @@ async def _ask(url: str, config: UpConfig, console: Console) -> int:
     model, question, timeout_s = config.model.served_name, config.cluster.ask, config.request.timeout_s
     with console.held():
         try:
-            answer = await ask(url, model, question, show, timeout_s=timeout_s)
+            answer = await ask(url, model, question, show, api_key=key, timeout_s=timeout_s)
         finally:
             print(flush=True)
         print(answer, flush=True)
     return 0
 
 
-def _welcome(url: str, model: str) -> None:
+def _welcome(url: str, model: str, needs_key: bool) -> None:
     body = f'{{"model": "{model}", "stream": true, "messages": [{{"role": "user", "content": "Hello!"}}]}}'
+    headers = "-H 'content-type: application/json'" + (" -H 'authorization: Bearer YOUR_KEY'" if needs_key else "")
     print(f"\nOpenAI-compatible API: {url}/v1\n", flush=True)
-    print(f"  curl -N {url}/v1/chat/completions -H 'content-type: application/json' \\\n    -d '{body}'\n", flush=True)
+    print(f"  curl -N {url}/v1/chat/completions {headers} \\\n    -d '{body}'\n", flush=True)

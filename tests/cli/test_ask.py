@@ -6,11 +6,16 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import pytest
 from aiohttp import web
 
 from pdserve.cli.ask import Answer, AskFailed, ask
+from pdserve.cli.up import api_key
+from pdserve.errors import ConfigError
+
+KEY = "0123456789abcdef0123"
 
 
 def chunk(text: str | None = None, finish: str | None = None) -> bytes:
@@ -23,8 +28,9 @@ DONE = b"data: [DONE]\n\n"
 
 
 @asynccontextmanager
-async def server(pieces: list[bytes], status: int = 200) -> AsyncIterator[str]:
+async def server(pieces: list[bytes], status: int = 200, authorization: str | None = None) -> AsyncIterator[str]:
     async def answer(request: web.Request) -> web.StreamResponse:
+        assert request.headers.get("authorization") == authorization
         body = await request.json()
         assert body["stream"] is True
         assert body["messages"] == [{"role": "user", "content": "Why?"}]
@@ -47,12 +53,12 @@ async def server(pieces: list[bytes], status: int = 200) -> AsyncIterator[str]:
         await runner.cleanup()
 
 
-def put(pieces: list[bytes], status: int = 200) -> tuple[Answer, str]:
+def put(pieces: list[bytes], status: int = 200, *, key: str = "") -> tuple[Answer, str]:
     shown: list[str] = []
 
     async def run() -> Answer:
-        async with server(pieces, status) as url:
-            return await ask(url, "m", "Why?", shown.append, timeout_s=20)
+        async with server(pieces, status, f"Bearer {key}" if key else None) as url:
+            return await ask(url, "m", "Why?", shown.append, api_key=key, timeout_s=20)
 
     answer = asyncio.run(run())
     return answer, "".join(shown)
@@ -65,6 +71,32 @@ def test_the_answer_is_shown_and_counted() -> None:
     assert 0 < answer.ttft_s < 20
     assert "TTFT" in str(answer)
     assert "tok/s" in str(answer)
+
+
+def test_a_key_is_sent_where_one_is_wanted() -> None:
+    assert put([chunk("Because"), chunk(finish="stop"), USAGE, DONE], key="a-key")[1] == "Because"
+
+
+@pytest.mark.parametrize("source", ["variable", "file", "toml"])
+def test_the_key_comes_from_where_the_proxy_has_it(tmp_path: Path, source: str) -> None:
+    keys, settings = tmp_path / "keys", tmp_path / "pdserve.toml"
+    keys.write_text(f"# ours\nalice {KEY}\nbob {KEY[::-1]}\n")
+    settings.write_text(f'[admission]\napi-key = ["{KEY}"]\n')
+    given = {
+        "variable": {"PDSERVE_API_KEY": f"{KEY},{KEY[::-1]}"},
+        "file": {"PDSERVE_API_KEY_FILE": str(keys)},
+        "toml": {"PDSERVE_CONFIG": str(settings)},
+    }
+    assert api_key(given[source]) == KEY
+
+
+def test_no_key_is_made_up() -> None:
+    assert api_key({}) == ""
+
+
+def test_keys_that_no_proxy_would_take_are_told_before_anything_starts() -> None:
+    with pytest.raises(ConfigError, match="16 to"):
+        api_key({"PDSERVE_API_KEY": "short"})
 
 
 @pytest.mark.parametrize(
@@ -85,4 +117,4 @@ def test_anything_less_is_a_failure(pieces: list[bytes], status: int, message: s
 
 def test_nobody_there_is_a_failure() -> None:
     with pytest.raises(AskFailed, match="no answer"):
-        asyncio.run(ask("http://127.0.0.1:1", "m", "Why?", print, timeout_s=5))
+        asyncio.run(ask("http://127.0.0.1:1", "m", "Why?", print, api_key="", timeout_s=5))

@@ -50,13 +50,15 @@ def nodes(url: str) -> dict[str, str]:
 
 
 @pytest.mark.usefixtures("demo_model")
-def test_one_question_is_answered_over_prefill_and_decode(tmp_path: Path) -> None:
-    with pdserve("up", *SMALL, "--ask", QUESTION, XDG_STATE_HOME=str(tmp_path)) as up:
+def test_one_question_is_answered_over_prefill_and_decode_also_where_a_key_is_wanted(tmp_path: Path) -> None:
+    key = "a-key-for-tests-only-0123456789"
+    with pdserve("up", *SMALL, "--ask", QUESTION, XDG_STATE_HOME=str(tmp_path), PDSERVE_API_KEY=key) as up:
         status = up.wait(180)
     assert status == 0, up.output
     assert "The capital of France is Paris." in up.lines, up.output
     assert re.search(r"^TTFT \d+ ms, [\d.]+ tok/s \(\d+ prompt tokens, \d+ generated\)$", up.output, re.MULTILINE)
     assert "source=remote" in up.output
+    assert key not in up.output
     assert "all 2 nodes are ready" in up.output
     wait_until_gone(str(tmp_path))
 
