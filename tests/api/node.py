@@ -3,35 +3,22 @@
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
 
 import msgspec
 
 from pdserve.config import NodeConfig
 from pdserve.wire.discovery import Role
 from pdserve.wire.engine import Abort, Submit, ToEngine
+from tests.eventually import eventually
 from tests.processes import Process, clean_environ, running
 
 MODEL = "scripted"
 WAIT_S = 10.0
 JOURNAL = "engine.journal"
-
-T = TypeVar("T")
-
-
-def eventually(probe: Callable[[], T | None]) -> T:
-    """The first true value of ``probe``. Fails the test if none comes in ``WAIT_S``."""
-    deadline = time.monotonic() + WAIT_S
-    while time.monotonic() < deadline:
-        if value := probe():
-            return value
-        time.sleep(0.01)
-    raise AssertionError(f"did not happen in {WAIT_S} s")
 
 
 @dataclass(frozen=True)

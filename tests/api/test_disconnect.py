@@ -33,9 +33,10 @@ from pdserve.config import (
 from pdserve.wire.discovery import Role
 from pdserve.wire.ids import new_id
 from tests.api.behaviour import Behaviour
-from tests.api.node import MODEL, WAIT_S, NodeUnderTest, eventually
+from tests.api.node import MODEL, WAIT_S, NodeUnderTest
 from tests.api.plain_http import get
 from tests.api.test_other_routes import metrics
+from tests.eventually import eventually
 
 
 @pytest.mark.parametrize("choices", [1, 3])

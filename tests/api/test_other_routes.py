@@ -9,8 +9,9 @@ import pytest
 
 from pdserve.api.tokenizer import Tokenizer
 from tests.api.behaviour import Behaviour
-from tests.api.node import MODEL, NodeUnderTest, eventually
+from tests.api.node import MODEL, NodeUnderTest
 from tests.api.plain_http import get, post
+from tests.eventually import eventually
 
 
 def test_models(client: openai.OpenAI) -> None:

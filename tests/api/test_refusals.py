@@ -9,8 +9,9 @@ import pytest
 
 from pdserve.api.openai import MAX_MESSAGES
 from tests.api.behaviour import Behaviour
-from tests.api.node import MODEL, NodeUnderTest, eventually
+from tests.api.node import MODEL, NodeUnderTest
 from tests.api.plain_http import get, post, send
+from tests.eventually import eventually
 
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}]}
 TEXT = {"model": MODEL, "prompt": "Hi"}

@@ -25,9 +25,10 @@ from pdserve.wire.frame import Opener, Purpose, Sealer
 from pdserve.wire.ids import new_id
 from pdserve.wire.ticket import TICKET_HEADER, PrefillTarget, Ticket
 from tests.api.behaviour import ENGINE_FAILURE, REPLY_TEXT, Behaviour
-from tests.api.node import MODEL, WAIT_S, NodeUnderTest, eventually, node_command, scripted_node
+from tests.api.node import MODEL, WAIT_S, NodeUnderTest, node_command, scripted_node
 from tests.api.plain_http import Answer, get, post
 from tests.api.scripted_engine import NEVER_READY
+from tests.eventually import eventually
 from tests.processes import SECRET, clean_environ, running
 
 BODY = {"model": MODEL, "prompt": "x"}

@@ -5,20 +5,19 @@ from __future__ import annotations
 import json
 import os
 import re
-import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tests.eventually import eventually
 from tests.processes import Process, pdserve
 
 MODEL = "smollm2-135m-instruct"
 PATIENCE_S = 60.0
-POLL_S = 0.02
 
 
 @dataclass(frozen=True)
@@ -43,15 +42,6 @@ def http(url: str, body: object = None, *, raw: bytes | None = None, timeout_s: 
     except urllib.error.HTTPError as error:
         with error:
             return Reply(error.code, dict(error.headers), error.read())
-
-
-def eventually(condition: Callable[[], bool], what: str, timeout_s: float = PATIENCE_S) -> None:
-    """Wait for something that no event announces to a test."""
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        if time.monotonic() > deadline:
-            raise AssertionError(f"did not happen in {timeout_s} s: {what}")
-        time.sleep(POLL_S)
 
 
 @dataclass(frozen=True)

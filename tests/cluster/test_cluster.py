@@ -11,8 +11,9 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from tests.cluster.nodes import MODEL, PATIENCE_S, Cluster, eventually
+from tests.cluster.nodes import MODEL, PATIENCE_S, Cluster
 from tests.cluster.nodes import http as call
+from tests.eventually import eventually
 
 
 def test_round_robin_shares_the_load_over_both_roles(pd_cluster: Cluster) -> None:

@@ -9,8 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from tests.cluster.nodes import Cluster, Node, cluster, eventually, http
+from tests.cluster.nodes import Cluster, Node, cluster, http
 from tests.cluster.test_cluster import open_stream
+from tests.eventually import eventually
 
 STREAMS = 3
 PROMPT = 600

@@ -11,7 +11,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.cluster.nodes import MODEL, Cluster, eventually, http
+from tests.cluster.nodes import MODEL, Cluster, http
+from tests.eventually import eventually
 
 PROMPT = random.Random(7).choices(range(3, 49_000), k=50)
 EOS = 2

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.nodes import Cluster, Node, eventually, http, start_node
+from tests.cluster.nodes import Cluster, Node, http, start_node
+from tests.eventually import eventually
 from tests.processes import pdserve
 from tests.tiny_models import VOCAB_SIZE, Reference, save_tiny_chat_model
 

@@ -26,9 +26,9 @@ from pdserve.wire.ticket import PrefillTarget
 from pdserve_kvtransfer.thread import TransferThread
 from pdserve_kvtransfer.transport import Transport
 from pdserve_kvtransfer.ucx import UcxTransport
-from tests.cluster.nodes import eventually
 from tests.engine.prefill_choices import prefill_choice
 from tests.engine.test_step_loop import BLOCK_SIZE, Client, engine, prompt
+from tests.eventually import eventually
 from tests.kvtransfer.faulty import AT_RECEIVER, Fault, Injector, faulty
 from tests.kvtransfer.rig import SECRET, SPEC
 from tests.tiny_models import SHAPE, save_tiny_model

@@ -45,8 +45,8 @@ from pdserve.models.tensor_parallel import ALONE
 from pdserve.wire.discovery import Role
 from pdserve.wire.rank import Arrived, Capture, Captured, Clear, Load, Loaded, Numbered, Stop
 from pdserve.wire.sampling import SamplingParams
-from tests.cluster.nodes import eventually
 from tests.engine.test_step_loop import engine, prompt
+from tests.eventually import eventually
 from tests.faults.test_shutdown import alive
 from tests.tiny_models import save_tiny_model
 

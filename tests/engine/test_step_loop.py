@@ -35,8 +35,8 @@ from pdserve.wire.ids import new_id
 from pdserve.wire.sampling import SamplingParams, TokenLogprobs
 from pdserve.wire.ticket import PrefillTarget
 from pdserve_kernels.cpu.torch_kernels import TorchKernels
-from tests.cluster.nodes import eventually
 from tests.engine.prefill_choices import prefill_choice
+from tests.eventually import eventually
 from tests.tiny_models import VOCAB_SIZE, save_tiny_model
 
 BLOCK_SIZE = 4

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.nodes import Cluster, Node, cluster, eventually, http, one_core, start_node
+from tests.cluster.nodes import Cluster, Node, cluster, http, one_core, start_node
 from tests.cluster.test_cluster import open_stream
+from tests.eventually import eventually
 from tests.faults.test_node_death import engine_pid
 
 CHUNK = 64

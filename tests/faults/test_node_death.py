@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.nodes import MODEL, Cluster, Node, cluster, eventually, http, one_core, start_node
+from tests.cluster.nodes import MODEL, Cluster, Node, cluster, http, one_core, start_node
+from tests.eventually import eventually
 
 PROMPT = [11 + i % 400 for i in range(1400)]
 NEW_TOKENS = 6

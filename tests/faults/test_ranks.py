@@ -15,7 +15,8 @@ from typing import Any
 
 import pytest
 
-from tests.cluster.nodes import Node, eventually, http
+from tests.cluster.nodes import Node, http
+from tests.eventually import eventually
 from tests.faults.test_node_death import engine_pid
 from tests.faults.test_shutdown import alive, cpu_seconds, own_temporary_folder
 from tests.processes import pdserve

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.nodes import Cluster, cluster, eventually
+from tests.cluster.nodes import Cluster, cluster
+from tests.eventually import eventually
 from tests.faults.test_node_death import engine_pid
 
 CLOCK_TICKS = os.sysconf("SC_CLK_TCK")

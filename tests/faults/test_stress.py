@@ -17,7 +17,8 @@ from urllib.parse import urlsplit
 import aiohttp
 import pytest
 
-from tests.cluster.nodes import MODEL, Cluster, Node, cluster, eventually, http, one_core, start_node
+from tests.cluster.nodes import MODEL, Cluster, Node, cluster, http, one_core, start_node
+from tests.eventually import eventually
 from tests.faults.test_node_death import engine_pid
 from tests.tiny_models import VOCAB_SIZE, Reference, save_tiny_chat_model
 

@@ -8,7 +8,8 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.cluster.nodes import Cluster, Node, eventually, http, one_core, start_node
+from tests.cluster.nodes import Cluster, Node, http, one_core, start_node
+from tests.eventually import eventually
 from tests.faults.test_node_death import engine_pid
 from tests.hosts.namespaces import Host, Network
 from tests.processes import Process, pdserve

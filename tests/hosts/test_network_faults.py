@@ -12,8 +12,9 @@ from contextlib import closing
 
 import pytest
 
-from tests.cluster.nodes import MODEL, eventually, http
+from tests.cluster.nodes import MODEL, http
 from tests.cluster.test_cluster import open_stream
+from tests.eventually import eventually
 from tests.hosts.cluster import BLOCK_BYTES, PROMPT_TOKENS, Hosts, open_files, prompt, threads
 from tests.hosts.wire import Path
 from tests.tiny_models import Reference

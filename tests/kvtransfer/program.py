@@ -14,7 +14,8 @@ from pdserve.wire.discovery import Role
 from pdserve.wire.sampling import SampledToken
 from pdserve.wire.ticket import PrefillTarget
 from pdserve_kvtransfer.events import PushWanted
-from tests.kvtransfer.rig import SPEC, Engine, Pair, eventually
+from tests.eventually import eventually
+from tests.kvtransfer.rig import SPEC, Engine, Pair
 
 NUM_BLOCKS = 24
 BLOCK_BYTES = 3 * 2**19

@@ -53,14 +53,6 @@ def compiled_mover() -> MakeMover:
     return chosen_mover(UcxCalls.COMPILED, cache_folder(os.environ))
 
 
-def eventually(condition: Callable[[], bool], timeout_s: float = WAIT_S) -> None:
-    """Poll: for what can only be looked at, not waited for."""
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "did not happen in time"
-        time.sleep(0.005)
-
-
 @dataclass
 class Engine:
     """One engine's transfers."""

@@ -27,9 +27,10 @@ from pdserve_kvtransfer.events import (
     PushOutcome,
     PushWanted,
 )
+from tests.eventually import eventually
 from tests.kvtransfer.fakes import FakeDecode, FakePrefill
 from tests.kvtransfer.program import BLOCK_BYTES, NUM_BLOCKS, pattern
-from tests.kvtransfer.rig import CONFIG, PATIENT, SAMPLING, SPEC, Engine, Pair, engine, eventually, pair
+from tests.kvtransfer.rig import CONFIG, PATIENT, SAMPLING, SPEC, Engine, Pair, engine, pair
 
 
 @contextmanager

@@ -18,8 +18,9 @@ from pdserve.wire.ids import TransferId, new_id
 from pdserve.wire.transfer import Failed, Hello, Ping, ToPrefill, Welcome
 from pdserve_kvtransfer.frames import Inbound
 from pdserve_kvtransfer.stats import TransferStats
+from tests.eventually import eventually
 from tests.kvtransfer.fakes import FakeDecode
-from tests.kvtransfer.rig import SECRET, SPEC, engine, eventually
+from tests.kvtransfer.rig import SECRET, SPEC, engine
 
 
 def test_any_messagepack_library_reads_a_frame() -> None:

@@ -27,8 +27,9 @@ from pdserve_kvtransfer.examiner import Examiner
 from pdserve_kvtransfer.label import label_of
 from pdserve_kvtransfer.machine_identity import machine_identity
 from pdserve_kvtransfer.probe import MAX_ASKER_BYTES, PAUSE_S, PING_TAG, START_TAG
+from tests.eventually import eventually
 from tests.kvtransfer.fakes import FakeDecode, FakePrefill
-from tests.kvtransfer.rig import SECRET, SPEC, WAIT_S, Engine, engine, eventually, pair
+from tests.kvtransfer.rig import SECRET, SPEC, WAIT_S, Engine, engine, pair
 
 MESSAGE_BYTES = 96 * 1024
 MESSAGES = 40

@@ -21,8 +21,9 @@ from pdserve_kvtransfer.events import (
     PushWanted,
 )
 from pdserve_kvtransfer.inproc import Fabric, InprocTransport
+from tests.eventually import eventually
 from tests.kvtransfer.fakes import FakePrefill
-from tests.kvtransfer.rig import PATIENT, Engine, Pair, engine, eventually, pair
+from tests.kvtransfer.rig import PATIENT, Engine, Pair, engine, pair
 
 BLOCKS = (3, 6, 1)
 

@@ -29,7 +29,8 @@ from pdserve_kvtransfer.inproc import Fabric, InprocTransport
 from pdserve_kvtransfer.rank_thread import RankThread
 from pdserve_kvtransfer.region import KvRegion
 from pdserve_kvtransfer.transport import Transport
-from tests.kvtransfer.rig import CONFIG, PATIENT, SPEC, Engine, Pair, eventually
+from tests.eventually import eventually
+from tests.kvtransfer.rig import CONFIG, PATIENT, SPEC, Engine, Pair
 
 HEAD_BYTES = 4096
 NUM_BLOCKS = 16

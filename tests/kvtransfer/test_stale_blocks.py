@@ -11,8 +11,9 @@ from pdserve.wire.discovery import Role
 from pdserve.wire.sampling import SampledToken
 from pdserve.wire.transfer import Cancel, Done, Failed, FirstToken, PrefillRequest
 from pdserve_kvtransfer.events import FailureKind, FetchFailed, FetchLanded, FirstTokenArrived
+from tests.eventually import eventually
 from tests.kvtransfer.fakes import FakePrefill
-from tests.kvtransfer.rig import BLOCK_BYTES, PATIENT, Engine, Pair, engine, eventually
+from tests.kvtransfer.rig import BLOCK_BYTES, PATIENT, Engine, Pair, engine
 
 BLOCKS = (3, 6)
 GOOD = memoryview(b"g" * BLOCK_BYTES)

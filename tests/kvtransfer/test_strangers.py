@@ -12,8 +12,9 @@ import zmq
 from pdserve.wire.sampling import SampledToken
 from pdserve.wire.transfer import Ping, Pong
 from pdserve_kvtransfer.events import FetchLanded, FirstTokenArrived, PushEnded, PushOutcome, PushWanted
+from tests.eventually import eventually
 from tests.kvtransfer.fakes import FakeDecode
-from tests.kvtransfer.rig import WAIT_S, Pair, eventually, pair
+from tests.kvtransfer.rig import WAIT_S, Pair, pair
 
 JUNK = b"\x96" + bytes(200)
 

@@ -28,8 +28,9 @@ from pdserve_kvtransfer.events import (
 from pdserve_kvtransfer.inproc import Fabric, InprocTransport
 from pdserve_kvtransfer.transport import Transport
 from pdserve_kvtransfer.ucx import UcxTransport
+from tests.eventually import eventually
 from tests.kvtransfer.faulty import Fault, Injector, faulty
-from tests.kvtransfer.rig import Engine, Pair, compiled_mover, eventually
+from tests.kvtransfer.rig import Engine, Pair, compiled_mover
 from tests.kvtransfer.test_thread import open_files, transfer_threads
 
 TRANSFERS = 600
@@ -202,7 +203,7 @@ def test_whatever_happens_to_hundreds_of_transfers(kind: str, nothing_left: None
         for number in range(TRANSFERS):
             client.order(number, dice.choice(servers))
         # Before anything is pushed, so many are alive on both sides.
-        eventually(lambda: look() and sum(len(server.wanted) for server in servers) == TRANSFERS, PATIENCE_S)
+        eventually(lambda: look() and sum(len(server.wanted) for server in servers) == TRANSFERS, timeout_s=PATIENCE_S)
         client.cancel(dice.sample(list(client.numbers), 40))
 
         def turn() -> bool:
@@ -213,7 +214,7 @@ def test_whatever_happens_to_hundreds_of_transfers(kind: str, nothing_left: None
             client.cancel(dice.sample(list(client.numbers), 2))
             return client.settled and all(server.settled for server in servers)
 
-        eventually(lambda: turn() or len(client.ends) > TRANSFERS // 4, PATIENCE_S)
+        eventually(lambda: turn() or len(client.ends) > TRANSFERS // 4, timeout_s=PATIENCE_S)
         # One node is replaced by its next boot, at the same address, in the middle of all that.
         former = servers[1]
         former.engine.close()
@@ -224,7 +225,7 @@ def test_whatever_happens_to_hundreds_of_transfers(kind: str, nothing_left: None
         servers[1].engine.memory[:] = content
         for number in range(TRANSFERS, TRANSFERS + AFTER_THE_RESTART):
             client.order(number, servers[1])
-        eventually(turn, PATIENCE_S)
+        eventually(turn, timeout_s=PATIENCE_S)
 
         landed = {client.numbers[transfer] for transfer, end in client.ends.items() if isinstance(end, FetchLanded)}
         for number in landed:

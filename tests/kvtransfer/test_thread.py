@@ -17,7 +17,8 @@ from pdserve.wire.ids import TransferId, new_id
 from pdserve_kvtransfer.events import PushWanted, TransferThreadDied
 from pdserve_kvtransfer.inproc import Fabric, InprocLink, InprocTransport
 from pdserve_kvtransfer.thread import TransferThread
-from tests.kvtransfer.rig import CONFIG, SECRET, SPEC, Engine, Pair, engine, eventually, pair
+from tests.eventually import eventually
+from tests.kvtransfer.rig import CONFIG, SECRET, SPEC, Engine, Pair, engine, pair
 
 
 def open_files() -> int:

@@ -19,8 +19,9 @@ from pdserve_kvtransfer.events import (
     PushOutcome,
     PushWanted,
 )
+from tests.eventually import eventually
 from tests.kvtransfer.fakes import FakePrefill
-from tests.kvtransfer.rig import BLOCK_BYTES, CONFIG, PATIENT, SAMPLING, SPEC, Pair, engine, eventually, pair
+from tests.kvtransfer.rig import BLOCK_BYTES, CONFIG, PATIENT, SAMPLING, SPEC, Pair, engine, pair
 
 
 def complete(rig: Pair, block_ids: tuple[int, ...], *, first_block: int = 0) -> bytes:

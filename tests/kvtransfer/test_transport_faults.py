@@ -11,8 +11,9 @@ from pdserve.wire.ids import TransferId
 from pdserve.wire.sampling import SampledToken
 from pdserve_kvtransfer.events import BlocksReleased, FailureKind, FetchFailed, FetchLanded, PushEnded, PushWanted
 from pdserve_kvtransfer.ucx import UcxTransport
+from tests.eventually import eventually
 from tests.kvtransfer.faulty import AT_RECEIVER, HARMLESS, Fault, Injector, faulty
-from tests.kvtransfer.rig import CONFIG, Engine, Pair, engine, eventually
+from tests.kvtransfer.rig import CONFIG, Engine, Pair, engine
 
 TRANSFERS = 30
 BLOCKS = 2
