@@ -1,0 +1,48 @@
+"""A proxy that stood still, as in a suspended virtual machine or behind a debugger, drops no node that lives."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+
+import aiohttp
+import msgspec
+import pytest
+
+from pdserve.wire.discovery import Role
+from tests.processes import SECRET, Process, pdserve
+from tests.proxy.cluster import eventually, node_info, registered, run_async
+
+HEARTBEAT_MS = 200
+STOPPED_S = 1.5
+"""More than two leases."""
+
+
+class Instance(msgspec.Struct):
+    name: str
+    heartbeat_age_s: float
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_stopped_proxy_still_has_its_nodes(workers: int) -> None:
+    ports = ("--port", "0", "--control-port", "0", "--heartbeat-ms", str(HEARTBEAT_MS))
+    with pdserve("proxy", *ports, "--workers", str(workers)) as proxy:
+        found = proxy.listening()
+        run_async(scenario(proxy, found.url, found.control))
+        assert "no heartbeat" not in proxy.output
+
+
+async def scenario(proxy: Process, url: str, control: str) -> None:
+    async with registered(node_info("n", Role.MIXED), control, secret=SECRET.encode()) as node:
+        proxy.popen.send_signal(signal.SIGSTOP)
+        await asyncio.sleep(STOPPED_S)
+        proxy.popen.send_signal(signal.SIGCONT)
+        async with aiohttp.ClientSession() as http:
+
+            async def heard() -> bool:
+                async with http.get(f"{url}/instances") as response:
+                    listed = msgspec.json.decode(await response.read(), type=list[Instance])
+                return any(instance.heartbeat_age_s < STOPPED_S / 2 for instance in listed)
+
+            await eventually(heard, "a heartbeat is heard")
+        await node.registered[control].wait()
