@@ -1,10 +1,12 @@
-"""What an application gets of its client's connection beyond ASGI, to spare what ASGI's two calls a response cost."""
+"""What an application gets of its client's connection beyond ASGI, to spare what ASGI's calls for each request cost."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
+
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 
 OUTLET = "pdserve.outlet"
 """An ASGI extension: ``scope["extensions"][OUTLET]`` is the request's ``Outlet``."""
@@ -13,14 +15,26 @@ OUTLET = "pdserve.outlet"
 class Cycle(Protocol):
     """uvicorn's side of one request and its response."""
 
+    scope: Any
+    default_headers: list[tuple[bytes, bytes]]
+    body: bytearray
+    more_body: bool
+    waiting_for_100_continue: bool
+    keep_alive: bool
     disconnected: bool
+    response_started: bool
     response_complete: bool
+    on_response: Callable[[], None]
 
 
 class Flow(Protocol):
     """uvicorn's flow control of one connection."""
 
     write_paused: bool
+
+    async def drain(self) -> None: ...
+
+    def resume_reading(self) -> None: ...
 
 
 class Outlet:
@@ -47,6 +61,40 @@ class Outlet:
 
     def __exit__(self, *exc_info: object) -> None:
         self._release()
+
+    def take_body(self) -> bytes | None:
+        """The request's body, if all of it is there and none has been received; None where it has to be waited for."""
+        cycle = self.cycle
+        if cycle is None or cycle.more_body or cycle.disconnected:
+            return None
+        self._flow.resume_reading()  # which stops at a large body
+        body, cycle.body = bytes(cycle.body), bytearray()
+        return body
+
+    async def respond(self, status: int, fields: bytes, body: bytes) -> None:
+        """A whole response: ``fields`` are lines of its head, one of them its ``content-length``, in proper form.
+
+        Waits while the client has left too much of what came before unread.
+        """
+        if self._flow.write_paused:
+            await self._flow.drain()
+        cycle = self.cycle
+        assert cycle is not None
+        assert not cycle.response_started
+        if cycle.disconnected:
+            return
+        lines = [STATUS_LINE[status]]
+        for name, value in cycle.default_headers:
+            lines += (name, b": ", value, b"\r\n")
+        lines += (fields, b"\r\n" if cycle.keep_alive else b"connection: close\r\n\r\n")
+        if cycle.scope["method"] != "HEAD":
+            lines.append(body)
+        self._transport.write(b"".join(lines))
+        cycle.waiting_for_100_continue = False
+        cycle.response_started = cycle.response_complete = True
+        if not cycle.keep_alive:
+            self._transport.close()
+        cycle.on_response()
 
     def write_chunk(self, data: bytes) -> bool:
         """Part of a body, at once, where a response without a length has begun and is not over.

@@ -53,9 +53,16 @@ _frame_decoder = msgspec.msgpack.Decoder(_Frame)
 _encoder = msgspec.msgpack.Encoder()
 
 
-def _mac(secret: bytes, purpose: Purpose, sender: bytes, counter: int, sent_ms: int, body: bytes) -> bytes:
-    head = struct.pack(">B16sQQ", FRAME_VERSION, sender, counter, sent_ms)
-    return hmac.digest(secret, purpose.value + b"\0" + head + body, hashlib.sha256)
+class _Signer:
+    """MACs with one secret for one channel. The key is taken in once: that is half the time of a short frame."""
+
+    def __init__(self, secret: bytes, purpose: Purpose) -> None:
+        self._begun = hmac.new(secret, purpose.value + b"\0", hashlib.sha256)
+
+    def mac(self, sender: bytes, counter: int, sent_ms: int, body: bytes) -> bytes:
+        mac = self._begun.copy()
+        mac.update(struct.pack(">B16sQQ", FRAME_VERSION, sender, counter, sent_ms) + body)
+        return mac.digest()
 
 
 class Sealer:
@@ -64,8 +71,7 @@ class Sealer:
     def __init__(
         self, secret: bytes, purpose: Purpose, sender: bytes, *, clock: Callable[[], float] = time.time
     ) -> None:
-        self._secret = secret
-        self._purpose = purpose
+        self._signer = _Signer(secret, purpose)
         self._sender = sender
         self._clock = clock
         self._counter = 0
@@ -75,7 +81,7 @@ class Sealer:
         self._counter += 1
         body = _encoder.encode(message)
         sent_ms = int(self._clock() * 1000)
-        mac = _mac(self._secret, self._purpose, self._sender, self._counter, sent_ms, body)
+        mac = self._signer.mac(self._sender, self._counter, sent_ms, body)
         return _encoder.encode(_Frame(FRAME_VERSION, self._sender, self._counter, sent_ms, body, mac))
 
 
@@ -97,7 +103,7 @@ class Opener(Generic[T]):
         lifetime_s: Callable[[T], float] = lambda _: 0.0,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        self._secret = secret
+        self._signer = _Signer(secret, purpose)
         self._purpose = purpose
         self._decoder: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(message)
         self._lifetime_s = lifetime_s
@@ -118,7 +124,7 @@ class Opener(Generic[T]):
             raise MalformedFrame(f"not a pdserve frame: {exc}") from exc
         if outer.version != FRAME_VERSION:
             raise MalformedFrame(f"frame version {outer.version}; this process speaks {FRAME_VERSION}")
-        expected = _mac(self._secret, self._purpose, outer.sender, outer.counter, outer.sent_ms, outer.body)
+        expected = self._signer.mac(outer.sender, outer.counter, outer.sent_ms, outer.body)
         if not hmac.compare_digest(expected, outer.mac):
             raise AuthenticationFailed("wrong signature: the sender has another cluster secret")
         try:

@@ -8,8 +8,10 @@ ask ──▶ RequestError                    429: its caller has too many; 503:
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from dataclasses import dataclass
+
+import msgspec
 
 from pdserve.errors import TooManyRequests, Unavailable
 
@@ -28,8 +30,7 @@ class Limits:
     wait_s: float
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Visit:
+class Visit(msgspec.Struct, frozen=True, eq=False):
     """One request, from ``ask`` to ``leave``."""
 
     caller: str
@@ -43,7 +44,7 @@ class Admission:
         self._limits = limits
         self._inside: set[Visit] = set()
         self._waiting: OrderedDict[Visit, None] = OrderedDict()
-        self._of_caller: Counter[str] = Counter()
+        self._of_caller: dict[str, int] = {}
 
     @property
     def inside(self) -> int:
@@ -62,7 +63,8 @@ class Admission:
         Raises TooManyRequests if ``caller`` has its share, Unavailable if the queue is full.
         """
         limits = self._limits
-        if limits.per_caller and caller != ANONYMOUS and self._of_caller[caller] >= limits.per_caller:
+        of_caller = self._of_caller.get(caller, 0)
+        if limits.per_caller and caller != ANONYMOUS and of_caller >= limits.per_caller:
             raise TooManyRequests(
                 f"this key has {limits.per_caller} requests under way, as many as it may",
                 code="rate_limit_exceeded",
@@ -75,7 +77,7 @@ class Admission:
             self._waiting[visit] = None
         else:
             raise Unavailable("the proxy has all the requests it may hold", code="queue_full", retry_after_s=1)
-        self._of_caller[caller] += 1
+        self._of_caller[caller] = of_caller + 1
         return visit
 
     def leave(self, visit: Visit) -> Visit | None:

@@ -17,6 +17,7 @@ from pdserve_proxy.information import Information, Scrape
 from pdserve_proxy.metrics import ProxyMetrics
 from pdserve_proxy.relay import Relay
 from pdserve_proxy.relayed_routes import AsgiApp, RelayedRoutes
+from pdserve_proxy.request_counts import OTHER_ROUTES
 from pdserve_proxy.snapshot import Directory
 from pdserve_proxy.turnstile import Turnstile
 
@@ -40,14 +41,14 @@ def build_app(
 
     async def on_http_error(exc: HTTPException) -> Response:
         error = from_http(exc)
-        metrics.requests.labels("other", error.status).inc()
+        metrics.counts.requests[OTHER_ROUTES, error.status] += 1
         response = _error_response(error, _id_of_request())
         if isinstance(exc, MethodNotAllowed) and exc.valid_methods:
             response.headers["allow"] = ", ".join(exc.valid_methods)
         return response
 
     async def on_request_error(error: RequestError) -> Response:
-        metrics.requests.labels("other", error.status).inc()
+        metrics.counts.requests[OTHER_ROUTES, error.status] += 1
         return _error_response(error, _id_of_request())
 
     async def on_defect(exc: Exception) -> Response:

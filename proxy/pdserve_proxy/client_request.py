@@ -55,6 +55,11 @@ class ClientRequest:
         length = self._headers.get(b"content-length")
         if length is not None and int(length) > max_bytes:
             raise _too_large(max_bytes)
+        whole = self._outlet.take_body()
+        if whole is not None:  # as it mostly is: then nothing has to be waited for, nor bounded
+            if len(whole) > max_bytes:
+                raise _too_large(max_bytes)
+            return whole
         try:
             async with asyncio.timeout(UPLOAD_TIMEOUT_S):
                 return await self._whole_body(max_bytes)
@@ -77,7 +82,9 @@ class ClientRequest:
 
     async def respond(self, status: int, headers: Mapping[str, str], body: bytes) -> None:
         """The whole response."""
-        await self.begin(status, {**headers, "content-length": str(len(body))}, body, more=False)
+        head = "".join([f"{name}: {value}\r\n" for name, value in headers.items()])
+        fields = f"{head}content-length: {len(body)}\r\n".encode("latin-1", "replace")
+        await self._outlet.respond(status, fields, body)
 
     async def begin(self, status: int, headers: Mapping[str, str], data: bytes, *, more: bool) -> None:
         """Status, headers and the first part of a body."""

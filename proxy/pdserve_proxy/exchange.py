@@ -3,8 +3,8 @@
     OPENING ──▶ RELAYING ──▶ ENDED        a stream
     OPENING ───────────────▶ ENDED        an answer in one piece, or an error
 
-``Exchange`` is owned by the task that handles the request: whatever way that task ends, the upstream response is closed
-and the exchange has ended, once. Until then one timer bounds it.
+``Exchange`` is owned by the task that handles the request, inside ``with``: whatever way it leaves that, the upstream
+response is closed and the exchange has ended, once.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from __future__ import annotations
 import asyncio
 import enum
 from collections.abc import Callable
-from typing import Protocol
+from types import TracebackType
+from typing import Protocol, Self
 
 from pdserve.errors import DeadlineExceeded, RequestError, Unavailable
 from pdserve_proxy.flights import Flight
@@ -65,13 +66,13 @@ class Upstream(Protocol):
 
 
 class Exchange:
-    """Has to be made inside the task that handles the request.
+    """Has to be made inside the task that handles the request, and used there as a context manager.
 
-    That task runs everything up to the response's first byte inside ``async with exchange.gate``; a TimeoutError from
-    there means that the exchange was cut, and ``cut_short`` says why.
+    A cut cancels that task while there is no response yet; ``absorbs_cancel`` tells it from a client that has left.
     """
 
     def __init__(self, request_id: str, route: str, timeout_s: float, on_end: Callable[[Exchange], None]) -> None:
+        """``timeout_s`` from now somebody has to ``cut`` it."""
         task = asyncio.current_task()
         assert task is not None
         self._task = task
@@ -80,9 +81,8 @@ class Exchange:
         self._started_s = self._loop.time()
         self._deadline_s = self._started_s + timeout_s
         self._ended_s = self._started_s
-        self._timer = self._loop.call_at(self._deadline_s, self.cut, Cut.DEADLINE)
+        self._last_words: asyncio.TimerHandle | None = None
         self._upstream: Upstream | None = None
-        self.gate = asyncio.timeout(None)
         self.phase = Phase.OPENING
         self.cut_short: Cut | None = None
         self.request_id = request_id
@@ -95,7 +95,17 @@ class Exchange:
         self.first_byte_s: float | None = None
         """Seconds from the start; None until a byte came."""
         self.relayed_bytes = 0
-        task.add_done_callback(self._task_done)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._last_words is not None:
+            self._last_words.cancel()
+        if self.phase is not Phase.ENDED:
+            self._fail(exc)
 
     @property
     def decode_name(self) -> str:
@@ -161,18 +171,21 @@ class Exchange:
             self._task.cancel()
             return
         self.cut_short = why
-        self._timer.cancel()
-        self._timer = self._loop.call_later(LAST_WORDS_S, self.cut, why)
+        self._last_words = self._loop.call_later(LAST_WORDS_S, self.cut, why)
         if self.phase is Phase.OPENING:
-            self.gate.reschedule(self._loop.time())
+            self._task.cancel()
         elif self._upstream is not None:
             self._upstream.close()
+
+    def absorbs_cancel(self) -> bool:
+        """Whether the cancellation that its task has just got comes from a cut and nothing else: it may go on then."""
+        return self.cut_short is not None and self._task.uncancel() == 0
 
     def leave(self) -> None:
         """The client is gone: the task that handles its request is cancelled."""
         self._task.cancel()
 
-    def fail(self, exc: BaseException | None) -> None:
+    def _fail(self, exc: BaseException | None) -> None:
         """Ends the exchange as one whose task came to nothing, because of ``exc`` if there was one."""
         if isinstance(exc, asyncio.CancelledError):
             self.end(Outcome.CLIENT_GONE if self.cut_short is None else self.cut_short.outcome, 499)
@@ -185,11 +198,6 @@ class Exchange:
         if self._flight is not None:
             self._flight.land_all()
             self._flight = None
-
-    def _task_done(self, task: asyncio.Task[object]) -> None:
-        self._timer.cancel()
-        if self.phase is not Phase.ENDED:
-            self.fail(asyncio.CancelledError() if task.cancelled() else task.exception())
 
 
 def _client_gone(exc: BaseException | None) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -33,18 +32,19 @@ class Flights:
     """Of one proxy process: what other processes send shows in the next heartbeat."""
 
     def __init__(self) -> None:
-        self._here: Counter[bytes] = Counter()
+        self._here: dict[bytes, int] = {}
         self._reported: dict[bytes, int] = {}
         """Of what is here, how much the node's last heartbeat had in it."""
 
     def begin(self, *nodes: NodeInfo) -> Flight:
         boot_ids = {node.boot_id for node in nodes}
-        self._here.update(boot_ids)
+        for boot_id in boot_ids:
+            self._here[boot_id] = self._here.get(boot_id, 0) + 1
         return Flight(self._end, boot_ids)
 
     def heard_from(self, boot_id: bytes) -> None:
         """A heartbeat came: what is here now is in the load that it tells."""
-        self._reported[boot_id] = self._here[boot_id]
+        self._reported[boot_id] = self._here.get(boot_id, 0)
 
     def forget(self, boot_id: bytes) -> None:
         """The node is gone from the registry."""
@@ -55,7 +55,7 @@ class Flights:
 
         def load(node: NodeInfo) -> int:
             said = snapshot.loads[node.boot_id]
-            since = self._here[node.boot_id] - self._reported.get(node.boot_id, 0)
+            since = self._here.get(node.boot_id, 0) - self._reported.get(node.boot_id, 0)
             return max(0, said.running + said.waiting + since)
 
         return load

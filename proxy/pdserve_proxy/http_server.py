@@ -63,7 +63,7 @@ async def serve_clients(
     tickets = TicketOffice(secret, new_id())
     metrics = knowledge.metrics
     turnstile = Turnstile(_limits(config.admission), metrics)
-    async with Relay(config, knowledge.directory, knowledge.flights, tickets, ExchangeLog(metrics)) as relay:
+    async with Relay(config, knowledge.directory, knowledge.flights, tickets, ExchangeLog(metrics.counts)) as relay:
         app = build_app(config, ApiKeys(keys), turnstile, knowledge.directory, relay, metrics, knowledge.scrape)
         settings = _uvicorn_config(config, app, tls)
         server = _HttpServer(settings, stop, listening, relay.cut_all, config.http.drain_s)

@@ -4,50 +4,46 @@ from __future__ import annotations
 
 import logging
 
-from prometheus_client import Counter
-
-from pdserve_proxy.exchange import Exchange, Outcome
-from pdserve_proxy.metrics import ProxyMetrics
+from pdserve_proxy.exchange import Exchange
+from pdserve_proxy.request_counts import RequestCounts
 
 log = logging.getLogger("pdserve_proxy.requests")
 
 
 class ExchangeLog:
-    def __init__(self, metrics: ProxyMetrics) -> None:
-        self._metrics = metrics
-        self._outcomes = {outcome: metrics.outcomes.labels(outcome.value) for outcome in Outcome}
-        self._requests: dict[tuple[str, int], Counter] = {}
+    def __init__(self, counts: RequestCounts) -> None:
+        self._counts = counts
 
     def began(self) -> None:
-        self._metrics.in_flight.inc()
+        self._counts.in_flight += 1
 
     def retried(self) -> None:
-        self._metrics.retries.inc()
+        self._counts.retries += 1
 
     def ended(self, exchange: Exchange) -> None:
         assert exchange.outcome is not None
-        metrics = self._metrics
-        metrics.in_flight.dec()
-        self._requests_of(exchange.route, exchange.status).inc()
-        metrics.relayed_bytes.inc(exchange.relayed_bytes)
-        self._outcomes[exchange.outcome].inc()
+        counts = self._counts
+        counts.in_flight -= 1
+        counts.requests[exchange.route, exchange.status] += 1
+        counts.relayed_bytes += exchange.relayed_bytes
+        counts.outcomes[exchange.outcome.value] += 1
         if exchange.first_byte_s is not None:
-            metrics.first_byte_seconds.observe(exchange.first_byte_s)
-        log.info(
-            "request_id=%s route=%s decode=%s prefill=%s status=%d first_byte_s=%s total_s=%.3f bytes=%d outcome=%s",
-            exchange.request_id,
-            exchange.route,
-            exchange.decode_name,
-            exchange.prefill_name,
-            exchange.status,
-            "-" if exchange.first_byte_s is None else f"{exchange.first_byte_s:.3f}",
-            exchange.total_s,
-            exchange.relayed_bytes,
-            exchange.outcome.value,
-        )
+            counts.first_byte(exchange.first_byte_s)
+        if log.isEnabledFor(logging.INFO):  # the line's fields cost more than all the counting
+            _write(exchange)
 
-    def _requests_of(self, route: str, status: int) -> Counter:
-        key = (route, status)
-        if key not in self._requests:
-            self._requests[key] = self._metrics.requests.labels(route, status)
-        return self._requests[key]
+
+def _write(exchange: Exchange) -> None:
+    assert exchange.outcome is not None
+    log.info(
+        "request_id=%s route=%s decode=%s prefill=%s status=%d first_byte_s=%s total_s=%.3f bytes=%d outcome=%s",
+        exchange.request_id,
+        exchange.route,
+        exchange.decode_name,
+        exchange.prefill_name,
+        exchange.status,
+        "-" if exchange.first_byte_s is None else f"{exchange.first_byte_s:.3f}",
+        exchange.total_s,
+        exchange.relayed_bytes,
+        exchange.outcome.value,
+    )

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import functools
 import ssl
-from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from pdserve.errors import Unavailable
+from pdserve_proxy.expiry import ExpiryQueue
 from pdserve_proxy.node_connection import NodeClosed, NodeConnection, NodeResponse, NodeUnreachable
 
 IDLE_S = 60.0
@@ -43,8 +43,9 @@ class NodePool:
     def __init__(self, *, connect_timeout_s: float, max_connections: int) -> None:
         self._connect_timeout_s = connect_timeout_s
         self._max_connections = max_connections
-        self._open: dict[NodeConnection, Origin] = {}
-        self._idle: dict[Origin, OrderedDict[NodeConnection, asyncio.TimerHandle]] = {}
+        self._open: dict[NodeConnection, str] = {}
+        """With its node's URL."""
+        self._idle: dict[str, ExpiryQueue[NodeConnection]] = {}
         self._closed = False
 
     def close(self) -> None:
@@ -52,6 +53,8 @@ class NodePool:
         self._closed = True
         for connection in tuple(self._open):
             connection.close()
+        for idle in self._idle.values():
+            idle.close()
 
     async def post(
         self, url: str, path: str, headers: Mapping[str, str], body: bytes, *, silence_s: float | None
@@ -60,10 +63,11 @@ class NodePool:
 
         Raises NodeUnreachable, NodeLost, or Unavailable where ``max_connections`` requests are under way.
         """
-        origin = origin_of(url)
-        head = _head(origin, path, headers, len(body))
+        fields = "".join([f"{name}: {value}\r\n" for name, value in headers.items()])
+        head = f"{_opening(url, path)}content-length: {len(body)}\r\n{fields}\r\n".encode("latin-1", "replace")
         while True:
-            connection = self._take_idle(origin) or await self._connect(origin)
+            idle = self._idle.get(url)
+            connection = idle.pop_newest() if idle else await self._connect(url)
             reused = connection.requests > 0
             response = None
             try:
@@ -79,18 +83,11 @@ class NodePool:
                     response.close()
                 raise
 
-    def _take_idle(self, origin: Origin) -> NodeConnection | None:
-        idle = self._idle.get(origin)
-        if not idle:
-            return None
-        connection, timer = idle.popitem()
-        timer.cancel()
-        return connection
-
-    async def _connect(self, origin: Origin) -> NodeConnection:
+    async def _connect(self, url: str) -> NodeConnection:
         if self._closed:
             raise NodeUnreachable("the proxy is stopping")
         self._make_room()
+        origin = origin_of(url)
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(self._connect_timeout_s):
@@ -102,15 +99,15 @@ class NodePool:
                 )
         except (OSError, TimeoutError) as exc:
             raise NodeUnreachable(str(exc) or "no connection in time") from exc
-        self._open[connection] = origin
+        self._open[connection] = url
         return connection
 
     def _make_room(self) -> None:
         if len(self._open) < self._max_connections:
             return
         for idle in self._idle.values():
-            for connection in idle:
-                connection.close()
+            if idle:
+                idle.pop_oldest().close()
                 return
         raise Unavailable(
             f"all {self._max_connections} connections to nodes are in use", code="no_connection_left", retry_after_s=1
@@ -120,27 +117,24 @@ class NodePool:
         if self._closed:
             connection.close()
             return
-        loop = asyncio.get_running_loop()
-        idle = self._idle.setdefault(self._open[connection], OrderedDict())
-        idle[connection] = loop.call_later(IDLE_S, connection.close)
+        url = self._open[connection]
+        idle = self._idle.get(url)
+        if idle is None:
+            idle = self._idle[url] = ExpiryQueue(IDLE_S, NodeConnection.close)
+        idle.add(connection)
 
     def _lost(self, connection: NodeConnection) -> None:
-        origin = self._open.pop(connection, None)
-        idle = self._idle.get(origin) if origin is not None else None
-        if idle is not None and origin is not None:
-            timer = idle.pop(connection, None)
-            if timer is not None:
-                timer.cancel()
+        url = self._open.pop(connection, None)
+        idle = self._idle.get(url) if url is not None else None
+        if idle is not None and url is not None:
+            idle.discard(connection)
             if not idle:
-                del self._idle[origin]
+                idle.close()
+                del self._idle[url]
 
 
-def _head(origin: Origin, path: str, headers: Mapping[str, str], length: int) -> bytes:
-    lines = [
-        f"POST {origin.prefix}{path} HTTP/1.1",
-        f"host: {origin.authority}",
-        f"content-length: {length}",
-        *(f"{name}: {value}" for name, value in headers.items()),
-        "\r\n",
-    ]
-    return "\r\n".join(lines).encode("latin-1", "replace")
+@functools.lru_cache(maxsize=4096)
+def _opening(url: str, path: str) -> str:
+    """The lines with which every request to one path of a node begins."""
+    origin = origin_of(url)
+    return f"POST {origin.prefix}{path} HTTP/1.1\r\nhost: {origin.authority}\r\n"

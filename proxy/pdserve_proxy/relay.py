@@ -12,10 +12,13 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
+import msgspec
+
 from pdserve.config import ProxyConfig
 from pdserve.errors import BadUpstream, RequestError, Unavailable
 from pdserve.wire.ticket import TICKET_HEADER
 from pdserve_proxy.exchange import Cut, Exchange
+from pdserve_proxy.expiry import ExpiryQueue
 from pdserve_proxy.flights import Flights
 from pdserve_proxy.journal import ExchangeLog
 from pdserve_proxy.node_connection import NodeLost, NodeResponse, NodeUnreachable
@@ -34,8 +37,7 @@ KEPT_HEADERS = ("content-type", "content-encoding", "retry-after", "cache-contro
 """Response headers of a node's that a client gets; ``x-request-id`` is the proxy's own."""
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
+class Answer(msgspec.Struct, frozen=True):
     """A response in one piece."""
 
     status: int
@@ -63,8 +65,7 @@ class Failure:
     """What the node itself said, where it did."""
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
+class Call(msgspec.Struct, frozen=True):
     """What of a client's request goes to a node."""
 
     path: str
@@ -89,6 +90,9 @@ class Relay:
     async def __aenter__(self) -> Self:
         relay = self._config.relay
         self._pool = NodePool(connect_timeout_s=relay.connect_timeout_s, max_connections=relay.max_connections)
+        self._deadlines: ExpiryQueue[Exchange] = ExpiryQueue(
+            self._config.request.timeout_s, lambda exchange: exchange.cut(Cut.DEADLINE)
+        )
         return self
 
     async def __aexit__(
@@ -96,11 +100,13 @@ class Relay:
     ) -> None:
         self.cut_all()
         self._pool.close()
+        self._deadlines.close()
 
     def begin(self, request_id: str, route: str) -> Exchange:
         """An exchange for the request that the current task handles."""
         exchange = Exchange(request_id, route, self._config.request.timeout_s, self._ended)
         self._active.add(exchange)
+        self._deadlines.add(exchange)
         self._journal.began()
         return exchange
 
@@ -177,19 +183,20 @@ class Relay:
 
     def _ended(self, exchange: Exchange) -> None:
         self._active.discard(exchange)
+        self._deadlines.discard(exchange)
         self._journal.ended(exchange)
 
 
 async def _first_byte(exchange: Exchange, response: NodeResponse) -> Answer | Streaming | Failure:
-    headers = _kept(response.headers)
-    if response.status == 200 and response.content_type == "text/event-stream":
+    headers, content_type = _kept(response.headers), response.content_type
+    if response.status == 200 and content_type == "text/event-stream":
         stream = EventStream(exchange, response)
         await stream.open()
         exchange.got_byte()
         exchange.begin_relaying(response.status)
         return Streaming(response.status, headers, stream)
     answer = Answer(response.status, headers, await _read_all(exchange, response))
-    return _judge(exchange.decode_name, answer, response.content_type)
+    return _judge(exchange.decode_name, answer, content_type)
 
 
 def _judge(node: str, answer: Answer, content_type: str) -> Answer | Failure:
@@ -208,7 +215,7 @@ async def _read_all(exchange: Exchange, response: NodeResponse) -> bytes:
     """The whole body, so that a loss inside it can still be made good: nodes send an answer when all of it is there."""
     pieces = []
     size = 0
-    while piece := await response.read():
+    while not response.exhausted and (piece := await response.read()):
         exchange.got_byte()
         pieces.append(piece)
         size += len(piece)

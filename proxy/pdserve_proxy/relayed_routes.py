@@ -20,6 +20,7 @@ from pdserve_proxy.exchange import Exchange, Outcome
 from pdserve_proxy.metrics import ProxyMetrics
 from pdserve_proxy.relay import Answer, Call, Relay, Streaming
 from pdserve_proxy.request_body import read_body
+from pdserve_proxy.request_counts import OTHER_ROUTES
 from pdserve_proxy.turnstile import Turnstile
 
 AsgiApp: TypeAlias = Callable[[Any, Any, Any], Awaitable[None]]
@@ -56,25 +57,26 @@ class RelayedRoutes:
         given_id = request_id(request.header(REQUEST_ID_HEADER))
         if request.method != "POST":
             error = MethodNotAllowed("this route takes POST only")
-            self._metrics.requests.labels("other", error.status).inc()
+            self._metrics.counts.requests[OTHER_ROUTES, error.status] += 1
             await _send_error(request, error, given_id, {"allow": "POST"})
             return
-        exchange = self._relay.begin(given_id, request.path)
-        request.on_disconnect(exchange.leave)
         try:
-            await self._serve(exchange, request)
-        except (asyncio.CancelledError, ClientGone, Exception) as exc:
+            with self._relay.begin(given_id, request.path) as exchange:
+                request.on_disconnect(exchange.leave)
+                await self._serve(exchange, request)
+        except (asyncio.CancelledError, ClientGone, Exception):
             # The server has nothing to add to it: the client is gone, or its response breaks off here.
-            exchange.fail(exc)
+            return
 
     async def _serve(self, exchange: Exchange, request: ClientRequest) -> None:
         try:
-            async with exchange.gate:
-                # Before the body is read: a request that waits costs no more memory than its head.
-                await self._turnstile.enter(self._keys.caller(request.header("authorization")), exchange.hold)
-                body = read_body(await request.body(self._max_body_bytes))
-                result = await self._relay.forward(exchange, Call(request.path, body, request.header("accept")))
-        except TimeoutError:
+            # Before the body is read: a request that waits costs no more memory than its head.
+            await self._turnstile.enter(self._keys.caller(request.header("authorization")), exchange.hold)
+            body = read_body(await request.body(self._max_body_bytes))
+            result = await self._relay.forward(exchange, Call(request.path, body, request.header("accept")))
+        except asyncio.CancelledError:
+            if not exchange.absorbs_cancel():
+                raise
             assert exchange.cut_short is not None
             await _refuse(exchange, request, exchange.cut_short.error, exchange.cut_short.outcome)
         except RequestError as exc:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from itertools import accumulate
 
 import msgspec
@@ -19,7 +18,8 @@ LEAD_BYTES = 4096
 MAX_DEPTH = 64
 """Of lists and objects within each other. Nodes' decoders recurse."""
 
-_MARKERS = tuple(prefix.encode() for prefix in INTERNAL_PREFIXES)
+_MARKERS = (b"\\u", *(prefix.encode() for prefix in INTERNAL_PREFIXES))
+"""Without these bytes in it a body has no such key. An escape (``\\u006b``) can hide one."""
 
 
 class _Head(msgspec.Struct):
@@ -29,8 +29,7 @@ class _Head(msgspec.Struct):
     prompt: msgspec.Raw = msgspec.Raw(b"")
 
 
-@dataclass(frozen=True, slots=True)
-class GenerationBody:
+class GenerationBody(msgspec.Struct, frozen=True):
     """A request body as it goes to a node."""
 
     data: bytes
@@ -76,8 +75,11 @@ def is_shallow(data: bytes, depth: int) -> bool:
 
 
 def _without_internal_fields(data: bytes) -> bytes:
-    """The same bytes wherever nothing has to go. An escape (``\\u006b``) can hide a key, so it is looked for."""
-    if b"\\u" not in data and not any(marker in data for marker in _MARKERS):
+    """The same bytes wherever nothing has to go."""
+    for marker in _MARKERS:
+        if marker in data:
+            break
+    else:
         return data
     fields = _fields_decoder.decode(data)
     kept = {name: value for name, value in fields.items() if not name.startswith(INTERNAL_PREFIXES)}

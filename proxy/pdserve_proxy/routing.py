@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import TypeVar
+
+import msgspec
 
 from pdserve.config import RoutingPolicy
 from pdserve.errors import InvalidRequest, NotFound, Unavailable
-from pdserve.wire.discovery import NodeInfo, Role
+from pdserve.wire.discovery import NodeInfo
 from pdserve_proxy.policies import LoadOf, Selector, make_selector
 from pdserve_proxy.snapshot import Snapshot
 
 RETRY_AFTER_S = 1
 
+Key = TypeVar("Key")
 
-@dataclass(frozen=True, slots=True)
-class Ask:
+
+class Ask(msgspec.Struct, frozen=True):
     """What of a request routing looks at."""
 
     model: str
@@ -22,8 +25,7 @@ class Ask:
     """The leading bytes of its prompt, as they stand in the request body."""
 
 
-@dataclass(frozen=True, slots=True)
-class Route:
+class Route(msgspec.Struct, frozen=True):
     """Where one attempt at a request goes."""
 
     decode: NodeInfo
@@ -39,7 +41,10 @@ class Router:
 
     def __init__(self, policy: RoutingPolicy) -> None:
         self._policy = policy
-        self._selectors: dict[tuple[Role, str, str], Selector] = {}
+        self._of_decode: dict[str, Selector] = {}
+        """By model."""
+        self._of_prefill: dict[tuple[str, str], Selector] = {}
+        """By model and fingerprint."""
 
     def choose(self, snapshot: Snapshot, ask: Ask, load: LoadOf, exclude: frozenset[bytes] = frozenset()) -> Route:
         """A route that avoids decode nodes with the boot ids in ``exclude``. ``load`` tells the requests at a node.
@@ -55,18 +60,19 @@ class Router:
                 code="no_route",
                 retry_after_s=RETRY_AFTER_S,
             )
-        decode, *_ = self._selector(Role.DECODE, ask.model).select([pair.decode for pair in pairs], ask.lead, load)
-        fitting = next(pair.prefill for pair in pairs if pair.decode is decode)
+        nodes = [pair.decode for pair in pairs]
+        decode = self._selector(self._of_decode, ask.model).select(nodes, ask.lead, load)[0]
+        fitting = pairs[nodes.index(decode)].prefill
         if not fitting:
             return Route(decode, ())
-        selector = self._selector(Role.PREFILL, ask.model, decode.fingerprint)
+        selector = self._selector(self._of_prefill, (ask.model, decode.fingerprint))
         return Route(decode, selector.select(fitting, ask.lead, load))
 
-    def _selector(self, role: Role, model: str, fingerprint: str = "") -> Selector:
-        key = (role, model, fingerprint)
-        if key not in self._selectors:
-            self._selectors[key] = make_selector(self._policy)
-        return self._selectors[key]
+    def _selector(self, selectors: dict[Key, Selector], key: Key) -> Selector:
+        selector = selectors.get(key)
+        if selector is None:
+            selector = selectors[key] = make_selector(self._policy)
+        return selector
 
 
 def resolve_model(snapshot: Snapshot, asked: str | None) -> str:

@@ -29,16 +29,15 @@ class Closable:
 class Seen:
     """Every end that was reported, and the exchange that a task made."""
 
-    def __init__(self, timeout_s: float = 60.0) -> None:
-        self.timeout_s = timeout_s
+    def __init__(self) -> None:
         self.ends: list[tuple[Outcome | None, int]] = []
         self.exchanges: list[Exchange] = []
 
     def start(self, handler: Callable[[Exchange], Awaitable[None]]) -> asyncio.Task[None]:
         async def task() -> None:
-            made = Exchange("r", "/v1/x", self.timeout_s, lambda ended: self.ends.append((ended.outcome, ended.status)))
-            self.exchanges.append(made)
-            await handler(made)
+            with Exchange("r", "/v1/x", 60.0, lambda ended: self.ends.append((ended.outcome, ended.status))) as made:
+                self.exchanges.append(made)
+                await handler(made)
 
         return asyncio.create_task(task())
 
@@ -109,19 +108,40 @@ def test_a_new_upstream_closes_the_one_before_it() -> None:
 
 
 @pytest.mark.parametrize("cut", Cut)
-def test_a_cut_opens_the_gate_with_its_reason(cut: Cut) -> None:
+def test_a_cut_interrupts_what_is_waited_for_and_its_task_goes_on(cut: Cut) -> None:
     async def handler(made: Exchange) -> None:
         asyncio.get_running_loop().call_soon(made.cut, cut)
-        with pytest.raises(TimeoutError):
-            async with made.gate:
-                await asyncio.Event().wait()
+        with pytest.raises(asyncio.CancelledError):
+            await asyncio.Event().wait()
+        assert made.absorbs_cancel()
         assert made.cut_short is cut
+        await asyncio.sleep(0)
         made.end(cut.outcome, cut.error.status)
 
     async def scenario() -> None:
         seen = Seen()
         await seen.start(handler)
         assert seen.ends == [(cut.outcome, cut.error.status)]
+
+    run_async(scenario())
+
+
+def test_a_client_that_leaves_as_its_exchange_is_cut_has_left() -> None:
+    async def handler(made: Exchange) -> None:
+        made.cut(Cut.DEADLINE)
+        made.leave()
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            assert not made.absorbs_cancel()
+            raise
+
+    async def scenario() -> None:
+        seen = Seen()
+        task = seen.start(handler)
+        await asyncio.wait([task])
+        assert task.cancelled()
+        assert seen.ends == [(Outcome.TIMED_OUT, 499)]
 
     run_async(scenario())
 
@@ -134,8 +154,10 @@ def test_a_client_that_takes_nothing_after_a_cut_is_let_go(monkeypatch: pytest.M
         await asyncio.Event().wait()
 
     async def scenario() -> None:
-        seen = Seen(timeout_s=0.05)
+        seen = Seen()
         task = seen.start(stuck)
+        await asyncio.sleep(0)
+        seen.exchanges[0].cut(Cut.DEADLINE)
         async with asyncio.timeout(5):
             await asyncio.wait([task])
         assert task.cancelled()
