@@ -48,6 +48,10 @@ class _Phase(enum.Enum):
     CLOSING = "closing"
 
 
+# In names of their own: to look a member up on its class goes through that class's __getattr__, for every callback.
+_WAITING, _HEAD, _BODY, _ANSWERING, _CLOSING = _Phase
+
+
 def guarded_config(
     app: Any,
     *,
@@ -112,7 +116,7 @@ class GuardedHttp(HttpToolsProtocol):
     write_timeout_s: ClassVar[float] = 60.0
     """How long a client may leave more than the transport's high-water mark (64 KiB) of a response unread."""
 
-    _phase = _Phase.WAITING
+    _phase = _WAITING
     _idle_bytes = 0
     """Fed to the parser since the request began or the last byte of its body: head, chunk extensions, trailers."""
     _timer: asyncio.TimerHandle | None = None
@@ -136,21 +140,21 @@ class GuardedHttp(HttpToolsProtocol):
         self._stop_write_timer()
         # Also with an exception, for which uvicorn leaves it running.
         self._unset_keepalive_if_required()
-        self._phase = _Phase.CLOSING
+        self._phase = _CLOSING
         super().connection_lost(exc)
         self._outlet.tell_disconnect()
 
     def data_received(self, data: bytes) -> None:
-        while data and self._phase is not _Phase.CLOSING and not self.transport.is_closing():
+        while data and self._phase is not _CLOSING and not self.transport.is_closing():
             # Some clients end a body with a line too much. It neither begins a request nor keeps a connection.
-            if self._phase in (_Phase.WAITING, _Phase.ANSWERING) and not data.strip(_BLANK):
+            if self._phase in (_WAITING, _ANSWERING) and not data.strip(_BLANK):
                 return
-            if self._phase is _Phase.ANSWERING:
+            if self._phase is _ANSWERING:
                 self.cycle.keep_alive = False
                 return
-            if self._phase is _Phase.WAITING:
+            if self._phase is _WAITING:
                 self._begin_head()
-            room = self.max_head_bytes - self._idle_bytes if self._phase is _Phase.HEAD else len(data)
+            room = self.max_head_bytes - self._idle_bytes if self._phase is _HEAD else len(data)
             piece, data = data[:room], data[room:]
             self._feed(piece)
 
@@ -176,32 +180,32 @@ class GuardedHttp(HttpToolsProtocol):
         before = self._phase
         self._idle_bytes += len(piece)
         super().data_received(piece)
-        if self._phase is _Phase.HEAD and self._timer is None:  # most heads come in one piece
+        if self._phase is _HEAD and self._timer is None:  # most heads come in one piece
             self._start_timer(self.head_timeout_s)
         if self._phase is before and self._idle_bytes >= self.max_head_bytes:
             self._refuse(431, "the request's headers are too large", "headers_too_large")
 
     def _begin_head(self) -> None:
-        self._phase = _Phase.HEAD
+        self._phase = _HEAD
         self._idle_bytes = 0
         self._unset_keepalive_if_required()
 
     # ------------------------------------------------------------------ the parser's callbacks
 
     def on_message_begin(self) -> None:
-        if self._phase is _Phase.ANSWERING:  # in one read with the request before it
+        if self._phase is _ANSWERING:  # in one read with the request before it
             self.cycle.keep_alive = False
-        if self._phase is _Phase.WAITING:  # in one read with the end of a body whose response was over before
+        if self._phase is _WAITING:  # in one read with the end of a body whose response was over before
             self._begin_head()
-        if self._phase is _Phase.HEAD:
+        if self._phase is _HEAD:
             super().on_message_begin()
 
     def on_url(self, url: bytes) -> None:
-        if self._phase is _Phase.HEAD:
+        if self._phase is _HEAD:
             super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if self._phase is not _Phase.HEAD:  # uvicorn would take a trailer for a header
+        if self._phase is not _HEAD:  # uvicorn would take a trailer for a header
             return
         if len(self.headers) >= MAX_HEADERS:
             self._refuse(431, f"a request may have {MAX_HEADERS} headers", "headers_too_large")
@@ -209,7 +213,7 @@ class GuardedHttp(HttpToolsProtocol):
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        if self._phase is _Phase.HEAD:
+        if self._phase is _HEAD:
             super().on_headers_complete()
             # Before the cycle's task has begun to run.
             self._outlet.begin(self.cycle)
@@ -217,22 +221,22 @@ class GuardedHttp(HttpToolsProtocol):
             self.scope["extensions"] = {OUTLET: self._outlet}  # type: ignore[dict-item]  # of our own, not ASGI's
             self._stop_timer()
             self._idle_bytes = 0
-            self._phase = _Phase.BODY
+            self._phase = _BODY
 
     def on_body(self, body: bytes) -> None:
-        if self._phase is _Phase.BODY:
+        if self._phase is _BODY:
             self._idle_bytes = 0
             super().on_body(body)
 
     def on_message_complete(self) -> None:
-        if self._phase is not _Phase.BODY:
+        if self._phase is not _BODY:
             return
         super().on_message_complete()
         if not self.cycle.response_complete:
-            self._phase = _Phase.ANSWERING
+            self._phase = _ANSWERING
             return
         self._stop_timer()
-        self._phase = _Phase.WAITING
+        self._phase = _WAITING
         # uvicorn starts this timer only when a response ends, and the rest of the body has stopped it.
         self._unset_keepalive_if_required()
         self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
@@ -242,22 +246,22 @@ class GuardedHttp(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         super().on_response_complete()
         if self.transport.is_closing():
-            self._phase = _Phase.CLOSING
-        elif self._phase is _Phase.ANSWERING:
-            self._phase = _Phase.WAITING
-        elif self._phase is _Phase.BODY:
+            self._phase = _CLOSING
+        elif self._phase is _ANSWERING:
+            self._phase = _WAITING
+        elif self._phase is _BODY:
             self._start_timer(self.head_timeout_s)
 
     def send_400_response(self, msg: str) -> None:
         """uvicorn calls it for every error of the parser's."""
-        if self._phase is _Phase.ANSWERING:
+        if self._phase is _ANSWERING:
             self.cycle.keep_alive = False
-        elif self._phase is not _Phase.CLOSING:
+        elif self._phase is not _CLOSING:
             self._refuse(400, msg, "invalid_http")
 
     def _refuse(self, status: int, message: str, code: str) -> None:
         """Answer in the application's place, if it has not begun to, and close."""
-        self._phase = _Phase.CLOSING
+        self._phase = _CLOSING
         self._start_timer(self.linger_s)
         if self.cycle and not self.cycle.response_complete:
             self._disconnect()
@@ -302,9 +306,9 @@ class GuardedHttp(HttpToolsProtocol):
 
     def _expired(self) -> None:
         self._timer = None
-        if self._phase is _Phase.HEAD:
+        if self._phase is _HEAD:
             self._refuse(408, f"the request's headers did not come within {self.head_timeout_s:g} s", "header_timeout")
-        elif self._phase is _Phase.CLOSING:
+        elif self._phase is _CLOSING:
             self.transport.abort()
         else:
             self.transport.close()

@@ -71,13 +71,16 @@ class Outlet:
         body, cycle.body = bytes(cycle.body), bytearray()
         return body
 
-    async def respond(self, status: int, fields: bytes, body: bytes) -> None:
-        """A whole response: ``fields`` are lines of its head, one of them its ``content-length``, in proper form.
+    @property
+    def paused(self) -> bool:
+        """Whether the client has left so much unread that no more should be written before ``drain``."""
+        return self._flow.write_paused
 
-        Waits while the client has left too much of what came before unread.
-        """
-        if self._flow.write_paused:
-            await self._flow.drain()
+    async def drain(self) -> None:
+        await self._flow.drain()
+
+    def respond(self, status: int, fields: bytes, body: bytes) -> None:
+        """A whole response: ``fields`` are lines of its head, one of them its ``content-length``, in proper form."""
         cycle = self.cycle
         assert cycle is not None
         assert not cycle.response_started

@@ -41,9 +41,9 @@ class ClientRequest:
         self.method: str = scope["method"]
         self.path: str = scope["path"]
 
-    def header(self, name: str) -> str | None:
+    def header(self, name: bytes) -> str | None:
         """``name`` is in lower case."""
-        value = self._headers.get(name.encode("ascii"))
+        value = self._headers.get(name)
         return None if value is None else value.decode("latin-1")
 
     def on_disconnect(self, callback: Callable[[], object]) -> None:
@@ -81,10 +81,12 @@ class ClientRequest:
                 return b"".join(pieces)
 
     async def respond(self, status: int, headers: Mapping[str, str], body: bytes) -> None:
-        """The whole response."""
+        """The whole response. Waits while the client has left too much of what came before unread."""
+        if self._outlet.paused:
+            await self._outlet.drain()
         head = "".join([f"{name}: {value}\r\n" for name, value in headers.items()])
         fields = f"{head}content-length: {len(body)}\r\n".encode("latin-1", "replace")
-        await self._outlet.respond(status, fields, body)
+        self._outlet.respond(status, fields, body)
 
     async def begin(self, status: int, headers: Mapping[str, str], data: bytes, *, more: bool) -> None:
         """Status, headers and the first part of a body."""

@@ -29,7 +29,11 @@ class Phase(enum.Enum):
     ENDED = "ended"
 
 
-class Outcome(enum.Enum):
+# In names of their own: to look a member up on its class goes through that class's __getattr__, for every request.
+_OPENING, _RELAYING, _ENDED = Phase
+
+
+class Outcome(enum.StrEnum):
     OK = "ok"
     CLIENT_GONE = "client_gone"
     UPSTREAM_LOST = "upstream_lost"
@@ -66,15 +70,20 @@ class Upstream(Protocol):
 
 
 class Exchange:
-    """Has to be made inside the task that handles the request, and used there as a context manager.
+    """To be used as a context manager in the task that handles the request.
 
     A cut cancels that task while there is no response yet; ``absorbs_cancel`` tells it from a client that has left.
     """
 
-    def __init__(self, request_id: str, route: str, timeout_s: float, on_end: Callable[[Exchange], None]) -> None:
+    def __init__(
+        self,
+        task: asyncio.Task[None],
+        request_id: str,
+        route: str,
+        timeout_s: float,
+        on_end: Callable[[Exchange], None],
+    ) -> None:
         """``timeout_s`` from now somebody has to ``cut`` it."""
-        task = asyncio.current_task()
-        assert task is not None
         self._task = task
         self._loop = task.get_loop()
         self._on_end = on_end
@@ -83,7 +92,7 @@ class Exchange:
         self._ended_s = self._started_s
         self._last_words: asyncio.TimerHandle | None = None
         self._upstream: Upstream | None = None
-        self.phase = Phase.OPENING
+        self.phase = _OPENING
         self.cut_short: Cut | None = None
         self.request_id = request_id
         self.route = route
@@ -104,7 +113,7 @@ class Exchange:
     ) -> None:
         if self._last_words is not None:
             self._last_words.cancel()
-        if self.phase is not Phase.ENDED:
+        if self.phase is not _ENDED:
             self._fail(exc)
 
     @property
@@ -146,14 +155,14 @@ class Exchange:
                 self._flight.land(*(info.boot_id for info in self._route.prefill))
 
     def begin_relaying(self, status: int) -> None:
-        self.phase = Phase.RELAYING
+        self.phase = _RELAYING
         self.status = status
 
     def end(self, outcome: Outcome, status: int | None = None) -> None:
         """Ends the exchange; every call but the first does nothing."""
-        if self.phase is Phase.ENDED:
+        if self.phase is _ENDED:
             return
-        self.phase = Phase.ENDED
+        self.phase = _ENDED
         self.outcome = outcome
         self.status = status or self.status
         self._ended_s = self._loop.time()
@@ -167,12 +176,12 @@ class Exchange:
 
     def cut(self, why: Cut) -> None:
         """Cut it short: the client gets an error, or an error event. A client that does not take it is let go."""
-        if self.phase is Phase.ENDED or self.cut_short is not None:
+        if self.phase is _ENDED or self.cut_short is not None:
             self._task.cancel()
             return
         self.cut_short = why
         self._last_words = self._loop.call_later(LAST_WORDS_S, self.cut, why)
-        if self.phase is Phase.OPENING:
+        if self.phase is _OPENING:
             self._task.cancel()
         elif self._upstream is not None:
             self._upstream.close()

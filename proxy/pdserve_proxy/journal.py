@@ -26,7 +26,7 @@ class ExchangeLog:
         counts.in_flight -= 1
         counts.requests[exchange.route, exchange.status] += 1
         counts.relayed_bytes += exchange.relayed_bytes
-        counts.outcomes[exchange.outcome.value] += 1
+        counts.outcomes[exchange.outcome] += 1
         if exchange.first_byte_s is not None:
             counts.first_byte(exchange.first_byte_s)
         if log.isEnabledFor(logging.INFO):  # the line's fields cost more than all the counting

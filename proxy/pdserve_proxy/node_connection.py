@@ -17,6 +17,8 @@ import httptools
 HIGH_WATER_BYTES = 2**17
 """Of a body that nobody has taken yet: from here on nothing is read from the node."""
 MAX_HEAD_BYTES = 2**16
+SMALL_BYTES = 2**14
+"""Bodies below it are copied behind their head: that is less work than two buffers in one write."""
 
 
 class NodeLost(Exception):
@@ -34,7 +36,8 @@ class NodeUnreachable(NodeLost):
 class NodeResponse:
     """What a node answers to one request. One reader. ``close`` has to be called in the end."""
 
-    def __init__(self, close: Callable[[NodeResponse], None]) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, close: Callable[[NodeResponse], None]) -> None:
+        self._loop = loop
         self._close = close
         self._pieces: list[bytes] = []
         self._held = 0
@@ -61,7 +64,11 @@ class NodeResponse:
     async def head(self) -> None:
         """Wait for status and headers. Raises NodeLost."""
         while not self.status:
-            await self._wait()
+            await self._news()
+
+    def take_whole(self) -> bytes | None:
+        """All of the body, if all of it is there and none has been read; None where it has to be waited for."""
+        return self._take() if self.complete else None
 
     async def read(self, relay: Callable[[bytes], bool] | None = None) -> bytes:
         """What has come of the body since the last read, at least one byte; empty at its end. Raises NodeLost.
@@ -72,7 +79,7 @@ class NodeResponse:
         self._relay = relay
         try:
             while not self._pieces and not self.complete:
-                await self._wait()
+                await self._news()
                 if self._relay is not relay:
                     break
         finally:
@@ -108,8 +115,9 @@ class NodeResponse:
             if self._relay(self._take()):
                 return
             self._relay = None
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+        waiter, self._waiter = self._waiter, None
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
 
     def _take(self) -> bytes:
         data = self._pieces[0] if len(self._pieces) == 1 else b"".join(self._pieces)
@@ -120,14 +128,12 @@ class NodeResponse:
             on_room()
         return data
 
-    async def _wait(self) -> None:
+    def _news(self) -> asyncio.Future[None]:
+        """Done when something has come, or nothing more will."""
         if self._error is not None:
             raise self._error
-        self._waiter = asyncio.get_running_loop().create_future()
-        try:
-            await self._waiter
-        finally:
-            self._waiter = None
+        self._waiter = self._loop.create_future()
+        return self._waiter
 
 
 class NodeConnection(asyncio.Protocol):
@@ -158,12 +164,15 @@ class NodeConnection(asyncio.Protocol):
         self.requests += 1
         self._head_bytes = 0
         self._parser = httptools.HttpResponseParser(self)
-        self._response = NodeResponse(self._given_up)
+        self._response = NodeResponse(self._loop, self._given_up)
         self._heard_s = self._loop.time()
         self._silence_s = silence_s
         if silence_s is not None:
             self._silence = self._loop.call_later(silence_s, self._check_silence)
-        self._transport.writelines((head, body))
+        if len(body) < SMALL_BYTES:
+            self._transport.write(head + body)
+        else:
+            self._transport.writelines((head, body))
         return self._response
 
     def close(self) -> None:

@@ -6,6 +6,7 @@ first byte the stream is the client's: a loss then ends it with an error event (
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -89,6 +90,7 @@ class Relay:
 
     async def __aenter__(self) -> Self:
         relay = self._config.relay
+        self._loop = asyncio.get_running_loop()
         self._pool = NodePool(connect_timeout_s=relay.connect_timeout_s, max_connections=relay.max_connections)
         self._deadlines: ExpiryQueue[Exchange] = ExpiryQueue(
             self._config.request.timeout_s, lambda exchange: exchange.cut(Cut.DEADLINE)
@@ -104,7 +106,9 @@ class Relay:
 
     def begin(self, request_id: str, route: str) -> Exchange:
         """An exchange for the request that the current task handles."""
-        exchange = Exchange(request_id, route, self._config.request.timeout_s, self._ended)
+        task = asyncio.current_task(self._loop)
+        assert task is not None
+        exchange = Exchange(task, request_id, route, self._config.request.timeout_s, self._ended)
         self._active.add(exchange)
         self._deadlines.add(exchange)
         self._journal.began()
@@ -195,7 +199,12 @@ async def _first_byte(exchange: Exchange, response: NodeResponse) -> Answer | St
         exchange.got_byte()
         exchange.begin_relaying(response.status)
         return Streaming(response.status, headers, stream)
-    answer = Answer(response.status, headers, await _read_all(exchange, response))
+    body = response.take_whole()
+    if body is None:
+        body = await _read_all(exchange, response)
+    else:
+        exchange.got_byte()
+    answer = Answer(response.status, headers, body)
     return _judge(exchange.decode_name, answer, content_type)
 
 

@@ -54,7 +54,7 @@ class RelayedRoutes:
             await self._others(scope, receive, send)
             return
         request = ClientRequest(scope, receive, send)
-        given_id = request_id(request.header(REQUEST_ID_HEADER))
+        given_id = request_id(request.header(b"x-request-id"))
         if request.method != "POST":
             error = MethodNotAllowed("this route takes POST only")
             self._metrics.counts.requests[OTHER_ROUTES, error.status] += 1
@@ -71,9 +71,9 @@ class RelayedRoutes:
     async def _serve(self, exchange: Exchange, request: ClientRequest) -> None:
         try:
             # Before the body is read: a request that waits costs no more memory than its head.
-            await self._turnstile.enter(self._keys.caller(request.header("authorization")), exchange.hold)
+            await self._turnstile.enter(self._keys.caller(request.header(b"authorization")), exchange.hold)
             body = read_body(await request.body(self._max_body_bytes))
-            result = await self._relay.forward(exchange, Call(request.path, body, request.header("accept")))
+            result = await self._relay.forward(exchange, Call(request.path, body, request.header(b"accept")))
         except asyncio.CancelledError:
             if not exchange.absorbs_cancel():
                 raise

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 
 from pdserve.errors import Unavailable
@@ -23,12 +24,11 @@ class Turnstile:
         ``hold`` is given, before anything is waited for, the function that has to be called when the request is over.
         Raises TooManyRequests, or Unavailable if the queue is full or its turn does not come in time.
         """
-        loop = asyncio.get_running_loop()
-        visit = self._admission.ask(caller, loop.time())
+        visit = self._admission.ask(caller, time.monotonic())  # the event loop's clock
         hold(lambda: self._leave(visit))
         if self._admission.is_inside(visit):
             return
-        turn = self._turns[visit] = loop.create_future()
+        turn = self._turns[visit] = asyncio.get_running_loop().create_future()
         try:
             async with asyncio.timeout_at(visit.deadline_s):
                 await turn

@@ -35,7 +35,11 @@ class Seen:
 
     def start(self, handler: Callable[[Exchange], Awaitable[None]]) -> asyncio.Task[None]:
         async def task() -> None:
-            with Exchange("r", "/v1/x", 60.0, lambda ended: self.ends.append((ended.outcome, ended.status))) as made:
+            current = asyncio.current_task()
+            assert current is not None
+            with Exchange(
+                current, "r", "/v1/x", 60.0, lambda ended: self.ends.append((ended.outcome, ended.status))
+            ) as made:
                 self.exchanges.append(made)
                 await handler(made)
 
