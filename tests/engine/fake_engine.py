@@ -159,7 +159,7 @@ class FakeEngine:
         start, known = len(request.token_ids), [*request.token_ids, unread.token_id]
         assert start < min(len(request.block_table) * BLOCK_SIZE, self.max_len)
         assert self.blocks.num_holders(request.block_table[start // BLOCK_SIZE]) == 1
-        (digest,) = self.model.run(known, start, known[start:], request.block_table)
+        (digest,) = self.model.run(known, start, known[start:], request.block_table, request.cache_salt)
         return (SampledToken(choose(digest, request.sampling.seed)),)
 
     def _compute(self, work: Work) -> list[tuple[SampledToken, ...]]:
@@ -173,7 +173,7 @@ class FakeEngine:
         assert end <= self.max_len
         for block in request.block_table[start // BLOCK_SIZE : -(-end // BLOCK_SIZE)]:
             assert self.blocks.num_holders(block) == 1, "a step writes to a shared block"
-        found = self.model.run(request.token_ids, start, known + guesses, request.block_table)
+        found = self.model.run(request.token_ids, start, known + guesses, request.block_table, request.cache_salt)
         choices = []
         for chooser in work.choosers:
             last = found[len(known) - 1 : len(known) + right]

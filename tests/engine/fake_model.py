@@ -1,13 +1,14 @@
-"""A model and a KV cache whose every slot says which tokens it was computed from.
+"""A model and a KV cache whose every slot says which tokens it was computed from, and under which salt.
 
 A slot holds a digest of all tokens up to its own, computed from the slot before it, as real keys and values depend on
 all that came before. A step first looks at its whole context: a block that was shared, moved, evicted or overwritten
-wrongly is an assertion at once.
+wrongly is an assertion at once, and so is one of a request with another salt, though its tokens are the same.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 VOCAB = 40
 EOS = 2
@@ -49,23 +50,39 @@ def talkative(prompt: Sequence[int], max_tokens: int) -> int:
     return next(seed for seed in range(1000) if len(answer(prompt, seed, max_tokens, 10_000)) == max_tokens)
 
 
+class Slot(NamedTuple):
+    """The keys and values of one token."""
+
+    digest: int
+    salt: str
+
+
+EMPTY = Slot(-1, "")
+
+
 class FakeModel:
     """Blocks of one engine."""
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.block_size = block_size
-        self.memory = [[-1] * block_size for _ in range(num_blocks)]
+        self.memory = [[EMPTY] * block_size for _ in range(num_blocks)]
 
-    def run(self, known: Sequence[int], start: int, tokens: Sequence[int], block_table: Sequence[int]) -> list[int]:
+    def run(
+        self, known: Sequence[int], start: int, tokens: Sequence[int], block_table: Sequence[int], salt: str
+    ) -> list[int]:
         """Write ``tokens`` at ``start``; returns the digest after each. ``known`` is what the context must hold."""
         context = [self.memory[block_table[i // self.block_size]][i % self.block_size] for i in range(start)]
-        assert context == digests(known[:start]), "the KV cache holds something else than the request's tokens"
-        digest = context[-1] if context else 0
+        wanted = digests(known[:start])
+        assert [slot.digest for slot in context] == wanted, (
+            "the KV cache holds something else than the request's tokens"
+        )
+        assert {slot.salt for slot in context} <= {salt}, "a request was given blocks of another salt"
+        digest = wanted[-1] if wanted else 0
         new = []
         for position, token in enumerate(tokens, start):
             digest = after(digest, token)
             new.append(digest)
-            self.memory[block_table[position // self.block_size]][position % self.block_size] = digest
+            self.memory[block_table[position // self.block_size]][position % self.block_size] = Slot(digest, salt)
         return new
 
     def copy(self, copies: dict[int, int]) -> None:
@@ -75,4 +92,4 @@ class FakeModel:
 
     def clear(self, blocks: Sequence[int]) -> None:
         for block in blocks:
-            self.memory[block] = [-1] * self.block_size
+            self.memory[block] = [EMPTY] * self.block_size
