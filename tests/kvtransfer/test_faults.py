@@ -16,7 +16,7 @@ from pdserve.wire.discovery import Role
 from pdserve.wire.ids import TransferId, new_id
 from pdserve.wire.sampling import SampledToken
 from pdserve.wire.ticket import PrefillTarget
-from pdserve.wire.transfer import Done, FirstToken, Hello, Ping, Pong, PrefillRequest, Refused, Welcome
+from pdserve.wire.transfer import Done, Failed, FirstToken, Hello, Ping, Pong, PrefillRequest, Refused, Welcome
 from pdserve_kvtransfer.events import (
     FailureKind,
     FetchFailed,
@@ -177,6 +177,22 @@ def test_a_decode_engine_that_stays_silent_loses_its_lease() -> None:
         decode.send(Ping(decode.boot_id))
         answers = [type(decode.next(object)).__name__ for _ in range(4)]
         assert answers == ["Digests", "Failed", "Refused", "Refused"]
+
+
+def test_a_decode_engine_that_greets_anew_ends_what_it_had() -> None:
+    """As one does that took this engine for dead: nothing of the former handshake keeps its blocks."""
+    with engine(Role.PREFILL, config=PATIENT) as prefill, FakeDecode(prefill.address) as decode:
+        decode.greet()
+        decode.send(prefill_request(decode.boot_id))
+        former = prefill.next(PushWanted).transfer_id
+        decode.send(Hello(decode.boot_id, SPEC, [decode.link.address]))
+        assert prefill.next(PushCancelled) == PushCancelled(former)
+        assert prefill.next(PushEnded) == PushEnded(former, PushOutcome.PEER_LOST)
+        decode.next(Failed)
+        decode.next(Refused)
+        decode.next(Welcome)
+        decode.send(prefill_request(decode.boot_id))
+        assert prefill.next(PushWanted).transfer_id != former
 
 
 def test_a_prefill_engine_that_fell_silent_is_not_waited_for_again_until_it_answers() -> None:
