@@ -9,7 +9,7 @@ import pytest
 
 from pdserve.errors import PeerLost
 from pdserve.wire.discovery import Role
-from pdserve.wire.ids import TransferId
+from pdserve.wire.transfer import PrefillRequest
 from pdserve_kvtransfer.events import (
     BlocksReleased,
     FailureKind,
@@ -117,8 +117,10 @@ class TestOverUcx:
             made.fill(*range(made.num_blocks))
             yield made
 
-    def stop_in_the_middle(self, prefill: FakePrefill, decode: Engine) -> TransferId:
-        order = Pair(decode, decode).order((5,), target=prefill.target)
+    def stop_in_the_middle(
+        self, prefill: FakePrefill, decode: Engine, block_ids: tuple[int, ...] = (5,)
+    ) -> PrefillRequest:
+        order = Pair(decode, decode).order(block_ids, target=prefill.target)
         decode.thread.fetch(order)
         request = prefill.welcome_and_take()
         # Blocks of no transfer, before it so that UCX is connected, and behind it to see that it was looked at.
@@ -128,17 +130,31 @@ class TestOverUcx:
         prefill.post(block, request.tag, 0)
         prefill.post(memoryview(b"x"), request.tag ^ 1, 0)
         eventually(lambda: decode.thread.stats().stale_blocks_dropped == 2)
-        return order.transfer_id
+        return request
 
     def test_a_cancelled_fetch_keeps_its_block_until_the_sender_goes_on(
         self, prefill: FakePrefill, decode: Engine
     ) -> None:
-        transfer = self.stop_in_the_middle(prefill, decode)
+        transfer = self.stop_in_the_middle(prefill, decode).transfer_id
         decode.thread.cancel_fetch(transfer)
         assert decode.next(FetchCancelled) == FetchCancelled(transfer, (5,))
         assert decode.quiet()
         prefill.finish()
         assert decode.next(BlocksReleased) == BlocksReleased((5,))
+
+    def test_beside_a_block_that_is_still_written_no_other_one_lands(
+        self, prefill: FakePrefill, decode: Engine
+    ) -> None:
+        """Block 7 is free from the end on, while the transfer is remembered for the sake of block 5."""
+        request = self.stop_in_the_middle(prefill, decode, (5, 7))
+        before = decode.read(7)
+        decode.thread.cancel_fetch(request.transfer_id)
+        assert decode.next(FetchCancelled) == FetchCancelled(request.transfer_id, (5,))
+        prefill.post(memoryview(b"l" * decode.block_bytes), request.tag, 1)
+        eventually(lambda: decode.thread.stats().stale_blocks_dropped == 3)
+        prefill.finish()
+        assert decode.next(BlocksReleased) == BlocksReleased((5,))
+        assert decode.read(7) == before
 
     def test_a_sender_that_dies_writes_nothing_any_more(self, prefill: FakePrefill, decode: Engine) -> None:
         self.stop_in_the_middle(prefill, decode)
