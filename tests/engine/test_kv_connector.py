@@ -18,6 +18,8 @@ from pdserve.config import (
     TransferConfig,
 )
 from pdserve.engine.block_manager import BlockManager
+from pdserve.engine.disaggregation.prefill_choice import Decision
+from pdserve.engine.disaggregation.prefill_cost import Prompt
 from pdserve.engine.disaggregation.prefill_rate import PrefillRate
 from pdserve.engine.kv_connector import KvConnector, open_connector
 from pdserve.engine.kv_connector.fetching import Fetching
@@ -338,12 +340,42 @@ def test_without_overlap_all_blocks_are_pushed_when_the_prompt_is_computed(overl
     assert [(first, len(blocks)) for first, blocks in bench.thread.pushed[1:]] == [(0, 4)], "cached ones neither"
 
 
+def test_what_decides_is_how_much_has_to_be_pushed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not how long the prompt is: most of it may be there already."""
+    monkeypatch.setattr("pdserve.engine.kv_connector.push_schedule.PAYS_FROM_TOKENS", 12)
+    bench = Bench(Role.PREFILL, KvOverlap.AUTO)
+    bench.report(wanted(prompt=14, first_block=1))
+    bench.step()
+    assert bench.thread.pushed == [], "ten tokens"
+    bench = Bench(Role.PREFILL, KvOverlap.AUTO)
+    bench.report(wanted(prompt=14))
+    bench.step()
+    assert len(bench.thread.pushed) == 1, "fourteen"
+
+
 def test_the_first_token_says_how_fast_the_node_is_and_what_else_it_has_to_do() -> None:
     bench, order = Bench(Role.PREFILL), wanted(prompt=8)
     bench.rate.step(256, 0, 0.128, 1.0)
     bench.report(order, wanted(prompt=14), wanted(prompt=9))
     bench.step()
     assert bench.thread.loads == [PrefillLoad(14 + 9, 2000.0)]
+
+
+def test_the_choice_is_asked_with_what_is_here_queued_and_running(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench, asked = Bench(Role.DECODE), []
+    choose = bench.choice.choose
+
+    def spy(prompt: Prompt, target: PrefillTarget, now: float) -> Decision:
+        asked.append(prompt)
+        return choose(prompt, target, now)
+
+    monkeypatch.setattr(bench.choice, "choose", spy)
+    bench.request(prompt=14, targets=0)
+    bench.step()
+    bench.request(prompt=16)
+    bench.step()
+    # The first one has computed two blocks, which the second one's begin with, and has six tokens left to compute.
+    assert asked == [Prompt(missing_tokens=8, cached_tokens=8, queued_tokens=6, streams=1)]
 
 
 def test_what_becomes_of_an_order_is_learnt() -> None:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import msgspec
 import pytest
 
 from pdserve.config import TransferConfig
@@ -16,7 +17,7 @@ from pdserve.wire.discovery import Role
 from pdserve.wire.ids import TransferId, new_id
 from pdserve.wire.sampling import SampledToken
 from pdserve.wire.ticket import PrefillTarget
-from pdserve.wire.transfer import Done, Failed, FirstToken, Hello, Ping, Pong, PrefillRequest, Refused, Welcome
+from pdserve.wire.transfer import Cancel, Done, Failed, FirstToken, Hello, Ping, Pong, PrefillRequest, Refused, Welcome
 from pdserve_kvtransfer.events import (
     FailureKind,
     FetchFailed,
@@ -193,6 +194,38 @@ def test_a_decode_engine_that_greets_anew_ends_what_it_had() -> None:
         decode.next(Welcome)
         decode.send(prefill_request(decode.boot_id))
         assert prefill.next(PushWanted).transfer_id != former
+
+
+def test_a_decode_engine_that_goes_between_transfers_is_forgotten() -> None:
+    """Nothing is kept for it: one that restarts now and then would otherwise leave a link each time."""
+    with engine(Role.PREFILL, config=PATIENT) as prefill:
+        with FakeDecode(prefill.address) as decode:
+            decode.greet()
+        with FakeDecode(prefill.address, boot_id=decode.boot_id) as same:
+            # Newer than what that boot has said.
+            same.sealer = decode.sealer
+
+            def unknown() -> bool:
+                same.send(Ping(same.boot_id))
+                return isinstance(same.next(object), Refused)
+
+            eventually(unknown)
+
+
+def test_a_request_that_comes_twice_is_computed_once() -> None:
+    with engine(Role.PREFILL, config=PATIENT) as prefill, FakeDecode(prefill.address) as decode:
+        decode.greet()
+        request = prefill_request(decode.boot_id)
+        same_tag = msgspec.structs.replace(request, transfer_id=TransferId(new_id(), 0, decode.boot_id))
+        for message in (request, request, same_tag):
+            decode.send(message)
+        decode.send(Cancel(request.transfer_id))
+        assert prefill.next(PushWanted).transfer_id == request.transfer_id
+        assert prefill.next(PushCancelled).transfer_id == request.transfer_id
+        assert prefill.next(PushEnded).outcome is PushOutcome.CANCELLED
+        decode.send(Ping(decode.boot_id))
+        decode.next(Pong)
+        assert prefill.quiet()
 
 
 def test_a_prefill_engine_that_fell_silent_is_not_waited_for_again_until_it_answers() -> None:
