@@ -130,6 +130,10 @@ def test_what_it_knows_is_shown_and_old_nodes_are_forgotten() -> None:
     ]
     assert stats.tokens_per_s == RATE and stats.nodes[0].tokens_per_s == RATE
     assert 0 < stats.last_remote_s < stats.last_local_s
+    choice.ordered(TARGET, "queued", 700, 0, 1.0).landed(2_000_000, 0.001)
+    (node,) = choice.stats(1.0).nodes
+    assert (node.name, node.queued_tokens, node.bytes_per_s) == (TARGET.name, 700, 2e9)
+    assert node.overhead_s > 0
     for i in range(300):
         target = PrefillTarget(f"p{i}", "tcp://127.0.0.1:1", new_id())
         choice.ordered(target, i, 256, 0, 2.0).withdrawn(i)

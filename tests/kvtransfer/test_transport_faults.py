@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
+from pdserve.config import Switch, TransferConfig
 from pdserve.wire.discovery import Role
 from pdserve.wire.ids import TransferId
 from pdserve.wire.sampling import SampledToken
@@ -18,6 +20,8 @@ from tests.kvtransfer.rig import CONFIG, Engine, Pair, engine
 TRANSFERS = 30
 BLOCKS = 2
 EVERY = 13
+ONLY_CHECKSUMS = frozenset({Fault.CORRUPT, Fault.SWAP, Fault.FOREIGN})
+"""Blocks of the right size under a tag and an index that are wanted: nothing else tells them from right ones."""
 
 
 def serve(prefill: Engine, source: tuple[int, ...]) -> Counter[type]:
@@ -35,13 +39,22 @@ def serve(prefill: Engine, source: tuple[int, ...]) -> Counter[type]:
 
 @pytest.mark.parametrize("fault", Fault, ids=lambda fault: fault.name)
 def test_nothing_lands_that_was_not_sent(fault: Fault) -> None:
+    nothing_else_lands(fault, CONFIG)
+
+
+@pytest.mark.parametrize("fault", sorted(set(Fault) - ONLY_CHECKSUMS, key=str), ids=lambda fault: fault.name)
+def test_nor_without_checksums_where_the_transport_itself_says_so(fault: Fault) -> None:
+    nothing_else_lands(fault, replace(CONFIG, checksums=Switch.OFF))
+
+
+def nothing_else_lands(fault: Fault, config: TransferConfig) -> None:
     injector = Injector(fault, EVERY)
     bad = faulty(lambda: UcxTransport(""), injector)
     at_receiver = fault in AT_RECEIVER
     blocks = TRANSFERS * BLOCKS
     with (
-        engine(Role.PREFILL, config=CONFIG, transport=None if at_receiver else bad) as prefill,
-        engine(Role.DECODE, config=CONFIG, transport=bad if at_receiver else None, num_blocks=blocks) as decode,
+        engine(Role.PREFILL, config=config, transport=None if at_receiver else bad) as prefill,
+        engine(Role.DECODE, config=config, transport=bad if at_receiver else None, num_blocks=blocks) as decode,
     ):
         rig = Pair(prefill, decode)
         source = (5, 2)
