@@ -84,7 +84,7 @@ class DecodePeer:
                 if (session := self._sessions.get(transfer_id)) is not None:
                     self._apply(session, session.on_cancel())
             case Ping():
-                self._send(Pong(self._station.boot_id))
+                self._send(Pong(self._station.boot_id, self._station.load()))
         self._read_ranks()
 
     def _open(self, request: PrefillRequest, now: float) -> None:

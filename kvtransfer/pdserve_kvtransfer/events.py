@@ -71,6 +71,14 @@ class FirstTokenArrived:
 
 
 @dataclass(frozen=True, slots=True)
+class LoadHeard:
+    """What a prefill engine says of itself while fetches from it are under way."""
+
+    boot_id: bytes
+    load: PrefillLoad
+
+
+@dataclass(frozen=True, slots=True)
 class FetchLanded:
     """Every block is in its place and the first token is known. Terminal."""
 
@@ -147,6 +155,6 @@ class TransferThreadDied:
     message: str
 
 
-FetchEvent: TypeAlias = FirstTokenArrived | FetchLanded | FetchFailed | FetchCancelled | BlocksReleased
+FetchEvent: TypeAlias = FirstTokenArrived | LoadHeard | FetchLanded | FetchFailed | FetchCancelled | BlocksReleased
 PushEvent: TypeAlias = PushWanted | PushCancelled | PushEnded
 TransferEvent: TypeAlias = FetchEvent | PushEvent | TransferThreadDied

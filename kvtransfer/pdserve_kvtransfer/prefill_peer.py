@@ -20,6 +20,7 @@ from pdserve.wire.rank_transfer import (
 )
 from pdserve.wire.ticket import PrefillTarget
 from pdserve.wire.transfer import (
+    UNKNOWN_LOAD,
     Cancel,
     Digests,
     Done,
@@ -34,7 +35,7 @@ from pdserve.wire.transfer import (
     Welcome,
 )
 from pdserve_kvtransfer.control import ControlClient
-from pdserve_kvtransfer.events import BlocksReleased, FailureKind, FetchCancelled, FetchFailed, FetchLanded
+from pdserve_kvtransfer.events import BlocksReleased, FailureKind, FetchCancelled, FetchFailed, FetchLanded, LoadHeard
 from pdserve_kvtransfer.fetch import FetchEffect, FetchSession, FetchState
 from pdserve_kvtransfer.frames import Inbound
 from pdserve_kvtransfer.handshake import Greeting, Standing
@@ -131,8 +132,10 @@ class PrefillPeer:
                 self._on_welcome(message)
             case Refused():
                 raise self._greeting.refused(message)
-            case Pong(boot_id):
+            case Pong(boot_id, load):
                 self._greeting.check_boot(boot_id)
+                if load != UNKNOWN_LOAD:
+                    self._station.outbox.put(LoadHeard(boot_id, load))
             case Digests(transfer_id) | FirstToken(transfer_id) | Failed(transfer_id):
                 if (session := self._sessions.get(transfer_id)) is not None:
                     self._on_session_message(session, message, now)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
@@ -37,6 +37,8 @@ class Station:
     ranks: RankChannels
     outbox: Outbox
     counters: TransferStats
+    load: Callable[[], PrefillLoad]
+    """Of a prefill engine, as it has said last."""
 
     @property
     def lease_s(self) -> float:

@@ -84,6 +84,7 @@ class TransferThread:
         self._make_transport = transport or (lambda: configured_ucx(config))
         self._outbox = Outbox()
         self._counters = TransferStats()
+        self._load = UNKNOWN_LOAD
         self._commands: deque[Command] = deque()
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._bell_lock = threading.Lock()
@@ -138,6 +139,10 @@ class TransferThread:
     def fail_push(self, transfer_id: TransferId, reason: str) -> None:
         """Refuse or give up; ``PushEnded`` follows, without ``PushCancelled``. Ignored if the push is over."""
         self._command(FailPush(transfer_id, reason))
+
+    def tell_load(self, load: PrefillLoad) -> None:
+        """How this prefill engine is from now on; decode engines hear it with their next heartbeat."""
+        self._load = load
 
     def events(self) -> list[TransferEvent]:
         """Everything since the last call, oldest first."""
@@ -237,6 +242,7 @@ class TransferThread:
             ranks=ranks,
             outbox=self._outbox,
             counters=self._counters,
+            load=lambda: self._load,
         )
         return PrefillSide(station) if self._role is Role.PREFILL else DecodeSide(station)
 

@@ -9,7 +9,7 @@
             ◀───────────────────────────── FirstToken    with the prefill engine's load
       Done ──────────────────────────────▶            all blocks landed: the prefill node may free
       Ping ──────────────────────────────▶            while any transfer is alive; renews the leases of both sides
-            ◀───────────────────────────── Pong
+            ◀───────────────────────────── Pong    with the prefill engine's load
       Cancel ────────────────────────────▶            the request is over for other reasons
             ◀───────────────────────────── Failed     the transfer is over, and why
 
@@ -34,7 +34,7 @@ import msgspec
 from pdserve.wire.ids import BootId, TransferId
 from pdserve.wire.sampling import SampledToken, SamplingParams
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 
 INDEX_BITS = 24
 """A UCX tag is ``tag << INDEX_BITS | index``: 40 random bits chosen by the receiver, then the block's index."""
@@ -157,6 +157,8 @@ class Ping(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="k
 
 class Pong(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="pong"):
     boot_id: BootId
+    load: PrefillLoad = UNKNOWN_LOAD
+    """Now."""
 
 
 MAX_PROBE_MESSAGE_BYTES = 16 * 2**20

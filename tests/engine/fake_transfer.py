@@ -67,6 +67,9 @@ class PrefillThread:
     def push(self, transfer_id: TransferId, first_index: int, block_ids: tuple[int, ...]) -> None:
         self._wire.send(transfer_id, first_index, block_ids)
 
+    def tell_load(self, load: PrefillLoad) -> None:
+        pass
+
     def first_token(
         self, transfer_id: TransferId, tokens: tuple[SampledToken, ...], cached_tokens: int, load: PrefillLoad
     ) -> None:

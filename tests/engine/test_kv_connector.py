@@ -37,7 +37,7 @@ from pdserve.wire.engine import FinishReason, PrefillSource
 from pdserve.wire.ids import TransferId, new_id
 from pdserve.wire.sampling import SampledToken, SamplingParams
 from pdserve.wire.ticket import PrefillTarget
-from pdserve.wire.transfer import EngineSpec, PrefillLoad
+from pdserve.wire.transfer import UNKNOWN_LOAD, EngineSpec, PrefillLoad
 from pdserve_kvtransfer.events import (
     BlocksReleased,
     FetchCancelled,
@@ -70,6 +70,7 @@ class ScriptedThread:
         self.first_tokens: list[int] = []
         self.cached_tokens: list[int] = []
         self.loads: list[PrefillLoad] = []
+        self.told = UNKNOWN_LOAD
         self.failed: list[str] = []
         self.pending: list[TransferEvent] = []
 
@@ -88,6 +89,9 @@ class ScriptedThread:
         self.first_tokens += [token.token_id for token in tokens]
         self.cached_tokens.append(cached_tokens)
         self.loads.append(load)
+
+    def tell_load(self, load: PrefillLoad) -> None:
+        self.told = load
 
     def fail_push(self, transfer_id: TransferId, reason: str) -> None:
         self.failed.append(reason)
@@ -357,8 +361,11 @@ def test_the_first_token_says_how_fast_the_node_is_and_what_else_it_has_to_do() 
     bench, order = Bench(Role.PREFILL), wanted(prompt=8)
     bench.rate.step(256, 0, 0.128, 1.0)
     bench.report(order, wanted(prompt=14), wanted(prompt=9))
+    assert bench.thread.told == PrefillLoad(8 + 14 + 9, 2000.0), "to those who wait, while they wait"
     bench.step()
     assert bench.thread.loads == [PrefillLoad(14 + 9, 2000.0)]
+    bench.report()
+    assert bench.thread.told == PrefillLoad(14 + 9, 2000.0)
 
 
 def test_the_choice_is_asked_with_what_is_here_queued_and_running(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -77,6 +77,19 @@ def test_a_long_queue_of_others_sends_prompts_home_until_it_is_worked_off() -> N
     assert choice.choose(BESIDE_STREAMS, TARGET, 5.0) == REMOTE
 
 
+def test_a_queue_that_others_fill_meanwhile_sends_prompts_home() -> None:
+    choice = measured()
+    choice.ordered(TARGET, "own", 256, 0, 1.0)
+    few = Prompt(256, 0, 0, 1)
+    assert choice.choose(few, TARGET, 1.1) == REMOTE
+    choice.heard(TARGET.boot_id, PrefillLoad(40_000, RATE), 1.1)
+    assert choice.choose(few, TARGET, 1.1) == LOCAL
+    choice.heard(new_id(), PrefillLoad(0, RATE), 1.1)
+    assert choice.choose(few, TARGET, 1.1) == LOCAL, "another node's news"
+    choice.heard(TARGET.boot_id, PrefillLoad(256, RATE), 1.2)
+    assert choice.choose(few, TARGET, 1.2) == REMOTE
+
+
 def test_a_prefill_node_that_does_not_answer_gets_no_more() -> None:
     choice = measured()
     choice.ordered(TARGET, "stuck", 256, 0, 1.0)

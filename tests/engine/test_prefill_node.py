@@ -31,6 +31,17 @@ def test_its_queue_is_what_was_ordered_and_what_it_says_of_others() -> None:
     assert node.queued_tokens(9.0) == 0
 
 
+def test_what_it_says_meanwhile_is_believed_like_what_it_says_with_an_answer() -> None:
+    node = PrefillNode("p")
+    order(node, 1, 0.0, 300)
+    node.heard(PrefillLoad(1300, 1000), 0.5)
+    assert (node.tokens_per_s, node.queued_tokens(0.5)) == (1000, 1300)
+    assert node.queued_tokens(1.0) == 800, "half a second's work of others less"
+    node.heard(PrefillLoad(200, 1000), 1.5)
+    assert node.queued_tokens(1.5) == 300, "the others are done, and part of the own order is"
+    assert not node.idle and node.late_s(1.5) == 1.0, "it is no answer"
+
+
 def test_silence_beyond_what_was_expected_counts() -> None:
     node = PrefillNode("p")
     order(node, 1, 0.0)

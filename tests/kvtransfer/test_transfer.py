@@ -9,13 +9,14 @@ import pytest
 
 from pdserve.wire.discovery import Role
 from pdserve.wire.sampling import SampledToken
-from pdserve.wire.transfer import Hello, PrefillRequest, Welcome
+from pdserve.wire.transfer import Hello, PrefillLoad, PrefillRequest, Welcome
 from pdserve_kvtransfer.events import (
     FailureKind,
     FetchCancelled,
     FetchFailed,
     FetchLanded,
     FirstTokenArrived,
+    LoadHeard,
     PushCancelled,
     PushEnded,
     PushOutcome,
@@ -222,6 +223,17 @@ def test_heartbeats_keep_a_slow_prefill_alive() -> None:
         rig.prefill.thread.first_token(transfer, (SampledToken(1),), 0)
         rig.decode.next(FirstTokenArrived)
         rig.decode.next(FetchLanded)
+
+
+def test_heartbeats_say_how_busy_the_prefill_engine_is() -> None:
+    with pair() as rig:
+        rig.prefill.thread.tell_load(PrefillLoad(700, 1500.0))
+        transfer = rig.fetch((0,))
+        rig.prefill.next(PushWanted)
+        assert rig.decode.next(LoadHeard) == LoadHeard(rig.target.boot_id, PrefillLoad(700, 1500.0))
+        rig.prefill.thread.tell_load(PrefillLoad(0, 1500.0))
+        eventually(lambda: rig.decode.next(LoadHeard).load == PrefillLoad(0, 1500.0))
+        rig.decode.thread.cancel_fetch(transfer)
 
 
 class TestCancel:

@@ -128,6 +128,7 @@ CHANNELS: list[tuple[Any, list[msgspec.Struct]]] = [
             transfer.FirstToken(TRANSFER_ID, (SampledToken(3),), 16, transfer.PrefillLoad(512, 1700.5)),
             transfer.Failed(TRANSFER_ID, "out of blocks"),
             transfer.Pong(OTHER),
+            transfer.Pong(OTHER, transfer.PrefillLoad(512, 1700.5)),
             transfer.Examined(
                 boot_id=OTHER,
                 version="0.1.0",

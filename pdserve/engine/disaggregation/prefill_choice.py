@@ -13,6 +13,7 @@ from pdserve.engine.disaggregation.prefill_rate import PrefillRate
 from pdserve.wire.engine import PrefillDecisions, PrefillNodeStats, PrefillReason, PrefillSource, PrefillStats
 from pdserve.wire.ids import BootId
 from pdserve.wire.ticket import PrefillTarget
+from pdserve.wire.transfer import PrefillLoad
 
 STALE_S = 60.0
 """A rate that was measured here longer ago is not held against this node."""
@@ -103,6 +104,12 @@ class PrefillChoice:
         expected_s = remote_cost(Prompt(tokens, cached_tokens, 0, 0), there, self._max_step_tokens)
         node.ordered(order, tokens, cached_tokens, expected_s, tokens / self._rate.tokens_per_s, now)
         return node
+
+    def heard(self, boot_id: BootId, load: PrefillLoad, now: float) -> None:
+        """A prefill node has said how it is."""
+        node = self._nodes.get(boot_id)
+        if node is not None:
+            node.heard(load, now)
 
     def _forget_idle(self) -> None:
         """A node that restarts is another one; the oldest are not kept for ever."""

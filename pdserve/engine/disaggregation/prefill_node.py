@@ -106,10 +106,7 @@ class PrefillNode:
         if done is None:
             return
         self.failing = False
-        if 0 < load.tokens_per_s < math.inf:
-            self._tokens_per_s = load.tokens_per_s
-        self._others_tokens = max(0.0, load.queued_tokens - sum(other.tokens for other in self._orders.values()))
-        self._others_at = now
+        self.heard(load, now)
         if done.cached_tokens:
             share = min(1.0, cached_tokens / done.cached_tokens)
             self._cached_share += _WEIGHT * (share - self._cached_share)
@@ -119,6 +116,13 @@ class PrefillNode:
             rest_s = max(0.0, elapsed_s - (done.ahead + computed) / self._tokens_per_s)
             self.overhead_s += _WEIGHT * (rest_s - self.overhead_s)
         self._probe_again(elapsed_s <= done.alone_s, now)
+
+    def heard(self, load: PrefillLoad, now: float) -> None:
+        """It says how it is: with an answer, or meanwhile."""
+        if 0 < load.tokens_per_s < math.inf:
+            self._tokens_per_s = load.tokens_per_s
+        self._others_tokens = max(0.0, load.queued_tokens - sum(order.tokens for order in self._orders.values()))
+        self._others_at = now
 
     def landed(self, size: int, seconds: float) -> None:
         """So many bytes came in ``seconds`` after a first token."""

@@ -24,6 +24,7 @@ from pdserve_kvtransfer.events import (
     FetchLanded,
     FetchOrder,
     FirstTokenArrived,
+    LoadHeard,
     TransferThreadDied,
 )
 from pdserve_kvtransfer.stats import TransferStats
@@ -92,6 +93,8 @@ class Fetching:
                         fetch.request.cached_tokens = cached_tokens
                         fetch.request.prefill_source = PrefillSource.REMOTE
                         self._accept(scheduler, fetch, tokens, now)
+                case LoadHeard(boot_id, load):
+                    self._choice.heard(boot_id, load, now)
                 case FetchLanded(transfer, tail_s=tail_s, tail_bytes=tail_bytes):
                     landed = self._fetching.pop(transfer, None)
                     if landed is None:

@@ -59,6 +59,7 @@ class Pushing:
                     raise EngineError(f"the transfer thread died: {message}")
                 case _:
                     raise EngineError(f"a prefill node cannot act on {event}")
+        self._thread.tell_load(self._load(scheduler))
 
     def _accept(self, order: PushWanted, scheduler: Scheduler, now: float) -> None:
         refusal = self._misfit(order.token_ids)

@@ -61,6 +61,9 @@ class StagedPushes:
     ) -> None:
         self._thread.first_token(transfer_id, tokens, cached_tokens, load)
 
+    def tell_load(self, load: PrefillLoad) -> None:
+        self._thread.tell_load(load)
+
     def fail_push(self, transfer_id: TransferId, reason: str) -> None:
         self._thread.fail_push(transfer_id, reason)
 
