@@ -40,6 +40,7 @@ from tests.eventually import eventually
 from tests.tiny_models import VOCAB_SIZE, save_tiny_model
 
 BLOCK_SIZE = 4
+MAX_LEN = 128
 PATIENCE_MS = 30_000
 
 
@@ -143,10 +144,11 @@ def engine(
     num_blocks: int = 64,
     several_ranks: StepRunner | None = None,
     connect: Callable[[ModelRunner, BlockManager, WakeUp], KvConnector] | None = None,
+    own_runner: ModelRunner | None = None,
 ) -> Iterator[Client]:
-    """A mixed node's, unless ``connect`` makes another connector."""
+    """A mixed node's, unless ``connect`` makes another connector; on the CPU, unless with an ``own_runner``."""
     config = read_decoder_config(folder)
-    runner = ModelRunner(folder, config, Dtype.FP32, BLOCK_SIZE, num_blocks, 128, TorchKernels())
+    runner = own_runner or ModelRunner(folder, config, Dtype.FP32, BLOCK_SIZE, num_blocks, MAX_LEN, TorchKernels())
     blocks = BlockManager(num_blocks, BLOCK_SIZE)
     with zmq.Context() as context:
         socket = context.socket(zmq.PAIR)
@@ -160,8 +162,8 @@ def engine(
             blocks=blocks,
             connector=connector,
             config=SchedulerConfig(max_running=8, max_step_tokens=16),
-            stop=StopRule(frozenset(config.eos_token_ids), 128),
-            prompts=PromptRule(VOCAB_SIZE, 128),
+            stop=StopRule(frozenset(config.eos_token_ids), MAX_LEN),
+            prompts=PromptRule(VOCAB_SIZE, MAX_LEN),
             rate=PrefillRate(),
             choice=prefill_choice(BLOCK_SIZE),
             ahead=runner if overlap else None,
