@@ -127,6 +127,13 @@ def test_without_peers_two_processes_here_are_measured() -> None:
     assert done.stderr == "", "nothing of UCX's own"
 
 
+def test_a_probe_that_cannot_be_made_is_a_problem(doctor: Doctor, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pdserve.doctor.stand_in.sys.executable", "/bin/false")
+    found = doctor()
+    assert found.status == 1, found.text
+    assert len(found.seen("probe here", "problem")) == 1
+
+
 def test_json_to_standard_output(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--json", "--probe", "off"], {"HOME": "/nowhere", "PDSERVE_SECRET": SECRET}) == 0
     captured = capsys.readouterr()
