@@ -81,6 +81,16 @@ def finish_well(attack: Attack) -> None:
     assert attack.prefill.next(Done).transfer_id == attack.request.transfer_id
 
 
+def test_a_block_of_a_size_that_no_engine_has_ends_the_link(attack: Attack, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody makes this engine take memory for it, not even to throw it away."""
+    monkeypatch.setattr("pdserve_kvtransfer.receive_port.MAX_MESSAGE_BYTES", 2 * BLOCK_BYTES)
+    attack.send(BAD, attack.request.tag ^ 1, 4)  # UCX is connected now.
+    attack.prefill.post(memoryview(b"b" * (2 * BLOCK_BYTES + 1)), attack.request.tag, 4)
+    failed = attack.decode.next(FetchFailed)
+    assert (failed.kind, failed.landed, failed.quarantined) == (FailureKind.PEER_LOST, 0, ())
+    assert attack.decode.read(*range(attack.decode.num_blocks)) == attack.before
+
+
 def test_a_block_lands_once(attack: Attack) -> None:
     attack.prefill.deliver(attack.request, 4, GOOD)
     attack.send(BAD, attack.request.tag, 4)
