@@ -37,8 +37,10 @@ class BatchingBenchConfig:
         minimum=1,
     )
     plot: str = setting("plot", "file for the plot, PNG", "", metavar="FILE")
-    startup_timeout_s: float = setting("startup-timeout-s", "seconds that both nodes get to come up", 300.0, minimum=1)
-    run_timeout_s: float = setting("run-timeout-s", "seconds that one run may take", 900.0, minimum=1)
+    startup_timeout_s: float = setting(
+        "startup-timeout-s", "seconds that both nodes get to come up", 300.0, minimum=1, maximum=86_400
+    )
+    run_timeout_s: float = setting("run-timeout-s", "seconds that one run may take", 900.0, minimum=1, maximum=86_400)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +92,7 @@ class LoadConfig:
     vocab_size: int = setting(
         "prompt-vocab", "prompts are made of token ids below this; at most the model's own", 32_000, minimum=4
     )
-    timeout_s: float = setting("run-timeout-s", "seconds that the run may take", 900.0, minimum=1)
+    timeout_s: float = setting("run-timeout-s", "seconds that the run may take", 900.0, minimum=1, maximum=86_400)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,8 +117,10 @@ class StreamBenchConfig:
         "repeats", "runs of each variant, in turns; of each figure the median is shown", 1, minimum=1, maximum=100
     )
     plot: str = setting("plot", "file for the plot, PNG", "", metavar="FILE")
-    startup_timeout_s: float = setting("startup-timeout-s", "seconds that all nodes get to come up", 300.0, minimum=1)
-    run_timeout_s: float = setting("run-timeout-s", "seconds that one run may take", 120.0, minimum=1)
+    startup_timeout_s: float = setting(
+        "startup-timeout-s", "seconds that all nodes get to come up", 300.0, minimum=1, maximum=86_400
+    )
+    run_timeout_s: float = setting("run-timeout-s", "seconds that one run may take", 120.0, minimum=1, maximum=86_400)
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +155,7 @@ class TransferBenchConfig:
         "nixl-command", "command that measures NIXL and prints its nixl_bw lines; none if empty", "", metavar="COMMAND"
     )
     decode_s: float = setting(
-        "decode-s", "seconds of decode steps for each arrival rate; 0 leaves them out", 4.0, minimum=0
+        "decode-s", "seconds of decode steps for each arrival rate; 0 leaves them out", 4.0, minimum=0, maximum=3600
     )
     decode_batch: int = setting("decode-batch", "requests in those decode steps", 8, minimum=1)
     decode_context: int = setting("decode-context", "tokens that each of them has", 256, minimum=1)
@@ -188,10 +192,14 @@ class ProxyBenchConfig:
     repeats: int = setting("repeats", "runs of each system, in turns; medians are shown", 3, minimum=1, maximum=100)
     rate: int = setting("rate", "requests a second where latency is measured", 500, minimum=1)
     streams: int = setting("streams", "streams at once where delays between chunks are measured", 2048, minimum=1)
-    gap_ms: int = setting("gap-ms", "from one chunk to the next of such a stream, in ms", 200, minimum=1)
+    gap_ms: int = setting(
+        "gap-ms", "from one chunk to the next of such a stream, in ms", 200, minimum=1, maximum=60_000
+    )
     idle: int = setting("idle", "idle connections beside which latency is measured", 10_000, minimum=1)
-    startup_timeout_s: float = setting("startup-timeout-s", "seconds that all servers get to come up", 60.0, minimum=1)
-    run_timeout_s: float = setting("run-timeout-s", "seconds that one run may take", 120.0, minimum=1)
+    startup_timeout_s: float = setting(
+        "startup-timeout-s", "seconds that all servers get to come up", 60.0, minimum=1, maximum=86_400
+    )
+    run_timeout_s: float = setting("run-timeout-s", "seconds that one run may take", 120.0, minimum=1, maximum=86_400)
 
 
 @dataclass(frozen=True, slots=True)

@@ -192,7 +192,11 @@ class ParallelConfig:
         TpBackend.AUTO,
     )
     timeout_ms: int = setting(
-        "tp-timeout-ms", "time that one rank may keep the others waiting before the node ends", 10_000, minimum=100
+        "tp-timeout-ms",
+        "time that one rank may keep the others waiting before the node ends",
+        10_000,
+        minimum=100,
+        maximum=3_600_000,
     )
 
 
@@ -225,16 +229,17 @@ class TransferConfig:
         "transfer-advertise", "host name or address that decode engines reach it by; the bound one if empty", ""
     )
     heartbeat_ms: int = setting(
-        "transfer-heartbeat-ms", "pause between pings while transfers are alive", 500, minimum=10
+        "transfer-heartbeat-ms", "pause between pings while transfers are alive", 500, minimum=10, maximum=60_000
     )
     lease_ms: int = setting(
-        "transfer-lease-ms", "silence after which the other engine counts as dead", 3000, minimum=20
+        "transfer-lease-ms", "silence after which the other engine counts as dead", 3000, minimum=20, maximum=600_000
     )
     prefill_timeout_ms: int = setting(
         "prefill-timeout-ms",
         "time that a prefill node gets for one prompt before the decode node prefills itself",
         30_000,
         minimum=1,
+        maximum=3_600_000,
     )
     disaggregation: Disaggregation = setting(
         "disaggregation",
@@ -286,7 +291,11 @@ class HttpConfig:
         "advertise", "URL that the proxy reaches this server by; made from host and port if empty", ""
     )
     keep_alive_s: int = setting(
-        "keep-alive-s", "seconds that an idle client connection is kept; longer than clients' pools", 120, minimum=1
+        "keep-alive-s",
+        "seconds that an idle client connection is kept; longer than clients' pools",
+        120,
+        minimum=1,
+        maximum=86_400,
     )
     max_client_connections: int = setting(
         "max-client-connections", "connections held at once; more are refused with 503", 16_384, minimum=1
@@ -299,7 +308,9 @@ class HttpConfig:
         maximum=86_400,
     )
     max_body_bytes: int = setting("max-body-bytes", "largest request body that is read", 8 * 2**20, minimum=1024)
-    drain_s: float = setting("drain-s", "seconds that running requests get to finish on SIGTERM", 10.0, minimum=0)
+    drain_s: float = setting(
+        "drain-s", "seconds that running requests get to finish on SIGTERM", 10.0, minimum=0, maximum=86_400
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -339,7 +350,9 @@ class DiscoveryConfig:
     proxies: tuple[str, ...] = setting(
         "proxy", "control address of a proxy, tcp://host:port; may be given more than once", ()
     )
-    heartbeat_ms: int = setting("heartbeat-ms", "pause between heartbeats to each proxy", 1000, minimum=10)
+    heartbeat_ms: int = setting(
+        "heartbeat-ms", "pause between heartbeats to each proxy", 1000, minimum=10, maximum=60_000
+    )
     name: str = setting("name", "this node's name in logs; made from role and host if empty", "")
 
 
@@ -360,7 +373,7 @@ class RegistryConfig:
         "control-port", "port to take registrations on; 0 takes a free one", 8100, minimum=0, maximum=65535
     )
     heartbeat_ms: int = setting(
-        "heartbeat-ms", "pause between heartbeats that nodes are expected to keep", 1000, minimum=10
+        "heartbeat-ms", "pause between heartbeats that nodes are expected to keep", 1000, minimum=10, maximum=60_000
     )
     missed_heartbeats: int = setting(
         "missed-heartbeats", "heartbeats missed in a row before a node is dropped", 3, minimum=1
@@ -405,9 +418,15 @@ class AdmissionConfig:
 class RelayConfig:
     """The proxy's connections to nodes."""
 
-    connect_timeout_s: float = setting("connect-timeout-s", "seconds to connect to a node", 5.0, minimum=0.1)
+    connect_timeout_s: float = setting(
+        "connect-timeout-s", "seconds to connect to a node", 5.0, minimum=0.1, maximum=600
+    )
     idle_timeout_s: float = setting(
-        "idle-timeout-s", "seconds without a byte from a node before it counts as stuck", 120.0, minimum=0.1
+        "idle-timeout-s",
+        "seconds without a byte from a node before it counts as stuck",
+        120.0,
+        minimum=0.1,
+        maximum=86_400,
     )
     max_connections: int = setting("max-connections", "upstream connections kept at most", 8192, minimum=1)
 
@@ -537,7 +556,9 @@ class ClusterConfig:
     decode: int = setting("decode", "decode nodes", 1, minimum=0, maximum=256)
     mixed: int = setting("mixed", "nodes that prefill and decode in one engine", 0, minimum=0, maximum=256)
     ask: str = setting("ask", "ask this one question, print the answer, and stop", "", metavar="TEXT")
-    startup_timeout_s: float = setting("startup-timeout-s", "seconds that all nodes get to come up", 300.0, minimum=1)
+    startup_timeout_s: float = setting(
+        "startup-timeout-s", "seconds that all nodes get to come up", 300.0, minimum=1, maximum=86_400
+    )
 
 
 @dataclass(frozen=True, slots=True)

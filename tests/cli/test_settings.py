@@ -8,8 +8,9 @@ import pytest
 
 from pdserve.config import Dtype, LogLevel, NodeConfig, ProxyConfig, UpConfig
 from pdserve.errors import ConfigError
-from pdserve.settings import load, to_environ
+from pdserve.settings import ROOTS, load, to_environ
 from pdserve.settings.load import load_with_file
+from pdserve.settings.tree import settings_of
 
 
 def node(*argv: str, **environ: str) -> NodeConfig:
@@ -75,6 +76,39 @@ def test_every_type(tmp_path: Path) -> None:
     assert config.log.level is LogLevel.ERROR
     assert node(PDSERVE_PROXY="tcp://a:1,tcp://b:2").discovery.proxies == ("tcp://a:1", "tcp://b:2")
     assert node("--config", toml(tmp_path, '[cpu]\ncores = "0-3"\n')).cpu.cores == (0, 1, 2, 3)
+
+
+def test_no_wait_may_take_days() -> None:
+    """Every setting that is a time has a bound, of a day at most."""
+    a_day = {"s": 86_400, "ms": 86_400_000}
+    times = {
+        setting.flag: setting
+        for root in ROOTS
+        for setting in settings_of(root)
+        if setting.field.endswith(("_s", "_ms")) and not setting.field.endswith("_per_s")
+    }
+    assert set(times) >= {"request-timeout-s", "connect-timeout-s", "idle-timeout-s", "write-timeout-s", "drain-s"}
+    for flag, setting in times.items():
+        assert setting.maximum is not None, flag
+        assert setting.default <= setting.maximum <= a_day[setting.field.rpartition("_")[2]], flag
+    with pytest.raises(ConfigError, match=r"--request-timeout-s: 216000000.0 was given.*to 86400"):
+        node("--request-timeout-s", "216000000")
+    with pytest.raises(ConfigError, match=r"PDSERVE_IDLE_TIMEOUT_S: 90000.0 was given"):
+        load(ProxyConfig, [], {"PDSERVE_IDLE_TIMEOUT_S": "90000"}, prog="pdserve proxy")
+
+
+def test_a_stream_interval_below_one_is_refused() -> None:
+    for value in ("0", "-1", "1.5"):
+        with pytest.raises(ConfigError, match="--stream-interval: "):
+            node("--stream-interval", value)
+    assert node(PDSERVE_STREAM_INTERVAL="1").stream.interval == 1
+
+
+def test_api_keys_come_from_the_environment_too() -> None:
+    keys = ("first-key-0123456789", "second-key-0123456789")
+    config = load(ProxyConfig, [], {"PDSERVE_API_KEY": ",".join(keys)}, prog="pdserve proxy")
+    assert config.admission.api_keys == keys
+    assert "first-key" not in repr(config)
 
 
 def test_the_last_of_a_repeated_flag_counts() -> None:
