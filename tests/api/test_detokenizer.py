@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -156,6 +157,24 @@ def test_work_does_not_grow_with_the_output(sentencepiece: Backend) -> None:
     for token_id in ids:
         detokenizer.add([token_id])
     assert longest <= 8
+
+
+def test_each_token_of_a_byte_level_vocabulary_is_looked_at_once(byte_level: Backend) -> None:
+    """And no more is kept of an output than part of a character."""
+    looked_at: Counter[int] = Counter()
+
+    class Counted(TokenBytes):
+        def __getitem__(self, token_id: int) -> bytes:
+            looked_at[token_id] += 1
+            return super().__getitem__(token_id)
+
+    ids = byte_level.encode("the same words again 漢字 and again " * 50, add_special_tokens=False).ids
+    detokenizer = BytesDetokenizer(Counted(byte_level.id_to_token, byte_level_bytes), frozenset())
+    for token_id in ids:
+        detokenizer.add([token_id])
+        kept, _ = detokenizer._decoder.getstate()
+        assert len(kept) < 4
+    assert looked_at == Counter(ids)
 
 
 def test_garbage_bytes_are_not_held_for_ever(sentencepiece: Backend) -> None:

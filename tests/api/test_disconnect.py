@@ -90,7 +90,12 @@ def test_many_at_once_leave_nothing(node: NodeUnderTest) -> None:
 # ------------------------------------------------------------------ in this process, step by step
 
 
-def engine_config(model_dir: Path, scheduler: SchedulerConfig | None = None, role: Role = Role.MIXED) -> EngineConfig:
+def engine_config(
+    model_dir: Path,
+    scheduler: SchedulerConfig | None = None,
+    role: Role = Role.MIXED,
+    stream: StreamConfig | None = None,
+) -> EngineConfig:
     return EngineConfig(
         role=role,
         boot_id=new_id(),
@@ -103,12 +108,13 @@ def engine_config(model_dir: Path, scheduler: SchedulerConfig | None = None, rol
         transfer=TransferConfig(),
         cpu=CpuConfig(),
         log=LogConfig(),
+        stream=stream or StreamConfig(),
     )
 
 
 @asynccontextmanager
 async def app_in_process(
-    model_dir: Path, tokenizer: Tokenizer, journal: Path
+    model_dir: Path, tokenizer: Tokenizer, journal: Path, stream: StreamConfig | None = None
 ) -> AsyncIterator[tuple[Quart, EngineClient]]:
     command = [sys.executable, "-m", "tests.api.scripted_engine", str(journal)]
     engine = EngineClient(engine_config(model_dir), command=command)
@@ -125,7 +131,7 @@ async def app_in_process(
             metrics=NodeMetrics(lambda: engine.stats),
             timeout_s=60.0,
             max_body_bytes=10_000,
-            stream=StreamConfig(),
+            stream=stream or StreamConfig(),
         )
         yield create_app(node), engine
     finally:

@@ -13,10 +13,10 @@ import pytest
 
 from pdserve.api.engine_client import EngineClient, EngineState, PromptChoices
 from pdserve.api.generation import DEADLINE_GRACE_S, Generation
-from pdserve.config import SchedulerConfig
+from pdserve.config import SchedulerConfig, StreamConfig
 from pdserve.errors import EngineError, Unavailable
 from pdserve.wire.discovery import Role
-from pdserve.wire.engine import FinishReason, RequestOutput
+from pdserve.wire.engine import FinishReason, RequestOutput, StepOutput
 from pdserve.wire.sampling import SamplingParams
 from tests.api.behaviour import ENGINE_FAILURE, Behaviour
 from tests.api.node import WAIT_S
@@ -27,9 +27,11 @@ def params(behaviour: Behaviour, max_tokens: int = 50) -> SamplingParams:
     return SamplingParams(max_tokens=max_tokens, seed=behaviour)
 
 
-def client_of(model_dir: Path, folder: Path, scheduler: SchedulerConfig | None = None) -> EngineClient:
+def client_of(
+    model_dir: Path, folder: Path, scheduler: SchedulerConfig | None = None, stream: StreamConfig | None = None
+) -> EngineClient:
     command = [sys.executable, "-m", "tests.api.scripted_engine", str(folder / "journal")]
-    return EngineClient(engine_config(model_dir, scheduler), command=command)
+    return EngineClient(engine_config(model_dir, scheduler, stream=stream), command=command)
 
 
 async def drained(generation: Generation) -> RequestOutput:
@@ -120,6 +122,34 @@ def test_generates_and_stops(model_dir: Path, tmp_path: Path, monkeypatch: pytes
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
     assert '"kind":"shutdown"' in (tmp_path / "journal").read_text()
+
+
+@pytest.mark.parametrize(("size", "served"), [(4, [4, 8, 10]), (16, [10]), (0, [10])])
+def test_a_steps_readers_are_served_in_groups_of_the_settings_size(
+    size: int, served: list[int], model_dir: Path, tmp_path: Path
+) -> None:
+    """How many of ten have read their token after each turn of the loop."""
+
+    async def scenario() -> list[int]:
+        client = client_of(model_dir, tmp_path, stream=StreamConfig(notify_size=size))
+        try:
+            await client.start()
+            silent = [PromptChoices([1], params(Behaviour.SILENT))]
+            generations = [client.open(silent, deadline_s=60.0) for _ in range(10)]
+            readers = [asyncio.create_task(generation.wait()) for generation in generations]
+            await asyncio.sleep(0)
+            client._handle(StepOutput([RequestOutput(number, [7]) for number in range(1, 11)]))
+            counts: list[int] = []
+            while not counts or counts[-1] < len(readers):
+                await asyncio.sleep(0)
+                counts.append(sum(reader.done() for reader in readers))
+            for generation in generations:
+                generation.close()
+        finally:
+            await client.stop(5.0)
+        return [count for count in dict.fromkeys(counts) if count]
+
+    assert asyncio.run(scenario()) == served
 
 
 @pytest.mark.parametrize(("behaviour", "message"), [(Behaviour.FAIL, ENGINE_FAILURE), (Behaviour.DIE, "exit status 7")])

@@ -84,6 +84,8 @@ class Client:
         self._next = 1
         self.preemptions = 0
         """As far as the engine has said."""
+        self.crossings = 0
+        """Messages with tokens, of all requests together."""
 
     def send(self, message: Submit | Shutdown) -> None:
         self._socket.send(msgspec.msgpack.encode(message))
@@ -132,6 +134,7 @@ class Client:
             if isinstance(message, Stats):
                 self.preemptions = message.stats.preemptions
                 continue
+            self.crossings += 1
             for output in message.outputs:
                 answers[output.request_id].add(output)
         return answers
@@ -214,6 +217,13 @@ def test_three_siblings_are_answered_like_three_requests(folder: Path, overlap: 
         apart = [client.ask(prompt(length), [seed], str(seed))[0] for seed in (1, 2, 3)]
     assert together == apart
     assert len({tuple(answer) for answer in together}) == 3
+
+
+def test_a_step_is_one_message_however_many_requests_it_holds(folder: Path, overlap: bool) -> None:
+    with engine(folder, overlap) as client:
+        answers = client.ask(prompt(9), range(1, 9), max_tokens=10)
+        assert sum(map(len, answers)) == 80
+        assert client.crossings == 10
 
 
 def test_siblings_are_answered_alike_when_blocks_run_out(folder: Path, overlap: bool) -> None:

@@ -1,0 +1,91 @@
+"""What the settings of the streaming path change inside a node: that each of them is the one that counts."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pdserve.api.chunk_stream import FullChunks, PlainChunks
+from pdserve.api.engine_client import EngineClient
+from pdserve.api.tokenizer import Tokenizer
+from pdserve.config import StreamConfig, Switch
+from tests.api.behaviour import Behaviour
+from tests.api.node import MODEL, WAIT_S
+from tests.api.test_disconnect import app_in_process
+
+BODY = {"model": MODEL, "prompt": "x", "seed": Behaviour.BURST, "stream": True}
+
+
+def ask(settings: StreamConfig, body: dict[str, Any], model_dir: Path, tokenizer: Tokenizer, folder: Path) -> str:
+    """The answer of a node with these settings."""
+
+    async def scenario() -> str:
+        async with app_in_process(model_dir, tokenizer, folder / "journal", settings) as (app, _):
+            answer = await asyncio.wait_for(app.test_client().post("/v1/completions", json=body), WAIT_S)
+            assert answer.status_code == 200
+            return str(await answer.get_data(as_text=True))
+
+    return asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("switch", "extra", "way"),
+    [
+        (Switch.ON, {}, "PlainChunks"),
+        (Switch.ON, {"stream_options": {"include_usage": True}}, "PlainChunks"),
+        (Switch.OFF, {}, "FullChunks"),
+        (Switch.ON, {"logprobs": 1}, "FullChunks"),
+    ],
+)
+def test_chunks_take_the_way_that_the_setting_says(
+    switch: Switch,
+    extra: dict[str, Any],
+    way: str,
+    model_dir: Path,
+    tokenizer: Tokenizer,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Their bytes are the same, so only this can show it."""
+    taken: Counter[str] = Counter()
+    for made in (PlainChunks, FullChunks):
+        plain = made.events
+
+        def events(self: Any, delta: Any, plain: Any = plain, name: str = made.__name__) -> bytes:
+            taken[name] += 1
+            return bytes(plain(self, delta))
+
+        monkeypatch.setattr(made, "events", events)
+    text = ask(StreamConfig(fast_path=switch), {**BODY, **extra}, model_dir, tokenizer, tmp_path)
+    assert text.endswith("data: [DONE]\n\n")
+    assert list(taken) == [way]
+
+
+@pytest.mark.parametrize(
+    ("setting", "asked", "interval"),
+    [(1, None, 1), (1, 7, 7), (10, None, 10), (10, 1, 1), (10, 25, 25), (10, 10, 10)],
+)
+def test_a_requests_own_interval_counts_before_the_nodes(
+    setting: int,
+    asked: int | None,
+    interval: int,
+    model_dir: Path,
+    tokenizer: Tokenizer,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found: list[int] = []
+    original = EngineClient.open
+
+    def opened(self: EngineClient, *args: Any, interval: int, **kwargs: Any) -> Any:
+        found.append(interval)
+        return original(self, *args, interval=interval, **kwargs)
+
+    monkeypatch.setattr(EngineClient, "open", opened)
+    body = BODY if asked is None else {**BODY, "stream_interval": asked}
+    ask(StreamConfig(interval=setting), body, model_dir, tokenizer, tmp_path)
+    assert found == [interval]
