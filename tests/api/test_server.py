@@ -11,6 +11,7 @@ import signal
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -18,7 +19,8 @@ from urllib.parse import urlsplit
 import pytest
 import zmq
 
-from pdserve.config import DiscoveryConfig, HttpConfig, ModelConfig, NodeConfig, StreamConfig, Switch
+from pdserve.api.server import Node
+from pdserve.config import CacheConfig, DiscoveryConfig, HttpConfig, ModelConfig, NodeConfig, StreamConfig, Switch
 from pdserve.wire.discovery import Ack, Deregister, NodeInfo, Register, Role, ToProxy
 from pdserve.wire.engine import Shutdown
 from pdserve.wire.frame import Opener, Purpose, Sealer
@@ -146,6 +148,25 @@ def test_a_node_with_all_optimisations_off(model_dir: Path, tmp_path: Path) -> N
             answers.append(re.sub(r'"id":"cmpl-\w+"|"created":\d+', "", answer.text))
     assert answers[0] == answers[1]
     assert answers[0].endswith("data: [DONE]\n\n")
+
+
+def test_the_nodes_interval_is_that_of_requests_without_one(model_dir: Path, tmp_path: Path) -> None:
+    with scripted_node(config(stream=StreamConfig(interval=1_000)), model_dir, tmp_path) as node:
+        answer = post(f"{node.url}/v1/completions", {**BODY, "seed": Behaviour.REPLY, "stream": True})
+    assert texts_of(answer.text) == REPLY_TEXT
+    shown = [event for event in answer.text.split("\n\n") if '"text":"' in event and '"text":""' not in event]
+    assert len(shown) <= 2, "the first token, and all else at the end"
+
+
+def test_the_engine_is_told_all_that_the_settings_say_of_it() -> None:
+    given = NodeConfig(
+        cache=CacheConfig(block_size=32), stream=StreamConfig(batched_dispatch=Switch.OFF, notify_size=3)
+    )
+    told = Node(Role.MIXED, given, b"", Path(), Path(), ())._engine_config(new_id())
+    shared = {field.name for field in fields(NodeConfig)} & {field.name for field in fields(told)}
+    assert shared >= {"model", "cache", "scheduler", "stream", "transfer"}
+    for name in shared:
+        assert getattr(told, name) is getattr(given, name)
 
 
 def test_signal_while_the_engine_starts(model_dir: Path, tmp_path: Path) -> None:
