@@ -99,9 +99,15 @@ def proxy_config(
 
 
 @asynccontextmanager
-async def registered(node: NodeInfo, *controls: str, secret: bytes = SECRET) -> AsyncIterator[Registration]:
+async def registered(
+    node: NodeInfo,
+    *controls: str,
+    secret: bytes = SECRET,
+    heartbeat_ms: int = HEARTBEAT_MS,
+    load: Load = Load(running=1),  # noqa: B008  # frozen
+) -> AsyncIterator[Registration]:
     """``node`` sends heartbeats to the proxies at ``controls``; entered when all of them know it."""
-    registration = Registration(node, controls, secret, HEARTBEAT_MS, lambda: Load(running=1))
+    registration = Registration(node, controls, secret, heartbeat_ms, lambda: load)
     task = asyncio.create_task(registration.run())
     try:
         async with asyncio.timeout(PATIENCE_S):

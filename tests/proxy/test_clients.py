@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import hashlib
 import logging
 from pathlib import Path
 
@@ -14,8 +15,17 @@ import pytest
 from pdserve.config import AdmissionConfig, ProxyConfig
 from pdserve.errors import ConfigError, Unauthorized
 from pdserve.wire.discovery import Role
-from pdserve_proxy.api_keys import ApiKeys, read_api_keys
-from tests.proxy.cluster import cluster, eventually, metric, node_info, proxy_config, run_async
+from pdserve_proxy.api_keys import ApiKey, ApiKeys, read_api_keys
+from tests.proxy.cluster import (
+    Cluster,
+    cluster,
+    error_of,
+    eventually,
+    metric,
+    node_info,
+    proxy_config,
+    run_async,
+)
 from tests.proxy.fake_node import Exchange, FakeNode
 
 ALICE, BOB = "alices-key-0123456789", "bobs-key-0123456789"
@@ -135,6 +145,44 @@ def test_beyond_the_limit_requests_wait_and_beyond_the_queue_they_get_503() -> N
             assert await asyncio.gather(*tasks) == [(200, None)] * 3
 
     run_async(scenario())
+
+
+def test_a_request_whose_turn_does_not_come_in_the_settings_time_gets_503() -> None:
+    async def scenario() -> None:
+        held = Held()
+        config = config_with(max_in_flight=1, max_queued=5, queue_timeout_s=0.1)
+        async with FakeNode(held) as node, cluster(config) as running:
+            await running.add(node_info("x", Role.MIXED, node.url))
+            first = asyncio.create_task(_complete(running))
+            await eventually(lambda: held.entered == 1, "one is at the node")
+            async with running.http.post("/v1/completions", json={}, headers=bearer(ALICE)) as response:
+                assert (response.status, response.headers.get("retry-after")) == (503, "1")
+                assert error_of(await response.read())["code"] == "queue_timeout"
+            held.let_go.set()
+            assert await first == 200
+            assert await _complete(running) == 200
+            assert len(node.requests) == 2
+
+    run_async(scenario())
+
+
+async def _complete(running: Cluster) -> int:
+    async with running.http.post("/v1/completions", json={}, headers=bearer(ALICE)) as response:
+        await response.read()
+        return response.status
+
+
+def test_neither_search_nor_comparison_sees_a_key() -> None:
+    """What is looked up and compared is a MAC under a secret of the process: no key, and nothing a client can steer."""
+    given = [ApiKey("alice", ALICE), ApiKey("bob", BOB)]
+    one, other = ApiKeys(given), ApiKeys(given)
+    held = [set(keys._callers) for keys in (one, other)]
+    assert [len(macs) for macs in held] == [2, 2]
+    assert held[0].isdisjoint(held[1]), "each process has a secret of its own"
+    for name in (ALICE, BOB):
+        assert not any(name.encode() in mac or mac in name.encode() for mac in held[0])
+    assert {len(mac) for mac in held[0]} == {hashlib.sha256().digest_size}
+    assert (one.caller(f"Bearer {ALICE}"), other.caller(f"Bearer {BOB}")) == ("alice", "bob")
 
 
 def test_keys_in_a_file_may_have_names(tmp_path: Path) -> None:

@@ -17,15 +17,15 @@ from tests.proxy.cluster import cluster, proxy_config, run_async
 
 GET = b"GET /live HTTP/1.1\r\nhost: x\r\n\r\n"
 GO_S = 90
-"""How long Go's HTTP client keeps an idle connection: the longest of the usual ones (aiohttp 15, OpenAI's and httpx 5)."""
+"""How long Go's HTTP client keeps an idle connection: the longest of the usual ones (aiohttp 15, httpx 5)."""
 
 
 def test_clients_and_proxies_give_idle_connections_up_before_their_server_does() -> None:
     """Or a request could go out on a connection that is being closed."""
     kept = HttpConfig().keep_alive_s
     assert kept == ProxyConfig().http.keep_alive_s
-    assert IDLE_S + 30 <= kept
-    assert GO_S + 30 <= kept
+    assert kept >= IDLE_S + 30
+    assert kept >= GO_S + 30
 
 
 @asynccontextmanager
