@@ -18,6 +18,7 @@ import msgspec
 
 from pdserve.bench.chunk_floor import chunk_floor
 from pdserve.bench.client_process import ask_clients
+from pdserve.bench.crossing import crossing
 from pdserve.bench.machine import this_machine
 from pdserve.bench.mock_engine import Script
 from pdserve.bench.open_files import allow_open_files
@@ -61,13 +62,13 @@ def run(config: BenchStreamConfig, environ: Mapping[str, str]) -> Report:
     """Raises ConfigError for unknown variants, and BenchError if a process does not start or an answer is wrong."""
     found = variants(config.streaming.variants)
     allow_open_files(2 * max(config.streaming.streams))
-    floor = chunk_floor()
+    floor, way = chunk_floor(), crossing()
     with tempfile.TemporaryDirectory(prefix="pdserve-bench-") as folder:
         script_file = Path(folder) / "script.json"
         os.mkfifo(script_file.with_suffix(".credit"))
         measured = asyncio.run(_measure(config, script_file, environ))
     return Report(
-        "stream", this_machine(), to_environ(config), _notes(config.streaming), report_rows(found, measured, floor)
+        "stream", this_machine(), to_environ(config), _notes(config.streaming), report_rows(found, measured, floor, way)
     )
 
 

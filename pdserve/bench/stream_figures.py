@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import msgspec
 
 from pdserve.bench.chunk_floor import ChunkFloor
+from pdserve.bench.crossing import Crossing
 from pdserve.bench.report import Better, Figure, Row, Unit, measured
 from pdserve.bench.stream_cluster import ENGINE, NODE, PROXY
 from pdserve.bench.stream_load import CLIENTS, LoadReport
@@ -20,6 +21,7 @@ from pdserve.bench.stream_variants import Comparison, Variant, comparisons
 GAIN = "gain"
 TARGET = "asked for at 1,024 streams"
 FLOOR = "a chunk's floor"
+CROSSING = "a token's way from the engine"
 OVER_FLOOR = "over the floor"
 OUTPUT = "steady output"
 TTFT_MEAN, TTFT_P50 = "TTFT mean", "TTFT p50"
@@ -84,7 +86,7 @@ def medians(runs: Sequence[Sequence[Figure]]) -> tuple[Figure, ...]:
 
 
 def report_rows(
-    found: Sequence[Variant], runs: Mapping[Condition, tuple[Figure, ...]], floor: ChunkFloor
+    found: Sequence[Variant], runs: Mapping[Condition, tuple[Figure, ...]], floor: ChunkFloor, way: Crossing
 ) -> tuple[Row, ...]:
     """What was measured, what each part gains of it, and how far all of it is from the least that is possible."""
     measured_rows = [
@@ -103,6 +105,14 @@ def report_rows(
             (
                 Figure("write", floor.write_s * 1e6, Unit.US, Better.LOWER),
                 Figure("read", floor.read_s * 1e6, Unit.US, Better.LOWER),
+            ),
+        ),
+        Row(
+            CROSSING,
+            {},
+            (
+                Figure("a step at once", way.at_once_s * 1e6, Unit.US, Better.LOWER),
+                Figure("token by token", way.one_by_one_s * 1e6, Unit.US, Better.LOWER),
             ),
         ),
         *measured_rows,

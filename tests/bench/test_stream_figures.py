@@ -9,9 +9,11 @@ import pytest
 
 from pdserve.bench.chunk_floor import ChunkFloor, chunk_floor
 from pdserve.bench.compare import changes
+from pdserve.bench.crossing import Crossing, crossing
 from pdserve.bench.distribution import distribution
 from pdserve.bench.report import Figure, Report
 from pdserve.bench.stream_figures import (
+    CROSSING,
     FLOOR,
     GAIN,
     NODE_COST,
@@ -62,7 +64,7 @@ def stream_report(gains: dict[str, float], streams: int = 1024) -> Report:
         for regime in Regime
         for name, times in gains.items()
     }
-    return report(*report_rows(found, runs, ChunkFloor(4e-6, 1e-6)), benchmark="stream")
+    return report(*report_rows(found, runs, ChunkFloor(4e-6, 1e-6), Crossing(2e-7, 1e-6)), benchmark="stream")
 
 
 def test_costs_are_of_the_steady_part() -> None:
@@ -114,6 +116,15 @@ def test_costs_over_the_floor() -> None:
     measured = chunk_floor()
     assert measured.write_s > 0
     assert measured.read_s > 0
+
+
+def test_what_a_token_costs_on_its_way_from_the_engine() -> None:
+    (row,) = stream_report({"off": 1.0}).rows_of(CROSSING)
+    assert row.figure("a step at once").value == pytest.approx(0.2)
+    assert row.figure("token by token").value == pytest.approx(1.0)
+    measured = crossing()
+    assert measured.at_once_s > 0
+    assert measured.one_by_one_s > 0
 
 
 def test_a_node_that_has_become_dearer_is_a_regression() -> None:
