@@ -13,6 +13,8 @@ from prometheus_client import generate_latest
 
 from pdserve.api.metrics import NodeMetrics
 from pdserve.api.openai import ChatRequest, CompletionRequest
+from pdserve.bench.compare import changes
+from pdserve.bench.report import Better, Report, Unit, read_report
 from pdserve.bench_config import (
     BenchBatchingConfig,
     BenchCompareConfig,
@@ -30,9 +32,11 @@ from pdserve.settings.tree import settings_of
 from pdserve.wire import discovery, engine, rank, rank_transfer, transfer
 from pdserve.wire.engine import EngineStats
 from pdserve_proxy.metrics import ProxyMetrics
+from tests.docs import stream_tables
 from tests.docs.configuration_table import PAGE, render
 
 ROOT = Path(__file__).parents[2]
+REPORTS = sorted(ROOT.glob("docs/benchmarks/*.json"))
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
 ROOT_OF = {
     "up": UpConfig,
@@ -120,6 +124,37 @@ def test_flags_and_variables_in_the_text_exist(page: Path) -> None:
     foreign = {"--from-literal", "--replicas"}
     assert set(re.findall(r"(?<=`)--[a-z-]+", text)) <= flags | foreign
     assert set(re.findall(r"PDSERVE_[A-Z_]+[A-Z]", text)) <= {setting.env for setting in settings} | {"PDSERVE_CONFIG"}
+
+
+def test_the_tables_of_streaming_are_those_of_the_committed_figures() -> None:
+    text = stream_tables.PAGE.read_text()
+    report = read_report(stream_tables.FIGURES)
+    assert stream_tables.page_with(text, report) == text, "python -m tests.docs.stream_tables writes them anew"
+
+
+def worsened(report: Report, times: float) -> Report:
+    """The same with every ratio so many times worse."""
+    rows = []
+    for row in report.rows:
+        figures = []
+        for figure in row.figures:
+            if figure.unit is Unit.RATIO and figure.better is not Better.NEITHER:
+                value = figure.value / times if figure.better is Better.HIGHER else figure.value * times
+                figures.append(msgspec.structs.replace(figure, value=value))
+            else:
+                figures.append(figure)
+        rows.append(msgspec.structs.replace(row, figures=tuple(figures)))
+    return msgspec.structs.replace(report, rows=tuple(rows))
+
+
+@pytest.mark.parametrize("path", REPORTS, ids=name)
+def test_a_new_run_can_be_compared_with_the_committed_figures(path: Path) -> None:
+    """And one that is worse is found out, by every ratio."""
+    report = read_report(path)
+    assert not any(change.worse for change in changes(report, report, 0.0))
+    assert not any(change.worse for change in changes(report, worsened(report, 1.2), 0.2))
+    assert all(change.worse for change in changes(report, worsened(report, 2.0), 0.2))
+    assert path.name in (ROOT / "docs" / "benchmarks.md").read_text(), "the page leads to it"
 
 
 def test_every_request_field_is_explained() -> None:
