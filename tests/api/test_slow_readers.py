@@ -1,4 +1,4 @@
-"""A client of a node that does not read: it costs itself time, and nobody else; and it is cut off."""
+"""A client of a node that does not read costs itself time, and nobody else."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from pdserve.config import HttpConfig, ModelConfig, NodeConfig
+from pdserve.config import ModelConfig, NodeConfig
 from tests.api.behaviour import ENDLESS_TOKEN_TEXT, REPLY_TEXT, Behaviour
 from tests.api.node import MODEL, WAIT_S, NodeUnderTest, eventually, scripted_node
 from tests.api.plain_http import post
@@ -49,12 +49,9 @@ def reader(node: NodeUnderTest) -> Iterator[socket.socket]:
         yield client
 
 
-def node_config(write_timeout_s: float) -> NodeConfig:
-    return NodeConfig(model=ModelConfig(served_name=MODEL), http=HttpConfig(write_timeout_s=write_timeout_s))
-
-
 def test_others_go_on_and_what_was_not_read_comes_in_fewer_chunks(model_dir: Path, tmp_path: Path) -> None:
-    with scripted_node(node_config(60.0), model_dir, tmp_path) as node, reader(node) as client:
+    config = NodeConfig(model=ModelConfig(served_name=MODEL))
+    with scripted_node(config, model_dir, tmp_path) as node, reader(node) as client:
         # The engine never waits for a reader: all of it is computed while nothing is read.
         eventually(lambda: metrics(node)["pdserve_generation_tokens_total"] >= CHOICES * TOKENS)
         other = post(f"{node.url}/v1/completions", {"model": MODEL, "prompt": "x", "seed": Behaviour.REPLY})
@@ -72,16 +69,4 @@ def test_others_go_on_and_what_was_not_read_comes_in_fewer_chunks(model_dir: Pat
         chunks += bool(text)
         words[choice["index"]] += text.count(ENDLESS_TOKEN_TEXT)
     assert words == Counter(dict.fromkeys(range(CHOICES), TOKENS)), "nothing is lost"
-    assert chunks < CHOICES * TOKENS / 2, "tokens are merged when their reader lags"
-
-
-def test_after_the_settings_time_it_is_cut_off_and_its_requests_end(model_dir: Path, tmp_path: Path) -> None:
-    with scripted_node(node_config(0.3), model_dir, tmp_path) as node, reader(node) as client:
-        eventually(lambda: metrics(node)['pdserve_request_failure_total{reason="abort"}'])
-        size = 0
-        try:
-            while piece := client.recv(2**20):
-                size += len(piece)
-                assert not piece.endswith(b"\r\n0\r\n\r\n"), "the answer is not whole"
-        except ConnectionResetError:
-            pass
+    assert chunks < 0.9 * CHOICES * TOKENS, "tokens are merged when their reader lags"

@@ -172,6 +172,24 @@ async def _complete(running: Cluster) -> int:
         return response.status
 
 
+def test_beyond_the_settings_number_connections_are_refused() -> None:
+    async def scenario() -> None:
+        config = proxy_config()
+        config = dataclasses.replace(config, http=dataclasses.replace(config.http, max_client_connections=2))
+        async with cluster(config) as running:
+            host, _, port = running.addresses.url.removeprefix("http://").partition(":")
+            held = [await asyncio.open_connection(host, int(port)) for _ in range(2)]
+            for reader, writer in held:
+                writer.write(b"GET /live HTTP/1.1\r\nhost: x\r\n\r\n")
+                await reader.readuntil(b'"ok"}')
+            reader, last = await asyncio.open_connection(host, int(port))
+            assert (await reader.read()).startswith(b"HTTP/1.1 503 ")
+            for writer in (last, *(writer for _, writer in held)):
+                writer.close()
+
+    run_async(scenario())
+
+
 def test_neither_search_nor_comparison_sees_a_key() -> None:
     """What is looked up and compared is a MAC under a secret of the process: no key, and nothing a client can steer."""
     given = [ApiKey("alice", ALICE), ApiKey("bob", BOB)]

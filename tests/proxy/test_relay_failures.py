@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from pdserve.wire.discovery import Role
+from pdserve_proxy import client_request
 from tests.proxy.cluster import (
     Cluster,
     cluster,
@@ -293,6 +294,24 @@ def test_a_stream_that_falls_silent_counts_as_lost() -> None:
             async with running.chat(stream=True) as response:
                 body = await response.read()
             assert error_of(body.removeprefix(EVENTS[0] + b"data: "))["code"] == "upstream_lost"
+
+    run_async(scenario())
+
+
+def test_an_upload_that_does_not_come_in_time_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client_request, "UPLOAD_TIMEOUT_S", 0.1)
+
+    async def scenario() -> None:
+        async with FakeNode() as node, cluster() as running:
+            await running.add(node_info("x", Role.MIXED, node.url))
+            host, _, port = running.addresses.url.removeprefix("http://").partition(":")
+            reader, writer = await asyncio.open_connection(host, int(port))
+            writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{")
+            head = await reader.readuntil(b"\r\n\r\n")
+            assert head.startswith(b"HTTP/1.1 504 ")
+            assert b"timeout_error" in await reader.readuntil(b"}}")
+            writer.close()
+            assert node.requests == []
 
     run_async(scenario())
 

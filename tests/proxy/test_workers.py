@@ -133,6 +133,26 @@ def test_a_node_registers_once_and_every_worker_serves_it_and_figures_are_of_all
     run_async(scenario())
 
 
+def test_every_worker_asks_for_the_keys() -> None:
+    async def scenario() -> None:
+        config = dataclasses.replace(workers_config(), admission=AdmissionConfig(api_keys=("a-key-of-a-client-0123",)))
+        async with proxy(config) as running:
+
+            async def status(headers: dict[str, str]) -> int:
+                async with (
+                    aiohttp.ClientSession(running.addresses.url) as http,
+                    http.post("/v1/completions", json={}, headers=headers) as response,
+                ):
+                    return response.status
+
+            # Each on a connection of its own, so that all workers have some.
+            assert await asyncio.gather(*(status({}) for _ in range(16))) == [401] * 16
+            right = {"authorization": "Bearer a-key-of-a-client-0123"}
+            assert await asyncio.gather(*(status(right) for _ in range(16))) == [503] * 16, "let in, and no node there"
+
+    run_async(scenario())
+
+
 def test_a_worker_that_dies_is_replaced_and_what_it_counted_stays_counted() -> None:
     async def scenario() -> None:
         behaviour = Node()
