@@ -1,0 +1,56 @@
+"""What no single test can see of the packages: nothing in them is left over, and nothing profiles."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+from pdserve.cli.main import SUBCOMMANDS
+
+ROOT = Path(__file__).parent.parent
+PACKAGES = {
+    "pdserve": ROOT,
+    "pdserve_proxy": ROOT / "proxy",
+    "pdserve_kvtransfer": ROOT / "kvtransfer",
+    "pdserve_kernels": ROOT / "kernels",
+}
+FOR_TESTS = {"pdserve_kvtransfer.inproc", "pdserve_kernels.triton.sampling"}
+"""A transport within one process, and a kernel that the engine does not need yet."""
+PROFILERS = {"cProfile", "profile", "tracemalloc", "pyinstrument", "yappi", "torch.profiler", "torch.autograd.profiler"}
+
+
+def modules() -> dict[str, ast.Module]:
+    """By full name; those that only make a package or a program of others are left out."""
+    return {
+        ".".join(path.relative_to(folder).with_suffix("").parts): ast.parse(path.read_text())
+        for package, folder in PACKAGES.items()
+        for path in (folder / package).rglob("*.py")
+    }
+
+
+def mentioned(tree: ast.Module) -> Iterator[str]:
+    """What a module imports, and names of modules that it starts as programs."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value
+
+
+def test_every_module_is_used() -> None:
+    """By another one, or as a program of its own: no second implementation lies beside the one that runs."""
+    trees = modules()
+    used = {name for module, tree in trees.items() for name in mentioned(tree) if name != module}
+    used |= {f"pdserve.cli.{command}" for command in SUBCOMMANDS}
+    unused = {name for name in trees if name not in used and not name.endswith(("__init__", "__main__"))}
+    assert unused <= FOR_TESTS
+
+
+def test_nothing_profiles() -> None:
+    assert {
+        (name, found) for name, tree in modules().items() for found in mentioned(tree) if found in PROFILERS
+    } == set()
