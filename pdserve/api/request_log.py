@@ -52,7 +52,7 @@ def log_request(record: RequestRecord, now: float) -> None:
     finish = "+".join(sorted({outcome.value for outcome in record.outcomes})) or "-"
     logger.info(
         "request=%s prefill=%s source=%s decode=%s prompt=%d cached=%d output=%d "
-        "queue_ms=%s ttft_ms=%s tpot_ms=%s total_ms=%s finish=%s",
+        "queue_ms=%s ttft_ms=%s tpot_ms=%s total_ms=%s prompt_tok_s=%s output_tok_s=%s total_tok_s=%s finish=%s",
         record.request_id,
         prefill,
         source,
@@ -64,8 +64,15 @@ def log_request(record: RequestRecord, now: float) -> None:
         _ms(record.ttft_s),
         _ms(record.tpot_s),
         _ms(now - record.arrived),
+        _rate(record.prompt_tokens, record.ttft_s),
+        _rate(1, record.tpot_s),
+        _rate(record.prompt_tokens + record.output_tokens, now - record.arrived),
         finish,
     )
+
+
+def _rate(tokens: int, seconds: float | None) -> str:
+    return f"{tokens / seconds:.1f}" if seconds else "-"
 
 
 def _ms(seconds: float | None) -> str:

@@ -146,4 +146,5 @@ def test_each_request_has_one_log_line(node: NodeUnderTest) -> None:
     assert (fields["queue_ms"], fields["finish"], fields["source"]) == ("10.0", "stop", "remote")
     assert 0 < float(fields["ttft_ms"]) <= float(fields["total_ms"])
     assert float(fields["tpot_ms"]) > 0
+    assert all(float(fields[name]) > 0 for name in ("prompt_tok_s", "output_tok_s", "total_tok_s"))
     assert sum("request=log-me-1" in line for line in node.process.lines) == 1
