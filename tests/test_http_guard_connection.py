@@ -17,7 +17,7 @@ import uvloop
 from pdserve.http_guard import MAX_HEADERS, GuardedHttp
 from pdserve.wire.discovery import Role
 from pdserve_proxy.exchange import Exchange, Outcome
-from tests.proxy.cluster import cluster, eventually, node_info, run_async
+from tests.proxy.cluster import cluster, node_info, run_async
 from tests.proxy.fake_node import Exchange as NodeExchange
 from tests.proxy.fake_node import FakeNode
 
@@ -298,13 +298,14 @@ def test_a_write_to_a_closed_connection_is_a_client_that_left() -> None:
             await asyncio.sleep(0)  # the loop closes the handle
 
             async def handler() -> None:
-                Exchange("r", "/v1/x", 60.0, lambda ended: ends.append((ended.outcome, ended.status)))
-                writer.transport.write(b"x")
+                task = asyncio.current_task()
+                assert task is not None
+                with Exchange(task, "r", "/v1/x", 60.0, lambda ended: ends.append((ended.outcome, ended.status))):
+                    writer.transport.write(b"x")
 
             task = asyncio.create_task(handler())
             await asyncio.wait([task])
             assert isinstance(task.exception(), RuntimeError)
-            await eventually(lambda: bool(ends), "the end")
 
     run_async(scenario())
     assert ends == [(Outcome.CLIENT_GONE, 499)]

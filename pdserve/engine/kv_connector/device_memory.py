@@ -56,6 +56,9 @@ class DevicePushes:
     ) -> None:
         self._pushes.first_token(transfer_id, tokens, cached_tokens, load)
 
+    def tell_load(self, load: PrefillLoad) -> None:
+        self._pushes.tell_load(load)
+
     def fail_push(self, transfer_id: TransferId, reason: str) -> None:
         self._pushes.fail_push(transfer_id, reason)
 
