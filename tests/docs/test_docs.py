@@ -29,7 +29,7 @@ from pdserve.cli.main import SUBCOMMANDS
 from pdserve.config import DoctorConfig, NodeConfig, ProxyConfig, UpConfig
 from pdserve.settings import ROOTS, load
 from pdserve.settings.tree import settings_of
-from pdserve.wire import discovery, engine, rank, rank_transfer, transfer
+from pdserve.wire import discovery, engine, proxy_workers, rank, rank_transfer, transfer
 from pdserve.wire.engine import EngineStats
 from pdserve_proxy.metrics import ProxyMetrics
 from tests.docs import stream_tables
@@ -166,7 +166,7 @@ def test_every_request_field_is_explained() -> None:
 
 def test_every_message_is_in_the_protocol() -> None:
     text = (ROOT / "docs" / "protocol.md").read_text()
-    for module in (discovery, engine, rank, rank_transfer, transfer):
+    for module in (discovery, engine, proxy_workers, rank, rank_transfer, transfer):
         for name, value in vars(module).items():
             if (
                 not name.startswith("_")
