@@ -10,6 +10,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from pdserve.api import sse
 from pdserve.api.answer_options import AnswerOptions
 from pdserve.api.choice_text import Delta
 from pdserve.api.chunk_stream import FullChunks, PlainChunks, chunk_stream
@@ -73,6 +74,26 @@ def test_both_ways_give_the_same_bytes(
         assert data == full.events(delta)
         for line in data.split(b"\n\n")[:-1]:
             json.loads(line.removeprefix(b"data: "))
+
+
+@pytest.mark.parametrize("surface", [CHAT, TEXT])
+def test_the_envelope_is_encoded_once_and_then_nothing_but_text(
+    surface: Surface, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encoded: list[type] = []
+
+    class Encoder:
+        def encode(self, value: object) -> bytes:
+            encoded.append(type(value))
+            return msgspec.json.encode(value)
+
+    monkeypatch.setattr(sse, "_encoder", Encoder())
+    stream = chunk_stream(
+        surface, ChunkEncoder(Envelope("i", "o", 1, "m", "f"), include_usage=True), options([""], PlainChoices(surface))
+    )
+    for number in range(20):
+        assert stream.events(Delta(0, f"text {number}", [number], Outcome.STOP if number == 19 else None))
+    assert encoded == [Envelope] + [str] * 20
 
 
 @pytest.mark.parametrize(("logprobs", "ids"), [(True, False), (False, True)])
