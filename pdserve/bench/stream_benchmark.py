@@ -62,13 +62,17 @@ def run(config: BenchStreamConfig, environ: Mapping[str, str]) -> Report:
     """Raises ConfigError for unknown variants, and BenchError if a process does not start or an answer is wrong."""
     found = variants(config.streaming.variants)
     allow_open_files(2 * max(config.streaming.streams))
-    floor, way = chunk_floor(), crossing()
+    floor = chunk_floor()
     with tempfile.TemporaryDirectory(prefix="pdserve-bench-") as folder:
         script_file = Path(folder) / "script.json"
         os.mkfifo(script_file.with_suffix(".credit"))
         measured = asyncio.run(_measure(config, script_file, environ))
     return Report(
-        "stream", this_machine(), to_environ(config), _notes(config.streaming), report_rows(found, measured, floor, way)
+        "stream",
+        this_machine(),
+        to_environ(config),
+        _notes(config.streaming),
+        report_rows(found, measured, floor, crossing()),
     )
 
 
