@@ -217,10 +217,7 @@ def test_echo(stream: bool, client: openai.OpenAI) -> None:
         (["never"], False, REPLY_TEXT),
     ],
 )
-def test_stop_strings(
-    stop: str | list[str], include: bool, expected: str, stream: bool, client: openai.OpenAI, node: NodeUnderTest
-) -> None:
-    before = len(node.submits())
+def test_stop_strings(stop: str | list[str], include: bool, expected: str, stream: bool, client: openai.OpenAI) -> None:
     answer = client.completions.create(
         model=MODEL,
         prompt="x",
@@ -232,8 +229,16 @@ def test_stop_strings(
     pieces = [answer] if isinstance(answer, openai.types.Completion) else list(answer)
     assert "".join(piece.choices[0].text for piece in pieces) == expected
     assert pieces[-1].choices[0].finish_reason == "stop"
-    if expected != REPLY_TEXT:
-        node.wait_aborted(1, before)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_stop_string_ends_the_engines_work(stream: bool, client: openai.OpenAI, node: NodeUnderTest) -> None:
+    before = len(node.submits())
+    answer = client.completions.create(model=MODEL, prompt="x", stop=",", seed=Behaviour.HOLD, stream=stream)
+    pieces = [answer] if isinstance(answer, openai.types.Completion) else list(answer)
+    assert "".join(piece.choices[0].text for piece in pieces) == "Hello"
+    assert pieces[-1].choices[0].finish_reason == "stop"
+    node.wait_aborted(1, before)
 
 
 def test_stop_token_is_shown_only_on_request(client: openai.OpenAI, node: NodeUnderTest) -> None:
