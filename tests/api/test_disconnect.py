@@ -71,6 +71,24 @@ def test_closed_connection(
     assert eventually(lambda: metrics(node)['pdserve_request_failure_total{reason="abort"}'] == aborts + choices)
 
 
+def test_a_choice_that_is_over_is_aborted_while_another_goes_on(node: NodeUnderTest) -> None:
+    before = len(node.submits())
+    connection = http.client.HTTPConnection(urlsplit(node.url).netloc, timeout=WAIT_S)
+    # Seeds of HOLD, whose answer a stop string ends, and of SILENT.
+    body = {"model": MODEL, "prompt": "x", "seed": Behaviour.SILENT - 1, "n": 2, "stop": ",", "stream": True}
+    connection.request("POST", "/v1/completions", body=json.dumps(body))
+    response = connection.getresponse()
+    while b'"finish_reason":"stop"' not in response.readline():
+        pass
+    [submit] = node.submits()[before:]
+    [other] = submit.siblings
+    eventually(lambda: submit.request_id in node.aborted())
+    assert other.request_id not in node.aborted()
+    response.close()
+    connection.close()
+    node.wait_aborted(2, before)
+
+
 def test_many_at_once_leave_nothing(node: NodeUnderTest) -> None:
     """An abort storm: the node goes on serving."""
     before = len(node.submits())
