@@ -1,13 +1,18 @@
 from __future__ import annotations
 
+import threading
+import time
+
 import msgspec
 import pytest
 
 from pdserve.errors import HandshakeRefused, PeerLost
+from pdserve.wire.discovery import Role
 from pdserve.wire.ids import new_id
-from pdserve.wire.transfer import Hello, Refused, Welcome
+from pdserve.wire.transfer import Hello, PrefillRequest, Refused, Welcome
 from pdserve_kvtransfer.handshake import Greeting, Standing, answer, misfit
-from tests.kvtransfer.rig import SPEC
+from tests.kvtransfer.fakes import FakePrefill
+from tests.kvtransfer.rig import PATIENT, SPEC, Pair, engine
 
 OURS, THEIRS = new_id(), new_id()
 
@@ -74,3 +79,16 @@ def test_a_refusal_is_told_from_this_sides_view(greeting: Greeting) -> None:
 def test_a_refusal_after_the_welcome_is_a_lost_handshake(greeting: Greeting) -> None:
     greeting.on_welcome(Welcome(THEIRS, SPEC, [b"there"]))
     assert isinstance(greeting.refused(Refused(THEIRS, "handshake", "none", "assumed")), PeerLost)
+
+
+def test_waiting_for_a_handshake_costs_no_cpu() -> None:
+    with FakePrefill() as silent, engine(Role.DECODE, config=PATIENT) as decode:
+        decode.thread.fetch(Pair(decode, decode).order((0,), target=silent.target))
+        hello = silent.next(Hello)
+        start, used = time.monotonic(), time.process_time()
+        assert not threading.Event().wait(0.5)
+        assert time.process_time() - used < 0.1 * (time.monotonic() - start)
+        assert decode.quiet()
+        silent.link.connect(hello.rank_addresses)
+        silent.send(Welcome(silent.boot_id, SPEC, [silent.link.address]))
+        silent.next(PrefillRequest)

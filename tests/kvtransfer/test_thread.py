@@ -14,13 +14,11 @@ from pdserve.config import TransferConfig
 from pdserve.errors import TransferError
 from pdserve.wire.discovery import Role
 from pdserve.wire.ids import TransferId, new_id
-from pdserve.wire.transfer import Hello, PrefillRequest, Welcome
 from pdserve_kvtransfer.events import PushWanted, TransferThreadDied
 from pdserve_kvtransfer.inproc import Fabric, InprocLink, InprocTransport
 from pdserve_kvtransfer.thread import TransferThread
 from tests.eventually import eventually
-from tests.kvtransfer.fakes import FakePrefill
-from tests.kvtransfer.rig import CONFIG, PATIENT, SECRET, SPEC, Engine, Pair, engine, pair
+from tests.kvtransfer.rig import CONFIG, SECRET, SPEC, Engine, Pair, engine, pair
 
 
 def open_files() -> int:
@@ -132,19 +130,6 @@ def test_idle_costs_no_cpu() -> None:
         start, used = time.monotonic(), time.process_time()
         assert not threading.Event().wait(0.5)
         assert time.process_time() - used < 0.1 * (time.monotonic() - start)
-
-
-def test_waiting_for_a_handshake_costs_no_cpu() -> None:
-    with FakePrefill() as silent, engine(Role.DECODE, config=PATIENT) as decode:
-        decode.thread.fetch(Pair(decode, decode).order((0,), target=silent.target))
-        hello = silent.next(Hello)
-        start, used = time.monotonic(), time.process_time()
-        assert not threading.Event().wait(0.5)
-        assert time.process_time() - used < 0.1 * (time.monotonic() - start)
-        assert decode.quiet()
-        silent.link.connect(hello.rank_addresses)
-        silent.send(Welcome(silent.boot_id, SPEC, [silent.link.address]))
-        silent.next(PrefillRequest)
 
 
 def test_wake_is_called_after_events_were_queued() -> None:
