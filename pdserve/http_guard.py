@@ -210,7 +210,7 @@ class GuardedHttp(HttpToolsProtocol):
         if len(self.headers) >= MAX_HEADERS:
             self._refuse(431, f"a request may have {MAX_HEADERS} headers", "headers_too_large")
         else:
-            super().on_header(name, value)
+            HttpToolsProtocol.on_header(self, name, value)  # super() is half the work of it
 
     def on_headers_complete(self) -> None:
         if self._phase is _HEAD:

@@ -152,7 +152,7 @@ class Exchange:
         if self.first_byte_s is None:
             self.first_byte_s = self._loop.time() - self._started_s
             if self._route is not None and self._flight is not None:
-                self._flight.land(*(info.boot_id for info in self._route.prefill))
+                self._flight.land(*[info.boot_id for info in self._route.prefill])
 
     def begin_relaying(self, status: int) -> None:
         self.phase = _RELAYING

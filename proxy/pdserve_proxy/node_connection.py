@@ -143,6 +143,7 @@ class NodeConnection(asyncio.Protocol):
         self._on_free = on_free
         self._on_lost = on_lost
         self._loop = asyncio.get_running_loop()
+        self._parser = httptools.HttpResponseParser(self)
         self._response: NodeResponse | None = None
         self._silence: asyncio.TimerHandle | None = None
         self._silence_s: float | None = None
@@ -163,11 +164,10 @@ class NodeConnection(asyncio.Protocol):
         assert self._response is None
         self.requests += 1
         self._head_bytes = 0
-        self._parser = httptools.HttpResponseParser(self)
         self._response = NodeResponse(self._loop, self._given_up)
-        self._heard_s = self._loop.time()
         self._silence_s = silence_s
         if silence_s is not None:
+            self._heard_s = self._loop.time()
             self._silence = self._loop.call_later(silence_s, self._check_silence)
         if len(body) < SMALL_BYTES:
             self._transport.write(head + body)
@@ -188,13 +188,15 @@ class NodeConnection(asyncio.Protocol):
         if response is None:  # a node that speaks out of turn
             self.close()
             return
-        self._heard_s = self._loop.time()
+        if self._silence is not None:
+            self._heard_s = self._loop.time()
         if not response.status:
             self._head_bytes += len(data)
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserError as exc:
             self._fail(f"not HTTP: {exc}")
+            response.wake()  # where a whole answer came before it
             return
         if not response.status and self._head_bytes > MAX_HEAD_BYTES:
             self._fail(f"a head above {MAX_HEAD_BYTES} bytes")
@@ -209,6 +211,7 @@ class NodeConnection(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         response = self._response
         self._let_go()
+        del self._parser  # it and this keep each other alive
         if response is not None:
             response.fail(NodeClosed("the connection ended" if exc is None else str(exc) or type(exc).__name__))
         self._on_lost(self)
@@ -217,6 +220,8 @@ class NodeConnection(asyncio.Protocol):
 
     def on_header(self, name: bytes, value: bytes) -> None:
         assert self._response is not None
+        if self._response.complete:
+            raise NodeLost("more answers than requests")
         self._response.headers[name.decode("latin-1").lower()] = value.decode("latin-1")
 
     def on_headers_complete(self) -> None:

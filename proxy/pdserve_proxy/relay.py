@@ -125,11 +125,11 @@ class Relay:
         Raises RequestError if no node gives one.
         """
         ask = Ask(resolve_model(self._directory.snapshot(), call.body.model), call.body.lead)
-        tried: set[bytes] = set()
+        tried: frozenset[bytes] = frozenset()
         failure: Failure | None = None
         for attempt in range(MAX_ATTEMPTS):
             try:
-                route = self._route(ask, frozenset(tried))
+                route = self._route(ask, tried)
             except RequestError:
                 if failure is None:
                     raise
@@ -141,7 +141,7 @@ class Relay:
             if not isinstance(result, Failure):
                 return result
             failure = result
-            tried.add(route.decode.boot_id)
+            tried |= {route.decode.boot_id}
             log.warning("attempt %d of %s at %s: %s", attempt, exchange.request_id, route.decode.name, failure.error)
             if not failure.reached:
                 self._directory.mark_unreachable(route.decode.boot_id)
@@ -202,7 +202,7 @@ async def _first_byte(exchange: Exchange, response: NodeResponse) -> Answer | St
     body = response.take_whole()
     if body is None:
         body = await _read_all(exchange, response)
-    else:
+    elif body:
         exchange.got_byte()
     answer = Answer(response.status, headers, body)
     return _judge(exchange.decode_name, answer, content_type)

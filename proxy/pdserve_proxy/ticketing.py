@@ -22,6 +22,6 @@ class TicketOffice:
             attempt=attempt,
             node=route.decode.boot_id,
             deadline_s=deadline_s,
-            prefill=tuple(PrefillTarget(info.name, info.control, info.boot_id) for info in route.prefill),
+            prefill=tuple([PrefillTarget(info.name, info.control, info.boot_id) for info in route.prefill]),
         )
         return base64.urlsafe_b64encode(self._sealer.seal(ticket)).rstrip(b"=").decode("ascii")

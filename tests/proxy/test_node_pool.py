@@ -96,6 +96,38 @@ def test_what_is_no_response_is_a_loss(head: bytes) -> None:
     run(scenario, speak)
 
 
+def test_a_node_that_answers_more_than_it_was_asked_is_not_asked_there_again() -> None:
+    def answer(status: bytes, body: bytes) -> bytes:
+        return b"HTTP/1.1 %b x\r\ncontent-length: %d\r\n\r\n%b" % (status, len(body), body)
+
+    async def twice(exchange: Exchange) -> None:
+        await exchange._write(answer(b"200", b"asked") + answer(b"500", b"unasked"))
+        await exchange.gone()
+
+    async def scenario(node: FakeNode, pool: NodePool) -> None:
+        for _ in range(3):
+            response = await post(node, pool)
+            assert (response.status, await read_all(response)) == (200, b"asked")
+            await eventually(lambda: not pool._open, "the connection is closed")
+
+    run(scenario, twice)
+
+
+def test_half_an_answer_too_much_becomes_no_other_requests_answer() -> None:
+    whole = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}"
+
+    async def half_more(exchange: Exchange) -> None:
+        await exchange._write(whole + whole[:20])
+
+    async def scenario(node: FakeNode, pool: NodePool) -> None:
+        assert await read_all(await post(node, pool)) == b"{}"
+        with pytest.raises(NodeLost, match="not HTTP"):
+            await post(node, pool)
+        assert not pool._idle
+
+    run(scenario, half_more)
+
+
 def test_silence_is_a_loss_also_on_a_kept_connection() -> None:
     async def first_only(exchange: Exchange) -> None:
         await (answer_ok if exchange.request is node_requests[0] else hang)(exchange)
