@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import re
 import socket
 from collections.abc import Awaitable, Callable
 from typing import Any
+
+import pytest
 
 from pdserve.http_guard import guarded_config
 from pdserve.http_outlet import OUTLET, Outlet
@@ -69,6 +72,77 @@ def test_what_is_sent_inside_it_goes_out_in_one_write() -> None:
     (one,) = writes
     assert one.startswith(b"HTTP/1.1 200 OK\r\n")
     assert one.endswith(b"2\r\nab\r\n")
+
+
+@pytest.mark.parametrize(
+    ("sent", "ending", "kept"),
+    [
+        (b"GET / HTTP/1.1\r\nhost: x\r\n\r\n", b"content-length: 2\r\n\r\nok", True),
+        (b"HEAD / HTTP/1.1\r\nhost: x\r\n\r\n", b"content-length: 2\r\n\r\n", True),
+        (b"GET / HTTP/1.1\r\nconnection: close\r\n\r\n", b"content-length: 2\r\nconnection: close\r\n\r\nok", False),
+        (b"GET / HTTP/1.0\r\nhost: x\r\n\r\n", b"content-length: 2\r\nconnection: close\r\n\r\nok", False),
+    ],
+)
+def test_a_whole_response_in_one_call_is_what_two_of_asgis_make(sent: bytes, ending: bytes, kept: bool) -> None:
+    async def app(scope: Any, receive: Receive, send: Send) -> None:
+        if scope["path"] == "/":
+            outlet: Outlet = scope["extensions"][OUTLET]
+            assert not outlet.paused
+            outlet.respond(201, b"a: b\r\ncontent-length: 2\r\n", b"ok")
+        else:
+            headers = [(b"a", b"b"), (b"content-length", b"2")]
+            await send({"type": "http.response.start", "status": 201, "headers": headers})
+            await send(body(b"ok", more=False))
+
+    async def client(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        _, port = writer.get_extra_info("peername")
+        said: list[bytes] = []
+        for path in (b" / ", b" /asgi "):
+            other_reader, other = await asyncio.open_connection("127.0.0.1", port)
+            other.write(sent.replace(b" / ", path))
+            said.append(await other_reader.readuntil(ending))
+            if kept:
+                other.write(REQUEST.replace(b" / ", path))
+                await other_reader.readuntil(b"\r\n\r\nok")
+            else:
+                assert await other_reader.read() == b""
+            other.close()
+        dated = [re.sub(rb"date: [^\r]*", b"date: now", one) for one in said]
+        assert dated[0] == dated[1]
+        assert dated[0].startswith(b"HTTP/1.1 201 Created\r\n")
+
+    asyncio.run(against(app, client))
+
+
+def test_a_body_is_taken_at_once_if_it_is_there_and_received_if_not() -> None:
+    taken: list[bytes | None] = []
+
+    async def app(scope: Any, receive: Receive, send: Send) -> None:
+        outlet: Outlet = scope["extensions"][OUTLET]
+        taken.append(outlet.take_body())
+        if taken[-1] is None:
+            asked.set()
+            more = True
+            while more:
+                message = await receive()
+                more = message["more_body"]
+        outlet.respond(200, b"content-length: 2\r\n", b"ok")
+
+    asked = asyncio.Event()
+
+    async def client(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 4\r\n\r\n"
+        writer.write(head + b"body")
+        await reader.readuntil(b"\r\n\r\nok")
+        writer.write(head + b"bo")
+        await asked.wait()
+        writer.write(b"dy")
+        await reader.readuntil(b"\r\n\r\nok")
+        writer.write(REQUEST)
+        await reader.readuntil(b"\r\n\r\nok")
+
+    asyncio.run(against(app, client))
+    assert taken == [b"body", None, b""]
 
 
 def test_a_chunk_is_written_at_once_until_too_much_is_unread() -> None:
