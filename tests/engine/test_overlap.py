@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -118,8 +119,27 @@ def test_a_step_is_launched_before_the_tokens_of_the_one_before_are_read(folder:
     assert log == [*first, "launch", *["launch", "read"] * 4, "read"]
 
 
-def test_a_token_that_others_depend_on_is_waited_for(folder: Path, log: list[str]) -> None:
+def test_a_token_that_others_depend_on_is_waited_for(
+    folder: Path, log: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    both_sent = threading.Event()
+    run = ModelRunner.run
+
+    def run_with_both(*args: Any) -> Any:
+        assert both_sent.wait(30)
+        return run(*args)
+
+    monkeypatch.setattr(ModelRunner, "run", run_with_both)
     with engine(folder, overlap=True) as client:
+        send, sent = client.send, list[Any]()
+
+        def send_and_count(message: Any) -> None:
+            send(message)
+            sent.append(message)
+            if len(sent) == 2:
+                both_sent.set()
+
+        monkeypatch.setattr(client, "send", send_and_count)
         # One of the two is enough: there is one step for both.
         client.together([(prompt(9), greedy(6, presence_penalty=1.0), []), (prompt(9), greedy(3), [])])
     assert log == ["launch", "read"] * (len(log) // 2)
