@@ -42,6 +42,7 @@ from pdserve.models.backend import CPU
 from pdserve.models.decoder_config import read_decoder_config
 from pdserve.models.step_batch import StepRow
 from pdserve.models.tensor_parallel import ALONE
+from pdserve.settings import cache_folder
 from pdserve.wire.discovery import Role
 from pdserve.wire.rank import Arrived, Capture, Captured, Clear, Load, Loaded, Numbered, Stop
 from pdserve.wire.sampling import SamplingParams
@@ -60,7 +61,7 @@ def engine_config(folder: Path, backend: TpBackend = TpBackend.AUTO, device: Dev
         boot_id=bytes(16),
         secret=b"",
         model_dir=str(folder),
-        cache_dir="",
+        cache_dir=str(cache_folder(os.environ)),
         model=ModelConfig(dtype=Dtype.FP32, device=device),
         cache=CacheConfig(block_size=4),
         scheduler=SchedulerConfig(),
