@@ -37,7 +37,9 @@ def wanted(model: Path) -> list[list[int]]:
         (2, 2, ()),
         (2, 1, ()),
         (1, 2, ()),
+        # More ranks than KV heads, on either side.
         (4, 2, ()),
+        (2, 4, ()),
         # As between GPUs: every rank's part of a block passes through host memory.
         (2, 2, ("--kv-staging", "on", "--kv-staging-mib", "1")),
     ],

@@ -227,6 +227,18 @@ def test_a_link_is_broken_once_tcp_says_so(mover: MakeMover) -> None:
     transport.close()
 
 
+@pytest.mark.parametrize("change", [2, 3, 15])
+def test_an_address_in_another_form_is_refused(change: int) -> None:
+    transport = UcxTransport("")
+    mine, other = (transport.open_link(memoryview(bytearray(1))) for _ in range(2))
+    for address in (b"", bytes([other.address[0] ^ change]) + other.address[1:]):
+        with pytest.raises(TransferError, match="in another form"):
+            mine.connect([address])
+    mine.close()
+    other.close()
+    transport.close()
+
+
 def test_transports_that_do_not_exist() -> None:
     with pytest.raises(TransferError, match="no_such_transport"):
         UcxTransport("no_such_transport").open_link(memoryview(bytearray(1)))
