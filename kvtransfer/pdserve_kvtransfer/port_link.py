@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+from pdserve.errors import PeerLost
 from pdserve.wire.rank_transfer import LinkBroken, LinkClosed, LinkOpened, RankReport
 from pdserve_kvtransfer.memory import Memory
 from pdserve_kvtransfer.transport import Link, Transport
+
+_LOOKS = 32
+"""In one turn, at most: other links and the control channel wait meanwhile."""
 
 
 class PortLink:
@@ -17,6 +23,26 @@ class PortLink:
         self.link: Link = transport.open_link(memory)
         self.broken = False
         self.reports.append(LinkOpened(number, self.link.address))
+
+    def turn(self, look: Callable[[], bool]) -> bool:
+        """``look`` at the link until there is no news, or for long enough. True if there was any.
+
+        Once ``look`` raises PeerLost, or the link says so itself, it is broken.
+        """
+        if self.broken:
+            return False
+        news = False
+        try:
+            for _ in range(_LOOKS):
+                if not look():
+                    break
+                news = True
+            if self.link.broken():
+                raise PeerLost("the connection that carries KV blocks broke")
+        except PeerLost as exc:
+            self.found_broken(str(exc))
+            return False
+        return news
 
     def found_broken(self, reason: str) -> None:
         """It moves nothing any more, and waits to be closed."""

@@ -81,10 +81,6 @@ class _Landing:
         return block_id
 
 
-_ROUNDS = 32
-"""Looks at the link in one turn, at most: other links and the control channel wait meanwhile."""
-
-
 class ReceivePort:
     """``reports`` collects what rank 0 is to be told; whoever drives the port empties it."""
 
@@ -136,20 +132,7 @@ class ReceivePort:
 
     def turn(self) -> bool:
         """Let data move. True if any did."""
-        if self._port.broken:
-            return False
-        moved = False
-        try:
-            for _ in range(_ROUNDS):
-                if not self._round():
-                    break
-                moved = True
-            if self._port.link.broken():
-                raise PeerLost("the connection that carries KV blocks broke")
-        except PeerLost as exc:
-            self._port.found_broken(str(exc))
-            return False
-        return moved
+        return self._port.turn(self._round)
 
     def _round(self) -> bool:
         link = self._port.link

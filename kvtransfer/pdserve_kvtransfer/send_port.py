@@ -9,7 +9,7 @@ import itertools
 from collections import deque
 from collections.abc import Sequence
 
-from pdserve.errors import PeerLost, TransferError
+from pdserve.errors import TransferError
 from pdserve.wire.rank_transfer import (
     CloseLink,
     ConnectLink,
@@ -31,8 +31,6 @@ IN_FLIGHT = 64
 _BLOCKS_A_TURN = 32
 _BYTES_A_TURN = 2**19
 """Posted between two looks at the link, so that data moves while the next blocks' digests are computed."""
-_ROUNDS = 32
-"""Looks at the link in one turn, at most: other links and the control channel wait meanwhile."""
 
 
 class _Order:
@@ -126,20 +124,7 @@ class SendPort:
 
     def turn(self) -> bool:
         """Let data move. True if any did."""
-        if self._port.broken:
-            return False
-        moved = False
-        try:
-            for _ in range(_ROUNDS):
-                if not self._round():
-                    break
-                moved = True
-            if self._port.link.broken():
-                raise PeerLost("the connection that carries KV blocks broke")
-        except PeerLost as exc:
-            self._port.found_broken(str(exc))
-            return False
-        return moved
+        return self._port.turn(self._round)
 
     def _round(self) -> bool:
         moved = self._port.link.progress()
