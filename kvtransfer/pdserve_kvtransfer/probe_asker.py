@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import select
 import statistics
 import time
@@ -64,6 +63,7 @@ class ProbeAsker:
             if now >= self._deadline:
                 return False
             moved = self._link.progress()
+            self._link.sent()  # nobody asks, but what is over and not read keeps the link from being armed
             if self._link.broken():
                 raise PeerLost("the connection of the probe broke")
             if not nap.taken(moved, True, now) and self._link.arm():
@@ -94,6 +94,7 @@ class _Load:
         self._messages = messages
         # Connections start slowly: the clock runs from the end of this message.
         self._warm = max(1, min(_WARM_UP_MESSAGES, messages // 2))
+        self._began = time.perf_counter()
         self._times: list[float] = []
 
     @property
@@ -105,10 +106,18 @@ class _Load:
         """Of the best part of the load: others use the machine too. 0 if too little landed to tell."""
         timed = self._times[self._warm - 1 :]
         part = max((len(timed) - 1) // _PARTS, _MIN_PART)
-        spans = [end - begin for begin, end in itertools.pairwise(timed[::part])]
-        if not spans and len(timed) > 1:
-            part, spans = len(timed) - 1, [timed[-1] - timed[0]]
-        return part * self._size / min(spans) if spans and min(spans) > 0 else 0.0
+        starts = range(0, len(timed) - part, part)
+        parts = [timed[start : start + part + 1] for start in starts] or [timed]
+        best = max(self._rate(times) for times in parts)
+        if best or self.landed < self._messages:
+            return best
+        # All of it landed in one look.
+        return self.landed * self._size / (self._times[-1] - self._began)
+
+    def _rate(self, times: list[float]) -> float:
+        """After the first time; what landed with that one took longer than is known."""
+        span = times[-1] - times[0] if times else 0.0
+        return sum(later > times[0] for later in times) * self._size / span if span > 0 else 0.0
 
     def step(self) -> bool:
         """Takes what is there. True when all have landed. Raises PeerLost."""

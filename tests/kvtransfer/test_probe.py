@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
@@ -24,9 +25,11 @@ from pdserve.wire.transfer import (
 from pdserve_kvtransfer import probe_host
 from pdserve_kvtransfer.events import FetchLanded, FirstTokenArrived, PushEnded, PushOutcome, PushWanted
 from pdserve_kvtransfer.examiner import Examiner
+from pdserve_kvtransfer.inproc import Fabric, InprocTransport
 from pdserve_kvtransfer.label import label_of
 from pdserve_kvtransfer.machine_identity import machine_identity
-from pdserve_kvtransfer.probe import MAX_ASKER_BYTES, PAUSE_S, PING_TAG, START_TAG
+from pdserve_kvtransfer.probe import LOAD_TAG, MAX_ASKER_BYTES, PAUSE_S, PING_TAG, START_TAG
+from pdserve_kvtransfer.probe_asker import ProbeAsker, probe_memory
 from tests.eventually import eventually
 from tests.kvtransfer.fakes import FakeDecode, FakePrefill
 from tests.kvtransfer.rig import SECRET, SPEC, WAIT_S, Engine, engine, pair
@@ -100,6 +103,18 @@ def test_a_probe_measures_and_leaves_kv_memory_alone(tls: str, transport: str) -
         assert any(transport in (lane.transport, lane.device) for lane in found.lanes), found.lanes
         assert prefill.read(*blocks) == before
         assert prefill.quiet() and prefill.thread.stats().bytes_sent == 0
+
+
+def test_a_load_that_lands_in_one_look_has_a_rate() -> None:
+    transport = InprocTransport(Fabric())
+    sender, receiver = (transport.open_link(probe_memory(MESSAGE_BYTES)) for _ in range(2))
+    sender.connect([receiver.address])
+    receiver.connect([sender.address])
+    sender.send([0] * MESSAGES, MESSAGE_BYTES, [label_of(LOAD_TAG, index) for index in range(MESSAGES)])
+    landed, bytes_per_s = ProbeAsker(receiver, MESSAGE_BYTES, time.monotonic() + WAIT_S).load(MESSAGES)
+    assert landed == MESSAGES
+    assert bytes_per_s > 0
+    transport.close()
 
 
 def test_transfers_go_on_during_a_probe() -> None:
