@@ -4,24 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, closing
 from typing import Any
 
-from pdserve.api.http_server import HttpServer, bind
 from pdserve.config import HttpConfig
+from tests.api.http_serving import http_serving
 from tests.api.node import WAIT_S
-
-
-@asynccontextmanager
-async def serving(app: Any, config: HttpConfig) -> AsyncIterator[tuple[str, int]]:
-    with closing(bind(config)) as listener:
-        server = HttpServer(app, listener, config)
-        await server.start()
-        try:
-            yield listener.getsockname()
-        finally:
-            await server.stop()
 
 
 def test_a_client_that_does_not_read_is_cut_off_after_the_settings_time() -> None:
@@ -43,7 +30,7 @@ def test_a_client_that_does_not_read_is_cut_off_after_the_settings_time() -> Non
             await asyncio.wait([writing])
 
     async def scenario() -> None:
-        async with serving(flood, HttpConfig(write_timeout_s=0.3)) as address:
+        async with http_serving(flood, HttpConfig(write_timeout_s=0.3)) as address:
             with socket.create_connection(address) as client:
                 client.sendall(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
                 await asyncio.wait_for(gone.wait(), WAIT_S)
@@ -57,7 +44,7 @@ def test_a_connection_beyond_the_settings_number_is_refused() -> None:
         await send({"type": "http.response.body", "body": b"ok"})
 
     async def scenario() -> None:
-        async with serving(answer, HttpConfig(max_client_connections=1)) as address:
+        async with http_serving(answer, HttpConfig(max_client_connections=1)) as address:
             reader, writer = await asyncio.open_connection(*address)
             writer.write(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
             await asyncio.wait_for(reader.readuntil(b"ok"), WAIT_S)

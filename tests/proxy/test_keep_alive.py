@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from pdserve.api.http_server import HttpServer, bind
 from pdserve.config import HttpConfig, ProxyConfig
 from pdserve_proxy.node_pool import IDLE_S
+from tests.api.http_serving import http_serving
 from tests.proxy.cluster import cluster, proxy_config, run_async
 
 GET = b"GET /live HTTP/1.1\r\nhost: x\r\n\r\n"
@@ -34,13 +34,8 @@ async def node_server(config: HttpConfig) -> AsyncIterator[tuple[str, int]]:
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"15")]})
         await send({"type": "http.response.body", "body": b'{"status":"ok"}'})
 
-    with closing(bind(config)) as listener:
-        server = HttpServer(app, listener, config)
-        await server.start()
-        try:
-            yield listener.getsockname()
-        finally:
-            await server.stop()
+    async with http_serving(app, config) as address:
+        yield address
 
 
 @asynccontextmanager
