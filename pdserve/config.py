@@ -267,6 +267,11 @@ class TransferConfig:
     staging_mib: int = setting(
         "kv-staging-mib", "that host memory, page-locked; bounds the longest prompt transferred", 4096, minimum=1
     )
+    shared_cache: Switch = setting(
+        "kv-shared-cache",
+        "let decode engines of the same user on the same host map a prefill engine's KV cache (on a CPU), to read it",
+        Switch.ON,
+    )
     ucx_calls: UcxCalls = setting(
         "ucx-calls",
         "what posts the messages of KV blocks: compiled C++ (once, by g++), Python, or the better that there is",

@@ -33,6 +33,11 @@ class KvLayout:
         shape = (num_blocks, self.kv_heads, self.num_layers, 2, self.block_size, self.head_dim)
         return torch.zeros(shape, dtype=self.dtype, device=device)
 
+    def over(self, memory: memoryview) -> torch.Tensor:
+        """A cache of as many blocks as ``memory`` holds, which it is kept in."""
+        shape = (-1, self.kv_heads, self.num_layers, 2, self.block_size, self.head_dim)
+        return torch.frombuffer(memory, dtype=self.dtype).view(shape)
+
     def tiles(self, cache: torch.Tensor) -> torch.Tensor:
         """The cache as ``[rows, block_size * head_dim]``, a row for each (block, head, layer, key or value)."""
         return cache.view(-1, self.block_size * self.head_dim)

@@ -9,7 +9,7 @@ from typing import cast
 from pdserve.config import Switch
 from pdserve.errors import HandshakeRefused, PeerLost, TransferError
 from pdserve.wire.ticket import PrefillTarget
-from pdserve.wire.transfer import ToDecode
+from pdserve.wire.transfer import TAG_BITS, ToDecode
 from pdserve_kvtransfer.events import FailureKind, FetchFailed, FetchOrder
 from pdserve_kvtransfer.fetch import FetchSession
 from pdserve_kvtransfer.frames import Inbound
@@ -17,8 +17,6 @@ from pdserve_kvtransfer.prefill_peer import PrefillPeer
 from pdserve_kvtransfer.station import CancelFetch, Command, Fetch, Pollable, Station, earliest
 
 log = logging.getLogger(__name__)
-
-_TAG_BITS = 40
 
 
 class DecodeSide:
@@ -69,7 +67,7 @@ class DecodeSide:
 
     def _new_tag(self, peer: PrefillPeer) -> int:
         while True:
-            tag = secrets.randbits(_TAG_BITS)
+            tag = secrets.randbits(TAG_BITS)
             if tag and not peer.has_tag(tag):
                 return tag
 

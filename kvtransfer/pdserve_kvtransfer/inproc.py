@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from pdserve.errors import PeerLost, TransferError
 from pdserve.wire.ids import new_id
-from pdserve_kvtransfer.memory import DeviceMemory, Memory
+from pdserve_kvtransfer.memory import Memory, host_bytes
 from pdserve_kvtransfer.transport import DISCARD, Arrival, Moved
 
 
@@ -187,9 +187,10 @@ class InprocTransport:
         self.links: list[InprocLink] = []
 
     def open_link(self, memory: Memory) -> InprocLink:
-        if isinstance(memory, DeviceMemory):
+        own = host_bytes(memory)
+        if own is None:
             raise TransferError("copies within a process are of host memory")
-        link = InprocLink(self._fabric, memory)
+        link = InprocLink(self._fabric, own)
         self.links.append(link)
         return link
 

@@ -1,4 +1,4 @@
-"""What every piece on its way is labelled with: 40 bits of its transfer's tag, 24 of its index."""
+"""What every piece on its way is labelled with: its transfer's tag, then its index."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _INDEX_MASK = (1 << INDEX_BITS) - 1
 
 
 def label_of(tag: int, index: int) -> int:
-    """A UCX tag."""
+    """Of ``LABEL_BITS`` bits."""
     return tag << INDEX_BITS | index
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from pdserve_kvtransfer.shared_memory import SharedMemory
+
 
 @dataclass(frozen=True, slots=True)
 class DeviceMemory:
@@ -14,5 +16,16 @@ class DeviceMemory:
     nbytes: int
 
 
-Memory: TypeAlias = memoryview | DeviceMemory
-"""Host memory as one writable run of unsigned bytes, or a device's."""
+Memory: TypeAlias = memoryview | SharedMemory | DeviceMemory
+"""Host memory as one writable run of unsigned bytes, of which others may read the shared kind; or a device's."""
+
+
+def host_bytes(memory: Memory) -> memoryview | None:
+    """Not a copy. None if it is a device's."""
+    match memory:
+        case SharedMemory():
+            return memory.bytes
+        case DeviceMemory():
+            return None
+        case _:
+            return memory

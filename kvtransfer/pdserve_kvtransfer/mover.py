@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeAlias
 
+from pdserve.wire.link_address import LinkAddress, MemoryOffer
 from pdserve_kvtransfer.memory import Memory
 from pdserve_kvtransfer.transport import Arrival, Moved
 
@@ -14,6 +15,19 @@ class Mover(Protocol):
 
     Methods are as a ``Link``'s.
     """
+
+    @property
+    def attached(self) -> int:
+        """Ends of links whose blocks do not go through UCX: the receiver copies them out of the sender's memory."""
+
+    def offer(self) -> MemoryOffer | None:
+        """What other links may read of this memory until ``end``. Asked for once, if at all."""
+
+    def meet(self, endpoint: Any, address: LinkAddress, own: int) -> None:
+        """Called for each endpoint, in turn, before the first message to it; what it offers may be mapped.
+
+        ``address`` is the other side's, ``own`` the ``link`` of this side's.
+        """
 
     def send(self, endpoint: Any, places: Sequence[int], length: int, labels: Sequence[int]) -> None: ...
 

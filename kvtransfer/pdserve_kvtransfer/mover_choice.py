@@ -15,8 +15,10 @@ from pdserve_kvtransfer.ucxx_mover import UcxxMover
 log = logging.getLogger(__name__)
 
 
-def chosen_mover(choice: UcxCalls, cache_dir: Path) -> MakeMover:
+def chosen_mover(choice: UcxCalls, cache_dir: Path, *, digests: bool = False) -> MakeMover:
     """Compiled now, in about a second, if it is to be and is not below ``cache_dir`` yet.
+
+    ``digests`` is whether to make those of landed blocks at once, while they are in a cache, if that can be done.
 
     Raises ConfigError if compiled code was asked for by name and cannot be had; if it is only the better choice, the
     log says so.
@@ -24,7 +26,7 @@ def chosen_mover(choice: UcxCalls, cache_dir: Path) -> MakeMover:
     if choice is UcxCalls.PYTHON:
         return UcxxMover
     try:
-        return MoverLibrary(cache_dir).mover
+        return MoverLibrary(cache_dir, digests).mover
     except BuildError as exc:
         if choice is UcxCalls.COMPILED:
             raise ConfigError(f"--ucx-calls compiled: {exc}") from exc

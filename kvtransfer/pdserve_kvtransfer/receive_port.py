@@ -184,6 +184,8 @@ class ReceivePort:
             del self._landings[expect.tag]
 
     def _digest(self, piece: Moved) -> int:
+        if piece.digest is not None:
+            return piece.digest
         return digest(self._region.bytes_at(piece.place, piece.length), piece.label)
 
     def moving(self) -> bool:

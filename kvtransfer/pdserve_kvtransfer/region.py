@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pdserve_kvtransfer.memory import DeviceMemory, Memory
+from pdserve_kvtransfer.memory import Memory, host_bytes
 
 
 class KvRegion:
@@ -12,26 +12,26 @@ class KvRegion:
     """
 
     def __init__(self, memory: Memory, block_bytes: int) -> None:
-        if isinstance(memory, memoryview) and (
-            memory.readonly or not memory.c_contiguous or memory.format != "B" or memory.ndim != 1
-        ):
+        own = host_bytes(memory)
+        if own is not None and (own.readonly or not own.c_contiguous or own.format != "B" or own.ndim != 1):
             raise ValueError("a KV region is one writable, contiguous run of unsigned bytes")
         if block_bytes < 1 or memory.nbytes == 0 or memory.nbytes % block_bytes:
             raise ValueError(f"{memory.nbytes} bytes are not a whole number of blocks of {block_bytes}")
         self.memory = memory
+        self._bytes = own
         self.block_bytes = block_bytes
         self.num_blocks = memory.nbytes // block_bytes
 
     @property
     def readable(self) -> bool:
         """Whether blocks can be checked."""
-        return not isinstance(self.memory, DeviceMemory)
+        return self._bytes is not None
 
     def bytes_at(self, place: int, length: int) -> memoryview:
         """Not a copy. Raises ValueError if the memory is a device's."""
-        if isinstance(self.memory, DeviceMemory):
+        if self._bytes is None:
             raise ValueError("the memory of a device cannot be read")
-        return self.memory[place : place + length]
+        return self._bytes[place : place + length]
 
     def block(self, block_id: int) -> memoryview:
         """The memory of one block, not a copy. Raises ValueError if there is no such block."""

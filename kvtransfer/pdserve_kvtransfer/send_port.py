@@ -24,12 +24,12 @@ from pdserve_kvtransfer.head_map import Piece, head_map, heads_of
 from pdserve_kvtransfer.label import label_of, tag_of
 from pdserve_kvtransfer.port_link import PortLink
 from pdserve_kvtransfer.region import KvRegion
-from pdserve_kvtransfer.transport import Moved, Transport
+from pdserve_kvtransfer.transport import DISCARD, Moved, Transport
 
 IN_FLIGHT = 64
 """Pieces that UCX has at once: enough to keep any transport busy, and few enough to look at in every turn."""
 _BLOCKS_A_TURN = 32
-_BYTES_A_TURN = 2**19
+_BYTES_A_TURN = 2**21
 """Posted between two looks at the link, so that data moves while the next blocks' digests are computed."""
 
 
@@ -127,8 +127,13 @@ class SendPort:
         return self._port.turn(self._round)
 
     def _round(self) -> bool:
-        moved = self._port.link.progress()
-        self._complete(self._port.link.sent())
+        link = self._port.link
+        moved = link.progress()
+        self._complete(link.sent())
+        arrivals = link.arrivals()
+        if arrivals:
+            # Nobody has anything to send here; but it must not wait for ever either.
+            link.receive([DISCARD] * len(arrivals))
         return self._post() or moved
 
     def _complete(self, sent: Sequence[Moved]) -> None:

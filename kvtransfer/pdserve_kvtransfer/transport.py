@@ -24,7 +24,7 @@ class Arrival(msgspec.Struct, frozen=True, gc=False):
     """A message that has arrived and is not received yet."""
 
     label: int
-    """64 bits that its sender gave it."""
+    """``LABEL_BITS`` bits that its sender gave it."""
     length: int
     """Bytes."""
 
@@ -35,6 +35,8 @@ class Moved(msgspec.Struct, frozen=True, gc=False):
     label: int
     place: int
     length: int
+    digest: int | None = None
+    """Of what has landed, by ``pdserve_kvtransfer.digest``, if it was made on the way."""
 
 
 class Link(Protocol):

@@ -10,14 +10,18 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
+import secrets
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
+
 from pdserve.config import TransferConfig
 from pdserve.errors import TransferError
+from pdserve.wire.link_address import LinkAddress
 from pdserve_kvtransfer.memory import Memory
 from pdserve_kvtransfer.mover import MakeMover
-from pdserve_kvtransfer.ucx_lanes import Lane, lanes_of, parse_resources
+from pdserve_kvtransfer.ucx_lanes import SHARED_MEMORY, Lane, lanes_of, parse_resources
 from pdserve_kvtransfer.ucx_library import load_ucxx
 from pdserve_kvtransfer.ucxx_mover import UcxxMover
 
@@ -47,16 +51,20 @@ def ucx_version() -> str:
 class UcxLink:
     """Satisfies ``transport.Link``."""
 
-    def __init__(self, ucx: Any, context: Any, memory: Memory, make_mover: MakeMover) -> None:
+    def __init__(self, ucx: Any, context: Any, memory: Memory, make_mover: MakeMover, shares: bool) -> None:
         self._ucx = ucx
         self._endpoints: list[Any] = []
+        self._own = secrets.randbelow(2**62 - 1) + 1
         try:
             self._worker = ucx.UCXWorker(context, enable_delayed_submission=False, enable_python_future=False)
             self._worker.init_blocking_progress_mode()
-            self.address: bytes = self._worker.address.tobytes()
+            self._worker_address: bytes = self._worker.address.tobytes()
         except Exception as exc:
             raise TransferError(f"UCX cannot make a worker: {exc}") from exc
         self.mover = make_mover(self._worker, memory)
+        offer = self.mover.offer() if shares else None
+        self._shares = shares
+        self.address = msgspec.msgpack.encode(LinkAddress(self._worker_address, self._own, offer))
         self.progress = self.mover.progress
         self.sent = self.mover.sent
         self.arrivals = self.mover.arrivals
@@ -64,19 +72,21 @@ class UcxLink:
         self.landed = self.mover.landed
 
     def connect(self, addresses: Sequence[bytes]) -> None:
-        connect = self._ucx.UCXEndpoint.create_from_worker_address
         try:
             for address in addresses:
-                self._check(address)
-                remote = self._ucx.UCXAddress.create_from_buffer(address)
-                self._endpoints.append(connect(self._worker, remote, endpoint_error_handling=True))
+                self._connect(msgspec.msgpack.decode(address, type=LinkAddress))
         except Exception as exc:
             raise TransferError(f"UCX cannot reach the other engine: {exc}") from exc
 
-    def _check(self, address: bytes) -> None:
+    def _connect(self, address: LinkAddress) -> None:
         # UCX ends the process over an address in a form that it does not know, which its first byte's low half says.
-        if not address or (address[0] ^ self.address[0]) & 0x0F:
+        if not address.worker or (address.worker[0] ^ self._worker_address[0]) & 0x0F:
             raise ValueError("its UCX gives addresses in another form than this one's")
+        remote = self._ucx.UCXAddress.create_from_buffer(address.worker)
+        connect = self._ucx.UCXEndpoint.create_from_worker_address
+        endpoint = connect(self._worker, remote, endpoint_error_handling=True)
+        self._endpoints.append(endpoint)
+        self.mover.meet(endpoint, address if self._shares else LinkAddress(address.worker, address.link), self._own)
 
     def send(self, places: Sequence[int], length: int, labels: Sequence[int], to: int = 0) -> None:
         self.mover.send(self._endpoints[to], places, length, labels)
@@ -146,13 +156,14 @@ class UcxTransport:
             )
         except Exception as exc:
             raise TransferError(f"UCX cannot start with transports {tls or 'of its choice'}: {exc}") from exc
+        self._shares = any(lane.transport in SHARED_MEMORY for lane in self.resources())
 
     def resources(self) -> tuple[Lane, ...]:
         """Every transport and device that links may use."""
         return parse_resources(self._context.info)
 
     def open_link(self, memory: Memory) -> UcxLink:
-        return UcxLink(self._ucx, self._context, memory, self._make_mover)
+        return UcxLink(self._ucx, self._context, memory, self._make_mover, self._shares)
 
     def close(self) -> None:
         self._context = None

@@ -6,6 +6,9 @@ import ctypes
 import re
 from dataclasses import dataclass
 
+SHARED_MEMORY = frozenset({"posix", "sysv", "xpmem"})
+"""Transports between processes that share memory."""
+
 _LIBUCP = "libucp.so.0"
 _FIELD_TRANSPORTS = 1 << 3
 _MAX_LANES = 32

@@ -7,8 +7,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from pdserve.errors import PeerLost, TransferError
+from pdserve.wire.link_address import LinkAddress, MemoryOffer
 from pdserve_kvtransfer.in_flight import InFlight
-from pdserve_kvtransfer.memory import DeviceMemory, Memory
+from pdserve_kvtransfer.memory import Memory, host_bytes
 from pdserve_kvtransfer.transport import DISCARD, Arrival, Moved
 from pdserve_kvtransfer.ucx_library import load_ucxx
 
@@ -41,8 +42,11 @@ class _Operation:
 class UcxxMover:
     """Satisfies ``mover.Mover``."""
 
+    attached = 0
+
     def __init__(self, worker: Any, memory: Memory) -> None:
-        if isinstance(memory, DeviceMemory):
+        own = host_bytes(memory)
+        if own is None:
             raise TransferError("a GPU's memory is reached by compiled calls only")
         ucx = load_ucxx()
         from ucxx._lib.arr import Array
@@ -50,11 +54,17 @@ class UcxxMover:
         self._tag, self._array = ucx.UCXXTag, Array
         self._any_tag, self._any_mask = ucx.UCXXTag(0), ucx.UCXXTagMask(0)
         self._worker = worker
-        self._memory = memory
+        self._memory = own
         self._sends: InFlight[_Operation] = InFlight()
         self._receives: InFlight[_Operation] = InFlight()
         self._arrived: list[Any] = []
         self._in_flight: list[_Operation] = []
+
+    def offer(self) -> MemoryOffer | None:
+        return None
+
+    def meet(self, endpoint: Any, address: LinkAddress, own: int) -> None:
+        """Blocks go through UCX."""
 
     def send(self, endpoint: Any, places: Sequence[int], length: int, labels: Sequence[int]) -> None:
         for place, label in zip(places, labels, strict=True):

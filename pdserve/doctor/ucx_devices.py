@@ -10,9 +10,8 @@ from pdserve.config import TransferConfig
 from pdserve.doctor.finding import Finding, not_applicable, ok, problem, warning
 from pdserve.errors import TransferError
 from pdserve_kvtransfer.ucx import configured_ucx
-from pdserve_kvtransfer.ucx_lanes import Lane
+from pdserve_kvtransfer.ucx_lanes import SHARED_MEMORY, Lane
 
-SHARED_MEMORY = frozenset({"posix", "sysv", "xpmem"})
 MEMORY_TRANSPORTS = SHARED_MEMORY | {"self", "cma", "knem", "cuda_copy", "cuda_ipc", "gdr_copy"}
 _RDMA_FAMILIES = frozenset({"rc", "ud", "dc", "ib"})
 _CUDA_PREFIXES = ("cuda", "gdr")

@@ -15,6 +15,7 @@ from pdserve.engine.disaggregation.prefill_choice import PrefillChoice
 from pdserve.engine.disaggregation.prefill_rate import PrefillRate
 from pdserve.engine.followers import Followers
 from pdserve.engine.kv_connector import KvConnector, open_connector
+from pdserve.engine.kv_connector.memory import shared_memory
 from pdserve.engine.prompt_rule import PromptRule
 from pdserve.engine.runner_loading import load_runner, rank_backend
 from pdserve.engine.step_loop import StepLoop
@@ -84,7 +85,9 @@ def assemble(
     progress("loading weights")
     if followers is not None:
         followers.tell(Load(num_blocks, max_model_len))
-    own = load_runner(config, decoder, num_blocks, max_model_len, tp, backend)
+    shared = shared_memory(config, device, num_blocks * layout.block_bytes)
+    kv_memory = None if shared is None else shared.bytes
+    own = load_runner(config, decoder, num_blocks, max_model_len, tp, backend, kv_memory)
     runner: ModelRunner | TpRunner = own
     if followers is not None:
         followers.wait_for(Loaded)
@@ -104,7 +107,7 @@ def assemble(
         rate, config.transfer, config.scheduler, block_size, layout.block_bytes * tp.size / block_size
     )
     connector, control = open_connector(
-        config, spec, own.kv_cache, blocks, wake_up.set, prompts.misfit, followers, rate, choice
+        config, spec, own.kv_cache, blocks, wake_up.set, prompts.misfit, followers, rate, choice, shared
     )
     loop = StepLoop(
         api=api,

@@ -89,9 +89,11 @@ def follow(launch: RankLaunch, channel: OrderChannel) -> None:
     pin(launch.cores)
     import torch
 
+    from pdserve.engine.kv_connector.memory import shared_memory
     from pdserve.engine.kv_connector.rank_transfer import rank_transfer
     from pdserve.engine.runner_loading import load_runner, rank_backend, rank_device
     from pdserve.models.decoder_config import read_decoder_config
+    from pdserve.models.runner import kv_layout
     from pdserve.models.tp_opening import open_group
 
     torch.set_num_threads(len(launch.cores))
@@ -106,8 +108,11 @@ def follow(launch: RankLaunch, channel: OrderChannel) -> None:
             raise EngineError(f"rank 0 sent {type(load).__name__} before Load")
         decoder = read_decoder_config(Path(config.model_dir))
         backend = rank_backend(config, device)
-        runner = load_runner(config, decoder, load.num_blocks, load.max_model_len, group, backend)
-        copies = stack.enter_context(rank_transfer(launch, decoder.kv_heads, runner.kv_cache, board))
+        layout = kv_layout(decoder, config.model.dtype, config.cache.block_size, group)
+        shared = shared_memory(config, device, load.num_blocks * layout.block_bytes)
+        kv_memory = None if shared is None else shared.bytes
+        runner = load_runner(config, decoder, load.num_blocks, load.max_model_len, group, backend, kv_memory)
+        copies = stack.enter_context(rank_transfer(launch, decoder.kv_heads, runner.kv_cache, board, shared))
         channel.send(Loaded())
         while not isinstance(order := channel.receive(), Stop):
             if isinstance(order, Capture):

@@ -16,7 +16,13 @@ from pdserve.models.tensor_parallel import TpGroup
 
 
 def load_runner(
-    config: EngineConfig, decoder: DecoderConfig, num_blocks: int, max_model_len: int, tp: TpGroup, backend: Backend
+    config: EngineConfig,
+    decoder: DecoderConfig,
+    num_blocks: int,
+    max_model_len: int,
+    tp: TpGroup,
+    backend: Backend,
+    kv_memory: memoryview | None = None,
 ) -> ModelRunner:
     """Raises ModelError if the folder does not hold the model, or it cannot be split over the ranks."""
     folder, block_size = Path(config.model_dir), config.cache.block_size
@@ -30,6 +36,7 @@ def load_runner(
         backend.kernels,
         backend.device,
         tp,
+        kv_memory,
     )
 
 

@@ -37,11 +37,16 @@ class ModelRunner:
         kernels: Kernels,
         device: torch.device = CPU,
         tp: TpGroup = ALONE,
+        kv_memory: memoryview | None = None,
     ) -> None:
-        """Loads this rank's part of the model. Raises ModelError if the folder does not hold it."""
+        """Loads this rank's part of the model. Raises ModelError if the folder does not hold it.
+
+        ``kv_memory``, zeroed and of ``num_blocks`` blocks, is where to keep the KV cache; wherever ``device`` has it if
+        not given.
+        """
         torch_dtype = TORCH_DTYPES[dtype]
         self.layout = kv_layout(config, dtype, block_size, tp)
-        self.kv_cache = self.layout.allocate(num_blocks, device)
+        self.kv_cache = self.layout.allocate(num_blocks, device) if kv_memory is None else self.layout.over(kv_memory)
         heads = share(tp, config.heads, "attention heads")
         self._heads = heads.stop - heads.start
         self._scale = config.attention_scale

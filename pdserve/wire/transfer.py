@@ -32,14 +32,16 @@ from typing import Annotated, TypeAlias
 import msgspec
 
 from pdserve.wire.ids import BootId, TransferId
+from pdserve.wire.link_address import LABEL_BITS
 from pdserve.wire.sampling import SampledToken, SamplingParams
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 
 INDEX_BITS = 24
-"""A UCX tag is ``tag << INDEX_BITS | index``: 40 random bits chosen by the receiver, then the block's index."""
+TAG_BITS = LABEL_BITS - INDEX_BITS
+"""A piece's label is ``tag << INDEX_BITS | index``: random bits chosen by the receiver, then the block's index."""
 
-TransferTag: TypeAlias = Annotated[int, msgspec.Meta(ge=1, lt=1 << 40)]
+TransferTag: TypeAlias = Annotated[int, msgspec.Meta(ge=1, lt=1 << TAG_BITS)]
 
 
 class EngineSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -60,7 +62,7 @@ class Hello(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="
     boot_id: BootId
     spec: EngineSpec
     rank_addresses: list[Annotated[bytes, msgspec.Meta(max_length=65_536)]]
-    """UCX worker address of each TP rank, in rank order."""
+    """``LinkAddress`` of each TP rank, in rank order."""
 
 
 class Welcome(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="welcome"):

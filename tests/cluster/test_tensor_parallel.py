@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from pdserve_kvtransfer.head_map import head_map
 from tests.cluster.nodes import Cluster, Node, http, start_node
 from tests.eventually import eventually
 from tests.processes import pdserve
@@ -42,6 +43,8 @@ def wanted(model: Path) -> list[list[int]]:
         (2, 4, ()),
         # As between GPUs: every rank's part of a block passes through host memory.
         (2, 2, ("--kv-staging", "on", "--kv-staging-mib", "1")),
+        # As between hosts: no rank maps another node's memory.
+        (2, 2, ("--kv-shared-cache", "off")),
     ],
 )
 def test_ranks_of_both_nodes_give_the_reference_tokens(
@@ -61,3 +64,6 @@ def test_ranks_of_both_nodes_give_the_reference_tokens(
         cluster.until_idle()
         decode = cluster.decode[0]
         eventually(lambda: decode.metric("prefills_total", source="remote") == len(PROMPTS), "every prompt was fetched")
+        # The ranks of both nodes that have KV heads in common are linked.
+        maps = len(set(head_map(KV_HEADS, sources, targets))) if not more else 0
+        assert decode.process.output.count("are copied out of its memory") == maps

@@ -15,9 +15,11 @@ from pdserve.wire.ticket import PrefillTarget
 from pdserve.wire.transfer import Digests, Hello, Ping, Pong, PrefillRequest, ToDecode, ToPrefill, Welcome
 from pdserve_kvtransfer.digest import digest
 from pdserve_kvtransfer.label import label_of
-from pdserve_kvtransfer.transport import Arrival, Transport
+from pdserve_kvtransfer.shared_memory import SharedMemory
+from pdserve_kvtransfer.transport import Arrival
 from pdserve_kvtransfer.ucx import UcxTransport
-from tests.kvtransfer.rig import SECRET, SPEC, WAIT_S
+from pdserve_kvtransfer.ucxx_mover import UcxxMover
+from tests.kvtransfer.rig import SECRET, SPEC, WAIT_S, compiled_mover
 
 M = TypeVar("M")
 
@@ -27,16 +29,18 @@ MEMORY_BYTES = 4 * 2**20
 class FakePeer:
     """What the two fakes share: a socket, a seal, a UCX link that is progressed while waiting."""
 
-    def __init__(self, kind: int, messages: Any, boot_id: bytes | None = None) -> None:
+    def __init__(self, kind: int, messages: Any, boot_id: bytes | None = None, shares: bool = False) -> None:
+        """``shares`` is whether the engine may map this one's memory."""
         self.boot_id = boot_id or new_id()
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.socket = self.context.socket(kind)
         self.socket.linger = 0
         self.sealer = Sealer(SECRET, Purpose.TRANSFER, self.boot_id)
         self.opener: Opener[Any] = Opener(SECRET, Purpose.TRANSFER, messages)
-        self.transport: Transport = UcxTransport("")
-        self.memory = memoryview(bytearray(MEMORY_BYTES))
-        self.link = self.transport.open_link(self.memory)
+        self.transport = UcxTransport("", make_mover=compiled_mover() if shares else UcxxMover)
+        memory = SharedMemory(MEMORY_BYTES) if shares else memoryview(bytearray(MEMORY_BYTES))
+        self.memory = memory.bytes if isinstance(memory, SharedMemory) else memory
+        self.link = self.transport.open_link(memory)
         self._used = 0
         self._sending = 0
 
@@ -140,8 +144,8 @@ class FakePrefill(FakePeer):
 class FakeDecode(FakePeer):
     """A decode engine whose every move is the test's."""
 
-    def __init__(self, control: str, *, boot_id: bytes | None = None) -> None:
-        super().__init__(zmq.DEALER, ToDecode, boot_id)
+    def __init__(self, control: str, *, boot_id: bytes | None = None, shares: bool = False) -> None:
+        super().__init__(zmq.DEALER, ToDecode, boot_id, shares)
         self.socket.connect(control)
 
     def __enter__(self) -> FakeDecode:

@@ -8,8 +8,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import msgspec
+
 from pdserve.errors import PeerLost
-from pdserve_kvtransfer.memory import Memory
+from pdserve_kvtransfer.memory import Memory, host_bytes
 from pdserve_kvtransfer.transport import Arrival, Link, Moved, Transport
 
 
@@ -56,8 +58,9 @@ class FaultyTransport:
     injector: Injector
 
     def open_link(self, memory: Memory) -> Link:
-        assert isinstance(memory, memoryview)
-        return FaultyLink(self.inner.open_link(memory), memory, self.injector)
+        own = host_bytes(memory)
+        assert own is not None
+        return FaultyLink(self.inner.open_link(memory), own, self.injector)
 
     def close(self) -> None:
         self.inner.close()
@@ -142,12 +145,15 @@ class FaultyLink:
 
     def landed(self) -> Sequence[Moved]:
         landed = self.inner.landed()
-        if self.injector.fault is Fault.CORRUPT:
-            for moved in landed:
-                if self.injector.strikes():
-                    # The highest bit of a number's exponent, in fp32 and bf16: unnoticed, it would be a wrong token.
-                    self.memory[moved.place + (moved.length // 2 | 3)] ^= 0x40
-        return landed
+        if self.injector.fault is not Fault.CORRUPT:
+            return landed
+        return [self._corrupted(moved) if self.injector.strikes() else moved for moved in landed]
+
+    def _corrupted(self, moved: Moved) -> Moved:
+        # The highest bit of a number's exponent, in fp32 and bf16: unnoticed, it would be a wrong token.
+        self.memory[moved.place + (moved.length // 2 | 3)] ^= 0x40
+        # That of the bytes that came; these are to have come so.
+        return msgspec.structs.replace(moved, digest=None)
 
     def progress(self) -> bool:
         self._let_go()

@@ -1,4 +1,6 @@
-"""An engine in a process of its own: ``python -m tests.kvtransfer.program ROLE …``; every answer is one line.
+"""An engine in a process of its own: ``python -m tests.kvtransfer.program WAY ROLE …``; every answer is one line.
+
+The way is ``mapped`` or ``copied``, as blocks are where they can be mapped.
 
 ``prefill MANNER`` prints ``CONTROL BOOT`` and pushes what it is asked for: block i is filled with ``pattern(i)``. Its
 manner is ``all``; or ``drip``, a block at a time; or ``stall``, the first half only, and no first token.
@@ -62,7 +64,8 @@ def _decode(control: str, boot: str) -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "prefill":
-        _prefill(sys.argv[2])
+    Engine.shares = sys.argv[1] == "mapped"
+    if sys.argv[2] == "prefill":
+        _prefill(sys.argv[3])
     else:
-        _decode(*sys.argv[2:4])
+        _decode(*sys.argv[3:5])

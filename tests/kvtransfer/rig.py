@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from pdserve.config import TransferConfig, UcxCalls
 from pdserve.settings import cache_folder
@@ -19,9 +19,11 @@ from pdserve.wire.sampling import SamplingParams
 from pdserve.wire.ticket import PrefillTarget
 from pdserve.wire.transfer import EngineSpec
 from pdserve_kvtransfer.events import FetchOrder, TransferEvent
+from pdserve_kvtransfer.memory import Memory
 from pdserve_kvtransfer.mover import MakeMover
 from pdserve_kvtransfer.mover_choice import chosen_mover
 from pdserve_kvtransfer.region import KvRegion
+from pdserve_kvtransfer.shared_memory import SharedMemory
 from pdserve_kvtransfer.thread import TransferThread
 from pdserve_kvtransfer.transport import Transport
 from pdserve_kvtransfer.ucx import configured_ucx
@@ -50,7 +52,7 @@ E = TypeVar("E", bound=TransferEvent)
 @cache
 def compiled_mover() -> MakeMover:
     """What engines have where there is a compiler."""
-    return chosen_mover(UcxCalls.COMPILED, cache_folder(os.environ))
+    return chosen_mover(UcxCalls.COMPILED, cache_folder(os.environ), digests=True)
 
 
 @dataclass
@@ -66,10 +68,14 @@ class Engine:
     boot_id: bytes = field(default_factory=new_id)
     transport: Callable[[], Transport] | None = None
     ranks: tuple[str, ...] = ()
+    shares: ClassVar[bool] = True
+    """Whether decode engines may map the memory of prefill engines; ``mapped_or_not`` changes it."""
 
     def __post_init__(self) -> None:
-        self.memory = bytearray(self.num_blocks * self.block_bytes)
-        self.region = KvRegion(memoryview(self.memory), self.block_bytes)
+        size = self.num_blocks * self.block_bytes
+        offers = self.shares and self.role is Role.PREFILL
+        memory: Memory = SharedMemory(size) if offers else memoryview(bytearray(size))
+        self.region = KvRegion(memory, self.block_bytes)
         self.seen: list[TransferEvent] = []
         self._taken = 0
         self._woken = threading.Event()
@@ -122,6 +128,10 @@ class Engine:
         for block_id in block_ids:
             self.region.block(block_id)[:] = os.urandom(self.block_bytes)
         return self.read(*block_ids)
+
+    def fill_with(self, content: bytes) -> None:
+        """All blocks."""
+        self.region.bytes_at(0, len(content))[:] = content
 
     def read(self, *block_ids: int) -> bytes:
         return b"".join(bytes(self.region.block(block_id)) for block_id in block_ids)

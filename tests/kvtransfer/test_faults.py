@@ -33,10 +33,13 @@ from tests.kvtransfer.fakes import FakeDecode, FakePrefill
 from tests.kvtransfer.program import BLOCK_BYTES, NUM_BLOCKS, pattern
 from tests.kvtransfer.rig import CONFIG, PATIENT, SAMPLING, SPEC, Engine, Pair, engine, pair
 
+pytestmark = pytest.mark.usefixtures("mapped_or_not")
+
 
 @contextmanager
 def program(*arguments: str) -> Iterator[subprocess.Popen[str]]:
-    argv = [sys.executable, "-m", "tests.kvtransfer.program", *arguments]
+    way = "mapped" if Engine.shares else "copied"
+    argv = [sys.executable, "-m", "tests.kvtransfer.program", way, *arguments]
     process = subprocess.Popen(argv, stdout=subprocess.PIPE, text=True)
     try:
         yield process

@@ -12,7 +12,7 @@ from pdserve.wire.sampling import SampledToken
 from pdserve.wire.transfer import Cancel, Done, Failed, FirstToken, PrefillRequest
 from pdserve_kvtransfer.events import FailureKind, FetchFailed, FetchLanded, FirstTokenArrived
 from tests.eventually import eventually
-from tests.kvtransfer.fakes import FakePrefill
+from tests.kvtransfer.fakes import FakeDecode, FakePrefill
 from tests.kvtransfer.rig import BLOCK_BYTES, PATIENT, Engine, Pair, engine
 
 BLOCKS = (3, 6)
@@ -118,6 +118,7 @@ def test_a_block_after_the_end_touches_nothing(attack: Attack) -> None:
 def test_a_stranger_who_knows_the_tag_cannot_pass_off_a_block(attack: Attack) -> None:
     attack.send(BAD, attack.request.tag, 4)
     attack.prefill.deliver(attack.request, 5, GOOD)
+    eventually(lambda: attack.decode.thread.stats().bytes_received == 2 * BLOCK_BYTES)
     attack.prefill.announce(attack.request, 4, GOOD)
     attack.prefill.send(FirstToken(attack.request.transfer_id, (SampledToken(1),), 0))
     failed = attack.decode.next(FetchFailed)
@@ -140,3 +141,14 @@ def test_nothing_counts_that_was_not_announced(attack: Attack) -> None:
     attack.prefill.send(Failed(attack.request.transfer_id, "gone"))
     failed = attack.decode.next(FetchFailed)
     assert failed.landed == 0
+
+
+@pytest.mark.parametrize("shares", [True, False], ids=["mapped", "not mapped"])
+def test_a_decode_engine_that_sends_blocks_is_not_waited_for(shares: bool) -> None:
+    with engine(Role.PREFILL, config=PATIENT) as prefill, FakeDecode(prefill.address, shares=shares) as decode:
+        before = prefill.fill(*range(prefill.num_blocks))
+        decode.greet()
+        eventually(lambda: decode.link.progress() or decode.link.mover.attached == 2 * shares)
+        decode.post(BAD, 1, 0)
+        decode.finish()
+        assert prefill.read(*range(prefill.num_blocks)) == before

@@ -172,14 +172,17 @@ def transports(kind: str) -> tuple[Callable[[], Transport], Injector | None]:
     if kind == "python":
         return lambda: UcxTransport(""), None
     compiled = partial(UcxTransport, "", make_mover=compiled_mover())
-    if kind == "compiled":
+    if kind in ("mapped", "compiled"):
         return compiled, None
     injector = Injector(Fault[kind], every=509)
     return faulty(compiled, injector), injector
 
 
-@pytest.mark.parametrize("kind", ["inproc", "compiled", "python", "CORRUPT", "REORDER", "SEND_FAILS"])
-def test_whatever_happens_to_hundreds_of_transfers(kind: str, nothing_left: None) -> None:
+@pytest.mark.parametrize("kind", ["inproc", "mapped", "compiled", "python", "CORRUPT", "REORDER", "SEND_FAILS"])
+def test_whatever_happens_to_hundreds_of_transfers(
+    kind: str, nothing_left: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Engine, "shares", kind != "compiled")
     dice = random.Random(kind)
     make, injector = transports(kind)
     with ExitStack() as stack:
@@ -192,7 +195,7 @@ def test_whatever_happens_to_hundreds_of_transfers(kind: str, nothing_left: None
         client = Client(engine(Role.DECODE, (TRANSFERS + AFTER_THE_RESTART) * BLOCKS))
         servers = [Server(engine(Role.PREFILL, SOURCES), dice) for _ in range(2)]
         content = servers[0].engine.fill(*range(SOURCES))
-        servers[1].engine.memory[:] = content
+        servers[1].engine.fill_with(content)
 
         def look() -> bool:
             client.look()
@@ -222,7 +225,7 @@ def test_whatever_happens_to_hundreds_of_transfers(kind: str, nothing_left: None
         assert former.settled
         port = int(former.engine.address.rpartition(":")[2])
         servers[1] = Server(engine(Role.PREFILL, SOURCES, replace(CONFIG, port=port)), dice)
-        servers[1].engine.memory[:] = content
+        servers[1].engine.fill_with(content)
         for number in range(TRANSFERS, TRANSFERS + AFTER_THE_RESTART):
             client.order(number, servers[1])
         eventually(turn, timeout_s=PATIENCE_S)

@@ -26,6 +26,8 @@ from tests.eventually import eventually
 from tests.kvtransfer.fakes import FakePrefill
 from tests.kvtransfer.rig import BLOCK_BYTES, CONFIG, PATIENT, SAMPLING, SPEC, Pair, engine, pair
 
+pytestmark = pytest.mark.usefixtures("mapped_or_not")
+
 
 def complete(rig: Pair, block_ids: tuple[int, ...], *, first_block: int = 0) -> bytes:
     """One transfer from its order to its end. Returns what the prefill side sent."""

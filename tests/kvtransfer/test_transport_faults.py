@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
@@ -12,10 +14,12 @@ from pdserve.wire.discovery import Role
 from pdserve.wire.ids import TransferId
 from pdserve.wire.sampling import SampledToken
 from pdserve_kvtransfer.events import BlocksReleased, FailureKind, FetchFailed, FetchLanded, PushEnded, PushWanted
+from pdserve_kvtransfer.transport import Transport
 from pdserve_kvtransfer.ucx import UcxTransport
+from pdserve_kvtransfer.ucxx_mover import UcxxMover
 from tests.eventually import eventually
 from tests.kvtransfer.faulty import AT_RECEIVER, HARMLESS, Fault, Injector, faulty
-from tests.kvtransfer.rig import CONFIG, Engine, Pair, engine
+from tests.kvtransfer.rig import CONFIG, Engine, Pair, compiled_mover, engine
 
 TRANSFERS = 30
 BLOCKS = 2
@@ -37,19 +41,26 @@ def serve(prefill: Engine, source: tuple[int, ...]) -> Counter[type]:
     return seen
 
 
+@pytest.fixture(params=["mapped", "compiled", "python"])
+def make(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Callable[[], Transport]:
+    """The transport beneath the faults."""
+    monkeypatch.setattr(Engine, "shares", request.param == "mapped")
+    return partial(UcxTransport, "", make_mover=UcxxMover if request.param == "python" else compiled_mover())
+
+
 @pytest.mark.parametrize("fault", Fault, ids=lambda fault: fault.name)
-def test_nothing_lands_that_was_not_sent(fault: Fault) -> None:
-    nothing_else_lands(fault, CONFIG)
+def test_nothing_lands_that_was_not_sent(fault: Fault, make: Callable[[], Transport]) -> None:
+    nothing_else_lands(fault, CONFIG, make)
 
 
 @pytest.mark.parametrize("fault", sorted(set(Fault) - ONLY_CHECKSUMS, key=str), ids=lambda fault: fault.name)
-def test_nor_without_checksums_where_the_transport_itself_says_so(fault: Fault) -> None:
-    nothing_else_lands(fault, replace(CONFIG, checksums=Switch.OFF))
+def test_nor_without_checksums_where_the_transport_itself_says_so(fault: Fault, make: Callable[[], Transport]) -> None:
+    nothing_else_lands(fault, replace(CONFIG, checksums=Switch.OFF), make)
 
 
-def nothing_else_lands(fault: Fault, config: TransferConfig) -> None:
+def nothing_else_lands(fault: Fault, config: TransferConfig, make: Callable[[], Transport]) -> None:
     injector = Injector(fault, EVERY)
-    bad = faulty(lambda: UcxTransport(""), injector)
+    bad = faulty(make, injector)
     at_receiver = fault in AT_RECEIVER
     blocks = TRANSFERS * BLOCKS
     with (

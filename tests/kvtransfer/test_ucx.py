@@ -10,15 +10,19 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from pdserve.config import TransferConfig, UcxCalls
 from pdserve.errors import PeerLost, TransferError
 from pdserve.settings import cache_folder
+from pdserve.wire.link_address import LABEL_BITS, LinkAddress
 from pdserve_kvtransfer.mover import MakeMover
 from pdserve_kvtransfer.mover_choice import chosen_mover
+from pdserve_kvtransfer.shared_memory import SharedMemory
 from pdserve_kvtransfer.transport import DISCARD, Arrival, Moved
 from pdserve_kvtransfer.ucx import UcxLink, UcxTransport, configured_ucx
+from pdserve_kvtransfer.ucxx_mover import UcxxMover
 from tests.kvtransfer.rig import WAIT_S
 
 SIZE = 256 * 1024
@@ -29,16 +33,25 @@ def by_label(moved: Moved) -> int:
 
 
 class Two:
-    """Links with memories of their own."""
+    """Links with memories of their own; the receiver may have mapped a ``shared`` one of the sender's."""
 
-    def __init__(self, transport: UcxTransport, size: int = 4 * SIZE) -> None:
-        self.source, self.memory = bytearray(size), bytearray(size)
-        self.sender = transport.open_link(memoryview(self.source))
+    def __init__(self, transport: UcxTransport, size: int = 4 * SIZE, shared: bool = False) -> None:
+        self.memory = bytearray(size)
+        self.shared = SharedMemory(size) if shared else None
+        self.source = memoryview(bytearray(size)) if self.shared is None else self.shared.bytes
+        self.sender = transport.open_link(self.shared or self.source)
         self.receiver = transport.open_link(memoryview(self.memory))
         self.sender.connect([self.receiver.address])
         self.receiver.connect([self.sender.address])
         self.sent: list[Moved] = []
         self.landed: list[Moved] = []
+
+    def attach(self) -> None:
+        """Until the sender knows that the receiver has mapped its memory."""
+        deadline = time.monotonic() + WAIT_S
+        while not self.sender.mover.attached:
+            assert time.monotonic() < deadline
+            self.turn()
 
     def arrivals(self, count: int = 1) -> list[Arrival]:
         found: list[Arrival] = []
@@ -80,10 +93,13 @@ def mover(request: pytest.FixtureRequest) -> MakeMover:
     return chosen_mover(UcxCalls(request.param), cache_folder(os.environ))
 
 
-@pytest.fixture(params=["", "tcp,self"], ids=["shared memory", "tcp"])
+@pytest.fixture(params=["shared memory", "tcp", "mapped"])
 def two(request: pytest.FixtureRequest, mover: MakeMover) -> Iterator[Two]:
-    transport = UcxTransport(request.param, make_mover=mover)
-    made = Two(transport)
+    """Mapped where movers can: ``UcxxMover`` does as it does with any memory."""
+    transport = UcxTransport("tcp,self" if request.param == "tcp" else "", make_mover=mover)
+    made = Two(transport, shared=request.param == "mapped")
+    if made.shared is not None and mover is not UcxxMover:
+        made.attach()
     yield made
     made.close()
     transport.close()
@@ -91,7 +107,7 @@ def two(request: pytest.FixtureRequest, mover: MakeMover) -> Iterator[Two]:
 
 def test_messages_land_in_their_places_and_nowhere_else(two: Two) -> None:
     two.source[:] = b"0" * SIZE + b"1" * SIZE + b"2" * SIZE + b"3" * SIZE
-    labels = [2**64 - 1, 7]
+    labels = [2**LABEL_BITS - 1, 7]
     two.sender.send([3 * SIZE, SIZE], SIZE, labels)
     assert two.arrivals(2) == [Arrival(label, SIZE) for label in labels]
     two.receiver.receive([SIZE, 2 * SIZE])
@@ -231,11 +247,23 @@ def test_a_link_is_broken_once_tcp_says_so(mover: MakeMover) -> None:
 def test_an_address_in_another_form_is_refused(change: int) -> None:
     transport = UcxTransport("")
     mine, other = (transport.open_link(memoryview(bytearray(1))) for _ in range(2))
-    for address in (b"", bytes([other.address[0] ^ change]) + other.address[1:]):
+    theirs = msgspec.msgpack.decode(other.address, type=LinkAddress)
+    for worker in (b"", bytes([theirs.worker[0] ^ change]) + theirs.worker[1:]):
+        address = msgspec.msgpack.encode(msgspec.structs.replace(theirs, worker=worker))
         with pytest.raises(TransferError, match="in another form"):
             mine.connect([address])
     mine.close()
     other.close()
+    transport.close()
+
+
+@pytest.mark.parametrize("address", [b"", b"\xc0", b"\x81\xa6worker\xc4\x01a"])
+def test_what_is_no_address_is_refused(address: bytes) -> None:
+    transport = UcxTransport("")
+    mine = transport.open_link(memoryview(bytearray(1)))
+    with pytest.raises(TransferError, match="cannot reach the other engine"):
+        mine.connect([address])
+    mine.close()
     transport.close()
 
 

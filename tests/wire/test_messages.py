@@ -8,7 +8,7 @@ import msgpack
 import msgspec
 import pytest
 
-from pdserve.wire import discovery, engine, proxy_workers, rank, rank_transfer, transfer
+from pdserve.wire import discovery, engine, link_address, proxy_workers, rank, rank_transfer, transfer
 from pdserve.wire.ids import TransferId
 from pdserve.wire.sampling import SampledToken, SamplingParams, TokenLogprobs
 from pdserve.wire.ticket import PrefillTarget, Ticket
@@ -153,6 +153,15 @@ CHANNELS: list[tuple[Any, list[msgspec.Struct]]] = [
             rank.Download([1], [2]),
             rank.Upload([2], [1]),
             rank.Stop(),
+        ],
+    ),
+    (
+        link_address.LinkAddress,
+        [
+            link_address.LinkAddress(b"worker", 1),
+            link_address.LinkAddress(
+                b"worker", 2**62 - 1, link_address.MemoryOffer(7, 3, "0123456789abcdef" * 2, 4096, 511, 2**62 - 1)
+            ),
         ],
     ),
     (rank.Numbered, [rank.Numbered(3, rank.Stop())]),

@@ -1,94 +1,9 @@
 // Posts and completes UCX tag messages in batches: what one turn of a transfer thread does, in one call.
-//
-// Worker and endpoints are ucxx's, and so is their life. The messages are this file's alone: ucxx never hears of them.
-// A completed operation is reported once, through the board; a failed one stops everything, through the board's status.
 
-#include <ucp/api/ucp.h>
-
-#include <algorithm>
-#include <cstdint>
-#include <memory>
-#include <vector>
+#include "mapped.h"
+#include "mover.h"
 
 namespace {
-
-constexpr uint64_t kDiscard = UINT64_MAX;
-constexpr uint64_t kRoom = 256;
-
-struct Message {
-    uint64_t label, place, length;
-};
-
-struct Batch {
-    uint64_t count;
-    uint64_t labels[kRoom], places[kRoom], lengths[kRoom];
-
-    bool full() const { return count == kRoom; }
-    void add(const Message &message) {
-        labels[count] = message.label, places[count] = message.place, lengths[count] = message.length;
-        ++count;
-    }
-};
-
-// Read by compiled_mover.py, which has the same fields.
-struct Board {
-    int64_t status;      // the first failure of any operation, 0 before
-    uint64_t in_flight;  // operations
-    uint64_t hidden;     // operations that are over, but not on the board yet
-    Batch sent, landed;  // since the reader set their counts to 0
-    Batch arrived;       // to be answered by the next receive
-};
-
-struct Mover {
-    Board &board;
-    ucp_worker_h worker;
-    char *memory;
-    uint64_t size;
-    ucp_tag_message_h handles[kRoom];
-    std::vector<Message> sent, landed;  // hidden
-
-    Mover(Board &board, ucp_worker_h worker, char *memory, uint64_t size)
-        : board(board), worker(worker), memory(memory), size(size) {}
-    bool owns(uint64_t place, uint64_t length) const { return place <= size && length <= size - place; }
-};
-
-struct Operation {
-    Mover *mover;
-    Message message;
-    bool sends;
-    std::unique_ptr<char[]> scratch;
-};
-
-void finish(Operation *operation, ucs_status_t status) {
-    Mover &mover = *operation->mover;
-    --mover.board.in_flight;
-    if (status != UCS_OK) {
-        if (mover.board.status == UCS_OK) mover.board.status = status;
-    } else if (operation->sends || !operation->scratch) {
-        (operation->sends ? mover.sent : mover.landed).push_back(operation->message);
-        ++mover.board.hidden;
-    }
-    delete operation;
-}
-
-void on_sent(void *request, ucs_status_t status, void *operation) {
-    finish(static_cast<Operation *>(operation), status);
-    ucp_request_free(request);
-}
-
-void on_received(void *request, ucs_status_t status, const ucp_tag_recv_info_t *, void *operation) {
-    finish(static_cast<Operation *>(operation), status);
-    ucp_request_free(request);
-}
-
-// What a post has returned: an operation that is over at once has no callback.
-void posted(Operation *operation, ucs_status_ptr_t request) {
-    if (request == nullptr) {
-        finish(operation, UCS_OK);
-    } else if (UCS_PTR_IS_ERR(request)) {
-        finish(operation, UCS_PTR_STATUS(request));
-    }
-}
 
 // As much as there is room for. Returns how much that was.
 uint64_t show(std::vector<Message> &hidden, Batch &batch) {
@@ -102,13 +17,63 @@ uint64_t show(std::vector<Message> &hidden, Batch &batch) {
 
 extern "C" {
 
-// The board is the caller's, and outlives the mover.
-void *pdserve_mover_open(void *worker, void *memory, uint64_t size, void *board) {
-    return new Mover(*static_cast<Board *>(board), static_cast<ucp_worker_h>(worker), static_cast<char *>(memory), size);
+// The board is the caller's, and outlives the mover. digest and secret are xxhash's, or null if nobody wants digests.
+void *pdserve_mover_open(void *worker, void *memory, uint64_t size, void *board, void *digest, void *secret) {
+    const Xxhash xxhash{reinterpret_cast<decltype(Xxhash::digest)>(digest), reinterpret_cast<decltype(Xxhash::secret)>(secret)};
+    return new Mover(*static_cast<Board *>(board), static_cast<ucp_worker_h>(worker), static_cast<char *>(memory), size,
+                     xxhash);
 }
 
 // When nothing is in flight, or the worker is gone. The other functions do nothing with the null that is left.
 void pdserve_mover_free(void *handle) { delete static_cast<Mover *>(handle); }
+
+// Others may map the memory, until the link is withdrawn; the head before it has the cell.
+void pdserve_mover_offer(void *handle, uint64_t cell, uint64_t nonce) {
+    Mover &mover = *static_cast<Mover *>(handle);
+    mover.cell = reinterpret_cast<uint64_t *>(mover.memory - kHead) + cell;
+    mover.nonce = nonce;
+    __atomic_store_n(mover.cell, nonce, __ATOMIC_RELEASE);
+}
+
+// Before endpoints are closed. Nothing that is read of the memory from now on counts, and nothing is copied any more.
+void pdserve_mover_withdraw(void *handle) {
+    if (handle == nullptr) return;
+    Mover &mover = *static_cast<Mover *>(handle);
+    mover.noticed.clear();
+    mover.copies.clear();
+    if (mover.cell == nullptr) return;
+    __atomic_store_n(mover.cell, 0, __ATOMIC_RELAXED);
+    // Before anything that the memory is given to next is written there.
+    std::atomic_thread_fence(std::memory_order_seq_cst);
+}
+
+// The next endpoint, in the order of the others' numbers; link is of its address.
+void pdserve_mover_meet(void *handle, void *endpoint, uint64_t link) {
+    if (handle == nullptr) return;
+    Mover &mover = *static_cast<Mover *>(handle);
+    mover.targets.push_back({static_cast<ucp_ep_h>(endpoint), link, false, 0, 0, {}});
+    match(mover);
+}
+
+// Maps a memory that the other side of the endpoint offers, and tells it so. Nonzero if it cannot be mapped, or is not
+// offered any more; own is the link of this side's address.
+int pdserve_mover_attach(void *handle, void *endpoint, uint64_t own, int file, uint64_t size, uint64_t cell,
+                         uint64_t nonce) {
+    if (handle == nullptr || cell >= kCells) return -1;
+    Mover &mover = *static_cast<Mover *>(handle);
+    void *mapping = mmap(nullptr, kHead + size, PROT_READ, MAP_SHARED, file, 0);
+    if (mapping == MAP_FAILED) return -1;
+    const Source source{static_cast<ucp_ep_h>(endpoint), static_cast<char *>(mapping), size, cell, nonce, 0, 0, 0};
+    if (!source.stands()) {
+        munmap(mapping, kHead + size);
+        return -1;
+    }
+    mover.sources.push_back(source);
+    ++mover.board.attached;
+    const Attached told{own, mover.sources.size() - 1};
+    send_control(mover, source.endpoint, {Kind::kAttached, nonce, 0}, &told, sizeof told);
+    return 0;
+}
 
 // Nonzero, and nothing is sent, if any of it is outside of the memory.
 int pdserve_mover_send(void *handle, void *endpoint, uint64_t count, const uint64_t *places, uint64_t length,
@@ -117,16 +82,15 @@ int pdserve_mover_send(void *handle, void *endpoint, uint64_t count, const uint6
     Mover &mover = *static_cast<Mover *>(handle);
     for (uint64_t i = 0; i < count; ++i)
         if (!mover.owns(places[i], length)) return -1;
-    ucp_request_param_t param{};
-    param.op_attr_mask = UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA;
-    param.cb.send = on_sent;
+    ucp_ep_h to = static_cast<ucp_ep_h>(endpoint);
+    for (uint64_t number = 0; number < mover.targets.size(); ++number)
+        if (mover.targets[number].endpoint == to && mover.targets[number].attached)
+            return notify(mover, number, count, places, length, labels), 0;
     for (uint64_t i = 0; i < count && mover.board.status == UCS_OK; ++i) {
-        Operation *operation = new Operation{&mover, {labels[i], places[i], length}, true, nullptr};
-        param.user_data = operation;
-        ++mover.board.in_flight;
-        ucp_ep_h to = static_cast<ucp_ep_h>(endpoint);
-        posted(operation, ucp_tag_send_nbx(to, mover.memory + places[i], length, labels[i], &param));
+        Operation *operation = new Operation{&mover, {labels[i], places[i], length}, Report::kSent, nullptr};
+        post_send(operation, to, mover.memory + places[i], length, labels[i]);
     }
+    mover.count_hidden();
     return 0;
 }
 
@@ -137,31 +101,37 @@ int pdserve_mover_receive(void *handle, const uint64_t *places) {
     Batch &arrived = mover.board.arrived;
     for (uint64_t i = 0; i < arrived.count; ++i)
         if (places[i] != kDiscard && !mover.owns(places[i], arrived.lengths[i])) return -1;
-    ucp_request_param_t param{};
-    param.op_attr_mask = UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA;
-    param.cb.recv = on_received;
     for (uint64_t i = 0; i < arrived.count; ++i) {
-        Message message{arrived.labels[i], places[i], arrived.lengths[i]};
-        Operation *operation = new Operation{&mover, message, false, nullptr};
-        if (places[i] == kDiscard) operation->scratch.reset(new char[std::max<uint64_t>(message.length, 1)]);
-        char *into = operation->scratch ? operation->scratch.get() : mover.memory + message.place;
-        param.user_data = operation;
-        ++mover.board.in_flight;
-        posted(operation, ucp_tag_msg_recv_nbx(mover.worker, into, message.length, mover.handles[i], &param));
+        const Waiting &what = mover.shown[i];
+        const Message message{what.message.label, places[i], what.message.length};
+        if (what.handle == nullptr) {
+            mover.copies.push_back({what.source, what.message.place, message});
+            continue;
+        }
+        const bool wanted = places[i] != kDiscard;
+        Operation *operation =
+            new Operation{&mover, message, wanted ? Report::kLanded : Report::kNothing, nullptr};
+        if (!wanted) operation->scratch.reset(new char[std::max<uint64_t>(message.length, 1)]);
+        post_receive(operation, wanted ? mover.memory + message.place : operation->scratch.get(), message.length,
+                     what.handle);
     }
     arrived.count = 0;
+    mover.count_hidden();
     return 0;
 }
 
-// At most so many steps of the worker; then the board shows what is over. Returns 0 if there is no news.
+// At most so many steps of the worker, and some copies; then the board shows what is over. Returns 0 if there is no news.
 int pdserve_mover_progress(void *handle, int steps) {
     if (handle == nullptr) return 0;
     Mover &mover = *static_cast<Mover *>(handle);
     int done = 0;
     while (done < steps && ucp_worker_progress(mover.worker)) ++done;
-    const uint64_t shown = show(mover.sent, mover.board.sent) + show(mover.landed, mover.board.landed);
-    mover.board.hidden -= shown;
-    return done > 0 || shown > 0;
+    bool news = done > 0;
+    news |= take_controls(mover);
+    for (int round = 0; round < kCopyRounds && copy_some(mover); ++round) news = true;
+    news |= show(mover.sent, mover.board.sent) + show(mover.landed, mover.board.landed) > 0;
+    mover.count_hidden();
+    return news;
 }
 
 // Puts the next messages that have arrived on the board; those before must have been received.
@@ -169,12 +139,17 @@ void pdserve_mover_look(void *handle) {
     if (handle == nullptr) return;
     Mover &mover = *static_cast<Mover *>(handle);
     Batch &arrived = mover.board.arrived;
+    const auto add = [&](const Waiting &what) {
+        mover.shown[arrived.count] = what;
+        arrived.add(what.message);
+    };
+    ucp_tag_recv_info_t found;
     while (!arrived.full()) {
-        ucp_tag_recv_info_t found;
-        ucp_tag_message_h message = ucp_tag_probe_nb(mover.worker, 0, 0, 1, &found);
-        if (message == nullptr) return;
-        mover.handles[arrived.count] = message;
-        arrived.add({found.sender_tag, 0, found.length});
+        ucp_tag_message_h handle = ucp_tag_probe_nb(mover.worker, 0, kControl, 1, &found);
+        if (handle == nullptr) break;
+        add({{found.sender_tag, 0, found.length}, handle, 0});
     }
+    for (; !arrived.full() && !mover.noticed.empty(); mover.noticed.pop_front()) add(mover.noticed.front());
+    mover.count_hidden();
 }
 }

@@ -10,11 +10,13 @@ from pathlib import Path
 import torch
 
 from pdserve.bench.transfer.messages import TransferSetup
+from pdserve.config import Switch
 from pdserve.engine.kv_connector.device_memory import transport_for
 from pdserve.engine.kv_connector.memory import region_of
 from pdserve.wire.discovery import Role
 from pdserve.wire.transfer import PROTOCOL_VERSION, EngineSpec
 from pdserve_kernels.layout import KvLayout
+from pdserve_kvtransfer.shared_memory import SharedMemory
 from pdserve_kvtransfer.thread import TransferThread
 
 BLOCK_TOKENS = 16
@@ -29,10 +31,11 @@ class CacheShape:
     block_bytes: int
     blocks: int
 
-    def allocate(self, device: torch.device) -> torch.Tensor:
+    def allocate(self, device: torch.device, shared: SharedMemory | None) -> torch.Tensor:
         """A cache in the engine's layout, every page of it written once."""
         layout = KvLayout(1, 1, BLOCK_TOKENS, self.block_bytes // _TILES, torch.bfloat16)
-        return layout.allocate(self.blocks, device).fill_(0.5)
+        cache = layout.allocate(self.blocks, device) if shared is None else layout.over(shared.bytes)
+        return cache.fill_(0.5)
 
     @property
     def spec(self) -> EngineSpec:
@@ -57,13 +60,15 @@ class BenchEngine:
     ) -> None:
         self.boot_id = boot_id
         device = torch.device(setup.device)
-        self.cache = shape.allocate(device)
+        shares = role is Role.PREFILL and device.type == "cpu" and setup.config.shared_cache is Switch.ON
+        shared = SharedMemory(shape.block_bytes * shape.blocks) if shares else None
+        self.cache = shape.allocate(device, shared)
         self.thread = TransferThread(
             role=role,
             boot_id=boot_id,
             secret=setup.secret,
             spec=shape.spec,
-            region=region_of(self.cache),
+            region=region_of(self.cache, shared),
             config=setup.config,
             wake=wake,
             transport=transport_for(setup.config, Path(setup.cache_dir), device),

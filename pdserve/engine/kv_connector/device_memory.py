@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from pdserve.config import TransferConfig, UcxCalls
+from pdserve.config import Switch, TransferConfig, UcxCalls
 from pdserve.engine.kv_connector.transfers import Pushes
 from pdserve.wire.ids import TransferId
 from pdserve.wire.sampling import SampledToken
@@ -26,7 +26,9 @@ def transport_for(config: TransferConfig, cache_dir: Path, device: torch.device)
     Raises ConfigError if compiled calls are asked for, or needed because the memory is a GPU's, and cannot be had.
     """
     on_gpu = device.type == "cuda"
-    make = partial(configured_ucx, config, chosen_mover(UcxCalls.COMPILED if on_gpu else config.ucx_calls, cache_dir))
+    calls = UcxCalls.COMPILED if on_gpu else config.ucx_calls
+    mover = chosen_mover(calls, cache_dir, digests=config.checksums is Switch.ON and not on_gpu)
+    make = partial(configured_ucx, config, mover)
     return partial(_with_device, device, make) if on_gpu else make
 
 

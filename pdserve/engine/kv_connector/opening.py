@@ -31,6 +31,7 @@ from pdserve.engine.kv_connector.transfers import Pushes
 from pdserve.wire.discovery import Role
 from pdserve.wire.ids import TransferId
 from pdserve.wire.transfer import EngineSpec
+from pdserve_kvtransfer.shared_memory import SharedMemory
 from pdserve_kvtransfer.thread import TransferThread
 
 
@@ -44,11 +45,12 @@ def open_connector(
     followers: Followers | None,
     rate: PrefillRate,
     choice: PrefillChoice,
+    shared: SharedMemory | None = None,
 ) -> tuple[KvConnector, str]:
     """The connector of this node's role, running, and the address of its control channel (empty if it has none).
 
     ``followers`` are this node's other ranks, each with its ``rank_transfer``. ``rate`` is told to decode nodes, and
-    ``choice`` is told what prefill nodes do.
+    ``choice`` is told what prefill nodes do. ``shared`` is what ``kv_cache`` is kept in, if anything.
 
     Raises TransferError if its sockets or UCX cannot be opened, ConfigError if its host memory cannot be had.
     """
@@ -61,7 +63,7 @@ def open_connector(
         boot_id=config.boot_id,
         secret=config.secret,
         spec=spec,
-        region=region_of(moved),
+        region=region_of(moved, shared),
         config=config.transfer,
         ranks=() if followers is None else followers.transfer_addresses,
         wake=wake,

@@ -21,6 +21,7 @@ from pdserve.models.rank_board import RankBoard
 from pdserve.wire.discovery import Role
 from pdserve.wire.rank import Download, Upload
 from pdserve_kvtransfer.rank_thread import RankThread
+from pdserve_kvtransfer.shared_memory import SharedMemory
 
 log = logging.getLogger(__name__)
 
@@ -59,9 +60,12 @@ class NoCopies:
 
 @contextmanager
 def rank_transfer(
-    launch: RankLaunch, kv_heads: int, kv_cache: torch.Tensor, board: RankBoard
+    launch: RankLaunch, kv_heads: int, kv_cache: torch.Tensor, board: RankBoard, shared: SharedMemory | None
 ) -> Iterator[RankCopies | NoCopies]:
-    """Running inside the block; nothing on a mixed node. Raises TransferError if it cannot start, ConfigError."""
+    """Running inside the block; nothing on a mixed node. ``shared`` is what ``kv_cache`` is kept in, if anything.
+
+    Raises TransferError if it cannot start, ConfigError.
+    """
     config = launch.config
     if config.role is Role.MIXED:
         yield NoCopies()
@@ -74,7 +78,7 @@ def rank_transfer(
         rank=launch.rank,
         ranks=config.parallel.tp,
         kv_heads=kv_heads,
-        region=region_of(moved),
+        region=region_of(moved, shared),
         config=config.transfer,
         died=_end,
         transport=transport_for(config.transfer, Path(config.cache_dir), moved.device),

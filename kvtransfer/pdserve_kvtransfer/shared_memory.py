@@ -1,0 +1,97 @@
+"""Host memory that other processes of the same user may map, to read it.
+
+A memfd: it has no name in any file system, needs no room in ``/dev/shm``, and is gone with the last process that maps
+it, however that ends. It is sealed: nobody else may write to it, and nobody may shrink it, so that whoever reads a
+mapping of it never meets its end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import mmap
+import os
+import re
+import secrets
+import weakref
+
+from pdserve.wire.link_address import CELLS, MemoryOffer
+
+HEAD_BYTES = 4096
+"""One page before the memory, of ``CELLS`` numbers of 64 bits."""
+
+_NAME = "pdserve-kv-"
+_NEEDED_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
+_F_SEAL_FUTURE_WRITE = 0x10
+_SEALS = _NEEDED_SEALS | fcntl.F_SEAL_GROW | _F_SEAL_FUTURE_WRITE
+
+
+class SharedMemory:
+    """Zeroed. Freed with the last reference to it or to its ``bytes``.
+
+    Pages take memory when they are first written. Raises OSError if the machine can never have so much.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        if nbytes > _physical_bytes():
+            raise OSError(errno.ENOMEM, f"{nbytes} bytes are more than the memory of this machine")
+        self.nbytes = nbytes
+        self._name = secrets.token_hex(16)
+        self._fd = os.memfd_create(_NAME + self._name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        weakref.finalize(self, os.close, self._fd)
+        os.ftruncate(self._fd, HEAD_BYTES + nbytes)
+        mapping = mmap.mmap(self._fd, HEAD_BYTES + nbytes)
+        fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, _SEALS)
+        with contextlib.suppress(OSError):
+            # A kernel without huge pages for shared memory says so.
+            mapping.madvise(mmap.MADV_HUGEPAGE)
+        self.bytes = memoryview(mapping)[HEAD_BYTES:]
+        self._free_cells = list(reversed(range(CELLS)))
+
+    def offer(self) -> MemoryOffer | None:
+        """For one more link; None if too many have one. To be taken back."""
+        if not self._free_cells:
+            return None
+        nonce = secrets.randbelow(2**62 - 1) + 1
+        return MemoryOffer(os.getpid(), self._fd, self._name, self.nbytes, self._free_cells.pop(), nonce)
+
+    def take_back(self, offer: MemoryOffer) -> None:
+        """Its cell is empty."""
+        self._free_cells.append(offer.cell)
+
+
+def open_offered(offer: MemoryOffer) -> int | None:
+    """A file descriptor to map the memory from, which the caller closes. None if this process cannot, or must not.
+
+    Not reached: other hosts, containers with other process ids, other users.
+    """
+    path = f"/proc/{offer.pid}/fd/{offer.fd}"
+    try:
+        # Opening some other file, where process ids mean something else, could do who knows what.
+        if offer.nbytes > _physical_bytes() or not _named(path, offer):
+            return None
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
+    except OSError:
+        return None
+    if _is(fd, offer):
+        return fd
+    os.close(fd)
+    return None
+
+
+def _named(path: str, offer: MemoryOffer) -> bool:
+    return re.fullmatch(rf"/memfd:{_NAME}{offer.name}( \(deleted\))?", os.readlink(path)) is not None
+
+
+def _is(fd: int, offer: MemoryOffer) -> bool:
+    try:
+        named = _named(f"/proc/self/fd/{fd}", offer)
+        seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+    except OSError:
+        return False
+    return named and seals & _NEEDED_SEALS == _NEEDED_SEALS and os.fstat(fd).st_size == HEAD_BYTES + offer.nbytes
+
+
+def _physical_bytes() -> int:
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

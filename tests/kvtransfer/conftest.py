@@ -1,0 +1,14 @@
+"""Both ways in which blocks move between engines on one host."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.kvtransfer.rig import Engine
+
+
+@pytest.fixture(params=[True, False], ids=["mapped", "not mapped"])
+def mapped_or_not(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Every test that uses it runs twice; also what programs that it starts are to be told."""
+    monkeypatch.setattr(Engine, "shares", request.param)
+    return bool(request.param)
