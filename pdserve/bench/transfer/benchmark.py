@@ -32,10 +32,11 @@ _TINY_BLOCKS = 2048
 _COPY_MIB = 64
 
 NOTES = (
-    "from the order to the landing of its last block: request, push, accept on arrival, checksums on both sides; "
-    "each engine a process on a core of its own",
-    "on one host UCX copies with these threads' CPU time, in and out of shared memory: CPU time of a block is mostly "
-    "copying, and its own cost is what a block of 64 bytes takes",
+    "fetches in a row, two under way at a time, each from the order to the landing of its last block: request, push, "
+    "accept on arrival, checksums on both sides; each engine a process on a core of its own",
+    "on one host the decode engine's thread copies blocks out of the prefill engine's memory; with --kv-shared-cache "
+    "off both copy, in and out of UCX's: CPU time of a block is mostly copying, and its own cost is what a "
+    "block of 64 bytes takes",
     "ucx_perftest moves one message's memory over and over, which stays in caches; a fetch moves all of it",
 )
 

@@ -67,12 +67,25 @@ class FetchingEngine:
         self.finish()
         return time.perf_counter() - started
 
+    def fetch_in_a_row(self, blocks: int, count: int, ahead: int) -> float:
+        """Seconds that ``count`` fetches take of which ``ahead`` are under way at a time. Raises BenchError."""
+        started = time.perf_counter()
+        ordered = 0
+        while ordered < count or self._open:
+            while ordered < count and self._open < ahead:
+                self.order(blocks)
+                ordered += 1
+            self._wait()
+        return time.perf_counter() - started
+
     def finish(self) -> None:
         """Wait for all that is under way. Raises BenchError."""
-        deadline = time.monotonic() + _DEADLINE_S
-        while True:
-            self.turn()
-            if not self._open:
-                return
-            if not self._woken.wait(max(0.0, deadline - time.monotonic())):
-                raise BenchError(f"a fetch did not land within {_DEADLINE_S:g} s")
+        self.turn()
+        while self._open:
+            self._wait()
+
+    def _wait(self) -> None:
+        """For news. Raises BenchError."""
+        if not self._woken.wait(_DEADLINE_S):
+            raise BenchError(f"no fetch landed for {_DEADLINE_S:g} s")
+        self.turn()

@@ -16,6 +16,9 @@ from pdserve.bench.transfer.prefill_process import PrefillProcess
 from pdserve.config import Switch
 
 _WARM_UP = 2
+_IN_A_ROW = 4
+_AHEAD = 2
+"""Under way at once, so that the order of the next one is not waited for, as on a node with more than one request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +28,7 @@ class Moves:
     block_bytes: int
     blocks: int
     seconds: tuple[float, ...]
-    """From order to landing."""
+    """A fetch, of several in a row."""
     receive_cpu_s: float
     """A block, of the receiving transfer thread."""
     send_cpu_s: float
@@ -42,7 +45,7 @@ class Moves:
 def moves(
     prefill: PrefillProcess, shape: CacheShape, blocks: int, setup: TransferSetup, repeats: int
 ) -> Mapping[Switch, Moves]:
-    """``blocks`` of ``shape``'s at a time, fetched ``repeats`` times with checksums, if there can be any, and without.
+    """``repeats`` rows of fetches of ``blocks`` of ``shape``'s, with checksums, if there can be any, and without.
 
     Raises BenchError, TransferError.
     """
@@ -71,8 +74,9 @@ class _Fetch:
 
 def _timed(prefill: PrefillProcess, engine: FetchingEngine, blocks: int) -> _Fetch:
     received, sent = engine.cpu_s(), prefill.cpu_s()
-    seconds = engine.fetch(blocks)
-    return _Fetch(seconds, engine.cpu_s() - received, prefill.cpu_s() - sent)
+    seconds = engine.fetch_in_a_row(blocks, _IN_A_ROW, _AHEAD)
+    times = (seconds, engine.cpu_s() - received, prefill.cpu_s() - sent)
+    return _Fetch(*(time / _IN_A_ROW for time in times))
 
 
 def _summary(shape: CacheShape, blocks: int, fetches: list[_Fetch]) -> Moves:
