@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import http.client
 import json
+import os
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -30,6 +31,7 @@ from pdserve.config import (
     StreamConfig,
     TransferConfig,
 )
+from pdserve.settings import cache_folder
 from pdserve.wire.discovery import Role
 from pdserve.wire.ids import new_id
 from tests.api.behaviour import Behaviour
@@ -119,7 +121,7 @@ def engine_config(
         boot_id=new_id(),
         secret=b"",
         model_dir=str(model_dir),
-        cache_dir="",
+        cache_dir=str(cache_folder(os.environ)),
         model=ModelConfig(),
         cache=CacheConfig(),
         scheduler=scheduler or SchedulerConfig(),

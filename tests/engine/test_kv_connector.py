@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
@@ -32,6 +33,7 @@ from pdserve.engine.request import Request, Status
 from pdserve.engine.scheduler import Scheduler
 from pdserve.engine.stop_rule import StopRule
 from pdserve.errors import EngineError
+from pdserve.settings import cache_folder
 from pdserve.wire.discovery import Role
 from pdserve.wire.engine import FinishReason, PrefillSource
 from pdserve.wire.ids import TransferId, new_id
@@ -492,7 +494,7 @@ def test_each_role_has_its_own_connector(role: Role, kind: type) -> None:
         boot_id=BOOT,
         secret=b"a secret for tests",
         model_dir="",
-        cache_dir="",
+        cache_dir=str(cache_folder(os.environ)),
         model=ModelConfig(),
         cache=CacheConfig(),
         scheduler=SchedulerConfig(),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -26,6 +27,7 @@ from pdserve.engine.assembly import overlaps
 from pdserve.engine.choice import DeviceChoice, HostChoice
 from pdserve.engine.sampling_row import SamplingRow
 from pdserve.models.runner import ModelRunner
+from pdserve.settings import cache_folder
 from pdserve.wire.discovery import Role
 from pdserve.wire.engine import FinishReason
 from pdserve.wire.sampling import SamplingParams
@@ -266,7 +268,7 @@ def test_where_steps_are_launched_ahead(asked: Overlap, device: str, role: Role,
         boot_id=bytes(16),
         secret=b"",
         model_dir="",
-        cache_dir="",
+        cache_dir=str(cache_folder(os.environ)),
         model=ModelConfig(),
         cache=CacheConfig(),
         scheduler=SchedulerConfig(overlap=asked),

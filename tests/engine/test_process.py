@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -23,6 +24,7 @@ from pdserve.config import (
     Switch,
     TransferConfig,
 )
+from pdserve.settings import cache_folder
 from pdserve.wire.discovery import Role
 from pdserve.wire.engine import FromEngine, StepOutput
 from pdserve.wire.ids import new_id
@@ -42,7 +44,7 @@ CONFIG = EngineConfig(
     boot_id=new_id(),
     secret=b"",
     model_dir="",
-    cache_dir="",
+    cache_dir=str(cache_folder(os.environ)),
     model=ModelConfig(),
     cache=CacheConfig(),
     scheduler=SchedulerConfig(),
