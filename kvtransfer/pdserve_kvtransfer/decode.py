@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import logging
 import secrets
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
 from typing import cast
 
 from pdserve.config import Switch
-from pdserve.errors import HandshakeRefused, PeerLost, TransferError
+from pdserve.errors import HandshakeRefused, PeerLost, RankLost, TransferError
 from pdserve.wire.ticket import PrefillTarget
 from pdserve.wire.transfer import TAG_BITS, ToDecode
 from pdserve_kvtransfer.events import FailureKind, FetchFailed, FetchOrder
@@ -33,8 +36,9 @@ class DecodeSide:
             case Fetch(order):
                 self._fetch(order, now)
             case CancelFetch(transfer_id):
-                if not any(peer.cancel(transfer_id, now) for peer in self._peers.values()):
-                    log.debug("cancel of transfer %s, which is over", transfer_id)
+                for peer in list(self._peers.values()):
+                    if peer.has(transfer_id):
+                        self._attempt(peer, partial(peer.cancel, transfer_id, now), now)
             case _:
                 raise TypeError(f"a decode engine has no {type(command).__name__}")
 
@@ -44,15 +48,40 @@ class DecodeSide:
             if self._silent.get(peer.target.control) == peer.target.boot_id and not peer.welcomed:
                 raise PeerLost("it fell silent, and has not answered since")
         except TransferError as exc:
-            self._station.counters.failures[FailureKind.PEER_LOST] += 1
-            self._station.outbox.put(FetchFailed(order.transfer_id, str(exc), 0, (), FailureKind.PEER_LOST))
+            self._cannot_fetch(order, str(exc))
+            return
+        except RankLost:
+            raise
+        except Exception as exc:
+            log.exception("prefill node %s cannot be met", order.target.name)
+            self._cannot_fetch(order, f"{type(exc).__name__}: {exc}")
             return
         checked = self._station.config.checksums is Switch.ON
         tag, size = self._new_tag(peer), self._station.block_bytes
+        session = FetchSession(order, tag, peer.link.number, size, now, checked=checked)
+        self._attempt(peer, partial(peer.fetch, session, now), now)
+
+    def _cannot_fetch(self, order: FetchOrder, reason: str) -> None:
+        self._station.counters.failures[FailureKind.PEER_LOST] += 1
+        self._station.outbox.put(FetchFailed(order.transfer_id, reason, 0, (), FailureKind.PEER_LOST))
+
+    def _attempt(self, peer: PrefillPeer, act: Callable[[], bool | None], now: float) -> bool:
+        """``act``, which concerns this peer alone: whatever it raises, this peer is lost, and no other.
+
+        True if it says so or raised. RankLost is not the peer's: without its own ranks this engine cannot go on.
+        """
         try:
-            peer.fetch(FetchSession(order, tag, peer.link.number, size, now, checked=checked), now)
-        except PeerLost as exc:
+            return bool(act())
+        except RankLost:
+            raise
+        except HandshakeRefused as exc:
+            self._lose(peer, FailureKind.MISFIT, str(exc), now)
+        except TransferError as exc:
             self._lose(peer, FailureKind.PEER_LOST, str(exc), now)
+        except Exception as exc:
+            log.exception("prefill node %s cannot be dealt with", peer.target.name)
+            self._lose(peer, FailureKind.PEER_LOST, f"{type(exc).__name__}: {exc}", now)
+        return True
 
     def _meet(self, target: PrefillTarget, now: float) -> PrefillPeer:
         for known in list(self._peers.values()):
@@ -75,12 +104,7 @@ class DecodeSide:
         more = self._station.ranks.receive()
         self._closing = [peer for peer in self._closing if not peer.closed(now)]
         for peer in list(self._peers.values()):
-            try:
-                more |= peer.turn(now)
-            except HandshakeRefused as exc:
-                self._lose(peer, FailureKind.MISFIT, str(exc), now)
-            except TransferError as exc:
-                self._lose(peer, FailureKind.PEER_LOST, str(exc), now)
+            more |= self._attempt(peer, partial(peer.turn, now), now)
         return more
 
     def tick(self, now: float) -> None:
@@ -90,15 +114,19 @@ class DecodeSide:
                 self._lose(peer, FailureKind.LEASE_EXPIRED, "the prefill engine fell silent", now)
                 self._doubt(peer.target, now)
             else:
-                peer.tick(now)
+                self._attempt(peer, partial(peer.tick, now), now)
 
     def _doubt(self, target: PrefillTarget, now: float) -> None:
         """Greet it anew. Until it answers, orders for it fail at once instead of waiting for another lease."""
         self._silent[target.control] = target.boot_id
         try:
             self._meet(target, now)
+        except RankLost:
+            raise
         except TransferError as exc:
             log.info("prefill node %s cannot be greeted anew: %s", target.name, exc)
+        except Exception:
+            log.exception("prefill node %s cannot be greeted anew", target.name)
 
     def _lose(self, peer: PrefillPeer, kind: FailureKind, reason: str, now: float) -> None:
         log.info("prefill node %s is lost: %s", peer.target.name, reason)
@@ -125,7 +153,9 @@ class DecodeSide:
         return [*self._station.ranks.sockets, *peers]
 
     def close(self, linger_s: float) -> None:
-        while self._peers:
-            _, peer = self._peers.popitem()
-            peer.leave("the decode engine is closing", linger_s)
-        self._station.ranks.close(linger_s)
+        peers = list(self._peers.values())
+        self._peers.clear()
+        with ExitStack() as stack:
+            stack.callback(self._station.ranks.close, linger_s)
+            for peer in peers:
+                stack.callback(peer.leave, "the decode engine is closing", linger_s)

@@ -41,8 +41,8 @@ _FAILURE_OF = {
 class DecodePeer:
     """Made of an accepted ``Hello``; answers ``Welcome`` when every rank of this node has opened its end of the link.
 
-    Methods raise TransferError when the peer is of no use any more; the owner then calls ``end``. So does the
-    constructor, if a link cannot be opened.
+    Methods raise when the peer is of no use any more, TransferError if that is not a defect; the owner then calls
+    ``end``, and from then on nothing raises. The constructor raises TransferError if a link cannot be opened.
     """
 
     def __init__(self, station: Station, server: ControlServer, hello: Hello) -> None:
@@ -126,7 +126,12 @@ class DecodePeer:
 
     def _read_ranks(self) -> None:
         while (reported := self.link.take()) is not None:
-            self._on_report(reported)
+            try:
+                self._on_report(reported)
+            except Exception:
+                if not self._lost:
+                    raise
+                log.exception("a report of rank %d on %s, which is lost", reported.rank, self.boot_id.hex()[:8])
 
     def _on_report(self, reported: Reported) -> None:
         match reported.report:
@@ -185,6 +190,13 @@ class DecodePeer:
             self._apply(session, session.closed())
 
     def _apply(self, session: PushSession, effects: list[PushEffect]) -> None:
+        # This engine is told first: whatever becomes of the peer, it hears of every end.
+        for effect in effects:
+            if not isinstance(effect, SendBlocks | FirstToken | Failed):
+                if isinstance(effect, PushEnded):
+                    self._count(effect.outcome)
+                self._station.outbox.put(effect)
+        self._let_go(session)
         for effect in effects:
             match effect:
                 case SendBlocks():
@@ -192,9 +204,9 @@ class DecodePeer:
                 case FirstToken() | Failed():
                     self._send(effect)
                 case _:
-                    if isinstance(effect, PushEnded):
-                        self._count(effect.outcome)
-                    self._station.outbox.put(effect)
+                    pass
+
+    def _let_go(self, session: PushSession) -> None:
         if session.state is PushState.ENDED and self._sessions.pop(session.transfer_id, None) is not None:
             self._tags.pop(session.tag, None)
             if not self._sessions:

@@ -23,8 +23,14 @@ class Piece:
     slots: int
 
 
+MAX_RANKS = 256
+"""Of one node: more than any has, and few enough to count to."""
+
+
 def heads_of(rank: int, ranks: int, kv_heads: int) -> range:
     """The KV heads that a rank holds. Raises ValueError if they cannot be spread evenly."""
+    if not 1 <= ranks <= MAX_RANKS:
+        raise ValueError(f"a node has between 1 and {MAX_RANKS} ranks, not {ranks}")
     if kv_heads % ranks == 0:
         each = kv_heads // ranks
         return range(rank * each, (rank + 1) * each)
@@ -39,6 +45,8 @@ def head_map(kv_heads: int, sources: int, targets: int) -> tuple[Piece, ...]:
 
     Raises ValueError if the heads cannot be spread evenly over either side.
     """
+    heads_of(0, sources, kv_heads)
+    heads_of(0, targets, kv_heads)
     held = [heads_of(source, sources, kv_heads) for source in range(sources)]
     pieces: list[Piece] = []
     for target in range(targets):

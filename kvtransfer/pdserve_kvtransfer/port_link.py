@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 
-from pdserve.errors import PeerLost
+from pdserve.errors import PeerLost, TransferError
 from pdserve.wire.rank_transfer import LinkBroken, LinkClosed, LinkOpened, RankReport
 from pdserve_kvtransfer.memory import Memory
 from pdserve_kvtransfer.transport import Link, Transport
+
+log = logging.getLogger(__name__)
 
 _LOOKS = 32
 """In one turn, at most: other links and the control channel wait meanwhile."""
@@ -27,22 +30,33 @@ class PortLink:
     def turn(self, look: Callable[[], bool]) -> bool:
         """``look`` at the link until there is no news, or for long enough. True if there was any.
 
-        Once ``look`` raises PeerLost, or the link says so itself, it is broken.
+        Once ``look`` raises anything, or the link says so itself, it is broken.
         """
-        if self.broken:
-            return False
+        return not self.broken and self.attempt(lambda: self._looked(look))
+
+    def _looked(self, look: Callable[[], bool]) -> bool:
         news = False
-        try:
-            for _ in range(_LOOKS):
-                if not look():
-                    break
-                news = True
-            if self.link.broken():
-                raise PeerLost("the connection that carries KV blocks broke")
-        except PeerLost as exc:
-            self.found_broken(str(exc))
-            return False
+        for _ in range(_LOOKS):
+            if not look():
+                break
+            news = True
+        if self.link.broken():
+            raise PeerLost("the connection that carries KV blocks broke")
         return news
+
+    def attempt(self, act: Callable[[], bool]) -> bool:
+        """``act``, which concerns this link alone: whatever it raises, this link is broken, and no other.
+
+        False if it raised. What is no TransferError is a defect, and logged with its traceback.
+        """
+        try:
+            return act()
+        except TransferError as exc:
+            self.found_broken(str(exc))
+        except Exception as exc:
+            log.exception("link %d failed", self.number)
+            self.found_broken(f"{type(exc).__name__}: {exc}")
+        return False
 
     def found_broken(self, reason: str) -> None:
         """It moves nothing any more, and waits to be closed."""
@@ -50,7 +64,7 @@ class PortLink:
         self.reports.append(LinkBroken(self.number, reason))
 
     def arm(self) -> bool:
-        return self.broken or self.link.arm()
+        return self.broken or self.attempt(self.link.arm)
 
     def close(self) -> None:
         """Idempotent. No memory given to the link is touched afterwards."""

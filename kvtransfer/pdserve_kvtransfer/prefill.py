@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
 from typing import cast
 
-from pdserve.errors import TransferError
+from pdserve.errors import RankLost, TransferError
 from pdserve.wire.transfer import (
     Cancel,
     Done,
@@ -64,12 +67,25 @@ class PrefillSide:
                 if peer is None:
                     log.debug("late %s for transfer %s", type(command).__name__, transfer_id)
                     return
-                try:
-                    peer.on_command(command)
-                except TransferError as exc:
-                    self._lose(peer, PushOutcome.PEER_LOST, str(exc))
+                self._attempt(peer, partial(peer.on_command, command))
             case _:
                 raise TypeError(f"a prefill engine has no {type(command).__name__}")
+
+    def _attempt(self, peer: DecodePeer, act: Callable[[], bool | None]) -> bool:
+        """``act``, which concerns this peer alone: whatever it raises, this peer is lost, and no other.
+
+        True if it says so or raised. RankLost is not the peer's: without its own ranks this engine cannot go on.
+        """
+        try:
+            return bool(act())
+        except RankLost:
+            raise
+        except TransferError as exc:
+            self._lose(peer, PushOutcome.PEER_LOST, str(exc))
+        except Exception as exc:
+            log.exception("decode engine %s cannot be dealt with", peer.boot_id.hex()[:8])
+            self._lose(peer, PushOutcome.PEER_LOST, f"{type(exc).__name__}: {exc}")
+        return True
 
     def turn(self, now: float) -> bool:
         reported = self._station.ranks.receive()
@@ -84,10 +100,7 @@ class PrefillSide:
             if message is not None:
                 self._on_message(message, received, now)
         for peer in list(self._peers.values()):
-            try:
-                more |= peer.turn()
-            except TransferError as exc:
-                self._lose(peer, PushOutcome.PEER_LOST, str(exc))
+            more |= self._attempt(peer, peer.turn)
         more |= self._probes.turn(now)
         return more
 
@@ -108,10 +121,7 @@ class PrefillSide:
         peer = self._peers.get(boot_id)
         if peer is not None:
             peer.heard(received.route, received.connection, now)
-            try:
-                peer.on_message(message, now)
-            except TransferError as exc:
-                self._lose(peer, PushOutcome.PEER_LOST, str(exc))
+            self._attempt(peer, partial(peer.on_message, message, now))
         elif isinstance(message, PrefillRequest | Ping):
             self._send(received.route, Refused(self._station.boot_id, "handshake", "none", "assumed"))
 
@@ -130,8 +140,10 @@ class PrefillSide:
             return
         try:
             peer = DecodePeer(station, self._server, hello)
-        except TransferError as exc:
-            log.warning("decode engine refused: %s", exc)
+        except RankLost:
+            raise
+        except Exception as exc:
+            log.warning("decode engine refused: %s", exc, exc_info=not isinstance(exc, TransferError))
             self._send(received.route, Refused(station.boot_id, "rank_addresses", str(exc), "unusable"))
             return
         peer.heard(received.route, received.connection, now)
@@ -154,7 +166,7 @@ class PrefillSide:
                 self._station.counters.leases_expired += 1
                 self._lose(peer, PushOutcome.LEASE_EXPIRED, "the decode engine fell silent")
             else:
-                peer.tick(now)
+                self._attempt(peer, partial(peer.tick, now))
         self._probes.tick(now)
 
     def _lose(self, peer: DecodePeer, outcome: PushOutcome, reason: str) -> None:
@@ -187,13 +199,17 @@ class PrefillSide:
         if self._closed:
             return
         self._closed = True
-        for peer in list(self._peers.values()):
-            self._lose(peer, PushOutcome.FAILED, "the prefill engine is closing")
+        with ExitStack() as stack:
+            stack.callback(self._server.close, linger_s)
+            stack.callback(self._station.ranks.close, linger_s)
+            stack.callback(self._probes.close)
+            stack.callback(self._forget_all)
+            for peer in self._peers.values():
+                stack.callback(self._lose, peer, PushOutcome.FAILED, "the prefill engine is closing")
+
+    def _forget_all(self) -> None:
         for peer in self._closing:
             peer.forget()
-        self._probes.close()
-        self._station.ranks.close(linger_s)
-        self._server.close(linger_s)
 
     def _send(self, route: bytes, message: ToDecode) -> None:
         if not self._server.send(route, self._station.sealer.seal(message)):

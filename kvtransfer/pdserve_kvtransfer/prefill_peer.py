@@ -47,9 +47,13 @@ from pdserve_kvtransfer.station import Pollable, Station, earliest
 
 log = logging.getLogger(__name__)
 
+_Said = Expect | Forget | PrefillRequest | Done | Cancel
+"""What a session has to say to ranks and to the other engine, apart from its events."""
+
 
 class PrefillPeer:
-    """Methods raise TransferError when this peer is of no use any more; the owner then calls ``end``.
+    """Methods raise when this peer is of no use any more, TransferError if that is not a defect; the owner then calls
+    ``end``. From then on nothing is said to the other engine, and nothing raises.
 
     The constructor raises TransferError if the peer's address or a link cannot be used. It greets when every rank of
     this node has opened its end of the link.
@@ -75,7 +79,6 @@ class PrefillPeer:
             raise
         self._greeting = Greeting(station.boot_id, station.spec, target.boot_id)
         station.counters.handshakes += 1
-        self._read_ranks(now)
 
     @property
     def welcomed(self) -> bool:
@@ -100,14 +103,15 @@ class PrefillPeer:
             self._apply(session, session.prepare(self._pieces, self.link.ranks))
         self._read_ranks(now)
 
-    def cancel(self, transfer_id: TransferId, now: float) -> bool:
-        """False if this peer has no such fetch."""
-        session = self._sessions.get(transfer_id)
-        if session is None:
-            return False
+    def has(self, transfer_id: TransferId) -> bool:
+        """Whether it is fetched from this peer."""
+        return transfer_id in self._sessions
+
+    def cancel(self, transfer_id: TransferId, now: float) -> None:
+        """A fetch that this peer has."""
+        session = self._sessions[transfer_id]
         self._apply(session, session.cancel())
         self._read_ranks(now)
-        return True
 
     def turn(self, now: float) -> bool:
         batch, more = self._client.receive()
@@ -162,7 +166,12 @@ class PrefillPeer:
 
     def _read_ranks(self, now: float) -> None:
         while (reported := self.link.take()) is not None:
-            self._on_report(reported, now)
+            try:
+                self._on_report(reported, now)
+            except Exception:
+                if self._lost is None:
+                    raise
+                log.exception("a report of rank %d on %s, which is lost", reported.rank, self.target.name)
 
     def _on_report(self, reported: Reported, now: float) -> None:
         rank = reported.rank
@@ -240,30 +249,41 @@ class PrefillPeer:
 
     def leave(self, reason: str, linger_s: float) -> None:
         """This engine shuts down, and its ranks with it: the prefill engine is told, and nobody waits."""
-        self._lost = (FailureKind.CLOSED, reason)
-        for session in list(self._sessions.values()):
-            self._apply(session, session.withdraw(FailureKind.CLOSED, reason))
-        self._client.close(linger_s)
-        self.link.close()
-        self._fail_all(*self._lost)
+        try:
+            for session in list(self._sessions.values()):
+                self._apply(session, session.withdraw(FailureKind.CLOSED, reason))
+        finally:
+            self._lost = (FailureKind.CLOSED, reason)
+            self._client.close(linger_s)
+            self.link.close()
+            self._fail_all(*self._lost)
 
     def _fail_all(self, kind: FailureKind, reason: str) -> None:
         for session in list(self._sessions.values()):
             self._apply(session, session.closed(kind, reason))
 
     def _apply(self, session: FetchSession, effects: list[FetchEffect]) -> None:
+        # This engine is told first: whatever becomes of the peer, it hears of every end.
         for effect in effects:
-            match effect:
-                case Expect() | Forget():
-                    self.link.command(effect)
-                case PrefillRequest():
-                    if not self._send(effect):
-                        raise PeerLost("the prefill node is not reading its control channel")
-                case Done() | Cancel():
-                    self._send(effect)
-                case _:
-                    self._count(effect)
-                    self._station.outbox.put(effect)
+            if not isinstance(effect, _Said):
+                self._count(effect)
+                self._station.outbox.put(effect)
+        self._let_go(session)
+        for effect in effects:
+            if isinstance(effect, _Said) and self._lost is None:
+                self._say(effect)
+
+    def _say(self, effect: Expect | Forget | PrefillRequest | Done | Cancel) -> None:
+        match effect:
+            case Expect() | Forget():
+                self.link.command(effect)
+            case PrefillRequest():
+                if not self._send(effect):
+                    raise PeerLost("the prefill node is not reading its control channel")
+            case Done() | Cancel():
+                self._send(effect)
+
+    def _let_go(self, session: FetchSession) -> None:
         if session.state is FetchState.ENDED and self._sessions.pop(session.order.transfer_id, None) is not None:
             del self._tags[session.tag]
             if not self._sessions:

@@ -48,17 +48,20 @@ class _Probing:
         self._started = False
         self._size = asked.message_bytes
         self._in_flight = 0
+        self._unarmed: Exception | None = None
         # The load, which is the same bytes again and again, and room for what the asker sends.
         memory = memoryview(bytearray(asked.message_bytes + _SLOTS * MAX_ASKER_BYTES))
         self._free = [asked.message_bytes + slot * MAX_ASKER_BYTES for slot in range(_SLOTS)]
         self.link = transport.open_link(memory)
         try:
             self.link.connect([asked.address])
-        except TransferError:
+        except BaseException:
             self.link.close()
             raise
 
     def turn(self) -> bool:
+        if self._unarmed is not None:
+            raise self._unarmed
         moved = self.link.progress()
         for message in self.link.sent():
             self._in_flight -= 1
@@ -73,6 +76,14 @@ class _Probing:
         if self.link.broken():
             raise PeerLost("the connection of the probe broke")
         return moved or bool(arrivals)
+
+    def arm(self) -> bool:
+        """As a link's; what it raises is raised by the next turn."""
+        try:
+            return self.link.arm()
+        except Exception as exc:
+            self._unarmed = exc
+            return False
 
     def _place(self, arrival: Arrival) -> int:
         if arrival.length > MAX_ASKER_BYTES:
@@ -141,7 +152,9 @@ class ProbeHost:
             return
         try:
             self._probing = _Probing(self._station.transport, asked, received, now)
-        except TransferError as exc:
+        except Exception as exc:
+            if not isinstance(exc, TransferError):
+                log.exception("a probe cannot begin")
             self._refuse(received.route, str(exc))
             return
         log.info("a probe of %d messages of %d bytes", asked.messages, asked.message_bytes)
@@ -152,7 +165,9 @@ class ProbeHost:
             return False
         try:
             return self._probing.turn()
-        except TransferError as exc:
+        except Exception as exc:
+            if not isinstance(exc, TransferError):
+                log.exception("a probe failed")
             self._give_up(self._probing, str(exc), now)
             return True
 
@@ -171,7 +186,7 @@ class ProbeHost:
         return self._probing is not None
 
     def arm(self) -> bool:
-        return self._probing is None or self._probing.link.arm()
+        return self._probing is None or self._probing.arm()
 
     def pollables(self) -> list[Pollable]:
         return [] if self._probing is None else [self._probing.link.fileno()]

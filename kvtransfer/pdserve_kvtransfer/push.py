@@ -13,6 +13,10 @@ from pdserve_kvtransfer.events import PushCancelled, PushEnded, PushEvent, PushO
 PushEffect: TypeAlias = SendBlocks | FirstToken | Failed | PushEvent
 
 
+MAX_DEADLINE_S = 86_400.0
+"""More is not believed: a decode engine may say that it waits for ever, in numbers that no timer takes."""
+
+
 class PushState(enum.Enum):
     PUSHING = "pushing"
     ENDING = "ending"
@@ -32,7 +36,8 @@ class PushSession:
         """
         self.transfer_id = request.transfer_id
         self.state = PushState.PUSHING
-        self.deadline = now + request.deadline_s + grace_s
+        self._deadline_s = min(request.deadline_s, MAX_DEADLINE_S)
+        self.deadline = now + self._deadline_s + grace_s
         self.outcome: PushOutcome | None = None
         self.tag = request.tag
         self._request = request
@@ -52,7 +57,7 @@ class PushSession:
             request.token_ids,
             request.first_block,
             request.sampling,
-            request.deadline_s,
+            self._deadline_s,
             request.sibling_seeds,
             request.cache_salt,
         )

@@ -16,7 +16,16 @@ import zmq
 from pdserve.config import TransferConfig
 from pdserve.errors import TransferError
 from pdserve.wire.discovery import Role
-from pdserve.wire.rank_transfer import LeaveRank, LinkClosed, LinkCommand, OpenLink, RankCommand
+from pdserve.wire.rank_transfer import (
+    CloseLink,
+    LeaveRank,
+    LinkBroken,
+    LinkClosed,
+    LinkCommand,
+    OpenLink,
+    RankCommand,
+    RankReport,
+)
 from pdserve_kvtransfer.nap import Nap
 from pdserve_kvtransfer.ranks import MakePort, Port
 from pdserve_kvtransfer.receive_port import ReceivePort
@@ -130,16 +139,32 @@ class RankThread:
     def _handle(self, command: OpenLink | LinkCommand, transport: Transport) -> None:
         match command:
             case OpenLink(link):
-                make = self._make_port
-                self._ports[link] = make(link, self._rank, self._ranks, self._kv_heads, self._region, transport)
+                self._open(link, transport)
             case _ if command.link in self._ports:
                 self._ports[command.link].handle(command)
+            case CloseLink(link):
+                # It could not be opened.
+                self._report(LinkClosed(link))
             case _:
-                log.debug("%s for a link that is closed", type(command).__name__)
+                log.debug("%s for a link that is not open", type(command).__name__)
+
+    def _open(self, link: int, transport: Transport) -> None:
+        make = self._make_port
+        try:
+            self._ports[link] = make(link, self._rank, self._ranks, self._kv_heads, self._region, transport)
+        except TransferError as exc:
+            self._report(LinkBroken(link, str(exc)))
+        except Exception as exc:
+            log.exception("link %d cannot be opened", link)
+            self._report(LinkBroken(link, f"{type(exc).__name__}: {exc}"))
+
+    def _report(self, report: RankReport) -> None:
+        self._unsent.append(self._encoder.encode(report))
 
     def _collect_reports(self) -> None:
         for number, port in list(self._ports.items()):
-            self._unsent.extend(self._encoder.encode(report) for report in port.reports)
+            for report in port.reports:
+                self._report(report)
             if any(isinstance(report, LinkClosed) for report in port.reports):
                 del self._ports[number]
             port.reports.clear()

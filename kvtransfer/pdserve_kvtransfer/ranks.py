@@ -11,7 +11,7 @@ from typing import Protocol, TypeAlias
 import msgspec
 import zmq
 
-from pdserve.errors import TransferError
+from pdserve.errors import RankLost, TransferError
 from pdserve.wire.rank_transfer import (
     CloseLink,
     LeaveRank,
@@ -102,7 +102,7 @@ class RankChannels:
         return number
 
     def send(self, command: RankCommand) -> None:
-        """To all other ranks. Raises TransferError if one has stopped reading."""
+        """To all other ranks. Raises RankLost if one has stopped reading."""
         if not self.sockets:
             return
         frame = self._encoder.encode(command)
@@ -110,10 +110,12 @@ class RankChannels:
             try:
                 socket.send(frame, zmq.NOBLOCK)
             except zmq.Again as exc:
-                raise TransferError(f"TP rank {rank} has stopped reading its transfer channel") from exc
+                raise RankLost(
+                    f"tensor-parallel rank {rank} has stopped reading its transfer channel", (rank,)
+                ) from exc
 
     def receive(self) -> bool:
-        """Sort what has arrived by link. True if anything had. Raises TransferError for what no rank would say."""
+        """Sort what has arrived by link. True if anything had. Raises RankLost for what no rank would say."""
         found = False
         for rank, socket in enumerate(self.sockets, 1):
             while (frame := _next(socket)) is not None:
@@ -121,11 +123,15 @@ class RankChannels:
                 try:
                     report = self._decoder.decode(frame)
                 except msgspec.DecodeError as exc:
-                    raise TransferError(f"TP rank {rank} says what is no report: {exc}") from exc
+                    raise RankLost(f"tensor-parallel rank {rank} says what is no report: {exc}", (rank,)) from exc
                 queue = self._queues.get(report.link)
                 if queue is not None:
                     queue.append(Reported(rank, report))
         return found
+
+    def waiting(self, number: int) -> bool:
+        """Whether there is something to take."""
+        return bool(self._queues.get(number))
 
     def take(self, number: int) -> Reported | None:
         queue = self._queues[number]
@@ -182,7 +188,7 @@ class NodeLink:
         return len(self._closed_ranks) == self.ranks
 
     def command(self, command: LinkCommand) -> None:
-        """To every rank. Raises TransferError if a rank has stopped reading."""
+        """To every rank. Raises RankLost if a rank has stopped reading."""
         self._port.handle(command)
         self._channels.send(command)
 
@@ -215,7 +221,8 @@ class NodeLink:
         return self._port.moving()
 
     def arm(self) -> bool:
-        return self._closing or self._port.arm()
+        unread = bool(self._port.reports) or self._channels.waiting(self._number)
+        return not unread and (self._closing or self._port.arm())
 
     def pollables(self) -> list[int]:
         return [] if self._closing else [self._port.fileno()]

@@ -10,7 +10,7 @@ import enum
 import itertools
 from collections.abc import Sequence
 
-from pdserve.errors import PeerLost, TransferError
+from pdserve.errors import PeerLost
 from pdserve.wire.rank_transfer import (
     CloseLink,
     ConnectLink,
@@ -99,6 +99,13 @@ class ReceivePort:
         return self._port.reports
 
     def handle(self, command: LinkCommand) -> None:
+        if isinstance(command, CloseLink):
+            self.close()
+            self._port.report_closed()
+        else:
+            self._port.attempt(lambda: self._obey(command))
+
+    def _obey(self, command: LinkCommand) -> bool:
         match command:
             case ConnectLink(addresses=addresses):
                 self._connect(addresses)
@@ -107,19 +114,14 @@ class ReceivePort:
                 self.reports.append(Expecting(self._port.number, tag))
             case Forget(tag=tag):
                 self._forget(tag)
-            case CloseLink():
-                self.close()
-                self._port.report_closed()
             case _:
                 raise TypeError(f"{type(command).__name__} is not for the receiving side")
+        return True
 
     def _connect(self, addresses: tuple[bytes, ...]) -> None:
         mine = [piece for piece in head_map(self._kv_heads, len(addresses), self._ranks) if piece.target == self._rank]
         self._pieces = tuple(mine)
-        try:
-            self._port.link.connect([addresses[source] for source in sorted({piece.source for piece in mine})])
-        except TransferError as exc:
-            self._port.found_broken(str(exc))
+        self._port.link.connect([addresses[source] for source in sorted({piece.source for piece in mine})])
 
     def _forget(self, tag: int) -> None:
         landing = self._landings.get(tag)

@@ -9,7 +9,6 @@ import itertools
 from collections import deque
 from collections.abc import Sequence
 
-from pdserve.errors import TransferError
 from pdserve.wire.rank_transfer import (
     CloseLink,
     ConnectLink,
@@ -65,24 +64,26 @@ class SendPort:
         return self._port.reports
 
     def handle(self, command: LinkCommand) -> None:
+        if isinstance(command, CloseLink):
+            self.close()
+            self._port.report_closed()
+        else:
+            self._port.attempt(lambda: self._obey(command))
+
+    def _obey(self, command: LinkCommand) -> bool:
         match command:
             case ConnectLink(addresses=addresses):
                 self._connect(addresses)
             case SendBlocks():
                 self._send(command)
-            case CloseLink():
-                self.close()
-                self._port.report_closed()
             case _:
                 raise TypeError(f"{type(command).__name__} is not for the sending side")
+        return True
 
     def _connect(self, addresses: tuple[bytes, ...]) -> None:
         pieces = head_map(self._kv_heads, self._ranks, len(addresses))
         self._pieces = [piece for piece in pieces if piece.source == self._rank]
-        try:
-            self._port.link.connect([addresses[piece.target] for piece in self._pieces])
-        except TransferError as exc:
-            self._port.found_broken(str(exc))
+        self._port.link.connect([addresses[piece.target] for piece in self._pieces])
 
     def _send(self, command: SendBlocks) -> None:
         if not self._port.broken:

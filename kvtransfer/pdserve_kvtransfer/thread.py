@@ -14,7 +14,7 @@ from concurrent.futures import Future
 import zmq
 
 from pdserve.config import TransferConfig
-from pdserve.errors import TransferError
+from pdserve.errors import RankLost, TransferError
 from pdserve.wire.discovery import Role
 from pdserve.wire.frame import Purpose, Sealer
 from pdserve.wire.ids import TransferId
@@ -191,7 +191,7 @@ class TransferThread:
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         try:
             self._serve(context)
-        except TransferError as exc:
+        except (TransferError, RankLost) as exc:
             self._died(exc)
         except Exception as exc:
             log.exception("the transfer thread died")

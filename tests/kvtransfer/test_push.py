@@ -13,7 +13,7 @@ from pdserve.wire.rank_transfer import SendBlocks
 from pdserve.wire.sampling import SampledToken
 from pdserve.wire.transfer import Failed, FirstToken, PrefillRequest
 from pdserve_kvtransfer.events import PushCancelled, PushEnded, PushOutcome, PushWanted
-from pdserve_kvtransfer.push import PushEffect, PushSession, PushState
+from pdserve_kvtransfer.push import MAX_DEADLINE_S, PushEffect, PushSession, PushState
 from tests.kvtransfer.rig import SAMPLING
 
 TRANSFER = TransferId(b"r" * 16, 0, b"d" * 16)
@@ -21,14 +21,14 @@ TAG, LINK = 11, 3
 DEADLINE_S, GRACE_S = 5.0, 0.5
 
 
-def unopened(first_block: int = 1, pieces: int = 1) -> PushSession:
+def unopened(first_block: int = 1, pieces: int = 1, deadline_s: float = DEADLINE_S) -> PushSession:
     request = PrefillRequest(
         transfer_id=TRANSFER,
         tag=TAG,
         token_ids=list(range(50)),
         first_block=first_block,
         sampling=SAMPLING,
-        deadline_s=DEADLINE_S,
+        deadline_s=deadline_s,
     )
     return PushSession(request, LINK, block_size=16, pieces=pieces, now=0.0, grace_s=GRACE_S)
 
@@ -194,3 +194,11 @@ def test_every_order_of_events_has_one_end(steps: list[tuple[str, int, float]]) 
     assert story.push.state is PushState.ENDED
     abnormal = story.push.outcome is not PushOutcome.DONE and not story.refused
     assert said.count(PushCancelled) == (1 if abnormal else 0)
+
+
+@pytest.mark.parametrize("deadline_s", [1e300, float("inf")])
+def test_a_deadline_that_no_timer_takes_is_a_day(deadline_s: float) -> None:
+    push = unopened(deadline_s=deadline_s)
+    (wanted,) = push.open()
+    assert isinstance(wanted, PushWanted)
+    assert (wanted.deadline_s, push.deadline) == (MAX_DEADLINE_S, MAX_DEADLINE_S + GRACE_S)

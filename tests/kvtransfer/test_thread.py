@@ -106,13 +106,16 @@ def test_orders_that_contradict_themselves_are_refused() -> None:
             prefill.thread.push(good.transfer_id, 0, (99,))
 
 
-def test_a_dead_thread_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_thread_that_cannot_close_a_link_says_so_and_dies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody knows then who touches the engine's memory."""
+
     def breaks(link: InprocLink) -> bool:
         raise RuntimeError("a bug")
 
     fabric = Fabric()
     with pair(transport=lambda: InprocTransport(fabric)) as rig:
         monkeypatch.setattr(InprocLink, "progress", breaks)
+        monkeypatch.setattr(InprocLink, "close", breaks)
         rig.fetch((0,))
         events = [rig.decode.take()]
         while not isinstance(events[-1], TransferThreadDied):
