@@ -8,10 +8,12 @@ from pdserve.errors import PeerLost
 from pdserve.wire.ids import TransferId
 from pdserve.wire.rank_transfer import ConnectLink, LinkBroken, LinkOpened, PiecesAnnounced, PiecesSent, SendBlocks
 from pdserve.wire.transfer import (
+    UNKNOWN_LOAD,
     Cancel,
     Digests,
     Done,
     Failed,
+    FailureCause,
     FirstToken,
     Hello,
     Ping,
@@ -21,7 +23,7 @@ from pdserve.wire.transfer import (
     Welcome,
 )
 from pdserve_kvtransfer.control import ControlServer
-from pdserve_kvtransfer.events import FailureKind, PushEnded, PushOutcome
+from pdserve_kvtransfer.events import KIND_OF_CAUSE, FailureKind, PushEnded, PushOutcome
 from pdserve_kvtransfer.head_map import head_map
 from pdserve_kvtransfer.lease import Lease
 from pdserve_kvtransfer.push import PushEffect, PushSession, PushState
@@ -32,7 +34,6 @@ from pdserve_kvtransfer.station import FailPush, GiveFirstToken, Push, Station, 
 log = logging.getLogger(__name__)
 
 _FAILURE_OF = {
-    PushOutcome.FAILED: FailureKind.REFUSED,
     PushOutcome.PEER_LOST: FailureKind.PEER_LOST,
     PushOutcome.LEASE_EXPIRED: FailureKind.LEASE_EXPIRED,
 }
@@ -113,8 +114,9 @@ class DecodePeer:
                 self._apply(session, session.push(first_index, block_ids))
             case GiveFirstToken(_, tokens, cached_tokens, load):
                 self._apply(session, session.first_token(tokens, cached_tokens, load))
-            case FailPush(_, reason):
-                self._apply(session, session.refuse(reason))
+            case FailPush(_, reason, cause):
+                load = self._station.load() if cause is FailureCause.LOAD else UNKNOWN_LOAD
+                self._apply(session, session.refuse(reason, cause, load))
         self._read_ranks()
 
     def turn(self) -> bool:
@@ -153,7 +155,8 @@ class DecodePeer:
     def _welcome(self) -> None:
         self.link.command(ConnectLink(self.link.number, self._hello_addresses))
         addresses = [self._addresses[rank] for rank in range(self.link.ranks)]
-        self._send(Welcome(self._station.boot_id, self._station.spec, addresses))
+        station = self._station
+        self._send(Welcome(station.boot_id, station.spec, addresses, station.max_prompt_tokens))
 
     # ------------------------------------------------------------ time
 
@@ -194,7 +197,7 @@ class DecodePeer:
         for effect in effects:
             if not isinstance(effect, SendBlocks | FirstToken | Failed):
                 if isinstance(effect, PushEnded):
-                    self._count(effect.outcome)
+                    self._count(effect.outcome, session.cause)
                 self._station.outbox.put(effect)
         self._let_go(session)
         for effect in effects:
@@ -212,10 +215,12 @@ class DecodePeer:
             if not self._sessions:
                 self.lease.let_go()
 
-    def _count(self, outcome: PushOutcome) -> None:
+    def _count(self, outcome: PushOutcome, cause: FailureCause) -> None:
         counters = self._station.counters
         if outcome is PushOutcome.DONE:
             counters.transfers_sent += 1
+        elif outcome is PushOutcome.FAILED:
+            counters.failures[KIND_OF_CAUSE[cause]] += 1
         elif outcome in _FAILURE_OF:
             counters.failures[_FAILURE_OF[outcome]] += 1
 

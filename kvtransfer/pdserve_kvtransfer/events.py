@@ -9,7 +9,7 @@ from typing import TypeAlias
 from pdserve.wire.ids import TransferId
 from pdserve.wire.sampling import SampledToken, SamplingParams
 from pdserve.wire.ticket import PrefillTarget
-from pdserve.wire.transfer import UNKNOWN_LOAD, PrefillLoad
+from pdserve.wire.transfer import UNKNOWN_LOAD, FailureCause, PrefillLoad
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,11 @@ class FailureKind(enum.Enum):
     LEASE_EXPIRED = "lease_expired"
     """The other engine fell silent."""
     REFUSED = "refused"
-    """The prefill engine said no, or gave up."""
+    """This prompt cannot be transferred; others can."""
+    OVERLOADED = "overloaded"
+    """An engine, this one or the other, has too much to do already."""
+    FAILED = "failed"
+    """The prefill engine gave it up."""
     CORRUPT = "corrupt"
     """A block landed that is not the one that was sent."""
     STALLED = "stalled"
@@ -47,6 +51,15 @@ class FailureKind(enum.Enum):
     DEADLINE = "deadline"
     CLOSED = "closed"
     """This engine is shutting down."""
+
+
+KIND_OF_CAUSE = {
+    FailureCause.NODE: FailureKind.FAILED,
+    FailureCause.PROMPT: FailureKind.REFUSED,
+    FailureCause.LOAD: FailureKind.OVERLOADED,
+    FailureCause.DEADLINE: FailureKind.DEADLINE,
+}
+"""What the prefill engine says, as both engines count it."""
 
 
 class PushOutcome(enum.Enum):
@@ -68,6 +81,14 @@ class FirstTokenArrived:
     cached_tokens: int
     """Of the prompt, how many the prefill engine's own prefix cache held."""
     load: PrefillLoad = UNKNOWN_LOAD
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillNodeMet:
+    """A handshake was made, and the prefill engine has said what it can take."""
+
+    boot_id: bytes
+    max_prompt_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +176,8 @@ class TransferThreadDied:
     message: str
 
 
-FetchEvent: TypeAlias = FirstTokenArrived | LoadHeard | FetchLanded | FetchFailed | FetchCancelled | BlocksReleased
+FetchEvent: TypeAlias = (
+    PrefillNodeMet | FirstTokenArrived | LoadHeard | FetchLanded | FetchFailed | FetchCancelled | BlocksReleased
+)
 PushEvent: TypeAlias = PushWanted | PushCancelled | PushEnded
 TransferEvent: TypeAlias = FetchEvent | PushEvent | TransferThreadDied

@@ -18,6 +18,7 @@ from pdserve.wire.rank_transfer import Expect, Forget
 from pdserve.wire.transfer import Cancel, Digests, Done, Failed, FirstToken, PrefillRequest
 from pdserve_kvtransfer.aggregator import Aggregator, Verdict
 from pdserve_kvtransfer.events import (
+    KIND_OF_CAUSE,
     BlocksReleased,
     FailureKind,
     FetchCancelled,
@@ -156,7 +157,7 @@ class FetchSession:
 
     def on_failed(self, message: Failed) -> list[FetchEffect]:
         """The prefill engine has ended it."""
-        return self._fail(FailureKind.REFUSED, message.reason, tell=False)
+        return self._fail(KIND_OF_CAUSE[message.cause], message.reason, tell=False)
 
     def expire(self, now: float) -> list[FetchEffect]:
         """The clock has moved."""

@@ -35,7 +35,15 @@ from pdserve.wire.transfer import (
     Welcome,
 )
 from pdserve_kvtransfer.control import ControlClient
-from pdserve_kvtransfer.events import BlocksReleased, FailureKind, FetchCancelled, FetchFailed, FetchLanded, LoadHeard
+from pdserve_kvtransfer.events import (
+    BlocksReleased,
+    FailureKind,
+    FetchCancelled,
+    FetchFailed,
+    FetchLanded,
+    LoadHeard,
+    PrefillNodeMet,
+)
 from pdserve_kvtransfer.fetch import FetchEffect, FetchSession, FetchState
 from pdserve_kvtransfer.frames import Inbound
 from pdserve_kvtransfer.handshake import Greeting, Standing
@@ -150,13 +158,17 @@ class PrefillPeer:
                 self._apply(session, session.on_digests(message, now))
             case FirstToken():
                 self._apply(session, session.on_first_token(message, now))
-            case Failed():
+            case Failed(load=load):
+                if load != UNKNOWN_LOAD:
+                    self._station.outbox.put(LoadHeard(self.target.boot_id, load))
                 self._apply(session, session.on_failed(message))
 
     def _on_welcome(self, message: Welcome) -> None:
         addresses = self._greeting.on_welcome(message)
         if addresses is None:
             return
+        if message.max_prompt_tokens:
+            self._station.outbox.put(PrefillNodeMet(message.boot_id, message.max_prompt_tokens))
         self._pieces = head_map(self._station.spec.kv_heads, len(addresses), self.link.ranks)
         self.link.command(ConnectLink(self.link.number, addresses))
         for session in list(self._sessions.values()):

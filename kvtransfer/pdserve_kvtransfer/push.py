@@ -7,7 +7,7 @@ from typing import TypeAlias
 
 from pdserve.wire.rank_transfer import SendBlocks
 from pdserve.wire.sampling import SampledToken
-from pdserve.wire.transfer import UNKNOWN_LOAD, Failed, FirstToken, PrefillLoad, PrefillRequest
+from pdserve.wire.transfer import UNKNOWN_LOAD, Failed, FailureCause, FirstToken, PrefillLoad, PrefillRequest
 from pdserve_kvtransfer.events import PushCancelled, PushEnded, PushEvent, PushOutcome, PushWanted
 
 PushEffect: TypeAlias = SendBlocks | FirstToken | Failed | PushEvent
@@ -39,6 +39,8 @@ class PushSession:
         self._deadline_s = min(request.deadline_s, MAX_DEADLINE_S)
         self.deadline = now + self._deadline_s + grace_s
         self.outcome: PushOutcome | None = None
+        self.cause = FailureCause.NODE
+        """If the outcome is ``FAILED``."""
         self.tag = request.tag
         self._request = request
         self._link = link
@@ -51,7 +53,8 @@ class PushSession:
         request = self._request
         if request.first_block >= self._end_index:
             self.state = PushState.ENDED
-            return [Failed(self.transfer_id, f"no block {request.first_block} in a prompt of {self._end_index}")]
+            reason = f"no block {request.first_block} in a prompt of {self._end_index}"
+            return [Failed(self.transfer_id, reason, FailureCause.PROMPT)]
         wanted = PushWanted(
             self.transfer_id,
             request.token_ids,
@@ -84,11 +87,14 @@ class PushSession:
             return []
         return [FirstToken(self.transfer_id, tokens, cached_tokens, load)]
 
-    def refuse(self, reason: str) -> list[PushEffect]:
-        """The engine gives it up."""
+    def refuse(
+        self, reason: str, cause: FailureCause = FailureCause.NODE, load: PrefillLoad = UNKNOWN_LOAD
+    ) -> list[PushEffect]:
+        """The engine gives it up; ``load`` is its own, if that is the cause."""
         if self.state is not PushState.PUSHING:
             return []
-        return [Failed(self.transfer_id, reason[:2_000]), *self._settle(PushOutcome.FAILED)]
+        self.cause = cause
+        return [Failed(self.transfer_id, reason[:2_000], cause, load), *self._settle(PushOutcome.FAILED)]
 
     def on_done(self) -> list[PushEffect]:
         return self._settle(PushOutcome.DONE)
@@ -102,11 +108,12 @@ class PushSession:
         """The clock has moved."""
         if self.state is not PushState.PUSHING or now < self.deadline:
             return []
-        return self._give_up("deadline: the prompt was not computed in time")
+        return self._give_up("deadline: the prompt was not computed in time", FailureCause.DEADLINE)
 
-    def _give_up(self, reason: str) -> list[PushEffect]:
+    def _give_up(self, reason: str, cause: FailureCause = FailureCause.NODE) -> list[PushEffect]:
+        self.cause = cause
         return [
-            Failed(self.transfer_id, reason),
+            Failed(self.transfer_id, reason, cause),
             PushCancelled(self.transfer_id),
             *self._settle(PushOutcome.FAILED),
         ]

@@ -12,7 +12,7 @@ from pdserve.config import TransferConfig
 from pdserve.wire.frame import Sealer
 from pdserve.wire.ids import TransferId
 from pdserve.wire.sampling import SampledToken
-from pdserve.wire.transfer import EngineSpec, PrefillLoad
+from pdserve.wire.transfer import EngineSpec, FailureCause, PrefillLoad
 from pdserve_kvtransfer.events import FetchOrder
 from pdserve_kvtransfer.head_map import heads_of
 from pdserve_kvtransfer.outbox import Outbox
@@ -39,6 +39,8 @@ class Station:
     counters: TransferStats
     load: Callable[[], PrefillLoad]
     """Of a prefill engine, as it has said last."""
+    max_prompt_tokens: int
+    """That a prefill engine takes; 0 if nobody is told."""
 
     @property
     def lease_s(self) -> float:
@@ -84,6 +86,7 @@ class GiveFirstToken:
 class FailPush:
     transfer_id: TransferId
     reason: str
+    cause: FailureCause
 
 
 Command: TypeAlias = Fetch | CancelFetch | Push | GiveFirstToken | FailPush

@@ -19,7 +19,7 @@ from pdserve.wire.discovery import Role
 from pdserve.wire.frame import Purpose, Sealer
 from pdserve.wire.ids import TransferId
 from pdserve.wire.sampling import SampledToken
-from pdserve.wire.transfer import UNKNOWN_LOAD, EngineSpec, PrefillLoad
+from pdserve.wire.transfer import UNKNOWN_LOAD, EngineSpec, FailureCause, PrefillLoad
 from pdserve_kvtransfer.control import is_loopback
 from pdserve_kvtransfer.decode import DecodeSide
 from pdserve_kvtransfer.events import FetchOrder, TransferEvent, TransferThreadDied
@@ -56,6 +56,7 @@ class TransferThread:
     ``ranks`` are the addresses of this node's other ranks' ``RankThread``s, in rank order.
     Raises ValueError if ``region`` and ``spec`` contradict each other.
     ``transport`` makes the transport, inside the thread; UCX as configured if None.
+    ``max_prompt_tokens`` is what decode engines are told of a prefill engine; nothing if 0.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class TransferThread:
         ranks: tuple[str, ...] = (),
         wake: Callable[[], None],
         transport: Callable[[], Transport] | None = None,
+        max_prompt_tokens: int = 0,
     ) -> None:
         if region.block_bytes % len(heads_of(0, spec.tp_size, spec.kv_heads)):
             raise ValueError(f"a block of {region.block_bytes} bytes is not a whole number of KV heads")
@@ -80,6 +82,7 @@ class TransferThread:
         self._region = region
         self._config = config
         self._ranks = ranks
+        self._max_prompt_tokens = max_prompt_tokens
         self._wake = wake
         self._make_transport = transport or (lambda: configured_ucx(config))
         self._outbox = Outbox()
@@ -136,9 +139,9 @@ class TransferThread:
         """Ignored if the push is over."""
         self._command(GiveFirstToken(transfer_id, tokens, cached_tokens, load))
 
-    def fail_push(self, transfer_id: TransferId, reason: str) -> None:
+    def fail_push(self, transfer_id: TransferId, reason: str, cause: FailureCause = FailureCause.NODE) -> None:
         """Refuse or give up; ``PushEnded`` follows, without ``PushCancelled``. Ignored if the push is over."""
-        self._command(FailPush(transfer_id, reason))
+        self._command(FailPush(transfer_id, reason, cause))
 
     def tell_load(self, load: PrefillLoad) -> None:
         """How this prefill engine is from now on; decode engines hear it with their next heartbeat."""
@@ -243,6 +246,7 @@ class TransferThread:
             outbox=self._outbox,
             counters=self._counters,
             load=lambda: self._load,
+            max_prompt_tokens=self._max_prompt_tokens,
         )
         return PrefillSide(station) if self._role is Role.PREFILL else DecodeSide(station)
 

@@ -107,7 +107,7 @@ def assemble(
         rate, config.transfer, config.scheduler, block_size, layout.block_bytes * tp.size / block_size
     )
     connector, control = open_connector(
-        config, spec, own.kv_cache, blocks, wake_up.set, prompts.misfit, followers, rate, choice, shared
+        config, spec, own.kv_cache, blocks, wake_up.set, prompts, followers, rate, choice, shared
     )
     loop = StepLoop(
         api=api,

@@ -29,6 +29,7 @@ from pdserve.engine.step_runner import AheadRunner, StepRunner
 from pdserve.engine.stop_rule import StopRule
 from pdserve.engine.wake_up import WakeUp
 from pdserve.wire.engine import Abort, EngineStats, FinishReason, PrefillSource, Shutdown, Stats, Submit
+from pdserve.wire.transfer import FailureCause
 
 STATS_INTERVAL_S = 0.25
 
@@ -151,7 +152,7 @@ class StepLoop:
 
     def _expire(self, now: float) -> None:
         for request in self._scheduler.expired(now):
-            self._connector.give_up(request, "deadline passed")
+            self._connector.give_up(request, "deadline passed", FailureCause.DEADLINE)
             self._scheduler.finish(request, FinishReason.DEADLINE)
 
     def _launch(self, now: float) -> Flight | None:
@@ -177,7 +178,7 @@ class StepLoop:
         now = time.monotonic()
         self._rate.step(flight.plan.num_prompt_tokens, flight.plan.num_decoding, now - began, now)
         for request in self._scheduler.advance(flight.plan, choices, now):
-            self._connector.give_up(request, NOT_FINITE)
+            self._connector.give_up(request, NOT_FINITE, FailureCause.PROMPT)
             self._blocks.taint(request.block_table)
             self._scheduler.finish(request, FinishReason.ERROR, NOT_FINITE)
         self._connector.stepped(self._scheduler, flight.plan)

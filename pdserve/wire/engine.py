@@ -88,6 +88,8 @@ class PrefillReason(enum.Enum):
     """Nothing was known of the prefill node, or nothing new."""
     FAILED = "failed"
     """Its last prompt came to nothing."""
+    UNFIT = "unfit"
+    """The prefill node cannot take a prompt of that length."""
     SETTING = "setting"
     """``--disaggregation`` says so."""
 

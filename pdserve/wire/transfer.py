@@ -27,6 +27,7 @@ Every transfer ends with exactly one of ``Done``, ``Failed`` or ``Cancel``.
 
 from __future__ import annotations
 
+import enum
 from typing import Annotated, TypeAlias
 
 import msgspec
@@ -65,11 +66,15 @@ class Hello(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="
     """``LinkAddress`` of each TP rank, in rank order."""
 
 
-class Welcome(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="welcome"):
+class Welcome(
+    msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, tag_field="kind", tag="welcome"
+):
     boot_id: BootId
     spec: EngineSpec
     rank_addresses: list[Annotated[bytes, msgspec.Meta(max_length=65_536)]]
     """As in ``Hello``: with an endpoint of its own, the receiver can end receives whose sender is gone."""
+    max_prompt_tokens: Annotated[int, msgspec.Meta(ge=0)] = 0
+    """Longer prompts are refused; 0 where it does not say."""
 
 
 class Refused(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="refused"):
@@ -148,9 +153,27 @@ class Cancel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field=
     transfer_id: TransferId
 
 
-class Failed(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="failed"):
+class FailureCause(enum.Enum):
+    """Of what a failed transfer says something."""
+
+    NODE = "node"
+    """Of the prefill engine: it could not go on."""
+    PROMPT = "prompt"
+    """Of this prompt, which the prefill engine cannot compute. It can compute others."""
+    LOAD = "load"
+    """Of how much the prefill engine has to do."""
+    DEADLINE = "deadline"
+    """The prompt was not computed in its time."""
+
+
+class Failed(
+    msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, tag_field="kind", tag="failed"
+):
     transfer_id: TransferId
     reason: Annotated[str, msgspec.Meta(max_length=2_000)]
+    cause: FailureCause = FailureCause.NODE
+    load: PrefillLoad = UNKNOWN_LOAD
+    """Now, where the cause is the load."""
 
 
 class Ping(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="ping"):

@@ -29,6 +29,7 @@ from pdserve.engine.kv_connector.push_schedule import PushSchedule
 from pdserve.engine.kv_connector.pushing import Pushing
 from pdserve.engine.outbox import Outbox
 from pdserve.engine.plan import Plan
+from pdserve.engine.prompt_rule import PromptRule
 from pdserve.engine.request import Request, Status
 from pdserve.engine.scheduler import Scheduler
 from pdserve.engine.stop_rule import StopRule
@@ -39,7 +40,7 @@ from pdserve.wire.engine import FinishReason, PrefillSource
 from pdserve.wire.ids import TransferId, new_id
 from pdserve.wire.sampling import SampledToken, SamplingParams
 from pdserve.wire.ticket import PrefillTarget
-from pdserve.wire.transfer import UNKNOWN_LOAD, EngineSpec, PrefillLoad
+from pdserve.wire.transfer import UNKNOWN_LOAD, EngineSpec, FailureCause, PrefillLoad
 from pdserve_kvtransfer.events import (
     BlocksReleased,
     FetchCancelled,
@@ -74,6 +75,7 @@ class ScriptedThread:
         self.loads: list[PrefillLoad] = []
         self.told = UNKNOWN_LOAD
         self.failed: list[str] = []
+        self.causes: list[FailureCause] = []
         self.pending: list[TransferEvent] = []
 
     def fetch(self, order: FetchOrder) -> None:
@@ -95,8 +97,9 @@ class ScriptedThread:
     def tell_load(self, load: PrefillLoad) -> None:
         self.told = load
 
-    def fail_push(self, transfer_id: TransferId, reason: str) -> None:
+    def fail_push(self, transfer_id: TransferId, reason: str, cause: FailureCause) -> None:
         self.failed.append(reason)
+        self.causes.append(cause)
 
     def events(self) -> list[TransferEvent]:
         pending, self.pending = self.pending, []
@@ -449,7 +452,7 @@ def test_cached_blocks_are_pushed_before_the_rest_is_computed() -> None:
 def test_a_prompt_that_does_not_fit_is_refused() -> None:
     bench, order = Bench(Role.PREFILL), wanted(prompt=41)
     bench.report(order)
-    assert bench.thread.failed == ["too long"]
+    assert (bench.thread.failed, bench.thread.causes) == (["too long"], [FailureCause.PROMPT])
     bench.report(PushEnded(order.transfer_id, PushOutcome.FAILED))
     assert bench.all_free
 
@@ -460,6 +463,8 @@ def test_a_full_queue_refuses_more() -> None:
     bench.report(*orders)
     assert bench.scheduler.num_waiting == 3
     assert bench.thread.failed == ["overloaded: 3 prompts are waiting"]
+    assert bench.thread.causes == [FailureCause.LOAD]
+    assert bench.thread.told.queued_tokens == 30, "which goes with the refusal"
 
 
 def test_waiting_prompts_survive_while_an_ended_one_still_holds_its_blocks() -> None:
@@ -479,9 +484,9 @@ def test_a_prefill_node_gives_up_at_the_deadline() -> None:
     bench.report(order)
     bench.step()
     (request,) = bench.scheduler.expired(1000.0)
-    bench.connector.give_up(request, "deadline passed")
+    bench.connector.give_up(request, "deadline passed", FailureCause.DEADLINE)
     bench.scheduler.finish(request, FinishReason.DEADLINE)
-    assert bench.thread.failed == ["deadline passed"]
+    assert (bench.thread.failed, bench.thread.causes) == (["deadline passed"], [FailureCause.DEADLINE])
     assert bench.outbox.take() is None
     bench.report(PushEnded(order.transfer_id, PushOutcome.FAILED))
     assert bench.all_free
@@ -512,7 +517,7 @@ def test_each_role_has_its_own_connector(role: Role, kind: type) -> None:
         torch.zeros(2, 1, 1, 2, 4, 2),
         blocks,
         lambda: None,
-        lambda ids: None,
+        PromptRule(10, 10),
         None,
         PrefillRate(),
         prefill_choice(4),

@@ -154,7 +154,7 @@ def test_a_fetch_whose_time_passed_while_it_waited_fails() -> None:
     events = desk.heard(FetchCancelled(first.transfer_id, ()))
     assert [type(event) for event in events] == [FetchCancelled, FetchFailed]
     assert isinstance(events[1], FetchFailed)
-    assert (events[1].transfer_id, events[1].kind) == (late.transfer_id, FailureKind.DEADLINE)
+    assert (events[1].transfer_id, events[1].kind) == (late.transfer_id, FailureKind.OVERLOADED)
     assert desk.thread.fetched[-1].transfer_id == third.transfer_id
     assert desk.slots.num_free == SLOTS - 2
 

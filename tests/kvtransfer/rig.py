@@ -68,6 +68,7 @@ class Engine:
     boot_id: bytes = field(default_factory=new_id)
     transport: Callable[[], Transport] | None = None
     ranks: tuple[str, ...] = ()
+    max_prompt_tokens: int = 0
     shares: ClassVar[bool] = True
     """Whether decode engines may map the memory of prefill engines; ``mapped_or_not`` changes it."""
 
@@ -89,6 +90,7 @@ class Engine:
             ranks=self.ranks,
             wake=self._woken.set,
             transport=self.transport or partial(configured_ucx, self.config, compiled_mover()),
+            max_prompt_tokens=self.max_prompt_tokens,
         )
         self.address = self.thread.start()
 

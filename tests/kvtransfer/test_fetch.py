@@ -111,7 +111,7 @@ def test_a_failure_counts_leading_blocks_and_quarantines_what_any_rank_still_wri
     land(fetch, 2, 4, rank=1)
     assert fetch.on_failed(Failed(TRANSFER, "why")) == [Forget(LINK, TAG)]
     assert fetch.forgotten(0, (9,)) == []
-    assert fetch.forgotten(1, (4, 9)) == [FetchFailed(TRANSFER, "why", 1, (9, 4), FailureKind.REFUSED)]
+    assert fetch.forgotten(1, (4, 9)) == [FetchFailed(TRANSFER, "why", 1, (9, 4), FailureKind.FAILED)]
     assert fetch.released(1, (9,)) == []
     assert fetch.released(0, (9,)) == [BlocksReleased((9,))]
     assert fetch.released(1, (4,)) == [BlocksReleased((4,))]

@@ -9,7 +9,7 @@ import pytest
 
 from pdserve.wire.discovery import Role
 from pdserve.wire.sampling import SampledToken
-from pdserve.wire.transfer import Hello, PrefillLoad, PrefillRequest, Welcome
+from pdserve.wire.transfer import FailureCause, Hello, PrefillLoad, PrefillRequest, Welcome
 from pdserve_kvtransfer.events import (
     FailureKind,
     FetchCancelled,
@@ -17,6 +17,7 @@ from pdserve_kvtransfer.events import (
     FetchLanded,
     FirstTokenArrived,
     LoadHeard,
+    PrefillNodeMet,
     PushCancelled,
     PushEnded,
     PushOutcome,
@@ -152,15 +153,35 @@ def test_a_wrong_secret_never_shakes_hands() -> None:
         assert rig.prefill.quiet()
 
 
-def test_fail_push_fails_the_fetch_with_its_reason() -> None:
+@pytest.mark.parametrize(
+    ("cause", "kind"),
+    [
+        (FailureCause.NODE, FailureKind.FAILED),
+        (FailureCause.PROMPT, FailureKind.REFUSED),
+        (FailureCause.LOAD, FailureKind.OVERLOADED),
+        (FailureCause.DEADLINE, FailureKind.DEADLINE),
+    ],
+)
+def test_fail_push_fails_the_fetch_with_its_reason(cause: FailureCause, kind: FailureKind) -> None:
     with pair() as rig:
         transfer = rig.fetch((0, 1))
         rig.prefill.next(PushWanted)
-        rig.prefill.thread.fail_push(transfer, "the queue is full")
+        rig.prefill.thread.tell_load(PrefillLoad(700, 1500.0))
+        rig.prefill.thread.fail_push(transfer, "the queue is full", cause)
+        if cause is FailureCause.LOAD:
+            assert rig.decode.next(LoadHeard).load == PrefillLoad(700, 1500.0)
         failed = rig.decode.next(FetchFailed)
-        assert (failed.reason, failed.kind) == ("the queue is full", FailureKind.REFUSED)
+        assert (failed.reason, failed.kind) == ("the queue is full", kind)
         assert rig.prefill.next(PushEnded) == PushEnded(transfer, PushOutcome.FAILED)
-        assert rig.decode.thread.stats().failures == {FailureKind.REFUSED: 1}
+        assert rig.decode.thread.stats().failures == {kind: 1}
+        assert rig.prefill.thread.stats().failures == {kind: 1}
+
+
+def test_a_prefill_engine_says_which_prompts_it_takes() -> None:
+    with engine(Role.PREFILL, max_prompt_tokens=127) as prefill, engine(Role.DECODE) as decode:
+        rig = Pair(prefill, decode)
+        rig.fetch((0, 1))
+        assert decode.next(PrefillNodeMet) == PrefillNodeMet(prefill.boot_id, 127)
 
 
 def test_landed_counts_leading_blocks_only() -> None:
@@ -192,7 +213,7 @@ def test_blocks_that_were_not_asked_for_fail_the_transfer() -> None:
         transfer = rig.fetch((0, 1))
         rig.prefill.next(PushWanted)
         rig.prefill.thread.push(transfer, 1, (0, 1))
-        assert rig.decode.next(FetchFailed).kind is FailureKind.REFUSED
+        assert rig.decode.next(FetchFailed).kind is FailureKind.FAILED
         rig.prefill.next(PushCancelled)
         assert rig.prefill.next(PushEnded).outcome is PushOutcome.FAILED
 

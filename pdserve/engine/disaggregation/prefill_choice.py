@@ -61,9 +61,11 @@ class PrefillChoice:
             return Decision(PrefillSource.LOCAL, PrefillReason.SETTING)
         if prompt.missing_tokens <= self._block_size:
             return Decision(PrefillSource.LOCAL, PrefillReason.SHORT)
+        node = self._nodes.get(target.boot_id)
+        if node is not None and 0 < node.max_prompt_tokens < prompt.missing_tokens + prompt.cached_tokens:
+            return Decision(PrefillSource.LOCAL, PrefillReason.UNFIT)
         if self._mode is Disaggregation.ALWAYS:
             return Decision(PrefillSource.REMOTE, PrefillReason.SETTING)
-        node = self._nodes.get(target.boot_id)
         if node is None or node.due(now):
             return Decision(PrefillSource.REMOTE, PrefillReason.PROBE)
         if node.failing:
@@ -104,6 +106,12 @@ class PrefillChoice:
         expected_s = remote_cost(Prompt(tokens, cached_tokens, 0, 0), there, self._max_step_tokens)
         node.ordered(order, tokens, cached_tokens, expected_s, tokens / self._rate.tokens_per_s, now)
         return node
+
+    def met(self, boot_id: BootId, max_prompt_tokens: int) -> None:
+        """A prefill node has said which prompts it takes."""
+        node = self._nodes.get(boot_id)
+        if node is not None:
+            node.max_prompt_tokens = max_prompt_tokens
 
     def heard(self, boot_id: BootId, load: PrefillLoad, now: float) -> None:
         """A prefill node has said how it is."""

@@ -18,6 +18,8 @@ _PRIOR_OVERHEAD_S = 0.003
 _PRIOR_BYTES_PER_S = 1e9
 _PRIOR_CACHED_SHARE = 0.5
 _WEIGHT = 0.25
+_SLOW = 2.0
+"""Times what was expected: who has had so long and is not done is slow."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +39,9 @@ class PrefillNode:
     def __init__(self, name: str) -> None:
         self.name = name
         self.failing = False
-        """Its last order came to nothing."""
+        """Its last order came to nothing, by its own fault."""
+        self.max_prompt_tokens = 0
+        """As the node itself has said; 0 before it has."""
         self.overhead_s = _PRIOR_OVERHEAD_S
         self._cached_share = _PRIOR_CACHED_SHARE
         self._tokens_per_s: float | None = None
@@ -136,8 +140,16 @@ class PrefillNode:
         self.failing = True
         self._probe_again(False, now)
 
+    def timed_out(self, order: Hashable, now: float) -> None:
+        """It did not deliver in time: a failure unless that time was short for what it was expected to take."""
+        given = self._orders.get(order)
+        if given is None or now - given.at > _SLOW * given.expected_s:
+            self.failed(order, now)
+        else:
+            self.withdrawn(order)
+
     def withdrawn(self, order: Hashable) -> None:
-        """This node wants it no more."""
+        """Nobody wants it any more, or nobody could have done it: that says nothing of the node."""
         self._orders.pop(order, None)
 
     def _probe_again(self, good: bool, now: float) -> None:

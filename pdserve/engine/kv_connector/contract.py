@@ -7,6 +7,7 @@ from typing import Protocol
 from pdserve.engine.plan import Plan
 from pdserve.engine.request import Request
 from pdserve.engine.scheduler import Scheduler
+from pdserve.wire.transfer import FailureCause
 from pdserve_kvtransfer.stats import TransferStats
 
 CLOSE_TIMEOUT_S = 5.0
@@ -24,8 +25,8 @@ class KvConnector(Protocol):
     def stepped(self, scheduler: Scheduler, plan: Plan) -> None:
         """A plan was computed: pass on what became final."""
 
-    def give_up(self, request: Request, reason: str) -> None:
-        """The request is about to be ended by this node's own decision."""
+    def give_up(self, request: Request, reason: str, cause: FailureCause) -> None:
+        """The request is about to be ended by this node's own decision; ``cause`` is what a decode node is told."""
 
     def release(self, request: Request) -> None:
         """Take a request's blocks."""

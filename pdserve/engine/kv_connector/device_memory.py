@@ -12,7 +12,7 @@ from pdserve.config import Switch, TransferConfig, UcxCalls
 from pdserve.engine.kv_connector.transfers import Pushes
 from pdserve.wire.ids import TransferId
 from pdserve.wire.sampling import SampledToken
-from pdserve.wire.transfer import PrefillLoad
+from pdserve.wire.transfer import FailureCause, PrefillLoad
 from pdserve_kvtransfer.events import TransferEvent
 from pdserve_kvtransfer.mover_choice import chosen_mover
 from pdserve_kvtransfer.stats import TransferStats
@@ -61,8 +61,8 @@ class DevicePushes:
     def tell_load(self, load: PrefillLoad) -> None:
         self._pushes.tell_load(load)
 
-    def fail_push(self, transfer_id: TransferId, reason: str) -> None:
-        self._pushes.fail_push(transfer_id, reason)
+    def fail_push(self, transfer_id: TransferId, reason: str, cause: FailureCause) -> None:
+        self._pushes.fail_push(transfer_id, reason, cause)
 
     def events(self) -> list[TransferEvent]:
         return self._pushes.events()

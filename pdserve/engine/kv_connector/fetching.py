@@ -17,14 +17,17 @@ from pdserve.errors import EngineError
 from pdserve.wire.engine import PrefillSource
 from pdserve.wire.ids import TransferId
 from pdserve.wire.sampling import SampledToken
+from pdserve.wire.transfer import FailureCause
 from pdserve_kvtransfer.events import (
     BlocksReleased,
+    FailureKind,
     FetchCancelled,
     FetchFailed,
     FetchLanded,
     FetchOrder,
     FirstTokenArrived,
     LoadHeard,
+    PrefillNodeMet,
     TransferThreadDied,
 )
 from pdserve_kvtransfer.stats import TransferStats
@@ -93,6 +96,8 @@ class Fetching:
                         fetch.request.cached_tokens = cached_tokens
                         fetch.request.prefill_source = PrefillSource.REMOTE
                         self._accept(scheduler, fetch, tokens, now)
+                case PrefillNodeMet(boot_id, max_prompt_tokens):
+                    self._choice.met(boot_id, max_prompt_tokens)
                 case LoadHeard(boot_id, load):
                     self._choice.heard(boot_id, load, now)
                 case FetchLanded(transfer, tail_s=tail_s, tail_bytes=tail_bytes):
@@ -102,11 +107,11 @@ class Fetching:
                     else:
                         landed.node.landed(tail_bytes, tail_s)
                         self._landed(scheduler, landed.request, tail_s)
-                case FetchFailed(transfer, _, landed_blocks, quarantined):
+                case FetchFailed(transfer, _, landed_blocks, quarantined, kind):
                     self._blocks.quarantine(quarantined)
                     failed = self._fetching.pop(transfer, None)
                     if failed is not None:
-                        failed.node.failed(transfer, now)
+                        self._judge(failed, transfer, kind, now)
                         self._retry(scheduler, failed.request, landed_blocks, quarantined)
                     else:
                         self._finish_ending(transfer)
@@ -127,6 +132,16 @@ class Fetching:
             if not request.ended and request.num_generated_tokens == 0:
                 scheduler.accept_token(request, token, now)
 
+    def _judge(self, fetch: _Fetch, transfer: TransferId, kind: FailureKind, now: float) -> None:
+        """What a failure says of the prefill node. A prompt that nobody could have moved says nothing."""
+        out_of_time = kind is FailureKind.DEADLINE and now >= fetch.request.deadline
+        if out_of_time or kind in (FailureKind.REFUSED, FailureKind.OVERLOADED, FailureKind.CLOSED):
+            fetch.node.withdrawn(transfer)
+        elif kind is FailureKind.DEADLINE:
+            fetch.node.timed_out(transfer, now)
+        else:
+            fetch.node.failed(transfer, now)
+
     def _landed(self, scheduler: Scheduler, request: Request, tail_s: float) -> None:
         request.transfer = None
         request.prefill_source = PrefillSource.REMOTE
@@ -146,7 +161,7 @@ class Fetching:
     def stepped(self, scheduler: Scheduler, plan: Plan) -> None:
         pass
 
-    def give_up(self, request: Request, reason: str) -> None:
+    def give_up(self, request: Request, reason: str, cause: FailureCause) -> None:
         pass
 
     def release(self, request: Request) -> None:

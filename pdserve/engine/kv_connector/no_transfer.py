@@ -7,6 +7,7 @@ from pdserve.engine.plan import Plan
 from pdserve.engine.request import Request
 from pdserve.engine.scheduler import Scheduler
 from pdserve.errors import EngineError
+from pdserve.wire.transfer import FailureCause
 from pdserve_kvtransfer.stats import TransferStats
 
 
@@ -26,7 +27,7 @@ class NoTransfer:
     def stepped(self, scheduler: Scheduler, plan: Plan) -> None:
         pass
 
-    def give_up(self, request: Request, reason: str) -> None:
+    def give_up(self, request: Request, reason: str, cause: FailureCause) -> None:
         pass
 
     def release(self, request: Request) -> None:

@@ -28,6 +28,7 @@ from pdserve.engine.kv_connector.staged_pushes import Sending, StagedPushes
 from pdserve.engine.kv_connector.staging_memory import staging_memory
 from pdserve.engine.kv_connector.staging_slots import StagingSlots
 from pdserve.engine.kv_connector.transfers import Pushes
+from pdserve.engine.prompt_rule import PromptRule
 from pdserve.wire.discovery import Role
 from pdserve.wire.ids import TransferId
 from pdserve.wire.transfer import EngineSpec
@@ -41,7 +42,7 @@ def open_connector(
     kv_cache: torch.Tensor,
     blocks: BlockManager,
     wake: Callable[[], None],
-    misfit: Callable[[list[int]], str | None],
+    prompts: PromptRule,
     followers: Followers | None,
     rate: PrefillRate,
     choice: PrefillChoice,
@@ -68,6 +69,7 @@ def open_connector(
         ranks=() if followers is None else followers.transfer_addresses,
         wake=wake,
         transport=transport_for(config.transfer, Path(config.cache_dir), moved.device),
+        max_prompt_tokens=prompts.max_prompt_tokens,
     )
     control = thread.start()
     copying = None if memory is None else _Copying(kv_cache, memory, wake, followers)
@@ -76,7 +78,7 @@ def open_connector(
         if moved.device.type == "cuda":
             pushes = DevicePushes(pushes, partial(torch.cuda.synchronize, moved.device))
         schedule = PushSchedule(config.transfer.overlap)
-        return Pushing(blocks, pushes, misfit, config.scheduler.max_waiting, schedule, rate), control
+        return Pushing(blocks, pushes, prompts.misfit, config.scheduler.max_waiting, schedule, rate), control
     fetches = thread if copying is None else copying.fetches(thread)
     return Fetching(blocks, fetches, config.transfer, config.boot_id, choice), control
 

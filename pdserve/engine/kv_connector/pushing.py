@@ -14,7 +14,7 @@ from pdserve.engine.request import Request, Status
 from pdserve.engine.scheduler import Scheduler
 from pdserve.errors import EngineError
 from pdserve.wire.ids import TransferId
-from pdserve.wire.transfer import PrefillLoad
+from pdserve.wire.transfer import FailureCause, PrefillLoad
 from pdserve_kvtransfer.events import PushCancelled, PushEnded, PushWanted, TransferThreadDied
 from pdserve_kvtransfer.stats import TransferStats
 
@@ -62,12 +62,14 @@ class Pushing:
         self._thread.tell_load(self._load(scheduler))
 
     def _accept(self, order: PushWanted, scheduler: Scheduler, now: float) -> None:
-        refusal = self._misfit(order.token_ids)
-        if refusal is None and scheduler.num_waiting >= self._max_waiting:
-            refusal = f"overloaded: {scheduler.num_waiting} prompts are waiting"
-        if refusal is not None:
-            self._ending[order.transfer_id] = []
-            self._thread.fail_push(order.transfer_id, refusal)
+        misfit = self._misfit(order.token_ids)
+        if misfit is not None:
+            self._refuse(order, misfit, FailureCause.PROMPT)
+            return
+        if scheduler.num_waiting >= self._max_waiting:
+            # What decode nodes are told of the load goes out with the refusal.
+            self._thread.tell_load(self._load(scheduler))
+            self._refuse(order, f"overloaded: {scheduler.num_waiting} prompts are waiting", FailureCause.LOAD)
             return
         request = Request(
             uuid=order.transfer_id.request,
@@ -84,6 +86,10 @@ class Pushing:
             request.add_sibling(seed)
         self._pushing[order.transfer_id] = request
         scheduler.add(request)
+
+    def _refuse(self, order: PushWanted, reason: str, cause: FailureCause) -> None:
+        self._ending[order.transfer_id] = []
+        self._thread.fail_push(order.transfer_id, reason, cause)
 
     def _ended(self, scheduler: Scheduler, transfer: TransferId) -> None:
         request = self._pushing.pop(transfer, None)
@@ -129,9 +135,9 @@ class Pushing:
             self._thread.push(request.transfer, first, tuple(request.block_table[first:final]))
             request.pushed_blocks = final
 
-    def give_up(self, request: Request, reason: str) -> None:
+    def give_up(self, request: Request, reason: str, cause: FailureCause) -> None:
         if request.transfer is not None:
-            self._thread.fail_push(request.transfer, reason)
+            self._thread.fail_push(request.transfer, reason, cause)
 
     def release(self, request: Request) -> None:
         if request.transfer is None:

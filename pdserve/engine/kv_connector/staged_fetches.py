@@ -133,7 +133,7 @@ class StagedFetches:
                 self._thread.fetch(dataclasses.replace(fetch.order, block_ids=slots, deadline_s=left_s))
             else:
                 reason = "deadline: there was no host memory to receive it in"
-                self._end(transfer, FetchFailed(transfer, reason, 0, (), FailureKind.DEADLINE))
+                self._end(transfer, FetchFailed(transfer, reason, 0, (), FailureKind.OVERLOADED))
 
     def _take_in(self, transfer: TransferId, end: TransferEvent, landed: int) -> None:
         """The leading blocks that landed go to the cache; then the connector hears of the end."""

@@ -12,7 +12,7 @@ from pdserve.engine.kv_connector.staging_slots import StagingSlots
 from pdserve.engine.kv_connector.transfers import Pushes
 from pdserve.wire.ids import TransferId
 from pdserve.wire.sampling import SampledToken
-from pdserve.wire.transfer import PrefillLoad
+from pdserve.wire.transfer import FailureCause, PrefillLoad
 from pdserve_kvtransfer.events import PushCancelled, PushEnded, PushWanted, TransferEvent, TransferThreadDied
 from pdserve_kvtransfer.stats import TransferStats
 
@@ -64,8 +64,8 @@ class StagedPushes:
     def tell_load(self, load: PrefillLoad) -> None:
         self._thread.tell_load(load)
 
-    def fail_push(self, transfer_id: TransferId, reason: str) -> None:
-        self._thread.fail_push(transfer_id, reason)
+    def fail_push(self, transfer_id: TransferId, reason: str, cause: FailureCause) -> None:
+        self._thread.fail_push(transfer_id, reason, cause)
 
     def events(self) -> list[TransferEvent]:
         for event in self._thread.events():
@@ -99,7 +99,7 @@ class StagedPushes:
         count = -(-len(wanted.token_ids) // self._block_size) - wanted.first_block
         misfit = self._slots.misfit(count)
         if misfit is not None:
-            self._thread.fail_push(wanted.transfer_id, misfit)
+            self._thread.fail_push(wanted.transfer_id, misfit, FailureCause.PROMPT)
             return
         self._pushes[wanted.transfer_id] = _Push(wanted)
         self._slots.ask(wanted.transfer_id, count)

@@ -6,7 +6,7 @@ from typing import Protocol
 
 from pdserve.wire.ids import TransferId
 from pdserve.wire.sampling import SampledToken
-from pdserve.wire.transfer import PrefillLoad
+from pdserve.wire.transfer import FailureCause, PrefillLoad
 from pdserve_kvtransfer.events import FetchOrder, TransferEvent
 from pdserve_kvtransfer.stats import TransferStats
 
@@ -40,4 +40,4 @@ class Pushes(Transfers, Protocol):
 
     def tell_load(self, load: PrefillLoad) -> None: ...
 
-    def fail_push(self, transfer_id: TransferId, reason: str) -> None: ...
+    def fail_push(self, transfer_id: TransferId, reason: str, cause: FailureCause) -> None: ...

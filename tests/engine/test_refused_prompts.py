@@ -1,0 +1,142 @@
+"""What a prompt that cannot be transferred does to the others: nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from pdserve.config import Disaggregation, SchedulerConfig, TransferConfig
+from pdserve.engine.block_manager import BlockManager
+from pdserve.engine.disaggregation.prefill_choice import Decision
+from pdserve.engine.disaggregation.prefill_cost import Prompt
+from pdserve.engine.disaggregation.prefill_rate import PrefillRate
+from pdserve.engine.kv_connector.fetching import Fetching
+from pdserve.engine.outbox import Outbox
+from pdserve.engine.request import Request
+from pdserve.engine.scheduler import Scheduler
+from pdserve.engine.stop_rule import StopRule
+from pdserve.wire.engine import PrefillReason, PrefillSource
+from pdserve.wire.ids import new_id
+from pdserve.wire.sampling import SamplingParams
+from pdserve.wire.ticket import PrefillTarget
+from pdserve.wire.transfer import PrefillLoad
+from pdserve_kvtransfer.events import FailureKind, FetchFailed, LoadHeard, PrefillNodeMet, TransferEvent
+from tests.engine.prefill_choices import prefill_choice
+from tests.engine.test_kv_connector import ScriptedThread
+
+BLOCK_SIZE, BOOT = 4, new_id()
+TARGET = PrefillTarget("p0", "tcp://127.0.0.1:1", new_id())
+OTHERS = Prompt(missing_tokens=256, cached_tokens=0, queued_tokens=0, streams=4)
+"""A prompt that belongs on a prefill node: streams run here."""
+TIMEOUT_S = 30.0
+
+
+class Node:
+    """A decode node that has measured itself and its prefill node, by a clock that a test sets."""
+
+    def __init__(self, mode: Disaggregation = Disaggregation.AUTO) -> None:
+        rate = PrefillRate()
+        rate.step(256, 0, 0.128, 0.0)
+        self.now = 1.0
+        self.choice = prefill_choice(BLOCK_SIZE, mode, rate)
+        self.choice.ordered(TARGET, "first", 256, 0, 0.0).answered("first", 0, PrefillLoad(0, 4000.0), 0.1)
+        self.thread = ScriptedThread()
+        thread: Any = self.thread
+        blocks = BlockManager(1024, BLOCK_SIZE)
+        self.connector = Fetching(blocks, thread, TransferConfig(), BOOT, self.choice)
+        config = SchedulerConfig(max_running=8, max_step_tokens=256)
+        stop = StopRule(frozenset({2}), 4096)
+        self.scheduler = Scheduler(blocks, config, stop, Outbox(), self.connector.release, self.choice)
+
+    def add(self, tokens: int = 256, deadline_s: float = 600.0) -> Request:
+        request = Request(
+            uuid=new_id(),
+            token_ids=[7] * tokens,
+            num_prompt_tokens=tokens,
+            sampling=SamplingParams(max_tokens=5, seed=1),
+            arrived=self.now,
+            deadline=self.now + deadline_s,
+            client=len(self.thread.fetched),
+            targets=(TARGET,),
+        )
+        self.scheduler.add(request)
+        self.connector.start(self.scheduler.schedule(self.now), self.now)
+        return request
+
+    def hears(self, *events: TransferEvent) -> None:
+        self.thread.pending += events
+        self.connector.poll(self.scheduler, self.now)
+
+    def fails(self, kind: FailureKind, after_s: float = 0.01, deadline_s: float = 600.0) -> None:
+        """The next prompt is ordered there, and comes back."""
+        self.add(deadline_s=deadline_s)
+        self.now += after_s
+        self.hears(FetchFailed(self.thread.fetched[-1].transfer_id, "no", 0, (), kind))
+
+    @property
+    def decision(self) -> Decision:
+        return self.choice.choose(OTHERS, TARGET, self.now)
+
+
+REMOTE = Decision(PrefillSource.REMOTE, PrefillReason.CHEAPER)
+FAILED = Decision(PrefillSource.LOCAL, PrefillReason.FAILED)
+UNFIT = Decision(PrefillSource.LOCAL, PrefillReason.UNFIT)
+
+
+@pytest.mark.parametrize(
+    ("kind", "decision"),
+    [
+        (FailureKind.REFUSED, REMOTE),
+        (FailureKind.OVERLOADED, REMOTE),
+        (FailureKind.CLOSED, REMOTE),
+        (FailureKind.FAILED, FAILED),
+        (FailureKind.PEER_LOST, FAILED),
+        (FailureKind.LEASE_EXPIRED, FAILED),
+        (FailureKind.MISFIT, FAILED),
+        (FailureKind.CORRUPT, FAILED),
+        (FailureKind.STALLED, FAILED),
+    ],
+)
+def test_only_what_a_failure_says_of_the_node_counts_against_it(kind: FailureKind, decision: Decision) -> None:
+    node = Node()
+    node.fails(kind)
+    assert node.decision == decision
+
+
+@pytest.mark.parametrize(
+    ("after_s", "deadline_s", "decision"), [(TIMEOUT_S, 600.0, FAILED), (0.02, 600.0, REMOTE), (5.0, 5.0, REMOTE)]
+)
+def test_a_deadline_counts_if_the_prompt_should_have_been_quick(
+    after_s: float, deadline_s: float, decision: Decision
+) -> None:
+    """Not if the time was too short for anybody, nor if it was the client's that ran out."""
+    node = Node()
+    node.fails(FailureKind.DEADLINE, after_s, deadline_s)
+    assert node.decision == decision
+
+
+def test_overloaded_is_load() -> None:
+    node = Node()
+    assert node.decision == REMOTE
+    node.add()
+    (order,) = node.thread.fetched
+    node.hears(
+        LoadHeard(TARGET.boot_id, PrefillLoad(40_000, 4000.0)),
+        FetchFailed(order.transfer_id, "overloaded", 0, (), FailureKind.OVERLOADED),
+    )
+    assert node.decision == Decision(PrefillSource.LOCAL, PrefillReason.CHEAPER)
+    node.now += 11.0
+    assert node.decision.remote
+
+
+@pytest.mark.parametrize("mode", [Disaggregation.AUTO, Disaggregation.ALWAYS])
+def test_a_prompt_that_the_node_cannot_take_is_not_ordered_there(mode: Disaggregation) -> None:
+    node = Node(mode)
+    node.hears(PrefillNodeMet(TARGET.boot_id, 1000))
+    assert node.choice.choose(Prompt(900, 100, 0, 4), TARGET, node.now).remote
+    assert node.choice.choose(Prompt(901, 100, 0, 4), TARGET, node.now) == UNFIT
+    node.add(1500)
+    assert node.thread.fetched == []
+    node.hears(PrefillNodeMet(new_id(), 10))
+    assert node.decision.remote, "another node's limit"
