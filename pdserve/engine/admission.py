@@ -13,9 +13,15 @@ from pdserve.engine.queues import Queues
 from pdserve.engine.request import Request, Status
 from pdserve.engine.request_blocks import RequestBlocks
 
+_LOOKS = 32
+"""At so many requests for which no fetch can be ordered now the search ends: it is made at every step."""
+
 
 class Admission:
     """In order of arrival, while there is a place and there are blocks for all of a request's known tokens.
+
+    A request whose prompt is being fetched has no place in the batch: as many as the batch holds may be on their way or
+    have landed and wait for a place, with their blocks. So a slow prefill node keeps nobody out that can run here.
 
     It cannot deadlock: idle blocks of the prefix cache are free, what waiting requests kept of failed fetches is taken
     back when nothing else runs, and a request that is longer than all blocks together is refused on arrival.
@@ -40,15 +46,18 @@ class Admission:
 
     @property
     def has_place(self) -> bool:
-        return self._queues.num_admitted < self._max_running
+        """In the batch."""
+        return len(self._queues.running) < self._max_running
 
     def admit(self, plan: Plan, budget: int, now: float) -> None:
         """Add to ``plan`` what is admitted, with at most ``budget`` tokens of work."""
         if self._static and self._queues.num_admitted:
             return
+        budget = self._admit_landed(plan, budget)
+        looks, fetches = _LOOKS, self._free_fetches()
         queued = self._queues.pending_prompt_tokens if self._queues.waiting else 0
         for request in list(self._queues.waiting):
-            if not self.has_place:
+            if not self.has_place or not looks:
                 return
             # A static batch takes whom it can get; a continuous one whom it can work on, or have worked on.
             idle = budget == 0 and not self._static
@@ -58,6 +67,9 @@ class Admission:
             decision = self._decide(request, found, queued, now)
             fetch = decision is not None and decision.remote
             if idle and not fetch:
+                continue
+            if fetch and not fetches:
+                looks -= 1
                 continue
             if not self._has_room(request, found):
                 return
@@ -69,6 +81,7 @@ class Admission:
             if fetch:
                 self._queues.move(request, Status.WAITING_FOR_REMOTE_KVS)
                 plan.fetches.append(request)
+                fetches -= 1
                 continue
             self._queues.move(request, Status.RUNNING)
             queued += request.num_pending_tokens
@@ -76,6 +89,25 @@ class Admission:
             if tokens:
                 plan.work.append(Work(request, tokens))
                 budget -= tokens
+
+    def _admit_landed(self, plan: Plan, budget: int) -> int:
+        """Those that have all but one of their tokens in their blocks decode on. Returns the budget left."""
+        if not self.has_place or not budget or not self._queues.waiting:
+            return budget
+        for request in [request for request in self._queues.waiting if _landed(request)]:
+            if self.has_place and budget and self._has_room(request, ()):
+                self._blocks.admit(request, ())
+                self._queues.move(request, Status.RUNNING)
+                plan.work.append(Work(request, 1))
+                budget -= 1
+        return budget
+
+    def _free_fetches(self) -> int:
+        """How many prompts may be ordered from prefill nodes beside those that are on their way or wait for a place."""
+        taken = len(self._queues.remote)
+        if taken < self._max_running:
+            taken += sum(_landed(request) for request in self._queues.waiting)
+        return max(0, self._max_running - taken)
 
     def strip_a_waiting(self, keep: Request) -> bool:
         """Take back what the last waiting request with blocks kept of a failed fetch. False if there is none."""
@@ -113,3 +145,8 @@ class Admission:
         while self._blocks.free_beside(found) < missing and self.strip_a_waiting(request):
             pass
         return self._blocks.free_beside(found) >= missing
+
+
+def _landed(request: Request) -> bool:
+    """Whether a waiting request needs nothing but a place: its prompt came from a prefill node."""
+    return bool(request.block_table) and request.num_generated_tokens > 0 and request.num_pending_tokens == 1

@@ -21,7 +21,7 @@ class Queues:
 
     @property
     def num_admitted(self) -> int:
-        """How many of the batch's places are taken."""
+        """Those in the batch, and those whose prompts are being fetched."""
         return len(self.running) + len(self.remote)
 
     @property

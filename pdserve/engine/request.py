@@ -1,7 +1,7 @@
 """One request inside the engine, and the states that it goes through.
 
     WAITING ─▶ WAITING_FOR_REMOTE_KVS ─▶ RUNNING ─▶ FINISHED    on a decode node
-    WAITING ◀─ WAITING_FOR_REMOTE_KVS                           the fetch failed
+    WAITING ◀─ WAITING_FOR_REMOTE_KVS                           the fetch failed, or there is no place for it yet
     WAITING ─▶ RUNNING ─▶ FINISHED                              prefilled where it is decoded
     WAITING ◀─ RUNNING                                          preempted: its blocks were needed
     WAITING ─▶ RUNNING ─▶ PUSHING ─▶ FINISHED                   on a prefill node

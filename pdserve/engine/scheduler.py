@@ -187,9 +187,9 @@ class Scheduler:
     # ------------------------------------------------------------ remote prefill
 
     def landed(self, request: Request) -> None:
-        """A fetched prompt is in the cache, and its first token is known: decode from the next step on."""
+        """A fetched prompt is in the cache, and its first token is known: decode once there is a place in the batch."""
         self._blocks.computed(request, request.num_prompt_tokens)
-        self._queues.move(request, Status.RUNNING)
+        self._queues.move(request, Status.RUNNING if self._admission.has_place else Status.WAITING)
         self._settle_siblings(request)
 
     def requeue(self, request: Request, computed_tokens: int) -> None:
