@@ -236,7 +236,8 @@ class TransferConfig:
     )
     prefill_timeout_ms: int = setting(
         "prefill-timeout-ms",
-        "time that a prefill node gets for one prompt before the decode node prefills itself",
+        "time that a prefill node gets for one prompt, beyond what its queue and the prompt's length need, "
+        "before the decode node prefills itself",
         30_000,
         minimum=1,
         maximum=3_600_000,

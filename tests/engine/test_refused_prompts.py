@@ -140,3 +140,33 @@ def test_a_prompt_that_the_node_cannot_take_is_not_ordered_there(mode: Disaggreg
     assert node.thread.fetched == []
     node.hears(PrefillNodeMet(new_id(), 10))
     assert node.decision.remote, "another node's limit"
+
+
+def test_the_time_that_a_prompt_gets_grows_with_it_and_with_the_queue_before_it() -> None:
+    def deadline_s(tokens: int, load: PrefillLoad | None = None, client_s: float = 600.0) -> float:
+        node = Node(Disaggregation.ALWAYS)
+        if load is not None:
+            node.hears(LoadHeard(TARGET.boot_id, load))
+        node.add(tokens, client_s)
+        return node.thread.fetched[-1].deadline_s
+
+    short, long = deadline_s(40), deadline_s(4000)
+    assert short == pytest.approx(TIMEOUT_S, abs=0.1)
+    assert long - short == pytest.approx(3960 / 4000, rel=0.2), "by the measured rate"
+    assert deadline_s(4000, PrefillLoad(0, 40.0)) == pytest.approx(TIMEOUT_S + 100, rel=0.05)
+    assert deadline_s(40, PrefillLoad(8000, 4000.0)) == pytest.approx(short + 2, rel=0.05)
+    assert deadline_s(4000, PrefillLoad(10**9, 1e-9)) == 600.0, "the client's own time is a bound"
+    assert deadline_s(40, client_s=5.0) == 5.0
+
+
+def test_a_prefill_node_of_which_nothing_is_known_gets_time_as_if_it_were_like_this_one() -> None:
+    node = Node(Disaggregation.ALWAYS)
+    stranger = PrefillTarget("p1", "tcp://127.0.0.1:2", new_id())
+    assert node.choice.needed_s(stranger, 4000, 0, node.now) == pytest.approx(4000 / 2000, rel=0.1)
+
+
+def test_a_node_that_is_late_gets_no_more_time_for_it() -> None:
+    node = Node()
+    before = node.choice.needed_s(TARGET, 4000, 0, node.now)
+    node.choice.ordered(TARGET, "stuck", 1, 0, node.now)
+    assert node.choice.needed_s(TARGET, 4000, 0, node.now + 500) == pytest.approx(before, rel=0.01)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from collections.abc import Hashable
 from dataclasses import dataclass
@@ -106,6 +107,17 @@ class PrefillChoice:
         expected_s = remote_cost(Prompt(tokens, cached_tokens, 0, 0), there, self._max_step_tokens)
         node.ordered(order, tokens, cached_tokens, expected_s, tokens / self._rate.tokens_per_s, now)
         return node
+
+    def needed_s(self, target: PrefillTarget, tokens: int, cached_tokens: int, now: float) -> float:
+        """How long the prefill node may take for such a prompt if it is as measured, or like this one if it is not.
+
+        With what is queued there, and with nothing of the prompt in its prefix cache.
+        """
+        node = self._nodes.get(target.boot_id) or PrefillNode(target.name)
+        there = node.seen(now, self._bytes_per_token, self._rate.tokens_per_s)
+        # That it is late is no reason to wait longer.
+        there = dataclasses.replace(there, late_s=0.0, cached_share=0.0)
+        return remote_cost(Prompt(tokens, cached_tokens, 0, 0), there, self._max_step_tokens)
 
     def met(self, boot_id: BootId, max_prompt_tokens: int) -> None:
         """A prefill node has said which prompts it takes."""

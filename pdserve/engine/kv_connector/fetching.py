@@ -70,7 +70,10 @@ class Fetching:
             request.first_block = request.num_computed_tokens // self._blocks.block_size
             last_block = self._blocks.blocks_for(request.num_prompt_tokens)
             cached = request.num_computed_tokens
-            node = self._choice.ordered(target, transfer, request.num_prompt_tokens - cached, cached, now)
+            missing = request.num_prompt_tokens - cached
+            # Before it is among the orders that it would have to wait for.
+            time_s = self._timeout_s + self._choice.needed_s(target, missing, cached, now)
+            node = self._choice.ordered(target, transfer, missing, cached, now)
             self._fetching[transfer] = _Fetch(request, (request, *request.siblings), node)
             self._thread.fetch(
                 FetchOrder(
@@ -80,7 +83,7 @@ class Fetching:
                     first_block=request.first_block,
                     block_ids=tuple(request.block_table[request.first_block : last_block]),
                     sampling=request.sampling,
-                    deadline_s=max(0.001, min(self._timeout_s, request.deadline - now)),
+                    deadline_s=max(0.001, min(time_s, request.deadline - now)),
                     sibling_seeds=tuple(sibling.sampling.seed for sibling in request.siblings),
                     cache_salt=request.cache_salt,
                 )
