@@ -12,6 +12,7 @@ from typing import TypeAlias
 import msgspec
 
 from pdserve.wire.discovery import Load, NodeInfo
+from pdserve.wire.ids import BootId
 
 
 class KnownNode(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -27,6 +28,8 @@ class Nodes(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="
     nodes: tuple[KnownNode, ...]
     prefilled: tuple[str, ...]
     """Fingerprints that have had a prefill node."""
+    lost: tuple[BootId, ...]
+    """The last that were dropped for their silence. Others that are gone have said goodbye, or have been replaced."""
 
 
 class Sample(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):

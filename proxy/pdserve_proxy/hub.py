@@ -150,7 +150,7 @@ class Hub:
 
     def _nodes(self) -> Nodes:
         entries = [KnownNode(node.info, node.load, node.seen_s) for node in self._registry.snapshot().nodes]
-        return Nodes(tuple(entries), tuple(self._registry.prefilled))
+        return Nodes(tuple(entries), tuple(self._registry.prefilled), self._registry.lost)
 
     async def _send(self, name: bytes, message: ToWorker) -> None:
         try:

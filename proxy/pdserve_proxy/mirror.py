@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
+from pdserve.wire.discovery import NodeInfo
 from pdserve.wire.proxy_workers import KnownNode, Nodes
 from pdserve_proxy.snapshot import Node, NodeState, Snapshot, Watcher, take_snapshot
 
@@ -14,6 +16,7 @@ class Mirror:
         self._nodes: dict[bytes, Node] = {}
         self._prefilled: frozenset[str] = frozenset()
         self._snapshot: Snapshot | None = None
+        self._tell_loss: Callable[[NodeInfo], None] | None = None
 
     def take(self, message: Nodes) -> None:
         """What the registry holds now. What this worker found unreachable stays so until the node's next heartbeat."""
@@ -25,6 +28,8 @@ class Mirror:
             node = self._nodes.get(boot_id)
             if node is None:
                 self._watcher.forget(boot_id)
+                if boot_id in message.lost and self._tell_loss is not None:
+                    self._tell_loss(known.info)
             elif node.seen_s != known.seen_s:
                 self._watcher.heard_from(boot_id)
 
@@ -32,6 +37,9 @@ class Mirror:
         if self._snapshot is None:
             self._snapshot = take_snapshot(self._nodes.values(), self._prefilled)
         return self._snapshot
+
+    def on_loss(self, tell: Callable[[NodeInfo], None]) -> None:
+        self._tell_loss = tell
 
     def mark_unreachable(self, boot_id: bytes) -> None:
         node = self._nodes.get(boot_id)

@@ -10,6 +10,7 @@ came before a loss is handed out before the loss is told.
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import Callable
 
 import httptools
@@ -17,6 +18,14 @@ import httptools
 HIGH_WATER_BYTES = 2**17
 """Of a body that nobody has taken yet: from here on nothing is read from the node."""
 MAX_HEAD_BYTES = 2**16
+DOUBTED_S = 1.0
+"""Seconds without a byte after which a stream of a node that is thought dead is over."""
+PROBE_S = 10
+"""Seconds of silence after which the node's kernel is asked whether it is still there, and again after as many."""
+UNANSWERED_S = 40
+"""Seconds after which a connection ends whose other side acknowledges nothing, or has no room: longer than the event
+loop of a node that lives may stand still.
+"""
 SMALL_BYTES = 2**14
 """Bodies below it are copied behind their head: that is less work than two buffers in one write."""
 
@@ -175,6 +184,17 @@ class NodeConnection(asyncio.Protocol):
             self._transport.writelines((head, body))
         return self._response
 
+    def doubt(self) -> None:
+        """Its node may be dead: an answer in one piece is given up, and a stream unless bytes of it go on coming."""
+        if self._response is None:
+            self.close()
+        elif self._silence is None or self._silence_s is None:
+            self._fail("its heartbeats ended")
+        else:
+            self._silence.cancel()
+            self._silence_s = min(self._silence_s, DOUBTED_S)
+            self._check_silence()
+
     def close(self) -> None:
         self._transport.abort()
 
@@ -182,6 +202,7 @@ class NodeConnection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # TCP and TLS give one
         self._transport = transport
+        _watch_other_side(transport.get_extra_info("socket"))
 
     def data_received(self, data: bytes) -> None:
         response = self._response
@@ -282,3 +303,11 @@ class NodeConnection(asyncio.Protocol):
             self._fail(f"silent for {self._silence_s:g} s")
         else:
             self._silence = self._loop.call_later(left_s, self._check_silence)
+
+
+def _watch_other_side(connection: socket.socket) -> None:
+    """A host that vanished leaves connections that nothing ends, unless the kernel asks for it now and then."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, PROBE_S)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, PROBE_S)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNANSWERED_S * 1000)

@@ -46,6 +46,8 @@ class NodePool:
         self._open: dict[NodeConnection, str] = {}
         """With its node's URL."""
         self._idle: dict[str, ExpiryQueue[NodeConnection]] = {}
+        self._connecting: dict[asyncio.Timeout, str] = {}
+        """The bound of each attempt to connect, with its node's URL."""
         self._closed = False
 
     def close(self) -> None:
@@ -55,6 +57,14 @@ class NodePool:
             connection.close()
         for idle in self._idle.values():
             idle.close()
+
+    def doubt(self, url: str) -> None:
+        """The node there may be dead: what waits for it fails at once, and a stream unless bytes of it go on coming."""
+        for attempt in [attempt for attempt, where in self._connecting.items() if where == url]:
+            del self._connecting[attempt]
+            attempt.reschedule(0.0)
+        for connection in [connection for connection, where in self._open.items() if where == url]:
+            connection.doubt()
 
     async def post(
         self, url: str, path: str, headers: Mapping[str, str], body: bytes, *, silence_s: float | None
@@ -89,8 +99,10 @@ class NodePool:
         self._make_room()
         origin = origin_of(url)
         loop = asyncio.get_running_loop()
+        attempt = asyncio.timeout(self._connect_timeout_s)
+        self._connecting[attempt] = url
         try:
-            async with asyncio.timeout(self._connect_timeout_s):
+            async with attempt:
                 _, connection = await loop.create_connection(
                     lambda: NodeConnection(self._freed, self._lost),
                     origin.host,
@@ -99,11 +111,16 @@ class NodePool:
                 )
         except (OSError, TimeoutError) as exc:
             raise NodeUnreachable(str(exc) or "no connection in time") from exc
+        finally:
+            wanted = self._connecting.pop(attempt, None) is not None
         self._open[connection] = url
+        if not wanted:  # its node came into doubt as it answered
+            connection.close()
+            raise NodeUnreachable("its heartbeats ended")
         return connection
 
     def _make_room(self) -> None:
-        if len(self._open) < self._max_connections:
+        if len(self._open) + len(self._connecting) < self._max_connections:
             return
         for idle in self._idle.values():
             if idle:

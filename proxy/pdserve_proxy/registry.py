@@ -3,6 +3,9 @@
 A node is dropped when it says goodbye, when ``missed_heartbeats`` intervals pass without a word from it, or when
 another process registers under its URL (it was restarted, and a port has only one owner). Only time in which this
 process listened counts as silence: what it missed itself (``forgive``) says nothing about a node.
+
+A node that fell silent is lost: whoever has sent it requests is told. One that said goodbye still answers what it has,
+and one whose URL another process has taken over answers, or its host's kernel resets its connections.
 """
 
 from __future__ import annotations
@@ -15,6 +18,8 @@ from pdserve.wire.discovery import Ack, Deregister, Heartbeat, Load, NodeInfo, R
 from pdserve_proxy.snapshot import Node, NodeState, Snapshot, Watcher, take_snapshot
 
 MAX_NODES = 4096
+MAX_LOST = 1024
+"""Lost nodes that are remembered."""
 
 
 class Registry:
@@ -37,6 +42,9 @@ class Registry:
         self._heard_s: dict[bytes, float] = {}
         """When each node's last message came, in listening time: the clock's, less ``_deaf_s``."""
         self._deaf_s = 0.0
+        self._lost: dict[bytes, None] = {}
+        """In the order of their losses."""
+        self._tell_loss: Callable[[NodeInfo], None] | None = None
         self._prefilled: frozenset[str] = frozenset()
         self._snapshot: Snapshot | None = None
 
@@ -62,7 +70,7 @@ class Registry:
         silent_since = now - self._deaf_s - self._lease_s
         lost = tuple(self._nodes[boot_id] for boot_id, heard_s in self._heard_s.items() if heard_s <= silent_since)
         for node in lost:
-            self._drop(node.info.boot_id)
+            self._lose(node.info)
         return lost
 
     def forgive(self, deaf_s: float) -> None:
@@ -78,6 +86,14 @@ class Registry:
         node = self._nodes.get(boot_id)
         if node is not None:
             self._put(dataclasses.replace(node, state=NodeState.UNREACHABLE))
+
+    def on_loss(self, tell: Callable[[NodeInfo], None]) -> None:
+        self._tell_loss = tell
+
+    @property
+    def lost(self) -> tuple[bytes, ...]:
+        """Boot ids of the last nodes that were dropped for their silence and have not come back."""
+        return tuple(self._lost)
 
     @property
     def prefilled(self) -> frozenset[str]:
@@ -99,6 +115,7 @@ class Registry:
             return False
         if info.role is Role.PREFILL:
             self._prefilled |= {info.fingerprint}
+        self._lost.pop(info.boot_id, None)
         self._hear(Node(info, known.load if known else Load(), NodeState.SERVING, now))
         return True
 
@@ -110,6 +127,14 @@ class Registry:
         if self._watcher is not None:
             self._watcher.heard_from(boot_id)
         return True
+
+    def _lose(self, info: NodeInfo) -> None:
+        self._lost[info.boot_id] = None
+        if len(self._lost) > MAX_LOST:
+            del self._lost[next(iter(self._lost))]
+        self._drop(info.boot_id)
+        if self._tell_loss is not None:
+            self._tell_loss(info)
 
     def _hear(self, node: Node) -> None:
         self._heard_s[node.info.boot_id] = node.seen_s - self._deaf_s

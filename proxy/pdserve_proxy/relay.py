@@ -92,6 +92,7 @@ class Relay:
         relay = self._config.relay
         self._loop = asyncio.get_running_loop()
         self._pool = NodePool(connect_timeout_s=relay.connect_timeout_s, max_connections=relay.max_connections)
+        self._directory.on_loss(lambda node: self._pool.doubt(node.url))
         self._deadlines: ExpiryQueue[Exchange] = ExpiryQueue(
             self._config.request.timeout_s, lambda exchange: exchange.cut(Cut.DEADLINE)
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Protocol
@@ -57,6 +57,12 @@ class Directory(Protocol):
 
     def mark_unreachable(self, boot_id: bytes) -> None:
         """Leave a node that refused a connection out of routes until its next heartbeat."""
+
+    def on_loss(self, tell: Callable[[NodeInfo], None]) -> None:
+        """From now on ``tell`` is called with every node that is dropped because it fell silent: it may be dead.
+
+        Not with one that says goodbye: what runs there goes on. One that is lost may come back.
+        """
 
 
 class Watcher(Protocol):

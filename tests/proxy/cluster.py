@@ -13,11 +13,13 @@ from typing import TypeVar
 import aiohttp
 import msgspec
 import uvloop
+import zmq
+import zmq.asyncio
 
 from pdserve.api.registration import Registration
 from pdserve.config import HttpConfig, ProxyConfig, RegistryConfig, RelayConfig, RequestConfig, TlsConfig
-from pdserve.wire.discovery import Capacity, Load, NodeInfo, Role
-from pdserve.wire.frame import Opener, Purpose
+from pdserve.wire.discovery import Capacity, Heartbeat, Load, NodeInfo, Register, Role
+from pdserve.wire.frame import Opener, Purpose, Sealer
 from pdserve.wire.ids import new_id
 from pdserve.wire.ticket import TICKET_HEADER, Ticket
 from pdserve_proxy.listening import Addresses
@@ -118,6 +120,30 @@ async def registered(
         await cancelled(task)
 
 
+@asynccontextmanager
+async def heard(node: NodeInfo, control: str) -> AsyncIterator[asyncio.Event]:
+    """``node`` sends heartbeats until the event is set, and then says nothing more, as if its host had vanished."""
+    silent = asyncio.Event()
+    with zmq.asyncio.Context() as context, context.socket(zmq.DEALER) as socket:
+        socket.set(zmq.LINGER, 0)
+        socket.connect(control)
+        sealer = Sealer(SECRET, Purpose.DISCOVERY, node.boot_id)
+
+        async def send() -> None:
+            while not silent.is_set():
+                await socket.send(sealer.seal(Heartbeat(node.boot_id, Load())))
+                await asyncio.sleep(HEARTBEAT_MS / 1000)
+
+        await socket.send(sealer.seal(Register(node)))
+        async with asyncio.timeout(PATIENCE_S):
+            await socket.recv()
+        task = asyncio.create_task(send())
+        try:
+            yield silent
+        finally:
+            await cancelled(task)
+
+
 async def cancelled(task: asyncio.Task[None]) -> None:
     task.cancel()
     with suppress(asyncio.CancelledError):
@@ -137,6 +163,33 @@ class Cluster:
     async def add(self, *nodes: NodeInfo) -> None:
         for node in nodes:
             await self.nodes.enter_async_context(registered(node, self.addresses.control))
+
+    async def instances(self) -> list[str]:
+        """Names of the nodes that the proxy knows."""
+        async with self.http.get("/instances") as response:
+            return [entry["name"] for entry in await response.json()]
+
+    async def known_to_all(self) -> None:
+        """Until all workers know the nodes. Which one answers is the kernel's choice: many have to say it in a row."""
+
+        async def ready(http: aiohttp.ClientSession) -> bool:
+            async with http.get("/ready") as response:
+                return response.status == 200
+
+        async def all_ready() -> bool:
+            connector = aiohttp.TCPConnector(force_close=True)
+            async with aiohttp.ClientSession(self.addresses.url, connector=connector) as http:
+                return all(await asyncio.gather(*(ready(http) for _ in range(16))))
+
+        await eventually(all_ready, "every worker knows a node")
+
+    async def dropped(self, name: str) -> None:
+        """Until the proxy does not know the node of this name."""
+
+        async def gone() -> bool:
+            return name not in await self.instances()
+
+        await eventually(gone, f"{name} is dropped")
 
     def chat(self, **fields: object) -> aiohttp.client._RequestContextManager:
         return self.http.post("/v1/chat/completions", json={"model": "m", **fields})

@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine
+import socket
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from contextlib import ExitStack, contextmanager
 
 import pytest
 
+from pdserve.api.registration import STUCK_S
 from pdserve.errors import Unavailable
 from pdserve_proxy import node_pool
-from pdserve_proxy.node_connection import HIGH_WATER_BYTES, NodeLost, NodeResponse, NodeUnreachable
+from pdserve_proxy.node_connection import (
+    HIGH_WATER_BYTES,
+    PROBE_S,
+    UNANSWERED_S,
+    NodeLost,
+    NodeResponse,
+    NodeUnreachable,
+)
 from pdserve_proxy.node_pool import NodePool, Origin, origin_of
 from tests.proxy.cluster import eventually, run_async
 from tests.proxy.fake_node import Exchange, FakeNode, answer_ok
@@ -213,6 +223,87 @@ def test_an_idle_connection_is_closed_in_time(monkeypatch: pytest.MonkeyPatch) -
         await read_all(await post(node, pool))
         assert pool._idle
         await eventually(lambda: not pool._open, "it is closed")
+
+    run(scenario)
+
+
+def test_a_node_in_doubt_loses_what_waits_for_it_and_no_other_node_does() -> None:
+    async def scenario(node: FakeNode, pool: NodePool) -> None:
+        async with FakeNode() as other:
+            await read_all(await post(other, pool))
+            whole = asyncio.create_task(post(node, pool))
+            stream = asyncio.create_task(post(node, pool, silence_s=600.0))
+            await eventually(lambda: len(node.requests) == 2, "the node has both")
+            pool.doubt(node.url)
+            with pytest.raises(NodeLost, match="heartbeats ended"):
+                await whole
+            with pytest.raises(NodeLost, match="silent for"):
+                await stream
+            await read_all(await post(other, pool))
+            assert len(other._connections) == 1
+
+    run(scenario, hang)
+
+
+def test_an_idle_connection_to_a_node_in_doubt_is_closed_and_a_new_one_is_made() -> None:
+    async def scenario(node: FakeNode, pool: NodePool) -> None:
+        await read_all(await post(node, pool))
+        pool.doubt(node.url)
+        await eventually(lambda: not pool._open and not pool._idle, "the connection is closed")
+        assert await read_all(await post(node, pool)) == b'{"ok": true}'
+
+    run(scenario)
+
+
+@contextmanager
+def deaf() -> Iterator[str]:
+    """The URL of a host that answers no attempt to connect: its kernel drops what does not fit into a full queue."""
+    with ExitStack() as sockets:
+        listener = sockets.enter_context(socket.socket())
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(0)
+        for _ in range(4):
+            client = sockets.enter_context(socket.socket())
+            client.setblocking(False)
+            client.connect_ex(listener.getsockname())
+        yield "http://{}:{}".format(*listener.getsockname())
+
+
+def test_who_connects_to_a_node_in_doubt_waits_no_longer() -> None:
+    async def scenario(_: FakeNode, pool: NodePool) -> None:
+        with deaf() as url:
+            posting = asyncio.create_task(pool.post(url, "/x", {}, b"", silence_s=None))
+            done, _waiting = await asyncio.wait([posting], timeout=0.2)
+            assert not done
+            pool.doubt(url)
+            async with asyncio.timeout(3):  # of the 5 that connecting may take
+                with pytest.raises(NodeUnreachable):
+                    await posting
+
+    run(scenario)
+
+
+def test_attempts_to_connect_count_as_connections() -> None:
+    async def scenario(node: FakeNode, pool: NodePool) -> None:
+        posting = [asyncio.create_task(post(node, pool)) for _ in range(5)]
+        results = await asyncio.gather(*posting, return_exceptions=True)
+        assert [type(result) for result in results] == [NodeResponse] * 2 + [Unavailable] * 3
+        assert len(node._connections) == 2
+
+    run(scenario, most=2)
+
+
+def test_the_kernel_looks_after_connections_that_nothing_is_heard_on() -> None:
+    async def scenario(node: FakeNode, pool: NodePool) -> None:
+        await read_all(await post(node, pool))
+        (connection,) = pool._open
+        options = connection._transport.get_extra_info("socket")
+        assert options.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+        assert options.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == PROBE_S
+        assert options.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL) == PROBE_S
+        assert options.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == UNANSWERED_S * 1000
+        # A node that lives may be silent for so long, and is not to be cut off before its heartbeats end.
+        assert UNANSWERED_S > STUCK_S
 
     run(scenario)
 

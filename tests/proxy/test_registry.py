@@ -6,6 +6,7 @@ import pytest
 
 from pdserve.errors import MalformedFrame
 from pdserve.wire.discovery import Ack, Deregister, Heartbeat, Load, NodeInfo, Register, Role
+from pdserve_proxy import registry as registry_module
 from pdserve_proxy.registry import Registry
 from pdserve_proxy.snapshot import NodeState, Pairing
 from tests.proxy.cluster import node_info
@@ -34,6 +35,31 @@ def test_a_node_is_dropped_after_exactly_three_missed_heartbeats() -> None:
     assert [node.info for node in nodes.expire(now=8.0)] == [NODE]
     assert names(nodes) == []
     assert nodes.next_expiry() is None
+
+
+def test_only_a_node_that_fell_silent_is_lost_until_it_registers_again() -> None:
+    told: list[NodeInfo] = []
+    silent, leaves = node_info("silent", Role.DECODE), node_info("leaves", Role.DECODE)
+    restarted = node_info("restarted", Role.DECODE, "http://127.0.0.1:5")
+    nodes = registry(silent, leaves, restarted)
+    nodes.on_loss(told.append)
+    nodes.handle(Deregister(leaves.boot_id), now=0.1)
+    nodes.handle(Register(node_info("new", Role.DECODE, restarted.url)), now=0.1)
+    assert (nodes.lost, told) == ((), [])
+    nodes.expire(now=3.05)
+    assert (nodes.lost, told) == ((silent.boot_id,), [silent])
+    nodes.handle(Register(silent), now=3.06)
+    assert nodes.lost == ()
+    nodes.handle(Deregister(silent.boot_id), now=3.07)
+    assert (nodes.lost, told) == ((), [silent])
+
+
+def test_of_nodes_that_are_lost_only_the_last_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry_module, "MAX_LOST", 2)
+    several = [node_info(f"d{number}", Role.DECODE) for number in range(3)]
+    nodes = registry(*several)
+    nodes.expire(now=3.0)
+    assert nodes.lost == tuple(node.boot_id for node in several[1:])
 
 
 def test_time_in_which_nobody_listened_counts_against_no_node() -> None:

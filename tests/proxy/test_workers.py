@@ -18,7 +18,7 @@ import pytest
 
 from pdserve.config import AdmissionConfig, ProxyConfig, WorkersConfig
 from pdserve.errors import ConfigError
-from pdserve.wire.discovery import Heartbeat, Load, Register, Role
+from pdserve.wire.discovery import Deregister, Heartbeat, Load, Register, Role
 from pdserve.wire.proxy_workers import KnownNode, Nodes
 from pdserve_proxy.flights import Flights
 from pdserve_proxy.launch import share_of
@@ -273,7 +273,7 @@ def test_a_mirror_forgets_that_a_node_was_unreachable_at_its_next_heartbeat_only
 
     def copy() -> NodeState:
         entries = tuple(KnownNode(node.info, node.load, node.seen_s) for node in registry.snapshot().nodes)
-        mirror.take(Nodes(entries, tuple(registry.prefilled)))
+        mirror.take(Nodes(entries, tuple(registry.prefilled), registry.lost))
         return mirror.snapshot().nodes[0].state
 
     registry.handle(Register(info), 1.0)
@@ -289,6 +289,31 @@ def test_a_mirror_forgets_that_a_node_was_unreachable_at_its_next_heartbeat_only
     flight.land_all()
     assert flights.loads(mirror.snapshot())(info) == 0
     registry.expire(100.0)
-    mirror.take(Nodes((), ()))
+    mirror.take(Nodes((), (), registry.lost))
     assert not mirror.snapshot().nodes
     assert not flights._reported
+
+
+def test_a_mirror_tells_which_of_the_nodes_that_are_gone_fell_silent() -> None:
+    registry, mirror = Registry(1.0, 3), Mirror(Flights())
+    told: list[str] = []
+    mirror.on_loss(lambda info: told.append(info.name))
+    left, lost, stays = (node_info(name, Role.MIXED) for name in ("left", "lost", "stays"))
+
+    def copy() -> None:
+        entries = tuple(KnownNode(node.info, node.load, node.seen_s) for node in registry.snapshot().nodes)
+        mirror.take(Nodes(entries, (), registry.lost))
+
+    for info in (left, lost, stays):
+        registry.handle(Register(info), 1.0)
+    copy()
+    registry.handle(Deregister(left.boot_id), 2.0)
+    registry.handle(Heartbeat(stays.boot_id, Load()), 3.0)
+    registry.expire(4.0)
+    copy()
+    assert told == ["lost"]
+    registry.handle(Register(lost), 5.0)
+    copy()
+    registry.handle(Deregister(lost.boot_id), 5.0)
+    copy()
+    assert told == ["lost"]
