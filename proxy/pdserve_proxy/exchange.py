@@ -102,7 +102,7 @@ class Exchange:
         self.status = 0
         self.outcome: Outcome | None = None
         self.first_byte_s: float | None = None
-        """Seconds from the start; None until a byte came."""
+        """Seconds from the start; None until a byte came of what the client gets."""
         self.relayed_bytes = 0
 
     def __enter__(self) -> Self:
@@ -147,6 +147,7 @@ class Exchange:
         """An attempt begins; the one before it, if any, is over."""
         self._land()
         self._route, self._flight = route, flight
+        self.first_byte_s = None
 
     def got_byte(self) -> None:
         if self.first_byte_s is None:

@@ -1,12 +1,14 @@
 """Client request → decode node → client, one upstream request per attempt.
 
-A node that cannot be reached, breaks before its first byte, or answers 503, is replaced once by another. After the
-first byte the stream is the client's: a loss then ends it with an error event (``stream``).
+A node that cannot be reached, or does not take the request (503, 401), is replaced by another as long as there is one
+that fits; one that is lost with the request, before its first byte, once. After the first byte the stream is the
+client's: a loss then ends it with an error event (``stream``).
 """
 
 from __future__ import annotations
 
 import asyncio
+import enum
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -32,7 +34,12 @@ from pdserve_proxy.ticketing import TicketOffice
 
 log = logging.getLogger(__name__)
 
-MAX_ATTEMPTS = 2
+MAX_ATTEMPTS = 16
+"""Of one request. Where so many nodes in a row are busy, it makes none of them less so to ask the others."""
+MAX_LOSSES = 2
+"""Nodes that may be lost with one request: it may be what they died of."""
+REFUSALS = (401, 503)
+"""Status codes with which a node does not take a request, or gives it back. Its own failures are 500."""
 MAX_ANSWER_BYTES = 64 * 2**20
 KEPT_HEADERS = ("content-type", "content-encoding", "retry-after", "cache-control", "x-pdserve-ignored")
 """Response headers of a node's that a client gets; ``x-request-id`` is the proxy's own."""
@@ -55,13 +62,23 @@ class Streaming:
     body: EventStream
 
 
+class Kind(enum.Enum):
+    """How an attempt failed."""
+
+    UNREACHABLE = "unreachable"
+    """No connection came about."""
+    REFUSED = "refused"
+    """The node has not begun with the request, or has given it back in good order."""
+    LOST = "lost"
+    """The node may have begun with it."""
+
+
 @dataclass(frozen=True, slots=True)
 class Failure:
     """An attempt that another node may make good."""
 
+    kind: Kind
     error: RequestError
-    reached: bool = True
-    """False if no connection came about."""
     answer: Answer | None = None
     """What the node itself said, where it did."""
 
@@ -128,6 +145,7 @@ class Relay:
         ask = Ask(resolve_model(self._directory.snapshot(), call.body.model), call.body.lead)
         tried: frozenset[bytes] = frozenset()
         failure: Failure | None = None
+        losses = 0
         for attempt in range(MAX_ATTEMPTS):
             try:
                 route = self._route(ask, tried)
@@ -143,9 +161,14 @@ class Relay:
                 return result
             failure = result
             tried |= {route.decode.boot_id}
-            log.warning("attempt %d of %s at %s: %s", attempt, exchange.request_id, route.decode.name, failure.error)
-            if not failure.reached:
+            level = logging.INFO if failure.kind is Kind.REFUSED else logging.WARNING
+            log.log(level, "attempt %d of %s at %s: %s", attempt, exchange.request_id, route.decode.name, failure.error)
+            if failure.kind is Kind.UNREACHABLE:
                 self._directory.mark_unreachable(route.decode.boot_id)
+            elif failure.kind is Kind.LOST:
+                losses += 1
+                if losses == MAX_LOSSES:
+                    break
         assert failure is not None
         if failure.answer is None:
             raise failure.error
@@ -177,14 +200,14 @@ class Relay:
             error = Unavailable(
                 f"node {node.name} cannot be reached", code="upstream_unreachable", retry_after_s=RETRY_AFTER_S
             )
-            return Failure(error, reached=False)
+            return Failure(Kind.UNREACHABLE, error)
         except NodeLost as exc:
-            return Failure(_lost(node.name, exc))
+            return _lost(node.name, exc)
         exchange.attach(response)
         try:
             return await _first_byte(exchange, response)
         except NodeLost as exc:
-            return Failure(_lost(node.name, exc))
+            return _lost(node.name, exc)
 
     def _ended(self, exchange: Exchange) -> None:
         self._active.discard(exchange)
@@ -203,7 +226,7 @@ async def _first_byte(exchange: Exchange, response: NodeResponse) -> Answer | St
     body = response.take_whole()
     if body is None:
         body = await _read_all(exchange, response)
-    elif body:
+    elif body and response.status not in REFUSALS:
         exchange.got_byte()
     answer = Answer(response.status, headers, body)
     return _judge(exchange.decode_name, answer, content_type)
@@ -213,9 +236,9 @@ def _judge(node: str, answer: Answer, content_type: str) -> Answer | Failure:
     """Which of a node's answers are for the client."""
     if answer.status == 503:
         busy = Unavailable(f"node {node} takes no requests now", code="upstream_busy", retry_after_s=RETRY_AFTER_S)
-        return Failure(busy, answer=answer if content_type == "application/json" else None)
+        return Failure(Kind.REFUSED, busy, answer if content_type == "application/json" else None)
     if answer.status == 401:
-        return Failure(BadUpstream(f"node {node} refused the proxy's ticket", code="ticket_refused"))
+        return Failure(Kind.REFUSED, BadUpstream(f"node {node} refused the proxy's ticket", code="ticket_refused"))
     if not 200 <= answer.status < 600 or 300 <= answer.status < 400 or content_type != "application/json":
         raise BadUpstream(f"node {node} gave an unexpected answer with status {answer.status}", code="upstream_invalid")
     return answer
@@ -226,7 +249,8 @@ async def _read_all(exchange: Exchange, response: NodeResponse) -> bytes:
     pieces = []
     size = 0
     while not response.exhausted and (piece := await response.read()):
-        exchange.got_byte()
+        if response.status not in REFUSALS:
+            exchange.got_byte()
         pieces.append(piece)
         size += len(piece)
         if size > MAX_ANSWER_BYTES:
@@ -238,5 +262,5 @@ def _kept(headers: Mapping[str, str]) -> dict[str, str]:
     return {name: headers[name] for name in KEPT_HEADERS if name in headers}
 
 
-def _lost(node: str, exc: NodeLost) -> BadUpstream:
-    return BadUpstream(f"node {node} was lost before it answered: {exc}", code="upstream_lost")
+def _lost(node: str, exc: NodeLost) -> Failure:
+    return Failure(Kind.LOST, BadUpstream(f"node {node} was lost before it answered: {exc}", code="upstream_lost"))

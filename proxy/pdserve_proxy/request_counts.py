@@ -49,7 +49,7 @@ class RequestCounts(Collector):
             "pdserve_proxy_requests_in_flight", "Generation requests that have not ended.", self.in_flight
         )
         yield CounterMetricFamily(
-            "pdserve_proxy_upstream_retries", "Attempts that went to a second decode node.", self.retries
+            "pdserve_proxy_upstream_retries", "Attempts that went to another decode node than the first.", self.retries
         )
         yield CounterMetricFamily(
             "pdserve_proxy_relayed_bytes", "Body bytes that were relayed to clients.", self.relayed_bytes

@@ -4,12 +4,22 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
 
 import pytest
 
-from pdserve.wire.discovery import Role
-from pdserve_proxy import client_request
+from pdserve.wire.discovery import Register, Role
+from pdserve.wire.ids import new_id
+from pdserve_proxy import client_request, relay
+from pdserve_proxy.flights import Flights
+from pdserve_proxy.journal import ExchangeLog
+from pdserve_proxy.metrics import ProxyMetrics
+from pdserve_proxy.registry import Registry
+from pdserve_proxy.relay import Call, Relay, Streaming
+from pdserve_proxy.request_body import read_body
+from pdserve_proxy.ticketing import TicketOffice
 from tests.proxy.cluster import (
+    SECRET,
     Cluster,
     cluster,
     error_of,
@@ -21,7 +31,7 @@ from tests.proxy.cluster import (
     run_async,
     ticket_of,
 )
-from tests.proxy.fake_node import DONE, EVENTS, Behaviour, Exchange, FakeNode, stream_events
+from tests.proxy.fake_node import DONE, EVENTS, Behaviour, Exchange, FakeNode, Received, answer_ok, stream_events
 
 
 async def hang(exchange: Exchange) -> None:
@@ -156,6 +166,144 @@ def test_a_node_that_fails_before_its_first_byte_is_replaced_by_another(failing:
                 assert await response.read() == b"".join(EVENTS) + DONE
             assert (ticket_of(bad).attempt, ticket_of(good).attempt) == (0, 1)
             assert await metric(running, "pdserve_proxy_upstream_retries_total") == 1
+
+    run_async(scenario())
+
+
+async def refuse_ticket(exchange: Exchange) -> None:
+    await exchange.answer(401, b'{"error": {"message": "another node\'s"}}')
+
+
+async def stream_half(exchange: Exchange) -> None:
+    """The first event, and the rest never."""
+    await exchange.begin_stream()
+    await exchange.chunk(EVENTS[0])
+    await exchange.gone()
+
+
+@asynccontextmanager
+async def nodes(running: Cluster, *behaviours: Behaviour) -> AsyncIterator[list[Received]]:
+    """As many mixed nodes: whichever is asked first behaves as the first of ``behaviours``, and none is asked twice.
+
+    Yields what they were asked.
+    """
+    asked: list[Received] = []
+
+    async def behave(exchange: Exchange) -> None:
+        asked.append(exchange.request)
+        await behaviours[len(asked) - 1](exchange)
+
+    async with AsyncExitStack() as stack:
+        made = [await stack.enter_async_context(FakeNode(behave)) for _ in behaviours]
+        await running.add(*[node_info(f"n{number}", Role.MIXED, node.url) for number, node in enumerate(made)])
+        yield asked
+        assert all(len(node.requests) <= 1 for node in made)
+
+
+@pytest.mark.parametrize(
+    "refusing", [[refuse_busy] * 5, [refuse_ticket] * 2, [refuse_busy, die_before_headers, refuse_busy]]
+)
+def test_a_request_that_nodes_do_not_take_goes_to_the_one_that_does(refusing: list[Behaviour]) -> None:
+    async def scenario() -> None:
+        async with cluster() as running, nodes(running, *refusing, stream_events) as asked:
+            async with running.chat(stream=True) as response:
+                assert await response.read() == b"".join(EVENTS) + DONE
+            assert len(asked) == len(refusing) + 1
+            assert await metric(running, "pdserve_proxy_upstream_retries_total") == len(refusing)
+
+    run_async(scenario())
+
+
+def test_several_nodes_that_cannot_be_reached_are_replaced_too() -> None:
+    async def scenario() -> None:
+        async with cluster() as running, FakeNode() as good, AsyncExitStack() as gone:
+            for number in range(3):
+                async with FakeNode() as node:
+                    info = node_info(f"gone{number}", Role.MIXED, node.url)
+                await gone.enter_async_context(registered(info, running.addresses.control, heartbeat_ms=60_000))
+            await running.add(node_info("good", Role.MIXED, good.url))
+            async with running.chat() as response:
+                assert response.status == 200
+            assert len(good.requests) == 1
+
+    run_async(scenario())
+
+
+def test_a_request_that_two_nodes_were_lost_with_is_not_given_to_a_third() -> None:
+    async def scenario() -> None:
+        behaviours = [die_before_headers, refuse_busy, die_before_headers, answer_ok]
+        async with cluster() as running, nodes(running, *behaviours) as asked:
+            async with running.chat() as response:
+                assert response.status == 502
+                assert error_of(await response.read())["code"] == "upstream_lost"
+            assert len(asked) == 3
+
+    run_async(scenario())
+
+
+def test_not_more_than_so_many_nodes_are_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(relay, "MAX_ATTEMPTS", 3)
+
+    async def scenario() -> None:
+        async with cluster() as running, nodes(running, *[refuse_busy] * 4, answer_ok) as asked:
+            async with running.chat() as response:
+                assert response.status == 503
+                assert await response.read() == b'{"error": {"message": "busy"}}'
+            assert len(asked) == 3
+
+    run_async(scenario())
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_the_time_to_the_first_byte_is_that_of_the_answer_the_client_gets(stream: bool) -> None:
+    later_s = 0.3
+
+    async def answer_later(exchange: Exchange) -> None:
+        await asyncio.sleep(later_s)
+        await (stream_events if stream else answer_ok)(exchange)
+
+    async def scenario() -> None:
+        name = "pdserve_proxy_time_to_first_byte_seconds"
+        async with cluster() as running, nodes(running, refuse_busy, die_mid_answer, answer_later) as asked:
+            async with running.chat(stream=stream) as response:
+                assert response.status == 200
+                await response.read()
+            assert len(asked) == 3
+            assert await metric(running, f"{name}_count") == 1
+            assert await metric(running, f"{name}_sum") >= later_s
+        async with cluster() as running, nodes(running, refuse_busy):
+            async with running.chat(stream=stream) as response:
+                assert response.status == 503
+            assert await metric(running, f"{name}_count") == 0
+
+    run_async(scenario())
+
+
+@pytest.mark.parametrize("failing", [refuse_busy, die_mid_answer])
+def test_after_a_retry_the_load_is_where_the_request_is(failing: Behaviour) -> None:
+    async def scenario() -> None:
+        behaviours = [failing, stream_half]
+
+        async def behave(exchange: Exchange) -> None:
+            await behaviours.pop(0)(exchange)
+
+        async with FakeNode(behave) as one, FakeNode(behave) as other:
+            flights, config = Flights(), proxy_config()
+            registry = Registry(1.0, 3, watcher=flights)
+            decode = [node_info("one", Role.DECODE, one.url), node_info("other", Role.DECODE, other.url)]
+            prefill = node_info("p", Role.PREFILL)
+            for info in (*decode, prefill):
+                registry.handle(Register(info), 0.0)
+            tickets, journal = TicketOffice(SECRET, new_id()), ExchangeLog(ProxyMetrics().counts)
+            load = flights.loads(registry.snapshot())
+            async with Relay(config, registry, flights, tickets, journal) as made:
+                with made.begin("r", "/v1/completions") as exchange:
+                    call = Call("/v1/completions", read_body(b'{"model": "m", "stream": true}'), None)
+                    assert isinstance(await made.forward(exchange, call), Streaming)
+                    # The prompt is computed: the prefill node has nothing to do with it any more.
+                    assert sorted(load(info) for info in decode) == [0, 1]
+                    assert load(prefill) == 0
+                assert [load(info) for info in decode] == [0, 0]
 
     run_async(scenario())
 
