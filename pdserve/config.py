@@ -208,7 +208,12 @@ class SchedulerConfig:
     max_step_tokens: int = setting(
         "max-step-tokens", "tokens that one step may compute; longer prompts go in chunks", 256, minimum=1
     )
-    max_waiting: int = setting("max-waiting", "requests that may queue before new ones get 503", 1024, minimum=0)
+    max_waiting: int = setting(
+        "max-waiting",
+        "requests that may queue before new ones get 503; their further answers are counted apart",
+        1024,
+        minimum=0,
+    )
     batching: Batching = setting(
         "batching", "when waiting requests join the batch; static is for benchmarks", Batching.CONTINUOUS
     )

@@ -7,6 +7,7 @@ import enum
 import itertools
 import logging
 import tempfile
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +18,7 @@ from pdserve.api.engine_process import ENGINE_COMMAND, EngineProcess
 from pdserve.api.generation import Generation
 from pdserve.api.outcome import shutting_down
 from pdserve.config import EngineConfig, EngineLaunch
-from pdserve.errors import EngineError, Internal, RequestError, Unavailable
+from pdserve.errors import EngineError, Internal, InvalidRequest, RequestError, Unavailable
 from pdserve.wire.discovery import Role
 from pdserve.wire.engine import (
     Abort,
@@ -80,6 +81,8 @@ class EngineClient:
         self._state = EngineState.STARTING
         self._ids = itertools.count(1)
         self._open: dict[int, Generation] = {}
+        self._unfinished: Counter[Generation] = Counter()
+        """How many of its engine requests are open, of each client request that has any."""
         self._readers = BatchNotify(config.stream.notify_size)
         self._idle = asyncio.Event()
         self._idle.set()
@@ -139,21 +142,22 @@ class EngineClient:
 
         It is woken for each ``interval`` tokens of a choice.
 
-        Raises Unavailable if the engine is not there, or has too many requests already.
+        Raises Unavailable if the engine is not there, or has too many requests already, and InvalidRequest if these
+        are more than it ever takes.
         """
         if self._state is not EngineState.READY:
             raise Unavailable(
                 f"the engine is {self._state.value}", code="engine_unavailable", retry_after_s=RETRY_AFTER_S
             )
         count = sum(len(prompt.seeds) for prompt in prompts)
-        if self.open_requests + count > self._max_open:
-            raise Unavailable("too many requests are waiting", code="overloaded", retry_after_s=RETRY_AFTER_S)
+        self._check_room(count)
         request_ids = [next(self._ids) for _ in range(count)]
         generation = Generation(request_ids, deadline_s, self._abort, interval)
         numbers = iter(request_ids)
         for prompt in prompts:
             family = [Sibling(next(numbers), seed) for seed in prompt.seeds]
             self._open.update((member.request_id, generation) for member in family)
+            self._unfinished[generation] += len(family)
             self._note_idle()
             submit = Submit(
                 request_id=family[0].request_id,
@@ -165,11 +169,23 @@ class EngineClient:
                 prefill=prefill,
                 siblings=tuple(family[1:]),
                 cache_salt=cache_salt,
+                client_request=request_ids[0],
             )
             if not self._channel.send(submit):
                 generation.close()
                 raise Unavailable("the engine is gone", code="engine_unavailable", retry_after_s=RETRY_AFTER_S)
         return generation
+
+    def _check_room(self, count: int) -> None:
+        """First answers and further ones (prompts times ``n``) are counted apart, so that a request for hundreds of
+        answers takes no place of those who want one."""
+        if count - 1 > self._max_open:
+            raise InvalidRequest(
+                f"prompts times 'n' may be at most {self._max_open + 1} on this node; {count} were asked for", param="n"
+            )
+        further = self.open_requests - len(self._unfinished)
+        if len(self._unfinished) >= self._max_open or further + count - 1 > self._max_open:
+            raise Unavailable("too many requests are waiting", code="overloaded", retry_after_s=RETRY_AFTER_S)
 
     async def wait_lost(self) -> EngineError:
         """Until the engine has failed or died, and why; for ever if it does not."""
@@ -181,7 +197,7 @@ class EngineClient:
 
     def fail_open(self, failure: RequestError) -> None:
         """Ends every open request with this error."""
-        for generation in set(self._open.values()):
+        for generation in list(self._unfinished):
             generation.fail(failure)
         self._abort(list(self._open))
 
@@ -257,7 +273,10 @@ class EngineClient:
             self._channel.send(Abort(known))
 
     def _forget(self, request_id: int) -> None:
-        del self._open[request_id]
+        generation = self._open.pop(request_id)
+        self._unfinished[generation] -= 1
+        if not self._unfinished[generation]:
+            del self._unfinished[generation]
         self._note_idle()
 
     def _note_idle(self) -> None:

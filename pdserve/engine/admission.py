@@ -18,7 +18,7 @@ _LOOKS = 32
 
 
 class Admission:
-    """In order of arrival, while there is a place and there are blocks for all of a request's known tokens.
+    """In turn (``queues``), while there is a place and there are blocks for all of a request's known tokens.
 
     A request whose prompt is being fetched has no place in the batch: as many as the batch holds may be on their way or
     have landed and wait for a place, with their blocks. So a slow prefill node keeps nobody out that can run here.
@@ -49,6 +49,10 @@ class Admission:
         """In the batch."""
         return len(self._queues.running) < self._max_running
 
+    def can_admit(self, request: Request) -> bool:
+        """Whether there are a place and blocks for a waiting request while others run."""
+        return self.has_place and self._has_room(request, self._blocks.find(request))
+
     def admit(self, plan: Plan, budget: int, now: float) -> None:
         """Add to ``plan`` what is admitted, with at most ``budget`` tokens of work."""
         if self._static and self._queues.num_admitted:
@@ -56,7 +60,7 @@ class Admission:
         budget = self._admit_landed(plan, budget)
         looks, fetches = _LOOKS, self._free_fetches()
         queued = self._queues.pending_prompt_tokens if self._queues.waiting else 0
-        for request in list(self._queues.waiting):
+        for request in self._queues.in_turn() if self.has_place else ():
             if not self.has_place or not looks:
                 return
             # A static batch takes whom it can get; a continuous one whom it can work on, or have worked on.

@@ -67,6 +67,8 @@ class Request:
     """Monotonic seconds; past it the request is given up."""
     client: int | None = None
     """The API process's number for it; None on a prefill node."""
+    client_request: int | bytes = b""
+    """All prompts and answers of one client request have the same, and take turns with others as one. Else its own."""
     transfer: TransferId | None = None
     """On a prefill node, the push that it serves; on a decode node, the fetch under way."""
     first_block: int = 0
@@ -101,6 +103,9 @@ class Request:
     first_token: float | None = None
     transfer_seconds: float = 0.0
 
+    def __post_init__(self) -> None:
+        self.client_request = self.client_request or self.uuid
+
     def add_sibling(self, seed: int, client: int | None = None) -> Request:
         """One more answer to this request's prompt, which differs in nothing but its seed."""
         sibling = Request(
@@ -111,6 +116,7 @@ class Request:
             arrived=self.arrived,
             deadline=self.deadline,
             client=client,
+            client_request=self.client_request,
             cache_salt=self.cache_salt,
             elder=self,
             status=Status.WAITING_FOR_PROMPT,

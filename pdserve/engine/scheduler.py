@@ -1,8 +1,10 @@
 """Which tokens the next step computes: the continuous batch.
 
 Decoding requests come first (one token each), then prompts in chunks, within ``max_step_tokens``; then waiting requests
-are admitted while blocks last. When a running request needs a block and none is free, the youngest running request is
-preempted: its blocks go back and its tokens are computed again later, so its answer does not change.
+are admitted while blocks last. When a running request needs a block and none is free, a running request is preempted,
+the youngest of the client request that holds the most places: its blocks go back and its tokens are computed again
+later, so its answer does not change. The same happens where a client request has no place at all, and none is free,
+while another one has several.
 
 Static batching, the baseline that continuous batching is measured against, admits a batch only when the one before it
 is over, and computes all its prompts before it decodes.
@@ -63,6 +65,11 @@ class Scheduler:
         return len(self._queues.waiting)
 
     @property
+    def num_siblings(self) -> int:
+        """Requests that wait for another one's prompt, and then for places like all others."""
+        return self._queues.num_siblings
+
+    @property
     def num_running(self) -> int:
         return len(self._queues.running)
 
@@ -92,10 +99,13 @@ class Scheduler:
         for member in (request, *request.siblings):
             if member.client is not None:
                 self._clients[member.client] = member
-        self._queues.waiting.append(request)
+        self._queues.add(request)
 
     def schedule(self, now: float) -> Plan:
         """Choose the next step's work. A plan without work means: wait for an event."""
+        giving_way = self._giving_way()
+        if giving_way is not None:
+            self._preempt(giving_way)
         plan = Plan(copies=self._blocks.take_copies())
         preemptions = self.counters.preemptions
         budget = self._schedule_running(plan)
@@ -113,7 +123,7 @@ class Scheduler:
         """
         if self._static or self._lookahead or len(plan.work) != len(self._queues.running):
             return []
-        if self._queues.waiting and self._admission.has_place:
+        if self._queues.waiting and (self._admission.has_place or self._giving_way() is not None):
             return []
         followers = []
         for work in plan.work:
@@ -179,8 +189,9 @@ class Scheduler:
         if not elder.siblings or elder.client is None or elder.num_computed_tokens < elder.num_prompt_tokens:
             return
         for sibling in list(elder.siblings):
-            ready = sibling.num_generated_tokens and self._admission.has_place and self._blocks.fork(elder, sibling)
-            self._queues.move(sibling, Status.RUNNING if ready else Status.WAITING)
+            ready = sibling.num_generated_tokens and self._admission.has_place and self._queues.before_waiting(sibling)
+            forked = ready and self._blocks.fork(elder, sibling)
+            self._queues.move(sibling, Status.RUNNING if forked else Status.WAITING)
         if elder.ended:
             self._retire(elder)
 
@@ -272,11 +283,20 @@ class Scheduler:
             if self._admission.strip_a_waiting(request):
                 continue
             planned = {work.request for work in plan.work}
-            victim = next((other for other in reversed(self._queues.running) if other not in planned), request)
+            others = (other for other in reversed(self._queues.running) if other not in planned)
+            victim = max(others, key=self._queues.places_of, default=request)
             self._preempt(victim)
             if victim is request:
                 return False
         return True
+
+    def _giving_way(self) -> Request | None:
+        """Whose place and blocks go to a client request that has no place, where another one has several."""
+        rich = None if self._static or not self._queues.waiting else self._queues.most_placed()
+        if rich is None:
+            return None
+        first = next(self._queues.in_turn())
+        return rich if not self._queues.places_of(first) and not self._admission.can_admit(first) else None
 
     def _preempt(self, request: Request) -> None:
         self.counters.preemptions += 1

@@ -140,6 +140,7 @@ class StepLoop:
             arrived=now,
             deadline=now + submit.deadline_s,
             client=submit.request_id,
+            client_request=submit.client_request,
             targets=submit.prefill,
             cache_salt=submit.cache_salt,
         )
@@ -203,7 +204,7 @@ class StepLoop:
         prefills = scheduler.counters.prefills
         return EngineStats(
             running=scheduler.num_running,
-            waiting=scheduler.num_waiting,
+            waiting=scheduler.num_waiting + scheduler.num_siblings,
             waiting_for_remote=scheduler.num_remote,
             total_blocks=self._blocks.num_blocks,
             free_blocks=self._blocks.num_free,

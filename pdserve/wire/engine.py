@@ -40,6 +40,8 @@ class Submit(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field=
     """Further answers, which share the prompt's KV blocks; each is a request of its own to Abort and in outputs."""
     cache_salt: str = ""
     """Prompts share cached blocks only under the same salt."""
+    client_request: int = 0
+    """The same for all prompts of one client request, which take turns with others as one; 0: this one is alone."""
 
 
 class Abort(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="abort"):
@@ -162,6 +164,7 @@ class EngineStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
     running: int = 0
     waiting: int = 0
+    """All that were submitted and have no place in the batch: answers that wait for their prompt, too."""
     waiting_for_remote: int = 0
     total_blocks: int = 0
     free_blocks: int = 0

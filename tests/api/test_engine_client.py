@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import sys
 import tempfile
@@ -14,7 +15,7 @@ import pytest
 from pdserve.api.engine_client import EngineClient, EngineState, PromptChoices
 from pdserve.api.generation import DEADLINE_GRACE_S, Generation
 from pdserve.config import SchedulerConfig, StreamConfig
-from pdserve.errors import EngineError, Unavailable
+from pdserve.errors import EngineError, InvalidRequest, Unavailable
 from pdserve.wire.discovery import Role
 from pdserve.wire.engine import FinishReason, RequestOutput, StepOutput
 from pdserve.wire.sampling import SamplingParams
@@ -266,15 +267,49 @@ def test_too_many_requests(model_dir: Path, tmp_path: Path) -> None:
         client = client_of(model_dir, tmp_path, SchedulerConfig(max_running=1, max_waiting=2))
         try:
             await client.start()
-            held = client.open([PromptChoices([1], params(Behaviour.SILENT))] * 3, deadline_s=60.0)
+            held = [client.open([PromptChoices([1], params(Behaviour.SILENT))], deadline_s=60.0) for _ in range(3)]
             with pytest.raises(Unavailable, match="too many") as raised:
                 client.open([PromptChoices([1], params(Behaviour.REPLY))], deadline_s=60.0)
             assert raised.value.retry_after_s is not None
-            held.close()
+            held[0].close()
             generation = client.open([PromptChoices([1], params(Behaviour.REPLY))], deadline_s=60.0)
             assert (await drained(generation)).finish is FinishReason.STOP
             generation.close()
         finally:
             await client.stop(5.0)
+
+    asyncio.run(scenario())
+
+
+def test_a_request_for_many_answers_leaves_the_places_of_others(model_dir: Path, tmp_path: Path) -> None:
+    """Its further answers are counted apart: who wants one answer is not refused for them, who wants many is."""
+
+    async def scenario() -> None:
+        client = client_of(model_dir, tmp_path, SchedulerConfig(max_running=2, max_waiting=6))
+        silent, reply = PromptChoices([1], params(Behaviour.SILENT)), PromptChoices([1], params(Behaviour.REPLY))
+        seeds = tuple(range(Behaviour.SILENT + 1, Behaviour.SILENT + 4))
+        four = PromptChoices([1], params(Behaviour.SILENT), seeds)
+        try:
+            await client.start()
+            with pytest.raises(InvalidRequest, match="at most 9") as refused:
+                client.open([silent] * 10, deadline_s=60.0)
+            assert refused.value.param == "n"
+            big = client.open([four, four], deadline_s=60.0)
+            others = [client.open([reply], deadline_s=60.0) for _ in range(7)]
+            with pytest.raises(Unavailable, match="too many"):
+                client.open([reply], deadline_s=60.0)
+            for other in others:
+                assert (await drained(other)).finish is FinishReason.STOP
+                other.close()
+            with pytest.raises(Unavailable, match="too many"):
+                client.open([four], deadline_s=60.0)
+            big.close()
+            client.open([four], deadline_s=60.0).close()
+            assert client.open_requests == 0
+        finally:
+            await client.stop(5.0)
+        submits = [json.loads(line) for line in (tmp_path / "journal").read_text().splitlines()]
+        shared = [submit["client_request"] for submit in submits if submit["kind"] == "submit"]
+        assert shared[:3] == [1, 1, 9]
 
     asyncio.run(scenario())

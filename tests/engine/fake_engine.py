@@ -111,6 +111,7 @@ class FakeEngine:
         *,
         salt: str = "",
         remote: bool = False,
+        client_request: int = 0,
     ) -> Request:
         """One prompt; its answers are ``client``, ``client + 1`` and so on, one for each seed."""
         request = Request(
@@ -121,6 +122,7 @@ class FakeEngine:
             arrived=self.now,
             deadline=self.now + 10_000,
             client=client,
+            client_request=client_request or b"",
             cache_salt=salt,
             targets=(TARGET, TARGET) if remote else (),
         )
