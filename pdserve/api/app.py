@@ -12,7 +12,7 @@ from werkzeug.exceptions import HTTPException
 
 from pdserve.api.completions import chat_route, check_model, text_route
 from pdserve.api.error_response import error_response, http_error, unexpected_error
-from pdserve.api.node_state import NodeState, Phase
+from pdserve.api.node_state import NodeState
 from pdserve.api.openai import BodyParser, DetokenizeRequest, TokenizeRequest
 from pdserve.api.prompts import chat_tokens
 from pdserve.api.request_id import REQUEST_ID_HEADER, request_label
@@ -20,6 +20,7 @@ from pdserve.api.request_owner import RequestOwner
 from pdserve.api.responses import ModelCard, ModelList, Text, Tokens
 from pdserve.api.tokenizer import Tokenizer
 from pdserve.errors import InvalidRequest, NotFound, RequestError
+from pdserve.wire.ticket import TICKET_HEADER
 
 
 def create_app(node: NodeState) -> Quart:
@@ -91,14 +92,16 @@ def _add_models(app: Quart, node: NodeState) -> None:
 def _add_tokenizer(app: Quart, node: NodeState) -> None:
     tokenize_body, detokenize_body = BodyParser(TokenizeRequest), BodyParser(DetokenizeRequest)
 
-    def tokenizer() -> Tokenizer:
+    def admit() -> Tokenizer:
         if node.tokenizer is None:
             raise NotFound("this node only prefills: it has no tokenizer", code="prefill_node")
+        if node.tickets is not None:
+            g.request_id = request_label(node.tickets.admit(request.headers.get(TICKET_HEADER)).request_id)
         return node.tokenizer
 
     @app.post("/tokenize")
     async def tokenize() -> Response:
-        encoder = tokenizer()
+        encoder = admit()
         body = tokenize_body.parse(await request.get_data(as_text=False)).request
         check_model(body.model, node)
         if (body.prompt is None) == (body.messages is None):
@@ -112,7 +115,7 @@ def _add_tokenizer(app: Quart, node: NodeState) -> None:
 
     @app.post("/detokenize")
     async def detokenize() -> Response:
-        decoder = tokenizer()
+        decoder = admit()
         body = detokenize_body.parse(await request.get_data(as_text=False)).request
         check_model(body.model, node)
         node.limits.check_count(len(body.tokens), "tokens")
@@ -134,8 +137,10 @@ def _add_probes(app: Quart, node: NodeState) -> None:
 
     @app.get("/ready")
     async def ready() -> Response:
-        serving = node.alive and node.phase is Phase.SERVING
-        return _json({"status": "ready" if serving else node.phase.value}, 200 if serving else 503)
+        if node.unready is None:
+            return _json({"status": "ready"})
+        status, reason = node.unready
+        return _json({"status": status, "reason": reason}, 503)
 
     @app.get("/metrics")
     async def metrics() -> Response:

@@ -18,7 +18,7 @@ from concurrent.futures import Future
 
 import zmq
 
-from pdserve.api.proxy_link import MISSED_ACKS, Link, LinkState
+from pdserve.api.proxy_link import MISSED_ACKS, Link, Standing
 from pdserve.errors import ConfigError, WireError
 from pdserve.wire.discovery import Ack, Deregister, Load, NodeInfo
 from pdserve.wire.frame import Opener, Purpose, Sealer
@@ -43,9 +43,9 @@ class HeartbeatThread:
         heartbeat_s: float,
         stuck_s: float,
         load: Callable[[], Load],
-        tell: Callable[[str, bool], None],
+        tell: Callable[[str, Standing], None],
     ) -> None:
-        """``load``, and ``tell`` with a proxy and whether it knows this node now, are called in the thread.
+        """``load``, and ``tell`` with a proxy and how it answers now, are called in the thread.
 
         Raises ConfigError for an address that is none.
         """
@@ -102,8 +102,8 @@ class HeartbeatThread:
             self._look_at_loop(now)
             for line in self._lines:
                 line.speak(now, silent=not self._responsive)
-                if line.changed():
-                    self._tell(line.proxy, line.registered)
+                if (standing := line.changed()) is not None:
+                    self._tell(line.proxy, standing)
                 poller.register(line.socket, line.awaited)
             due_s = min(line.link.due_s for line in self._lines)
             ready = dict(poller.poll(max(0, int((due_s - time.monotonic()) * 1000) + 1)))
@@ -141,7 +141,7 @@ class _Line:
     ) -> None:
         self.proxy = proxy
         self.link = Link(node, heartbeat_s, load, time.monotonic())
-        self.registered = False
+        self._standing: Standing | None = None
         self._boot_id = node.boot_id
         self._sealer = Sealer(secret, Purpose.DISCOVERY, node.boot_id)
         self._opener = Opener(secret, Purpose.DISCOVERY, Ack)
@@ -171,14 +171,16 @@ class _Line:
     def part(self) -> None:
         self._send(self._sealer.seal(Deregister(self._boot_id)))
 
-    def changed(self) -> bool:
-        """Whether ``registered`` is another than at the last call."""
-        before, self.registered = self.registered, self.link.state is LinkState.REGISTERED
-        if self.registered and not before:
+    def changed(self) -> Standing | None:
+        """How the proxy answers, if that is another than at the last call."""
+        before, self._standing = self._standing, self.link.standing(connected=self._sent)
+        if self._standing is before:
+            return None
+        if self._standing is Standing.ACCEPTED:
             log.info("registered at proxy %s", self.proxy)
-        elif before and not self.registered:
+        elif before is Standing.ACCEPTED:
             log.warning("proxy %s does not answer, or no longer knows this node", self.proxy)
-        return self.registered is not before
+        return self._standing
 
     def _send(self, frame: bytes) -> bool:
         """Send if there is a connection with room for it; a frame that waits would only be too old later."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from pdserve.api.engine_client import EngineClient, EngineState
@@ -44,6 +45,8 @@ class NodeState:
     """Of a request without a ticket."""
     max_body_bytes: int
     stream: StreamConfig
+    unaccepted: Callable[[], str | None] = lambda: None
+    """Why no proxy sends this node anything, if it belongs to one."""
     started: int = field(default_factory=lambda: int(time.time()))
     """Seconds since 1970."""
     phase: Phase = Phase.SERVING
@@ -55,6 +58,16 @@ class NodeState:
     @property
     def alive(self) -> bool:
         return self.engine.state is EngineState.READY
+
+    @property
+    def unready(self) -> tuple[str, str] | None:
+        """Why no request comes to be served here, as a word and a sentence; None if one does."""
+        if self.phase is Phase.DRAINING:
+            return "draining", "this node is shutting down"
+        if not self.alive:
+            return "engine lost", "the engine is gone"
+        unaccepted = self.unaccepted()
+        return None if unaccepted is None else ("unregistered", unaccepted)
 
     def check_serving(self) -> None:
         """Raises Unavailable if new requests are not taken (any more)."""

@@ -20,6 +20,15 @@ class LinkState(enum.Enum):
     REGISTERED = "registered"
 
 
+class Standing(enum.Enum):
+    """How a proxy answers a node; the value says it to people."""
+
+    ACCEPTED = "knows this node"
+    UNREACHED = "cannot be reached: nothing that speaks pdserve's control protocol listens there"
+    SILENT = "does not answer: its cluster secret is another one, its clock is wrong, or it hangs"
+    TURNED_AWAY = "turns this node away: its registry is full"
+
+
 class Link:
     """Sans-IO; times are seconds on one monotonic clock."""
 
@@ -30,6 +39,15 @@ class Link:
         self._load = load
         self._due_s = now
         self._heard_s = now
+        self._turned_away = False
+
+    def standing(self, *, connected: bool) -> Standing:
+        """``connected`` is whether there was a connection for the last message."""
+        if self.state is LinkState.REGISTERED:
+            return Standing.ACCEPTED
+        if not connected:
+            return Standing.UNREACHED
+        return Standing.TURNED_AWAY if self._turned_away else Standing.SILENT
 
     @property
     def due_s(self) -> float:
@@ -56,6 +74,7 @@ class Link:
         if ack.boot_id != self._node.boot_id:
             return
         self._heard_s = now
+        self._turned_away = not ack.known
         if ack.known:
             self.state = LinkState.REGISTERED
         elif self.state is LinkState.REGISTERED:

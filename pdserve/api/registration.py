@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 from pdserve.api.heartbeat_thread import HeartbeatThread
+from pdserve.api.proxy_link import Standing
 from pdserve.wire.discovery import Load, NodeInfo
 
 STUCK_S = 30.0
@@ -36,11 +37,20 @@ class Registration:
         self._load = load
         self._stuck_s = stuck_s
         self._registered = {proxy: asyncio.Event() for proxy in self._proxies}
+        self._standings = dict.fromkeys(self._proxies, Standing.SILENT)
 
     @property
     def registered(self) -> Mapping[str, asyncio.Event]:
         """By proxy address: set while that proxy knows this node."""
         return MappingProxyType(self._registered)
+
+    @property
+    def unaccepted(self) -> str | None:
+        """Why no proxy has this node, for people; None if one has, or if there is none to register at."""
+        if not self._proxies or any(event.is_set() for event in self._registered.values()):
+            return None
+        reasons = "; ".join(f"{proxy} {standing.value}" for proxy, standing in self._standings.items())
+        return f"no proxy has accepted this node: {reasons}"
 
     async def run(self) -> None:
         """Register and send heartbeats until cancelled; then say goodbye, within ``GOODBYE_MS``.
@@ -53,8 +63,8 @@ class Registration:
             return
         loop = asyncio.get_running_loop()
 
-        def tell(proxy: str, known: bool) -> None:
-            loop.call_soon_threadsafe(self._show, proxy, known)
+        def tell(proxy: str, standing: Standing) -> None:
+            loop.call_soon_threadsafe(self._show, proxy, standing)
 
         thread = HeartbeatThread(
             self._node,
@@ -74,11 +84,12 @@ class Registration:
         finally:
             thread.stop()
             await asyncio.wait([ended])
-            for event in self._registered.values():
-                event.clear()
+            for proxy in self._proxies:
+                self._show(proxy, Standing.SILENT)
 
-    def _show(self, proxy: str, known: bool) -> None:
-        if known:
+    def _show(self, proxy: str, standing: Standing) -> None:
+        self._standings[proxy] = standing
+        if standing is Standing.ACCEPTED:
             self._registered[proxy].set()
         else:
             self._registered[proxy].clear()

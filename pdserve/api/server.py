@@ -110,13 +110,14 @@ class Node:
     ) -> None:
         url = url_of(listener, self.config.http)
         info = self._info(ready, boot_id, url)
-        state = self._state(info, engine, ready, tokenizer)
+        registering = self._registration(info, engine)
+        state = self._state(info, engine, ready, tokenizer, registering)
         http = HttpServer(create_app(state), listener, self.config.http)
         # What is there now stays: looking through it for garbage again and again would hold tokens up.
         gc.collect()
         gc.freeze()
         await http.start()
-        registration = asyncio.create_task(self._register(info, engine), name="registration")
+        registration = asyncio.create_task(_registered(registering), name="registration")
         try:
             logger.info("pdserve %s listening url=%s", self.role.value, url)
             await _first(signals.drain.wait(), engine.wait_lost(), http.wait_ended(), _ended(registration))
@@ -148,13 +149,12 @@ class Node:
         if engine.failure is None:
             raise PdserveError("the HTTP server ended by itself")
 
-    async def _register(self, info: NodeInfo, engine: EngineClient) -> None:
-        proxies = self.config.discovery.proxies
-        if not proxies:
-            await asyncio.Event().wait()
-        await Registration(
-            info, proxies, self.secret, self.config.discovery.heartbeat_ms, lambda: engine.stats.load
-        ).run()
+    def _registration(self, info: NodeInfo, engine: EngineClient) -> Registration | None:
+        """None for a node that clients talk to directly."""
+        discovery = self.config.discovery
+        if not discovery.proxies:
+            return None
+        return Registration(info, discovery.proxies, self.secret, discovery.heartbeat_ms, lambda: engine.stats.load)
 
     def _engine_config(self, boot_id: bytes) -> EngineConfig:
         config = self.config
@@ -191,7 +191,14 @@ class Node:
             ),
         )
 
-    def _state(self, info: NodeInfo, engine: EngineClient, ready: Ready, tokenizer: Tokenizer | None) -> NodeState:
+    def _state(
+        self,
+        info: NodeInfo,
+        engine: EngineClient,
+        ready: Ready,
+        tokenizer: Tokenizer | None,
+        registration: Registration | None,
+    ) -> NodeState:
         return NodeState(
             name=info.name,
             role=self.role,
@@ -204,7 +211,16 @@ class Node:
             timeout_s=self.config.request.timeout_s,
             max_body_bytes=self.config.http.max_body_bytes,
             stream=self.config.stream,
+            unaccepted=lambda: None if registration is None else registration.unaccepted,
         )
+
+
+async def _registered(registration: Registration | None) -> None:
+    """For as long as the node runs."""
+    if registration is None:
+        await asyncio.Event().wait()
+    else:
+        await registration.run()
 
 
 async def _first(*waits: Coroutine[Any, Any, object]) -> None:

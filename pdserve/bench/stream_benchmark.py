@@ -100,7 +100,7 @@ async def _measure(
         environ,
         streaming.startup_timeout_s,
     ) as servers:
-        words = await _words(servers[0].node_url)
+        words = await _words(servers[0].url)
         warm_up = Plan(Regime.PACED, _WARM_UP_STREAMS, 0.01, 0.1, _PACED_AHEAD)
         for server in servers:
             await _load(streaming, server, warm_up, words, script_file)
@@ -125,10 +125,10 @@ def _plans(streaming: StreamBenchConfig) -> list[Plan]:
     return [*paced, *saturated]
 
 
-async def _words(node_url: str) -> list[int]:
+async def _words(url: str) -> list[int]:
     """Token ids of ``_WORDING``, that of the last word at the end."""
     text = _WORDING.period + _WORDING.last
-    found = await token_ids(node_url, text)
+    found = await token_ids(url, text)
     if len(found) != text.count(" "):
         raise BenchError(f"this model's tokenizer makes {len(found)} tokens of {text.count(' ')} common words")
     return found

@@ -37,7 +37,6 @@ class Server:
     variant: Variant
     url: str
     """The proxy's."""
-    node_url: str
     pids: dict[str, int]
 
 
@@ -72,21 +71,20 @@ async def running_servers(
                 Server(
                     variant,
                     front.listening.url,
-                    back.listening.url,
                     {NODE: back.pid, PROXY: front.pid, ENGINE: child_of(back.pid)},
                 )
                 for variant, front, back in zip(found, fronts, backs, strict=True)
             ]
 
 
-async def token_ids(node_url: str, text: str) -> list[int]:
-    """What the node's tokenizer makes of ``text``. Raises BenchError."""
-    body = {"prompt": text, "add_special_tokens": False}
+async def token_ids(url: str, text: str) -> list[int]:
+    """What the tokenizer behind the proxy ``url`` makes of ``text``. Raises BenchError."""
+    body = {"model": SERVED_NAME, "prompt": text, "add_special_tokens": False}
     try:
         timeout = aiohttp.ClientTimeout(total=_ASK_TIMEOUT_S)
         async with (
             aiohttp.ClientSession(timeout=timeout) as session,
-            session.post(f"{node_url}/tokenize", data=msgspec.json.encode(body)) as response,
+            session.post(f"{url}/tokenize", data=msgspec.json.encode(body)) as response,
         ):
             return msgspec.json.decode(await response.read(), type=_Tokens).tokens
     except (aiohttp.ClientError, TimeoutError, msgspec.MsgspecError) as exc:

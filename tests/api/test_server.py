@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 import pytest
 import zmq
 
+from pdserve.api.proxy_link import Standing
 from pdserve.api.server import Node
 from pdserve.config import CacheConfig, DiscoveryConfig, HttpConfig, ModelConfig, NodeConfig, StreamConfig, Switch
 from pdserve.wire.discovery import Ack, Deregister, NodeInfo, Register, Role, ToProxy
@@ -224,7 +225,7 @@ class FakeProxy:
             peer, frame = self._socket.recv_multipart()
             message = self._opener.open(frame)
             if isinstance(message, Register):
-                self._socket.send_multipart([peer, self._acks.seal(Ack(self._boot_id, True))])
+                self._socket.send_multipart([peer, self._acks.seal(Ack(message.node.boot_id, True))])
             if isinstance(message, kind):
                 return message
         raise AssertionError(f"no {kind.__name__} in {WAIT_S} s")
@@ -272,6 +273,13 @@ def test_node_of_a_proxy(proxy: FakeProxy, model_dir: Path, tmp_path: Path) -> N
         assert ask(node, "forged").status == 401
         assert len(node.submits()) == 1
 
+        for route, body in (("tokenize", {"prompt": "x"}), ("detokenize", {"tokens": [1]})):
+            assert post(f"{node.url}/{route}", body).json()["error"]["code"] == "no_ticket"
+            ticketed = {TICKET_HEADER.replace("-", "_"): proxy.ticket(info)}
+            answer = post(f"{node.url}/{route}", body, **ticketed)
+            assert (answer.status, answer.headers["x-request-id"]) == (200, "from-proxy")
+            assert post(f"{node.url}/{route}", body, **ticketed).status == 401, "a ticket is good once"
+
         late = ask(node, proxy.ticket(info, deadline_s=0.2), seed=Behaviour.SILENT)
         assert (late.status, late.json()["error"]["code"]) == (504, "deadline_exceeded")
 
@@ -286,3 +294,33 @@ def test_node_deregisters_when_its_engine_dies(proxy: FakeProxy, model_dir: Path
         assert ask(node, proxy.ticket(info), seed=Behaviour.DIE).status == 500
         assert proxy.receive(Deregister).boot_id == info.boot_id
         assert node.process.wait() == 1
+
+
+def test_a_node_is_ready_while_a_proxy_has_accepted_it(proxy: FakeProxy, model_dir: Path, tmp_path: Path) -> None:
+    with scripted_node(config(proxies=(proxy.address,)), model_dir, tmp_path, Role.DECODE) as node:
+        early = get(f"{node.url}/ready")
+        assert (early.status, early.json()["status"]) == (503, "unregistered")
+        assert proxy.address in early.json()["reason"]
+        assert get(f"{node.url}/live").status == get(f"{node.url}/health").status == 200
+        proxy.receive(Register)
+        eventually(lambda: get(f"{node.url}/ready").status == 200)
+        proxy.close()
+        gone = eventually(lambda: answer if (answer := get(f"{node.url}/ready")).status == 503 else None)
+        assert gone.json()["status"] == "unregistered"
+
+
+def test_a_wrong_secret_or_address_keeps_a_node_from_being_ready(model_dir: Path, tmp_path: Path) -> None:
+    """What the proxy cannot read it does not answer; one good proxy is enough."""
+    with contextlib.closing(FakeProxy()) as silent, contextlib.closing(FakeProxy()) as good:
+        nobody = "tcp://127.0.0.1:9"
+        with scripted_node(config(proxies=(silent.address, nobody)), model_dir, tmp_path, Role.DECODE) as node:
+            wanted = (
+                f"{silent.address} {Standing.SILENT.value}",
+                f"{nobody} {Standing.UNREACHED.value}",
+            )
+            eventually(lambda: all(text in get(f"{node.url}/ready").json()["reason"] for text in wanted))
+            assert get(f"{node.url}/ready").status == 503
+        both = config(proxies=(nobody, good.address))
+        with scripted_node(both, model_dir, tmp_path, Role.PREFILL) as node:
+            good.receive(Register)
+            eventually(lambda: get(f"{node.url}/ready").status == 200)

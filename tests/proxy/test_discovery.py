@@ -14,6 +14,7 @@ import pytest
 import zmq
 import zmq.asyncio
 
+from pdserve.api.proxy_link import Standing
 from pdserve.api.registration import Registration
 from pdserve.errors import ConfigError
 from pdserve.wire.discovery import Ack, Deregister, Heartbeat, Load, Register, Role
@@ -393,5 +394,28 @@ def test_an_address_in_use_is_a_configuration_error() -> None:
         async with listening() as ear:
             with pytest.raises(ConfigError, match=str(ear.port)):
                 Ear(ear.port, time.monotonic, 1.0)
+
+    run_async(scenario())
+
+
+def test_a_node_says_why_no_proxy_has_accepted_it() -> None:
+    """Its readiness hangs on it: another secret, nobody there, and then one proxy that takes it."""
+
+    async def scenario() -> None:
+        nobody = "tcp://127.0.0.1:9"
+        async with listening() as ear:
+            refused = Registration(NODE, (ear.control, nobody), b"another secret", HEARTBEAT_MS, Load)
+            node = asyncio.create_task(refused.run())
+
+            def said(proxy: str, standing: Standing) -> bool:
+                return f"{proxy} {standing.value}" in (refused.unaccepted or "")
+
+            await eventually(lambda: said(ear.control, Standing.SILENT), "the silence")
+            await eventually(lambda: said(nobody, Standing.UNREACHED), "that nobody is there")
+            await cancelled(node)
+            assert ear.names() == []
+            async with registered(NODE, ear.control) as accepted:
+                assert accepted.unaccepted is None
+            assert "no proxy has accepted" in (accepted.unaccepted or "")
 
     run_async(scenario())
