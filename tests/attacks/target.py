@@ -1,0 +1,220 @@
+"""The cluster under attack, and how it is told whether it is well: answers, health, memory, descriptors, threads."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from http.client import HTTPConnection, HTTPException
+from itertools import count
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from tests.attacks.client import ANSWER_S
+from tests.cluster.nodes import MODEL, Cluster, Node, cluster, http
+from tests.eventually import eventually
+from tests.faults.test_node_death import engine_pid
+
+FLAGS = (
+    *("--dtype", "fp32", "--kv-cache-mib", "16"),
+    # A stranger is on the network, so that is where the blocks are to be.
+    *("--ucx-tls", "tcp"),
+)
+CONTEXT = 1024
+"""Tokens of the tiny model: long enough for all that is asked, short enough for a token to cost nothing."""
+PROMPT = [11 + i % 400 for i in range(70)]
+"""Of more than one block, so that it is prefilled remotely."""
+NEW_TOKENS = 4
+HEALTH_GAP_S = 5.0
+"""That ``/health`` may take on a busy machine with two cores. A loop that hangs takes far longer."""
+MEMORY_MIB = 64
+"""That a process may have grown by at the end of a group. Bodies are up to 9 MiB, and malloc keeps some of it."""
+SPARE = 12
+"""Descriptors and threads that a process may keep for the next request: connections and threads of pools."""
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """What one process holds."""
+
+    rss_mib: int
+    descriptors: int
+    threads: int
+
+    @classmethod
+    def of(cls, pid: int) -> Footprint:
+        process = Path("/proc", str(pid))
+        pages = int((process / "statm").read_text().split()[1])
+        return cls(
+            pages * os.sysconf("SC_PAGE_SIZE") // 2**20,
+            len(list((process / "fd").iterdir())),
+            len(list((process / "task").iterdir())),
+        )
+
+    def no_more_than(self, before: Footprint) -> bool:
+        return (
+            self.rss_mib <= before.rss_mib + MEMORY_MIB
+            and self.descriptors <= before.descriptors + SPARE
+            and self.threads <= before.threads + SPARE
+        )
+
+
+class HealthWatch:
+    """Asks one server for ``/health`` again and again, over a new connection each time, as a load balancer does."""
+
+    PAUSE_S = 0.05
+
+    def __init__(self, url: str) -> None:
+        self.longest_s = 0.0
+        self.failures: list[str] = []
+        self.answers = 0
+        self._netloc = urlsplit(url).netloc
+        self._asked_at: float | None = None
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=f"health of {url}")
+        self._thread.start()
+
+    def gap_s(self) -> float:
+        """The longest that an answer has taken, the one that is waited for now included."""
+        asked_at = self._asked_at
+        waiting_s = 0.0 if asked_at is None else time.monotonic() - asked_at
+        return max(self.longest_s, waiting_s)
+
+    def stop(self) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._over.wait(self.PAUSE_S):
+            self._asked_at = time.monotonic()
+            try:
+                self._ask()
+            except (OSError, HTTPException) as exc:
+                self.failures.append(repr(exc))
+            self.longest_s = max(self.longest_s, time.monotonic() - self._asked_at)
+            self._asked_at = None
+
+    def _ask(self) -> None:
+        connection = HTTPConnection(self._netloc, timeout=4 * HEALTH_GAP_S)
+        try:
+            connection.request("GET", "/health")
+            answer = connection.getresponse()
+            answer.read()
+        finally:
+            connection.close()
+        self.answers += 1
+        if answer.status != 200:
+            self.failures.append(f"status {answer.status}")
+
+
+class Target:
+    """A proxy, a prefill and a decode node, and what the ordinary request is answered with."""
+
+    def __init__(self, running: Cluster, watches: Mapping[str, HealthWatch]) -> None:
+        self.cluster = running
+        self.watches = watches
+        (self.prefill,) = running.prefill
+        (self.decode,) = running.decode
+        self._salts = count()
+        # Until the engines have greeted each other, prompts are computed where they are decoded.
+        eventually(self._asked_remotely, "a prompt goes to the prefill node")
+        self.tokens = self.ask()
+
+    @property
+    def processes(self) -> dict[str, int]:
+        """Process ids of all that could be harmed."""
+        pids = {"proxy": self.cluster.proxy.pid}
+        for node in self.cluster.nodes:
+            pids |= {node.name: node.process.pid, f"engine of {node.name}": engine_pid(node)}
+        return pids
+
+    def instance(self, node: Node) -> dict[str, Any]:
+        """A node as the proxy knows it."""
+        known: list[dict[str, Any]] = http(self.cluster.url + "/instances").json()
+        return next(instance for instance in known if instance["name"] == node.name)
+
+    def ordinary(self, **more: object) -> dict[str, object]:
+        """The body of the ordinary request. Its salt is a new one, so that the prompt has to be computed and moved."""
+        return {
+            "model": MODEL,
+            "prompt": PROMPT,
+            "max_tokens": NEW_TOKENS,
+            "temperature": 0,
+            "ignore_eos": True,
+            "return_token_ids": True,
+            "cache_salt": f"salt {next(self._salts)}",
+            **more,
+        }
+
+    def _asked_remotely(self) -> bool:
+        http(self.cluster.url + "/v1/completions", self.ordinary())
+        return self.remote_prefills() > 0
+
+    def ask(self) -> list[int]:
+        """The ordinary request, through the proxy and a transfer."""
+        before = self.remote_prefills()
+        tokens: list[int] = self.answer_tokens(http(self.cluster.url + "/v1/completions", self.ordinary()).body)
+        eventually(lambda: self.remote_prefills() > before, "the ordinary request was prefilled remotely")
+        return tokens
+
+    def answer_tokens(self, body: bytes) -> list[int]:
+        answer = json.loads(body)
+        assert "choices" in answer, answer
+        tokens: list[int] = answer["choices"][0]["token_ids"]
+        return tokens
+
+    def remote_prefills(self) -> float:
+        return self.decode.metric("prefills_total", source="remote")
+
+    def check_answers(self) -> None:
+        """Whoever was attacked answers others as before."""
+        for name, watch in self.watches.items():
+            gap_s = watch.gap_s()
+            assert gap_s < HEALTH_GAP_S, f"/health of {name} took {gap_s:.1f} s"
+            assert not watch.failures, f"/health of {name}: {watch.failures}"
+        asked_at = time.monotonic()
+        body = http(self.cluster.url + "/v1/completions", self.ordinary()).body
+        took_s = time.monotonic() - asked_at
+        assert self.answer_tokens(body) == self.tokens
+        assert took_s < ANSWER_S, f"the ordinary request took {took_s:.1f} s"
+
+    def footprints(self) -> dict[str, Footprint]:
+        return {name: Footprint.of(pid) for name, pid in self.processes.items()}
+
+    @contextmanager
+    def unharmed(self) -> Iterator[None]:
+        """Around a group of attacks: afterwards everything is as it was before."""
+        processes, before = self.processes, self.footprints()
+        answered = {name: watch.answers for name, watch in self.watches.items()}
+        yield
+        assert self.processes == processes, "a process was started anew"
+        self.cluster.until_idle()
+        assert self.ask() == self.tokens
+
+        def released() -> bool:
+            return all(now.no_more_than(before[name]) for name, now in self.footprints().items())
+
+        try:
+            eventually(released, "", 30.0)
+        except AssertionError:
+            now = self.footprints()
+            grown = {name: (before[name], now[name]) for name in now if not now[name].no_more_than(before[name])}
+            raise AssertionError(f"hold more than before: {grown}") from None
+        assert all(watch.answers > answered[name] for name, watch in self.watches.items())
+
+
+@contextmanager
+def target(model: Path) -> Iterator[Target]:
+    with cluster(model, *FLAGS) as running:
+        urls = {"proxy": running.url, **{node.name: node.url for node in running.nodes}}
+        watches = {name: HealthWatch(url) for name, url in urls.items()}
+        try:
+            yield Target(running, watches)
+        finally:
+            for watch in watches.values():
+                watch.stop()

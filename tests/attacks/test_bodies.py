@@ -1,0 +1,19 @@
+"""Bodies that no client should send: an error that says what is wrong, and nobody else notices."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.attacks.attack import attacks, carry_out
+from tests.attacks.bodies import body_cases
+from tests.attacks.case import HttpCase
+from tests.attacks.target import Target
+
+CASES = tuple(body_cases())
+
+
+@pytest.mark.parametrize("case", attacks(CASES))
+@pytest.mark.usefixtures("unharmed")
+def test_a_body(attacked: Target, case: HttpCase) -> None:
+    carry_out(attacked, case)
+    attacked.check_answers()

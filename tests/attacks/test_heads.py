@@ -1,0 +1,19 @@
+"""Heads and framing that no client should send: an error or a closed connection, and nobody else notices."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.attacks.attack import attacks, carry_out
+from tests.attacks.case import HttpCase
+from tests.attacks.heads import head_cases
+from tests.attacks.target import Target
+
+CASES = tuple(head_cases())
+
+
+@pytest.mark.parametrize("case", attacks(CASES))
+@pytest.mark.usefixtures("unharmed")
+def test_a_head(attacked: Target, case: HttpCase) -> None:
+    carry_out(attacked, case)
+    attacked.check_answers()
