@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import time
+from contextlib import suppress
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdserve.errors import InvalidRequest
-from pdserve_proxy.request_body import LEAD_BYTES, MAX_DEPTH, is_shallow, read_body
+from pdserve_proxy.request_body import LEAD_BYTES, MAX_ANSWERS, MAX_FIELDS, MAX_HITS, read_body
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.text(),
@@ -71,26 +73,125 @@ def test_the_wrong_type_is_the_clients_error(data: bytes, param: str | None) -> 
     assert caught.value.param == param
 
 
-@given(VALUES, st.integers(0, 8))
-def test_depth_is_what_a_parser_would_count(value: object, limit: int) -> None:
-    def depth(of: object) -> int:
-        inner = of if isinstance(of, list) else list(of.values()) if isinstance(of, dict) else None
-        return 0 if inner is None else 1 + max(map(depth, inner), default=0)
+PIECES = st.sampled_from(
+    [b" ", *rb"""" \" \ [ ] { } [], {"":1}, "", 1, x : \u \u00e9 \u0061 "kv_transfer":1, \"kv_transfer""".split()]
+)
+"""What bodies that are meant to be slow to read are made of."""
 
-    assert is_shallow(json.dumps(value).encode(), limit) or depth(value) > limit
-    assert not is_shallow(json.dumps(value).encode(), limit) or depth(value) <= limit
+
+def cpu_s(body: bytes) -> float:
+    """The least CPU time of some readings: what else runs on the machine only adds to it."""
+
+    def once() -> float:
+        began = time.process_time()
+        with suppress(InvalidRequest):
+            read_body(body)
+        return time.process_time() - began
+
+    return min(once() for _ in range(4))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.sampled_from([b"", b'{"a":', b'{"a":[', b'{"a":"', b'{"prompt":["', b"[" * 65, b"[" * 65 + b'"']),
+    st.lists(PIECES, min_size=1, max_size=4).map(b"".join),
+    st.sampled_from([b"", b'"]}', b"]}", b"1]}"]),
+)
+def test_twice_the_bytes_take_at_most_twice_the_time_whatever_they_are(head: bytes, piece: bytes, tail: bytes) -> None:
+    def body(size: int) -> bytes:
+        return head + piece * (size // len(piece)) + tail
+
+    times = {size: cpu_s(body(size)) for size in (2**14, 2**18)}
+    # 16 times the bytes: 256 times the time if it grew with their square. Below a millisecond the clock is too coarse.
+    assert times[2**18] < 64 * max(times[2**14], 5e-5)
+
+
+@pytest.mark.parametrize(
+    ("head", "piece", "tail"),
+    [
+        (b'{"a":[', b"[],", b"1]}"),
+        (b'{"a":[', b'{"":1},', b"1]}"),
+        (b'{"prompt":[', b'"",', b'""]}'),
+        (b'{"prompt":[', b"[],", b"[]]}"),
+        (b'{"a":"', b'\\"', b'"}'),
+        (b'{"a":"', b"\\u00e9", b'"}'),
+        (b'{"a":[', b'"kv_transfer",', b"1]}"),
+        (b'{"a":"', b'\\"kv_transfer', b'"}'),
+    ],
+)
+def test_a_body_holds_the_event_loop_for_a_few_passes_of_a_parser_at_most(
+    head: bytes, piece: bytes, tail: bytes
+) -> None:
+    body = head + piece * (2**21 // len(piece)) + tail
+    began = time.process_time()
+    json.loads(body)
+    assert cpu_s(body) < 2 * (time.process_time() - began) + 0.02
+
+
+def test_so_many_fields_that_taking_one_out_would_take_long_are_refused() -> None:
+    many = b",".join(b'"%d":1' % number for number in range(MAX_FIELDS))
+    assert read_body(b"{%b}" % many).data == b"{%b}" % many
+    for internal in (b'"kv_transfer":1', b'"\\u006bv_transfer":1'):
+        with pytest.raises(InvalidRequest) as caught:
+            read_body(b"{%b,%b}" % (many, internal))
+        assert caught.value.code == "too_many_fields"
+    inside = b'{"%b": "x"}' % (b'\\"kv_transfer' * 2 * MAX_HITS)
+    assert read_body(inside).data == inside
 
 
 def test_what_is_nested_too_deeply_is_refused_and_brackets_in_strings_are_not_nesting() -> None:
     def nested(depth: int) -> bytes:
         return b'{"a":' + b"[" * (depth - 1) + b"]" * (depth - 1) + b"}"
 
-    read_body(nested(MAX_DEPTH))
+    read_body(nested(64))
     read_body(b'{"a": "' + b'[\\"{' * 1000 + b'", "b": [' + b"[]," * 1000 + b"[]]}")
-    for depth in (MAX_DEPTH + 1, 2**20):
+    too_deep = b"[" * 10**5 + b"]" * 10**5
+    for body in (nested(2**20), b'{"prompt":%b}' % too_deep, b'{"n":%b}' % too_deep, b'{"a":' * 10**5):
         with pytest.raises(InvalidRequest) as caught:
-            read_body(nested(depth))
+            read_body(body)
         assert caught.value.code == "json_too_deep"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "count"),
+    [
+        ('"text [ , ["', 1),
+        ("[1, 2, 3]", 1),
+        ('["a"]', 1),
+        ('[ "a, b", "[c\\"]", "\\\\" ]', 3),
+        ("[[1, 2], [3], [4]]", 3),
+        ("[]", 1),
+        ("null", 1),
+        (json.dumps(["a"] * MAX_ANSWERS), MAX_ANSWERS),
+        (json.dumps(["a"] * 5 * MAX_ANSWERS), MAX_ANSWERS),
+        (json.dumps([[1]] * 5 * MAX_ANSWERS), MAX_ANSWERS),
+        (json.dumps([1] * 5 * MAX_ANSWERS), 1),
+    ],
+)
+def test_prompts_are_counted_in_all_of_their_forms(prompt: str, count: int) -> None:
+    body = read_body(f'{{"prompt": {prompt}}}'.encode())
+    assert (body.prompts, body.answers) == (count, count)
+
+
+@pytest.mark.parametrize(
+    ("fields", "answers"),
+    [
+        ('"n": 128', 8 * 128),
+        ('"n": 3, "best_of": 2', 24),
+        ('"best_of": 4', 32),
+        ('"n": 1e2', 8),
+        ('"n": 2.0', 8),
+        ('"n": null', 8),
+        ('"n": -5', 8),
+        ('"n": "9"', 8),
+        ('"n": [9]', 8),
+        (f'"n": {"9" * 5000}', MAX_ANSWERS),
+        ('"n": 1, "n": 128', 1024),
+    ],
+)
+def test_a_request_counts_as_the_answers_that_it_asks_for(fields: str, answers: int) -> None:
+    body = read_body(f'{{"prompt": {json.dumps(["a"] * 8)}, {fields}}}'.encode())
+    assert (body.prompts, body.answers) == (8, answers)
 
 
 @pytest.mark.parametrize("name", ["messages", "prompt"])
