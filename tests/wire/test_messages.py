@@ -200,7 +200,7 @@ CHANNELS: list[tuple[Any, list[msgspec.Struct]]] = [
     (
         proxy_workers.ToWorker,
         [
-            proxy_workers.Nodes((proxy_workers.KnownNode(NODE, discovery.Load(1, 2, 3), 9.5),), ("f",)),
+            proxy_workers.Nodes((proxy_workers.KnownNode(NODE, discovery.Load(1, 2, 3), 9.5),), ("f",), (BOOT,)),
             proxy_workers.Collect(7),
             proxy_workers.Scraped(7, b"text"),
         ],
