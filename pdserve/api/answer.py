@@ -61,6 +61,8 @@ async def streamed_answer(
     deltas: Sequence[Delta] = first
     try:
         while True:
+            if options.continuous_usage:
+                encoder.use(usage_of(run))
             data = b"".join(map(stream.events, deltas))
             if run.done and run.failure is None:
                 break

@@ -24,10 +24,14 @@ class AnswerOptions:
     """Of one token by itself."""
     logprobs: bool = False
     include_usage: bool = False
+    continuous_usage: bool = False
+    """Every chunk says what was used so far."""
     token_ids: bool = False
+    tokens_as_ids: bool = False
+    """Log probabilities name tokens by their ids."""
     plain: PlainChoices | None = None
     """The surface's, for the fast path; None keeps to the full one."""
 
     def shown(self, choice: int, tokens: Sequence[ShownToken]) -> ShownLogprobs:
         """For an answer or chunk that reports these tokens."""
-        return ShownLogprobs(tokens, self.token_bytes, len(self.echoes[choice]))
+        return ShownLogprobs(tokens, self.token_bytes, len(self.echoes[choice]), self.tokens_as_ids)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import importlib.metadata
+from typing import cast
 
 import msgspec
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -14,7 +14,8 @@ from pdserve.api.completions import chat_route, check_model, text_route
 from pdserve.api.error_response import error_response, http_error, unexpected_error
 from pdserve.api.node_state import NodeState
 from pdserve.api.openai import BodyParser, DetokenizeRequest, TokenizeRequest
-from pdserve.api.prompts import chat_tokens
+from pdserve.api.preparing import Check
+from pdserve.api.prompts import render_chat
 from pdserve.api.request_id import REQUEST_ID_HEADER, request_label
 from pdserve.api.request_owner import RequestOwner
 from pdserve.api.responses import ModelCard, ModelList, Text, Tokens
@@ -102,26 +103,35 @@ def _add_tokenizer(app: Quart, node: NodeState) -> None:
     @app.post("/tokenize")
     async def tokenize() -> Response:
         encoder = admit()
-        body = tokenize_body.parse(await request.get_data(as_text=False)).request
-        check_model(body.model, node)
-        if (body.prompt is None) == (body.messages is None):
-            raise InvalidRequest("give either 'prompt' or 'messages'", param="prompt")
-        if body.prompt is None:
-            token_ids = await chat_tokens(body, encoder)
-        else:
-            special = body.add_special_tokens is not False
-            token_ids = await encoder.encode(body.prompt, add_special_tokens=special)
-        return _json(Tokens(len(token_ids), node.ready.max_model_len, token_ids))
+        data = cast("bytes", await request.get_data(as_text=False))
+
+        def work(check: Check) -> bytes:
+            body = tokenize_body.parse(data).request
+            check_model(body.model, node)
+            if (body.prompt is None) == (body.messages is None):
+                raise InvalidRequest("give either 'prompt' or 'messages'", param="prompt")
+            check()
+            text = render_chat(body, encoder) if body.prompt is None else body.prompt
+            special = body.prompt is not None if body.add_special_tokens is None else body.add_special_tokens
+            node.limits.check_length(text, encoder, "messages" if body.prompt is None else "prompt", cut=True)
+            token_ids = encoder.encode(text, add_special_tokens=special)
+            return msgspec.json.encode(Tokens(len(token_ids), node.ready.max_model_len, token_ids))
+
+        return Response(await node.preparer.run(len(data), work), content_type="application/json")
 
     @app.post("/detokenize")
     async def detokenize() -> Response:
         decoder = admit()
-        body = detokenize_body.parse(await request.get_data(as_text=False)).request
-        check_model(body.model, node)
-        node.limits.check_count(len(body.tokens), "tokens")
-        token_ids = node.limits.check_ids(body.tokens, "tokens")
-        text = await asyncio.to_thread(decoder.decode, token_ids, skip_special_tokens=False)
-        return _json(Text(text))
+        data = cast("bytes", await request.get_data(as_text=False))
+
+        def work(check: Check) -> Text:
+            body = detokenize_body.parse(data).request
+            check_model(body.model, node)
+            node.limits.check_count(len(body.tokens), "tokens")
+            check()
+            return Text(decoder.decode(node.limits.check_ids(body.tokens, "tokens"), skip_special_tokens=False))
+
+        return _json(await node.preparer.run(len(data), work))
 
 
 def _add_probes(app: Quart, node: NodeState) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 from pdserve.errors import InvalidRequest
 
 TEXT_PARTS = ("text", "input_text", "output_text")
+_READ = ("type", "text")
 
 
 def plain_messages(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -16,6 +18,13 @@ def plain_messages(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     Raises InvalidRequest that names the message and the field.
     """
     return [_plain(message, f"messages[{index}]") for index, message in enumerate(messages)]
+
+
+def unread_part_fields(messages: Sequence[dict[str, Any]]) -> tuple[str, ...]:
+    """What parts of contents say beside their text, each name once."""
+    contents = (message.get("content") for message in messages)
+    parts = (part for content in contents if isinstance(content, list) for part in content)
+    return tuple(f"messages.content.{name}" for name in dict.fromkeys(chain.from_iterable(parts)) if name not in _READ)
 
 
 def _plain(message: dict[str, Any], where: str) -> dict[str, Any]:

@@ -26,7 +26,7 @@ class ChunkStream(Protocol):
 
 def chunk_stream(surface: Surface, encoder: ChunkEncoder, options: AnswerOptions) -> ChunkStream:
     """The fastest that can show all that ``options`` ask for."""
-    if options.plain is None or options.logprobs or options.token_ids:
+    if options.plain is None or options.logprobs or options.token_ids or options.continuous_usage:
         return FullChunks(surface, encoder, options)
     return PlainChunks(options.plain, encoder, options.echoes)
 

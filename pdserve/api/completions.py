@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
-from typing import Generic, TypeVar
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Generic, TypeVar, cast
 
 import msgspec
 from quart import Response, g, request
@@ -14,17 +14,19 @@ from quart import Response, g, request
 from pdserve.api.answer import streamed_answer, whole_answer
 from pdserve.api.answer_options import AnswerOptions
 from pdserve.api.bad_words import TokenRuns, bad_word_tokens
+from pdserve.api.chat_messages import unread_part_fields
 from pdserve.api.choice_text import ChoiceText
 from pdserve.api.engine_client import PromptChoices
 from pdserve.api.node_state import NodeState
-from pdserve.api.openai import BodyParser, ChatRequest, CompletionRequest, GenerationRequest
+from pdserve.api.openai import BodyParser, ChatRequest, CompletionRequest, GenerationRequest, Parsed
 from pdserve.api.plain_choices import PlainChoices
+from pdserve.api.preparing import Check
 from pdserve.api.prompts import ModelLimits, Prompt, chat_prompts, completion_prompts
 from pdserve.api.request_id import request_label
 from pdserve.api.request_log import RequestRecord
 from pdserve.api.request_owner import own
 from pdserve.api.sampling import check_logprobs, choice_seeds, sampling_params
-from pdserve.api.stop_strings import StopStrings
+from pdserve.api.stop_strings import StopStrings, StopTable
 from pdserve.api.surface import CHAT, TEXT, Surface
 from pdserve.api.text_generation import TextGeneration
 from pdserve.api.tokenizer import Tokenizer
@@ -39,7 +41,7 @@ WHOLE_INTERVAL = 256
 """Nobody waits for the text of a whole answer before its end; but all at once it would hold up others' tokens."""
 
 R = TypeVar("R", bound=GenerationRequest)
-MakePrompts = Callable[[R, Tokenizer, ModelLimits], Awaitable[list[Prompt]]]
+MakePrompts = Callable[[R, Tokenizer, ModelLimits, Check], list[Prompt]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +52,16 @@ class Terms:
     """By ``time.monotonic``."""
     attempt: int = 0
     prefill: tuple[PrefillTarget, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared(Generic[R]):
+    """A request's body, and all that is made of it before the engine gets it."""
+
+    parsed: Parsed[R]
+    prompts: list[Prompt]
+    bad_words: TokenRuns
+    stops: StopTable
 
 
 class CompletionRoute(Generic[R]):
@@ -67,17 +79,27 @@ class CompletionRoute(Generic[R]):
         arrived = time.monotonic()
         tokenizer = self._admit()
         terms = self._terms(arrived)
-        parsed = self._parser.parse(await request.get_data(as_text=False))
-        _check_consistent(parsed.request)
-        check_model(parsed.request.model, self._node)
-        prompts = await self._prompts(parsed.request, tokenizer, self._node.limits)
-        bad_words = await bad_word_tokens(parsed.request.bad_words or (), tokenizer)
-        run = self._start(parsed.request, prompts, bad_words, terms, arrived, tokenizer)
+        data = cast("bytes", await request.get_data(as_text=False))
+        prepared = await self._node.preparer.run(len(data), lambda check: self._prepare(data, tokenizer, check))
+        run = self._start(prepared, terms, arrived, tokenizer)
         own(run.close)
-        response = await self._answer(run, parsed.request, prompts, tokenizer)
-        if parsed.ignored:
-            response.headers[IGNORED_HEADER] = _header_names(parsed.ignored)
+        response = await self._answer(run, prepared.parsed.request, prepared.prompts, tokenizer)
+        if prepared.parsed.ignored:
+            response.headers[IGNORED_HEADER] = _header_names(prepared.parsed.ignored)
         return response
+
+    def _prepare(self, data: bytes, tokenizer: Tokenizer, check: Check) -> Prepared[R]:
+        """Knows nothing of the request but its body, and may run in a thread."""
+        parsed = self._parser.parse(data)
+        body = parsed.request
+        _check_consistent(body)
+        check_model(body.model, self._node)
+        check()
+        prompts = self._prompts(body, tokenizer, self._node.limits, check)
+        check()
+        if isinstance(body, ChatRequest):
+            parsed = replace(parsed, ignored=parsed.ignored + unread_part_fields(body.messages))
+        return Prepared(parsed, prompts, bad_word_tokens(body.bad_words or (), tokenizer), StopTable(body.stops))
 
     def _admit(self) -> Tokenizer:
         if self._node.role is Role.PREFILL or self._node.tokenizer is None:
@@ -92,21 +114,15 @@ class CompletionRoute(Generic[R]):
         g.request_id = request_label(ticket.request_id)
         return Terms(arrived + ticket.deadline_s, ticket.attempt, ticket.prefill)
 
-    def _start(
-        self,
-        body: R,
-        prompts: Sequence[Prompt],
-        bad_words: TokenRuns,
-        terms: Terms,
-        arrived: float,
-        tokenizer: Tokenizer,
-    ) -> TextGeneration:
+    def _start(self, prepared: Prepared[R], terms: Terms, arrived: float, tokenizer: Tokenizer) -> TextGeneration:
+        body, prompts = prepared.parsed.request, prepared.prompts
         self._node.check_serving()
         left_s = terms.deadline - time.monotonic()
         if left_s <= 0:
             raise DeadlineExceeded("the request's deadline passed before it could start", code="deadline_exceeded")
-        submits = [_submit(body, prompt, bad_words) for prompt in prompts]
-        texts = [_choice_text(index, body, tokenizer) for index in range(len(prompts) * body.choices)]
+        submits = [_submit(body, prompt, prepared.bad_words) for prompt in prompts]
+        count = len(prompts) * body.choices
+        texts = [_choice_text(index, body, tokenizer, prepared.stops) for index in range(count)]
         prompt_tokens = sum(len(prompt.token_ids) for prompt in prompts)
         record = RequestRecord(g.request_id, self._node.name, arrived, prompt_tokens)
         generation = self._node.engine.open(
@@ -129,7 +145,9 @@ class CompletionRoute(Generic[R]):
             token_bytes=tokenizer.token_bytes,
             logprobs=body.wanted_logprobs is not None,
             include_usage=body.include_usage,
+            continuous_usage=body.continuous_usage,
             token_ids=bool(body.return_token_ids),
+            tokens_as_ids=bool(body.return_tokens_as_token_ids),
             plain=self._plain,
         )
         # No byte goes out before the engine's first output: an error until then still has its own status.
@@ -166,12 +184,12 @@ def _submit(body: GenerationRequest, prompt: Prompt, bad_words: TokenRuns) -> Pr
     return PromptChoices(prompt.token_ids, sampling, tuple(more))
 
 
-def _choice_text(index: int, body: GenerationRequest, tokenizer: Tokenizer) -> ChoiceText:
+def _choice_text(index: int, body: GenerationRequest, tokenizer: Tokenizer, stops: StopTable) -> ChoiceText:
     include = bool(body.include_stop_str_in_output)
     return ChoiceText(
         index,
         tokenizer.detokenizer(skip_special_tokens=body.skip_special_tokens is not False),
-        StopStrings(body.stops, include=include),
+        StopStrings(stops, include=include),
         frozenset(body.stop_token_ids or ()) if include else frozenset(),
         body.min_tokens or 0,
     )
@@ -188,6 +206,11 @@ def _interval(body: GenerationRequest, default: int) -> int:
 def _check_consistent(body: GenerationRequest) -> None:
     if body.stream_options is not None and not body.stream:
         raise InvalidRequest("'stream_options' needs 'stream' to be true", param="stream_options")
+    if body.stream_options is not None and body.stream_options.continuous_usage_stats and not body.include_usage:
+        raise InvalidRequest(
+            "'stream_options.continuous_usage_stats' needs 'include_usage' to be true",
+            param="stream_options.continuous_usage_stats",
+        )
     check_logprobs(body)
 
 

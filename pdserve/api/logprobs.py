@@ -23,6 +23,8 @@ class ShownLogprobs:
     token_bytes: TokenBytes
     offset: int = 0
     """Characters that the client sees before the answer."""
+    as_ids: bool = False
+    """Tokens are named by their ids."""
 
     def for_chat(self) -> ChatLogprobs:
         return ChatLogprobs([self._chat_token(token) for token in self.tokens])
@@ -42,7 +44,7 @@ class ShownLogprobs:
 
     def _entry(self, token_id: int, logprob: float) -> TopLogprob:
         data = self.token_bytes(token_id)
-        return TopLogprob(_escaped(data), _finite(logprob), list(data))
+        return TopLogprob(_id_name(token_id) if self.as_ids else _escaped(data), _finite(logprob), list(data))
 
     def _by_name(self, token: ShownToken) -> dict[str, float]:
         """The likeliest tokens and the chosen one. Where two have one name, the likelier has it."""
@@ -52,9 +54,15 @@ class ShownLogprobs:
         return named
 
     def _name(self, token_id: int) -> str:
+        if self.as_ids:
+            return _id_name(token_id)
         data = self.token_bytes(token_id)
         text = _escaped(data)
         return text if _is_text(data) else f"bytes:{text}"
+
+
+def _id_name(token_id: int) -> str:
+    return f"token_id:{token_id}"
 
 
 def _escaped(data: bytes) -> str:

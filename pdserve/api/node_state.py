@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from pdserve.api.engine_client import EngineClient, EngineState
 from pdserve.api.metrics import NodeMetrics
+from pdserve.api.preparing import Preparer
 from pdserve.api.prompts import ModelLimits
 from pdserve.api.ticket import TicketGate
 from pdserve.api.tokenizer import Tokenizer
@@ -47,6 +48,7 @@ class NodeState:
     stream: StreamConfig
     unaccepted: Callable[[], str | None] = lambda: None
     """Why no proxy sends this node anything, if it belongs to one."""
+    preparer: Preparer = field(default_factory=Preparer)
     started: int = field(default_factory=lambda: int(time.time()))
     """Seconds since 1970."""
     phase: Phase = Phase.SERVING

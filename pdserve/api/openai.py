@@ -9,6 +9,7 @@ from typing import Annotated, Any, Generic, TypeAlias, TypeVar
 import msgspec
 from msgspec import Meta
 
+from pdserve.api.body_bounds import check_values
 from pdserve.api.unsupported import ACCEPTED, refuse_unsupported
 from pdserve.errors import InvalidRequest
 
@@ -19,6 +20,8 @@ MAX_LOGPROBS = 20
 MAX_BIASES = 1_024
 MAX_ALLOWED = 16_384
 MAX_BAD_WORDS = 128
+SEARCHED_BYTES = 65_536
+"""Of a body that is no JSON, to say better why."""
 
 T = TypeVar("T", bound=msgspec.Struct)
 Positive: TypeAlias = Annotated[int, Meta(ge=1, le=2**31 - 1)]
@@ -33,6 +36,8 @@ BadWord: TypeAlias = Annotated[str, Meta(min_length=1, max_length=256)]
 
 class StreamOptions(msgspec.Struct):
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    """With ``include_usage``, every chunk says what there is so far."""
 
 
 class GenerationRequest(msgspec.Struct, kw_only=True):
@@ -65,7 +70,11 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     """Tokens in a chunk of a stream; the first one comes at once."""
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
     """Keep only this many tokens of the prompt's end; -1 keeps as many as fit."""
+    add_special_tokens: bool | None = None
+    """Those that the tokeniser puts around a text, as ``<s>``: by default around prompts, and not around chats."""
     return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    """Log probabilities name tokens ``token_id:17``."""
     cache_salt: Annotated[str, Meta(max_length=1_024)] | None = None
     """Prompts find each other's blocks in prefix caches only under the same salt."""
 
@@ -76,6 +85,10 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     @property
     def include_usage(self) -> bool:
         return bool(self.stream_options and self.stream_options.include_usage)
+
+    @property
+    def continuous_usage(self) -> bool:
+        return self.include_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
     @property
     def wanted_tokens(self) -> int | None:
@@ -159,22 +172,45 @@ class BodyParser(Generic[T]):
     def __init__(self, request: type[T]) -> None:
         self._decoder = msgspec.json.Decoder(request)
         self._fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
-        self._known = {field.encode_name for field in msgspec.structs.fields(request)}
+        self._known = _names(request)
+        self._nested = {"stream_options": _names(StreamOptions)} if "stream_options" in self._known else {}
 
-    def parse(self, body: bytes | str) -> Parsed[T]:
+    def parse(self, body: bytes) -> Parsed[T]:
         """Raises InvalidRequest, which names the field where one is at fault."""
+        check_values(body)
         try:
             fields = self._fields.decode(body)
             refuse_unsupported({name: raw for name, raw in fields.items() if name not in self._known})
             request = self._decoder.decode(body)
+            nested = self._unknown_nested(fields)
         except msgspec.ValidationError as exc:
             raise _invalid_field(exc) from exc
         except (msgspec.DecodeError, UnicodeDecodeError) as exc:
-            what = "a string in it has an unpaired surrogate" if _UNPAIRED_SURROGATE.search(_bytes(body)) else str(exc)
+            what = (
+                "a string in it has an unpaired surrogate"
+                if _UNPAIRED_SURROGATE.search(body[:SEARCHED_BYTES])
+                else str(exc)
+            )
             raise InvalidRequest(f"the body is not valid JSON: {what}", code="invalid_json") from exc
         except RecursionError as exc:
             raise InvalidRequest("the body is nested too deeply", code="invalid_json") from exc
-        return Parsed(request, tuple(name for name in fields if name not in self._known and name not in ACCEPTED))
+        unknown = tuple(name for name in fields if name not in self._known and name not in ACCEPTED)
+        return Parsed(request, unknown + nested)
+
+    def _unknown_nested(self, fields: dict[str, msgspec.Raw]) -> tuple[str, ...]:
+        """Of valid fields: those within them that nothing knows."""
+        within = {
+            name: self._fields.decode(fields[name])
+            for name in self._nested.keys() & fields.keys()
+            if bytes(fields[name]) != b"null"
+        }
+        return tuple(
+            f"{name}.{key}" for name, inner in within.items() for key in inner if key not in self._nested[name]
+        )
+
+
+def _names(struct: type[msgspec.Struct]) -> set[str]:
+    return {field.encode_name for field in msgspec.structs.fields(struct)}
 
 
 _UNPAIRED_SURROGATE = re.compile(
@@ -184,10 +220,6 @@ _UNPAIRED_SURROGATE = re.compile(
 """For the wording alone: msgspec calls most of these truncated input."""
 _VALIDATION = re.compile(r"(?P<what>.*?)(?: - at (?:`key` in )?`\$\.?(?P<path>.*)`)?", re.DOTALL)
 _MISSING = re.compile(r"Object missing required field `(?P<field>[^`]*)`")
-
-
-def _bytes(body: bytes | str) -> bytes:
-    return body if isinstance(body, bytes) else body.encode(errors="surrogatepass")
 
 
 def _invalid_field(error: msgspec.ValidationError) -> InvalidRequest:

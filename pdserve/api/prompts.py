@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import cast
 
 from pdserve.api.chat_messages import plain_messages
 from pdserve.api.openai import MAX_CHOICES, ChatRequest, CompletionRequest, GenerationRequest, TokenizeRequest
-from pdserve.api.tokenizer import INLINE_CHARS, Tokenizer
+from pdserve.api.preparing import Check
+from pdserve.api.tokenizer import MAX_CUT_CHARS, Tokenizer
 from pdserve.errors import InvalidRequest
-
-INLINE_MESSAGES = 32
-"""Longer conversations are rendered in a thread."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,12 +32,23 @@ class ModelLimits:
 
     def check_ids(self, token_ids: Sequence[int], param: str) -> list[int]:
         """The ids, if the vocabulary has them all. Raises InvalidRequest."""
-        for token_id in token_ids:
-            if not 0 <= token_id < self.vocab_size:
-                raise InvalidRequest(
-                    f"token id {token_id} is not in the vocabulary of {self.vocab_size} tokens", param=param
-                )
+        if token_ids and not (min(token_ids) >= 0 and max(token_ids) < self.vocab_size):
+            wrong = next(token_id for token_id in token_ids if not 0 <= token_id < self.vocab_size)
+            raise InvalidRequest(f"token id {wrong} is not in the vocabulary of {self.vocab_size} tokens", param=param)
         return list(token_ids)
+
+    def check_length(self, text: str, tokenizer: Tokenizer, param: str, *, cut: bool = False) -> None:
+        """Raises InvalidRequest if ``text`` is so long that it need not be tokenised to know that it does not fit.
+
+        A text that is to be ``cut`` may be longer than the context, within ``MAX_CUT_CHARS``.
+        """
+        least = tokenizer.least_tokens(text)
+        if least > self.max_model_len and not (cut and len(text) <= MAX_CUT_CHARS):
+            raise InvalidRequest(
+                f"this model's context is {self.max_model_len} tokens; {len(text)} characters are at least {least}",
+                param=param,
+                code="context_length_exceeded",
+            )
 
     def check_count(self, count: int, param: str) -> None:
         """Raises InvalidRequest if no context could hold that many ids."""
@@ -84,54 +92,50 @@ class ModelLimits:
         return token_ids[-(keep if keep > 0 else max(self.max_model_len - (wanted or 1), 1)) :]
 
 
-async def chat_tokens(request: ChatRequest | TokenizeRequest, tokenizer: Tokenizer) -> list[int]:
-    """Of the conversation, rendered by the model's template. Raises InvalidRequest."""
+def render_chat(request: ChatRequest | TokenizeRequest, tokenizer: Tokenizer) -> str:
+    """The conversation in the words of the model's template. Raises InvalidRequest."""
     continued = bool(request.continue_final_message)
     generation_prompt = not continued if request.add_generation_prompt is None else request.add_generation_prompt
     if continued and generation_prompt:
         raise InvalidRequest(
             "'continue_final_message' excludes 'add_generation_prompt'", param="continue_final_message"
         )
-    messages = request.messages or []
-
-    def render() -> str:
-        return tokenizer.render_chat(
-            plain_messages(messages),
-            add_generation_prompt=generation_prompt,
-            continue_final_message=continued,
-            template_kwargs=request.chat_template_kwargs or {},
-        )
-
-    text = render() if _is_short(messages) else await asyncio.to_thread(render)
-    return await tokenizer.encode(text, add_special_tokens=False)
+    return tokenizer.render_chat(
+        plain_messages(request.messages or []),
+        add_generation_prompt=generation_prompt,
+        continue_final_message=continued,
+        template_kwargs=request.chat_template_kwargs or {},
+    )
 
 
-def _is_short(messages: Sequence[dict[str, Any]]) -> bool:
-    """Rendering takes less time than a switch to a thread, or not much more."""
-    if len(messages) > INLINE_MESSAGES:
-        return False
-    texts = [message.get("content") or "" for message in messages]
-    return all(isinstance(text, str) for text in texts) and sum(map(len, texts)) <= INLINE_CHARS
-
-
-async def chat_prompts(request: ChatRequest, tokenizer: Tokenizer, limits: ModelLimits) -> list[Prompt]:
+def chat_prompts(request: ChatRequest, tokenizer: Tokenizer, limits: ModelLimits, check: Check) -> list[Prompt]:
     """The one prompt of a chat request. Raises InvalidRequest."""
-    token_ids, max_tokens = limits.fit(await chat_tokens(request, tokenizer), request, "messages")
-    return [Prompt(token_ids, max_tokens)]
+    text = render_chat(request, tokenizer)
+    check()
+    limits.check_length(text, tokenizer, "messages", cut=request.truncate_prompt_tokens is not None)
+    # A template writes the special tokens that the model wants; it would be given some of them twice.
+    token_ids = tokenizer.encode(text, add_special_tokens=bool(request.add_special_tokens))
+    fitted, max_tokens = limits.fit(token_ids, request, "messages")
+    return [Prompt(fitted, max_tokens)]
 
 
-async def completion_prompts(request: CompletionRequest, tokenizer: Tokenizer, limits: ModelLimits) -> list[Prompt]:
+def completion_prompts(
+    request: CompletionRequest, tokenizer: Tokenizer, limits: ModelLimits, check: Check
+) -> list[Prompt]:
     """One for each prompt of a completion request. Raises InvalidRequest."""
     if request.best_of is not None and request.best_of != request.choices:
         raise InvalidRequest("'best_of' other than 'n' is not supported by pdserve", param="best_of")
     given = _listed(request.prompt)
     if len(given) * request.choices > MAX_CHOICES:
         raise InvalidRequest(f"prompts times 'n' may be at most {MAX_CHOICES}", param="n")
+    special = request.add_special_tokens is not False
     prompts = []
     for index, item in enumerate(given):
+        check()
         param = "prompt" if len(given) == 1 else f"prompt[{index}]"
         if isinstance(item, str):
-            token_ids = await tokenizer.encode(item, add_special_tokens=True)
+            limits.check_length(item, tokenizer, param, cut=request.truncate_prompt_tokens is not None)
+            token_ids = tokenizer.encode(item, add_special_tokens=special)
         else:
             token_ids = item
         fitted, max_tokens = limits.fit(token_ids, request, param)

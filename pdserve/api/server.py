@@ -134,6 +134,7 @@ class Node:
             await _cancelled(registration)
             engine.fail_open(shutting_down())
             await http.stop()
+            state.preparer.close()
 
     async def _drain(self, engine: EngineClient, signals: StopSignals) -> None:
         logger.info("draining: what runs has %.1f s to finish", self.config.http.drain_s)

@@ -32,6 +32,10 @@ class ChunkEncoder:
         """The chunk of a choice that is encoded already."""
         return self.head + choice + self.tail
 
+    def use(self, usage: Usage) -> None:
+        """What the next chunks say was used, in place of null."""
+        self.tail = b'],"usage":' + _encoder.encode(usage) + b"}\n\n"
+
     def usage(self, usage: Usage) -> bytes:
         return self.head + b'],"usage":' + _encoder.encode(usage) + b"}\n\n"
 

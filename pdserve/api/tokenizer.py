@@ -6,7 +6,6 @@ templates with the same code, but does not import torch (0.6 s and 120 MB agains
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 import json
 import logging
@@ -33,8 +32,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 LOGGED_CHARS = 500
-INLINE_CHARS = 2_048
-"""Longer texts are tokenised in a thread: above this it takes longer than the switch (0.1 ms)."""
+MAX_CUT_CHARS = 2**20
+"""Of a text that may be longer than any context: one to be cut, or counted."""
 
 
 class Tokenizer:
@@ -48,6 +47,7 @@ class Tokenizer:
         self._backend.no_padding()
         added = self._backend.get_added_tokens_decoder()
         self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        self._longest_token = max(map(len, self._backend.get_vocab()), default=1)
         self._byte_level = self._is_byte_level()
         self._token_bytes = TokenBytes(self._backend.id_to_token, byte_level_bytes if self._byte_level else piece_bytes)
         self._reserved_kwargs = frozenset(inspect.signature(tokenizer.apply_chat_template).parameters) | {
@@ -60,11 +60,14 @@ class Tokenizer:
     def has_chat_template(self) -> bool:
         return bool(self._chat.chat_template)
 
-    async def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Token ids of ``text``; special tokens written in it count as such."""
-        if len(text) <= INLINE_CHARS:
-            return self._encode(text, add_special_tokens)
-        return await asyncio.to_thread(self._encode, text, add_special_tokens)
+        # The batch call, even for one text: unlike `encode` it lets other threads run meanwhile.
+        return list(self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
+
+    def least_tokens(self, text: str) -> int:
+        """``text`` has no fewer tokens: known without tokenising it."""
+        return len(text) // self._longest_token
 
     def render_chat(
         self,
@@ -110,10 +113,6 @@ class Tokenizer:
         if self._byte_level:
             return BytesDetokenizer(self._token_bytes, skip)
         return WindowDetokenizer(lambda ids: str(self._backend.decode(ids, skip_special_tokens=False)), skip)
-
-    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        # The batch call, even for one text: unlike `encode` it lets other threads run meanwhile.
-        return list(self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
 
     def _is_byte_level(self) -> bool:
         decoder = self._backend.decoder

@@ -20,7 +20,7 @@ from pdserve.api.metrics import NodeMetrics
 from pdserve.api.outcome import shutting_down
 from pdserve.api.plain_choices import PlainChoices
 from pdserve.api.request_log import RequestRecord
-from pdserve.api.stop_strings import StopStrings
+from pdserve.api.stop_strings import StopStrings, StopTable
 from pdserve.api.surface import CHAT
 from pdserve.api.text_generation import TextGeneration
 from pdserve.errors import Internal
@@ -37,7 +37,7 @@ Events = list[tuple[int, str | None, str | None]]
 def choice_text(choice: int, stops: Sequence[str]) -> ChoiceText:
     known = TokenBytes(lambda _: None, byte_level_bytes)
     known.update(enumerate(PIECES))
-    return ChoiceText(choice, BytesDetokenizer(known, frozenset()), StopStrings(stops), frozenset())
+    return ChoiceText(choice, BytesDetokenizer(known, frozenset()), StopStrings(StopTable(stops)), frozenset())
 
 
 def answer_options(choices: int, plain: PlainChoices | None = None) -> AnswerOptions:

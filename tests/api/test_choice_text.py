@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from pdserve.api.choice_text import ChoiceText, Delta
 from pdserve.api.detokenizer import BytesDetokenizer, TokenBytes, byte_level_bytes
 from pdserve.api.outcome import Outcome
-from pdserve.api.stop_strings import StopStrings
+from pdserve.api.stop_strings import StopStrings, StopTable
 from pdserve.wire.engine import FinishReason, RequestOutput
 from pdserve.wire.sampling import TokenLogprobs
 
@@ -25,7 +25,7 @@ def choice_text(stops: list[str], *, include: bool = False, min_tokens: int = 0)
     known = TokenBytes(lambda _: None, byte_level_bytes)
     known.update(enumerate(PIECES))
     return ChoiceText(
-        0, BytesDetokenizer(known, frozenset()), StopStrings(stops, include=include), frozenset(), min_tokens
+        0, BytesDetokenizer(known, frozenset()), StopStrings(StopTable(stops), include=include), frozenset(), min_tokens
     )
 
 

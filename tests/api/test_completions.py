@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
+from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 from openai.types.chat import ChatCompletionMessageParam
 
-from pdserve.api.tokenizer import Tokenizer
+from pdserve.api.openai import ChatRequest, CompletionRequest
+from pdserve.api.prompts import ModelLimits, chat_prompts, completion_prompts
+from pdserve.api.tokenizer import Tokenizer, load_tokenizer
 from pdserve.wire.sampling import SamplingParams
 from tests.api.behaviour import REPLY_TEXT, SPLIT_TEXT, Behaviour
 from tests.api.node import MODEL, NodeUnderTest
@@ -179,7 +183,7 @@ def test_n_choices_streamed(client: openai.OpenAI) -> None:
 
 
 def test_forms_of_prompt(client: openai.OpenAI, node: NodeUnderTest, tokenizer: Tokenizer) -> None:
-    one, two = tokenizer._encode("one", True), tokenizer._encode("two", True)
+    one, two = (tokenizer.encode(text, add_special_tokens=True) for text in ("one", "two"))
     forms: list[tuple[str | list[str] | list[int] | list[list[int]], list[list[int]]]] = [
         ("one", [one]),
         (["one"], [one]),
@@ -297,7 +301,9 @@ def test_penalties_and_the_like_arrive(client: openai.OpenAI, node: NodeUnderTes
     given, default = (submit.sampling for submit in submits())
     assert (given.presence_penalty, given.frequency_penalty, given.repetition_penalty) == (0.5, -0.25, 1.2)
     assert (given.logit_bias, given.min_tokens, given.allowed_token_ids) == (((5, 3.0), (7, -100.0)), 3, (4, 9))
-    assert given.bad_words == tuple(tuple(tokenizer._encode(word, False)) for word in ("Paris", " Paris"))
+    assert given.bad_words == tuple(
+        tuple(tokenizer.encode(word, add_special_tokens=False)) for word in ("Paris", " Paris")
+    )
     assert default == SamplingParams(max_tokens=256 - 1, seed=0)
 
 
@@ -339,7 +345,7 @@ def test_token_ids_on_request(stream: bool, node: NodeUnderTest, tokenizer: Toke
     choices = [part["choices"][0] for part in parts]
     ids = [token_id for choice in choices for token_id in choice.get("token_ids", [])]
     assert tokenizer.decode(ids, skip_special_tokens=True) == "Hello, world! How"
-    assert choices[0]["prompt_token_ids"] == tokenizer._encode("x", True)
+    assert choices[0]["prompt_token_ids"] == tokenizer.encode("x", add_special_tokens=True)
 
 
 def test_chat_template_options(node: NodeUnderTest, tokenizer: Tokenizer) -> None:
@@ -353,3 +359,53 @@ def test_chat_template_options(node: NodeUnderTest, tokenizer: Tokenizer) -> Non
             body = {"model": MODEL, "messages": messages, "seed": 0, **extra}
             assert post(f"{node.url}/v1/chat/completions", body).status == 200
         assert tokenizer.decode(submits()[0].token_ids, skip_special_tokens=False).endswith(ending)
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_every_chunk_says_what_was_used_so_far(chat: bool, node: NodeUnderTest) -> None:
+    prompt = {"messages": MESSAGES} if chat else {"prompt": "x"}
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    body = {"model": MODEL, **prompt, "n": 2, "seed": 0, "stream": True, "stream_options": options}
+    answer = post(f"{node.url}/v1/{'chat/' if chat else ''}completions", body)
+    events = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")]
+    used = [event["usage"]["completion_tokens"] for event in events]
+    assert used == sorted(used)
+    assert 0 < used[0] < used[-1] == 2 * 9
+    assert all(usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"] for usage in usages(events))
+    without = {**body, "stream_options": {"include_usage": True}}
+    plain = post(f"{node.url}/v1/{'chat/' if chat else ''}completions", without)
+    last = json.loads(plain.text.splitlines()[-4][6:])
+    assert last["usage"] == events[-1]["usage"]
+
+
+def usages(events: list[dict[str, Any]]) -> list[dict[str, int]]:
+    return [event["usage"] for event in events]
+
+
+def test_special_tokens_around_prompts_and_chats(model_dir: Path, tmp_path: Path) -> None:
+    """By default around prompts and not around chats, each as the request says otherwise."""
+    folder = shutil.copytree(model_dir, tmp_path / "with-bos")
+    state = json.loads((folder / "tokenizer.json").read_text())
+    single = [{"SpecialToken": {"id": "<|im_start|>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
+    special = {"<|im_start|>": {"id": "<|im_start|>", "ids": [1], "tokens": ["<|im_start|>"]}}
+    state["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": single,
+        "pair": single,
+        "special_tokens": special,
+    }
+    (folder / "tokenizer.json").write_text(json.dumps(state))
+    tokenizer = load_tokenizer(folder)
+    limits = ModelLimits(256, 49_152)
+
+    def text(given: bool | None) -> list[int]:
+        request = CompletionRequest(model="m", prompt="Hi", add_special_tokens=given)
+        return completion_prompts(request, tokenizer, limits, lambda: None)[0].token_ids
+
+    def chat(given: bool | None) -> list[int]:
+        request = ChatRequest(model="m", messages=[{"role": "user", "content": "Hi"}], add_special_tokens=given)
+        return chat_prompts(request, tokenizer, limits, lambda: None)[0].token_ids
+
+    assert text(None) == text(True) == [1, *text(False)]
+    assert chat(True) == [1, *chat(None)]
+    assert chat(False) == chat(None)

@@ -139,7 +139,7 @@ def test_an_incomplete_end_is_flushed(tokenizer: Tokenizer, byte_level: Backend)
 
 
 def test_special_tokens_are_skipped_or_shown_as_asked(tokenizer: Tokenizer) -> None:
-    ids = [*tokenizer._encode("Hi", False), SPECIAL]
+    ids = [*tokenizer.encode("Hi", add_special_tokens=False), SPECIAL]
     assert tokenizer.detokenizer(skip_special_tokens=True).add(ids) == "Hi"
     assert tokenizer.detokenizer(skip_special_tokens=False).add(ids) == "Hi<|im_end|>"
 
@@ -193,7 +193,7 @@ def test_bytes_of_pieces(piece: str, data: bytes) -> None:
 
 def test_bytes_of_tokens_make_up_their_text(tokenizer: Tokenizer) -> None:
     text = "Hello, world! 漢字 👩\u200d👩\u200d👧\n\tok"
-    ids = tokenizer._encode(text, False)
+    ids = tokenizer.encode(text, add_special_tokens=False)
     assert b"".join(tokenizer.token_bytes(token_id) for token_id in ids) == text.encode()
     assert tokenizer.token_bytes(2) == b"<|im_end|>"
     assert tokenizer.token_bytes(10**6) == b""

@@ -22,8 +22,8 @@ def test_tokens_and_chat_template_are_those_of_the_converted_folder(demo_model: 
     gguf, folder = load_tokenizer(packaged_gguf()), load_tokenizer(demo_model)
     for text in TEXTS:
         for special in (False, True):
-            ids = gguf._encode(text, special)
-            assert ids == folder._encode(text, special)
+            ids = gguf.encode(text, add_special_tokens=special)
+            assert ids == folder.encode(text, add_special_tokens=special)
         for skip in (False, True):
             assert gguf.decode(ids, skip_special_tokens=skip) == folder.decode(ids, skip_special_tokens=skip)
     rendered = [

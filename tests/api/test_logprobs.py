@@ -36,7 +36,7 @@ def chat_tokens(client: openai.OpenAI, *, stream: bool, **more: Any) -> list[tup
 @pytest.mark.parametrize("stream", [False, True])
 def test_chat(stream: bool, client: openai.OpenAI, tokenizer: Tokenizer) -> None:
     tokens = chat_tokens(client, stream=stream, seed=0, top_logprobs=3)
-    ids = tokenizer._encode(REPLY_TEXT, False)
+    ids = tokenizer.encode(REPLY_TEXT, add_special_tokens=False)
     assert "".join(token.token for _, token in tokens) == REPLY_TEXT, "the end token is not among them"
     for (text, token), token_id in zip(tokens, ids, strict=True):
         assert (token.logprob, bytes(token.bytes or [])) == (-1.0, tokenizer.token_bytes(token_id))
@@ -119,3 +119,21 @@ def test_null_unless_asked_for(node: NodeUnderTest) -> None:
             text = post(f"{node.url}/v1/{route}", body).text
             parts = [line.removeprefix("data: ") for line in text.split("\n\n") if line and "[DONE]" not in line]
             assert all(json.loads(part)["choices"][0]["logprobs"] is None for part in parts)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_tokens_by_their_ids(stream: bool, client: openai.OpenAI, tokenizer: Tokenizer) -> None:
+    """In both forms; the bytes are still the token's own."""
+    by_id = {"return_tokens_as_token_ids": True}
+    ids = tokenizer.encode(REPLY_TEXT, add_special_tokens=False)
+    names = [f"token_id:{token_id}" for token_id in ids]
+    tokens = [token for _, token in chat_tokens(client, stream=stream, seed=0, top_logprobs=2, extra_body=by_id)]
+    assert [token.token for token in tokens] == names
+    assert [token.top_logprobs[0].token for token in tokens] == [f"token_id:{token_id + 2}" for token_id in ids]
+    assert b"".join(bytes(token.bytes or []) for token in tokens).decode() == REPLY_TEXT
+
+    answer = client.completions.create(model=MODEL, prompt="x", seed=0, logprobs=2, stream=stream, extra_body=by_id)
+    pieces = [answer] if isinstance(answer, openai.types.Completion) else list(answer)
+    found, _, top, _ = joined([piece.choices[0] for piece in pieces])
+    assert found == names
+    assert [set(entry) for entry in top] == [{f"token_id:{i}", f"token_id:{i + 2}"} for i in ids]

@@ -43,6 +43,9 @@ WRONG_EVERYWHERE: list[tuple[dict[str, Any], str]] = [
     ({"stream": "yes"}, "stream"),
     ({"stream_options": {"include_usage": True}}, "stream_options"),
     ({"stream": True, "stream_options": {"include_usage": 3}}, "stream_options.include_usage"),
+    ({"stream": True, "stream_options": {"continuous_usage_stats": True}}, "stream_options.continuous_usage_stats"),
+    ({"add_special_tokens": "yes"}, "add_special_tokens"),
+    ({"return_tokens_as_token_ids": 1}, "return_tokens_as_token_ids"),
     ({"stream_interval": 0}, "stream_interval"),
     ({"stream": True, "stream_interval": -1}, "stream_interval"),
     ({"stream": True, "stream_interval": 1.5}, "stream_interval"),
@@ -359,3 +362,33 @@ def test_one_failed_choice_fails_all_and_aborts_the_others(node: NodeUnderTest) 
     assert error["code"] == "engine_error"
     silent = node.submits()[before].request_id
     eventually(lambda: silent in node.aborted())
+
+
+def test_unknown_fields_within_others_are_named(node: NodeUnderTest) -> None:
+    body = {
+        "model": MODEL,
+        "seed": 0,
+        "stream": True,
+        "stream_options": {"include_usage": True, "include_obfuscation": False},
+        "messages": [{"role": "user", "content": [{"type": "text", "text": "Hi", "cache_control": {}}] * 2}],
+        "new_field": 1,
+    }
+    answer = post(f"{node.url}/v1/chat/completions", body)
+    assert answer.status == 200
+    named = answer.headers["x-pdserve-ignored"]
+    assert named == "new_field,stream_options.include_obfuscation,messages.content.cache_control"
+    plain = post(f"{node.url}/v1/completions", {**TEXT, "seed": 0, "stream_options": None})
+    assert "x-pdserve-ignored" not in plain.headers
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_a_text_that_no_context_holds_is_refused_before_it_is_tokenised(chat: bool, node: NodeUnderTest) -> None:
+    """256 tokens; one that is to be cut is cut."""
+    text = "word " * 15_000
+    body = {**CHAT, "messages": [{"role": "user", "content": text}]} if chat else {**TEXT, "prompt": text}
+    answer = post(f"{node.url}/v1/{'chat/' if chat else ''}completions", body)
+    assert (answer.status, answer.json()["error"]["code"]) == (400, "context_length_exceeded")
+    assert answer.json()["error"]["param"] == ("messages" if chat else "prompt")
+    cut = post(f"{node.url}/v1/completions", {**TEXT, "prompt": text, "truncate_prompt_tokens": 9, "seed": 0})
+    assert (cut.status, cut.json()["usage"]["prompt_tokens"]) == (200, 9)
+    assert post(f"{node.url}/tokenize", {"prompt": text}).json()["count"] > 15_000

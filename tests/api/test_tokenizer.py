@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import shutil
 import subprocess
 import sys
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +13,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from pdserve.api.chat_messages import plain_messages
-from pdserve.api.openai import ChatRequest
-from pdserve.api.prompts import chat_tokens
-from pdserve.api.tokenizer import INLINE_CHARS, Tokenizer, load_tokenizer
+from pdserve.api.tokenizer import Tokenizer, load_tokenizer
 from pdserve.errors import InvalidRequest, ModelError
 
 CHATS: list[list[dict[str, Any]]] = [
@@ -45,7 +41,7 @@ def test_chat_tokens_are_those_of_auto_tokenizer(
         plain_messages(messages), add_generation_prompt=True, tokenize=True, return_dict=False
     )
     text = render(tokenizer, messages)
-    assert asyncio.run(tokenizer.encode(text, add_special_tokens=False)) == expected
+    assert tokenizer.encode(text, add_special_tokens=False) == expected
 
 
 def test_final_message_can_be_continued(tokenizer: Tokenizer) -> None:
@@ -54,17 +50,12 @@ def test_final_message_can_be_continued(tokenizer: Tokenizer) -> None:
     assert text.endswith("<|im_start|>assistant\nOne, two")
 
 
-def test_long_text_is_encoded_alike(tokenizer: Tokenizer) -> None:
-    text = "some words " * INLINE_CHARS
-    assert asyncio.run(tokenizer.encode(text, add_special_tokens=False)) == tokenizer._encode(text, False)
-
-
 def test_stored_truncation_is_not_applied(model_dir: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(model_dir, tmp_path / "truncating")
     state = json.loads((folder / "tokenizer.json").read_text())
     state["truncation"] = {"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0}
     (folder / "tokenizer.json").write_text(json.dumps(state))
-    ids = asyncio.run(load_tokenizer(folder).encode("one two three four five six seven", add_special_tokens=False))
+    ids = load_tokenizer(folder).encode("one two three four five six seven", add_special_tokens=False)
     assert len(ids) > 4
 
 
@@ -95,32 +86,6 @@ def test_template_that_fails_shows_nothing_of_its_inside(
     assert raised.value.message.startswith("the model's chat template cannot render these messages")
     assert "undefined" not in raised.value.message
     assert "str" not in raised.value.message
-
-
-@pytest.mark.parametrize(
-    ("messages", "inline"),
-    [
-        ([{"role": "user", "content": "Hi"}], True),
-        ([{"role": "assistant", "content": None}], True),
-        ([{"role": "user", "content": "Hi"}] * 100, False),
-        ([{"role": "user", "content": "x" * (INLINE_CHARS + 1)}], False),
-        ([{"role": "user", "content": [{"type": "text", "text": "x"}] * 100}], False),
-    ],
-    ids=["short", "null", "many", "long", "parts"],
-)
-def test_large_chats_are_rendered_off_the_event_loop(
-    messages: list[dict[str, Any]], inline: bool, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    render_chat = tokenizer.render_chat
-    threads: list[int] = []
-
-    def noting(*args: Any, **kwargs: Any) -> str:
-        threads.append(threading.get_ident())
-        return render_chat(*args, **kwargs)
-
-    monkeypatch.setattr(tokenizer, "render_chat", noting)
-    assert asyncio.run(chat_tokens(ChatRequest(model="m", messages=messages), tokenizer))
-    assert (threads == [threading.get_ident()]) is inline
 
 
 def test_model_without_template(model_dir: Path, tmp_path: Path) -> None:

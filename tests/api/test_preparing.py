@@ -1,0 +1,127 @@
+"""Long bodies are prepared beside the event loop, few at a time, no more than may wait, and not for nobody."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+
+from pdserve.api.preparing import INLINE_BYTES, WORKERS, Abandoned, Check, Preparer
+from pdserve.errors import InvalidRequest, Unavailable
+
+LONG = INLINE_BYTES + 1
+WAIT_S = 20.0
+
+
+class Held:
+    """Work that goes on until it is let go, or nobody waits for it."""
+
+    def __init__(self) -> None:
+        self.begun = threading.Semaphore(0)
+        self.go_on = threading.Event()
+        self.abandoned = threading.Semaphore(0)
+        self.count = 0
+
+    def __call__(self, check: Check) -> int:
+        self.count += 1
+        self.begun.release()
+        try:
+            while not self.go_on.wait(0.005):
+                check()
+        except Abandoned:
+            self.abandoned.release()
+            raise
+        return threading.get_ident()
+
+
+async def acquired(semaphore: threading.Semaphore) -> None:
+    assert await asyncio.to_thread(semaphore.acquire, timeout=WAIT_S)
+
+
+async def until(probe: Callable[[], bool]) -> None:
+    async with asyncio.timeout(WAIT_S):
+        while not probe():  # noqa: ASYNC110  # a thread's doing
+            await asyncio.sleep(0.005)
+
+
+def run(scenario: Callable[[Preparer], Coroutine[Any, Any, None]], max_bytes: int = 10 * LONG) -> None:
+    async def bounded() -> None:
+        preparer = Preparer(max_bytes)
+        try:
+            async with asyncio.timeout(2 * WAIT_S):
+                await scenario(preparer)
+            await until(lambda: preparer.bytes_held == 0)
+        finally:
+            preparer.close()
+
+    asyncio.run(bounded())
+
+
+def test_short_bodies_are_prepared_here_and_long_ones_elsewhere() -> None:
+    async def scenario(preparer: Preparer) -> None:
+        here = threading.get_ident()
+        assert await preparer.run(INLINE_BYTES, lambda check: threading.get_ident()) == here
+        assert await preparer.run(LONG, lambda check: threading.get_ident()) != here
+
+    run(scenario)
+
+
+def test_while_long_ones_take_for_ever_short_ones_and_the_loop_go_on() -> None:
+    async def scenario(preparer: Preparer) -> None:
+        held = Held()
+        slow = [asyncio.create_task(preparer.run(LONG, held)) for _ in range(WORKERS + 3)]
+        for _ in range(WORKERS):
+            await acquired(held.begun)
+        for i in range(100):
+            assert await preparer.run(1, lambda check, i=i: i) == i  # type: ignore[misc]  # mypy loses the default
+        assert held.count == WORKERS, "few threads, however many wait"
+        held.go_on.set()
+        assert len(set(await asyncio.gather(*slow))) <= WORKERS
+
+    run(scenario)
+
+
+def test_no_more_bytes_wait_than_may_and_one_large_body_goes_alone() -> None:
+    async def scenario(preparer: Preparer) -> None:
+        held = Held()
+        slow = [asyncio.create_task(preparer.run(LONG, held)) for _ in range(10)]
+        await acquired(held.begun)
+        with pytest.raises(Unavailable) as refused:
+            await preparer.run(LONG, held)
+        assert (refused.value.code, refused.value.retry_after_s) == ("overloaded", 1)
+        held.go_on.set()
+        await asyncio.gather(*slow)
+        await until(lambda: preparer.bytes_held == 0)
+        assert await preparer.run(100 * LONG, lambda check: 7) == 7
+
+    run(scenario)
+
+
+def test_what_nobody_waits_for_is_not_begun_and_what_runs_ends_at_its_next_step() -> None:
+    async def scenario(preparer: Preparer) -> None:
+        held = Held()
+        slow = [asyncio.create_task(preparer.run(LONG, held)) for _ in range(WORKERS + 4)]
+        for _ in range(WORKERS):
+            await acquired(held.begun)
+        for task in slow:
+            task.cancel()
+        await asyncio.gather(*slow, return_exceptions=True)
+        for _ in range(WORKERS):
+            await acquired(held.abandoned)
+        assert held.count == WORKERS
+
+    run(scenario)
+
+
+def test_an_error_is_the_callers_and_frees_the_bytes() -> None:
+    def fail(check: Check) -> None:
+        raise InvalidRequest("no")
+
+    async def scenario(preparer: Preparer) -> None:
+        with pytest.raises(InvalidRequest):
+            await preparer.run(LONG, fail)
+
+    run(scenario)
