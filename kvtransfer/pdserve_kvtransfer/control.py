@@ -20,6 +20,8 @@ _RECEIVE_QUEUE_FRAMES = 32
 # What is read at a time, so that a flood of frames leaves time for everything else.
 _BATCH_FRAMES = 256
 _BATCH_BYTES = MAX_FRAME_BYTES
+# More than a monitor keeps, so that all that was there at the beginning of a look is read.
+_BATCH_EVENTS = 4_096
 _LISTEN_BACKLOG = 1_024
 # The kernel would go on for two minutes, at ever longer intervals, after the network is whole again.
 _CONNECT_TIMEOUT_MS = 2_000
@@ -32,8 +34,24 @@ class Received:
     route: bytes
     """Where an answer goes."""
     connection: int
-    """Which TCP connection it came over, as ``ControlServer.disconnected`` names it; -1 if unknown."""
+    """Which TCP connection it came over, as ``Look`` names it; -1 if unknown."""
     frame: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """What the prefill engine's control socket has had since the last look.
+
+    Connections are called by their descriptors, so one may have ended and passed its number on in between.
+    """
+
+    frames: list[Received]
+    more: bool
+    """Whether there may be more at once."""
+    ended: list[int]
+    """Connections of former looks that are over. Frames of this look may be of a newer one with that number."""
+    gone: list[int]
+    """Numbers that no connection has any more, so that these frames' connections are over too."""
 
 
 _KEEPALIVE = {
@@ -93,7 +111,7 @@ class ControlServer:
         try:
             self._socket.set(zmq.BACKLOG, _LISTEN_BACKLOG)
             self._socket.set(zmq.IPV6, 1 if ":" in host else 0)
-            self._watch = _Watch(self._socket, zmq.EVENT_DISCONNECTED)
+            self._watch = _Watch(self._socket, zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
             self._socket.bind(f"tcp://{_bracketed(_resolved(host))}:{port}")
         except (zmq.ZMQError, OSError) as exc:
             self.close(0.0)
@@ -105,8 +123,21 @@ class ControlServer:
     def sockets(self) -> list[zmq.Socket[bytes]]:
         return [self._socket, self._watch.socket]
 
-    def receive(self) -> tuple[list[Received], bool]:
-        """A batch of what is there, without waiting, and whether there may be more."""
+    def look(self) -> Look:
+        """A batch of what is there, without waiting."""
+        frames, more = self._frames()
+        # After the frames: a connection's end is told before its number can pass to another one, whose frames come
+        # later still. So an end that concerns a connection of former looks is never left for the next look.
+        ended: list[int] = []
+        latest: dict[int, int] = {}
+        for event, connection in islice(self._watch.read(), _BATCH_EVENTS):
+            latest[connection] = event
+            if event == zmq.EVENT_DISCONNECTED:
+                ended.append(connection)
+        gone = [connection for connection, event in latest.items() if event == zmq.EVENT_DISCONNECTED]
+        return Look(frames, more, ended, gone)
+
+    def _frames(self) -> tuple[list[Received], bool]:
         batch: list[Received] = []
         size = 0
         while len(batch) < _BATCH_FRAMES and size < _BATCH_BYTES:
@@ -123,10 +154,6 @@ class ControlServer:
     def send(self, route: bytes, frame: bytes) -> bool:
         """False if the frame was dropped because too much is queued; one to a route that is gone counts as sent."""
         return _send(self._socket, [route, frame])
-
-    def disconnected(self) -> list[int]:
-        """Connections that have ended, a batch at a time."""
-        return [value for _, value in islice(self._watch.read(), _BATCH_FRAMES)]
 
     def close(self, linger_s: float) -> None:
         if hasattr(self, "_watch"):

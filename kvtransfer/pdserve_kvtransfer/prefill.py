@@ -90,15 +90,16 @@ class PrefillSide:
     def turn(self, now: float) -> bool:
         reported = self._station.ranks.receive()
         self._closing = [peer for peer in self._closing if not peer.closed()]
-        # In this order a connection's number cannot have passed to a newer one whose frames were read already.
-        for connection in self._server.disconnected():
+        look = self._server.look()
+        more = look.more or reported
+        for connection in look.ended:
             self._on_disconnect(connection, now)
-        batch, more = self._server.receive()
-        more |= reported
-        for received in batch:
+        for received in look.frames:
             message = self._inbound.open(received.frame, now)
             if message is not None:
                 self._on_message(message, received, now)
+        for connection in look.gone:
+            self._on_disconnect(connection, now)
         for peer in list(self._peers.values()):
             more |= self._attempt(peer, peer.turn)
         more |= self._probes.turn(now)
