@@ -66,6 +66,10 @@ class DecodePeer:
     def idle(self) -> bool:
         return not self._sessions
 
+    def has(self, transfer_id: TransferId) -> bool:
+        """Whether a push of it has not ended."""
+        return transfer_id in self._sessions
+
     def heard(self, route: bytes, connection: int, now: float) -> None:
         """An authentic frame of it has arrived."""
         self.route = route

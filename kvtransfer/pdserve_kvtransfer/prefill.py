@@ -13,6 +13,7 @@ from pdserve.wire.transfer import (
     Cancel,
     Done,
     Examine,
+    Failed,
     Hello,
     Ping,
     PrefillRequest,
@@ -122,6 +123,10 @@ class PrefillSide:
         peer = self._peers.get(boot_id)
         if peer is not None:
             peer.heard(received.route, received.connection, now)
+            if isinstance(message, PrefillRequest) and any(gone.has(message.transfer_id) for gone in self._closing):
+                # The engine would take the end of the former for that of this one.
+                self._send(received.route, Failed(message.transfer_id, "a former push of this transfer has not ended"))
+                return
             self._attempt(peer, partial(peer.on_message, message, now))
         elif isinstance(message, PrefillRequest | Ping):
             self._send(received.route, Refused(self._station.boot_id, "handshake", "none", "assumed"))

@@ -556,10 +556,11 @@ class World:
                     asked.quarantined.remove(block)
                     self.give_back(node, block)
             case PushWanted(transfer):
+                ours = transfer in self.asked and self.prefill_of(transfer) is node
+                known = self.pushed.get(transfer) if ours else None
                 # A liar's may come after its end.
-                known = self.pushed.get(transfer)
-                assert known is None or known.ended
-                if transfer in self.asked and self.prefill_of(transfer) is node and known is None:
+                assert known is None or known.ended, "it is wanted twice"
+                if ours and known is None:
                     self.pushed[transfer] = Pushed(event)
                 else:
                     node.side.handle(FailPush(transfer, "a lie"), self.now)
