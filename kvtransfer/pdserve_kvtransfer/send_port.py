@@ -56,7 +56,7 @@ class SendPort:
         self._head_bytes = region.block_bytes // len(heads_of(rank, ranks, kv_heads))
         self._blocks_a_turn = min(_BLOCKS_A_TURN, max(1, _BYTES_A_TURN // region.block_bytes))
         self._pieces: list[Piece] = []
-        self._orders: deque[_Order] = deque()
+        self._orders: dict[int, deque[_Order]] = {}
         self._in_flight = 0
 
     @property
@@ -86,21 +86,26 @@ class SendPort:
         self._port.link.connect([addresses[piece.target] for piece in self._pieces])
 
     def _send(self, command: SendBlocks) -> None:
-        if not self._port.broken:
-            self._orders.append(_Order(command, len(self._pieces)))
+        if not self._port.broken and command.block_ids:
+            self._orders.setdefault(command.tag, deque()).append(_Order(command, len(self._pieces)))
 
     def _post(self) -> bool:
-        """The next few blocks, if there is room. True if there were any."""
+        """The next few blocks of the transfer whose turn it is, if there is room. True if there were any."""
         if not self._orders or self._in_flight >= IN_FLIGHT:
             return False
-        order = self._orders[0]
+        tag = next(iter(self._orders))
+        # It is the last one's turn next, if it has more.
+        orders = self._orders.pop(tag)
+        order = orders[0]
         end = min(order.posted + self._blocks_a_turn, len(order.command.block_ids))
         for to, piece in enumerate(self._pieces):
             self._post_pieces(order, end, piece, to)
         order.posted = end
         if order.complete:
-            self._orders.popleft()
+            orders.popleft()
             self._announce(order)
+        if orders:
+            self._orders[tag] = orders
         return True
 
     def _post_pieces(self, order: _Order, end: int, piece: Piece, to: int) -> None:
