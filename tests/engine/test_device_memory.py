@@ -9,18 +9,27 @@ from typing import Any, cast
 import pytest
 import torch
 
-from pdserve.config import EngineConfig, KvStaging, Switch, TransferConfig
-from pdserve.engine.kv_connector.device_memory import DevicePushes, transport_for
+from pdserve.config import EngineConfig, KvStaging, SchedulerConfig, Switch, TransferConfig
+from pdserve.engine.block_manager import BlockManager
+from pdserve.engine.kv_connector.device_memory import DeviceFetches, DevicePushes, transport_for
+from pdserve.engine.kv_connector.fetching import Fetching
 from pdserve.engine.kv_connector.staging_memory import staging_memory
-from pdserve.engine.kv_connector.transfers import Pushes
+from pdserve.engine.kv_connector.transfers import Fetches, Pushes
+from pdserve.engine.outbox import Outbox
+from pdserve.engine.request import Request
+from pdserve.engine.scheduler import Scheduler
+from pdserve.engine.stop_rule import StopRule
 from pdserve.errors import ConfigError, TransferError
 from pdserve.wire.discovery import Role
 from pdserve.wire.ids import TransferId, new_id
 from pdserve.wire.sampling import SampledToken
+from pdserve.wire.ticket import PrefillTarget
 from pdserve.wire.transfer import UNKNOWN_LOAD, Failed, PrefillRequest
 from pdserve_kvtransfer.memory import DeviceMemory
 from pdserve_kvtransfer.region import KvRegion
 from pdserve_kvtransfer.ucxx_mover import UcxxMover
+from tests.engine.prefill_choices import prefill_choice
+from tests.engine.test_kv_connector import ScriptedThread
 from tests.kvtransfer.fakes import FakeDecode
 from tests.kvtransfer.rig import SAMPLING, engine
 
@@ -74,6 +83,46 @@ def test_blocks_leave_when_the_kernels_that_write_them_are_over() -> None:
     token = (SampledToken(1),)
     pushes.first_token(TRANSFER, token, 0, UNKNOWN_LOAD)
     assert seen == ["waited", (TRANSFER, 3, (1, 2)), (TRANSFER, token, 0, UNKNOWN_LOAD)]
+
+
+class FakeDevice:
+    """Its kernels write when somebody waits for them."""
+
+    def __init__(self) -> None:
+        self.to_be_written: set[int] = set()
+
+    def wait(self) -> None:
+        self.to_be_written.clear()
+
+
+def test_blocks_land_behind_the_kernels_that_were_to_write_them_before() -> None:
+    """A chunk is launched, its client leaves, and a fetch gets its blocks."""
+    device, thread = FakeDevice(), ScriptedThread()
+    while_ordered: list[set[int]] = []
+    thread.fetch = lambda order: while_ordered.append(device.to_be_written & set(order.block_ids))  # type: ignore[method-assign]
+    blocks = BlockManager(4, 4, prefix_cache=False)
+    choice = prefill_choice(4)
+    fetches = DeviceFetches(cast(Fetches, thread), device.wait)
+    connector = Fetching(blocks, fetches, TransferConfig(), new_id(), choice)
+    scheduler = Scheduler(
+        blocks, SchedulerConfig(max_step_tokens=8), StopRule(frozenset(), 60), Outbox(), connector.release, choice
+    )
+
+    def step(prompt: int, targets: tuple[PrefillTarget, ...] = ()) -> Request:
+        request = Request(new_id(), [7] * prompt, prompt, SAMPLING, 0.0, 50.0, targets=targets)
+        scheduler.add(request)
+        plan = scheduler.schedule(1.0)
+        connector.start(plan, 1.0)
+        device.to_be_written.update(*(work.request.block_table for work in plan.work))
+        scheduler.advance(plan, [], 1.0)
+        return request
+
+    leaving = step(14)
+    assert leaving.num_pending_tokens == 6, "there is no token that anybody would wait for"
+    scheduler.abort(leaving)
+    assert device.to_be_written == {0, 1, 2, 3}
+    step(14, (PrefillTarget("p", "tcp://127.0.0.1:1", new_id()),))
+    assert while_ordered == [set()]
 
 
 def test_a_decode_node_that_wants_checksums_is_told_that_there_are_none(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,11 +9,11 @@ from pathlib import Path
 import torch
 
 from pdserve.config import Switch, TransferConfig, UcxCalls
-from pdserve.engine.kv_connector.transfers import Pushes
+from pdserve.engine.kv_connector.transfers import Fetches, Pushes
 from pdserve.wire.ids import TransferId
 from pdserve.wire.sampling import SampledToken
 from pdserve.wire.transfer import FailureCause, PrefillLoad
-from pdserve_kvtransfer.events import TransferEvent
+from pdserve_kvtransfer.events import FetchOrder, TransferEvent
 from pdserve_kvtransfer.mover_choice import chosen_mover
 from pdserve_kvtransfer.stats import TransferStats
 from pdserve_kvtransfer.transport import Transport
@@ -72,3 +72,32 @@ class DevicePushes:
 
     def close(self, timeout_s: float) -> None:
         self._pushes.close(timeout_s)
+
+
+class DeviceFetches:
+    """Satisfies ``Fetches``: before blocks may land, the kernels that were to write them before are over.
+
+    A chunk may have been launched for a request that is gone by now, and its blocks given to the next one. UCX knows
+    nothing of the device's stream. On other ranks, those kernels come before the sums that this one has waited for.
+    """
+
+    def __init__(self, fetches: Fetches, wait: Callable[[], None]) -> None:
+        """``wait`` returns when everything launched so far is done."""
+        self._fetches = fetches
+        self._wait = wait
+
+    def fetch(self, order: FetchOrder) -> None:
+        self._wait()
+        self._fetches.fetch(order)
+
+    def cancel_fetch(self, transfer_id: TransferId) -> None:
+        self._fetches.cancel_fetch(transfer_id)
+
+    def events(self) -> list[TransferEvent]:
+        return self._fetches.events()
+
+    def stats(self) -> TransferStats:
+        return self._fetches.stats()
+
+    def close(self, timeout_s: float) -> None:
+        self._fetches.close(timeout_s)

@@ -16,7 +16,7 @@ from pdserve.engine.disaggregation.prefill_rate import PrefillRate
 from pdserve.engine.followers import Followers
 from pdserve.engine.kv_connector.block_mover import BlockMover, block_copies
 from pdserve.engine.kv_connector.contract import KvConnector
-from pdserve.engine.kv_connector.device_memory import DevicePushes, transport_for
+from pdserve.engine.kv_connector.device_memory import DeviceFetches, DevicePushes, transport_for
 from pdserve.engine.kv_connector.fetching import Fetching
 from pdserve.engine.kv_connector.memory import region_of
 from pdserve.engine.kv_connector.no_transfer import NoTransfer
@@ -27,7 +27,7 @@ from pdserve.engine.kv_connector.staged_fetches import StagedFetches
 from pdserve.engine.kv_connector.staged_pushes import Sending, StagedPushes
 from pdserve.engine.kv_connector.staging_memory import staging_memory
 from pdserve.engine.kv_connector.staging_slots import StagingSlots
-from pdserve.engine.kv_connector.transfers import Pushes
+from pdserve.engine.kv_connector.transfers import Fetches, Pushes
 from pdserve.engine.prompt_rule import PromptRule
 from pdserve.wire.discovery import Role
 from pdserve.wire.ids import TransferId
@@ -79,7 +79,9 @@ def open_connector(
             pushes = DevicePushes(pushes, partial(torch.cuda.synchronize, moved.device))
         schedule = PushSchedule(config.transfer.overlap)
         return Pushing(blocks, pushes, prompts.misfit, config.scheduler.max_waiting, schedule, rate), control
-    fetches = thread if copying is None else copying.fetches(thread)
+    fetches: Fetches = thread if copying is None else copying.fetches(thread)
+    if moved.device.type == "cuda":
+        fetches = DeviceFetches(fetches, partial(torch.cuda.synchronize, moved.device))
     return Fetching(blocks, fetches, config.transfer, config.boot_id, choice), control
 
 
