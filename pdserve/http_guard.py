@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import uvicorn
+from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from pdserve.error_body import error_body
@@ -114,13 +115,16 @@ class GuardedHttp(HttpToolsProtocol):
     max_connections: ClassVar[int] = 16_384
     """Of one server; the next is refused with 503."""
     write_timeout_s: ClassVar[float] = 60.0
-    """How long a client may leave more than the transport's high-water mark (64 KiB) of a response unread."""
+    """How long a client may take nothing of a response, where more than the transport's high-water mark (64 KiB) of it
+    is unread."""
 
     _phase = _WAITING
     _idle_bytes = 0
     """Fed to the parser since the request began or the last byte of its body: head, chunk extensions, trailers."""
     _timer: asyncio.TimerHandle | None = None
     _write_timer: asyncio.TimerHandle | None = None
+    _unread_bytes = 0
+    """When the write timer was started."""
 
     # ------------------------------------------------------------------ the connection
 
@@ -160,14 +164,23 @@ class GuardedHttp(HttpToolsProtocol):
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._stop_write_timer()
-        self._write_timer = self.loop.call_later(self.write_timeout_s, self._unread)
+        self._start_write_timer()
 
     def resume_writing(self) -> None:
         self._stop_write_timer()
         super().resume_writing()
 
+    def _start_write_timer(self) -> None:
+        self._stop_write_timer()
+        self._unread_bytes = self._outlet.unread_bytes()
+        self._write_timer = self.loop.call_later(self.write_timeout_s, self._unread)
+
     def _unread(self) -> None:
+        # Slow clients may go on. What is being closed has nobody left who would end it: there some speed is asked for.
+        least = HIGH_WATER_LIMIT if self.transport.is_closing() else 1
+        if self._outlet.unread_bytes() <= self._unread_bytes - least:
+            self._start_write_timer()
+            return
         log.info("%s took no more of a response for %g s: cut off", self.client, self.write_timeout_s)
         self.transport.abort()
 

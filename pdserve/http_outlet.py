@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
+import sys
+import termios
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -78,6 +81,15 @@ class Outlet:
 
     async def drain(self) -> None:
         await self._flow.drain()
+
+    def unread_bytes(self) -> int:
+        """What was written and has not reached the client's system: in this process and in the kernel."""
+        unsent = self._transport.get_write_buffer_size()
+        sock = self._transport.get_extra_info("socket")
+        if sock is None or self._transport.is_closing():  # a socket that is closed has no number
+            return unsent
+        in_kernel = fcntl.ioctl(sock.fileno(), termios.TIOCOUTQ, bytes(4))
+        return unsent + int.from_bytes(in_kernel, sys.byteorder)
 
     def respond(self, status: int, fields: bytes, body: bytes) -> None:
         """A whole response: ``fields`` are lines of its head, one of them its ``content-length``, in proper form."""

@@ -27,15 +27,26 @@ def body(data: bytes, *, more: bool) -> dict[str, object]:
     return {"type": "http.response.body", "body": data, "more_body": more}
 
 
-async def against(app: App, client: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]) -> None:
-    config = guarded_config(app, keep_alive_s=60, shutdown_s=5, max_connections=10, write_timeout_s=5.0)
+async def against(
+    app: App,
+    client: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]],
+    *,
+    write_timeout_s: float = 5.0,
+    receive_bytes: int = 2**18,
+) -> None:
+    """``receive_bytes`` is what the client's system takes of a response before the client reads it."""
+    config = guarded_config(app, keep_alive_s=60, shutdown_s=5, max_connections=10, write_timeout_s=write_timeout_s)
     listener = socket.create_server(("127.0.0.1", 0))
     port = listener.getsockname()[1]
     server = Server(config)
     serving = asyncio.create_task(server.serve([listener]))
     try:
         async with asyncio.timeout(20):
-            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            sock = socket.socket()
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
+            sock.setblocking(False)
+            await asyncio.get_running_loop().sock_connect(sock, ("127.0.0.1", port))
+            reader, writer = await asyncio.open_connection(sock=sock, limit=2**14)
             try:
                 await client(reader, writer)
             finally:
@@ -172,6 +183,45 @@ def test_a_chunk_is_written_at_once_until_too_much_is_unread() -> None:
     asyncio.run(against(app, client))
     assert took[0]
     assert not took[-1]
+
+
+@pytest.mark.parametrize("closing", [False, True])
+def test_a_client_that_reads_slowly_is_not_cut_off_however_long_it_takes(closing: bool) -> None:
+    size, piece, write_timeout_s = 12 * 2**20, 2**18, 1.0
+
+    async def app(scope: Any, receive: Receive, send: Send) -> None:
+        await send({**START, "headers": [(b"content-length", b"%d" % size)]})
+        await send(body(b"x" * size, more=False))  # all at once, as a web framework does
+
+    async def client(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(REQUEST.replace(b"\r\n\r\n", b"\r\nconnection: close\r\n\r\n") if closing else REQUEST)
+        await reader.readuntil(b"\r\n\r\n")
+        began = asyncio.get_running_loop().time()
+        for _ in range(size // piece):
+            await reader.readexactly(piece)
+            await asyncio.sleep(3 * write_timeout_s / (size // piece))
+        assert asyncio.get_running_loop().time() - began >= 3 * write_timeout_s
+
+    asyncio.run(against(app, client, write_timeout_s=write_timeout_s, receive_bytes=2**16))
+
+
+def test_a_client_that_reads_nothing_for_the_write_timeout_is_cut_off() -> None:
+    async def app(scope: Any, receive: Receive, send: Send) -> None:
+        await send(START)
+        await send(body(b"x" * 12 * 2**20, more=True))
+        await send(body(b"", more=True))  # waits until it is read, or the connection is lost
+        over.set()
+
+    over = asyncio.Event()
+
+    async def client(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(REQUEST)
+        await reader.readexactly(2**18)  # some of it: that counts once
+        await over.wait()
+        with pytest.raises((ConnectionResetError, asyncio.IncompleteReadError)):
+            await reader.readexactly(12 * 2**20)
+
+    asyncio.run(against(app, client, write_timeout_s=0.3, receive_bytes=2**16))
 
 
 def test_a_client_that_leaves_is_told_once_and_only_while_it_is_answered() -> None:
