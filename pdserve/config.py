@@ -313,7 +313,7 @@ class HttpConfig:
     )
     write_timeout_s: float = setting(
         "write-timeout-s",
-        "seconds that a client may leave a response unread before it is cut off",
+        "seconds that a client may take nothing of a response before it is cut off",
         60.0,
         minimum=0.1,
         maximum=86_400,
@@ -414,12 +414,30 @@ class AdmissionConfig:
     )
     api_key_file: str = setting("api-key-file", "file of keys that clients may send, one a line, or NAME KEY", "")
     max_in_flight: int = setting(
-        "max-in-flight", "requests under way at once; more wait; 0 for any number", 4096, minimum=0
+        "max-in-flight",
+        "answers under way at once, n times prompts of each request; more wait; 0 for any number",
+        4096,
+        minimum=0,
     )
     max_in_flight_per_key: int = setting(
-        "max-in-flight-per-key", "requests of one API key, under way or waiting; 0 for any number", 0, minimum=0
+        "max-in-flight-per-key",
+        "answers to one API key, under way or waiting, n times prompts of each request; 0 for any number",
+        0,
+        minimum=0,
     )
     max_queued: int = setting("max-queued", "requests that wait at once; more get 503", 1024, minimum=0)
+    max_uploads: int = setting(
+        "max-uploads",
+        "request bodies that may be on their way at once, a quarter of them from one API key or else client address",
+        1024,
+        minimum=1,
+    )
+    body_memory_mib: int = setting(
+        "body-memory-mib",
+        "memory for request bodies from their first byte until a node answers, in MiB; more are refused",
+        1024,
+        minimum=1,
+    )
     queue_timeout_s: float = setting(
         "queue-timeout-s", "seconds that a request waits for its turn", 30.0, minimum=0.01, maximum=3600
     )

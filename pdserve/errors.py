@@ -18,12 +18,14 @@
         ├── Unauthorized            401
         ├── NotFound                404
         ├── MethodNotAllowed        405
+        ├── RequestTimeout          408
         ├── PayloadTooLarge         413
+        ├── UnsupportedMediaType    415
         ├── TooManyRequests         429, with Retry-After
         ├── Internal                500
         ├── BadUpstream             502
         ├── Unavailable             503, with Retry-After
-        └── DeadlineExceeded        504
+        └── DeadlineExceeded        504, not to be retried
 
 Libraries' exceptions are translated where they enter, always with ``raise … from exc``.
 """
@@ -146,9 +148,30 @@ class MethodNotAllowed(RequestError):
     type = "invalid_request_error"
 
 
+class RequestTimeout(RequestError):
+    """The client did not send its request in time."""
+
+    status = 408
+    type = "invalid_request_error"
+
+
 class PayloadTooLarge(RequestError):
     status = 413
     type = "invalid_request_error"
+
+
+class UnsupportedMediaType(RequestError):
+    status = 415
+    type = "invalid_request_error"
+
+    @classmethod
+    def check_encoding(cls, content_encoding: str | None) -> None:
+        """Raises itself where a request's ``Content-Encoding`` header says that its body is not plain bytes."""
+        if content_encoding and content_encoding.strip().lower() != "identity":
+            raise cls(
+                f"a request body with 'Content-Encoding: {content_encoding[:64]}' is not supported: send it as it is",
+                code="unsupported_content_encoding",
+            )
 
 
 class TooManyRequests(RequestError):

@@ -20,7 +20,7 @@ from pdserve.api.request_id import REQUEST_ID_HEADER, request_label
 from pdserve.api.request_owner import RequestOwner
 from pdserve.api.responses import ModelCard, ModelList, Text, Tokens
 from pdserve.api.tokenizer import Tokenizer
-from pdserve.errors import InvalidRequest, NotFound, RequestError
+from pdserve.errors import InvalidRequest, NotFound, RequestError, UnsupportedMediaType
 from pdserve.wire.ticket import TICKET_HEADER
 
 
@@ -44,6 +44,7 @@ def _add_request_ids(app: Quart) -> None:
     @app.before_request
     async def begin() -> None:
         g.request_id = request_label(request.headers.get(REQUEST_ID_HEADER))
+        UnsupportedMediaType.check_encoding(request.headers.get("content-encoding"))
 
     @app.after_request
     async def label(response: Response) -> Response:

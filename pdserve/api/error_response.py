@@ -8,7 +8,7 @@ import logging
 from quart import Response
 from werkzeug.exceptions import HTTPException
 
-from pdserve.error_body import error_body
+from pdserve.error_body import error_body, error_headers
 from pdserve.errors import (
     Internal,
     InvalidRequest,
@@ -16,16 +16,14 @@ from pdserve.errors import (
     NotFound,
     PayloadTooLarge,
     RequestError,
+    RequestTimeout,
 )
 
 logger = logging.getLogger(__name__)
 
 
 def error_response(error: RequestError) -> Response:
-    response = Response(error_body(error), status=error.status, content_type="application/json")
-    if error.retry_after_s is not None:
-        response.headers["Retry-After"] = str(error.retry_after_s)
-    return response
+    return Response(error_body(error), error.status, error_headers(error), content_type="application/json")
 
 
 def http_error(error: HTTPException) -> Response:
@@ -34,6 +32,7 @@ def http_error(error: HTTPException) -> Response:
     known: dict[int, type[RequestError]] = {
         404: NotFound,
         405: MethodNotAllowed,
+        408: RequestTimeout,
         413: PayloadTooLarge,
     }
     kind = known.get(status, Internal if status >= 500 else InvalidRequest)

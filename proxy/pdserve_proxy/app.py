@@ -8,11 +8,12 @@ from quart import Quart, Response, request
 from werkzeug.exceptions import HTTPException, MethodNotAllowed
 
 from pdserve.config import ProxyConfig
-from pdserve.error_body import error_body
+from pdserve.error_body import error_body, error_headers
 from pdserve.errors import Internal, RequestError
 from pdserve_proxy.api_keys import ApiKeys
 from pdserve_proxy.client_request import REQUEST_ID_HEADER, request_id
-from pdserve_proxy.errors import error_headers, from_http
+from pdserve_proxy.errors import from_http
+from pdserve_proxy.held_bodies import HeldBodies
 from pdserve_proxy.information import Information, Scrape
 from pdserve_proxy.metrics import ProxyMetrics
 from pdserve_proxy.relay import Relay
@@ -27,6 +28,7 @@ log = logging.getLogger(__name__)
 def build_app(
     config: ProxyConfig,
     keys: ApiKeys,
+    bodies: HeldBodies,
     turnstile: Turnstile,
     directory: Directory,
     relay: Relay,
@@ -58,7 +60,7 @@ def build_app(
     app.register_error_handler(HTTPException, on_http_error)
     app.register_error_handler(RequestError, on_request_error)
     app.register_error_handler(Exception, on_defect)
-    return RelayedRoutes(config.http.max_body_bytes, keys, turnstile, relay, metrics, app)
+    return RelayedRoutes(config.http.max_body_bytes, keys, bodies, turnstile, relay, metrics, app)
 
 
 def _error_response(error: RequestError, request_id: str) -> Response:

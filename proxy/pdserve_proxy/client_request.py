@@ -8,14 +8,17 @@ import secrets
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, TypeAlias
 
-from pdserve.errors import DeadlineExceeded, PayloadTooLarge
+from pdserve.errors import PayloadTooLarge, RequestTimeout
 from pdserve.http_outlet import OUTLET, Outlet
+from pdserve_proxy.held_bodies import HeldBody, client_of
 
 Scope: TypeAlias = Mapping[str, Any]
 Receive: TypeAlias = Callable[[], Awaitable[Mapping[str, Any]]]
 Send: TypeAlias = Callable[[dict[str, object]], Awaitable[None]]
 
 UPLOAD_TIMEOUT_S = 60.0
+PIECE_BYTES = 64 * 1024
+"""Of an answer, written at once: as much as a client may leave unread before its connection counts as full."""
 REQUEST_ID_HEADER = "x-request-id"
 
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
@@ -28,11 +31,12 @@ class ClientGone(Exception):
 class ClientRequest:
     """One request on a connection of ``pdserve.http_guard``."""
 
-    __slots__ = ("_headers", "_outlet", "_receive", "_send", "method", "path", "write")
+    __slots__ = ("_client", "_headers", "_outlet", "_receive", "_send", "method", "path", "write")
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._receive = receive
         self._send = send
+        self._client: tuple[str, int] | None = scope["client"]
         # Of a header that comes twice, the first counts.
         self._headers: dict[bytes, bytes] = dict(reversed(scope["headers"]))
         self._outlet: Outlet = scope["extensions"][OUTLET]
@@ -50,43 +54,67 @@ class ClientRequest:
         """``callback`` is called once if the client leaves before its response is over."""
         self._outlet.on_disconnect = callback
 
-    async def body(self, max_bytes: int) -> bytes:
-        """Raises PayloadTooLarge, DeadlineExceeded and ClientGone."""
+    async def body(self, max_bytes: int, held: HeldBody, caller: str) -> bytes:
+        """All of it. ``held`` is told what comes of it, and that it comes from ``caller`` if it has to be waited for.
+
+        Raises PayloadTooLarge, RequestTimeout, ClientGone, and what ``held`` raises.
+        """
         length = self._headers.get(b"content-length")
-        if length is not None and int(length) > max_bytes:
+        # Zeros before a number are legal, and so many that int() would refuse them.
+        if length is not None and (len(digits := length.lstrip(b"0")) > 18 or int(digits or b"0") > max_bytes):
             raise _too_large(max_bytes)
         whole = self._outlet.take_body()
         if whole is not None:  # as it mostly is: then nothing has to be waited for, nor bounded
             if len(whole) > max_bytes:
                 raise _too_large(max_bytes)
+            held.add(len(whole))
             return whole
+        held.arrive(client_of(caller, self._client[0] if self._client else ""))
         try:
             async with asyncio.timeout(UPLOAD_TIMEOUT_S):
-                return await self._whole_body(max_bytes)
+                body = await self._whole_body(max_bytes, held)
         except TimeoutError as exc:
-            raise DeadlineExceeded(f"the request body did not come within {UPLOAD_TIMEOUT_S:.0f} s") from exc
+            raise RequestTimeout(
+                f"the request body did not come within {UPLOAD_TIMEOUT_S:g} s", code="upload_timeout"
+            ) from exc
+        held.arrived()
+        return body
 
-    async def _whole_body(self, max_bytes: int) -> bytes:
-        pieces: list[bytes] = []
-        size = 0
+    async def _whole_body(self, max_bytes: int, held: HeldBody) -> bytes:
+        # Not a list of pieces: each has a header, which is most of it where a client sends a few bytes at a time.
+        body = bytearray()
         while True:
             message = await self._receive()
             if message["type"] != "http.request":
                 raise ClientGone
-            pieces.append(message["body"])
-            size += len(message["body"])
-            if size > max_bytes:
+            piece = message["body"]
+            if len(body) + len(piece) > max_bytes:
                 raise _too_large(max_bytes)
+            held.add(len(piece))
+            body += piece
             if not message["more_body"]:
-                return b"".join(pieces)
+                return bytes(body)
 
     async def respond(self, status: int, headers: Mapping[str, str], body: bytes) -> None:
-        """The whole response. Waits while the client has left too much of what came before unread."""
+        """The whole response. Returns when the client has taken all of it but what one connection may have unread.
+
+        What comes before it may be unread too: that is waited for as well.
+        """
         if self._outlet.paused:
             await self._outlet.drain()
+        if len(body) > PIECE_BYTES:
+            await self._respond_in_pieces(status, headers, body)
+            return
         head = "".join([f"{name}: {value}\r\n" for name, value in headers.items()])
         fields = f"{head}content-length: {len(body)}\r\n".encode("latin-1", "replace")
         self._outlet.respond(status, fields, body)
+
+    async def _respond_in_pieces(self, status: int, headers: Mapping[str, str], body: bytes) -> None:
+        await self.begin(status, {**headers, "content-length": str(len(body))}, body[:PIECE_BYTES], more=True)
+        for start in range(PIECE_BYTES, len(body), PIECE_BYTES):
+            end = start + PIECE_BYTES
+            await self.send(body[start:end], more=end < len(body))
+        await self._outlet.drain()
 
     async def begin(self, status: int, headers: Mapping[str, str], data: bytes, *, more: bool) -> None:
         """Status, headers and the first part of a body."""

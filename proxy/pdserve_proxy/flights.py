@@ -1,4 +1,4 @@
-"""How many requests are at each node: what it last said, and what this proxy has sent it and seen end since."""
+"""How much is at each node: what it last said, and what this proxy has sent it and seen end since."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ from pdserve_proxy.snapshot import Snapshot
 class Flight:
     """One attempt that is under way. ``land`` may be called more than once."""
 
-    _land: Callable[[bytes], None]
-    _nodes: set[bytes]
+    _land: Callable[[bytes, int], None]
+    _nodes: dict[bytes, int]
+    """With what the attempt counts as there."""
 
     def land(self, *boot_ids: bytes) -> None:
         """It is over at these nodes."""
         for boot_id in boot_ids:
-            if boot_id in self._nodes:
-                self._nodes.remove(boot_id)
-                self._land(boot_id)
+            count = self._nodes.pop(boot_id, 0)
+            if count:
+                self._land(boot_id, count)
 
     def land_all(self) -> None:
         self.land(*tuple(self._nodes))
@@ -36,11 +37,12 @@ class Flights:
         self._reported: dict[bytes, int] = {}
         """Of what is here, how much the node's last heartbeat had in it."""
 
-    def begin(self, *nodes: NodeInfo) -> Flight:
-        boot_ids = {node.boot_id for node in nodes}
-        for boot_id in boot_ids:
-            self._here[boot_id] = self._here.get(boot_id, 0) + 1
-        return Flight(self._end, boot_ids)
+    def begin(self, *nodes: tuple[NodeInfo, int]) -> Flight:
+        """An attempt at these nodes, each with the requests that it is for the node's engine: at least one."""
+        counts = {node.boot_id: count for node, count in nodes}
+        for boot_id, count in counts.items():
+            self._here[boot_id] = self._here.get(boot_id, 0) + count
+        return Flight(self._end, counts)
 
     def heard_from(self, boot_id: bytes) -> None:
         """A heartbeat came: what is here now is in the load that it tells."""
@@ -51,7 +53,7 @@ class Flights:
         self._reported.pop(boot_id, None)
 
     def loads(self, snapshot: Snapshot) -> LoadOf:
-        """The number of requests at each node of ``snapshot``."""
+        """The number of requests at each node of ``snapshot``, as its engine counts them: each answer is one."""
 
         def load(node: NodeInfo) -> int:
             said = snapshot.loads[node.boot_id]
@@ -60,7 +62,7 @@ class Flights:
 
         return load
 
-    def _end(self, boot_id: bytes) -> None:
-        self._here[boot_id] -= 1
+    def _end(self, boot_id: bytes, count: int) -> None:
+        self._here[boot_id] -= count
         if not self._here[boot_id]:
             del self._here[boot_id]

@@ -20,6 +20,7 @@ from pdserve_proxy.admission import Limits
 from pdserve_proxy.api_keys import ApiKey, ApiKeys
 from pdserve_proxy.app import build_app
 from pdserve_proxy.flights import Flights
+from pdserve_proxy.held_bodies import BodyLimits, HeldBodies
 from pdserve_proxy.information import Scrape
 from pdserve_proxy.journal import ExchangeLog
 from pdserve_proxy.listening import BACKLOG
@@ -62,9 +63,10 @@ async def serve_clients(
     tls = server_tls(config.tls.cert, config.tls.key) if config.tls.cert else None
     tickets = TicketOffice(secret, new_id())
     metrics = knowledge.metrics
+    bodies = HeldBodies(_body_limits(config))
     turnstile = Turnstile(_limits(config.admission), metrics)
     async with Relay(config, knowledge.directory, knowledge.flights, tickets, ExchangeLog(metrics.counts)) as relay:
-        app = build_app(config, ApiKeys(keys), turnstile, knowledge.directory, relay, metrics, knowledge.scrape)
+        app = build_app(config, ApiKeys(keys), bodies, turnstile, knowledge.directory, relay, metrics, knowledge.scrape)
         settings = _uvicorn_config(config, app, tls)
         server = _HttpServer(settings, stop, listening, relay.cut_all, config.http.drain_s)
         await server.serve(sockets=[listener])
@@ -76,6 +78,14 @@ def _limits(config: AdmissionConfig) -> Limits:
         per_caller=config.max_in_flight_per_key,
         waiting=config.max_queued,
         wait_s=config.queue_timeout_s,
+    )
+
+
+def _body_limits(config: ProxyConfig) -> BodyLimits:
+    return BodyLimits(
+        uploads=config.admission.max_uploads,
+        memory_bytes=config.admission.body_memory_mib * 2**20,
+        body_bytes=config.http.max_body_bytes,
     )
 
 

@@ -44,6 +44,8 @@ def share_of(config: ProxyConfig) -> ProxyConfig:
             max_in_flight=part(admission.max_in_flight),
             max_in_flight_per_key=part(admission.max_in_flight_per_key),
             max_queued=part(admission.max_queued),
+            max_uploads=part(admission.max_uploads),
+            body_memory_mib=part(admission.body_memory_mib),
         ),
         http=dataclasses.replace(http, max_client_connections=part(http.max_client_connections)),
     )

@@ -41,7 +41,15 @@ MAX_LOSSES = 2
 REFUSALS = (401, 503)
 """Status codes with which a node does not take a request, or gives it back. Its own failures are 500."""
 MAX_ANSWER_BYTES = 64 * 2**20
-KEPT_HEADERS = ("content-type", "content-encoding", "retry-after", "cache-control", "x-pdserve-ignored")
+KEPT_HEADERS = (
+    "content-type",
+    "content-encoding",
+    "retry-after",
+    "cache-control",
+    "x-accel-buffering",
+    "x-should-retry",
+    "x-pdserve-ignored",
+)
 """Response headers of a node's that a client gets; ``x-request-id`` is the proxy's own."""
 
 
@@ -155,7 +163,9 @@ class Relay:
                 break
             if attempt:
                 self._journal.retried()
-            exchange.take_off(route, self._flights.begin(route.decode, *route.prefill[:1]))
+            # A prefill node computes a prompt once, for however many answers.
+            prefill = [(node, call.body.prompts) for node in route.prefill[:1]]
+            exchange.take_off(route, self._flights.begin((route.decode, call.body.answers), *prefill))
             result = await self._attempt(exchange, call, route, attempt)
             if not isinstance(result, Failure):
                 return result

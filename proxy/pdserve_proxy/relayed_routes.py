@@ -11,21 +11,24 @@ import logging
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeAlias
 
-from pdserve.error_body import error_body
-from pdserve.errors import Internal, MethodNotAllowed, RequestError
+from pdserve.error_body import error_body, error_headers
+from pdserve.errors import Internal, MethodNotAllowed, RequestError, UnsupportedMediaType
 from pdserve_proxy.api_keys import ApiKeys
 from pdserve_proxy.client_request import REQUEST_ID_HEADER, ClientGone, ClientRequest, Receive, Scope, Send, request_id
-from pdserve_proxy.errors import error_headers
 from pdserve_proxy.exchange import Exchange, Outcome
+from pdserve_proxy.held_bodies import HeldBodies
 from pdserve_proxy.metrics import ProxyMetrics
 from pdserve_proxy.relay import Answer, Call, Relay, Streaming
-from pdserve_proxy.request_body import read_body
+from pdserve_proxy.request_body import GenerationBody, read_body
 from pdserve_proxy.request_counts import OTHER_ROUTES
 from pdserve_proxy.turnstile import Turnstile
 
 AsgiApp: TypeAlias = Callable[[Any, Any, Any], Awaitable[None]]
 
 RELAYED_ROUTES = frozenset({"/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"})
+
+LARGE_BYTES = 256 * 1024
+"""Larger bodies are read one at a time, with a turn of the event loop for everybody else before each."""
 
 log = logging.getLogger(__name__)
 
@@ -37,6 +40,7 @@ class RelayedRoutes:
         self,
         max_body_bytes: int,
         keys: ApiKeys,
+        bodies: HeldBodies,
         turnstile: Turnstile,
         relay: Relay,
         metrics: ProxyMetrics,
@@ -44,10 +48,12 @@ class RelayedRoutes:
     ) -> None:
         self._max_body_bytes = max_body_bytes
         self._keys = keys
+        self._bodies = bodies
         self._turnstile = turnstile
         self._relay = relay
         self._metrics = metrics
         self._others = others
+        self._large_body = asyncio.Lock()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["path"] not in RELAYED_ROUTES:
@@ -70,10 +76,7 @@ class RelayedRoutes:
 
     async def _serve(self, exchange: Exchange, request: ClientRequest) -> None:
         try:
-            # Before the body is read: a request that waits costs no more memory than its head.
-            await self._turnstile.enter(self._keys.caller(request.header(b"authorization")), exchange.hold)
-            body = read_body(await request.body(self._max_body_bytes))
-            result = await self._relay.forward(exchange, Call(request.path, body, request.header(b"accept")))
+            result = await self._forward(exchange, request)
         except asyncio.CancelledError:
             if not exchange.absorbs_cancel():
                 raise
@@ -89,13 +92,30 @@ class RelayedRoutes:
         else:
             await _respond(exchange, request, result)
 
+    async def _forward(self, exchange: Exchange, request: ClientRequest) -> Answer | Streaming:
+        caller = self._keys.caller(request.header(b"authorization"))
+        UnsupportedMediaType.check_encoding(request.header(b"content-encoding"))
+        # A place among the requests under way is taken when the body is there: whoever sends slowly keeps nobody out.
+        # With this call ends what keeps the body in memory: it is not there while the response goes to the client.
+        with self._bodies.hold() as held:
+            data = await request.body(self._max_body_bytes, held, caller)
+            body = read_body(data) if len(data) <= LARGE_BYTES else await self._read_large(data)
+            await self._turnstile.enter(caller, body.answers, exchange.hold)
+            return await self._relay.forward(exchange, Call(request.path, body, request.header(b"accept")))
+
+    async def _read_large(self, data: bytes) -> GenerationBody:
+        async with self._large_body:
+            await asyncio.sleep(0)
+            return read_body(data)
+
 
 async def _respond(exchange: Exchange, request: ClientRequest, result: Answer | Streaming) -> None:
     headers = {**result.headers, REQUEST_ID_HEADER: exchange.request_id}
     if isinstance(result, Answer):
-        exchange.relayed_bytes = len(result.body)
-        exchange.end(Outcome.OK if result.status < 400 else Outcome.REFUSED, result.status)
+        exchange.begin_relaying(result.status)
         await request.respond(result.status, headers, result.body)
+        exchange.relayed_bytes = len(result.body)
+        exchange.end(Outcome.OK if result.status < 400 else Outcome.REFUSED)
         return
     stream = result.body
     await request.begin(result.status, headers, stream.first, more=not stream.over)

@@ -18,13 +18,13 @@ class Turnstile:
         self._turns: dict[Visit, asyncio.Future[None]] = {}
         metrics.queued.set_function(lambda: self._admission.waiting)
 
-    async def enter(self, caller: str, hold: Callable[[Callable[[], None]], None]) -> None:
-        """Returns when a request of ``caller`` may go on.
+    async def enter(self, caller: str, answers: int, hold: Callable[[Callable[[], None]], None]) -> None:
+        """Returns when a request of ``caller`` for so many ``answers`` may go on.
 
         ``hold`` is given, before anything is waited for, the function that has to be called when the request is over.
         Raises TooManyRequests, or Unavailable if the queue is full or its turn does not come in time.
         """
-        visit = self._admission.ask(caller, time.monotonic())  # the event loop's clock
+        visit = self._admission.ask(caller, time.monotonic(), answers)  # the event loop's clock
         hold(lambda: self._leave(visit))
         if self._admission.is_inside(visit):
             return
@@ -41,8 +41,7 @@ class Turnstile:
             self._turns.pop(visit, None)
 
     def _leave(self, visit: Visit) -> None:
-        following = self._admission.leave(visit)
-        if following is not None:
+        for following in self._admission.leave(visit):
             turn = self._turns.get(following)
             if turn is not None and not turn.done():
                 turn.set_result(None)

@@ -319,6 +319,14 @@ def test_failure_before_the_first_byte_is_a_status(
     assert refused(f"{node.url}/v1/chat/completions", body, status)["code"] == code
 
 
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/tokenize"])
+def test_an_encoded_body_is_refused_as_such(path: str, node: NodeUnderTest) -> None:
+    answer = post(f"{node.url}{path}", TEXT, content_encoding="gzip")
+    assert (answer.status, answer.headers["accept-encoding"]) == (415, "identity")
+    assert answer.json()["error"]["code"] == "unsupported_content_encoding"
+    assert post(f"{node.url}/v1/completions", TEXT, content_encoding="identity").status == 200
+
+
 @pytest.mark.parametrize(("seed", "status", "code"), LATE_FAILURES)
 def test_late_failure_of_a_whole_answer_is_a_status(seed: int, status: int, code: str, node: NodeUnderTest) -> None:
     assert refused(f"{node.url}/v1/chat/completions", {**CHAT, "seed": seed}, status)["code"] == code

@@ -16,52 +16,89 @@ from pdserve_proxy.turnstile import Turnstile
 from tests.proxy.cluster import run_async
 
 EVENTS = st.lists(
-    st.tuples(st.just("ask"), st.sampled_from(["", "a", "b"])) | st.tuples(st.just("leave"), st.integers(0, 30)),
+    st.tuples(st.just("ask"), st.tuples(st.sampled_from(["", "a", "b"]), st.integers(1, 6)))
+    | st.tuples(st.just("leave"), st.integers(0, 30)),
     max_size=60,
 )
 
 
-@given(EVENTS, st.integers(0, 4), st.integers(0, 4), st.integers(0, 3))
+@given(EVENTS, st.integers(0, 8), st.integers(0, 8), st.integers(0, 3))
 def test_limits_hold_and_the_first_to_come_is_the_first_to_go_in(
-    events: list[tuple[str, str | int]], in_flight: int, per_caller: int, waiting: int
+    events: list[tuple[str, tuple[str, int] | int]], in_flight: int, per_caller: int, waiting: int
 ) -> None:
     admission = Admission(Limits(in_flight, per_caller, waiting, wait_s=1.0))
     inside: list[Visit] = []
     queue: list[Visit] = []
+
+    def has_room(places: int) -> bool:
+        return not in_flight or sum(visit.places for visit in inside) + places <= in_flight
+
+    def go_in() -> list[Visit]:
+        following = []
+        while queue and has_room(queue[0].places):
+            inside.append(queue.pop(0))
+            following.append(inside[-1])
+        return following
+
     for event, which in events:
         if event == "ask":
-            caller = str(which)
-            mine = sum(visit.caller == caller for visit in inside + queue)
+            assert isinstance(which, tuple)
+            caller, answers = which
+            places = min(answers, max(in_flight // 2, 1))
+            mine = sum(visit.share for visit in inside + queue if visit.caller == caller)
             try:
-                visit = admission.ask(caller, 0.0)
+                visit = admission.ask(caller, 0.0, answers)
             except TooManyRequests as exc:
-                assert caller and per_caller and mine == per_caller
+                assert caller and per_caller and mine + min(answers, per_caller) > per_caller
                 assert exc.retry_after_s
             except Unavailable as exc:
-                assert in_flight and len(inside) == in_flight and len(queue) == waiting
+                assert (queue or not has_room(places)) and len(queue) == waiting
                 assert exc.retry_after_s
             else:
-                assert not (caller and per_caller) or mine < per_caller
+                assert visit.places == places
+                assert not (caller and per_caller) or mine + visit.share <= per_caller
+                assert admission.is_inside(visit) == (not queue and has_room(places))
                 (inside if admission.is_inside(visit) else queue).append(visit)
         elif inside or queue:
-            visit = (inside + queue)[int(which) % len(inside + queue)]
-            following = admission.leave(visit)
-            assert admission.leave(visit) is None
-            if visit in queue:
-                queue.remove(visit)
-                assert following is None
-            else:
-                inside.remove(visit)
-                assert following is (queue[0] if queue else None)
-                if following is not None:
-                    inside.append(queue.pop(0))
+            assert isinstance(which, int)
+            visit = (inside + queue)[which % len(inside + queue)]
+            (inside if visit in inside else queue).remove(visit)
+            assert admission.leave(visit) == go_in()
+            assert admission.leave(visit) == []
         assert (admission.inside, admission.waiting) == (len(inside), len(queue))
-        assert not in_flight or len(inside) <= in_flight
-        assert not queue or len(inside) == in_flight
+        assert admission.taken == sum(visit.places for visit in inside)
+        assert not in_flight or admission.taken <= in_flight
+        assert not queue or not has_room(queue[0].places)
     for visit in inside + queue:
         admission.leave(visit)
-    assert (admission.inside, admission.waiting) == (0, 0)
+    assert (admission.inside, admission.taken, admission.waiting) == (0, 0, 0)
     assert not admission._of_caller
+
+
+def test_beside_the_largest_request_there_is_room_for_an_ordinary_one() -> None:
+    for in_flight in (2, 64, 1024, 1088):
+        admission = Admission(Limits(in_flight, per_caller=0, waiting=8, wait_s=1.0))
+        assert admission.is_inside(admission.ask("a", 0.0, answers=8 * 128))
+        assert admission.is_inside(admission.ask("b", 0.0))
+
+
+def test_a_large_request_waits_for_its_room_and_is_not_passed_by_small_ones() -> None:
+    admission = Admission(Limits(in_flight=8, per_caller=0, waiting=8, wait_s=1.0))
+    small = [admission.ask("a", 0.0) for _ in range(6)]
+    large, later = admission.ask("b", 0.0, answers=4), admission.ask("c", 0.0)
+    assert not admission.is_inside(large)
+    assert not admission.is_inside(later)
+    assert admission.leave(small[0]) == []
+    assert admission.leave(small[1]) == [large]
+    assert admission.leave(small[2]) == [later]
+
+
+def test_those_behind_a_large_request_that_gives_up_go_in() -> None:
+    admission = Admission(Limits(in_flight=4, per_caller=0, waiting=8, wait_s=1.0))
+    for _ in range(3):
+        admission.ask("a", 0.0)
+    large, later = admission.ask("b", 0.0, answers=4), admission.ask("c", 0.0)
+    assert admission.leave(large) == [later]
 
 
 class Room:
@@ -81,7 +118,7 @@ class Room:
     async def _send(self, name: str, until: asyncio.Event) -> None:
         releases: list[Callable[[], None]] = []
         try:
-            await self.turnstile.enter(name, releases.append)
+            await self.turnstile.enter(name, 1, releases.append)
             self.entered.append(name)
             await until.wait()
         finally:

@@ -12,7 +12,7 @@ import msgspec
 import openai
 import pytest
 
-from pdserve.config import AdmissionConfig, ProxyConfig
+from pdserve.config import AdmissionConfig, ProxyConfig, RoutingConfig, RoutingPolicy
 from pdserve.errors import ConfigError, Unauthorized
 from pdserve.wire.discovery import Role
 from pdserve_proxy.api_keys import ApiKey, ApiKeys, read_api_keys
@@ -115,6 +115,83 @@ def test_a_key_has_its_share_and_no_more() -> None:
             held.let_go.set()
             assert await asyncio.gather(*alice, bob) == [(200, None)] * 3
             assert await send(ALICE) == (200, None)
+
+    run_async(scenario())
+
+
+def test_a_key_s_share_is_counted_in_answers() -> None:
+    async def scenario() -> None:
+        held = Held()
+        async with FakeNode(held) as node, cluster(config_with(max_in_flight_per_key=8)) as running:
+            await running.add(node_info("x", Role.MIXED, node.url))
+
+            async def send(**fields: object) -> int:
+                async with running.http.post("/v1/completions", json=fields, headers=bearer(ALICE)) as response:
+                    await response.read()
+                    return response.status
+
+            under_way = [asyncio.create_task(send(prompt=["a", "b"], n=3)), asyncio.create_task(send(n=2))]
+            await eventually(lambda: held.entered == 2, "both are at the node")
+            assert await send() == 429
+            held.let_go.set()
+            assert set(await asyncio.gather(*under_way)) == {200}
+            assert await send(n=128) == 200, "more than its share goes in alone"
+
+    run_async(scenario())
+
+
+def test_beside_a_request_for_a_thousand_answers_an_ordinary_one_gets_its_turn() -> None:
+    async def scenario() -> None:
+        held = Held()
+        large = {"prompt": ["text"] * 8, "n": 128}
+
+        async def behave(exchange: Exchange) -> None:
+            if b"prompt" in exchange.request.body:
+                await held(exchange)
+            else:
+                await exchange.answer(200, b"{}")
+
+        async with FakeNode(behave) as node, cluster(config_with(max_in_flight=1088, queue_timeout_s=0.2)) as running:
+            await running.add(node_info("x", Role.MIXED, node.url))
+
+            async def send() -> int:
+                async with running.http.post("/v1/completions", json=large, headers=bearer(BOB)) as response:
+                    await response.read()
+                    return response.status
+
+            first, second = (asyncio.create_task(send()) for _ in range(2))
+            await eventually(lambda: held.entered == 2, "both are at the node")
+            assert await send() == 503, "two of them have all places"
+            first.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await first
+            assert await _complete(running) == 200
+            held.let_go.set()
+            assert await second == 200
+
+    run_async(scenario())
+
+
+def test_the_load_of_a_request_is_the_answers_that_it_asks_for() -> None:
+    async def scenario() -> None:
+        held = Held()
+        config = dataclasses.replace(proxy_config(), routing=RoutingConfig(policy=RoutingPolicy.LEAST_LOADED))
+        async with FakeNode(held) as one, FakeNode(held) as other, cluster(config) as running:
+            await running.add(node_info("x", Role.MIXED, one.url), node_info("y", Role.MIXED, other.url))
+
+            async def send(**fields: object) -> int:
+                async with running.http.post("/v1/completions", json=fields) as response:
+                    await response.read()
+                    return response.status
+
+            tasks = [asyncio.create_task(send(prompt=["a", "b"], n=4))]
+            await eventually(lambda: held.entered == 1, "it is at a node")
+            for entered in range(2, 6):
+                tasks.append(asyncio.create_task(send()))
+                await eventually(lambda entered=entered: held.entered == entered, "it is at a node")
+            assert sorted(len(node.requests) for node in (one, other)) == [1, 4]
+            held.let_go.set()
+            assert set(await asyncio.gather(*tasks)) == {200}
 
     run_async(scenario())
 

@@ -13,26 +13,30 @@ from tests.proxy.cluster import node_info
 NODE = node_info("x", Role.MIXED)
 
 
-@given(st.lists(st.sampled_from(["send", "end", "heartbeat"]), max_size=40), st.integers(0, 5))
-def test_with_heartbeats_that_tell_the_truth_the_load_is_exact(events: list[str], others: int) -> None:
+SEND = st.tuples(st.just("send"), st.integers(1, 1024))
+OTHERS = st.tuples(st.sampled_from(["end", "heartbeat"]), st.just(0))
+
+
+@given(st.lists(SEND | OTHERS, max_size=40), st.integers(0, 5))
+def test_with_heartbeats_that_tell_the_truth_the_load_is_exact(events: list[tuple[str, int]], others: int) -> None:
     """``others`` requests came from elsewhere and stay."""
     flights = Flights()
     registry = Registry(1.0, 3, watcher=flights)
     registry.handle(Register(NODE), 0.0)
-    under_way: list[Flight] = []
+    under_way: list[tuple[Flight, int]] = []
     heard = False
-    for event in events:
+    for event, answers in events:
         match event:
             case "send":
-                under_way.append(flights.begin(NODE))
+                under_way.append((flights.begin((NODE, answers)), answers))
             case "end" if under_way:
-                under_way.pop(0).land_all()
+                under_way.pop(0)[0].land_all()
             case "heartbeat":
                 heard = True
-                load = Load(running=len(under_way), waiting=others)
+                load = Load(running=sum(count for _, count in under_way), waiting=others)
                 registry.handle(Heartbeat(NODE.boot_id, load), 0.0)
         known = flights.loads(registry.snapshot())(NODE)
-        assert known == len(under_way) + (others if heard else 0)
+        assert known == sum(count for _, count in under_way) + (others if heard else 0)
 
 
 def test_what_landed_once_does_not_land_again() -> None:
@@ -42,10 +46,10 @@ def test_what_landed_once_does_not_land_again() -> None:
     for info in (NODE, prefill):
         registry.handle(Register(info), 0.0)
     load = flights.loads(registry.snapshot())
-    flight, other = flights.begin(NODE, prefill), flights.begin(NODE, prefill)
+    flight, other = flights.begin((NODE, 5), (prefill, 2)), flights.begin((NODE, 1), (prefill, 1))
     flight.land(prefill.boot_id)
     flight.land(prefill.boot_id)
-    assert (load(NODE), load(prefill)) == (2, 1)
+    assert (load(NODE), load(prefill)) == (6, 1)
     flight.land_all()
     flight.land_all()
     assert (load(NODE), load(prefill)) == (1, 1)
@@ -57,7 +61,7 @@ def test_a_node_that_is_gone_leaves_nothing_behind() -> None:
     flights = Flights()
     registry = Registry(1.0, 3, watcher=flights)
     registry.handle(Register(NODE), 0.0)
-    flight = flights.begin(NODE)
+    flight = flights.begin((NODE, 1))
     registry.handle(Heartbeat(NODE.boot_id, Load(running=1)), 0.0)
     registry.expire(100.0)
     flight.land_all()

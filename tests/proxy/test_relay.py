@@ -61,6 +61,8 @@ def test_an_answer_in_one_piece_keeps_status_and_safe_headers_only() -> None:
             b'{"id": 1}',
             cache_control="no-store",
             retry_after="3",
+            x_accel_buffering="no",
+            x_should_retry="false",
             set_cookie="a=b",
             x_pdserve_secret="no",
             server="n",
@@ -75,7 +77,8 @@ def test_an_answer_in_one_piece_keeps_status_and_safe_headers_only() -> None:
                 assert response.headers["retry-after"] == "3"
                 names = {name.lower() for name in response.headers}
                 assert names == {
-                    "cache-control", "content-length", "content-type", "date", "retry-after", "x-request-id"
+                    "cache-control", "content-length", "content-type", "date", "retry-after", "x-request-id",
+                    "x-accel-buffering", "x-should-retry",
                 }  # fmt: skip
             assert node.requests[0].path == "/v1/completions"
 

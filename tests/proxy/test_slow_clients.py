@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import gc
 import resource
 import socket
 from collections.abc import AsyncIterator
@@ -12,6 +14,7 @@ from pathlib import Path
 import aiohttp
 
 from pdserve.config import HttpConfig
+from pdserve.http_guard import GuardedHttp
 from pdserve.wire.discovery import Role
 from pdserve_proxy.listening import bind_http
 from tests.proxy.cluster import Cluster, cluster, eventually, metric, node_info, proxy_config, registered, run_async
@@ -110,6 +113,60 @@ def test_a_reader_that_does_not_go_on_is_cut_off_and_frees_its_node() -> None:
                     return await metric(running, 'pdserve_proxy_outcomes_total{outcome="client_gone"}') == 1
 
                 await eventually(client_gone, "it counts as a client that left")
+
+    run_async(scenario())
+
+
+ANSWER = b'{"text": "%b"}' % (b"x" * 24 * 2**20)
+"""More than the kernel's buffers on the way can hold, in one piece."""
+
+
+async def large_answer(exchange: Exchange) -> None:
+    """To a body with ``stream``, which is what ``stalled_reader`` sends."""
+    await exchange.answer(200, ANSWER if b"stream" in exchange.request.body else b"{}")
+
+
+def unread_bytes() -> int:
+    """What this process holds for the clients of its HTTP servers."""
+    # Not isinstance: libraries have objects that answer for their class, with a warning.
+    servers = [thing for thing in gc.get_objects() if issubclass(type(thing), GuardedHttp)]
+    return sum(server.transport.get_write_buffer_size() for server in servers if server.transport is not None)
+
+
+def test_a_whole_answer_waits_for_its_reader_and_keeps_its_place_until_it_is_taken() -> None:
+    async def scenario() -> None:
+        config = proxy_config()
+        config = dataclasses.replace(config, admission=dataclasses.replace(config.admission, max_in_flight=1))
+        async with FakeNode(large_answer) as node, cluster(config) as running:
+            await running.add(node_info("x", Role.MIXED, node.url))
+
+            async def waiting() -> bool:
+                return await metric(running, "pdserve_proxy_requests_queued") == 1
+
+            async with stalled_reader(running) as reader:
+                head = await reader.readuntil(b"\r\n\r\n")
+                assert b"\r\ncontent-length: %d\r\n" % len(ANSWER) in head
+                ordinary = asyncio.create_task(running.chat().__aenter__())
+                await eventually(waiting, "the place is not free")
+                assert unread_bytes() <= 3 * HIGH_WATER_BYTES
+                assert await reader.readexactly(len(ANSWER)) == ANSWER
+                assert (await ordinary).status == 200
+                assert await metric(running, 'pdserve_proxy_outcomes_total{outcome="ok"}') == 2
+
+    run_async(scenario())
+
+
+def test_a_whole_answer_that_nobody_reads_is_cut_off_and_gives_its_place_back() -> None:
+    async def scenario() -> None:
+        config = proxy_config(write_timeout_s=0.3)
+        config = dataclasses.replace(config, admission=dataclasses.replace(config.admission, max_in_flight=1))
+        async with FakeNode(large_answer) as node, cluster(config) as running:
+            await running.add(node_info("x", Role.MIXED, node.url))
+            async with stalled_reader(running) as reader:
+                await reader.readuntil(b"\r\n\r\n")
+                async with running.chat() as response:
+                    assert response.status == 200
+                assert await metric(running, 'pdserve_proxy_outcomes_total{outcome="client_gone"}') == 1
 
     run_async(scenario())
 

@@ -278,7 +278,7 @@ def test_a_mirror_forgets_that_a_node_was_unreachable_at_its_next_heartbeat_only
 
     registry.handle(Register(info), 1.0)
     assert copy() is NodeState.SERVING
-    flight = flights.begin(info)
+    flight = flights.begin((info, 1))
     mirror.mark_unreachable(info.boot_id)
     assert not mirror.snapshot().pairings
     registry.handle(Register(node_info("y", Role.MIXED)), 1.5)
