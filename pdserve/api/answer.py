@@ -10,8 +10,8 @@ from collections.abc import AsyncIterator, Sequence
 from pdserve.api.answer_options import AnswerOptions
 from pdserve.api.choice_text import Delta
 from pdserve.api.chunk_stream import chunk_stream
+from pdserve.api.logprobs import WholeLogprobs
 from pdserve.api.responses import Completion, Envelope, Finish, PromptTokensDetails, Usage
-from pdserve.api.shown_tokens import ShownToken
 from pdserve.api.sse import DONE, ChunkEncoder, error_event
 from pdserve.api.surface import Surface, finish_of
 from pdserve.api.text_generation import TextGeneration
@@ -24,24 +24,30 @@ async def whole_answer(
     surface: Surface, run: TextGeneration, first: Sequence[Delta], options: AnswerOptions
 ) -> Completion:
     """Waits for all of it. Raises RequestError if there is no answer."""
-    texts = list(options.echoes)
+    texts = [[echo] for echo in options.echoes]
     ids: list[list[int]] = [[] for _ in texts]
-    tokens: list[list[ShownToken]] = [[] for _ in texts]
+    logprobs = [WholeLogprobs() for _ in texts]
     finishes: dict[int, Finish] = {}
     deltas: Sequence[Delta] = first
     while True:
         for delta in deltas:
-            texts[delta.choice] += delta.text
+            texts[delta.choice].append(delta.text)
             ids[delta.choice].extend(delta.token_ids)
-            tokens[delta.choice].extend(delta.tokens)
+            if delta.tokens:
+                logprobs[delta.choice].add(surface.logprobs(options.shown(delta.choice, delta.tokens)))
             if delta.outcome is not None:
                 finishes[delta.choice] = finish_of(delta.outcome)
         if run.done and run.failure is None:
             break
         deltas = await run.next()
     choices = [
-        surface.choice(index, text, finishes[index], options.shown(index, tokens[index]) if options.logprobs else None)
-        for index, text in enumerate(texts)
+        surface.choice(
+            index,
+            "".join(pieces),
+            finishes[index],
+            logprobs[index].encoded(surface.logprobs(options.shown(index, ()))) if options.logprobs else None,
+        )
+        for index, pieces in enumerate(texts)
     ]
     if options.token_ids:
         for choice in choices:

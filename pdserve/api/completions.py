@@ -17,6 +17,7 @@ from pdserve.api.bad_words import TokenRuns, bad_word_tokens
 from pdserve.api.chat_messages import unread_part_fields
 from pdserve.api.choice_text import ChoiceText
 from pdserve.api.engine_client import PromptChoices
+from pdserve.api.generation import TURN_TOKENS
 from pdserve.api.node_state import NodeState
 from pdserve.api.openai import BodyParser, ChatRequest, CompletionRequest, GenerationRequest, Parsed
 from pdserve.api.plain_choices import PlainChoices
@@ -132,6 +133,7 @@ class CompletionRoute(Generic[R]):
             prefill=terms.prefill,
             cache_salt=body.cache_salt or "",
             interval=_interval(body, self._node.stream.interval),
+            turn_tokens=_turn_tokens(body),
         )
         return TextGeneration(generation, texts, record, self._node.metrics)
 
@@ -201,6 +203,12 @@ def _interval(body: GenerationRequest, default: int) -> int:
         return body.stream_interval or default
     # A token that the engine computes in vain, past a stop string, costs far more than a look for one.
     return 1 if body.stops else WHOLE_INTERVAL
+
+
+def _turn_tokens(body: GenerationRequest) -> int:
+    """How many tokens are made text at once: fewer where each brings log probabilities."""
+    beside = body.wanted_logprobs
+    return TURN_TOKENS if beside is None else TURN_TOKENS // (1 + beside)
 
 
 def _check_consistent(body: GenerationRequest) -> None:

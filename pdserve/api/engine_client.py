@@ -15,7 +15,7 @@ from typing import Any
 from pdserve.api.batch_notify import BatchNotify
 from pdserve.api.engine_channel import EngineChannel
 from pdserve.api.engine_process import ENGINE_COMMAND, EngineProcess
-from pdserve.api.generation import Generation
+from pdserve.api.generation import TURN_TOKENS, Generation
 from pdserve.api.outcome import shutting_down
 from pdserve.config import EngineConfig, EngineLaunch
 from pdserve.errors import EngineError, Internal, InvalidRequest, RequestError, Unavailable
@@ -137,10 +137,11 @@ class EngineClient:
         prefill: tuple[PrefillTarget, ...] = (),
         cache_salt: str = "",
         interval: int = 1,
+        turn_tokens: int = TURN_TOKENS,
     ) -> Generation:
         """Submits all ``prompts``, whose choices are numbered through; the caller owns the result and must close it.
 
-        It is woken for each ``interval`` tokens of a choice.
+        It is woken for each ``interval`` tokens of a choice, and reads about ``turn_tokens`` of all at once.
 
         Raises Unavailable if the engine is not there, or has too many requests already, and InvalidRequest if these
         are more than it ever takes.
@@ -152,7 +153,7 @@ class EngineClient:
         count = sum(len(prompt.seeds) for prompt in prompts)
         self._check_room(count)
         request_ids = [next(self._ids) for _ in range(count)]
-        generation = Generation(request_ids, deadline_s, self._abort, interval)
+        generation = Generation(request_ids, deadline_s, self._abort, interval, turn_tokens)
         numbers = iter(request_ids)
         for prompt in prompts:
             family = [Sibling(next(numbers), seed) for seed in prompt.seeds]

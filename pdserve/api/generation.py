@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 
 import msgspec
 
@@ -13,6 +14,9 @@ from pdserve.wire.sampling import TokenLogprobs
 
 DEADLINE_GRACE_S = 1.0
 """The engine ends a request at its deadline; this much later the API does it, should the engine not."""
+
+TURN_TOKENS = 1_024
+"""More tokens of one request are read in several turns of the event loop."""
 
 _ANSWERS = (FinishReason.STOP, FinishReason.LENGTH)
 
@@ -43,23 +47,43 @@ class Unread:
         self._tokens += len(output.new_token_ids)
         return self._tokens >= self._due_at or output.finish is not None
 
-    def take(self) -> ChoiceOutput | None:
-        """All of it as one; None if there is nothing."""
-        outputs = self._outputs
-        if not outputs:
-            return None
+    @property
+    def failed(self) -> bool:
+        """The last of it is no answer."""
+        finish = self._outputs[-1].finish if self._outputs else None
+        return finish is not None and finish not in _ANSWERS
+
+    @property
+    def empty(self) -> bool:
+        return not self._outputs
+
+    def take(self, max_tokens: int) -> ChoiceOutput | None:
+        """The first outputs as one, up to the one that makes it ``max_tokens``; None if there is nothing."""
         if self._tokens:
             self._due_at = self._interval
-        self._tokens = 0
-        self._outputs = []
+        outputs, self._outputs, self._tokens = self._first(max_tokens)
+        if not outputs:
+            return None
         return ChoiceOutput(self.choice, outputs[0] if len(outputs) == 1 else merged(outputs))
+
+    def _first(self, max_tokens: int) -> tuple[list[RequestOutput], list[RequestOutput], int]:
+        """Those, the others, and how many tokens the others have."""
+        if self._tokens <= max_tokens:
+            return self._outputs, [], 0
+        taken = 0
+        for count, output in enumerate(self._outputs, 1):
+            taken += len(output.new_token_ids)
+            if taken >= max_tokens:
+                return self._outputs[:count], self._outputs[count:], self._tokens - taken
+        return self._outputs, [], 0
 
 
 class Generation:
     """Owned by one reader, who must ``close`` it on every path: what is unfinished then is aborted in the engine.
 
     The reader is woken for the first token of a choice, for each ``interval`` tokens of one, and for an end. However
-    much comes before it runs, it is woken once, and reads what came for one choice as one output.
+    much comes before it runs, it is woken once, and reads what came for one choice as one output; only where that is
+    so much that it would hold up others, in several, with a turn of the event loop between them.
     """
 
     def __init__(
@@ -68,13 +92,18 @@ class Generation:
         deadline_s: float,
         abort: Callable[[Sequence[int]], None],
         interval: int = 1,
+        turn_tokens: int = TURN_TOKENS,
     ) -> None:
+        """``turn_tokens`` is how many tokens one ``wait`` returns, of all choices; it may be up to a step's more."""
+        self._turn_tokens = turn_tokens
         self._open = {request_id: Unread(choice, interval) for choice, request_id in enumerate(request_ids)}
         self._abort = abort
         self.failure: RequestError | None = None
         """Why the whole generation failed, if it was not the engine that said so of a request."""
         self._due: dict[int, Unread] = {}
         """By choice: what the reader is to take."""
+        self._left_over = False
+        """The last ``wait`` did not return all that was due."""
         self._waiter: asyncio.Future[None] | None = None
         self._loop = asyncio.get_running_loop()
         self._timer = self._loop.call_later(deadline_s + DEADLINE_GRACE_S, self._expire)
@@ -115,8 +144,21 @@ class Generation:
                 await self._waiter
             finally:
                 self._waiter = None
-        due, self._due = self._due, {}
-        return [item for unread in due.values() if (item := unread.take()) is not None]
+        if self._left_over:
+            await asyncio.sleep(0)
+        items, left = [], self._turn_tokens
+        # A failure ends the whole answer, after all that the other choices have said.
+        for unread in sorted(self._due.values(), key=attrgetter("failed")):
+            if left <= 0:
+                break
+            item = unread.take(left)
+            if unread.empty:
+                del self._due[unread.choice]
+            if item is not None:
+                items.append(item)
+                left -= len(item.output.new_token_ids)
+        self._left_over = bool(self._due)
+        return items
 
     def end_choice(self, choice: int) -> None:
         """The reader needs no more of it: the engine forgets it."""

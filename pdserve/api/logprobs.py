@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
+import msgspec
+
 from pdserve.api.responses import ChatLogprobs, ChatTokenLogprob, TextLogprobs, TopLogprob
 from pdserve.api.shown_tokens import ShownToken
 
@@ -59,6 +61,36 @@ class ShownLogprobs:
         data = self.token_bytes(token_id)
         text = _escaped(data)
         return text if _is_text(data) else f"bytes:{text}"
+
+
+class WholeLogprobs:
+    """Of one choice of a whole answer, encoded as its tokens come: all at the end would hold up others' tokens."""
+
+    def __init__(self) -> None:
+        self._fields: dict[str, list[bytes]] = {}
+
+    def add(self, part: ChatLogprobs | TextLogprobs) -> None:
+        """Lists are continued; what is no list is the same in every part."""
+        for name in part.__struct_fields__:
+            value = getattr(part, name)
+            pieces = self._fields.setdefault(name, [])
+            if not isinstance(value, list):
+                self._fields[name] = [_encoder.encode(value)]
+            elif value:
+                pieces.append(_encoder.encode(value)[1:-1])
+
+    def encoded(self, empty: ChatLogprobs | TextLogprobs) -> msgspec.Raw:
+        """As JSON; ``empty`` is what it is where there was no token."""
+        lists = {name for name in empty.__struct_fields__ if isinstance(getattr(empty, name), list)}
+        self.add(empty)
+        fields = [
+            b'"%b":' % name.encode() + (b"[%b]" if name in lists else b"%b") % b",".join(pieces)
+            for name, pieces in self._fields.items()
+        ]
+        return msgspec.Raw(b"{%b}" % b",".join(fields))
+
+
+_encoder = msgspec.json.Encoder()
 
 
 def _id_name(token_id: int) -> str:

@@ -64,7 +64,8 @@ class ChatChoice(msgspec.Struct):
     index: int
     message: Message
     finish_reason: Finish
-    logprobs: ChatLogprobs | None = None
+    logprobs: msgspec.Raw | None = None
+    """``ChatLogprobs``."""
     token_ids: list[int] | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
 
@@ -103,7 +104,7 @@ class TextChoice(msgspec.Struct):
     index: int
     text: str
     finish_reason: Finish | None = None
-    logprobs: TextLogprobs | None = None
+    logprobs: TextLogprobs | msgspec.Raw | None = None
     token_ids: list[int] | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol, cast
 
+import msgspec
 from msgspec import UNSET
 
 from pdserve.api.logprobs import ShownLogprobs
@@ -12,11 +13,13 @@ from pdserve.api.responses import (
     ChatChoice,
     ChatChunkChoice,
     ChatDelta,
+    ChatLogprobs,
     Choice,
     ChunkChoice,
     Finish,
     Message,
     TextChoice,
+    TextLogprobs,
 )
 
 
@@ -27,7 +30,9 @@ class Surface(Protocol):
     object: str
     chunk_object: str
 
-    def choice(self, index: int, text: str, finish: Finish, logprobs: ShownLogprobs | None) -> Choice: ...
+    def logprobs(self, shown: ShownLogprobs) -> ChatLogprobs | TextLogprobs: ...
+
+    def choice(self, index: int, text: str, finish: Finish, logprobs: msgspec.Raw | None) -> Choice: ...
 
     def chunk(self, index: int, text: str, logprobs: ShownLogprobs | None, *, first: bool) -> ChunkChoice: ...
 
@@ -39,8 +44,11 @@ class ChatSurface:
     object = "chat.completion"
     chunk_object = "chat.completion.chunk"
 
-    def choice(self, index: int, text: str, finish: Finish, logprobs: ShownLogprobs | None) -> Choice:
-        return ChatChoice(index, Message(text), finish, None if logprobs is None else logprobs.for_chat())
+    def logprobs(self, shown: ShownLogprobs) -> ChatLogprobs:
+        return shown.for_chat()
+
+    def choice(self, index: int, text: str, finish: Finish, logprobs: msgspec.Raw | None) -> Choice:
+        return ChatChoice(index, Message(text), finish, logprobs)
 
     def chunk(self, index: int, text: str, logprobs: ShownLogprobs | None, *, first: bool) -> ChunkChoice:
         delta = ChatDelta("assistant" if first else UNSET, text)
@@ -55,8 +63,11 @@ class TextSurface:
     object = "text_completion"
     chunk_object = "text_completion"
 
-    def choice(self, index: int, text: str, finish: Finish, logprobs: ShownLogprobs | None) -> Choice:
-        return TextChoice(index, text, finish, None if logprobs is None else logprobs.for_text())
+    def logprobs(self, shown: ShownLogprobs) -> TextLogprobs:
+        return shown.for_text()
+
+    def choice(self, index: int, text: str, finish: Finish, logprobs: msgspec.Raw | None) -> Choice:
+        return TextChoice(index, text, finish, logprobs)
 
     def chunk(self, index: int, text: str, logprobs: ShownLogprobs | None, *, first: bool) -> ChunkChoice:
         return TextChoice(index, text, logprobs=None if logprobs is None else logprobs.for_text())

@@ -7,6 +7,7 @@ import http.client
 import json
 import os
 import sys
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -20,7 +21,8 @@ from pdserve.api.app import create_app
 from pdserve.api.engine_client import EngineClient
 from pdserve.api.metrics import NodeMetrics
 from pdserve.api.node_state import NodeState
-from pdserve.api.tokenizer import Tokenizer
+from pdserve.api.preparing import WORKERS
+from pdserve.api.tokenizer import Tokenizer, load_tokenizer
 from pdserve.config import (
     CacheConfig,
     CpuConfig,
@@ -238,3 +240,64 @@ def test_cancelled_at_any_time(behaviour: Behaviour, model_dir: Path, tokenizer:
             assert engine.open_requests == 0
 
     asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("cancelled", [False, True], ids=["the client leaves", "the server ends"])
+def test_gone_while_a_long_prompt_is_tokenised(
+    cancelled: bool, model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What waited for a thread is never begun, and the engine hears of nothing."""
+    tokenizer = load_tokenizer(model_dir)
+    body = json.dumps({"model": MODEL, "prompt": ["word " * 400] * 2, "seed": 0}).encode()
+    begun, go_on, calls = threading.Semaphore(0), threading.Event(), []
+    encode = tokenizer.encode
+
+    def held(text: str, *, add_special_tokens: bool) -> list[int]:
+        calls.append(text)
+        begun.release()
+        go_on.wait(WAIT_S)
+        return encode(text, add_special_tokens=add_special_tokens)
+
+    monkeypatch.setattr(tokenizer, "encode", held)
+
+    async def scenario() -> None:
+        gone = asyncio.Event()
+
+        async def send(message: Any) -> None:
+            pass
+
+        async def ask(app: Quart) -> None:
+            messages = [{"type": "http.request", "body": body, "more_body": False}]
+
+            async def receive() -> dict[str, Any]:
+                if messages:
+                    return messages.pop()
+                await gone.wait()
+                return {"type": "http.disconnect"}
+
+            await app(dict(SCOPE), receive, send)  # type: ignore[arg-type]
+
+        async with app_in_process(model_dir, tokenizer, tmp_path / "journal") as (app, engine):
+            before = asyncio.all_tasks()
+            requests = [asyncio.create_task(ask(app)) for _ in range(WORKERS + 3)]
+            for _ in range(WORKERS):
+                assert await asyncio.to_thread(begun.acquire, timeout=WAIT_S)
+            if cancelled:
+                for request in requests:
+                    request.cancel()
+            gone.set()
+            await asyncio.wait_for(asyncio.gather(*requests, return_exceptions=True), WAIT_S)
+            if not cancelled:
+                left = asyncio.all_tasks() - before
+                await asyncio.wait_for(asyncio.gather(*left, return_exceptions=True), WAIT_S)
+                go_on.set()
+            else:
+                go_on.set()
+                left = asyncio.all_tasks() - before
+                await asyncio.wait_for(asyncio.gather(*left, return_exceptions=True), WAIT_S)
+            assert engine.open_requests == 0
+
+    asyncio.run(scenario())
+    if not cancelled:
+        assert len(calls) == WORKERS, "one of two prompts each, of the requests that had begun"
+    assert '"kind":"submit"' not in (tmp_path / "journal").read_text() or cancelled

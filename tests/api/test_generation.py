@@ -147,3 +147,49 @@ def test_merged_outputs_keep_log_probabilities_and_the_end() -> None:
     )
     assert whole == RequestOutput(7, [1, 2, 3], FinishReason.ERROR, None, "why", logprobs)
     assert merged([RequestOutput(7, [1]), RequestOutput(7, [2])]) == RequestOutput(7, [1, 2])
+
+
+@given(
+    counts=st.lists(st.integers(1, 40), min_size=1, max_size=5),
+    turn_tokens=st.integers(1, 30),
+    failing=st.none() | st.integers(0, 4),
+)
+def test_much_is_read_in_several_turns_and_a_failure_last(
+    counts: list[int], turn_tokens: int, failing: int | None
+) -> None:
+    """A client that comes back after a while, or many answers in step, do not hold up others; nothing is lost."""
+
+    async def scenario() -> None:
+        generation = Generation(range(len(counts)), 60.0, lambda ids: None, 1_000, turn_tokens)
+        failed = None if failing is None else failing % len(counts)
+        for choice in sorted(range(len(counts)), key=lambda choice: choice != failed):
+            for token in range(counts[choice]):
+                generation.put(RequestOutput(choice, [token]))
+            reason = FinishReason.ERROR if choice == failed else FinishReason.STOP
+            generation.put(RequestOutput(choice, [], reason))
+        read: dict[int, list[int]] = {choice: [] for choice in range(len(counts))}
+        ended: list[int] = []
+        turns = 0
+
+        async def count_turns() -> None:
+            nonlocal turns
+            while True:
+                await asyncio.sleep(0)
+                turns += 1
+
+        counting = asyncio.create_task(count_turns())
+        waits = 0
+        while len(ended) < len(counts):
+            items = await generation.wait()
+            waits += 1
+            assert sum(len(item.output.new_token_ids) for item in items) <= turn_tokens
+            for item in items:
+                read[item.choice] += item.output.new_token_ids
+                ended += [item.choice] if item.output.finish is not None else []
+        assert read == {choice: list(range(count)) for choice, count in enumerate(counts)}
+        assert failed is None or ended[-1] == failed
+        assert turns >= waits - 2, "the loop turns between"
+        counting.cancel()
+        generation.close()
+
+    asyncio.run(scenario())
