@@ -26,7 +26,7 @@ from pdserve.api.prompts import ModelLimits, Prompt, chat_prompts, completion_pr
 from pdserve.api.request_id import request_label
 from pdserve.api.request_log import RequestRecord
 from pdserve.api.request_owner import own
-from pdserve.api.sampling import check_logprobs, choice_seeds, sampling_params
+from pdserve.api.sampling import check_logprobs, check_repeated, choice_seeds, sampling_params
 from pdserve.api.stop_strings import StopStrings, StopTable
 from pdserve.api.surface import CHAT, TEXT, Surface
 from pdserve.api.text_generation import TextGeneration
@@ -61,7 +61,7 @@ class Prepared(Generic[R]):
 
     parsed: Parsed[R]
     prompts: list[Prompt]
-    bad_words: TokenRuns
+    submits: list[PromptChoices]
     stops: StopTable
 
 
@@ -100,7 +100,9 @@ class CompletionRoute(Generic[R]):
         check()
         if isinstance(body, ChatRequest):
             parsed = replace(parsed, ignored=parsed.ignored + unread_part_fields(body.messages))
-        return Prepared(parsed, prompts, bad_word_tokens(body.bad_words or (), tokenizer), StopTable(body.stops))
+        bad_words = bad_word_tokens(body.bad_words or (), tokenizer)
+        check_repeated(body, len(prompts), bad_words)
+        return Prepared(parsed, prompts, _submits(body, prompts, bad_words), StopTable(body.stops))
 
     def _admit(self) -> Tokenizer:
         if self._node.role is Role.PREFILL or self._node.tokenizer is None:
@@ -121,13 +123,12 @@ class CompletionRoute(Generic[R]):
         left_s = terms.deadline - time.monotonic()
         if left_s <= 0:
             raise DeadlineExceeded("the request's deadline passed before it could start", code="deadline_exceeded")
-        submits = [_submit(body, prompt, prepared.bad_words) for prompt in prompts]
         count = len(prompts) * body.choices
         texts = [_choice_text(index, body, tokenizer, prepared.stops) for index in range(count)]
         prompt_tokens = sum(len(prompt.token_ids) for prompt in prompts)
         record = RequestRecord(g.request_id, self._node.name, arrived, prompt_tokens)
         generation = self._node.engine.open(
-            submits,
+            prepared.submits,
             deadline_s=left_s,
             attempt=terms.attempt,
             prefill=terms.prefill,
@@ -180,10 +181,14 @@ def check_model(name: str | None, node: NodeState) -> None:
         )
 
 
-def _submit(body: GenerationRequest, prompt: Prompt, bad_words: TokenRuns) -> PromptChoices:
-    seed, *more = choice_seeds(body)
-    sampling = sampling_params(body, seed, prompt.max_tokens, bad_words)
-    return PromptChoices(prompt.token_ids, sampling, tuple(more))
+def _submits(body: GenerationRequest, prompts: Sequence[Prompt], bad_words: TokenRuns) -> list[PromptChoices]:
+    common = sampling_params(body, 0, 1, bad_words)
+    submits = []
+    for prompt in prompts:
+        seed, *more = choice_seeds(body)
+        sampling = msgspec.structs.replace(common, seed=seed, max_tokens=prompt.max_tokens)
+        submits.append(PromptChoices(prompt.token_ids, sampling, tuple(more)))
+    return submits
 
 
 def _choice_text(index: int, body: GenerationRequest, tokenizer: Tokenizer, stops: StopTable) -> ChoiceText:

@@ -16,6 +16,10 @@ MAX_HELD = 3
 """A character has at most four bytes, so an incomplete one at most three tokens."""
 
 
+MAX_TEXTLESS = 16
+"""Tokens without text that are decoded with the next one; of more, none are."""
+
+
 class Detokenizer(Protocol):
     """Of one output."""
 
@@ -97,6 +101,8 @@ class WindowDetokenizer:
         self._window: list[int] = []
         self._settled = 0
         self._settled_text = ""
+        self._with_text = 1
+        """Of the window: up to the last token that had some, or its first."""
 
     def add(self, token_ids: Iterable[int]) -> str:
         return "".join([self._add_one(i) for i in token_ids if i not in self._skip])
@@ -116,7 +122,11 @@ class WindowDetokenizer:
         if new:
             self._window = self._window[self._settled :]
             self._settled_text = self._decode(self._window)
+            self._with_text = len(self._window)
         else:
             self._settled_text = text
+            if len(self._window) > self._with_text + MAX_TEXTLESS:
+                del self._window[self._with_text :]
+                self._settled_text = self._decode(self._window)
         self._settled = len(self._window)
         return new

@@ -10,6 +10,7 @@ from pdserve.errors import InvalidRequest
 from pdserve.wire.sampling import SamplingParams
 
 SEED_MASK = 2**63 - 1
+MAX_REPEATED_IDS = 262_144
 
 
 def choice_seeds(request: GenerationRequest) -> list[int]:
@@ -24,6 +25,18 @@ def check_logprobs(request: GenerationRequest) -> None:
             raise InvalidRequest("'top_logprobs' needs 'logprobs' to be true", param="top_logprobs")
         case CompletionRequest(logprobs=int(), echo=True):
             raise InvalidRequest("'logprobs' of an echoed prompt are not supported by pdserve", param="logprobs")
+
+
+def check_repeated(request: GenerationRequest, prompts: int, bad_words: TokenRuns) -> None:
+    """Raises InvalidRequest if the token ids that every prompt's parameters repeat are too many together."""
+    ids = len(request.allowed_token_ids or ()) + len(request.logit_bias or ()) + len(request.stop_token_ids or ())
+    ids += sum(map(len, bad_words))
+    if prompts * ids > MAX_REPEATED_IDS:
+        raise InvalidRequest(
+            f"{prompts} prompts with {ids} token ids each in 'allowed_token_ids', 'logit_bias', 'stop_token_ids' and "
+            f"'bad_words': at most {MAX_REPEATED_IDS} together",
+            param="prompt",
+        )
 
 
 def _seed(seed: int | None, index: int) -> int:

@@ -6,6 +6,7 @@ import asyncio
 import gc
 import logging
 import socket
+import sys
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +35,9 @@ logger = logging.getLogger(__name__)
 
 ENGINE_STOP_S = 5.0
 DEREGISTER_S = 2.0
+SWITCH_INTERVAL_S = 0.0005
+"""How long another thread may keep the interpreter from the event loop: at 5 ms, as Python has it, every token of a
+stream would be that late, and later, while long prompts are prepared."""
 EXIT_OK = 0
 EXIT_FAILED = 1
 
@@ -51,6 +55,7 @@ def serve(
 ) -> int:
     """Runs one node until SIGTERM or SIGINT. The process's exit status: 0 after a drain, 1 if anything failed."""
     logging.basicConfig(level=config.log.level.value.upper(), format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
     node = Node(role, config, secret, model_dir, cache_dir, engine_command)
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

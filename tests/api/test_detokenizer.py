@@ -197,3 +197,19 @@ def test_bytes_of_tokens_make_up_their_text(tokenizer: Tokenizer) -> None:
     assert b"".join(tokenizer.token_bytes(token_id) for token_id in ids) == text.encode()
     assert tokenizer.token_bytes(2) == b"<|im_end|>"
     assert tokenizer.token_bytes(10**6) == b""
+
+
+def test_tokens_without_text_are_not_decoded_again_and_again() -> None:
+    """A request may allow no other tokens than such."""
+    looked_at = 0
+
+    def decode(ids: list[int]) -> str:
+        nonlocal looked_at
+        looked_at += len(ids)
+        return "".join("" if token_id == 0 else chr(token_id) for token_id in ids)
+
+    text = "Hi" + "\0" * 500 + " there" + "\0" * 40 + "!"
+    detokenizer = WindowDetokenizer(decode, frozenset())
+    shown = "".join(detokenizer.add([ord(char)]) for char in text) + detokenizer.flush()
+    assert shown == "Hi there!"
+    assert looked_at < 20 * len(text)

@@ -400,3 +400,12 @@ def test_a_text_that_no_context_holds_is_refused_before_it_is_tokenised(chat: bo
     cut = post(f"{node.url}/v1/completions", {**TEXT, "prompt": text, "truncate_prompt_tokens": 9, "seed": 0})
     assert (cut.status, cut.json()["usage"]["prompt_tokens"]) == (200, 9)
     assert post(f"{node.url}/tokenize", {"prompt": text}).json()["count"] > 15_000
+
+
+def test_token_ids_that_every_prompt_repeats_are_bounded_together(node: NodeUnderTest) -> None:
+    """A hundred kilobytes would otherwise be hundreds of megabytes on their way to the engine."""
+    body = {**TEXT, "prompt": ["x"] * 200, "seed": 0, "allowed_token_ids": list(range(1_000, 2_500))}
+    error = refused(f"{node.url}/v1/completions", body, 400)
+    assert "at most 262144 together" in error["message"]
+    fine = post(f"{node.url}/v1/completions", {**body, "prompt": ["x"] * 2})
+    assert fine.status == 200
