@@ -37,6 +37,7 @@ from pdserve.wire.rank import (
     Step,
     Stop,
     Upload,
+    Written,
 )
 
 if TYPE_CHECKING:
@@ -120,6 +121,10 @@ def follow(launch: RankLaunch, channel: OrderChannel) -> None:
                 channel.send(Captured())
             else:
                 obey(order, runner, copies)
+                if isinstance(order, Clear | CopyBlocks):
+                    if device.type == "cuda":
+                        torch.cuda.synchronize(device)
+                    channel.send(Written())
         group.close()
 
 

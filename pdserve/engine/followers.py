@@ -19,7 +19,7 @@ from pdserve.engine.rank_channel import RankChannel
 from pdserve.engine.rank_process import RANK_COMMAND, RankProcess
 from pdserve.errors import RankLost
 from pdserve.models.rank_board import RankBoard
-from pdserve.wire.rank import Arrived, Captured, FromRank, Loaded, Numbered, Order, RankFailed, Stop
+from pdserve.wire.rank import Arrived, Captured, FromRank, Loaded, Numbered, Order, RankFailed, Stop, Written
 
 log = logging.getLogger(__name__)
 
@@ -54,6 +54,7 @@ class Followers:
         self.transfer_addresses: tuple[str, ...] = ()
         """Where the ranks from 1 on take orders for the KV transfer, once they are loaded."""
         self._number = 0
+        self._timeout_s = config.parallel.timeout_ms / 1000
         self._encoder = msgspec.msgpack.Encoder()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._ranks: list[tuple[RankProcess, RankChannel]] = []
@@ -103,9 +104,22 @@ class Followers:
 
     def wait_for(self, report: type[Arrived | Loaded | Captured]) -> None:
         """Until every rank has sent one. Raises RankLost if a rank fails, dies, or needs more than ``START_S``."""
-        deadline = time.monotonic() + START_S
+        self._wait_for(report, START_S, "was not ready")
+
+    def wait_for_blocks(self) -> None:
+        """Until every rank has carried out the ``Clear`` or ``CopyBlocks`` that it was told last.
+
+        Raises RankLost if a rank fails, dies or hangs.
+        """
+        self._wait_for(Written, self._timeout_s, "did not write its KV blocks")
+
+    def _wait_for(self, report: type[FromRank], within_s: float, late: str) -> None:
+        deadline = time.monotonic() + within_s
         for process, channel in self._ranks:
-            while not isinstance(message := self._next(process, channel, deadline), report):
+            message = self._next(process, channel, deadline)
+            if message is None:
+                raise RankLost(f"tensor-parallel rank {process.rank} {late} in {within_s:.1f} s", (process.rank,))
+            if not isinstance(message, report):
                 raise RankLost(f"tensor-parallel rank {process.rank} said {message} in place of {report.__name__}")
 
     @property
@@ -153,7 +167,8 @@ class Followers:
         os.close(self._wake)
         self._context.term()
 
-    def _next(self, process: RankProcess, channel: RankChannel, deadline: float) -> FromRank:
+    def _next(self, process: RankProcess, channel: RankChannel, deadline: float) -> FromRank | None:
+        """The next message; None if there is none at ``deadline``."""
         poller = zmq.Poller()
         poller.register(channel.socket, zmq.POLLIN)
         for any_process, _ in self._ranks:
@@ -168,7 +183,7 @@ class Followers:
                 raise self.explain(RankLost("a tensor-parallel rank is gone"))
             left_s = deadline - time.monotonic()
             if left_s <= 0:
-                raise RankLost(f"tensor-parallel rank {process.rank} was not ready in {START_S:.0f} s")
+                return None
             poller.poll(int(left_s * 1000))
 
     def _watch(self) -> None:

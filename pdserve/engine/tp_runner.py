@@ -44,12 +44,19 @@ class TpRunner:
             raise self._followers.explain(exc) from exc
 
     def clear(self, blocks: Sequence[int]) -> None:
+        """Returns when it is done on every other rank: a late one would destroy what a transfer puts there next.
+
+        Raises RankLost.
+        """
         self._followers.tell(Clear(list(blocks)))
         self._own.clear(blocks)
+        self._followers.wait_for_blocks()
 
     def copy_blocks(self, sources: Sequence[int], destinations: Sequence[int]) -> None:
+        """As ``clear``."""
         self._followers.tell(CopyBlocks(list(sources), list(destinations)))
         self._own.copy_blocks(sources, destinations)
+        self._followers.wait_for_blocks()
 
     def capture_decode(self, kernels: GraphKernels, max_rows: int, make_graph: Callable[[], Graph]) -> None:
         """Record decode steps on every rank: see ``ModelRunner.capture_decode``. Returns once all have."""

@@ -8,6 +8,7 @@
             ◀───────────────────────────── Captured
       Step, Clear, CopyBlocks,
       Download, Upload ──────────────────▶            in the order in which rank 0 does the same
+            ◀───────────────────────────── Written    after each Clear and each CopyBlocks
             ◀───────────────────────────── RankFailed instead of any of its other messages; the process ends
       Stop ──────────────────────────────▶
 
@@ -105,10 +106,14 @@ class Captured(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fiel
     """All decode steps are recorded."""
 
 
+class Written(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="written"):
+    """What ``Clear`` or ``CopyBlocks`` writes is in memory: a KV transfer may write there from now on."""
+
+
 class RankFailed(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="failed"):
     """The process is about to exit, with why."""
 
     message: str
 
 
-FromRank: TypeAlias = Arrived | Loaded | Captured | RankFailed
+FromRank: TypeAlias = Arrived | Loaded | Captured | Written | RankFailed

@@ -127,6 +127,37 @@ def test_steps_copies_and_clearings_are_those_of_one_rank_and_a_death_is_heard_o
         ranks.check()
 
 
+@pytest.mark.parametrize("goes_on", [True, False])
+def test_blocks_are_written_on_every_rank_before_anybody_can_give_them_away(folder: Path, goes_on: bool) -> None:
+    """Otherwise a rank that is late would destroy what a KV transfer has put into them meanwhile."""
+    written = threading.Event()
+    config = engine_config(folder)
+
+    with running(config) as (ranks, runner):
+
+        def write() -> None:
+            try:
+                runner.clear([0])
+                runner.copy_blocks([1], [2])
+            except RankLost as exc:
+                lost.append(exc)
+            written.set()
+
+        lost: list[RankLost] = []
+        writer = threading.Thread(target=write)
+        os.kill(ranks.pids[0], signal.SIGSTOP)
+        try:
+            writer.start()
+            assert not written.wait(TIMEOUT_MS / 4000)
+            if not goes_on:
+                assert written.wait(30)
+        finally:
+            os.kill(ranks.pids[0], signal.SIGCONT)
+        writer.join()
+    assert bool(lost) is not goes_on
+    assert goes_on or "did not write its KV blocks" in str(lost[0])
+
+
 def test_choices_and_penalties_are_those_of_one_rank_and_a_cpu_records_no_steps(folder: Path) -> None:
     kinds: list[dict[str, Any]] = [
         {"temperature": 0.9, "top_p": 0.9},
