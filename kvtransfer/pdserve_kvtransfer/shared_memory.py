@@ -8,6 +8,7 @@ mapping of it never meets its end.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import fcntl
 import mmap
@@ -22,6 +23,7 @@ HEAD_BYTES = 4096
 """One page before the memory, of ``CELLS`` numbers of 64 bits."""
 
 _NAME = "pdserve-kv-"
+_TMPFS = 0x01021994
 _NEEDED_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
 _F_SEAL_FUTURE_WRITE = 0x10
 _SEALS = _NEEDED_SEALS | fcntl.F_SEAL_GROW | _F_SEAL_FUTURE_WRITE
@@ -90,7 +92,15 @@ def _is(fd: int, offer: MemoryOffer) -> bool:
         seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
     except OSError:
         return False
-    return named and seals & _NEEDED_SEALS == _NEEDED_SEALS and os.fstat(fd).st_size == HEAD_BYTES + offer.nbytes
+    whole = seals & _NEEDED_SEALS == _NEEDED_SEALS and os.fstat(fd).st_size == HEAD_BYTES + offer.nbytes
+    # Of huge pages, one that was never written to may be one that the machine does not have: reading it is SIGBUS.
+    return named and whole and _file_system(fd) == _TMPFS
+
+
+def _file_system(fd: int) -> int | None:
+    """Its magic number, as in ``statfs(2)``, whose structure begins with it; None if the kernel does not say."""
+    told = (ctypes.c_long * 32)()
+    return int(told[0]) if ctypes.CDLL(None).fstatfs(fd, told) == 0 else None
 
 
 def _physical_bytes() -> int:

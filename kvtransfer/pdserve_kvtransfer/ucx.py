@@ -29,6 +29,29 @@ log = logging.getLogger(__name__)
 
 _CLOSE_WAIT_NS = 100_000_000
 _LIBUCP = "libucp.so.0"
+_PAST_THE_END = bytes(65_536)
+
+
+_READS_AFTER_THE_END = "cuda_ipc"
+"""The receiver has mapped the sender's GPU memory, and goes on reading it after the sender has closed its endpoint."""
+_WITHOUT_IT = {"all": f"^{_READS_AFTER_THE_END}", "cuda": "cuda_copy,gdr_copy"}
+
+
+def allowed_transports(tls: str) -> str:
+    """What ``tls`` chooses, as ``UCX_TLS`` takes it, without CUDA IPC. Raises TransferError if it names that.
+
+    A decode engine that lost its lease in the middle of a copy would read a prefill engine's blocks when they belong to
+    another request already, and nobody would know.
+    """
+    if tls.startswith("^"):
+        return tls if _READS_AFTER_THE_END in tls[1:].split(",") else f"{tls},{_READS_AFTER_THE_END}"
+    names = [name.strip() for name in (tls or "all").split(",")]
+    if any(name.lstrip("\\").partition(":")[0] == _READS_AFTER_THE_END for name in names):
+        raise TransferError(
+            f"UCX transport {_READS_AFTER_THE_END} is refused: the other GPU would go on reading KV blocks after they "
+            "were given to another request; cuda_copy moves them safely"
+        )
+    return _WITHOUT_IT["all"] if "all" in names else ",".join(_WITHOUT_IT.get(name, name) for name in names)
 
 
 def _settings(tls: str, net_devices: str, tcp_ports: str) -> dict[str, str]:
@@ -82,7 +105,9 @@ class UcxLink:
         # UCX ends the process over an address in a form that it does not know, which its first byte's low half says.
         if not address.worker or (address.worker[0] ^ self._worker_address[0]) & 0x0F:
             raise ValueError("its UCX gives addresses in another form than this one's")
-        remote = self._ucx.UCXAddress.create_from_buffer(address.worker)
+        # UCX is not told how long an address is. It would read on past the end of one that was cut off, as if what lies
+        # there in memory belonged to it; in nothing but zeros it finds no transport, and refuses.
+        remote = self._ucx.UCXAddress.create_from_buffer(address.worker + _PAST_THE_END)
         connect = self._ucx.UCXEndpoint.create_from_worker_address
         endpoint = connect(self._worker, remote, endpoint_error_handling=True)
         self._endpoints.append(endpoint)
@@ -141,13 +166,15 @@ class UcxTransport:
     """One UCX context. Raises TransferError.
 
     ``tls``, ``net_devices`` and ``tcp_ports`` are as ``UCX_TLS``, ``UCX_NET_DEVICES`` and ``UCX_TCP_PORT_RANGE`` take
-    them; where one is empty, UCX chooses. A link listens on one TCP port for each network device that it may use.
+    them; where one is empty, UCX chooses, though never CUDA IPC. A link listens on one TCP port for each network
+    device that it may use.
     ``make_mover`` is a ``MoverLibrary``'s, or ``UcxxMover``.
     """
 
     def __init__(
         self, tls: str, net_devices: str = "", tcp_ports: str = "", *, make_mover: MakeMover = UcxxMover
     ) -> None:
+        tls = allowed_transports(tls or os.environ.get("UCX_TLS", ""))
         self._ucx = load_ucxx()
         self._make_mover = make_mover
         try:

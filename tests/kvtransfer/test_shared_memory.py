@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
+import secrets
 import subprocess
 import sys
 from collections.abc import Callable
@@ -115,6 +116,26 @@ def test_memory_that_can_be_shortened_is_not_opened(seals: int) -> None:
         os.ftruncate(fd, HEAD_BYTES + SIZE)
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
         assert open_offered(msgspec.structs.replace(offer, fd=fd)) is None
+
+
+def test_memory_of_huge_pages_is_not_opened() -> None:
+    """Its pages may not be there when they are read, which would end the reader with SIGBUS."""
+    nbytes = 2**21 - HEAD_BYTES
+    for huge in (0, os.MFD_HUGETLB):
+        name = secrets.token_hex(16)
+        try:
+            fd = os.memfd_create(f"pdserve-kv-{name}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | huge)
+        except OSError as exc:
+            pytest.skip(f"no huge pages here: {exc}")
+        try:
+            os.ftruncate(fd, HEAD_BYTES + nbytes)
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL)
+            opened = open_offered(MemoryOffer(os.getpid(), fd, name, nbytes, 0, 1))
+            assert (opened is None) is bool(huge)
+            if opened is not None:
+                os.close(opened)
+        finally:
+            os.close(fd)
 
 
 def test_no_other_kind_of_file_is_opened_or_waited_for(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from pdserve_kvtransfer.mover import MakeMover
 from pdserve_kvtransfer.mover_choice import chosen_mover
 from pdserve_kvtransfer.shared_memory import SharedMemory
 from pdserve_kvtransfer.transport import DISCARD, Arrival, Moved
-from pdserve_kvtransfer.ucx import UcxLink, UcxTransport, configured_ucx
+from pdserve_kvtransfer.ucx import UcxLink, UcxTransport, allowed_transports, configured_ucx
 from pdserve_kvtransfer.ucxx_mover import UcxxMover
 from tests.kvtransfer.rig import WAIT_S
 
@@ -311,3 +311,51 @@ def test_a_range_with_no_port_left_is_told() -> None:
     finally:
         link.close()
         transport.close()
+
+
+def test_an_address_that_was_cut_off_is_refused() -> None:
+    """Wherever that was, and although UCX is not told how long it is."""
+    transport = UcxTransport("")
+    memory = memoryview(bytearray(SIZE))
+    other = transport.open_link(memory)
+    whole = msgspec.msgpack.decode(other.address, type=LinkAddress)
+    for length in (1, 2, 9, 10, 11, 20, 40, len(whole.worker) // 2, len(whole.worker) - 40, len(whole.worker) - 1):
+        link = transport.open_link(memory)
+        cut = msgspec.structs.replace(whole, worker=whole.worker[:length])
+        with pytest.raises(TransferError, match="cannot reach"):
+            link.connect([msgspec.msgpack.encode(cut)])
+        link.close()
+    other.close()
+    transport.close()
+
+
+@pytest.mark.parametrize(
+    ("asked", "taken"),
+    [
+        ("", "^cuda_ipc"),
+        ("all", "^cuda_ipc"),
+        ("tcp,self", "tcp,self"),
+        ("sm,cuda", "sm,cuda_copy,gdr_copy"),
+        ("^tcp", "^tcp,cuda_ipc"),
+        ("^cuda_ipc,tcp", "^cuda_ipc,tcp"),
+    ],
+)
+def test_cuda_ipc_is_not_among_the_transports(asked: str, taken: str) -> None:
+    """Its receiver goes on reading the sender's blocks after their lease."""
+    assert allowed_transports(asked) == taken
+
+
+@pytest.mark.parametrize("tls", ["cuda_ipc", "sm,cuda_copy,cuda_ipc", "tcp,cuda_ipc:aux"])
+def test_a_transport_that_reads_after_the_end_is_refused_by_name(tls: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(TransferError, match="cuda_ipc is refused"):
+        UcxTransport(tls)
+    monkeypatch.setenv("UCX_TLS", tls)
+    with pytest.raises(TransferError, match="cuda_ipc is refused"):
+        UcxTransport("")
+
+
+def test_without_cuda_ipc_ucx_has_everything_else() -> None:
+    transport = UcxTransport("")
+    found = {lane.transport for lane in transport.resources()}
+    transport.close()
+    assert {"tcp", "self", "posix"} <= found and "cuda_ipc" not in found
