@@ -146,7 +146,7 @@ class StepLoop:
         )
         family = [request, *(request.add_sibling(sibling.seed, sibling.request_id) for sibling in submit.siblings)]
         self._scheduler.add(request)
-        misfit = self._prompts.misfit(submit.token_ids)
+        misfit = self._prompts.misfit(submit.token_ids, submit.sampling)
         if misfit is not None:
             for member in family:
                 self._scheduler.finish(member, FinishReason.ERROR, misfit)

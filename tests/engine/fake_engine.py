@@ -82,7 +82,7 @@ class FakeEngine:
             self.connector = NoTransfer(self.blocks)
         elif role is Role.PREFILL:
             self.connector = Pushing(
-                self.blocks, thread, lambda ids: None, 1000, PushSchedule(KvOverlap.ON), PrefillRate()
+                self.blocks, thread, lambda ids, sampling: None, 1000, PushSchedule(KvOverlap.ON), PrefillRate()
             )
         else:
             self.connector = Fetching(self.blocks, thread, TransferConfig(), BOOT, choice)

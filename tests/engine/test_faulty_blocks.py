@@ -86,7 +86,7 @@ class Threads:
             if role is Role.PREFILL:
                 self.target = PrefillTarget("p", control, boot)
                 schedule = PushSchedule(KvOverlap.ON)
-                return Pushing(blocks, thread, lambda ids: None, 100, schedule, PrefillRate())
+                return Pushing(blocks, thread, lambda ids, sampling: None, 100, schedule, PrefillRate())
             self.decode = thread
             return Fetching(blocks, thread, CONFIG, boot, prefill_choice(BLOCK_SIZE))
 

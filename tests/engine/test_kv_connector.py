@@ -109,7 +109,7 @@ class ScriptedThread:
         return TransferStats()
 
 
-def too_long(token_ids: list[int]) -> str | None:
+def too_long(token_ids: list[int], sampling: SamplingParams) -> str | None:
     return "too long" if len(token_ids) > 40 else None
 
 

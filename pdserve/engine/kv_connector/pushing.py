@@ -14,6 +14,7 @@ from pdserve.engine.request import Request, Status
 from pdserve.engine.scheduler import Scheduler
 from pdserve.errors import EngineError
 from pdserve.wire.ids import TransferId
+from pdserve.wire.sampling import SamplingParams
 from pdserve.wire.transfer import FailureCause, PrefillLoad
 from pdserve_kvtransfer.events import PushCancelled, PushEnded, PushWanted, TransferThreadDied
 from pdserve_kvtransfer.stats import TransferStats
@@ -26,12 +27,12 @@ class Pushing:
         self,
         blocks: BlockManager,
         thread: Pushes,
-        misfit: Callable[[list[int]], str | None],
+        misfit: Callable[[list[int], SamplingParams], str | None],
         max_waiting: int,
         schedule: PushSchedule,
         rate: PrefillRate,
     ) -> None:
-        """``misfit`` says why a prompt cannot be computed here, if so; ``max_waiting`` bounds the queue.
+        """``misfit`` says why a request cannot be computed here, if so; ``max_waiting`` bounds the queue.
 
         ``rate`` is what decode nodes are told of this node's speed.
         """
@@ -62,7 +63,7 @@ class Pushing:
         self._thread.tell_load(self._load(scheduler))
 
     def _accept(self, order: PushWanted, scheduler: Scheduler, now: float) -> None:
-        misfit = self._misfit(order.token_ids)
+        misfit = self._misfit(order.token_ids, order.sampling)
         if misfit is not None:
             self._refuse(order, misfit, FailureCause.PROMPT)
             return
