@@ -108,7 +108,7 @@ OTHERS: dict[str, PretrainedConfig] = {
 
 
 def save_tiny_chat_model(tokenizer: Path, folder: Path, **shape: int) -> Path:
-    """A random Llama that a node can serve, with tokenizer and chat template of the model in the folder ``tokenizer``."""
+    """A random Llama that a node can serve, with the tokenizer and chat template in the folder ``tokenizer``."""
     save_tiny_model("llama", folder, **shape)
     for path in (*tokenizer.glob("*token*"), *tokenizer.glob("chat_template*")):
         shutil.copy(path, folder)

@@ -67,7 +67,7 @@ class Footprint:
 class HealthWatch:
     """Asks one server for ``/health`` again and again, over a new connection each time, as a load balancer does."""
 
-    PAUSE_S = 0.05
+    PAUSE_S = 0.1
 
     def __init__(self, url: str) -> None:
         self.longest_s = 0.0
@@ -138,8 +138,12 @@ class Target:
         known: list[dict[str, Any]] = http(self.cluster.url + "/instances").json()
         return next(instance for instance in known if instance["name"] == node.name)
 
+    def salt(self) -> dict[str, object]:
+        """A field that no other request has: what is sent with it is in nobody's prefix cache."""
+        return {"cache_salt": f"salt {next(self._salts)}"}
+
     def ordinary(self, **more: object) -> dict[str, object]:
-        """The body of the ordinary request. Its salt is a new one, so that the prompt has to be computed and moved."""
+        """The body of the ordinary request, whose prompt has to be computed and moved each time."""
         return {
             "model": MODEL,
             "prompt": PROMPT,
@@ -147,7 +151,7 @@ class Target:
             "temperature": 0,
             "ignore_eos": True,
             "return_token_ids": True,
-            "cache_salt": f"salt {next(self._salts)}",
+            **self.salt(),
             **more,
         }
 

@@ -1,0 +1,472 @@
+"""What may come to a control port, or any other that is not for people: bytes, ZMQ messages, frames."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from pdserve.wire.discovery import Ack, Capacity, Deregister, Heartbeat, Load, NodeInfo, Register, Role
+from pdserve.wire.frame import MAX_FRAME_BYTES, Purpose, Sealer
+from pdserve.wire.ids import TransferId, new_id
+from pdserve.wire.link_address import LinkAddress, MemoryOffer
+from pdserve.wire.sampling import SamplingParams
+from pdserve.wire.transfer import (
+    Cancel,
+    Done,
+    EngineSpec,
+    Examine,
+    Examined,
+    Failed,
+    Hello,
+    Ping,
+    Pong,
+    PrefillRequest,
+    Probe,
+    ProbeEnd,
+    ProbeRefused,
+    Refused,
+    Welcome,
+)
+from tests.attacks.heads import HTTP2_PREFACE, TLS_HELLO
+from tests.attacks.insider import FOREIGN, SECRET, changed, flipped, sealed, signed
+from tests.attacks.target import CONTEXT, PROMPT
+
+MIB = 2**20
+_DICE = random.Random(11)
+NULL = b"NULL" + bytes(16)
+GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00" + NULL + bytes(32)
+READY = b"\x04\x19\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER"
+CONNECTED = GREETING + READY
+
+
+def _long(kind: int, size: int) -> bytes:
+    """The beginning of a ZMTP frame that says it is so long."""
+    return bytes((kind,)) + size.to_bytes(8, "big")
+
+
+BYTES = {
+    "nothing": b"",
+    "one byte": b"x",
+    "one NUL": b"\0",
+    "64 NUL bytes": bytes(64),
+    "1 MiB of NUL": bytes(MIB),
+    "1,000 times 0xff": b"\xff" * 1_000,
+    "64 random bytes": _DICE.randbytes(64),
+    "1,000 random bytes": _DICE.randbytes(1_000),
+    "1 MiB of random bytes": _DICE.randbytes(MIB),
+    "an HTTP request": b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
+    "an HTTP/2 preface": HTTP2_PREFACE,
+    "a TLS hello": TLS_HELLO,
+    "half a greeting": GREETING[:20],
+    "a greeting": GREETING,
+    "a greeting of version 1": b"\x01\x00",
+    "a greeting of version 2": b"\xff" + bytes(7) + b"\x01\x7f\x01\x05\x00\x00",
+    "a greeting of version 9": GREETING[:10] + b"\x09\x09" + GREETING[12:],
+    "a greeting for passwords": GREETING.replace(NULL, b"PLAIN" + bytes(15)),
+    "a greeting for CURVE": GREETING.replace(NULL, b"CURVE" + bytes(15)),
+    "a greeting for nobody's mechanism": GREETING.replace(NULL, b"\xff" * 20),
+    "a greeting, and rubbish": GREETING + _DICE.randbytes(500),
+    "a handshake that says it is huge": GREETING + _long(6, 2**63 - 1),
+    "a handshake with a socket type of nobody's": CONNECTED.replace(b"DEALER", b"WIZARD"),
+    "a handshake of a publisher": GREETING + b"\x04\x16\x05READY\x0bSocket-Type\x00\x00\x00\x03PUB",
+    "a handshake that lies about a length": GREETING + b"\x04\x19\x05READY\xffSocket-Type\xff\xff\xff\xffDEALER",
+    "a handshake that is an error": GREETING + b"\x04\x0b\x05ERROR\x04oops",
+    "a connection, and rubbish": CONNECTED + _DICE.randbytes(500),
+    "a message that says it is 2^63 - 1 bytes long": CONNECTED + _long(2, 2**63 - 1) + b"x",
+    "a message that says it is 2^64 - 1 bytes long": CONNECTED + _long(2, 2**64 - 1) + b"x",
+    "a message above what is taken": CONNECTED + _long(2, MAX_FRAME_BYTES + 1) + b"x",
+    "a message that stays half": CONNECTED + _long(2, 1_000) + b"x",
+    "parts without an end": CONNECTED + b"\x01\x01x" * 1_000,
+    "a command of nobody's": CONNECTED + b"\x04\x07\x06WIZARD",
+    "a command without a name": CONNECTED + b"\x04\x00",
+    "a ping of a wrong length": CONNECTED + b"\x04\x05\x04PING",
+    "subscriptions": CONNECTED + b"\x00\x01\x01" * 1_000,
+    "reserved flags": CONNECTED + b"\xf8\x01x" * 100,
+}
+
+_MAGIC = bytes.fromhex("78563412bebafeca")
+"""What a connection of UCX over TCP begins with."""
+UCX_BYTES = {
+    "UCX's beginning": _MAGIC,
+    "half of UCX's beginning": _MAGIC[:4],
+    "UCX's beginning, and rubbish": _MAGIC + _DICE.randbytes(1_000),
+    "UCX's beginning, and NUL bytes": _MAGIC + bytes(1_000),
+    "UCX's beginning, and 0xff": _MAGIC + b"\xff" * 1_000,
+    "UCX's beginning, and a message that says it is huge": _MAGIC + b"\x1f" + b"\xff\xff\xff\x7f" + bytes(100),
+    "UCX's beginning, and half a request to connect": _MAGIC + b"\x20" + (40).to_bytes(4, "little") + bytes(20),
+    "UCX's beginning, and a request to connect": _MAGIC + b"\x20" + (40).to_bytes(4, "little") + bytes(40),
+}
+
+Messages = Sequence[Sequence[bytes]]
+
+
+@dataclass(frozen=True)
+class Known:
+    """What a member of the cluster knows when it misbehaves."""
+
+    purpose: Purpose
+    boot: bytes
+    """Of the process that is attacked."""
+    spec: EngineSpec
+    """Of the prefill engine."""
+    node: NodeInfo
+    """The decode node, as it registers."""
+    address: bytes
+    """A link of UCX that can be connected to."""
+    own: bytes = field(default_factory=new_id)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_sealer", Sealer(SECRET, self.purpose, self.own))
+
+    def seal(self, *messages: msgspec.Struct) -> Messages:
+        """One message of one part for each, in an order that is right."""
+        sealer: Sealer = self._sealer  # type: ignore[attr-defined]  # made above
+        return [[sealer.seal(message)] for message in messages]
+
+    def harmless(self) -> msgspec.Struct:
+        """A message that is answered once and changes nothing."""
+        return Examine(self.own) if self.purpose is Purpose.TRANSFER else Heartbeat(self.own, Load())
+
+    @property
+    def harmless_answer(self) -> type[msgspec.Struct]:
+        return Examined if self.purpose is Purpose.TRANSFER else Ack
+
+    def frame(self, **how: Any) -> bytes:
+        """A harmless message of somebody new, sealed in some way."""
+        return sealed(self.harmless(), how.pop("purpose", self.purpose), **how)
+
+
+@dataclass(frozen=True)
+class FrameCase:
+    """ZMQ messages over one connection, and what they are answered with."""
+
+    name: str
+    purpose: Purpose
+    make: Callable[[Known], Messages]
+    answers: tuple[type[msgspec.Struct], ...] = ()
+    any_answers: bool = False
+    """Whether what comes back does not matter, because more than one answer is right."""
+    cuts: bool = False
+    """Whether the connection is given up."""
+    waits_for: int | None = None
+
+
+UNSEALED: dict[str, Callable[[Known], Messages]] = {
+    "an empty message": lambda _: [[b""]],
+    "a byte": lambda _: [[b"x"]],
+    "1,000 random bytes": lambda _: [[_DICE.randbytes(1_000)]],
+    "60,000 random bytes": lambda _: [[_DICE.randbytes(60_000)]],
+    "a thousand messages of a byte": lambda _: [[b"x"]] * 1_000,
+    "two parts": lambda _: [[b"x", b"y"]],
+    "a thousand parts": lambda _: [[b""] * 1_000],
+    "a frame behind an empty part": lambda known: [[b"", known.frame()]],
+    "two frames as parts": lambda known: [[known.frame(), known.frame()]],
+    "two frames in one part": lambda known: [[known.frame() + known.frame()]],
+    "half a frame": lambda known: [[known.frame()[:50]]],
+    "nothing in MessagePack": lambda _: [[b"\xc0"]],
+    "an empty list": lambda _: [[b"\x90"]],
+    "a list of six nothings": lambda _: [[b"\x96" + b"\xc0" * 6]],
+    "a list of seven": lambda known: [[b"\x97" + known.frame()[1:] + b"\xc0"]],
+    "a map": lambda _: [[msgspec.msgpack.encode({"kind": "hello"})]],
+    "lists 30,000 deep": lambda _: [[b"\x91" * 30_000]],
+    "a list that says it is huge": lambda _: [[b"\xdd\xff\xff\xff\xff"]],
+    "bytes that say they are huge": lambda _: [[b"\x96\x01\xc6\xff\xff\xff\xff"]],
+    "another version": lambda known: [[changed(known.frame(), 0, lambda _: 2)]],
+    "a version of 2^63": lambda known: [[changed(known.frame(), 0, lambda _: 2**63)]],
+    "another sender": lambda known: [[changed(known.frame(), 1, lambda _: new_id())]],
+    "a sender of one byte": lambda known: [[changed(known.frame(), 1, lambda _: b"x")]],
+    "another counter": lambda known: [[changed(known.frame(), 2, lambda _: 2**63 - 1)]],
+    "a counter of 0": lambda known: [[changed(known.frame(), 2, lambda _: 0)]],
+    "another time": lambda known: [[changed(known.frame(), 3, lambda _: 0)]],
+    "a time of 2^64 - 1": lambda known: [[changed(known.frame(), 3, lambda _: 2**64 - 1)]],
+    "another body": lambda known: [[changed(known.frame(), 4, flipped)]],
+    "a body that is text": lambda known: [[changed(known.frame(), 4, lambda _: "x")]],
+    "another signature": lambda known: [[changed(known.frame(), 5, flipped)]],
+    "no signature": lambda known: [[changed(known.frame(), 5, lambda _: b"")]],
+    "another cluster's secret": lambda known: [[known.frame(secret=FOREIGN)]],
+    "no secret": lambda known: [[known.frame(secret=b"")]],
+    "another channel's purpose": lambda known: [[known.frame(purpose=Purpose.TICKET)]],
+    "an old frame": lambda known: [[known.frame(late_s=120.0)]],
+    "a frame of tomorrow": lambda known: [[known.frame(late_s=-86_400.0)]],
+    "no message, signed": lambda known: [[signed(b"", known.purpose)]],
+    "a message of no kind, signed": lambda known: [[signed(msgspec.msgpack.encode({}), known.purpose)]],
+    "a message of nobody's kind, signed": lambda known: [
+        [signed(msgspec.msgpack.encode({"kind": "wizard"}), known.purpose)]
+    ],
+    "a message of two kinds, signed": lambda known: [[signed(b"\x82\xa4kind\xa4ping\xa4kind\xa5hello", known.purpose)]],
+    "a field too much, signed": lambda known: [
+        [signed(msgspec.msgpack.encode({**msgspec.to_builtins(known.harmless()), "x": 1}), known.purpose)]
+    ],
+    "lists 30,000 deep, signed": lambda known: [[signed(b"\x81\xa4kind" + b"\x91" * 30_000, known.purpose)]],
+    "unknown fields 30,000 deep, signed": lambda known: [
+        [signed(b"\x82\xa4kind\xa4ping\xa1x" + b"\x91" * 30_000, known.purpose)]
+    ],
+}
+"""To both control ports: none is answered."""
+
+
+def frame_cases() -> Iterator[FrameCase]:
+    """All of them."""
+    for purpose, answer in ((Purpose.DISCOVERY, Ack), (Purpose.TRANSFER, Examined)):
+        port = purpose.name.lower()
+        for name, make in UNSEALED.items():
+            yield FrameCase(f"{port}: {name}", purpose, make)
+        yield FrameCase(f"{port}: a frame twice", purpose, _twice, (answer,))
+        yield FrameCase(f"{port}: a frame overtaken by the next", purpose, _overtaken, (answer,))
+        too_large: Callable[[Known], Messages] = lambda _: [[bytes(MAX_FRAME_BYTES + 1)]]  # noqa: E731  # short
+        yield FrameCase(f"{port}: a message above what is taken", purpose, too_large, cuts=True)
+    large: Callable[[Known], Messages] = lambda _: [[bytes(MAX_FRAME_BYTES)]]  # noqa: E731  # beside its like
+    yield FrameCase("a message as large as is taken", Purpose.TRANSFER, large)
+    yield from _discovery()
+    yield from _strangers()
+    yield from _greetings()
+    yield from _probes()
+    yield from _orders()
+
+
+def _twice(known: Known) -> Messages:
+    (message,) = known.seal(known.harmless())
+    return [message, message]
+
+
+def _overtaken(known: Known) -> Messages:
+    first, second = known.seal(known.harmless(), known.harmless())
+    return [second, first]
+
+
+# ------------------------------------------------------------------ discovery
+
+
+def _discovery() -> Iterator[FrameCase]:
+    def case(name: str, make: Callable[[Known], Messages], *answers: type[msgspec.Struct]) -> FrameCase:
+        return FrameCase(name, Purpose.DISCOVERY, make, answers)
+
+    yield case("a heartbeat of nobody", lambda known: known.seal(Heartbeat(new_id(), Load())), Ack)
+    yield case("a goodbye of nobody", lambda known: known.seal(Deregister(new_id())))
+    loads = {"negative": Load(-1, -(2**63), -5), "huge": Load(2**63 - 1, 2**64 - 1, 2**63)}
+    for name, load in loads.items():
+        yield case(f"a {name} load of nobody's", lambda known, load=load: known.seal(Heartbeat(new_id(), load)), Ack)  # type: ignore[misc]
+    refused: dict[str, dict[str, object]] = {
+        "a name with line breaks": {"name": "x\r\ny"},
+        "a URL of another scheme": {"url": "ftp://127.0.0.1:1"},
+        "a URL that is a file": {"url": "file:///etc/passwd"},
+        "a URL that is none": {"url": "x"},
+        "a model with a NUL": {"model": "x\0"},
+        "a prefill node without a control address": {"role": Role.PREFILL, "control": ""},
+        "a name of 1,000 characters": {"name": "x" * 1_000},
+        "a boot of one byte": {"boot_id": b"x"},
+    }
+    for name, fields in refused.items():
+        yield case(f"a registration with {name}", _registration(fields))
+    odd: dict[str, dict[str, object]] = {
+        "another fingerprint": {"fingerprint": "x"},
+        "another model": {"model": "nobody's"},
+        "no name": {"name": ""},
+        "a negative capacity": {"capacity": Capacity(-1, -1, -1, -1)},
+        "a huge capacity": {"capacity": Capacity(2**63, 2**63, 2**63, 2**64 - 1)},
+        "a capacity of nothing": {"capacity": Capacity(0, 0, 0, 0)},
+    }
+    for name, fields in odd.items():
+        # Of a role that no other node waits for, and away again at once.
+        yield FrameCase(
+            f"a registration with {name}",
+            Purpose.DISCOVERY,
+            _registration({"url": "http://127.0.0.1:1", "fingerprint": "x"} | fields),
+            any_answers=True,
+        )
+
+
+def _registration(fields: dict[str, object]) -> Callable[[Known], Messages]:
+    def make(known: Known) -> Messages:
+        own: dict[str, object] = {"boot_id": known.own, "name": "attacker", "url": "http://127.0.0.1:1"}
+        node = msgspec.structs.replace(known.node, **(own | fields))
+        return known.seal(Register(node), Deregister(known.own))
+
+    return make
+
+
+# ------------------------------------------------------------------ transfer
+
+
+def _transfer(
+    name: str, make: Callable[[Known], Messages], *answers: type[msgspec.Struct], any_answers: bool = False
+) -> FrameCase:
+    return FrameCase(name, Purpose.TRANSFER, make, answers, any_answers)
+
+
+def _strangers() -> Iterator[FrameCase]:
+    """Who has not greeted."""
+    yield _transfer("a ping of nobody", lambda known: known.seal(Ping(known.own)), Refused)
+    yield _transfer("an order of nobody", lambda known: known.seal(_order(known)), Refused)
+    yield _transfer("an end of nobody's", lambda known: known.seal(Done(_transfer_id(known))))
+    yield _transfer("a cancel of nobody's", lambda known: known.seal(Cancel(_transfer_id(known))))
+    yield _transfer("a ping in the name of the prefill engine", lambda known: known.seal(Ping(known.boot)), Refused)
+    yield _transfer("a prefill engine's own message", lambda known: known.seal(Pong(known.own)))
+    yield _transfer("a welcome", lambda known: known.seal(Welcome(known.own, known.spec, [known.address])))
+
+
+def _greetings() -> Iterator[FrameCase]:
+    """Handshakes of engines that do not fit, or cannot be reached."""
+    for name in EngineSpec.__struct_fields__:
+        values = (0, -1, 2**40, 2**63) if EngineSpec.__annotations__[name] == "int" else ("", "x", "x" * 10_000)
+        for value in values:
+            yield _transfer(
+                f"a greeting with {name} = {str(value)[:20]}",
+                lambda known, name=name, value=value: _greeting(known, {name: value}),  # type: ignore[misc]
+                Refused,
+            )
+    for name, addresses in {
+        "no address": [],
+        "two addresses": [b"", b""],
+        "an empty address": [b""],
+        "an address that is no MessagePack": [b"\xff" * 50],
+        "an address of 65,536 NUL bytes": [bytes(65_536)],
+        "an address without a worker": [msgspec.msgpack.encode(LinkAddress(b"", 5))],
+        "an address of a worker of one byte": [msgspec.msgpack.encode(LinkAddress(b"\xff", 5))],
+    }.items():
+        yield _transfer(
+            f"a greeting with {name}",
+            lambda known, addresses=addresses: known.seal(Hello(known.own, known.spec, addresses)),  # type: ignore[misc]
+            any_answers=True,
+        )
+    yield _transfer("an address above what is taken", _too_long)
+    yield _transfer(
+        "an offer of memory that is not there", _offering(MemoryOffer(1, 3, "0" * 32, 4096, 0, 5)), any_answers=True
+    )
+    huge = MemoryOffer(2**62, 2**62, "f" * 32, 2**62, 511, 2**61)
+    yield _transfer("an offer of memory of 2^62 bytes", _offering(huge), any_answers=True)
+    yield _transfer("a greeting, and again", lambda known: known.seal(_hello(known), _hello(known)), any_answers=True)
+    yield _transfer("fifty greetings", lambda known: known.seal(*[_hello(known)] * 50), any_answers=True)
+
+
+def _hello(known: Known) -> Hello:
+    return Hello(known.own, known.spec, [known.address])
+
+
+def _greeting(known: Known, change: dict[str, object]) -> Messages:
+    spec = msgspec.structs.replace(known.spec, **change)
+    return known.seal(Hello(known.own, spec, [known.address]))
+
+
+def _too_long(known: Known) -> Messages:
+    return known.seal(Hello(known.own, known.spec, [bytes(65_537)]))
+
+
+def _offering(offer: MemoryOffer) -> Callable[[Known], Messages]:
+    def make(known: Known) -> Messages:
+        address = msgspec.msgpack.decode(known.address, type=LinkAddress)
+        offering = msgspec.msgpack.encode(msgspec.structs.replace(address, offer=offer))
+        return known.seal(Hello(known.own, known.spec, [offering]))
+
+    return make
+
+
+def _probes() -> Iterator[FrameCase]:
+    """Of what the doctor asks for."""
+    for name, address in {"no address": b"", "rubbish": b"\xff" * 100, "NUL bytes": bytes(1_000)}.items():
+        yield _transfer(
+            f"a probe to {name}",
+            lambda known, address=address: known.seal(_probe(known, address)),  # type: ignore[misc]
+            ProbeRefused,
+        )
+    yield _transfer("a probe of 1 TiB", lambda known: known.seal(_probe(known, b"x", 16 * MIB, 65_536)), ProbeRefused)
+    for name, size, messages in (("-1 bytes", -1, 1), ("2^40 bytes", 2**40, 1), ("no messages", 1, 0)):
+        yield _transfer(
+            f"a probe of {name}",
+            lambda known, size=size, messages=messages: known.seal(_probe(known, b"x", size, messages)),  # type: ignore[misc]
+        )
+    yield _transfer("the end of nobody's probe", lambda known: known.seal(ProbeEnd(known.own)))
+
+
+def _probe(known: Known, address: bytes, size: int = 1, messages: int = 1) -> Probe:
+    return Probe(boot_id=known.own, address=address, message_bytes=size, messages=messages)
+
+
+def _orders() -> Iterator[FrameCase]:
+    """Of a decode engine that has greeted."""
+
+    def case(name: str, *answers: type[msgspec.Struct], any_answers: bool = False, **fields: object) -> FrameCase:
+        return _transfer(
+            f"an order with {name}",
+            lambda known: known.seal(_hello(known), _order(known, **fields)),
+            *((Welcome,) if answers else ()),
+            *answers,
+            any_answers=any_answers,
+        )
+
+    yield case("no tokens", Failed, token_ids=[])
+    yield case("a token beyond the vocabulary", Failed, token_ids=[49_152] * 40)
+    yield case("a negative token", Failed, token_ids=[5, -1] * 20)
+    yield case("a token of 2^63", Failed, token_ids=[2**63] * 40)
+    yield case("more tokens than the context", Failed, token_ids=[5] * (CONTEXT + 1))
+    yield case("a million tokens", Failed, token_ids=[5] * MIB)
+    yield case("a block that it has not", Failed, first_block=1_000)
+    yield case("a block of 2^62", Failed, first_block=2**62)
+    for name, sampling in IMPOSSIBLE.items():
+        yield case(name, Failed, sampling=sampling)
+    for name, sampling in ODD.items():
+        yield case(name, any_answers=True, sampling=sampling)
+    yield case("a deadline of 10^300 s", any_answers=True, deadline_s=1e300)
+    yield case("a deadline of no number", any_answers=True, deadline_s=float("nan"))
+    yield case("a deadline without an end", any_answers=True, deadline_s=float("inf"))
+    yield case("200 siblings", any_answers=True, sibling_seeds=tuple(range(200)))
+    yield case("a salt of 1 MiB", any_answers=True, cache_salt="x" * MIB)
+    yield _transfer("an order twice", lambda known: known.seal(_hello(known), *[_order(known)] * 2), any_answers=True)
+    yield _transfer(
+        "an order and its end at once",
+        lambda known: known.seal(_hello(known), _order(known), Done(_transfer_id(known))),
+        any_answers=True,
+    )
+    yield _transfer(
+        "an order and its cancel at once",
+        lambda known: known.seal(_hello(known), _order(known), Cancel(_transfer_id(known))),
+        any_answers=True,
+    )
+
+
+_GREEDY: dict[str, Any] = {"max_tokens": 1, "seed": 0, "temperature": 0.0}
+IMPOSSIBLE = {
+    "a bias beyond the vocabulary": SamplingParams(**_GREEDY, logit_bias=((10**6, 1.0),)),
+    "a bias of a negative token": SamplingParams(**_GREEDY, logit_bias=((-(10**6), 1.0),)),
+    "nothing allowed that there is": SamplingParams(**_GREEDY, allowed_token_ids=(10**6,)),
+    "negative bad words": SamplingParams(**_GREEDY, bad_words=((-(10**6),),)),
+    "negative stops": SamplingParams(**_GREEDY, stop_token_ids=(-(10**6),), min_tokens=1),
+}
+"""Of a greeted engine's order: refused."""
+ODD = {
+    "a bias of no number": SamplingParams(**_GREEDY, logit_bias=((5, float("nan")),)),
+    "an infinite bias": SamplingParams(**_GREEDY, logit_bias=((5, float("inf")),)),
+    "bad words beyond the vocabulary": SamplingParams(**_GREEDY, bad_words=((10**6,),)),
+    "stops beyond the vocabulary": SamplingParams(**_GREEDY, stop_token_ids=(10**6,), min_tokens=1),
+    "a million log probabilities": SamplingParams(**_GREEDY, logprobs=10**6),
+    "a temperature of 10^308": SamplingParams(max_tokens=1, seed=0, temperature=1e308),
+    "a temperature of no number": SamplingParams(max_tokens=1, seed=0, temperature=float("nan")),
+    "an infinite temperature": SamplingParams(max_tokens=1, seed=0, temperature=float("inf")),
+    "a top_k of 2^62": SamplingParams(max_tokens=1, seed=0, top_k=2**62),
+    "a top_p of 10^-300": SamplingParams(max_tokens=1, seed=0, top_p=1e-300),
+    "a repetition penalty of 10^-300": SamplingParams(**_GREEDY, repetition_penalty=1e-300),
+    "a repetition penalty without an end": SamplingParams(**_GREEDY, repetition_penalty=float("inf")),
+    "max_tokens of 2^62": SamplingParams(max_tokens=2**62, seed=0, temperature=0.0),
+    "min_tokens of 2^62": SamplingParams(**_GREEDY, min_tokens=2**62),
+}
+
+
+def _transfer_id(known: Known) -> TransferId:
+    return TransferId(known.own, 0, known.own)
+
+
+def _order(known: Known, **fields: object) -> PrefillRequest:
+    ordered: dict[str, Any] = {
+        "transfer_id": _transfer_id(known),
+        "tag": 1 + _DICE.getrandbits(38),
+        "token_ids": PROMPT,
+        "first_block": 0,
+        "sampling": SamplingParams(**_GREEDY),
+        "deadline_s": 30.0,
+        "cache_salt": known.own.hex(),
+    }
+    return PrefillRequest(**(ordered | fields))

@@ -1,0 +1,69 @@
+"""Frames and tickets of somebody who has the cluster's secret, or almost."""
+
+from __future__ import annotations
+
+import base64
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import msgspec
+
+from pdserve.wire.frame import Purpose, Sealer
+from pdserve.wire.ids import new_id
+from pdserve.wire.ticket import PrefillTarget, Ticket
+from tests.processes import SECRET as CLUSTER_SECRET
+
+SECRET = CLUSTER_SECRET.encode()
+FOREIGN = b"the secret of another cluster"
+
+
+def sealed(
+    message: msgspec.Struct, purpose: Purpose, *, secret: bytes = SECRET, late_s: float = 0.0, sender: bytes = b""
+) -> bytes:
+    """A frame of a new sender's, signed so many seconds ago."""
+    return Sealer(secret, purpose, sender or new_id(), clock=lambda: time.time() - late_s).seal(message)
+
+
+def signed(body: bytes, purpose: Purpose) -> bytes:
+    """A frame with a right signature over bytes that need not be a message."""
+
+    class Anything(msgspec.Struct):
+        pass
+
+    sender, sent_ms = new_id(), int(time.time() * 1000)
+    mac = Sealer(SECRET, purpose, sender)._signer.mac(sender, 1, sent_ms, body)
+    return msgspec.msgpack.encode([1, sender, 1, sent_ms, body, mac])
+
+
+def changed(frame: bytes, part: int, change: Callable[[object], object]) -> bytes:
+    """A frame with one of its parts (version, sender, counter, sent_ms, body, mac) replaced, and its old signature."""
+    parts = msgspec.msgpack.decode(frame)
+    parts[part] = change(parts[part])
+    return msgspec.msgpack.encode(parts)
+
+
+def flipped(data: object) -> bytes:
+    """Bytes with their last bit turned over."""
+    assert isinstance(data, bytes)
+    return data[:-1] + bytes((data[-1] ^ 1,))
+
+
+def header(frame: bytes) -> str:
+    """A frame as a ticket's header has it."""
+    return base64.urlsafe_b64encode(frame).rstrip(b"=").decode()
+
+
+@dataclass(frozen=True)
+class Office:
+    """Makes tickets for a node, good ones unless told otherwise."""
+
+    node: bytes
+
+    def ticket(self, *prefill: PrefillTarget, deadline_s: float = 60.0, node: bytes = b"") -> Ticket:
+        return Ticket(
+            request_id="attack", attempt=0, node=node or self.node, deadline_s=deadline_s, prefill=tuple(prefill)
+        )
+
+    def frame(self, *prefill: PrefillTarget, late_s: float = 0.0, deadline_s: float = 60.0) -> bytes:
+        return sealed(self.ticket(*prefill, deadline_s=deadline_s), Purpose.TICKET, late_s=late_s)

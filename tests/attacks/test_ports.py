@@ -1,0 +1,176 @@
+"""Ports that are not for clients: control channels and UCX, with bytes, messages and frames that nobody should send."""
+
+from __future__ import annotations
+
+import socket
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from ipaddress import ip_address
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import msgspec
+import pytest
+import zmq
+
+from pdserve.config import TransferConfig
+from pdserve.wire.discovery import Ack, Capacity, NodeInfo, Role
+from pdserve.wire.frame import Opener, Purpose
+from pdserve.wire.transfer import EngineSpec, ToDecode
+from pdserve_kvtransfer.examiner import Examiner
+from pdserve_kvtransfer.probe_asker import probe_memory
+from pdserve_kvtransfer.ucx import UcxLink, configured_ucx
+from tests.attacks.attack import attacks
+from tests.attacks.client import ANSWER_S
+from tests.attacks.frames import BYTES, UCX_BYTES, FrameCase, Known, frame_cases
+from tests.attacks.insider import SECRET
+from tests.attacks.target import Target
+from tests.cluster.nodes import MODEL
+
+CASES = tuple(frame_cases())
+LISTENING = "0A"
+"""A state of TCP, as ``/proc`` has it."""
+pytestmark = pytest.mark.usefixtures("unharmed")
+
+
+def control(target: Target, purpose: Purpose) -> str:
+    """Where frames of this purpose go."""
+    if purpose is Purpose.DISCOVERY:
+        return target.cluster.control
+    address: str = target.instance(target.prefill)["control"]
+    return address
+
+
+class Talk:
+    """One connection to a control port. A context manager."""
+
+    def __init__(self, address: str, purpose: Purpose) -> None:
+        messages = Ack if purpose is Purpose.DISCOVERY else ToDecode
+        self._opener: Opener[msgspec.Struct] = Opener(SECRET, purpose, messages)  # type: ignore[arg-type]
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.socket = self._context.socket(zmq.DEALER)
+        self.socket.linger = 0
+        self.socket.set(zmq.RCVTIMEO, int(ANSWER_S * 1000))
+        self.socket.connect(address)
+
+    def next(self) -> msgspec.Struct:
+        """Raises zmq.Again if there is no answer in time."""
+        return self._opener.open(self.socket.recv())
+
+    def __enter__(self) -> Talk:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.socket.close(0)
+        self._context.term()
+
+
+def check_port(target: Target, purpose: Purpose) -> None:
+    """Somebody who has done nothing wrong is answered."""
+    known = Known(purpose, b"", None, None, b"")  # type: ignore[arg-type]  # what a harmless message needs not
+    with Talk(control(target, purpose), purpose) as talk:
+        talk.socket.send(known.frame())
+        assert isinstance(talk.next(), known.harmless_answer)
+
+
+@pytest.fixture(scope="module")
+def spec(attacked: Target) -> EngineSpec:
+    with Examiner(control(attacked, Purpose.TRANSFER), SECRET, TransferConfig()) as examiner:
+        examined = examiner.examine(ANSWER_S)
+    assert examined is not None
+    return examined.spec
+
+
+@pytest.fixture(scope="module")
+def link() -> Iterator[UcxLink]:
+    """What an insider's address leads to."""
+    transport = configured_ucx(TransferConfig(ucx_tls="tcp"))
+    opened = transport.open_link(probe_memory(0))
+    yield opened
+    opened.close()
+    transport.close()
+
+
+@pytest.mark.parametrize("name", BYTES)
+@pytest.mark.parametrize("purpose", [Purpose.DISCOVERY, Purpose.TRANSFER])
+def test_bytes_for_a_control_port(attacked: Target, purpose: Purpose, name: str) -> None:
+    with raw(control(attacked, purpose)) as connection:
+        connection.sendall(BYTES[name])
+        check_port(attacked, purpose)
+    attacked.check_answers()
+
+
+@pytest.mark.parametrize("case", attacks(CASES))
+def test_frames_for_a_control_port(attacked: Target, spec: EngineSpec, link: UcxLink, case: FrameCase) -> None:
+    boot = bytes.fromhex(attacked.instance(attacked.prefill)["boot_id"])
+    known = Known(case.purpose, boot, spec, decode_node(attacked), link.address)
+    with Talk(control(attacked, case.purpose), case.purpose) as talk:
+        for parts in case.make(known):
+            talk.socket.send_multipart(parts)
+        if not case.cuts:
+            talk.socket.send(known.frame())
+            check_answers(talk, known, case)
+    check_port(attacked, case.purpose)
+    attacked.check_answers()
+
+
+def check_answers(talk: Talk, known: Known, case: FrameCase) -> None:
+    """Reads up to the answer to the harmless frame that was sent last; what takes the engine longer comes behind it."""
+    if case.any_answers:
+        while not isinstance(talk.next(), known.harmless_answer):
+            pass
+        return
+    wanted = [*case.answers, known.harmless_answer]
+    assert Counter(type(talk.next()) for _ in wanted) == Counter(wanted)
+
+
+def decode_node(target: Target) -> NodeInfo:
+    known = target.instance(target.decode)
+    return NodeInfo(
+        name=known["name"],
+        boot_id=bytes.fromhex(known["boot_id"]),
+        role=Role.DECODE,
+        url=known["url"],
+        control="",
+        model=MODEL,
+        fingerprint=known["fingerprint"],
+        capacity=Capacity(1, 1, 1, 1),
+    )
+
+
+@pytest.mark.parametrize("name", BYTES | UCX_BYTES)
+def test_bytes_for_every_port_of_the_engines(attacked: Target, name: str) -> None:
+    """Among them those of UCX, over which the ordinary request's blocks go."""
+    engines = [pid for process, pid in attacked.processes.items() if "engine" in process]
+    reached = 0
+    for address in {at for pid in engines for at in listening(pid)}:
+        # The link of a peer that was here before may just be closing.
+        with suppress(ConnectionRefusedError), raw(address) as connection:
+            connection.sendall((BYTES | UCX_BYTES)[name])
+            reached += 1
+    assert reached >= len(engines)
+    attacked.check_answers()
+
+
+@contextmanager
+def raw(address: str) -> Iterator[socket.socket]:
+    parts = urlsplit(address)
+    with (
+        suppress(BrokenPipeError, ConnectionResetError),
+        socket.create_connection((parts.hostname, parts.port)) as made,
+    ):
+        made.settimeout(ANSWER_S)
+        yield made
+
+
+def listening(pid: int) -> set[str]:
+    """Addresses that a process listens on, over IPv4."""
+    files = {link.readlink().name for link in Path(f"/proc/{pid}/fd").iterdir() if link.is_symlink()}
+    found: set[str] = set()
+    for line in Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]:
+        fields = line.split()
+        if fields[3] == LISTENING and f"socket:[{fields[9]}]" in files:
+            host, port = fields[1].split(":")
+            found.add(f"tcp://{ip_address(bytes.fromhex(host)[::-1])}:{int(port, 16)}")
+    return found

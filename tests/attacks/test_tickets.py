@@ -1,0 +1,169 @@
+"""Requests straight to nodes, with tickets that are missing, forged, worn, or authentic and pointless."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import msgspec
+import pytest
+
+from pdserve.wire.discovery import Heartbeat
+from pdserve.wire.discovery import Load as NodeLoad
+from pdserve.wire.frame import Purpose
+from pdserve.wire.ids import new_id
+from pdserve.wire.ticket import PrefillTarget
+from tests.attacks.attack import attacks, carry_out, check_answer
+from tests.attacks.case import CHAT, DETOKENIZE, EITHER, FINE, TEXT, TOKENIZE, At, HttpCase, body_with, head, post
+from tests.attacks.client import Connection
+from tests.attacks.insider import FOREIGN, Office, changed, flipped, header, sealed
+from tests.attacks.target import Target
+
+pytestmark = pytest.mark.usefixtures("unharmed")
+
+REFUSED = frozenset({401})
+
+
+@dataclass(frozen=True)
+class TicketCase:
+    """One request to the decode node."""
+
+    name: str
+    make: Callable[[Office], str]
+    """The header's value."""
+    waits_for: int | None = None
+
+
+FORGED = (
+    TicketCase("nothing", lambda _: ""),
+    TicketCase("one letter", lambda _: "x"),
+    TicketCase("no base64url", lambda _: "!" * 100),
+    TicketCase("ordinary base64", lambda _: "+/+/" * 30),
+    TicketCase("no ASCII", lambda _: "\xff\xfe" * 50),
+    TicketCase("17,000 letters", lambda _: "A" * 17_000),
+    TicketCase("random bytes", lambda _: header(new_id() * 12)),
+    TicketCase("MessagePack of nothing", lambda _: header(b"\xc0")),
+    TicketCase("an empty list", lambda _: header(b"\x90")),
+    TicketCase("a map", lambda _: header(msgspec.msgpack.encode({"node": 1}))),
+    TicketCase("deep lists", lambda _: header(b"\x91" * 10_000)),
+    TicketCase("a list that says it is huge", lambda _: header(b"\xdd\xff\xff\xff\xff")),
+    TicketCase("half a frame", lambda office: header(office.frame()[:60])),
+    TicketCase("a frame and more", lambda office: header(office.frame() + b"\0")),
+    TicketCase("another version", lambda office: header(changed(office.frame(), 0, lambda _: 2))),
+    TicketCase("another sender", lambda office: header(changed(office.frame(), 1, lambda _: new_id()))),
+    TicketCase("another counter", lambda office: header(changed(office.frame(), 2, lambda _: 2**62))),
+    TicketCase("a negative counter", lambda office: header(changed(office.frame(), 2, lambda _: -1))),
+    TicketCase("a counter of 2^64 - 1", lambda office: header(changed(office.frame(), 2, lambda _: 2**64 - 1))),
+    TicketCase("another time", lambda office: header(changed(office.frame(), 3, lambda _: 0))),
+    TicketCase("another body", lambda office: header(changed(office.frame(), 4, flipped))),
+    TicketCase("another signature", lambda office: header(changed(office.frame(), 5, flipped))),
+    TicketCase("a short signature", lambda office: header(changed(office.frame(), 5, lambda _: b""))),
+    TicketCase(
+        "another cluster's secret", lambda office: header(sealed(office.ticket(), Purpose.TICKET, secret=FOREIGN))
+    ),
+    TicketCase("no secret", lambda office: header(sealed(office.ticket(), Purpose.TICKET, secret=b""))),
+    TicketCase("another channel's purpose", lambda office: header(sealed(office.ticket(), Purpose.TRANSFER))),
+    TicketCase(
+        "another channel's message",
+        lambda _: header(sealed(Heartbeat(new_id(), NodeLoad()), Purpose.DISCOVERY)),
+    ),
+    TicketCase(
+        "a message that is no ticket", lambda _: header(sealed(Heartbeat(new_id(), NodeLoad()), Purpose.TICKET))
+    ),
+    TicketCase("an old one", lambda office: header(office.frame(late_s=1_000))),
+    TicketCase("one of tomorrow", lambda office: header(office.frame(late_s=-86_400))),
+    TicketCase("no time left", lambda office: header(sealed(office.ticket(deadline_s=-1.0), Purpose.TICKET))),
+    TicketCase("a deadline of years", lambda office: header(sealed(office.ticket(deadline_s=1e9), Purpose.TICKET))),
+    TicketCase(
+        "a deadline of no number", lambda office: header(sealed(office.ticket(deadline_s=float("nan")), Purpose.TICKET))
+    ),
+    TicketCase("another node", lambda office: header(sealed(office.ticket(node=new_id()), Purpose.TICKET))),
+    TicketCase(
+        "an attempt of 2^40",
+        lambda office: header(sealed(msgspec.structs.replace(office.ticket(), attempt=2**40), Purpose.TICKET)),
+    ),
+)
+NOWHERE = {
+    "a port where nobody listens": "tcp://127.0.0.1:1",
+    "nothing": "",
+    "a word": "x",
+    "no port": "tcp://127.0.0.1",
+    "a port of 99999": "tcp://127.0.0.1:99999",
+    "another transport": "udp://127.0.0.1:9",
+    "a name that is none": "tcp://256.256.256.256:1",
+    "a NUL": "tcp://127.0.0.1:1\0",
+}
+
+
+@pytest.fixture
+def office(attacked: Target) -> Office:
+    return Office(bytes.fromhex(attacked.instance(attacked.decode)["boot_id"]))
+
+
+def asked(target: Target, *tickets: str) -> bytes:
+    """The ordinary request with these tickets."""
+    return post(TEXT, msgspec.json.encode(target.ordinary()), *(f"X-Pdserve-Ticket: {ticket}" for ticket in tickets))
+
+
+@pytest.mark.parametrize("case", attacks(FORGED))
+def test_a_forged_ticket(attacked: Target, office: Office, case: TicketCase) -> None:
+    request = asked(attacked, case.make(office))
+    carry_out(attacked, HttpCase(case.name, (request,), REFUSED, at=At.DECODE))
+    attacked.check_answers()
+
+
+@pytest.mark.parametrize("where", NOWHERE)
+def test_a_ticket_to_a_prefill_node_that_is_none(attacked: Target, office: Office, where: str) -> None:
+    ticket = header(office.frame(PrefillTarget("nobody", NOWHERE[where], new_id())))
+    carry_out(attacked, HttpCase(where, (asked(attacked, ticket),), FINE, tokens=True, at=At.DECODE))
+    attacked.check_answers()
+
+
+def test_a_ticket_to_another_boot_of_the_prefill_node(attacked: Target, office: Office) -> None:
+    control = attacked.instance(attacked.prefill)["control"]
+    ticket = header(office.frame(PrefillTarget("an older boot", control, new_id())))
+    carry_out(attacked, HttpCase("boot", (asked(attacked, ticket),), FINE, tokens=True, at=At.DECODE))
+    attacked.check_answers()
+
+
+def test_a_ticket_is_good_once(attacked: Target, office: Office) -> None:
+    case = HttpCase("once", (asked(attacked, header(office.frame())),), FINE, tokens=True, at=At.DECODE)
+    carry_out(attacked, case)
+    carry_out(attacked, replace(case, allowed=REFUSED, tokens=False))
+    attacked.check_answers()
+
+
+UNASKED = tuple(
+    HttpCase(
+        f"{path} of {at.value}",
+        (post(path, body_with(path, {})),),
+        at=at,
+        waits_for=6 if at is At.DECODE and path in (TOKENIZE, DETOKENIZE) else None,
+    )
+    for path in (CHAT, TEXT, TOKENIZE, DETOKENIZE)
+    for at in (At.DECODE, At.PREFILL)
+)
+
+
+@pytest.mark.parametrize("case", attacks(UNASKED))
+def test_nodes_serve_nobody_without_a_ticket(attacked: Target, case: HttpCase) -> None:
+    allowed = REFUSED if case.at is At.DECODE else frozenset({401, 404})
+    carry_out(attacked, replace(case, allowed=allowed))
+
+
+@pytest.mark.parametrize("path", ["/", "/instances", "/v1/models/x", "/v1/engines", "/docs", "/debug", "/.env"])
+@pytest.mark.parametrize("at", [At.PROXY, At.DECODE, At.PREFILL])
+def test_routes_that_are_none(attacked: Target, at: At, path: str) -> None:
+    allowed = FINE if (at, path) == (At.PROXY, "/instances") else frozenset({404})
+    carry_out(attacked, HttpCase(path, (head("GET", path),), allowed, method="GET", at=at))
+
+
+def test_of_two_tickets_one_counts(attacked: Target, office: Office) -> None:
+    good = header(office.frame())
+    for tickets in ((good, "x"), ("x", good)):
+        with Connection(attacked.decode.url) as connection:
+            connection.send(asked(attacked, *tickets))
+            answer = connection.answer()
+            assert answer is not None
+            check_answer(answer, HttpCase("two", (), REFUSED | EITHER))
+    attacked.check_answers()
