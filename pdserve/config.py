@@ -362,7 +362,11 @@ class DiscoveryConfig:
         "proxy", "control address of a proxy, tcp://host:port; may be given more than once", ()
     )
     heartbeat_ms: int = setting(
-        "heartbeat-ms", "pause between heartbeats to each proxy", 1000, minimum=10, maximum=60_000
+        "heartbeat-ms",
+        "pause between greetings of a proxy until it answers; then the proxy tells its own interval",
+        1000,
+        minimum=10,
+        maximum=60_000,
     )
     name: str = setting("name", "this node's name in logs; made from role and host if empty", "")
 
@@ -384,7 +388,7 @@ class RegistryConfig:
         "control-port", "port to take registrations on; 0 takes a free one", 8100, minimum=0, maximum=65535
     )
     heartbeat_ms: int = setting(
-        "heartbeat-ms", "pause between heartbeats that nodes are expected to keep", 1000, minimum=10, maximum=60_000
+        "heartbeat-ms", "pause between heartbeats, which nodes are told and keep", 1000, minimum=10, maximum=60_000
     )
     missed_heartbeats: int = setting(
         "missed-heartbeats", "heartbeats missed in a row before a node is dropped", 3, minimum=1

@@ -5,7 +5,9 @@
     ├── ModelError              a model folder cannot be read, or its architecture is not supported
     ├── WireError               a message from another process is not acceptable
     │   ├── MalformedFrame          not the MessagePack that the channel expects
+    │   │   └── UnreadableMessage       though this cluster made it: a newer or older pdserve
     │   └── AuthenticationFailed    wrong secret, replayed, or too old
+    │       └── WrongReceiver           made by this cluster, for another process
     ├── TransferError           the KV cache of a request did not arrive
     │   ├── HandshakeRefused        the two engines do not fit; names the field and both values
     │   ├── PeerLost                the other engine died, restarted, or let its lease run out
@@ -55,8 +57,28 @@ class MalformedFrame(WireError):
     """The bytes are not the typed MessagePack that this channel carries."""
 
 
+class UnreadableMessage(MalformedFrame):
+    """A process of this cluster sent it, but it is not a message that this version of pdserve knows.
+
+    ``sender`` is that process's boot id. ``body`` is the encoded message; empty if the frame does not name a receiver.
+    """
+
+    def __init__(self, message: str, sender: bytes, body: bytes) -> None:
+        super().__init__(message)
+        self.sender = sender
+        self.body = body
+
+
 class AuthenticationFailed(WireError):
     """The frame was not made with this cluster's secret, or was seen before, or is too old."""
+
+
+class WrongReceiver(AuthenticationFailed):
+    """The frame was made in this cluster, but for another process. ``sender`` is the boot id of who made it."""
+
+    def __init__(self, message: str, sender: bytes) -> None:
+        super().__init__(message)
+        self.sender = sender
 
 
 class TransferError(PdserveError):

@@ -25,7 +25,9 @@ log = logging.getLogger(__name__)
 class DecodeSide:
     def __init__(self, station: Station) -> None:
         self._station = station
-        self._inbound: Inbound[ToDecode] = Inbound(station.secret, cast("type[ToDecode]", ToDecode), station.counters)
+        self._inbound: Inbound[ToDecode] = Inbound(
+            station.secret, cast("type[ToDecode]", ToDecode), station.counters, station.boot_id
+        )
         self._peers: dict[bytes, PrefillPeer] = {}
         self._closing: list[PrefillPeer] = []
         self._silent: dict[str, bytes] = {}

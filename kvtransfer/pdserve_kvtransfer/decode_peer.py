@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 
-from pdserve.errors import PeerLost
+import msgspec
+
+from pdserve.errors import PeerLost, UnreadableMessage
 from pdserve.wire.ids import TransferId
 from pdserve.wire.rank_transfer import ConnectLink, LinkBroken, LinkOpened, PiecesAnnounced, PiecesSent, SendBlocks
 from pdserve.wire.transfer import (
@@ -33,6 +35,17 @@ from pdserve_kvtransfer.station import FailPush, GiveFirstToken, Push, Station, 
 
 log = logging.getLogger(__name__)
 
+_MAX_REASON = 2_000
+
+
+class _AnyRequest(msgspec.Struct, frozen=True, tag_field="kind", tag="prefill"):
+    """What is read of a PrefillRequest whatever else it holds."""
+
+    transfer_id: TransferId
+
+
+_any_request = msgspec.msgpack.Decoder(_AnyRequest)
+
 _FAILURE_OF = {
     PushOutcome.PEER_LOST: FailureKind.PEER_LOST,
     PushOutcome.LEASE_EXPIRED: FailureKind.LEASE_EXPIRED,
@@ -46,8 +59,10 @@ class DecodePeer:
     ``end``, and from then on nothing raises. The constructor raises TransferError if a link cannot be opened.
     """
 
-    def __init__(self, station: Station, server: ControlServer, hello: Hello) -> None:
+    def __init__(self, station: Station, server: ControlServer, hello: Hello, protocol: int) -> None:
+        """``protocol`` is what was agreed."""
         self.boot_id = hello.boot_id
+        self.protocol = protocol
         self.route = b""
         self.connection = -1
         """The TCP connection of its latest frame."""
@@ -91,6 +106,14 @@ class DecodePeer:
             case Ping():
                 self._send(Pong(self._station.boot_id, self._station.load()))
         self._read_ranks()
+
+    def unreadable(self, message: UnreadableMessage) -> None:
+        """A request that asks for what this version does not know fails at once, with the reason."""
+        try:
+            request = _any_request.decode(message.body)
+        except msgspec.MsgspecError:
+            return
+        self._send(Failed(request.transfer_id, f"the prefill node cannot read the request: {message}"[:_MAX_REASON]))
 
     def _open(self, request: PrefillRequest, now: float) -> None:
         if request.transfer_id in self._sessions or request.tag in self._tags:
@@ -160,7 +183,10 @@ class DecodePeer:
         self.link.command(ConnectLink(self.link.number, self._hello_addresses))
         addresses = [self._addresses[rank] for rank in range(self.link.ranks)]
         station = self._station
-        self._send(Welcome(station.boot_id, station.spec, addresses, station.max_prompt_tokens))
+        welcome = Welcome(
+            station.boot_id, station.spec, addresses, station.max_prompt_tokens, lease_ms=station.config.lease_ms
+        )
+        self._send(welcome)
 
     # ------------------------------------------------------------ time
 
@@ -229,5 +255,5 @@ class DecodePeer:
             counters.failures[_FAILURE_OF[outcome]] += 1
 
     def _send(self, message: ToDecode) -> None:
-        if not self._server.send(self.route, self._station.sealer.seal(message)):
+        if not self._server.send(self.route, self._station.sealer.seal_to(self.boot_id, self.protocol, message)):
             log.warning("decode engine %s is not reading its control channel", self.boot_id.hex()[:8])

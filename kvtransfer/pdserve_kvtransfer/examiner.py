@@ -12,7 +12,7 @@ import zmq
 
 from pdserve.config import TransferConfig
 from pdserve.errors import PeerLost
-from pdserve.wire.frame import Purpose, Sealer
+from pdserve.wire.frame import Opened, Purpose, Sealer
 from pdserve.wire.ids import new_id
 from pdserve.wire.transfer import (
     EngineSpec,
@@ -29,6 +29,7 @@ from pdserve.wire.transfer import (
     ToPrefill,
     Welcome,
 )
+from pdserve.wire.version import SPOKEN
 from pdserve_kvtransfer.control import ControlClient
 from pdserve_kvtransfer.frames import Inbound
 from pdserve_kvtransfer.handshake import Greeting
@@ -66,7 +67,13 @@ class Examiner:
     def __init__(self, control: str, secret: bytes, config: TransferConfig) -> None:
         self._boot_id = new_id()
         self._sealer = Sealer(secret, Purpose.TRANSFER, self._boot_id)
-        self._inbound: Inbound[ToDecode] = Inbound(secret, cast("type[ToDecode]", ToDecode), TransferStats())
+        self._inbound: Inbound[ToDecode] = Inbound(
+            secret, cast("type[ToDecode]", ToDecode), TransferStats(), self._boot_id
+        )
+        self._peer: bytes | None = None
+        """The boot id of the engine; None if it is not known."""
+        self._protocol: int | None = None
+        """What the engine has shown that it speaks; None before its first answer."""
         self._transport = configured_ucx(config)
         self._links: list[UcxLink] = []
         """Of handshakes: the other engine takes the end of one for this engine's death."""
@@ -89,8 +96,10 @@ class Examiner:
 
     def examine(self, timeout_s: float) -> Examined | None:
         """None if there is no answer: another secret, clocks far apart, an older pdserve, or none at all."""
-        self._send(Examine(self._boot_id))
-        return self._answer(Examined, timeout_s)
+        self._send(Examine(self._boot_id, SPOKEN.newest, SPOKEN.oldest))
+        examined = self._answer(Examined, timeout_s)
+        self._peer = None if examined is None else examined.boot_id
+        return examined
 
     def greet(self, spec: EngineSpec, boot_id: bytes, timeout_s: float) -> bool:
         """The handshake of a decode engine with the engine of ``boot_id``. False if there is no answer.
@@ -99,6 +108,7 @@ class Examiner:
         """
         link = self._transport.open_link(probe_memory(0))
         self._links.append(link)
+        self._peer = boot_id or None
         greeting = Greeting(self._boot_id, spec, boot_id)
         self._send(greeting.hello([link.address]))
         answer = self._answer((Welcome, Refused), timeout_s)
@@ -141,7 +151,12 @@ class Examiner:
             link.close()
 
     def _send(self, message: ToPrefill) -> None:
-        self._client.send(self._sealer.seal(message))
+        if self._peer is not None and self._protocol is not None:
+            self._client.send(self._sealer.seal_to(self._peer, self._protocol, message))
+            return
+        # An engine takes the one that is meant for it.
+        self._client.send(self._sealer.seal(message, self._peer))
+        self._client.send(self._sealer.seal_for_0_1(message))
 
     def _answer(self, kind: type[M] | tuple[type[M], ...], timeout_s: float) -> M | None:
         """The next message of these kinds; others are passed over."""
@@ -152,9 +167,10 @@ class Examiner:
         while (left := deadline - time.monotonic()) > 0:
             poller.poll(max(1, int(left * 1000)))
             for frame in self._client.receive()[0]:
-                message = self._inbound.open(frame, time.monotonic())
-                if isinstance(message, kind):
-                    return message
+                opened = self._inbound.open(frame, time.monotonic())
+                if isinstance(opened, Opened) and isinstance(opened.message, kind):
+                    self._protocol = opened.protocol
+                    return opened.message
             reason = self._client.lost()
             if reason is not None:
                 raise PeerLost(reason)

@@ -1,24 +1,35 @@
-"""Whether two engines fit, settled once for each pair of boots and before any address is used."""
+"""Whether two engines fit, settled once for each pair of boots and before any address is used.
+
+The protocol is settled first: engines of two versions fit if there is a version that both speak.
+"""
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from pdserve.errors import HandshakeRefused, PeerLost
-from pdserve.wire.transfer import EngineSpec, Hello, Refused, Welcome
+from pdserve.wire.frame import Opened
+from pdserve.wire.transfer import EngineSpec, Hello, Pong, Refused, ToDecode, Welcome
+from pdserve.wire.version import NAMED_RECEIVERS, RELEASED_0_1
 from pdserve_kvtransfer.head_map import head_map
+
+_MAY_DIFFER = ("protocol", "oldest_protocol", "tp_size")
+
+
+def misfits(ours: EngineSpec, theirs: EngineSpec) -> Iterator[HandshakeRefused]:
+    """Every field that does not fit, in the order of EngineSpec."""
+    if ours.spoken.common(theirs.spoken) is None:
+        yield HandshakeRefused("protocol", str(ours.spoken), str(theirs.spoken))
+    for field in EngineSpec.__struct_fields__:
+        mine, other = getattr(ours, field), getattr(theirs, field)
+        if field not in _MAY_DIFFER and mine != other:
+            yield HandshakeRefused(field, str(mine), str(other))
 
 
 def misfit(ours: EngineSpec, theirs: EngineSpec) -> HandshakeRefused | None:
-    """The first field that differs, in the order of EngineSpec; the numbers of ranks may differ."""
-    for field in EngineSpec.__struct_fields__:
-        if field == "tp_size":
-            continue
-        mine, other = getattr(ours, field), getattr(theirs, field)
-        if mine != other:
-            return HandshakeRefused(field, str(mine), str(other))
-    return None
+    """The first field that does not fit."""
+    return next(misfits(ours, theirs), None)
 
 
 def answer(hello: Hello, boot_id: bytes, spec: EngineSpec) -> Refused | None:
@@ -53,12 +64,28 @@ class Greeting:
         self._spec = spec
         self._target_boot = target_boot
         self.standing = Standing.GREETING
+        self.protocol: int | None = None
+        """What is spoken; None before the welcome."""
 
     def hello(self, rank_addresses: Sequence[bytes]) -> Hello:
         return Hello(self._boot_id, self._spec, list(rank_addresses))
 
-    def on_welcome(self, message: Welcome) -> tuple[bytes, ...] | None:
+    def accepts(self, opened: Opened[ToDecode]) -> bool:
+        """Whether a frame counts: it is of the engine that was meant, and in the protocol that was agreed.
+
+        Raises PeerLost if it shows that another process has this engine's place.
+        """
+        message = opened.message
+        if opened.sender != self._target_boot:
+            if isinstance(message, Welcome | Refused | Pong) and message.boot_id == opened.sender:
+                self.check_boot(message.boot_id)
+            return False
+        return self.protocol is None or opened.named is (self.protocol >= NAMED_RECEIVERS)
+
+    def on_welcome(self, message: Welcome, *, named: bool = True) -> tuple[bytes, ...] | None:
         """The other ranks' addresses, to be connected to; None if the handshake stands already.
+
+        ``named`` is whether its frame named its receiver: those of pdserve 0.1 do not.
 
         Raises HandshakeRefused if the engines do not fit, PeerLost if another process answers than was meant.
         """
@@ -70,10 +97,13 @@ class Greeting:
         if refusal is not None:
             raise refusal
         self.standing = Standing.WELCOME
+        self.protocol = self._spec.spoken.common(message.spec.spoken) if named else RELEASED_0_1
         return tuple(message.rank_addresses)
 
     def refused(self, message: Refused) -> HandshakeRefused | PeerLost:
         """What a refusal means for this side."""
+        if message.field == "boot_id":
+            return PeerLost("the prefill node has restarted")
         if self.standing is Standing.WELCOME:
             return PeerLost("the prefill engine has given up the handshake")
         return HandshakeRefused(message.field, message.theirs, message.ours)

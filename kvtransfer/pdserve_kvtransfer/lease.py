@@ -40,6 +40,12 @@ class Heartbeat:
         self._interval_s = interval_s
         self.next: float | None = None
 
+    def keep(self, lease_s: float, now: float) -> None:
+        """The other side gives up after so long a silence: be heard at least twice in it."""
+        self._interval_s = min(self._interval_s, lease_s / 2)
+        if self.next is not None:
+            self.next = min(self.next, now + self._interval_s)
+
     def run(self, now: float) -> None:
         """Start, unless it is running."""
         if self.next is None:

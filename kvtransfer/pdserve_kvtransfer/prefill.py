@@ -8,7 +8,8 @@ from contextlib import ExitStack
 from functools import partial
 from typing import cast
 
-from pdserve.errors import RankLost, TransferError
+from pdserve.errors import RankLost, TransferError, UnreadableMessage, WrongReceiver
+from pdserve.wire.frame import Opened
 from pdserve.wire.transfer import (
     Cancel,
     Done,
@@ -23,6 +24,7 @@ from pdserve.wire.transfer import (
     ToDecode,
     ToPrefill,
 )
+from pdserve.wire.version import NAMED_RECEIVERS, RELEASED_0_1
 from pdserve_kvtransfer.control import ControlServer, Received
 from pdserve_kvtransfer.decode_peer import DecodePeer
 from pdserve_kvtransfer.events import PushOutcome
@@ -49,7 +51,7 @@ class PrefillSide:
         config = station.config
         self._station = station
         self._inbound: Inbound[ToPrefill] = Inbound(
-            station.secret, cast("type[ToPrefill]", ToPrefill), station.counters
+            station.secret, cast("type[ToPrefill]", ToPrefill), station.counters, station.boot_id
         )
         self._server = ControlServer(station.zmq_context, config.host, config.port, config.advertise)
         self._probes = ProbeHost(station, self._server)
@@ -96,9 +98,7 @@ class PrefillSide:
         for connection in look.ended:
             self._on_disconnect(connection, now)
         for received in look.frames:
-            message = self._inbound.open(received.frame, now)
-            if message is not None:
-                self._on_message(message, received, now)
+            self._take(received, now)
         for connection in look.gone:
             self._on_disconnect(connection, now)
         for peer in list(self._peers.values()):
@@ -106,32 +106,56 @@ class PrefillSide:
         more |= self._probes.turn(now)
         return more
 
-    def _on_message(self, message: ToPrefill, received: Received, now: float) -> None:
+    def _take(self, received: Received, now: float) -> None:
+        opened = self._inbound.open(received.frame, now)
+        match opened:
+            case Opened():
+                self._on_message(opened, received, now)
+            case WrongReceiver():
+                # Of an engine that means another one here, as after a restart of this one.
+                self._refuse(received.route, opened.sender, NAMED_RECEIVERS, "boot_id", "another", "assumed")
+            case UnreadableMessage() if (peer := self._peers.get(opened.sender)) is not None:
+                peer.unreadable(opened)
+
+    def _on_message(self, opened: Opened[ToPrefill], received: Received, now: float) -> None:
+        message = opened.message
+        if isinstance(message, PrefillRequest | Done | Cancel):
+            boot_id = message.transfer_id.decode_boot
+        else:
+            boot_id = message.boot_id
+        if opened.sender != boot_id:
+            # What an engine that is newer than pdserve 0.1 says to one of 0.1: it says the same for this one as well.
+            return
         match message:
             case Hello():
-                self._greet(message, received, now)
-            case PrefillRequest(transfer_id=transfer_id) | Done(transfer_id) | Cancel(transfer_id):
-                self._on_known(transfer_id.decode_boot, message, received, now)
-            case Ping(boot_id):
-                self._on_known(boot_id, message, received, now)
+                self._greet(message, opened, received, now)
+            case PrefillRequest() | Done() | Cancel() | Ping():
+                self._on_known(boot_id, message, opened, received, now)
             case Examine() | Probe() | ProbeEnd():
-                self._probes.on_message(message, received, now)
+                self._probes.on_message(message, received, opened.protocol, now)
 
     def _on_known(
-        self, boot_id: bytes, message: PrefillRequest | Done | Cancel | Ping, received: Received, now: float
+        self,
+        boot_id: bytes,
+        message: PrefillRequest | Done | Cancel | Ping,
+        opened: Opened[ToPrefill],
+        received: Received,
+        now: float,
     ) -> None:
         peer = self._peers.get(boot_id)
-        if peer is not None:
+        if peer is None:
+            if isinstance(message, PrefillRequest | Ping):
+                self._refuse(received.route, boot_id, opened.protocol, "handshake", "none", "assumed")
+        elif opened.named is (peer.protocol >= NAMED_RECEIVERS):
             peer.heard(received.route, received.connection, now)
             if isinstance(message, PrefillRequest) and any(gone.has(message.transfer_id) for gone in self._closing):
                 # The engine would take the end of the former for that of this one.
-                self._send(received.route, Failed(message.transfer_id, "a former push of this transfer has not ended"))
+                failed = Failed(message.transfer_id, "a former push of this transfer has not ended")
+                self._send(received.route, boot_id, peer.protocol, failed)
                 return
             self._attempt(peer, partial(peer.on_message, message, now))
-        elif isinstance(message, PrefillRequest | Ping):
-            self._send(received.route, Refused(self._station.boot_id, "handshake", "none", "assumed"))
 
-    def _greet(self, hello: Hello, received: Received, now: float) -> None:
+    def _greet(self, hello: Hello, opened: Opened[ToPrefill], received: Received, now: float) -> None:
         known = self._peers.get(hello.boot_id)
         if known is not None:
             self._lose(known, PushOutcome.PEER_LOST, "the decode engine has greeted anew")
@@ -142,15 +166,16 @@ class PrefillSide:
             log.warning(
                 "decode engine refused: %s is %s here and %s there", refusal.field, refusal.ours, refusal.theirs
             )
-            self._send(received.route, refusal)
+            self._send(received.route, hello.boot_id, opened.protocol, refusal)
             return
+        protocol = station.spec.spoken.common(hello.spec.spoken) if opened.named else None
         try:
-            peer = DecodePeer(station, self._server, hello)
+            peer = DecodePeer(station, self._server, hello, protocol or RELEASED_0_1)
         except RankLost:
             raise
         except Exception as exc:
             log.warning("decode engine refused: %s", exc, exc_info=not isinstance(exc, TransferError))
-            self._send(received.route, Refused(station.boot_id, "rank_addresses", str(exc), "unusable"))
+            self._refuse(received.route, hello.boot_id, opened.protocol, "rank_addresses", str(exc), "unusable")
             return
         peer.heard(received.route, received.connection, now)
         self._peers[hello.boot_id] = peer
@@ -182,7 +207,7 @@ class PrefillSide:
         if not peer.closed():
             self._closing.append(peer)
         # So that it greets again before its next request, and not because of it.
-        self._send(peer.route, Refused(self._station.boot_id, "handshake", "none", "assumed"))
+        self._refuse(peer.route, peer.boot_id, peer.protocol, "handshake", "none", "assumed")
 
     def forgive(self, now: float) -> None:
         for peer in self._peers.values():
@@ -217,6 +242,9 @@ class PrefillSide:
         for peer in self._closing:
             peer.forget()
 
-    def _send(self, route: bytes, message: ToDecode) -> None:
-        if not self._server.send(route, self._station.sealer.seal(message)):
+    def _refuse(self, route: bytes, boot_id: bytes, protocol: int, field: str, ours: str, theirs: str) -> None:
+        self._send(route, boot_id, protocol, Refused(self._station.boot_id, field, ours, theirs))
+
+    def _send(self, route: bytes, boot_id: bytes, protocol: int, message: ToDecode) -> None:
+        if not self._server.send(route, self._station.sealer.seal_to(boot_id, protocol, message)):
             log.warning("a decode engine is not reading its control channel")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 
 from pdserve.errors import PeerLost
+from pdserve.wire.frame import Opened
 from pdserve.wire.ids import TransferId
 from pdserve.wire.rank_transfer import (
     ConnectLink,
@@ -124,10 +125,10 @@ class PrefillPeer:
     def turn(self, now: float) -> bool:
         batch, more = self._client.receive()
         for frame in batch:
-            message = self._inbound.open(frame, now)
-            if message is not None:
+            opened = self._inbound.open(frame, now)
+            if isinstance(opened, Opened) and self._greeting.accepts(opened):
                 self.lease.renew(now)
-                self._on_message(message, now)
+                self._on_message(opened, now)
         # What it sent before it closed the connection comes first.
         reason = None if more else self._client.lost()
         if reason is not None:
@@ -138,10 +139,11 @@ class PrefillPeer:
 
     # ------------------------------------------------------------ the prefill engine
 
-    def _on_message(self, message: ToDecode, now: float) -> None:
+    def _on_message(self, opened: Opened[ToDecode], now: float) -> None:
+        message = opened.message
         match message:
             case Welcome():
-                self._on_welcome(message)
+                self._on_welcome(message, opened.named, now)
             case Refused():
                 raise self._greeting.refused(message)
             case Pong(boot_id, load):
@@ -163,10 +165,12 @@ class PrefillPeer:
                     self._station.outbox.put(LoadHeard(self.target.boot_id, load))
                 self._apply(session, session.on_failed(message))
 
-    def _on_welcome(self, message: Welcome) -> None:
-        addresses = self._greeting.on_welcome(message)
+    def _on_welcome(self, message: Welcome, named: bool, now: float) -> None:
+        addresses = self._greeting.on_welcome(message, named=named)
         if addresses is None:
             return
+        if message.lease_ms:
+            self._heartbeat.keep(message.lease_ms / 1000, now)
         if message.max_prompt_tokens:
             self._station.outbox.put(PrefillNodeMet(message.boot_id, message.max_prompt_tokens))
         self._pieces = head_map(self._station.spec.kv_heads, len(addresses), self.link.ranks)
@@ -317,7 +321,14 @@ class PrefillPeer:
                 counters.quarantined_blocks -= len(block_ids)
 
     def _send(self, message: Hello | PrefillRequest | Done | Cancel | Ping) -> bool:
-        sent = self._client.send(self._station.sealer.seal(message))
+        sent = False not in [self._client.send(frame) for frame in self._sealed(message)]
         if not sent:
             log.warning("%s is not reading its control channel", self.target.name)
         return sent
+
+    def _sealed(self, message: Hello | PrefillRequest | Done | Cancel | Ping) -> list[bytes]:
+        """Before the welcome, what the prefill engine speaks is not known: it takes the frame that is meant for it."""
+        sealer, boot_id, protocol = self._station.sealer, self.target.boot_id, self._greeting.protocol
+        if protocol is None:
+            return [sealer.seal(message, boot_id), sealer.seal_for_0_1(message)]
+        return [sealer.seal_to(boot_id, protocol, message)]

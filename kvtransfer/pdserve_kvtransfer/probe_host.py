@@ -22,6 +22,7 @@ from pdserve.wire.transfer import (
     ProbeRefused,
     ToDecode,
 )
+from pdserve.wire.version import Spoken
 from pdserve_kvtransfer.control import ControlServer, Received
 from pdserve_kvtransfer.label import label_of, tag_of
 from pdserve_kvtransfer.machine_identity import machine_identity
@@ -38,8 +39,9 @@ _SLOTS = 64
 class _Probing:
     """One probe under way. The constructor raises TransferError; so do methods when it is of no use any more."""
 
-    def __init__(self, transport: Transport, asked: Probe, received: Received, now: float) -> None:
+    def __init__(self, transport: Transport, asked: Probe, received: Received, protocol: int, now: float) -> None:
         self.asker = asked.boot_id
+        self.protocol = protocol
         self.route = received.route
         self.connection = received.connection
         self.until = now + PROBE_S
@@ -121,12 +123,15 @@ class ProbeHost:
         self._probing: _Probing | None = None
         self._free_at = -math.inf
 
-    def on_message(self, message: Examine | Probe | ProbeEnd, received: Received, now: float) -> None:
+    def on_message(self, message: Examine | Probe | ProbeEnd, received: Received, protocol: int, now: float) -> None:
+        """``protocol`` is the newest that the asker is known to speak."""
         match message:
-            case Examine():
-                self._send(received.route, self._examined())
+            case Examine(boot_id, newest, oldest):
+                common = self._station.spec.spoken.common(Spoken(newest, oldest))
+                # Without a common version it is told what is spoken here, as the oldest version would.
+                self._send(received.route, boot_id, common or newest, self._examined())
             case Probe():
-                self._open(message, received, now)
+                self._open(message, received, protocol, now)
             case ProbeEnd(boot_id):
                 if self._probing is not None and self._probing.asker == boot_id:
                     self._end(now)
@@ -143,22 +148,26 @@ class ProbeHost:
             ipc_namespace=identity.ipc_namespace,
         )
 
-    def _open(self, asked: Probe, received: Received, now: float) -> None:
+    def _open(self, asked: Probe, received: Received, protocol: int, now: float) -> None:
+        def refuse(reason: str) -> None:
+            self._send(received.route, asked.boot_id, protocol, ProbeRefused(self._station.boot_id, reason))
+
         if asked.messages * asked.message_bytes > MAX_PROBE_BYTES:
-            self._refuse(received.route, f"a probe moves at most {MAX_PROBE_BYTES} bytes")
+            refuse(f"a probe moves at most {MAX_PROBE_BYTES} bytes")
             return
         if self._probing is not None or now < self._free_at:
-            self._refuse(received.route, "another probe is under way")
+            refuse("another probe is under way")
             return
         try:
-            self._probing = _Probing(self._station.transport, asked, received, now)
+            self._probing = _Probing(self._station.transport, asked, received, protocol, now)
         except Exception as exc:
             if not isinstance(exc, TransferError):
                 log.exception("a probe cannot begin")
-            self._refuse(received.route, str(exc))
+            refuse(str(exc))
             return
         log.info("a probe of %d messages of %d bytes", asked.messages, asked.message_bytes)
-        self._send(received.route, ProbeOpened(self._station.boot_id, self._probing.link.address))
+        opened = ProbeOpened(self._station.boot_id, self._probing.link.address)
+        self._send(received.route, asked.boot_id, protocol, opened)
 
     def turn(self, now: float) -> bool:
         if self._probing is None:
@@ -193,12 +202,11 @@ class ProbeHost:
 
     def close(self) -> None:
         if self._probing is not None:
-            self._refuse(self._probing.route, "the prefill engine is closing")
-            self._end(-math.inf)
+            self._give_up(self._probing, "the prefill engine is closing", -math.inf)
 
     def _give_up(self, probing: _Probing, reason: str, now: float) -> None:
         self._end(now)
-        self._refuse(probing.route, reason)
+        self._send(probing.route, probing.asker, probing.protocol, ProbeRefused(self._station.boot_id, reason))
 
     def _end(self, now: float) -> None:
         if self._probing is not None:
@@ -206,8 +214,5 @@ class ProbeHost:
             self._probing = None
             self._free_at = now + PAUSE_S
 
-    def _refuse(self, route: bytes, reason: str) -> None:
-        self._send(route, ProbeRefused(self._station.boot_id, reason))
-
-    def _send(self, route: bytes, message: ToDecode) -> None:
-        self._server.send(route, self._station.sealer.seal(message))
+    def _send(self, route: bytes, asker: bytes, protocol: int, message: ToDecode) -> None:
+        self._server.send(route, self._station.sealer.seal_to(asker, protocol, message))

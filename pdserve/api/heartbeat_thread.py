@@ -15,13 +15,14 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from typing import cast
 
 import zmq
 
 from pdserve.api.proxy_link import MISSED_ACKS, Link, Standing
 from pdserve.errors import ConfigError, WireError
-from pdserve.wire.discovery import Ack, Deregister, Load, NodeInfo
-from pdserve.wire.frame import Opener, Purpose, Sealer
+from pdserve.wire.discovery import Deregister, FromProxy, Load, NodeInfo, ToProxy
+from pdserve.wire.frame import Opened, Opener, Purpose, Sealer
 
 log = logging.getLogger(__name__)
 
@@ -144,8 +145,11 @@ class _Line:
         self._standing: Standing | None = None
         self._boot_id = node.boot_id
         self._sealer = Sealer(secret, Purpose.DISCOVERY, node.boot_id)
-        self._opener = Opener(secret, Purpose.DISCOVERY, Ack)
+        self._opener: Opener[FromProxy] = Opener(
+            secret, Purpose.DISCOVERY, cast("type[FromProxy]", FromProxy), receiver=node.boot_id
+        )
         self._sent = True
+        self._refusal = ""
         self.socket = _connect(context, proxy, heartbeat_s)
 
     @property
@@ -155,21 +159,22 @@ class _Line:
 
     def speak(self, now: float, *, silent: bool) -> None:
         """Send what is due, unless ``silent``."""
-        message = self.link.tick(now)
-        if message is not None and not silent:
-            self._sent = self._send(self._sealer.seal(message))
+        messages = self.link.tick(now)
+        if messages and not silent:
+            self._sent = False not in [self._send(message) for message in messages]
 
     def listen(self, ready: int, now: float) -> None:
         """Take what ``ready`` says that there is."""
         if ready & zmq.POLLOUT:
             self.link.unsent(now)
         if ready & zmq.POLLIN:
-            ack = self._opened(self.socket.recv_multipart())
-            if ack is not None:
-                self.link.acknowledged(ack, now)
+            opened = self._opened(self.socket.recv_multipart())
+            if opened is not None:
+                self.link.answered(opened, now)
+                self._show_refusal()
 
     def part(self) -> None:
-        self._send(self._sealer.seal(Deregister(self._boot_id)))
+        self._send(Deregister(self._boot_id))
 
     def changed(self) -> Standing | None:
         """How the proxy answers, if that is another than at the last call."""
@@ -182,17 +187,22 @@ class _Line:
             log.warning("proxy %s does not answer, or no longer knows this node", self.proxy)
         return self._standing
 
-    def _send(self, frame: bytes) -> bool:
+    def _show_refusal(self) -> None:
+        before, self._refusal = self._refusal, self.link.refusal
+        if self._refusal and self._refusal != before:
+            log.error("proxy %s refuses this node: %s", self.proxy, self._refusal)
+
+    def _send(self, message: ToProxy) -> bool:
         """Send if there is a connection with room for it; a frame that waits would only be too old later."""
         try:
-            self.socket.send(frame, zmq.NOBLOCK)
+            self.socket.send(self.link.seal(self._sealer, message), zmq.NOBLOCK)
         except zmq.Again:
             return False
         return True
 
-    def _opened(self, parts: list[bytes]) -> Ack | None:
+    def _opened(self, parts: list[bytes]) -> Opened[FromProxy] | None:
         try:
-            return self._opener.open(parts[-1])
+            return self._opener.open_from(parts[-1])
         except WireError as exc:
             log.warning("dropped a message from proxy %s: %s", self.proxy, exc)
             return None

@@ -1,8 +1,14 @@
 """What a node has to tell one proxy, and when.
 
-ANNOUNCING ──Ack(known)──▶ REGISTERED      sends Register every interval until one is acknowledged
-REGISTERED ──Ack(not known)──▶ ANNOUNCING  the proxy was restarted, or dropped us: Register at once
-REGISTERED ──silence──▶ ANNOUNCING         ``MISSED_ACKS`` intervals without an answer
+    GREETING ──Welcome──▶ ANNOUNCING           who the proxy is; Register at once
+    GREETING ──Ack(known) of 0.1──▶ REGISTERED
+    ANNOUNCING ──Ack(known)──▶ REGISTERED
+    ANNOUNCING ──an interval──▶ GREETING       no answer, or the registry is full
+    REGISTERED ──Ack(not known)──▶ GREETING    the proxy was restarted, or dropped us: Hello at once
+    REGISTERED ──silence──▶ GREETING           ``MISSED_ACKS`` intervals without an answer
+
+A node cannot know whether the proxy is of pdserve 0.1, which has no ``Hello``. So while it greets, it sends with every
+``Hello`` a ``Register`` as 0.1 reads it; each proxy answers the one that is meant for it.
 """
 
 from __future__ import annotations
@@ -10,12 +16,18 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable
 
-from pdserve.wire.discovery import Ack, Heartbeat, Load, NodeInfo, Register, ToProxy
+import msgspec
+
+from pdserve.wire.discovery import Ack, FromProxy, Heartbeat, Hello, Load, NodeInfo, Refused, Register, ToProxy, Welcome
+from pdserve.wire.frame import Opened, Sealer
+from pdserve.wire.ids import new_id
+from pdserve.wire.version import SPOKEN, Spoken
 
 MISSED_ACKS = 3
 
 
 class LinkState(enum.Enum):
+    GREETING = "greeting"
     ANNOUNCING = "announcing"
     REGISTERED = "registered"
 
@@ -27,19 +39,25 @@ class Standing(enum.Enum):
     UNREACHED = "cannot be reached: nothing that speaks pdserve's control protocol listens there"
     SILENT = "does not answer: its cluster secret is another one, its clock is wrong, or it hangs"
     TURNED_AWAY = "turns this node away: its registry is full"
+    REFUSED = "refuses this node, and the node's log says why"
 
 
 class Link:
-    """Sans-IO; times are seconds on one monotonic clock."""
+    """Sans-IO; times are seconds on one monotonic clock. ``heartbeat_s`` counts until the proxy has told its own."""
 
     def __init__(self, node: NodeInfo, heartbeat_s: float, load: Callable[[], Load], now: float) -> None:
-        self.state = LinkState.ANNOUNCING
-        self._node = node
-        self._heartbeat_s = heartbeat_s
+        self.state = LinkState.GREETING
+        self.refusal = ""
+        """Why the proxy does not take this node; empty if it has not said no."""
+        self._node = msgspec.structs.replace(node, protocol=SPOKEN.newest, oldest_protocol=SPOKEN.oldest)
+        self._configured_s = self._heartbeat_s = heartbeat_s
         self._load = load
         self._due_s = now
         self._heard_s = now
         self._turned_away = False
+        self._nonce = b""
+        self._proxy: bytes | None = None
+        """The boot id of the proxy; None if it is not known, or the proxy is of 0.1."""
 
     def standing(self, *, connected: bool) -> Standing:
         """``connected`` is whether there was a connection for the last message."""
@@ -47,6 +65,8 @@ class Link:
             return Standing.ACCEPTED
         if not connected:
             return Standing.UNREACHED
+        if self.refusal:
+            return Standing.REFUSED
         return Standing.TURNED_AWAY if self._turned_away else Standing.SILENT
 
     @property
@@ -54,29 +74,71 @@ class Link:
         """When ``tick`` has something to send next."""
         return self._due_s
 
-    def tick(self, now: float) -> ToProxy | None:
-        """The message to send now, if one is due."""
+    def tick(self, now: float) -> tuple[ToProxy, ...]:
+        """The messages to send now, if any is due."""
         if now < self._due_s:
-            return None
+            return ()
         self._due_s = now + self._heartbeat_s
         if self.state is LinkState.REGISTERED and now - self._heard_s >= MISSED_ACKS * self._heartbeat_s:
-            self.state = LinkState.ANNOUNCING
-        if self.state is LinkState.REGISTERED:
-            return Heartbeat(self._node.boot_id, self._load())
-        return Register(self._node)
+            self._greet(now)
+        match self.state:
+            case LinkState.GREETING:
+                self._proxy = None
+                self._nonce = new_id()
+                hello = Hello(self._node.boot_id, self._nonce, SPOKEN.newest, SPOKEN.oldest)
+                return (hello, Register(self._node))
+            case LinkState.ANNOUNCING:
+                self.state = LinkState.GREETING  # again, unless it is acknowledged
+                return (Register(self._node),)
+            case LinkState.REGISTERED:
+                return (Heartbeat(self._node.boot_id, self._load()),)
+
+    def seal(self, sealer: Sealer, message: ToProxy) -> bytes:
+        """The frame of a message to this proxy."""
+        if isinstance(message, Hello):
+            return sealer.seal(message)
+        return sealer.seal_for_0_1(message) if self._proxy is None else sealer.seal(message, self._proxy)
 
     def unsent(self, now: float) -> None:
         """The last message found no connection; there is one now, so it is due again."""
         self._due_s = now
 
-    def acknowledged(self, ack: Ack, now: float) -> None:
-        """Take the proxy's answer. One about another boot of this node is ignored."""
-        if ack.boot_id != self._node.boot_id:
+    def answered(self, opened: Opened[FromProxy], now: float) -> None:
+        """Take the proxy's answer. One about another boot of this node, or to another greeting, is ignored."""
+        if opened.message.boot_id != self._node.boot_id:
             return
-        self._heard_s = now
+        match opened.message:
+            case Ack():
+                self._on_ack(opened.message, opened.sender if opened.named else None, now)
+            case Welcome() if opened.named and opened.message.nonce == self._nonce:
+                self._on_welcome(opened.message, opened.sender, now)
+            case Refused(reason=reason) if opened.named and self.state is not LinkState.REGISTERED:
+                self.refusal = reason
+
+    def _on_welcome(self, welcome: Welcome, proxy: bytes, now: float) -> None:
+        self._nonce = b""
+        theirs = Spoken(welcome.protocol, welcome.oldest_protocol)
+        if SPOKEN.common(theirs) is None:
+            self.refusal = f"protocol is {SPOKEN} here and {theirs} there: upgrade the older one first"
+            return
+        self._proxy = proxy
+        self._heartbeat_s = welcome.heartbeat_ms / 1000
+        self.state = LinkState.ANNOUNCING
+        self._due_s = now
+
+    def _on_ack(self, ack: Ack, proxy: bytes | None, now: float) -> None:
         self._turned_away = not ack.known
-        if ack.known:
+        if proxy == self._proxy and ack.known:
+            self._heard_s = now
             self.state = LinkState.REGISTERED
-        elif self.state is LinkState.REGISTERED:
-            self.state = LinkState.ANNOUNCING
+            self.refusal = ""
+        elif not ack.known and self.state is LinkState.REGISTERED:
+            # Also if another process says so: it has taken the proxy's place.
+            self._greet(now)
             self._due_s = now
+
+    def _greet(self, now: float) -> None:
+        self.state = LinkState.GREETING
+        self._proxy = None
+        self._heartbeat_s = self._configured_s
+        self._due_s = now + self._heartbeat_s

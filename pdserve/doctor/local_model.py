@@ -8,7 +8,8 @@ from pdserve.config import CacheConfig, ModelConfig
 from pdserve.models.decoder_config import read_decoder_config
 from pdserve.models.demo import resolve_model
 from pdserve.models.weights import fingerprint
-from pdserve.wire.transfer import PROTOCOL_VERSION, EngineSpec
+from pdserve.wire.transfer import EngineSpec
+from pdserve.wire.version import OLDEST_PROTOCOL, PROTOCOL_VERSION
 
 
 def local_spec(model: ModelConfig, cache: CacheConfig, cache_dir: Path) -> EngineSpec:
@@ -17,6 +18,7 @@ def local_spec(model: ModelConfig, cache: CacheConfig, cache_dir: Path) -> Engin
     decoder = read_decoder_config(folder)
     return EngineSpec(
         protocol=PROTOCOL_VERSION,
+        oldest_protocol=OLDEST_PROTOCOL,
         fingerprint=fingerprint(folder),
         dtype=model.dtype.value,
         block_size=cache.block_size,

@@ -13,13 +13,16 @@ import msgspec
 from pdserve.doctor.finding import Finding, ok, problem, warning
 from pdserve.errors import HandshakeRefused, TransferError
 from pdserve.wire.frame import MAX_AGE_S
-from pdserve.wire.transfer import PROTOCOL_VERSION, EngineSpec, Examined
+from pdserve.wire.transfer import EngineSpec, Examined
+from pdserve.wire.version import OLDEST_PROTOCOL, PROTOCOL_VERSION
 from pdserve_kvtransfer.examiner import Examiner
+from pdserve_kvtransfer.handshake import misfits
 from pdserve_kvtransfer.machine_identity import MachineIdentity
 
 _CLOCK_WARNING_S = 5.0
 _NO_MODEL = EngineSpec(
     protocol=PROTOCOL_VERSION,
+    oldest_protocol=OLDEST_PROTOCOL,
     fingerprint="pdserve doctor",
     dtype="",
     block_size=0,
@@ -30,7 +33,7 @@ _NO_MODEL = EngineSpec(
 )
 """What an engine that knows no ``Examine`` is greeted with, so that it says what differs first."""
 _ADVICE = {
-    "protocol": "run the same version of pdserve on both",
+    "protocol": "run the same version of pdserve on both, or one that is a minor version older",
     "fingerprint": "give both the same --model in the same form: the same folder's files, or the same .gguf",
     "dtype": "give both the same --dtype",
     "block_size": "give both the same --block-size",
@@ -70,7 +73,7 @@ def read_peer(asker: Examiner, control: str, ours: EngineSpec | None, timeout_s:
             examined = asker.examine(timeout_s)
             if examined is not None:
                 ahead_s = examined.clock_ms / 1000 - (asked + time.time()) / 2
-            spec = ours or (_NO_MODEL if examined is None else msgspec.structs.replace(examined.spec, tp_size=1))
+            spec = ours or (_NO_MODEL if examined is None else _like(examined.spec))
             handshake = asker.greet(spec, examined.boot_id if examined else b"", timeout_s)
             if handshake:
                 round_trip_s = asker.control_round_trip_s(timeout_s) or 0.0
@@ -79,6 +82,11 @@ def read_peer(asker: Examiner, control: str, ours: EngineSpec | None, timeout_s:
         except TransferError as exc:
             broken = str(exc)
     return PeerFacts(control, error, examined, refused, handshake, broken, round_trip_s, ahead_s)
+
+
+def _like(spec: EngineSpec) -> EngineSpec:
+    """What an engine here would be that fits."""
+    return msgspec.structs.replace(spec, protocol=PROTOCOL_VERSION, oldest_protocol=OLDEST_PROTOCOL, tp_size=1)
 
 
 def _connect_error(control: str, timeout_s: float) -> str:
@@ -158,11 +166,10 @@ def _spec(examined: Examined, check: str) -> Finding:
 def _misfits(theirs: EngineSpec, ours: EngineSpec, check: str) -> list[Finding]:
     """Every field that differs, where the handshake names the first alone."""
     findings = []
-    for field in EngineSpec.__struct_fields__:
-        there, here = getattr(theirs, field), getattr(ours, field)
-        if field != "tp_size" and there != here:
-            advice = _ADVICE.get(field, _ADVICE["fingerprint"])
-            findings.append(problem(check, f"{field} is {_short(there)} there and {_short(here)} here", advice))
+    for refused in misfits(ours, theirs):
+        advice = _ADVICE.get(refused.field, _ADVICE["fingerprint"])
+        seen = f"{refused.field} is {_short(refused.theirs)} there and {_short(refused.ours)} here"
+        findings.append(problem(check, seen, advice))
     return findings or [ok(check, f"the same model, dtype and block size; {_ranks(theirs.tp_size)} there")]
 
 

@@ -19,12 +19,14 @@ from pdserve.config import TransferConfig
 from pdserve.errors import TransferError
 from pdserve.wire.discovery import Role
 from pdserve.wire.ids import new_id
-from pdserve.wire.transfer import PROTOCOL_VERSION, EngineSpec
+from pdserve.wire.transfer import EngineSpec
+from pdserve.wire.version import OLDEST_PROTOCOL, PROTOCOL_VERSION
 from pdserve_kvtransfer.region import KvRegion
 from pdserve_kvtransfer.thread import TransferThread
 
 _SPEC = EngineSpec(
     protocol=PROTOCOL_VERSION,
+    oldest_protocol=OLDEST_PROTOCOL,
     fingerprint="none",
     dtype="none",
     block_size=1,

@@ -32,7 +32,8 @@ from pdserve.models.tensor_parallel import TpGroup
 from pdserve.models.weights import fingerprint
 from pdserve.wire.discovery import Role
 from pdserve.wire.rank import Load, Loaded
-from pdserve.wire.transfer import PROTOCOL_VERSION, EngineSpec
+from pdserve.wire.transfer import EngineSpec
+from pdserve.wire.version import OLDEST_PROTOCOL, PROTOCOL_VERSION
 
 MIB = 2**20
 
@@ -72,6 +73,7 @@ def assemble(
     max_model_len = _max_model_len(config, decoder, num_blocks)
     spec = EngineSpec(
         protocol=PROTOCOL_VERSION,
+        oldest_protocol=OLDEST_PROTOCOL,
         fingerprint=fingerprint(folder),
         dtype=config.model.dtype.value,
         block_size=block_size,

@@ -1,8 +1,10 @@
 """Node ↔ proxy: who is there. Sealed frames (see ``frame``), node DEALER to proxy ROUTER.
 
-A node sends ``Register``, then ``Heartbeat`` every interval; the proxy answers each with ``Ack``. ``known=False``
-tells a node that this proxy has not got (or has dropped) its registration: it registers again. ``Deregister`` is a
-clean goodbye.
+A node does not know who listens at the address that it was given, so it begins with ``Hello``, which asks for nothing
+but the proxy's boot id. ``Welcome`` brings it: all that follows is sealed for that boot of that proxy, and good at no
+other. Then the node sends ``Register``, and ``Heartbeat`` every interval; the proxy answers each with ``Ack``.
+``known=False`` tells a node that this proxy has not got (or has dropped) its registration: it greets again.
+``Deregister`` is a clean goodbye. What a proxy cannot accept, it answers with ``Refused`` and why.
 """
 
 from __future__ import annotations
@@ -13,7 +15,9 @@ from typing import Annotated, TypeAlias
 import msgspec
 
 from pdserve.wire.ids import BootId
+from pdserve.wire.version import RELEASED_0_1, since
 
+Nonce: TypeAlias = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
 Text: TypeAlias = Annotated[str, msgspec.Meta(max_length=512)]
 
 
@@ -25,7 +29,7 @@ class Role(enum.Enum):
     MIXED = "mixed"
 
 
-class Capacity(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Capacity(msgspec.Struct, frozen=True):
     """What a node could hold at most."""
 
     max_running: int
@@ -34,7 +38,7 @@ class Capacity(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_model_len: int
 
 
-class Load(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Load(msgspec.Struct, frozen=True):
     """What a node holds now."""
 
     running: int = 0
@@ -42,7 +46,7 @@ class Load(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     free_blocks: int = 0
 
 
-class NodeInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class NodeInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One running node, as it describes itself."""
 
     name: Text
@@ -58,24 +62,60 @@ class NodeInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     fingerprint: Text
     """Of model configuration, weights, dtype and KV layout. Nodes pair only when it is equal."""
     capacity: Capacity
+    protocol: Annotated[int, since(6)] = RELEASED_0_1
+    """The newest version of the protocol that it speaks."""
+    oldest_protocol: Annotated[int, since(6)] = RELEASED_0_1
+    """The oldest one that it still speaks."""
 
 
-class Register(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="register"):
+class Hello(msgspec.Struct, frozen=True, tag_field="kind", tag="hello"):
+    """Who are you? Changes nothing at the proxy."""
+
+    boot_id: BootId
+    nonce: Nonce
+    """Random, and new in every ``Hello``: the answer to another one is not the answer to this."""
+    protocol: int
+    oldest_protocol: int
+
+
+class Register(msgspec.Struct, frozen=True, tag_field="kind", tag="register"):
     node: NodeInfo
 
 
-class Heartbeat(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="heartbeat"):
+class Heartbeat(msgspec.Struct, frozen=True, tag_field="kind", tag="heartbeat"):
     boot_id: BootId
     load: Load
 
 
-class Deregister(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="deregister"):
+class Deregister(msgspec.Struct, frozen=True, tag_field="kind", tag="deregister"):
     boot_id: BootId
 
 
-class Ack(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="ack"):
+class Ack(msgspec.Struct, frozen=True, tag_field="kind", tag="ack"):
     boot_id: BootId
     known: bool
 
 
-ToProxy: TypeAlias = Register | Heartbeat | Deregister
+class Welcome(msgspec.Struct, frozen=True, tag_field="kind", tag="welcome"):
+    """The answer to ``Hello``. Who sealed it is whom further messages are for."""
+
+    boot_id: BootId
+    """Of the node."""
+    nonce: Nonce
+    """Of the ``Hello``."""
+    protocol: int
+    oldest_protocol: int
+    heartbeat_ms: Annotated[int, msgspec.Meta(ge=1, le=3_600_000)]
+    """How often this proxy wants to hear of the node."""
+
+
+class Refused(msgspec.Struct, frozen=True, tag_field="kind", tag="refused"):
+    """A greeting or registration that this proxy cannot accept, however often it is repeated."""
+
+    boot_id: BootId
+    """Of the node."""
+    reason: Annotated[str, msgspec.Meta(max_length=2_000)]
+
+
+ToProxy: TypeAlias = Hello | Register | Heartbeat | Deregister
+FromProxy: TypeAlias = Ack | Welcome | Refused

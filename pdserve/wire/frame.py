@@ -1,7 +1,11 @@
 """Authenticated frames: every control message between hosts travels in one.
 
 A frame is a MessagePack array ``[version, sender, counter, sent_ms, body, mac]``. ``mac`` is HMAC-SHA256 with the
-cluster secret over all the rest and over the channel's purpose, so a frame of one channel is no good on another.
+cluster secret over all the rest and over the channel's purpose, so a frame of one channel is no good on another. In
+frames of version 2 the body begins with the boot id of the process that the frame is for, and no other process takes
+it. A frame of version 1 names nobody: greetings of somebody whose boot id is not known yet, tickets (which name their
+node themselves), and all frames from and for pdserve 0.1.
+
 Replays are refused: a sender's counter must rise (or, where frames may overtake each other, be a new one), and a frame
 older (or newer) than ``MAX_AGE_S`` by the receiver's clock is dropped. Where frames may have to queue before they are
 looked at, messages say how long they are good for instead: age alone is no sign of a replay there.
@@ -15,19 +19,24 @@ import hmac
 import struct
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Annotated, Generic, TypeVar
 
 import msgspec
 
-from pdserve.errors import AuthenticationFailed, MalformedFrame
-from pdserve.wire.ids import BootId
+from pdserve.errors import AuthenticationFailed, MalformedFrame, UnreadableMessage, WrongReceiver
+from pdserve.wire.ids import BootId, new_id
 from pdserve.wire.replay_window import ReplayWindow, RisingCounter
+from pdserve.wire.version import NAMED_RECEIVERS, RELEASED_0_1, for_protocol
 
-FRAME_VERSION = 1
+UNNAMED = 1
+"""Version of frames that do not name their receiver."""
+NAMED = 2
+"""Version of frames whose body begins with their receiver's boot id."""
 MAX_AGE_S = 60.0
 MAX_FRAME_BYTES = 4 * 2**20
 MAX_SENDERS = 65_536
-
+_NAME_BYTES = 16
 
 T = TypeVar("T")
 
@@ -59,9 +68,9 @@ class _Signer:
     def __init__(self, secret: bytes, purpose: Purpose) -> None:
         self._begun = hmac.new(secret, purpose.value + b"\0", hashlib.sha256)
 
-    def mac(self, sender: bytes, counter: int, sent_ms: int, body: bytes) -> bytes:
+    def mac(self, version: int, sender: bytes, counter: int, sent_ms: int, body: bytes) -> bytes:
         mac = self._begun.copy()
-        mac.update(struct.pack(">B16sQQ", FRAME_VERSION, sender, counter, sent_ms) + body)
+        mac.update(struct.pack(">B16sQQ", version, sender, counter, sent_ms) + body)
         return mac.digest()
 
 
@@ -73,16 +82,54 @@ class Sealer:
     ) -> None:
         self._signer = _Signer(secret, purpose)
         self._sender = sender
+        self._alias = new_id()
         self._clock = clock
         self._counter = 0
 
-    def seal(self, message: msgspec.Struct) -> bytes:
-        """The frame to send, as one ZMQ part or one header value before base64."""
-        self._counter += 1
+    def seal(self, message: msgspec.Struct, receiver: bytes | None = None) -> bytes:
+        """The frame to send, as one ZMQ part or one header value before base64.
+
+        ``receiver`` is the boot id of the one process that shall take it; None if that is not known yet.
+        """
         body = _encoder.encode(message)
+        if receiver is None:
+            return self._seal(UNNAMED, self._sender, body)
+        return self._seal(NAMED, self._sender, receiver + body)
+
+    def seal_for_0_1(self, message: msgspec.Struct) -> bytes:
+        """As pdserve 0.1 reads it. A receiver that is newer can tell that this was not meant for it.
+
+        The frame names nobody, so that it could be replayed anywhere. But its sender is another random number than the
+        boot id in the message, which 0.1 does not compare; those who do compare them do not take it.
+        """
+        return self._seal(UNNAMED, self._alias, _encoder.encode(for_protocol(message, RELEASED_0_1)))
+
+    def seal_to(self, receiver: bytes, protocol: int, message: msgspec.Struct) -> bytes:
+        """For a peer with whom ``protocol`` was agreed."""
+        if protocol < NAMED_RECEIVERS:
+            return self.seal_for_0_1(message)
+        return self.seal(for_protocol(message, protocol), receiver)
+
+    def _seal(self, version: int, sender: bytes, body: bytes) -> bytes:
+        self._counter += 1
         sent_ms = int(self._clock() * 1000)
-        mac = self._signer.mac(self._sender, self._counter, sent_ms, body)
-        return _encoder.encode(_Frame(FRAME_VERSION, self._sender, self._counter, sent_ms, body, mac))
+        mac = self._signer.mac(version, sender, self._counter, sent_ms, body)
+        return _encoder.encode(_Frame(version, sender, self._counter, sent_ms, body, mac))
+
+
+@dataclass(frozen=True, slots=True)
+class Opened(Generic[T]):
+    """An authentic message, and what its frame says about it."""
+
+    message: T
+    sender: bytes
+    named: bool
+    """Whether the frame named this process as its receiver."""
+
+    @property
+    def protocol(self) -> int:
+        """The oldest version of the protocol that has such frames."""
+        return NAMED_RECEIVERS if self.named else RELEASED_0_1
 
 
 class Opener(Generic[T]):
@@ -90,7 +137,8 @@ class Opener(Generic[T]):
 
     ``ordered=False`` is for channels whose frames may overtake each other (one HTTP request each): a frame is then
     refused if that very counter was seen, or is ``WINDOW`` behind the latest one. ``lifetime_s`` gives the seconds for
-    which a message is good, beyond the ``MAX_AGE_S`` that clocks may differ by.
+    which a message is good, beyond the ``MAX_AGE_S`` that clocks may differ by. ``receiver`` is this process's boot id;
+    without one, it takes only frames that name nobody.
     """
 
     def __init__(
@@ -99,12 +147,14 @@ class Opener(Generic[T]):
         purpose: Purpose,
         message: type[T],
         *,
+        receiver: bytes | None = None,
         ordered: bool = True,
         lifetime_s: Callable[[T], float] = lambda _: 0.0,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._signer = _Signer(secret, purpose)
         self._purpose = purpose
+        self._receiver = receiver
         self._decoder: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(message)
         self._lifetime_s = lifetime_s
         self._clock = clock
@@ -112,28 +162,45 @@ class Opener(Generic[T]):
         self._senders: dict[bytes, RisingCounter | ReplayWindow] = {}
 
     def open(self, frame: bytes) -> T:
-        """The message in ``frame``.
+        """The message in ``frame``. Raises as ``open_from`` does."""
+        return self.open_from(frame).message
 
-        Raises MalformedFrame if it is not what this channel carries, AuthenticationFailed if it is not to be believed.
+    def open_from(self, frame: bytes) -> Opened[T]:
+        """The message in ``frame``, and from whom it is.
+
+        Raises MalformedFrame if it is not what this channel carries (UnreadableMessage if it is authentic nonetheless),
+        AuthenticationFailed if it is not to be believed (WrongReceiver if it is authentic, but for another process).
         """
+        outer = self._authentic(frame)
+        named = outer.version == NAMED
+        if named and outer.body[:_NAME_BYTES] != self._receiver:
+            self._check_age(outer, MAX_AGE_S)
+            raise WrongReceiver("frame is for another process, or for another start of this one", outer.sender)
+        body = outer.body[_NAME_BYTES:] if named else outer.body
+        try:
+            message = self._decoder.decode(body)
+        except (msgspec.DecodeError, msgspec.ValidationError) as exc:
+            self._check_age(outer, MAX_AGE_S)
+            self._check_first_use(outer)
+            reason = f"unexpected {self._purpose.name.lower()} message: {exc}"
+            raise UnreadableMessage(reason, outer.sender, body if named else b"") from exc
+        self._check_age(outer, MAX_AGE_S + self._lifetime_s(message))
+        self._check_first_use(outer)
+        return Opened(message, outer.sender, named)
+
+    def _authentic(self, frame: bytes) -> _Frame:
         if len(frame) > MAX_FRAME_BYTES:
             raise MalformedFrame(f"frame of {len(frame)} bytes; at most {MAX_FRAME_BYTES} are accepted")
         try:
             outer = _frame_decoder.decode(frame)
         except (msgspec.DecodeError, msgspec.ValidationError) as exc:
             raise MalformedFrame(f"not a pdserve frame: {exc}") from exc
-        if outer.version != FRAME_VERSION:
-            raise MalformedFrame(f"frame version {outer.version}; this process speaks {FRAME_VERSION}")
-        expected = self._signer.mac(outer.sender, outer.counter, outer.sent_ms, outer.body)
+        if outer.version not in (UNNAMED, NAMED):
+            raise MalformedFrame(f"frame version {outer.version}; this process speaks {UNNAMED} and {NAMED}")
+        expected = self._signer.mac(outer.version, outer.sender, outer.counter, outer.sent_ms, outer.body)
         if not hmac.compare_digest(expected, outer.mac):
             raise AuthenticationFailed("wrong signature: the sender has another cluster secret")
-        try:
-            message = self._decoder.decode(outer.body)
-        except (msgspec.DecodeError, msgspec.ValidationError) as exc:
-            raise MalformedFrame(f"unexpected {self._purpose.name.lower()} message: {exc}") from exc
-        self._check_age(outer, MAX_AGE_S + self._lifetime_s(message))
-        self._check_first_use(outer)
-        return message
+        return outer
 
     def _check_age(self, frame: _Frame, max_age_s: float) -> None:
         age_s = self._clock() - frame.sent_ms / 1000

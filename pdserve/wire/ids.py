@@ -19,7 +19,7 @@ def new_id() -> bytes:
     return secrets.token_bytes(16)
 
 
-class TransferId(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class TransferId(msgspec.Struct, frozen=True, array_like=True):
     """One attempt to move one request's KV cache. A retry is another transfer."""
 
     request: RequestUuid

@@ -15,7 +15,7 @@ CELLS = 512
 LinkNumber: TypeAlias = Annotated[int, msgspec.Meta(ge=1, lt=1 << 62)]
 
 
-class MemoryOffer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class MemoryOffer(msgspec.Struct, frozen=True):
     """Where processes of the same user on the same host find a link's memory, to read it."""
 
     pid: Annotated[int, msgspec.Meta(ge=1)]
@@ -28,7 +28,7 @@ class MemoryOffer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     nonce: LinkNumber
 
 
-class LinkAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class LinkAddress(msgspec.Struct, frozen=True):
     worker: bytes
     """A UCX worker's address."""
     link: LinkNumber

@@ -7,7 +7,7 @@ from typing import Annotated
 import msgspec
 
 
-class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
     """Validated at the API; the engine trusts it.
 
     ``seed`` is always set (the API draws one where the client gave none), so that the random choice is a function of
@@ -44,7 +44,7 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     """How many of the most likely tokens to report beside each chosen one; None reports no log probabilities."""
 
 
-class TokenLogprobs(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
     """Natural logarithms of probabilities, of the model's own distribution: before penalties, bias and temperature."""
 
     chosen: float
@@ -54,7 +54,7 @@ class TokenLogprobs(msgspec.Struct, frozen=True, forbid_unknown_fields=True, arr
     """``(token id, log probability)``, most likely first."""
 
 
-class SampledToken(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
+class SampledToken(msgspec.Struct, frozen=True, array_like=True):
     """One choice of the sampler."""
 
     token_id: int

@@ -30,8 +30,8 @@ class PrefillTarget(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     boot_id: BootId
 
 
-class Ticket(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One attempt at one client request."""
+class Ticket(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
+    """One attempt at one client request. It says what to do, so a field that the node does not know is refused."""
 
     request_id: Annotated[str, msgspec.Meta(max_length=128)]
     """What the client sees as ``x-request-id``; a label for logs, never a key."""

@@ -1,5 +1,8 @@
 """Decode engine ↔ prefill engine control messages. Sealed frames, decode DEALER to prefill ROUTER.
 
+``PrefillRequest`` and ``Probe`` say what to do, so fields that the receiver does not know are refused. All others say
+what is; of them it ignores what it does not know.
+
     decode                                   prefill
       Hello ─────────────────────────────▶            before anything else between two boots
             ◀───────────────────────────── Welcome    or Refused
@@ -35,8 +38,7 @@ import msgspec
 from pdserve.wire.ids import BootId, TransferId
 from pdserve.wire.link_address import LABEL_BITS
 from pdserve.wire.sampling import SampledToken, SamplingParams
-
-PROTOCOL_VERSION = 5
+from pdserve.wire.version import RELEASED_0_1, Spoken, since
 
 INDEX_BITS = 24
 TAG_BITS = LABEL_BITS - INDEX_BITS
@@ -45,10 +47,11 @@ TAG_BITS = LABEL_BITS - INDEX_BITS
 TransferTag: TypeAlias = Annotated[int, msgspec.Meta(ge=1, lt=1 << TAG_BITS)]
 
 
-class EngineSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class EngineSpec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What two engines must agree on, in the order in which a misfit is reported."""
 
     protocol: int
+    """The newest version that the engine speaks."""
     fingerprint: str
     """Of model configuration and weights."""
     dtype: str
@@ -57,30 +60,37 @@ class EngineSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     kv_heads: int
     head_dim: int
     tp_size: int
+    oldest_protocol: Annotated[int, since(6)] = 0
+    """The oldest version that it speaks; 0 if that is ``protocol`` too."""
+
+    @property
+    def spoken(self) -> Spoken:
+        return Spoken(self.protocol, self.oldest_protocol)
 
 
-class Hello(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="hello"):
+class Hello(msgspec.Struct, frozen=True, tag_field="kind", tag="hello"):
     boot_id: BootId
     spec: EngineSpec
     rank_addresses: list[Annotated[bytes, msgspec.Meta(max_length=65_536)]]
     """``LinkAddress`` of each TP rank, in rank order."""
 
 
-class Welcome(
-    msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, tag_field="kind", tag="welcome"
-):
+class Welcome(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="kind", tag="welcome"):
     boot_id: BootId
     spec: EngineSpec
     rank_addresses: list[Annotated[bytes, msgspec.Meta(max_length=65_536)]]
     """As in ``Hello``: with an endpoint of its own, the receiver can end receives whose sender is gone."""
-    max_prompt_tokens: Annotated[int, msgspec.Meta(ge=0)] = 0
+    max_prompt_tokens: Annotated[int, msgspec.Meta(ge=0), since(6)] = 0
     """Longer prompts are refused; 0 where it does not say."""
+    lease_ms: Annotated[int, msgspec.Meta(ge=0), since(6)] = 0
+    """For how long the decode engine may be silent while a transfer is alive; 0 if the sender does not say."""
 
 
-class Refused(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="refused"):
+class Refused(msgspec.Struct, frozen=True, tag_field="kind", tag="refused"):
     """The handshake failed: ``field`` differs. ``ours`` is the sender's value.
 
-    ``field`` ``handshake`` answers a frame of a boot that the prefill engine has no handshake with (any more).
+    ``field`` ``handshake`` answers a frame of a boot that the prefill engine has no handshake with (any more), and
+    ``boot_id`` one that is for another start of it.
     """
 
     boot_id: BootId
@@ -90,7 +100,13 @@ class Refused(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field
 
 
 class PrefillRequest(
-    msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="prefill", kw_only=True
+    msgspec.Struct,
+    frozen=True,
+    forbid_unknown_fields=True,
+    omit_defaults=True,
+    tag_field="kind",
+    tag="prefill",
+    kw_only=True,
 ):
     """Compute this prompt's KV cache and push blocks ``first_block`` and after (``ceil(prompt / block_size)`` in all).
 
@@ -111,7 +127,7 @@ class PrefillRequest(
     """Whether the decode node checks blocks, and so needs ``Digests``."""
 
 
-class Digests(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="digests"):
+class Digests(msgspec.Struct, frozen=True, tag_field="kind", tag="digests"):
     """What prefill rank ``source`` sent of blocks ``first_block`` and after to decode rank ``target``.
 
     By ``pdserve_kvtransfer.digest``, one a block.
@@ -124,7 +140,7 @@ class Digests(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field
     digests: Annotated[tuple[Annotated[int, msgspec.Meta(ge=0)], ...], msgspec.Meta(min_length=1)]
 
 
-class PrefillLoad(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class PrefillLoad(msgspec.Struct, frozen=True):
     """How a prefill engine is, as it says itself."""
 
     queued_tokens: Annotated[int, msgspec.Meta(ge=0)] = 0
@@ -136,7 +152,7 @@ class PrefillLoad(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 UNKNOWN_LOAD = PrefillLoad()
 
 
-class FirstToken(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="first_token"):
+class FirstToken(msgspec.Struct, frozen=True, tag_field="kind", tag="first_token"):
     transfer_id: TransferId
     tokens: Annotated[tuple[SampledToken, ...], msgspec.Meta(min_length=1)]
     """Of the request, then of its siblings in order."""
@@ -145,11 +161,11 @@ class FirstToken(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fi
     """After this prompt."""
 
 
-class Done(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="done"):
+class Done(msgspec.Struct, frozen=True, tag_field="kind", tag="done"):
     transfer_id: TransferId
 
 
-class Cancel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="cancel"):
+class Cancel(msgspec.Struct, frozen=True, tag_field="kind", tag="cancel"):
     transfer_id: TransferId
 
 
@@ -166,21 +182,19 @@ class FailureCause(enum.Enum):
     """The prompt was not computed in its time."""
 
 
-class Failed(
-    msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, tag_field="kind", tag="failed"
-):
+class Failed(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="kind", tag="failed"):
     transfer_id: TransferId
     reason: Annotated[str, msgspec.Meta(max_length=2_000)]
-    cause: FailureCause = FailureCause.NODE
-    load: PrefillLoad = UNKNOWN_LOAD
+    cause: Annotated[FailureCause, since(6)] = FailureCause.NODE
+    load: Annotated[PrefillLoad, since(6)] = UNKNOWN_LOAD
     """Now, where the cause is the load."""
 
 
-class Ping(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="ping"):
+class Ping(msgspec.Struct, frozen=True, tag_field="kind", tag="ping"):
     boot_id: BootId
 
 
-class Pong(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="pong"):
+class Pong(msgspec.Struct, frozen=True, tag_field="kind", tag="pong"):
     boot_id: BootId
     load: PrefillLoad = UNKNOWN_LOAD
     """Now."""
@@ -191,11 +205,13 @@ MAX_PROBE_BYTES = 256 * 2**20
 """Of all messages of one probe together."""
 
 
-class Examine(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="examine"):
+class Examine(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="kind", tag="examine"):
     boot_id: BootId
+    protocol: Annotated[int, since(6)] = RELEASED_0_1
+    oldest_protocol: Annotated[int, since(6)] = RELEASED_0_1
 
 
-class Examined(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="examined", kw_only=True):
+class Examined(msgspec.Struct, frozen=True, tag_field="kind", tag="examined", kw_only=True):
     """What a prefill engine is, told without a handshake."""
 
     boot_id: BootId
@@ -223,19 +239,19 @@ class Probe(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="
     """Sent to the asker when it says so over UCX."""
 
 
-class ProbeOpened(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="probe_opened"):
+class ProbeOpened(msgspec.Struct, frozen=True, tag_field="kind", tag="probe_opened"):
     boot_id: BootId
     address: Annotated[bytes, msgspec.Meta(max_length=65_536)]
 
 
-class ProbeRefused(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="probe_refused"):
+class ProbeRefused(msgspec.Struct, frozen=True, tag_field="kind", tag="probe_refused"):
     """There is no such link, or not any more."""
 
     boot_id: BootId
     reason: Annotated[str, msgspec.Meta(max_length=2_000)]
 
 
-class ProbeEnd(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="probe_end"):
+class ProbeEnd(msgspec.Struct, frozen=True, tag_field="kind", tag="probe_end"):
     boot_id: BootId
 
 

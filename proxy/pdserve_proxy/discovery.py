@@ -16,9 +16,17 @@ import zmq
 import zmq.asyncio
 
 from pdserve.config import RegistryConfig
-from pdserve.errors import AuthenticationFailed, ConfigError, MalformedFrame, WireError
-from pdserve.wire.discovery import Ack, Deregister, Register, ToProxy
-from pdserve.wire.frame import Opener, Purpose, Sealer
+from pdserve.errors import (
+    AuthenticationFailed,
+    ConfigError,
+    MalformedFrame,
+    UnreadableMessage,
+    WireError,
+    WrongReceiver,
+)
+from pdserve.wire.discovery import Ack, Deregister, FromProxy, Heartbeat, Hello, Refused, Register, ToProxy, Welcome
+from pdserve.wire.frame import Opened, Opener, Purpose, Sealer
+from pdserve.wire.version import RELEASED_0_1, SPOKEN, Spoken
 from pdserve_proxy.metrics import ProxyMetrics
 from pdserve_proxy.registry import MAX_NODES, Registry
 
@@ -32,6 +40,7 @@ FULL_BURSTS = MAX_NODES // MAX_BURST
 so every node had its turn by then, and no flood keeps the dead in the registry.
 """
 WARN_EVERY_S = 10.0
+_MAX_REASON = 2_000
 
 
 class Discovery:
@@ -52,7 +61,7 @@ class Discovery:
         self._registry = registry
         self._metrics = metrics
         self._clock = clock
-        self._opener: Opener[ToProxy] = Opener(secret, Purpose.DISCOVERY, _to_proxy_type())
+        self._opener: Opener[ToProxy] = Opener(secret, Purpose.DISCOVERY, _to_proxy_type(), receiver=boot_id)
         self._sealer = Sealer(secret, Purpose.DISCOVERY, boot_id)
         self._warned_s = -WARN_EVERY_S
         self._unreported = 0
@@ -125,17 +134,60 @@ class Discovery:
         try:
             if len(parts) != 2:
                 raise MalformedFrame(f"a discovery message of {len(parts)} parts; it has 2")
-            message = self._opener.open(parts[1])
-            answer = self._registry.handle(message, self._clock())
+            await self._answer(parts[0], self._opener.open_from(parts[1]))
+        except WrongReceiver as exc:
+            # Of a node that takes this process for another one, as after a restart of this proxy: it shall greet again.
+            self._dropped(exc)
+            await self._send(parts[0], exc.sender, Ack(exc.sender, known=False))
+        except UnreadableMessage as exc:
+            self._dropped(exc)
+            if exc.body:
+                await self._send(parts[0], exc.sender, Refused(exc.sender, str(exc)[:_MAX_REASON]))
         except WireError as exc:
             self._dropped(exc)
+
+    async def _answer(self, route: bytes, opened: Opened[ToProxy]) -> None:
+        message = opened.message
+        boot_id = message.node.boot_id if isinstance(message, Register) else message.boot_id
+        if isinstance(message, Hello):
+            await self._send(route, boot_id, self._greeted(message))
+        elif opened.sender != boot_id:
+            # Of a node that is newer than pdserve 0.1, and takes this proxy for one of 0.1. Its Hello comes with its
+            # Register; a Heartbeat comes alone, from before this proxy was upgraded.
+            if isinstance(message, Heartbeat):
+                await self._send(route, boot_id, Ack(boot_id, known=False))
+        else:
+            await self._handle(route, opened, boot_id)
+
+    def _greeted(self, hello: Hello) -> Welcome | Refused:
+        theirs = Spoken(hello.protocol, hello.oldest_protocol)
+        if SPOKEN.common(theirs) is None:
+            log.warning("a node was refused: it speaks protocol %s, this proxy %s", theirs, SPOKEN)
+            return Refused(
+                hello.boot_id, f"protocol is {theirs} here and {SPOKEN} at the proxy: upgrade the older one first"
+            )
+        heartbeat_ms = max(1, round(self._registry.heartbeat_s * 1000))
+        return Welcome(hello.boot_id, hello.nonce, SPOKEN.newest, SPOKEN.oldest, heartbeat_ms)
+
+    async def _handle(self, route: bytes, opened: Opened[ToProxy], boot_id: bytes) -> None:
+        message = opened.message
+        assert not isinstance(message, Hello)
+        try:
+            answer = self._registry.handle(message, self._clock())
+        except MalformedFrame as exc:
+            self._dropped(exc)
+            if opened.named:
+                await self._send(route, boot_id, Refused(boot_id, str(exc)[:_MAX_REASON]))
             return
         _log_change(message, answer)
         if answer is not None:
-            try:
-                await self._socket.send_multipart([parts[0], self._sealer.seal(answer)], zmq.NOBLOCK)
-            except zmq.ZMQError as exc:
-                log.debug("acknowledgement not sent: %s", exc)
+            await self._send(route, boot_id, answer, SPOKEN.newest if opened.named else RELEASED_0_1)
+
+    async def _send(self, route: bytes, boot_id: bytes, answer: FromProxy, protocol: int = SPOKEN.newest) -> None:
+        try:
+            await self._socket.send_multipart([route, self._sealer.seal_to(boot_id, protocol, answer)], zmq.NOBLOCK)
+        except zmq.ZMQError as exc:
+            log.debug("answer not sent: %s", exc)
 
     def _dropped(self, exc: WireError) -> None:
         reason = "authentication" if isinstance(exc, AuthenticationFailed) else "malformed"

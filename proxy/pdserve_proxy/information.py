@@ -34,6 +34,8 @@ class Instance(msgspec.Struct, frozen=True):
     model: str
     fingerprint: str
     boot_id: str
+    protocol: int
+    """The newest version of the protocol between hosts that it speaks."""
     load: Load
     heartbeat_age_s: float
 
@@ -114,6 +116,7 @@ def _instance(node: Node, now: float) -> Instance:
         model=info.model,
         fingerprint=info.fingerprint,
         boot_id=info.boot_id.hex(),
+        protocol=info.protocol,
         load=node.load,
         heartbeat_age_s=round(now - node.seen_s, 3),
     )

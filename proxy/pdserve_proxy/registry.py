@@ -14,7 +14,8 @@ import dataclasses
 from collections.abc import Callable
 
 from pdserve.errors import MalformedFrame
-from pdserve.wire.discovery import Ack, Deregister, Heartbeat, Load, NodeInfo, Register, Role, ToProxy
+from pdserve.wire.discovery import Ack, Deregister, Heartbeat, Load, NodeInfo, Register, Role
+from pdserve.wire.version import SPOKEN, Spoken
 from pdserve_proxy.snapshot import Node, NodeState, Snapshot, Watcher, take_snapshot
 
 MAX_NODES = 4096
@@ -48,7 +49,7 @@ class Registry:
         self._prefilled: frozenset[str] = frozenset()
         self._snapshot: Snapshot | None = None
 
-    def handle(self, message: ToProxy, now: float) -> Ack | None:
+    def handle(self, message: Register | Heartbeat | Deregister, now: float) -> Ack | None:
         """Take one message of a node and return the answer to it.
 
         Raises MalformedFrame for a registration that cannot be used; it changes nothing.
@@ -158,6 +159,9 @@ class Registry:
 
 
 def _check(info: NodeInfo) -> None:
+    theirs = Spoken(info.protocol, info.oldest_protocol)
+    if SPOKEN.common(theirs) is None:
+        raise MalformedFrame(f"a node registered that speaks protocol {theirs}; this proxy speaks {SPOKEN}")
     for field, text in (("name", info.name), ("url", info.url), ("control", info.control), ("model", info.model)):
         if not text.isprintable():
             raise MalformedFrame(f"a node registered with unprintable characters in its {field}")

@@ -4,13 +4,28 @@ from __future__ import annotations
 
 import asyncio
 
+import msgspec
 import pytest
 
 from pdserve.api.proxy_link import MISSED_ACKS, Link, LinkState
 from pdserve.api.registration import Registration
-from pdserve.errors import ConfigError
-from pdserve.wire.discovery import Ack, Capacity, Heartbeat, Load, NodeInfo, Register, Role
+from pdserve.errors import ConfigError, WrongReceiver
+from pdserve.wire.discovery import (
+    Ack,
+    Capacity,
+    FromProxy,
+    Heartbeat,
+    Hello,
+    Load,
+    NodeInfo,
+    Refused,
+    Register,
+    Role,
+    Welcome,
+)
+from pdserve.wire.frame import Opened, Opener, Purpose, Sealer
 from pdserve.wire.ids import new_id
+from pdserve.wire.version import SPOKEN
 
 NODE = NodeInfo(
     name="d0",
@@ -22,66 +37,176 @@ NODE = NodeInfo(
     fingerprint="f",
     capacity=Capacity(max_running=1, num_blocks=1, block_size=1, max_model_len=1),
 )
-KNOWN = Ack(NODE.boot_id, True)
-UNKNOWN = Ack(NODE.boot_id, False)
+PROXY = new_id()
+HEARTBEAT = Heartbeat(NODE.boot_id, Load(running=7))
+REGISTER = Register(msgspec.structs.replace(NODE, protocol=SPOKEN.newest, oldest_protocol=SPOKEN.oldest))
 
 
+class Proxy:
+    """What a link hears."""
+
+    def __init__(self, link: Link, boot_id: bytes = PROXY) -> None:
+        self.link = link
+        self.boot_id = boot_id
+
+    def send(self, message: FromProxy, now: float, *, named: bool = True) -> None:
+        self.link.answered(Opened(message, self.boot_id, named), now)
+
+    def ack(self, known: bool, now: float, *, named: bool = True) -> None:
+        self.send(Ack(NODE.boot_id, known), now, named=named)
+
+    def welcome(self, hello: Hello, now: float, heartbeat_ms: int = 1000) -> None:
+        self.send(Welcome(NODE.boot_id, hello.nonce, SPOKEN.newest, SPOKEN.oldest, heartbeat_ms), now)
+
+    def register(self, now: float, heartbeat_ms: int = 1000) -> None:
+        self.welcome(greeting(self.link, now), now, heartbeat_ms)
+        assert self.link.tick(now) == (REGISTER,)
+        self.ack(True, now)
+        assert self.link.state is LinkState.REGISTERED
+
+
+@pytest.fixture
 def link() -> Link:
     return Link(NODE, heartbeat_s=1.0, load=lambda: Load(running=7), now=0.0)
 
 
-def test_it_registers_at_once_and_again_every_interval_until_acknowledged() -> None:
-    to_proxy = link()
-    assert to_proxy.tick(0.0) == Register(NODE)
-    assert to_proxy.tick(0.5) is None
-    assert to_proxy.tick(1.0) == Register(NODE)
-    to_proxy.acknowledged(KNOWN, 1.1)
-    assert to_proxy.state is LinkState.REGISTERED
-    assert to_proxy.tick(1.5) is None
-    assert to_proxy.tick(2.0) == Heartbeat(NODE.boot_id, Load(running=7))
+@pytest.fixture
+def proxy(link: Link) -> Proxy:
+    return Proxy(link)
 
 
-def test_a_proxy_that_does_not_know_it_is_told_again_at_once() -> None:
-    to_proxy = link()
-    to_proxy.tick(0.0)
-    to_proxy.acknowledged(KNOWN, 0.1)
-    to_proxy.tick(1.0)
-    to_proxy.acknowledged(UNKNOWN, 1.2)
-    assert to_proxy.state is LinkState.ANNOUNCING
-    assert to_proxy.due_s == 1.2
-    assert to_proxy.tick(1.2) == Register(NODE)
+def greeting(link: Link, now: float) -> Hello:
+    """Sent now, with what a proxy of pdserve 0.1 understands."""
+    hello, register = link.tick(now)
+    assert isinstance(hello, Hello)
+    assert register == REGISTER
+    return hello
 
 
-def test_a_proxy_that_refuses_every_registration_is_not_flooded() -> None:
-    to_proxy = link()
-    to_proxy.tick(0.0)
-    to_proxy.acknowledged(UNKNOWN, 0.1)
-    assert to_proxy.tick(0.1) is None
-    assert to_proxy.tick(1.0) == Register(NODE)
+def test_it_greets_every_interval_and_registers_once_it_knows_the_proxy(link: Link, proxy: Proxy) -> None:
+    first = greeting(link, 0.0)
+    assert link.tick(0.5) == ()
+    second = greeting(link, 1.0)
+    assert second.nonce != first.nonce
+    proxy.welcome(second, 1.1)
+    assert link.tick(1.1) == (REGISTER,)
+    proxy.ack(True, 1.2)
+    assert link.state is LinkState.REGISTERED
+    assert link.tick(1.5) == ()
+    assert link.tick(2.1) == (HEARTBEAT,)
 
 
-def test_after_silence_it_counts_as_unregistered() -> None:
-    to_proxy = link()
-    to_proxy.tick(0.0)
-    to_proxy.acknowledged(KNOWN, 0.0)
+def test_the_proxy_says_how_often_it_wants_to_hear_of_it(link: Link, proxy: Proxy) -> None:
+    proxy.register(0.0, heartbeat_ms=200)
+    assert link.tick(0.2) == (HEARTBEAT,)
+    assert link.tick(0.3) == ()
+    proxy.ack(True, 0.35)
+    assert link.tick(0.4) == (HEARTBEAT,)
+    assert [len(link.tick(at)) for at in (0.61, 0.82, 1.03)] == [1, 1, 2], "it greets after three of its intervals"
+
+
+def test_only_the_answer_to_its_latest_greeting_names_the_proxy(link: Link, proxy: Proxy) -> None:
+    late = greeting(link, 0.0)
+    hello = greeting(link, 1.0)
+    proxy.welcome(late, 1.1)
+    proxy.send(Welcome(new_id(), hello.nonce, SPOKEN.newest, SPOKEN.oldest, 1000), 1.1)
+    proxy.send(Welcome(NODE.boot_id, hello.nonce, SPOKEN.newest, SPOKEN.oldest, 1000), 1.1, named=False)
+    assert link.state is LinkState.GREETING
+    proxy.welcome(hello, 1.2)
+    assert link.tick(1.2) == (REGISTER,)
+    proxy.welcome(hello, 1.3)
+    assert link.tick(1.3) == ()
+
+
+def test_what_it_says_after_the_greeting_is_for_that_proxy_alone(link: Link, proxy: Proxy) -> None:
+    sealer = Sealer(b"s", Purpose.DISCOVERY, NODE.boot_id)
+    proxy.register(0.0)
+    frame = link.seal(sealer, HEARTBEAT)
+    for receiver, there in ((PROXY, HEARTBEAT), (new_id(), None)):
+        opener: Opener[Heartbeat] = Opener(b"s", Purpose.DISCOVERY, Heartbeat, receiver=receiver)
+        if there is None:
+            with pytest.raises(WrongReceiver):
+                opener.open(frame)
+        else:
+            assert opener.open(frame) == there
+
+
+def test_a_proxy_that_does_not_know_it_is_greeted_at_once(link: Link, proxy: Proxy) -> None:
+    proxy.register(0.0)
+    link.tick(1.0)
+    proxy.ack(False, 1.2)
+    assert link.due_s == 1.2
+    greeting(link, 1.2)
+
+
+def test_a_proxy_in_the_place_of_another_is_greeted_at_once(link: Link, proxy: Proxy) -> None:
+    proxy.register(0.0)
+    Proxy(link, new_id()).ack(False, 0.2)
+    assert link.state is LinkState.GREETING
+    greeting(link, 0.2)
+
+
+def test_another_proxys_acknowledgement_counts_for_nothing(link: Link, proxy: Proxy) -> None:
+    other = Proxy(link, new_id())
+    proxy.welcome(greeting(link, 0.0), 0.0)
+    link.tick(0.0)
+    other.ack(True, 0.1)
+    proxy.ack(True, 0.1, named=False)
+    assert link.state is not LinkState.REGISTERED
+    proxy.ack(True, 0.2)
     for second in range(1, MISSED_ACKS):
-        assert isinstance(to_proxy.tick(float(second)), Heartbeat)
-    assert to_proxy.tick(float(MISSED_ACKS)) == Register(NODE)
-    assert to_proxy.state is LinkState.ANNOUNCING
+        other.ack(True, second)
+        assert link.tick(second + 0.1) == (HEARTBEAT,)
+    greeting(link, MISSED_ACKS + 0.2)
 
 
-def test_an_answer_about_an_earlier_boot_changes_nothing() -> None:
-    to_proxy = link()
-    to_proxy.tick(0.0)
-    to_proxy.acknowledged(Ack(new_id(), True), 0.1)
-    assert to_proxy.state is LinkState.ANNOUNCING
+def test_a_proxy_that_refuses_every_registration_is_not_flooded(link: Link, proxy: Proxy) -> None:
+    proxy.welcome(greeting(link, 0.0), 0.0)
+    link.tick(0.0)
+    proxy.ack(False, 0.1)
+    assert link.tick(0.1) == ()
+    greeting(link, 1.0)
 
 
-def test_a_new_connection_makes_an_unsent_message_due() -> None:
-    to_proxy = link()
-    to_proxy.tick(0.0)
-    to_proxy.unsent(0.2)
-    assert to_proxy.tick(0.2) == Register(NODE)
+def test_after_silence_it_counts_as_unregistered(link: Link, proxy: Proxy) -> None:
+    proxy.register(0.0)
+    for second in range(1, MISSED_ACKS):
+        assert link.tick(float(second)) == (HEARTBEAT,)
+    greeting(link, float(MISSED_ACKS))
+    assert link.state is LinkState.GREETING
+
+
+def test_an_answer_about_an_earlier_boot_changes_nothing(link: Link, proxy: Proxy) -> None:
+    greeting(link, 0.0)
+    proxy.send(Ack(new_id(), True), 0.1, named=False)
+    assert link.state is LinkState.GREETING
+
+
+def test_a_new_connection_makes_an_unsent_message_due(link: Link) -> None:
+    greeting(link, 0.0)
+    link.unsent(0.2)
+    greeting(link, 0.2)
+
+
+def test_a_refusal_is_kept_until_the_proxy_takes_it(link: Link, proxy: Proxy) -> None:
+    greeting(link, 0.0)
+    proxy.send(Refused(NODE.boot_id, "the url must be http://"), 0.1)
+    assert link.refusal == "the url must be http://"
+    proxy.register(1.0)
+    assert link.refusal == ""
+
+
+def test_a_proxy_that_speaks_no_common_version_is_named_and_not_registered_at(link: Link, proxy: Proxy) -> None:
+    hello = greeting(link, 0.0)
+    proxy.send(Welcome(NODE.boot_id, hello.nonce, SPOKEN.newest + 2, SPOKEN.newest + 1, 1000), 0.1)
+    assert link.refusal.startswith(f"protocol is {SPOKEN} here and {SPOKEN.newest + 1} to {SPOKEN.newest + 2} there")
+    assert link.tick(0.1) == ()
+
+
+def test_a_proxy_of_a_newer_minor_version_is_registered_at(link: Link, proxy: Proxy) -> None:
+    hello = greeting(link, 0.0)
+    proxy.send(Welcome(NODE.boot_id, hello.nonce, SPOKEN.newest + 1, SPOKEN.newest, 1000), 0.1)
+    assert link.tick(0.1) == (REGISTER,)
 
 
 def test_an_address_that_is_none_is_a_configuration_error() -> None:

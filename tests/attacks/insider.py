@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from pdserve.wire.frame import Purpose, Sealer
+from pdserve.wire.frame import UNNAMED, Purpose, Sealer
 from pdserve.wire.ids import new_id
 from pdserve.wire.ticket import PrefillTarget, Ticket
 from tests.processes import SECRET as CLUSTER_SECRET
@@ -32,8 +32,8 @@ def signed(body: bytes, purpose: Purpose) -> bytes:
         pass
 
     sender, sent_ms = new_id(), int(time.time() * 1000)
-    mac = Sealer(SECRET, purpose, sender)._signer.mac(sender, 1, sent_ms, body)
-    return msgspec.msgpack.encode([1, sender, 1, sent_ms, body, mac])
+    mac = Sealer(SECRET, purpose, sender)._signer.mac(UNNAMED, sender, 1, sent_ms, body)
+    return msgspec.msgpack.encode([UNNAMED, sender, 1, sent_ms, body, mac])
 
 
 def changed(frame: bytes, part: int, change: Callable[[object], object]) -> bytes:

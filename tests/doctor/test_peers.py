@@ -99,7 +99,7 @@ def test_nobody_listens() -> None:
 
 
 def test_an_older_pdserve_is_named_by_what_it_refuses() -> None:
-    with FakePrefill() as old, ThreadPoolExecutor(1) as pool:
+    with FakePrefill(released=True) as old, ThreadPoolExecutor(1) as pool:
         asking = pool.submit(asked, old.target.control, SPEC, timeout_s=0.3)
         # It drops what it does not know.
         old.next(Examine)

@@ -41,6 +41,7 @@ from pdserve.wire.ids import TransferId, new_id
 from pdserve.wire.sampling import SampledToken, SamplingParams
 from pdserve.wire.ticket import PrefillTarget
 from pdserve.wire.transfer import UNKNOWN_LOAD, EngineSpec, FailureCause, PrefillLoad
+from pdserve.wire.version import PROTOCOL_VERSION
 from pdserve_kvtransfer.events import (
     BlocksReleased,
     FetchCancelled,
@@ -508,7 +509,14 @@ def test_each_role_has_its_own_connector(role: Role, kind: type) -> None:
         log=LogConfig(),
     )
     spec = EngineSpec(
-        protocol=1, fingerprint="f", dtype="fp32", block_size=4, num_layers=1, kv_heads=1, head_dim=2, tp_size=1
+        protocol=PROTOCOL_VERSION,
+        fingerprint="f",
+        dtype="fp32",
+        block_size=4,
+        num_layers=1,
+        kv_heads=1,
+        head_dim=2,
+        tp_size=1,
     )
     blocks = BlockManager(2, 4)
     connector, control = open_connector(

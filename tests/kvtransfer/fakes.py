@@ -12,7 +12,21 @@ from pdserve.errors import AuthenticationFailed
 from pdserve.wire.frame import Opener, Purpose, Sealer
 from pdserve.wire.ids import new_id
 from pdserve.wire.ticket import PrefillTarget
-from pdserve.wire.transfer import Digests, Hello, Ping, Pong, PrefillRequest, ToDecode, ToPrefill, Welcome
+from pdserve.wire.transfer import (
+    Cancel,
+    Digests,
+    Done,
+    Examine,
+    Examined,
+    Hello,
+    Ping,
+    Pong,
+    PrefillRequest,
+    ToDecode,
+    ToPrefill,
+    Welcome,
+)
+from pdserve.wire.version import SPOKEN
 from pdserve_kvtransfer.digest import digest
 from pdserve_kvtransfer.label import label_of
 from pdserve_kvtransfer.shared_memory import SharedMemory
@@ -26,6 +40,13 @@ M = TypeVar("M")
 MEMORY_BYTES = 4 * 2**20
 
 
+def boot_of(message: ToPrefill) -> bytes:
+    """Of who sends it."""
+    if isinstance(message, PrefillRequest | Done | Cancel):
+        return message.transfer_id.decode_boot
+    return message.boot_id
+
+
 class FakePeer:
     """What the two fakes share: a socket, a seal, a UCX link that is progressed while waiting."""
 
@@ -36,7 +57,9 @@ class FakePeer:
         self.socket = self.context.socket(kind)
         self.socket.linger = 0
         self.sealer = Sealer(SECRET, Purpose.TRANSFER, self.boot_id)
-        self.opener: Opener[Any] = Opener(SECRET, Purpose.TRANSFER, messages)
+        self.opener: Opener[Any] = Opener(SECRET, Purpose.TRANSFER, messages, receiver=self.boot_id)
+        self.peer: bytes | None = None
+        """The boot id of the other side, once it is known."""
         self.transport = UcxTransport("", make_mover=compiled_mover() if shares else UcxxMover)
         memory = SharedMemory(MEMORY_BYTES) if shares else memoryview(bytearray(MEMORY_BYTES))
         self.memory = memory.bytes if isinstance(memory, SharedMemory) else memory
@@ -89,8 +112,10 @@ class FakePeer:
 class FakePrefill(FakePeer):
     """A prefill engine whose every move is the test's."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, released: bool = False) -> None:
+        """``released`` makes it one of pdserve 0.1."""
         super().__init__(zmq.ROUTER, ToPrefill)
+        self.released = released
         self.port = self.socket.bind_to_random_port("tcp://127.0.0.1")
         self.route = b""
 
@@ -107,16 +132,21 @@ class FakePrefill(FakePeer):
             assert self.socket.poll(int(WAIT_S * 1000)), f"no {kind.__name__} in time"
             self.route, frame = self.socket.recv_multipart()
             try:
-                message = self.opener.open(frame)
+                opened = self.opener.open_from(frame)
             except AuthenticationFailed:
                 # Of a former connection, and overtaken by the next one's first.
                 continue
+            message = opened.message
+            if self.released is (opened.named or opened.sender == boot_of(message)):
+                # What is said in two forms: the other one is for a prefill engine of another version.
+                continue
+            self.peer = None if self.released else opened.sender
             if kind is Ping or not isinstance(message, Ping):
                 return self._expect(message, kind)
             self.send(Pong(self.boot_id))
 
     def send(self, message: ToDecode) -> None:
-        self.socket.send_multipart([self.route, self.sealer.seal(message)])
+        self.socket.send_multipart([self.route, self.sealer.seal(message, self.peer)])
 
     def announce(self, request: PrefillRequest, first_index: int, *blocks: memoryview) -> None:
         """What these blocks, sent or not, must be."""
@@ -156,7 +186,14 @@ class FakeDecode(FakePeer):
         return self._expect(self.opener.open(self.socket.recv()), kind)
 
     def send(self, message: ToPrefill) -> None:
-        self.socket.send(self.sealer.seal(message))
+        self.socket.send(self.seal(message))
+
+    def seal(self, message: ToPrefill) -> bytes:
+        """The frame for this prefill engine."""
+        if self.peer is None:
+            self.socket.send(self.sealer.seal(Examine(self.boot_id, SPOKEN.newest, SPOKEN.oldest)))
+            self.peer = self.next(Examined).boot_id
+        return self.sealer.seal(message, self.peer)
 
     def greet(self) -> Welcome:
         self.send(Hello(self.boot_id, SPEC, [self.link.address]))

@@ -18,6 +18,7 @@ from pdserve.wire.ids import TransferId, new_id
 from pdserve.wire.sampling import SamplingParams
 from pdserve.wire.ticket import PrefillTarget
 from pdserve.wire.transfer import EngineSpec
+from pdserve.wire.version import OLDEST_PROTOCOL, PROTOCOL_VERSION
 from pdserve_kvtransfer.events import FetchOrder, TransferEvent
 from pdserve_kvtransfer.memory import Memory
 from pdserve_kvtransfer.mover import MakeMover
@@ -30,7 +31,8 @@ from pdserve_kvtransfer.ucx import configured_ucx
 
 SECRET = b"the secret of a test cluster"
 SPEC = EngineSpec(
-    protocol=1,
+    protocol=PROTOCOL_VERSION,
+    oldest_protocol=OLDEST_PROTOCOL,
     fingerprint="model-a",
     dtype="bf16",
     block_size=16,

@@ -32,6 +32,7 @@ from pdserve.wire.transfer import (
     Digests,
     Done,
     Failed,
+    FailureCause,
     FirstToken,
     Hello,
     Pong,
@@ -316,6 +317,7 @@ class Node:
             outbox=self.outbox,
             counters=TransferStats(),
             load=lambda: UNKNOWN_LOAD,
+            max_prompt_tokens=0,
         )
         self.side: Side = PrefillSide(self.station) if role is Role.PREFILL else DecodeSide(self.station)
         self.next_block = 0
@@ -434,7 +436,7 @@ class World:
     def fail_push(self, pick: int) -> None:
         if self.pushed:
             transfer = list(self.pushed)[pick % len(self.pushed)]
-            self.prefill_of(transfer).side.handle(FailPush(transfer, "no"), self.now)
+            self.prefill_of(transfer).side.handle(FailPush(transfer, "no", FailureCause.NODE), self.now)
 
     def prefill_of(self, transfer: TransferId) -> Node:
         boot = self.asked[transfer].order.target.boot_id
@@ -507,7 +509,9 @@ class World:
             FirstToken(transfer, (SampledToken(7),), -5),
             Pong(new_id()),
         ]
-        connection.inbox.append(prefill.sealer.seal(lies[pick // 7 % len(lies)]))
+        # One of them has this connection; the other one's frames are for somebody else.
+        decode = self.decodes[pick // 3 % 2]
+        connection.inbox.append(prefill.sealer.seal(lies[pick // 7 % len(lies)], decode.boot_id))
 
     def lie_to_prefill(self, pick: int) -> None:
         prefill, decode = self.prefills[pick % 2], self.decodes[pick // 2 % 2]
@@ -531,7 +535,8 @@ class World:
             request,
         ]
         connection = self.net.connections[-1][0] if self.net.connections else Connection(0)
-        frame = decode.sealer.seal(lies[pick // 5 % len(lies)])
+        lie = lies[pick // 5 % len(lies)]
+        frame = decode.sealer.seal(lie, None if isinstance(lie, Hello) else prefill.boot_id)
         server.inbox.append(Received(connection.route, connection.number, frame))
 
     # ------------------------------------------------------------ what engines hear
@@ -563,7 +568,7 @@ class World:
                 if ours and known is None:
                     self.pushed[transfer] = Pushed(event)
                 else:
-                    node.side.handle(FailPush(transfer, "a lie"), self.now)
+                    node.side.handle(FailPush(transfer, "a lie", FailureCause.PROMPT), self.now)
             case PushEnded(transfer):
                 pushed = self.pushed.get(transfer)
                 if pushed is not None and self.prefill_of(transfer) is node and not pushed.ended:

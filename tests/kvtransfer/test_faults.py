@@ -31,7 +31,7 @@ from pdserve_kvtransfer.events import (
 from tests.eventually import eventually
 from tests.kvtransfer.fakes import FakeDecode, FakePrefill
 from tests.kvtransfer.program import BLOCK_BYTES, NUM_BLOCKS, pattern
-from tests.kvtransfer.rig import CONFIG, PATIENT, SAMPLING, SPEC, Engine, Pair, engine, pair
+from tests.kvtransfer.rig import CONFIG, PATIENT, SAMPLING, SPEC, WAIT_S, Engine, Pair, engine, pair
 
 pytestmark = pytest.mark.usefixtures("mapped_or_not")
 
@@ -281,8 +281,16 @@ def test_a_lost_handshake_fails_transfers_and_is_made_again() -> None:
         assert decode.thread.stats().handshakes == 2
 
 
-def test_a_prefill_node_that_has_restarted_is_not_used() -> None:
-    with FakePrefill() as prefill, engine(Role.DECODE, config=PATIENT) as decode:
+def test_a_prefill_node_that_has_restarted_says_so() -> None:
+    with pair(config=PATIENT) as rig:
+        former = PrefillTarget("p", rig.prefill.address, new_id())
+        rig.decode.thread.fetch(rig.order((0,), target=former))
+        failed = rig.decode.next(FetchFailed)
+        assert (failed.kind, failed.reason) == (FailureKind.PEER_LOST, "the prefill node has restarted")
+
+
+def test_a_released_prefill_node_that_has_restarted_is_not_used() -> None:
+    with FakePrefill(released=True) as prefill, engine(Role.DECODE, config=PATIENT) as decode:
         former = PrefillTarget("p", prefill.target.control, new_id())
         decode.thread.fetch(Pair(decode, decode).order((0,), target=former))
         prefill.next(Hello)
@@ -296,7 +304,7 @@ def test_a_new_boot_at_a_known_address_replaces_the_old_one() -> None:
         rig = Pair(decode, decode)
         former = PrefillTarget("p", prefill.target.control, new_id())
         decode.thread.fetch(rig.order((0,), target=former))
-        prefill.next(Hello)
+        assert prefill.socket.poll(int(WAIT_S * 1000)), "no greeting in time"
         decode.thread.fetch(rig.order((1,), target=prefill.target))
         assert decode.next(FetchFailed).reason == "the prefill node has restarted"
         request = prefill.welcome_and_take()

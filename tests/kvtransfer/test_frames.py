@@ -52,12 +52,13 @@ def test_any_messagepack_library_reads_a_handshake() -> None:
         "kv_heads",
         "head_dim",
         "tp_size",
+        "oldest_protocol",
     ]
 
 
 def test_bad_frames_are_counted_and_logged_now_and_then(caplog: pytest.LogCaptureFixture) -> None:
     counters = TransferStats()
-    inbound: Inbound[ToPrefill] = Inbound(SECRET, cast("type[ToPrefill]", ToPrefill), counters)
+    inbound: Inbound[ToPrefill] = Inbound(SECRET, cast("type[ToPrefill]", ToPrefill), counters, new_id())
     with caplog.at_level(logging.WARNING):
         for now in (0.0, 1.0, 4.9, 5.0):
             assert inbound.open(b"nonsense", now) is None

@@ -40,17 +40,18 @@ def of_another_ucx(address: bytes) -> bytes:
 
 @pytest.mark.parametrize("refuses_too", [False, True])
 def test_a_prefill_node_that_ucx_cannot_reach_ends_its_own_transfers_alone(refuses_too: bool) -> None:
-    with pair(config=PATIENT) as rig, FakePrefill() as stranger:
+    with pair(config=PATIENT) as rig:
         lands(rig)
         for block in (5, 6):
-            rig.decode.thread.fetch(rig.order((block,), target=stranger.target))
-            stranger.next(Hello)
-            address = stranger.link.address if refuses_too else of_another_ucx(stranger.link.address)
-            stranger.send(Welcome(stranger.boot_id, SPEC, [address]))
-            if refuses_too:
-                stranger.send(Refused(stranger.boot_id, "handshake", "none", "assumed"))
-            failed = rig.decode.next(FetchFailed)
-            assert (failed.kind, failed.quarantined) == (FailureKind.PEER_LOST, ())
+            with FakePrefill() as stranger:
+                rig.decode.thread.fetch(rig.order((block,), target=stranger.target))
+                stranger.next(Hello)
+                address = stranger.link.address if refuses_too else of_another_ucx(stranger.link.address)
+                stranger.send(Welcome(stranger.boot_id, SPEC, [address]))
+                if refuses_too:
+                    stranger.send(Refused(stranger.boot_id, "handshake", "none", "assumed"))
+                failed = rig.decode.next(FetchFailed)
+                assert (failed.kind, failed.quarantined) == (FailureKind.PEER_LOST, ())
         lands(rig)
 
 

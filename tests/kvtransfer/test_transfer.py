@@ -114,8 +114,16 @@ def test_many_transfers_share_one_handshake() -> None:
         assert rig.prefill.thread.stats().handshakes == 1
 
 
+def test_engines_without_a_common_protocol_name_both_ranges() -> None:
+    spec = msgspec.structs.replace(SPEC, protocol=9, oldest_protocol=8)
+    with pair(decode_spec=spec) as rig:
+        rig.fetch((0, 1))
+        failed = rig.decode.next(FetchFailed)
+        assert failed.kind is FailureKind.MISFIT
+        assert failed.reason == "engines do not fit: protocol is 8 to 9 here and 5 to 6 there"
+
+
 OTHER_VALUES = {
-    "protocol": 2,
     "fingerprint": "model-b",
     "dtype": "fp32",
     "block_size": 32,
@@ -125,7 +133,7 @@ OTHER_VALUES = {
 }
 
 
-@pytest.mark.parametrize("field", sorted(set(SPEC.__struct_fields__) - {"tp_size"}))
+@pytest.mark.parametrize("field", sorted(OTHER_VALUES))
 def test_a_misfit_is_refused_by_name(field: str) -> None:
     spec = msgspec.structs.replace(SPEC, **{field: OTHER_VALUES[field]})
     with pair(decode_spec=spec) as rig:

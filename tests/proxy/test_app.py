@@ -10,6 +10,7 @@ import pytest
 
 from pdserve.errors import ConfigError
 from pdserve.wire.discovery import Role
+from pdserve.wire.version import SPOKEN
 from pdserve_proxy.listening import Addresses
 from pdserve_proxy.server import run
 from tests.proxy.cluster import Cluster, cluster, node_info, proxy_config, run_async
@@ -69,6 +70,7 @@ def test_instances_tell_what_is_registered() -> None:
             assert entry == {
                 "name": "p", "role": "prefill", "state": "serving", "url": info.url, "control": info.control,
                 "model": "m", "fingerprint": "f", "boot_id": info.boot_id.hex(),
+            "protocol": SPOKEN.newest,
             }  # fmt: skip
 
     run_async(scenario())

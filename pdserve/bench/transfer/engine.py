@@ -14,7 +14,8 @@ from pdserve.config import Switch
 from pdserve.engine.kv_connector.device_memory import transport_for
 from pdserve.engine.kv_connector.memory import region_of
 from pdserve.wire.discovery import Role
-from pdserve.wire.transfer import PROTOCOL_VERSION, EngineSpec
+from pdserve.wire.transfer import EngineSpec
+from pdserve.wire.version import OLDEST_PROTOCOL, PROTOCOL_VERSION
 from pdserve_kernels.layout import KvLayout
 from pdserve_kvtransfer.shared_memory import SharedMemory
 from pdserve_kvtransfer.thread import TransferThread
@@ -42,6 +43,7 @@ class CacheShape:
         """What both engines agree on."""
         return EngineSpec(
             protocol=PROTOCOL_VERSION,
+            oldest_protocol=OLDEST_PROTOCOL,
             fingerprint="pdserve bench transfer",
             dtype="bf16",
             block_size=BLOCK_TOKENS,

@@ -1,0 +1,80 @@
+"""Which versions of the protocol between hosts this process speaks.
+
+A process tells its newest and its oldest version in every greeting. Two processes talk in the newest one that both
+speak; where there is none, the one that notices says so, with both ranges. ``docs/protocol.md`` has the rules by which
+messages change from one version to the next.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Final, TypeVar, get_args, get_type_hints
+
+import msgspec
+
+PROTOCOL_VERSION: Final = 6
+"""What this process speaks. Every change of what hosts say to each other makes it one higher."""
+OLDEST_PROTOCOL: Final = 5
+"""What it still speaks with hosts that are not upgraded yet: the version of the last minor release."""
+NAMED_RECEIVERS: Final = 6
+"""The first version whose frames name their receiver."""
+RELEASED_0_1: Final = 5
+"""Of pdserve 0.1. It refuses unknown fields, and its frames do not name their receiver."""
+
+M = TypeVar("M", bound=msgspec.Struct)
+
+
+@dataclass(frozen=True, slots=True)
+class Spoken:
+    """A range of versions."""
+
+    newest: int
+    oldest: int
+    """0 is the same as ``newest``."""
+
+    def common(self, other: Spoken) -> int | None:
+        """The newest version in both ranges, if there is one."""
+        common = min(self.newest, other.newest)
+        return common if common >= max(self.oldest or self.newest, other.oldest or other.newest) else None
+
+    def __str__(self) -> str:
+        return f"{self.oldest} to {self.newest}" if 0 < self.oldest < self.newest else str(self.newest)
+
+
+SPOKEN: Final = Spoken(PROTOCOL_VERSION, OLDEST_PROTOCOL)
+
+
+def since(version: int) -> msgspec.Meta:
+    """Marks a field that came with this version of the protocol. It needs a default, and its struct omits defaults."""
+    return msgspec.Meta(extra={"since": version})
+
+
+def for_protocol(message: M, protocol: int) -> M:
+    """``message`` as a peer of ``protocol`` can read it: without the fields that came later.
+
+    A field ``protocol`` says what the sender speaks: an older peer is told its own version.
+    """
+    if protocol >= PROTOCOL_VERSION:
+        return message
+    changes: dict[str, Any] = dict(_later_fields(type(message), protocol))
+    for name in set(message.__struct_fields__) - changes.keys():
+        value = getattr(message, name)
+        if isinstance(value, msgspec.Struct):
+            changes[name] = for_protocol(value, protocol)
+        elif name == "protocol":
+            changes[name] = min(value, protocol)
+    return msgspec.structs.replace(message, **changes) if changes else message
+
+
+@cache
+def _later_fields(kind: type[msgspec.Struct], protocol: int) -> tuple[tuple[str, Any], ...]:
+    """Their names, with their defaults."""
+    hints = get_type_hints(kind, include_extras=True)
+    fields = msgspec.structs.fields(kind)
+    return tuple((field.name, field.default) for field in fields if _version_of(hints[field.name]) > protocol)
+
+
+def _version_of(hint: Any) -> int:
+    metas = (meta for meta in get_args(hint) if isinstance(meta, msgspec.Meta) and meta.extra)
+    return max((meta.extra.get("since", 0) for meta in metas if meta.extra), default=0)
