@@ -26,7 +26,7 @@ from pdserve.wire.rank_transfer import (
     RankCommand,
     RankReport,
 )
-from pdserve_kvtransfer.nap import Nap
+from pdserve_kvtransfer.nap import Nap, share_interpreter
 from pdserve_kvtransfer.ranks import MakePort, Port
 from pdserve_kvtransfer.receive_port import ReceivePort
 from pdserve_kvtransfer.region import KvRegion
@@ -78,6 +78,7 @@ class RankThread:
 
     def start(self) -> None:
         """Raises TransferError if the channel cannot be bound or UCX cannot start."""
+        share_interpreter()
         self._thread.start()
         self._started.result()
 

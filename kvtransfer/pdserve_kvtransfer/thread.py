@@ -24,7 +24,7 @@ from pdserve_kvtransfer.control import is_loopback
 from pdserve_kvtransfer.decode import DecodeSide
 from pdserve_kvtransfer.events import FetchOrder, TransferEvent, TransferThreadDied
 from pdserve_kvtransfer.head_map import heads_of
-from pdserve_kvtransfer.nap import Nap
+from pdserve_kvtransfer.nap import Nap, share_interpreter
 from pdserve_kvtransfer.outbox import Outbox
 from pdserve_kvtransfer.prefill import PrefillSide
 from pdserve_kvtransfer.ranks import RankChannels
@@ -103,6 +103,7 @@ class TransferThread:
         """
         if self._role is Role.PREFILL and not self._secret and not is_loopback(self._config.host):
             raise TransferError(f"binding {self._config.host} beyond this machine needs a cluster secret")
+        share_interpreter()
         self._thread.start()
         return self._started.result()
 

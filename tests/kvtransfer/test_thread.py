@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 import threading
 import time
 from dataclasses import replace
@@ -16,6 +17,7 @@ from pdserve.wire.discovery import Role
 from pdserve.wire.ids import TransferId, new_id
 from pdserve_kvtransfer.events import PushWanted, TransferThreadDied
 from pdserve_kvtransfer.inproc import Fabric, InprocLink, InprocTransport
+from pdserve_kvtransfer.nap import SWITCH_S
 from pdserve_kvtransfer.thread import TransferThread
 from tests.eventually import eventually
 from tests.kvtransfer.rig import CONFIG, SECRET, SPEC, Engine, Pair, engine, pair
@@ -122,6 +124,18 @@ def test_a_thread_that_cannot_close_a_link_says_so_and_dies(monkeypatch: pytest.
             events.append(rig.decode.take())
         assert events[-1] == TransferThreadDied("RuntimeError: a bug")
         eventually(lambda: not rig.decode.thread.alive)
+
+
+@pytest.mark.parametrize(("before", "after"), [(5e-3, SWITCH_S), (1e-4, 1e-4)])
+def test_a_thread_that_computes_lets_the_transfer_thread_in(before: float, after: float) -> None:
+    """Sooner than Python's 5 ms a look; a still shorter time stays."""
+    former = sys.getswitchinterval()
+    sys.setswitchinterval(before)
+    try:
+        with engine(Role.DECODE):
+            assert sys.getswitchinterval() == pytest.approx(after, rel=0.05)
+    finally:
+        sys.setswitchinterval(former)
 
 
 def test_idle_costs_no_cpu() -> None:
