@@ -18,6 +18,7 @@ import httptools
 HIGH_WATER_BYTES = 2**17
 """Of a body that nobody has taken yet: from here on nothing is read from the node."""
 MAX_HEAD_BYTES = 2**16
+"""Of what is not body, in a row: heads, and between chunks and behind them."""
 DOUBTED_S = 1.0
 """Seconds without a byte after which a stream of a node that is thought dead is over."""
 PROBE_S = 10
@@ -157,7 +158,9 @@ class NodeConnection(asyncio.Protocol):
         self._silence: asyncio.TimerHandle | None = None
         self._silence_s: float | None = None
         self._heard_s = 0.0
-        self._head_bytes = 0
+        self._idle_bytes = 0
+        """Since the request, or the last byte of a body."""
+        self._interim = False
         self._paused = False
         self._keep = False
         self.requests = 0
@@ -172,7 +175,7 @@ class NodeConnection(asyncio.Protocol):
             raise NodeClosed("the connection was closed")
         assert self._response is None
         self.requests += 1
-        self._head_bytes = 0
+        self._idle_bytes = 0
         self._response = NodeResponse(self._loop, self._given_up)
         self._silence_s = silence_s
         if silence_s is not None:
@@ -211,16 +214,16 @@ class NodeConnection(asyncio.Protocol):
             return
         if self._silence is not None:
             self._heard_s = self._loop.time()
-        if not response.status:
-            self._head_bytes += len(data)
+        self._idle_bytes += len(data)
         try:
             self._parser.feed_data(data)
-        except httptools.HttpParserError as exc:
-            self._fail(f"not HTTP: {exc}")
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as exc:
+            self._fail(f"not HTTP/1.1: {exc}")
             response.wake()  # where a whole answer came before it
             return
-        if not response.status and self._head_bytes > MAX_HEAD_BYTES:
-            self._fail(f"a head above {MAX_HEAD_BYTES} bytes")
+        if self._idle_bytes > MAX_HEAD_BYTES:
+            self._fail(f"more than {MAX_HEAD_BYTES} bytes without any of a body")
+            response.wake()
             return
         if response.complete:
             self._over()
@@ -243,18 +246,29 @@ class NodeConnection(asyncio.Protocol):
         assert self._response is not None
         if self._response.complete:
             raise NodeLost("more answers than requests")
+        if self._response.status:  # a trailer
+            return
         self._response.headers[name.decode("latin-1").lower()] = value.decode("latin-1")
 
     def on_headers_complete(self) -> None:
         assert self._response is not None
-        self._response.status = self._parser.get_status_code()
+        status = self._parser.get_status_code()
+        if status < 200:
+            self._interim = True
+            self._response.headers.clear()
+        else:
+            self._response.status = status
 
     def on_body(self, body: bytes) -> None:
         assert self._response is not None
+        self._idle_bytes = 0
         self._response.feed(body)
 
     def on_message_complete(self) -> None:
         assert self._response is not None
+        if self._interim:
+            self._interim = False
+            return
         self._response.complete = True
         self._keep = self._parser.should_keep_alive()  # known here only
 
@@ -262,7 +276,8 @@ class NodeConnection(asyncio.Protocol):
 
     def _over(self) -> None:
         self._let_go()
-        if self._keep and not self._transport.is_closing():
+        # A node that answers before it has the whole request may never read the rest, nor what would come behind it.
+        if self._keep and not self._transport.is_closing() and not self._transport.get_write_buffer_size():
             self._on_free(self)
         else:
             self.close()

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import time
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdserve_proxy.events import MAX_EVENT_BYTES, WholeEvents
 
+ENDINGS = (b"\n\n", b"\r\n\r\n")
 EVENTS = st.lists(
     st.sampled_from([b"data: {}\n\n", b": ping\n\n", b"data: a\r\n\r\n", b"data: a\ndata: b\n\n", b"\n\n"])
 )
@@ -21,7 +23,9 @@ def test_nothing_is_lost_and_every_piece_ends_with_an_event(events: list[bytes],
     edges = sorted({min(cut, len(data)) for cut in cuts} | {0, len(data)})
     for start, end in itertools.pairwise(edges):
         piece = relay.feed(data[start:end])
-        assert piece == b"" or piece.endswith((b"\n\n", b"\r\n\r\n"))
+        assert piece == b"" or piece.endswith(ENDINGS)
+        waiting = data[len(out) : end]
+        assert len(piece) == max(waiting.rfind(to) + len(to) if to in waiting else 0 for to in ENDINGS)
         out += piece
     assert out + relay.rest() == data
 
@@ -51,3 +55,34 @@ def test_a_huge_event_is_not_held_back_and_an_error_can_still_follow_it() -> Non
     assert relay.close_broken() == b"\n\n"
     assert relay.feed(b"end\n\n") == b"end\n\n"
     assert relay.close_broken() == b""
+
+
+def test_an_event_without_end_is_held_back_up_to_a_bound_only() -> None:
+    relay, given = WholeEvents(), 0
+    piece = b"x" * 1000
+    for number in range(64 * 1024):
+        given += len(relay.feed(piece))
+        assert (number + 1) * len(piece) - given <= MAX_EVENT_BYTES
+    assert relay.close_broken() == b"\n\n"
+
+
+@given(size=st.integers(MAX_EVENT_BYTES, MAX_EVENT_BYTES + 4), cut=st.integers(1, 4))
+@settings(max_examples=20)
+def test_the_end_of_a_huge_event_is_seen_wherever_it_is_cut(size: int, cut: int) -> None:
+    relay = WholeEvents()
+    data = b"x" * size + b"\r\n\r\n"
+    assert relay.feed(data[:-cut]) + relay.feed(data[-cut:]) == data
+    assert relay.close_broken() == b""
+
+
+def test_the_work_for_an_event_grows_as_its_size_does() -> None:
+    def cpu_s(pieces: int) -> float:
+        relay, piece = WholeEvents(), b"x" * 32
+        began = time.thread_time()
+        for _ in range(pieces):
+            relay.feed(piece)
+        return time.thread_time() - began
+
+    whole = MAX_EVENT_BYTES // 32
+    few, many = (min(cpu_s(pieces) for _ in range(3)) for pieces in (whole // 8, whole))
+    assert many < few * 24, "8 times as much; 64 times if everything held back is looked at again"

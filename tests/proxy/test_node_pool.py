@@ -93,7 +93,31 @@ def test_a_node_that_asks_for_it_gets_a_connection_for_each_request() -> None:
     run(scenario, last)
 
 
-@pytest.mark.parametrize("head", [b"nonsense\r\n\r\n", b"HTTP/1.1 200 OK\r\n" + b"a: b\r\n" * 20_000])
+OK = b"HTTP/1.1 200 OK\r\n"
+CHUNKED = OK + b"transfer-encoding: chunked\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"nonsense\r\n\r\n",
+        OK + b"a: b\r\n" * 20_000,
+        OK + b"a: " + b"b" * 100_000,
+        OK + b"retry-after: 1\r\n set-cookie: a=b\r\n\r\n",
+        OK + b"retry-after: 1\rset-cookie: a=b\r\n\r\n",
+        OK + b"retry-after: 1\nset-cookie: a=b\r\n\r\n",
+        OK + b"retry-after: 1\x00\r\n\r\n",
+        OK + b"re try: 1\r\n\r\n",
+        OK + b"content-length: 1\r\ntransfer-encoding: chunked\r\n\r\n",
+        OK + b"content-length: 1\r\ncontent-length: 2\r\n\r\n",
+        OK + b"content-length: -1\r\n\r\n",
+        OK + b"content-length: 9" + b"9" * 40 + b"\r\n\r\n",
+        b"HTTP/1.1 99 Low\r\n\r\n",
+        b"HTTP/1.1 1000 High\r\n\r\n",
+        b"HTTP/1.1 101 Switching Protocols\r\nupgrade: h2c\r\nconnection: upgrade\r\n\r\n",
+        b"HTTP/1.1 100 Continue\r\n\r\n" * 10_000,
+    ],
+)
 def test_what_is_no_response_is_a_loss(head: bytes) -> None:
     async def speak(exchange: Exchange) -> None:
         await exchange._write(head)
@@ -104,6 +128,79 @@ def test_what_is_no_response_is_a_loss(head: bytes) -> None:
             await post(node, pool)
 
     run(scenario, speak)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        CHUNKED + b"f" * 17 + b"\r\n",
+        CHUNKED + b"-1\r\n",
+        CHUNKED + b"3\r\nabcdef\r\n",
+        CHUNKED + b"3;" + b"x" * 100_000,
+        CHUNKED + b"3\r\nabc\r\n0\r\n" + b"".join(b"t%d: x\r\n" % number for number in range(20_000)),
+    ],
+)
+def test_a_body_that_is_none_is_a_loss(body: bytes) -> None:
+    async def speak(exchange: Exchange) -> None:
+        await exchange._write(body)
+        await exchange.gone()
+
+    async def scenario(node: FakeNode, pool: NodePool) -> None:
+        async with asyncio.timeout(5):
+            with pytest.raises(NodeLost, match=r"not HTTP|without any of a body"):
+                await read_all(await post(node, pool))
+
+    run(scenario, speak)
+
+
+def test_what_comes_behind_the_last_chunk_becomes_no_header() -> None:
+    async def speak(exchange: Exchange) -> None:
+        await exchange._write(CHUNKED + b"2\r\n{}\r\n0\r\nretry-after: 1\r\n\r\n")
+
+    async def scenario(node: FakeNode, pool: NodePool) -> None:
+        for _ in range(2):
+            response = await post(node, pool)
+            assert await read_all(response) == b"{}"
+            assert response.headers == {"transfer-encoding": "chunked"}
+        assert len(node._connections) == 1
+
+    run(scenario, speak)
+
+
+def test_interim_answers_are_skipped() -> None:
+    async def speak(exchange: Exchange) -> None:
+        await exchange._write(b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 103 Early Hints\r\nlink: x\r\n\r\n")
+        await exchange.answer(200, b"{}")
+
+    async def scenario(node: FakeNode, pool: NodePool) -> None:
+        for _ in range(2):
+            response = await post(node, pool)
+            assert (response.status, await read_all(response)) == (200, b"{}")
+            assert "link" not in response.headers
+        assert len(node._connections) == 1
+
+    run(scenario, speak)
+
+
+def test_a_connection_whose_request_was_answered_before_it_had_left_is_not_used_again() -> None:
+    async def scenario(_: FakeNode, pool: NodePool) -> None:
+        async def answer_the_head(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await reader.readuntil(b"\r\n\r\n")
+            writer.write(OK + b"content-length: 2\r\n\r\n{}")
+            await ended.wait()
+            writer.transport.abort()
+
+        ended = asyncio.Event()
+        server = await asyncio.start_server(answer_the_head, "127.0.0.1", 0, limit=2**16)
+        url = "http://{}:{}".format(*server.sockets[0].getsockname())
+        for _number in range(2):
+            async with asyncio.timeout(5):
+                response = await pool.post(url, "/x", {}, b"x" * 2**25, silence_s=None)
+                assert await read_all(response) == b"{}"
+        ended.set()
+        server.close()
+
+    run(scenario)
 
 
 def test_a_node_that_answers_more_than_it_was_asked_is_not_asked_there_again() -> None:

@@ -363,7 +363,7 @@ def test_a_busy_node_without_an_alternative_speaks_for_itself() -> None:
     run_async(scenario())
 
 
-@pytest.mark.parametrize("status", [301, 401, 500])
+@pytest.mark.parametrize("status", [204, 301, 304, 401, 500, 600, 999])
 def test_what_a_node_should_not_say_to_a_client_becomes_a_502(status: int) -> None:
     async def speak(exchange: Exchange) -> None:
         kind = "application/json" if status == 401 else "text/plain"
@@ -375,6 +375,35 @@ def test_what_a_node_should_not_say_to_a_client_becomes_a_502(status: int) -> No
             async with running.chat() as response:
                 assert response.status == 502
                 assert error_of(await response.read())["type"] == "server_error"
+
+    run_async(scenario())
+
+
+@pytest.mark.parametrize("chunked", [True, False])
+def test_an_answer_that_does_not_end_is_given_up(chunked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(relay, "MAX_ANSWER_BYTES", 2**20)
+
+    async def scenario() -> None:
+        left = asyncio.Event()
+
+        async def go_on_and_on(exchange: Exchange) -> None:
+            try:
+                if chunked:
+                    await exchange.begin_stream(content_type="application/json")
+                else:
+                    await exchange.answer(200, b"{", content_length=str(2**40))
+                while True:
+                    await exchange.chunk(b" " * 2**14)
+            finally:
+                left.set()
+
+        async with FakeNode(go_on_and_on) as node, cluster() as running:
+            await running.add(node_info("x", Role.MIXED, node.url))
+            async with running.chat() as response:
+                assert response.status == 502
+                assert error_of(await response.read())["code"] == "upstream_invalid"
+            async with asyncio.timeout(5):
+                await left.wait()
 
     run_async(scenario())
 
