@@ -1,6 +1,7 @@
 """A proxy's supervisor ↔ its workers, over a ZMQ ROUTER in a folder only the user can enter, so not authenticated.
 
 A worker says ``Hello`` and is sent ``Nodes``, then again at every change. Once it takes connections it says ``Ready``.
+Each ``Ping`` is answered with ``Pong`` by a worker whose event loop turns.
 A worker that is asked for ``/metrics`` sends ``Scrape``; the supervisor sends ``Collect`` to every worker, adds up the
 ``Counts`` that come back, and answers ``Scraped``.
 """
@@ -59,11 +60,19 @@ class Scraped(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field
     text: bytes
 
 
+class Ping(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="ping"):
+    pass
+
+
 class Hello(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="hello"):
     pass
 
 
 class Ready(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="ready"):
+    pass
+
+
+class Pong(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="pong"):
     pass
 
 
@@ -77,5 +86,5 @@ class Counts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field=
     families: tuple[Family, ...]
 
 
-ToWorker: TypeAlias = Nodes | Collect | Scraped
-ToSupervisor: TypeAlias = Hello | Ready | Scrape | Counts
+ToWorker: TypeAlias = Nodes | Collect | Scraped | Ping
+ToSupervisor: TypeAlias = Hello | Ready | Pong | Scrape | Counts

@@ -1,9 +1,12 @@
-"""The supervisor's end of the channel to its workers: sends them the nodes, and adds up what they count."""
+"""The supervisor's end of the channel to its workers: sends them the nodes, adds up what they count, and sees which of
+them stand still.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
 
@@ -18,6 +21,8 @@ from pdserve.wire.proxy_workers import (
     Hello,
     KnownNode,
     Nodes,
+    Ping,
+    Pong,
     Ready,
     Scrape,
     Scraped,
@@ -35,9 +40,26 @@ PUBLISH_PAUSE_S = 0.05
 COLLECT_TIMEOUT_S = 1.0
 """That a worker gets to answer; then what it said last counts."""
 MAX_QUEUED = 64
+PING_S = 1.0
+MAX_UNANSWERED = 30
+"""Pings in a row, after which a worker counts as one that stands still. Bursts of thousands of requests take seconds.
+
+Pings are counted, and not time: a supervisor that is late itself, or was stopped, has sent none meanwhile.
+"""
 
 _decoder: msgspec.msgpack.Decoder[ToSupervisor] = msgspec.msgpack.Decoder(ToSupervisor)
 _encoder = msgspec.msgpack.Encoder()
+
+
+@dataclass(slots=True)
+class Presence:
+    """What is known of one start of a worker."""
+
+    ready: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when it takes connections."""
+    stuck: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when its event loop has not turned for ``MAX_UNANSWERED`` pings."""
+    unanswered: int = 0
 
 
 class Hub:
@@ -51,7 +73,7 @@ class Hub:
         self._workers: dict[bytes, tuple[Family, ...]] = {}
         """By name, with what each counted when it was asked last."""
         self._retired: tuple[Family, ...] = ()
-        self._ready: dict[bytes, asyncio.Event] = {}
+        self._present: dict[bytes, Presence] = {}
         self._collecting: dict[int, set[bytes]] = {}
         self._collected: dict[int, asyncio.Event] = {}
         self._number = 0
@@ -74,13 +96,13 @@ class Hub:
         self._socket.close(linger=0)
         self._context.term()
 
-    def expect(self, name: bytes) -> asyncio.Event:
-        """A worker of this name starts. The event is set when it takes connections."""
-        return self._ready.setdefault(name, asyncio.Event())
+    def expect(self, name: bytes) -> Presence:
+        """A worker of this name starts."""
+        return self._present.setdefault(name, Presence())
 
     def retire(self, name: bytes) -> None:
         """The worker is gone: what it counted stays counted."""
-        self._ready.pop(name, None)
+        self._present.pop(name, None)
         self._retired = total([self._retired, lasting(self._workers.pop(name, ()))])
         for number in tuple(self._collecting):
             self._answered(number, name)
@@ -90,6 +112,7 @@ class Hub:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._publish())
             tasks.create_task(self._receive())
+            tasks.create_task(self._ping())
 
     async def _publish(self) -> None:
         while True:
@@ -103,14 +126,18 @@ class Hub:
     async def _receive(self) -> None:
         while True:
             name, data = await self._socket.recv_multipart()
-            if name not in self._ready:
+            presence = self._present.get(name)
+            if presence is None:
                 continue  # of a worker that is gone
+            presence.unanswered = 0
             match _decoder.decode(data):
                 case Hello():
                     self._workers[name] = ()
                     await self._send(name, self._nodes())
                 case Ready():
-                    self._ready[name].set()
+                    presence.ready.set()
+                case Pong():
+                    pass
                 case Counts(number=number, families=families):
                     self._workers[name] = families
                     self._answered(number, name)
@@ -118,6 +145,18 @@ class Hub:
                     task = asyncio.create_task(self._scrape(name, number))
                     self._tasks.add(task)
                     task.add_done_callback(self._tasks.discard)
+
+    async def _ping(self) -> None:
+        while True:
+            await asyncio.sleep(PING_S)
+            for name, presence in tuple(self._present.items()):
+                if not presence.ready.is_set():
+                    continue
+                if presence.unanswered == MAX_UNANSWERED:
+                    presence.stuck.set()
+                    continue
+                presence.unanswered += 1
+                await self._send(name, Ping())
 
     async def _scrape(self, asker: bytes, number: int) -> None:
         await self._collect()

@@ -1,8 +1,8 @@
 """Several worker processes behind one port, with one registry: nodes register here once, and every worker knows them.
 
-A worker that dies takes its own streams along and nothing else, so it is replaced; connections that wait in its socket
-wait for the next one. One that does not come up, or dies again and again, ends the proxy instead: a service manager
-sees that, and a half-dead proxy helps nobody.
+A worker that dies takes its own streams along and nothing else, so it is replaced; connections that wait in its
+socket wait for the next one. One that stands still is killed first. One that does not come up, or dies again and
+again, ends the proxy instead: a service manager sees that, and a half-dead proxy helps nobody.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ class _Keeper:
             await self._one_life(f"{self._number}.{self._starts}".encode(), stop)
 
     async def _one_life(self, name: bytes, stop: asyncio.Event) -> None:
-        ready = self._hub.expect(name)
+        presence = self._hub.expect(name)
         with _in_memory(msgspec.msgpack.encode(self._launch(name, self._listener))) as launch:
             process = await asyncio.create_subprocess_exec(
                 *self._command,
@@ -141,11 +141,16 @@ class _Keeper:
             )
         try:
             ended = asyncio.create_task(process.wait())
-            await _first(ended, ready, stop, timeout_s=START_TIMEOUT_S)
-            if not ready.is_set() and not stop.is_set():
+            await _first(ended, presence.ready, stop, timeout_s=START_TIMEOUT_S)
+            if not presence.ready.is_set() and not stop.is_set():
                 raise WorkerDied(f"worker {self._number} of the proxy did not come up")
             self.up.set()
-            await _first(ended, stop)
+            await _first(ended, presence.stuck, stop)
+            if presence.stuck.is_set() and not ended.done():
+                log.error("worker %s of the proxy stands still: it is killed", self._number)
+                with suppress(ProcessLookupError):
+                    process.kill()
+                await ended
             if not stop.is_set():
                 self._died(ended.result())
         finally:

@@ -22,7 +22,19 @@ import zmq.asyncio
 
 from pdserve.errors import Unavailable
 from pdserve.parent import die_with_parent
-from pdserve.wire.proxy_workers import Collect, Counts, Hello, Nodes, Ready, Scrape, Scraped, ToSupervisor, ToWorker
+from pdserve.wire.proxy_workers import (
+    Collect,
+    Counts,
+    Hello,
+    Nodes,
+    Ping,
+    Pong,
+    Ready,
+    Scrape,
+    Scraped,
+    ToSupervisor,
+    ToWorker,
+)
 from pdserve_proxy.flights import Flights
 from pdserve_proxy.http_server import Knowledge, serve_clients
 from pdserve_proxy.launch import WorkerLaunch
@@ -73,6 +85,8 @@ class Link:
                 case Nodes() as nodes:
                     self._mirror.take(nodes)
                     self.informed.set()
+                case Ping():
+                    await self.send(Pong())
                 case Collect(number=number):
                     await self.send(Counts(number, export(self._metrics.registry)))
                 case Scraped(number=number, text=text):

@@ -8,6 +8,7 @@ import os
 import re
 import signal
 import sys
+import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from pdserve.config import AdmissionConfig, ProxyConfig, WorkersConfig
 from pdserve.errors import ConfigError
 from pdserve.wire.discovery import Deregister, Heartbeat, Load, Register, Role
 from pdserve.wire.proxy_workers import KnownNode, Nodes
+from pdserve_proxy import hub
 from pdserve_proxy.flights import Flights
 from pdserve_proxy.launch import share_of
 from pdserve_proxy.listening import Addresses
@@ -172,6 +174,45 @@ def test_a_worker_that_dies_is_replaced_and_what_it_counted_stays_counted() -> N
             # Some of these may wait in the dead worker's socket until the new one takes them.
             assert await asyncio.gather(*(running.ask() for _ in range(20))) == [WHOLE] * 20
             assert await running.metric(OK) == 40
+
+    run_async(scenario())
+
+
+def test_a_worker_that_stands_still_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hub, "PING_S", 0.1)
+    monkeypatch.setattr(hub, "MAX_UNANSWERED", 5)
+
+    async def scenario() -> None:
+        behaviour = Node()
+        behaviour.go_on.set()
+        async with (
+            FakeNode(behaviour) as node,
+            proxy(workers_config()) as running,
+            registered(node_info("x", Role.MIXED, node.url), running.addresses.control),
+        ):
+            await running.known_to_all()
+            before = children()
+            victim = min(before)
+            os.kill(victim, signal.SIGSTOP)
+            await eventually(lambda: len(children() - {victim}) == WORKERS, "another worker is started")
+            assert await asyncio.gather(*(running.ask() for _ in range(20))) == [WHOLE] * 20
+            assert children() > before - {victim}, "the other one is as it was"
+
+    run_async(scenario())
+
+
+def test_a_supervisor_that_stood_still_itself_kills_no_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hub, "PING_S", 0.2)
+    monkeypatch.setattr(hub, "MAX_UNANSWERED", 3)
+
+    async def scenario() -> None:
+        async with proxy(workers_config()) as running:
+            before = children()
+            for _ in range(3):
+                time.sleep(1.0)  # noqa: ASYNC251 (what a stopped process does)
+                await asyncio.sleep(0.3)
+            assert children() == before
+            assert not running.stopped.done()
 
     run_async(scenario())
 

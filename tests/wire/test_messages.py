@@ -211,6 +211,7 @@ CHANNELS: list[tuple[Any, list[msgspec.Struct]]] = [
             proxy_workers.Nodes((proxy_workers.KnownNode(NODE, discovery.Load(1, 2, 3), 9.5),), ("f",), (BOOT,)),
             proxy_workers.Collect(7),
             proxy_workers.Scraped(7, b"text"),
+            proxy_workers.Ping(),
         ],
     ),
     (
@@ -218,6 +219,7 @@ CHANNELS: list[tuple[Any, list[msgspec.Struct]]] = [
         [
             proxy_workers.Hello(),
             proxy_workers.Ready(),
+            proxy_workers.Pong(),
             proxy_workers.Scrape(7),
             proxy_workers.Counts(
                 7, (proxy_workers.Family("n", "what", "counter", (proxy_workers.Sample("n_total", {"a": "b"}, 1.0),)),)
