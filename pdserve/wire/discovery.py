@@ -19,6 +19,7 @@ from pdserve.wire.version import RELEASED_0_1, since
 
 Nonce: TypeAlias = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
 Text: TypeAlias = Annotated[str, msgspec.Meta(max_length=512)]
+Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 
 
 class Role(enum.Enum):
@@ -32,18 +33,18 @@ class Role(enum.Enum):
 class Capacity(msgspec.Struct, frozen=True):
     """What a node could hold at most."""
 
-    max_running: int
-    num_blocks: int
-    block_size: int
-    max_model_len: int
+    max_running: Count
+    num_blocks: Count
+    block_size: Count
+    max_model_len: Count
 
 
 class Load(msgspec.Struct, frozen=True):
     """What a node holds now."""
 
-    running: int = 0
-    waiting: int = 0
-    free_blocks: int = 0
+    running: Count = 0
+    waiting: Count = 0
+    free_blocks: Count = 0
 
 
 class NodeInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

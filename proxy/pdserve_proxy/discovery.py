@@ -63,8 +63,7 @@ class Discovery:
         self._clock = clock
         self._opener: Opener[ToProxy] = Opener(secret, Purpose.DISCOVERY, _to_proxy_type(), receiver=boot_id)
         self._sealer = Sealer(secret, Purpose.DISCOVERY, boot_id)
-        self._warned_s = -WARN_EVERY_S
-        self._unreported = 0
+        self._drops, self._refusals = _Tally(clock), _Tally(clock)
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         try:
@@ -179,7 +178,7 @@ class Discovery:
             if opened.named:
                 await self._send(route, boot_id, Refused(boot_id, str(exc)[:_MAX_REASON]))
             return
-        _log_change(message, answer)
+        self._log_change(message, answer)
         if answer is not None:
             await self._send(route, boot_id, answer, SPOKEN.newest if opened.named else RELEASED_0_1)
 
@@ -192,11 +191,36 @@ class Discovery:
     def _dropped(self, exc: WireError) -> None:
         reason = "authentication" if isinstance(exc, AuthenticationFailed) else "malformed"
         self._metrics.dropped_frames.labels(reason).inc()
-        self._unreported += 1
+        if count := self._drops.add():
+            log.warning("%d discovery frames dropped, the last one because: %s", count, exc)
+
+    def _log_change(self, message: ToProxy, answer: Ack | None) -> None:
+        match message:
+            case Register(node=info) if answer is not None and answer.known:
+                log.info("node %s (%s, %s, model %s) registered", info.name, info.role.value, info.url, info.model)
+            case Register(node=info):
+                if count := self._refusals.add():
+                    log.warning("the registry is full: %d nodes turned away, the last one is %s", count, info.name)
+            case Deregister(boot_id=boot_id):
+                log.info("node %s said goodbye", boot_id.hex()[:12])
+
+
+class _Tally:
+    """Counts what is to be warned of, at most every ``WARN_EVERY_S``."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._warned_s = -WARN_EVERY_S
+        self._count = 0
+
+    def add(self) -> int:
+        """How many there were since the last warning, if another is due; else 0."""
+        self._count += 1
         now = self._clock()
-        if now - self._warned_s >= WARN_EVERY_S:
-            log.warning("%d discovery frames dropped, the last one because: %s", self._unreported, exc)
-            self._warned_s, self._unreported = now, 0
+        if now - self._warned_s < WARN_EVERY_S:
+            return 0
+        count, self._count, self._warned_s = self._count, 0, now
+        return count
 
 
 def _bind(socket: zmq.asyncio.Socket, host: str, port: int) -> str:
@@ -214,13 +238,3 @@ def _bind(socket: zmq.asyncio.Socket, host: str, port: int) -> str:
 
 def _to_proxy_type() -> type[ToProxy]:
     return ToProxy  # type: ignore[return-value]  # a union is what msgspec takes
-
-
-def _log_change(message: ToProxy, answer: Ack | None) -> None:
-    match message:
-        case Register(node=info) if answer is not None and answer.known:
-            log.info("node %s (%s, %s, model %s) registered", info.name, info.role.value, info.url, info.model)
-        case Register(node=info):
-            log.warning("node %s turned away: the registry is full", info.name)
-        case Deregister(boot_id=boot_id):
-            log.info("node %s said goodbye", boot_id.hex()[:12])

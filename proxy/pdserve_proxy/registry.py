@@ -11,7 +11,9 @@ and one whose URL another process has taken over answers, or its host's kernel r
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable
+from urllib.parse import urlsplit
 
 from pdserve.errors import MalformedFrame
 from pdserve.wire.discovery import Ack, Deregister, Heartbeat, Load, NodeInfo, Register, Role
@@ -21,6 +23,13 @@ from pdserve_proxy.snapshot import Node, NodeState, Snapshot, Watcher, take_snap
 MAX_NODES = 4096
 MAX_LOST = 1024
 """Lost nodes that are remembered."""
+MAX_PREFILLED = 4096
+"""Fingerprints that are remembered."""
+
+_LABEL = "[A-Za-z0-9_-]{1,63}"
+_URL = re.compile(
+    rf"https?://(?:{_LABEL}(?:\.{_LABEL})*\.?|\[[0-9A-Fa-f:.]+(?:%[A-Za-z0-9]+)?\])(?::\d{{1,5}})?(?:/[!-~]*)?"
+)
 
 
 class Registry:
@@ -40,13 +49,16 @@ class Registry:
         self.heartbeat_s = heartbeat_s
         self._lease_s = heartbeat_s * missed_heartbeats
         self._nodes: dict[bytes, Node] = {}
+        self._at: dict[str, bytes] = {}
+        """By URL, which has one owner."""
         self._heard_s: dict[bytes, float] = {}
         """When each node's last message came, in listening time: the clock's, less ``_deaf_s``."""
         self._deaf_s = 0.0
         self._lost: dict[bytes, None] = {}
         """In the order of their losses."""
         self._tell_loss: Callable[[NodeInfo], None] | None = None
-        self._prefilled: frozenset[str] = frozenset()
+        self._prefilled: dict[str, None] = {}
+        """In the order in which they were seen first."""
         self._snapshot: Snapshot | None = None
 
     def handle(self, message: Register | Heartbeat | Deregister, now: float) -> Ack | None:
@@ -99,23 +111,31 @@ class Registry:
     @property
     def prefilled(self) -> frozenset[str]:
         """Fingerprints that have had a prefill node."""
-        return self._prefilled
+        return frozenset(self._prefilled)
 
     def snapshot(self) -> Snapshot:
         if self._snapshot is None:
-            self._snapshot = take_snapshot(self._nodes.values(), self._prefilled)
+            self._snapshot = take_snapshot(self._nodes.values(), self.prefilled)
         return self._snapshot
 
     def _register(self, info: NodeInfo, now: float) -> bool:
         _check(info)
-        for other in [node.info for node in self._nodes.values() if node.info.url == info.url]:
-            if other.boot_id != info.boot_id:
-                self._drop(other.boot_id)
         known = self._nodes.get(info.boot_id)
+        if known is not None and known.info != info:
+            raise MalformedFrame(
+                f"node {info.name} ({info.url}) registered with the boot id of {known.info.name} ({known.info.url}), "
+                "or as another than before; a process has a boot id of its own and stays what it is"
+            )
+        before = self._at.get(info.url)
+        if before is not None and before != info.boot_id:
+            self._drop(before)
         if known is None and len(self._nodes) >= self._max_nodes:
             return False
+        self._at[info.url] = info.boot_id
         if info.role is Role.PREFILL:
-            self._prefilled |= {info.fingerprint}
+            self._prefilled[info.fingerprint] = None
+            if len(self._prefilled) > MAX_PREFILLED:
+                del self._prefilled[next(iter(self._prefilled))]
         self._lost.pop(info.boot_id, None)
         self._hear(Node(info, known.load if known else Load(), NodeState.SERVING, now))
         return True
@@ -146,8 +166,9 @@ class Registry:
         self._changed()
 
     def _drop(self, boot_id: bytes) -> None:
-        if self._nodes.pop(boot_id, None) is not None:
-            del self._heard_s[boot_id]
+        node = self._nodes.pop(boot_id, None)
+        if node is not None:
+            del self._heard_s[boot_id], self._at[node.info.url]
             self._changed()
             if self._watcher is not None:
                 self._watcher.forget(boot_id)
@@ -162,12 +183,26 @@ def _check(info: NodeInfo) -> None:
     theirs = Spoken(info.protocol, info.oldest_protocol)
     if SPOKEN.common(theirs) is None:
         raise MalformedFrame(f"a node registered that speaks protocol {theirs}; this proxy speaks {SPOKEN}")
-    for field, text in (("name", info.name), ("url", info.url), ("control", info.control), ("model", info.model)):
-        if not text.isprintable():
+    for field in ("name", "url", "control", "model", "fingerprint"):
+        if not getattr(info, field).isprintable():
             raise MalformedFrame(f"a node registered with unprintable characters in its {field}")
-    if not info.url.startswith(("http://", "https://")):
+    if not _is_url(info.url):
         raise MalformedFrame(
-            f"node {info.name} registered with {info.url!r} as its URL; it must be http:// or https://"
+            f"node {info.name} registered with {info.url!r} as its URL; it must be http://host:port or https://host:port"
         )
-    if info.role is Role.PREFILL and not info.control:
-        raise MalformedFrame(f"prefill node {info.name} registered without a control address")
+    if info.role is Role.PREFILL and not info.control.startswith("tcp://"):
+        raise MalformedFrame(
+            f"prefill node {info.name} registered with {info.control!r} as its control address; "
+            "it must be tcp://host:port"
+        )
+
+
+def _is_url(text: str) -> bool:
+    """Whether requests can be sent there: a host by name or address, a port, and perhaps the beginning of a path."""
+    if _URL.fullmatch(text) is None:
+        return False
+    try:
+        parts = urlsplit(text)
+        return parts.port != 0 and not parts.query and not parts.fragment
+    except ValueError:  # a port above 65535, or brackets around what is no address
+        return False

@@ -13,6 +13,8 @@ from pdserve_proxy.policies import LoadOf, Selector, make_selector
 from pdserve_proxy.snapshot import Snapshot
 
 RETRY_AFTER_S = 1
+MAX_SELECTORS = 256
+"""For as many models, or fingerprints, what a policy remembers is kept; the oldest is forgotten first."""
 
 Key = TypeVar("Key")
 
@@ -71,6 +73,8 @@ class Router:
     def _selector(self, selectors: dict[Key, Selector], key: Key) -> Selector:
         selector = selectors.get(key)
         if selector is None:
+            if len(selectors) == MAX_SELECTORS:
+                del selectors[next(iter(selectors))]
             selector = selectors[key] = make_selector(self._policy)
         return selector
 

@@ -82,25 +82,31 @@ def take_snapshot(nodes: Iterable[Node], prefilled: frozenset[str] = frozenset()
     node is lost, slower answers are better than none.
     """
     everyone = tuple(nodes)
-    serving = [node.info for node in everyone if node.state is NodeState.SERVING]
-    models = tuple(dict.fromkeys(node.info.model for node in everyone))
-    pairings = {model: _pair([info for info in serving if info.model == model], prefilled) for model in models}
+    serving: dict[str, list[NodeInfo]] = {node.info.model: [] for node in everyone}
+    for node in everyone:
+        if node.state is NodeState.SERVING:
+            serving[node.info.model].append(node.info)
+    pairings = {model: _pair(infos, prefilled) for model, infos in serving.items()}
     return Snapshot(
         everyone,
-        models,
+        tuple(serving),
         MappingProxyType({model: pairs for model, pairs in pairings.items() if pairs}),
         MappingProxyType({node.info.boot_id: node.load for node in everyone}),
     )
 
 
 def _pair(infos: list[NodeInfo], prefilled: frozenset[str]) -> tuple[Pairing, ...]:
-    prefill = [info for info in infos if info.role is Role.PREFILL]
+    by_fingerprint: dict[str, list[NodeInfo]] = {}
+    for info in infos:
+        if info.role is Role.PREFILL:
+            by_fingerprint.setdefault(info.fingerprint, []).append(info)
+    prefill = {fingerprint: tuple(fitting) for fingerprint, fitting in by_fingerprint.items()}
     pairings = []
     for info in infos:
         if info.role is Role.MIXED:
             pairings.append(Pairing(info, ()))
         elif info.role is Role.DECODE:
-            fitting = tuple(other for other in prefill if other.fingerprint == info.fingerprint)
+            fitting = prefill.get(info.fingerprint, ())
             if fitting or info.fingerprint in prefilled:
                 pairings.append(Pairing(info, fitting))
     return tuple(pairings)

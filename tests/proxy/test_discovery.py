@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -22,7 +23,7 @@ from pdserve.wire.frame import Opener, Purpose, Sealer
 from pdserve.wire.ids import new_id
 from pdserve_proxy.discovery import MAX_MESSAGE_BYTES, Discovery
 from pdserve_proxy.metrics import ProxyMetrics
-from pdserve_proxy.registry import Registry
+from pdserve_proxy.registry import MAX_NODES, Registry
 from tests.proxy.cluster import HEARTBEAT_MS, SECRET, cancelled, eventually, node_info, registered, run_async
 
 NODE = node_info("d0", Role.DECODE)
@@ -360,6 +361,26 @@ def test_bad_frames_are_dropped_and_the_good_one_behind_them_is_taken() -> None:
             await eventually(lambda: ear.dropped("authentication") == 2, "the replay being refused")
 
     run_async(scenario())
+
+
+def test_ten_thousand_registrations_are_bounded_in_number_and_in_log_lines(caplog: pytest.LogCaptureFixture) -> None:
+    async def scenario() -> None:
+        async with listening(heartbeat_s=60.0) as ear, raw_peer(ear.control) as peer, registered(NODE, ear.control):
+            sealer = Sealer(SECRET, Purpose.DISCOVERY, new_id())
+            for _ in range(50):
+                for _ in range(200):
+                    await peer.send(sealer.seal(Register(node_info(new_id().hex(), Role.DECODE))))
+                for _ in range(200):
+                    await peer.recv()
+            assert len(ear.names()) == MAX_NODES
+            seen_s = ear.registry.snapshot().nodes[0].seen_s
+            await eventually(lambda: ear.registry.snapshot().nodes[0].seen_s > seen_s, "a heartbeat after it")
+            assert ear.names()[0] == NODE.name
+
+    with caplog.at_level(logging.WARNING, logger="pdserve_proxy.discovery"):
+        run_async(scenario())
+    # One each ten seconds, and ten minutes are more than this takes.
+    assert 1 <= len([record for record in caplog.records if "registry is full" in record.message]) <= 60
 
 
 def test_an_oversized_frame_costs_its_sender_the_connection_and_nobody_else_anything() -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import time
+
+import msgspec
 import pytest
 
 from pdserve.errors import MalformedFrame
-from pdserve.wire.discovery import Ack, Deregister, Heartbeat, Load, NodeInfo, Register, Role
+from pdserve.wire.discovery import Ack, Capacity, Deregister, Heartbeat, Load, NodeInfo, Register, Role
 from pdserve_proxy import registry as registry_module
-from pdserve_proxy.registry import Registry
+from pdserve_proxy.registry import MAX_NODES, Registry
 from pdserve_proxy.snapshot import NodeState, Pairing
 from tests.proxy.cluster import node_info
 
@@ -20,6 +23,10 @@ def registry(*nodes: NodeInfo) -> Registry:
     for node in nodes:
         assert made.handle(Register(node), now=0.0) == Ack(node.boot_id, True)
     return made
+
+
+def prefill_at(control: str) -> NodeInfo:
+    return msgspec.structs.replace(node_info("p0", Role.PREFILL), control=control)
 
 
 def names(of: Registry) -> list[str]:
@@ -155,6 +162,10 @@ def test_a_snapshot_is_taken_once_per_change() -> None:
         (node_info("evil\nname", Role.DECODE), "name"),
         (node_info("d0", Role.DECODE, "file:///etc/passwd"), "URL"),
         (node_info("d0", Role.DECODE, model="a\x00b"), "model"),
+        (node_info("d0", Role.DECODE, fingerprint="a\nb"), "fingerprint"),
+        (node_info("d0", Role.DECODE, "http://a:1\r\nx: y"), "url"),
+        (prefill_at("ipc:///run/other"), "control"),
+        (prefill_at(""), "control"),
     ],
 )
 def test_unusable_registrations_are_refused(node: NodeInfo, names_the_field: str) -> None:
@@ -171,6 +182,109 @@ def test_a_full_registry_takes_no_strangers_but_keeps_its_own() -> None:
     assert nodes.handle(Register(stranger), now=0.0) == Ack(stranger.boot_id, False)
     assert nodes.handle(Register(NODE), now=0.1) == Ack(NODE.boot_id, True)
     assert names(nodes) == ["d0"]
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "",
+        "http://",
+        "http://:80",
+        "http://a b:80",
+        "http://a:b",
+        "http://a:65536",
+        "http://a:0",
+        "http://user@a:80",
+        "http://a:80?x=y",
+        "http://a:80/?x=y",
+        "http://a:80/#x",
+        "http://a:80/\u00e9",
+        "http://\u00e9:80",
+        "http://..:80",
+        "http://" + "a" * 64 + ":80",
+        "http://[::1:80",
+        "http://[zz]:80",
+        "ftp://a:80",
+        "HTTP:a",
+    ],
+)
+def test_a_url_to_which_no_request_can_be_sent_is_refused(url: str) -> None:
+    nodes = registry(NODE)
+    with pytest.raises(MalformedFrame, match="URL"):
+        nodes.handle(Register(msgspec.structs.replace(node_info("d1", Role.DECODE), url=url)), now=0.0)
+    assert names(nodes) == ["d0"]
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["http://127.0.0.1:80", "https://node-7.pods.svc.cluster.local.:443", "http://[::1]:80", "http://a_b:1/base/path",
+     "http://[fe80::1%eth0]:80", "http://a"],
+)  # fmt: skip
+def test_every_url_to_which_requests_can_be_sent_is_taken(url: str) -> None:
+    assert names(registry(node_info("d0", Role.DECODE, url))) == ["d0"]
+
+
+def test_a_boot_id_belongs_to_one_process_as_long_as_it_is_known() -> None:
+    thief = node_info("thief", Role.DECODE, boot_id=NODE.boot_id)
+    nodes = registry(NODE, node_info("d1", Role.DECODE, thief.url))
+    before = nodes.snapshot()
+    with pytest.raises(MalformedFrame, match="boot id of d0"):
+        nodes.handle(Register(thief), now=0.1)
+    assert nodes.snapshot() is before
+    nodes.handle(Deregister(NODE.boot_id), now=0.2)
+    assert nodes.handle(Register(thief), now=0.3) == Ack(NODE.boot_id, True)
+    assert names(nodes) == ["thief"], "it took over its URL"
+
+
+def test_a_full_registry_takes_no_more_and_loses_none() -> None:
+    nodes = Registry(HEARTBEAT_S, missed_heartbeats=3, max_nodes=2)
+    several = [node_info(f"d{number}", Role.DECODE) for number in range(4)]
+    known = [nodes.handle(Register(node), now=0.0) for node in several]
+    assert known == [Ack(node.boot_id, number < 2) for number, node in enumerate(several)]
+    assert names(nodes) == ["d0", "d1"]
+    assert nodes.handle(Heartbeat(several[2].boot_id, Load()), now=0.1) == Ack(several[2].boot_id, False)
+    nodes.handle(Deregister(several[0].boot_id), now=0.2)
+    assert nodes.handle(Register(several[2]), now=0.3) == Ack(several[2].boot_id, True)
+
+
+def test_what_is_remembered_of_nodes_that_were_there_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry_module, "MAX_PREFILLED", 4)
+    nodes = registry()
+    for number in range(50):
+        node = node_info(f"p{number}", Role.PREFILL, fingerprint=f"f{number}")
+        nodes.handle(Register(node), now=0.0)
+        nodes.handle(Deregister(node.boot_id), now=0.0)
+    assert nodes.prefilled == {f"f{number}" for number in range(46, 50)}
+    assert not nodes._nodes
+    assert not nodes._at
+    assert not nodes._heard_s
+
+
+def test_the_work_for_nodes_grows_as_their_number_does() -> None:
+    """Registering them, and pairing each decode node with the prefill nodes that fit it."""
+
+    def cpu_s(count: int) -> float:
+        roles = (Role.PREFILL, Role.DECODE)
+        several = [node_info(f"n{number}", roles[number % 2], model=f"m{number % 64}") for number in range(count)]
+        nodes = Registry(HEARTBEAT_S, missed_heartbeats=3)
+        began = time.thread_time()
+        for node in several:
+            nodes.handle(Register(node), now=0.0)
+        nodes.snapshot()
+        return time.thread_time() - began
+
+    few, many = (min(cpu_s(count) for _ in range(3)) for count in (512, MAX_NODES))
+    assert many < few * 24, "8 times as many; 64 times if each is compared with all"
+
+
+@pytest.mark.parametrize("value", [-1, 2**63, 1.0, float("nan"), float("inf"), "1", True, None])
+def test_a_load_or_capacity_that_is_no_count_is_no_message(value: object) -> None:
+    for kind, numbers in (
+        (Load, {"running": value}),
+        (Capacity, {**msgspec.structs.asdict(NODE.capacity), "max_running": value}),
+    ):
+        with pytest.raises(msgspec.ValidationError):
+            msgspec.msgpack.decode(msgspec.msgpack.encode(numbers), type=kind)
 
 
 def test_decode_nodes_serve_on_when_the_last_prefill_node_is_gone() -> None:

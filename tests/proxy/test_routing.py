@@ -12,7 +12,7 @@ from pdserve.config import RoutingPolicy
 from pdserve.errors import InvalidRequest, NotFound, Unavailable
 from pdserve.wire.discovery import Load, NodeInfo, Role
 from pdserve_proxy.flights import Flights
-from pdserve_proxy.routing import Ask, Route, Router, resolve_model
+from pdserve_proxy.routing import MAX_SELECTORS, Ask, Route, Router, resolve_model
 from pdserve_proxy.snapshot import Node, NodeState, Snapshot, take_snapshot
 from tests.proxy.cluster import node_info
 
@@ -138,3 +138,12 @@ def test_which_model_a_request_means() -> None:
         resolve_model(two, None)
     with pytest.raises(Unavailable):
         resolve_model(snapshot_of(), "m")
+
+
+def test_models_that_come_and_go_leave_a_bounded_memory() -> None:
+    router = Router(RoutingPolicy.PREFIX_AFFINITY)
+    for number in range(2 * MAX_SELECTORS):
+        model = f"m{number}"
+        snapshot = snapshot_of(*several(Role.PREFILL, 1, model), *several(Role.DECODE, 1, model))
+        router.choose(snapshot, Ask(model), Flights().loads(snapshot))
+    assert len(router._of_decode) == len(router._of_prefill) == MAX_SELECTORS
