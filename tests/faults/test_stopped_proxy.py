@@ -1,9 +1,11 @@
-"""A proxy that stood still, as in a suspended virtual machine or behind a debugger, drops no node that lives."""
+"""A proxy that stood still, as in a suspended virtual machine or behind a debugger, drops no node that lives, nor what
+runs there."""
 
 from __future__ import annotations
 
 import asyncio
 import signal
+from collections.abc import Awaitable, Callable
 
 import aiohttp
 import msgspec
@@ -12,6 +14,7 @@ import pytest
 from pdserve.wire.discovery import Role
 from tests.processes import SECRET, Process, pdserve
 from tests.proxy.cluster import eventually, node_info, registered, run_async
+from tests.proxy.fake_node import Exchange, FakeNode, answer_ok
 
 HEARTBEAT_MS = 200
 STOPPED_S = 1.5
@@ -33,7 +36,22 @@ def test_a_stopped_proxy_still_has_its_nodes(workers: int) -> None:
 
 
 async def scenario(proxy: Process, url: str, control: str) -> None:
-    async with registered(node_info("n", Role.MIXED), control, secret=SECRET.encode()) as node:
+    go_on = asyncio.Event()
+
+    async def answer_later(exchange: Exchange) -> None:
+        await go_on.wait()
+        await answer_ok(exchange)
+
+    async def ask() -> bytes:
+        async with aiohttp.ClientSession() as http, http.post(f"{url}/v1/completions", json={}) as response:
+            return await response.read()
+
+    async with (
+        FakeNode(answer_later) as fake,
+        registered(node_info("n", Role.MIXED, fake.url), control, secret=SECRET.encode()) as node,
+    ):
+        asked = asyncio.create_task(until_known(ask))
+        await eventually(lambda: bool(fake.requests), "the node has a request")
         proxy.popen.send_signal(signal.SIGSTOP)
         await asyncio.sleep(STOPPED_S)
         proxy.popen.send_signal(signal.SIGCONT)
@@ -46,3 +64,13 @@ async def scenario(proxy: Process, url: str, control: str) -> None:
 
             await eventually(heard, "a heartbeat is heard")
         await node.registered[control].wait()
+        go_on.set()
+        assert await asked == b'{"ok": true}', "what runs at the node goes on"
+        assert len(fake.requests) == 1
+
+
+async def until_known(ask: Callable[[], Awaitable[bytes]]) -> bytes:
+    """What ``ask`` gives once it is not refused: a worker may know the node a little later than its supervisor."""
+    while b"no_nodes" in (body := await ask()):
+        continue
+    return body
