@@ -31,6 +31,11 @@ log = logging.getLogger(__name__)
 
 MAX_HEAD_BYTES = 64 * 1024
 MAX_HEADERS = 128
+MAX_URL_BYTES = 8 * 1024
+MAX_SMALL_PIECES = 4096
+"""Of one body: chunks, or what a read brought of one. With more, they have to be of ``MIN_PIECE_BYTES`` on average."""
+MIN_PIECE_BYTES = 16
+"""A chunk costs the server as much as hundreds of bytes, and a client six."""
 HEAD_TIMEOUT_S = 20.0
 LINGER_S = 1.0
 """Seconds that a refused client gets to read its answer. Closing at once, with bytes unread, would take it back."""
@@ -121,6 +126,9 @@ class GuardedHttp(HttpToolsProtocol):
     _phase = _WAITING
     _idle_bytes = 0
     """Fed to the parser since the request began or the last byte of its body: head, chunk extensions, trailers."""
+    _pieces = 0
+    """Of the body, so far."""
+    _body_bytes = 0
     _timer: asyncio.TimerHandle | None = None
     _write_timer: asyncio.TimerHandle | None = None
     _unread_bytes = 0
@@ -216,6 +224,8 @@ class GuardedHttp(HttpToolsProtocol):
     def on_url(self, url: bytes) -> None:
         if self._phase is _HEAD:
             super().on_url(url)
+            if len(self.url) > MAX_URL_BYTES:
+                self._refuse(414, f"the request's URL is above {MAX_URL_BYTES} bytes", "url_too_long")
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if self._phase is not _HEAD:  # uvicorn would take a trailer for a header
@@ -233,12 +243,17 @@ class GuardedHttp(HttpToolsProtocol):
             self.cycle.transport = self._outlet  # type: ignore[assignment]  # all of a transport that a cycle uses
             self.scope["extensions"] = {OUTLET: self._outlet}  # type: ignore[dict-item]  # of our own, not ASGI's
             self._stop_timer()
-            self._idle_bytes = 0
+            self._idle_bytes = self._pieces = self._body_bytes = 0
             self._phase = _BODY
 
     def on_body(self, body: bytes) -> None:
         if self._phase is _BODY:
             self._idle_bytes = 0
+            self._pieces += 1
+            self._body_bytes += len(body)
+            if self._pieces > MAX_SMALL_PIECES and self._body_bytes < self._pieces * MIN_PIECE_BYTES:
+                self._refuse(400, f"the request's body is in pieces below {MIN_PIECE_BYTES} bytes", "body_in_pieces")
+                return
             super().on_body(body)
 
     def on_message_complete(self) -> None:

@@ -227,3 +227,31 @@ def test_a_body_that_is_encoded_gets_415_before_it_is_read() -> None:
             assert len(node.requests) == 1
 
     run_async(scenario())
+
+
+def test_a_body_in_thousands_of_tiny_chunks_is_refused_and_one_in_small_ones_is_not() -> None:
+    def chunks(size: int, count: int) -> bytes:
+        body = b"%x\r\n%b\r\n" % (size, b" " * size) * count + b"2\r\n{}\r\n0\r\n\r\n"
+        return b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n" + body
+
+    async def scenario() -> None:
+        async with FakeNode() as node, cluster() as running:
+            await running.add(node_info("x", Role.MIXED, node.url))
+            for size, count, status in ((1, 5000, 400), (1, 4000, 200), (64, 5000, 200)):
+                async with connected(running) as (reader, writer):
+                    writer.write(chunks(size, count))
+                    assert (await reader.readuntil(b"\r\n")).startswith(b"HTTP/1.1 %d " % status), (size, count)
+            assert len(node.requests) == 2
+
+    run_async(scenario())
+
+
+def test_a_url_that_is_long_to_take_apart_is_refused() -> None:
+    async def scenario() -> None:
+        async with cluster() as running:
+            for length, status in ((8000, 404), (9000, 414)):
+                async with connected(running) as (reader, writer):
+                    writer.write(b"GET /v1/models/%b HTTP/1.1\r\nhost: x\r\n\r\n" % (b"%" * length))
+                    assert (await reader.readuntil(b"\r\n")).startswith(b"HTTP/1.1 %d " % status)
+
+    run_async(scenario())
