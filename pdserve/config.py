@@ -438,7 +438,7 @@ class AdmissionConfig:
     )
     body_memory_mib: int = setting(
         "body-memory-mib",
-        "memory for request bodies from their first byte until a node answers, in MiB; more are refused",
+        "memory for request bodies above 64 KiB until a node answers, in MiB; half for one API key or else address",
         1024,
         minimum=1,
     )

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 
 from pdserve.errors import PayloadTooLarge, RequestTimeout
 from pdserve.http_outlet import OUTLET, Outlet
-from pdserve_proxy.held_bodies import HeldBody, client_of
+from pdserve_proxy.held_bodies import HeldBody
 
 Scope: TypeAlias = Mapping[str, Any]
 Receive: TypeAlias = Callable[[], Awaitable[Mapping[str, Any]]]
@@ -31,17 +31,19 @@ class ClientGone(Exception):
 class ClientRequest:
     """One request on a connection of ``pdserve.http_guard``."""
 
-    __slots__ = ("_client", "_headers", "_outlet", "_receive", "_send", "method", "path", "write")
+    __slots__ = ("_headers", "_outlet", "_receive", "_send", "address", "method", "path", "write")
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._receive = receive
         self._send = send
-        self._client: tuple[str, int] | None = scope["client"]
         # Of a header that comes twice, the first counts.
         self._headers: dict[bytes, bytes] = dict(reversed(scope["headers"]))
         self._outlet: Outlet = scope["extensions"][OUTLET]
         self.write = self._outlet.write_chunk
         """As ``send``, with more to come, but at once; returns False where ``send`` would have to wait next time."""
+        client = scope["client"]
+        self.address: str = client[0] if client else ""
+        """Of the client; empty where it has none."""
         self.method: str = scope["method"]
         self.path: str = scope["path"]
 
@@ -54,8 +56,8 @@ class ClientRequest:
         """``callback`` is called once if the client leaves before its response is over."""
         self._outlet.on_disconnect = callback
 
-    async def body(self, max_bytes: int, held: HeldBody, caller: str) -> bytes:
-        """All of it. ``held`` is told what comes of it, and that it comes from ``caller`` if it has to be waited for.
+    async def body(self, max_bytes: int, held: HeldBody) -> bytes:
+        """All of it. ``held`` is told what comes of it, and whether it has to be waited for.
 
         Raises PayloadTooLarge, RequestTimeout, ClientGone, and what ``held`` raises.
         """
@@ -69,7 +71,7 @@ class ClientRequest:
                 raise _too_large(max_bytes)
             held.add(len(whole))
             return whole
-        held.arrive(client_of(caller, self._client[0] if self._client else ""))
+        held.arrive()
         try:
             async with asyncio.timeout(UPLOAD_TIMEOUT_S):
                 body = await self._whole_body(max_bytes, held)

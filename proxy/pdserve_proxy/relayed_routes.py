@@ -97,8 +97,8 @@ class RelayedRoutes:
         UnsupportedMediaType.check_encoding(request.header(b"content-encoding"))
         # A place among the requests under way is taken when the body is there: whoever sends slowly keeps nobody out.
         # With this call ends what keeps the body in memory: it is not there while the response goes to the client.
-        with self._bodies.hold() as held:
-            data = await request.body(self._max_body_bytes, held, caller)
+        with self._bodies.hold(caller, request.address) as held:
+            data = await request.body(self._max_body_bytes, held)
             body = read_body(data) if len(data) <= LARGE_BYTES else await self._read_large(data)
             await self._turnstile.enter(caller, body.answers, exchange.hold)
             return await self._relay.forward(exchange, Call(request.path, body, request.header(b"accept")))

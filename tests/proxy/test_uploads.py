@@ -78,13 +78,12 @@ def test_heads_without_bodies_take_no_place_among_the_requests_under_way(bodies:
             for _, writer in slow:
                 writer.write(head(17) + b'{"model"')
             await eventually(lambda: bodies[-1].arriving == len(slow), "all are on their way")
-            assert bodies[-1].held_bytes == 8 * len(slow)
             assert await ordinary(running) == 200
             for _, writer in slow:
                 writer.write(b': "m"   }')
             for reader, _ in slow:
                 assert (await reader.readuntil(b"\r\n")).startswith(b"HTTP/1.1 200 ")
-            assert (bodies[-1].arriving, bodies[-1].held_bytes) == (0, 0)
+            assert (bodies[-1].arriving, bodies[-1].large_bytes) == (0, 0)
 
     run_async(scenario())
 
@@ -125,7 +124,7 @@ def test_bodies_that_wait_for_their_turn_have_bounded_memory(bodies: list[HeldBo
         await exchange.answer(200, b"{}")
 
     async def scenario() -> None:
-        config = config_with(AdmissionConfig(max_in_flight=1, body_memory_mib=2), max_body_bytes=2**20)
+        config = config_with(AdmissionConfig(max_in_flight=1, body_memory_mib=3), max_body_bytes=2**20)
         large = b'{"model": "m", "user": "%b"}' % (b"x" * 700_000)
         async with FakeNode(hold) as node, cluster(config) as running:
             await running.add(node_info("x", Role.MIXED, node.url))
@@ -138,12 +137,12 @@ def test_bodies_that_wait_for_their_turn_have_bounded_memory(bodies: list[HeldBo
             first = asyncio.create_task(send())
             await entered.wait()
             second = asyncio.create_task(send())
-            await eventually(lambda: bodies[-1].held_bytes == 2 * len(large), "one waits for its turn")
-            assert await send() == 503
-            assert bodies[-1].held_bytes == 2 * len(large)
+            await eventually(lambda: bodies[-1].large_bytes == 2 * len(large), "one waits for its turn")
+            assert await send() == 429, "a client has half of the memory"
+            assert bodies[-1].large_bytes == 2 * len(large)
             let_go.set()
             assert set(await asyncio.gather(first, second)) == {200}
-            assert bodies[-1].held_bytes == 0
+            assert bodies[-1].large_bytes == 0
             assert await send() == 200
 
     run_async(scenario())
@@ -163,7 +162,7 @@ def test_a_body_is_held_no_longer_than_until_its_stream_begins(bodies: list[Held
             await running.add(node_info("x", Role.MIXED, node.url))
             async with running.chat(stream=True, user="x" * 500_000) as response:
                 assert await response.content.readany() == b"data: 1\n\n"
-                assert bodies[-1].held_bytes == 0
+                assert bodies[-1].large_bytes == 0
                 over.set()
                 await response.read()
 
