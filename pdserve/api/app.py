@@ -114,8 +114,8 @@ def _add_tokenizer(app: Quart, node: NodeState) -> None:
             check()
             text = render_chat(body, encoder) if body.prompt is None else body.prompt
             special = body.prompt is not None if body.add_special_tokens is None else body.add_special_tokens
-            node.limits.check_length(text, encoder, "messages" if body.prompt is None else "prompt", cut=True)
-            token_ids = encoder.encode(text, add_special_tokens=special)
+            param = "messages" if body.prompt is None else "prompt"
+            token_ids = node.limits.encode(text, encoder, param, add_special_tokens=special, cut=True)
             return msgspec.json.encode(Tokens(len(token_ids), node.ready.max_model_len, token_ids))
 
         return Response(await node.preparer.run(len(data), work), content_type="application/json")

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import cast
 
+from pdserve.api.body_bounds import MAX_ITEMS
 from pdserve.api.chat_messages import plain_messages
 from pdserve.api.openai import MAX_CHOICES, ChatRequest, CompletionRequest, GenerationRequest, TokenizeRequest
 from pdserve.api.preparing import Check
@@ -37,24 +38,30 @@ class ModelLimits:
             raise InvalidRequest(f"token id {wrong} is not in the vocabulary of {self.vocab_size} tokens", param=param)
         return list(token_ids)
 
-    def check_length(self, text: str, tokenizer: Tokenizer, param: str, *, cut: bool = False) -> None:
-        """Raises InvalidRequest if ``text`` is so long that it need not be tokenised to know that it does not fit.
+    def encode(
+        self, text: str, tokenizer: Tokenizer, param: str, *, add_special_tokens: bool, cut: bool = False
+    ) -> list[int]:
+        """The ids of a text that fits into the context, or that is to be ``cut`` or counted.
 
-        A text that is to be ``cut`` may be longer than the context, within ``MAX_CUT_CHARS``.
+        Raises InvalidRequest for a text that is longer than that, as soon as it is known.
         """
         least = tokenizer.least_tokens(text)
-        if least > self.max_model_len and not (cut and len(text) <= MAX_CUT_CHARS):
-            raise InvalidRequest(
-                f"this model's context is {self.max_model_len} tokens; {len(text)} characters are at least {least}",
-                param=param,
-                code="context_length_exceeded",
-            )
+        if not (cut and len(text) <= MAX_CUT_CHARS):
+            self.check_count(least, param, at_least=True)
+        most = max(self.max_model_len, MAX_ITEMS) if cut else self.max_model_len
 
-    def check_count(self, count: int, param: str) -> None:
+        def check(count: int) -> None:
+            if count > most:
+                self.check_count(count, param)
+
+        return tokenizer.encode(text, add_special_tokens=add_special_tokens, check=check)
+
+    def check_count(self, count: int, param: str, *, at_least: bool = False) -> None:
         """Raises InvalidRequest if no context could hold that many ids."""
         if count > self.max_model_len:
+            least = "at least " if at_least else ""
             raise InvalidRequest(
-                f"this model's context is {self.max_model_len} tokens; {count} were given",
+                f"this model's context is {self.max_model_len} tokens; {least}{count} were given",
                 param=param,
                 code="context_length_exceeded",
             )
@@ -112,9 +119,9 @@ def chat_prompts(request: ChatRequest, tokenizer: Tokenizer, limits: ModelLimits
     """The one prompt of a chat request. Raises InvalidRequest."""
     text = render_chat(request, tokenizer)
     check()
-    limits.check_length(text, tokenizer, "messages", cut=request.truncate_prompt_tokens is not None)
     # A template writes the special tokens that the model wants; it would be given some of them twice.
-    token_ids = tokenizer.encode(text, add_special_tokens=bool(request.add_special_tokens))
+    special, cut = bool(request.add_special_tokens), request.truncate_prompt_tokens is not None
+    token_ids = limits.encode(text, tokenizer, "messages", add_special_tokens=special, cut=cut)
     fitted, max_tokens = limits.fit(token_ids, request, "messages")
     return [Prompt(fitted, max_tokens)]
 
@@ -128,14 +135,13 @@ def completion_prompts(
     given = _listed(request.prompt)
     if len(given) * request.choices > MAX_CHOICES:
         raise InvalidRequest(f"prompts times 'n' may be at most {MAX_CHOICES}", param="n")
-    special = request.add_special_tokens is not False
+    special, cut = request.add_special_tokens is not False, request.truncate_prompt_tokens is not None
     prompts = []
     for index, item in enumerate(given):
         check()
         param = "prompt" if len(given) == 1 else f"prompt[{index}]"
         if isinstance(item, str):
-            limits.check_length(item, tokenizer, param, cut=request.truncate_prompt_tokens is not None)
-            token_ids = tokenizer.encode(item, add_special_tokens=special)
+            token_ids = limits.encode(item, tokenizer, param, add_special_tokens=special, cut=cut)
         else:
             token_ids = item
         fitted, max_tokens = limits.fit(token_ids, request, param)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -60,10 +60,17 @@ class Tokenizer:
     def has_chat_template(self) -> bool:
         return bool(self._chat.chat_template)
 
-    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Token ids of ``text``; special tokens written in it count as such."""
+    def encode(
+        self, text: str, *, add_special_tokens: bool, check: Callable[[int], None] = lambda _: None
+    ) -> list[int]:
+        """Token ids of ``text``; special tokens written in it count as such.
+
+        ``check`` is told how many there are, and may raise, before they are listed, which lets nothing else run.
+        """
         # The batch call, even for one text: unlike `encode` it lets other threads run meanwhile.
-        return list(self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
+        encoding = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
+        check(len(encoding))
+        return list(encoding.ids)
 
     def least_tokens(self, text: str) -> int:
         """``text`` has no fewer tokens: known without tokenising it."""

@@ -43,7 +43,8 @@ def test_chat(stream: bool, client: openai.OpenAI, tokenizer: Tokenizer) -> None
         likeliest = [tokenizer.token_bytes(i) for i in (token_id + 2, token_id, token_id + 1)]
         assert [bytes(top.bytes or []) for top in token.top_logprobs] == likeliest
         assert [top.logprob for top in token.top_logprobs] == [-0.5, -1.0, -9999.0]
-        assert text == (token.token if stream else REPLY_TEXT)
+        # Several come with one chunk where the reader is late.
+        assert token.token in text if stream else text == REPLY_TEXT
 
 
 def test_chat_without_top_logprobs(client: openai.OpenAI) -> None:
