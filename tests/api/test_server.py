@@ -7,6 +7,7 @@ import contextlib
 import http.client
 import json
 import re
+import shutil
 import signal
 import time
 from collections.abc import Iterator
@@ -324,3 +325,20 @@ def test_a_wrong_secret_or_address_keeps_a_node_from_being_ready(model_dir: Path
         with scripted_node(both, model_dir, tmp_path, Role.PREFILL) as node:
             good.receive(Register)
             eventually(lambda: get(f"{node.url}/ready").status == 200)
+
+
+def test_others_are_answered_while_a_template_renders_for_long(model_dir: Path, tmp_path: Path) -> None:
+    """Whatever of a message makes it long: also what is not its content."""
+    folder = shutil.copytree(model_dir, tmp_path / "slow")
+    loops = "{% for i in range(3000) %}{% for j in range(1000) %}{% endfor %}{% endfor %}Hi"
+    (folder / "chat_template.jinja").write_text(loops)
+    message = {"role": "user", "content": "Hi", "tool_calls": ["x" * 4_000]}
+    with scripted_node(config(), folder, tmp_path) as node, ThreadPoolExecutor(6) as pool:
+        slow_body = {"model": MODEL, "messages": [message], "seed": Behaviour.BURST}
+        slow = [pool.submit(post, f"{node.url}/v1/chat/completions", slow_body) for _ in range(6)]
+        answered = 0
+        while not all(answer.done() for answer in slow):
+            assert post(f"{node.url}/v1/completions", {**BODY, "seed": Behaviour.BURST}).status == 200
+            answered += 1
+        assert [answer.result().status for answer in slow] == [200] * 6
+    assert answered > 2 * len(slow)
