@@ -78,6 +78,11 @@ class Queues:
         held = self.places_of(request)
         return all(self._places[other] >= held for other in self._waiters)
 
+    @property
+    def placeless(self) -> bool:
+        """Whether a client request waits that has no place at all."""
+        return any(whose not in self._places for whose in self._waiters)
+
     def most_placed(self) -> Request | None:
         """The youngest running request of the client request that holds the most places, if that holds several."""
         if max(self._places.values(), default=0) < 2:

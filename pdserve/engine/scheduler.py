@@ -292,11 +292,10 @@ class Scheduler:
 
     def _giving_way(self) -> Request | None:
         """Whose place and blocks go to a client request that has no place, where another one has several."""
-        rich = None if self._static or not self._queues.waiting else self._queues.most_placed()
-        if rich is None:
+        if self._static or not self._queues.placeless:
             return None
-        first = next(self._queues.in_turn())
-        return rich if not self._queues.places_of(first) and not self._admission.can_admit(first) else None
+        rich = self._queues.most_placed()
+        return rich if rich is not None and not self._admission.can_admit(next(self._queues.in_turn())) else None
 
     def _preempt(self, request: Request) -> None:
         self.counters.preemptions += 1

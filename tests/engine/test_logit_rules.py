@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import MinNewTokensLengthLogitsProcessor, RepetitionPenaltyLogitsProcessor
 
-from pdserve.engine.logit_rules import apply_rules, has_rules
+from pdserve.engine.logit_rules import _array, _Identity, apply_rules, has_rules
 from pdserve.engine.sampler import sample
 from pdserve.engine.sampling_row import SamplingRow
 from pdserve.wire.sampling import SamplingParams
@@ -130,3 +130,9 @@ def test_a_request_that_forbids_everything_gets_what_it_allows() -> None:
 def test_what_the_model_itself_forbids_is_not_chosen() -> None:
     logits = torch.tensor([[5.0, float("-inf"), 2.0]])
     assert sample(logits, [row_of([0], [], allowed_token_ids=(1,))]) == [None]
+
+
+def test_allowed_ids_are_read_once_for_all_steps_and_answers_of_a_request() -> None:
+    ids = tuple(range(16_384))
+    assert _array(_Identity(ids)) is _array(_Identity(ids))
+    assert _array(_Identity(tuple(range(16_384)))) is not _array(_Identity(ids)), "another request's are another's"
