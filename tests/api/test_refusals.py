@@ -355,11 +355,11 @@ def test_text_before_a_failure_is_not_lost(seed: int, interval: int, node: NodeU
 
 
 def test_client_library_raises_for_a_failed_stream(client: openai.OpenAI) -> None:
-    stream = client.chat.completions.create(
-        model=MODEL, messages=[{"role": "user", "content": "Hi"}], seed=Behaviour.ERROR_LATE, stream=True
-    )
+    # Where the reader is late it is a status still, and no event yet.
     with pytest.raises(openai.APIError, match="failed on purpose"):
-        for _ in stream:
+        for _ in client.chat.completions.create(
+            model=MODEL, messages=[{"role": "user", "content": "Hi"}], seed=Behaviour.ERROR_LATE, stream=True
+        ):
             pass
 
 
