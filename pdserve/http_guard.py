@@ -1,12 +1,20 @@
 """What a client may do to an HTTP connection: uvicorn's protocol, with bounds on what comes before a request is whole.
 
     WAITING ──▶ HEAD ──▶ BODY ──▶ ANSWERING ──▶ WAITING     a connection that is kept
-                  └────────┴──────────┴──▶ CLOSING          refused, or its last response is over
+                  │        │          ├──▶ HALF_CLOSED      the client says no more, and may still read
+                  └────────┴──────────┴──────────┴──▶ CLOSING    refused, or its last response is over
 
 uvicorn takes headers of any size for any time, and stops reading while a pipelined request waits, so that it does not
 see the client leave. Here a request's head is bounded in size, in fields and in time, and bytes that come while a
 response is under way are dropped: that response is then the connection's last. A client that does not take what it
 asked for is cut off, and connections beyond a number are refused.
+
+Where a request ends is never a matter of opinion: a head that two readers could read in two ways is refused, and an
+offer to go on in another protocol (``Connection: Upgrade``) is ignored, so that the body stays the body.
+
+A client that closes its half of the connection and one that is gone send the same packet. Only what the client's
+system says to bytes that nobody will read tells them apart: it resets the connection. The chunks of a response are such
+bytes. Where it has not begun, the client is sent ``100 Continue``, which means nothing to one that reads.
 """
 
 from __future__ import annotations
@@ -15,13 +23,18 @@ import asyncio
 import enum
 import http
 import logging
+import re
+import socket
 import ssl
+import struct
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, ClassVar
 
+import httptools
 import uvicorn
 from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from pdserve.error_body import error_body
 from pdserve.errors import ConfigError, InvalidRequest, Unavailable
@@ -40,7 +53,26 @@ HEAD_TIMEOUT_S = 20.0
 LINGER_S = 1.0
 """Seconds that a refused client gets to read its answer. Closing at once, with bytes unread, would take it back."""
 
+MAX_REFUSED = 256
+"""Connections beyond ``max_connections`` that get an answer at the same time; more are closed without one."""
+FIRST_LOOK_S = 0.01
+MAX_LOOK_S = 1.0
+"""Between two looks for a client that has closed its half of the connection."""
+ASK_EVERY_S = 30.0
+"""A client that has closed its half, and whose response has not begun, is asked so often whether it still reads."""
+HALF_CLOSED_S = 1.0
+"""Where it cannot be asked (it speaks HTTP/1.0, or its response has begun), it is cut off after so long without a byte
+for it.
+"""
+
 _BLANK = b"\r\n"
+_CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+_HOST = re.compile(rb"[A-Za-z0-9\-._~%!$&'()*+,;=:\[\]]*")
+_FRAMING = (b"content-length", b"transfer-encoding")
+_TCP_CLOSE = 7
+"""State of a connection that was reset, or has timed out."""
+_TCP_INFO = struct.Struct("=B43xI")
+"""Of Linux's ``struct tcp_info``: state, and milliseconds since data was sent last."""
 
 
 class _Phase(enum.Enum):
@@ -51,11 +83,13 @@ class _Phase(enum.Enum):
     """Headers are complete, the request is not. Its response may be over before that."""
     ANSWERING = "answering"
     """The request is complete, its response is not: what comes now is dropped."""
+    HALF_CLOSED = "half-closed"
+    """As ``ANSWERING``, and nothing more will come."""
     CLOSING = "closing"
 
 
 # In names of their own: to look a member up on its class goes through that class's __getattr__, for every callback.
-_WAITING, _HEAD, _BODY, _ANSWERING, _CLOSING = _Phase
+_WAITING, _HEAD, _BODY, _ANSWERING, _HALF_CLOSED, _CLOSING = _Phase
 
 
 def guarded_config(
@@ -117,8 +151,11 @@ class GuardedHttp(HttpToolsProtocol):
     max_head_bytes: ClassVar[int] = MAX_HEAD_BYTES
     head_timeout_s: ClassVar[float] = HEAD_TIMEOUT_S
     linger_s: ClassVar[float] = LINGER_S
+    half_closed_s: ClassVar[float] = HALF_CLOSED_S
     max_connections: ClassVar[int] = 16_384
     """Of one server; the next is refused with 503."""
+    refused: ClassVar[set[GuardedHttp]] = set()
+    """Connections of this process that were one too many, and read their refusal now."""
     write_timeout_s: ClassVar[float] = 60.0
     """How long a client may take nothing of a response, where more than the transport's high-water mark (64 KiB) of it
     is unread."""
@@ -133,6 +170,11 @@ class GuardedHttp(HttpToolsProtocol):
     _write_timer: asyncio.TimerHandle | None = None
     _unread_bytes = 0
     """When the write timer was started."""
+    _offers_upgrade = False
+    """The head under way does; its body has not been looked at yet."""
+    _half_closed_s = 0.0
+    _asked_s = float("-inf")
+    _look_s = 0.0
 
     # ------------------------------------------------------------------ the connection
 
@@ -143,11 +185,17 @@ class GuardedHttp(HttpToolsProtocol):
         if len(self.connections) > self.max_connections:
             # While it lingers it takes nobody's place.
             self.connections.discard(self)
+            if len(self.refused) >= MAX_REFUSED:
+                self._phase = _CLOSING
+                transport.abort()
+                return
+            self.refused.add(self)
             self._refuse(503, "the server has all the connections it may hold", "too_many_connections")
         else:
             self._start_timer(self.head_timeout_s)
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self.refused.discard(self)
         self._stop_timer()
         self._stop_write_timer()
         # Also with an exception, for which uvicorn leaves it running.
@@ -169,6 +217,16 @@ class GuardedHttp(HttpToolsProtocol):
             room = self.max_head_bytes - self._idle_bytes if self._phase is _HEAD else len(data)
             piece, data = data[:room], data[room:]
             self._feed(piece)
+
+    def eof_received(self) -> bool | None:  # type: ignore[override]  # uvicorn's never keeps the connection
+        """The client says no more. Keeps the connection where it may still be waiting for a response (not over TLS)."""
+        if self._phase is _ANSWERING and self.scheme == "http":
+            self.cycle.keep_alive = False
+            self._phase = _HALF_CLOSED
+            self._half_closed_s = self.loop.time()
+            self._look_s = FIRST_LOOK_S
+            self._start_timer(self._look_s)
+        return self._phase is _HALF_CLOSED
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -200,14 +258,36 @@ class GuardedHttp(HttpToolsProtocol):
     def _feed(self, piece: bytes) -> None:
         before = self._phase
         self._idle_bytes += len(piece)
-        super().data_received(piece)
+        self._unset_keepalive_if_required()
+        self._parse(piece)
         if self._phase is _HEAD and self._timer is None:  # most heads come in one piece
             self._start_timer(self.head_timeout_s)
         if self._phase is before and self._idle_bytes >= self.max_head_bytes:
             self._refuse(431, "the request's headers are too large", "headers_too_large")
 
+    def _parse(self, piece: bytes) -> None:
+        try:
+            self.parser.feed_data(piece)
+        except httptools.HttpParserUpgrade as offered:
+            if self._offers_upgrade and self._phase is _BODY:
+                self._go_on_as_http(piece[offered.args[0] :])
+        except httptools.HttpParserCallbackError:
+            self.send_400_response("the request's target is not a path that can be served")
+        except httptools.HttpParserError as exc:
+            self.send_400_response(f"this is not a proper request: {exc}")
+
+    def _go_on_as_http(self, rest: bytes) -> None:
+        """Read ``rest`` as the body that the head announced. The parser took its offer of an upgrade for accepted."""
+        self._offers_upgrade = False
+        self.parser = httptools.HttpRequestParser(self)
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn has it
+        framing = [b"%b: %b\r\n" % field for field in self.headers if field[0] in _FRAMING]
+        # Of this head no callback takes notice: the request's own is complete.
+        self._parse(b"POST / HTTP/1.1\r\n%b\r\n%b" % (b"".join(framing), rest))
+
     def _begin_head(self) -> None:
         self._phase = _HEAD
+        self._offers_upgrade = False
         self._idle_bytes = 0
         self._unset_keepalive_if_required()
 
@@ -236,7 +316,16 @@ class GuardedHttp(HttpToolsProtocol):
             HttpToolsProtocol.on_header(self, name, value)  # super() is half the work of it
 
     def on_headers_complete(self) -> None:
-        if self._phase is _HEAD:
+        if self._phase is not _HEAD:
+            return
+        version = self.parser.get_http_version()
+        flaw = self._flaw(version)
+        if flaw is not None:
+            self._refuse(*flaw)
+        else:
+            if version == "1.0":
+                self.expect_100_continue = False  # it does not know that answer
+            self._offers_upgrade = self.parser.should_upgrade()
             super().on_headers_complete()
             # Before the cycle's task has begun to run.
             self._outlet.begin(self.cycle)
@@ -257,7 +346,7 @@ class GuardedHttp(HttpToolsProtocol):
             super().on_body(body)
 
     def on_message_complete(self) -> None:
-        if self._phase is not _BODY:
+        if self._phase is not _BODY or self._offers_upgrade:
             return
         super().on_message_complete()
         if not self.cycle.response_complete:
@@ -269,11 +358,36 @@ class GuardedHttp(HttpToolsProtocol):
         self._unset_keepalive_if_required()
         self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
 
+    def _flaw(self, version: str) -> tuple[int, str, str] | None:
+        """Status, message and code of the refusal of a head that the parser takes and this server does not."""
+        if version not in ("1.0", "1.1"):
+            return 505, "HTTP/1.1 and HTTP/1.0 are spoken here", "http_version_not_supported"
+        names = [name for name, _ in self.headers]
+        hosts = names.count(b"host")
+        if hosts > 1 or (not hosts and version == "1.1"):
+            return 400, f"the request has {hosts} Host headers; it takes one", "invalid_host"
+        if hosts and not _HOST.fullmatch(self.headers[names.index(b"host")][1]):
+            return 400, "the request's Host header is not a host name or address with an optional port", "invalid_host"
+        if b"transfer-encoding" in names:
+            coding = b", ".join(value for name, value in self.headers if name == b"transfer-encoding")
+            if version == "1.0":
+                return 400, "HTTP/1.0 has no Transfer-Encoding: send a Content-Length", "invalid_http"
+            if coding.lower() != b"chunked":
+                return 501, "the only Transfer-Encoding that is understood here is chunked", "unknown_transfer_encoding"
+        if self.parser.get_method() == b"CONNECT":
+            return 501, "this server is no tunnel: CONNECT is not served", "unknown_method"
+        return None
+
     # ------------------------------------------------------------------ answers
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        super()._start_asgi_task(cycle, _unchunked(app, cycle) if cycle.scope["http_version"] == "1.0" else app)
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
         if self.transport.is_closing():
+            if self._phase is _HALF_CLOSED:
+                self._stop_timer()
             self._phase = _CLOSING
         elif self._phase is _ANSWERING:
             self._phase = _WAITING
@@ -336,7 +450,48 @@ class GuardedHttp(HttpToolsProtocol):
         self._timer = None
         if self._phase is _HEAD:
             self._refuse(408, f"the request's headers did not come within {self.head_timeout_s:g} s", "header_timeout")
+        elif self._phase is _HALF_CLOSED:
+            self._look_for_client()
         elif self._phase is _CLOSING:
             self.transport.abort()
         else:
             self.transport.close()
+
+    def _look_for_client(self) -> None:
+        """Cut the connection off if nobody is left to read the response; come back later otherwise."""
+        now = self.loop.time()
+        connection = self.transport.get_extra_info("socket")
+        # The transport does not say: it neither reads any more, nor writes while the application does not.
+        info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
+        state, sent_ms_ago = _TCP_INFO.unpack(info)
+        can_be_asked = not self.cycle.response_started and self.cycle.scope["http_version"] == "1.1"
+        unasked_s = min(now - self._half_closed_s, sent_ms_ago / 1000)
+        if state == _TCP_CLOSE or (not can_be_asked and unasked_s >= self.half_closed_s):
+            self.transport.abort()
+            return
+        if can_be_asked and now - self._asked_s >= ASK_EVERY_S:
+            self._asked_s = now
+            self.transport.write(_CONTINUE)
+        self._look_s = min(4 * self._look_s, MAX_LOOK_S)
+        self._start_timer(self._look_s)
+
+
+def _unchunked(app: Any, cycle: RequestResponseCycle) -> Any:
+    """``app`` for HTTP/1.0, which does not know chunks: a body without a length ends with the connection."""
+
+    async def close_delimited(scope: Any, receive: Any, send: Callable[[Any], Awaitable[None]]) -> None:
+        sized = False
+
+        async def send_plain(message: Any) -> None:
+            nonlocal sized
+            if message["type"] == "http.response.start":
+                sized = any(name.lower() == b"content-length" for name, _ in message.get("headers", ()))
+                if not sized:
+                    cycle.chunked_encoding = False
+            elif not sized:
+                cycle.expected_content_length = len(message.get("body", b""))  # for uvicorn, which compares
+            await send(message)
+
+        await app(scope, receive, send_plain)
+
+    return close_delimited

@@ -27,6 +27,7 @@ class Cycle(Protocol):
     disconnected: bool
     response_started: bool
     response_complete: bool
+    chunked_encoding: bool | None
     on_response: Callable[[], None]
 
 
@@ -117,7 +118,9 @@ class Outlet:
         Returns False if the client has left so much unread that no more should come before ``send`` lets it.
         """
         if self.cycle is not None and not self.cycle.disconnected and not self._transport.is_closing():
-            self._transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+            # A client of HTTP/1.0 gets it as it is.
+            framed = b"%x\r\n%b\r\n" % (len(data), data) if self.cycle.chunked_encoding else data
+            self._transport.write(framed)
         return not self._flow.write_paused
 
     # ------------------------------------------------------------------ the server's side

@@ -90,7 +90,11 @@ def test_what_is_sent_inside_it_goes_out_in_one_write() -> None:
     [
         (b"GET / HTTP/1.1\r\nhost: x\r\n\r\n", b"content-length: 2\r\n\r\nok", True),
         (b"HEAD / HTTP/1.1\r\nhost: x\r\n\r\n", b"content-length: 2\r\n\r\n", True),
-        (b"GET / HTTP/1.1\r\nconnection: close\r\n\r\n", b"content-length: 2\r\nconnection: close\r\n\r\nok", False),
+        (
+            b"GET / HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n",
+            b"content-length: 2\r\nconnection: close\r\n\r\nok",
+            False,
+        ),
         (b"GET / HTTP/1.0\r\nhost: x\r\n\r\n", b"content-length: 2\r\nconnection: close\r\n\r\nok", False),
     ],
 )

@@ -8,6 +8,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 
 import pytest
 
+from pdserve.http_guard import HALF_CLOSED_S
 from pdserve.wire.discovery import Register, Role
 from pdserve.wire.ids import new_id
 from pdserve_proxy import client_request, relay
@@ -84,7 +85,8 @@ def test_a_client_that_leaves_closes_the_upstream_at_once(stream: bool, headers_
                 await entered.wait()
             client.cancel()
             await asyncio.gather(client, return_exceptions=True)
-            async with asyncio.timeout(1):
+            # A stream tells by its next chunk; one that is silent, like this one, by its silence.
+            async with asyncio.timeout(1 if not headers_sent else 1 + 2 * HALF_CLOSED_S):
                 await left.wait()
             assert await metric(running, "pdserve_proxy_requests_in_flight") == 0
             assert await metric(running, 'pdserve_proxy_outcomes_total{outcome="client_gone"}') == 1
