@@ -380,6 +380,15 @@ class TlsConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class TrustConfig:
+    """TLS towards nodes and proxies."""
+
+    authorities: str = setting(
+        "tls-ca", "PEM file of the certificate authorities of https:// nodes and proxies; the system's if empty", ""
+    )
+
+
+@dataclass(frozen=True, slots=True)
 class RegistryConfig:
     """The proxy's side of discovery."""
 
@@ -571,6 +580,7 @@ class ProxyConfig:
 
     http: HttpConfig = field(default_factory=lambda: HttpConfig(port=8000))
     tls: TlsConfig = field(default_factory=TlsConfig)
+    trust: TrustConfig = field(default_factory=TrustConfig)
     workers: WorkersConfig = field(default_factory=WorkersConfig)
     registry: RegistryConfig = field(default_factory=RegistryConfig)
     routing: RoutingConfig = field(default_factory=RoutingConfig)
@@ -641,6 +651,7 @@ class DoctorConfig:
     """``pdserve doctor``. A model is compared with those of the peers only if it is named."""
 
     diagnosis: DiagnosisConfig = field(default_factory=DiagnosisConfig)
+    trust: TrustConfig = field(default_factory=TrustConfig)
     report: ReportConfig = field(default_factory=ReportConfig)
     model: ModelConfig = field(default_factory=lambda: ModelConfig(path=""))
     cache: CacheConfig = field(default_factory=CacheConfig)

@@ -28,7 +28,6 @@ import socket
 import ssl
 import struct
 from collections.abc import Awaitable, Callable
-from pathlib import Path
 from typing import Any, ClassVar
 
 import httptools
@@ -37,7 +36,7 @@ from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from pdserve.error_body import error_body
-from pdserve.errors import ConfigError, InvalidRequest, Unavailable
+from pdserve.errors import InvalidRequest, Unavailable
 from pdserve.http_outlet import OUTLET, Outlet
 
 log = logging.getLogger(__name__)
@@ -128,21 +127,6 @@ def guarded_config(
         timeout_graceful_shutdown=shutdown_s,
         ssl_context_factory=None if tls is None else lambda config, default: tls,
     )
-
-
-def server_tls(certificate: str, key: str) -> ssl.SSLContext:
-    """TLS 1.2 and above with the PEM files of a certificate chain and its key. Raises ConfigError."""
-    for file in (certificate, key):
-        if not Path(file).is_file():
-            raise ConfigError(f"TLS: there is no file {file!r}")
-    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-    context.set_alpn_protocols(["http/1.1"])
-    try:
-        # A passphrase would be asked for on the terminal; there may be none.
-        context.load_cert_chain(certificate, key, password="")
-    except (OSError, ssl.SSLError, ValueError) as exc:
-        raise ConfigError(f"TLS: {certificate} and {key} cannot be used: {exc}") from exc
-    return context
 
 
 class GuardedHttp(HttpToolsProtocol):

@@ -9,9 +9,12 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
+import pytest
 import uvicorn
 
+from pdserve import http_guard
 from pdserve.http_guard import GuardedHttp
+from tests.proxy.cluster import eventually as until
 
 WAIT_S = 10.0
 REQUEST = b"GET / HTTP/1.1\r\nhost: x\r\n"
@@ -153,6 +156,27 @@ def test_one_connection_too_many_is_refused_and_a_place_that_is_left_is_free_aga
                 while not (await answer(port, last)).endswith(b"ok"):
                     pass
             idle[1][1].close()
+
+    asyncio.run(scenario())
+
+
+def test_of_a_burst_beyond_the_bound_few_are_answered_and_none_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Narrow(GuardedHttp):
+        max_connections = 1
+
+    monkeypatch.setattr(http_guard, "MAX_REFUSED", 3)
+
+    async def scenario() -> None:
+        async with serving(Narrow) as port:
+            _, held = await asyncio.open_connection("127.0.0.1", port)
+            burst = [await asyncio.open_connection("127.0.0.1", port) for _ in range(10)]
+            async with asyncio.timeout(WAIT_S):
+                said = [await reader.read() for reader, _ in burst]
+            assert sum(answer.startswith(b"HTTP/1.1 503 ") for answer in said) == 3
+            assert said.count(b"") == 7
+            for _, writer in (*burst, (None, held)):
+                writer.close()
+            await until(lambda: not Narrow.refused, "refused connections are let go")
 
     asyncio.run(scenario())
 

@@ -6,7 +6,7 @@ import logging
 from typing import Generic, TypeVar
 
 from pdserve.errors import UnreadableMessage, WireError, WrongReceiver
-from pdserve.wire.frame import Opened, Opener, Purpose
+from pdserve.wire.frame import Opened, Opener, Purpose, Secrets
 from pdserve_kvtransfer.stats import TransferStats
 
 log = logging.getLogger(__name__)
@@ -19,7 +19,7 @@ T = TypeVar("T")
 class Inbound(Generic[T]):
     """All frames that one engine receives on its transfer control channels."""
 
-    def __init__(self, secret: bytes, messages: type[T], counters: TransferStats, boot_id: bytes) -> None:
+    def __init__(self, secret: bytes | Secrets, messages: type[T], counters: TransferStats, boot_id: bytes) -> None:
         """``boot_id`` is this engine's: frames that name another receiver are not opened."""
         self._opener: Opener[T] = Opener(secret, Purpose.TRANSFER, messages, receiver=boot_id)
         self._counters = counters

@@ -9,7 +9,7 @@ from typing import Protocol, TypeAlias
 import zmq
 
 from pdserve.config import TransferConfig
-from pdserve.wire.frame import Sealer
+from pdserve.wire.frame import Sealer, Secrets
 from pdserve.wire.ids import TransferId
 from pdserve.wire.sampling import SampledToken
 from pdserve.wire.transfer import EngineSpec, FailureCause, PrefillLoad
@@ -27,7 +27,7 @@ class Station:
     """This engine, as both sides' drivers know it. All but the outbox belongs to the transfer thread."""
 
     boot_id: bytes
-    secret: bytes
+    secret: bytes | Secrets
     spec: EngineSpec
     region: KvRegion
     config: TransferConfig

@@ -16,7 +16,7 @@ import zmq
 from pdserve.config import TransferConfig
 from pdserve.errors import RankLost, TransferError
 from pdserve.wire.discovery import Role
-from pdserve.wire.frame import Purpose, Sealer
+from pdserve.wire.frame import Purpose, Sealer, Secrets
 from pdserve.wire.ids import TransferId
 from pdserve.wire.sampling import SampledToken
 from pdserve.wire.transfer import UNKNOWN_LOAD, EngineSpec, FailureCause, PrefillLoad
@@ -64,7 +64,7 @@ class TransferThread:
         *,
         role: Role,
         boot_id: bytes,
-        secret: bytes,
+        secret: bytes | Secrets,
         spec: EngineSpec,
         region: KvRegion,
         config: TransferConfig,

@@ -26,6 +26,7 @@ from pdserve.wire.engine import (
     EngineStats,
     FromEngine,
     Ready,
+    Renew,
     RequestOutput,
     Shutdown,
     Sibling,
@@ -94,6 +95,7 @@ class EngineClient:
         self._channel = EngineChannel(self._address, self._handle, self._lose)
         self._process: EngineProcess | None = None
         self._watcher: asyncio.Task[None] | None = None
+        self._renewed: Renew | None = None
         self.stats = EngineStats()
 
     @property
@@ -113,6 +115,12 @@ class EngineClient:
     def pid(self) -> int | None:
         """Of the engine process, once it runs."""
         return self._process.pid if self._process else None
+
+    def renew(self, secret: bytes) -> None:
+        """The engine signs with this cluster secret from now on; if it starts, from its start on."""
+        self._renewed = Renew(secret)
+        if self._state is EngineState.READY:
+            self._channel.send(self._renewed)
 
     async def start(self) -> Ready:
         """Until the engine takes requests. Raises EngineError, with the engine's own words where it had any."""
@@ -250,6 +258,8 @@ class EngineClient:
             self._state = EngineState.READY
             # Connected: the socket's name has served its purpose, and nothing is left behind even by a SIGKILL.
             self._folder.cleanup()
+            if self._renewed is not None:
+                self._channel.send(self._renewed)
             self._ready.set_result(ready)
 
     def _lose(self, error: EngineError) -> None:

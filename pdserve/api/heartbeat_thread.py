@@ -22,7 +22,7 @@ import zmq
 from pdserve.api.proxy_link import MISSED_ACKS, Link, Standing
 from pdserve.errors import ConfigError, WireError
 from pdserve.wire.discovery import Deregister, FromProxy, Load, NodeInfo, ToProxy
-from pdserve.wire.frame import Opened, Opener, Purpose, Sealer
+from pdserve.wire.frame import Opened, Opener, Purpose, Sealer, Secrets
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ class HeartbeatThread:
         self,
         node: NodeInfo,
         proxies: tuple[str, ...],
-        secret: bytes,
+        secret: bytes | Secrets,
         *,
         heartbeat_s: float,
         stuck_s: float,
@@ -136,7 +136,7 @@ class _Line:
         context: zmq.Context[zmq.Socket[bytes]],
         node: NodeInfo,
         proxy: str,
-        secret: bytes,
+        secret: bytes | Secrets,
         heartbeat_s: float,
         load: Callable[[], Load],
     ) -> None:

@@ -9,6 +9,7 @@ from types import MappingProxyType
 from pdserve.api.heartbeat_thread import HeartbeatThread
 from pdserve.api.proxy_link import Standing
 from pdserve.wire.discovery import Load, NodeInfo
+from pdserve.wire.frame import Secrets
 
 STUCK_S = 30.0
 """An event loop that has not turned for so long is taken for dead. Bursts of thousands of requests take seconds."""
@@ -21,7 +22,7 @@ class Registration:
         self,
         node: NodeInfo,
         proxies: tuple[str, ...],
-        secret: bytes,
+        secret: bytes | Secrets,
         heartbeat_ms: int,
         load: Callable[[], Load],
         stuck_s: float = STUCK_S,

@@ -7,8 +7,10 @@ import gc
 import logging
 import socket
 import sys
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -27,8 +29,10 @@ from pdserve.api.ticket import TicketGate
 from pdserve.api.tokenizer import Tokenizer, load_tokenizer
 from pdserve.config import EngineConfig, NodeConfig
 from pdserve.errors import PdserveError
+from pdserve.hangup import on_hangup
 from pdserve.wire.discovery import Capacity, NodeInfo, Role
 from pdserve.wire.engine import Ready
+from pdserve.wire.frame import Secrets
 from pdserve.wire.ids import new_id
 
 logger = logging.getLogger(__name__)
@@ -52,11 +56,15 @@ def serve(
     cache_dir: Path,
     *,
     engine_command: Sequence[str] = ENGINE_COMMAND,
+    read_secret: Callable[[], bytes] | None = None,
 ) -> int:
-    """Runs one node until SIGTERM or SIGINT. The process's exit status: 0 after a drain, 1 if anything failed."""
+    """Runs one node until SIGTERM or SIGINT. The process's exit status: 0 after a drain, 1 if anything failed.
+
+    On SIGHUP, ``read_secret`` says what ``secret`` is from then on.
+    """
     logging.basicConfig(level=config.log.level.value.upper(), format="%(asctime)s %(levelname)s %(name)s %(message)s")
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-    node = Node(role, config, secret, model_dir, cache_dir, engine_command)
+    node = Node(role, config, secret, model_dir, cache_dir, engine_command, read_secret)
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(node.run())
@@ -75,16 +83,19 @@ class Node:
     model_dir: Path
     cache_dir: Path
     engine_command: Sequence[str]
+    read_secret: Callable[[], bytes] | None = None
 
     async def run(self) -> int:
         """Raises PdserveError if the node cannot start, or its engine dies."""
-        with StopSignals() as signals, bind(self.config.http) as listener:
-            boot_id = new_id()
+        with StopSignals() as signals, bind(self.config.http) as listener, ExitStack() as stack:
+            boot_id, secrets = new_id(), Secrets(self.secret)
             engine = EngineClient(self._engine_config(boot_id), command=self.engine_command)
+            if self.read_secret is not None:
+                stack.enter_context(on_hangup(partial(_renew, self.read_secret, secrets, engine)))
             try:
                 started = await _unless(signals.drain, self._start(engine))
                 if started is not None:
-                    await self._serve(engine, *started, boot_id, listener, signals)
+                    await self._serve(engine, *started, boot_id, listener, signals, secrets)
             finally:
                 await engine.stop(ENGINE_STOP_S)
         return EXIT_OK
@@ -112,11 +123,12 @@ class Node:
         boot_id: bytes,
         listener: socket.socket,
         signals: StopSignals,
+        secrets: Secrets,
     ) -> None:
         url = url_of(listener, self.config.http)
         info = self._info(ready, boot_id, url)
-        registering = self._registration(info, engine)
-        state = self._state(info, engine, ready, tokenizer, registering)
+        registering = self._registration(info, engine, secrets)
+        state = self._state(info, engine, ready, tokenizer, registering, secrets)
         http = HttpServer(create_app(state), listener, self.config.http)
         # What is there now stays: looking through it for garbage again and again would hold tokens up.
         gc.collect()
@@ -155,12 +167,12 @@ class Node:
         if engine.failure is None:
             raise PdserveError("the HTTP server ended by itself")
 
-    def _registration(self, info: NodeInfo, engine: EngineClient) -> Registration | None:
+    def _registration(self, info: NodeInfo, engine: EngineClient, secrets: Secrets) -> Registration | None:
         """None for a node that clients talk to directly."""
         discovery = self.config.discovery
         if not discovery.proxies:
             return None
-        return Registration(info, discovery.proxies, self.secret, discovery.heartbeat_ms, lambda: engine.stats.load)
+        return Registration(info, discovery.proxies, secrets, discovery.heartbeat_ms, lambda: engine.stats.load)
 
     def _engine_config(self, boot_id: bytes) -> EngineConfig:
         config = self.config
@@ -204,6 +216,7 @@ class Node:
         ready: Ready,
         tokenizer: Tokenizer | None,
         registration: Registration | None,
+        secrets: Secrets,
     ) -> NodeState:
         return NodeState(
             name=info.name,
@@ -212,7 +225,7 @@ class Node:
             engine=engine,
             ready=ready,
             tokenizer=tokenizer,
-            tickets=TicketGate(self.secret, info.boot_id) if self.config.discovery.proxies else None,
+            tickets=TicketGate(secrets, info.boot_id) if self.config.discovery.proxies else None,
             metrics=NodeMetrics(lambda: engine.stats),
             timeout_s=self.config.request.timeout_s,
             max_body_bytes=self.config.http.max_body_bytes,
@@ -227,6 +240,13 @@ async def _registered(registration: Registration | None) -> None:
         await asyncio.Event().wait()
     else:
         await registration.run()
+
+
+def _renew(read_secret: Callable[[], bytes], secrets: Secrets, engine: EngineClient) -> str:
+    secret = read_secret()
+    secrets.renew(secret)
+    engine.renew(secret)
+    return f"{len(secrets.lines)} cluster secret(s)"
 
 
 async def _first(*waits: Coroutine[Any, Any, object]) -> None:

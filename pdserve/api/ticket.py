@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 
 from pdserve.errors import Unauthorized, WireError
-from pdserve.wire.frame import Opener, Purpose
+from pdserve.wire.frame import Opener, Purpose, Secrets
 from pdserve.wire.ticket import Ticket
 
 MAX_TICKET_CHARS = 16_384
@@ -17,7 +17,7 @@ MAX_TICKET_CHARS = 16_384
 class TicketGate:
     """Checks tickets for one node. Each is good once, and until its request's deadline, however long it queued."""
 
-    def __init__(self, secret: bytes, boot_id: bytes, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, secret: bytes | Secrets, boot_id: bytes, clock: Callable[[], float] = time.time) -> None:
         self._opener = Opener(
             secret, Purpose.TICKET, Ticket, ordered=False, lifetime_s=lambda t: t.deadline_s, clock=clock
         )

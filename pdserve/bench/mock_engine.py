@@ -158,7 +158,7 @@ class MockServer:
                     return False
                 if isinstance(message, Submit):
                     engine.submit(message)
-                else:
+                if isinstance(message, Abort):
                     engine.abort(message)
             if engine.idle:
                 return True

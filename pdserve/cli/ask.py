@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import ssl
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
@@ -38,11 +39,18 @@ class Answer:
 
 
 async def ask(
-    url: str, model: str, question: str, show: Callable[[str], None], *, api_key: str, timeout_s: float
+    url: str,
+    model: str,
+    question: str,
+    show: Callable[[str], None],
+    *,
+    api_key: str,
+    timeout_s: float,
+    tls: ssl.SSLContext | None = None,
 ) -> Answer:
     """Asks ``question`` at ``url`` and hands each piece of the answer to ``show``. Raises AskFailed.
 
-    No ``api_key`` is sent where it is empty.
+    No ``api_key`` is sent where it is empty. ``tls`` is for an HTTPS ``url``; the system's authorities without it.
     """
     body = {
         "model": model,
@@ -57,7 +65,7 @@ async def ask(
     timeout = aiohttp.ClientTimeout(total=timeout_s)
     try:
         async with (
-            aiohttp.ClientSession(timeout=timeout) as session,
+            aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(ssl=tls or True)) as session,
             session.post(f"{url}/v1/chat/completions", json=body, headers=headers) as response,
         ):
             if response.status != 200:

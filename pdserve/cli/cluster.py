@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
+import ssl
 from collections.abc import Mapping, Sequence
 
 import aiohttp
@@ -23,10 +24,12 @@ _PROXY_GRACE_S = 3.0
 class Cluster:
     """One proxy and its nodes. ``stop`` has to be awaited in the end, whatever happened before."""
 
-    def __init__(self, console: Console) -> None:
+    def __init__(self, console: Console, tls: ssl.SSLContext | None = None) -> None:
+        """``tls`` is for requests to the proxy, if it serves HTTPS."""
         self._console = console
         self._proxy: Child | None = None
         self._nodes: dict[str, tuple[NodePlan, Child]] = {}
+        self._tls = tls
         self.url = ""
 
     async def start(self, proxy: Sequence[str], nodes: Sequence[NodePlan], environ: Mapping[str, str]) -> None:
@@ -88,7 +91,8 @@ class Cluster:
     async def _until_ready(self) -> None:
         reported = self._console.elapsed_s
         timeout = aiohttp.ClientTimeout(total=2.0)
-        async with aiohttp.ClientSession(timeout=timeout) as session:
+        connector = aiohttp.TCPConnector(ssl=self._tls or True)
+        async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
             while True:
                 for child in self._children():
                     if not child.alive:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 from pdserve.config import NodeConfig
 from pdserve.errors import ConfigError
@@ -25,7 +26,8 @@ def run_node(role: Role, argv: Sequence[str], environ: Mapping[str, str]) -> int
     """Serves until SIGTERM or SIGINT; returns the exit status. Raises ConfigError and ModelError."""
     config = load(NodeConfig, argv, environ, prog=f"pdserve {role.value}", description=_DESCRIPTIONS[role])
     _check(role, config)
-    secret = resolve_secret(config.security, _binds(role, config), state_folder(environ))
+    read_secret = partial(resolve_secret, config.security, _binds(role, config), state_folder(environ))
+    secret = read_secret()
 
     from pdserve.models.demo import resolve_model, served_name
 
@@ -36,7 +38,7 @@ def run_node(role: Role, argv: Sequence[str], environ: Mapping[str, str]) -> int
 
     from pdserve.api.server import serve
 
-    return serve(role, config, secret, model_dir, cache_dir)
+    return serve(role, config, secret, model_dir, cache_dir, read_secret=read_secret)
 
 
 def _check(role: Role, config: NodeConfig) -> None:

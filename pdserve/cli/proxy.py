@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 from pdserve.config import ProxyConfig
 from pdserve.settings import load, resolve_secret, state_folder
@@ -17,8 +18,10 @@ def run(argv: Sequence[str], environ: Mapping[str, str]) -> int:
         prog="pdserve proxy",
         description="Takes clients' requests and registrations of nodes, and spreads the ones over the others.",
     )
-    secret = resolve_secret(config.security, [config.http.host, config.registry.control_host], state_folder(environ))
+    binds = [config.http.host, config.registry.control_host]
+    read_secret = partial(resolve_secret, config.security, binds, state_folder(environ))
+    secret = read_secret()
 
     from pdserve_proxy.server import serve
 
-    return serve(config, secret)
+    return serve(config, secret, read_secret)

@@ -6,9 +6,10 @@ import asyncio
 import os
 import secrets
 import signal
+import ssl
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 from pdserve.child import ChildDied
 from pdserve.cli.ask import AskFailed, ask
@@ -18,6 +19,7 @@ from pdserve.cli.plan import child_environ, plan_nodes, proxy_command
 from pdserve.config import ProxyConfig, UpConfig
 from pdserve.models.demo import resolve_model, served_name
 from pdserve.settings import cache_folder, load, load_with_file, resolve_secret, state_folder
+from pdserve.tls import trusting_only
 from pdserve_proxy.api_keys import read_api_keys
 
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -39,13 +41,33 @@ def run(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     config = replace(config, model=replace(config.model, path=str(folder), served_name=name))
     console = Console(sys.stderr, colour=sys.stderr.isatty() and "NO_COLOR" not in environ, level=config.log.level)
     inherited = child_environ(config, environ, secret, file)
-    return asyncio.run(_serve(config, inherited, api_key(inherited), console))
+    access = _Access(api_key(inherited), proxy_tls(inherited))
+    return asyncio.run(_serve(config, inherited, access, console))
+
+
+@dataclass(frozen=True, slots=True)
+class _Access:
+    """What the proxy wants of its clients."""
+
+    key: str = field(repr=False)
+    """Empty if it wants none."""
+    tls: ssl.SSLContext | None
+    """None if it serves HTTP."""
 
 
 def api_key(environ: Mapping[str, str]) -> str:
     """A key that a proxy with these settings takes; empty if it wants none. Raises ConfigError."""
     keys = read_api_keys(load(ProxyConfig, [], environ, prog="pdserve proxy").admission)
     return keys[0].key if keys else ""
+
+
+def proxy_tls(environ: Mapping[str, str]) -> ssl.SSLContext | None:
+    """For requests to a proxy with these settings on this machine; None if it serves no HTTPS. Raises ConfigError.
+
+    Its certificate may be for another name than the loopback address, and from an authority that nobody here knows.
+    """
+    certificate = load(ProxyConfig, [], environ, prog="pdserve proxy").tls.cert
+    return trusting_only(certificate) if certificate else None
 
 
 def _secret(config: UpConfig, environ: Mapping[str, str]) -> str:
@@ -55,9 +77,9 @@ def _secret(config: UpConfig, environ: Mapping[str, str]) -> str:
     return secrets.token_hex(32)
 
 
-async def _serve(config: UpConfig, environ: Mapping[str, str], key: str, console: Console) -> int:
-    cluster = Cluster(console)
-    work = asyncio.create_task(_work(cluster, config, environ, key, console))
+async def _serve(config: UpConfig, environ: Mapping[str, str], access: _Access, console: Console) -> int:
+    cluster = Cluster(console, access.tls)
+    work = asyncio.create_task(_work(cluster, config, environ, access, console))
     stopping = asyncio.Event()
     loop = asyncio.get_running_loop()
     asked = 0.0
@@ -91,25 +113,27 @@ async def _serve(config: UpConfig, environ: Mapping[str, str], key: str, console
             loop.remove_signal_handler(number)
 
 
-async def _work(cluster: Cluster, config: UpConfig, environ: Mapping[str, str], key: str, console: Console) -> int:
+async def _work(
+    cluster: Cluster, config: UpConfig, environ: Mapping[str, str], access: _Access, console: Console
+) -> int:
     nodes = plan_nodes(config.cluster, sorted(os.sched_getaffinity(0)))
     try:
         async with asyncio.timeout(config.cluster.startup_timeout_s):
             await cluster.start(proxy_command(config), nodes, environ)
         if config.cluster.ask:
-            return await _ask(cluster.url, config, key, console)
+            return await _ask(cluster.url, config, access, console)
     except TimeoutError:
         console.say(f"not ready after {config.cluster.startup_timeout_s:.0f} s; giving up")
         return 1
     except (ChildDied, AskFailed) as error:
         console.say(str(error))
         return 1
-    _welcome(cluster.url, config.model.served_name, bool(key))
+    _welcome(cluster.url, config.model.served_name, bool(access.key))
     console.say(await cluster.watch())
     return 1
 
 
-async def _ask(url: str, config: UpConfig, key: str, console: Console) -> int:
+async def _ask(url: str, config: UpConfig, access: _Access, console: Console) -> int:
     def show(text: str) -> None:
         print(text, end="", flush=True)
 
@@ -117,7 +141,7 @@ async def _ask(url: str, config: UpConfig, key: str, console: Console) -> int:
     model, question, timeout_s = config.model.served_name, config.cluster.ask, config.request.timeout_s
     with console.held():
         try:
-            answer = await ask(url, model, question, show, api_key=key, timeout_s=timeout_s)
+            answer = await ask(url, model, question, show, api_key=access.key, timeout_s=timeout_s, tls=access.tls)
         finally:
             print(flush=True)
         print(answer, flush=True)

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import msgspec
 
 from pdserve.doctor.finding import Finding, ok, problem, warning
+from pdserve.tls import Trust
 
 _MAX_BODY_BYTES = 8 * 2**20
 
@@ -25,11 +26,12 @@ class Instance(msgspec.Struct, frozen=True):
     heartbeat_age_s: float
 
 
-def read_instances(proxy_url: str, timeout_s: float) -> list[Instance] | str:
-    """What is registered, or why that cannot be said."""
+def read_instances(proxy_url: str, timeout_s: float, trust: Trust | None = None) -> list[Instance] | str:
+    """What is registered, or why that cannot be said. Without ``trust``, the system's authorities count."""
     url = f"{proxy_url.rstrip('/')}/instances"
     # Not by way of the environment's HTTP proxies: the address is what it says.
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    https = urllib.request.HTTPSHandler(context=(trust or Trust()).context)
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), https)
     try:
         with opener.open(url, timeout=timeout_s) as response:
             return msgspec.json.decode(response.read(_MAX_BODY_BYTES), type=list[Instance])
@@ -46,7 +48,10 @@ def prefill_controls(instances: Sequence[Instance]) -> list[str]:
 def check_instances(proxy_url: str, found: list[Instance] | str) -> list[Finding]:
     check = "proxy"
     if isinstance(found, str):
-        return [problem(check, f"{proxy_url}: {found}", "see that pdserve proxy runs there, and --proxy-url")]
+        advice = "see that pdserve proxy runs there, and --proxy-url"
+        if "CERTIFICATE_VERIFY_FAILED" in found:
+            advice = "give --tls-ca the PEM file of the authority that made the proxy's certificate"
+        return [problem(check, f"{proxy_url}: {found}", advice)]
     if not found:
         advice = f"give nodes --proxy with the control address of the proxy (its log names it), not {proxy_url}"
         return [problem(check, f"{proxy_url} knows no node", f"{advice}; all need the same secret")]

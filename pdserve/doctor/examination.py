@@ -19,6 +19,7 @@ from pdserve.doctor.perftest import Yardstick
 from pdserve.doctor.stand_in import StandIn, standing_in
 from pdserve.doctor.ucx_tools import UcxTools
 from pdserve.errors import TransferError
+from pdserve.tls import Trust, read_authorities
 from pdserve.wire.transfer import EngineSpec, Examined
 from pdserve_kvtransfer.examiner import Examiner
 from pdserve_kvtransfer.machine_identity import machine_identity
@@ -116,7 +117,9 @@ class _Doctor:
         asked = self._config.diagnosis
         controls = list(asked.peers)
         if asked.proxy_url:
-            found = read_instances(asked.proxy_url, asked.timeout_s)
+            found = read_instances(
+                asked.proxy_url, asked.timeout_s, Trust(read_authorities(self._config.trust.authorities))
+            )
             self._findings += check_instances(asked.proxy_url, found)
             controls += [] if isinstance(found, str) else prefill_controls(found)
         return list(dict.fromkeys(controls))
@@ -153,7 +156,7 @@ class _Doctor:
         transfer = self._config.transfer
         if self._config.diagnosis.probe is Switch.OFF:
             return
-        told = StandIn(secrets.token_bytes(32), _over_the_same_ucx(transfer), _BLOCK_BYTES)
+        told = StandIn(secrets.token_hex(32).encode(), _over_the_same_ucx(transfer), _BLOCK_BYTES)
         try:
             with standing_in(told, self._environ) as control, Examiner(control, told.secret, transfer) as asker:
                 found = asker.examine(self._config.diagnosis.timeout_s)

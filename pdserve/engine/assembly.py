@@ -31,6 +31,7 @@ from pdserve.models.step_batch import StepRow
 from pdserve.models.tensor_parallel import TpGroup
 from pdserve.models.weights import fingerprint
 from pdserve.wire.discovery import Role
+from pdserve.wire.frame import Secrets
 from pdserve.wire.rank import Load, Loaded
 from pdserve.wire.transfer import EngineSpec
 from pdserve.wire.version import OLDEST_PROTOCOL, PROTOCOL_VERSION
@@ -108,8 +109,9 @@ def assemble(
     choice = PrefillChoice(
         rate, config.transfer, config.scheduler, block_size, layout.block_bytes * tp.size / block_size
     )
+    secrets = Secrets(config.secret)
     connector, control = open_connector(
-        config, spec, own.kv_cache, blocks, wake_up.set, prompts, followers, rate, choice, shared
+        config, spec, own.kv_cache, blocks, wake_up.set, prompts, followers, rate, choice, shared, secrets
     )
     loop = StepLoop(
         api=api,
@@ -123,6 +125,7 @@ def assemble(
         ahead=own if overlaps(config, device) else None,
         rate=rate,
         choice=choice,
+        renew=secrets.renew,
     )
     return Engine(loop, connector, control, spec, num_blocks, max_model_len, decoder.vocab_size)
 

@@ -19,6 +19,7 @@ from pdserve.engine.followers import Followers, followers_of
 from pdserve.engine.pinning import pin, rank_cores
 from pdserve.engine.wake_up import WakeUp
 from pdserve.errors import EngineError, PdserveError
+from pdserve.hangup import ignore_hangup
 from pdserve.parent import die_with_parent
 from pdserve.wire.engine import EngineFailed, Ready, Starting
 from pdserve.wire.transfer import EngineSpec
@@ -34,6 +35,7 @@ def main() -> int:
     After a failure, which the API process is told, this process ends at once with 1: a GPU may be waiting for a rank
     that is gone, and would keep libraries from being unloaded.
     """
+    ignore_hangup()
     die_with_parent(os.getppid())
     launch = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=EngineLaunch)
     logging.basicConfig(

@@ -11,6 +11,7 @@ the GPU goes from one step to the next without waiting for the host.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 import zmq
 
@@ -28,7 +29,7 @@ from pdserve.engine.scheduler import Scheduler
 from pdserve.engine.step_runner import AheadRunner, StepRunner
 from pdserve.engine.stop_rule import StopRule
 from pdserve.engine.wake_up import WakeUp
-from pdserve.wire.engine import Abort, EngineStats, FinishReason, PrefillSource, Shutdown, Stats, Submit
+from pdserve.wire.engine import Abort, EngineStats, FinishReason, PrefillSource, Renew, Shutdown, Stats, Submit
 from pdserve.wire.transfer import FailureCause
 
 STATS_INTERVAL_S = 0.25
@@ -53,10 +54,12 @@ class StepLoop:
         rate: PrefillRate,
         choice: PrefillChoice,
         ahead: AheadRunner | None = None,
+        renew: Callable[[bytes], None] = lambda _: None,
     ) -> None:
         """``ahead`` is ``runner`` if decode steps are to be launched before the tokens of the last ones are known.
 
         Whatever else writes to the KV cache then has to do it behind the steps that were launched before.
+        ``renew`` takes a new cluster secret.
         """
         self._api = api
         self._wake_up = wake_up
@@ -67,6 +70,7 @@ class StepLoop:
         self._outbox = Outbox()
         self._scheduler = Scheduler(blocks, config, stop, self._outbox, connector.release, choice)
         self._prompts = prompts
+        self._renew = renew
         self._rate = rate
         self._choice = choice
         self._eos_token_ids = stop.eos_token_ids
@@ -127,6 +131,8 @@ class StepLoop:
                         request = self._scheduler.find(client)
                         if request is not None:
                             self._scheduler.abort(request)
+                case Renew(secret):
+                    self._renew(secret)
                 case Shutdown():
                     self._stopping = True
 

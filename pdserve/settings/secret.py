@@ -1,4 +1,7 @@
-"""The cluster secret: given, or on one machine the user's own, made at first use."""
+"""The cluster secret: given, or on one machine the user's own, made at first use.
+
+While it is replaced there are two, one a line: processes sign with the first, and believe both.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,7 @@ from pdserve.config import SecurityConfig
 from pdserve.errors import ConfigError
 
 MIN_SECRET_CHARS = 16
+MAX_SECRETS = 2
 
 _HOW = "make one with `openssl rand -hex 32` for all processes of the cluster, as PDSERVE_SECRET or --secret-file"
 
@@ -28,7 +32,7 @@ def is_loopback(host: str) -> bool:
 
 
 def resolve_secret(security: SecurityConfig, binds: Sequence[str], state_dir: Path) -> bytes:
-    """The secret that this process signs control messages with.
+    """The secret that this process signs control messages with, and in a second line another one that it believes.
 
     Taken from ``--secret``, else ``--secret-file``, else, where every host of ``binds`` is loopback, from
     ``state_dir/secret``, which is made if it is not there. Raises ConfigError if there is none or it is too short.
@@ -46,9 +50,13 @@ def resolve_secret(security: SecurityConfig, binds: Sequence[str], state_dir: Pa
 
 
 def _checked(text: str, what: str) -> bytes:
-    if len(text) < MIN_SECRET_CHARS:
-        raise ConfigError(f"{what} has {len(text)} characters; at least {MIN_SECRET_CHARS} are needed: {_HOW}")
-    return text.encode()
+    lines = [line for line in map(str.strip, text.splitlines()) if line] or [""]
+    if len(lines) > MAX_SECRETS:
+        raise ConfigError(f"{what} has {len(lines)} lines; it takes one secret, or two while one replaces the other")
+    shortest = min(map(len, lines))
+    if shortest < MIN_SECRET_CHARS:
+        raise ConfigError(f"{what} has {shortest} characters; at least {MIN_SECRET_CHARS} are needed: {_HOW}")
+    return "\n".join(lines).encode()
 
 
 def _read(path: Path) -> str:

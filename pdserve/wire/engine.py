@@ -50,11 +50,20 @@ class Abort(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="
     request_ids: list[int]
 
 
+class Renew(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="renew"):
+    """The cluster secret has changed: what ``wire/frame.py`` makes ``Secrets`` of."""
+
+    secret: bytes
+
+    def __repr__(self) -> str:
+        return "Renew(secret=...)"
+
+
 class Shutdown(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="shutdown"):
     """Cancel everything, close all sockets, exit 0."""
 
 
-ToEngine: TypeAlias = Submit | Abort | Shutdown
+ToEngine: TypeAlias = Submit | Abort | Renew | Shutdown
 
 # ---------------------------------------------------------------- engine → API
 

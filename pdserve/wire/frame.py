@@ -74,13 +74,51 @@ class _Signer:
         return mac.digest()
 
 
+class Secrets:
+    """The cluster secret, or two of them while it is replaced, one a line: the first one signs, both are believed.
+
+    Every ``Sealer`` and ``Opener`` that is made with it follows ``renew``, which may be called in any thread.
+    """
+
+    def __init__(self, secret: bytes) -> None:
+        self.lines = _lines(secret)
+
+    def renew(self, secret: bytes) -> None:
+        """From the next frame on."""
+        self.lines = _lines(secret)
+
+    def __bool__(self) -> bool:
+        return any(self.lines)
+
+
+def _lines(secret: bytes) -> tuple[bytes, ...]:
+    return tuple(line for line in secret.split(b"\n") if line) or (b"",)
+
+
+class _Signers:
+    """One for each secret that is good now, the one to sign with first."""
+
+    def __init__(self, secret: bytes | Secrets, purpose: Purpose) -> None:
+        self._secrets = secret if isinstance(secret, Secrets) else Secrets(secret)
+        self._purpose = purpose
+        self._lines: tuple[bytes, ...] = ()
+        self._signers: tuple[_Signer, ...] = ()
+
+    def now(self) -> tuple[_Signer, ...]:
+        lines = self._secrets.lines
+        if lines is not self._lines:
+            self._signers = tuple(_Signer(line, self._purpose) for line in lines)
+            self._lines = lines
+        return self._signers
+
+
 class Sealer:
     """Signs what one process sends on one channel."""
 
     def __init__(
-        self, secret: bytes, purpose: Purpose, sender: bytes, *, clock: Callable[[], float] = time.time
+        self, secret: bytes | Secrets, purpose: Purpose, sender: bytes, *, clock: Callable[[], float] = time.time
     ) -> None:
-        self._signer = _Signer(secret, purpose)
+        self._signers = _Signers(secret, purpose)
         self._sender = sender
         self._alias = new_id()
         self._clock = clock
@@ -113,7 +151,7 @@ class Sealer:
     def _seal(self, version: int, sender: bytes, body: bytes) -> bytes:
         self._counter += 1
         sent_ms = int(self._clock() * 1000)
-        mac = self._signer.mac(version, sender, self._counter, sent_ms, body)
+        mac = self._signers.now()[0].mac(version, sender, self._counter, sent_ms, body)
         return _encoder.encode(_Frame(version, sender, self._counter, sent_ms, body, mac))
 
 
@@ -143,7 +181,7 @@ class Opener(Generic[T]):
 
     def __init__(
         self,
-        secret: bytes,
+        secret: bytes | Secrets,
         purpose: Purpose,
         message: type[T],
         *,
@@ -152,7 +190,7 @@ class Opener(Generic[T]):
         lifetime_s: Callable[[T], float] = lambda _: 0.0,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        self._signer = _Signer(secret, purpose)
+        self._signers = _Signers(secret, purpose)
         self._purpose = purpose
         self._receiver = receiver
         self._decoder: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(message)
@@ -197,8 +235,8 @@ class Opener(Generic[T]):
             raise MalformedFrame(f"not a pdserve frame: {exc}") from exc
         if outer.version not in (UNNAMED, NAMED):
             raise MalformedFrame(f"frame version {outer.version}; this process speaks {UNNAMED} and {NAMED}")
-        expected = self._signer.mac(outer.version, outer.sender, outer.counter, outer.sent_ms, outer.body)
-        if not hmac.compare_digest(expected, outer.mac):
+        signed = (outer.version, outer.sender, outer.counter, outer.sent_ms, outer.body)
+        if not any(hmac.compare_digest(signer.mac(*signed), outer.mac) for signer in self._signers.now()):
             raise AuthenticationFailed("wrong signature: the sender has another cluster secret")
         return outer
 

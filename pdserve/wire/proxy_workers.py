@@ -3,17 +3,45 @@
 A worker says ``Hello`` and is sent ``Nodes``, then again at every change. Once it takes connections it says ``Ready``.
 Each ``Ping`` is answered with ``Pong`` by a worker whose event loop turns.
 A worker that is asked for ``/metrics`` sends ``Scrape``; the supervisor sends ``Collect`` to every worker, adds up the
-``Counts`` that come back, and answers ``Scraped``.
+``Counts`` that come back, and answers ``Scraped``. When it has read its files again, it sends ``Renewed``.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 import msgspec
 
+from pdserve.tls import Certificate
 from pdserve.wire.discovery import Load, NodeInfo
 from pdserve.wire.ids import BootId
+
+
+@dataclass(frozen=True, slots=True)
+class ApiKey:
+    """Of a client."""
+
+    caller: str
+    """For limits, logs and metrics; says nothing of the key."""
+    key: str = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Credentials:
+    """What a proxy signs with, shows and believes."""
+
+    secret: bytes = field(repr=False)
+    """What ``Secrets`` are made of."""
+    keys: tuple[ApiKey, ...]
+    """Empty: anybody may come."""
+    certificate: Certificate | None = None
+    authorities: bytes = b""
+    """PEM, of nodes' certificates; empty for the system's."""
+
+
+class Renewed(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="renewed"):
+    credentials: Credentials
 
 
 class KnownNode(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -86,5 +114,5 @@ class Counts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field=
     families: tuple[Family, ...]
 
 
-ToWorker: TypeAlias = Nodes | Collect | Scraped | Ping
+ToWorker: TypeAlias = Nodes | Collect | Scraped | Ping | Renewed
 ToSupervisor: TypeAlias = Hello | Ready | Pong | Scrape | Counts

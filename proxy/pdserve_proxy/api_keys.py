@@ -6,22 +6,15 @@ import hashlib
 import hmac
 import secrets
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from pdserve.config import AdmissionConfig
 from pdserve.errors import ConfigError, Unauthorized
+from pdserve.wire.proxy_workers import ApiKey
 from pdserve_proxy.admission import ANONYMOUS
 
 MIN_KEY_CHARS = 16
 MAX_KEY_CHARS = 512
-
-
-@dataclass(frozen=True, slots=True)
-class ApiKey:
-    caller: str
-    """For limits, logs and metrics; says nothing of the key."""
-    key: str = field(repr=False)
 
 
 class ApiKeys:
@@ -33,6 +26,10 @@ class ApiKeys:
 
     def __init__(self, keys: Iterable[ApiKey]) -> None:
         self._pepper = secrets.token_bytes(32)
+        self.renew(keys)
+
+    def renew(self, keys: Iterable[ApiKey]) -> None:
+        """Take these instead. What the old ones have let in goes on."""
         self._callers = {self._mac(key.key): key.caller for key in keys}
 
     def caller(self, authorization: str | None) -> str:

@@ -25,7 +25,7 @@ from pdserve.errors import (
     WrongReceiver,
 )
 from pdserve.wire.discovery import Ack, Deregister, FromProxy, Heartbeat, Hello, Refused, Register, ToProxy, Welcome
-from pdserve.wire.frame import Opened, Opener, Purpose, Sealer
+from pdserve.wire.frame import Opened, Opener, Purpose, Sealer, Secrets
 from pdserve.wire.version import RELEASED_0_1, SPOKEN, Spoken
 from pdserve_proxy.metrics import ProxyMetrics
 from pdserve_proxy.registry import MAX_NODES, Registry
@@ -50,7 +50,7 @@ class Discovery:
         self,
         registry: Registry,
         metrics: ProxyMetrics,
-        secret: bytes,
+        secret: bytes | Secrets,
         boot_id: bytes,
         *,
         host: str,
@@ -74,7 +74,7 @@ class Discovery:
 
     @classmethod
     def bind(
-        cls, config: RegistryConfig, registry: Registry, metrics: ProxyMetrics, secret: bytes, boot_id: bytes
+        cls, config: RegistryConfig, registry: Registry, metrics: ProxyMetrics, secret: bytes | Secrets, boot_id: bytes
     ) -> Self:
         """As configured. Raises ConfigError if the address cannot be bound."""
         return cls(registry, metrics, secret, boot_id, host=config.control_host, port=config.control_port)

@@ -8,17 +8,17 @@ import logging
 import math
 import socket
 import ssl
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import uvicorn
 
 from pdserve.config import AdmissionConfig, ProxyConfig
-from pdserve.http_guard import guarded_config, server_tls
+from pdserve.http_guard import guarded_config
 from pdserve.wire.ids import new_id
 from pdserve_proxy.admission import Limits
-from pdserve_proxy.api_keys import ApiKey, ApiKeys
 from pdserve_proxy.app import build_app
+from pdserve_proxy.credentials import LiveCredentials
 from pdserve_proxy.flights import Flights
 from pdserve_proxy.held_bodies import BodyLimits, HeldBodies
 from pdserve_proxy.information import Scrape
@@ -49,24 +49,23 @@ class Knowledge:
 
 async def serve_clients(
     config: ProxyConfig,
-    secret: bytes,
-    keys: Iterable[ApiKey],
+    credentials: LiveCredentials,
     knowledge: Knowledge,
     listener: socket.socket,
     stop: asyncio.Event,
     listening: Callable[[], None],
 ) -> None:
-    """Until ``stop`` is set and requests under way are over or cut short. ``listening`` is called once.
-
-    Raises ConfigError if the TLS files cannot be used.
-    """
-    tls = server_tls(config.tls.cert, config.tls.key) if config.tls.cert else None
-    tickets = TicketOffice(secret, new_id())
+    """Until ``stop`` is set and requests under way are over or cut short. ``listening`` is called once."""
+    tickets = TicketOffice(credentials.secrets, new_id())
     metrics = knowledge.metrics
     bodies = HeldBodies(_body_limits(config))
     turnstile = Turnstile(_limits(config.admission), metrics)
-    async with Relay(config, knowledge.directory, knowledge.flights, tickets, ExchangeLog(metrics.counts)) as relay:
-        app = build_app(config, ApiKeys(keys), bodies, turnstile, knowledge.directory, relay, metrics, knowledge.scrape)
+    journal = ExchangeLog(metrics.counts)
+    async with Relay(config, knowledge.directory, knowledge.flights, tickets, journal, credentials.trust) as relay:
+        app = build_app(
+            config, credentials.keys, bodies, turnstile, knowledge.directory, relay, metrics, knowledge.scrape
+        )
+        tls = None if credentials.tls is None else credentials.tls.context
         settings = _uvicorn_config(config, app, tls)
         server = _HttpServer(settings, stop, listening, relay.cut_all, config.http.drain_s)
         await server.serve(sockets=[listener])

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Coroutine
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
@@ -17,6 +18,7 @@ import zmq.asyncio
 from pdserve.wire.proxy_workers import (
     Collect,
     Counts,
+    Credentials,
     Family,
     Hello,
     KnownNode,
@@ -24,6 +26,7 @@ from pdserve.wire.proxy_workers import (
     Ping,
     Pong,
     Ready,
+    Renewed,
     Scrape,
     Scraped,
     ToSupervisor,
@@ -76,6 +79,7 @@ class Hub:
         self._present: dict[bytes, Presence] = {}
         self._collecting: dict[int, set[bytes]] = {}
         self._collected: dict[int, asyncio.Event] = {}
+        self._renewed: Renewed | None = None
         self._number = 0
         self._tasks: set[asyncio.Task[None]] = set()
         self._context = zmq.asyncio.Context()
@@ -107,6 +111,12 @@ class Hub:
         for number in tuple(self._collecting):
             self._answered(number, name)
 
+    def renew(self, credentials: Credentials) -> None:
+        """Tell all workers, those too that are coming up."""
+        self._renewed = Renewed(credentials)
+        for name in self._workers:
+            self._begin(self._send(name, self._renewed))
+
     async def run(self) -> None:
         """Serve until cancelled."""
         async with asyncio.TaskGroup() as tasks:
@@ -133,6 +143,8 @@ class Hub:
             match _decoder.decode(data):
                 case Hello():
                     self._workers[name] = ()
+                    if self._renewed is not None:
+                        await self._send(name, self._renewed)
                     await self._send(name, self._nodes())
                 case Ready():
                     presence.ready.set()
@@ -142,9 +154,12 @@ class Hub:
                     self._workers[name] = families
                     self._answered(number, name)
                 case Scrape(number=number):
-                    task = asyncio.create_task(self._scrape(name, number))
-                    self._tasks.add(task)
-                    task.add_done_callback(self._tasks.discard)
+                    self._begin(self._scrape(name, number))
+
+    def _begin(self, work: Coroutine[object, object, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     async def _ping(self) -> None:
         while True:

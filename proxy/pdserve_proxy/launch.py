@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from pdserve.config import ProxyConfig
-from pdserve_proxy.api_keys import ApiKey
+from pdserve.wire.proxy_workers import Credentials
 
 WORKER_COMMAND: tuple[str, ...] = (sys.executable, "-P", "-m", "pdserve_proxy.worker")
 """``-P`` keeps folders of the current directory from standing in for packages."""
@@ -19,8 +19,7 @@ class WorkerLaunch:
 
     config: ProxyConfig
     """The worker's share of it."""
-    secret: bytes = field(repr=False)
-    keys: tuple[ApiKey, ...]
+    credentials: Credentials
     name: bytes
     """This start of this worker, on the supervisor's channel."""
     address: str

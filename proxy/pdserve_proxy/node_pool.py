@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import ssl
 from collections.abc import Mapping
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from pdserve.errors import Unavailable
+from pdserve.tls import Trust
 from pdserve_proxy.expiry import ExpiryQueue
 from pdserve_proxy.node_connection import NodeClosed, NodeConnection, NodeResponse, NodeUnreachable
 
@@ -40,9 +40,11 @@ def origin_of(url: str) -> Origin:
 class NodePool:
     """``close`` has to be called in the end."""
 
-    def __init__(self, *, connect_timeout_s: float, max_connections: int) -> None:
+    def __init__(self, *, connect_timeout_s: float, max_connections: int, trust: Trust | None = None) -> None:
+        """``trust`` is asked about nodes that are reached by HTTPS; without one, the system's authorities are."""
         self._connect_timeout_s = connect_timeout_s
         self._max_connections = max_connections
+        self._trust = trust or Trust()
         self._open: dict[NodeConnection, str] = {}
         """With its node's URL."""
         self._idle: dict[str, ExpiryQueue[NodeConnection]] = {}
@@ -107,7 +109,7 @@ class NodePool:
                     lambda: NodeConnection(self._freed, self._lost),
                     origin.host,
                     origin.port,
-                    ssl=ssl.create_default_context() if origin.tls else None,
+                    ssl=self._trust.context if origin.tls else None,
                 )
         except (OSError, TimeoutError) as exc:
             raise NodeUnreachable(str(exc) or "no connection in time") from exc

@@ -19,6 +19,7 @@ import msgspec
 
 from pdserve.config import ProxyConfig
 from pdserve.errors import BadUpstream, RequestError, Unavailable
+from pdserve.tls import Trust
 from pdserve.wire.ticket import TICKET_HEADER
 from pdserve_proxy.exchange import Cut, Exchange
 from pdserve_proxy.expiry import ExpiryQueue
@@ -103,8 +104,15 @@ class Relay:
     """Owns the connections to nodes and the exchanges that are under way. Used as an async context manager."""
 
     def __init__(
-        self, config: ProxyConfig, directory: Directory, flights: Flights, tickets: TicketOffice, journal: ExchangeLog
+        self,
+        config: ProxyConfig,
+        directory: Directory,
+        flights: Flights,
+        tickets: TicketOffice,
+        journal: ExchangeLog,
+        trust: Trust,
     ) -> None:
+        self._trust = trust
         self._config = config
         self._directory = directory
         self._flights = flights
@@ -116,7 +124,9 @@ class Relay:
     async def __aenter__(self) -> Self:
         relay = self._config.relay
         self._loop = asyncio.get_running_loop()
-        self._pool = NodePool(connect_timeout_s=relay.connect_timeout_s, max_connections=relay.max_connections)
+        self._pool = NodePool(
+            connect_timeout_s=relay.connect_timeout_s, max_connections=relay.max_connections, trust=self._trust
+        )
         self._directory.on_loss(lambda node: self._pool.doubt(node.url))
         self._deadlines: ExpiryQueue[Exchange] = ExpiryQueue(
             self._config.request.timeout_s, lambda exchange: exchange.cut(Cut.DEADLINE)

@@ -8,14 +8,16 @@ import logging
 import signal
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 import uvloop
 
 from pdserve.config import LogConfig, ProxyConfig
 from pdserve.errors import ConfigError
-from pdserve.http_guard import server_tls
+from pdserve.hangup import on_hangup
+from pdserve.wire.frame import Secrets
 from pdserve.wire.ids import new_id
-from pdserve_proxy.api_keys import read_api_keys
+from pdserve_proxy.credentials import LiveCredentials, read_credentials
 from pdserve_proxy.discovery import Discovery
 from pdserve_proxy.flights import Flights
 from pdserve_proxy.http_server import Knowledge, serve_clients
@@ -23,7 +25,7 @@ from pdserve_proxy.listening import Addresses, allow_open_files, bind_http, http
 from pdserve_proxy.metrics import ProxyMetrics
 from pdserve_proxy.registry import Registry
 from pdserve_proxy.scraping import render
-from pdserve_proxy.supervisor import supervise
+from pdserve_proxy.supervisor import Renew, supervise
 
 log = logging.getLogger(__name__)
 
@@ -31,8 +33,10 @@ GARBAGE_OBJECTS = 50_000
 """New objects, less freed ones, from one look for reference cycles to the next. Python's own 700 are a few requests."""
 
 
-def serve(config: ProxyConfig, secret: bytes) -> int:
+def serve(config: ProxyConfig, secret: bytes, read_secret: Callable[[], bytes] | None = None) -> int:
     """Run a proxy until SIGTERM or SIGINT; requests under way get ``http.drain_s``. Returns the exit code.
+
+    On SIGHUP, ``read_secret`` says what ``secret`` is from then on, and files of keys and certificates are read again.
 
     Raises ConfigError if it cannot start as configured.
     """
@@ -40,16 +44,16 @@ def serve(config: ProxyConfig, secret: bytes) -> int:
     allow_open_files()
     collect_rarely()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(_serve(config, secret))
+        return runner.run(_serve(config, secret, read_secret))
 
 
-async def _serve(config: ProxyConfig, secret: bytes) -> int:
+async def _serve(config: ProxyConfig, secret: bytes, read_secret: Callable[[], bytes] | None) -> int:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     try:
-        await run(config, secret, stop)
+        await run(config, secret, stop, read_secret=read_secret)
     except ConfigError:
         raise
     except Exception:
@@ -59,26 +63,41 @@ async def _serve(config: ProxyConfig, secret: bytes) -> int:
 
 
 async def run(
-    config: ProxyConfig, secret: bytes, stop: asyncio.Event, listening: Callable[[Addresses], None] = lambda _: None
+    config: ProxyConfig,
+    secret: bytes,
+    stop: asyncio.Event,
+    listening: Callable[[Addresses], None] = lambda _: None,
+    read_secret: Callable[[], bytes] | None = None,
 ) -> None:
-    """Run a proxy until ``stop`` is set and requests under way are over or cut short. Installs no signal handlers.
+    """Run a proxy until ``stop`` is set and requests under way are over or cut short.
 
-    ``listening`` is called once, when both addresses take connections. Raises ConfigError if they cannot be bound, and
-    WorkerDied if its workers do not stay alive.
+    ``listening`` is called once, when both addresses take connections. Without ``read_secret``, which is called on
+    SIGHUP, no signal handler is installed. Raises ConfigError if the addresses cannot be bound or files cannot be used,
+    and WorkerDied if its workers do not stay alive.
     """
     if not secret:
         raise ConfigError("the proxy needs a cluster secret: without one anybody could register a node")
-    keys = read_api_keys(config.admission)
-    if config.tls.cert:
-        server_tls(config.tls.cert, config.tls.key)
+    credentials = read_credentials(config, lambda: secret)
+
+    def on_renewal(renew: Renew) -> AbstractContextManager[None]:
+        if read_secret is None:
+            return nullcontext()
+
+        def reread() -> str:
+            new = read_credentials(config, read_secret)
+            renew(new)
+            return f"{len(Secrets(new.secret).lines)} cluster secret(s), {len(new.keys)} API key(s), certificates"
+
+        return on_hangup(reread)
 
     def announce(addresses: Addresses) -> None:
         log.info("pdserve proxy listening url=%s control=%s", addresses.url, addresses.control)
         listening(addresses)
 
     if config.workers.count > 1:
-        await supervise(config, secret, keys, stop, announce)
+        await supervise(config, credentials, stop, announce, on_renewal=on_renewal)
         return
+    live = LiveCredentials(credentials)
     metrics, flights = ProxyMetrics(), Flights()
     registry = Registry(config.registry.heartbeat_ms / 1000, config.registry.missed_heartbeats, watcher=flights)
 
@@ -87,13 +106,14 @@ async def run(
 
     with (
         bind_http(config.http) as listener,
-        Discovery.bind(config.registry, registry, metrics, secret, new_id()) as discovery,
+        Discovery.bind(config.registry, registry, metrics, live.secrets, new_id()) as discovery,
+        on_renewal(live.renew),
     ):
         addresses = Addresses(http_url(listener, bool(config.tls.cert)), discovery.endpoint)
         knowledge = Knowledge(registry, flights, metrics, scrape)
         async with asyncio.TaskGroup() as tasks:
             ear = tasks.create_task(discovery.run())
-            await serve_clients(config, secret, keys, knowledge, listener, stop, lambda: announce(addresses))
+            await serve_clients(config, live, knowledge, listener, stop, lambda: announce(addresses))
             ear.cancel()
 
 

@@ -15,14 +15,16 @@ import socket
 import tempfile
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from typing import TypeAlias
 
 import msgspec
 
 from pdserve.config import ProxyConfig
 from pdserve.errors import PdserveError
+from pdserve.wire.frame import Secrets
 from pdserve.wire.ids import new_id
-from pdserve_proxy.api_keys import ApiKey
+from pdserve.wire.proxy_workers import Credentials
 from pdserve_proxy.discovery import Discovery
 from pdserve_proxy.hub import Hub
 from pdserve_proxy.launch import WORKER_COMMAND, WorkerLaunch, share_of
@@ -31,6 +33,8 @@ from pdserve_proxy.metrics import ProxyMetrics
 from pdserve_proxy.registry import Registry
 
 log = logging.getLogger(__name__)
+
+Renew: TypeAlias = Callable[[Credentials], None]
 
 START_TIMEOUT_S = 30.0
 STOP_MARGIN_S = 12.0
@@ -45,17 +49,19 @@ class WorkerDied(PdserveError):
 
 async def supervise(
     config: ProxyConfig,
-    secret: bytes,
-    keys: tuple[ApiKey, ...],
+    credentials: Credentials,
     stop: asyncio.Event,
     listening: Callable[[Addresses], None],
     command: Sequence[str] = WORKER_COMMAND,
+    on_renewal: Callable[[Renew], AbstractContextManager[None]] = lambda _: nullcontext(),
 ) -> None:
     """Run workers until ``stop`` is set and all have drained. ``listening`` is called once, when all take connections.
 
+    ``on_renewal`` gets, as long as they run, what passes new credentials on to all of them.
+
     Raises ConfigError if an address cannot be bound, WorkerDied if a worker cannot be kept alive.
     """
-    metrics = ProxyMetrics()
+    metrics, secrets = ProxyMetrics(), Secrets(credentials.secret)
     with ExitStack() as owned:
         folder = owned.enter_context(tempfile.TemporaryDirectory(prefix="pdserve-proxy-"))
         address = f"ipc://{folder}/workers"
@@ -67,22 +73,30 @@ async def supervise(
         listeners = bind_shared(config.http, config.workers.count)
         for listener in listeners:
             owned.enter_context(listener)
-        discovery = owned.enter_context(Discovery.bind(config.registry, registry, metrics, secret, new_id()))
+        discovery = owned.enter_context(Discovery.bind(config.registry, registry, metrics, secrets, new_id()))
         share = share_of(config)
         keepers = [
             _Keeper(
                 f"{number}",
                 listener,
-                lambda name, listener: WorkerLaunch(share, secret, keys, name, address, listener.fileno()),
+                lambda name, listener: WorkerLaunch(share, credentials, name, address, listener.fileno()),
                 hub,
                 command,
                 config.http.drain_s + STOP_MARGIN_S,
             )
             for number, listener in enumerate(listeners)
         ]
+
+        def renew(new: Credentials) -> None:
+            nonlocal credentials
+            credentials = new
+            secrets.renew(new.secret)
+            hub.renew(new)
+
         died: BaseExceptionGroup[WorkerDied] | None = None
         try:
             async with asyncio.TaskGroup() as tasks:
+                owned.enter_context(on_renewal(renew))
                 background = [tasks.create_task(hub.run()), tasks.create_task(discovery.run())]
                 kept = [tasks.create_task(keeper.run(stop)) for keeper in keepers]
                 for keeper in keepers:

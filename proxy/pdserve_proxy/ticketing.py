@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 
-from pdserve.wire.frame import Purpose, Sealer
+from pdserve.wire.frame import Purpose, Sealer, Secrets
 from pdserve.wire.ticket import PrefillTarget, Ticket
 from pdserve_proxy.routing import Route
 
@@ -12,7 +12,7 @@ from pdserve_proxy.routing import Route
 class TicketOffice:
     """Signs the tickets of one proxy process."""
 
-    def __init__(self, secret: bytes, boot_id: bytes) -> None:
+    def __init__(self, secret: bytes | Secrets, boot_id: bytes) -> None:
         self._sealer = Sealer(secret, Purpose.TICKET, boot_id)
 
     def issue(self, route: Route, *, request_id: str, attempt: int, deadline_s: float) -> str:

@@ -20,21 +20,25 @@ import uvloop
 import zmq
 import zmq.asyncio
 
-from pdserve.errors import Unavailable
+from pdserve.errors import ConfigError, Unavailable
+from pdserve.hangup import ignore_hangup
 from pdserve.parent import die_with_parent
 from pdserve.wire.proxy_workers import (
     Collect,
     Counts,
+    Credentials,
     Hello,
     Nodes,
     Ping,
     Pong,
     Ready,
+    Renewed,
     Scrape,
     Scraped,
     ToSupervisor,
     ToWorker,
 )
+from pdserve_proxy.credentials import LiveCredentials
 from pdserve_proxy.flights import Flights
 from pdserve_proxy.http_server import Knowledge, serve_clients
 from pdserve_proxy.launch import WorkerLaunch
@@ -55,8 +59,11 @@ _encoder = msgspec.msgpack.Encoder()
 class Link:
     """A worker's end of the channel to its supervisor."""
 
-    def __init__(self, address: str, name: bytes, mirror: Mirror, metrics: ProxyMetrics) -> None:
+    def __init__(
+        self, address: str, name: bytes, mirror: Mirror, metrics: ProxyMetrics, credentials: LiveCredentials
+    ) -> None:
         self._mirror = mirror
+        self._credentials = credentials
         self._metrics = metrics
         self._numbers = itertools.count(1)
         self._scrapes: dict[int, asyncio.Future[bytes]] = {}
@@ -87,12 +94,20 @@ class Link:
                     self.informed.set()
                 case Ping():
                     await self.send(Pong())
+                case Renewed(credentials=credentials):
+                    self._renew(credentials)
                 case Collect(number=number):
                     await self.send(Counts(number, export(self._metrics.registry)))
                 case Scraped(number=number, text=text):
                     answer = self._scrapes.get(number)
                     if answer is not None and not answer.done():
                         answer.set_result(text)
+
+    def _renew(self, credentials: Credentials) -> None:
+        try:
+            self._credentials.renew(credentials)
+        except ConfigError as exc:  # its supervisor has tried them
+            log.error("a worker of the proxy keeps what it had: %s", exc)
 
     async def send(self, message: ToSupervisor) -> None:
         await self._socket.send(_encoder.encode(message))
@@ -115,10 +130,10 @@ class Link:
 async def work(launch: WorkerLaunch, stop: asyncio.Event) -> None:
     """Serve clients until ``stop`` is set and their requests are over or cut short."""
     metrics, flights = ProxyMetrics(), Flights()
-    mirror = Mirror(flights)
+    mirror, credentials = Mirror(flights), LiveCredentials(launch.credentials)
     with (
         socket.socket(fileno=launch.listener) as listener,
-        Link(launch.address, launch.name, mirror, metrics) as link,
+        Link(launch.address, launch.name, mirror, metrics, credentials) as link,
     ):
         async with asyncio.TaskGroup() as tasks:
             linked = tasks.create_task(link.run())
@@ -130,7 +145,7 @@ async def work(launch: WorkerLaunch, stop: asyncio.Event) -> None:
             def listening() -> None:
                 announcing.append(tasks.create_task(link.send(Ready())))
 
-            await serve_clients(launch.config, launch.secret, launch.keys, knowledge, listener, stop, listening)
+            await serve_clients(launch.config, credentials, knowledge, listener, stop, listening)
             linked.cancel()
 
 
@@ -141,6 +156,7 @@ async def _main(launch: WorkerLaunch) -> None:
 
 
 def main() -> int:
+    ignore_hangup()
     die_with_parent(os.getppid())
     launch = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=WorkerLaunch)
     configure_logging(launch.config.log)

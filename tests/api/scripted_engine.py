@@ -31,6 +31,7 @@ from pdserve.wire.engine import (
     PrefillSource,
     PrefillStats,
     Ready,
+    Renew,
     RequestOutput,
     RequestReport,
     Shutdown,
@@ -112,7 +113,7 @@ class ScriptedEngine:
                 self._take(message)
             self._step()
 
-    def _take(self, message: Submit | Abort) -> None:
+    def _take(self, message: Submit | Abort | Renew) -> None:
         match message:
             case Submit():
                 for member in (Sibling(message.request_id, message.sampling.seed), *message.siblings):
@@ -122,6 +123,8 @@ class ScriptedEngine:
             case Abort(request_ids):
                 for request_id in request_ids:
                     self._requests.pop(request_id, None)
+            case Renew():
+                pass  # it is in the journal
 
     def _reply(self, behaviour: Behaviour) -> list[int]:
         texts = {

@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from pathlib import Path
 
 import msgspec
 
 from pdserve.api.server import serve
 from pdserve.config import NodeConfig
+from pdserve.settings import resolve_secret
 from pdserve.wire.discovery import Role
 from tests.processes import SECRET
 
 
 def main(role: str, config: str, model_dir: str, journal: str) -> int:
+    settings = msgspec.json.decode(config, type=NodeConfig)
+    read_secret = partial(resolve_secret, settings.security, [], Path(model_dir))
+    given = bool(settings.security.secret_file)
     return serve(
         Role(role),
-        msgspec.json.decode(config, type=NodeConfig),
-        SECRET.encode(),
+        settings,
+        read_secret() if given else SECRET.encode(),
         Path(model_dir),
         Path(model_dir),
         engine_command=[sys.executable, "-m", "tests.api.scripted_engine", journal],
+        read_secret=read_secret if given else None,
     )
 
 

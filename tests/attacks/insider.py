@@ -32,7 +32,7 @@ def signed(body: bytes, purpose: Purpose) -> bytes:
         pass
 
     sender, sent_ms = new_id(), int(time.time() * 1000)
-    mac = Sealer(SECRET, purpose, sender)._signer.mac(UNNAMED, sender, 1, sent_ms, body)
+    mac = Sealer(SECRET, purpose, sender)._signers.now()[0].mac(UNNAMED, sender, 1, sent_ms, body)
     return msgspec.msgpack.encode([UNNAMED, sender, 1, sent_ms, body, mac])
 
 

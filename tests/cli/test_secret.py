@@ -30,6 +30,22 @@ def test_a_short_secret_is_refused_and_not_shown(tmp_path: Path) -> None:
     assert "0123456789" not in str(caught.value)
 
 
+@pytest.mark.parametrize("content", ["{0}\n{1}\n", "\n{0} \r\n\n {1}"])
+def test_two_secrets_are_two_lines(tmp_path: Path, content: str) -> None:
+    both = ("0123456789abcdef", "fedcba9876543210")
+    file = tmp_path / "its-file"
+    file.write_text(content.format(*both))
+    assert resolve_secret(SecurityConfig(secret_file=str(file)), [], tmp_path) == "\n".join(both).encode()
+    assert resolve_secret(SecurityConfig(secret=content.format(*both)), [], tmp_path) == "\n".join(both).encode()
+
+
+@pytest.mark.parametrize("content", ["0123456789abcdef\nshort", "\n", "0123456789abcdef\n" * 3])
+def test_each_of_them_has_to_be_long_enough_and_two_are_the_most(tmp_path: Path, content: str) -> None:
+    with pytest.raises(ConfigError, match=r"at least 16|it takes one secret, or two") as caught:
+        resolve_secret(SecurityConfig(secret=content), [], tmp_path)
+    assert "0123456789" not in str(caught.value)
+
+
 def test_a_missing_file_is_told(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot read the secret file /nowhere"):
         resolve_secret(SecurityConfig(secret_file="/nowhere"), [], tmp_path)

@@ -14,6 +14,7 @@ from typing import Any, ClassVar, TypeVar
 from pdserve.config import TransferConfig, UcxCalls
 from pdserve.settings import cache_folder
 from pdserve.wire.discovery import Role
+from pdserve.wire.frame import Secrets
 from pdserve.wire.ids import TransferId, new_id
 from pdserve.wire.sampling import SamplingParams
 from pdserve.wire.ticket import PrefillTarget
@@ -64,7 +65,7 @@ class Engine:
     role: Role
     num_blocks: int = 32
     block_bytes: int = BLOCK_BYTES
-    secret: bytes = SECRET
+    secret: bytes | Secrets = SECRET
     spec: EngineSpec = SPEC
     config: TransferConfig = CONFIG
     boot_id: bytes = field(default_factory=new_id)
@@ -190,13 +191,14 @@ def engine(role: Role, **settings: Any) -> Iterator[Engine]:
 @contextmanager
 def pair(
     *,
-    decode_secret: bytes = SECRET,
+    decode_secret: bytes | Secrets = SECRET,
+    prefill_secret: bytes | Secrets = SECRET,
     decode_spec: EngineSpec = SPEC,
     config: TransferConfig = CONFIG,
     transport: Callable[[], Transport] | None = None,
 ) -> Iterator[Pair]:
     with (
-        engine(Role.PREFILL, config=config, transport=transport) as prefill,
+        engine(Role.PREFILL, config=config, transport=transport, secret=prefill_secret) as prefill,
         engine(Role.DECODE, config=config, transport=transport, secret=decode_secret, spec=decode_spec) as decode,
     ):
         yield Pair(prefill, decode)

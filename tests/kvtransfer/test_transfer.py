@@ -8,6 +8,7 @@ import msgspec
 import pytest
 
 from pdserve.wire.discovery import Role
+from pdserve.wire.frame import Secrets
 from pdserve.wire.sampling import SampledToken
 from pdserve.wire.transfer import FailureCause, Hello, PrefillLoad, PrefillRequest, Welcome
 from pdserve_kvtransfer.events import (
@@ -25,7 +26,7 @@ from pdserve_kvtransfer.events import (
 )
 from tests.eventually import eventually
 from tests.kvtransfer.fakes import FakePrefill
-from tests.kvtransfer.rig import BLOCK_BYTES, CONFIG, PATIENT, SAMPLING, SPEC, Pair, engine, pair
+from tests.kvtransfer.rig import BLOCK_BYTES, CONFIG, PATIENT, SAMPLING, SECRET, SPEC, Pair, engine, pair
 
 pytestmark = pytest.mark.usefixtures("mapped_or_not")
 
@@ -43,6 +44,19 @@ def complete(rig: Pair, block_ids: tuple[int, ...], *, first_block: int = 0) -> 
     rig.decode.next(FetchLanded)
     assert rig.prefill.next(PushEnded).outcome is PushOutcome.DONE
     return sent
+
+
+def test_a_link_that_stands_takes_a_new_secret() -> None:
+    new = b"the secret that comes next"
+    decode, prefill = Secrets(SECRET), Secrets(SECRET)
+    with pair(decode_secret=decode, prefill_secret=prefill) as rig:
+        for step in (SECRET, SECRET + b"\n" + new, new + b"\n" + SECRET, new):
+            prefill.renew(step)
+            complete(rig, (7, 1, 5))
+            decode.renew(step)
+            complete(rig, (7, 1, 5))
+        assert rig.prefill.thread.stats().handshakes == 1
+        assert rig.decode.thread.stats().frames_dropped == rig.prefill.thread.stats().frames_dropped == 0
 
 
 def test_a_prompt_arrives_in_scattered_blocks() -> None:

@@ -19,7 +19,7 @@ import zmq.asyncio
 from pdserve.api.registration import Registration
 from pdserve.config import HttpConfig, ProxyConfig, RegistryConfig, RelayConfig, RequestConfig, TlsConfig
 from pdserve.wire.discovery import Capacity, Heartbeat, Load, NodeInfo, Register, Role
-from pdserve.wire.frame import Opener, Purpose, Sealer
+from pdserve.wire.frame import Opener, Purpose, Sealer, Secrets
 from pdserve.wire.ids import new_id
 from pdserve.wire.ticket import TICKET_HEADER, Ticket
 from pdserve_proxy.listening import Addresses
@@ -104,7 +104,7 @@ def proxy_config(
 async def registered(
     node: NodeInfo,
     *controls: str,
-    secret: bytes = SECRET,
+    secret: bytes | Secrets = SECRET,
     heartbeat_ms: int = HEARTBEAT_MS,
     load: Load = Load(running=1),  # noqa: B008  # frozen
 ) -> AsyncIterator[Registration]:

@@ -15,7 +15,8 @@ import pytest
 from pdserve.config import AdmissionConfig, ProxyConfig, RoutingConfig, RoutingPolicy
 from pdserve.errors import ConfigError, Unauthorized
 from pdserve.wire.discovery import Role
-from pdserve_proxy.api_keys import ApiKey, ApiKeys, read_api_keys
+from pdserve.wire.proxy_workers import ApiKey
+from pdserve_proxy.api_keys import ApiKeys, read_api_keys
 from tests.proxy.cluster import (
     Cluster,
     cluster,

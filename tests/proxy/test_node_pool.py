@@ -82,6 +82,28 @@ def test_a_kept_connection_that_the_node_has_closed_is_replaced() -> None:
     run(scenario, once_a_connection)
 
 
+def test_a_burst_opens_no_more_connections_than_may_be_open() -> None:
+    async def scenario(node: FakeNode, pool: NodePool) -> None:
+        asked = await asyncio.gather(*(post(node, pool) for _ in range(20)), return_exceptions=True)
+        assert sum(isinstance(answer, Unavailable) for answer in asked) == 20 - 3
+        assert len(node._connections) == len(pool._open) == 3
+        for answer in asked:
+            if isinstance(answer, NodeResponse):
+                answer.close()
+
+    run(scenario, most=3)
+
+
+def test_a_connection_that_failed_takes_no_place() -> None:
+    async def scenario(node: FakeNode, pool: NodePool) -> None:
+        for _ in range(5):
+            with pytest.raises(NodeUnreachable):
+                await pool.post("http://127.0.0.1:1", "/x", {}, b"", silence_s=None)
+        assert await read_all(await post(node, pool)) == b'{"ok": true}'
+
+    run(scenario, most=1)
+
+
 def test_a_node_that_asks_for_it_gets_a_connection_for_each_request() -> None:
     async def last(exchange: Exchange) -> None:
         await exchange.answer(200, b"{}", connection="close")

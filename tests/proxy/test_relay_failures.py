@@ -9,6 +9,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 import pytest
 
 from pdserve.http_guard import HALF_CLOSED_S
+from pdserve.tls import Trust
 from pdserve.wire.discovery import Register, Role
 from pdserve.wire.ids import new_id
 from pdserve_proxy import client_request, relay
@@ -298,7 +299,7 @@ def test_after_a_retry_the_load_is_where_the_request_is(failing: Behaviour) -> N
                 registry.handle(Register(info), 0.0)
             tickets, journal = TicketOffice(SECRET, new_id()), ExchangeLog(ProxyMetrics().counts)
             load = flights.loads(registry.snapshot())
-            async with Relay(config, registry, flights, tickets, journal) as made:
+            async with Relay(config, registry, flights, tickets, journal, Trust()) as made:
                 with made.begin("r", "/v1/completions") as exchange:
                     call = Call("/v1/completions", read_body(b'{"model": "m", "stream": true}'), None)
                     assert isinstance(await made.forward(exchange, call), Streaming)

@@ -20,7 +20,7 @@ import pytest
 from pdserve.config import AdmissionConfig, ProxyConfig, WorkersConfig
 from pdserve.errors import ConfigError
 from pdserve.wire.discovery import Deregister, Heartbeat, Load, Register, Role
-from pdserve.wire.proxy_workers import KnownNode, Nodes
+from pdserve.wire.proxy_workers import Credentials, KnownNode, Nodes
 from pdserve_proxy import hub
 from pdserve_proxy.flights import Flights
 from pdserve_proxy.launch import share_of
@@ -281,7 +281,7 @@ sys.exit(serve(workers_config(), {SECRET!r}))
 def test_workers_that_do_not_come_up_end_the_proxy(command: list[str]) -> None:
     async def scenario() -> None:
         with pytest.raises(WorkerDied, match="did not come up"):
-            await supervise(workers_config(), SECRET, (), asyncio.Event(), lambda _: None, command)
+            await supervise(workers_config(), Credentials(SECRET, ()), asyncio.Event(), lambda _: None, command)
 
     run_async(scenario())
 

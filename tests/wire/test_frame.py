@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from pdserve.errors import AuthenticationFailed, MalformedFrame, UnreadableMessage, WireError, WrongReceiver
 from pdserve.wire.discovery import Ack, ToProxy
-from pdserve.wire.frame import MAX_AGE_S, MAX_FRAME_BYTES, Opener, Purpose, Sealer
+from pdserve.wire.frame import MAX_AGE_S, MAX_FRAME_BYTES, Opener, Purpose, Sealer, Secrets
 
 SECRET = b"the cluster's own secret"
 BOOT = b"0123456789abcdef"
@@ -80,6 +80,38 @@ def test_another_secret_is_refused() -> None:
     clock = Clock()
     with pytest.raises(AuthenticationFailed, match="signature"):
         opener(clock).open(sealer(clock, secret=b"another secret").seal(ACK))
+
+
+def test_of_two_secrets_the_first_signs_and_both_are_believed() -> None:
+    clock = Clock()
+    old, new = b"the old secret", b"the new secret"
+    receiver: Opener[Ack] = Opener(new + b"\n" + old, Purpose.DISCOVERY, Ack, ordered=False, clock=clock)
+    assert receiver.open(sealer(clock, secret=new, sender=b"n" * 16).seal(ACK)) == ACK
+    assert receiver.open(sealer(clock, secret=old, sender=b"o" * 16).seal(ACK)) == ACK
+    with pytest.raises(AuthenticationFailed, match="signature"):
+        receiver.open(sealer(clock, secret=new + b"\r" + old + b"x").seal(ACK))
+    frame = Sealer(new + b"\n" + old, Purpose.DISCOVERY, BOOT, clock=clock).seal(ACK)
+    assert Opener(new, Purpose.DISCOVERY, Ack, clock=clock).open(frame) == ACK
+    with pytest.raises(AuthenticationFailed, match="signature"):
+        Opener(old, Purpose.DISCOVERY, Ack, clock=clock).open(frame)
+
+
+def test_what_is_made_with_secrets_follows_them() -> None:
+    clock = Clock()
+    secrets = Secrets(SECRET)
+    sender, receiver = Sealer(secrets, Purpose.DISCOVERY, BOOT, clock=clock), opener(clock)
+    follower: Opener[Ack] = Opener(secrets, Purpose.DISCOVERY, Ack, clock=clock)
+    first = sender.seal(ACK)
+    assert receiver.open(first) == follower.open(first) == ACK
+    secrets.renew(b"another secret")
+    second = sender.seal(ACK)
+    with pytest.raises(AuthenticationFailed, match="signature"):
+        receiver.open(second)
+    assert follower.open(second) == ACK
+    with pytest.raises(AuthenticationFailed, match="replayed"):
+        follower.open(second)
+    with pytest.raises(AuthenticationFailed, match="signature"):
+        follower.open(first)
 
 
 @pytest.mark.parametrize("purpose", [Purpose.TRANSFER, Purpose.TICKET])

@@ -30,6 +30,7 @@ from pdserve.engine.kv_connector.staging_slots import StagingSlots
 from pdserve.engine.kv_connector.transfers import Fetches, Pushes
 from pdserve.engine.prompt_rule import PromptRule
 from pdserve.wire.discovery import Role
+from pdserve.wire.frame import Secrets
 from pdserve.wire.ids import TransferId
 from pdserve.wire.transfer import EngineSpec
 from pdserve_kvtransfer.shared_memory import SharedMemory
@@ -47,11 +48,13 @@ def open_connector(
     rate: PrefillRate,
     choice: PrefillChoice,
     shared: SharedMemory | None = None,
+    secrets: Secrets | None = None,
 ) -> tuple[KvConnector, str]:
     """The connector of this node's role, running, and the address of its control channel (empty if it has none).
 
     ``followers`` are this node's other ranks, each with its ``rank_transfer``. ``rate`` is told to decode nodes, and
-    ``choice`` is told what prefill nodes do. ``shared`` is what ``kv_cache`` is kept in, if anything.
+    ``choice`` is told what prefill nodes do. ``shared`` is what ``kv_cache`` is kept in, if anything. ``secrets``
+    may change while it runs; without them it is ``config.secret`` for good.
 
     Raises TransferError if its sockets or UCX cannot be opened, ConfigError if its host memory cannot be had.
     """
@@ -62,7 +65,7 @@ def open_connector(
     thread = TransferThread(
         role=config.role,
         boot_id=config.boot_id,
-        secret=config.secret,
+        secret=config.secret if secrets is None else secrets,
         spec=spec,
         region=region_of(moved, shared),
         config=config.transfer,

@@ -1,0 +1,99 @@
+"""A running node takes another cluster secret on SIGHUP, and so does its engine."""
+
+from __future__ import annotations
+
+import base64
+import signal
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import zmq
+
+from pdserve.config import DiscoveryConfig, ModelConfig, NodeConfig, SecurityConfig
+from pdserve.errors import AuthenticationFailed
+from pdserve.wire.discovery import Ack, Register, ToProxy
+from pdserve.wire.engine import Renew
+from pdserve.wire.frame import Opener, Purpose, Sealer
+from pdserve.wire.ids import new_id
+from pdserve.wire.ticket import TICKET_HEADER, Ticket
+from tests.api.node import MODEL, NodeUnderTest, scripted_node
+from tests.api.plain_http import post
+from tests.eventually import eventually
+
+OLD, NEW = "the-old-secret-of-the-cluster", "the-new-secret-of-the-cluster"
+
+
+class Ear:
+    """What a proxy hears of one node, as an ``Opener`` of each secret would believe it."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
+        self.socket = context.socket(zmq.ROUTER)
+        port = self.socket.bind_to_random_port("tcp://127.0.0.1")
+        self.address = f"tcp://127.0.0.1:{port}"
+        to_proxy: Any = ToProxy
+        self._openers: dict[str, Opener[ToProxy]] = {
+            secret: Opener(secret.encode(), Purpose.DISCOVERY, to_proxy) for secret in (OLD, NEW)
+        }
+        self._sealers = {secret: Sealer(secret.encode(), Purpose.DISCOVERY, new_id()) for secret in (OLD, NEW)}
+        self.boot_id = b""
+
+    def close(self) -> None:
+        self.socket.close(linger=0)
+
+    def signed_with(self) -> str:
+        """Of the next message, which is answered in kind."""
+        assert self.socket.poll(10_000)
+        route, frame = self.socket.recv_multipart()
+        for secret, opener in self._openers.items():
+            try:
+                message = opener.open(frame)
+            except AuthenticationFailed:
+                continue
+            if isinstance(message, Register):
+                self.boot_id = message.node.boot_id
+            self.socket.send_multipart([route, self._sealers[secret].seal(Ack(self.boot_id, known=True))])
+            return secret
+        raise AssertionError("signed with neither")
+
+
+def test_tickets_heartbeats_and_the_engine_follow_the_file(model_dir: Path, tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text(OLD)
+
+    def ask(node: NodeUnderTest, sealer: Sealer, boot_id: bytes) -> int:
+        ticket = Ticket(request_id="r", attempt=1, node=boot_id, deadline_s=60.0, prefill=())
+        header = base64.urlsafe_b64encode(sealer.seal(ticket)).rstrip(b"=").decode()
+        body = {"model": MODEL, "prompt": "x", "seed": 0}
+        return post(f"{node.url}/v1/completions", body, **{TICKET_HEADER.replace("-", "_"): header}).status
+
+    def hang_up(node: NodeUnderTest, expected: str) -> str:
+        node.process.popen.send_signal(signal.SIGHUP)
+        return node.process.wait_for(lambda line: expected in line)
+
+    with zmq.Context() as context, closing(Ear(context)) as ear:
+        config = NodeConfig(
+            model=ModelConfig(served_name=MODEL),
+            discovery=DiscoveryConfig(proxies=(ear.address,), heartbeat_ms=50),
+            security=SecurityConfig(secret_file=str(secret)),
+        )
+        with scripted_node(config, model_dir, tmp_path) as node:
+            assert ear.signed_with() == OLD
+            old, new = (Sealer(one.encode(), Purpose.TICKET, new_id()) for one in (OLD, NEW))
+            assert (ask(node, old, ear.boot_id), ask(node, new, ear.boot_id)) == (200, 401)
+            secret.write_text(f"{NEW}\n{OLD}\n")
+            hang_up(node, "SIGHUP: read again: 2 cluster secret")
+            assert (ask(node, old, ear.boot_id), ask(node, new, ear.boot_id)) == (200, 200)
+            eventually(lambda: ear.signed_with() == NEW)
+            eventually(lambda: [m.secret for m in node.told() if isinstance(m, Renew)] == [f"{NEW}\n{OLD}".encode()])
+            for broken, why in (
+                ("short", "has 5 characters"),
+                ("\n", "has 0 characters"),
+                (f"{NEW}\n" * 3, "has 3 lines"),
+            ):
+                secret.write_text(broken)
+                assert "SIGHUP: nothing is changed" in hang_up(node, why)
+            assert (ask(node, old, ear.boot_id), ask(node, new, ear.boot_id)) == (200, 200)
+            secret.write_text(NEW)
+            hang_up(node, "SIGHUP: read again: 1 cluster secret")
+            assert (ask(node, old, ear.boot_id), ask(node, new, ear.boot_id)) == (401, 200)
