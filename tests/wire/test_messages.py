@@ -8,6 +8,7 @@ import msgpack
 import msgspec
 import pytest
 
+from pdserve.tls import Certificate
 from pdserve.wire import discovery, engine, link_address, proxy_workers, rank, rank_transfer, transfer
 from pdserve.wire.ids import TransferId
 from pdserve.wire.sampling import SampledToken, SamplingParams, TokenLogprobs
@@ -73,6 +74,7 @@ CHANNELS: list[tuple[Any, list[msgspec.Struct]]] = [
                 cache_salt="salt",
             ),
             engine.Abort([1, 2]),
+            engine.Renew(b"the new\nthe old"),
             engine.Shutdown(),
         ],
     ),
@@ -212,6 +214,9 @@ CHANNELS: list[tuple[Any, list[msgspec.Struct]]] = [
             proxy_workers.Collect(7),
             proxy_workers.Scraped(7, b"text"),
             proxy_workers.Ping(),
+            proxy_workers.Renewed(
+                proxy_workers.Credentials(b"s", (proxy_workers.ApiKey("a", "k"),), Certificate(b"c", b"k"), b"ca")
+            ),
         ],
     ),
     (
