@@ -358,7 +358,7 @@ class GuardedHttp(HttpToolsProtocol):
                 return 400, "HTTP/1.0 has no Transfer-Encoding: send a Content-Length", "invalid_http"
             if coding.lower() != b"chunked":
                 return 501, "the only Transfer-Encoding that is understood here is chunked", "unknown_transfer_encoding"
-        if self.parser.get_method() == b"CONNECT":
+        if self.parser.should_upgrade() and self.parser.get_method() == b"CONNECT":
             return 501, "this server is no tunnel: CONNECT is not served", "unknown_method"
         return None
 
