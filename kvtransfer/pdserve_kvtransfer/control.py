@@ -12,6 +12,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from pdserve.errors import TransferError
+from pdserve.wire.connection_guard import CHECK_S, ConnectionGuard, connection_of
 from pdserve.wire.frame import MAX_FRAME_BYTES
 
 _SEND_QUEUE_FRAMES = 16_384
@@ -108,6 +109,8 @@ class ControlServer:
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], host: str, port: int, advertise: str) -> None:
         self._socket = _new_socket(context, zmq.ROUTER)
+        self._guard = ConnectionGuard((_RECEIVE_QUEUE_FRAMES + 2) * MAX_FRAME_BYTES)
+        self._next_check = 0.0
         try:
             self._socket.set(zmq.BACKLOG, _LISTEN_BACKLOG)
             self._socket.set(zmq.IPV6, 1 if ":" in host else 0)
@@ -117,7 +120,8 @@ class ControlServer:
             self.close(0.0)
             raise TransferError(f"cannot bind the transfer control channel to {host}:{port}: {exc}") from exc
         endpoint = self._socket.get_string(zmq.LAST_ENDPOINT)
-        self.address = f"tcp://{_bracketed(advertise or host)}:{endpoint.rpartition(':')[2]}"
+        self._port = int(endpoint.rpartition(":")[2])
+        self.address = f"tcp://{_bracketed(advertise or host)}:{self._port}"
 
     @property
     def sockets(self) -> list[zmq.Socket[bytes]]:
@@ -133,7 +137,12 @@ class ControlServer:
         for event, connection in islice(self._watch.read(), _BATCH_EVENTS):
             latest[connection] = event
             if event == zmq.EVENT_DISCONNECTED:
+                self._guard.ended(connection)
                 ended.append(connection)
+            else:
+                self._guard.accepted(connection)
+        for received in frames:
+            self._guard.heard(received.connection)
         gone = [connection for connection, event in latest.items() if event == zmq.EVENT_DISCONNECTED]
         return Look(frames, more, ended, gone)
 
@@ -147,13 +156,23 @@ class ControlServer:
                 return batch, False
             # Our frames are one part each; anything else passes for an empty one, to be dropped as malformed.
             frame = parts[1].bytes if len(parts) == 2 else b""
-            batch.append(Received(parts[0].bytes, _connection(parts[-1]), frame))
+            batch.append(Received(parts[0].bytes, connection_of(parts[-1]), frame))
             size += len(frame)
         return batch, True
 
     def send(self, route: bytes, frame: bytes) -> bool:
         """False if the frame was dropped because too much is queued; one to a route that is gone counts as sent."""
         return _send(self._socket, [route, frame])
+
+    def next_check(self) -> float | None:
+        """When to call ``check`` next; None if nobody is connected."""
+        return self._next_check if self._guard.watching else None
+
+    def check(self, now: float) -> None:
+        """Cut connections that fill the memory, if it is time to look for them."""
+        if now >= self._next_check:
+            self._next_check = now + CHECK_S
+            self._guard.check(self._port)
 
     def close(self, linger_s: float) -> None:
         if hasattr(self, "_watch"):
@@ -224,10 +243,3 @@ def _resolved(host: str) -> str:
 
 def _bracketed(host: str) -> str:
     return f"[{host}]" if ":" in host else host
-
-
-def _connection(frame: zmq.Frame) -> int:
-    try:
-        return int(frame.get(zmq.SRCFD))
-    except (zmq.ZMQError, TypeError, ValueError):
-        return -1

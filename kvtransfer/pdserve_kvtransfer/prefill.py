@@ -199,6 +199,7 @@ class PrefillSide:
             else:
                 self._attempt(peer, partial(peer.tick, now))
         self._probes.tick(now)
+        self._server.check(now)
 
     def _lose(self, peer: DecodePeer, outcome: PushOutcome, reason: str) -> None:
         log.info("decode engine %s is lost: %s", peer.boot_id.hex()[:8], reason)
@@ -214,7 +215,13 @@ class PrefillSide:
             peer.lease.renew(now)
 
     def next_timer(self) -> float | None:
-        return earliest([self._probes.next_timer(), *(peer.next_timer() for peer in self._peers.values())])
+        return earliest(
+            [
+                self._server.next_check(),
+                self._probes.next_timer(),
+                *(peer.next_timer() for peer in self._peers.values()),
+            ]
+        )
 
     def moving(self) -> bool:
         return self._probes.moving() or any(peer.moving() for peer in self._peers.values())

@@ -6,6 +6,7 @@ which a turn came late counts against no node.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from typing import Self
 
 import zmq
 import zmq.asyncio
+from zmq.utils.monitor import parse_monitor_message
 
 from pdserve.config import RegistryConfig
 from pdserve.errors import (
@@ -24,6 +26,7 @@ from pdserve.errors import (
     WireError,
     WrongReceiver,
 )
+from pdserve.wire.connection_guard import CHECK_S, ConnectionGuard, connection_of
 from pdserve.wire.discovery import Ack, Deregister, FromProxy, Heartbeat, Hello, Refused, Register, ToProxy, Welcome
 from pdserve.wire.frame import Opened, Opener, Purpose, Sealer, Secrets
 from pdserve.wire.version import RELEASED_0_1, SPOKEN, Spoken
@@ -66,6 +69,8 @@ class Discovery:
         self._drops, self._refusals = _Tally(clock), _Tally(clock)
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.ROUTER)
+        self._guard = ConnectionGuard((MAX_BURST + 2) * MAX_MESSAGE_BYTES)
+        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
         try:
             self.endpoint = _bind(self._socket, host, port)
         except zmq.ZMQError as exc:
@@ -88,11 +93,34 @@ class Discovery:
         self.close()
 
     def close(self) -> None:
+        self._socket.disable_monitor()
+        self._monitor.close(linger=0)
         self._socket.close(linger=0)
         self._context.term()
 
     async def run(self) -> None:
         """Serve until cancelled."""
+        guarding = asyncio.create_task(self._guard_connections())
+        try:
+            await self._serve()
+        finally:
+            guarding.cancel()
+            await asyncio.wait([guarding])
+
+    async def _guard_connections(self) -> None:
+        """Until cancelled."""
+        port = int(self.endpoint.rpartition(":")[2])
+        while True:
+            if await self._monitor.poll(int(CHECK_S * 1000) if self._guard.watching else None):
+                event = parse_monitor_message(await self._monitor.recv_multipart())
+                if event["event"] == zmq.EVENT_ACCEPTED:
+                    self._guard.accepted(event["value"])
+                else:
+                    self._guard.ended(event["value"])
+            else:
+                self._guard.check(port)
+
+    async def _serve(self) -> None:
         bursts = 0
         while True:
             now = await self._wait()
@@ -123,10 +151,11 @@ class Discovery:
         """Whether that was all there is."""
         for _ in range(MAX_BURST):
             try:
-                parts = await self._socket.recv_multipart(zmq.NOBLOCK)
+                frames = await self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 return True
-            await self._take(parts)
+            self._guard.heard(connection_of(frames[-1]))
+            await self._take([frame.bytes for frame in frames])
         return False
 
     async def _take(self, parts: list[bytes]) -> None:

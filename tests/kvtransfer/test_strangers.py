@@ -12,6 +12,7 @@ import zmq
 from pdserve.wire.sampling import SampledToken
 from pdserve.wire.transfer import Ping, Pong
 from pdserve_kvtransfer.events import FetchLanded, FirstTokenArrived, PushEnded, PushOutcome, PushWanted
+from tests.endless_message import sends_without_end
 from tests.eventually import eventually
 from tests.kvtransfer.fakes import FakeDecode
 from tests.kvtransfer.rig import WAIT_S, Pair, pair
@@ -89,3 +90,11 @@ def test_knowing_a_boot_id_does_not_give_its_frames() -> None:
                 other.send(Ping(other.boot_id))
                 other.next(Pong)
             assert not early.poll(100) and not late.poll(100)
+
+
+def test_a_message_without_end_costs_its_sender_the_connection_and_nobody_else_anything() -> None:
+    with pair() as rig:
+        transfer_lands(rig)
+        port = int(rig.prefill.address.rpartition(":")[2])
+        assert not sends_without_end(port, 2**20, timeout_s=20.0)
+        transfer_lands(rig)

@@ -24,6 +24,7 @@ from pdserve.wire.ids import new_id
 from pdserve_proxy.discovery import MAX_MESSAGE_BYTES, Discovery
 from pdserve_proxy.metrics import ProxyMetrics
 from pdserve_proxy.registry import MAX_NODES, Registry
+from tests.endless_message import sends_without_end
 from tests.proxy.cluster import HEARTBEAT_MS, SECRET, cancelled, eventually, node_info, registered, run_async
 
 NODE = node_info("d0", Role.DECODE)
@@ -390,6 +391,17 @@ def test_an_oversized_frame_costs_its_sender_the_connection_and_nobody_else_anyt
             seen_s = ear.registry.snapshot().nodes[0].seen_s
             await eventually(lambda: ear.registry.snapshot().nodes[0].seen_s > seen_s, "a heartbeat after it")
             assert ear.names() == ["d0"]
+
+    run_async(scenario())
+
+
+def test_a_message_without_end_costs_its_sender_the_connection_and_nobody_else_anything() -> None:
+    async def scenario() -> None:
+        async with listening() as ear, registered(NODE, ear.control):
+            assert not await asyncio.to_thread(sends_without_end, ear.port, MAX_MESSAGE_BYTES - 1, 20.0)
+            seen_s = ear.registry.snapshot().nodes[0].seen_s
+            await eventually(lambda: ear.registry.snapshot().nodes[0].seen_s > seen_s, "a heartbeat after it")
+            assert ear.lost == []
 
     run_async(scenario())
 
