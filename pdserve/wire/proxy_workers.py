@@ -93,7 +93,8 @@ class Ping(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="k
 
 
 class Hello(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="hello"):
-    pass
+    version: str
+    """Of pdserve, when the worker started."""
 
 
 class Ready(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="ready"):

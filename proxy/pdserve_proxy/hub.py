@@ -5,6 +5,7 @@ them stand still.
 from __future__ import annotations
 
 import asyncio
+import importlib.metadata
 import logging
 from collections.abc import Coroutine
 from dataclasses import dataclass, field
@@ -83,6 +84,7 @@ class Hub:
         self._number = 0
         self._tasks: set[asyncio.Task[None]] = set()
         self._context = zmq.asyncio.Context()
+        self._version = importlib.metadata.version("pdserve")
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.set(zmq.LINGER, 0)
         self._socket.set(zmq.SNDHWM, MAX_QUEUED)
@@ -141,7 +143,15 @@ class Hub:
                 continue  # of a worker that is gone
             presence.unanswered = 0
             match _decoder.decode(data):
-                case Hello():
+                case Hello(version=version):
+                    if version != self._version:
+                        log.error(
+                            "worker %s runs pdserve %s, its supervisor %s: pdserve was replaced under a running proxy; "
+                            "restart the proxy",
+                            name.decode(),
+                            version,
+                            self._version,
+                        )
                     self._workers[name] = ()
                     if self._renewed is not None:
                         await self._send(name, self._renewed)

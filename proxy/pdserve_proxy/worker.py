@@ -6,6 +6,7 @@ Its ``WorkerLaunch`` comes as MessagePack on standard input. It ends with its su
 from __future__ import annotations
 
 import asyncio
+import importlib.metadata
 import itertools
 import logging
 import os
@@ -86,7 +87,7 @@ class Link:
 
     async def run(self) -> None:
         """Serve until cancelled."""
-        await self.send(Hello())
+        await self.send(Hello(importlib.metadata.version("pdserve")))
         while True:
             match _decoder.decode(await self._socket.recv()):
                 case Nodes() as nodes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import importlib.metadata
 import os
 import re
 import signal
@@ -15,22 +16,27 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import aiohttp
+import msgspec
 import pytest
+import zmq
+import zmq.asyncio
 
 from pdserve.config import AdmissionConfig, ProxyConfig, WorkersConfig
 from pdserve.errors import ConfigError
 from pdserve.wire.discovery import Deregister, Heartbeat, Load, Register, Role
-from pdserve.wire.proxy_workers import Credentials, KnownNode, Nodes
+from pdserve.wire.proxy_workers import Credentials, Hello, KnownNode, Nodes
 from pdserve_proxy import hub
 from pdserve_proxy.flights import Flights
+from pdserve_proxy.hub import Hub
 from pdserve_proxy.launch import share_of
 from pdserve_proxy.listening import Addresses
+from pdserve_proxy.metrics import ProxyMetrics
 from pdserve_proxy.mirror import Mirror
 from pdserve_proxy.registry import Registry
 from pdserve_proxy.server import run
 from pdserve_proxy.snapshot import NodeState
 from pdserve_proxy.supervisor import WorkerDied, supervise
-from tests.proxy.cluster import SECRET, cluster, eventually, node_info, proxy_config, registered, run_async
+from tests.proxy.cluster import SECRET, cancelled, cluster, eventually, node_info, proxy_config, registered, run_async
 from tests.proxy.fake_node import Exchange, FakeNode
 
 WORKERS = 2
@@ -358,3 +364,24 @@ def test_a_mirror_tells_which_of_the_nodes_that_are_gone_fell_silent() -> None:
     registry.handle(Deregister(lost.boot_id), 5.0)
     copy()
     assert told == ["lost"]
+
+
+@pytest.mark.parametrize("version", [importlib.metadata.version("pdserve"), "9.9.9"])
+def test_a_worker_of_another_version_is_named(version: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async def scenario() -> None:
+        address = f"ipc://{tmp_path}/hub"
+        changed = asyncio.Event()
+        registry = Registry(1.0, missed_heartbeats=3, on_change=changed.set)
+        with Hub(address, registry, changed, ProxyMetrics()) as serving_hub, zmq.asyncio.Context() as context:
+            serving_hub.expect(b"0.1")
+            serving = asyncio.create_task(serving_hub.run())
+            with context.socket(zmq.DEALER) as worker:
+                worker.set(zmq.IDENTITY, b"0.1")
+                worker.set(zmq.LINGER, 0)
+                worker.connect(address)
+                await worker.send(msgspec.msgpack.encode(Hello(version)))
+                await worker.recv()
+            await cancelled(serving)
+
+    run_async(scenario())
+    assert ("restart the proxy" in caplog.text) is (version == "9.9.9")

@@ -222,7 +222,7 @@ CHANNELS: list[tuple[Any, list[msgspec.Struct]]] = [
     (
         proxy_workers.ToSupervisor,
         [
-            proxy_workers.Hello(),
+            proxy_workers.Hello("0.2.0"),
             proxy_workers.Ready(),
             proxy_workers.Pong(),
             proxy_workers.Scrape(7),
