@@ -92,7 +92,8 @@ class HandshakeRefused(TransferError):
     """
 
     def __init__(self, field: str, ours: str, theirs: str) -> None:
-        super().__init__(f"engines do not fit: {field} is {ours} here and {theirs} there")
+        advice = ": upgrade the older one" if field == "protocol" else ""
+        super().__init__(f"engines do not fit: {field} is {ours} here and {theirs} there{advice}")
         self.field = field
         self.ours = ours
         self.theirs = theirs

@@ -119,7 +119,7 @@ class Link:
         self._nonce = b""
         theirs = Spoken(welcome.protocol, welcome.oldest_protocol)
         if SPOKEN.common(theirs) is None:
-            self.refusal = f"protocol is {SPOKEN} here and {theirs} there: upgrade the older one first"
+            self.refusal = f"protocol is {SPOKEN} here and {theirs} there: upgrade the older one"
             return
         self._proxy = proxy
         self._heartbeat_s = welcome.heartbeat_ms / 1000

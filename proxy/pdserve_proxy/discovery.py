@@ -191,9 +191,7 @@ class Discovery:
         theirs = Spoken(hello.protocol, hello.oldest_protocol)
         if SPOKEN.common(theirs) is None:
             log.warning("a node was refused: it speaks protocol %s, this proxy %s", theirs, SPOKEN)
-            return Refused(
-                hello.boot_id, f"protocol is {theirs} here and {SPOKEN} at the proxy: upgrade the older one first"
-            )
+            return Refused(hello.boot_id, f"protocol is {theirs} here and {SPOKEN} at the proxy: upgrade the older one")
         heartbeat_ms = max(1, round(self._registry.heartbeat_s * 1000))
         return Welcome(hello.boot_id, hello.nonce, SPOKEN.newest, SPOKEN.oldest, heartbeat_ms)
 
