@@ -13,6 +13,8 @@ from pdserve.settings import to_environ
 from pdserve.wire.discovery import Role
 
 LOOPBACK = "127.0.0.1"
+LOOPBACK_DEVICE = "lo"
+"""UCX would listen on every network device, and it believes whoever connects."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +55,7 @@ def child_environ(config: UpConfig, environ: Mapping[str, str], secret: str, fil
     defaults = to_environ(NodeConfig())
     private = {name: defaults[name] for name in _OWN_ADDRESSES}
     private["PDSERVE_CONTROL_HOST"] = LOOPBACK
+    private["PDSERVE_UCX_NET_DEVICES"] = LOOPBACK_DEVICE
     own = {**settings, **private, "PDSERVE_SECRET": secret, "PDSERVE_SECRET_FILE": ""}
     if file:
         own["PDSERVE_CONFIG"] = file

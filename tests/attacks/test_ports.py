@@ -166,7 +166,10 @@ def raw(address: str) -> Iterator[socket.socket]:
 
 def listening(pid: int) -> set[str]:
     """Addresses that a process listens on, over IPv4."""
-    files = {link.readlink().name for link in Path(f"/proc/{pid}/fd").iterdir() if link.is_symlink()}
+    files: set[str] = set()
+    for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(FileNotFoundError):  # closed meanwhile
+            files.add(descriptor.readlink().name)
     found: set[str] = set()
     for line in Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]:
         fields = line.split()

@@ -49,7 +49,8 @@ def up(*argv: str, **environ: str) -> UpConfig:
 
 def test_a_node_gets_the_clusters_settings_and_an_address_of_its_own() -> None:
     config = up("--host", "0.0.0.0", "--port", "9000", "--block-size", "32", "--dtype", "fp32")
-    surroundings = {"PDSERVE_TRANSFER_HOST": "0.0.0.0", "PDSERVE_ADVERTISE": "http://x:1", "PDSERVE_UCX_TLS": "tcp"}
+    surroundings = {"PDSERVE_TRANSFER_HOST": "0.0.0.0", "PDSERVE_ADVERTISE": "http://x:1"}
+    surroundings |= {"PDSERVE_UCX_TLS": "tcp", "PDSERVE_UCX_NET_DEVICES": "eth0"}
     environ = child_environ(config, surroundings, "s" * 16, "")
     (node,) = plan_nodes(ClusterConfig(prefill=0, decode=1), [0])
     argv = node_command(node, "tcp://127.0.0.1:5")
@@ -59,6 +60,7 @@ def test_a_node_gets_the_clusters_settings_and_an_address_of_its_own() -> None:
     assert (child.http.host, child.http.port, child.http.advertise) == ("127.0.0.1", 0, "")
     assert (child.transfer.host, child.transfer.port) == ("127.0.0.1", 0)
     assert child.transfer.ucx_tls == "tcp"
+    assert child.transfer.ucx_net_devices == "lo"
     assert child.discovery.proxies == ("tcp://127.0.0.1:5",)
     assert child.security.secret == "s" * 16
     assert child.cpu.cores == (0,)
