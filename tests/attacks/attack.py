@@ -31,8 +31,7 @@ def attacks(cases: Iterable[Named]) -> list[Any]:
 def _marks(case: Named) -> tuple[pytest.MarkDecorator, ...]:
     if case.waits_for is None:
         return ()
-    # The first point is about a request that freezes a proxy for minutes: nothing could be tested after it.
-    return (pytest.mark.xfail(reason=f"waits for point {case.waits_for}", run=case.waits_for != 1, strict=False),)
+    return (pytest.mark.xfail(reason=f"waits for point {case.waits_for}", strict=False),)
 
 
 def url_of(target: Target, at: At) -> str:

@@ -39,3 +39,13 @@ def unharmed(attacked: Target) -> Iterator[None]:
     """Around the attacks of one module."""
     with attacked.unharmed():
         yield
+
+
+@pytest.fixture(scope="module")
+def no_prompt_lost(attacked: Target, unharmed: None) -> Iterator[None]:
+    """Around the attacks of one module that are none of a transfer's business: every prompt comes over as before."""
+    before = attacked.lost_prefills()
+    yield
+    # The count is one that the engine sends now and then, and certainly when it falls idle.
+    attacked.cluster.until_idle()
+    assert attacked.lost_prefills() == before

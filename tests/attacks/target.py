@@ -175,6 +175,10 @@ class Target:
     def remote_prefills(self) -> float:
         return self.decode.metric("prefills_total", source="remote")
 
+    def lost_prefills(self) -> float:
+        """Prompts that the prefill node was asked for, and that were computed again where they are decoded."""
+        return self.decode.metric("prefills_total", source="fallback")
+
     def check_answers(self) -> None:
         """Whoever was attacked answers others as before."""
         for name, watch in self.watches.items():

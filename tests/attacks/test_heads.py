@@ -13,7 +13,7 @@ CASES = tuple(head_cases())
 
 
 @pytest.mark.parametrize("case", attacks(CASES))
-@pytest.mark.usefixtures("unharmed")
+@pytest.mark.usefixtures("no_prompt_lost")
 def test_a_head(attacked: Target, case: HttpCase) -> None:
     carry_out(attacked, case)
     attacked.check_answers()

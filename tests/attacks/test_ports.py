@@ -31,7 +31,7 @@ from tests.cluster.nodes import MODEL
 CASES = tuple(frame_cases())
 LISTENING = "0A"
 """A state of TCP, as ``/proc`` has it."""
-pytestmark = pytest.mark.usefixtures("unharmed")
+pytestmark = pytest.mark.usefixtures("no_prompt_lost")
 
 
 def control(target: Target, purpose: Purpose) -> str:

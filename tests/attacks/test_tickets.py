@@ -138,7 +138,6 @@ UNASKED = tuple(
         f"{path} of {at.value}",
         (post(path, body_with(path, {})),),
         at=at,
-        waits_for=6 if at is At.DECODE and path in (TOKENIZE, DETOKENIZE) else None,
     )
     for path in (CHAT, TEXT, TOKENIZE, DETOKENIZE)
     for at in (At.DECODE, At.PREFILL)
