@@ -271,7 +271,7 @@ class TransferConfig:
         KvStaging.AUTO,
     )
     staging_mib: int = setting(
-        "kv-staging-mib", "that host memory, page-locked; bounds the longest prompt transferred", 4096, minimum=1
+        "kv-staging-mib", "that host memory, page-locked; transfers share it by turns", 4096, minimum=1
     )
     shared_cache: Switch = setting(
         "kv-shared-cache",

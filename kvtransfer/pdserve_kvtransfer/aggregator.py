@@ -46,7 +46,13 @@ class Aggregator:
     @property
     def leading_blocks(self) -> int:
         """How many blocks from the first on are there in full, on every rank."""
-        return next((i for i, missing in enumerate(self._missing) if missing), len(self._missing))
+        return self.leading_from(0)
+
+    def leading_from(self, blocks: int) -> int:
+        """``leading_blocks``, of which so many are known already."""
+        while blocks < len(self._missing) and not self._missing[blocks]:
+            blocks += 1
+        return blocks
 
     def landed(self, rank: int, index: int, digest: int) -> Verdict:
         """A rank has received the piece that travelled as ``index``."""

@@ -11,13 +11,14 @@ from typing import cast
 
 from pdserve.config import Switch
 from pdserve.errors import HandshakeRefused, PeerLost, RankLost, TransferError
+from pdserve.wire.ids import TransferId
 from pdserve.wire.ticket import PrefillTarget
 from pdserve.wire.transfer import TAG_BITS, ToDecode
 from pdserve_kvtransfer.events import FailureKind, FetchFailed, FetchOrder
 from pdserve_kvtransfer.fetch import FetchSession
 from pdserve_kvtransfer.frames import Inbound
 from pdserve_kvtransfer.prefill_peer import PrefillPeer
-from pdserve_kvtransfer.station import CancelFetch, Command, Fetch, Pollable, Station, earliest
+from pdserve_kvtransfer.station import AcceptBlocks, CancelFetch, Command, Fetch, Pollable, Station, earliest
 
 log = logging.getLogger(__name__)
 
@@ -37,6 +38,8 @@ class DecodeSide:
         match command:
             case Fetch(order):
                 self._fetch(order, now)
+            case AcceptBlocks(transfer_id, block_ids):
+                self._accept(transfer_id, block_ids, now)
             case CancelFetch(transfer_id):
                 for peer in list(self._peers.values()):
                     if peer.has(transfer_id):
@@ -84,6 +87,11 @@ class DecodeSide:
             log.exception("prefill node %s cannot be dealt with", peer.target.name)
             self._lose(peer, FailureKind.PEER_LOST, f"{type(exc).__name__}: {exc}", now)
         return True
+
+    def _accept(self, transfer_id: TransferId, block_ids: tuple[int, ...], now: float) -> None:
+        for peer in list(self._peers.values()):
+            if peer.has(transfer_id):
+                self._attempt(peer, partial(peer.accept, transfer_id, block_ids, now), now)
 
     def _meet(self, target: PrefillTarget, now: float) -> PrefillPeer:
         for known in list(self._peers.values()):

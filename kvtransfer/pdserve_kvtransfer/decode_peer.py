@@ -11,6 +11,8 @@ from pdserve.wire.ids import TransferId
 from pdserve.wire.rank_transfer import ConnectLink, LinkBroken, LinkOpened, PiecesAnnounced, PiecesSent, SendBlocks
 from pdserve.wire.transfer import (
     UNKNOWN_LOAD,
+    Accept,
+    BlocksReady,
     Cancel,
     Digests,
     Done,
@@ -93,10 +95,13 @@ class DecodePeer:
 
     # ------------------------------------------------------------ the decode engine and this one
 
-    def on_message(self, message: PrefillRequest | Done | Cancel | Ping, now: float) -> None:
+    def on_message(self, message: PrefillRequest | Accept | Done | Cancel | Ping, now: float) -> None:
         match message:
             case PrefillRequest():
                 self._open(message, now)
+            case Accept(transfer_id):
+                if (session := self._sessions.get(transfer_id)) is not None:
+                    self._apply(session, session.on_accept(message))
             case Done(transfer_id):
                 if (session := self._sessions.get(transfer_id)) is not None:
                     self._apply(session, session.on_done())
@@ -124,7 +129,13 @@ class DecodePeer:
             self._send(Failed(request.transfer_id, "KV blocks of a GPU's memory have no checksums: --kv-checksums off"))
             return
         session = PushSession(
-            request, self.link.number, station.spec.block_size, self._pieces, now, station.heartbeat_s
+            request,
+            self.link.number,
+            station.spec.block_size,
+            self._pieces,
+            now,
+            station.heartbeat_s,
+            reports_sent=station.reports_sent,
         )
         self._sessions[request.transfer_id] = session
         self._tags[request.tag] = session
@@ -225,7 +236,7 @@ class DecodePeer:
     def _apply(self, session: PushSession, effects: list[PushEffect]) -> None:
         # This engine is told first: whatever becomes of the peer, it hears of every end.
         for effect in effects:
-            if not isinstance(effect, SendBlocks | FirstToken | Failed):
+            if not isinstance(effect, SendBlocks | BlocksReady | FirstToken | Failed):
                 if isinstance(effect, PushEnded):
                     self._count(effect.outcome, session.cause)
                 self._station.outbox.put(effect)
@@ -234,7 +245,7 @@ class DecodePeer:
             match effect:
                 case SendBlocks():
                     self.link.command(effect)
-                case FirstToken() | Failed():
+                case BlocksReady() | FirstToken() | Failed():
                     self._send(effect)
                 case _:
                     pass

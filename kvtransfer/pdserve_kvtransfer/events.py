@@ -27,6 +27,12 @@ class FetchOrder:
     """From now; the fetch fails when it has passed."""
     sibling_seeds: tuple[int, ...] = ()
     cache_salt: str = ""
+    paced_blocks: int = 0
+    """If not 0, so many blocks are wanted; ``block_ids`` has none or a few, and ``accept_blocks`` brings the others."""
+
+    @property
+    def num_blocks(self) -> int:
+        return self.paced_blocks or len(self.block_ids)
 
 
 class FailureKind(enum.Enum):
@@ -100,6 +106,22 @@ class LoadHeard:
 
 
 @dataclass(frozen=True, slots=True)
+class BlocksComing:
+    """Of a paced fetch, so many blocks from the first on can be sent, and wait for destinations."""
+
+    transfer_id: TransferId
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksLanded:
+    """Of a paced fetch, so many blocks from the first on are complete."""
+
+    transfer_id: TransferId
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
 class FetchLanded:
     """Every block is in its place and the first token is known. Terminal."""
 
@@ -162,6 +184,14 @@ class PushCancelled:
 
 
 @dataclass(frozen=True, slots=True)
+class BlocksSent:
+    """These blocks of a push, which goes on, are not read any more. Only where a transfer thread is to say so."""
+
+    transfer_id: TransferId
+    block_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class PushEnded:
     """No block of this push is read any more. Once for each ``PushWanted``."""
 
@@ -177,7 +207,15 @@ class TransferThreadDied:
 
 
 FetchEvent: TypeAlias = (
-    PrefillNodeMet | FirstTokenArrived | LoadHeard | FetchLanded | FetchFailed | FetchCancelled | BlocksReleased
+    PrefillNodeMet
+    | FirstTokenArrived
+    | LoadHeard
+    | BlocksComing
+    | BlocksLanded
+    | FetchLanded
+    | FetchFailed
+    | FetchCancelled
+    | BlocksReleased
 )
-PushEvent: TypeAlias = PushWanted | PushCancelled | PushEnded
+PushEvent: TypeAlias = PushWanted | PushCancelled | BlocksSent | PushEnded
 TransferEvent: TypeAlias = FetchEvent | PushEvent | TransferThreadDied

@@ -14,11 +14,13 @@ import itertools
 from collections.abc import Sequence
 from typing import TypeAlias
 
-from pdserve.wire.rank_transfer import Expect, Forget
-from pdserve.wire.transfer import Cancel, Digests, Done, Failed, FirstToken, PrefillRequest
+from pdserve.wire.rank_transfer import Expect, ExpectMore, Forget
+from pdserve.wire.transfer import Accept, BlocksReady, Cancel, Digests, Done, Failed, FirstToken, PrefillRequest
 from pdserve_kvtransfer.aggregator import Aggregator, Verdict
 from pdserve_kvtransfer.events import (
     KIND_OF_CAUSE,
+    BlocksComing,
+    BlocksLanded,
     BlocksReleased,
     FailureKind,
     FetchCancelled,
@@ -30,7 +32,7 @@ from pdserve_kvtransfer.events import (
 )
 from pdserve_kvtransfer.head_map import Piece
 
-FetchEffect: TypeAlias = Expect | Forget | PrefillRequest | Done | Cancel | FetchEvent
+FetchEffect: TypeAlias = Expect | ExpectMore | Forget | PrefillRequest | Accept | Done | Cancel | FetchEvent
 
 
 class FetchState(enum.Enum):
@@ -62,7 +64,9 @@ class FetchSession:
         """When the prefill engine had sent its last block; None before."""
         self._tail_bytes = 0
         self._link = link
-        self._size = len(order.block_ids) * block_bytes
+        self.accepted_at = now
+        """When the engine gave a paced fetch its last destinations."""
+        self._size = order.num_blocks * block_bytes
         self._started = now
         self._checked = checked
         self._ranks = 0
@@ -71,6 +75,15 @@ class FetchSession:
         self._waiting_for: set[int] = set()
         self._end: FetchFailed | FetchCancelled | None = None
         self._in_flight: dict[int, set[int]] = {}
+        self._block_ids = list(order.block_ids)
+        self._coming = self._leading = 0
+        self._accepts: list[int] = []
+        self._expecting: dict[int, int] = {}
+
+    @property
+    def outstanding(self) -> bool:
+        """Whether blocks that may be sent have not landed."""
+        return not self.order.paced_blocks or self._leading < min(len(self._block_ids), self._coming)
 
     @property
     def over(self) -> bool:
@@ -89,16 +102,23 @@ class FetchSession:
         self._pieces = {(piece.source, piece.target): piece for piece in pieces}
         slots = [max(piece.slots for piece in pieces if piece.target == rank) for rank in range(ranks)]
         order = self.order
-        self._landings = Aggregator(order.first_block, len(order.block_ids), slots, checked=self._checked)
-        return [Expect(self._link, self.tag, order.first_block, order.block_ids, self._checked)]
+        self._landings = Aggregator(order.first_block, order.num_blocks, slots, checked=self._checked)
+        paced = bool(order.paced_blocks)
+        return [Expect(self._link, self.tag, order.first_block, order.block_ids, self._checked, paced)]
 
     def expecting(self, rank: int, now: float) -> list[FetchEffect]:
         """A rank is ready to let it land."""
+        if self.state is FetchState.MOVING:
+            return self._accept_expected(rank)
         self._waiting_for.discard(rank)
         if self.state is not FetchState.PREPARING or self._waiting_for:
             return []
         self.state = FetchState.MOVING
         order = self.order
+        accepted = order.first_block + len(order.block_ids)
+        accept: list[FetchEffect] = (
+            [Accept(order.transfer_id, accepted)] if order.paced_blocks and order.block_ids else []
+        )
         return [
             PrefillRequest(
                 transfer_id=order.transfer_id,
@@ -110,8 +130,36 @@ class FetchSession:
                 sibling_seeds=order.sibling_seeds,
                 cache_salt=order.cache_salt,
                 digests=self._checked,
-            )
+                paced=bool(order.paced_blocks),
+            ),
+            *accept,
         ]
+
+    def accept(self, block_ids: tuple[int, ...], now: float) -> list[FetchEffect]:
+        """The engine has destinations for the next blocks of a paced fetch."""
+        if self.state is not FetchState.MOVING:
+            return []
+        self._block_ids += block_ids
+        self.accepted_at = now
+        self._accepts.append(self.order.first_block + len(self._block_ids))
+        return [ExpectMore(self._link, self.tag, block_ids)]
+
+    def _accept_expected(self, rank: int) -> list[FetchEffect]:
+        """A rank is ready to let the next blocks land; when all are, they may be sent."""
+        before = min(self._expecting.get(rank, 0) for rank in range(self._ranks))
+        self._expecting[rank] = self._expecting.get(rank, 0) + 1
+        ready = min(self._expecting.get(rank, 0) for rank in range(self._ranks))
+        return (
+            [Accept(self.order.transfer_id, self._accepts[ready - 1])] if before < ready <= len(self._accepts) else []
+        )
+
+    def on_ready(self, message: BlocksReady) -> list[FetchEffect]:
+        """The prefill engine has more blocks to send."""
+        coming = min(message.end_block - self.order.first_block, self.order.paced_blocks)
+        if self.state is not FetchState.MOVING or coming <= self._coming:
+            return []
+        self._coming = coming
+        return [BlocksComing(self.order.transfer_id, coming)]
 
     # ------------------------------------------------------------ arrivals
 
@@ -146,12 +194,20 @@ class FetchSession:
 
     def _finish_if_complete(self, now: float) -> list[FetchEffect]:
         if self.all_sent is None or not self._landings.complete:
-            return []
+            return self._tell_landed()
         self.state = FetchState.ENDED
         transfer_id = self.order.transfer_id
         tail_s = now - self.all_sent
         landed = FetchLanded(transfer_id, now - self._started, self._size, tail_s, self._tail_bytes)
+        if self.order.paced_blocks:
+            return [Done(transfer_id), Forget(self._link, self.tag), landed]
         return [Done(transfer_id), landed]
+
+    def _tell_landed(self) -> list[FetchEffect]:
+        if not self.order.paced_blocks:
+            return []
+        before, self._leading = self._leading, self._landings.leading_from(self._leading)
+        return [BlocksLanded(self.order.transfer_id, self._leading)] if self._leading > before else []
 
     # ------------------------------------------------------------ endings
 
@@ -183,7 +239,7 @@ class FetchSession:
             return []
         quarantined = self._still_written()
         self.state = FetchState.DRAINING if quarantined else FetchState.ENDED
-        return self._report(tuple(block for block in self.order.block_ids if block in quarantined))
+        return self._report(tuple(block for block in dict.fromkeys(self._block_ids) if block in quarantined))
 
     def released(self, rank: int, block_ids: Sequence[int]) -> list[FetchEffect]:
         """A rank has finished writing to these blocks."""

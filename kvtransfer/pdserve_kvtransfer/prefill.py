@@ -11,6 +11,7 @@ from typing import cast
 from pdserve.errors import RankLost, TransferError, UnreadableMessage, WrongReceiver
 from pdserve.wire.frame import Opened
 from pdserve.wire.transfer import (
+    Accept,
     Cancel,
     Done,
     Examine,
@@ -119,7 +120,7 @@ class PrefillSide:
 
     def _on_message(self, opened: Opened[ToPrefill], received: Received, now: float) -> None:
         message = opened.message
-        if isinstance(message, PrefillRequest | Done | Cancel):
+        if isinstance(message, PrefillRequest | Accept | Done | Cancel):
             boot_id = message.transfer_id.decode_boot
         else:
             boot_id = message.boot_id
@@ -129,7 +130,7 @@ class PrefillSide:
         match message:
             case Hello():
                 self._greet(message, opened, received, now)
-            case PrefillRequest() | Done() | Cancel() | Ping():
+            case PrefillRequest() | Accept() | Done() | Cancel() | Ping():
                 self._on_known(boot_id, message, opened, received, now)
             case Examine() | Probe() | ProbeEnd():
                 self._probes.on_message(message, received, opened.protocol, now)
@@ -137,7 +138,7 @@ class PrefillSide:
     def _on_known(
         self,
         boot_id: bytes,
-        message: PrefillRequest | Done | Cancel | Ping,
+        message: PrefillRequest | Accept | Done | Cancel | Ping,
         opened: Opened[ToPrefill],
         received: Received,
         now: float,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from pdserve.errors import PeerLost
+from pdserve.errors import HandshakeRefused, PeerLost
 from pdserve.wire.frame import Opened
 from pdserve.wire.ids import TransferId
 from pdserve.wire.rank_transfer import (
@@ -12,6 +12,7 @@ from pdserve.wire.rank_transfer import (
     Dropped,
     Expect,
     Expecting,
+    ExpectMore,
     Forget,
     Forgotten,
     LinkBroken,
@@ -22,6 +23,8 @@ from pdserve.wire.rank_transfer import (
 from pdserve.wire.ticket import PrefillTarget
 from pdserve.wire.transfer import (
     UNKNOWN_LOAD,
+    Accept,
+    BlocksReady,
     Cancel,
     Digests,
     Done,
@@ -35,6 +38,7 @@ from pdserve.wire.transfer import (
     ToDecode,
     Welcome,
 )
+from pdserve.wire.version import PACED_TRANSFERS
 from pdserve_kvtransfer.control import ControlClient
 from pdserve_kvtransfer.events import (
     BlocksReleased,
@@ -56,7 +60,7 @@ from pdserve_kvtransfer.station import Pollable, Station, earliest
 
 log = logging.getLogger(__name__)
 
-_Said = Expect | Forget | PrefillRequest | Done | Cancel
+_Said = Expect | ExpectMore | Forget | PrefillRequest | Accept | Done | Cancel
 """What a session has to say to ranks and to the other engine, apart from its events."""
 
 
@@ -109,8 +113,16 @@ class PrefillPeer:
         self.lease.hold(now)
         self._heartbeat.run(now)
         if self._greeting.standing is Standing.WELCOME:
-            self._apply(session, session.prepare(self._pieces, self.link.ranks))
+            self._prepare(session)
         self._read_ranks(now)
+
+    def _prepare(self, session: FetchSession) -> None:
+        """The handshake stands. Raises HandshakeRefused for a paced fetch if the peer knows no paced transfers."""
+        protocol = self._greeting.protocol
+        if session.order.paced_blocks and protocol is not None and protocol < PACED_TRANSFERS:
+            needed = f"{PACED_TRANSFERS} (which transfers through host memory need)"
+            raise HandshakeRefused("protocol", needed, str(protocol))
+        self._apply(session, session.prepare(self._pieces, self.link.ranks))
 
     def has(self, transfer_id: TransferId) -> bool:
         """Whether it is fetched from this peer."""
@@ -120,6 +132,12 @@ class PrefillPeer:
         """A fetch that this peer has."""
         session = self._sessions[transfer_id]
         self._apply(session, session.cancel())
+        self._read_ranks(now)
+
+    def accept(self, transfer_id: TransferId, block_ids: tuple[int, ...], now: float) -> None:
+        """There is room for these further blocks of a fetch that this peer has."""
+        session = self._sessions[transfer_id]
+        self._apply(session, session.accept(block_ids, now))
         self._read_ranks(now)
 
     def turn(self, now: float) -> bool:
@@ -150,12 +168,16 @@ class PrefillPeer:
                 self._greeting.check_boot(boot_id)
                 if load != UNKNOWN_LOAD:
                     self._station.outbox.put(LoadHeard(boot_id, load))
-            case Digests(transfer_id) | FirstToken(transfer_id) | Failed(transfer_id):
+            case BlocksReady(transfer_id) | Digests(transfer_id) | FirstToken(transfer_id) | Failed(transfer_id):
                 if (session := self._sessions.get(transfer_id)) is not None:
                     self._on_session_message(session, message, now)
 
-    def _on_session_message(self, session: FetchSession, message: Digests | FirstToken | Failed, now: float) -> None:
+    def _on_session_message(
+        self, session: FetchSession, message: BlocksReady | Digests | FirstToken | Failed, now: float
+    ) -> None:
         match message:
+            case BlocksReady():
+                self._apply(session, session.on_ready(message))
             case Digests():
                 self._apply(session, session.on_digests(message, now))
             case FirstToken():
@@ -176,7 +198,7 @@ class PrefillPeer:
         self._pieces = head_map(self._station.spec.kv_heads, len(addresses), self.link.ranks)
         self.link.command(ConnectLink(self.link.number, addresses))
         for session in list(self._sessions.values()):
-            self._apply(session, session.prepare(self._pieces, self.link.ranks))
+            self._prepare(session)
 
     # ------------------------------------------------------------ this node's ranks
 
@@ -230,9 +252,9 @@ class PrefillPeer:
 
     def _stalls_at(self, session: FetchSession) -> float | None:
         """When to give up blocks that were sent: other transfers' blocks show that it is only slow."""
-        if session.over or session.all_sent is None:
+        if session.over or session.all_sent is None or not session.outstanding:
             return None
-        return max(session.all_sent, self._arrived) + self._station.lease_s
+        return max(session.all_sent, session.accepted_at, self._arrived) + self._station.lease_s
 
     def next_timer(self) -> float | None:
         live = [session for session in self._sessions.values() if not session.over]
@@ -289,14 +311,14 @@ class PrefillPeer:
             if isinstance(effect, _Said) and self._lost is None:
                 self._say(effect)
 
-    def _say(self, effect: Expect | Forget | PrefillRequest | Done | Cancel) -> None:
+    def _say(self, effect: Expect | ExpectMore | Forget | PrefillRequest | Accept | Done | Cancel) -> None:
         match effect:
-            case Expect() | Forget():
+            case Expect() | ExpectMore() | Forget():
                 self.link.command(effect)
             case PrefillRequest():
                 if not self._send(effect):
                     raise PeerLost("the prefill node is not reading its control channel")
-            case Done() | Cancel():
+            case Accept() | Done() | Cancel():
                 self._send(effect)
 
     def _let_go(self, session: FetchSession) -> None:
@@ -320,13 +342,13 @@ class PrefillPeer:
             case BlocksReleased(block_ids):
                 counters.quarantined_blocks -= len(block_ids)
 
-    def _send(self, message: Hello | PrefillRequest | Done | Cancel | Ping) -> bool:
+    def _send(self, message: Hello | PrefillRequest | Accept | Done | Cancel | Ping) -> bool:
         sent = False not in [self._client.send(frame) for frame in self._sealed(message)]
         if not sent:
             log.warning("%s is not reading its control channel", self.target.name)
         return sent
 
-    def _sealed(self, message: Hello | PrefillRequest | Done | Cancel | Ping) -> list[bytes]:
+    def _sealed(self, message: Hello | PrefillRequest | Accept | Done | Cancel | Ping) -> list[bytes]:
         """Before the welcome, what the prefill engine speaks is not known: it takes the frame that is meant for it."""
         sealer, boot_id, protocol = self._station.sealer, self.target.boot_id, self._greeting.protocol
         if protocol is None:

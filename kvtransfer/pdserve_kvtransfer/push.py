@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import enum
+from collections import deque
 from typing import TypeAlias
 
 from pdserve.wire.rank_transfer import SendBlocks
 from pdserve.wire.sampling import SampledToken
-from pdserve.wire.transfer import UNKNOWN_LOAD, Failed, FailureCause, FirstToken, PrefillLoad, PrefillRequest
-from pdserve_kvtransfer.events import PushCancelled, PushEnded, PushEvent, PushOutcome, PushWanted
+from pdserve.wire.transfer import (
+    UNKNOWN_LOAD,
+    Accept,
+    BlocksReady,
+    Failed,
+    FailureCause,
+    FirstToken,
+    PrefillLoad,
+    PrefillRequest,
+)
+from pdserve_kvtransfer.events import BlocksSent, PushCancelled, PushEnded, PushEvent, PushOutcome, PushWanted
 
-PushEffect: TypeAlias = SendBlocks | FirstToken | Failed | PushEvent
+PushEffect: TypeAlias = SendBlocks | BlocksReady | FirstToken | Failed | PushEvent
 
 
 MAX_DEADLINE_S = 86_400.0
@@ -28,11 +38,20 @@ class PushSession:
     """From a decode engine's request until no block of it is read any more."""
 
     def __init__(
-        self, request: PrefillRequest, link: int, block_size: int, pieces: int, now: float, grace_s: float
+        self,
+        request: PrefillRequest,
+        link: int,
+        block_size: int,
+        pieces: int,
+        now: float,
+        grace_s: float,
+        *,
+        reports_sent: bool = False,
     ) -> None:
         """``link`` is the number that the ranks know it by; each block travels as ``pieces`` messages, over all ranks.
 
-        ``grace_s`` past the deadline are left to the decode engine, to say by itself that it waits no longer.
+        ``grace_s`` past the deadline are left to the decode engine, to say by itself that it waits no longer. With
+        ``reports_sent`` the engine is told when everything that it has pushed so far has left.
         """
         self.transfer_id = request.transfer_id
         self.state = PushState.PUSHING
@@ -47,6 +66,10 @@ class PushSession:
         self._pieces = pieces
         self._end_index = -(-len(request.token_ids) // block_size)
         self._in_flight = 0
+        self._reports_sent = reports_sent
+        self._held: deque[tuple[int, tuple[int, ...]]] = deque()
+        self._accepted = 0 if request.paced else self._end_index
+        self._sending: list[int] = []
 
     def open(self) -> list[PushEffect]:
         """The first effects: the engine is told, or the request is refused because it makes no sense."""
@@ -67,18 +90,46 @@ class PushSession:
         return [wanted]
 
     def push(self, first_index: int, block_ids: tuple[int, ...]) -> list[PushEffect]:
-        """The engine's blocks are final. Each counts as in flight until ``sent``."""
+        """The engine's blocks are final. Each sent one counts as in flight until ``sent``."""
         if self.state is not PushState.PUSHING or not block_ids:
             return []
         if first_index < self._request.first_block or first_index + len(block_ids) > self._end_index:
             return self._give_up("the prefill engine computed blocks that were not asked for")
+        if not self._request.paced:
+            return [self._send(first_index, block_ids)]
+        self._held.append((first_index, block_ids))
+        return [BlocksReady(self.transfer_id, first_index + len(block_ids)), *self._send_accepted()]
+
+    def on_accept(self, message: Accept) -> list[PushEffect]:
+        """The decode engine has room for more."""
+        if self.state is not PushState.PUSHING:
+            return []
+        self._accepted = max(self._accepted, message.end_block)
+        return self._send_accepted()
+
+    def _send_accepted(self) -> list[PushEffect]:
+        effects: list[PushEffect] = []
+        while self._held and self._held[0][0] < self._accepted:
+            first, block_ids = self._held.popleft()
+            count = min(len(block_ids), self._accepted - first)
+            effects.append(self._send(first, block_ids[:count]))
+            if count < len(block_ids):
+                self._held.appendleft((first + count, block_ids[count:]))
+        return effects
+
+    def _send(self, first_index: int, block_ids: tuple[int, ...]) -> SendBlocks:
         self._in_flight += len(block_ids) * self._pieces
-        return [SendBlocks(self._link, self.tag, first_index, block_ids, self._request.digests)]
+        if self._reports_sent:
+            self._sending += block_ids
+        return SendBlocks(self._link, self.tag, first_index, block_ids, self._request.digests)
 
     def sent(self, count: int) -> list[PushEffect]:
         """So many pieces have left."""
         self._in_flight -= count
-        return self._end_if_quiet()
+        if self._in_flight or not self._sending or self.state is not PushState.PUSHING:
+            return self._end_if_quiet()
+        sent, self._sending = tuple(self._sending), []
+        return [BlocksSent(self.transfer_id, sent)]
 
     def first_token(
         self, tokens: tuple[SampledToken, ...], cached_tokens: int, load: PrefillLoad = UNKNOWN_LOAD

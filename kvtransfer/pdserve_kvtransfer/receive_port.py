@@ -17,6 +17,7 @@ from pdserve.wire.rank_transfer import (
     Dropped,
     Expect,
     Expecting,
+    ExpectMore,
     Forget,
     Forgotten,
     LinkCommand,
@@ -45,13 +46,21 @@ class _Landing:
         self.expect = expect
         self.slots = slots
         self.forgotten = False
-        self._states = bytearray(len(expect.block_ids) * slots)
+        self._block_ids = list(expect.block_ids)
+        self._states = bytearray(len(self._block_ids) * slots)
         self._missing = len(self._states)
         self._in_flight: dict[int, int] = {}
 
+    def grow(self, block_ids: Sequence[int]) -> None:
+        """Its next blocks may land, too."""
+        self._block_ids += block_ids
+        self._states += bytes(len(block_ids) * self.slots)
+        self._missing += len(block_ids) * self.slots
+
     @property
     def complete(self) -> bool:
-        return not self._missing
+        """Whether nothing of it will land any more. A paced transfer may always go on."""
+        return not self._missing and not self.expect.paced
 
     @property
     def in_flight(self) -> tuple[int, ...]:
@@ -64,7 +73,7 @@ class _Landing:
         if self.forgotten or not 0 <= at < len(self._states) or self._states[at] != _State.MISSING:
             return None
         self._states[at] = _State.ACCEPTED
-        block_id = self.expect.block_ids[at // self.slots]
+        block_id = self._block_ids[at // self.slots]
         self._in_flight[block_id] = self._in_flight.get(block_id, 0) + 1
         return block_id
 
@@ -73,7 +82,7 @@ class _Landing:
         at = index - self.expect.first_block * self.slots
         self._states[at] = _State.LANDED
         self._missing -= 1
-        block_id = self.expect.block_ids[at // self.slots]
+        block_id = self._block_ids[at // self.slots]
         self._in_flight[block_id] -= 1
         if self._in_flight[block_id]:
             return None
@@ -111,6 +120,10 @@ class ReceivePort:
                 self._connect(addresses)
             case Expect(tag=tag):
                 self._landings[tag] = _Landing(command, len(self._pieces))
+                self.reports.append(Expecting(self._port.number, tag))
+            case ExpectMore(tag=tag, block_ids=block_ids):
+                if tag in self._landings:
+                    self._landings[tag].grow(block_ids)
                 self.reports.append(Expecting(self._port.number, tag))
             case Forget(tag=tag):
                 self._forget(tag)

@@ -41,6 +41,8 @@ class Station:
     """Of a prefill engine, as it has said last."""
     max_prompt_tokens: int
     """That a prefill engine takes; 0 if nobody is told."""
+    reports_sent: bool
+    """Whether a prefill engine hears which blocks of a push that goes on have left."""
 
     @property
     def lease_s(self) -> float:
@@ -60,6 +62,12 @@ class Station:
 @dataclass(frozen=True, slots=True)
 class Fetch:
     order: FetchOrder
+
+
+@dataclass(frozen=True, slots=True)
+class AcceptBlocks:
+    transfer_id: TransferId
+    block_ids: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +97,7 @@ class FailPush:
     cause: FailureCause
 
 
-Command: TypeAlias = Fetch | CancelFetch | Push | GiveFirstToken | FailPush
+Command: TypeAlias = Fetch | AcceptBlocks | CancelFetch | Push | GiveFirstToken | FailPush
 
 Pollable: TypeAlias = zmq.Socket[bytes] | int
 

@@ -30,6 +30,7 @@ from pdserve_kvtransfer.prefill import PrefillSide
 from pdserve_kvtransfer.ranks import RankChannels
 from pdserve_kvtransfer.region import KvRegion
 from pdserve_kvtransfer.station import (
+    AcceptBlocks,
     CancelFetch,
     Command,
     FailPush,
@@ -56,6 +57,7 @@ class TransferThread:
     ``ranks`` are the addresses of this node's other ranks' ``RankThread``s, in rank order.
     Raises ValueError if ``region`` and ``spec`` contradict each other.
     ``transport`` makes the transport, inside the thread; UCX as configured if None.
+    With ``reports_sent`` a prefill engine gets ``BlocksSent``.
     ``max_prompt_tokens`` is what decode engines are told of a prefill engine; nothing if 0.
     """
 
@@ -72,6 +74,7 @@ class TransferThread:
         wake: Callable[[], None],
         transport: Callable[[], Transport] | None = None,
         max_prompt_tokens: int = 0,
+        reports_sent: bool = False,
     ) -> None:
         if region.block_bytes % len(heads_of(0, spec.tp_size, spec.kv_heads)):
             raise ValueError(f"a block of {region.block_bytes} bytes is not a whole number of KV heads")
@@ -83,6 +86,7 @@ class TransferThread:
         self._config = config
         self._ranks = ranks
         self._max_prompt_tokens = max_prompt_tokens
+        self._reports_sent = reports_sent
         self._wake = wake
         self._make_transport = transport or (lambda: configured_ucx(config))
         self._outbox = Outbox()
@@ -113,12 +117,17 @@ class TransferThread:
             raise ValueError("a transfer is named for the boot that fetches it")
         self._region.check(*order.block_ids)
         expected = -(-len(order.token_ids) // self._spec.block_size) - order.first_block
-        if not order.block_ids or len(order.block_ids) != expected:
-            raise ValueError(f"{len(order.block_ids)} destinations for {expected} blocks")
+        if not order.num_blocks or order.num_blocks != expected or len(order.block_ids) > expected:
+            raise ValueError(f"{order.num_blocks} destinations for {expected} blocks")
         if len(set(order.block_ids)) != len(order.block_ids):
             raise ValueError("a block is a destination twice")
         self._outbox.opened(order.transfer_id)
         self._command(Fetch(order))
+
+    def accept_blocks(self, transfer_id: TransferId, block_ids: tuple[int, ...]) -> None:
+        """Destinations of the next blocks of a paced fetch, of those that are coming. Ignored if the fetch is over."""
+        self._region.check(*block_ids)
+        self._command(AcceptBlocks(transfer_id, block_ids))
 
     def cancel_fetch(self, transfer_id: TransferId) -> None:
         """The end of this fetch, not seen yet, will be ``FetchCancelled``."""
@@ -248,6 +257,7 @@ class TransferThread:
             counters=self._counters,
             load=lambda: self._load,
             max_prompt_tokens=self._max_prompt_tokens,
+            reports_sent=self._reports_sent,
         )
         return PrefillSide(station) if self._role is Role.PREFILL else DecodeSide(station)
 

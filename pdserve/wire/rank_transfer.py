@@ -44,6 +44,15 @@ class Expect(_RankMessage, frozen=True, tag="expect"):
     first_block: int
     block_ids: BlockIds
     digests: bool
+    paced: bool = False
+    """Whether ``ExpectMore`` follows, as long as it is not forgotten."""
+
+
+class ExpectMore(_RankMessage, frozen=True, tag="expect_more"):
+    """Of a paced transfer, let its next blocks land, too. Answered with ``Expecting``."""
+
+    tag: TransferTag
+    block_ids: BlockIds
 
 
 class Forget(_RankMessage, frozen=True, tag="forget"):
@@ -65,7 +74,7 @@ class LeaveRank(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fie
     """Close everything and end the thread."""
 
 
-LinkCommand: TypeAlias = ConnectLink | CloseLink | Expect | Forget | SendBlocks
+LinkCommand: TypeAlias = ConnectLink | CloseLink | Expect | ExpectMore | Forget | SendBlocks
 RankCommand: TypeAlias = OpenLink | LinkCommand | LeaveRank
 
 # ---------------------------------------------------------------- rank → rank 0

@@ -7,6 +7,8 @@ what is; of them it ignores what it does not know.
       Hello ─────────────────────────────▶            before anything else between two boots
             ◀───────────────────────────── Welcome    or Refused
       PrefillRequest ────────────────────▶
+            ◀───────────────────────────── BlocksReady    if the request is paced
+      Accept ────────────────────────────▶            there is room for so many of them
             ◀═════════ KV blocks (UCX) ═══            as chunks finish, tagged (tag, index)
             ◀───────────────────────────── Digests    what those blocks must be
             ◀───────────────────────────── FirstToken    with the prefill engine's load
@@ -38,7 +40,7 @@ import msgspec
 from pdserve.wire.ids import BootId, TransferId
 from pdserve.wire.link_address import LABEL_BITS
 from pdserve.wire.sampling import SampledToken, SamplingParams
-from pdserve.wire.version import RELEASED_0_1, Spoken, since
+from pdserve.wire.version import PACED_TRANSFERS, RELEASED_0_1, Spoken, since
 
 INDEX_BITS = 24
 TAG_BITS = LABEL_BITS - INDEX_BITS
@@ -125,6 +127,22 @@ class PrefillRequest(
     cache_salt: str = ""
     digests: bool = True
     """Whether the decode node checks blocks, and so needs ``Digests``."""
+    paced: Annotated[bool, since(PACED_TRANSFERS)] = False
+    """Whether each block needs an ``Accept`` before it is sent: the decode node has room for a few at a time."""
+
+
+class BlocksReady(msgspec.Struct, frozen=True, tag_field="kind", tag="blocks_ready"):
+    """Of a paced transfer, all wanted blocks before ``end_block`` can be sent."""
+
+    transfer_id: TransferId
+    end_block: Annotated[int, msgspec.Meta(ge=0)]
+
+
+class Accept(msgspec.Struct, frozen=True, tag_field="kind", tag="accept"):
+    """Of a paced transfer, all wanted blocks before ``end_block`` may be sent: there is room for them."""
+
+    transfer_id: TransferId
+    end_block: Annotated[int, msgspec.Meta(ge=0)]
 
 
 class Digests(msgspec.Struct, frozen=True, tag_field="kind", tag="digests"):
@@ -255,5 +273,7 @@ class ProbeEnd(msgspec.Struct, frozen=True, tag_field="kind", tag="probe_end"):
     boot_id: BootId
 
 
-ToPrefill: TypeAlias = Hello | PrefillRequest | Done | Cancel | Ping | Examine | Probe | ProbeEnd
-ToDecode: TypeAlias = Welcome | Refused | Digests | FirstToken | Failed | Pong | Examined | ProbeOpened | ProbeRefused
+ToPrefill: TypeAlias = Hello | PrefillRequest | Accept | Done | Cancel | Ping | Examine | Probe | ProbeEnd
+ToDecode: TypeAlias = (
+    Welcome | Refused | BlocksReady | Digests | FirstToken | Failed | Pong | Examined | ProbeOpened | ProbeRefused
+)

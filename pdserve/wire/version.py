@@ -19,6 +19,8 @@ OLDEST_PROTOCOL: Final = 5
 """What it still speaks with hosts that are not upgraded yet: the version of the last minor release."""
 NAMED_RECEIVERS: Final = 6
 """The first version whose frames name their receiver."""
+PACED_TRANSFERS: Final = 6
+"""The first version in which a prefill engine sends blocks as the decode engine has room for them."""
 RELEASED_0_1: Final = 5
 """Of pdserve 0.1. It refuses unknown fields, and its frames do not name their receiver."""
 

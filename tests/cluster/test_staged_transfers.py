@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from pdserve_kvtransfer.events import FailureKind
 from tests.cluster.nodes import cluster
 from tests.tiny_models import VOCAB_SIZE, Reference, save_tiny_chat_model
 
@@ -15,7 +16,7 @@ NEW_TOKENS = 6
 ROUNDS = 16
 """Of one request of each length, all at once; together they want several times the blocks that host memory has."""
 LENGTHS = (17, 100, 400)
-TOO_LONG = 2_400
+LONG = 2_400
 """Tokens of a prompt whose blocks can never all be in the host memory."""
 FLAGS = (
     "--overlap-scheduling",
@@ -54,8 +55,10 @@ def test_transfers_through_little_host_memory_give_the_reference_tokens(model: P
         (decode,) = made.decode
         answers = pool.map(lambda ids: made.complete(ids, NEW_TOKENS, ignore_eos=True), prompts)
         assert list(answers) == wanted(model, prompts)
+        failures = {kind.value: decode.metric("kv_transfer_failures_total", reason=kind.value) for kind in FailureKind}
+        assert failures == dict.fromkeys(failures, 0)
         assert decode.metric("prefills_total", source="remote") == len(prompts)
-        too_long = prompt(TOO_LONG)
-        assert made.complete(too_long, NEW_TOKENS, ignore_eos=True) == wanted(model, [too_long])[0]
-        assert decode.metric("prefills_total", source="fallback") == 1
+        long = prompt(LONG)
+        assert made.complete(long, NEW_TOKENS, ignore_eos=True) == wanted(model, [long])[0]
+        assert decode.metric("prefills_total", source="remote") == len(prompts) + 1
         made.until_idle()

@@ -70,7 +70,9 @@ class ScriptedThread:
     def __init__(self) -> None:
         self.fetched: list[FetchOrder] = []
         self.cancelled: list[TransferId] = []
+        self.accepted: list[tuple[TransferId, tuple[int, ...]]] = []
         self.pushed: list[tuple[int, tuple[int, ...]]] = []
+        self._sent_of: dict[TransferId, list[int]] = {}
         self.first_tokens: list[int] = []
         self.cached_tokens: list[int] = []
         self.loads: list[PrefillLoad] = []
@@ -82,11 +84,24 @@ class ScriptedThread:
     def fetch(self, order: FetchOrder) -> None:
         self.fetched.append(order)
 
+    def accept_blocks(self, transfer_id: TransferId, block_ids: tuple[int, ...]) -> None:
+        self.accepted.append((transfer_id, block_ids))
+
     def cancel_fetch(self, transfer_id: TransferId) -> None:
         self.cancelled.append(transfer_id)
 
     def push(self, transfer_id: TransferId, first_index: int, block_ids: tuple[int, ...]) -> None:
         self.pushed.append((first_index, block_ids))
+        self._sent_of.setdefault(transfer_id, []).extend(block_ids)
+
+    def pushed_of(self, transfer_id: TransferId) -> list[int]:
+        """Blocks, in order."""
+        return self._sent_of.get(transfer_id, [])
+
+    def accepted_of(self, transfer_id: TransferId) -> int:
+        """How many of its blocks may land."""
+        ordered = sum(len(order.block_ids) for order in self.fetched if order.transfer_id == transfer_id)
+        return ordered + sum(len(blocks) for accepted, blocks in self.accepted if accepted == transfer_id)
 
     def first_token(
         self, transfer_id: TransferId, tokens: tuple[SampledToken, ...], cached_tokens: int, load: PrefillLoad

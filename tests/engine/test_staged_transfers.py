@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from random import Random
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from pdserve.engine.kv_connector.staged_fetches import StagedFetches
 from pdserve.engine.kv_connector.staged_pushes import StagedPushes
@@ -14,7 +17,10 @@ from pdserve.wire.sampling import SampledToken, SamplingParams
 from pdserve.wire.ticket import PrefillTarget
 from pdserve.wire.transfer import UNKNOWN_LOAD
 from pdserve_kvtransfer.events import (
+    BlocksComing,
+    BlocksLanded,
     BlocksReleased,
+    BlocksSent,
     FailureKind,
     FetchCancelled,
     FetchFailed,
@@ -63,23 +69,18 @@ class ScriptedMover:
 
 
 class Desk:
-    """The parts, and a clock."""
+    """The parts."""
 
-    def __init__(self) -> None:
-        self.thread, self.mover, self.slots = ScriptedThread(), ScriptedMover(), StagingSlots(SLOTS)
-        self.now = 0.0
-        self.wakes = 0
+    def __init__(self, slots: int = SLOTS) -> None:
+        self.thread, self.mover, self.slots = ScriptedThread(), ScriptedMover(), StagingSlots(slots)
         thread: Any = self.thread
         mover: Any = self.mover
-        self.fetches = StagedFetches(thread, mover, self.slots, self._wake, lambda: self.now)
-        self.pushes = StagedPushes(thread, mover, self.slots, BLOCK_SIZE)
+        self.fetches = StagedFetches(thread, mover, self.slots)
+        self.pushes = StagedPushes(thread, mover, self.slots)
 
-    def _wake(self) -> None:
-        self.wakes += 1
-
-    def order(self, *blocks: int, deadline_s: float = 10.0) -> FetchOrder:
+    def order(self, *blocks: int, target: PrefillTarget = TARGET) -> FetchOrder:
         transfer = TransferId(new_id(), 0, b"boot")
-        order = FetchOrder(transfer, TARGET, [7] * BLOCK_SIZE * len(blocks), 0, blocks, SAMPLING, deadline_s)
+        order = FetchOrder(transfer, target, [7] * BLOCK_SIZE * len(blocks), 0, blocks, SAMPLING, 10.0)
         self.fetches.fetch(order)
         return order
 
@@ -87,8 +88,8 @@ class Desk:
         self.thread.pending += events
         return self.fetches.events()
 
-    def wanted(self, blocks: int, first_block: int = 0) -> PushWanted:
-        transfer = TransferId(new_id(), 0, b"boot")
+    def wanted(self, blocks: int, first_block: int = 0, boot: bytes = b"boot") -> PushWanted:
+        transfer = TransferId(new_id(), 0, boot)
         return PushWanted(transfer, [7] * BLOCK_SIZE * (first_block + blocks), first_block, SAMPLING, 9.0)
 
     def pushed(self, *events: TransferEvent) -> list[TransferEvent]:
@@ -99,33 +100,90 @@ class Desk:
 # ------------------------------------------------------------ a decode node
 
 
-def test_what_lands_in_slots_is_copied_before_the_connector_hears_of_it() -> None:
-    desk = Desk()
+def test_a_short_prompt_has_its_slots_at_once_and_is_copied_before_the_connector_hears_of_it() -> None:
+    desk = Desk(slots=12)
     order = desk.order(30, 31, 32)
     (inner,) = desk.thread.fetched
-    assert (inner.block_ids, inner.deadline_s) == ((0, 1, 2), 10.0)
+    assert (inner.block_ids, inner.paced_blocks, inner.deadline_s) == ((0, 1, 2), 3, 10.0)
     first = FirstTokenArrived(order.transfer_id, (SampledToken(5),), 0)
-    assert desk.heard(first) == [first]
+    assert desk.heard(first, BlocksComing(order.transfer_id, 3)) == [first]
+    assert desk.thread.accepted == []
     landed = FetchLanded(order.transfer_id, 0.1, 100)
+    assert desk.heard(BlocksLanded(order.transfer_id, 2)) == []
     assert desk.heard(landed) == []
-    assert desk.mover.uploads == [((0, 1, 2), (30, 31, 32))]
-    assert desk.slots.num_free == SLOTS - 3
+    assert desk.mover.uploads == [((0, 1), (30, 31)), ((2,), (32,))]
+    desk.mover.finish(1)
+    assert desk.heard() == []
+    assert desk.slots.num_free == 11
     desk.mover.finish()
     assert desk.heard() == [landed]
-    assert desk.slots.num_free == SLOTS
+    assert desk.slots.num_free == 12
+
+
+def test_a_fetch_of_any_length_passes_through_few_slots() -> None:
+    desk = Desk(slots=2)
+    blocks = tuple(range(100, 150))
+    order = desk.order(*blocks)
+    assert [inner.block_ids for inner in desk.thread.fetched] == [()], "none can be spared"
+    desk.heard(BlocksComing(order.transfer_id, 20))
+    desk.heard(BlocksComing(order.transfer_id, 50))
+    for landed in range(1, 51):
+        assert len(desk.thread.accepted) == landed, "no more than the slots hold"
+        desk.heard(BlocksLanded(order.transfer_id, landed))
+        desk.mover.finish()
+        desk.heard()
+    assert [into for _, into in desk.mover.uploads] == [(block,) for block in blocks]
+    ended = FetchLanded(order.transfer_id, 0.1, 100)
+    assert desk.heard(ended) == [ended]
+    assert desk.slots.num_free == 2
+
+
+def test_slots_are_held_by_what_can_move_and_by_no_prefill_node_that_does_not_send() -> None:
+    desk = Desk(slots=8)
+    stuck = [desk.order(*range(10 * i, 10 * i + 4)) for i in range(1, 9)]
+    assert sum(len(order.block_ids) for order in desk.thread.fetched) == 2, (
+        "a quarter of them, before anything is ready"
+    )
+    other = desk.order(7, 8, 9, target=PrefillTarget("q", "tcp://127.0.0.1:2", new_id()))
+    assert [order.transfer_id for order in desk.thread.fetched] == [order.transfer_id for order in (*stuck, other)]
+    desk.heard(BlocksComing(other.transfer_id, 3))
+    for landed in (2, 3):
+        desk.heard(BlocksLanded(other.transfer_id, landed))
+        desk.mover.finish()
+        desk.heard()
+    ended = FetchLanded(other.transfer_id, 0.1, 1)
+    assert desk.heard(ended) == [ended]
+    assert desk.slots.num_free == 6
+
+
+def test_a_short_fetch_passes_a_long_one() -> None:
+    desk = Desk(slots=4)
+    long = desk.order(*range(100, 150))
+    desk.heard(BlocksComing(long.transfer_id, 50))
+    short = desk.order(7, 8)
+    desk.heard(BlocksComing(short.transfer_id, 2))
+    for _ in range(4):
+        for fetch in (long, short):
+            desk.heard(BlocksLanded(fetch.transfer_id, desk.fetches._fetches[fetch.transfer_id].accepted))
+        desk.mover.finish()
+        desk.heard()
+    assert desk.fetches._fetches[short.transfer_id].landed == 2
+    assert desk.fetches._fetches[long.transfer_id].landed < 10
 
 
 def test_a_failed_fetch_keeps_what_landed_and_its_slots_until_they_are_safe() -> None:
-    desk = Desk()
+    desk = Desk(slots=16)
     order = desk.order(30, 31, 32, 33)
+    assert desk.heard(BlocksComing(order.transfer_id, 4), BlocksLanded(order.transfer_id, 1)) == []
     assert desk.heard(FetchFailed(order.transfer_id, "lost", 2, (3,))) == []
-    assert desk.mover.uploads == [((0, 1), (30, 31))]
+    assert desk.mover.uploads == [((0,), (30,)), ((1,), (31,))]
+    assert desk.slots.num_free == 13
     desk.mover.finish()
     # Of the cache itself nothing is in quarantine.
     assert desk.heard() == [FetchFailed(order.transfer_id, "lost", 2, ())]
-    assert desk.slots.num_free == SLOTS - 1
+    assert desk.slots.num_free == 15
     assert desk.heard(BlocksReleased((3,))) == []
-    assert desk.slots.num_free == SLOTS
+    assert desk.slots.num_free == 16
 
 
 def test_a_fetch_that_fails_with_nothing_copies_nothing() -> None:
@@ -137,136 +195,154 @@ def test_a_fetch_that_fails_with_nothing_copies_nothing() -> None:
     assert desk.slots.num_free == SLOTS
 
 
-def test_fetches_wait_for_host_memory_in_turn() -> None:
-    desk = Desk()
-    first, second, third = desk.order(10, 11, 12, 13), desk.order(20, 21, 22), desk.order(30)
-    assert [order.transfer_id for order in desk.thread.fetched] == [first.transfer_id]
-    desk.now = 4.0
-    desk.heard(FetchCancelled(first.transfer_id, ()))
-    assert [order.transfer_id for order in desk.thread.fetched[1:]] == [second.transfer_id, third.transfer_id]
-    assert [order.deadline_s for order in desk.thread.fetched[1:]] == [6.0, 6.0]
-
-
-def test_a_fetch_whose_time_passed_while_it_waited_fails() -> None:
-    desk = Desk()
-    first, late, third = desk.order(10, 11, 12, 13), desk.order(20, 21, 22, deadline_s=1.0), desk.order(30, 31)
-    desk.now = 2.0
-    events = desk.heard(FetchCancelled(first.transfer_id, ()))
-    assert [type(event) for event in events] == [FetchCancelled, FetchFailed]
-    assert isinstance(events[1], FetchFailed)
-    assert (events[1].transfer_id, events[1].kind) == (late.transfer_id, FailureKind.OVERLOADED)
-    assert desk.thread.fetched[-1].transfer_id == third.transfer_id
-    assert desk.slots.num_free == SLOTS - 2
-
-
-def test_a_prompt_that_never_fits_fails_at_once_and_the_loop_is_woken() -> None:
-    desk = Desk()
-    desk.order(*range(SLOTS + 1))
-    assert desk.wakes == 1
-    (failed,) = desk.heard()
+@pytest.mark.parametrize(("coming", "kind"), [(1, FailureKind.DEADLINE), (9, FailureKind.OVERLOADED)])
+def test_a_deadline_that_passed_for_want_of_slots_is_not_the_prefill_nodes(coming: int, kind: FailureKind) -> None:
+    desk = Desk(slots=2)
+    order = desk.order(*range(30, 40))
+    desk.heard(BlocksComing(order.transfer_id, coming))
+    (failed,) = desk.heard(FetchFailed(order.transfer_id, "deadline", 0, (), FailureKind.DEADLINE))
     assert isinstance(failed, FetchFailed)
-    assert failed.kind is FailureKind.REFUSED
-    assert "--kv-staging-mib" in failed.reason
-    assert desk.slots.num_free == SLOTS
+    assert failed.kind is kind
+    assert desk.slots.num_free == 2
 
 
-@pytest.mark.parametrize("stage", ["waiting", "moving", "uploading"])
+@pytest.mark.parametrize("stage", ["ordered", "wanting", "copying", "landed"])
 def test_cancel_in_every_stage(stage: str) -> None:
-    desk = Desk()
-    other = desk.order(*range(5)) if stage == "waiting" else None
-    order = desk.order(30, 31)
-    if stage == "uploading":
-        desk.heard(FetchLanded(order.transfer_id, 0.1, 1))
-    desk.fetches.cancel_fetch(order.transfer_id)
-    if stage == "waiting":
-        assert desk.wakes == 1
-    if stage == "moving":
-        assert desk.thread.cancelled == [order.transfer_id]
-        assert desk.heard(FetchCancelled(order.transfer_id, (1,))) == [FetchCancelled(order.transfer_id, ())]
-        assert desk.slots.num_free == SLOTS - 1
-        desk.heard(BlocksReleased((1,)))
-    else:
-        assert desk.thread.cancelled == []
-        if stage == "uploading":
-            # The copy still writes to the cache's blocks.
-            assert desk.heard() == []
+    desk = Desk(slots=4)
+    order = desk.order(30, 31, 32)
+    transfer = order.transfer_id
+    if stage != "ordered":
+        desk.heard(BlocksComing(transfer, 3))
+    if stage in ("copying", "landed"):
+        desk.heard(BlocksLanded(transfer, 1))
+    if stage == "landed":
+        for landed in (BlocksLanded(transfer, 2), FetchLanded(transfer, 0.1, 1)):
             desk.mover.finish()
-        assert desk.heard() == [FetchCancelled(order.transfer_id, ())]
-    desk.fetches.cancel_fetch(order.transfer_id)
-    if other is not None:
-        desk.heard(FetchCancelled(other.transfer_id, ()))
-    assert desk.slots.num_free == SLOTS
+            desk.heard()
+            desk.heard(landed)
+    desk.fetches.cancel_fetch(transfer)
+    if stage == "landed":
+        assert desk.thread.cancelled == []
+        assert desk.heard() == []
+        desk.mover.finish()
+        assert desk.heard() == [FetchCancelled(transfer, ())]
+        assert desk.slots.num_free == 4
+        return
+    assert desk.thread.cancelled == [transfer]
+    assert desk.heard(BlocksComing(transfer, 3), BlocksLanded(transfer, 1)) == []
+    held = (desk.thread.accepted[-1][1] if desk.thread.accepted else (0,)) if stage != "copying" else ()
+    events = desk.heard(FetchCancelled(transfer, held))
+    if stage == "copying":
+        assert events == [], "the copy still writes to the cache's blocks"
+        desk.mover.finish()
+        events = desk.heard()
+    assert events == [FetchCancelled(transfer, ())]
+    assert desk.slots.num_free == 4 - len(held)
+    desk.heard(BlocksReleased(held))
+    assert desk.slots.num_free == 4
+    desk.fetches.cancel_fetch(transfer)
+    assert not desk.slots._holders
 
 
 # ------------------------------------------------------------ a prefill node
 
 
 def test_blocks_are_sent_when_they_are_in_their_slots() -> None:
-    desk = Desk()
+    desk = Desk(slots=12)
     wanted = desk.wanted(3, first_block=2)
-    assert desk.pushed(wanted) == [wanted]
-    desk.pushes.push(wanted.transfer_id, 2, (50, 51))
+    assert desk.pushed(wanted) == [wanted], "it is computed whether or not there is host memory"
+    desk.pushes.push(wanted.transfer_id, 2, (50,))
     desk.pushes.first_token(wanted.transfer_id, (SampledToken(5),), 0, UNKNOWN_LOAD)
-    desk.pushes.push(wanted.transfer_id, 4, (52,))
+    desk.pushes.push(wanted.transfer_id, 3, (51, 52))
     assert desk.thread.first_tokens == [5]
-    assert desk.mover.downloads == [((50, 51), (0, 1)), ((52,), (2,))]
+    assert desk.mover.downloads == [((50,), (0,)), ((51,), (1,)), ((52,), (2,))]
     assert desk.thread.pushed == []
     desk.mover.finish(1)
     desk.pushed()
-    assert desk.thread.pushed == [(2, (0, 1))]
+    assert desk.thread.pushed == [(2, (0,))]
     desk.mover.finish()
     ended = PushEnded(wanted.transfer_id, PushOutcome.DONE)
     desk.pushed()
     assert desk.pushed(ended) == [ended]
-    assert desk.thread.pushed == [(2, (0, 1)), (4, (2,))]
-    assert desk.slots.num_free == SLOTS
+    assert desk.thread.pushed == [(2, (0,)), (3, (1,)), (4, (2,))]
+    assert desk.slots.num_free == 12
+
+
+def test_a_prompt_of_any_length_passes_through_few_slots() -> None:
+    desk = Desk(slots=2)
+    wanted = desk.wanted(50)
+    desk.pushed(wanted)
+    desk.pushes.push(wanted.transfer_id, 0, tuple(range(100, 130)))
+    desk.pushes.push(wanted.transfer_id, 30, tuple(range(130, 150)))
+    for sent in range(1, 51):
+        assert len(desk.mover.downloads) == sent, "no more than the slots hold"
+        desk.mover.finish()
+        desk.pushed()
+        assert len(desk.thread.pushed) == sent
+        assert desk.pushed(BlocksSent(wanted.transfer_id, desk.thread.pushed[-1][1])) == []
+    assert [blocks for blocks, _ in desk.mover.downloads] == [(block,) for block in range(100, 150)]
+    assert [index for index, _ in desk.thread.pushed] == list(range(50))
+    ended = PushEnded(wanted.transfer_id, PushOutcome.DONE)
+    assert desk.pushed(ended) == [ended]
+    assert desk.slots.num_free == 2
+
+
+def test_a_short_prompt_passes_a_long_one() -> None:
+    desk = Desk(slots=2)
+    long, short = desk.wanted(50), desk.wanted(1)
+    assert desk.pushed(long, short) == [long, short]
+    desk.pushes.push(long.transfer_id, 0, tuple(range(100, 150)))
+    desk.pushes.push(short.transfer_id, 0, (7,))
+    assert [blocks for blocks, _ in desk.mover.downloads] == [(100,)], "one peer has half of the memory"
+    for _ in range(2):
+        desk.mover.finish()
+        desk.pushed()
+        desk.pushed(BlocksSent(long.transfer_id, (0,)))
+    assert [blocks for blocks, _ in desk.mover.downloads] == [(100,), (101,), (7,)], "after one more turn"
+
+
+def test_a_push_to_a_peer_that_takes_nothing_keeps_no_other_peer_waiting() -> None:
+    desk = Desk(slots=2)
+    stuck, other = desk.wanted(50), desk.wanted(5, boot=b"other")
+    desk.pushed(stuck, other)
+    desk.pushes.push(stuck.transfer_id, 0, tuple(range(100, 150)))
+    desk.pushes.push(other.transfer_id, 0, (1, 2, 3, 4, 5))
+    for _ in range(5):
+        desk.mover.finish()
+        desk.pushed()
+        desk.pushed(BlocksSent(other.transfer_id, desk.thread.pushed[-1][1]))
+    assert [blocks for blocks, _ in desk.mover.downloads if blocks[0] < 100] == [(1,), (2,), (3,), (4,), (5,)]
 
 
 def test_a_push_that_ends_under_a_copy_is_over_after_it() -> None:
-    desk = Desk()
-    wanted = desk.wanted(3)
+    desk = Desk(slots=12)
+    wanted = desk.wanted(4)
     desk.pushed(wanted)
     desk.pushes.push(wanted.transfer_id, 0, (50,))
-    desk.pushes.push(wanted.transfer_id, 1, (51,))
+    desk.mover.finish()
+    desk.pushed()
+    desk.pushes.push(wanted.transfer_id, 1, (51, 52, 53))
+    assert len(desk.mover.downloads) == 3, "the last one waits for a slot"
     cancelled, ended = PushCancelled(wanted.transfer_id), PushEnded(wanted.transfer_id, PushOutcome.CANCELLED)
     assert desk.pushed(cancelled, ended) == [cancelled]
-    desk.pushes.push(wanted.transfer_id, 2, (52,))
-    assert len(desk.mover.downloads) == 2
+    desk.pushes.push(wanted.transfer_id, 4, (54,))
+    assert len(desk.mover.downloads) == 3
+    assert desk.slots.num_free == 10, "what was sent is not read any more"
     desk.mover.finish(1)
     assert desk.pushed() == []
-    assert desk.slots.num_free == SLOTS - 3
     desk.mover.finish(1)
     assert desk.pushed() == [ended]
-    assert desk.thread.pushed == []
-    assert desk.slots.num_free == SLOTS
+    assert desk.thread.pushed == [(0, (0,))]
+    assert desk.slots.num_free == 12
 
 
-def test_a_push_that_ends_while_it_waits_was_never_there() -> None:
+def test_a_push_that_ends_before_anything_is_computed() -> None:
     desk = Desk()
-    holder, waiting = desk.wanted(5), desk.wanted(2)
-    assert desk.pushed(holder, waiting) == [holder]
-    ends = PushCancelled(waiting.transfer_id), PushEnded(waiting.transfer_id, PushOutcome.CANCELLED)
-    assert desk.pushed(*ends) == []
-    ended = PushEnded(holder.transfer_id, PushOutcome.PEER_LOST)
-    assert desk.pushed(ended) == [ended]
-    assert desk.slots.num_free == SLOTS
-
-
-def test_a_waiting_push_has_its_turn() -> None:
-    desk = Desk()
-    holder, waiting = desk.wanted(5), desk.wanted(2)
-    desk.pushed(holder, waiting)
-    ended = PushEnded(holder.transfer_id, PushOutcome.DONE)
-    assert desk.pushed(ended) == [ended, waiting]
-
-
-def test_a_prompt_that_never_fits_is_refused_without_the_connector() -> None:
-    desk = Desk()
-    wanted = desk.wanted(SLOTS + 1)
-    assert desk.pushed(wanted) == []
-    assert "--kv-staging-mib" in desk.thread.failed[0]
-    assert desk.pushed(PushEnded(wanted.transfer_id, PushOutcome.FAILED)) == []
-    assert desk.slots.num_free == SLOTS
+    wanted = desk.wanted(2)
+    ends = PushCancelled(wanted.transfer_id), PushEnded(wanted.transfer_id, PushOutcome.CANCELLED)
+    assert desk.pushed(wanted, *ends) == [wanted, *ends]
+    desk.pushes.push(wanted.transfer_id, 0, (1, 2))
+    assert desk.mover.downloads == []
 
 
 def test_copies_that_have_ended_for_ever_end_the_engine() -> None:
@@ -274,3 +350,74 @@ def test_copies_that_have_ended_for_ever_end_the_engine() -> None:
     desk.mover.failure = "RuntimeError: no such device"
     assert desk.heard() == [TransferThreadDied("RuntimeError: no such device")]
     assert desk.pushed() == [TransferThreadDied("RuntimeError: no such device")]
+
+
+class Wire:
+    """Two nodes with few slots each, and what their transfer threads do between them."""
+
+    def __init__(self, slots: tuple[int, int], random: Random) -> None:
+        self.prefill, self.decode = Desk(slots[0]), Desk(slots[1])
+        self.random = random
+        self.ready: dict[TransferId, int] = {}
+        self.sent: dict[TransferId, int] = {}
+        self.orders: list[FetchOrder] = []
+
+    def start(self, blocks: int) -> None:
+        order = self.decode.order(*range(blocks))
+        transfer = order.transfer_id
+        self.orders.append(order)
+        self.ready[transfer] = self.sent[transfer] = 0
+        wanted = PushWanted(transfer, order.token_ids, 0, SAMPLING, 9.0)
+        self.prefill.pushed(wanted)
+
+    def compute(self) -> None:
+        """All prompts, in any order."""
+        for order in self.random.sample(self.orders, len(self.orders)):
+            self.prefill.pushes.push(order.transfer_id, 0, order.block_ids)
+
+    def turn(self) -> bool:
+        """What is in its slot and accepted moves. True if anything did."""
+        before = (list(self.sent.values()), len(self.done))
+        self.prefill.mover.finish()
+        self.decode.mover.finish()
+        self.prefill.pushed()
+        self.decode.heard()
+        for order in self.orders:
+            self._move(order)
+        return before != (list(self.sent.values()), len(self.done))
+
+    def _move(self, order: FetchOrder) -> None:
+        transfer = order.transfer_id
+        pushed = self.prefill.thread.pushed_of(transfer)
+        if len(pushed) > self.ready[transfer]:
+            self.ready[transfer] = len(pushed)
+            self.decode.heard(BlocksComing(transfer, len(pushed)))
+        moved = min(len(pushed), self.decode.thread.accepted_of(transfer))
+        if moved > self.sent[transfer]:
+            self.prefill.pushed(BlocksSent(transfer, tuple(pushed[self.sent[transfer] : moved])))
+            self.sent[transfer] = moved
+            self.decode.heard(BlocksLanded(transfer, moved))
+
+    @property
+    def done(self) -> list[TransferId]:
+        return [order.transfer_id for order in self.orders if self.sent[order.transfer_id] == len(order.block_ids)]
+
+
+@settings(deadline=None)
+@given(
+    st.tuples(st.integers(1, 24), st.integers(1, 24)),
+    st.lists(st.integers(1, 40), min_size=1, max_size=12),
+    st.randoms(use_true_random=False),
+)
+def test_transfers_that_hold_some_slots_each_never_wait_for_each_other(
+    slots: tuple[int, int], lengths: list[int], random: Random
+) -> None:
+    """On the decode node an early one may hold slots while its blocks wait for those of the prefill node."""
+    wire = Wire(slots, random)
+    for length in lengths:
+        wire.start(length)
+    wire.compute()
+    while len(wire.done) < len(lengths):
+        assert wire.turn(), "all wait for each other"
+    wire.turn()
+    assert wire.decode.slots.num_free == slots[1]

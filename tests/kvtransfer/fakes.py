@@ -13,6 +13,7 @@ from pdserve.wire.frame import Opener, Purpose, Sealer
 from pdserve.wire.ids import new_id
 from pdserve.wire.ticket import PrefillTarget
 from pdserve.wire.transfer import (
+    Accept,
     Cancel,
     Digests,
     Done,
@@ -42,7 +43,7 @@ MEMORY_BYTES = 4 * 2**20
 
 def boot_of(message: ToPrefill) -> bytes:
     """Of who sends it."""
-    if isinstance(message, PrefillRequest | Done | Cancel):
+    if isinstance(message, PrefillRequest | Accept | Done | Cancel):
         return message.transfer_id.decode_boot
     return message.boot_id
 

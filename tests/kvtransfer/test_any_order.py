@@ -111,6 +111,12 @@ class Server:
         self.inbox, self.ended = [], []
         return Look(frames, False, ended, ended)
 
+    def next_check(self) -> None:
+        return None
+
+    def check(self, now: float) -> None:
+        pass
+
     def send(self, route: bytes, frame: bytes) -> bool:
         connection = self.connections.get(route)
         if connection is not None and not connection.cut and not connection.closed:
@@ -318,6 +324,7 @@ class Node:
             counters=TransferStats(),
             load=lambda: UNKNOWN_LOAD,
             max_prompt_tokens=0,
+            reports_sent=False,
         )
         self.side: Side = PrefillSide(self.station) if role is Role.PREFILL else DecodeSide(self.station)
         self.next_block = 0

@@ -9,11 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdserve.wire.ids import TransferId
-from pdserve.wire.rank_transfer import Expect, Forget
+from pdserve.wire.rank_transfer import Expect, ExpectMore, Forget
 from pdserve.wire.sampling import SampledToken
 from pdserve.wire.ticket import PrefillTarget
-from pdserve.wire.transfer import Cancel, Digests, Done, Failed, FirstToken, PrefillRequest
+from pdserve.wire.transfer import Accept, BlocksReady, Cancel, Digests, Done, Failed, FirstToken, PrefillRequest
 from pdserve_kvtransfer.events import (
+    BlocksComing,
+    BlocksLanded,
     BlocksReleased,
     FailureKind,
     FetchCancelled,
@@ -41,15 +43,16 @@ def landed(tail_s: float = 0.0, tail_bytes: int = 0) -> list[FetchEffect]:
     return [Done(TRANSFER), FetchLanded(TRANSFER, 1.0, 4 * SIZE, tail_s, tail_bytes)]
 
 
-def session(*, checked: bool = False) -> FetchSession:
+def session(*, checked: bool = False, block_ids: tuple[int, ...] = BLOCK_IDS, paced: int = 0) -> FetchSession:
     order = FetchOrder(
         transfer_id=TRANSFER,
         target=PrefillTarget("p", "tcp://p:1", b"p" * 16),
         token_ids=list(range(END * 16)),
         first_block=FIRST,
-        block_ids=BLOCK_IDS,
+        block_ids=block_ids,
         sampling=SAMPLING,
         deadline_s=DEADLINE_S,
+        paced_blocks=paced,
     )
     return FetchSession(order, TAG, LINK, SIZE, 0.0, checked=checked)
 
@@ -325,3 +328,50 @@ def test_news_of_late_ranks_come_twice_and_in_any_order_around_an_end(
     story.close()
     assert story.over and not story.quarantined
     assert [type(effect) for effect in story.effects].count(FetchLanded) == complete
+
+
+def test_blocks_of_a_paced_fetch_are_accepted_once_every_rank_has_room() -> None:
+    fetch = session(block_ids=(7,), paced=4)
+    assert fetch.prepare(head_map(2, 1, 2), 2) == [Expect(LINK, TAG, FIRST, (7,), False, True)]
+    assert fetch.expecting(0, 0.0) == []
+    request, accept = fetch.expecting(1, 0.0)
+    assert isinstance(request, PrefillRequest) and request.paced
+    assert accept == Accept(TRANSFER, FIRST + 1), "it may be sent as soon as it is there"
+    assert fetch.on_ready(BlocksReady(TRANSFER, FIRST + 3)) == [BlocksComing(TRANSFER, 3)]
+    assert fetch.on_ready(BlocksReady(TRANSFER, FIRST + 2)) == []
+    assert fetch.on_ready(BlocksReady(TRANSFER, FIRST + 900)) == [BlocksComing(TRANSFER, 4)], "no more than are wanted"
+    assert fetch.accept((3, 9), 0.5) == [ExpectMore(LINK, TAG, (3, 9))]
+    assert fetch.expecting(0, 0.5) == []
+    assert fetch.accept((7,), 0.6) == [ExpectMore(LINK, TAG, (7,))], "a place may serve again"
+    assert fetch.expecting(0, 0.6) == []
+    assert fetch.expecting(1, 0.6) == [Accept(TRANSFER, FIRST + 3)]
+    assert fetch.expecting(1, 0.6) == [Accept(TRANSFER, FIRST + 4)]
+    assert fetch.expecting(1, 0.6) == []
+
+
+def test_a_paced_fetch_says_what_has_landed_and_is_forgotten_at_its_end() -> None:
+    fetch = session(block_ids=(), paced=4)
+    fetch.prepare(head_map(2, 1, 1), 1)
+    fetch.expecting(0, 0.0)
+    fetch.on_ready(BlocksReady(TRANSFER, END))
+    before = fetch.outstanding
+    fetch.accept((7, 3, 9, 4), 0.0)
+    assert (before, fetch.outstanding) == (False, True), "where nothing may be sent, nothing stalls"
+    assert land(fetch, FIRST + 1) == []
+    assert land(fetch, FIRST) == [BlocksLanded(TRANSFER, 2)]
+    assert fetch.on_first_token(TOKEN, 0.5) == [ARRIVED]
+    assert land(fetch, FIRST + 2) == [BlocksLanded(TRANSFER, 3)]
+    done, forget, end = land(fetch, FIRST + 3)
+    assert (done, forget) == (Done(TRANSFER), Forget(LINK, TAG))
+    assert isinstance(end, FetchLanded)
+    assert fetch.accept((5,), 1.0) == [] and fetch.on_ready(BlocksReady(TRANSFER, END)) == []
+
+
+def test_a_paced_fetch_that_fails_quarantines_each_place_once() -> None:
+    fetch = session(block_ids=(7,), paced=4)
+    fetch.prepare(head_map(2, 1, 1), 1)
+    fetch.expecting(0, 0.0)
+    land(fetch, FIRST)
+    fetch.accept((7, 3), 0.0)
+    assert fetch.on_failed(Failed(TRANSFER, "why")) == [Forget(LINK, TAG)]
+    assert fetch.forgotten(0, (7,)) == [FetchFailed(TRANSFER, "why", 1, (7,), FailureKind.FAILED)]

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from pdserve.wire.ids import TransferId
 from pdserve.wire.rank_transfer import SendBlocks
 from pdserve.wire.sampling import SampledToken
-from pdserve.wire.transfer import Failed, FirstToken, PrefillRequest
-from pdserve_kvtransfer.events import PushCancelled, PushEnded, PushOutcome, PushWanted
+from pdserve.wire.transfer import Accept, BlocksReady, Failed, FirstToken, PrefillRequest
+from pdserve_kvtransfer.events import BlocksSent, PushCancelled, PushEnded, PushOutcome, PushWanted
 from pdserve_kvtransfer.push import MAX_DEADLINE_S, PushEffect, PushSession, PushState
 from tests.kvtransfer.rig import SAMPLING
 
@@ -21,7 +21,14 @@ TAG, LINK = 11, 3
 DEADLINE_S, GRACE_S = 5.0, 0.5
 
 
-def unopened(first_block: int = 1, pieces: int = 1, deadline_s: float = DEADLINE_S) -> PushSession:
+def unopened(
+    first_block: int = 1,
+    pieces: int = 1,
+    deadline_s: float = DEADLINE_S,
+    *,
+    reports_sent: bool = False,
+    paced: bool = False,
+) -> PushSession:
     request = PrefillRequest(
         transfer_id=TRANSFER,
         tag=TAG,
@@ -29,8 +36,9 @@ def unopened(first_block: int = 1, pieces: int = 1, deadline_s: float = DEADLINE
         first_block=first_block,
         sampling=SAMPLING,
         deadline_s=deadline_s,
+        paced=paced,
     )
-    return PushSession(request, LINK, block_size=16, pieces=pieces, now=0.0, grace_s=GRACE_S)
+    return PushSession(request, LINK, block_size=16, pieces=pieces, now=0.0, grace_s=GRACE_S, reports_sent=reports_sent)
 
 
 def opened() -> PushSession:
@@ -202,3 +210,36 @@ def test_a_deadline_that_no_timer_takes_is_a_day(deadline_s: float) -> None:
     (wanted,) = push.open()
     assert isinstance(wanted, PushWanted)
     assert (wanted.deadline_s, push.deadline) == (MAX_DEADLINE_S, MAX_DEADLINE_S + GRACE_S)
+
+
+def test_the_engine_hears_when_all_that_it_pushed_so_far_has_left() -> None:
+    push = unopened(pieces=2, reports_sent=True)
+    push.open()
+    push.push(1, (7, 8))
+    assert push.sent(3) == []
+    push.push(3, (9,))
+    assert push.sent(1) == [], "something is in flight"
+    assert push.sent(2) == [BlocksSent(TRANSFER, (7, 8, 9))]
+    push.push(1, (7,))
+    assert push.on_cancel() == [PushCancelled(TRANSFER)]
+    assert push.sent(2) == [PushEnded(TRANSFER, PushOutcome.CANCELLED)]
+
+
+def test_blocks_of_a_paced_push_wait_until_there_is_room_for_them() -> None:
+    push = unopened(paced=True)
+    push.open()
+    assert push.push(1, (7, 8)) == [BlocksReady(TRANSFER, 3)]
+    assert push.on_accept(Accept(TRANSFER, 2)) == [SendBlocks(LINK, TAG, 1, (7,), True)]
+    assert push.on_accept(Accept(TRANSFER, 1)) == []
+    assert push.on_accept(Accept(TRANSFER, 4)) == [SendBlocks(LINK, TAG, 2, (8,), True)]
+    assert push.push(3, (9,)) == [BlocksReady(TRANSFER, 4), SendBlocks(LINK, TAG, 3, (9,), True)]
+    push.sent(3)
+    assert push.on_done() == [PushEnded(TRANSFER, PushOutcome.DONE)]
+
+
+def test_a_paced_push_that_ends_sends_nothing_that_was_not_accepted() -> None:
+    push = unopened(paced=True)
+    push.open()
+    push.push(1, (7, 8))
+    assert push.on_cancel() == [PushCancelled(TRANSFER), PushEnded(TRANSFER, PushOutcome.CANCELLED)]
+    assert push.on_accept(Accept(TRANSFER, 4)) == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from typing import Any
 
@@ -133,6 +134,20 @@ def test_todays_decode_engine_fetches_from_a_prefill_engine_of_the_last_release(
         assert decode.read(3) == bytes(block)
         assert hear(released.Done) == released.Done(request.transfer_id)
         assert set(words.dropped) == {"frame version 2; this process speaks 1"}, "greetings in today's form, no more"
+
+
+def test_what_passes_through_host_memory_is_not_ordered_from_a_prefill_engine_of_the_last_release() -> None:
+    """It would send all blocks at once, and there is room for a few."""
+    with FakePrefill(released=True) as prefill, engine(Role.DECODE, config=PATIENT) as decode:
+        words = ReleasedWords(prefill.boot_id, released.ToPrefill)
+        order = Pair(decode, decode).order((), target=prefill.target)
+        decode.thread.fetch(dataclasses.replace(order, token_ids=[1] * 13, paced_blocks=1))
+        prefill.next(Hello)
+        welcome = released.Welcome(prefill.boot_id, OLD_SPEC, [prefill.link.address])
+        prefill.socket.send_multipart([prefill.route, words.seal(welcome)])
+        failed = decode.next(FetchFailed)
+        assert failed.kind is FailureKind.MISFIT
+        assert "protocol is 6" in failed.reason
 
 
 # ------------------------------------------------------------ the next minor version

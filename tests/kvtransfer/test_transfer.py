@@ -12,6 +12,8 @@ from pdserve.wire.frame import Secrets
 from pdserve.wire.sampling import SampledToken
 from pdserve.wire.transfer import FailureCause, Hello, PrefillLoad, PrefillRequest, Welcome
 from pdserve_kvtransfer.events import (
+    BlocksComing,
+    BlocksLanded,
     FailureKind,
     FetchCancelled,
     FetchFailed,
@@ -197,6 +199,48 @@ def test_fail_push_fails_the_fetch_with_its_reason(cause: FailureCause, kind: Fa
         assert rig.prefill.next(PushEnded) == PushEnded(transfer, PushOutcome.FAILED)
         assert rig.decode.thread.stats().failures == {kind: 1}
         assert rig.prefill.thread.stats().failures == {kind: 1}
+
+
+def test_a_paced_transfer_lands_as_there_is_room_for_it() -> None:
+    with pair() as rig:
+        sent = rig.prefill.fill(4, 9, 2)
+        order = replace(rig.order((7, 1, 5)), block_ids=(), paced_blocks=3)
+        transfer = order.transfer_id
+        rig.decode.thread.fetch(order)
+        rig.prefill.next(PushWanted)
+        rig.prefill.thread.push(transfer, 0, (4, 9))
+        assert rig.decode.next(BlocksComing) == BlocksComing(transfer, 2)
+        assert rig.prefill.thread.stats().bytes_sent == 0, "nobody has room for it"
+        got = b""
+        for landed in (1, 2):
+            rig.decode.thread.accept_blocks(transfer, (7,))
+            assert rig.decode.next(BlocksLanded) == BlocksLanded(transfer, landed)
+            got += rig.decode.read(7)
+        rig.prefill.thread.push(transfer, 2, (2,))
+        rig.prefill.thread.first_token(transfer, (SampledToken(42),), 0)
+        assert rig.decode.next(BlocksComing) == BlocksComing(transfer, 3)
+        rig.decode.next(FirstTokenArrived)
+        rig.decode.thread.accept_blocks(transfer, (7,))
+        rig.decode.next(FetchLanded)
+        assert got + rig.decode.read(7) == sent
+        rig.decode.thread.accept_blocks(transfer, (1,))
+        assert rig.prefill.next(PushEnded).outcome is PushOutcome.DONE
+        complete(rig, (1, 2))
+
+
+def test_a_paced_transfer_that_nobody_has_room_for_ends_at_its_deadline() -> None:
+    with pair(config=PATIENT) as rig:
+        order = replace(rig.order((7, 1), deadline_s=0.5), block_ids=(), paced_blocks=2)
+        rig.decode.thread.fetch(order)
+        rig.prefill.next(PushWanted)
+        rig.prefill.thread.push(order.transfer_id, 0, (4, 9))
+        rig.prefill.thread.first_token(order.transfer_id, (SampledToken(42),), 0)
+        rig.decode.next(BlocksComing)
+        rig.decode.next(FirstTokenArrived)
+        failed = rig.decode.next(FetchFailed)
+        assert (failed.kind, failed.landed, failed.quarantined) == (FailureKind.DEADLINE, 0, ())
+        rig.prefill.next(PushCancelled)
+        assert rig.prefill.next(PushEnded).outcome is PushOutcome.CANCELLED
 
 
 def test_a_prefill_engine_says_which_prompts_it_takes() -> None:

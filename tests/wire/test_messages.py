@@ -118,6 +118,7 @@ CHANNELS: list[tuple[Any, list[msgspec.Struct]]] = [
             transfer.PrefillRequest(
                 transfer_id=TRANSFER_ID, tag=9, token_ids=[1, 2], first_block=0, sampling=SAMPLING, deadline_s=1.0
             ),
+            transfer.Accept(TRANSFER_ID, 7),
             transfer.Done(TRANSFER_ID),
             transfer.Cancel(TRANSFER_ID),
             transfer.Ping(BOOT),
@@ -132,6 +133,7 @@ CHANNELS: list[tuple[Any, list[msgspec.Struct]]] = [
             transfer.Welcome(OTHER, SPEC, [b"address"]),
             transfer.Welcome(OTHER, SPEC, [b"address"], 8191, lease_ms=3000),
             transfer.Refused(OTHER, "dtype", "bf16", "fp32"),
+            transfer.BlocksReady(TRANSFER_ID, 9),
             transfer.Digests(TRANSFER_ID, 1, 0, 3, (0, 2**64 - 1)),
             transfer.FirstToken(
                 TRANSFER_ID, (SampledToken(17, TokenLogprobs(-0.5, 1, ((17, -0.5),))), SampledToken(3)), 0
@@ -187,6 +189,8 @@ CHANNELS: list[tuple[Any, list[msgspec.Struct]]] = [
             rank_transfer.ConnectLink(1, (b"a", b"b")),
             rank_transfer.CloseLink(1),
             rank_transfer.Expect(1, 9, 2, (5, 3), True),
+            rank_transfer.Expect(1, 9, 2, (), True, True),
+            rank_transfer.ExpectMore(1, 9, (7, 4)),
             rank_transfer.Forget(1, 9),
             rank_transfer.SendBlocks(1, 9, 2, (5, 3), False),
             rank_transfer.LeaveRank(),

@@ -27,7 +27,7 @@ RELEASED: dict[Any, Any] = {
     transfer.ToPrefill: released.ToPrefill,
     transfer.ToDecode: released.ToDecode,
 }
-NEW_KINDS = (discovery.Hello, discovery.Welcome, discovery.Refused)
+NEW_KINDS = (discovery.Hello, discovery.Welcome, discovery.Refused, transfer.Accept, transfer.BlocksReady)
 """Not sent to a host of 0.1, but where it is not known that it is one."""
 
 SENT = [

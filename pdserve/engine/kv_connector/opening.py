@@ -23,7 +23,7 @@ from pdserve.engine.kv_connector.no_transfer import NoTransfer
 from pdserve.engine.kv_connector.push_schedule import PushSchedule
 from pdserve.engine.kv_connector.pushing import Pushing
 from pdserve.engine.kv_connector.ranks_mover import RanksMover
-from pdserve.engine.kv_connector.staged_fetches import StagedFetches
+from pdserve.engine.kv_connector.staged_fetches import StagedFetches, Upload
 from pdserve.engine.kv_connector.staged_pushes import Sending, StagedPushes
 from pdserve.engine.kv_connector.staging_memory import staging_memory
 from pdserve.engine.kv_connector.staging_slots import StagingSlots
@@ -31,7 +31,6 @@ from pdserve.engine.kv_connector.transfers import Fetches, Pushes
 from pdserve.engine.prompt_rule import PromptRule
 from pdserve.wire.discovery import Role
 from pdserve.wire.frame import Secrets
-from pdserve.wire.ids import TransferId
 from pdserve.wire.transfer import EngineSpec
 from pdserve_kvtransfer.shared_memory import SharedMemory
 from pdserve_kvtransfer.thread import TransferThread
@@ -73,11 +72,12 @@ def open_connector(
         wake=wake,
         transport=transport_for(config.transfer, Path(config.cache_dir), moved.device),
         max_prompt_tokens=prompts.max_prompt_tokens,
+        reports_sent=memory is not None,
     )
     control = thread.start()
     copying = None if memory is None else _Copying(kv_cache, memory, wake, followers)
     if config.role is Role.PREFILL:
-        pushes: Pushes = thread if copying is None else copying.pushes(thread, spec.block_size)
+        pushes: Pushes = thread if copying is None else copying.pushes(thread)
         if moved.device.type == "cuda":
             pushes = DevicePushes(pushes, partial(torch.cuda.synchronize, moved.device))
         schedule = PushSchedule(config.transfer.overlap)
@@ -98,11 +98,11 @@ class _Copying:
     followers: Followers | None
 
     def fetches(self, thread: TransferThread) -> StagedFetches:
-        own: BlockMover[TransferId] = BlockMover(self.cache, self.memory, block_copies(self.cache.device), self.wake)
+        own: BlockMover[Upload] = BlockMover(self.cache, self.memory, block_copies(self.cache.device), self.wake)
         mover = own if self.followers is None else RanksMover(own, self.followers)
-        return StagedFetches(thread, mover, StagingSlots(len(self.memory)), self.wake)
+        return StagedFetches(thread, mover, StagingSlots(len(self.memory)))
 
-    def pushes(self, thread: TransferThread, block_size: int) -> StagedPushes:
+    def pushes(self, thread: TransferThread) -> StagedPushes:
         own: BlockMover[Sending] = BlockMover(self.cache, self.memory, block_copies(self.cache.device), self.wake)
         mover = own if self.followers is None else RanksMover(own, self.followers)
-        return StagedPushes(thread, mover, StagingSlots(len(self.memory)), block_size)
+        return StagedPushes(thread, mover, StagingSlots(len(self.memory)))

@@ -1,22 +1,23 @@
 """Fetches into a KV cache that lies outside of host memory: every block lands in a slot, and is copied from there.
 
-To the transfer thread the slots are the engine's cache. A peer never touches the real one, so that no block of it is
-ever quarantined; a slot may be.
+To the transfer thread the slots are the engine's cache. A fetch takes slots for blocks that the prefill node is ready
+to send, by turns with the others, and gives each back when it was copied: so what waits for slots waits for copies, and
+for nothing else. Only of slots that nobody needs does it take some before, which saves a turn of the step loop. A peer
+never touches the real cache, and no block of it is ever quarantined; a slot may be.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import enum
-import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from pdserve.engine.kv_connector.block_mover import Mover
 from pdserve.engine.kv_connector.staging_slots import StagingSlots
-from pdserve.engine.kv_connector.transfers import Fetches
+from pdserve.engine.kv_connector.transfers import PacedFetches
 from pdserve.wire.ids import TransferId
 from pdserve_kvtransfer.events import (
+    BlocksComing,
+    BlocksLanded,
     BlocksReleased,
     FailureKind,
     FetchCancelled,
@@ -29,79 +30,66 @@ from pdserve_kvtransfer.events import (
 from pdserve_kvtransfer.stats import TransferStats
 
 
-class _Stage(enum.Enum):
-    """In this order; a fetch may end from each."""
-
-    WAITING = "waiting"
-    """For slots."""
-    MOVING = "moving"
-    """The transfer thread has it."""
-    UPLOADING = "uploading"
-    """It has ended there, and what has landed goes to the cache."""
-
-
 @dataclass(slots=True)
 class _Fetch:
+    """Counts are of blocks from the first wanted one on."""
+
     order: FetchOrder
-    deadline: float
-    stage: _Stage = _Stage.WAITING
-    slots: tuple[int, ...] = ()
+    coming: int = 0
+    """The prefill node can send them, or they were accepted before it could."""
+    accepted: int = 0
+    """They have, or had, slots."""
+    landed: int = 0
+    slots: dict[int, int] = field(default_factory=dict)
+    """By the block's place in the order: those accepted and not copied to the cache yet."""
+    uploads: int = 0
+    """Copies under way, from slots to the cache's blocks."""
+    cancelled: bool = False
     end: TransferEvent | None = None
-    """What the connector hears after the upload."""
-    quarantined: frozenset[int] = frozenset()
-    """Slots that the transfer thread will release."""
+    """What the connector hears after the copies."""
+
+
+@dataclass(frozen=True, slots=True)
+class Upload:
+    """Of blocks that have landed, by their places in the order."""
+
+    transfer: TransferId
+    places: range
 
 
 class StagedFetches:
     """Satisfies ``Fetches``. Used by the step loop's thread alone."""
 
-    def __init__(
-        self,
-        thread: Fetches,
-        mover: Mover[TransferId],
-        slots: StagingSlots,
-        wake: Callable[[], None],
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        """``wake`` has the step loop ask for events soon; ``mover`` is this object's to close."""
+    def __init__(self, thread: PacedFetches, mover: Mover[Upload], slots: StagingSlots) -> None:
+        """``mover`` is this object's to close."""
         self._thread, self._mover, self._slots = thread, mover, slots
-        self._wake, self._clock = wake, clock
         self._fetches: dict[TransferId, _Fetch] = {}
+        self._quarantined: dict[int, TransferId] = {}
+        """Slots that the transfer thread will release, by whom they are held until then."""
         self._news: list[TransferEvent] = []
 
     def fetch(self, order: FetchOrder) -> None:
         transfer, count = order.transfer_id, len(order.block_ids)
-        misfit = self._slots.misfit(count)
-        if misfit is not None:
-            self._news.append(FetchFailed(transfer, misfit, 0, (), FailureKind.REFUSED))
-        else:
-            self._fetches[transfer] = _Fetch(order, self._clock() + order.deadline_s)
-            self._slots.ask(transfer, count)
-            self._grant()
-        if self._news:
-            self._wake()
+        slots = self._slots.spare(transfer, order.target.boot_id, count)
+        self._fetches[transfer] = _Fetch(order, len(slots), len(slots), slots=dict(enumerate(slots)))
+        self._thread.fetch(dataclasses.replace(order, block_ids=slots, paced_blocks=count))
 
     def cancel_fetch(self, transfer_id: TransferId) -> None:
         fetch = self._fetches.get(transfer_id)
         if fetch is None:
             return
-        match fetch.stage:
-            case _Stage.WAITING:
-                self._slots.withdraw(transfer_id)
-                self._end(transfer_id, FetchCancelled(transfer_id, ()))
-                self._wake()
-            case _Stage.MOVING:
-                self._thread.cancel_fetch(transfer_id)
-            case _Stage.UPLOADING:
-                fetch.end = FetchCancelled(transfer_id, ())
+        if fetch.end is not None:
+            fetch.end = FetchCancelled(transfer_id, ())
+            return
+        fetch.cancelled = True
+        self._slots.withdraw(transfer_id)
+        self._thread.cancel_fetch(transfer_id)
 
     def events(self) -> list[TransferEvent]:
         for event in self._thread.events():
             self._on_event(event)
-        for transfer in self._mover.done():
-            end = self._fetches[transfer].end
-            if end is not None:
-                self._end(transfer, end)
+        for upload in self._mover.done():
+            self._uploaded(upload)
         if self._mover.failure is not None:
             self._news.append(TransferThreadDied(self._mover.failure))
         self._grant()
@@ -110,44 +98,71 @@ class StagedFetches:
 
     def _on_event(self, event: TransferEvent) -> None:
         match event:
+            case BlocksComing(transfer, count):
+                self._want(self._fetches[transfer], count)
+            case BlocksLanded(transfer, count):
+                self._take_in(self._fetches[transfer], count)
             case FetchLanded(transfer):
-                self._take_in(transfer, event, len(self._fetches[transfer].slots))
-            case FetchFailed(transfer, _, landed, quarantined):
-                self._fetches[transfer].quarantined = frozenset(quarantined)
-                self._take_in(transfer, dataclasses.replace(event, quarantined=()), landed)
+                fetch = self._fetches[transfer]
+                self._take_in(fetch, len(fetch.order.block_ids))
+                self._end(fetch, event, ())
+            case FetchFailed(transfer, _, landed, quarantined, kind):
+                fetch = self._fetches[transfer]
+                self._take_in(fetch, landed)
+                if kind is FailureKind.DEADLINE and self._slots.wants(transfer):
+                    # It was this node that had no room.
+                    kind = FailureKind.OVERLOADED
+                self._end(fetch, dataclasses.replace(event, quarantined=(), kind=kind), quarantined)
             case FetchCancelled(transfer, quarantined):
-                self._fetches[transfer].quarantined = frozenset(quarantined)
-                self._end(transfer, FetchCancelled(transfer, ()))
+                self._end(self._fetches[transfer], FetchCancelled(transfer, ()), quarantined)
             case BlocksReleased(slots):
-                self._slots.give_back(slots)
+                for slot in slots:
+                    self._slots.give_back(self._quarantined.pop(slot), (slot,))
             case _:
                 self._news.append(event)
+
+    def _want(self, fetch: _Fetch, coming: int) -> None:
+        if coming > fetch.coming and not fetch.cancelled:
+            order = fetch.order
+            self._slots.want(order.transfer_id, order.target.boot_id, coming - fetch.coming)
+            fetch.coming = coming
 
     def _grant(self) -> None:
         for transfer, slots in self._slots.granted():
             fetch = self._fetches[transfer]
-            fetch.slots = slots
-            left_s = fetch.deadline - self._clock()
-            if left_s > 0:
-                fetch.stage = _Stage.MOVING
-                self._thread.fetch(dataclasses.replace(fetch.order, block_ids=slots, deadline_s=left_s))
-            else:
-                reason = "deadline: there was no host memory to receive it in"
-                self._end(transfer, FetchFailed(transfer, reason, 0, (), FailureKind.OVERLOADED))
+            fetch.slots.update(enumerate(slots, fetch.accepted))
+            fetch.accepted += len(slots)
+            self._thread.accept_blocks(transfer, slots)
 
-    def _take_in(self, transfer: TransferId, end: TransferEvent, landed: int) -> None:
-        """The leading blocks that landed go to the cache; then the connector hears of the end."""
-        fetch = self._fetches[transfer]
-        if landed:
-            fetch.stage, fetch.end = _Stage.UPLOADING, end
-            self._mover.upload(transfer, fetch.slots[:landed], fetch.order.block_ids[:landed])
-        else:
-            self._end(transfer, end)
+    def _take_in(self, fetch: _Fetch, landed: int) -> None:
+        """The blocks that have landed go to the cache."""
+        places = range(fetch.landed, landed)
+        if not places or fetch.cancelled:
+            return
+        fetch.landed = landed
+        fetch.uploads += 1
+        slots = tuple(fetch.slots[place] for place in places)
+        blocks = fetch.order.block_ids[places.start : places.stop]
+        self._mover.upload(Upload(fetch.order.transfer_id, places), slots, blocks)
 
-    def _end(self, transfer: TransferId, end: TransferEvent) -> None:
-        fetch = self._fetches.pop(transfer)
-        self._slots.give_back(slot for slot in fetch.slots if slot not in fetch.quarantined)
-        self._news.append(end)
+    def _uploaded(self, upload: Upload) -> None:
+        fetch = self._fetches[upload.transfer]
+        fetch.uploads -= 1
+        self._slots.give_back(upload.transfer, [fetch.slots.pop(place) for place in upload.places])
+        self._finish_if_quiet(fetch)
+
+    def _end(self, fetch: _Fetch, end: TransferEvent, quarantined: tuple[int, ...]) -> None:
+        transfer, fetch.end = fetch.order.transfer_id, end
+        self._slots.withdraw(transfer)
+        rest = [fetch.slots.pop(place) for place in range(fetch.landed, fetch.accepted)]
+        self._quarantined.update(dict.fromkeys(quarantined, transfer))
+        self._slots.give_back(transfer, [slot for slot in rest if slot not in self._quarantined])
+        self._finish_if_quiet(fetch)
+
+    def _finish_if_quiet(self, fetch: _Fetch) -> None:
+        if fetch.end is not None and not fetch.uploads:
+            del self._fetches[fetch.order.transfer_id]
+            self._news.append(fetch.end)
 
     def stats(self) -> TransferStats:
         return self._thread.stats()

@@ -1,11 +1,14 @@
 """Pushes out of a KV cache that lies outside of host memory: every block is copied to a slot, and sent from there.
 
 To the transfer thread the slots are the engine's cache. The blocks of a chunk are copied while the next chunk computes.
+A push takes slots for final blocks only, by turns with the others, and gives them back when they have left: its blocks
+in the cache stay its own until then.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import deque
+from dataclasses import dataclass, field
 
 from pdserve.engine.kv_connector.block_mover import Mover
 from pdserve.engine.kv_connector.staging_slots import StagingSlots
@@ -13,19 +16,20 @@ from pdserve.engine.kv_connector.transfers import Pushes
 from pdserve.wire.ids import TransferId
 from pdserve.wire.sampling import SampledToken
 from pdserve.wire.transfer import FailureCause, PrefillLoad
-from pdserve_kvtransfer.events import PushCancelled, PushEnded, PushWanted, TransferEvent, TransferThreadDied
+from pdserve_kvtransfer.events import BlocksSent, PushEnded, PushWanted, TransferEvent, TransferThreadDied
 from pdserve_kvtransfer.stats import TransferStats
 
 
 @dataclass(slots=True)
 class _Push:
-    wanted: PushWanted
-    slots: tuple[int, ...] = ()
-    """Empty while it waits for them: the connector does not know of it yet."""
+    waiting: deque[tuple[int, int]] = field(default_factory=deque)
+    """Index and block of the cache, in order: final, and without a slot."""
     downloads: int = 0
-    """Copies under way, from the cache's blocks to the slots."""
+    """Copies under way, from the cache's blocks to slots."""
+    sending: set[int] = field(default_factory=set)
+    """Slots that the transfer thread reads."""
     end: PushEnded | None = None
-    """What the connector hears after them."""
+    """What the connector hears after the copies."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,10 +44,9 @@ class Sending:
 class StagedPushes:
     """Satisfies ``Pushes``. Used by the step loop's thread alone."""
 
-    def __init__(self, thread: Pushes, mover: Mover[Sending], slots: StagingSlots, block_size: int) -> None:
-        """``mover`` is this object's to close."""
+    def __init__(self, thread: Pushes, mover: Mover[Sending], slots: StagingSlots) -> None:
+        """``thread`` reports what it has sent; ``mover`` is this object's to close."""
         self._thread, self._mover, self._slots = thread, mover, slots
-        self._block_size = block_size
         self._pushes: dict[TransferId, _Push] = {}
         self._news: list[TransferEvent] = []
 
@@ -51,10 +54,9 @@ class StagedPushes:
         push = self._pushes.get(transfer_id)
         if push is None or push.end is not None:
             return
-        start = first_index - push.wanted.first_block
-        slots = push.slots[start : start + len(block_ids)]
-        push.downloads += 1
-        self._mover.download(Sending(transfer_id, first_index, slots), block_ids, slots)
+        push.waiting += enumerate(block_ids, first_index)
+        self._slots.want(transfer_id, transfer_id.decode_boot, len(block_ids))
+        self._grant()
 
     def first_token(
         self, transfer_id: TransferId, tokens: tuple[SampledToken, ...], cached_tokens: int, load: PrefillLoad
@@ -74,55 +76,54 @@ class StagedPushes:
             self._downloaded(sending)
         if self._mover.failure is not None:
             self._news.append(TransferThreadDied(self._mover.failure))
-        for transfer, slots in self._slots.granted():
-            push = self._pushes[transfer]
-            push.slots = slots
-            self._news.append(push.wanted)
+        self._grant()
         events, self._news = self._news, []
         return events
 
     def _on_event(self, event: TransferEvent) -> None:
         match event:
-            case PushWanted():
-                self._want(event)
-            case PushCancelled(transfer):
-                if self._known(transfer):
-                    self._news.append(event)
+            case PushWanted(transfer):
+                self._pushes[transfer] = _Push()
+                self._news.append(event)
+            case BlocksSent(transfer, slots):
+                push = self._pushes.get(transfer)
+                if push is not None:
+                    push.sending.difference_update(slots)
+                    self._slots.give_back(transfer, slots)
             case PushEnded(transfer):
-                # Otherwise it was refused in ``_want``.
-                if transfer in self._pushes:
-                    self._end(self._pushes[transfer], event)
+                self._end(self._pushes[transfer], event)
             case _:
                 self._news.append(event)
 
-    def _want(self, wanted: PushWanted) -> None:
-        count = -(-len(wanted.token_ids) // self._block_size) - wanted.first_block
-        misfit = self._slots.misfit(count)
-        if misfit is not None:
-            self._thread.fail_push(wanted.transfer_id, misfit, FailureCause.PROMPT)
-            return
-        self._pushes[wanted.transfer_id] = _Push(wanted)
-        self._slots.ask(wanted.transfer_id, count)
-
-    def _known(self, transfer: TransferId) -> bool:
-        """To the connector."""
-        return transfer in self._pushes and bool(self._pushes[transfer].slots)
+    def _grant(self) -> None:
+        for transfer, slots in self._slots.granted():
+            waiting = self._pushes[transfer].waiting
+            indexes, blocks = zip(*(waiting.popleft() for _ in slots), strict=True)
+            # What is pushed is pushed in order, from the first wanted block on: neighbours all.
+            self._pushes[transfer].downloads += 1
+            self._mover.download(Sending(transfer, indexes[0], slots), blocks, slots)
 
     def _downloaded(self, sending: Sending) -> None:
         push = self._pushes[sending.transfer]
         push.downloads -= 1
         if push.end is None:
+            push.sending.update(sending.slots)
             self._thread.push(sending.transfer, sending.first_index, sending.slots)
         else:
+            self._slots.give_back(sending.transfer, sending.slots)
             self._end(push, push.end)
 
     def _end(self, push: _Push, end: PushEnded) -> None:
-        push.end = end
-        if push.downloads:
-            return
-        del self._pushes[end.transfer_id]
-        self._slots.give_back(push.slots)
-        if not self._slots.withdraw(end.transfer_id):
+        transfer = end.transfer_id
+        if push.end is None:
+            push.end = end
+            push.waiting.clear()
+            self._slots.withdraw(transfer)
+            if push.sending:
+                self._slots.give_back(transfer, push.sending)
+                push.sending = set()
+        if not push.downloads:
+            del self._pushes[transfer]
             self._news.append(end)
 
     def stats(self) -> TransferStats:

@@ -29,6 +29,12 @@ class Fetches(Transfers, Protocol):
     def cancel_fetch(self, transfer_id: TransferId) -> None: ...
 
 
+class PacedFetches(Fetches, Protocol):
+    """What moves a fetch a few blocks at a time: ``TransferThread``."""
+
+    def accept_blocks(self, transfer_id: TransferId, block_ids: tuple[int, ...]) -> None: ...
+
+
 class Pushes(Transfers, Protocol):
     """A prefill node's: ``TransferThread``, or ``StagedPushes`` before one."""
 
