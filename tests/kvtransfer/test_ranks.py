@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
@@ -15,6 +15,8 @@ from pdserve.wire.discovery import Role
 from pdserve.wire.ids import TransferId
 from pdserve.wire.sampling import SampledToken
 from pdserve_kvtransfer.events import (
+    BlocksComing,
+    BlocksLanded,
     BlocksReleased,
     FetchCancelled,
     FetchFailed,
@@ -208,3 +210,28 @@ def test_the_transport_of_a_rank_that_cannot_start_is_an_error(tmp_path: Path) -
     with pytest.raises(Exception, match="no such device"):
         thread.start()
     thread.close(5.0)
+
+
+@pytest.mark.parametrize(("sources", "targets", "kv_heads"), [(2, 2, 4), (1, 4, 2), (4, 1, 4)])
+def test_a_paced_transfer_lands_on_every_rank_as_there_is_room(
+    sources: int, targets: int, kv_heads: int, tmp_path: Path
+) -> None:
+    with nodes(sources, targets, kv_heads, tmp_path) as both:
+        contents = [both.prefill.fill(block) for block in (5, 1, 9)]
+        order = replace(both.rig.order((3, 8, 4), first_block=2), block_ids=(3,), paced_blocks=3)
+        transfer, decode, prefill = order.transfer_id, both.decode.engine, both.prefill.engine
+        decode.thread.fetch(order)
+        prefill.next(PushWanted)
+        prefill.thread.push(transfer, 2, (5, 1, 9))
+        # In any order: the first block has its place.
+        assert {decode.take(), decode.take()} == {BlocksComing(transfer, 3), BlocksLanded(transfer, 1)}
+        assert both.decode.holds(3, contents[0])
+        decode.thread.accept_blocks(transfer, (3,))
+        assert decode.next(BlocksLanded) == BlocksLanded(transfer, 2)
+        assert both.decode.holds(3, contents[1])
+        prefill.thread.first_token(transfer, (SampledToken(1),), 0)
+        decode.next(FirstTokenArrived)
+        decode.thread.accept_blocks(transfer, (4,))
+        decode.next(FetchLanded)
+        assert both.decode.holds(4, contents[2])
+        prefill.next(PushEnded)
