@@ -19,19 +19,10 @@ class Named(Protocol):
     @property
     def name(self) -> str: ...
 
-    @property
-    def waits_for(self) -> int | None: ...
-
 
 def attacks(cases: Iterable[Named]) -> list[Any]:
-    """One parameter of a test for each case. One that waits for a mend may fail."""
-    return [pytest.param(case, id=case.name, marks=_marks(case)) for case in cases]
-
-
-def _marks(case: Named) -> tuple[pytest.MarkDecorator, ...]:
-    if case.waits_for is None:
-        return ()
-    return (pytest.mark.xfail(reason=f"waits for point {case.waits_for}", strict=False),)
+    """One parameter of a test for each case."""
+    return [pytest.param(case, id=case.name) for case in cases]
 
 
 def url_of(target: Target, at: At) -> str:

@@ -46,8 +46,6 @@ class HttpCase:
     """Whether the request ends where the bytes do, so that another one can follow."""
     method: str = "POST"
     at: At = At.PROXY
-    waits_for: int | None = None
-    """A known defect, by number: until it is mended the case may fail."""
 
 
 def head(method: str, path: str, *fields: str, version: str = "HTTP/1.1") -> bytes:

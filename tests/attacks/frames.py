@@ -152,7 +152,6 @@ class FrameCase:
     """Whether what comes back does not matter, because more than one answer is right."""
     cuts: bool = False
     """Whether the connection is given up."""
-    waits_for: int | None = None
 
 
 UNSEALED: dict[str, Callable[[Known], Messages]] = {

@@ -31,7 +31,6 @@ class TicketCase:
     name: str
     make: Callable[[Office], str]
     """The header's value."""
-    waits_for: int | None = None
 
 
 FORGED = (
