@@ -25,7 +25,7 @@ OLD, NEW = "the-old-secret-of-the-cluster", "the-new-secret-of-the-cluster"
 
 
 class Ear:
-    """What a proxy hears of one node, as an ``Opener`` of each secret would believe it."""
+    """What a proxy of pdserve 0.1 hears of one node, as an ``Opener`` of each secret would believe it."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
         self.socket = context.socket(zmq.ROUTER)
@@ -50,8 +50,7 @@ class Ear:
                 message = opener.open(frame)
             except AuthenticationFailed:
                 continue
-            if isinstance(message, Register):
-                self.boot_id = message.node.boot_id
+            self.boot_id = message.node.boot_id if isinstance(message, Register) else message.boot_id
             self.socket.send_multipart([route, self._sealers[secret].seal(Ack(self.boot_id, known=True))])
             return secret
         raise AssertionError("signed with neither")
