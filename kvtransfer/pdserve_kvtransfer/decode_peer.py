@@ -7,6 +7,7 @@ import logging
 import msgspec
 
 from pdserve.errors import PeerLost, UnreadableMessage
+from pdserve.wire.frame import UNDECODABLE
 from pdserve.wire.ids import TransferId
 from pdserve.wire.rank_transfer import ConnectLink, LinkBroken, LinkOpened, PiecesAnnounced, PiecesSent, SendBlocks
 from pdserve.wire.transfer import (
@@ -116,7 +117,7 @@ class DecodePeer:
         """A request that asks for what this version does not know fails at once, with the reason."""
         try:
             request = _any_request.decode(message.body)
-        except msgspec.MsgspecError:
+        except UNDECODABLE:
             return
         self._send(Failed(request.transfer_id, f"the prefill node cannot read the request: {message}"[:_MAX_REASON]))
 

@@ -36,6 +36,8 @@ NAMED = 2
 MAX_AGE_S = 60.0
 MAX_FRAME_BYTES = 4 * 2**20
 MAX_SENDERS = 65_536
+UNDECODABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+"""What msgspec raises for bytes that are no message: text may be no UTF-8, and what is skipped may be nested too deep."""
 _NAME_BYTES = 16
 
 T = TypeVar("T")
@@ -217,7 +219,7 @@ class Opener(Generic[T]):
         body = outer.body[_NAME_BYTES:] if named else outer.body
         try:
             message = self._decoder.decode(body)
-        except (msgspec.DecodeError, msgspec.ValidationError) as exc:
+        except UNDECODABLE as exc:
             self._check_age(outer, MAX_AGE_S)
             self._check_first_use(outer)
             reason = f"unexpected {self._purpose.name.lower()} message: {exc}"
@@ -231,7 +233,7 @@ class Opener(Generic[T]):
             raise MalformedFrame(f"frame of {len(frame)} bytes; at most {MAX_FRAME_BYTES} are accepted")
         try:
             outer = _frame_decoder.decode(frame)
-        except (msgspec.DecodeError, msgspec.ValidationError) as exc:
+        except UNDECODABLE as exc:
             raise MalformedFrame(f"not a pdserve frame: {exc}") from exc
         if outer.version not in (UNNAMED, NAMED):
             raise MalformedFrame(f"frame version {outer.version}; this process speaks {UNNAMED} and {NAMED}")

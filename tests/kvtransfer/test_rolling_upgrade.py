@@ -11,10 +11,10 @@ import pytest
 
 from pdserve.config import TransferConfig
 from pdserve.wire.discovery import Role
-from pdserve.wire.frame import Purpose, Sealer
+from pdserve.wire.frame import NAMED, Purpose, Sealer
 from pdserve.wire.ids import TransferId, new_id
 from pdserve.wire.sampling import SampledToken
-from pdserve.wire.transfer import Examine, Examined, Failed, Hello, Ping, PrefillRequest, Refused, Welcome
+from pdserve.wire.transfer import Examine, Examined, Failed, Hello, Ping, Pong, PrefillRequest, Refused, Welcome
 from pdserve.wire.version import PROTOCOL_VERSION, SPOKEN
 from pdserve_kvtransfer.digest import digest
 from pdserve_kvtransfer.events import (
@@ -185,6 +185,16 @@ def test_a_newer_decode_engine_is_served_and_what_only_it_knows_is_refused_by_na
         failed = decode.next(Failed)
         assert failed.transfer_id == transfers[1]
         assert "unknown field `adapter`" in failed.reason
+
+
+def test_an_order_that_nobody_can_decode_ends_nothing() -> None:
+    with engine(Role.PREFILL) as prefill, FakeDecode(prefill.address) as decode:
+        decode.greet()
+        assert decode.peer is not None
+        nested = b"\x82\xa4kind\xa7prefill\xa1x" + b"\x91" * 100_000 + b"\xc0"
+        decode.socket.send(decode.sealer._seal(NAMED, decode.boot_id, decode.peer + nested))
+        decode.send(Ping(decode.boot_id))
+        decode.next(Pong)
 
 
 def test_a_newer_prefill_engine_is_fetched_from() -> None:

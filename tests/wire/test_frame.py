@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from pdserve.errors import AuthenticationFailed, MalformedFrame, UnreadableMessage, WireError, WrongReceiver
 from pdserve.wire.discovery import Ack, ToProxy
-from pdserve.wire.frame import MAX_AGE_S, MAX_FRAME_BYTES, Opener, Purpose, Sealer, Secrets
+from pdserve.wire.frame import MAX_AGE_S, MAX_FRAME_BYTES, NAMED, UNNAMED, Opener, Purpose, Sealer, Secrets
 
 SECRET = b"the cluster's own secret"
 BOOT = b"0123456789abcdef"
@@ -217,6 +217,21 @@ def test_a_signed_message_of_another_kind_is_refused() -> None:
     receiver: Opener[ToProxy] = Opener(SECRET, Purpose.DISCOVERY, ToProxy, clock=clock)  # type: ignore[arg-type]
     with pytest.raises(MalformedFrame, match="discovery"):
         receiver.open(sealer(clock).seal(ACK))
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        pytest.param(b"\xa1x" + b"\x91" * 100_000 + b"\xc0", id="nested too deep"),
+        pytest.param(b"\xa4kind\xa2\xff\xfe", id="no UTF-8"),
+    ],
+)
+def test_a_signed_message_that_cannot_be_decoded_is_refused(field: bytes) -> None:
+    clock = Clock()
+    body = b"\x84\xa4kind\xa3ack\xa7boot_id\xc4\x10" + BOOT + b"\xa5known\xc3" + field
+    for frame in (sealer(clock)._seal(UNNAMED, BOOT, body), sealer(clock)._seal(NAMED, BOOT, OTHER + body)):
+        with pytest.raises(UnreadableMessage, match="discovery"):
+            receiving(clock).open(frame)
 
 
 class Larger(msgspec.Struct, tag_field="kind", tag="ack"):
