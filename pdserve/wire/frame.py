@@ -37,7 +37,7 @@ MAX_AGE_S = 60.0
 MAX_FRAME_BYTES = 4 * 2**20
 MAX_SENDERS = 65_536
 UNDECODABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-"""What msgspec raises for bytes that are no message: text may be no UTF-8, and what is skipped may be nested too deep."""
+"""What msgspec raises for what is no message: text may be no UTF-8, and what is skipped may be nested too deep."""
 _NAME_BYTES = 16
 
 T = TypeVar("T")

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -17,8 +17,27 @@ VOCABULARY = 49_152
 AT_ONCE = 4
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    if report.failed and isinstance(item, pytest.Function):
+        running = item.funcargs.get("attacked")
+        if isinstance(running, Target):
+            running.wasted_s += report.duration
+    return report
+
+
+@pytest.fixture
+def attacked(cluster_under_attack: Target) -> Target:
+    """For one attack."""
+    cluster_under_attack.check_worth_attacking()
+    return cluster_under_attack
+
+
 @pytest.fixture(scope="session")
-def attacked(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
+def cluster_under_attack(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
     """One cluster for all attacks."""
     folder = tmp_path_factory.mktemp("tiny")
     shape = {"vocab_size": VOCABULARY, "max_position_embeddings": CONTEXT}
@@ -35,17 +54,18 @@ def warm_up(running: Target) -> None:
 
 
 @pytest.fixture(scope="module")
-def unharmed(attacked: Target) -> Iterator[None]:
+def unharmed(cluster_under_attack: Target) -> Iterator[None]:
     """Around the attacks of one module."""
-    with attacked.unharmed():
+    with cluster_under_attack.unharmed():
         yield
 
 
 @pytest.fixture(scope="module")
-def no_prompt_lost(attacked: Target, unharmed: None) -> Iterator[None]:
+def no_prompt_lost(cluster_under_attack: Target, unharmed: None) -> Iterator[None]:
     """Around the attacks of one module that are none of a transfer's business: every prompt comes over as before."""
-    before = attacked.lost_prefills()
+    before = cluster_under_attack.lost_prefills()
     yield
+    cluster_under_attack.check_worth_attacking()
     # The count is one that the engine sends now and then, and certainly when it falls idle.
-    attacked.cluster.until_idle()
-    assert attacked.lost_prefills() == before
+    cluster_under_attack.cluster.until_idle()
+    assert cluster_under_attack.lost_prefills() == before

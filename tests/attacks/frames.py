@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias, get_type_hints
 
 import msgspec
 
+from pdserve.errors import WrongReceiver
+from pdserve.wire import discovery
 from pdserve.wire.discovery import Ack, Capacity, Deregister, Heartbeat, Load, NodeInfo, Register, Role
-from pdserve.wire.frame import MAX_FRAME_BYTES, Purpose, Sealer
+from pdserve.wire.frame import MAX_FRAME_BYTES, NAMED, UNNAMED, Purpose, Sealer
 from pdserve.wire.ids import TransferId, new_id
 from pdserve.wire.link_address import LinkAddress, MemoryOffer
 from pdserve.wire.sampling import SamplingParams
@@ -31,8 +33,9 @@ from pdserve.wire.transfer import (
     Refused,
     Welcome,
 )
+from pdserve.wire.version import SPOKEN
 from tests.attacks.heads import HTTP2_PREFACE, TLS_HELLO
-from tests.attacks.insider import FOREIGN, SECRET, changed, flipped, sealed, signed
+from tests.attacks.insider import FOREIGN, changed, flipped, sealed
 from tests.attacks.target import CONTEXT, PROMPT
 
 MIB = 2**20
@@ -102,6 +105,17 @@ UCX_BYTES = {
 }
 
 Messages = Sequence[Sequence[bytes]]
+Answer: TypeAlias = type[msgspec.Struct] | type[WrongReceiver]
+"""A kind of message, or WrongReceiver for one to somebody else."""
+
+
+def harmless(purpose: Purpose, own: bytes) -> msgspec.Struct:
+    """A message that is answered once and changes nothing, from whoever sends it."""
+    return Examine(own) if purpose is Purpose.TRANSFER else Heartbeat(own, Load())
+
+
+def harmless_answer(purpose: Purpose) -> type[msgspec.Struct]:
+    return Examined if purpose is Purpose.TRANSFER else Ack
 
 
 @dataclass(frozen=True)
@@ -111,33 +125,49 @@ class Known:
     purpose: Purpose
     boot: bytes
     """Of the process that is attacked."""
+    welcome: bytes
+    """The frame in which that process has answered a greeting."""
     spec: EngineSpec
     """Of the prefill engine."""
     node: NodeInfo
     """The decode node, as it registers."""
     address: bytes
     """A link of UCX that can be connected to."""
-    own: bytes = field(default_factory=new_id)
+    own: bytes
+    sealer: Sealer
+    """Of this member."""
+    names: bool
+    """Whether its frames name their receiver. Those of pdserve 0.1 do not."""
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "_sealer", Sealer(SECRET, self.purpose, self.own))
+    @property
+    def receiver(self) -> bytes | None:
+        return self.boot if self.names else None
 
     def seal(self, *messages: msgspec.Struct) -> Messages:
         """One message of one part for each, in an order that is right."""
-        sealer: Sealer = self._sealer  # type: ignore[attr-defined]  # made above
-        return [[sealer.seal(message)] for message in messages]
+        return [[self.sealer.seal(message, self.receiver)] for message in messages]
 
-    def harmless(self) -> msgspec.Struct:
-        """A message that is answered once and changes nothing."""
-        return Examine(self.own) if self.purpose is Purpose.TRANSFER else Heartbeat(self.own, Load())
+    def sign(self, body: bytes) -> Messages:
+        """With a right signature over bytes that need not be a message."""
+        return self.sign_as(NAMED, self.boot + body) if self.names else self.sign_as(UNNAMED, body)
+
+    def sign_as(self, version: int, body: bytes) -> Messages:
+        """A whole body, which need not begin with a name, in a frame of this version."""
+        return [[self.sealer._seal(version, self.own, body)]]
 
     @property
-    def harmless_answer(self) -> type[msgspec.Struct]:
-        return Examined if self.purpose is Purpose.TRANSFER else Ack
+    def harmless(self) -> msgspec.Struct:
+        return harmless(self.purpose, self.own)
+
+    @property
+    def harmless_body(self) -> bytes:
+        return msgspec.msgpack.encode(self.harmless)
 
     def frame(self, **how: Any) -> bytes:
         """A harmless message of somebody new, sealed in some way."""
-        return sealed(self.harmless(), how.pop("purpose", self.purpose), **how)
+        somebody = new_id()
+        how = {"purpose": self.purpose, "receiver": self.receiver, "sender": somebody} | how
+        return sealed(harmless(self.purpose, somebody), **how)
 
 
 @dataclass(frozen=True)
@@ -147,14 +177,17 @@ class FrameCase:
     name: str
     purpose: Purpose
     make: Callable[[Known], Messages]
-    answers: tuple[type[msgspec.Struct], ...] = ()
+    answers: tuple[Answer, ...] = ()
     any_answers: bool = False
     """Whether what comes back does not matter, because more than one answer is right."""
     cuts: bool = False
     """Whether the connection is given up."""
+    names: bool = True
+    """Whether the frames name their receiver."""
 
 
-UNSEALED: dict[str, Callable[[Known], Messages]] = {
+NESTED = b"\x91" * 30_000 + b"\xc0"
+FORMLESS: dict[str, Callable[[Known], Messages]] = {
     "an empty message": lambda _: [[b""]],
     "a byte": lambda _: [[b"x"]],
     "1,000 random bytes": lambda _: [[_DICE.randbytes(1_000)]],
@@ -162,20 +195,28 @@ UNSEALED: dict[str, Callable[[Known], Messages]] = {
     "a thousand messages of a byte": lambda _: [[b"x"]] * 1_000,
     "two parts": lambda _: [[b"x", b"y"]],
     "a thousand parts": lambda _: [[b""] * 1_000],
+    "nothing in MessagePack": lambda _: [[b"\xc0"]],
+    "an empty list": lambda _: [[b"\x90"]],
+    "a list of six nothings": lambda _: [[b"\x96" + b"\xc0" * 6]],
+    "a map": lambda _: [[msgspec.msgpack.encode({"kind": "hello"})]],
+    "lists 30,000 deep": lambda _: [[NESTED]],
+    "a list that says it is huge": lambda _: [[b"\xdd\xff\xff\xff\xff"]],
+    "bytes that say they are huge": lambda _: [[b"\x96\x01\xc6\xff\xff\xff\xff"]],
+    "version 0, signed": lambda known: known.sign_as(0, known.harmless_body),
+    "version 3, signed": lambda known: known.sign_as(3, known.harmless_body),
+    "version 3 and a name, signed": lambda known: known.sign_as(3, known.boot + known.harmless_body),
+}
+"""Messages that are no frames of either form, to both control ports: none is answered."""
+UNANSWERED: dict[str, Callable[[Known], Messages]] = {
     "a frame behind an empty part": lambda known: [[b"", known.frame()]],
     "two frames as parts": lambda known: [[known.frame(), known.frame()]],
     "two frames in one part": lambda known: [[known.frame() + known.frame()]],
     "half a frame": lambda known: [[known.frame()[:50]]],
-    "nothing in MessagePack": lambda _: [[b"\xc0"]],
-    "an empty list": lambda _: [[b"\x90"]],
-    "a list of six nothings": lambda _: [[b"\x96" + b"\xc0" * 6]],
     "a list of seven": lambda known: [[b"\x97" + known.frame()[1:] + b"\xc0"]],
-    "a map": lambda _: [[msgspec.msgpack.encode({"kind": "hello"})]],
-    "lists 30,000 deep": lambda _: [[b"\x91" * 30_000]],
-    "a list that says it is huge": lambda _: [[b"\xdd\xff\xff\xff\xff"]],
-    "bytes that say they are huge": lambda _: [[b"\x96\x01\xc6\xff\xff\xff\xff"]],
-    "another version": lambda known: [[changed(known.frame(), 0, lambda _: 2)]],
+    "a list of seven, the last one deep": lambda known: [[b"\x97" + known.frame()[1:] + NESTED]],
+    "the other version": lambda known: [[changed(known.frame(), 0, lambda _: UNNAMED if known.names else NAMED)]],
     "a version of 2^63": lambda known: [[changed(known.frame(), 0, lambda _: 2**63)]],
+    "a version of -1": lambda known: [[changed(known.frame(), 0, lambda _: -1)]],
     "another sender": lambda known: [[changed(known.frame(), 1, lambda _: new_id())]],
     "a sender of one byte": lambda known: [[changed(known.frame(), 1, lambda _: b"x")]],
     "another counter": lambda known: [[changed(known.frame(), 2, lambda _: 2**63 - 1)]],
@@ -189,66 +230,164 @@ UNSEALED: dict[str, Callable[[Known], Messages]] = {
     "another cluster's secret": lambda known: [[known.frame(secret=FOREIGN)]],
     "no secret": lambda known: [[known.frame(secret=b"")]],
     "another channel's purpose": lambda known: [[known.frame(purpose=Purpose.TICKET)]],
+    "the purpose of the other control port": lambda known: [[known.frame(purpose=_other(known.purpose))]],
     "an old frame": lambda known: [[known.frame(late_s=120.0)]],
     "a frame of tomorrow": lambda known: [[known.frame(late_s=-86_400.0)]],
-    "no message, signed": lambda known: [[signed(b"", known.purpose)]],
-    "a message of no kind, signed": lambda known: [[signed(msgspec.msgpack.encode({}), known.purpose)]],
-    "a message of nobody's kind, signed": lambda known: [
-        [signed(msgspec.msgpack.encode({"kind": "wizard"}), known.purpose)]
-    ],
-    "a message of two kinds, signed": lambda known: [[signed(b"\x82\xa4kind\xa4ping\xa4kind\xa5hello", known.purpose)]],
-    "a field too much, signed": lambda known: [
-        [signed(msgspec.msgpack.encode({**msgspec.to_builtins(known.harmless()), "x": 1}), known.purpose)]
-    ],
-    "lists 30,000 deep, signed": lambda known: [[signed(b"\x81\xa4kind" + b"\x91" * 30_000, known.purpose)]],
-    "unknown fields 30,000 deep, signed": lambda known: [
-        [signed(b"\x82\xa4kind\xa4ping\xa1x" + b"\x91" * 30_000, known.purpose)]
-    ],
+    "no message, signed": lambda known: known.sign(b""),
 }
-"""To both control ports: none is answered."""
+"""Frames of both forms, to both control ports: none is answered."""
+UNREADABLE: dict[str, Callable[[Known], bytes]] = {
+    "a message of no kind": lambda _: msgspec.msgpack.encode({}),
+    "a message of nobody's kind": lambda _: msgspec.msgpack.encode({"kind": "wizard"}),
+    "a message of two kinds": lambda _: b"\x82\xa4kind\xa4ping\xa4kind\xa5hello",
+    "half a message": lambda known: known.harmless_body[:-3],
+    "two names": lambda known: known.boot + known.harmless_body,
+    "lists 30,000 deep": lambda _: b"\x81\xa4kind" + NESTED,
+    "unknown fields 30,000 deep": lambda known: _with(known.harmless_body, b"\xa1x" + NESTED),
+    "a kind that is no UTF-8": lambda _: b"\x81\xa4kind\xa2\xff\xfe",
+    "a list for the sender": lambda known: _with(known.harmless_body, b"\xa7boot_id" + NESTED),
+}
+"""Bodies that are signed for both control ports. A proxy says so to a sender who named it."""
+STRAY: dict[str, Callable[[Known], Messages]] = {
+    "another receiver": lambda known: [[known.sealer.seal(known.harmless, new_id())]],
+    "the decode node": lambda known: [[known.sealer.seal(known.harmless, known.node.boot_id)]],
+    "a receiver of NUL bytes": lambda known: [[known.sealer.seal(known.harmless, bytes(16))]],
+    "its sender": lambda known: [[known.sealer.seal(known.harmless, known.own)]],
+    "nobody, though its version does": lambda known: known.sign_as(NAMED, known.harmless_body),
+    "nobody and says nothing": lambda known: known.sign_as(NAMED, b""),
+    "one byte of its receiver": lambda known: known.sign_as(NAMED, known.boot[:1]),
+    "all but the last byte of its receiver": lambda known: known.sign_as(NAMED, known.boot[:15]),
+    "its receiver without the first byte": lambda known: known.sign_as(NAMED, known.boot[1:] + known.harmless_body),
+}
+"""Frames that name somebody else: who sent them is asked to greet."""
+
+
+def _other(purpose: Purpose) -> Purpose:
+    return Purpose.DISCOVERY if purpose is Purpose.TRANSFER else Purpose.TRANSFER
+
+
+def _with(message: bytes, field: bytes) -> bytes:
+    """A message, which is a short map, with one more field at its end."""
+    return bytes((message[0] + 1,)) + message[1:] + field
 
 
 def frame_cases() -> Iterator[FrameCase]:
     """All of them."""
-    for purpose, answer in ((Purpose.DISCOVERY, Ack), (Purpose.TRANSFER, Examined)):
+    yield from _formless()
+    yield from _receivers()
+    yield from _greetings()
+    yield from _probes()
+    for names in (True, False):
+        for case in (*_frames(names), *_discovery(names), *_strangers(), *_orders(names)):
+            yield replace(case, name=case.name if names else f"{case.name}, as pdserve 0.1 says it", names=names)
+
+
+def _formless() -> Iterator[FrameCase]:
+    for purpose in (Purpose.DISCOVERY, Purpose.TRANSFER):
         port = purpose.name.lower()
-        for name, make in UNSEALED.items():
+        for name, make in FORMLESS.items():
             yield FrameCase(f"{port}: {name}", purpose, make)
-        yield FrameCase(f"{port}: a frame twice", purpose, _twice, (answer,))
-        yield FrameCase(f"{port}: a frame overtaken by the next", purpose, _overtaken, (answer,))
         too_large: Callable[[Known], Messages] = lambda _: [[bytes(MAX_FRAME_BYTES + 1)]]  # noqa: E731  # short
         yield FrameCase(f"{port}: a message above what is taken", purpose, too_large, cuts=True)
     large: Callable[[Known], Messages] = lambda _: [[bytes(MAX_FRAME_BYTES)]]  # noqa: E731  # beside its like
     yield FrameCase("a message as large as is taken", Purpose.TRANSFER, large)
-    yield from _discovery()
-    yield from _strangers()
-    yield from _greetings()
-    yield from _probes()
-    yield from _orders()
+
+
+def _frames(names: bool) -> Iterator[FrameCase]:
+    for purpose in (Purpose.DISCOVERY, Purpose.TRANSFER):
+        port, answer = purpose.name.lower(), harmless_answer(purpose)
+        for name, make in UNANSWERED.items():
+            yield FrameCase(f"{port}: {name}", purpose, make)
+        refusal = (discovery.Refused,) if names and purpose is Purpose.DISCOVERY else ()
+        for name, body in UNREADABLE.items():
+            yield FrameCase(f"{port}: {name}, signed", purpose, _signing(body), refusal)
+        yield FrameCase(
+            f"{port}: a field too much, signed",
+            purpose,
+            _signing(lambda known: _with(known.harmless_body, b"\xa1x\x01")),
+            (answer,),
+        )
+        yield FrameCase(f"{port}: a frame twice", purpose, _twice, (answer,))
+        yield FrameCase(f"{port}: a frame overtaken by the next", purpose, _overtaken, (answer,))
+
+
+def _receivers() -> Iterator[FrameCase]:
+    for purpose, answer in ((Purpose.DISCOVERY, Ack), (Purpose.TRANSFER, Refused)):
+        port = purpose.name.lower()
+        for name, make in STRAY.items():
+            yield FrameCase(f"{port}: a frame that names {name}", purpose, make, (answer,))
+        yield FrameCase(f"{port}: an old frame that names another receiver", purpose, _old_stray)
+        yield FrameCase(f"{port}: a frame that names its receiver in the version that names none", purpose, _hidden)
+        yield FrameCase(
+            f"{port}: the receiver's own answer", purpose, lambda known: [[known.welcome]], (WrongReceiver,)
+        )
+
+
+def _signing(body: Callable[[Known], bytes]) -> Callable[[Known], Messages]:
+    return lambda known: known.sign(body(known))
+
+
+def _old_stray(known: Known) -> Messages:
+    return [[known.frame(receiver=new_id(), late_s=120.0)]]
+
+
+def _hidden(known: Known) -> Messages:
+    return known.sign_as(UNNAMED, known.boot + known.harmless_body)
 
 
 def _twice(known: Known) -> Messages:
-    (message,) = known.seal(known.harmless())
+    (message,) = known.seal(known.harmless)
     return [message, message]
 
 
 def _overtaken(known: Known) -> Messages:
-    first, second = known.seal(known.harmless(), known.harmless())
+    first, second = known.seal(known.harmless, known.harmless)
     return [second, first]
 
 
 # ------------------------------------------------------------------ discovery
 
+_VERSIONS = (SPOKEN.newest, SPOKEN.oldest)
 
-def _discovery() -> Iterator[FrameCase]:
-    def case(name: str, make: Callable[[Known], Messages], *answers: type[msgspec.Struct]) -> FrameCase:
+
+def _discovery(names: bool) -> Iterator[FrameCase]:
+    def case(name: str, make: Callable[[Known], Messages], *answers: Answer) -> FrameCase:
         return FrameCase(name, Purpose.DISCOVERY, make, answers)
 
-    yield case("a heartbeat of nobody", lambda known: known.seal(Heartbeat(new_id(), Load())), Ack)
-    yield case("a goodbye of nobody", lambda known: known.seal(Deregister(new_id())))
+    # What pdserve 0.1 sends gets answers that 0.1 knows, and it knows no refusal.
+    refusal = (discovery.Refused,) if names else ()
+    yield case("a heartbeat of nobody", lambda known: known.seal(Heartbeat(known.own, Load())), Ack)
+    another = WrongReceiver
+    yield case("a heartbeat of another's", lambda known: known.seal(Heartbeat(new_id(), Load())), another)
+    yield case("a goodbye of nobody", lambda known: known.seal(Deregister(known.own)))
+    yield case("a goodbye of the decode node's", lambda known: known.seal(Deregister(known.node.boot_id)))
+    yield case("a registration of the decode node's", lambda known: known.seal(Register(known.node)))
+    yield case("an acknowledgement", lambda known: known.seal(Ack(known.own, True)), *refusal)
     loads = {"negative": Load(-1, -(2**63), -5), "huge": Load(2**63 - 1, 2**64 - 1, 2**63)}
     for name, load in loads.items():
-        yield case(f"a {name} load of nobody's", lambda known, load=load: known.seal(Heartbeat(new_id(), load)), Ack)  # type: ignore[misc]
+        yield case(
+            f"a {name} load of nobody's",
+            lambda known, load=load: known.seal(Heartbeat(known.own, load)),  # type: ignore[misc]
+            *refusal,
+        )
+    highest = Load(2**63 - 1, 2**63 - 1, 2**63 - 1)
+    yield case("the highest load of nobody's", lambda known: known.seal(Heartbeat(known.own, highest)), Ack)
+    for name, versions in {"of tomorrow": (2**63, 2**62), "of yesterday": (1, 1), "below 0": (-1, -1)}.items():
+        yield case(
+            f"a greeting with versions {name}",
+            lambda known, versions=versions: known.seal(discovery.Hello(known.own, new_id(), *versions)),  # type: ignore[misc]
+            discovery.Refused,
+        )
+    yield case(
+        "a greeting with half a nonce",
+        lambda known: known.seal(discovery.Hello(known.own, bytes(8), *_VERSIONS)),
+        *refusal,
+    )
+    yield case(
+        "fifty questions who is there",
+        lambda known: known.seal(*[discovery.Hello(known.own, new_id(), *_VERSIONS)] * 50),
+        *[discovery.Welcome] * 50,
+    )
     refused: dict[str, dict[str, object]] = {
         "a name with line breaks": {"name": "x\r\ny"},
         "a URL of another scheme": {"url": "ftp://127.0.0.1:1"},
@@ -258,25 +397,22 @@ def _discovery() -> Iterator[FrameCase]:
         "a prefill node without a control address": {"role": Role.PREFILL, "control": ""},
         "a name of 1,000 characters": {"name": "x" * 1_000},
         "a boot of one byte": {"boot_id": b"x"},
+        "a negative capacity": {"capacity": Capacity(-1, -1, -1, -1)},
+        "a huge capacity": {"capacity": Capacity(2**63, 2**63, 2**63, 2**64 - 1)},
+        "versions of tomorrow": {"protocol": 2**63, "oldest_protocol": 2**62},
     }
     for name, fields in refused.items():
-        yield case(f"a registration with {name}", _registration(fields))
+        yield case(f"a registration with {name}", _registration(fields), *refusal)
     odd: dict[str, dict[str, object]] = {
         "another fingerprint": {"fingerprint": "x"},
         "another model": {"model": "nobody's"},
         "no name": {"name": ""},
-        "a negative capacity": {"capacity": Capacity(-1, -1, -1, -1)},
-        "a huge capacity": {"capacity": Capacity(2**63, 2**63, 2**63, 2**64 - 1)},
         "a capacity of nothing": {"capacity": Capacity(0, 0, 0, 0)},
     }
     for name, fields in odd.items():
         # Of a role that no other node waits for, and away again at once.
-        yield FrameCase(
-            f"a registration with {name}",
-            Purpose.DISCOVERY,
-            _registration({"url": "http://127.0.0.1:1", "fingerprint": "x"} | fields),
-            any_answers=True,
-        )
+        apart = {"url": "http://127.0.0.1:1", "fingerprint": "x"}
+        yield case(f"a registration with {name}", _registration(apart | fields), Ack)
 
 
 def _registration(fields: dict[str, object]) -> Callable[[Known], Messages]:
@@ -291,9 +427,7 @@ def _registration(fields: dict[str, object]) -> Callable[[Known], Messages]:
 # ------------------------------------------------------------------ transfer
 
 
-def _transfer(
-    name: str, make: Callable[[Known], Messages], *answers: type[msgspec.Struct], any_answers: bool = False
-) -> FrameCase:
+def _transfer(name: str, make: Callable[[Known], Messages], *answers: Answer, any_answers: bool = False) -> FrameCase:
     return FrameCase(name, Purpose.TRANSFER, make, answers, any_answers)
 
 
@@ -303,20 +437,22 @@ def _strangers() -> Iterator[FrameCase]:
     yield _transfer("an order of nobody", lambda known: known.seal(_order(known)), Refused)
     yield _transfer("an end of nobody's", lambda known: known.seal(Done(_transfer_id(known))))
     yield _transfer("a cancel of nobody's", lambda known: known.seal(Cancel(_transfer_id(known))))
-    yield _transfer("a ping in the name of the prefill engine", lambda known: known.seal(Ping(known.boot)), Refused)
+    yield _transfer("a ping in the name of the prefill engine", lambda known: known.seal(Ping(known.boot)))
+    yield _transfer("a ping in the name of another engine", lambda known: known.seal(Ping(new_id())))
+    yield _transfer("a greeting in the name of another engine", _borrowed_greeting)
     yield _transfer("a prefill engine's own message", lambda known: known.seal(Pong(known.own)))
     yield _transfer("a welcome", lambda known: known.seal(Welcome(known.own, known.spec, [known.address])))
 
 
 def _greetings() -> Iterator[FrameCase]:
     """Handshakes of engines that do not fit, or cannot be reached."""
-    for name in EngineSpec.__struct_fields__:
-        values = (0, -1, 2**40, 2**63) if EngineSpec.__annotations__[name] == "int" else ("", "x", "x" * 10_000)
+    for name, kind in get_type_hints(EngineSpec).items():
+        values = (0, -1, 2**40, 2**63) if kind is int else ("", "x", "x" * 10_000)
         for value in values:
             yield _transfer(
                 f"a greeting with {name} = {str(value)[:20]}",
                 lambda known, name=name, value=value: _greeting(known, {name: value}),  # type: ignore[misc]
-                Refused,
+                Welcome if (name, value) in FITTING else Refused,
             )
     for name, addresses in {
         "no address": [],
@@ -340,6 +476,14 @@ def _greetings() -> Iterator[FrameCase]:
     yield _transfer("an offer of memory of 2^62 bytes", _offering(huge), any_answers=True)
     yield _transfer("a greeting, and again", lambda known: known.seal(_hello(known), _hello(known)), any_answers=True)
     yield _transfer("fifty greetings", lambda known: known.seal(*[_hello(known)] * 50), any_answers=True)
+
+
+FITTING = {("protocol", 2**40), ("protocol", 2**63), ("oldest_protocol", 0), ("oldest_protocol", -1)}
+"""Of an engine that speaks other versions besides one that is spoken here."""
+
+
+def _borrowed_greeting(known: Known) -> Messages:
+    return known.seal(Hello(new_id(), known.spec, [known.address]))
 
 
 def _hello(known: Known) -> Hello:
@@ -385,10 +529,10 @@ def _probe(known: Known, address: bytes, size: int = 1, messages: int = 1) -> Pr
     return Probe(boot_id=known.own, address=address, message_bytes=size, messages=messages)
 
 
-def _orders() -> Iterator[FrameCase]:
+def _orders(names: bool) -> Iterator[FrameCase]:
     """Of a decode engine that has greeted."""
 
-    def case(name: str, *answers: type[msgspec.Struct], any_answers: bool = False, **fields: object) -> FrameCase:
+    def case(name: str, *answers: Answer, any_answers: bool = False, **fields: object) -> FrameCase:
         return _transfer(
             f"an order with {name}",
             lambda known: known.seal(_hello(known), _order(known, **fields)),
@@ -397,6 +541,12 @@ def _orders() -> Iterator[FrameCase]:
             any_answers=any_answers,
         )
 
+    # In a frame that names nobody, what cannot be read is nobody's.
+    unread = (Welcome, Failed) if names else (Welcome,)
+    yield _transfer("an order with a field too much", _order_and(b"\xa1x\x01"), *unread)
+    yield _transfer("an order with fields 30,000 deep", _order_and(b"\xa1x" + NESTED), Welcome)
+    yield _transfer("an order with a salt that is no UTF-8", _order_and(b"\xaacache_salt\xa2\xff\xfe"), *unread)
+    yield _transfer("an order in the other form than its greeting", _order_in_the_other_form, Welcome)
     yield case("no tokens", Failed, token_ids=[])
     yield case("a token beyond the vocabulary", Failed, token_ids=[49_152] * 40)
     yield case("a negative token", Failed, token_ids=[5, -1] * 20)
@@ -425,6 +575,20 @@ def _orders() -> Iterator[FrameCase]:
         lambda known: known.seal(_hello(known), _order(known), Cancel(_transfer_id(known))),
         any_answers=True,
     )
+
+
+def _order_and(field: bytes) -> Callable[[Known], Messages]:
+    def make(known: Known) -> Messages:
+        order = _with(msgspec.msgpack.encode(_order(known)), field)
+        return [*known.seal(_hello(known)), *known.sign(order)]
+
+    return make
+
+
+def _order_in_the_other_form(known: Known) -> Messages:
+    (greeting,) = known.seal(_hello(known))
+    (order,) = replace(known, names=not known.names).seal(_order(known))
+    return [greeting, order]
 
 
 _GREEDY: dict[str, Any] = {"max_tokens": 1, "seed": 0, "temperature": 0.0}

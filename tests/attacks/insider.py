@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from pdserve.wire.frame import UNNAMED, Purpose, Sealer
+from pdserve.wire.frame import Purpose, Sealer
 from pdserve.wire.ids import new_id
 from pdserve.wire.ticket import PrefillTarget, Ticket
 from tests.processes import SECRET as CLUSTER_SECRET
@@ -19,21 +19,16 @@ FOREIGN = b"the secret of another cluster"
 
 
 def sealed(
-    message: msgspec.Struct, purpose: Purpose, *, secret: bytes = SECRET, late_s: float = 0.0, sender: bytes = b""
+    message: msgspec.Struct,
+    purpose: Purpose,
+    *,
+    receiver: bytes | None = None,
+    secret: bytes = SECRET,
+    late_s: float = 0.0,
+    sender: bytes = b"",
 ) -> bytes:
     """A frame of a new sender's, signed so many seconds ago."""
-    return Sealer(secret, purpose, sender or new_id(), clock=lambda: time.time() - late_s).seal(message)
-
-
-def signed(body: bytes, purpose: Purpose) -> bytes:
-    """A frame with a right signature over bytes that need not be a message."""
-
-    class Anything(msgspec.Struct):
-        pass
-
-    sender, sent_ms = new_id(), int(time.time() * 1000)
-    mac = Sealer(SECRET, purpose, sender)._signers.now()[0].mac(UNNAMED, sender, 1, sent_ms, body)
-    return msgspec.msgpack.encode([UNNAMED, sender, 1, sent_ms, body, mac])
+    return Sealer(secret, purpose, sender or new_id(), clock=lambda: time.time() - late_s).seal(message, receiver)
 
 
 def changed(frame: bytes, part: int, change: Callable[[object], object]) -> bytes:

@@ -19,6 +19,7 @@ from tests.attacks.client import ANSWER_S
 from tests.cluster.nodes import MODEL, Cluster, Node, cluster, http
 from tests.eventually import eventually
 from tests.faults.test_node_death import engine_pid
+from tests.processes import Process
 
 FLAGS = (
     *("--dtype", "fp32", "--kv-cache-mib", "16"),
@@ -30,10 +31,15 @@ CONTEXT = 1024
 PROMPT = [11 + i % 400 for i in range(70)]
 """Of more than one block, so that it is prefilled remotely."""
 NEW_TOKENS = 4
+PATIENCE_S = 2 * ANSWER_S
+"""That the ordinary request is waited for. Who takes longer than ``ANSWER_S`` has failed, and is told apart from
+nobody."""
 HEALTH_GAP_S = 5.0
 """That ``/health`` may take on a busy machine with two cores. A loop that hangs takes far longer."""
 MEMORY_MIB = 64
 """That a process may have grown by at the end of a group. Bodies are up to 9 MiB, and malloc keeps some of it."""
+WASTE_S = 60.0
+"""That failed attacks may take altogether. Who waits in vain again and again learns nothing new from it."""
 SPARE = 12
 """Descriptors and threads that a process may keep for the next request: connections and threads of pools."""
 
@@ -120,10 +126,22 @@ class Target:
         self.watches = watches
         (self.prefill,) = running.prefill
         (self.decode,) = running.decode
+        self.wasted_s = 0.0
+        """What attacks have taken that failed."""
         self._salts = count()
         # Until the engines have greeted each other, prompts are computed where they are decoded.
         eventually(self._asked_remotely, "a prompt goes to the prefill node")
         self.tokens = self.ask()
+
+    def check_worth_attacking(self) -> None:
+        """Raises AssertionError if this cluster has nobody left to harm, or only makes everybody wait."""
+        ended = [" ".join(process.argv[4:7]) for process in self._started if process.popen.poll() is not None]
+        assert not ended, f"not tried: ended before: {ended}"
+        assert self.wasted_s < WASTE_S, f"not tried: attacks before it have failed for {self.wasted_s:.0f} s"
+
+    @property
+    def _started(self) -> list[Process]:
+        return [self.cluster.proxy, *(node.process for node in self.cluster.nodes)]
 
     @property
     def processes(self) -> dict[str, int]:
@@ -156,13 +174,17 @@ class Target:
         }
 
     def _asked_remotely(self) -> bool:
-        http(self.cluster.url + "/v1/completions", self.ordinary())
+        self._complete()
         return self.remote_prefills() > 0
+
+    def _complete(self) -> bytes:
+        """The ordinary request's answer, which must come."""
+        return http(self.cluster.url + "/v1/completions", self.ordinary(), timeout_s=PATIENCE_S).body
 
     def ask(self) -> list[int]:
         """The ordinary request, through the proxy and a transfer."""
         before = self.remote_prefills()
-        tokens: list[int] = self.answer_tokens(http(self.cluster.url + "/v1/completions", self.ordinary()).body)
+        tokens: list[int] = self.answer_tokens(self._complete())
         eventually(lambda: self.remote_prefills() > before, "the ordinary request was prefilled remotely")
         return tokens
 
@@ -186,7 +208,7 @@ class Target:
             assert gap_s < HEALTH_GAP_S, f"/health of {name} took {gap_s:.1f} s"
             assert not watch.failures, f"/health of {name}: {watch.failures}"
         asked_at = time.monotonic()
-        body = http(self.cluster.url + "/v1/completions", self.ordinary()).body
+        body = self._complete()
         took_s = time.monotonic() - asked_at
         assert self.answer_tokens(body) == self.tokens
         assert took_s < ANSWER_S, f"the ordinary request took {took_s:.1f} s"
@@ -200,6 +222,7 @@ class Target:
         processes, before = self.processes, self.footprints()
         answered = {name: watch.answers for name, watch in self.watches.items()}
         yield
+        self.check_worth_attacking()
         assert self.processes == processes, "a process was started anew"
         self.cluster.until_idle()
         assert self.ask() == self.tokens

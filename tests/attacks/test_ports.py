@@ -15,15 +15,18 @@ import pytest
 import zmq
 
 from pdserve.config import TransferConfig
-from pdserve.wire.discovery import Ack, Capacity, NodeInfo, Role
-from pdserve.wire.frame import Opener, Purpose
-from pdserve.wire.transfer import EngineSpec, ToDecode
+from pdserve.errors import WrongReceiver
+from pdserve.wire.discovery import Capacity, FromProxy, Hello, NodeInfo, Role, Welcome
+from pdserve.wire.frame import Opener, Purpose, Sealer
+from pdserve.wire.ids import new_id
+from pdserve.wire.transfer import EngineSpec, Examine, Examined, ToDecode
+from pdserve.wire.version import SPOKEN
 from pdserve_kvtransfer.examiner import Examiner
 from pdserve_kvtransfer.probe_asker import probe_memory
 from pdserve_kvtransfer.ucx import UcxLink, configured_ucx
 from tests.attacks.attack import attacks
 from tests.attacks.client import ANSWER_S
-from tests.attacks.frames import BYTES, UCX_BYTES, FrameCase, Known, frame_cases
+from tests.attacks.frames import BYTES, UCX_BYTES, FrameCase, Known, frame_cases, harmless, harmless_answer
 from tests.attacks.insider import SECRET
 from tests.attacks.target import Target
 from tests.cluster.nodes import MODEL
@@ -43,20 +46,44 @@ def control(target: Target, purpose: Purpose) -> str:
 
 
 class Talk:
-    """One connection to a control port. A context manager."""
+    """One connection to a control port, over which somebody with a boot id of its own talks. A context manager."""
 
     def __init__(self, address: str, purpose: Purpose) -> None:
-        messages = Ack if purpose is Purpose.DISCOVERY else ToDecode
-        self._opener: Opener[msgspec.Struct] = Opener(SECRET, purpose, messages)  # type: ignore[arg-type]
+        self.own = new_id()
+        self.sealer = Sealer(SECRET, purpose, self.own)
+        self.receiver = b""
+        """Boot id of who answered the greeting."""
+        self.welcome = b""
+        """The frame of that answer."""
+        self._purpose = purpose
+        messages = FromProxy if purpose is Purpose.DISCOVERY else ToDecode
+        self._opener: Opener[msgspec.Struct] = Opener(SECRET, purpose, messages, receiver=self.own)  # type: ignore[arg-type]
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.socket = self._context.socket(zmq.DEALER)
         self.socket.linger = 0
         self.socket.set(zmq.RCVTIMEO, int(ANSWER_S * 1000))
         self.socket.connect(address)
 
-    def next(self) -> msgspec.Struct:
+    def greet(self) -> None:
+        """Ask who listens, in a frame that names nobody. Raises zmq.Again if there is no answer in time."""
+        greeting = Hello(self.own, new_id(), SPOKEN.newest, SPOKEN.oldest)
+        examination = Examine(self.own, SPOKEN.newest, SPOKEN.oldest)
+        self.socket.send(self.sealer.seal(greeting if self._purpose is Purpose.DISCOVERY else examination))
+        self.welcome = self.socket.recv()
+        opened = self._opener.open_from(self.welcome)
+        assert isinstance(opened.message, Welcome | Examined), opened
+        self.receiver = opened.sender
+
+    def ask(self, *, names: bool = True) -> None:
+        """A harmless question."""
+        self.socket.send(self.sealer.seal(harmless(self._purpose, self.own), self.receiver if names else None))
+
+    def next(self) -> msgspec.Struct | WrongReceiver:
         """Raises zmq.Again if there is no answer in time."""
-        return self._opener.open(self.socket.recv())
+        try:
+            return self._opener.open(self.socket.recv())
+        except WrongReceiver as exc:
+            return exc
 
     def __enter__(self) -> Talk:
         return self
@@ -67,16 +94,17 @@ class Talk:
 
 
 def check_port(target: Target, purpose: Purpose) -> None:
-    """Somebody who has done nothing wrong is answered."""
-    known = Known(purpose, b"", None, None, b"")  # type: ignore[arg-type]  # what a harmless message needs not
+    """Somebody who has done nothing wrong is answered, whether a node of today or of pdserve 0.1."""
     with Talk(control(target, purpose), purpose) as talk:
-        talk.socket.send(known.frame())
-        assert isinstance(talk.next(), known.harmless_answer)
+        talk.greet()
+        for names in (True, False):
+            talk.ask(names=names)
+            assert isinstance(talk.next(), harmless_answer(purpose))
 
 
 @pytest.fixture(scope="module")
-def spec(attacked: Target) -> EngineSpec:
-    with Examiner(control(attacked, Purpose.TRANSFER), SECRET, TransferConfig()) as examiner:
+def spec(cluster_under_attack: Target) -> EngineSpec:
+    with Examiner(control(cluster_under_attack, Purpose.TRANSFER), SECRET, TransferConfig()) as examiner:
         examined = examiner.examine(ANSWER_S)
     assert examined is not None
     return examined.spec
@@ -103,26 +131,56 @@ def test_bytes_for_a_control_port(attacked: Target, purpose: Purpose, name: str)
 
 @pytest.mark.parametrize("case", attacks(CASES))
 def test_frames_for_a_control_port(attacked: Target, spec: EngineSpec, link: UcxLink, case: FrameCase) -> None:
-    boot = bytes.fromhex(attacked.instance(attacked.prefill)["boot_id"])
-    known = Known(case.purpose, boot, spec, decode_node(attacked), link.address)
     with Talk(control(attacked, case.purpose), case.purpose) as talk:
+        talk.greet()
+        known = Known(
+            purpose=case.purpose,
+            boot=talk.receiver,
+            welcome=talk.welcome,
+            spec=spec,
+            node=decode_node(attacked),
+            address=link.address,
+            own=talk.own,
+            sealer=talk.sealer,
+            names=case.names,
+        )
         for parts in case.make(known):
             talk.socket.send_multipart(parts)
         if not case.cuts:
-            talk.socket.send(known.frame())
-            check_answers(talk, known, case)
+            talk.ask(names=case.names)
+            check_answers(talk, case)
     check_port(attacked, case.purpose)
     attacked.check_answers()
 
 
-def check_answers(talk: Talk, known: Known, case: FrameCase) -> None:
+def check_answers(talk: Talk, case: FrameCase) -> None:
     """Reads up to the answer to the harmless frame that was sent last; what takes the engine longer comes behind it."""
+    last = harmless_answer(case.purpose)
     if case.any_answers:
-        while not isinstance(talk.next(), known.harmless_answer):
+        while not isinstance(talk.next(), last):
             pass
         return
-    wanted = [*case.answers, known.harmless_answer]
-    assert Counter(type(talk.next()) for _ in wanted) == Counter(wanted)
+    wanted = [*case.answers, last]
+    answers = [talk.next() for _ in wanted]
+    assert Counter(map(type, answers)) == Counter(wanted), answers
+
+
+@pytest.mark.parametrize("names", [True, False])
+@pytest.mark.parametrize("purpose", [Purpose.DISCOVERY, Purpose.TRANSFER])
+def test_a_captured_frame_is_good_at_no_port(attacked: Target, purpose: Purpose, names: bool) -> None:
+    """It was answered once. Over another connection, to the same process or the other one, nobody answers it again."""
+    with Talk(control(attacked, purpose), purpose) as heard:
+        heard.greet()
+        frame = heard.sealer.seal(harmless(purpose, heard.own), heard.receiver if names else None)
+        heard.socket.send(frame)
+        assert isinstance(heard.next(), harmless_answer(purpose))
+        for at in (Purpose.DISCOVERY, Purpose.TRANSFER):
+            with Talk(control(attacked, at), at) as thief:
+                thief.greet()
+                thief.socket.send(frame)
+                thief.ask()
+                assert isinstance(thief.next(), harmless_answer(at))
+    attacked.check_answers()
 
 
 def decode_node(target: Target) -> NodeInfo:

@@ -10,13 +10,13 @@ import pytest
 
 from pdserve.wire.discovery import Heartbeat
 from pdserve.wire.discovery import Load as NodeLoad
-from pdserve.wire.frame import Purpose
+from pdserve.wire.frame import UNNAMED, Purpose, Sealer
 from pdserve.wire.ids import new_id
 from pdserve.wire.ticket import PrefillTarget
 from tests.attacks.attack import attacks, carry_out, check_answer
 from tests.attacks.case import CHAT, DETOKENIZE, EITHER, FINE, TEXT, TOKENIZE, At, HttpCase, body_with, head, post
 from tests.attacks.client import Connection
-from tests.attacks.insider import FOREIGN, Office, changed, flipped, header, sealed
+from tests.attacks.insider import FOREIGN, SECRET, Office, changed, flipped, header, sealed
 from tests.attacks.target import Target
 
 pytestmark = pytest.mark.usefixtures("unharmed")
@@ -31,6 +31,13 @@ class TicketCase:
     name: str
     make: Callable[[Office], str]
     """The header's value."""
+
+
+def signed_ticket(office: Office, field: bytes) -> bytes:
+    """A right ticket with one more field at its end, in a frame that is right."""
+    ticket = msgspec.msgpack.encode(office.ticket())
+    sealer = Sealer(SECRET, Purpose.TICKET, new_id())
+    return sealer._seal(UNNAMED, new_id(), bytes((ticket[0] + 1,)) + ticket[1:] + field)
 
 
 FORGED = (
@@ -49,6 +56,18 @@ FORGED = (
     TicketCase("half a frame", lambda office: header(office.frame()[:60])),
     TicketCase("a frame and more", lambda office: header(office.frame() + b"\0")),
     TicketCase("another version", lambda office: header(changed(office.frame(), 0, lambda _: 2))),
+    TicketCase("version 3", lambda office: header(changed(office.frame(), 0, lambda _: 3))),
+    # Tickets name their node themselves.
+    TicketCase(
+        "a frame that names this node",
+        lambda office: header(sealed(office.ticket(), Purpose.TICKET, receiver=office.node)),
+    ),
+    TicketCase(
+        "a frame that names another node",
+        lambda office: header(sealed(office.ticket(), Purpose.TICKET, receiver=new_id())),
+    ),
+    TicketCase("unknown fields 9,000 deep", lambda office: header(signed_ticket(office, b"\xa1x" + b"\x91" * 9_000))),
+    TicketCase("a name that is no UTF-8", lambda office: header(signed_ticket(office, b"\xaarequest_id\xa2\xff\xfe"))),
     TicketCase("another sender", lambda office: header(changed(office.frame(), 1, lambda _: new_id()))),
     TicketCase("another counter", lambda office: header(changed(office.frame(), 2, lambda _: 2**62))),
     TicketCase("a negative counter", lambda office: header(changed(office.frame(), 2, lambda _: -1))),
