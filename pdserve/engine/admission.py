@@ -53,14 +53,28 @@ class Admission:
         """Whether there are a place and blocks for a waiting request while others run."""
         return self.has_place and self._has_room(request, self._blocks.find(request))
 
+    def next_in_turn(self, now: float) -> Request | None:
+        """The waiting request that gets the next place; not one whose prompt waits to be ordered elsewhere."""
+        looks, fetches, queued = _LOOKS, self._free_fetches(), self._queues.pending_prompt_tokens
+        for request in self._queues.in_turn():
+            if fetches or not request.targets:
+                return request
+            decision = self._decide(request, self._blocks.find(request), queued, now)
+            if decision is None or not decision.remote:
+                return request
+            looks -= 1
+            if not looks:
+                break
+        return None
+
     def admit(self, plan: Plan, budget: int, now: float) -> None:
         """Add to ``plan`` what is admitted, with at most ``budget`` tokens of work."""
-        if self._static and self._queues.num_admitted:
+        if not self._queues.waiting or not self.has_place or (self._static and self._queues.num_admitted):
             return
-        budget = self._admit_landed(plan, budget)
+        budget = self._admit_landed(plan, budget, now)
         looks, fetches = _LOOKS, self._free_fetches()
-        queued = self._queues.pending_prompt_tokens if self._queues.waiting else 0
-        for request in self._queues.in_turn() if self.has_place else ():
+        queued = self._queues.pending_prompt_tokens
+        for request in self._queues.in_turn():
             if not self.has_place or not looks:
                 return
             # A static batch takes whom it can get; a continuous one whom it can work on, or have worked on.
@@ -94,17 +108,32 @@ class Admission:
                 plan.work.append(Work(request, tokens))
                 budget -= tokens
 
-    def _admit_landed(self, plan: Plan, budget: int) -> int:
-        """Those that have all but one of their tokens in their blocks decode on. Returns the budget left."""
-        if not self.has_place or not budget or not self._queues.waiting:
+    def _admit_landed(self, plan: Plan, budget: int, now: float) -> int:
+        """Those that have all but one of their tokens in their blocks decode on. Returns the budget left.
+
+        They need few blocks or none, so they do not wait behind somebody for whom there are not enough. They do wait
+        for their turn behind somebody who can begin now.
+        """
+        if not budget or not any(map(_landed, self._queues.waiting)):
             return budget
-        for request in [request for request in self._queues.waiting if _landed(request)]:
-            if self.has_place and budget and self._has_room(request, ()):
+        first = self.next_in_turn(now)
+        for request in filter(_landed, self._queues.in_turn()):
+            if not self.has_place or not budget:
+                break
+            if first is not None and self._comes_before(first, request):
+                continue
+            if self._has_room(request, ()):
                 self._blocks.admit(request, ())
                 self._queues.move(request, Status.RUNNING)
                 plan.work.append(Work(request, 1))
                 budget -= 1
         return budget
+
+    def _comes_before(self, first: Request, landed: Request) -> bool:
+        """Whether the one that is next in turn, if not landed itself, takes the place of one that has landed."""
+        if _landed(first) or self._queues.places_of(first) >= self._queues.places_of(landed):
+            return False
+        return self.can_admit(first)
 
     def _free_fetches(self) -> int:
         """How many prompts may be ordered from prefill nodes beside those that are on their way or wait for a place."""

@@ -61,17 +61,25 @@ class Queues:
         return self._places[request.client_request]
 
     def in_turn(self) -> Iterator[Request]:
-        """Waiting requests in the order in which they get places, if each gets one as it is returned."""
-        queues: dict[ClientRequest, deque[Request]] = {}
-        for request in self.waiting:
-            queues.setdefault(request.client_request, deque()).append(request)
-        turns = [(self._places[whose], at, whose) for at, whose in enumerate(queues)]
+        """Waiting requests in the order in which they get places, if each gets one as it is returned.
+
+        Lazy, for most steps look at the first few only: those without a place come before anything is sorted.
+        """
+        later: dict[ClientRequest, list[Request]] = {}
+        for request in tuple(self.waiting):
+            whose = request.client_request
+            if whose in later or whose in self._places:
+                later.setdefault(whose, []).append(request)
+            else:
+                later[whose] = []
+                yield request
+        turns = [(self._places[whose], at, 0, whose) for at, whose in enumerate(later) if later[whose]]
         heapify(turns)
         while turns:
-            _, at, whose = heappop(turns)
-            yield queues[whose].popleft()
-            if queues[whose]:
-                heappush(turns, (self._places[whose], at, whose))
+            _, at, index, whose = heappop(turns)
+            yield later[whose][index]
+            if index + 1 < len(later[whose]):
+                heappush(turns, (self._places[whose], at, index + 1, whose))
 
     def before_waiting(self, request: Request) -> bool:
         """Whether a place goes to this request, which is not waiting, rather than to one that is."""

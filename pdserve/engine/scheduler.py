@@ -57,6 +57,8 @@ class Scheduler:
         self._release = release
         self._lookahead = lookahead
         self._clients: dict[int, Request] = {}
+        self._now = 0.0
+        """When ``schedule`` was last called."""
 
     # ------------------------------------------------------------ what is here
 
@@ -103,7 +105,8 @@ class Scheduler:
 
     def schedule(self, now: float) -> Plan:
         """Choose the next step's work. A plan without work means: wait for an event."""
-        giving_way = self._giving_way()
+        self._now = now
+        giving_way = self._giving_way(now)
         if giving_way is not None:
             self._preempt(giving_way)
         plan = Plan(copies=self._blocks.take_copies())
@@ -123,7 +126,7 @@ class Scheduler:
         """
         if self._static or self._lookahead or len(plan.work) != len(self._queues.running):
             return []
-        if self._queues.waiting and (self._admission.has_place or self._giving_way() is not None):
+        if self._queues.waiting and (self._admission.has_place or self._giving_way(self._now) is not None):
             return []
         followers = []
         for work in plan.work:
@@ -290,12 +293,17 @@ class Scheduler:
                 return False
         return True
 
-    def _giving_way(self) -> Request | None:
+    def _giving_way(self, now: float) -> Request | None:
         """Whose place and blocks go to a client request that has no place, where another one has several."""
         if self._static or not self._queues.placeless:
             return None
         rich = self._queues.most_placed()
-        return rich if rich is not None and not self._admission.can_admit(next(self._queues.in_turn())) else None
+        if rich is None:
+            return None
+        first = self._admission.next_in_turn(now)
+        if first is None or self._queues.places_of(first) or self._admission.can_admit(first):
+            return None
+        return rich
 
     def _preempt(self, request: Request) -> None:
         self.counters.preemptions += 1

@@ -58,7 +58,14 @@ class Bench:
         self.endings: dict[int, RequestOutput] = {}
         self.now = 0.0
 
-    def add(self, client: int, prompt: int, max_tokens: int = 4, targets: tuple[PrefillTarget, ...] = ()) -> Request:
+    def add(
+        self,
+        client: int,
+        prompt: int,
+        max_tokens: int = 4,
+        targets: tuple[PrefillTarget, ...] = (),
+        client_request: int | bytes = b"",
+    ) -> Request:
         request = Request(
             uuid=new_id(),
             token_ids=[100] * prompt,
@@ -67,6 +74,7 @@ class Bench:
             arrived=self.now,
             deadline=self.now + 100,
             client=client,
+            client_request=client_request,
             targets=targets,
         )
         self.scheduler.add(request)

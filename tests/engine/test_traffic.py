@@ -28,10 +28,16 @@ class Traffic:
         self.given_up: set[int] = set()
         self._random = random
         self._remote = remote
+        self._client_requests = 0
         self._requests: dict[int, Request] = {}
 
     def arrive(self) -> None:
-        """One prompt, with up to four answers."""
+        """A client request: up to three prompts, with up to four answers each."""
+        self._client_requests += 1
+        for _ in range(self._random.choice((1, 1, 1, 3))):
+            self._arrive_one()
+
+    def _arrive_one(self) -> None:
         random, engine = self._random, self.engine
         stem = [random.choice((10, 10, 20))] * random.choice((0, 7, 8, 16, 20, 24))
         prompt = [*stem, *random.choices((30, 31), k=random.randint(0 if stem else 1, 9))]
@@ -39,7 +45,13 @@ class Traffic:
         client = len(self.wanted)
         salt = random.choice(("", "", "salt"))
         request = engine.add(
-            client, prompt, max_tokens, seeds, salt=salt, remote=self._remote and random.random() < 0.8
+            client,
+            prompt,
+            max_tokens,
+            seeds,
+            salt=salt,
+            remote=self._remote and random.random() < 0.8,
+            client_request=self._client_requests,
         )
         for i, (member, seed) in enumerate(zip((request, *request.siblings), seeds, strict=True)):
             self.wanted[client + i] = answer(prompt, seed, max_tokens, engine.max_len)
@@ -124,7 +136,9 @@ def test_every_answer_is_right_on_a_mixed_node(
     max_step_tokens=st.tuples(*[st.integers(1, 24)] * 2),
     prefix_cache=st.tuples(st.booleans(), st.booleans()),
     losses=st.sampled_from([0.0, 0.0, 0.05, 0.3]),
-    share=st.sampled_from([1.0, 0.3]),
+    share=st.sampled_from([1.0, 0.3, 0.05]),
+    batching=st.sampled_from(Batching),
+    overlap=st.booleans(),
 )
 def test_every_answer_is_right_on_a_prefill_and_a_decode_node(
     seed: int,
@@ -134,7 +148,10 @@ def test_every_answer_is_right_on_a_prefill_and_a_decode_node(
     prefix_cache: tuple[bool, bool],
     losses: float,
     share: float,
+    batching: Batching,
+    overlap: bool,
 ) -> None:
+    """``batching`` and ``overlap`` are the decode node's."""
     random = Random(seed)
     wire = Wire(random)
     decode, prefill = (
@@ -146,6 +163,8 @@ def test_every_answer_is_right_on_a_prefill_and_a_decode_node(
             max_step_tokens=max_step_tokens[i],
             max_len=MAX_LEN,
             prefix_cache=prefix_cache[i],
+            batching=batching if role is Role.DECODE else Batching.CONTINUOUS,
+            overlap=overlap and role is Role.DECODE,
         )
         for i, (role, thread) in enumerate(((Role.DECODE, wire.decode), (Role.PREFILL, wire.prefill)))
     )
@@ -165,7 +184,7 @@ def test_every_answer_is_right_on_a_prefill_and_a_decode_node(
             turn()
             if random.random() < 0.1:
                 traffic.leave()
-    for _ in range(3000):
+    for _ in range(6000):
         if decode.idle and prefill.idle:
             break
         turn()

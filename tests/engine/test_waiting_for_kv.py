@@ -9,9 +9,11 @@ from pdserve.wire.sampling import SampledToken
 from tests.engine.test_scheduler import BLOCK_SIZE, TARGET, Bench, expected
 
 
-def add(bench: Bench, client: int, prompt: int, max_tokens: int = 4, *, remote: bool = False) -> Request:
+def add(
+    bench: Bench, client: int, prompt: int, max_tokens: int = 4, *, remote: bool = False, client_request: int = 0
+) -> Request:
     """With a prompt of its own, of which the prefix cache has nothing."""
-    request = bench.add(client, prompt, max_tokens, (TARGET,) if remote else ())
+    request = bench.add(client, prompt, max_tokens, (TARGET,) if remote else (), client_request or b"")
     request.token_ids[:] = [1000 + client] * prompt
     return request
 
@@ -118,3 +120,40 @@ def test_as_many_as_the_batch_holds_may_be_on_their_way_or_wait_for_a_place() ->
     for request in shorts:
         bench.scheduler.abort(request)
     assert bench.step().fetches == [waiters[2]]
+
+
+def with_two_places(bench: Bench) -> tuple[list[Request], list[Request]]:
+    """A client request with four prompts: two fill the batch, two are fetched."""
+    fetched = [add(bench, client, 10, remote=True, client_request=1) for client in (0, 1)]
+    bench.step()
+    running = [add(bench, client, 10, max_tokens=40, client_request=1) for client in (2, 3)]
+    bench.step()
+    assert [request.status for request in running] == [Status.RUNNING] * 2
+    return running, fetched
+
+
+def test_a_place_that_is_given_up_goes_to_who_has_none_and_not_to_one_that_landed() -> None:
+    bench = Bench(num_blocks=128, max_running=2, max_step_tokens=64)
+    running, fetched = with_two_places(bench)
+    for request in fetched:
+        land(bench, request)
+    other = add(bench, 10, 10)
+    bench.step()
+    assert other.status is Status.RUNNING
+    assert [request.status for request in (*running, *fetched)] == [Status.RUNNING] + [Status.WAITING] * 3
+    assert bench.scheduler.counters.preemptions == 1
+    bench.run()
+    assert set(bench.outputs) == {0, 1, 2, 3, 10}
+    assert bench.blocks.num_free == 128
+
+
+def test_nobody_gives_a_place_to_one_that_waits_until_its_prompt_can_be_ordered() -> None:
+    bench = Bench(num_blocks=128, max_running=2, max_step_tokens=64)
+    running, _ = with_two_places(bench)
+    remote = add(bench, 10, 10, remote=True)
+    bench.step()
+    assert [request.status for request in (*running, remote)] == [Status.RUNNING] * 2 + [Status.WAITING]
+    short = add(bench, 11, 3, remote=True)
+    bench.step()
+    assert short.status is Status.RUNNING, "it comes later, but is computed here"
+    assert bench.scheduler.counters.preemptions == 1
