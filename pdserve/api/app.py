@@ -118,7 +118,7 @@ def _add_tokenizer(app: Quart, node: NodeState) -> None:
             token_ids = node.limits.encode(text, encoder, param, add_special_tokens=special, cut=True)
             return msgspec.json.encode(Tokens(len(token_ids), node.ready.max_model_len, token_ids))
 
-        return Response(await node.preparer.run(len(data), work), content_type="application/json")
+        return Response(await node.preparer.run(len(data), work, node.timeout_s), content_type="application/json")
 
     @app.post("/detokenize")
     async def detokenize() -> Response:
@@ -132,7 +132,7 @@ def _add_tokenizer(app: Quart, node: NodeState) -> None:
             check()
             return Text(decoder.decode(node.limits.check_ids(body.tokens, "tokens"), skip_special_tokens=False))
 
-        return _json(await node.preparer.run(len(data), work))
+        return _json(await node.preparer.run(len(data), work, node.timeout_s))
 
 
 def _add_probes(app: Quart, node: NodeState) -> None:

@@ -81,7 +81,9 @@ class CompletionRoute(Generic[R]):
         tokenizer = self._admit()
         terms = self._terms(arrived)
         data = cast("bytes", await request.get_data(as_text=False))
-        prepared = await self._node.preparer.run(len(data), lambda check: self._prepare(data, tokenizer, check))
+        prepared = await self._node.preparer.run(
+            len(data), lambda check: self._prepare(data, tokenizer, check), terms.deadline - time.monotonic()
+        )
         run = self._start(prepared, terms, arrived, tokenizer)
         own(run.close)
         response = await self._answer(run, prepared.parsed.request, prepared.prompts, tokenizer)

@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
-from pdserve.api.preparing import INLINE_BYTES, WORKERS, Abandoned, Check, Preparer
-from pdserve.errors import InvalidRequest, Unavailable
+from pdserve.api.preparing import HUGE_BYTES, INLINE_BYTES, WORKERS, Abandoned, Check, Preparer
+from pdserve.errors import DeadlineExceeded, InvalidRequest, Unavailable
 
 LONG = INLINE_BYTES + 1
+HUGE = HUGE_BYTES + 1
 WAIT_S = 20.0
 
 
@@ -63,8 +64,8 @@ def run(scenario: Callable[[Preparer], Coroutine[Any, Any, None]], max_bytes: in
 def test_short_bodies_are_prepared_here_and_long_ones_elsewhere() -> None:
     async def scenario(preparer: Preparer) -> None:
         here = threading.get_ident()
-        assert await preparer.run(INLINE_BYTES, lambda check: threading.get_ident()) == here
-        assert await preparer.run(LONG, lambda check: threading.get_ident()) != here
+        assert await preparer.run(INLINE_BYTES, lambda check: threading.get_ident(), WAIT_S) == here
+        assert await preparer.run(LONG, lambda check: threading.get_ident(), WAIT_S) != here
 
     run(scenario)
 
@@ -72,11 +73,11 @@ def test_short_bodies_are_prepared_here_and_long_ones_elsewhere() -> None:
 def test_while_long_ones_take_for_ever_short_ones_and_the_loop_go_on() -> None:
     async def scenario(preparer: Preparer) -> None:
         held = Held()
-        slow = [asyncio.create_task(preparer.run(LONG, held)) for _ in range(WORKERS + 3)]
+        slow = [asyncio.create_task(preparer.run(LONG, held, WAIT_S)) for _ in range(WORKERS + 3)]
         for _ in range(WORKERS):
             await acquired(held.begun)
         for i in range(100):
-            assert await preparer.run(1, lambda check, i=i: i) == i  # type: ignore[misc]  # mypy loses the default
+            assert await preparer.run(1, lambda check, i=i: i, WAIT_S) == i  # type: ignore[misc]  # mypy loses the default
         assert held.count == WORKERS, "few threads, however many wait"
         held.go_on.set()
         assert len(set(await asyncio.gather(*slow))) <= WORKERS
@@ -84,18 +85,49 @@ def test_while_long_ones_take_for_ever_short_ones_and_the_loop_go_on() -> None:
     run(scenario)
 
 
+def test_huge_bodies_keep_out_no_others() -> None:
+    async def scenario(preparer: Preparer) -> None:
+        held = Held()
+        slow = [asyncio.create_task(preparer.run(HUGE, held, WAIT_S)) for _ in range(4)]
+        await acquired(held.begun)
+        with pytest.raises(Unavailable):
+            await preparer.run(HUGE, held, WAIT_S)
+        for i in range(20):
+            assert await preparer.run(LONG, lambda check, i=i: i, WAIT_S) == i  # type: ignore[misc]  # mypy loses the default
+        assert held.count == 1, "one thread"
+        held.go_on.set()
+        await asyncio.gather(*slow)
+
+    run(scenario, max_bytes=4 * HUGE)
+
+
+def test_a_body_waits_no_longer_than_its_deadline() -> None:
+    async def scenario(preparer: Preparer) -> None:
+        held, late = Held(), Held()
+        slow = [asyncio.create_task(preparer.run(LONG, held, WAIT_S)) for _ in range(WORKERS)]
+        for _ in range(WORKERS):
+            await acquired(held.begun)
+        with pytest.raises(DeadlineExceeded):
+            await preparer.run(LONG, late, 0.01)
+        held.go_on.set()
+        await asyncio.gather(*slow)
+        assert late.count == 0
+
+    run(scenario)
+
+
 def test_no_more_bytes_wait_than_may_and_one_large_body_goes_alone() -> None:
     async def scenario(preparer: Preparer) -> None:
         held = Held()
-        slow = [asyncio.create_task(preparer.run(LONG, held)) for _ in range(10)]
+        slow = [asyncio.create_task(preparer.run(LONG, held, WAIT_S)) for _ in range(10)]
         await acquired(held.begun)
         with pytest.raises(Unavailable) as refused:
-            await preparer.run(LONG, held)
+            await preparer.run(LONG, held, WAIT_S)
         assert (refused.value.code, refused.value.retry_after_s) == ("overloaded", 1)
         held.go_on.set()
         await asyncio.gather(*slow)
         await until(lambda: preparer.bytes_held == 0)
-        assert await preparer.run(100 * LONG, lambda check: 7) == 7
+        assert await preparer.run(100 * LONG, lambda check: 7, WAIT_S) == 7
 
     run(scenario)
 
@@ -103,7 +135,7 @@ def test_no_more_bytes_wait_than_may_and_one_large_body_goes_alone() -> None:
 def test_what_nobody_waits_for_is_not_begun_and_what_runs_ends_at_its_next_step() -> None:
     async def scenario(preparer: Preparer) -> None:
         held = Held()
-        slow = [asyncio.create_task(preparer.run(LONG, held)) for _ in range(WORKERS + 4)]
+        slow = [asyncio.create_task(preparer.run(LONG, held, WAIT_S)) for _ in range(WORKERS + 4)]
         for _ in range(WORKERS):
             await acquired(held.begun)
         for task in slow:
@@ -122,6 +154,6 @@ def test_an_error_is_the_callers_and_frees_the_bytes() -> None:
 
     async def scenario(preparer: Preparer) -> None:
         with pytest.raises(InvalidRequest):
-            await preparer.run(LONG, fail)
+            await preparer.run(LONG, fail, WAIT_S)
 
     run(scenario)
