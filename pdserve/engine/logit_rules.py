@@ -6,7 +6,6 @@ changed together: their tokens are listed here, and each rule is one gather and 
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -86,7 +85,7 @@ def _penalise_repetition(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> N
     entries = _Entries()
     for index, row in enumerate(rows):
         if row.sampling.repetition_penalty != 1.0:
-            entries.add(index, list(set(row.token_ids)), row.sampling.repetition_penalty)
+            entries.add(index, row.counts.present(row.token_ids), row.sampling.repetition_penalty)
     if entries.rows:
         at_row, at_token, penalty = entries.place(logits.device)
         seen = logits[at_row, at_token]
@@ -98,8 +97,8 @@ def _penalties(rows: Sequence[SamplingRow]) -> _Entries:
     for index, row in enumerate(rows):
         frequency, presence = row.sampling.frequency_penalty, row.sampling.presence_penalty
         if (frequency or presence) and row.position:
-            counts = Counter(row.generated)
-            entries.add(index, list(counts), -frequency * np.asarray(list(counts.values())) - presence)
+            tokens, times = row.counts.generated(row.token_ids, row.num_prompt_tokens)
+            entries.add(index, tokens, -frequency * times - presence)
     return entries
 
 

@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from pdserve.engine.prefix_cache import Match
+from pdserve.engine.token_counts import TokenCounts
 from pdserve.errors import EngineError
 from pdserve.wire.engine import PrefillSource
 from pdserve.wire.ids import RequestUuid, TransferId
@@ -87,6 +88,7 @@ class Request:
     block_table: list[int] = field(default_factory=list)
     block_hashes: list[bytes] = field(default_factory=list)
     """Of its full blocks, as far as they were needed."""
+    counts: TokenCounts = field(default_factory=TokenCounts)
     match: Match = field(default_factory=Match)
     """While it waits: what the prefix cache has of them."""
     ended: bool = False

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from pdserve.engine.request import Request
+from pdserve.engine.token_counts import TokenCounts
 from pdserve.wire.sampling import SamplingParams
 
 
@@ -22,25 +23,23 @@ class SamplingRow:
     num_prompt_tokens: int
     num_unknown_tokens: int = 0
     """Chosen after those, but not on the host yet."""
+    counts: TokenCounts = field(default_factory=TokenCounts)
+    """The request's, of ``token_ids``."""
 
     @classmethod
     def of(cls, request: Request) -> SamplingRow:
         """For the token after the request's last one."""
-        return cls(request.sampling, request.token_ids, request.num_prompt_tokens)
+        return cls(request.sampling, request.token_ids, request.num_prompt_tokens, 0, request.counts)
 
     @classmethod
     def after_unknown(cls, request: Request) -> SamplingRow:
         """For the token after the one that a step under way chooses for the request."""
-        return cls(request.sampling, request.token_ids, request.num_prompt_tokens, 1)
+        return cls(request.sampling, request.token_ids, request.num_prompt_tokens, 1, request.counts)
 
     @property
     def position(self) -> int:
         """How many tokens were generated before."""
         return len(self.token_ids) + self.num_unknown_tokens - self.num_prompt_tokens
-
-    @property
-    def generated(self) -> Sequence[int]:
-        return self.token_ids[self.num_prompt_tokens :]
 
     def has_generated(self, last: Sequence[int]) -> bool:
         """Whether the answer so far ends with these tokens."""
