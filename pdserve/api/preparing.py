@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TypeAlias, TypeVar
+from concurrent.futures import Future
+from typing import Any, Generic, TypeAlias, TypeVar
 
 from pdserve.errors import DeadlineExceeded, Unavailable
 
@@ -64,50 +65,91 @@ class Preparer:
             ) from None
 
     def close(self) -> None:
-        """What waits is dropped, what runs ends by itself."""
+        """What waits is not begun any more; what runs ends by itself, or with the process."""
         self._long.close()
         self._huge.close()
 
 
 class _Threads:
-    """Some threads and their queue."""
+    """Some threads and their queue. The process does not wait for them when it ends: a template may take for ever."""
 
     def __init__(self, workers: int, max_bytes: int) -> None:
         self.bytes_held = 0
+        self._workers = workers
         self._max_bytes = max_bytes
-        self._lock = threading.Lock()
-        self._pool = ThreadPoolExecutor(workers, thread_name_prefix="preparing")
+        self._started = self._closed = False
+        self._waiting: deque[_Work[Any]] = deque()
+        self._changed = threading.Condition()
 
     async def run(self, size: int, work: Callable[[Check], T]) -> T:
-        self._take(size)
-        abandoned = threading.Event()
-
-        def check() -> None:
-            if abandoned.is_set():
-                raise Abandoned
-
-        def ended(_: Future[T]) -> None:
-            with self._lock:
-                self.bytes_held -= size
-
-        future = self._pool.submit(work, check)
-        future.add_done_callback(ended)
+        waiting = _Work(size, work)
+        self._put(waiting)
         try:
-            return await asyncio.wrap_future(future)
+            return await asyncio.wrap_future(waiting.result)
         finally:
-            abandoned.set()
+            self._abandon(waiting)
 
-    def _take(self, size: int) -> None:
-        with self._lock:
+    def close(self) -> None:
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    def _put(self, work: _Work[Any]) -> None:
+        with self._changed:
             # One that is larger than all that may wait goes alone.
-            if self.bytes_held and self.bytes_held + size > self._max_bytes:
+            if self._closed or (self.bytes_held and self.bytes_held + work.size > self._max_bytes):
                 raise Unavailable(
                     "too many long prompts wait to be read", code="overloaded", retry_after_s=RETRY_AFTER_S
                 )
-            self.bytes_held += size
+            self.bytes_held += work.size
+            self._waiting.append(work)
+            self._changed.notify()
+            starting, self._started = not self._started, True
+        for _ in range(self._workers if starting else 0):
+            threading.Thread(target=self._serve, name="preparing", daemon=True).start()
 
-    def close(self) -> None:
-        self._pool.shutdown(wait=False, cancel_futures=True)
+    def _abandon(self, work: _Work[Any]) -> None:
+        """Nobody waits for it any more: one that was not begun is let go, and its body with it."""
+        work.abandoned.set()
+        with self._changed:
+            if work in self._waiting:
+                self._waiting.remove(work)
+                self.bytes_held -= work.size
+
+    def _serve(self) -> None:
+        while (work := self._next()) is not None:
+            work.do()
+            with self._changed:
+                self.bytes_held -= work.size
+            del work  # its body is not kept until the next one comes
+
+    def _next(self) -> _Work[Any] | None:
+        """None once it is closed."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._waiting or self._closed)
+            return None if self._closed else self._waiting.popleft()
+
+
+class _Work(Generic[T]):
+    def __init__(self, size: int, work: Callable[[Check], T]) -> None:
+        self.size = size
+        self.result: Future[T] = Future()
+        self.abandoned = threading.Event()
+        self._work = work
+
+    def do(self) -> None:
+        if not self.result.set_running_or_notify_cancel():
+            return
+        try:
+            result = self._work(self._check)
+        except BaseException as exc:
+            self.result.set_exception(exc)
+        else:
+            self.result.set_result(result)
+
+    def _check(self) -> None:
+        if self.abandoned.is_set():
+            raise Abandoned
 
 
 def _go_on() -> None:

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import subprocess
+import sys
 import threading
+import weakref
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -157,3 +161,46 @@ def test_an_error_is_the_callers_and_frees_the_bytes() -> None:
             await preparer.run(LONG, fail, WAIT_S)
 
     run(scenario)
+
+
+def test_a_body_that_nobody_waits_for_is_not_kept() -> None:
+    async def scenario(preparer: Preparer) -> None:
+        held, body = Held(), Held()
+        slow = [asyncio.create_task(preparer.run(LONG, held, WAIT_S)) for _ in range(WORKERS)]
+        for _ in range(WORKERS):
+            await acquired(held.begun)
+        left = asyncio.create_task(preparer.run(LONG, body, WAIT_S))
+        await asyncio.sleep(0)
+        left.cancel()
+        await asyncio.wait([left])
+        kept = weakref.ref(body)
+        del left, body
+        await asyncio.sleep(0)
+        gc.collect()
+        assert kept() is None, "though the threads are still busy"
+        held.go_on.set()
+        await asyncio.gather(*slow)
+
+    run(scenario)
+
+
+def test_a_process_ends_while_a_template_renders_for_ever() -> None:
+    script = """if True:
+        import asyncio, threading
+        from pdserve.api.preparing import Preparer
+
+        async def main():
+            preparer, begun = Preparer(), threading.Event()
+
+            def render(check):
+                begun.set()
+                threading.Event().wait()
+
+            task = asyncio.create_task(preparer.run(5_000, render, 60.0))
+            await asyncio.to_thread(begun.wait)
+            task.cancel()
+            preparer.close()
+
+        asyncio.run(main())
+    """
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=WAIT_S)
