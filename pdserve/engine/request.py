@@ -89,6 +89,7 @@ class Request:
     block_hashes: list[bytes] = field(default_factory=list)
     """Of its full blocks, as far as they were needed."""
     counts: TokenCounts = field(default_factory=TokenCounts)
+    """For penalties."""
     match: Match = field(default_factory=Match)
     """While it waits: what the prefix cache has of them."""
     ended: bool = False
