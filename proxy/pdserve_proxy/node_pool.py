@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 from pdserve.errors import Unavailable
 from pdserve.tls import Trust
 from pdserve_proxy.expiry import ExpiryQueue
-from pdserve_proxy.node_connection import NodeClosed, NodeConnection, NodeResponse, NodeUnreachable
+from pdserve_proxy.node_connection import NodeClosed, NodeConnection, NodeLost, NodeResponse, NodeUnreachable
 
 IDLE_S = 60.0
 """Shorter than the nodes keep idle connections, so that none is reused while its node closes it."""
@@ -77,23 +77,19 @@ class NodePool:
         """
         fields = "".join([f"{name}: {value}\r\n" for name, value in headers.items()])
         head = f"{_opening(url, path)}content-length: {len(body)}\r\n{fields}\r\n".encode("latin-1", "replace")
-        while True:
-            idle = self._idle.get(url)
-            connection = idle.pop_newest() if idle else await self._connect(url)
-            reused = connection.requests > 0
-            response = None
+        idle = self._idle.get(url)
+        if not idle:
+            return await _head_of(await self._connect(url), head, body, silence_s)
+        try:
+            return await _head_of(idle.pop_newest(), head, body, silence_s)
+        except NodeClosed:
+            # Nodes close kept connections when they like. Asked once more, on a new connection, this one shows whether
+            # it lives: it may also have died of the request, and must not die of it on every connection.
             try:
-                response = connection.request(head, body, silence_s)
-                await response.head()
-                return response
-            except NodeClosed:
-                # Nodes close kept connections when they like: before a first byte, that says nothing of the node.
-                if not reused:
-                    raise
-            except BaseException:
-                if response is not None:
-                    response.close()
-                raise
+                connection = await self._connect(url)
+            except NodeUnreachable as exc:
+                raise NodeLost(f"it closed the connection, and takes no other: {exc}") from exc
+        return await _head_of(connection, head, body, silence_s)
 
     async def _connect(self, url: str) -> NodeConnection:
         if self._closed:
@@ -150,6 +146,17 @@ class NodePool:
             if not idle:
                 idle.close()
                 del self._idle[url]
+
+
+async def _head_of(connection: NodeConnection, head: bytes, body: bytes, silence_s: float | None) -> NodeResponse:
+    """The response to a request, its head there. Raises NodeLost; the connection is closed then."""
+    response = connection.request(head, body, silence_s)
+    try:
+        await response.head()
+    except BaseException:
+        response.close()
+        raise
+    return response
 
 
 @functools.lru_cache(maxsize=4096)

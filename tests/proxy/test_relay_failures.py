@@ -244,6 +244,41 @@ def test_a_request_that_two_nodes_were_lost_with_is_not_given_to_a_third() -> No
     run_async(scenario())
 
 
+def test_a_request_that_nodes_die_of_is_given_to_two_also_over_kept_connections() -> None:
+    asked: list[FakeNode] = []
+
+    def behaviour(made: list[FakeNode], number: int) -> Behaviour:
+        async def die_of_poison(exchange: Exchange) -> None:
+            if b"poison" not in exchange.request.body:
+                await answer_ok(exchange)
+                return
+            asked.append(made[number])
+            made[number]._server.close()  # a process that is dead takes no new connection
+            exchange.die()
+
+        return die_of_poison
+
+    async def scenario() -> None:
+        async with cluster() as running, AsyncExitStack() as stack:
+            made: list[FakeNode] = []
+            for number in range(4):
+                made.append(await stack.enter_async_context(FakeNode(behaviour(made, number))))
+                await running.add(node_info(f"n{number}", Role.MIXED, made[number].url))
+
+            async def ask_all() -> bool:
+                async with running.chat() as response:
+                    assert response.status == 200
+                return all(node.requests for node in made)
+
+            await eventually(ask_all, "there is a kept connection to every node")
+            async with running.chat(user="poison") as response:
+                assert response.status == 502
+                assert error_of(await response.read())["code"] == "upstream_lost"
+            assert len(asked) == 2
+
+    run_async(scenario())
+
+
 def test_not_more_than_so_many_nodes_are_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(relay, "MAX_ATTEMPTS", 3)
 
