@@ -449,7 +449,8 @@ class GuardedHttp(HttpToolsProtocol):
         info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
         state, sent_ms_ago = _TCP_INFO.unpack(info)
         can_be_asked = not self.cycle.response_started and self.cycle.scope["http_version"] == "1.1"
-        unasked_s = min(now - self._half_closed_s, sent_ms_ago / 1000)
+        # Where bytes wait for room at the client, the kernel asks it for some, and the write timer bounds the wait.
+        unasked_s = 0.0 if self._outlet.unread_bytes() else min(now - self._half_closed_s, sent_ms_ago / 1000)
         if state == _TCP_CLOSE or (not can_be_asked and unasked_s >= self.half_closed_s):
             self.transport.abort()
             return

@@ -19,19 +19,35 @@ HELD = b"GET /held HTTP/1.1\r\nhost: x\r\n\r\n"
 HELD_1_0 = b"GET /held HTTP/1.0\r\n\r\n"
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
+LARGE = b"x" * 2**25
+"""More than the kernel's buffers hold."""
+LOOKS = 10
+
 Client: TypeAlias = Callable[["Guarded", Reader, Writer], Coroutine[Any, Any, None]]
 
 
 class Guarded(App):
-    """Also has ``/stream``, which sends its last chunk when it is let go, and tells when a client says no more."""
+    """Also has ``/stream``, which sends its last chunk when it is let go, and tells when a client says no more.
+
+    ``/large`` is more than a client can leave unread.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.half_closed = asyncio.Event()
+        self.half_closed, self.looked_long = asyncio.Event(), asyncio.Event()
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        if scope["path"] != "/stream":
+        if scope["path"] not in ("/stream", "/large"):
             await super().__call__(scope, receive, send)
+            return
+        if scope["path"] == "/large":
+            await receive()
+            await send(
+                {"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"%d" % len(LARGE))]}
+            )
+            for start in range(0, len(LARGE), 2**16):
+                piece = LARGE[start : start + 2**16]
+                await send({"type": "http.response.body", "body": piece, "more_body": start + 2**16 < len(LARGE)})
             return
         await receive()
         await send({"type": "http.response.start", "status": 200, "headers": []})
@@ -59,6 +75,18 @@ class Telling(GuardedHttp):
 
 class Impatient(Telling):
     half_closed_s = 0.2
+
+
+class Looking(Impatient):
+    """Tells the application when it has looked for its client for longer than a silent one may take."""
+
+    _looks = 0
+
+    def _look_for_client(self) -> None:
+        super()._look_for_client()
+        self._looks += 1
+        if self._looks == LOOKS:
+            self.config.app.looked_long.set()  # type: ignore[union-attr]
 
 
 @pytest.fixture(params=[asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
@@ -165,6 +193,20 @@ def test_whom_nobody_can_ask_waits_a_bounded_time(talk: Callable[..., Guarded], 
         assert CONTINUE not in await reader.read()
 
     talk(client, Impatient)
+
+
+def test_a_half_closed_client_may_pause_in_its_reading(
+    talk: Callable[..., Guarded], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pdserve.http_guard.MAX_LOOK_S", 0.1)
+
+    async def client(app: Guarded, reader: Reader, writer: Writer) -> None:
+        writer.write(HELD.replace(b"/held", b"/large"))
+        writer.write_eof()
+        await app.looked_long.wait()
+        assert len((await reader.read()).partition(b"\r\n\r\n")[2]) == len(LARGE)
+
+    talk(client, Looking)
 
 
 def test_a_half_closed_client_of_http_1_0_gets_its_answer(talk: Callable[..., Guarded]) -> None:
