@@ -165,7 +165,7 @@ class GuardedHttp(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn has it
         super().connection_made(transport)
         # One for all requests: made anew for each, it and its cycle would keep each other alive.
-        self._outlet = Outlet(transport, self.flow)
+        self._outlet = Outlet(transport, self.flow, self._close_behind_response)
         if len(self.connections) > self.max_connections:
             # While it lingers it takes nobody's place.
             self.connections.discard(self)
@@ -397,6 +397,17 @@ class GuardedHttp(HttpToolsProtocol):
         self.transport.write(self._answer(status, message, code))
         if self.transport.can_write_eof():  # not with TLS
             self.transport.write_eof()
+        self.flow.resume_reading()
+
+    def _close_behind_response(self) -> None:
+        unsent = self.transport.get_write_buffer_size()
+        if self._phase is not _BODY or unsent or not self.transport.can_write_eof():
+            self.transport.close()
+            return
+        # The client still sends: bytes that come after a close would take the response back before it is read.
+        self._phase = _CLOSING
+        self._start_timer(self.linger_s)
+        self.transport.write_eof()
         self.flow.resume_reading()
 
     def _disconnect(self) -> None:

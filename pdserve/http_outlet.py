@@ -48,10 +48,12 @@ class Outlet:
     body, which ASGI takes apart, are one system call and one packet.
     """
 
-    __slots__ = ("_flow", "_held", "_transport", "cycle", "is_closing", "on_disconnect")
+    __slots__ = ("_close", "_flow", "_held", "_transport", "cycle", "is_closing", "on_disconnect")
 
-    def __init__(self, transport: asyncio.Transport, flow: Flow) -> None:
+    def __init__(self, transport: asyncio.Transport, flow: Flow, close: Callable[[], None]) -> None:
+        """``close`` is called behind a response that is its connection's last."""
         self._transport = transport
+        self._close = close
         self._flow = flow
         self.cycle: Cycle | None = None
         """Of the request that is answered now, or was last."""
@@ -109,7 +111,7 @@ class Outlet:
         cycle.waiting_for_100_continue = False
         cycle.response_started = cycle.response_complete = True
         if not cycle.keep_alive:
-            self._transport.close()
+            self._close()
         cycle.on_response()
 
     def write_chunk(self, data: bytes) -> bool:
@@ -138,7 +140,7 @@ class Outlet:
 
     def close(self) -> None:
         self._release()
-        self._transport.close()
+        self._close()
 
     def tell_disconnect(self) -> None:
         """The connection is lost, or given up."""

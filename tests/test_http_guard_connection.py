@@ -52,7 +52,7 @@ class App:
 
     def __init__(self) -> None:
         self.calls: list[Any] = []
-        self.started, self.read_twice = asyncio.Event(), asyncio.Event()
+        self.started, self.read_twice, self.answered = asyncio.Event(), asyncio.Event(), asyncio.Event()
         self.let_go, self.disconnected = asyncio.Event(), asyncio.Event()
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
@@ -84,6 +84,7 @@ class App:
     async def _answer(self, send: Any) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
         await send({"type": "http.response.body", "body": b"ok"})
+        self.answered.set()
 
 
 class Server(uvicorn.Server):
@@ -247,6 +248,18 @@ def test_the_rest_of_a_body_that_nobody_wants_has_its_time(talk: Callable[..., A
         assert await reader.read() == b""
 
     talk(client, Hasty)
+
+
+def test_the_last_response_of_a_connection_is_not_taken_back_while_its_client_sends(talk: Callable[..., App]) -> None:
+    async def client(app: App, reader: Reader, writer: Writer) -> None:
+        writer.write(POST + b"connection: close\r\ncontent-length: 1000000\r\n\r\n")
+        await app.answered.wait()
+        for _ in range(10):
+            writer.write(b"x" * 100_000)
+            await writer.drain()
+        assert (await reader.read()).endswith(b"\r\n\r\nok")
+
+    talk(client)
 
 
 def test_the_rest_of_a_body_may_come_after_its_response(talk: Callable[..., App]) -> None:
