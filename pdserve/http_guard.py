@@ -223,9 +223,9 @@ class GuardedHttp(HttpToolsProtocol):
     def _start_write_timer(self) -> None:
         self._stop_write_timer()
         self._unread_bytes = self._outlet.unread_bytes()
-        self._write_timer = self.loop.call_later(self.write_timeout_s, self._unread)
+        self._write_timer = self.loop.call_later(self.write_timeout_s, self._check_progress)
 
-    def _unread(self) -> None:
+    def _check_progress(self) -> None:
         # Slow clients may go on. What is being closed has nobody left who would end it: there some speed is asked for.
         least = HIGH_WATER_LIMIT if self.transport.is_closing() else 1
         if self._outlet.unread_bytes() <= self._unread_bytes - least:

@@ -1,4 +1,4 @@
-"""The proxy's ear: nodes' registrations and heartbeats over a ZMQ ROUTER socket, into the registry.
+"""Takes nodes' registrations and heartbeats from a ZMQ ROUTER socket into the registry.
 
 A proxy that is late itself drops nobody: what waits in the socket is taken before a lease may expire, and the time by
 which a turn came late counts against no node.

@@ -112,9 +112,9 @@ async def run(
         addresses = Addresses(http_url(listener, bool(config.tls.cert)), discovery.endpoint)
         knowledge = Knowledge(registry, flights, metrics, scrape)
         async with asyncio.TaskGroup() as tasks:
-            ear = tasks.create_task(discovery.run())
+            listening_to_nodes = tasks.create_task(discovery.run())
             await serve_clients(config, live, knowledge, listener, stop, lambda: announce(addresses))
-            ear.cancel()
+            listening_to_nodes.cancel()
 
 
 def configure_logging(config: LogConfig) -> None:
