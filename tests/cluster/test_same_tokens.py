@@ -59,6 +59,7 @@ def test_prefill_and_decode_nodes_alone(pd_cluster: Cluster, wanted: dict[int, l
 
 @pytest.mark.timeout(600)
 def test_prefill_and_decode_nodes_eight_at_a_time(pd_cluster: Cluster, wanted: dict[int, list[int]]) -> None:
+    pd_cluster.until_idle()  # what nodes count of earlier requests is in their figures then
     before = prefills(pd_cluster, "remote")
     assert eight_at_a_time(pd_cluster, "eight") == wanted
     pd_cluster.until_idle()
