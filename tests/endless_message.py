@@ -1,24 +1,24 @@
-"""Whoever can connect to a ZMQ socket, with no secret, and sends a message that never ends."""
+"""Whoever can connect to a ZMQ socket, with no secret, and sends a message without end, or of very many parts."""
 
 from __future__ import annotations
 
 import socket
 import struct
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 _GREETING = b"\xff" + bytes(8) + b"\x7f" + b"\x03\x00" + b"NULL".ljust(20, b"\0") + b"\0" + bytes(31)
 _READY = b"\x05READY" + b"\x0bSocket-Type" + struct.pack(">I", 6) + b"DEALER"
 _MORE = 0x01
+_LAST = 0x00
 _LONG = 0x02
 
 
 def sends_without_end(port: int, part_bytes: int, timeout_s: float) -> bool:
     """Whether it was still being listened to after ``timeout_s``; False if it was cut before."""
     part = bytes([_MORE | _LONG]) + struct.pack(">Q", part_bytes) + bytes(part_bytes)
-    with socket.create_connection(("127.0.0.1", port), timeout_s) as connection:
-        connection.sendall(_GREETING)
-        assert connection.recv(64)
-        connection.sendall(b"\x04" + bytes([len(_READY)]) + _READY)
+    with _connected(port, timeout_s) as connection:
         until = time.monotonic() + timeout_s
         try:
             while time.monotonic() < until:
@@ -26,3 +26,32 @@ def sends_without_end(port: int, part_bytes: int, timeout_s: float) -> bool:
         except ConnectionError:
             return False
     return True
+
+
+def is_cut(connection: socket.socket) -> bool:
+    """Whether the other side ends it, within the connection's timeout."""
+    try:
+        while connection.recv(65_536):
+            pass
+    except TimeoutError:
+        return False
+    except ConnectionError:
+        return True
+    return True
+
+
+@contextmanager
+def many_parts(port: int, parts: int, timeout_s: float) -> Iterator[socket.socket]:
+    """A connection that has sent one message of so many empty parts, whole."""
+    with _connected(port, timeout_s) as connection:
+        connection.sendall(bytes([_MORE, 0]) * (parts - 1) + bytes([_LAST, 0]))
+        yield connection
+
+
+@contextmanager
+def _connected(port: int, timeout_s: float) -> Iterator[socket.socket]:
+    with socket.create_connection(("127.0.0.1", port), timeout_s) as connection:
+        connection.sendall(_GREETING)
+        assert connection.recv(64)
+        connection.sendall(b"\x04" + bytes([len(_READY)]) + _READY)
+        yield connection

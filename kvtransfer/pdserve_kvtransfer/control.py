@@ -12,7 +12,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from pdserve.errors import TransferError
-from pdserve.wire.connection_guard import CHECK_S, ConnectionGuard, connection_of
+from pdserve.wire.connection_guard import ConnectionGuard, Message, MessageReader
 from pdserve.wire.frame import MAX_FRAME_BYTES
 
 _SEND_QUEUE_FRAMES = 16_384
@@ -29,30 +29,21 @@ _CONNECT_TIMEOUT_MS = 2_000
 
 
 @dataclass(frozen=True, slots=True)
-class Received:
-    """One frame at the prefill engine."""
-
-    route: bytes
-    """Where an answer goes."""
-    connection: int
-    """Which TCP connection it came over, as ``Look`` names it; -1 if unknown."""
-    frame: bytes
-
-
-@dataclass(frozen=True, slots=True)
 class Look:
     """What the prefill engine's control socket has had since the last look.
 
     Connections are called by their descriptors, so one may have ended and passed its number on in between.
     """
 
-    frames: list[Received]
+    frames: list[Message]
     more: bool
     """Whether there may be more at once."""
     ended: list[int]
     """Connections of former looks that are over. Frames of this look may be of a newer one with that number."""
     gone: list[int]
     """Numbers that no connection has any more, so that these frames' connections are over too."""
+    deaf: bool
+    """Whether other frames could not be had, because a message of very many parts is being dropped."""
 
 
 _KEEPALIVE = {
@@ -110,6 +101,7 @@ class ControlServer:
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], host: str, port: int, advertise: str) -> None:
         self._socket = _new_socket(context, zmq.ROUTER)
         self._guard = ConnectionGuard((_RECEIVE_QUEUE_FRAMES + 2) * MAX_FRAME_BYTES)
+        self._reader = MessageReader(self._socket)
         self._next_check = 0.0
         try:
             self._socket.set(zmq.BACKLOG, _LISTEN_BACKLOG)
@@ -144,25 +136,28 @@ class ControlServer:
         for received in frames:
             self._guard.heard(received.connection)
         gone = [connection for connection, event in latest.items() if event == zmq.EVENT_DISCONNECTED]
-        return Look(frames, more, ended, gone)
+        return Look(frames, more, ended, gone, self._reader.dropping)
 
-    def _frames(self) -> tuple[list[Received], bool]:
-        batch: list[Received] = []
+    def _frames(self) -> tuple[list[Message], bool]:
+        batch: list[Message] = []
         size = 0
         while len(batch) < _BATCH_FRAMES and size < _BATCH_BYTES:
-            try:
-                parts = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
-            except zmq.Again:
-                return batch, False
-            # Our frames are one part each; anything else passes for an empty one, to be dropped as malformed.
-            frame = parts[1].bytes if len(parts) == 2 else b""
-            batch.append(Received(parts[0].bytes, connection_of(parts[-1]), frame))
-            size += len(frame)
+            message = self._reader.read()
+            if message is None:
+                return batch, self._reader.dropping
+            if message.too_long:
+                self._guard.cut(message.connection, self._port, "a message of more than one part")
+            batch.append(message)
+            size += len(message.frame)
         return batch, True
 
     def send(self, route: bytes, frame: bytes) -> bool:
         """False if the frame was dropped because too much is queued; one to a route that is gone counts as sent."""
         return _send(self._socket, [route, frame])
+
+    def trust(self, connection: int) -> None:
+        """An authentic frame has come over it."""
+        self._guard.trusted(connection)
 
     def next_check(self) -> float | None:
         """When to call ``check`` next; None if nobody is connected."""
@@ -171,8 +166,8 @@ class ControlServer:
     def check(self, now: float) -> None:
         """Cut connections that fill the memory, if it is time to look for them."""
         if now >= self._next_check:
-            self._next_check = now + CHECK_S
             self._guard.check(self._port)
+            self._next_check = now + self._guard.check_s
 
     def close(self, linger_s: float) -> None:
         if hasattr(self, "_watch"):

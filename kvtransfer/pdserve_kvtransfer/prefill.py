@@ -9,6 +9,7 @@ from functools import partial
 from typing import cast
 
 from pdserve.errors import RankLost, TransferError, UnreadableMessage, WrongReceiver
+from pdserve.wire.connection_guard import Message
 from pdserve.wire.frame import Opened
 from pdserve.wire.transfer import (
     Accept,
@@ -26,7 +27,7 @@ from pdserve.wire.transfer import (
     ToPrefill,
 )
 from pdserve.wire.version import NAMED_RECEIVERS, RELEASED_0_1
-from pdserve_kvtransfer.control import ControlServer, Received
+from pdserve_kvtransfer.control import ControlServer
 from pdserve_kvtransfer.decode_peer import DecodePeer
 from pdserve_kvtransfer.events import PushOutcome
 from pdserve_kvtransfer.frames import Inbound
@@ -96,6 +97,8 @@ class PrefillSide:
         self._closing = [peer for peer in self._closing if not peer.closed()]
         look = self._server.look()
         more = look.more or reported
+        if look.deaf:
+            self.forgive(now)
         for connection in look.ended:
             self._on_disconnect(connection, now)
         for received in look.frames:
@@ -107,10 +110,11 @@ class PrefillSide:
         more |= self._probes.turn(now)
         return more
 
-    def _take(self, received: Received, now: float) -> None:
+    def _take(self, received: Message, now: float) -> None:
         opened = self._inbound.open(received.frame, now)
         match opened:
             case Opened():
+                self._server.trust(received.connection)
                 self._on_message(opened, received, now)
             case WrongReceiver():
                 # Of an engine that means another one here, as after a restart of this one.
@@ -118,7 +122,7 @@ class PrefillSide:
             case UnreadableMessage() if (peer := self._peers.get(opened.sender)) is not None:
                 peer.unreadable(opened)
 
-    def _on_message(self, opened: Opened[ToPrefill], received: Received, now: float) -> None:
+    def _on_message(self, opened: Opened[ToPrefill], received: Message, now: float) -> None:
         message = opened.message
         if isinstance(message, PrefillRequest | Accept | Done | Cancel):
             boot_id = message.transfer_id.decode_boot
@@ -140,7 +144,7 @@ class PrefillSide:
         boot_id: bytes,
         message: PrefillRequest | Accept | Done | Cancel | Ping,
         opened: Opened[ToPrefill],
-        received: Received,
+        received: Message,
         now: float,
     ) -> None:
         peer = self._peers.get(boot_id)
@@ -156,7 +160,7 @@ class PrefillSide:
                 return
             self._attempt(peer, partial(peer.on_message, message, now))
 
-    def _greet(self, hello: Hello, opened: Opened[ToPrefill], received: Received, now: float) -> None:
+    def _greet(self, hello: Hello, opened: Opened[ToPrefill], received: Message, now: float) -> None:
         known = self._peers.get(hello.boot_id)
         if known is not None:
             self._lose(known, PushOutcome.PEER_LOST, "the decode engine has greeted anew")

@@ -12,6 +12,7 @@ import math
 import time
 
 from pdserve.errors import PeerLost, TransferError
+from pdserve.wire.connection_guard import Message
 from pdserve.wire.transfer import (
     MAX_PROBE_BYTES,
     Examine,
@@ -23,7 +24,7 @@ from pdserve.wire.transfer import (
     ToDecode,
 )
 from pdserve.wire.version import Spoken
-from pdserve_kvtransfer.control import ControlServer, Received
+from pdserve_kvtransfer.control import ControlServer
 from pdserve_kvtransfer.label import label_of, tag_of
 from pdserve_kvtransfer.machine_identity import machine_identity
 from pdserve_kvtransfer.probe import LOAD_TAG, MAX_ASKER_BYTES, PAUSE_S, PING_TAG, PROBE_S, START_TAG, WINDOW
@@ -39,7 +40,7 @@ _SLOTS = 64
 class _Probing:
     """One probe under way. The constructor raises TransferError; so do methods when it is of no use any more."""
 
-    def __init__(self, transport: Transport, asked: Probe, received: Received, protocol: int, now: float) -> None:
+    def __init__(self, transport: Transport, asked: Probe, received: Message, protocol: int, now: float) -> None:
         self.asker = asked.boot_id
         self.protocol = protocol
         self.route = received.route
@@ -123,7 +124,7 @@ class ProbeHost:
         self._probing: _Probing | None = None
         self._free_at = -math.inf
 
-    def on_message(self, message: Examine | Probe | ProbeEnd, received: Received, protocol: int, now: float) -> None:
+    def on_message(self, message: Examine | Probe | ProbeEnd, received: Message, protocol: int, now: float) -> None:
         """``protocol`` is the newest that the asker is known to speak."""
         match message:
             case Examine(boot_id, newest, oldest):
@@ -148,7 +149,7 @@ class ProbeHost:
             ipc_namespace=identity.ipc_namespace,
         )
 
-    def _open(self, asked: Probe, received: Received, protocol: int, now: float) -> None:
+    def _open(self, asked: Probe, received: Message, protocol: int, now: float) -> None:
         def refuse(reason: str) -> None:
             self._send(received.route, asked.boot_id, protocol, ProbeRefused(self._station.boot_id, reason))
 

@@ -1,8 +1,10 @@
-"""Cuts connections that fill this process's memory without ever completing a message.
+"""What keeps a stranger's connections to a listening ZMQ socket from costing memory, descriptors or time.
 
-ZMQ bounds the parts of a message and the number of messages that wait, but not the number of parts of one message:
-whoever connects could send parts without end, which ZMQ keeps until the last one comes, before anybody can look for a
-signature. The kernel counts what each connection has received; what is not accounted for by messages is held by ZMQ.
+ZMQ bounds the size of each part of a message and the number of messages that wait, but not the number of parts of one
+message. Whoever connects could send parts without end, which ZMQ keeps until the last one comes, before anybody can
+look for a signature; and when it comes, nobody else's messages are read until all those parts are. So
+``ConnectionGuard`` has the kernel count what each connection has received, and cuts those where too much of it is not
+accounted for by messages. ``MessageReader`` drops a message of too many parts, a few of them at a time.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import logging
 import os
 import socket
 import struct
+import time
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -20,10 +23,19 @@ log = logging.getLogger(__name__)
 
 CHECK_S = 0.5
 """How often to check while there are connections."""
+CHECK_STRANGERS_S = 0.1
+"""How often to check while some of them are strangers'."""
 TOTAL = 4
 """All connections together may have so many times waiting what one may."""
-MAX_SILENT = 1_024
-"""Connections that have not completed a message yet. Nodes and engines greet at once."""
+MAX_STRANGERS = 1_024
+"""Connections without an authentic frame so far. Nodes and engines greet at once."""
+MAX_STRANGER_BYTES = 2**20
+"""What a connection may have received without an authentic frame among it: more than any greeting takes."""
+MAX_PARTS = 2
+"""Of a message to a ROUTER: the route and the frame."""
+_PARTS_AT_ONCE = 1_000
+"""Of a message that is dropped, so that other work has its turn after some milliseconds."""
+LOG_EVERY_S = 5.0
 _BYTES_RECEIVED = slice(128, 136)
 """Where Linux's ``struct tcp_info`` has ``tcpi_bytes_received``, since Linux 4.1."""
 
@@ -32,10 +44,12 @@ _BYTES_RECEIVED = slice(128, 136)
 class _Connection:
     since: int = 0
     """Bytes that it had received when its last message was seen."""
+    received: int = 0
+    """Bytes that it has received in all."""
     heard: bool = False
     """Whether a message of it came since the last check."""
-    silent: bool = True
-    """Whether none has come at all."""
+    stranger: bool = True
+    """Whether nothing of it was authentic so far."""
 
 
 class ConnectionGuard:
@@ -46,15 +60,23 @@ class ConnectionGuard:
         self._limit = limit
         self._connections: dict[int, _Connection] = {}
         """In the order in which they were accepted."""
+        self._cuts = 0
+        self._next_log = 0.0
 
     @property
     def watching(self) -> bool:
         """Whether there are connections to check."""
         return bool(self._connections)
 
+    @property
+    def check_s(self) -> float:
+        """How long after one check the next one is due."""
+        strangers = any(connection.stranger for connection in self._connections.values())
+        return CHECK_STRANGERS_S if strangers else CHECK_S
+
     def accepted(self, descriptor: int) -> None:
-        self.ended(descriptor)
-        self._connections[descriptor] = _Connection()
+        # Its first frame may have been taken before this news of it.
+        self._connections.setdefault(descriptor, _Connection())
 
     def ended(self, descriptor: int) -> None:
         self._connections.pop(descriptor, None)
@@ -63,19 +85,29 @@ class ConnectionGuard:
         """A whole message has come over this connection."""
         connection = self._connections.get(descriptor)
         if connection is not None:
-            connection.heard, connection.silent = True, False
+            connection.heard = True
+
+    def trusted(self, descriptor: int) -> None:
+        """An authentic frame has come over this connection."""
+        self._connections.setdefault(descriptor, _Connection()).stranger = False
 
     def check(self, port: int) -> None:
-        """Cut connections to ``port``, the listening one, that have too much waiting, and the oldest silent ones."""
+        """Cut connections to ``port``, the listening one: those that have too much waiting, strangers' that have sent
+        too much, and the oldest of too many strangers'.
+        """
         waiting = {descriptor: self._waiting(descriptor, port) for descriptor in tuple(self._connections)}
         total = sum(waiting.values())
         for descriptor, size in sorted(waiting.items(), key=lambda item: -item[1]):
             if size > self._limit or total > TOTAL * self._limit:
                 total -= size
-                self._cut(descriptor, port, f"{size} bytes wait of a message that is not complete")
-        silent = [descriptor for descriptor, connection in self._connections.items() if connection.silent]
-        for descriptor in silent[: max(0, len(silent) - MAX_SILENT)]:
-            self._cut(descriptor, port, f"more than {MAX_SILENT} connections say nothing")
+                self.cut(descriptor, port, f"{size} bytes wait of a message that is not complete")
+        strangers = [descriptor for descriptor, connection in self._connections.items() if connection.stranger]
+        for descriptor in strangers:
+            if self._connections[descriptor].received > MAX_STRANGER_BYTES:
+                self.cut(descriptor, port, f"more than {MAX_STRANGER_BYTES} bytes, and nothing authentic among them")
+        strangers = [descriptor for descriptor in strangers if descriptor in self._connections]
+        for descriptor in strangers[: max(0, len(strangers) - MAX_STRANGERS)]:
+            self.cut(descriptor, port, f"more than {MAX_STRANGERS} have said nothing authentic")
 
     def _waiting(self, descriptor: int, port: int) -> int:
         """Bytes received since its last message was seen. Forgets a connection that is gone."""
@@ -88,10 +120,15 @@ class ConnectionGuard:
             return 0
         if connection.heard:
             connection.since, connection.heard = received, False
+        connection.received = received
         return received - connection.since
 
-    def _cut(self, descriptor: int, port: int, why: str) -> None:
-        log.warning("a control connection is cut: %s", why)
+    def cut(self, descriptor: int, port: int, why: str) -> None:
+        """Log ``why``, now and then, and end the connection. What has come over it already is still to be read."""
+        self._cuts += 1
+        if (now := time.monotonic()) >= self._next_log:
+            self._next_log = now + LOG_EVERY_S
+            log.warning("a control connection is cut (%d so far): %s", self._cuts, why)
         self.ended(descriptor)
         with suppress(OSError), _duplicate(descriptor, port) as duplicate:
             duplicate.shutdown(socket.SHUT_RDWR)
@@ -100,10 +137,16 @@ class ConnectionGuard:
 def _duplicate(descriptor: int, port: int) -> socket.socket:
     """A connection that ZMQ may close at any moment, so that its number cannot pass to another one meanwhile.
 
-    Raises OSError if it has passed already.
+    Raises OSError if it has passed already, to whatever it may be.
     """
-    duplicate = socket.socket(fileno=os.dup(descriptor))
-    if duplicate.getsockname()[1] != port:
+    number = os.dup(descriptor)
+    try:
+        duplicate = socket.socket(fileno=number)
+    except OSError:
+        os.close(number)
+        raise
+    name = duplicate.getsockname()
+    if duplicate.family not in (socket.AF_INET, socket.AF_INET6) or name[1] != port:
         duplicate.close()
         raise OSError(f"descriptor {descriptor} is no connection to port {port} any more")
     return duplicate
@@ -120,3 +163,52 @@ def connection_of(frame: zmq.Frame) -> int:
         return int(frame.get(zmq.SRCFD))
     except (zmq.ZMQError, TypeError, ValueError):
         return -1
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One message at a ROUTER."""
+
+    route: bytes
+    """Where an answer goes."""
+    frame: bytes
+    """Empty for a message of another number of parts than ours."""
+    connection: int
+    """As ``connection_of`` has it."""
+    too_long: bool = False
+    """Whether it has so many parts that whoever sent it is to be cut. What comes of them is dropped."""
+
+
+class MessageReader:
+    """Reads a ROUTER's messages, so that one of a million parts is dropped a few of them at a time.
+
+    Meanwhile no other message can be had from the socket: ZMQ gives out the parts of a message together.
+    """
+
+    def __init__(self, router: zmq.Socket[bytes]) -> None:
+        self._router = router
+        self.dropping = False
+        """Whether parts of a message that is dropped are still to be read."""
+
+    def read(self) -> Message | None:
+        """The next message; None if there is none, or, while ``dropping``, not yet. Never waits."""
+        try:
+            if self.dropping and not self._drop():
+                return None
+            parts = [self._router.recv(zmq.NOBLOCK, copy=False)]
+            while parts[-1].more and len(parts) <= MAX_PARTS:
+                parts.append(self._router.recv(zmq.NOBLOCK, copy=False))
+        except zmq.Again:
+            return None
+        self.dropping = parts[-1].more
+        frame = parts[1].bytes if len(parts) == MAX_PARTS else b""
+        return Message(parts[0].bytes, frame, connection_of(parts[-1]), self.dropping)
+
+    def _drop(self) -> bool:
+        """Whether all of it is gone."""
+        for _ in range(_PARTS_AT_ONCE):
+            self._router.recv(zmq.NOBLOCK)
+            if not self._router.getsockopt(zmq.RCVMORE):
+                self.dropping = False
+                return True
+        return False

@@ -36,8 +36,10 @@ NAMED = 2
 MAX_AGE_S = 60.0
 MAX_FRAME_BYTES = 4 * 2**20
 MAX_SENDERS = 65_536
-UNDECODABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-"""What msgspec raises for what is no message: text may be no UTF-8, and what is skipped may be nested too deep."""
+UNDECODABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+"""What msgspec raises for bytes that are not what they should be: the last two for text that is not UTF-8, and for
+arrays within arrays without end in a field that nobody knows.
+"""
 _NAME_BYTES = 16
 
 T = TypeVar("T")

@@ -26,7 +26,7 @@ from pdserve.errors import (
     WireError,
     WrongReceiver,
 )
-from pdserve.wire.connection_guard import CHECK_S, ConnectionGuard, connection_of
+from pdserve.wire.connection_guard import ConnectionGuard, Message, MessageReader
 from pdserve.wire.discovery import Ack, Deregister, FromProxy, Heartbeat, Hello, Refused, Register, ToProxy, Welcome
 from pdserve.wire.frame import Opened, Opener, Purpose, Sealer, Secrets
 from pdserve.wire.version import RELEASED_0_1, SPOKEN, Spoken
@@ -69,6 +69,7 @@ class Discovery:
         self._drops, self._refusals = _Tally(clock), _Tally(clock)
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.ROUTER)
+        self._reader = MessageReader(zmq.Socket.shadow(self._socket.underlying))
         self._guard = ConnectionGuard((MAX_BURST + 2) * MAX_MESSAGE_BYTES)
         self._monitor = self._socket.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
         try:
@@ -76,6 +77,7 @@ class Discovery:
         except zmq.ZMQError as exc:
             self.close()
             raise ConfigError(f"cannot take registrations on {host}:{port}: {exc}") from exc
+        self._port = int(self.endpoint.rpartition(":")[2])
 
     @classmethod
     def bind(
@@ -109,16 +111,18 @@ class Discovery:
 
     async def _guard_connections(self) -> None:
         """Until cancelled."""
-        port = int(self.endpoint.rpartition(":")[2])
+        next_check = 0.0
         while True:
-            if await self._monitor.poll(int(CHECK_S * 1000) if self._guard.watching else None):
+            wait_ms = max(0, int((next_check - time.monotonic()) * 1000) + 1) if self._guard.watching else None
+            if await self._monitor.poll(wait_ms):
                 event = parse_monitor_message(await self._monitor.recv_multipart())
                 if event["event"] == zmq.EVENT_ACCEPTED:
                     self._guard.accepted(event["value"])
                 else:
                     self._guard.ended(event["value"])
-            else:
-                self._guard.check(port)
+            if (now := time.monotonic()) >= next_check:
+                self._guard.check(self._port)
+                next_check = now + self._guard.check_s
 
     async def _serve(self) -> None:
         bursts = 0
@@ -150,27 +154,33 @@ class Discovery:
     async def _receive_burst(self) -> bool:
         """Whether that was all there is."""
         for _ in range(MAX_BURST):
-            try:
-                frames = await self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
-            except zmq.Again:
-                return True
-            self._guard.heard(connection_of(frames[-1]))
-            await self._take([frame.bytes for frame in frames])
+            began = self._clock()
+            message = self._reader.read()
+            if self._reader.dropping:
+                # Nobody else could be heard.
+                self._registry.forgive(self._clock() - began)
+            if message is None:
+                return not self._reader.dropping
+            if message.too_long:
+                self._guard.cut(message.connection, self._port, "a message of more than one part")
+            self._guard.heard(message.connection)
+            await self._take(message)
         return False
 
-    async def _take(self, parts: list[bytes]) -> None:
+    async def _take(self, message: Message) -> None:
+        route = message.route
         try:
-            if len(parts) != 2:
-                raise MalformedFrame(f"a discovery message of {len(parts)} parts; it has 2")
-            await self._answer(parts[0], self._opener.open_from(parts[1]))
+            opened = self._opener.open_from(message.frame)
+            self._guard.trusted(message.connection)
+            await self._answer(route, opened)
         except WrongReceiver as exc:
             # Of a node that takes this process for another one, as after a restart of this proxy: it shall greet again.
             self._dropped(exc)
-            await self._send(parts[0], exc.sender, Ack(exc.sender, known=False))
+            await self._send(route, exc.sender, Ack(exc.sender, known=False))
         except UnreadableMessage as exc:
             self._dropped(exc)
             if exc.body:
-                await self._send(parts[0], exc.sender, Refused(exc.sender, str(exc)[:_MAX_REASON]))
+                await self._send(route, exc.sender, Refused(exc.sender, str(exc)[:_MAX_REASON]))
         except WireError as exc:
             self._dropped(exc)
 

@@ -12,7 +12,7 @@ import zmq
 from pdserve.wire.sampling import SampledToken
 from pdserve.wire.transfer import Ping, Pong
 from pdserve_kvtransfer.events import FetchLanded, FirstTokenArrived, PushEnded, PushOutcome, PushWanted
-from tests.endless_message import sends_without_end
+from tests.endless_message import is_cut, many_parts, sends_without_end
 from tests.eventually import eventually
 from tests.kvtransfer.fakes import FakeDecode
 from tests.kvtransfer.rig import WAIT_S, Pair, pair
@@ -98,3 +98,12 @@ def test_a_message_without_end_costs_its_sender_the_connection_and_nobody_else_a
         port = int(rig.prefill.address.rpartition(":")[2])
         assert not sends_without_end(port, 2**20, timeout_s=20.0)
         transfer_lands(rig)
+
+
+def test_a_message_of_very_many_parts_costs_its_sender_the_connection_and_nobody_else_anything() -> None:
+    with pair() as rig:
+        transfer_lands(rig)
+        port = int(rig.prefill.address.rpartition(":")[2])
+        with many_parts(port, 300_000, timeout_s=20.0) as connection:
+            transfer_lands(rig)
+            assert is_cut(connection)

@@ -24,7 +24,7 @@ from pdserve.wire.ids import new_id
 from pdserve_proxy.discovery import MAX_MESSAGE_BYTES, Discovery
 from pdserve_proxy.metrics import ProxyMetrics
 from pdserve_proxy.registry import MAX_NODES, Registry
-from tests.endless_message import sends_without_end
+from tests.endless_message import is_cut, many_parts, sends_without_end
 from tests.proxy.cluster import HEARTBEAT_MS, SECRET, cancelled, eventually, node_info, registered, run_async
 
 NODE = node_info("d0", Role.DECODE)
@@ -366,16 +366,20 @@ def test_bad_frames_are_dropped_and_the_good_one_behind_them_is_taken() -> None:
 
 def test_ten_thousand_registrations_are_bounded_in_number_and_in_log_lines(caplog: pytest.LogCaptureFixture) -> None:
     async def scenario() -> None:
-        async with listening(heartbeat_s=60.0) as ear, raw_peer(ear.control) as peer, registered(NODE, ear.control):
-            sealer = Sealer(SECRET, Purpose.DISCOVERY, new_id())
+        async with listening(heartbeat_s=60.0) as ear, raw_peer(ear.control) as peer, raw_peer(ear.control) as first:
+            sealer = Sealer(SECRET, Purpose.DISCOVERY, NODE.boot_id)
+            opener = Opener(SECRET, Purpose.DISCOVERY, Ack)
+            await first.send(sealer.seal(Register(NODE)))
+            assert opener.open(await first.recv()).known
             for _ in range(50):
                 for _ in range(200):
-                    await peer.send(sealer.seal(Register(node_info(new_id().hex(), Role.DECODE))))
+                    node = node_info(new_id().hex(), Role.DECODE)
+                    await peer.send(Sealer(SECRET, Purpose.DISCOVERY, node.boot_id).seal(Register(node)))
                 for _ in range(200):
                     await peer.recv()
             assert len(ear.names()) == MAX_NODES
-            seen_s = ear.registry.snapshot().nodes[0].seen_s
-            await eventually(lambda: ear.registry.snapshot().nodes[0].seen_s > seen_s, "a heartbeat after it")
+            await first.send(sealer.seal(Heartbeat(NODE.boot_id, Load())))
+            assert opener.open(await first.recv()).known
             assert ear.names()[0] == NODE.name
 
     with caplog.at_level(logging.WARNING, logger="pdserve_proxy.discovery"):
@@ -402,6 +406,36 @@ def test_a_message_without_end_costs_its_sender_the_connection_and_nobody_else_a
             seen_s = ear.registry.snapshot().nodes[0].seen_s
             await eventually(lambda: ear.registry.snapshot().nodes[0].seen_s > seen_s, "a heartbeat after it")
             assert ear.lost == []
+
+    run_async(scenario())
+
+
+def test_a_message_of_very_many_parts_costs_its_sender_the_connection_and_nobody_else_anything() -> None:
+    async def scenario() -> None:
+        async with listening() as ear, registered(NODE, ear.control):
+            with many_parts(ear.port, 300_000, timeout_s=20.0) as connection:
+                assert await asyncio.to_thread(is_cut, connection)
+            seen_s = ear.registry.snapshot().nodes[0].seen_s
+            await eventually(lambda: ear.registry.snapshot().nodes[0].seen_s > seen_s, "a heartbeat after it")
+            assert ear.lost == []
+
+    run_async(scenario())
+
+
+def test_connections_that_come_and_go_keep_nobody_from_being_cut() -> None:
+    async def come_and_go(port: int) -> None:
+        while True:
+            _, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.close()
+            await asyncio.sleep(0.02)
+
+    async def scenario() -> None:
+        async with listening() as ear:
+            others = asyncio.create_task(come_and_go(ear.port))
+            try:
+                assert not await asyncio.to_thread(sends_without_end, ear.port, MAX_MESSAGE_BYTES - 1, 5.0)
+            finally:
+                others.cancel()
 
     run_async(scenario())
 

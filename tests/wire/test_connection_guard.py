@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 
 import pytest
+import zmq
 
 from pdserve.wire import connection_guard
-from pdserve.wire.connection_guard import ConnectionGuard
+from pdserve.wire.connection_guard import ConnectionGuard, MessageReader
+from tests.eventually import eventually
 
 LIMIT = 100_000
 
@@ -78,12 +80,71 @@ def test_many_connections_may_not_do_together_what_one_may_not(listener: Listene
     assert sum(is_cut(client) for client, _ in many) == 3
 
 
-def test_the_oldest_of_too_many_that_say_nothing_are_cut(listener: Listener, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection_guard, "MAX_SILENT", 2)
+def test_the_oldest_of_too_many_strangers_are_cut(listener: Listener, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection_guard, "MAX_STRANGERS", 2)
     peers = [listener.connected() for _ in range(5)]
-    listener.guard.heard(peers[0][1].fileno())
+    listener.guard.trusted(peers[0][1].fileno())
+    # Junk makes nobody known.
+    listener.guard.heard(peers[1][1].fileno())
     listener.guard.check(listener.port)
     assert [is_cut(client) for client, _ in peers] == [False, True, True, False, False]
+
+
+def test_a_stranger_that_sends_message_after_message_is_cut(
+    listener: Listener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection_guard, "MAX_STRANGER_BYTES", 3 * LIMIT)
+    peers = [listener.connected() for _ in range(2)]
+    listener.guard.trusted(peers[0][1].fileno())
+    for _ in range(4):
+        for client, here in peers:
+            listener.took(client, here, LIMIT)
+            listener.guard.heard(here.fileno())
+        listener.guard.check(listener.port)
+    assert [is_cut(client) for client, _ in peers] == [False, True]
+
+
+def test_news_of_a_connection_may_come_after_its_first_frame(
+    listener: Listener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection_guard, "MAX_STRANGERS", 0)
+    client, here = listener.connected()
+    listener.guard.trusted(here.fileno())
+    listener.guard.accepted(here.fileno())
+    listener.guard.check(listener.port)
+    assert not is_cut(client)
+
+
+@pytest.mark.parametrize("make", [lambda: os.eventfd(0), lambda: socket.socket(socket.AF_UNIX).detach()])
+def test_a_descriptor_that_became_something_else_is_left_alone(listener: Listener, make: Callable[[], int]) -> None:
+    _, here = listener.connected()
+    number, other = here.detach(), make()
+    try:
+        os.dup2(other, number)
+        before = len(os.listdir("/proc/self/fd"))
+        listener.guard.check(listener.port)
+        assert not listener.guard.watching
+        assert len(os.listdir("/proc/self/fd")) == before
+    finally:
+        os.close(number)
+        os.close(other)
+
+
+def test_a_message_of_many_parts_is_dropped_a_few_at_a_time() -> None:
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as router, context.socket(zmq.DEALER) as dealer:
+        port = router.bind_to_random_port("tcp://127.0.0.1")
+        dealer.connect(f"tcp://127.0.0.1:{port}")
+        dealer.send_multipart([b""] * 2_500)
+        dealer.send(b"good")
+        reader = MessageReader(router)
+        bad = eventually(reader.read)
+        assert (bad.frame, bad.too_long, reader.dropping) == (b"", True, True)
+        looks = 0
+        while (good := reader.read()) is None:
+            assert reader.dropping
+            looks += 1
+        assert (good.frame, good.too_long, looks) == (b"good", False, 2)
+        assert reader.read() is None and not reader.dropping
 
 
 def test_a_descriptor_that_became_another_connection_is_left_alone(listener: Listener) -> None:

@@ -344,3 +344,18 @@ def test_strangers_cannot_make_it_forget_a_sender() -> None:
         with pytest.raises(AuthenticationFailed, match="signature"):
             receiver.open(sealer(clock, secret=b"a guess", sender=number.to_bytes(16)).seal(ACK))
     assert list(receiver._senders) == [BOOT]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        msgpack.packb({"kind": "ack", "boot_id": BOOT, "known": True, "new": 0})[:-1] + b"\x91" * 100_000 + b"\x90",
+        msgpack.packb({"boot_id": BOOT, "known": True, "kind": "ack"})[:-4] + b"\xa3\xff\xff\xff",
+    ],
+    ids=["arrays in arrays without end", "text that is not UTF-8"],
+)
+def test_an_authentic_frame_that_cannot_be_decoded_is_a_typed_error(body: bytes) -> None:
+    clock = Clock()
+    frame = sealer(clock)._seal(1, BOOT, body)
+    with pytest.raises(UnreadableMessage):
+        opener(clock).open(frame)
