@@ -32,7 +32,7 @@ from pdserve_kvtransfer.receive_port import ReceivePort
 from pdserve_kvtransfer.region import KvRegion
 from pdserve_kvtransfer.send_port import SendPort
 from pdserve_kvtransfer.transport import Transport
-from pdserve_kvtransfer.ucx import configured_ucx
+from pdserve_kvtransfer.ucx import configured_ucx, prefill_ucx
 
 log = logging.getLogger(__name__)
 
@@ -65,7 +65,8 @@ class RankThread:
         self._rank, self._ranks, self._kv_heads = rank, ranks, kv_heads
         self._region = region
         self._died = died
-        self._make_transport = transport or (lambda: configured_ucx(config))
+        make = prefill_ucx if role is Role.PREFILL else configured_ucx
+        self._make_transport = transport or (lambda: make(config))
         self._ports: dict[int, Port] = {}
         self._unsent: deque[bytes] = deque()
         self._encoder = msgspec.msgpack.Encoder()

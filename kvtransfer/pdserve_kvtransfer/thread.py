@@ -42,7 +42,7 @@ from pdserve_kvtransfer.station import (
 )
 from pdserve_kvtransfer.stats import TransferStats
 from pdserve_kvtransfer.transport import Transport
-from pdserve_kvtransfer.ucx import configured_ucx
+from pdserve_kvtransfer.ucx import configured_ucx, prefill_ucx
 
 log = logging.getLogger(__name__)
 
@@ -88,7 +88,8 @@ class TransferThread:
         self._max_prompt_tokens = max_prompt_tokens
         self._reports_sent = reports_sent
         self._wake = wake
-        self._make_transport = transport or (lambda: configured_ucx(config))
+        make = prefill_ucx if role is Role.PREFILL else configured_ucx
+        self._make_transport = transport or (lambda: make(config))
         self._outbox = Outbox()
         self._counters = TransferStats()
         self._load = UNKNOWN_LOAD

@@ -19,6 +19,7 @@ import msgspec
 from pdserve.config import TransferConfig
 from pdserve.errors import TransferError
 from pdserve.wire.link_address import LinkAddress
+from pdserve_kvtransfer.control import is_loopback
 from pdserve_kvtransfer.memory import Memory
 from pdserve_kvtransfer.mover import MakeMover
 from pdserve_kvtransfer.ucx_lanes import SHARED_MEMORY, Lane, lanes_of, parse_resources
@@ -27,6 +28,7 @@ from pdserve_kvtransfer.ucxx_mover import UcxxMover
 
 log = logging.getLogger(__name__)
 
+LOOPBACK_DEVICE = "lo"
 _CLOSE_WAIT_NS = 100_000_000
 _LIBUCP = "libucp.so.0"
 _PAST_THE_END = bytes(65_536)
@@ -199,3 +201,15 @@ class UcxTransport:
 def configured_ucx(config: TransferConfig, make_mover: MakeMover = UcxxMover) -> UcxTransport:
     """As the settings say. Raises TransferError."""
     return UcxTransport(config.ucx_tls, config.ucx_net_devices, config.ucx_tcp_ports, make_mover=make_mover)
+
+
+def prefill_ucx(config: TransferConfig, make_mover: MakeMover = UcxxMover) -> UcxTransport:
+    """As the settings say, for a prefill engine. Raises TransferError.
+
+    UCX believes whoever reaches its ports, and it listens on every network device unless it is told. An engine whose
+    control channel only this machine can reach keeps it to the loopback device.
+    """
+    chosen = config.ucx_net_devices or os.environ.get("UCX_NET_DEVICES", "")
+    if not chosen and not config.advertise and is_loopback(config.host):
+        chosen = LOOPBACK_DEVICE
+    return UcxTransport(config.ucx_tls, chosen, config.ucx_tcp_ports, make_mover=make_mover)

@@ -122,7 +122,7 @@ def _network(devices: Sequence[Lane]) -> Finding:
     networks = [device for device in devices if device.transport not in MEMORY_TRANSPORTS]
     beyond = [f"{device.transport} on {device.device}" for device in networks if device.device not in ("lo", "memory")]
     if beyond:
-        return ok("networks for KV", ", ".join(dict.fromkeys(beyond)))
+        return ok("networks for KV", ", ".join(dict.fromkeys(beyond)) + "; whoever reaches UCX there can end a node")
     return warning(
         "networks for KV",
         "none beyond loopback: nodes of other machines cannot move KV blocks to this one",

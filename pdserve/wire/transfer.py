@@ -174,7 +174,7 @@ class FirstToken(msgspec.Struct, frozen=True, tag_field="kind", tag="first_token
     transfer_id: TransferId
     tokens: Annotated[tuple[SampledToken, ...], msgspec.Meta(min_length=1)]
     """Of the request, then of its siblings in order."""
-    cached_tokens: int
+    cached_tokens: Annotated[int, msgspec.Meta(ge=0)]
     load: PrefillLoad = UNKNOWN_LOAD
     """After this prompt."""
 

@@ -78,7 +78,7 @@ def test_no_tools_are_a_warning() -> None:
 def test_a_laptop_is_fine() -> None:
     assert {found.verdict for found in check_ucx(LAPTOP)} == {Verdict.OK, Verdict.NOT_APPLICABLE}
     assert finding(LAPTOP, "UCX transports").seen == "tcp (eth0, lo), posix"
-    assert finding(LAPTOP, "networks for KV").seen == "tcp on eth0"
+    assert finding(LAPTOP, "networks for KV").seen == "tcp on eth0; whoever reaches UCX there can end a node"
 
 
 @pytest.mark.parametrize(

@@ -56,7 +56,7 @@ def test_without_staging_a_gpu_needs_checksums_to_be_off() -> None:
 def test_a_gpu_needs_compiled_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ConfigError, match="there is no g"):
-        transport_for(TransferConfig(), tmp_path, gpu_cache().device)
+        transport_for(Role.DECODE, TransferConfig(), tmp_path, gpu_cache().device)
     with pytest.raises(TransferError, match="compiled calls only"):
         UcxxMover(None, DeviceMemory(4096, 64))
 

@@ -60,6 +60,7 @@ from pdserve_kvtransfer.stats import TransferStats
 from tests.engine.prefill_choices import prefill_choice
 
 BLOCK_SIZE = 4
+VOCAB = 1_000
 NUM_BLOCKS = 16
 BOOT = new_id()
 
@@ -140,7 +141,7 @@ class Bench:
         self.choice = prefill_choice(BLOCK_SIZE, rate=self.rate)
         self.connector: KvConnector
         if role is Role.DECODE:
-            self.connector = Fetching(self.blocks, thread, TransferConfig(), BOOT, self.choice)
+            self.connector = Fetching(self.blocks, thread, TransferConfig(), BOOT, self.choice, VOCAB)
         else:
             self.connector = Pushing(self.blocks, thread, too_long, 3, PushSchedule(overlap), self.rate)
         self.outbox = Outbox()
@@ -214,6 +215,16 @@ def test_the_first_token_is_passed_on_before_the_blocks_land() -> None:
     assert request.status is Status.RUNNING
     assert bench.step().work[0].num_tokens == 1
     assert request.prefill_source is PrefillSource.REMOTE
+
+
+@pytest.mark.parametrize("token_id", [VOCAB, -1, 2**40])
+def test_a_first_token_that_the_model_lacks_is_not_taken(token_id: int) -> None:
+    bench, request, order = fetching()
+    bench.report(FirstTokenArrived(order.transfer_id, (SampledToken(token_id),), 0))
+    assert bench.tokens() == []
+    bench.report(FetchLanded(order.transfer_id, 0.1, 100, 0.02))
+    assert request.prefill_source is PrefillSource.FALLBACK
+    assert bench.step().work[0].request is request
 
 
 def test_a_first_token_that_ends_the_answer_cancels_the_fetch() -> None:

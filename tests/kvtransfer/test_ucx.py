@@ -21,7 +21,7 @@ from pdserve_kvtransfer.mover import MakeMover
 from pdserve_kvtransfer.mover_choice import chosen_mover
 from pdserve_kvtransfer.shared_memory import SharedMemory
 from pdserve_kvtransfer.transport import DISCARD, Arrival, Moved
-from pdserve_kvtransfer.ucx import UcxLink, UcxTransport, allowed_transports, configured_ucx
+from pdserve_kvtransfer.ucx import UcxLink, UcxTransport, allowed_transports, configured_ucx, prefill_ucx
 from pdserve_kvtransfer.ucxx_mover import UcxxMover
 from tests.kvtransfer.rig import WAIT_S
 
@@ -300,6 +300,32 @@ def test_blocks_use_the_devices_and_ports_of_the_settings() -> None:
     finally:
         two.close()
         transport.close()
+
+
+@pytest.mark.parametrize(
+    ("config", "environment", "kept"),
+    [
+        (TransferConfig(), "", True),
+        (TransferConfig(host="0.0.0.0"), "", False),
+        (TransferConfig(advertise="a-tunnel"), "", False),
+        (TransferConfig(ucx_net_devices="^docker0"), "", False),
+        (TransferConfig(), "^docker0", False),
+    ],
+)
+def test_a_prefill_engine_for_this_machine_alone_keeps_ucx_to_loopback(
+    config: TransferConfig, environment: str, kept: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("UCX_NET_DEVICES", raising=False)
+    if environment:
+        monkeypatch.setenv("UCX_NET_DEVICES", environment)
+    monkeypatch.setenv("UCX_TLS", "tcp")
+    prefill, decode = prefill_ucx(config), configured_ucx(config)
+    try:
+        everything = {lane.device for lane in decode.resources()}
+        assert {lane.device for lane in prefill.resources()} == ({"lo"} if kept else everything)
+    finally:
+        prefill.close()
+        decode.close()
 
 
 def test_a_range_with_no_port_left_is_told() -> None:

@@ -185,7 +185,7 @@ def test_what_a_proxy_cannot_take_is_said_at_the_node(caplog: pytest.LogCaptureF
             registration = Registration(bad, (ear.control,), SECRET, HEARTBEAT_MS, Load)
             node = asyncio.create_task(registration.run())
             await eventually(lambda: "refuses this node" in caplog.text, "the refusal in the node's log")
-            assert "it must be http:// or https://" in caplog.text
+            assert "it must be http://host:port or https://host:port" in caplog.text
             assert not registration.registered[ear.control].is_set()
             await cancelled(node)
 

@@ -73,7 +73,7 @@ class BenchEngine:
             region=region_of(self.cache, shared),
             config=setup.config,
             wake=wake,
-            transport=transport_for(setup.config, Path(setup.cache_dir), device),
+            transport=transport_for(role, setup.config, Path(setup.cache_dir), device),
         )
         self.control = self.thread.start()
 

@@ -10,6 +10,7 @@ import torch
 
 from pdserve.config import Switch, TransferConfig, UcxCalls
 from pdserve.engine.kv_connector.transfers import Fetches, Pushes
+from pdserve.wire.discovery import Role
 from pdserve.wire.ids import TransferId
 from pdserve.wire.sampling import SampledToken
 from pdserve.wire.transfer import FailureCause, PrefillLoad
@@ -17,10 +18,10 @@ from pdserve_kvtransfer.events import FetchOrder, TransferEvent
 from pdserve_kvtransfer.mover_choice import chosen_mover
 from pdserve_kvtransfer.stats import TransferStats
 from pdserve_kvtransfer.transport import Transport
-from pdserve_kvtransfer.ucx import configured_ucx
+from pdserve_kvtransfer.ucx import configured_ucx, prefill_ucx
 
 
-def transport_for(config: TransferConfig, cache_dir: Path, device: torch.device) -> Callable[[], Transport]:
+def transport_for(role: Role, config: TransferConfig, cache_dir: Path, device: torch.device) -> Callable[[], Transport]:
     """What a transfer thread that moves memory of ``device`` makes its transport with, in that thread.
 
     Raises ConfigError if compiled calls are asked for, or needed because the memory is a GPU's, and cannot be had.
@@ -28,7 +29,7 @@ def transport_for(config: TransferConfig, cache_dir: Path, device: torch.device)
     on_gpu = device.type == "cuda"
     calls = UcxCalls.COMPILED if on_gpu else config.ucx_calls
     mover = chosen_mover(calls, cache_dir, digests=config.checksums is Switch.ON and not on_gpu)
-    make = partial(configured_ucx, config, mover)
+    make = partial(prefill_ucx if role is Role.PREFILL else configured_ucx, config, mover)
     return partial(_with_device, device, make) if on_gpu else make
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import logging
 from dataclasses import dataclass
 
 from pdserve.config import TransferConfig
@@ -32,6 +34,8 @@ from pdserve_kvtransfer.events import (
 )
 from pdserve_kvtransfer.stats import TransferStats
 
+log = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True, slots=True)
 class _Fetch:
@@ -40,6 +44,8 @@ class _Fetch:
     request: Request
     choosers: tuple[Request, ...]
     node: PrefillNode
+    believed: bool = True
+    """Whether what the prefill node has said makes sense. If not, the prompt is computed here when the fetch ends."""
 
 
 class Fetching:
@@ -49,8 +55,16 @@ class Fetching:
     """
 
     def __init__(
-        self, blocks: BlockManager, thread: Fetches, config: TransferConfig, boot_id: bytes, choice: PrefillChoice
+        self,
+        blocks: BlockManager,
+        thread: Fetches,
+        config: TransferConfig,
+        boot_id: bytes,
+        choice: PrefillChoice,
+        vocab_size: int = 2**31,
     ) -> None:
+        """``vocab_size`` is the model's: a prefill node that sends a token beyond it is not believed."""
+        self._vocab_size = vocab_size
         self._blocks = blocks
         self._thread = thread
         self._timeout_s = config.prefill_timeout_ms / 1000
@@ -94,7 +108,12 @@ class Fetching:
             match event:
                 case FirstTokenArrived(transfer, tokens, cached_tokens, load):
                     fetch = self._fetching.get(transfer)
-                    if fetch is not None:
+                    if fetch is None:
+                        continue
+                    if not all(0 <= token.token_id < self._vocab_size for token in tokens):
+                        log.error("prefill node %s sent tokens that the model lacks", fetch.request.prefill_node)
+                        self._fetching[transfer] = dataclasses.replace(fetch, believed=False)
+                    else:
                         fetch.node.answered(transfer, cached_tokens, load, now)
                         fetch.request.cached_tokens = cached_tokens
                         fetch.request.prefill_source = PrefillSource.REMOTE
@@ -107,6 +126,9 @@ class Fetching:
                     landed = self._fetching.pop(transfer, None)
                     if landed is None:
                         self._finish_ending(transfer)
+                    elif not landed.believed:
+                        landed.node.failed(transfer, now)
+                        self._retry(scheduler, landed.request, 0, ())
                     else:
                         landed.node.landed(tail_bytes, tail_s)
                         self._landed(scheduler, landed.request, tail_s)

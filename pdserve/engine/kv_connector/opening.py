@@ -70,7 +70,7 @@ def open_connector(
         config=config.transfer,
         ranks=() if followers is None else followers.transfer_addresses,
         wake=wake,
-        transport=transport_for(config.transfer, Path(config.cache_dir), moved.device),
+        transport=transport_for(config.role, config.transfer, Path(config.cache_dir), moved.device),
         max_prompt_tokens=prompts.max_prompt_tokens,
         reports_sent=memory is not None,
     )
@@ -85,7 +85,7 @@ def open_connector(
     fetches: Fetches = thread if copying is None else copying.fetches(thread)
     if moved.device.type == "cuda":
         fetches = DeviceFetches(fetches, partial(torch.cuda.synchronize, moved.device))
-    return Fetching(blocks, fetches, config.transfer, config.boot_id, choice), control
+    return Fetching(blocks, fetches, config.transfer, config.boot_id, choice, prompts.vocab_size), control
 
 
 @dataclass(frozen=True, slots=True)

@@ -81,7 +81,7 @@ def rank_transfer(
         region=region_of(moved, shared),
         config=config.transfer,
         died=_end,
-        transport=transport_for(config.transfer, Path(config.cache_dir), moved.device),
+        transport=transport_for(config.role, config.transfer, Path(config.cache_dir), moved.device),
     )
     thread.start()
     try:
