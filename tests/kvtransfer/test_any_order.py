@@ -21,6 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdserve.errors import PeerLost, TransferError
+from pdserve.wire.connection_guard import Message
 from pdserve.wire.discovery import Role
 from pdserve.wire.frame import Purpose, Sealer
 from pdserve.wire.ids import TransferId, new_id
@@ -42,7 +43,7 @@ from pdserve.wire.transfer import (
     ToPrefill,
     Welcome,
 )
-from pdserve_kvtransfer.control import Look, Received
+from pdserve_kvtransfer.control import Look
 from pdserve_kvtransfer.decode import DecodeSide
 from pdserve_kvtransfer.events import (
     BlocksReleased,
@@ -102,14 +103,17 @@ class Server:
         self.address = f"inproc://{len(net.servers)}"
         self.sockets: list[Any] = []
         self.connections: dict[bytes, Connection] = {}
-        self.inbox: list[Received] = []
+        self.inbox: list[Message] = []
         self.ended: list[int] = []
         net.servers[self.address] = self
 
     def look(self) -> Look:
         frames, ended = self.inbox, self.ended
         self.inbox, self.ended = [], []
-        return Look(frames, False, ended, ended)
+        return Look(frames, False, ended, ended, deaf=False)
+
+    def trust(self, connection: int) -> None:
+        pass
 
     def next_check(self) -> None:
         return None
@@ -173,7 +177,7 @@ class Net:
         if ready:
             connection, server = ready[pick % len(ready)]
             frame = connection.up.popleft()
-            server.inbox.append(Received(connection.route, connection.number, frame))
+            server.inbox.append(Message(connection.route, frame, connection.number))
 
     def deliver_down(self, pick: int) -> None:
         ready = [connection for connection, _ in self.connections if connection.down and not connection.closed]
@@ -544,7 +548,7 @@ class World:
         connection = self.net.connections[-1][0] if self.net.connections else Connection(0)
         lie = lies[pick // 5 % len(lies)]
         frame = decode.sealer.seal(lie, None if isinstance(lie, Hello) else prefill.boot_id)
-        server.inbox.append(Received(connection.route, connection.number, frame))
+        server.inbox.append(Message(connection.route, frame, connection.number))
 
     # ------------------------------------------------------------ what engines hear
 
