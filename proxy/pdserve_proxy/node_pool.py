@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from pdserve_proxy.node_connection import NodeClosed, NodeConnection, NodeLost, 
 
 IDLE_S = 60.0
 """Shorter than the nodes keep idle connections, so that none is reused while its node closes it."""
+_NO_FILES = (errno.EMFILE, errno.ENFILE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +75,8 @@ class NodePool:
     ) -> NodeResponse:
         """The response to a request, its head there. After ``silence_s`` without a byte it fails.
 
-        Raises NodeUnreachable, NodeLost, or Unavailable where ``max_connections`` requests are under way.
+        Raises NodeUnreachable, NodeLost, or Unavailable where ``max_connections`` requests are under way or this
+        process may open no more files.
         """
         fields = "".join([f"{name}: {value}\r\n" for name, value in headers.items()])
         head = f"{_opening(url, path)}content-length: {len(body)}\r\n{fields}\r\n".encode("latin-1", "replace")
@@ -108,6 +111,12 @@ class NodePool:
                     ssl=self._trust.context if origin.tls else None,
                 )
         except (OSError, TimeoutError) as exc:
+            if exc.errno in _NO_FILES:  # which says nothing about the node
+                raise Unavailable(
+                    "the proxy has as many files and connections open as it may",
+                    code="no_connection_left",
+                    retry_after_s=1,
+                ) from exc
             raise NodeUnreachable(str(exc) or "no connection in time") from exc
         finally:
             wanted = self._connecting.pop(attempt, None) is not None

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import resource
 import socket
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 
 import pytest
 
@@ -432,6 +434,36 @@ def test_nobody_there() -> None:
         await node.stop()
         with pytest.raises(NodeUnreachable):
             await post(node, pool)
+
+    run(scenario)
+
+
+@contextmanager
+def no_file_left() -> Iterator[None]:
+    """This process can open no file: it has as many as it may."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    highest = max(int(name) for name in os.listdir("/proc/self/fd"))
+    with ExitStack() as files:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(highest + 16, limits[0]), limits[1]))
+        files.callback(resource.setrlimit, resource.RLIMIT_NOFILE, limits)
+        with suppress(OSError):
+            while True:
+                files.callback(os.close, os.dup(0))
+        yield
+
+
+@pytest.mark.parametrize("name", ["127.0.0.1", "localhost", "node.invalid"])
+def test_a_lack_of_files_is_not_taken_for_an_unreachable_node(name: str) -> None:
+    async def scenario(node: FakeNode, pool: NodePool) -> None:
+        with suppress(NodeUnreachable):  # so that the resolver's threads and libraries are there
+            await pool.post("http://localhost:1", "/x", {}, b"", silence_s=None)
+        url = node.url.replace("127.0.0.1", name)
+        with no_file_left():
+            with pytest.raises(Unavailable) as lack:
+                await pool.post(url, "/x", {}, b"body", silence_s=None)
+            assert lack.value.code == "no_connection_left"
+        assert not pool._open and not pool._connecting
+        assert await read_all(await post(node, pool)) == b'{"ok": true}'
 
     run(scenario)
 
