@@ -33,6 +33,8 @@ from pdserve_proxy.turnstile import Turnstile
 
 log = logging.getLogger(__name__)
 
+HANDSHAKE_TIMEOUT_S = 10.0
+"""For a client's TLS handshake. The connection counts as one only once it is over."""
 AFTER_DRAIN_S = 8.0
 """Seconds after the drain for last error events to leave, before connections are closed on what is left."""
 
@@ -108,6 +110,28 @@ class _HttpServer(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup([])
+        config, loop = self.config, asyncio.get_running_loop()
+        tls = config.ssl
+        # uvicorn has no setting for this timeout, and the loop's own is 60 s.
+        timeout_s = None if tls is None else HANDSHAKE_TIMEOUT_S
+        for listener in sockets or ():
+            self.servers.append(
+                await loop.create_server(
+                    self._make_protocol,
+                    sock=listener,
+                    ssl=tls,
+                    backlog=config.backlog,
+                    ssl_handshake_timeout=timeout_s,
+                )
+            )
+
+    def _make_protocol(self) -> asyncio.Protocol:
+        return self.config.http_protocol_class(  # type: ignore[call-arg]  # as uvicorn calls it
+            config=self.config, server_state=self.server_state, app_state=self.lifespan.state
+        )
 
     async def main_loop(self) -> None:
         self._announce()

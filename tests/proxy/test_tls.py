@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ssl
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from pdserve.errors import ConfigError
 from pdserve.settings import load
 from pdserve.tls import Certificate, ServerTls, Trust, read_authorities, read_certificate, trusting_only
 from pdserve.wire.discovery import Role
+from pdserve_proxy import http_server
 from pdserve_proxy.node_connection import NodeUnreachable
 from pdserve_proxy.node_pool import NodePool
 from tests.proxy.cluster import cluster, node_info, proxy_config, run_async
@@ -66,6 +68,37 @@ def test_streams_and_refusals_over_tls(authority: trustme.CA, tls: TlsConfig) ->
             reader, writer = await asyncio.open_connection(host, int(port))
             writer.write(b"GET /live HTTP/1.1\r\nhost: x\r\n\r\n")  # not in the clear
             assert b"200" not in await reader.read()
+            writer.close()
+
+    run_async(scenario())
+
+
+@pytest.mark.parametrize("begun", [b"", b"\x16\x03\x01\x02\x00\x01\x00"], ids=["silent", "a-part-of-a-hello"])
+def test_a_handshake_that_is_not_finished_is_cut(
+    authority: trustme.CA, tls: TlsConfig, monkeypatch: pytest.MonkeyPatch, begun: bytes
+) -> None:
+    monkeypatch.setattr(http_server, "HANDSHAKE_TIMEOUT_S", 0.3)
+    trusting = ssl.create_default_context()
+    authority.configure_trust(trusting)
+
+    async def cut(host: str, port: int) -> None:
+        reader, writer = await asyncio.open_connection(host, port)
+        writer.write(begun)
+        try:
+            with suppress(ConnectionError):
+                await reader.read()
+        finally:
+            writer.close()
+
+    async def scenario() -> None:
+        async with cluster(proxy_config(tls=tls)) as running:
+            url = running.addresses.url
+            host, _, port = url.removeprefix("https://").partition(":")
+            reader, writer = await asyncio.open_connection(host, int(port), ssl=trusting)
+            async with asyncio.timeout(20):  # the event loop's own timeout is 60 s
+                await asyncio.gather(*(cut(host, int(port)) for _ in range(20)))
+            writer.write(b"GET /live HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+            assert (await reader.read()).startswith(b"HTTP/1.1 200")  # its handshake was over
             writer.close()
 
     run_async(scenario())
