@@ -7,6 +7,7 @@ from dataclasses import replace
 import msgspec
 import pytest
 
+from pdserve.config import TransferConfig
 from pdserve.wire.discovery import Role
 from pdserve.wire.frame import Secrets
 from pdserve.wire.sampling import SampledToken
@@ -31,6 +32,9 @@ from tests.kvtransfer.fakes import FakePrefill
 from tests.kvtransfer.rig import BLOCK_BYTES, CONFIG, PATIENT, SAMPLING, SECRET, SPEC, Pair, engine, pair
 
 pytestmark = pytest.mark.usefixtures("mapped_or_not")
+
+QUIET = TransferConfig(heartbeat_ms=60_000, lease_ms=600_000)
+"""No ping in the time of a test: no load is heard but in answers."""
 
 
 def complete(rig: Pair, block_ids: tuple[int, ...], *, first_block: int = 0) -> bytes:
@@ -187,7 +191,7 @@ def test_a_wrong_secret_never_shakes_hands() -> None:
     ],
 )
 def test_fail_push_fails_the_fetch_with_its_reason(cause: FailureCause, kind: FailureKind) -> None:
-    with pair() as rig:
+    with pair(config=QUIET) as rig:
         transfer = rig.fetch((0, 1))
         rig.prefill.next(PushWanted)
         rig.prefill.thread.tell_load(PrefillLoad(700, 1500.0))
