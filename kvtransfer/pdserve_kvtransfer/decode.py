@@ -147,7 +147,7 @@ class DecodeSide:
 
     def forgive(self, now: float) -> None:
         for peer in self._peers.values():
-            peer.lease.renew(now)
+            peer.forgive(now)
 
     def next_timer(self) -> float | None:
         return earliest(peer.next_timer() for peer in self._peers.values())

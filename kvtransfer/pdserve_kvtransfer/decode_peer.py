@@ -70,6 +70,10 @@ class DecodePeer:
         self.connection = -1
         """The TCP connection of its latest frame."""
         self.lease = Lease(station.lease_s)
+        self._draining = Lease(station.drain_s)
+        """Held while blocks of ended pushes are still read; what is sent renews it."""
+        self._any_sent = False
+        """Since the last tick."""
         self._station = station
         self._server = server
         self._hello_addresses = tuple(hello.rank_addresses)
@@ -183,6 +187,7 @@ class DecodePeer:
             case LinkBroken(reason=reason) if not self._lost:
                 raise PeerLost(reason)
             case PiecesSent(tag=tag, count=count, size=size):
+                self._any_sent = True
                 self._station.counters.bytes_sent += size
                 if (session := self._tags.get(tag)) is not None:
                     self._apply(session, session.sent(count))
@@ -202,13 +207,31 @@ class DecodePeer:
 
     # ------------------------------------------------------------ time
 
+    def forgive(self, now: float) -> None:
+        """This process itself did not listen for a while."""
+        self.lease.renew(now)
+        self._draining.renew(now)
+
     def tick(self, now: float) -> None:
+        """Raises PeerLost if nothing could be sent for long while blocks of ended pushes are still read."""
         for session in list(self._sessions.values()):
             self._apply(session, session.expire(now))
+        self._check_draining(now)
+
+    def _check_draining(self, now: float) -> None:
+        if self._any_sent:
+            self._draining.renew(now)
+            self._any_sent = False
+        if not any(session.state is PushState.ENDING for session in self._sessions.values()):
+            self._draining.let_go()
+            return
+        self._draining.hold(now)
+        if self._draining.expired(now):
+            raise PeerLost("it does not take blocks of transfers that have ended")
 
     def next_timer(self) -> float | None:
         pushing = (s.deadline for s in self._sessions.values() if s.state is PushState.PUSHING)
-        return earliest((self.lease.until, *pushing))
+        return earliest((self.lease.until, self._draining.until, *pushing))
 
     def moving(self) -> bool:
         return self.link.moving()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from pdserve.errors import PeerLost, TransferError
@@ -71,6 +71,8 @@ class InprocLink:
         self._receives: list[_Receive] = []
         self._sent: list[Moved] = []
         self._landed: list[Moved] = []
+        self.holds: Callable[[int], bool] = lambda label: False
+        """Which messages, by label, stay in flight once this link has accepted them."""
         with fabric.lock:
             fabric.links[self.address] = self
 
@@ -109,12 +111,16 @@ class InprocLink:
             if self._failed:
                 raise PeerLost("the other link is closed")
             moved = bool(self._sent)
-            if not self._fabric.held and self._receives:
-                moved = True
-                for receive in self._receives:
-                    self._land(receive)
-                self._receives.clear()
-            return moved
+            for receive in (due := self._due()):
+                self._land(receive)
+                self._receives.remove(receive)
+            return moved or bool(due)
+
+    def _due(self) -> list[_Receive]:
+        """What may land now."""
+        if self._fabric.held:
+            return []
+        return [receive for receive in self._receives if not self.holds(receive.message.moved.label)]
 
     def _land(self, receive: _Receive) -> None:
         message, place = receive.message, receive.place
@@ -143,7 +149,7 @@ class InprocLink:
 
     def arm(self) -> bool:
         with self._fabric.lock:
-            return not self._inbox and not self._sent and (self._fabric.held or not self._receives)
+            return not self._inbox and not self._sent and not self._due()
 
     def fileno(self) -> int:
         return self._fd

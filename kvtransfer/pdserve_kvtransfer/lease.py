@@ -33,6 +33,10 @@ class Lease:
         return self.until is not None and now >= self.until
 
 
+_SHORTEST_INTERVAL_S = 0.01
+"""What the settings allow at the least; a peer that asks for more pings does not get them."""
+
+
 class Heartbeat:
     """Due every ``interval_s`` while running."""
 
@@ -41,8 +45,8 @@ class Heartbeat:
         self.next: float | None = None
 
     def keep(self, lease_s: float, now: float) -> None:
-        """The other side gives up after so long a silence: be heard at least twice in it."""
-        self._interval_s = min(self._interval_s, lease_s / 2)
+        """The other side gives up after so long a silence: be heard at least twice in it, if it is not absurd."""
+        self._interval_s = min(self._interval_s, max(lease_s / 2, _SHORTEST_INTERVAL_S))
         if self.next is not None:
             self.next = min(self.next, now + self._interval_s)
 

@@ -217,7 +217,7 @@ class PrefillSide:
 
     def forgive(self, now: float) -> None:
         for peer in self._peers.values():
-            peer.lease.renew(now)
+            peer.forgive(now)
 
     def next_timer(self) -> float | None:
         return earliest(

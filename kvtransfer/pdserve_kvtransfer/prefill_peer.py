@@ -84,6 +84,8 @@ class PrefillPeer:
         self._arrived = now
         self._heartbeat = Heartbeat(station.heartbeat_s)
         self.lease = Lease(station.lease_s)
+        self._draining = Lease(station.drain_s)
+        """Held while blocks of ended fetches are still written; what lands renews it."""
         self._client = ControlClient(station.zmq_context, target.control)
         try:
             self.link = NodeLink(station.ranks, ReceivePort, station.spec.kv_heads, station.region, station.transport)
@@ -216,6 +218,7 @@ class PrefillPeer:
         match reported.report:
             case PiecesLanded(tag=tag, indexes=indexes, digests=digests, size=size):
                 self._arrived = now
+                self._draining.renew(now)
                 self._station.counters.bytes_received += size
                 if (session := self._tags.get(tag)) is not None:
                     self._apply(session, session.landed(rank, indexes, digests, now))
@@ -233,13 +236,20 @@ class PrefillPeer:
             case Forgotten(tag=tag, in_flight=in_flight) if tag in self._tags:
                 self._apply(self._tags[tag], self._tags[tag].forgotten(rank, in_flight))
             case Released(tag=tag, block_ids=block_ids) if tag in self._tags:
+                self._draining.renew(now)
                 self._apply(self._tags[tag], self._tags[tag].released(rank, block_ids))
             case _:
                 log.debug("late %s of rank %d", type(reported.report).__name__, rank)
 
     # ------------------------------------------------------------ time
 
+    def forgive(self, now: float) -> None:
+        """This process itself did not listen for a while."""
+        self.lease.renew(now)
+        self._draining.renew(now)
+
     def tick(self, now: float) -> None:
+        """Raises PeerLost if nothing has landed for long while blocks of ended fetches are quarantined."""
         # Before the greeting it would be a frame of a stranger.
         if self._heartbeat.due(now) and len(self._addresses) == self.link.ranks:
             self._send(Ping(self._station.boot_id))
@@ -249,6 +259,15 @@ class PrefillPeer:
             if stalls is not None and now >= stalls:
                 self._apply(session, session.withdraw(FailureKind.STALLED, "KV blocks were sent, but did not arrive"))
         self._read_ranks(now)
+        self._check_draining(now)
+
+    def _check_draining(self, now: float) -> None:
+        if not any(session.state is FetchState.DRAINING for session in self._sessions.values()):
+            self._draining.let_go()
+            return
+        self._draining.hold(now)
+        if self._draining.expired(now):
+            raise PeerLost("it does not finish sending blocks of transfers that have ended")
 
     def _stalls_at(self, session: FetchSession) -> float | None:
         """When to give up blocks that were sent: other transfers' blocks show that it is only slow."""
@@ -259,7 +278,7 @@ class PrefillPeer:
     def next_timer(self) -> float | None:
         live = [session for session in self._sessions.values() if not session.over]
         timers = (time for session in live for time in (session.deadline, self._stalls_at(session)))
-        return earliest((self.lease.until, self._heartbeat.next, *timers))
+        return earliest((self.lease.until, self._draining.until, self._heartbeat.next, *timers))
 
     def moving(self) -> bool:
         return self.link.moving()

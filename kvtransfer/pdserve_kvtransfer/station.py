@@ -21,6 +21,8 @@ from pdserve_kvtransfer.region import KvRegion
 from pdserve_kvtransfer.stats import TransferStats
 from pdserve_kvtransfer.transport import Transport
 
+_DRAIN_LEASES = 3
+
 
 @dataclass(frozen=True, slots=True)
 class Station:
@@ -47,6 +49,11 @@ class Station:
     @property
     def lease_s(self) -> float:
         return self.config.lease_ms / 1000
+
+    @property
+    def drain_s(self) -> float:
+        """How long a peer that is alive may move nothing while it keeps blocks of transfers that have ended."""
+        return _DRAIN_LEASES * self.lease_s
 
     @property
     def heartbeat_s(self) -> float:

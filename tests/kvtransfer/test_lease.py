@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import pytest
+
 from pdserve_kvtransfer.lease import Heartbeat, Lease
 
 
@@ -57,3 +59,12 @@ def test_heartbeats_come_at_their_interval_while_running() -> None:
     assert heartbeat.next == 2.1
     heartbeat.stop()
     assert not heartbeat.due(100.0)
+
+
+@pytest.mark.parametrize("lease_s", [0.001, 0.0, -1.0])
+def test_no_lease_of_a_peer_asks_for_more_than_a_hundred_heartbeats_a_second(lease_s: float) -> None:
+    heartbeat = Heartbeat(0.5)
+    heartbeat.keep(lease_s, 1.0)
+    heartbeat.run(1.0)
+    assert not heartbeat.due(1.009)
+    assert heartbeat.due(1.011)

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import partial
 
 import pytest
 
 from pdserve.errors import PeerLost
 from pdserve.wire.discovery import Role
+from pdserve.wire.sampling import SampledToken
 from pdserve.wire.transfer import PrefillRequest
 from pdserve_kvtransfer.events import (
     BlocksReleased,
     FailureKind,
     FetchCancelled,
     FetchFailed,
+    FetchLanded,
+    FirstTokenArrived,
     PushCancelled,
     PushEnded,
     PushOutcome,
@@ -101,6 +105,36 @@ def test_pings_go_on_while_blocks_are_quarantined(rig: Pair, fabric: Fabric) -> 
     assert not rig.decode.woken_within(rig.decode.config.lease_ms / 1000 * 1.5), "no lease ran out"
     fabric.release()
     rig.decode.next(BlocksReleased)
+
+
+def test_blocks_that_a_peer_which_pings_for_ever_holds_back_are_free_again(fabric: Fabric) -> None:
+    transport = partial(InprocTransport, fabric)
+    with (
+        engine(Role.PREFILL, config=PATIENT, transport=transport) as liar,
+        engine(Role.PREFILL, transport=transport) as honest,
+        engine(Role.DECODE, transport=transport) as decode,
+    ):
+        rig, other = Pair(liar, decode), Pair(honest, decode)
+        beside = other.fetch((10, 11))
+        honest.next(PushWanted)
+        honest.thread.push(beside, 0, (0,))
+        eventually(lambda: decode.thread.stats().bytes_received == decode.block_bytes)
+        before = set(fabric.links)
+        transfer_id = rig.fetch(BLOCKS)
+        liar.next(PushWanted)
+        for address in set(fabric.links) - before:
+            fabric.links[address].holds = lambda label: True
+        liar.thread.push(transfer_id, 0, (0, 1, 2))
+        eventually(lambda: fabric.stuck() == 3)
+        decode.thread.cancel_fetch(transfer_id)
+        assert set(decode.next(FetchCancelled).quarantined) == set(BLOCKS)
+        assert set(decode.next(BlocksReleased).block_ids) == set(BLOCKS)
+        stats = decode.thread.stats()
+        assert (stats.quarantined_blocks, stats.leases_expired) == (0, 0)
+        honest.thread.push(beside, 1, (1,))
+        honest.thread.first_token(beside, (SampledToken(1),), 0)
+        decode.next(FirstTokenArrived)
+        assert decode.next(FetchLanded).transfer_id == beside
 
 
 class TestOverUcx:
