@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, Generic, TypeAlias, TypeVar
@@ -78,7 +78,8 @@ class _Threads:
         self._workers = workers
         self._max_bytes = max_bytes
         self._started = self._closed = False
-        self._waiting: deque[_Work[Any]] = deque()
+        self._waiting: OrderedDict[_Work[Any], None] = OrderedDict()
+        """In the order in which they came. Thousands may wait, and leave in any order."""
         self._changed = threading.Condition()
 
     async def run(self, size: int, work: Callable[[Check], T]) -> T:
@@ -102,7 +103,7 @@ class _Threads:
                     "too many long prompts wait to be read", code="overloaded", retry_after_s=RETRY_AFTER_S
                 )
             self.bytes_held += work.size
-            self._waiting.append(work)
+            self._waiting[work] = None
             self._changed.notify()
             starting, self._started = not self._started, True
         for _ in range(self._workers if starting else 0):
@@ -113,7 +114,7 @@ class _Threads:
         work.abandoned.set()
         with self._changed:
             if work in self._waiting:
-                self._waiting.remove(work)
+                del self._waiting[work]
                 self.bytes_held -= work.size
 
     def _serve(self) -> None:
@@ -127,7 +128,7 @@ class _Threads:
         """None once it is closed."""
         with self._changed:
             self._changed.wait_for(lambda: self._waiting or self._closed)
-            return None if self._closed else self._waiting.popleft()
+            return None if self._closed else self._waiting.popitem(last=False)[0]
 
 
 class _Work(Generic[T]):

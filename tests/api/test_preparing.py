@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from pdserve.api import preparing
 from pdserve.api.preparing import HUGE_BYTES, INLINE_BYTES, WORKERS, Abandoned, Check, Preparer
 from pdserve.errors import DeadlineExceeded, InvalidRequest, Unavailable
 
@@ -182,6 +183,29 @@ def test_a_body_that_nobody_waits_for_is_not_kept() -> None:
         await asyncio.gather(*slow)
 
     run(scenario)
+
+
+def test_those_that_leave_a_long_queue_are_not_looked_for_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    comparisons = 0
+
+    def same(work: object, other: object) -> bool:
+        nonlocal comparisons
+        comparisons += 1
+        return work is other
+
+    monkeypatch.setattr(preparing._Work, "__eq__", same)
+
+    async def scenario(preparer: Preparer) -> None:
+        held = Held()
+        tasks = [asyncio.create_task(preparer.run(LONG, held, WAIT_S)) for _ in range(100)]
+        for _ in range(WORKERS):
+            await acquired(held.begun)
+        for task in reversed(tasks):
+            task.cancel()
+        await asyncio.wait(tasks)
+        assert comparisons < len(tasks)
+
+    run(scenario, max_bytes=100 * LONG)
 
 
 def test_a_process_ends_while_a_template_renders_for_ever() -> None:
