@@ -8,18 +8,29 @@ class Lease:
 
     def __init__(self, duration_s: float) -> None:
         self._duration_s = duration_s
+        self._extended_s = 0.0
+        """Since the last renewal."""
         self.until: float | None = None
         """When it runs out; None while not held."""
 
     def hold(self, now: float) -> None:
         """Start, unless it is running."""
         if self.until is None:
-            self.until = now + self._duration_s
+            self.until, self._extended_s = now + self._duration_s, 0.0
 
     def renew(self, now: float) -> None:
         """The other side was heard."""
         if self.until is not None:
-            self.until = now + self._duration_s
+            self.until, self._extended_s = now + self._duration_s, 0.0
+
+    def extend(self, deaf_s: float) -> None:
+        """For so long the other side could not be heard. At most one duration is added between two renewals: by then
+        the other side has given up as well, because it was not answered.
+        """
+        if self.until is not None:
+            granted = min(deaf_s, self._duration_s - self._extended_s)
+            self.until += granted
+            self._extended_s += granted
 
     def shorten(self, until: float) -> None:
         """Something suggests that the other side is gone: it has until then to show that it is not."""

@@ -59,6 +59,8 @@ class PrefillSide:
         self._probes = ProbeHost(station, self._server)
         self._peers: dict[bytes, DecodePeer] = {}
         self._closing: list[DecodePeer] = []
+        self._deaf_since: float | None = None
+        """When the last look at the control channel ended in the middle of a message that is dropped."""
         self._closed = False
 
     @property
@@ -95,10 +97,12 @@ class PrefillSide:
     def turn(self, now: float) -> bool:
         reported = self._station.ranks.receive()
         self._closing = [peer for peer in self._closing if not peer.closed()]
+        if self._deaf_since is not None:
+            for peer in self._peers.values():
+                peer.lease.extend(now - self._deaf_since)
         look = self._server.look()
+        self._deaf_since = now if look.deaf else None
         more = look.more or reported
-        if look.deaf:
-            self.forgive(now)
         for connection in look.ended:
             self._on_disconnect(connection, now)
         for received in look.frames:

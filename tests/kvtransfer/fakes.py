@@ -10,7 +10,7 @@ import zmq
 
 from pdserve.errors import AuthenticationFailed
 from pdserve.wire.frame import Opener, Purpose, Sealer
-from pdserve.wire.ids import new_id
+from pdserve.wire.ids import TransferId, new_id
 from pdserve.wire.ticket import PrefillTarget
 from pdserve.wire.transfer import (
     Accept,
@@ -34,7 +34,7 @@ from pdserve_kvtransfer.shared_memory import SharedMemory
 from pdserve_kvtransfer.transport import Arrival
 from pdserve_kvtransfer.ucx import UcxTransport
 from pdserve_kvtransfer.ucxx_mover import UcxxMover
-from tests.kvtransfer.rig import SECRET, SPEC, WAIT_S, compiled_mover
+from tests.kvtransfer.rig import SAMPLING, SECRET, SPEC, WAIT_S, compiled_mover
 
 M = TypeVar("M")
 
@@ -46,6 +46,17 @@ def boot_of(message: ToPrefill) -> bytes:
     if isinstance(message, PrefillRequest | Accept | Done | Cancel):
         return message.transfer_id.decode_boot
     return message.boot_id
+
+
+def prefill_request(boot_id: bytes, tokens: int = 20, first_block: int = 0) -> PrefillRequest:
+    return PrefillRequest(
+        transfer_id=TransferId(new_id(), 0, boot_id),
+        tag=77,
+        token_ids=list(range(tokens)),
+        first_block=first_block,
+        sampling=SAMPLING,
+        deadline_s=30.0,
+    )
 
 
 class FakePeer:

@@ -17,7 +17,7 @@ from pdserve.wire.discovery import Role
 from pdserve.wire.ids import TransferId, new_id
 from pdserve.wire.sampling import SampledToken
 from pdserve.wire.ticket import PrefillTarget
-from pdserve.wire.transfer import Cancel, Done, Failed, FirstToken, Hello, Ping, Pong, PrefillRequest, Refused, Welcome
+from pdserve.wire.transfer import Cancel, Done, Failed, FirstToken, Hello, Ping, Pong, Refused, Welcome
 from pdserve_kvtransfer.events import (
     FailureKind,
     FetchFailed,
@@ -29,9 +29,9 @@ from pdserve_kvtransfer.events import (
     PushWanted,
 )
 from tests.eventually import eventually
-from tests.kvtransfer.fakes import FakeDecode, FakePrefill
+from tests.kvtransfer.fakes import FakeDecode, FakePrefill, prefill_request
 from tests.kvtransfer.program import BLOCK_BYTES, NUM_BLOCKS, pattern
-from tests.kvtransfer.rig import CONFIG, PATIENT, SAMPLING, SPEC, WAIT_S, Engine, Pair, engine, pair
+from tests.kvtransfer.rig import CONFIG, PATIENT, SPEC, WAIT_S, Engine, Pair, engine, pair
 
 pytestmark = pytest.mark.usefixtures("mapped_or_not")
 
@@ -155,17 +155,6 @@ def test_a_closed_connection_ends_what_a_former_boot_left() -> None:
         assert prefill.next(PushEnded) == PushEnded(wanted.transfer_id, PushOutcome.LEASE_EXPIRED)
         restarted.send(prefill_request(restarted.boot_id))
         assert prefill.next(PushWanted).transfer_id.decode_boot == restarted.boot_id
-
-
-def prefill_request(boot_id: bytes, tokens: int = 20, first_block: int = 0) -> PrefillRequest:
-    return PrefillRequest(
-        transfer_id=TransferId(new_id(), 0, boot_id),
-        tag=77,
-        token_ids=list(range(tokens)),
-        first_block=first_block,
-        sampling=SAMPLING,
-        deadline_s=30.0,
-    )
 
 
 def test_a_decode_engine_that_stays_silent_loses_its_lease() -> None:

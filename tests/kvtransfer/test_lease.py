@@ -48,6 +48,20 @@ def test_suspicion_shortens_and_news_clears_it() -> None:
     assert lease.until == 13.4
 
 
+def test_time_in_which_nobody_could_be_heard_extends_it_once_over() -> None:
+    lease = Lease(3.0)
+    lease.extend(1.0)
+    assert lease.until is None
+    lease.hold(10.0)
+    lease.extend(2.0)
+    assert lease.until == 15.0
+    lease.extend(2.0)
+    assert lease.until == 16.0
+    lease.renew(15.0)
+    lease.extend(2.0)
+    assert lease.until == 20.0
+
+
 def test_heartbeats_come_at_their_interval_while_running() -> None:
     heartbeat = Heartbeat(0.5)
     assert not heartbeat.due(100.0)

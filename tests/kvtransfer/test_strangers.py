@@ -9,13 +9,14 @@ from contextlib import ExitStack, contextmanager
 
 import zmq
 
+from pdserve.wire.discovery import Role
 from pdserve.wire.sampling import SampledToken
 from pdserve.wire.transfer import Ping, Pong
-from pdserve_kvtransfer.events import FetchLanded, FirstTokenArrived, PushEnded, PushOutcome, PushWanted
+from pdserve_kvtransfer.events import FetchLanded, FirstTokenArrived, PushCancelled, PushEnded, PushOutcome, PushWanted
 from tests.endless_message import is_cut, many_parts, sends_without_end
 from tests.eventually import eventually
-from tests.kvtransfer.fakes import FakeDecode
-from tests.kvtransfer.rig import WAIT_S, Pair, pair
+from tests.kvtransfer.fakes import FakeDecode, prefill_request
+from tests.kvtransfer.rig import WAIT_S, Pair, engine, pair
 
 JUNK = b"\x96" + bytes(200)
 
@@ -44,6 +45,25 @@ def flood(control: str) -> Iterator[None]:
                     socket.send(JUNK)
                 except zmq.Again:
                     continue
+
+    thread = threading.Thread(target=send)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+@contextmanager
+def messages_of_many_parts(control: str) -> Iterator[None]:
+    """Thirty in a second, of little more than is dropped at once, while the body runs."""
+    over = threading.Event()
+
+    def send() -> None:
+        with ExitStack() as connections:
+            while not over.wait(0.03):
+                connections.enter_context(many_parts(int(control.rpartition(":")[2]), 2_500, timeout_s=WAIT_S))
 
     thread = threading.Thread(target=send)
     thread.start()
@@ -107,3 +127,12 @@ def test_a_message_of_very_many_parts_costs_its_sender_the_connection_and_nobody
         with many_parts(port, 300_000, timeout_s=20.0) as connection:
             transfer_lands(rig)
             assert is_cut(connection)
+
+
+def test_messages_of_many_parts_do_not_keep_a_dead_decode_engine_alive() -> None:
+    with engine(Role.PREFILL) as prefill, FakeDecode(prefill.address) as dead, messages_of_many_parts(prefill.address):
+        dead.greet()
+        dead.send(prefill_request(dead.boot_id))
+        prefill.next(PushWanted)
+        prefill.next(PushCancelled)
+        assert prefill.thread.stats().leases_expired == 1

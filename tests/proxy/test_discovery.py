@@ -422,6 +422,27 @@ def test_a_message_of_very_many_parts_costs_its_sender_the_connection_and_nobody
     run_async(scenario())
 
 
+def test_a_busy_proxy_drops_no_node_while_it_drops_a_message_of_very_many_parts() -> None:
+    async def other_work() -> None:
+        while True:
+            time.sleep(0.02)  # noqa: ASYNC251
+            await asyncio.sleep(0)
+
+    async def scenario() -> None:
+        async with listening() as ear, registered(NODE, ear.control):
+            with many_parts(ear.port, 100_000, timeout_s=20.0) as connection:
+                busy = asyncio.create_task(other_work())
+                try:
+                    assert await asyncio.to_thread(is_cut, connection)
+                    seen_s = ear.registry.snapshot().nodes[0].seen_s
+                    await eventually(lambda: ear.registry.snapshot().nodes[0].seen_s > seen_s, "a heartbeat after it")
+                finally:
+                    busy.cancel()
+            assert ear.lost == []
+
+    run_async(scenario())
+
+
 def test_connections_that_come_and_go_keep_nobody_from_being_cut() -> None:
     async def come_and_go(port: int) -> None:
         while True:
