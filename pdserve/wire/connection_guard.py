@@ -131,6 +131,8 @@ class ConnectionGuard:
             log.warning("a control connection is cut (%d so far): %s", self._cuts, why)
         self.ended(descriptor)
         with suppress(OSError), _duplicate(descriptor, port) as duplicate:
+            # ZMQ's close then resets the connection. A sender that found no room would wait for a minute otherwise.
+            duplicate.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             duplicate.shutdown(socket.SHUT_RDWR)
 
 
