@@ -40,7 +40,8 @@ MAX_BURST = 256
 """Frames that are taken before the event loop gets its turn."""
 FULL_BURSTS = MAX_NODES // MAX_BURST
 """So many in a row, and expiry looks at the clock though more frames wait: a ROUTER takes one of each sender in turn,
-so every node had its turn by then, and no flood keeps the dead in the registry.
+so every node had its turn by then, and no flood of messages keeps the dead in the registry. (One of messages of very
+many parts does, for as long as it lasts: nobody can be heard then.)
 """
 WARN_EVERY_S = 10.0
 _MAX_REASON = 2_000

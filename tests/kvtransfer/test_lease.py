@@ -49,9 +49,10 @@ def test_suspicion_shortens_and_news_clears_it() -> None:
 
 
 def test_time_in_which_nobody_could_be_heard_extends_it_once_over() -> None:
+    idle = Lease(3.0)
+    idle.extend(1.0)
+    assert idle.until is None
     lease = Lease(3.0)
-    lease.extend(1.0)
-    assert lease.until is None
     lease.hold(10.0)
     lease.extend(2.0)
     assert lease.until == 15.0

@@ -371,11 +371,12 @@ def test_ten_thousand_registrations_are_bounded_in_number_and_in_log_lines(caplo
             opener = Opener(SECRET, Purpose.DISCOVERY, Ack)
             await first.send(sealer.seal(Register(NODE)))
             assert opener.open(await first.recv()).known
-            for _ in range(50):
-                for _ in range(200):
+            # In portions for whose answers a proxy has room, however late ZMQ's own thread takes them.
+            for _ in range(160):
+                for _ in range(64):
                     node = node_info(new_id().hex(), Role.DECODE)
                     await peer.send(Sealer(SECRET, Purpose.DISCOVERY, node.boot_id).seal(Register(node)))
-                for _ in range(200):
+                for _ in range(64):
                     await peer.recv()
             assert len(ear.names()) == MAX_NODES
             await first.send(sealer.seal(Heartbeat(NODE.boot_id, Load())))
