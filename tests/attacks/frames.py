@@ -194,7 +194,6 @@ FORMLESS: dict[str, Callable[[Known], Messages]] = {
     "60,000 random bytes": lambda _: [[_DICE.randbytes(60_000)]],
     "a thousand messages of a byte": lambda _: [[b"x"]] * 1_000,
     "two parts": lambda _: [[b"x", b"y"]],
-    "a thousand parts": lambda _: [[b""] * 1_000],
     "nothing in MessagePack": lambda _: [[b"\xc0"]],
     "an empty list": lambda _: [[b"\x90"]],
     "a list of six nothings": lambda _: [[b"\x96" + b"\xc0" * 6]],
@@ -289,6 +288,8 @@ def _formless() -> Iterator[FrameCase]:
             yield FrameCase(f"{port}: {name}", purpose, make)
         too_large: Callable[[Known], Messages] = lambda _: [[bytes(MAX_FRAME_BYTES + 1)]]  # noqa: E731  # short
         yield FrameCase(f"{port}: a message above what is taken", purpose, too_large, cuts=True)
+        parts: Callable[[Known], Messages] = lambda _: [[b""] * 1_000]  # noqa: E731
+        yield FrameCase(f"{port}: a thousand parts", purpose, parts, cuts=True)
     large: Callable[[Known], Messages] = lambda _: [[bytes(MAX_FRAME_BYTES)]]  # noqa: E731  # beside its like
     yield FrameCase("a message as large as is taken", Purpose.TRANSFER, large)
 
