@@ -96,7 +96,8 @@ def test_a_killed_prefill_process_is_noticed_without_a_lease(tls: str) -> None:
     config = TransferConfig(heartbeat_ms=100, lease_ms=60_000, ucx_tls=tls)
     with prefill_program("drip") as (process, target), engine_of(big_decode(config)) as decode:
         decode.thread.fetch(Pair(decode, decode).order(block_ids, target=target))
-        eventually(lambda: decode.thread.stats().bytes_received > 0)
+        # A block counts when its digest is there, too: that of the first came before the third block was pushed.
+        eventually(lambda: decode.thread.stats().bytes_received >= 3 * BLOCK_BYTES)
         process.kill()
         failed = decode.next(FetchFailed)
         assert (failed.kind, failed.quarantined) == (FailureKind.PEER_LOST, ())
@@ -112,7 +113,9 @@ def test_a_killed_prefill_process_fails_a_transfer_that_was_waiting() -> None:
         eventually(lambda: decode.thread.stats().bytes_received == NUM_BLOCKS // 2 * BLOCK_BYTES)
         process.kill()
         failed = decode.next(FetchFailed)
-        assert (failed.kind, failed.landed) == (FailureKind.PEER_LOST, NUM_BLOCKS // 2)
+        assert failed.kind is FailureKind.PEER_LOST
+        # The digests of the last ones may have died with it.
+        assert 0 < failed.landed <= NUM_BLOCKS // 2
         assert landed_blocks_are_right(decode, block_ids, failed.landed)
 
 
@@ -123,7 +126,10 @@ def test_a_frozen_prefill_process_runs_out_of_its_lease() -> None:
         eventually(lambda: decode.thread.stats().bytes_received == NUM_BLOCKS // 2 * BLOCK_BYTES)
         process.send_signal(signal.SIGSTOP)
         failed = decode.next(FetchFailed)
-        assert (failed.kind, failed.landed) == (FailureKind.LEASE_EXPIRED, NUM_BLOCKS // 2)
+        assert failed.kind is FailureKind.LEASE_EXPIRED
+        # The digests of the last ones may have stopped with it.
+        assert 0 < failed.landed <= NUM_BLOCKS // 2
+        assert landed_blocks_are_right(decode, block_ids, failed.landed)
         assert decode.thread.stats().leases_expired == 1
 
 
