@@ -114,8 +114,8 @@ def test_a_killed_prefill_process_fails_a_transfer_that_was_waiting() -> None:
         process.kill()
         failed = decode.next(FetchFailed)
         assert failed.kind is FailureKind.PEER_LOST
-        # The digests of the last ones may have died with it.
-        assert 0 < failed.landed <= NUM_BLOCKS // 2
+        # A block counts with its digest, and those may have died with it.
+        assert failed.landed <= NUM_BLOCKS // 2
         assert landed_blocks_are_right(decode, block_ids, failed.landed)
 
 
@@ -127,8 +127,8 @@ def test_a_frozen_prefill_process_runs_out_of_its_lease() -> None:
         process.send_signal(signal.SIGSTOP)
         failed = decode.next(FetchFailed)
         assert failed.kind is FailureKind.LEASE_EXPIRED
-        # The digests of the last ones may have stopped with it.
-        assert 0 < failed.landed <= NUM_BLOCKS // 2
+        # A block counts with its digest, and those may have stopped with it.
+        assert failed.landed <= NUM_BLOCKS // 2
         assert landed_blocks_are_right(decode, block_ids, failed.landed)
         assert decode.thread.stats().leases_expired == 1
 
