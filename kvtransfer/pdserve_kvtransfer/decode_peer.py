@@ -7,7 +7,7 @@ import logging
 import msgspec
 
 from pdserve.errors import PeerLost, UnreadableMessage
-from pdserve.wire.frame import UNDECODABLE
+from pdserve.wire.frame import MAX_REASON_CHARS, UNDECODABLE
 from pdserve.wire.ids import TransferId
 from pdserve.wire.rank_transfer import ConnectLink, LinkBroken, LinkOpened, PiecesAnnounced, PiecesSent, SendBlocks
 from pdserve.wire.transfer import (
@@ -38,7 +38,8 @@ from pdserve_kvtransfer.station import FailPush, GiveFirstToken, Push, Station, 
 
 log = logging.getLogger(__name__)
 
-_MAX_REASON = 2_000
+_Said = SendBlocks | BlocksReady | FirstToken | Failed
+"""What a session has to say to ranks and to the other engine, apart from its events."""
 
 
 class _AnyRequest(msgspec.Struct, frozen=True, tag_field="kind", tag="prefill"):
@@ -123,7 +124,9 @@ class DecodePeer:
             request = _any_request.decode(message.body)
         except UNDECODABLE:
             return
-        self._send(Failed(request.transfer_id, f"the prefill node cannot read the request: {message}"[:_MAX_REASON]))
+        self._send(
+            Failed(request.transfer_id, f"the prefill node cannot read the request: {message}"[:MAX_REASON_CHARS])
+        )
 
     def _open(self, request: PrefillRequest, now: float) -> None:
         if request.transfer_id in self._sessions or request.tag in self._tags:
@@ -216,17 +219,11 @@ class DecodePeer:
         """Raises PeerLost if nothing could be sent for long while blocks of ended pushes are still read."""
         for session in list(self._sessions.values()):
             self._apply(session, session.expire(now))
-        self._check_draining(now)
-
-    def _check_draining(self, now: float) -> None:
         if self._any_sent:
             self._draining.renew(now)
             self._any_sent = False
-        if not any(session.state is PushState.ENDING for session in self._sessions.values()):
-            self._draining.let_go()
-            return
-        self._draining.hold(now)
-        if self._draining.expired(now):
+        draining = any(session.state is PushState.ENDING for session in self._sessions.values())
+        if self._draining.expired_while(draining, now):
             raise PeerLost("it does not take blocks of transfers that have ended")
 
     def next_timer(self) -> float | None:
@@ -260,19 +257,16 @@ class DecodePeer:
     def _apply(self, session: PushSession, effects: list[PushEffect]) -> None:
         # This engine is told first: whatever becomes of the peer, it hears of every end.
         for effect in effects:
-            if not isinstance(effect, SendBlocks | BlocksReady | FirstToken | Failed):
+            if not isinstance(effect, _Said):
                 if isinstance(effect, PushEnded):
                     self._count(effect.outcome, session.cause)
                 self._station.outbox.put(effect)
         self._let_go(session)
         for effect in effects:
-            match effect:
-                case SendBlocks():
-                    self.link.command(effect)
-                case BlocksReady() | FirstToken() | Failed():
-                    self._send(effect)
-                case _:
-                    pass
+            if isinstance(effect, SendBlocks):
+                self.link.command(effect)
+            elif isinstance(effect, _Said):
+                self._send(effect)
 
     def _let_go(self, session: PushSession) -> None:
         if session.state is PushState.ENDED and self._sessions.pop(session.transfer_id, None) is not None:

@@ -40,6 +40,14 @@ class Lease:
     def let_go(self) -> None:
         self.until = None
 
+    def expired_while(self, busy: bool, now: float) -> bool:
+        """Hold it for as long as ``busy`` is said at each look, and let it go otherwise. Whether it has run out."""
+        if busy:
+            self.hold(now)
+        else:
+            self.let_go()
+        return self.expired(now)
+
     def expired(self, now: float) -> bool:
         return self.until is not None and now >= self.until
 

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable
 
 from pdserve.errors import PeerLost, TransferError
-from pdserve.wire.rank_transfer import LinkBroken, LinkClosed, LinkOpened, RankReport
+from pdserve.wire.rank_transfer import CloseLink, LinkBroken, LinkClosed, LinkCommand, LinkOpened, RankReport
 from pdserve_kvtransfer.memory import Memory
 from pdserve_kvtransfer.transport import Link, Transport
 
@@ -71,5 +71,10 @@ class PortLink:
         self.broken = True
         self.link.close()
 
-    def report_closed(self) -> None:
-        self.reports.append(LinkClosed(self.number))
+    def handle(self, command: LinkCommand, obey: Callable[[LinkCommand], bool], close: Callable[[], None]) -> None:
+        """Have the port ``close`` this link, and report that, or ``attempt`` to ``obey`` any other command."""
+        if isinstance(command, CloseLink):
+            close()
+            self.reports.append(LinkClosed(self.number))
+        else:
+            self.attempt(lambda: obey(command))

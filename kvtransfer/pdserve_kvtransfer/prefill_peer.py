@@ -259,14 +259,8 @@ class PrefillPeer:
             if stalls is not None and now >= stalls:
                 self._apply(session, session.withdraw(FailureKind.STALLED, "KV blocks were sent, but did not arrive"))
         self._read_ranks(now)
-        self._check_draining(now)
-
-    def _check_draining(self, now: float) -> None:
-        if not any(session.state is FetchState.DRAINING for session in self._sessions.values()):
-            self._draining.let_go()
-            return
-        self._draining.hold(now)
-        if self._draining.expired(now):
+        draining = any(session.state is FetchState.DRAINING for session in self._sessions.values())
+        if self._draining.expired_while(draining, now):
             raise PeerLost("it does not finish sending blocks of transfers that have ended")
 
     def _stalls_at(self, session: FetchSession) -> float | None:

@@ -13,6 +13,7 @@ import time
 
 from pdserve.errors import PeerLost, TransferError
 from pdserve.wire.connection_guard import Message
+from pdserve.wire.frame import MAX_REASON_CHARS
 from pdserve.wire.transfer import (
     MAX_PROBE_BYTES,
     Examine,
@@ -151,7 +152,9 @@ class ProbeHost:
 
     def _open(self, asked: Probe, received: Message, protocol: int, now: float) -> None:
         def refuse(reason: str) -> None:
-            self._send(received.route, asked.boot_id, protocol, ProbeRefused(self._station.boot_id, reason))
+            self._send(
+                received.route, asked.boot_id, protocol, ProbeRefused(self._station.boot_id, reason[:MAX_REASON_CHARS])
+            )
 
         if asked.messages * asked.message_bytes > MAX_PROBE_BYTES:
             refuse(f"a probe moves at most {MAX_PROBE_BYTES} bytes")
@@ -207,7 +210,12 @@ class ProbeHost:
 
     def _give_up(self, probing: _Probing, reason: str, now: float) -> None:
         self._end(now)
-        self._send(probing.route, probing.asker, probing.protocol, ProbeRefused(self._station.boot_id, reason))
+        self._send(
+            probing.route,
+            probing.asker,
+            probing.protocol,
+            ProbeRefused(self._station.boot_id, reason[:MAX_REASON_CHARS]),
+        )
 
     def _end(self, now: float) -> None:
         if self._probing is not None:

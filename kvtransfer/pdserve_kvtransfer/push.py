@@ -6,6 +6,7 @@ import enum
 from collections import deque
 from typing import TypeAlias
 
+from pdserve.wire.frame import MAX_REASON_CHARS
 from pdserve.wire.rank_transfer import SendBlocks
 from pdserve.wire.sampling import SampledToken
 from pdserve.wire.transfer import (
@@ -145,7 +146,7 @@ class PushSession:
         if self.state is not PushState.PUSHING:
             return []
         self.cause = cause
-        return [Failed(self.transfer_id, reason[:2_000], cause, load), *self._settle(PushOutcome.FAILED)]
+        return [Failed(self.transfer_id, reason[:MAX_REASON_CHARS], cause, load), *self._settle(PushOutcome.FAILED)]
 
     def on_done(self) -> list[PushEffect]:
         return self._settle(PushOutcome.DONE)

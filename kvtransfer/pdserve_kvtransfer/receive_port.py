@@ -12,7 +12,6 @@ from collections.abc import Sequence
 
 from pdserve.errors import PeerLost
 from pdserve.wire.rank_transfer import (
-    CloseLink,
     ConnectLink,
     Dropped,
     Expect,
@@ -108,11 +107,7 @@ class ReceivePort:
         return self._port.reports
 
     def handle(self, command: LinkCommand) -> None:
-        if isinstance(command, CloseLink):
-            self.close()
-            self._port.report_closed()
-        else:
-            self._port.attempt(lambda: self._obey(command))
+        self._port.handle(command, self._obey, self.close)
 
     def _obey(self, command: LinkCommand) -> bool:
         match command:

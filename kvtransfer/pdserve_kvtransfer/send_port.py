@@ -10,7 +10,6 @@ from collections import deque
 from collections.abc import Sequence
 
 from pdserve.wire.rank_transfer import (
-    CloseLink,
     ConnectLink,
     LinkCommand,
     PiecesAnnounced,
@@ -64,11 +63,7 @@ class SendPort:
         return self._port.reports
 
     def handle(self, command: LinkCommand) -> None:
-        if isinstance(command, CloseLink):
-            self.close()
-            self._port.report_closed()
-        else:
-            self._port.attempt(lambda: self._obey(command))
+        self._port.handle(command, self._obey, self.close)
 
     def _obey(self, command: LinkCommand) -> bool:
         match command:

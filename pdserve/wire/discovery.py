@@ -14,6 +14,7 @@ from typing import Annotated, TypeAlias
 
 import msgspec
 
+from pdserve.wire.frame import Reason
 from pdserve.wire.ids import BootId
 from pdserve.wire.version import RELEASED_0_1, since
 
@@ -115,7 +116,7 @@ class Refused(msgspec.Struct, frozen=True, tag_field="kind", tag="refused"):
 
     boot_id: BootId
     """Of the node."""
-    reason: Annotated[str, msgspec.Meta(max_length=2_000)]
+    reason: Reason
 
 
 ToProxy: TypeAlias = Hello | Register | Heartbeat | Deregister

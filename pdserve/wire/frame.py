@@ -20,7 +20,7 @@ import struct
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Generic, TypeVar
+from typing import Annotated, Generic, TypeAlias, TypeVar
 
 import msgspec
 
@@ -41,6 +41,9 @@ UNDECODABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 arrays within arrays without end in a field that nobody knows.
 """
 _NAME_BYTES = 16
+MAX_REASON_CHARS = 2_000
+Reason: TypeAlias = Annotated[str, msgspec.Meta(max_length=MAX_REASON_CHARS)]
+"""Why something is refused or has failed, for people. Whoever sends one cuts it off there."""
 
 T = TypeVar("T")
 

@@ -37,6 +37,7 @@ from typing import Annotated, TypeAlias
 
 import msgspec
 
+from pdserve.wire.frame import Reason
 from pdserve.wire.ids import BootId, TransferId
 from pdserve.wire.link_address import LABEL_BITS
 from pdserve.wire.sampling import SampledToken, SamplingParams
@@ -202,7 +203,7 @@ class FailureCause(enum.Enum):
 
 class Failed(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="kind", tag="failed"):
     transfer_id: TransferId
-    reason: Annotated[str, msgspec.Meta(max_length=2_000)]
+    reason: Reason
     cause: Annotated[FailureCause, since(6)] = FailureCause.NODE
     load: Annotated[PrefillLoad, since(6)] = UNKNOWN_LOAD
     """Now, where the cause is the load."""
@@ -266,7 +267,7 @@ class ProbeRefused(msgspec.Struct, frozen=True, tag_field="kind", tag="probe_ref
     """There is no such link, or not any more."""
 
     boot_id: BootId
-    reason: Annotated[str, msgspec.Meta(max_length=2_000)]
+    reason: Reason
 
 
 class ProbeEnd(msgspec.Struct, frozen=True, tag_field="kind", tag="probe_end"):

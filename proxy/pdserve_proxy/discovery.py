@@ -28,7 +28,7 @@ from pdserve.errors import (
 )
 from pdserve.wire.connection_guard import ConnectionGuard, Message, MessageReader
 from pdserve.wire.discovery import Ack, Deregister, FromProxy, Heartbeat, Hello, Refused, Register, ToProxy, Welcome
-from pdserve.wire.frame import Opened, Opener, Purpose, Sealer, Secrets
+from pdserve.wire.frame import MAX_REASON_CHARS, Opened, Opener, Purpose, Sealer, Secrets
 from pdserve.wire.version import RELEASED_0_1, SPOKEN, Spoken
 from pdserve_proxy.metrics import ProxyMetrics
 from pdserve_proxy.registry import MAX_NODES, Registry
@@ -44,7 +44,6 @@ so every node had its turn by then, and no flood of messages keeps the dead in t
 many parts does, for as long as it lasts: nobody can be heard then.)
 """
 WARN_EVERY_S = 10.0
-_MAX_REASON = 2_000
 
 
 class Discovery:
@@ -191,7 +190,7 @@ class Discovery:
         except UnreadableMessage as exc:
             self._dropped(exc)
             if exc.body:
-                await self._send(route, exc.sender, Refused(exc.sender, str(exc)[:_MAX_REASON]))
+                await self._send(route, exc.sender, Refused(exc.sender, str(exc)[:MAX_REASON_CHARS]))
         except WireError as exc:
             self._dropped(exc)
 
@@ -224,7 +223,7 @@ class Discovery:
         except MalformedFrame as exc:
             self._dropped(exc)
             if opened.named:
-                await self._send(route, boot_id, Refused(boot_id, str(exc)[:_MAX_REASON]))
+                await self._send(route, boot_id, Refused(boot_id, str(exc)[:MAX_REASON_CHARS]))
             return
         self._log_change(message, answer)
         if answer is not None:
