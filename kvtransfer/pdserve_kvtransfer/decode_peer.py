@@ -124,9 +124,8 @@ class DecodePeer:
             request = _any_request.decode(message.body)
         except UNDECODABLE:
             return
-        self._send(
-            Failed(request.transfer_id, f"the prefill node cannot read the request: {message}"[:MAX_REASON_CHARS])
-        )
+        reason = f"the prefill node cannot read the request: {message}"
+        self._send(Failed(request.transfer_id, reason[:MAX_REASON_CHARS]))
 
     def _open(self, request: PrefillRequest, now: float) -> None:
         if request.transfer_id in self._sessions or request.tag in self._tags:

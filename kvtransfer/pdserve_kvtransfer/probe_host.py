@@ -152,9 +152,7 @@ class ProbeHost:
 
     def _open(self, asked: Probe, received: Message, protocol: int, now: float) -> None:
         def refuse(reason: str) -> None:
-            self._send(
-                received.route, asked.boot_id, protocol, ProbeRefused(self._station.boot_id, reason[:MAX_REASON_CHARS])
-            )
+            self._refuse(received.route, asked.boot_id, protocol, reason)
 
         if asked.messages * asked.message_bytes > MAX_PROBE_BYTES:
             refuse(f"a probe moves at most {MAX_PROBE_BYTES} bytes")
@@ -210,18 +208,16 @@ class ProbeHost:
 
     def _give_up(self, probing: _Probing, reason: str, now: float) -> None:
         self._end(now)
-        self._send(
-            probing.route,
-            probing.asker,
-            probing.protocol,
-            ProbeRefused(self._station.boot_id, reason[:MAX_REASON_CHARS]),
-        )
+        self._refuse(probing.route, probing.asker, probing.protocol, reason)
 
     def _end(self, now: float) -> None:
         if self._probing is not None:
             self._probing.link.close()
             self._probing = None
             self._free_at = now + PAUSE_S
+
+    def _refuse(self, route: bytes, asker: bytes, protocol: int, reason: str) -> None:
+        self._send(route, asker, protocol, ProbeRefused(self._station.boot_id, reason[:MAX_REASON_CHARS]))
 
     def _send(self, route: bytes, asker: bytes, protocol: int, message: ToDecode) -> None:
         self._server.send(route, self._station.sealer.seal_to(asker, protocol, message))
