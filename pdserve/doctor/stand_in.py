@@ -11,7 +11,7 @@ import select
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import msgspec
 
@@ -83,7 +83,9 @@ def _address(child: subprocess.Popen[bytes], told: StandIn) -> str:
 
 def _end(child: subprocess.Popen[bytes]) -> None:
     if child.stdin is not None:
-        child.stdin.close()
+        # A child that ended before it read anything leaves bytes in the buffer, and closing would write them.
+        with suppress(BrokenPipeError):
+            child.stdin.close()
     try:
         child.wait(2 * _CLOSE_S)
     except subprocess.TimeoutExpired:
