@@ -9,7 +9,6 @@ import torch
 from pdserve.errors import ModelError
 from pdserve.models.decoder_config import FAMILIES, GEMMA3, MOE, DecoderConfig
 from pdserve.models.gemma3 import Gemma3Decoder
-from pdserve.models.hf_check import checked_hf_decoder
 from pdserve.models.layers import Building
 from pdserve.models.llama import LlamaDecoder, dense
 from pdserve.models.qwen3_moe import sparse_or_dense
@@ -41,6 +40,9 @@ def build_decoder(config: DecoderConfig, building: Building, max_positions: int,
             raise ModelError(f"--tp {building.tp.size} is for {sorted(FAMILIES)}; a {config.family} model has one rank")
         if building.checkpoint.device.type != "cpu":
             raise ModelError(f"a {config.family} model is computed by transformers, on a CPU alone: --device cpu")
+        # Not before: it loads the parts of transformers that compute, some 2 s that other families do not need.
+        from pdserve.models.hf_check import checked_hf_decoder
+
         return checked_hf_decoder(building.checkpoint.path, config, building.kernels, dtype)
     if config.family in GEMMA3:
         return Gemma3Decoder(config, building, max_positions, dtype)
