@@ -1,16 +1,21 @@
 # make demo    ask a cluster on this machine one question
 # make lint    ruff, mypy, import contracts
-# make test    every test
+# make check   lint, and the tests that start no nodes
+# make test    every test but the nightly ones; WORKERS=N runs N at a time
+# make test-all  every test
 # make gpu     all that a GPU can show, with figures and a verdict
 # make clean   forget the virtual environment and all caches
 .DELETE_ON_ERROR:
-.PHONY: install lint test gpu demo clean
+.PHONY: install lint check test test-all gpu demo clean
 
 # The first interpreter that runs and is new enough; a shim that leads nowhere does not count.
 PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3; do \
 	$$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$python && break; done)
 VENV := .venv
 BIN := $(VENV)/bin
+WORKERS ?= 2
+# In the order of their names: what takes long does not begin last.
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --no-loadscope-reorder
 STAMP := $(VENV)/.installed
 # One that the small demo model answers by a wide margin, in any number format.
 QUESTION ?= What is the capital of France? Answer in one sentence.
@@ -32,8 +37,14 @@ lint: $(STAMP)
 	$(BIN)/mypy pdserve proxy kvtransfer kernels tests
 	$(BIN)/lint-imports
 
+check: lint
+	$(PYTEST) -m "not integration and not nightly" $(ARGS)
+
 test: $(STAMP)
-	$(BIN)/python -m pytest $(ARGS)
+	$(PYTEST) -m "not nightly" $(ARGS)
+
+test-all: $(STAMP)
+	$(PYTEST) $(ARGS)
 
 gpu: $(STAMP)
 	PYTHON=$(BIN)/python tests/gpu/run_all.sh

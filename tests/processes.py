@@ -110,6 +110,16 @@ class Process:
             self._changed.notify_all()
 
 
+def end_together(processes: Sequence[Process]) -> None:
+    """Ends them at the same time, which is quicker than one after the other. Their own blocks reap what is left."""
+    for process in processes:
+        process.terminate()
+    deadline = time.monotonic() + STOP_TIMEOUT_S
+    for process in processes:
+        with suppress(subprocess.TimeoutExpired):
+            process.popen.wait(max(0.0, deadline - time.monotonic()))
+
+
 def clean_environ(**more: str) -> dict[str, str]:
     """This process's environment without any ``PDSERVE_*``, plus ``more``."""
     return {name: value for name, value in os.environ.items() if not name.startswith("PDSERVE_")} | more

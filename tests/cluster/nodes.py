@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.eventually import eventually
-from tests.processes import Process, pdserve
+from tests.processes import Process, end_together, pdserve
 
 MODEL = "smollm2-135m-instruct"
 PATIENCE_S = 60.0
@@ -127,7 +127,10 @@ def cluster(
             node = Node(name, process, process.listening().url)
             (made.prefill if role == "prefill" else made.decode).append(node)
         eventually(lambda: len(http(made.url + "/instances").json()) == len(starting), "every node registered")
-        yield made
+        try:
+            yield made
+        finally:
+            end_together([process for _, _, process in starting])
 
 
 def one_core(index: int) -> tuple[str, str]:
