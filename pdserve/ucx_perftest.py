@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pdserve.errors import BenchError
-from pdserve.free_port import free_port
+from pdserve.process import free_port
 
 LOOPBACK = "127.0.0.1"
 _MIB = 2**20

@@ -10,8 +10,8 @@ import pytest
 from xdist.scheduler import LoadScopeScheduling
 
 from pdserve.config import CpuKernels
-from pdserve.engine.kernel_set import cpu_kernels
-from pdserve.models.demo import demo_model_dir
+from pdserve.engine.runner_loading import cpu_kernels
+from pdserve.models.checkpoint.demo import demo_model_dir
 from pdserve.settings import cache_folder
 
 TESTS = Path(__file__).parent

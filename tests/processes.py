@@ -11,8 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 
-from pdserve.child import Listening, parse_listening
-from pdserve.parent import PARENT_PID_ENV
+from pdserve.process import PARENT_PID_ENV, Listening, parse_listening
 
 SECRET = "a-secret-for-tests-only-0123456789"
 

@@ -15,8 +15,6 @@ PACKAGES = {
     "pdserve_kvtransfer": ROOT / "kvtransfer",
     "pdserve_kernels": ROOT / "kernels",
 }
-FOR_TESTS = {"pdserve_kvtransfer.inproc", "pdserve_kernels.triton.sampling"}
-"""A transport within one process, and a kernel that the engine does not need yet."""
 PROFILERS = {"cProfile", "profile", "tracemalloc", "pyinstrument", "yappi", "torch.profiler", "torch.autograd.profiler"}
 
 
@@ -47,7 +45,7 @@ def test_every_module_is_used() -> None:
     used = {name for module, tree in trees.items() for name in mentioned(tree) if name != module}
     used |= {f"pdserve.cli.{command}" for command in SUBCOMMANDS}
     unused = {name for name in trees if name not in used and not name.endswith(("__init__", "__main__"))}
-    assert unused <= FOR_TESTS
+    assert unused == set()
 
 
 def test_nothing_profiles() -> None:

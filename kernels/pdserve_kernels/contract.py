@@ -11,7 +11,7 @@ from typing import Protocol
 
 import torch
 
-from pdserve_kernels.layout import KvLayout
+from pdserve_kernels.kv_layout import KvLayout
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from pdserve_kernels.contract import HeadNorms
-from pdserve_kernels.layout import KvLayout
+from pdserve_kernels.kv_layout import KvLayout
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -108,31 +108,3 @@ def gather_blocks(cache: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
 def scatter_blocks(cache: torch.Tensor, blocks: torch.Tensor, staged: torch.Tensor) -> None:
     """Put ``staged`` ``[len(blocks), ...]`` into these blocks of the cache, which differ."""
     cache[blocks] = staged
-
-
-def sample(
-    logits: torch.Tensor,
-    temperatures: torch.Tensor,
-    min_ps: torch.Tensor,
-    uniforms: torch.Tensor,
-    greedy_below: float,
-) -> torch.Tensor:
-    """One token id a row of fp32 ``[rows, vocab_size]``; -1 where the highest logit is not finite.
-
-    The most likely token where the temperature is under ``greedy_below``. Elsewhere the first token at which the
-    cumulative distribution of ``logits / temperature`` passes ``uniforms`` (fp64, in [0, 1)), after tokens less
-    probable than ``min_ps`` times the most likely one have been left out.
-    """
-    tokens = []
-    for row, temperature, min_p, uniform in zip(logits, temperatures, min_ps, uniforms, strict=True):
-        best = row.max()
-        if not best.isfinite():
-            tokens.append(-1)
-        elif temperature < greedy_below:
-            tokens.append(int(row.argmax()))
-        else:
-            weights = ((row - best) / temperature).exp()
-            cumulative = weights.where(weights >= min_p, 0).double().cumsum(-1)
-            passed = cumulative > uniform * cumulative[-1]
-            tokens.append(int(passed.nonzero()[0]))
-    return torch.tensor(tokens, dtype=torch.int32)

@@ -1,6 +1,7 @@
 """KV cache transfer between two engines.
 
-``thread`` is what an engine uses. Below it: ``decode`` and ``prefill`` drive one side each; ``fetch``, ``push``,
-``handshake`` and ``lease`` are the protocol without I/O; ``control`` is ZMQ; ``transport`` is the contract for moving
-blocks, with ``ucx`` for production and ``inproc`` for tests.
+``thread`` is what an engine uses; it gives orders to it and gets ``events``. ``sides`` is what the two sides have in
+common, ``fetch`` is the decode side, and ``push`` the prefill side; they talk over the ``control`` channel. ``ranks``
+spreads a link over the TP ranks of a node, where ``rank_thread`` moves another rank's ``pieces`` of each block.
+``transport`` is the contract for moving them, and ``ucx`` keeps it.
 """

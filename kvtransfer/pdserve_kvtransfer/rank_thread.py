@@ -26,13 +26,13 @@ from pdserve.wire.rank_transfer import (
     RankCommand,
     RankReport,
 )
-from pdserve_kvtransfer.nap import Nap, share_interpreter
+from pdserve_kvtransfer.fetch.port import FetchPort
+from pdserve_kvtransfer.polling import Nap, share_interpreter
+from pdserve_kvtransfer.push.port import PushPort
 from pdserve_kvtransfer.ranks import MakePort, Port
-from pdserve_kvtransfer.receive_port import ReceivePort
 from pdserve_kvtransfer.region import KvRegion
-from pdserve_kvtransfer.send_port import SendPort
 from pdserve_kvtransfer.transport import Transport
-from pdserve_kvtransfer.ucx import configured_ucx, prefill_ucx
+from pdserve_kvtransfer.ucx.ucx_transport import configured_ucx, prefill_ucx
 
 log = logging.getLogger(__name__)
 
@@ -60,7 +60,7 @@ class RankThread:
 
         ``died`` is called from the thread, with why, if it ends for any reason but ``LeaveRank`` and ``close``.
         """
-        self._make_port: MakePort = SendPort if role is Role.PREFILL else ReceivePort
+        self._make_port: MakePort = PushPort if role is Role.PREFILL else FetchPort
         self._address = address
         self._rank, self._ranks, self._kv_heads = rank, ranks, kv_heads
         self._region = region

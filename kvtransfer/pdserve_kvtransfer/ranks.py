@@ -1,8 +1,13 @@
-"""This node's TP ranks as rank 0's transfer thread drives them: its own port directly, the others over channels."""
+"""A link to another engine over the TP ranks of this node.
+
+Each rank has a port, with a ``RankLink`` of its own. Rank 0's transfer thread drives its own port directly, and the
+others' over ``RankChannels``; to it the whole is one ``NodeLink``.
+"""
 
 from __future__ import annotations
 
 import itertools
+import logging
 import time
 from collections import deque
 from collections.abc import Callable
@@ -11,10 +16,11 @@ from typing import Protocol, TypeAlias
 import msgspec
 import zmq
 
-from pdserve.errors import RankLost, TransferError
+from pdserve.errors import PeerLost, RankLost, TransferError
 from pdserve.wire.rank_transfer import (
     CloseLink,
     LeaveRank,
+    LinkBroken,
     LinkClosed,
     LinkCommand,
     LinkOpened,
@@ -22,12 +28,81 @@ from pdserve.wire.rank_transfer import (
     RankCommand,
     RankReport,
 )
-from pdserve_kvtransfer.region import KvRegion
-from pdserve_kvtransfer.transport import Transport
+from pdserve_kvtransfer.region import KvRegion, Memory
+from pdserve_kvtransfer.transport import Link, Transport
+
+log = logging.getLogger(__name__)
+
+_LOOKS_A_TURN = 32
+"""In one turn, at most: other links and the control channel wait meanwhile."""
+
+
+class RankLink:
+    """Open from the start, broken at most once, closed at the end; the port's driver empties ``reports``."""
+
+    def __init__(self, number: int, transport: Transport, memory: Memory) -> None:
+        """Raises TransferError if the transport cannot open a link."""
+        self.number = number
+        self.reports: list[RankReport] = []
+        self.link: Link = transport.open_link(memory)
+        self.broken = False
+        self.reports.append(LinkOpened(number, self.link.address))
+
+    def turn(self, look: Callable[[], bool]) -> bool:
+        """``look`` at the link until there is no news, or for long enough. True if there was any.
+
+        Once ``look`` raises anything, or the link says so itself, it is broken.
+        """
+        return not self.broken and self.attempt(lambda: self._looked(look))
+
+    def _looked(self, look: Callable[[], bool]) -> bool:
+        news = False
+        for _ in range(_LOOKS_A_TURN):
+            if not look():
+                break
+            news = True
+        if self.link.broken():
+            raise PeerLost("the connection that carries KV blocks broke")
+        return news
+
+    def attempt(self, act: Callable[[], bool]) -> bool:
+        """``act``, which concerns this link alone: whatever it raises, this link is broken, and no other.
+
+        False if it raised. What is no TransferError is a defect, and logged with its traceback.
+        """
+        try:
+            return act()
+        except TransferError as exc:
+            self.found_broken(str(exc))
+        except Exception as exc:
+            log.exception("link %d failed", self.number)
+            self.found_broken(f"{type(exc).__name__}: {exc}")
+        return False
+
+    def found_broken(self, reason: str) -> None:
+        """It moves nothing any more, and waits to be closed."""
+        self.broken = True
+        self.reports.append(LinkBroken(self.number, reason))
+
+    def arm(self) -> bool:
+        return self.broken or self.attempt(self.link.arm)
+
+    def close(self) -> None:
+        """Idempotent. No memory given to the link is touched afterwards."""
+        self.broken = True
+        self.link.close()
+
+    def handle(self, command: LinkCommand, obey: Callable[[LinkCommand], bool], close: Callable[[], None]) -> None:
+        """Have the port ``close`` this link, and report that, or ``attempt`` to ``obey`` any other command."""
+        if isinstance(command, CloseLink):
+            close()
+            self.reports.append(LinkClosed(self.number))
+        else:
+            self.attempt(lambda: obey(command))
 
 
 class Port(Protocol):
-    """``ReceivePort`` or ``SendPort``."""
+    """``FetchPort`` or ``PushPort``."""
 
     @property
     def reports(self) -> list[RankReport]: ...

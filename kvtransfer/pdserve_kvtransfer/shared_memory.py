@@ -1,8 +1,8 @@
-"""Host memory that other processes of the same user may map, to read it.
+"""Host memory that other processes of the same user may map, to read it, and whether two processes share a machine.
 
-A memfd: it has no name in any file system, needs no room in ``/dev/shm``, and is gone with the last process that maps
-it, however that ends. It is sealed: nobody else may write to it, and nobody may shrink it, so that whoever reads a
-mapping of it never meets its end.
+The memory is a memfd: it has no name in any file system, needs no room in ``/dev/shm``, and is gone with the last
+process that maps it, however that ends. It is sealed: nobody else may write to it, and nobody may shrink it, so that
+whoever reads a mapping of it never meets its end.
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ import os
 import re
 import secrets
 import weakref
+from dataclasses import dataclass
+from pathlib import Path
 
-from pdserve.wire.link_address import CELLS, MemoryOffer
+from pdserve.wire.transfer import CELLS, MemoryOffer
 
 HEAD_BYTES = 4096
 """One page before the memory, of ``CELLS`` numbers of 64 bits."""
@@ -105,3 +107,23 @@ def _file_system(fd: int) -> int | None:
 
 def _physical_bytes() -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+_KERNEL_BOOT = Path("/proc/sys/kernel/random/boot_id")
+_IPC_NAMESPACE = Path("/proc/self/ns/ipc")
+
+
+@dataclass(frozen=True, slots=True)
+class MachineIdentity:
+    """Empty where the system does not tell."""
+
+    machine: str
+    ipc_namespace: str
+
+
+def machine_identity() -> MachineIdentity:
+    """Of this process."""
+    try:
+        return MachineIdentity(_KERNEL_BOOT.read_text().strip(), os.readlink(_IPC_NAMESPACE))
+    except OSError:
+        return MachineIdentity("", "")

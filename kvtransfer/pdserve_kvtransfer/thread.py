@@ -18,31 +18,30 @@ from pdserve.errors import RankLost, TransferError
 from pdserve.wire.discovery import Role
 from pdserve.wire.frame import Purpose, Sealer, Secrets
 from pdserve.wire.ids import TransferId
-from pdserve.wire.sampling import SampledToken
+from pdserve.wire.sampling_params import SampledToken
 from pdserve.wire.transfer import UNKNOWN_LOAD, EngineSpec, FailureCause, PrefillLoad
-from pdserve_kvtransfer.control import is_loopback
-from pdserve_kvtransfer.decode import DecodeSide
-from pdserve_kvtransfer.events import FetchOrder, TransferEvent, TransferThreadDied
-from pdserve_kvtransfer.head_map import heads_of
-from pdserve_kvtransfer.nap import Nap, share_interpreter
-from pdserve_kvtransfer.outbox import Outbox
-from pdserve_kvtransfer.prefill import PrefillSide
+from pdserve_kvtransfer.control.sockets import loopback_only
+from pdserve_kvtransfer.events import EventQueue, FetchOrder, TransferEvent, TransferThreadDied
+from pdserve_kvtransfer.fetch.side import FetchSide
+from pdserve_kvtransfer.pieces import heads_of
+from pdserve_kvtransfer.polling import Nap, share_interpreter
+from pdserve_kvtransfer.push.side import PushSide
 from pdserve_kvtransfer.ranks import RankChannels
 from pdserve_kvtransfer.region import KvRegion
-from pdserve_kvtransfer.station import (
+from pdserve_kvtransfer.sides import (
     AcceptBlocks,
     CancelFetch,
     Command,
     FailPush,
-    Fetch,
     GiveFirstToken,
-    Push,
+    LocalEngine,
+    PushBlocks,
     Side,
-    Station,
+    StartFetch,
 )
 from pdserve_kvtransfer.stats import TransferStats
 from pdserve_kvtransfer.transport import Transport
-from pdserve_kvtransfer.ucx import configured_ucx, prefill_ucx
+from pdserve_kvtransfer.ucx.ucx_transport import configured_ucx, prefill_ucx
 
 log = logging.getLogger(__name__)
 
@@ -90,7 +89,7 @@ class TransferThread:
         self._wake = wake
         make = prefill_ucx if role is Role.PREFILL else configured_ucx
         self._make_transport = transport or (lambda: make(config))
-        self._outbox = Outbox()
+        self._event_queue = EventQueue()
         self._counters = TransferStats()
         self._load = UNKNOWN_LOAD
         self._commands: deque[Command] = deque()
@@ -106,7 +105,7 @@ class TransferThread:
 
         Raises TransferError if the control channel cannot be bound or UCX cannot start.
         """
-        if self._role is Role.PREFILL and not self._secret and not is_loopback(self._config.host):
+        if self._role is Role.PREFILL and not self._secret and not loopback_only(self._config.host):
             raise TransferError(f"binding {self._config.host} beyond this machine needs a cluster secret")
         share_interpreter()
         self._thread.start()
@@ -122,8 +121,8 @@ class TransferThread:
             raise ValueError(f"{order.num_blocks} destinations for {expected} blocks")
         if len(set(order.block_ids)) != len(order.block_ids):
             raise ValueError("a block is a destination twice")
-        self._outbox.opened(order.transfer_id)
-        self._command(Fetch(order))
+        self._event_queue.opened(order.transfer_id)
+        self._command(StartFetch(order))
 
     def accept_blocks(self, transfer_id: TransferId, block_ids: tuple[int, ...]) -> None:
         """Destinations of the next blocks of a paced fetch, of those that are coming. Ignored if the fetch is over."""
@@ -132,13 +131,13 @@ class TransferThread:
 
     def cancel_fetch(self, transfer_id: TransferId) -> None:
         """The end of this fetch, not seen yet, will be ``FetchCancelled``."""
-        if self._outbox.cancel(transfer_id):
+        if self._event_queue.cancel(transfer_id):
             self._command(CancelFetch(transfer_id))
 
     def push(self, transfer_id: TransferId, first_index: int, block_ids: tuple[int, ...]) -> None:
         """Send these final blocks under consecutive indexes. Ignored if the push is over. Raises ValueError."""
         self._region.check(*block_ids)
-        self._command(Push(transfer_id, first_index, block_ids))
+        self._command(PushBlocks(transfer_id, first_index, block_ids))
 
     def first_token(
         self,
@@ -160,7 +159,7 @@ class TransferThread:
 
     def events(self) -> list[TransferEvent]:
         """Everything since the last call, oldest first."""
-        return self._outbox.drain()
+        return self._event_queue.drain()
 
     def stats(self) -> TransferStats:
         return self._counters.snapshot()
@@ -215,7 +214,7 @@ class TransferThread:
 
     def _died(self, exc: Exception) -> None:
         if self._started.done():
-            self._outbox.put(TransferThreadDied(f"{type(exc).__name__}: {exc}"))
+            self._event_queue.put(TransferThreadDied(f"{type(exc).__name__}: {exc}"))
             self._wake()
         else:
             self._started.set_exception(exc)
@@ -240,11 +239,11 @@ class TransferThread:
         except BaseException:
             ranks.close(0.0)
             raise
-        self._started.set_result(side.address if isinstance(side, PrefillSide) else "")
+        self._started.set_result(side.address if isinstance(side, PushSide) else "")
         return side
 
     def _side_of(self, transport: Transport, context: zmq.Context[zmq.Socket[bytes]], ranks: RankChannels) -> Side:
-        station = Station(
+        local = LocalEngine(
             boot_id=self._boot_id,
             secret=self._secret,
             spec=self._spec,
@@ -254,13 +253,13 @@ class TransferThread:
             zmq_context=context,
             sealer=Sealer(self._secret, Purpose.TRANSFER, self._boot_id),
             ranks=ranks,
-            outbox=self._outbox,
+            event_queue=self._event_queue,
             counters=self._counters,
             load=lambda: self._load,
             max_prompt_tokens=self._max_prompt_tokens,
             reports_sent=self._reports_sent,
         )
-        return PrefillSide(station) if self._role is Role.PREFILL else DecodeSide(station)
+        return PushSide(local) if self._role is Role.PREFILL else FetchSide(local)
 
     def _loop(self, side: Side) -> None:
         expected = math.inf
@@ -277,7 +276,7 @@ class TransferThread:
             expected = now if nap.taken(moved, side.moving(), now) else self._wait(side, now)
 
     def _tell(self) -> None:
-        if self._outbox.take_news():
+        if self._event_queue.take_news():
             self._wake()
 
     def _wait(self, side: Side, now: float) -> float:

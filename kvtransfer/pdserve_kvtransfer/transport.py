@@ -11,16 +11,16 @@ from typing import Protocol
 
 import msgspec
 
-from pdserve_kvtransfer.memory import Memory
+from pdserve_kvtransfer.region import Memory
 
-MAX_MESSAGE_BYTES = 256 * 2**20
+MAX_PIECE_BYTES = 256 * 2**20
 """Larger arrivals are not even read: no engine has blocks of this size."""
 
 DISCARD = -1
 """In the place of a place: receive it, into memory that nobody looks at."""
 
 
-class Arrival(msgspec.Struct, frozen=True, gc=False):
+class ArrivedMessage(msgspec.Struct, frozen=True, gc=False):
     """A message that has arrived and is not received yet."""
 
     label: int
@@ -29,14 +29,14 @@ class Arrival(msgspec.Struct, frozen=True, gc=False):
     """Bytes."""
 
 
-class Moved(msgspec.Struct, frozen=True, gc=False):
+class MovedMessage(msgspec.Struct, frozen=True, gc=False):
     """A message whose memory is the caller's own again: all of it was sent, or has landed."""
 
     label: int
     place: int
     length: int
     digest: int | None = None
-    """Of what has landed, by ``pdserve_kvtransfer.digest``, if it was made on the way."""
+    """Of what has landed, by ``pdserve_kvtransfer.pieces``, if it was made on the way."""
 
 
 class Link(Protocol):
@@ -64,10 +64,10 @@ class Link(Protocol):
     def progress(self) -> bool:
         """Let data move. True if any did. Raises PeerLost if a message cannot be moved."""
 
-    def sent(self) -> Sequence[Moved]:
+    def sent(self) -> Sequence[MovedMessage]:
         """Since the last call."""
 
-    def arrivals(self) -> Sequence[Arrival]:
+    def arrivals(self) -> Sequence[ArrivedMessage]:
         """The next messages that have arrived, taken off the queue; the next ``receive`` answers all of them."""
 
     def receive(self, places: Sequence[int]) -> None:
@@ -76,7 +76,7 @@ class Link(Protocol):
         Raises PeerLost if the connection is broken, ValueError for what is outside of the memory.
         """
 
-    def landed(self) -> Sequence[Moved]:
+    def landed(self) -> Sequence[MovedMessage]:
         """Since the last call; nothing of what was discarded."""
 
     def arm(self) -> bool:

@@ -10,21 +10,20 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from quart import Quart, Response, g, request
 from werkzeug.exceptions import HTTPException
 
+from pdserve.api.answers.openai_response import DetokenizeResponse, ModelCard, ModelList, TokenizeResponse
 from pdserve.api.completions import chat_route, check_model, text_route
-from pdserve.api.error_response import error_response, http_error, unexpected_error
-from pdserve.api.node_state import NodeState
-from pdserve.api.openai import BodyParser, DetokenizeRequest, TokenizeRequest
-from pdserve.api.preparing import Check
-from pdserve.api.prompts import render_chat
-from pdserve.api.request_id import REQUEST_ID_HEADER, request_label
-from pdserve.api.request_owner import RequestOwner
-from pdserve.api.responses import ModelCard, ModelList, Text, Tokens
-from pdserve.api.tokenizer import Tokenizer
+from pdserve.api.requests.openai_request import BodyParser, DetokenizeRequest, TokenizeRequest
+from pdserve.api.requests.preparing import Check
+from pdserve.api.requests.prompts import render_chat
+from pdserve.api.requests.tokenizer import Tokenizer
+from pdserve.api.serving_node import ServingNode
 from pdserve.errors import InvalidRequest, NotFound, RequestError, UnsupportedMediaType
+from pdserve.http.errors import error_response, http_error, unexpected_error
+from pdserve.http.request import REQUEST_ID_HEADER, RequestOwner, request_label
 from pdserve.wire.ticket import TICKET_HEADER
 
 
-def create_app(node: NodeState) -> Quart:
+def create_app(node: ServingNode) -> Quart:
     """An ASGI application that serves ``node``."""
     app = Quart("pdserve", static_folder=None)
     app.url_map.merge_slashes = False
@@ -66,7 +65,7 @@ def _add_errors(app: Quart) -> None:
         return unexpected_error(error)
 
 
-def _add_completions(app: Quart, node: NodeState) -> None:
+def _add_completions(app: Quart, node: ServingNode) -> None:
     chat, text = chat_route(node), text_route(node)
 
     @app.post("/v1/chat/completions")
@@ -78,7 +77,7 @@ def _add_completions(app: Quart, node: NodeState) -> None:
         return await text.handle()
 
 
-def _add_models(app: Quart, node: NodeState) -> None:
+def _add_models(app: Quart, node: ServingNode) -> None:
     card = ModelCard(node.model, node.started, node.ready.max_model_len)
 
     @app.get("/v1/models")
@@ -91,7 +90,7 @@ def _add_models(app: Quart, node: NodeState) -> None:
         return _json(card)
 
 
-def _add_tokenizer(app: Quart, node: NodeState) -> None:
+def _add_tokenizer(app: Quart, node: ServingNode) -> None:
     tokenize_body, detokenize_body = BodyParser(TokenizeRequest), BodyParser(DetokenizeRequest)
 
     def admit() -> Tokenizer:
@@ -116,7 +115,7 @@ def _add_tokenizer(app: Quart, node: NodeState) -> None:
             special = body.prompt is not None if body.add_special_tokens is None else body.add_special_tokens
             param = "messages" if body.prompt is None else "prompt"
             token_ids = node.limits.encode(text, encoder, param, add_special_tokens=special, cut=True)
-            return msgspec.json.encode(Tokens(len(token_ids), node.ready.max_model_len, token_ids))
+            return msgspec.json.encode(TokenizeResponse(len(token_ids), node.ready.max_model_len, token_ids))
 
         return Response(await node.preparer.run(len(data), work, node.timeout_s), content_type="application/json")
 
@@ -125,17 +124,19 @@ def _add_tokenizer(app: Quart, node: NodeState) -> None:
         decoder = admit()
         data = cast("bytes", await request.get_data(as_text=False))
 
-        def work(check: Check) -> Text:
+        def work(check: Check) -> DetokenizeResponse:
             body = detokenize_body.parse(data).request
             check_model(body.model, node)
             node.limits.check_count(len(body.tokens), "tokens")
             check()
-            return Text(decoder.decode(node.limits.check_ids(body.tokens, "tokens"), skip_special_tokens=False))
+            return DetokenizeResponse(
+                decoder.decode(node.limits.check_ids(body.tokens, "tokens"), skip_special_tokens=False)
+            )
 
         return _json(await node.preparer.run(len(data), work, node.timeout_s))
 
 
-def _add_probes(app: Quart, node: NodeState) -> None:
+def _add_probes(app: Quart, node: ServingNode) -> None:
     installed = importlib.metadata.version("pdserve")
 
     @app.get("/live")

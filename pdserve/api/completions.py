@@ -11,28 +11,29 @@ from typing import Generic, TypeVar, cast
 import msgspec
 from quart import Response, g, request
 
-from pdserve.api.answer import streamed_answer, whole_answer
-from pdserve.api.answer_options import AnswerOptions
-from pdserve.api.bad_words import TokenRuns, bad_word_tokens
-from pdserve.api.chat_messages import unread_part_fields
-from pdserve.api.choice_text import ChoiceText
+from pdserve.api.answers.answer import streamed_answer, whole_answer
+from pdserve.api.answers.answer_form import CHAT_FORM, TEXT_FORM, AnswerForm, AnswerOptions, PlainChoices
+from pdserve.api.answers.stop_strings import StopStrings, StopTable
+from pdserve.api.answers.text_generation import ChoiceText, TextGeneration
 from pdserve.api.engine_client import PromptChoices
 from pdserve.api.generation import TURN_TOKENS
-from pdserve.api.node_state import NodeState
-from pdserve.api.openai import BodyParser, ChatRequest, CompletionRequest, GenerationRequest, Parsed
-from pdserve.api.plain_choices import PlainChoices
-from pdserve.api.preparing import Check
-from pdserve.api.prompts import ModelLimits, Prompt, chat_prompts, completion_prompts
-from pdserve.api.request_id import request_label
 from pdserve.api.request_log import RequestRecord
-from pdserve.api.request_owner import own
-from pdserve.api.sampling import check_logprobs, check_repeated, choice_seeds, sampling_params
-from pdserve.api.stop_strings import StopStrings, StopTable
-from pdserve.api.surface import CHAT, TEXT, Surface
-from pdserve.api.text_generation import TextGeneration
-from pdserve.api.tokenizer import Tokenizer
+from pdserve.api.requests.openai_request import BodyParser, ChatRequest, CompletionRequest, GenerationRequest, Parsed
+from pdserve.api.requests.preparing import Check
+from pdserve.api.requests.prompts import ModelLimits, Prompt, chat_prompts, completion_prompts, unread_part_fields
+from pdserve.api.requests.sampling_fields import (
+    TokenRuns,
+    bad_word_tokens,
+    check_logprobs,
+    check_repeated,
+    choice_seeds,
+    sampling_params,
+)
+from pdserve.api.requests.tokenizer import Tokenizer
+from pdserve.api.serving_node import ServingNode
 from pdserve.config import Switch
 from pdserve.errors import DeadlineExceeded, InvalidRequest, NotFound
+from pdserve.http.request import own, request_label
 from pdserve.wire.discovery import Role
 from pdserve.wire.ticket import TICKET_HEADER, PrefillTarget
 
@@ -68,12 +69,12 @@ class Prepared(Generic[R]):
 class CompletionRoute(Generic[R]):
     """One of the two routes."""
 
-    def __init__(self, node: NodeState, body: type[R], prompts: MakePrompts[R], surface: Surface) -> None:
+    def __init__(self, node: ServingNode, body: type[R], prompts: MakePrompts[R], form: AnswerForm) -> None:
         self._node = node
         self._parser = BodyParser(body)
         self._prompts = prompts
-        self._surface = surface
-        self._plain = PlainChoices(surface) if node.stream.fast_path is Switch.ON else None
+        self._form = form
+        self._plain = PlainChoices(form) if node.stream.fast_path is Switch.ON else None
 
     async def handle(self) -> Response:
         """Answers the current request. Raises RequestError until the first byte has gone out."""
@@ -160,20 +161,20 @@ class CompletionRoute(Generic[R]):
         if run.failure is not None:
             raise run.failure
         if body.stream:
-            return _stream_response(streamed_answer(self._surface, run, first, options))
-        answer = await whole_answer(self._surface, run, first, options)
+            return _stream_response(streamed_answer(self._form, run, first, options))
+        answer = await whole_answer(self._form, run, first, options)
         return Response(msgspec.json.encode(answer), content_type="application/json")
 
 
-def chat_route(node: NodeState) -> CompletionRoute[ChatRequest]:
-    return CompletionRoute(node, ChatRequest, chat_prompts, CHAT)
+def chat_route(node: ServingNode) -> CompletionRoute[ChatRequest]:
+    return CompletionRoute(node, ChatRequest, chat_prompts, CHAT_FORM)
 
 
-def text_route(node: NodeState) -> CompletionRoute[CompletionRequest]:
-    return CompletionRoute(node, CompletionRequest, completion_prompts, TEXT)
+def text_route(node: ServingNode) -> CompletionRoute[CompletionRequest]:
+    return CompletionRoute(node, CompletionRequest, completion_prompts, TEXT_FORM)
 
 
-def check_model(name: str | None, node: NodeState) -> None:
+def check_model(name: str | None, node: ServingNode) -> None:
     """Raises NotFound if it is not this node's model."""
     if name is not None and name != node.model:
         raise NotFound(

@@ -12,10 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pdserve.api.batch_notify import BatchNotify
-from pdserve.api.engine_channel import EngineChannel
-from pdserve.api.engine_process import ENGINE_COMMAND, EngineProcess
-from pdserve.api.generation import TURN_TOKENS, Generation
+from pdserve.api.engine_process import ENGINE_COMMAND, EngineChannel, EngineProcess
+from pdserve.api.generation import TURN_TOKENS, BatchNotify, Generation
 from pdserve.api.outcome import shutting_down
 from pdserve.config import EngineConfig, EngineLaunch
 from pdserve.errors import EngineError, Internal, InvalidRequest, RequestError, Unavailable
@@ -36,7 +34,7 @@ from pdserve.wire.engine import (
     Submit,
 )
 from pdserve.wire.ids import new_id
-from pdserve.wire.sampling import SamplingParams
+from pdserve.wire.sampling_params import SamplingParams
 from pdserve.wire.ticket import PrefillTarget
 
 logger = logging.getLogger(__name__)

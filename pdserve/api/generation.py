@@ -1,16 +1,70 @@
-"""The engine requests of one client request, and what the engine said about them and nobody has read yet."""
+"""Holds what the engine said about one client request until its reader takes it, and wakes the readers.
+
+A ``Generation`` covers all engine requests of one client request.
+
+``BatchNotify`` wakes the readers of a step's outputs in groups, with a turn of the event loop between groups. If all
+were woken at once, a thousand readers would each put their text together before the first of their bytes leaves, and
+before any other connection gets a turn. In groups the first one's bytes are on their way while the last one waits.
+"""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
 from operator import attrgetter
+from typing import Protocol
 
 import msgspec
 
 from pdserve.errors import RequestError
 from pdserve.wire.engine import FinishReason, RequestOutput
-from pdserve.wire.sampling import TokenLogprobs
+from pdserve.wire.sampling_params import TokenLogprobs
+
+
+class Reader(Protocol):
+    def wake(self) -> None:
+        """It has something to read, or had: being woken for nothing does no harm."""
+
+
+class BatchNotify:
+    """First come, first woken: no more than ``size`` in one turn of the running loop, or all at once if 0.
+
+    It holds no outputs, so it cannot change their order: what comes for a reader that is still to be woken is read by
+    it in one.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._loop = asyncio.get_running_loop()
+        self._pending: dict[Reader, None] = {}
+        self._scheduled = False
+
+    def add(self, reader: Reader) -> None:
+        """To be woken by ``notify``; again before that changes nothing."""
+        self._pending[reader] = None
+
+    def notify(self) -> None:
+        """Wakes the first group, unless one was woken in this turn already; the rest follows turn by turn."""
+        if not self._size:
+            pending, self._pending = self._pending, {}
+            for reader in pending:
+                reader.wake()
+        elif not self._scheduled:
+            self._wake_group()
+
+    def _wake_group(self) -> None:
+        group = list(self._pending) if len(self._pending) <= self._size else self._first()
+        for reader in group:
+            del self._pending[reader]
+            reader.wake()
+        self._scheduled = bool(group)
+        if group:
+            # Behind the group's own steps, which waking has just queued.
+            self._loop.call_soon(self._wake_group)
+
+    def _first(self) -> list[Reader]:
+        return [reader for reader, _ in zip(self._pending, range(self._size), strict=False)]
+
 
 DEADLINE_GRACE_S = 1.0
 """The engine ends a request at its deadline; this much later the API does it, should the engine not."""
@@ -28,7 +82,7 @@ class ChoiceOutput(msgspec.Struct, frozen=True, gc=False):
     output: RequestOutput
 
 
-class Unread:
+class UnreadOutputs:
     """Of one choice: what came since the last time, and whether it is enough to be read."""
 
     __slots__ = ("_due_at", "_interval", "_outputs", "_tokens", "choice")
@@ -64,7 +118,7 @@ class Unread:
         outputs, self._outputs, self._tokens = self._first(max_tokens)
         if not outputs:
             return None
-        return ChoiceOutput(self.choice, outputs[0] if len(outputs) == 1 else merged(outputs))
+        return ChoiceOutput(self.choice, outputs[0] if len(outputs) == 1 else merge_outputs(outputs))
 
     def _first(self, max_tokens: int) -> tuple[list[RequestOutput], list[RequestOutput], int]:
         """Those, the others, and how many tokens the others have."""
@@ -96,11 +150,11 @@ class Generation:
     ) -> None:
         """``turn_tokens`` is how many tokens one ``wait`` returns, of all choices; it may be up to a step's more."""
         self._turn_tokens = turn_tokens
-        self._open = {request_id: Unread(choice, interval) for choice, request_id in enumerate(request_ids)}
+        self._open = {request_id: UnreadOutputs(choice, interval) for choice, request_id in enumerate(request_ids)}
         self._abort = abort
         self.failure: RequestError | None = None
         """Why the whole generation failed, if it was not the engine that said so of a request."""
-        self._due: dict[int, Unread] = {}
+        self._due: dict[int, UnreadOutputs] = {}
         """By choice: what the reader is to take."""
         self._left_over = False
         """The last ``wait`` did not return all that was due."""
@@ -188,7 +242,7 @@ class Generation:
             self._abort(request_ids)
 
 
-def merged(outputs: Sequence[RequestOutput]) -> RequestOutput:
+def merge_outputs(outputs: Sequence[RequestOutput]) -> RequestOutput:
     """Consecutive outputs of one request as one. Only the last may have an end."""
     token_ids: list[int] = []
     logprobs: list[TokenLogprobs] = []

@@ -11,13 +11,13 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from pdserve.api.outcome import Outcome
+from pdserve.api.outcome import ChoiceOutcome
 from pdserve.wire.engine import EngineStats, PrefillNodeStats, PrefillSource, PrefillStats, RequestReport
 
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 _TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5)
 _TAIL_SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
-_ANSWERS = (Outcome.STOP, Outcome.LENGTH)
+_ANSWERS = (ChoiceOutcome.STOP, ChoiceOutcome.LENGTH)
 
 
 class NodeMetrics:
@@ -38,7 +38,7 @@ class NodeMetrics:
         self._decode = self._histogram("request_decode_time_seconds", "from the first token to the end", _SECONDS)
         self._success = Counter("pdserve_request_success", "answers", ["finished_reason"], registry=self._registry)
         self._failure = Counter("pdserve_request_failure", "requests without one", ["reason"], registry=self._registry)
-        for outcome in Outcome:  # so that rates start from 0 and not from nothing
+        for outcome in ChoiceOutcome:  # so that rates start from 0 and not from nothing
             (self._success if outcome in _ANSWERS else self._failure).labels(outcome.value)
 
     def first_token(self, ttft_s: float) -> None:
@@ -48,7 +48,7 @@ class NodeMetrics:
         """So many at once, so long after the one before them."""
         self._itl.observe(gap_s, count)
 
-    def choice_ended(self, outcome: Outcome, report: RequestReport | None) -> None:
+    def choice_ended(self, outcome: ChoiceOutcome, report: RequestReport | None) -> None:
         (self._success if outcome in _ANSWERS else self._failure).labels(outcome.value).inc()
         if report is not None:
             self._queue.observe(report.queue_s)

@@ -8,7 +8,7 @@ from pdserve.errors import DeadlineExceeded, Internal, RequestError, Unavailable
 from pdserve.wire.engine import FinishReason, RequestOutput
 
 
-class Outcome(enum.Enum):
+class ChoiceOutcome(enum.Enum):
     """``STOP`` and ``LENGTH`` are answers; the others are not, and are never shown as one."""
 
     STOP = "stop"
@@ -20,14 +20,14 @@ class Outcome(enum.Enum):
 
 
 _OUTCOMES = {
-    FinishReason.STOP: Outcome.STOP,
-    FinishReason.LENGTH: Outcome.LENGTH,
-    FinishReason.DEADLINE: Outcome.DEADLINE,
-    FinishReason.ERROR: Outcome.ERROR,
+    FinishReason.STOP: ChoiceOutcome.STOP,
+    FinishReason.LENGTH: ChoiceOutcome.LENGTH,
+    FinishReason.DEADLINE: ChoiceOutcome.DEADLINE,
+    FinishReason.ERROR: ChoiceOutcome.ERROR,
 }
 
 
-def outcome_of(reason: FinishReason) -> Outcome:
+def outcome_of(reason: FinishReason) -> ChoiceOutcome:
     return _OUTCOMES[reason]
 
 

@@ -1,14 +1,14 @@
 """What a node has to tell one proxy, and when.
 
-    GREETING ──Welcome──▶ ANNOUNCING           who the proxy is; Register at once
+    GREETING ──ProxyWelcome──▶ ANNOUNCING           who the proxy is; Register at once
     GREETING ──Ack(known) of 0.1──▶ REGISTERED
     ANNOUNCING ──Ack(known)──▶ REGISTERED
     ANNOUNCING ──an interval──▶ GREETING       no answer, or the registry is full
-    REGISTERED ──Ack(not known)──▶ GREETING    the proxy was restarted, or dropped us: Hello at once
+    REGISTERED ──Ack(not known)──▶ GREETING    the proxy was restarted, or dropped us: NodeHello at once
     REGISTERED ──silence──▶ GREETING           ``MISSED_ACKS`` intervals without an answer
 
-A node cannot know whether the proxy is of pdserve 0.1, which has no ``Hello``. So while it greets, it sends with every
-``Hello`` a ``Register`` as 0.1 reads it; each proxy answers the one that is meant for it.
+A node cannot know whether the proxy is of pdserve 0.1, which has no ``NodeHello``. So while it greets, it sends with
+every ``NodeHello`` a ``Register`` as 0.1 reads it; each proxy answers the one that is meant for it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,18 @@ from collections.abc import Callable
 
 import msgspec
 
-from pdserve.wire.discovery import Ack, FromProxy, Heartbeat, Hello, Load, NodeInfo, Refused, Register, ToProxy, Welcome
+from pdserve.wire.discovery import (
+    Ack,
+    FromProxy,
+    NodeHeartbeat,
+    NodeHello,
+    NodeInfo,
+    NodeLoad,
+    ProxyRefusal,
+    ProxyWelcome,
+    Register,
+    ToProxy,
+)
 from pdserve.wire.frame import Opened, Sealer
 from pdserve.wire.ids import new_id
 from pdserve.wire.version import SPOKEN, Spoken
@@ -32,7 +43,7 @@ class LinkState(enum.Enum):
     REGISTERED = "registered"
 
 
-class Standing(enum.Enum):
+class RegistrationStatus(enum.Enum):
     """How a proxy answers a node; the value says it to people."""
 
     ACCEPTED = "knows this node"
@@ -42,10 +53,10 @@ class Standing(enum.Enum):
     REFUSED = "refuses this node, and the node's log says why"
 
 
-class Link:
+class ProxyLink:
     """Sans-IO; times are seconds on one monotonic clock. ``heartbeat_s`` counts until the proxy has told its own."""
 
-    def __init__(self, node: NodeInfo, heartbeat_s: float, load: Callable[[], Load], now: float) -> None:
+    def __init__(self, node: NodeInfo, heartbeat_s: float, load: Callable[[], NodeLoad], now: float) -> None:
         self.state = LinkState.GREETING
         self.refusal = ""
         """Why the proxy does not take this node; empty if it has not said no."""
@@ -59,15 +70,15 @@ class Link:
         self._proxy: bytes | None = None
         """The boot id of the proxy; None if it is not known, or the proxy is of 0.1."""
 
-    def standing(self, *, connected: bool) -> Standing:
+    def standing(self, *, connected: bool) -> RegistrationStatus:
         """``connected`` is whether there was a connection for the last message."""
         if self.state is LinkState.REGISTERED:
-            return Standing.ACCEPTED
+            return RegistrationStatus.ACCEPTED
         if not connected:
-            return Standing.UNREACHED
+            return RegistrationStatus.UNREACHED
         if self.refusal:
-            return Standing.REFUSED
-        return Standing.TURNED_AWAY if self._turned_away else Standing.SILENT
+            return RegistrationStatus.REFUSED
+        return RegistrationStatus.TURNED_AWAY if self._turned_away else RegistrationStatus.SILENT
 
     @property
     def due_s(self) -> float:
@@ -85,17 +96,17 @@ class Link:
             case LinkState.GREETING:
                 self._proxy = None
                 self._nonce = new_id()
-                hello = Hello(self._node.boot_id, self._nonce, SPOKEN.newest, SPOKEN.oldest)
+                hello = NodeHello(self._node.boot_id, self._nonce, SPOKEN.newest, SPOKEN.oldest)
                 return (hello, Register(self._node))
             case LinkState.ANNOUNCING:
                 self.state = LinkState.GREETING  # again, unless it is acknowledged
                 return (Register(self._node),)
             case LinkState.REGISTERED:
-                return (Heartbeat(self._node.boot_id, self._load()),)
+                return (NodeHeartbeat(self._node.boot_id, self._load()),)
 
     def seal(self, sealer: Sealer, message: ToProxy) -> bytes:
         """The frame of a message to this proxy."""
-        if isinstance(message, Hello):
+        if isinstance(message, NodeHello):
             return sealer.seal(message)
         return sealer.seal_for_0_1(message) if self._proxy is None else sealer.seal(message, self._proxy)
 
@@ -110,12 +121,12 @@ class Link:
         match opened.message:
             case Ack():
                 self._on_ack(opened.message, opened.sender if opened.named else None, now)
-            case Welcome() if opened.named and opened.message.nonce == self._nonce:
+            case ProxyWelcome() if opened.named and opened.message.nonce == self._nonce:
                 self._on_welcome(opened.message, opened.sender, now)
-            case Refused(reason=reason) if opened.named and self.state is not LinkState.REGISTERED:
+            case ProxyRefusal(reason=reason) if opened.named and self.state is not LinkState.REGISTERED:
                 self.refusal = reason
 
-    def _on_welcome(self, welcome: Welcome, proxy: bytes, now: float) -> None:
+    def _on_welcome(self, welcome: ProxyWelcome, proxy: bytes, now: float) -> None:
         self._nonce = b""
         theirs = Spoken(welcome.protocol, welcome.oldest_protocol)
         if SPOKEN.common(theirs) is None:

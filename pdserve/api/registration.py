@@ -1,15 +1,238 @@
-"""A node's side of discovery: tells every proxy that it is there, and goes on doing so."""
+"""Keeps a node registered at every proxy.
+
+A thread of its own talks to the proxies, so that a node's heartbeats are not behind its request work. An event loop
+that has just been given thousands of requests takes seconds for one turn, and a heartbeat takes several turns. The
+thread needs none of them. It does look whether there still are any: for a loop that has not turned for ``stuck_s``
+it says nothing, so that the proxies drop a node that hangs.
+
+A proxy that is down costs nothing: frames go only to connections that stand, so none is kept to grow stale. What is
+sent to a proxy, and when, is decided in ``proxy_link``.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import logging
+import os
+import threading
+import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from types import MappingProxyType
+from typing import cast
 
-from pdserve.api.heartbeat_thread import HeartbeatThread
-from pdserve.api.proxy_link import Standing
-from pdserve.wire.discovery import Load, NodeInfo
-from pdserve.wire.frame import Secrets
+import zmq
+
+from pdserve.api.proxy_link import MISSED_ACKS, ProxyLink, RegistrationStatus
+from pdserve.errors import ConfigError, WireError
+from pdserve.wire.discovery import Deregister, FromProxy, NodeInfo, NodeLoad, ToProxy
+from pdserve.wire.frame import Opened, Opener, Purpose, Sealer, Secrets
+
+log = logging.getLogger(__name__)
+
+GOODBYE_MS = 200
+"""How long a ``Deregister`` may take to leave."""
+MAX_MESSAGE_BYTES = 64 * 1024
+_QUEUED_FRAMES = 4
+
+
+class HeartbeatThread:
+    """Keeps one node registered at every proxy from ``start`` until ``stop``, while ``pulse`` is called."""
+
+    def __init__(
+        self,
+        node: NodeInfo,
+        proxies: tuple[str, ...],
+        secret: bytes | Secrets,
+        *,
+        heartbeat_s: float,
+        stuck_s: float,
+        load: Callable[[], NodeLoad],
+        tell: Callable[[str, RegistrationStatus], None],
+    ) -> None:
+        """``load``, and ``tell`` with a proxy and how it answers now, are called in the thread.
+
+        Raises ConfigError for an address that is none.
+        """
+        self._stuck_s = stuck_s
+        self._tell = tell
+        self._pulse_s = time.monotonic()
+        self._responsive = True
+        self._stopping = False
+        self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._bell_lock = threading.Lock()
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._connections: list[_ProxyConnection] = []
+        try:
+            for proxy in proxies:
+                self._connections.append(_ProxyConnection(self._context, node, proxy, secret, heartbeat_s, load))
+        except ConfigError:
+            self._close()
+            raise
+        self._ended: Future[None] = Future()
+        self._thread = threading.Thread(target=self._run, name="heartbeats", daemon=True)
+
+    def start(self) -> Future[None]:
+        """Begin. The future is done when the thread has let go of everything."""
+        self._thread.start()
+        return self._ended
+
+    def pulse(self) -> None:
+        """The event loop turns."""
+        self._pulse_s = time.monotonic()
+
+    def stop(self) -> None:
+        """Say goodbye and end, within ``GOODBYE_MS``."""
+        self._stopping = True
+        with self._bell_lock:
+            if self._bell >= 0:
+                os.eventfd_write(self._bell, 1)
+
+    def _run(self) -> None:
+        try:
+            try:
+                self._serve()
+            finally:
+                self._close()
+        except Exception as exc:
+            self._ended.set_exception(exc)
+        else:
+            self._ended.set_result(None)
+
+    def _serve(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._bell, zmq.POLLIN)
+        while not self._stopping:
+            now = time.monotonic()
+            self._look_at_loop(now)
+            for connection in self._connections:
+                connection.speak(now, silent=not self._responsive)
+                if (standing := connection.changed()) is not None:
+                    self._tell(connection.proxy, standing)
+                poller.register(connection.socket, connection.awaited)
+            due_s = min(connection.link.due_s for connection in self._connections)
+            ready = dict(poller.poll(max(0, int((due_s - time.monotonic()) * 1000) + 1)))
+            for connection in self._connections:
+                connection.listen(ready.get(connection.socket, 0), time.monotonic())
+        for connection in self._connections:
+            connection.part()
+
+    def _look_at_loop(self, now: float) -> None:
+        responsive = now - self._pulse_s < self._stuck_s
+        if self._responsive and not responsive:
+            log.error("the event loop has not turned for %.0f s: no heartbeats until it does", self._stuck_s)
+        self._responsive = responsive
+
+    def _close(self) -> None:
+        for connection in self._connections:
+            connection.socket.close(linger=GOODBYE_MS)
+        self._context.term()
+        with self._bell_lock:
+            os.close(self._bell)
+            self._bell = -1
+
+
+class _ProxyConnection:
+    """The connection to one proxy."""
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        node: NodeInfo,
+        proxy: str,
+        secret: bytes | Secrets,
+        heartbeat_s: float,
+        load: Callable[[], NodeLoad],
+    ) -> None:
+        self.proxy = proxy
+        self.link = ProxyLink(node, heartbeat_s, load, time.monotonic())
+        self._standing: RegistrationStatus | None = None
+        self._boot_id = node.boot_id
+        self._sealer = Sealer(secret, Purpose.DISCOVERY, node.boot_id)
+        self._opener: Opener[FromProxy] = Opener(
+            secret, Purpose.DISCOVERY, cast("type[FromProxy]", FromProxy), receiver=node.boot_id
+        )
+        self._sent = True
+        self._refusal = ""
+        self.socket = _connect(context, proxy, heartbeat_s)
+
+    @property
+    def awaited(self) -> int:
+        """What to poll the socket for."""
+        return zmq.POLLIN if self._sent else zmq.POLLIN | zmq.POLLOUT
+
+    def speak(self, now: float, *, silent: bool) -> None:
+        """Send what is due, unless ``silent``."""
+        messages = self.link.tick(now)
+        if messages and not silent:
+            self._sent = False not in [self._send(message) for message in messages]
+
+    def listen(self, ready: int, now: float) -> None:
+        """Take what ``ready`` says that there is."""
+        if ready & zmq.POLLOUT:
+            self.link.unsent(now)
+        if ready & zmq.POLLIN:
+            opened = self._opened(self.socket.recv_multipart())
+            if opened is not None:
+                self.link.answered(opened, now)
+                self._show_refusal()
+
+    def part(self) -> None:
+        self._send(Deregister(self._boot_id))
+
+    def changed(self) -> RegistrationStatus | None:
+        """How the proxy answers, if that is another than at the last call."""
+        before, self._standing = self._standing, self.link.standing(connected=self._sent)
+        if self._standing is before:
+            return None
+        if self._standing is RegistrationStatus.ACCEPTED:
+            log.info("registered at proxy %s", self.proxy)
+        elif before is RegistrationStatus.ACCEPTED:
+            log.warning("proxy %s does not answer, or no longer knows this node", self.proxy)
+        return self._standing
+
+    def _show_refusal(self) -> None:
+        before, self._refusal = self._refusal, self.link.refusal
+        if self._refusal and self._refusal != before:
+            log.error("proxy %s refuses this node: %s", self.proxy, self._refusal)
+
+    def _send(self, message: ToProxy) -> bool:
+        """Send if there is a connection with room for it; a frame that waits would only be too old later."""
+        try:
+            self.socket.send(self.link.seal(self._sealer, message), zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        return True
+
+    def _opened(self, parts: list[bytes]) -> Opened[FromProxy] | None:
+        try:
+            return self._opener.open_from(parts[-1])
+        except WireError as exc:
+            log.warning("dropped a message from proxy %s: %s", self.proxy, exc)
+            return None
+
+
+def _connect(context: zmq.Context[zmq.Socket[bytes]], proxy: str, heartbeat_s: float) -> zmq.Socket[bytes]:
+    socket = context.socket(zmq.DEALER)
+    interval_ms = max(1, int(heartbeat_s * 1000))
+    socket.set(zmq.IMMEDIATE, 1)
+    socket.set(zmq.SNDHWM, _QUEUED_FRAMES)
+    socket.set(zmq.RCVHWM, 4 * _QUEUED_FRAMES)
+    socket.set(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+    socket.set(zmq.LINGER, GOODBYE_MS)
+    socket.set(zmq.IPV6, int("[" in proxy))
+    socket.set(zmq.RECONNECT_IVL, min(100, interval_ms))
+    socket.set(zmq.RECONNECT_IVL_MAX, max(100, interval_ms))
+    # A host that vanished leaves a connection that still takes frames; ZMTP's own pings find that out.
+    socket.set(zmq.HEARTBEAT_IVL, interval_ms)
+    socket.set(zmq.HEARTBEAT_TIMEOUT, MISSED_ACKS * interval_ms)
+    try:
+        socket.connect(proxy)
+    except zmq.ZMQError as exc:
+        socket.close()
+        raise ConfigError(f"proxy address {proxy!r} is not tcp://host:port: {exc}") from exc
+    return socket
+
 
 STUCK_S = 30.0
 """An event loop that has not turned for so long is taken for dead. Bursts of thousands of requests take seconds."""
@@ -24,7 +247,7 @@ class Registration:
         proxies: tuple[str, ...],
         secret: bytes | Secrets,
         heartbeat_ms: int,
-        load: Callable[[], Load],
+        load: Callable[[], NodeLoad],
         stuck_s: float = STUCK_S,
     ) -> None:
         """``proxies`` are control addresses, ``tcp://host:port``.
@@ -38,7 +261,7 @@ class Registration:
         self._load = load
         self._stuck_s = stuck_s
         self._registered = {proxy: asyncio.Event() for proxy in self._proxies}
-        self._standings = dict.fromkeys(self._proxies, Standing.SILENT)
+        self._standings = dict.fromkeys(self._proxies, RegistrationStatus.SILENT)
 
     @property
     def registered(self) -> Mapping[str, asyncio.Event]:
@@ -64,7 +287,7 @@ class Registration:
             return
         loop = asyncio.get_running_loop()
 
-        def tell(proxy: str, standing: Standing) -> None:
+        def tell(proxy: str, standing: RegistrationStatus) -> None:
             loop.call_soon_threadsafe(self._show, proxy, standing)
 
         thread = HeartbeatThread(
@@ -86,11 +309,11 @@ class Registration:
             thread.stop()
             await asyncio.wait([ended])
             for proxy in self._proxies:
-                self._show(proxy, Standing.SILENT)
+                self._show(proxy, RegistrationStatus.SILENT)
 
-    def _show(self, proxy: str, standing: Standing) -> None:
+    def _show(self, proxy: str, standing: RegistrationStatus) -> None:
         self._standings[proxy] = standing
-        if standing is Standing.ACCEPTED:
+        if standing is RegistrationStatus.ACCEPTED:
             self._registered[proxy].set()
         else:
             self._registered[proxy].clear()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass, field
 
-from pdserve.api.outcome import Outcome
+from pdserve.api.outcome import ChoiceOutcome
 from pdserve.wire.engine import RequestReport
 
 logger = logging.getLogger("pdserve.request")
@@ -23,7 +23,7 @@ class RequestRecord:
     output_tokens: int = 0
     first_token: float | None = None
     last_token: float | None = None
-    outcomes: list[Outcome] = field(default_factory=list)
+    outcomes: list[ChoiceOutcome] = field(default_factory=list)
     """One for each choice that is over."""
     reports: list[RequestReport] = field(default_factory=list)
     """The engine's; missing for a choice that the API ended (stop string, abort)."""

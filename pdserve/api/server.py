@@ -19,17 +19,15 @@ import uvloop
 from pdserve.api.app import create_app
 from pdserve.api.engine_client import EngineClient
 from pdserve.api.engine_process import ENGINE_COMMAND
-from pdserve.api.http_server import HttpServer, bind, url_of
 from pdserve.api.metrics import NodeMetrics
-from pdserve.api.node_state import NodeState, Phase
 from pdserve.api.outcome import shutting_down
 from pdserve.api.registration import Registration
-from pdserve.api.stop_signals import StopSignals
-from pdserve.api.ticket import TicketGate
-from pdserve.api.tokenizer import Tokenizer, load_tokenizer
+from pdserve.api.requests.tokenizer import Tokenizer, load_tokenizer
+from pdserve.api.serving_node import NodePhase, ServingNode, TicketGate
 from pdserve.config import EngineConfig, NodeConfig
 from pdserve.errors import PdserveError
-from pdserve.hangup import on_hangup
+from pdserve.http.server import HttpServer, bind, url_of
+from pdserve.signals import StopSignals, on_hangup
 from pdserve.wire.discovery import Capacity, NodeInfo, Role
 from pdserve.wire.engine import Ready
 from pdserve.wire.frame import Secrets
@@ -64,7 +62,7 @@ def serve(
     """
     logging.basicConfig(level=config.log.level.value.upper(), format="%(asctime)s %(levelname)s %(name)s %(message)s")
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-    node = Node(role, config, secret, model_dir, cache_dir, engine_command, read_secret)
+    node = NodeServer(role, config, secret, model_dir, cache_dir, engine_command, read_secret)
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(node.run())
@@ -74,7 +72,7 @@ def serve(
 
 
 @dataclass(frozen=True, slots=True)
-class Node:
+class NodeServer:
     """What one node is made from."""
 
     role: Role
@@ -138,7 +136,7 @@ class Node:
         try:
             logger.info("pdserve %s listening url=%s", self.role.value, url)
             await _first(signals.drain.wait(), engine.wait_lost(), http.wait_ended(), _ended(registration))
-            state.phase = Phase.DRAINING
+            state.phase = NodePhase.DRAINING
             await _cancelled(registration)
             if signals.drain.is_set():
                 await self._drain(engine, signals)
@@ -147,7 +145,7 @@ class Node:
             if engine.failure is not None:
                 raise engine.failure
         finally:
-            state.phase = Phase.DRAINING
+            state.phase = NodePhase.DRAINING
             await _cancelled(registration)
             engine.fail_open(shutting_down())
             await http.stop()
@@ -217,8 +215,8 @@ class Node:
         tokenizer: Tokenizer | None,
         registration: Registration | None,
         secrets: Secrets,
-    ) -> NodeState:
-        return NodeState(
+    ) -> ServingNode:
+        return ServingNode(
             name=info.name,
             role=self.role,
             model=info.model,

@@ -13,13 +13,11 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from itertools import chain
 
-from pdserve.bench.chip import chip_name
-from pdserve.bench.load import Target, first_model, load_figures, run_jobs
-from pdserve.bench.machine import this_machine
-from pdserve.bench.node import running_node
+from pdserve.bench.load import Target, first_model, load_figures, mixed_jobs, run_jobs
+from pdserve.bench.machine import chip_name, this_machine
+from pdserve.bench.programs import running_node
 from pdserve.bench.report import Better, Figure, Report, Row, Unit, measured
-from pdserve.bench.stream import Stream, summarise
-from pdserve.bench.workload import mixed_jobs
+from pdserve.bench.streamed_answer import Stream, summarise
 from pdserve.bench_config import BenchBatchingConfig
 from pdserve.config import Batching
 from pdserve.errors import BenchError

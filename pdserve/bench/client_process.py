@@ -1,9 +1,13 @@
-"""A benchmark's clients as a process of their own: an order on its standard input, a report on its standard output."""
+"""A benchmark's clients as a process of their own: an order on its standard input, a report on its standard output.
+
+``allow_open_files`` lets a process have as many open files as its connections take.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import os
+import resource
 import sys
 from collections.abc import Callable
 from typing import TypeVar
@@ -11,7 +15,20 @@ from typing import TypeVar
 import msgspec
 
 from pdserve.errors import BenchError, PdserveError
-from pdserve.parent import die_with_parent
+from pdserve.process import die_with_parent
+
+_SPARE = 200
+
+
+def allow_open_files(connections: int) -> None:
+    """For this process and those that it starts. Raises BenchError if the system does not allow enough."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = connections + _SPARE
+    if hard != resource.RLIM_INFINITY and hard < needed:
+        raise BenchError(f"{connections} connections of one process take {needed} open files; the system allows {hard}")
+    soft = needed if hard == resource.RLIM_INFINITY else hard
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
 
 Order = TypeVar("Order")
 Report = TypeVar("Report")

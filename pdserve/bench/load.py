@@ -1,12 +1,15 @@
 """Load on a server that speaks OpenAI's API: pdserve, vLLM, SGLang and others.
 
-A closed loop: each of ``concurrency`` clients streams its next request from ``/v1/completions`` as soon as its last one
-is answered. Prompts are token ids, answers are greedy and run to their full length whatever the model says.
+The requests are random prompts, the same for the same seed on every machine. Prompts are token ids, answers are greedy
+and run to their full length whatever the model says. The loop is closed: each of ``concurrency`` clients streams its
+next request from ``/v1/completions`` as soon as its last one is answered.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
+import random
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -16,12 +19,52 @@ import msgspec
 
 from pdserve.bench.machine import this_machine
 from pdserve.bench.report import Better, Figure, Report, Row, Unit, measured
-from pdserve.bench.sse import EventReader
-from pdserve.bench.stream import LoadResult, Stream, summarise
-from pdserve.bench.workload import Job, uniform_jobs
-from pdserve.bench_config import BenchLoadConfig
+from pdserve.bench.streamed_answer import EventReader, LoadResult, Stream, summarise
+from pdserve.bench_config import BenchLoadConfig, WorkloadConfig
 from pdserve.errors import BenchError
 from pdserve.settings import to_environ
+
+_FIRST_ID = 3
+"""The first few ids of most vocabularies are control tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One request: a prompt, and how many tokens its answer has whatever the model says."""
+
+    prompt: Sequence[int]
+    output_tokens: int
+
+
+def uniform_jobs(count: int, prompt_tokens: int, output_tokens: int, vocab_size: int, seed: str) -> list[Job]:
+    """Jobs of equal lengths."""
+    source = random.Random(seed)  # noqa: S311  # repeatable, not secret
+    return [Job(_prompt(source, prompt_tokens, vocab_size), output_tokens) for _ in range(count)]
+
+
+def mixed_jobs(workload: WorkloadConfig, count: int, seed: str) -> list[Job]:
+    """Jobs of log-uniform lengths: many short ones, few long ones, as people's are."""
+    source = random.Random(seed)  # noqa: S311  # repeatable, not secret
+    return [
+        Job(
+            _prompt(
+                source,
+                _log_uniform(source, workload.min_prompt_tokens, workload.max_prompt_tokens),
+                workload.vocab_size,
+            ),
+            _log_uniform(source, workload.min_output_tokens, workload.max_output_tokens),
+        )
+        for _ in range(count)
+    ]
+
+
+def _prompt(source: random.Random, tokens: int, vocab_size: int) -> list[int]:
+    return [source.randrange(_FIRST_ID, vocab_size) for _ in range(tokens)]
+
+
+def _log_uniform(source: random.Random, least: int, most: int) -> int:
+    return min(most, round(math.exp(source.uniform(math.log(least), math.log(most)))))
+
 
 _DONE = b"[DONE]"
 _REQUEST_TIMEOUT_S = 600.0

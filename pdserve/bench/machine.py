@@ -1,4 +1,4 @@
-"""The machine that figures come from."""
+"""The machine that figures come from: its name, cores and memory, and the accelerator that torch sees."""
 
 from __future__ import annotations
 
@@ -49,3 +49,11 @@ def _cpu_model() -> str:
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()
+
+
+def chip_name() -> str:
+    """Empty where there is none."""
+    # Seconds to load, and needed by the benchmarks of an engine alone.
+    import torch
+
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else ""

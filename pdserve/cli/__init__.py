@@ -1,1 +1,3 @@
-"""The command line: one file a subcommand, imported only when it is the one that runs."""
+"""The command line, one module for each subcommand: main finds it, node serves the three roles, up starts a
+local_cluster and asks it.
+"""

@@ -21,7 +21,7 @@ class AskFailed(PdserveError):
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class TimedAnswer:
     """How an answer came. Times in seconds."""
 
     prompt_tokens: int
@@ -47,7 +47,7 @@ async def ask(
     api_key: str,
     timeout_s: float,
     tls: ssl.SSLContext | None = None,
-) -> Answer:
+) -> TimedAnswer:
     """Asks ``question`` at ``url`` and hands each piece of the answer to ``show``. Raises AskFailed.
 
     No ``api_key`` is sent where it is empty. ``tls`` is for an HTTPS ``url``; the system's authorities without it.
@@ -75,7 +75,7 @@ async def ask(
         raise AskFailed(f"no answer from {url}: {exc!r}") from exc
 
 
-async def _receive(response: aiohttp.ClientResponse, show: Callable[[str], None], start: float) -> Answer:
+async def _receive(response: aiohttp.ClientResponse, show: Callable[[str], None], start: float) -> TimedAnswer:
     first = end = 0.0
     finish = ""
     usage: dict[str, int] = {}
@@ -91,7 +91,7 @@ async def _receive(response: aiohttp.ClientResponse, show: Callable[[str], None]
                 show(text)
     if not (finish and first and usage):
         raise AskFailed("the answer ended without a text, a finish reason or usage")
-    return Answer(usage["prompt_tokens"], usage["completion_tokens"], first - start, end - first)
+    return TimedAnswer(usage["prompt_tokens"], usage["completion_tokens"], first - start, end - first)
 
 
 async def _events(response: aiohttp.ClientResponse) -> AsyncIterator[dict[str, Any]]:

@@ -106,10 +106,10 @@ def _batching(argv: Sequence[str], environ: Mapping[str, str]) -> int:
 def _engine(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     config = load(BenchEngineConfig, argv, environ, prog="pdserve bench engine", description=_ENGINE)
     _check_folder("--json", config.report.json)
-    pin(config.cpu)
+    pin_to_cores(config.cpu)
     from pdserve.bench.engine import benchmark
-    from pdserve.engine.kernel_set import cpu_kernels
-    from pdserve.models.demo import resolve_model
+    from pdserve.engine.runner_loading import cpu_kernels
+    from pdserve.models.checkpoint.demo import resolve_model
 
     cache_dir = cache_folder(environ)
     folder = resolve_model(config.model.path, cache_dir)
@@ -133,7 +133,7 @@ def _stream(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     _check_folder("--plot", config.streaming.plot)
     # Before the measurement, which takes minutes.
     write_plot = _stream_plotter() if config.streaming.plot else None
-    from pdserve.bench import stream_benchmark
+    from pdserve.bench.stream import benchmark as stream_benchmark
 
     report = stream_benchmark.run(config, environ)
     _publish(report, config.report)
@@ -146,9 +146,9 @@ def _transfer(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     config = load(BenchTransferConfig, argv, environ, prog="pdserve bench transfer", description=_TRANSFER)
     _check_folder("--json", config.report.json)
     cores = two_cores(config.cpu.cores or tuple(sorted(os.sched_getaffinity(0))))
-    pin(CpuConfig(cores=(cores[0],)))
+    pin_to_cores(CpuConfig(cores=(cores[0],)))
     from pdserve.bench.transfer import benchmark
-    from pdserve.models.demo import resolve_model
+    from pdserve.models.checkpoint.demo import resolve_model
 
     cache_dir = cache_folder(environ)
     folder = resolve_model(config.model.path, cache_dir)
@@ -165,7 +165,7 @@ def two_cores(usable: Sequence[int]) -> tuple[int, int]:
 def _proxy(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     config = load(BenchProxyConfig, argv, environ, prog="pdserve bench proxy", description=_PROXY)
     _check_folder("--json", config.report.json)
-    from pdserve.bench import proxy_benchmark
+    from pdserve.bench.proxy import benchmark as proxy_benchmark
 
     _publish(proxy_benchmark.run(config, environ), config.report)
     return 0
@@ -191,7 +191,7 @@ def compare_flags(argv: Sequence[str]) -> list[str]:
     return [*given, *argv[len(names) :]]
 
 
-def pin(cpu: CpuConfig) -> None:
+def pin_to_cores(cpu: CpuConfig) -> None:
     """To the cores of ``cpu``, before torch is imported and sizes its thread pool by them. Raises ConfigError."""
     if cpu.cores:
         try:
@@ -201,8 +201,7 @@ def pin(cpu: CpuConfig) -> None:
 
 
 def _publish(report: Report, config: ReportConfig) -> None:
-    from pdserve.bench.report import to_json
-    from pdserve.bench.table import render
+    from pdserve.bench.report import render, to_json
 
     if config.json == "-":
         print(render(report), file=sys.stderr)
@@ -223,7 +222,7 @@ def _check_folder(flag: str, file: str) -> None:
 
 def _plotter() -> Callable[[Report, Path], None]:
     try:
-        from pdserve.bench.plot import write_plot
+        from pdserve.bench.batching_plot import write_plot
     except ImportError as exc:
         raise _no_matplotlib() from exc
     return write_plot
@@ -231,7 +230,7 @@ def _plotter() -> Callable[[Report, Path], None]:
 
 def _stream_plotter() -> Callable[[Report, Path], None]:
     try:
-        from pdserve.bench.stream_plot import write_plot
+        from pdserve.bench.stream.stream_plot import write_plot
     except ImportError as exc:
         raise _no_matplotlib() from exc
     return write_plot

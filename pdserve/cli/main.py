@@ -9,7 +9,7 @@ from collections.abc import MutableMapping, Sequence
 from importlib.metadata import version
 
 from pdserve.errors import ConfigError, ModelError, PdserveError
-from pdserve.parent import PARENT_PID_ENV, die_with_parent
+from pdserve.process import PARENT_PID_ENV, die_with_parent
 from pdserve.settings.sources import suggestion
 
 SUBCOMMANDS = {

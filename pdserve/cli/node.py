@@ -29,7 +29,7 @@ def run_node(role: Role, argv: Sequence[str], environ: Mapping[str, str]) -> int
     read_secret = partial(resolve_secret, config.security, _binds(role, config), state_folder(environ))
     secret = read_secret()
 
-    from pdserve.models.demo import resolve_model, served_name
+    from pdserve.models.checkpoint.demo import resolve_model, served_name
 
     cache_dir = cache_folder(environ)
     model_dir = resolve_model(config.model.path, cache_dir)

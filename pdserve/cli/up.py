@@ -11,16 +11,15 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from pdserve.child import ChildDied
 from pdserve.cli.ask import AskFailed, ask
-from pdserve.cli.cluster import Cluster
 from pdserve.cli.console import Console
-from pdserve.cli.plan import child_environ, plan_nodes, proxy_command
+from pdserve.cli.local_cluster import LocalCluster, child_environ, plan_nodes, proxy_command
 from pdserve.config import ProxyConfig, UpConfig
-from pdserve.models.demo import resolve_model, served_name
+from pdserve.http.tls import trusting_only
+from pdserve.models.checkpoint.demo import resolve_model, served_name
+from pdserve.process import ChildDied
 from pdserve.settings import cache_folder, load, load_with_file, resolve_secret, state_folder
-from pdserve.tls import trusting_only
-from pdserve_proxy.api_keys import read_api_keys
+from pdserve_proxy.credentials import read_api_keys
 
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _STOP_MARGIN_S = 5.0
@@ -78,7 +77,7 @@ def _secret(config: UpConfig, environ: Mapping[str, str]) -> str:
 
 
 async def _serve(config: UpConfig, environ: Mapping[str, str], access: _Access, console: Console) -> int:
-    cluster = Cluster(console, access.tls)
+    cluster = LocalCluster(console, access.tls)
     work = asyncio.create_task(_work(cluster, config, environ, access, console))
     stopping = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -114,7 +113,7 @@ async def _serve(config: UpConfig, environ: Mapping[str, str], access: _Access, 
 
 
 async def _work(
-    cluster: Cluster, config: UpConfig, environ: Mapping[str, str], access: _Access, console: Console
+    cluster: LocalCluster, config: UpConfig, environ: Mapping[str, str], access: _Access, console: Console
 ) -> int:
     nodes = plan_nodes(config.cluster, sorted(os.sched_getaffinity(0)))
     try:

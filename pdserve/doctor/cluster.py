@@ -9,12 +9,12 @@ from collections.abc import Sequence
 import msgspec
 
 from pdserve.doctor.finding import Finding, ok, problem, warning
-from pdserve.tls import Trust
+from pdserve.http.tls import Trust
 
 _MAX_BODY_BYTES = 8 * 2**20
 
 
-class Instance(msgspec.Struct, frozen=True):
+class ListedInstance(msgspec.Struct, frozen=True):
     """What the doctor reads of an entry of the proxy's ``/instances``."""
 
     name: str
@@ -26,7 +26,7 @@ class Instance(msgspec.Struct, frozen=True):
     heartbeat_age_s: float
 
 
-def read_instances(proxy_url: str, timeout_s: float, trust: Trust | None = None) -> list[Instance] | str:
+def read_instances(proxy_url: str, timeout_s: float, trust: Trust | None = None) -> list[ListedInstance] | str:
     """What is registered, or why that cannot be said. Without ``trust``, the system's authorities count."""
     url = f"{proxy_url.rstrip('/')}/instances"
     # Not by way of the environment's HTTP proxies: the address is what it says.
@@ -34,18 +34,18 @@ def read_instances(proxy_url: str, timeout_s: float, trust: Trust | None = None)
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), https)
     try:
         with opener.open(url, timeout=timeout_s) as response:
-            return msgspec.json.decode(response.read(_MAX_BODY_BYTES), type=list[Instance])
+            return msgspec.json.decode(response.read(_MAX_BODY_BYTES), type=list[ListedInstance])
     except urllib.error.URLError as exc:
         return str(exc.reason)
     except (OSError, ValueError, msgspec.MsgspecError) as exc:
         return str(exc)
 
 
-def prefill_controls(instances: Sequence[Instance]) -> list[str]:
+def prefill_controls(instances: Sequence[ListedInstance]) -> list[str]:
     return [instance.control for instance in instances if instance.role == "prefill" and instance.control]
 
 
-def check_instances(proxy_url: str, found: list[Instance] | str) -> list[Finding]:
+def check_instances(proxy_url: str, found: list[ListedInstance] | str) -> list[Finding]:
     check = "proxy"
     if isinstance(found, str):
         advice = "see that pdserve proxy runs there, and --proxy-url"
@@ -61,7 +61,7 @@ def check_instances(proxy_url: str, found: list[Instance] | str) -> list[Finding
     return [ok(check, f"{proxy_url} knows {counts}"), *_pairs(found), *_states(found)]
 
 
-def _pairs(found: Sequence[Instance]) -> list[Finding]:
+def _pairs(found: Sequence[ListedInstance]) -> list[Finding]:
     """Decode nodes for which no prefill node computes the same model."""
     prefill, decoding = ([instance for instance in found if instance.role == role] for role in ("prefill", "decode"))
     if not decoding:
@@ -83,6 +83,6 @@ def _pairs(found: Sequence[Instance]) -> list[Finding]:
     return findings or [ok("pairs", "every decode node has a prefill node of the same model")]
 
 
-def _states(found: Sequence[Instance]) -> list[Finding]:
+def _states(found: Sequence[ListedInstance]) -> list[Finding]:
     odd = [f"{i.name} is {i.state}, last heard {i.heartbeat_age_s:.1f} s ago" for i in found if i.state != "serving"]
     return [warning("states", "; ".join(odd), "see the logs of these nodes")] if odd else []

@@ -10,13 +10,13 @@ from pathlib import Path
 
 from pdserve.doctor.finding import Finding, not_applicable, ok, problem, warning
 
-_ENGINE_MODULES = (b"pdserve.engine", b"pdserve.engine.follower")
+_ENGINE_MODULES = (b"pdserve.engine", b"pdserve.engine.tp.rank_program")
 _SLOW_GOVERNORS = frozenset({"powersave", "conservative"})
 _MIN_FREE_BYTES = 2**30
 
 
 @dataclass(frozen=True, slots=True)
-class EngineProcess:
+class RunningEngine:
     """A running engine, or a TP rank of one, and the cores that it may use."""
 
     pid: int
@@ -33,7 +33,7 @@ class CoreFacts:
     """Of the allowed cores; empty where the kernel does not show them."""
     memory_total: int
     memory_available: int
-    engines: tuple[EngineProcess, ...]
+    engines: tuple[RunningEngine, ...]
 
 
 def read_cores(asked: Sequence[int], root: Path = Path("/")) -> CoreFacts:
@@ -89,7 +89,7 @@ def _group_quota(folder: Path) -> float:
     return int(quota) / int(period) if quota and period and int(quota) > 0 else 0.0
 
 
-def _engines(root: Path) -> tuple[EngineProcess, ...]:
+def _engines(root: Path) -> tuple[RunningEngine, ...]:
     found = []
     for folder in (root / "proc").glob("[0-9]*"):
         try:
@@ -99,7 +99,7 @@ def _engines(root: Path) -> tuple[EngineProcess, ...]:
             # It has ended meanwhile, or belongs to somebody else.
             continue
         if b"-m" in words and words[words.index(b"-m") + 1] in _ENGINE_MODULES:
-            found.append(EngineProcess(int(folder.name), _cores_of(status)))
+            found.append(RunningEngine(int(folder.name), _cores_of(status)))
     return tuple(sorted(found, key=lambda engine: engine.pid))
 
 

@@ -10,19 +10,18 @@ from datetime import UTC, datetime
 from importlib.metadata import version
 
 from pdserve.config import DoctorConfig, Switch, TransferConfig
-from pdserve.doctor import cores, gpu, memory_limits, network, perftest, probe, rdma, software, ucx_devices, ucx_tools
+from pdserve.doctor import cores, gpu, memory_limits, network, probe, rdma, software, ucx_devices, ucx_tools
 from pdserve.doctor.cluster import check_instances, prefill_controls, read_instances
 from pdserve.doctor.finding import Finding, Verdict, not_applicable, problem
 from pdserve.doctor.memory_limits import LimitFacts
 from pdserve.doctor.peers import check_peer, read_peer, same_machine
-from pdserve.doctor.perftest import Yardstick
 from pdserve.doctor.stand_in import StandIn, standing_in
-from pdserve.doctor.ucx_tools import UcxTools
+from pdserve.doctor.ucx_tools import UcxTools, Yardstick
 from pdserve.errors import TransferError
-from pdserve.tls import Trust, read_authorities
+from pdserve.http.tls import Trust, read_authorities
 from pdserve.wire.transfer import EngineSpec, Examined
-from pdserve_kvtransfer.examiner import Examiner
-from pdserve_kvtransfer.machine_identity import machine_identity
+from pdserve_kvtransfer.probe.examiner import Examiner
+from pdserve_kvtransfer.shared_memory import machine_identity
 
 _BLOCK_BYTES = 360 * 1024
 """A KV block of the demo model: what is probed where no peer says its own size."""
@@ -190,7 +189,7 @@ class _Doctor:
         if self._tools is None:
             return None
         if (tls, size) not in self._yardsticks:
-            self._yardsticks[tls, size] = perftest.read_yardstick(self._tools, self._environ, tls, size)
+            self._yardsticks[tls, size] = ucx_tools.read_yardstick(self._tools, self._environ, tls, size)
         return self._yardsticks[tls, size]
 
 

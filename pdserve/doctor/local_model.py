@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from pdserve.config import CacheConfig, ModelConfig
-from pdserve.models.decoder_config import read_decoder_config
-from pdserve.models.demo import resolve_model
-from pdserve.models.weights import fingerprint
+from pdserve.models.checkpoint.decoder_config import read_decoder_config
+from pdserve.models.checkpoint.demo import resolve_model
+from pdserve.models.checkpoint.weights import fingerprint
 from pdserve.wire.transfer import EngineSpec
 from pdserve.wire.version import OLDEST_PROTOCOL, PROTOCOL_VERSION
 

@@ -15,9 +15,9 @@ from pdserve.errors import HandshakeRefused, TransferError
 from pdserve.wire.frame import MAX_AGE_S
 from pdserve.wire.transfer import EngineSpec, Examined
 from pdserve.wire.version import OLDEST_PROTOCOL, PROTOCOL_VERSION
-from pdserve_kvtransfer.examiner import Examiner
-from pdserve_kvtransfer.handshake import misfits
-from pdserve_kvtransfer.machine_identity import MachineIdentity
+from pdserve_kvtransfer.control.handshake import misfits
+from pdserve_kvtransfer.probe.examiner import Examiner
+from pdserve_kvtransfer.shared_memory import MachineIdentity
 
 _CLOCK_WARNING_S = 5.0
 _NO_MODEL = EngineSpec(

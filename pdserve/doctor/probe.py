@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 from pdserve.doctor.finding import Finding, not_applicable, ok, problem, warning
 from pdserve.doctor.memory_limits import LimitFacts
-from pdserve.doctor.perftest import Yardstick
+from pdserve.doctor.ucx_tools import Yardstick
 from pdserve.errors import TransferError
 from pdserve.wire.transfer import MAX_PROBE_BYTES, MAX_PROBE_MESSAGE_BYTES
-from pdserve_kvtransfer.examiner import Examiner, Measured
-from pdserve_kvtransfer.ucx_lanes import SHARED_MEMORY, Lane
+from pdserve_kvtransfer.probe.examiner import Examiner, Measured
+from pdserve_kvtransfer.ucx.ucx_library import SHARED_MEMORY, Lane
 
 _MIN_MESSAGES = 16
 _MAX_MESSAGES = 8192

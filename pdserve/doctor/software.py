@@ -9,7 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 from pdserve.doctor.finding import Finding, ok, problem
 from pdserve.errors import TransferError
-from pdserve_kvtransfer.ucx import ucx_version
+from pdserve_kvtransfer.ucx.ucx_transport import ucx_version
 
 _PACKAGES = ("pdserve", "torch", "transformers", "pyzmq", "ucxx-cu12", "libucx-cu12")
 

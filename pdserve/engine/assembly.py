@@ -10,26 +10,23 @@ import torch
 
 from pdserve.config import EngineConfig, KvStaging, Overlap, Switch
 from pdserve.engine.api_channel import ApiChannel
-from pdserve.engine.block_manager import BlockManager
-from pdserve.engine.disaggregation.prefill_choice import PrefillChoice
-from pdserve.engine.disaggregation.prefill_rate import PrefillRate
-from pdserve.engine.followers import Followers
+from pdserve.engine.kv_cache.block_manager import BlockManager
 from pdserve.engine.kv_connector import KvConnector, open_connector
-from pdserve.engine.kv_connector.memory import shared_memory
-from pdserve.engine.prompt_rule import PromptRule
+from pdserve.engine.kv_connector.transfer_memory import shared_memory
+from pdserve.engine.launched_step import StepRunner
+from pdserve.engine.placement.placement import Placement
+from pdserve.engine.placement.prefill_rate import PrefillRate
 from pdserve.engine.runner_loading import load_runner, rank_backend
+from pdserve.engine.scheduling.request_limits import PromptRule, StopRule
 from pdserve.engine.step_loop import StepLoop
-from pdserve.engine.step_runner import StepRunner
-from pdserve.engine.stop_rule import StopRule
-from pdserve.engine.tp_runner import TpRunner
+from pdserve.engine.tp.tp_ranks import Ranks
+from pdserve.engine.tp.tp_runner import TpRunner
 from pdserve.engine.wake_up import WakeUp
 from pdserve.errors import ConfigError
-from pdserve.models.decode_graphs import CudaGraphs
-from pdserve.models.decoder_config import DecoderConfig, read_decoder_config
-from pdserve.models.runner import ModelRunner, kv_layout
-from pdserve.models.step_batch import StepRow
-from pdserve.models.tensor_parallel import TpGroup
-from pdserve.models.weights import fingerprint
+from pdserve.models.checkpoint.decoder_config import DecoderConfig, read_decoder_config
+from pdserve.models.checkpoint.weights import fingerprint
+from pdserve.models.runner import CudaGraphs, ModelRunner, StepRow, kv_layout
+from pdserve.models.tp.shares import TpGroup
 from pdserve.wire.discovery import Role
 from pdserve.wire.frame import Secrets
 from pdserve.wire.rank import Load, Loaded
@@ -57,11 +54,11 @@ def assemble(
     api: ApiChannel,
     wake_up: WakeUp,
     progress: Callable[[str], None],
-    followers: Followers | None,
+    ranks: Ranks | None,
     tp: TpGroup,
     device: torch.device,
 ) -> Engine:
-    """Load the model, warm it up, open the transfers. ``progress`` is told each stage; ``tp`` holds the followers too;
+    """Load the model, warm it up, open the transfers. ``progress`` is told each stage; ``tp`` holds the ranks too;
     ``device`` is rank 0's.
 
     Raises ModelError, ConfigError, RankLost or TransferError if something does not fit.
@@ -86,15 +83,15 @@ def assemble(
     progress("preparing kernels")
     backend = rank_backend(config, device)
     progress("loading weights")
-    if followers is not None:
-        followers.tell(Load(num_blocks, max_model_len))
+    if ranks is not None:
+        ranks.tell(Load(num_blocks, max_model_len))
     shared = shared_memory(config, device, num_blocks * layout.block_bytes)
     kv_memory = None if shared is None else shared.bytes
     own = load_runner(config, decoder, num_blocks, max_model_len, tp, backend, kv_memory)
     runner: ModelRunner | TpRunner = own
-    if followers is not None:
-        followers.wait_for(Loaded)
-        runner = TpRunner(own, followers, tp)
+    if ranks is not None:
+        ranks.wait_for(Loaded)
+        runner = TpRunner(own, ranks, tp)
     progress("warming up")
     warm_up(runner, min(config.scheduler.max_step_tokens, max_model_len - 1), block_size)
     if backend.graph_kernels is not None and config.model.cuda_graphs is Switch.ON:
@@ -106,12 +103,12 @@ def assemble(
     stop = StopRule(decoder.eos_token_ids, max_model_len)
     prompts = PromptRule(decoder.vocab_size, max_model_len)
     rate = PrefillRate()
-    choice = PrefillChoice(
+    placement = Placement(
         rate, config.transfer, config.scheduler, block_size, layout.block_bytes * tp.size / block_size
     )
     secrets = Secrets(config.secret)
     connector, control = open_connector(
-        config, spec, own.kv_cache, blocks, wake_up.set, prompts, followers, rate, choice, shared, secrets
+        config, spec, own.kv_cache, blocks, wake_up.set, prompts, ranks, rate, placement, shared, secrets
     )
     loop = StepLoop(
         api=api,
@@ -124,7 +121,7 @@ def assemble(
         prompts=prompts,
         ahead=own if overlaps(config, device) else None,
         rate=rate,
-        choice=choice,
+        placement=placement,
         renew=secrets.renew,
     )
     return Engine(loop, connector, control, spec, num_blocks, max_model_len, decoder.vocab_size)

@@ -15,12 +15,12 @@ import zmq
 
 from pdserve.config import EngineLaunch, Switch
 from pdserve.engine.api_channel import ApiChannel
-from pdserve.engine.followers import Followers, followers_of
-from pdserve.engine.pinning import pin, rank_cores
+from pdserve.engine.tp.pinning import pin, rank_cores
+from pdserve.engine.tp.tp_ranks import Ranks, running_ranks
 from pdserve.engine.wake_up import WakeUp
 from pdserve.errors import EngineError, PdserveError
-from pdserve.hangup import ignore_hangup
-from pdserve.parent import die_with_parent
+from pdserve.process import die_with_parent
+from pdserve.signals import ignore_hangup
 from pdserve.wire.engine import EngineFailed, Ready, Starting
 from pdserve.wire.transfer import EngineSpec
 
@@ -77,12 +77,12 @@ def serve(launch: EngineLaunch, channel: ApiChannel) -> None:
     with ExitStack() as stack:
         wake_up = WakeUp()
         stack.callback(wake_up.close)
-        followers: Followers | None = None
+        ranks: Ranks | None = None
         cores = config.cpu.cores
         if config.parallel.tp > 1:
             shares = rank_cores(config)
             cores = shares[0]
-            followers = stack.enter_context(followers_of(config, launch.folder, shares, wake_up.fd))
+            ranks = stack.enter_context(running_ranks(config, launch.folder, shares, wake_up.fd))
         pin(cores)
         # Not before: torch sizes its thread pool by the cores that it finds when it is imported, and loading it takes
         # seconds in which the API process already wants to hear of us.
@@ -90,18 +90,18 @@ def serve(launch: EngineLaunch, channel: ApiChannel) -> None:
 
         from pdserve.engine.assembly import assemble
         from pdserve.engine.runner_loading import rank_device
-        from pdserve.engine.tp_runner import joined
+        from pdserve.engine.tp.tp_runner import joined_group
 
         if cores:
             torch.set_num_threads(len(cores))
         device = rank_device(config, 0)
-        group = stack.enter_context(joined(config, followers, device))
+        group = stack.enter_context(joined_group(config, ranks, device))
         progress: Callable[[str], None] = lambda stage: channel.send(Starting(stage))  # noqa: E731
-        engine = assemble(config, channel, wake_up, progress, followers, group, device)
+        engine = assemble(config, channel, wake_up, progress, ranks, group, device)
         stack.callback(engine.connector.close)
         stack.enter_context(_stop_signals(engine.loop.stop))
-        if followers is not None:
-            followers.notify(engine.loop.stop)
+        if ranks is not None:
+            ranks.notify(engine.loop.stop)
         channel.send(
             Ready(
                 control=engine.control,
@@ -114,8 +114,8 @@ def serve(launch: EngineLaunch, channel: ApiChannel) -> None:
             )
         )
         engine.loop.run()
-        if followers is not None:
-            followers.check()
+        if ranks is not None:
+            ranks.check()
 
 
 def pairing_fingerprint(spec: EngineSpec) -> str:

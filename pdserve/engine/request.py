@@ -5,15 +5,15 @@
     WAITING ─▶ RUNNING ─▶ FINISHED                              prefilled where it is decoded
     WAITING ◀─ RUNNING                                          preempted: its blocks were needed
     WAITING ─▶ RUNNING ─▶ PUSHING ─▶ FINISHED                   on a prefill node
-    WAITING_FOR_PROMPT ─▶ RUNNING ─▶ FINISHED                   a sibling: its elder's prompt is in the cache
+    WAITING_FOR_PROMPT ─▶ RUNNING ─▶ FINISHED                   a child: its parent's prompt is in the cache
     WAITING_FOR_PROMPT ─▶ WAITING                               the same, but no block is free for it
     (any)   ─▶ FINISHED                                         aborted, past its deadline, or failed
 
 A prompt that is being prefilled and an answer that is being decoded are the same thing here: tokens whose keys and
 values are not computed yet. ``num_computed_tokens`` says how far the cache is; a step advances it.
 
-Several answers to one prompt are several requests: one, the *elder*, computes or fetches the prompt, and its *siblings*
-wait for that. An elder whose own answer ends before then goes on for its siblings, with nobody listening.
+Several answers to one prompt (``n``) are several requests: one, the *parent*, computes or fetches the prompt, and its
+*children* wait for that. A parent whose own answer ends before then goes on for its children, with nobody listening.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from pdserve.engine.prefix_cache import Match
-from pdserve.engine.token_counts import TokenCounts
+from pdserve.engine.kv_cache.prefix_cache import Match
+from pdserve.engine.sampling.token_counts import TokenCounts
 from pdserve.errors import EngineError
 from pdserve.wire.engine import PrefillSource
 from pdserve.wire.ids import RequestUuid, TransferId
-from pdserve.wire.sampling import SampledToken, SamplingParams
+from pdserve.wire.sampling_params import SampledToken, SamplingParams
 from pdserve.wire.ticket import PrefillTarget
 
 
@@ -36,7 +36,7 @@ class Status(enum.Enum):
     WAITING = "waiting"
     WAITING_FOR_REMOTE_KVS = "waiting_for_remote_kvs"
     WAITING_FOR_PROMPT = "waiting_for_prompt"
-    """A sibling: another request computes or fetches the prompt."""
+    """A child: another request computes or fetches the prompt."""
     RUNNING = "running"
     PUSHING = "pushing"
     """Prefill done; the blocks stay until the decode node has them."""
@@ -66,7 +66,7 @@ class Request:
     """Monotonic seconds."""
     deadline: float
     """Monotonic seconds; past it the request is given up."""
-    client: int | None = None
+    local_id: int | None = None
     """The API process's number for it; None on a prefill node."""
     client_request: int | bytes = b""
     """All prompts and answers of one client request have the same, and take turns with others as one. Else its own."""
@@ -78,10 +78,10 @@ class Request:
     """Prefill nodes not tried yet."""
     attempts: int = 0
     cache_salt: str = ""
-    siblings: list[Request] = field(default_factory=list)
+    children: list[Request] = field(default_factory=list)
     """Those that wait for this request's prompt."""
-    elder: Request | None = None
-    """Whose sibling this is or was."""
+    parent: Request | None = None
+    """Whose child this is or was."""
 
     status: Status = Status.WAITING
     num_computed_tokens: int = 0
@@ -109,23 +109,23 @@ class Request:
     def __post_init__(self) -> None:
         self.client_request = self.client_request or self.uuid
 
-    def add_sibling(self, seed: int, client: int | None = None) -> Request:
+    def add_child(self, seed: int, local_id: int | None = None) -> Request:
         """One more answer to this request's prompt, which differs in nothing but its seed."""
-        sibling = Request(
+        child = Request(
             uuid=self.uuid,
             token_ids=list(self.token_ids),
             num_prompt_tokens=self.num_prompt_tokens,
             sampling=msgspec.structs.replace(self.sampling, seed=seed),
             arrived=self.arrived,
             deadline=self.deadline,
-            client=client,
+            local_id=local_id,
             client_request=self.client_request,
             cache_salt=self.cache_salt,
-            elder=self,
+            parent=self,
             status=Status.WAITING_FOR_PROMPT,
         )
-        self.siblings.append(sibling)
-        return sibling
+        self.children.append(child)
+        return child
 
     def move(self, status: Status) -> None:
         """The only way to change ``status``. Raises EngineError on a transition that is not drawn above."""

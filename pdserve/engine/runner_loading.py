@@ -1,18 +1,42 @@
-"""One rank's model runner, made in the same way on every rank."""
+"""Makes one rank's model runner, in the same way on every rank, with the kernel set that the settings name."""
 
 from __future__ import annotations
 
+import logging
 from functools import partial
 from pathlib import Path
 
 import torch
 
-from pdserve.config import EngineConfig
-from pdserve.engine.kernel_set import cpu_kernels
+from pdserve.compiled_library import BuildError
+from pdserve.config import CpuKernels, EngineConfig
+from pdserve.errors import ConfigError
 from pdserve.models.backend import Backend, choose_device, open_backend
-from pdserve.models.decoder_config import DecoderConfig
+from pdserve.models.checkpoint.decoder_config import DecoderConfig
 from pdserve.models.runner import ModelRunner
-from pdserve.models.tensor_parallel import TpGroup
+from pdserve.models.tp.shares import TpGroup
+from pdserve_kernels.contract import Kernels
+from pdserve_kernels.cpu.compiled_kernels import CompiledKernels
+from pdserve_kernels.cpu.torch_kernels import TorchKernels
+
+log = logging.getLogger(__name__)
+
+
+def cpu_kernels(wanted: CpuKernels, cache_dir: Path) -> Kernels:
+    """The chosen set; compiled now, in about ten seconds, if it is not below ``cache_dir`` yet.
+
+    Raises ConfigError if the compiled set was asked for by name and cannot be had; if it is only the better one, the
+    log says so.
+    """
+    if wanted is CpuKernels.TORCH:
+        return TorchKernels()
+    try:
+        return CompiledKernels(cache_dir)
+    except BuildError as exc:
+        if wanted is CpuKernels.COMPILED:
+            raise ConfigError(f"--cpu-kernels compiled: {exc}") from exc
+        log.warning("the plain torch kernels run instead of the compiled ones, which are faster: %s", exc)
+        return TorchKernels()
 
 
 def load_runner(

@@ -4,7 +4,7 @@ Each turn of ``run`` is one step. With nothing to compute it blocks until the AP
 deadline or a signal has something for it, so an idle engine uses no CPU.
 
 A step is launched, and its tokens are read later. On a GPU the loop has work of its own in between: it tells what the
-step before gave, and, while nothing but decoding is to be done, it launches the next step as well (``flight``), so that
+step before gave, and, while nothing but decoding is to be done, it launches the next step as well (``step``), so that
 the GPU goes from one step to the next without waiting for the host.
 """
 
@@ -17,17 +17,15 @@ import zmq
 
 from pdserve.config import SchedulerConfig
 from pdserve.engine.api_channel import ApiChannel
-from pdserve.engine.block_manager import BlockManager
-from pdserve.engine.disaggregation.prefill_choice import PrefillChoice
-from pdserve.engine.disaggregation.prefill_rate import PrefillRate
-from pdserve.engine.flight import Ahead, Flight, launch, launch_ahead
+from pdserve.engine.kv_cache.block_manager import BlockManager
 from pdserve.engine.kv_connector import KvConnector
-from pdserve.engine.outbox import Outbox
-from pdserve.engine.prompt_rule import PromptRule
+from pdserve.engine.launched_step import AheadRunner, LaunchedStep, StepAhead, StepRunner, launch, launch_ahead
+from pdserve.engine.placement.placement import Placement
+from pdserve.engine.placement.prefill_rate import PrefillRate
 from pdserve.engine.request import Request
-from pdserve.engine.scheduler import Scheduler
-from pdserve.engine.step_runner import AheadRunner, StepRunner
-from pdserve.engine.stop_rule import StopRule
+from pdserve.engine.scheduling.output_collector import OutputCollector
+from pdserve.engine.scheduling.request_limits import PromptRule, StopRule
+from pdserve.engine.scheduling.scheduler import Scheduler
 from pdserve.engine.wake_up import WakeUp
 from pdserve.wire.engine import Abort, EngineStats, FinishReason, PrefillSource, Renew, Shutdown, Stats, Submit
 from pdserve.wire.transfer import FailureCause
@@ -52,7 +50,7 @@ class StepLoop:
         stop: StopRule,
         prompts: PromptRule,
         rate: PrefillRate,
-        choice: PrefillChoice,
+        placement: Placement,
         ahead: AheadRunner | None = None,
         renew: Callable[[bytes], None] = lambda _: None,
     ) -> None:
@@ -67,12 +65,12 @@ class StepLoop:
         self._ahead = ahead
         self._blocks = blocks
         self._connector = connector
-        self._outbox = Outbox()
-        self._scheduler = Scheduler(blocks, config, stop, self._outbox, connector.release, choice)
+        self._collector = OutputCollector()
+        self._scheduler = Scheduler(blocks, config, stop, self._collector, connector.release, placement)
         self._prompts = prompts
         self._renew = renew
         self._rate = rate
-        self._choice = choice
+        self._placement = placement
         self._eos_token_ids = stop.eos_token_ids
         self._steps = 0
         self._stats_sent = EngineStats()
@@ -96,17 +94,17 @@ class StepLoop:
             now = time.monotonic()
             self._connector.poll(self._scheduler, now)
             self._expire(now)
-            flight = self._launch(now) if ahead is None else ahead.joined()
-            ahead = self._launch_ahead(flight)
+            step = self._launch(now) if ahead is None else ahead.joined()
+            ahead = self._launch_ahead(step)
             if self._ahead is not None:
                 # What the step before gave, while this one computes.
                 self._tell()
-            if flight is not None:
-                self._land(flight, began=now)
+            if step is not None:
+                self._land(step, began=now)
             self._blocks.clean(self._runner.clear)
             if self._ahead is None or ahead is not None:
                 self._tell()
-            busy = flight is not None
+            busy = step is not None
         if self._ahead is not None:
             self._tell()
 
@@ -145,12 +143,12 @@ class StepLoop:
             sampling=submit.sampling,
             arrived=now,
             deadline=now + submit.deadline_s,
-            client=submit.request_id,
+            local_id=submit.request_id,
             client_request=submit.client_request,
             targets=submit.prefill,
             cache_salt=submit.cache_salt,
         )
-        family = [request, *(request.add_sibling(sibling.seed, sibling.request_id) for sibling in submit.siblings)]
+        family = [request, *(request.add_child(child.seed, child.request_id) for child in submit.siblings)]
         self._scheduler.add(request)
         misfit = self._prompts.misfit(submit.token_ids, submit.sampling)
         if misfit is not None:
@@ -162,7 +160,7 @@ class StepLoop:
             self._connector.give_up(request, "deadline passed", FailureCause.DEADLINE)
             self._scheduler.finish(request, FinishReason.DEADLINE)
 
-    def _launch(self, now: float) -> Flight | None:
+    def _launch(self, now: float) -> LaunchedStep | None:
         """The next step by all that is known; None if there is nothing to compute."""
         plan = self._scheduler.schedule(now)
         if plan.copies:
@@ -172,26 +170,26 @@ class StepLoop:
             return None
         return launch(self._runner, plan, self._eos_token_ids, to_be_followed=self._ahead is not None)
 
-    def _launch_ahead(self, flight: Flight | None) -> Ahead | None:
-        """The step after ``flight``, if it is certain enough what that holds."""
-        if self._ahead is None or flight is None or flight.choice.tokens is None:
+    def _launch_ahead(self, step: LaunchedStep | None) -> StepAhead | None:
+        """The step after ``step``, if it is certain enough what that holds."""
+        if self._ahead is None or step is None or step.pending.tokens is None:
             return None
-        requests = self._scheduler.follow(flight.plan)
-        return launch_ahead(self._ahead, flight, requests) if requests else None
+        requests = self._scheduler.follow(step.plan)
+        return launch_ahead(self._ahead, step, requests) if requests else None
 
-    def _land(self, flight: Flight, began: float) -> None:
-        choices = flight.read()
+    def _land(self, step: LaunchedStep, began: float) -> None:
+        sampled = step.read()
         self._steps += 1
         now = time.monotonic()
-        self._rate.step(flight.plan.num_prompt_tokens, flight.plan.num_decoding, now - began, now)
-        for request in self._scheduler.advance(flight.plan, choices, now):
+        self._rate.step(step.plan.num_prompt_tokens, step.plan.num_decoding, now - began, now)
+        for request in self._scheduler.advance(step.plan, sampled, now):
             self._connector.give_up(request, NOT_FINITE, FailureCause.PROMPT)
             self._blocks.taint(request.block_table)
             self._scheduler.finish(request, FinishReason.ERROR, NOT_FINITE)
-        self._connector.stepped(self._scheduler, flight.plan)
+        self._connector.stepped(self._scheduler, step.plan)
 
     def _tell(self) -> None:
-        output = self._outbox.take()
+        output = self._collector.take()
         if output is not None:
             self._api.send(output)
         self._tell_stats(idle=False)
@@ -210,7 +208,7 @@ class StepLoop:
         prefills = scheduler.counters.prefills
         return EngineStats(
             running=scheduler.num_running,
-            waiting=scheduler.num_waiting + scheduler.num_siblings,
+            waiting=scheduler.num_waiting + scheduler.num_children,
             waiting_for_remote=scheduler.num_remote,
             total_blocks=self._blocks.num_blocks,
             free_blocks=self._blocks.num_free,
@@ -233,5 +231,5 @@ class StepLoop:
             transfer_failures={kind.value: count for kind, count in transfers.failures.items()},
             leases_expired=transfers.leases_expired,
             stale_blocks_dropped=transfers.stale_blocks_dropped,
-            prefill=self._choice.stats(time.monotonic()),
+            prefill=self._placement.stats(time.monotonic()),
         )

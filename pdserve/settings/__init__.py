@@ -1,12 +1,13 @@
 """Fills the dataclass tree of ``pdserve.config``: flags, then ``PDSERVE_*`` variables, then a TOML file, then defaults.
 
-``tree`` lists a root's settings, ``values`` reads and writes single values, ``sources`` finds them in the three places,
-``ranges`` refuses what cannot work, ``secret`` finds the cluster secret, ``folders`` the user's own folders.
+``load`` is the way in. ``sources`` finds values in the three places, ``setting`` lists a root's settings and reads
+and writes single values, ``checks`` refuses settings that contradict each other, and ``secret`` finds the cluster
+secret.
 """
 
-from pdserve.settings.folders import cache_folder, state_folder
 from pdserve.settings.load import ROOTS, load, load_with_file, to_environ
 from pdserve.settings.secret import is_loopback, resolve_secret
+from pdserve.settings.sources import cache_folder, state_folder
 
 __all__ = [
     "ROOTS",

@@ -16,11 +16,9 @@ from pdserve.bench_config import (
     BenchTransferConfig,
 )
 from pdserve.config import DoctorConfig, NodeConfig, ProxyConfig, UpConfig
-from pdserve.settings.ranges import check
-from pdserve.settings.sources import from_environ, from_file, from_flags
-from pdserve.settings.tree import Setting, build, settings_of
-from pdserve.settings.usage import Usage
-from pdserve.settings.values import to_text
+from pdserve.settings.checks import check
+from pdserve.settings.setting import Setting, build, settings_of, to_text
+from pdserve.settings.sources import CommandLine, from_environ, from_file, from_flags
 
 ROOTS: tuple[type, ...] = (
     NodeConfig,
@@ -56,7 +54,7 @@ def load_with_file(
     settings = settings_of(root)
     every = [setting for known in {root: None, **dict.fromkeys(ROOTS)} for setting in settings_of(known)]
     by_flag: dict[str, Setting] = {setting.flag: setting for setting in every}
-    flags, flags_file = from_flags(Usage(prog, description, settings), argv, by_flag)
+    flags, flags_file = from_flags(CommandLine(prog, description, settings), argv, by_flag)
     variables, environ_file = from_environ(settings, environ, by_flag)
     file = flags_file or environ_file
     stored = from_file(settings, Path(file), every) if file else {}

@@ -1,21 +1,95 @@
-"""Where settings are given: the command line, the environment, a TOML file. Each returns values by flag.
+"""Where settings are given: the command line, the environment, a TOML file. Each source returns values by flag.
 
 A name that no subcommand knows is an error in all three, with the nearest right one. A name that only another
-subcommand knows is an error as a flag, and ignored in the environment and the file, which several processes may share.
+subcommand knows is an error as a flag, and ignored in the environment and the file, which several processes may
+share.
+
+The environment also says where the user's own folders are, by the XDG rules.
 """
 
 from __future__ import annotations
 
+import argparse
 import difflib
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from pdserve.errors import ConfigError
-from pdserve.settings.tree import ENV_PREFIX, Setting, env_name
-from pdserve.settings.usage import CONFIG_FLAG, Usage
-from pdserve.settings.values import from_texts, from_toml
+from pdserve.settings.setting import ENV_PREFIX, Setting, env_name, expected, from_texts, from_toml, to_text
+
+CONFIG_FLAG = "config"
+
+_EPILOG = (
+    "A flag wins over its environment variable (in parentheses), that over the file of --config, "
+    "that over the default [in brackets]."
+)
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message}; see '{self.prog} --help'")
+
+
+class CommandLine:
+    """Parses and explains the flags of one subcommand."""
+
+    def __init__(self, prog: str, description: str, settings: Sequence[Setting]) -> None:
+        self.prog = prog
+        self.settings = settings
+        self._parser = _Parser(
+            prog=prog,
+            description=description,
+            epilog=_EPILOG,
+            allow_abbrev=False,
+            argument_default=argparse.SUPPRESS,
+            formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=34, width=110),
+            usage="%(prog)s [--flag value ...]",
+        )
+        general = self._parser.add_argument_group("Settings file")
+        general.add_argument(
+            f"--{CONFIG_FLAG}",
+            action="append",
+            metavar="FILE",
+            help="TOML file with a table for each group below [none] (PDSERVE_CONFIG)",
+        )
+        for (section, title), group in groupby(settings, key=lambda setting: (setting.section, setting.title)):
+            arguments = self._parser.add_argument_group(f"[{section}] {title}")
+            for setting in group:
+                arguments.add_argument(
+                    f"--{setting.flag}",
+                    dest=setting.flag,
+                    action="append",
+                    nargs=None if setting.bare is None else "?",
+                    const=setting.bare,
+                    metavar=setting.metavar or _metavar(setting),
+                    help=_help(setting),
+                )
+
+    def parse(self, argv: Sequence[str]) -> tuple[dict[str, list[str]], list[str]]:
+        """Texts by flag, and what was not understood. Exits 0 after ``--help``; raises ConfigError."""
+        known, extra = self._parser.parse_known_args(list(argv))
+        return vars(known), extra
+
+    def help(self) -> str:
+        return self._parser.format_help()
+
+
+def _help(setting: Setting) -> str:
+    default = "none" if setting.secret or setting.default in ("", ()) else to_text(setting.default)
+    return f"{setting.help} [{default}] ({setting.env})".replace("%", "%%")
+
+
+def _metavar(setting: Setting) -> str:
+    taken = expected(setting)
+    if taken.startswith("one of "):
+        return "{" + taken.removeprefix("one of ").replace(", ", ",") + "}"
+    if setting.type in (int, float):
+        return "N" if setting.type is int else "X"
+    return setting.flag.rpartition("-")[2].upper()
+
 
 CONFIG_ENV = env_name(CONFIG_FLAG)
 
@@ -26,24 +100,26 @@ def suggestion(name: str, known: Iterable[str]) -> str:
     return f"; did you mean {near[0]}?" if near else ""
 
 
-def from_flags(usage: Usage, argv: Sequence[str], elsewhere: Mapping[str, Setting]) -> tuple[dict[str, Any], str]:
+def from_flags(
+    command_line: CommandLine, argv: Sequence[str], elsewhere: Mapping[str, Setting]
+) -> tuple[dict[str, Any], str]:
     """Values of the command line, and the TOML file that it names (empty if none).
 
     ``elsewhere`` holds the settings of all subcommands, to tell a misplaced flag from a misspelt one. Prints help and
     exits for ``--help``. Raises ConfigError.
     """
-    texts, extra = usage.parse(argv)
+    texts, extra = command_line.parse(argv)
     if extra:
         # Only the flag's own name: what follows it may be a misspelt flag's secret.
         name = next((part for part in extra if part.startswith("-")), extra[0]).partition("=")[0]
         if not name.startswith("-"):
             raise ConfigError(f"unexpected argument {name!r}; settings are given as --flag value")
         if name.lstrip("-") in elsewhere:
-            raise ConfigError(f"{name} is not a setting of {usage.prog!r}")
-        flags = [f"--{setting.flag}" for setting in usage.settings] + [f"--{CONFIG_FLAG}", "--help"]
-        raise ConfigError(f"unknown flag {name} of {usage.prog!r}{suggestion(name, flags)}")
+            raise ConfigError(f"{name} is not a setting of {command_line.prog!r}")
+        flags = [f"--{setting.flag}" for setting in command_line.settings] + [f"--{CONFIG_FLAG}", "--help"]
+        raise ConfigError(f"unknown flag {name} of {command_line.prog!r}{suggestion(name, flags)}")
     file = texts.pop(CONFIG_FLAG, [""])[-1]
-    settings = {setting.flag: setting for setting in usage.settings}
+    settings = {setting.flag: setting for setting in command_line.settings}
     return {flag: from_texts(settings[flag], given, f"--{flag}") for flag, given in texts.items()}, file
 
 
@@ -103,3 +179,19 @@ def _check_section(path: Path, section: str, table: object, known: set[str]) -> 
 def _key_suggestion(section: str, flag: str, keys: Sequence[str], every: set[tuple[str, str]]) -> str:
     others = [f"{name}.{known}" for name, known in sorted(every) if known == flag]
     return f"; did you mean {others[0]}?" if others else suggestion(flag, keys)
+
+
+def cache_folder(environ: Mapping[str, str]) -> Path:
+    """For what can be made again: converted models."""
+    return _xdg(environ, "XDG_CACHE_HOME", ".cache")
+
+
+def state_folder(environ: Mapping[str, str]) -> Path:
+    """For what has to stay: the secret of a cluster on one machine."""
+    return _xdg(environ, "XDG_STATE_HOME", ".local/state")
+
+
+def _xdg(environ: Mapping[str, str], variable: str, fallback: str) -> Path:
+    folder = Path(environ.get(variable, ""))
+    # The XDG rules say that a relative path counts as unset.
+    return (folder if folder.is_absolute() else Path.home() / fallback) / "pdserve"

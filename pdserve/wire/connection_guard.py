@@ -168,7 +168,7 @@ def connection_of(frame: zmq.Frame) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Message:
+class RoutedMessage:
     """One message at a ROUTER."""
 
     route: bytes
@@ -192,7 +192,7 @@ class MessageReader:
         self.dropping = False
         """Whether parts of a message that is dropped are still to be read."""
 
-    def read(self) -> Message | None:
+    def read(self) -> RoutedMessage | None:
         """The next message; None if there is none, or, while ``dropping``, not yet. Never waits."""
         try:
             if self.dropping and not self._drop():
@@ -204,7 +204,7 @@ class MessageReader:
             return None
         self.dropping = parts[-1].more
         frame = parts[1].bytes if len(parts) == MAX_PARTS else b""
-        return Message(parts[0].bytes, frame, connection_of(parts[-1]), self.dropping)
+        return RoutedMessage(parts[0].bytes, frame, connection_of(parts[-1]), self.dropping)
 
     def _drop(self) -> bool:
         """Whether all of it is gone."""

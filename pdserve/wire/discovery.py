@@ -1,10 +1,10 @@
 """Node ↔ proxy: who is there. Sealed frames (see ``frame``), node DEALER to proxy ROUTER.
 
-A node does not know who listens at the address that it was given, so it begins with ``Hello``, which asks for nothing
-but the proxy's boot id. ``Welcome`` brings it: all that follows is sealed for that boot of that proxy, and good at no
-other. Then the node sends ``Register``, and ``Heartbeat`` every interval; the proxy answers each with ``Ack``.
-``known=False`` tells a node that this proxy has not got (or has dropped) its registration: it greets again.
-``Deregister`` is a clean goodbye. What a proxy cannot accept, it answers with ``Refused`` and why.
+A node does not know who listens at the address that it was given, so it begins with ``NodeHello``, which asks for
+nothing but the proxy's boot id. ``ProxyWelcome`` brings it: all that follows is sealed for that boot of that proxy, and
+good at no other. Then the node sends ``Register``, and ``NodeHeartbeat`` every interval; the proxy answers each with
+``Ack``. ``known=False`` tells a node that this proxy has not got (or has dropped) its registration: it greets again.
+``Deregister`` is a clean goodbye. What a proxy cannot accept, it answers with ``ProxyRefusal`` and why.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Capacity(msgspec.Struct, frozen=True):
     max_model_len: Count
 
 
-class Load(msgspec.Struct, frozen=True):
+class NodeLoad(msgspec.Struct, frozen=True):
     """What a node holds now."""
 
     running: Count = 0
@@ -70,12 +70,12 @@ class NodeInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The oldest one that it still speaks."""
 
 
-class Hello(msgspec.Struct, frozen=True, tag_field="kind", tag="hello"):
+class NodeHello(msgspec.Struct, frozen=True, tag_field="kind", tag="hello"):
     """Who are you? Changes nothing at the proxy."""
 
     boot_id: BootId
     nonce: Nonce
-    """Random, and new in every ``Hello``: the answer to another one is not the answer to this."""
+    """Random, and new in every ``NodeHello``: the answer to another one is not the answer to this."""
     protocol: int
     oldest_protocol: int
 
@@ -84,9 +84,9 @@ class Register(msgspec.Struct, frozen=True, tag_field="kind", tag="register"):
     node: NodeInfo
 
 
-class Heartbeat(msgspec.Struct, frozen=True, tag_field="kind", tag="heartbeat"):
+class NodeHeartbeat(msgspec.Struct, frozen=True, tag_field="kind", tag="heartbeat"):
     boot_id: BootId
-    load: Load
+    load: NodeLoad
 
 
 class Deregister(msgspec.Struct, frozen=True, tag_field="kind", tag="deregister"):
@@ -98,20 +98,20 @@ class Ack(msgspec.Struct, frozen=True, tag_field="kind", tag="ack"):
     known: bool
 
 
-class Welcome(msgspec.Struct, frozen=True, tag_field="kind", tag="welcome"):
-    """The answer to ``Hello``. Who sealed it is whom further messages are for."""
+class ProxyWelcome(msgspec.Struct, frozen=True, tag_field="kind", tag="welcome"):
+    """The answer to ``NodeHello``. Who sealed it is whom further messages are for."""
 
     boot_id: BootId
     """Of the node."""
     nonce: Nonce
-    """Of the ``Hello``."""
+    """Of the ``NodeHello``."""
     protocol: int
     oldest_protocol: int
     heartbeat_ms: Annotated[int, msgspec.Meta(ge=1, le=3_600_000)]
     """How often this proxy wants to hear of the node."""
 
 
-class Refused(msgspec.Struct, frozen=True, tag_field="kind", tag="refused"):
+class ProxyRefusal(msgspec.Struct, frozen=True, tag_field="kind", tag="refused"):
     """A greeting or registration that this proxy cannot accept, however often it is repeated."""
 
     boot_id: BootId
@@ -119,5 +119,5 @@ class Refused(msgspec.Struct, frozen=True, tag_field="kind", tag="refused"):
     reason: Reason
 
 
-ToProxy: TypeAlias = Hello | Register | Heartbeat | Deregister
-FromProxy: TypeAlias = Ack | Welcome | Refused
+ToProxy: TypeAlias = NodeHello | Register | NodeHeartbeat | Deregister
+FromProxy: TypeAlias = Ack | ProxyWelcome | ProxyRefusal

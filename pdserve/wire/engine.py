@@ -10,9 +10,9 @@ from typing import Annotated, TypeAlias
 
 import msgspec
 
-from pdserve.wire.discovery import Load
+from pdserve.wire.discovery import NodeLoad
 from pdserve.wire.ids import RequestUuid
-from pdserve.wire.sampling import SamplingParams, TokenLogprobs
+from pdserve.wire.sampling_params import SamplingParams, TokenLogprobs
 from pdserve.wire.ticket import PrefillTarget
 
 # ---------------------------------------------------------------- API → engine
@@ -204,8 +204,8 @@ class EngineStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     prefill: PrefillStats = PrefillStats()
 
     @property
-    def load(self) -> Load:
-        return Load(self.running, self.waiting + self.waiting_for_remote, self.free_blocks)
+    def load(self) -> NodeLoad:
+        return NodeLoad(self.running, self.waiting + self.waiting_for_remote, self.free_blocks)
 
 
 class Starting(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="starting"):

@@ -1,7 +1,7 @@
 """A proxy's supervisor ↔ its workers, over a ZMQ ROUTER in a folder only the user can enter, so not authenticated.
 
-A worker says ``Hello`` and is sent ``Nodes``, then again at every change. Once it takes connections it says ``Ready``.
-Each ``Ping`` is answered with ``Pong`` by a worker whose event loop turns.
+A worker says ``WorkerHello`` and is sent ``Nodes``, then again at every change. Once it takes connections it says
+``WorkerReady``. A worker whose event loop turns answers each ``WorkerPing`` with ``WorkerPong``.
 A worker that is asked for ``/metrics`` sends ``Scrape``; the supervisor sends ``Collect`` to every worker, adds up the
 ``Counts`` that come back, and answers ``Scraped``. When it has read its files again, it sends ``Renewed``.
 """
@@ -13,8 +13,8 @@ from typing import TypeAlias
 
 import msgspec
 
-from pdserve.tls import Certificate
-from pdserve.wire.discovery import Load, NodeInfo
+from pdserve.http.tls import Certificate
+from pdserve.wire.discovery import NodeInfo, NodeLoad
 from pdserve.wire.ids import BootId
 
 
@@ -46,7 +46,7 @@ class Renewed(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field
 
 class KnownNode(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     info: NodeInfo
-    load: Load
+    load: NodeLoad
     seen_s: float
     """When its last message came, on the monotonic clock, which all processes of a host share."""
 
@@ -88,20 +88,20 @@ class Scraped(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field
     text: bytes
 
 
-class Ping(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="ping"):
+class WorkerPing(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="ping"):
     pass
 
 
-class Hello(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="hello"):
+class WorkerHello(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="hello"):
     version: str
     """Of pdserve, when the worker started."""
 
 
-class Ready(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="ready"):
+class WorkerReady(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="ready"):
     pass
 
 
-class Pong(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="pong"):
+class WorkerPong(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="pong"):
     pass
 
 
@@ -115,5 +115,5 @@ class Counts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field=
     families: tuple[Family, ...]
 
 
-ToWorker: TypeAlias = Nodes | Collect | Scraped | Ping | Renewed
-ToSupervisor: TypeAlias = Hello | Ready | Pong | Scrape | Counts
+ToWorker: TypeAlias = Nodes | Collect | Scraped | WorkerPing | Renewed
+ToSupervisor: TypeAlias = WorkerHello | WorkerReady | WorkerPong | Scrape | Counts

@@ -7,7 +7,7 @@
       Capture ───────────────────────────▶            on GPUs, once
             ◀───────────────────────────── Captured
       Step, Clear, CopyBlocks,
-      Download, Upload ──────────────────▶            in the order in which rank 0 does the same
+      DownloadBlocks, UploadBlocks ──────────────────▶            in the order in which rank 0 does the same
             ◀───────────────────────────── Written    after each Clear and each CopyBlocks
             ◀───────────────────────────── RankFailed instead of any of its other messages; the process ends
       Stop ──────────────────────────────▶
@@ -35,8 +35,8 @@ class Capture(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field
     """Record the decode steps of all batch sizes, together with the other ranks."""
 
 
-class Row(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
-    """``pdserve.models.step_batch.StepRow``."""
+class RankRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
+    """``pdserve.models.runner.StepRow``."""
 
     token_ids: list[int]
     start: int
@@ -47,7 +47,7 @@ class Row(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=Tr
 class Step(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="step"):
     """Compute one step together with the other ranks."""
 
-    rows: list[Row]
+    rows: list[RankRow]
 
 
 class Clear(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="clear"):
@@ -63,14 +63,14 @@ class CopyBlocks(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fi
     destinations: list[int]
 
 
-class Download(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="download"):
+class DownloadBlocks(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="download"):
     """Copy KV blocks to slots of host memory, from which they are sent; the board counts what is done."""
 
     blocks: list[int]
     slots: list[int]
 
 
-class Upload(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="upload"):
+class UploadBlocks(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="upload"):
     """Copy slots, in which they were received, to KV blocks; the board counts what is done."""
 
     slots: list[int]
@@ -81,7 +81,7 @@ class Stop(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="k
     """Exit 0."""
 
 
-Order: TypeAlias = Load | Capture | Step | Clear | CopyBlocks | Download | Upload | Stop
+Order: TypeAlias = Load | Capture | Step | Clear | CopyBlocks | DownloadBlocks | UploadBlocks | Stop
 
 
 class Numbered(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

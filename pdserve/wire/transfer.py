@@ -1,5 +1,7 @@
 """Decode engine ↔ prefill engine control messages. Sealed frames, decode DEALER to prefill ROUTER.
 
+A handshake passes on the addresses of the ranks' links as bytes; only links read them, as ``LinkAddress``.
+
 ``PrefillRequest`` and ``Probe`` say what to do, so fields that the receiver does not know are refused. All others say
 what is; of them it ignores what it does not know.
 
@@ -39,9 +41,38 @@ import msgspec
 
 from pdserve.wire.frame import Reason
 from pdserve.wire.ids import BootId, TransferId
-from pdserve.wire.link_address import LABEL_BITS
-from pdserve.wire.sampling import SampledToken, SamplingParams
+from pdserve.wire.sampling_params import SampledToken, SamplingParams
 from pdserve.wire.version import PACED_TRANSFERS, RELEASED_0_1, Spoken, since
+
+LABEL_BITS = 63
+"""What a sender may label a message with; the link keeps the other bit of a UCX tag."""
+
+CELLS = 512
+"""Links that can offer one memory at once."""
+
+LinkNumber: TypeAlias = Annotated[int, msgspec.Meta(ge=1, lt=1 << 62)]
+
+
+class MemoryOffer(msgspec.Struct, frozen=True):
+    """Where processes of the same user on the same host find a link's memory, to read it."""
+
+    pid: Annotated[int, msgspec.Meta(ge=1)]
+    fd: Annotated[int, msgspec.Meta(ge=0)]
+    name: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}$")]
+    """Random: a file of this name is the memory that is meant, on whatever host this is read."""
+    nbytes: Annotated[int, msgspec.Meta(ge=1)]
+    cell: Annotated[int, msgspec.Meta(ge=0, lt=CELLS)]
+    """Number of the 64 bits before the memory that hold ``nonce`` while what is read there counts."""
+    nonce: LinkNumber
+
+
+class LinkAddress(msgspec.Struct, frozen=True):
+    worker: bytes
+    """A UCX worker's address."""
+    link: LinkNumber
+    """Random, so that each side can tell who says that it has attached."""
+    offer: MemoryOffer | None = None
+
 
 INDEX_BITS = 24
 TAG_BITS = LABEL_BITS - INDEX_BITS
@@ -149,7 +180,7 @@ class Accept(msgspec.Struct, frozen=True, tag_field="kind", tag="accept"):
 class Digests(msgspec.Struct, frozen=True, tag_field="kind", tag="digests"):
     """What prefill rank ``source`` sent of blocks ``first_block`` and after to decode rank ``target``.
 
-    By ``pdserve_kvtransfer.digest``, one a block.
+    By ``pdserve_kvtransfer.pieces``, one a block.
     """
 
     transfer_id: TransferId

@@ -1,4 +1,7 @@
-"""The only thing that clients see: knows the nodes (``registry``), picks a route (``policies``), relays (``relay``).
+"""The proxy: the only thing that clients see.
 
-Start with ``server``, which puts it together, or follow a request from ``app`` on.
+A request comes in through ``relayed_routes`` and ``requests``, ``routing`` chooses its nodes out of what ``registry``
+knows, ``relay`` makes the attempts over the connections of ``upstream``, and the response goes back the same way.
+``workers`` does all of it in several processes. Start with ``server``, which puts it together, or follow a request from
+``relayed_routes`` on.
 """

@@ -1,26 +1,144 @@
-"""The proxy's HTTP face: the relayed routes, those that tell about the cluster, every error in OpenAI's shape."""
+"""The proxy's HTTP application: Quart with the routes that tell about the cluster, and every error in OpenAI's shape.
+
+``build_app`` puts the relayed routes in front of it, which are plain ASGI.
+"""
 
 from __future__ import annotations
 
+import importlib.metadata
 import logging
+import time
+from collections.abc import Awaitable, Callable
+from typing import TypeAlias
 
+import msgspec
 from quart import Quart, Response, request
 from werkzeug.exceptions import HTTPException, MethodNotAllowed
 
 from pdserve.config import ProxyConfig
-from pdserve.error_body import error_body, error_headers
-from pdserve.errors import Internal, RequestError
-from pdserve_proxy.api_keys import ApiKeys
-from pdserve_proxy.client_request import REQUEST_ID_HEADER, request_id
+from pdserve.errors import Internal, RequestError, Unavailable
+from pdserve.http.errors import error_body, error_headers
+from pdserve.wire.discovery import NodeLoad
+from pdserve_proxy.credentials import ApiKeys
 from pdserve_proxy.errors import from_http
-from pdserve_proxy.held_bodies import HeldBodies
-from pdserve_proxy.information import Information, Scrape
-from pdserve_proxy.metrics import ProxyMetrics
-from pdserve_proxy.relay import Relay
+from pdserve_proxy.metrics import CONTENT_TYPE, ProxyMetrics
+from pdserve_proxy.registry.snapshot import RegisteredNode, RegistryView
+from pdserve_proxy.relay.access_log import OTHER_ROUTES
+from pdserve_proxy.relay.relay import Relay
 from pdserve_proxy.relayed_routes import AsgiApp, RelayedRoutes
-from pdserve_proxy.request_counts import OTHER_ROUTES
-from pdserve_proxy.snapshot import Directory
-from pdserve_proxy.turnstile import Turnstile
+from pdserve_proxy.requests.admission_queue import AdmissionController
+from pdserve_proxy.requests.client_request import REQUEST_ID_HEADER, request_id
+from pdserve_proxy.requests.held_bodies import HeldBodies
+from pdserve_proxy.routing.router import RETRY_AFTER_S, model_not_found
+
+Scrape: TypeAlias = Callable[[], Awaitable[bytes]]
+"""Gives the metrics of all of the proxy's processes as Prometheus text; may raise RequestError."""
+
+_encoder = msgspec.json.Encoder()
+
+
+class Instance(msgspec.Struct, frozen=True):
+    """One entry of ``/instances``."""
+
+    name: str
+    role: str
+    state: str
+    url: str
+    control: str
+    model: str
+    fingerprint: str
+    boot_id: str
+    protocol: int
+    """The newest version of the protocol between hosts that it speaks."""
+    load: NodeLoad
+    heartbeat_age_s: float
+
+
+class ModelCard(msgspec.Struct, frozen=True):
+    """OpenAI's ``model`` object."""
+
+    id: str
+    created: int
+    object: str = "model"
+    owned_by: str = "pdserve"
+
+
+class ModelList(msgspec.Struct, frozen=True):
+    data: list[ModelCard]
+    object: str = "list"
+
+
+class InformationRoutes:
+    """Answers from the registry alone; asks no node."""
+
+    def __init__(self, registry: RegistryView, scrape: Scrape, keys: ApiKeys) -> None:
+        self._registry = registry
+        self._scrape = scrape
+        self._keys = keys
+        self._started = int(time.time())
+        self._version = importlib.metadata.version("pdserve")
+
+    def add_routes(self, app: Quart) -> None:
+        app.add_url_rule("/v1/models", "models", self.models)
+        app.add_url_rule("/v1/models/<path:name>", "model", self.model)
+        app.add_url_rule("/health", "health", self.live)
+        app.add_url_rule("/live", "live", self.live)
+        app.add_url_rule("/ready", "ready", self.ready)
+        app.add_url_rule("/instances", "instances", self.instances)
+        app.add_url_rule("/metrics", "metrics", self.metrics)
+        app.add_url_rule("/version", "version", self.version)
+
+    async def models(self) -> Response:
+        self._keys.caller(request.headers.get("authorization"))
+        names = self._registry.snapshot().models
+        return _json(ModelList([ModelCard(name, self._started) for name in names]))
+
+    async def model(self, name: str) -> Response:
+        self._keys.caller(request.headers.get("authorization"))
+        if name not in self._registry.snapshot().models:
+            raise model_not_found(name)
+        return _json(ModelCard(name, self._started))
+
+    async def live(self) -> Response:
+        return _json({"status": "ok"})
+
+    async def ready(self) -> Response:
+        served = list(self._registry.snapshot().pairings)
+        if not served:
+            raise Unavailable("no model can be served now", code="no_route", retry_after_s=RETRY_AFTER_S)
+        return _json({"status": "ready", "models": served})
+
+    async def instances(self) -> Response:
+        now = time.monotonic()
+        return _json([_instance(node, now) for node in self._registry.snapshot().nodes])
+
+    async def metrics(self) -> Response:
+        return Response(await self._scrape(), content_type=CONTENT_TYPE)
+
+    async def version(self) -> Response:
+        return _json({"version": self._version})
+
+
+def _instance(node: RegisteredNode, now: float) -> Instance:
+    info = node.info
+    return Instance(
+        name=info.name,
+        role=info.role.value,
+        state=node.state.value,
+        url=info.url,
+        control=info.control,
+        model=info.model,
+        fingerprint=info.fingerprint,
+        boot_id=info.boot_id.hex(),
+        protocol=info.protocol,
+        load=node.load,
+        heartbeat_age_s=round(now - node.seen_s, 3),
+    )
+
+
+def _json(value: object) -> Response:
+    return Response(_encoder.encode(value), content_type="application/json")
+
 
 log = logging.getLogger(__name__)
 
@@ -29,8 +147,8 @@ def build_app(
     config: ProxyConfig,
     keys: ApiKeys,
     bodies: HeldBodies,
-    turnstile: Turnstile,
-    directory: Directory,
+    admission: AdmissionController,
+    registry: RegistryView,
     relay: Relay,
     metrics: ProxyMetrics,
     scrape: Scrape,
@@ -39,7 +157,7 @@ def build_app(
     app.url_map.merge_slashes = False
     app.config["MAX_CONTENT_LENGTH"] = config.http.max_body_bytes
 
-    Information(directory, scrape, keys).add_routes(app)
+    InformationRoutes(registry, scrape, keys).add_routes(app)
 
     async def on_http_error(exc: HTTPException) -> Response:
         error = from_http(exc)
@@ -60,7 +178,7 @@ def build_app(
     app.register_error_handler(HTTPException, on_http_error)
     app.register_error_handler(RequestError, on_request_error)
     app.register_error_handler(Exception, on_defect)
-    return RelayedRoutes(config.http.max_body_bytes, keys, bodies, turnstile, relay, metrics, app)
+    return RelayedRoutes(config.http.max_body_bytes, keys, bodies, admission, relay, metrics, app)
 
 
 def _error_response(error: RequestError, request_id: str) -> Response:

@@ -1,14 +1,100 @@
-"""What a proxy reads at its start and again on SIGHUP: cluster secret, API keys, certificates."""
+"""Clients' API keys, and all that a proxy reads at its start and again on SIGHUP: keys, secret, certificates."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import hashlib
+import hmac
+import secrets
+from collections.abc import Callable, Iterable
+from pathlib import Path
 
-from pdserve.config import ProxyConfig
-from pdserve.tls import ServerTls, Trust, read_authorities, read_certificate
+from pdserve.config import AdmissionConfig, ProxyConfig
+from pdserve.errors import ConfigError, Unauthorized
+from pdserve.http.tls import ServerTls, Trust, read_authorities, read_certificate
 from pdserve.wire.frame import Secrets
-from pdserve.wire.proxy_workers import Credentials
-from pdserve_proxy.api_keys import ApiKeys, read_api_keys
+from pdserve.wire.proxy_workers import ApiKey, Credentials
+from pdserve_proxy.requests.admission_queue import ANONYMOUS
+
+MIN_KEY_CHARS = 16
+MAX_KEY_CHARS = 512
+
+
+class ApiKeys:
+    """Empty: anybody may come.
+
+    Keys are found by a MAC under a secret of this process, so that neither the search nor the comparison takes a time
+    that depends on how much of a key somebody has guessed.
+    """
+
+    def __init__(self, keys: Iterable[ApiKey]) -> None:
+        self._pepper = secrets.token_bytes(32)
+        self.renew(keys)
+
+    def renew(self, keys: Iterable[ApiKey]) -> None:
+        """Take these instead. What the old ones have let in goes on."""
+        self._callers = {self._mac(key.key): key.caller for key in keys}
+
+    def caller(self, authorization: str | None) -> str:
+        """Who sent a request with this ``Authorization`` header. Raises Unauthorized."""
+        if not self._callers:
+            return ANONYMOUS
+        scheme, _, key = (authorization or "").partition(" ")
+        if scheme.lower() != "bearer" or not key.strip():
+            raise Unauthorized(
+                "an API key is needed, in a header like 'Authorization: Bearer KEY'", code="missing_api_key"
+            )
+        mac = self._mac(key.strip()[: MAX_KEY_CHARS + 1])
+        caller = self._callers.get(mac)
+        if caller is None:
+            raise Unauthorized("the API key is not valid here", code="invalid_api_key")
+        return caller
+
+    def _mac(self, key: str) -> bytes:
+        return hmac.digest(self._pepper, key.encode("utf-8", "surrogateescape"), hashlib.sha256)
+
+
+def read_api_keys(config: AdmissionConfig) -> tuple[ApiKey, ...]:
+    """Those of ``--api-key`` and of the lines of ``--api-key-file``: a key, or a name and a key.
+
+    Raises ConfigError, which never shows a key.
+    """
+    found = [ApiKey(f"key-{number}", key) for number, key in enumerate(config.api_keys, 1)]
+    if config.api_key_file:
+        found += _read_key_file(Path(config.api_key_file))
+        if not found:
+            raise ConfigError(f"--api-key-file: there is no key in {config.api_key_file}")
+    for one in found:
+        if not MIN_KEY_CHARS <= len(one.key) <= MAX_KEY_CHARS:
+            raise ConfigError(
+                f"the API key of {one.caller} has {len(one.key)} characters; it takes {MIN_KEY_CHARS} to "
+                f"{MAX_KEY_CHARS}: make one with `openssl rand -hex 24`"
+            )
+    if len({one.key for one in found}) < len(found):
+        raise ConfigError("an API key is given twice")
+    return tuple(found)
+
+
+def _read_key_file(path: Path) -> list[ApiKey]:
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except OSError as exc:
+        raise ConfigError(f"cannot read the API keys in {path}: {exc.strerror}") from exc
+    except UnicodeDecodeError as exc:
+        raise ConfigError(f"the API keys in {path} are not text") from exc
+    keys = []
+    for number, line in enumerate(lines, 1):
+        match line.split():
+            case []:
+                continue
+            case [first, *_] if first.startswith("#"):
+                continue
+            case [key]:
+                keys.append(ApiKey(f"line-{number}", key))
+            case [name, key]:
+                keys.append(ApiKey(name, key))
+            case _:
+                raise ConfigError(f"line {number} of {path} is neither a key nor a name and a key")
+    return keys
 
 
 def read_credentials(config: ProxyConfig, read_secret: Callable[[], bytes]) -> Credentials:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from werkzeug.exceptions import HTTPException
 
-from pdserve.error_body import error_body
 from pdserve.errors import (
     Internal,
     InvalidRequest,
@@ -14,6 +13,7 @@ from pdserve.errors import (
     RequestError,
     RequestTimeout,
 )
+from pdserve.http.errors import error_body
 
 _FROM_STATUS: dict[int, type[RequestError]] = {
     404: NotFound,

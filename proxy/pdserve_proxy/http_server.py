@@ -14,22 +14,19 @@ from dataclasses import dataclass
 import uvicorn
 
 from pdserve.config import AdmissionConfig, ProxyConfig
-from pdserve.http_guard import guarded_config
+from pdserve.http.guard import guarded_config
 from pdserve.wire.ids import new_id
-from pdserve_proxy.admission import Limits
-from pdserve_proxy.app import build_app
+from pdserve_proxy.app import Scrape, build_app
 from pdserve_proxy.credentials import LiveCredentials
-from pdserve_proxy.flights import Flights
-from pdserve_proxy.held_bodies import BodyLimits, HeldBodies
-from pdserve_proxy.information import Scrape
-from pdserve_proxy.journal import ExchangeLog
 from pdserve_proxy.listening import BACKLOG
 from pdserve_proxy.metrics import ProxyMetrics
-from pdserve_proxy.relay import Relay
+from pdserve_proxy.registry.snapshot import RegistryView
+from pdserve_proxy.relay.access_log import AccessLog
+from pdserve_proxy.relay.relay import Relay, TicketSigner
 from pdserve_proxy.relayed_routes import AsgiApp
-from pdserve_proxy.snapshot import Directory
-from pdserve_proxy.ticketing import TicketOffice
-from pdserve_proxy.turnstile import Turnstile
+from pdserve_proxy.requests.admission_queue import AdmissionController, AdmissionLimits
+from pdserve_proxy.requests.held_bodies import BodyLimits, HeldBodies
+from pdserve_proxy.routing.attempts import Attempts
 
 log = logging.getLogger(__name__)
 
@@ -40,11 +37,11 @@ AFTER_DRAIN_S = 8.0
 
 
 @dataclass(frozen=True, slots=True)
-class Knowledge:
+class ProcessState:
     """What one process of a proxy knows of the cluster and of itself."""
 
-    directory: Directory
-    flights: Flights
+    registry: RegistryView
+    attempts: Attempts
     metrics: ProxyMetrics
     scrape: Scrape
 
@@ -52,29 +49,27 @@ class Knowledge:
 async def serve_clients(
     config: ProxyConfig,
     credentials: LiveCredentials,
-    knowledge: Knowledge,
+    state: ProcessState,
     listener: socket.socket,
     stop: asyncio.Event,
     listening: Callable[[], None],
 ) -> None:
     """Until ``stop`` is set and requests under way are over or cut short. ``listening`` is called once."""
-    tickets = TicketOffice(credentials.secrets, new_id())
-    metrics = knowledge.metrics
+    tickets = TicketSigner(credentials.secrets, new_id())
+    metrics = state.metrics
     bodies = HeldBodies(_body_limits(config))
-    turnstile = Turnstile(_limits(config.admission), metrics)
-    journal = ExchangeLog(metrics.counts)
-    async with Relay(config, knowledge.directory, knowledge.flights, tickets, journal, credentials.trust) as relay:
-        app = build_app(
-            config, credentials.keys, bodies, turnstile, knowledge.directory, relay, metrics, knowledge.scrape
-        )
+    admission = AdmissionController(_limits(config.admission), metrics)
+    access_log = AccessLog(metrics.counts)
+    async with Relay(config, state.registry, state.attempts, tickets, access_log, credentials.trust) as relay:
+        app = build_app(config, credentials.keys, bodies, admission, state.registry, relay, metrics, state.scrape)
         tls = None if credentials.tls is None else credentials.tls.context
         settings = _uvicorn_config(config, app, tls)
         server = _HttpServer(settings, stop, listening, relay.cut_all, config.http.drain_s)
         await server.serve(sockets=[listener])
 
 
-def _limits(config: AdmissionConfig) -> Limits:
-    return Limits(
+def _limits(config: AdmissionConfig) -> AdmissionLimits:
+    return AdmissionLimits(
         in_flight=config.max_in_flight,
         per_caller=config.max_in_flight_per_key,
         waiting=config.max_queued,

@@ -11,17 +11,25 @@ import logging
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeAlias
 
-from pdserve.error_body import error_body, error_headers
 from pdserve.errors import Internal, MethodNotAllowed, RequestError, UnsupportedMediaType
-from pdserve_proxy.api_keys import ApiKeys
-from pdserve_proxy.client_request import REQUEST_ID_HEADER, ClientGone, ClientRequest, Receive, Scope, Send, request_id
-from pdserve_proxy.exchange import Exchange, Outcome
-from pdserve_proxy.held_bodies import HeldBodies
+from pdserve.http.errors import error_body, error_headers
+from pdserve_proxy.credentials import ApiKeys
 from pdserve_proxy.metrics import ProxyMetrics
-from pdserve_proxy.relay import Answer, Call, Relay, Streaming
-from pdserve_proxy.request_body import GenerationBody, read_body
-from pdserve_proxy.request_counts import OTHER_ROUTES
-from pdserve_proxy.turnstile import Turnstile
+from pdserve_proxy.relay.access_log import OTHER_ROUTES
+from pdserve_proxy.relay.relay import NodeRequest, Relay, StreamedResponse, WholeResponse
+from pdserve_proxy.relay.relayed_request import RelayedRequest, RelayOutcome
+from pdserve_proxy.requests.admission_queue import AdmissionController
+from pdserve_proxy.requests.client_request import (
+    REQUEST_ID_HEADER,
+    ClientGone,
+    ClientRequest,
+    Receive,
+    Scope,
+    Send,
+    request_id,
+)
+from pdserve_proxy.requests.held_bodies import HeldBodies
+from pdserve_proxy.requests.request_body import GenerationBody, read_body
 
 AsgiApp: TypeAlias = Callable[[Any, Any, Any], Awaitable[None]]
 
@@ -41,7 +49,7 @@ class RelayedRoutes:
         max_body_bytes: int,
         keys: ApiKeys,
         bodies: HeldBodies,
-        turnstile: Turnstile,
+        admission: AdmissionController,
         relay: Relay,
         metrics: ProxyMetrics,
         others: AsgiApp,
@@ -49,7 +57,7 @@ class RelayedRoutes:
         self._max_body_bytes = max_body_bytes
         self._keys = keys
         self._bodies = bodies
-        self._turnstile = turnstile
+        self._admission = admission
         self._relay = relay
         self._metrics = metrics
         self._others = others
@@ -67,32 +75,32 @@ class RelayedRoutes:
             await _send_error(request, error, given_id, {"allow": "POST"})
             return
         try:
-            with self._relay.begin(given_id, request.path) as exchange:
-                request.on_disconnect(exchange.leave)
-                await self._serve(exchange, request)
+            with self._relay.begin(given_id, request.path) as relayed:
+                request.on_disconnect(relayed.leave)
+                await self._serve(relayed, request)
         except (asyncio.CancelledError, ClientGone, Exception):
             # The server has nothing to add to it: the client is gone, or its response breaks off here.
             return
 
-    async def _serve(self, exchange: Exchange, request: ClientRequest) -> None:
+    async def _serve(self, relayed: RelayedRequest, request: ClientRequest) -> None:
         try:
-            result = await self._forward(exchange, request)
+            result = await self._forward(relayed, request)
         except asyncio.CancelledError:
-            if not exchange.absorbs_cancel():
+            if not relayed.absorbs_cancel():
                 raise
-            assert exchange.cut_short is not None
-            await _refuse(exchange, request, exchange.cut_short.error, exchange.cut_short.outcome)
+            assert relayed.cut_short is not None
+            await _refuse(relayed, request, relayed.cut_short.error, relayed.cut_short.outcome)
         except RequestError as exc:
-            await _refuse(exchange, request, exc, Outcome.REFUSED)
+            await _refuse(relayed, request, exc, RelayOutcome.REFUSED)
         except ClientGone:
             raise
         except Exception:
-            log.exception("request %s failed inside the proxy", exchange.request_id)
-            await _refuse(exchange, request, Internal("the proxy failed on this request"), Outcome.FAILED)
+            log.exception("request %s failed inside the proxy", relayed.request_id)
+            await _refuse(relayed, request, Internal("the proxy failed on this request"), RelayOutcome.FAILED)
         else:
-            await _respond(exchange, request, result)
+            await _respond(relayed, request, result)
 
-    async def _forward(self, exchange: Exchange, request: ClientRequest) -> Answer | Streaming:
+    async def _forward(self, relayed: RelayedRequest, request: ClientRequest) -> WholeResponse | StreamedResponse:
         caller = self._keys.caller(request.header(b"authorization"))
         UnsupportedMediaType.check_encoding(request.header(b"content-encoding"))
         # A place among the requests under way is taken when the body is there: whoever sends slowly keeps nobody out.
@@ -100,8 +108,8 @@ class RelayedRoutes:
         with self._bodies.hold(caller, request.address) as held:
             data = await request.body(self._max_body_bytes, held)
             body = read_body(data) if len(data) <= LARGE_BYTES else await self._read_large(data)
-            await self._turnstile.enter(caller, body.answers, exchange.hold)
-            return await self._relay.forward(exchange, Call(request.path, body, request.header(b"accept")))
+            await self._admission.admit(caller, body.answers, relayed.hold)
+            return await self._relay.forward(relayed, NodeRequest(request.path, body, request.header(b"accept")))
 
     async def _read_large(self, data: bytes) -> GenerationBody:
         async with self._large_body:
@@ -109,13 +117,13 @@ class RelayedRoutes:
             return read_body(data)
 
 
-async def _respond(exchange: Exchange, request: ClientRequest, result: Answer | Streaming) -> None:
-    headers = {**result.headers, REQUEST_ID_HEADER: exchange.request_id}
-    if isinstance(result, Answer):
-        exchange.begin_relaying(result.status)
+async def _respond(relayed: RelayedRequest, request: ClientRequest, result: WholeResponse | StreamedResponse) -> None:
+    headers = {**result.headers, REQUEST_ID_HEADER: relayed.request_id}
+    if isinstance(result, WholeResponse):
+        relayed.begin_relaying(result.status)
         await request.respond(result.status, headers, result.body)
-        exchange.relayed_bytes = len(result.body)
-        exchange.end(Outcome.OK if result.status < 400 else Outcome.REFUSED)
+        relayed.relayed_bytes = len(result.body)
+        relayed.end(RelayOutcome.OK if result.status < 400 else RelayOutcome.REFUSED)
         return
     stream = result.body
     await request.begin(result.status, headers, stream.first, more=not stream.over)
@@ -125,9 +133,9 @@ async def _respond(exchange: Exchange, request: ClientRequest, result: Answer | 
     stream.end()
 
 
-async def _refuse(exchange: Exchange, request: ClientRequest, error: RequestError, outcome: Outcome) -> None:
-    exchange.end(outcome, error.status)
-    await _send_error(request, error, exchange.request_id, {})
+async def _refuse(relayed: RelayedRequest, request: ClientRequest, error: RequestError, outcome: RelayOutcome) -> None:
+    relayed.end(outcome, error.status)
+    await _send_error(request, error, relayed.request_id, {})
 
 
 async def _send_error(request: ClientRequest, error: RequestError, request_id: str, headers: dict[str, str]) -> None:

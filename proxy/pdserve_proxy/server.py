@@ -14,18 +14,17 @@ import uvloop
 
 from pdserve.config import LogConfig, ProxyConfig
 from pdserve.errors import ConfigError
-from pdserve.hangup import on_hangup
+from pdserve.signals import on_hangup
 from pdserve.wire.frame import Secrets
 from pdserve.wire.ids import new_id
 from pdserve_proxy.credentials import LiveCredentials, read_credentials
-from pdserve_proxy.discovery import Discovery
-from pdserve_proxy.flights import Flights
-from pdserve_proxy.http_server import Knowledge, serve_clients
+from pdserve_proxy.http_server import ProcessState, serve_clients
 from pdserve_proxy.listening import Addresses, allow_open_files, bind_http, http_url
-from pdserve_proxy.metrics import ProxyMetrics
-from pdserve_proxy.registry import Registry
-from pdserve_proxy.scraping import render
-from pdserve_proxy.supervisor import Renew, supervise
+from pdserve_proxy.metrics import ProxyMetrics, render_families
+from pdserve_proxy.registry.discovery_server import DiscoveryServer
+from pdserve_proxy.registry.registry import Registry
+from pdserve_proxy.routing.attempts import Attempts
+from pdserve_proxy.workers.supervisor import Renew, supervise
 
 log = logging.getLogger(__name__)
 
@@ -98,22 +97,22 @@ async def run(
         await supervise(config, credentials, stop, announce, on_renewal=on_renewal)
         return
     live = LiveCredentials(credentials)
-    metrics, flights = ProxyMetrics(), Flights()
-    registry = Registry(config.registry.heartbeat_ms / 1000, config.registry.missed_heartbeats, watcher=flights)
+    metrics, attempts = ProxyMetrics(), Attempts()
+    registry = Registry(config.registry.heartbeat_ms / 1000, config.registry.missed_heartbeats, watcher=attempts)
 
     async def scrape() -> bytes:
-        return render(metrics.export(registry.snapshot()))
+        return render_families(metrics.export_families(registry.snapshot()))
 
     with (
         bind_http(config.http) as listener,
-        Discovery.bind(config.registry, registry, metrics, live.secrets, new_id()) as discovery,
+        DiscoveryServer.bind(config.registry, registry, metrics, live.secrets, new_id()) as discovery,
         on_renewal(live.renew),
     ):
         addresses = Addresses(http_url(listener, bool(config.tls.cert)), discovery.endpoint)
-        knowledge = Knowledge(registry, flights, metrics, scrape)
+        state = ProcessState(registry, attempts, metrics, scrape)
         async with asyncio.TaskGroup() as tasks:
             listening_to_nodes = tasks.create_task(discovery.run())
-            await serve_clients(config, live, knowledge, listener, stop, lambda: announce(addresses))
+            await serve_clients(config, live, state, listener, stop, lambda: announce(addresses))
             listening_to_nodes.cancel()
 
 

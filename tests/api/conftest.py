@@ -9,7 +9,7 @@ from pathlib import Path
 import openai
 import pytest
 
-from pdserve.api.tokenizer import Tokenizer, load_tokenizer
+from pdserve.api.requests.tokenizer import Tokenizer, load_tokenizer
 from pdserve.config import HttpConfig, ModelConfig, NodeConfig, RequestConfig
 from tests.api.node import MODEL, NodeUnderTest, scripted_node
 

@@ -6,8 +6,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, closing
 from typing import Any
 
-from pdserve.api.http_server import HttpServer, bind
 from pdserve.config import HttpConfig
+from pdserve.http.server import HttpServer, bind
 
 
 @asynccontextmanager

@@ -18,7 +18,7 @@ import zmq
 from tokenizers import Tokenizer
 
 from pdserve.config import EngineLaunch
-from pdserve.parent import die_with_parent
+from pdserve.process import die_with_parent
 from pdserve.wire.engine import (
     Abort,
     EngineFailed,
@@ -42,7 +42,7 @@ from pdserve.wire.engine import (
     Submit,
     ToEngine,
 )
-from pdserve.wire.sampling import TokenLogprobs
+from pdserve.wire.sampling_params import TokenLogprobs
 from tests.api.behaviour import ENDLESS_TOKEN_TEXT, ENGINE_FAILURE, REPLY_TEXT, SPLIT_TEXT, Behaviour
 
 MAX_MODEL_LEN = 256

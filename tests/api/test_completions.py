@@ -12,10 +12,10 @@ import openai
 import pytest
 from openai.types.chat import ChatCompletionMessageParam
 
-from pdserve.api.openai import ChatRequest, CompletionRequest
-from pdserve.api.prompts import ModelLimits, chat_prompts, completion_prompts
-from pdserve.api.tokenizer import Tokenizer, load_tokenizer
-from pdserve.wire.sampling import SamplingParams
+from pdserve.api.requests.openai_request import ChatRequest, CompletionRequest
+from pdserve.api.requests.prompts import ModelLimits, chat_prompts, completion_prompts
+from pdserve.api.requests.tokenizer import Tokenizer, load_tokenizer
+from pdserve.wire.sampling_params import SamplingParams
 from tests.api.behaviour import REPLY_TEXT, SPLIT_TEXT, Behaviour
 from tests.api.node import MODEL, NodeUnderTest
 from tests.api.plain_http import post

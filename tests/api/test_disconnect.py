@@ -20,9 +20,9 @@ from quart import Quart
 from pdserve.api.app import create_app
 from pdserve.api.engine_client import EngineClient
 from pdserve.api.metrics import NodeMetrics
-from pdserve.api.node_state import NodeState
-from pdserve.api.preparing import WORKERS
-from pdserve.api.tokenizer import Tokenizer, load_tokenizer
+from pdserve.api.requests.preparing import WORKERS
+from pdserve.api.requests.tokenizer import Tokenizer, load_tokenizer
+from pdserve.api.serving_node import ServingNode
 from pdserve.config import (
     CacheConfig,
     CpuConfig,
@@ -39,7 +39,7 @@ from pdserve.wire.ids import new_id
 from tests.api.behaviour import Behaviour
 from tests.api.node import MODEL, WAIT_S, NodeUnderTest
 from tests.api.plain_http import get
-from tests.api.test_other_routes import metrics
+from tests.api.test_app import metrics
 from tests.eventually import eventually
 
 
@@ -142,7 +142,7 @@ async def app_in_process(
     engine = EngineClient(engine_config(model_dir), command=command)
     try:
         ready = await engine.start()
-        node = NodeState(
+        node = ServingNode(
             name="node",
             role=Role.MIXED,
             model=MODEL,

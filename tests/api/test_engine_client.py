@@ -18,7 +18,7 @@ from pdserve.config import SchedulerConfig, StreamConfig
 from pdserve.errors import EngineError, InvalidRequest, Unavailable
 from pdserve.wire.discovery import Role
 from pdserve.wire.engine import FinishReason, RequestOutput, StepOutput
-from pdserve.wire.sampling import SamplingParams
+from pdserve.wire.sampling_params import SamplingParams
 from tests.api.behaviour import ENGINE_FAILURE, Behaviour
 from tests.api.node import WAIT_S
 from tests.api.test_disconnect import engine_config

@@ -7,10 +7,10 @@ import asyncio
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdserve.api.generation import Generation, merged
+from pdserve.api.generation import Generation, merge_outputs
 from pdserve.errors import Internal
 from pdserve.wire.engine import FinishReason, RequestOutput
-from pdserve.wire.sampling import TokenLogprobs
+from pdserve.wire.sampling_params import TokenLogprobs
 from tests.api.node import WAIT_S
 
 
@@ -138,7 +138,7 @@ def test_nothing_is_lost_or_out_of_order(interval: int, events: list[tuple[int, 
 
 def test_merged_outputs_keep_log_probabilities_and_the_end() -> None:
     logprobs = [TokenLogprobs(-float(i), 1, ()) for i in range(3)]
-    whole = merged(
+    whole = merge_outputs(
         [
             RequestOutput(7, [1, 2], logprobs=logprobs[:2]),
             RequestOutput(7, [3], logprobs=logprobs[2:]),
@@ -146,7 +146,7 @@ def test_merged_outputs_keep_log_probabilities_and_the_end() -> None:
         ]
     )
     assert whole == RequestOutput(7, [1, 2, 3], FinishReason.ERROR, None, "why", logprobs)
-    assert merged([RequestOutput(7, [1]), RequestOutput(7, [2])]) == RequestOutput(7, [1, 2])
+    assert merge_outputs([RequestOutput(7, [1]), RequestOutput(7, [2])]) == RequestOutput(7, [1, 2])
 
 
 @given(

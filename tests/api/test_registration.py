@@ -1,4 +1,4 @@
-"""What a node tells one proxy, and when: without sockets. (With them: ``tests/proxy/test_discovery.py``.)"""
+"""What a node tells one proxy, and when: without sockets. (With them: ``tests/proxy/registry/test_discovery.py``.)"""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ import asyncio
 import msgspec
 import pytest
 
-from pdserve.api.proxy_link import MISSED_ACKS, Link, LinkState
+from pdserve.api.proxy_link import MISSED_ACKS, LinkState, ProxyLink
 from pdserve.api.registration import Registration
 from pdserve.errors import ConfigError, WrongReceiver
 from pdserve.wire.discovery import (
     Ack,
     Capacity,
     FromProxy,
-    Heartbeat,
-    Hello,
-    Load,
+    NodeHeartbeat,
+    NodeHello,
     NodeInfo,
-    Refused,
+    NodeLoad,
+    ProxyRefusal,
+    ProxyWelcome,
     Register,
     Role,
-    Welcome,
 )
 from pdserve.wire.frame import Opened, Opener, Purpose, Sealer
 from pdserve.wire.ids import new_id
@@ -38,14 +38,14 @@ NODE = NodeInfo(
     capacity=Capacity(max_running=1, num_blocks=1, block_size=1, max_model_len=1),
 )
 PROXY = new_id()
-HEARTBEAT = Heartbeat(NODE.boot_id, Load(running=7))
+HEARTBEAT = NodeHeartbeat(NODE.boot_id, NodeLoad(running=7))
 REGISTER = Register(msgspec.structs.replace(NODE, protocol=SPOKEN.newest, oldest_protocol=SPOKEN.oldest))
 
 
 class Proxy:
     """What a link hears."""
 
-    def __init__(self, link: Link, boot_id: bytes = PROXY) -> None:
+    def __init__(self, link: ProxyLink, boot_id: bytes = PROXY) -> None:
         self.link = link
         self.boot_id = boot_id
 
@@ -55,8 +55,8 @@ class Proxy:
     def ack(self, known: bool, now: float, *, named: bool = True) -> None:
         self.send(Ack(NODE.boot_id, known), now, named=named)
 
-    def welcome(self, hello: Hello, now: float, heartbeat_ms: int = 1000) -> None:
-        self.send(Welcome(NODE.boot_id, hello.nonce, SPOKEN.newest, SPOKEN.oldest, heartbeat_ms), now)
+    def welcome(self, hello: NodeHello, now: float, heartbeat_ms: int = 1000) -> None:
+        self.send(ProxyWelcome(NODE.boot_id, hello.nonce, SPOKEN.newest, SPOKEN.oldest, heartbeat_ms), now)
 
     def register(self, now: float, heartbeat_ms: int = 1000) -> None:
         self.welcome(greeting(self.link, now), now, heartbeat_ms)
@@ -66,24 +66,24 @@ class Proxy:
 
 
 @pytest.fixture
-def link() -> Link:
-    return Link(NODE, heartbeat_s=1.0, load=lambda: Load(running=7), now=0.0)
+def link() -> ProxyLink:
+    return ProxyLink(NODE, heartbeat_s=1.0, load=lambda: NodeLoad(running=7), now=0.0)
 
 
 @pytest.fixture
-def proxy(link: Link) -> Proxy:
+def proxy(link: ProxyLink) -> Proxy:
     return Proxy(link)
 
 
-def greeting(link: Link, now: float) -> Hello:
+def greeting(link: ProxyLink, now: float) -> NodeHello:
     """Sent now, with what a proxy of pdserve 0.1 understands."""
     hello, register = link.tick(now)
-    assert isinstance(hello, Hello)
+    assert isinstance(hello, NodeHello)
     assert register == REGISTER
     return hello
 
 
-def test_it_greets_every_interval_and_registers_once_it_knows_the_proxy(link: Link, proxy: Proxy) -> None:
+def test_it_greets_every_interval_and_registers_once_it_knows_the_proxy(link: ProxyLink, proxy: Proxy) -> None:
     first = greeting(link, 0.0)
     assert link.tick(0.5) == ()
     second = greeting(link, 1.0)
@@ -96,7 +96,7 @@ def test_it_greets_every_interval_and_registers_once_it_knows_the_proxy(link: Li
     assert link.tick(2.1) == (HEARTBEAT,)
 
 
-def test_the_proxy_says_how_often_it_wants_to_hear_of_it(link: Link, proxy: Proxy) -> None:
+def test_the_proxy_says_how_often_it_wants_to_hear_of_it(link: ProxyLink, proxy: Proxy) -> None:
     proxy.register(0.0, heartbeat_ms=200)
     assert link.tick(0.2) == (HEARTBEAT,)
     assert link.tick(0.3) == ()
@@ -105,12 +105,12 @@ def test_the_proxy_says_how_often_it_wants_to_hear_of_it(link: Link, proxy: Prox
     assert [len(link.tick(at)) for at in (0.61, 0.82, 1.03)] == [1, 1, 2], "it greets after three of its intervals"
 
 
-def test_only_the_answer_to_its_latest_greeting_names_the_proxy(link: Link, proxy: Proxy) -> None:
+def test_only_the_answer_to_its_latest_greeting_names_the_proxy(link: ProxyLink, proxy: Proxy) -> None:
     late = greeting(link, 0.0)
     hello = greeting(link, 1.0)
     proxy.welcome(late, 1.1)
-    proxy.send(Welcome(new_id(), hello.nonce, SPOKEN.newest, SPOKEN.oldest, 1000), 1.1)
-    proxy.send(Welcome(NODE.boot_id, hello.nonce, SPOKEN.newest, SPOKEN.oldest, 1000), 1.1, named=False)
+    proxy.send(ProxyWelcome(new_id(), hello.nonce, SPOKEN.newest, SPOKEN.oldest, 1000), 1.1)
+    proxy.send(ProxyWelcome(NODE.boot_id, hello.nonce, SPOKEN.newest, SPOKEN.oldest, 1000), 1.1, named=False)
     assert link.state is LinkState.GREETING
     proxy.welcome(hello, 1.2)
     assert link.tick(1.2) == (REGISTER,)
@@ -118,12 +118,12 @@ def test_only_the_answer_to_its_latest_greeting_names_the_proxy(link: Link, prox
     assert link.tick(1.3) == ()
 
 
-def test_what_it_says_after_the_greeting_is_for_that_proxy_alone(link: Link, proxy: Proxy) -> None:
+def test_what_it_says_after_the_greeting_is_for_that_proxy_alone(link: ProxyLink, proxy: Proxy) -> None:
     sealer = Sealer(b"s", Purpose.DISCOVERY, NODE.boot_id)
     proxy.register(0.0)
     frame = link.seal(sealer, HEARTBEAT)
     for receiver, there in ((PROXY, HEARTBEAT), (new_id(), None)):
-        opener: Opener[Heartbeat] = Opener(b"s", Purpose.DISCOVERY, Heartbeat, receiver=receiver)
+        opener: Opener[NodeHeartbeat] = Opener(b"s", Purpose.DISCOVERY, NodeHeartbeat, receiver=receiver)
         if there is None:
             with pytest.raises(WrongReceiver):
                 opener.open(frame)
@@ -131,7 +131,7 @@ def test_what_it_says_after_the_greeting_is_for_that_proxy_alone(link: Link, pro
             assert opener.open(frame) == there
 
 
-def test_a_proxy_that_does_not_know_it_is_greeted_at_once(link: Link, proxy: Proxy) -> None:
+def test_a_proxy_that_does_not_know_it_is_greeted_at_once(link: ProxyLink, proxy: Proxy) -> None:
     proxy.register(0.0)
     link.tick(1.0)
     proxy.ack(False, 1.2)
@@ -139,14 +139,14 @@ def test_a_proxy_that_does_not_know_it_is_greeted_at_once(link: Link, proxy: Pro
     greeting(link, 1.2)
 
 
-def test_a_proxy_in_the_place_of_another_is_greeted_at_once(link: Link, proxy: Proxy) -> None:
+def test_a_proxy_in_the_place_of_another_is_greeted_at_once(link: ProxyLink, proxy: Proxy) -> None:
     proxy.register(0.0)
     Proxy(link, new_id()).ack(False, 0.2)
     assert link.state is LinkState.GREETING
     greeting(link, 0.2)
 
 
-def test_another_proxys_acknowledgement_counts_for_nothing(link: Link, proxy: Proxy) -> None:
+def test_another_proxys_acknowledgement_counts_for_nothing(link: ProxyLink, proxy: Proxy) -> None:
     other = Proxy(link, new_id())
     proxy.welcome(greeting(link, 0.0), 0.0)
     link.tick(0.0)
@@ -160,7 +160,7 @@ def test_another_proxys_acknowledgement_counts_for_nothing(link: Link, proxy: Pr
     greeting(link, MISSED_ACKS + 0.2)
 
 
-def test_a_proxy_that_refuses_every_registration_is_not_flooded(link: Link, proxy: Proxy) -> None:
+def test_a_proxy_that_refuses_every_registration_is_not_flooded(link: ProxyLink, proxy: Proxy) -> None:
     proxy.welcome(greeting(link, 0.0), 0.0)
     link.tick(0.0)
     proxy.ack(False, 0.1)
@@ -168,7 +168,7 @@ def test_a_proxy_that_refuses_every_registration_is_not_flooded(link: Link, prox
     greeting(link, 1.0)
 
 
-def test_after_silence_it_counts_as_unregistered(link: Link, proxy: Proxy) -> None:
+def test_after_silence_it_counts_as_unregistered(link: ProxyLink, proxy: Proxy) -> None:
     proxy.register(0.0)
     for second in range(1, MISSED_ACKS):
         assert link.tick(float(second)) == (HEARTBEAT,)
@@ -176,53 +176,53 @@ def test_after_silence_it_counts_as_unregistered(link: Link, proxy: Proxy) -> No
     assert link.state is LinkState.GREETING
 
 
-def test_an_answer_about_an_earlier_boot_changes_nothing(link: Link, proxy: Proxy) -> None:
+def test_an_answer_about_an_earlier_boot_changes_nothing(link: ProxyLink, proxy: Proxy) -> None:
     greeting(link, 0.0)
     proxy.send(Ack(new_id(), True), 0.1, named=False)
     assert link.state is LinkState.GREETING
 
 
-def test_a_new_connection_makes_an_unsent_message_due(link: Link) -> None:
+def test_a_new_connection_makes_an_unsent_message_due(link: ProxyLink) -> None:
     greeting(link, 0.0)
     link.unsent(0.2)
     greeting(link, 0.2)
 
 
-def test_a_refusal_is_kept_until_the_proxy_takes_it(link: Link, proxy: Proxy) -> None:
+def test_a_refusal_is_kept_until_the_proxy_takes_it(link: ProxyLink, proxy: Proxy) -> None:
     greeting(link, 0.0)
-    proxy.send(Refused(NODE.boot_id, "the url must be http://"), 0.1)
+    proxy.send(ProxyRefusal(NODE.boot_id, "the url must be http://"), 0.1)
     assert link.refusal == "the url must be http://"
     proxy.register(1.0)
     assert link.refusal == ""
 
 
-def test_a_proxy_that_speaks_no_common_version_is_named_and_not_registered_at(link: Link, proxy: Proxy) -> None:
+def test_a_proxy_that_speaks_no_common_version_is_named_and_not_registered_at(link: ProxyLink, proxy: Proxy) -> None:
     hello = greeting(link, 0.0)
-    proxy.send(Welcome(NODE.boot_id, hello.nonce, SPOKEN.newest + 2, SPOKEN.newest + 1, 1000), 0.1)
+    proxy.send(ProxyWelcome(NODE.boot_id, hello.nonce, SPOKEN.newest + 2, SPOKEN.newest + 1, 1000), 0.1)
     assert link.refusal.startswith(f"protocol is {SPOKEN} here and {SPOKEN.newest + 1} to {SPOKEN.newest + 2} there")
     assert link.tick(0.1) == ()
 
 
-def test_a_proxy_of_a_newer_minor_version_is_registered_at(link: Link, proxy: Proxy) -> None:
+def test_a_proxy_of_a_newer_minor_version_is_registered_at(link: ProxyLink, proxy: Proxy) -> None:
     hello = greeting(link, 0.0)
-    proxy.send(Welcome(NODE.boot_id, hello.nonce, SPOKEN.newest + 1, SPOKEN.newest, 1000), 0.1)
+    proxy.send(ProxyWelcome(NODE.boot_id, hello.nonce, SPOKEN.newest + 1, SPOKEN.newest, 1000), 0.1)
     assert link.tick(0.1) == (REGISTER,)
 
 
 def test_an_address_that_is_none_is_a_configuration_error() -> None:
-    registration = Registration(NODE, ("tcp//nonsense",), b"s", 1000, Load)
+    registration = Registration(NODE, ("tcp//nonsense",), b"s", 1000, NodeLoad)
     with pytest.raises(ConfigError, match="tcp//nonsense"):
         asyncio.run(registration.run())
 
 
 def test_the_same_proxy_named_twice_is_one() -> None:
-    registration = Registration(NODE, ("tcp://127.0.0.1:1", "tcp://127.0.0.1:1"), b"s", 1000, Load)
+    registration = Registration(NODE, ("tcp://127.0.0.1:1", "tcp://127.0.0.1:1"), b"s", 1000, NodeLoad)
     assert list(registration.registered) == ["tcp://127.0.0.1:1"]
 
 
 def test_it_stops_in_time_while_its_proxy_is_down() -> None:
     async def scenario() -> None:
-        registration = Registration(NODE, ("tcp://127.0.0.1:1",), b"s", 20, Load)
+        registration = Registration(NODE, ("tcp://127.0.0.1:1",), b"s", 20, NodeLoad)
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.2):
                 await registration.run()

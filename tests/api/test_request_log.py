@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from pdserve.api.outcome import Outcome
+from pdserve.api.outcome import ChoiceOutcome
 from pdserve.api.request_log import RequestRecord, log_request
 from pdserve.wire.engine import PrefillSource, RequestReport
 
@@ -18,7 +18,7 @@ def line_of(record: RequestRecord, now: float, caplog: pytest.LogCaptureFixture)
 
 
 def test_times_and_rates(caplog: pytest.LogCaptureFixture) -> None:
-    record = RequestRecord("r", "decode-0", 10.0, 100, 21, 10.5, 11.5, [Outcome.STOP])
+    record = RequestRecord("r", "decode-0", 10.0, 100, 21, 10.5, 11.5, [ChoiceOutcome.STOP])
     report = RequestReport(
         prefill_source=PrefillSource.REMOTE,
         prefill_node="prefill-0",
@@ -48,7 +48,7 @@ def test_times_and_rates(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_what_is_not_known_is_a_dash(caplog: pytest.LogCaptureFixture) -> None:
-    line = line_of(RequestRecord("r", "decode-0", 10.0, 100, outcomes=[Outcome.ABORT]), 10.0, caplog)
+    line = line_of(RequestRecord("r", "decode-0", 10.0, 100, outcomes=[ChoiceOutcome.ABORT]), 10.0, caplog)
     assert {
         line[name] for name in ("queue_ms", "ttft_ms", "tpot_ms", "prompt_tok_s", "output_tok_s", "total_tok_s")
     } == {"-"}

@@ -20,8 +20,8 @@ from urllib.parse import urlsplit
 import pytest
 import zmq
 
-from pdserve.api.proxy_link import Standing
-from pdserve.api.server import Node
+from pdserve.api.proxy_link import RegistrationStatus
+from pdserve.api.server import NodeServer
 from pdserve.config import CacheConfig, DiscoveryConfig, HttpConfig, ModelConfig, NodeConfig, StreamConfig, Switch
 from pdserve.wire.discovery import Ack, Deregister, NodeInfo, Register, Role, ToProxy
 from pdserve.wire.engine import Shutdown
@@ -164,7 +164,7 @@ def test_the_engine_is_told_all_that_the_settings_say_of_it() -> None:
     given = NodeConfig(
         cache=CacheConfig(block_size=32), stream=StreamConfig(batched_dispatch=Switch.OFF, notify_size=3)
     )
-    told = Node(Role.MIXED, given, b"", Path(), Path(), ())._engine_config(new_id())
+    told = NodeServer(Role.MIXED, given, b"", Path(), Path(), ())._engine_config(new_id())
     shared = {field.name for field in fields(NodeConfig)} & {field.name for field in fields(told)}
     assert shared >= {"model", "cache", "scheduler", "stream", "transfer"}
     for name in shared:
@@ -316,8 +316,8 @@ def test_a_wrong_secret_or_address_keeps_a_node_from_being_ready(model_dir: Path
         nobody = "tcp://127.0.0.1:9"
         with scripted_node(config(proxies=(silent.address, nobody)), model_dir, tmp_path, Role.DECODE) as node:
             wanted = (
-                f"{silent.address} {Standing.SILENT.value}",
-                f"{nobody} {Standing.UNREACHED.value}",
+                f"{silent.address} {RegistrationStatus.SILENT.value}",
+                f"{nobody} {RegistrationStatus.UNREACHED.value}",
             )
             eventually(lambda: all(text in get(f"{node.url}/ready").json()["reason"] for text in wanted))
             assert get(f"{node.url}/ready").status == 503

@@ -15,7 +15,7 @@ from pdserve.config import ModelConfig, NodeConfig
 from tests.api.behaviour import ENDLESS_TOKEN_TEXT, REPLY_TEXT, Behaviour
 from tests.api.node import MODEL, WAIT_S, NodeUnderTest, scripted_node
 from tests.api.plain_http import post
-from tests.api.test_other_routes import metrics
+from tests.api.test_app import metrics
 from tests.eventually import eventually
 
 CHOICES = 128

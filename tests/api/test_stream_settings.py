@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from pdserve.api.chunk_stream import FullChunks, PlainChunks
+from pdserve.api.answers.chunks import FullChunks, PlainChunks
 from pdserve.api.engine_client import EngineClient
-from pdserve.api.tokenizer import Tokenizer
+from pdserve.api.requests.tokenizer import Tokenizer
 from pdserve.config import StreamConfig, Switch
 from tests.api.behaviour import Behaviour
 from tests.api.node import MODEL, WAIT_S

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 
-from pdserve_proxy.request_body import INTERNAL_PREFIXES
+from pdserve_proxy.requests.request_body import INTERNAL_PREFIXES
 from tests.attacks.case import BAD, CHAT, DETOKENIZE, EITHER, FINE, TEXT, TOKENIZE, HttpCase, body_with, post
 from tests.attacks.target import CONTEXT, NEW_TOKENS, PROMPT
 from tests.cluster.nodes import MODEL

@@ -11,11 +11,10 @@ import msgspec
 
 from pdserve.errors import WrongReceiver
 from pdserve.wire import discovery
-from pdserve.wire.discovery import Ack, Capacity, Deregister, Heartbeat, Load, NodeInfo, Register, Role
+from pdserve.wire.discovery import Ack, Capacity, Deregister, NodeHeartbeat, NodeInfo, NodeLoad, Register, Role
 from pdserve.wire.frame import MAX_FRAME_BYTES, NAMED, UNNAMED, Purpose, Sealer
 from pdserve.wire.ids import TransferId, new_id
-from pdserve.wire.link_address import LinkAddress, MemoryOffer
-from pdserve.wire.sampling import SamplingParams
+from pdserve.wire.sampling_params import SamplingParams
 from pdserve.wire.transfer import (
     Cancel,
     Done,
@@ -24,6 +23,8 @@ from pdserve.wire.transfer import (
     Examined,
     Failed,
     Hello,
+    LinkAddress,
+    MemoryOffer,
     Ping,
     Pong,
     PrefillRequest,
@@ -111,7 +112,7 @@ Answer: TypeAlias = type[msgspec.Struct] | type[WrongReceiver]
 
 def harmless(purpose: Purpose, own: bytes) -> msgspec.Struct:
     """A message that is answered once and changes nothing, from whoever sends it."""
-    return Examine(own) if purpose is Purpose.TRANSFER else Heartbeat(own, Load())
+    return Examine(own) if purpose is Purpose.TRANSFER else NodeHeartbeat(own, NodeLoad())
 
 
 def harmless_answer(purpose: Purpose) -> type[msgspec.Struct]:
@@ -299,7 +300,7 @@ def _frames(names: bool) -> Iterator[FrameCase]:
         port, answer = purpose.name.lower(), harmless_answer(purpose)
         for name, make in UNANSWERED.items():
             yield FrameCase(f"{port}: {name}", purpose, make)
-        refusal = (discovery.Refused,) if names and purpose is Purpose.DISCOVERY else ()
+        refusal = (discovery.ProxyRefusal,) if names and purpose is Purpose.DISCOVERY else ()
         for name, body in UNREADABLE.items():
             yield FrameCase(f"{port}: {name}, signed", purpose, _signing(body), refusal)
         yield FrameCase(
@@ -356,38 +357,38 @@ def _discovery(names: bool) -> Iterator[FrameCase]:
         return FrameCase(name, Purpose.DISCOVERY, make, answers)
 
     # What pdserve 0.1 sends gets answers that 0.1 knows, and it knows no refusal.
-    refusal = (discovery.Refused,) if names else ()
-    yield case("a heartbeat of nobody", lambda known: known.seal(Heartbeat(known.own, Load())), Ack)
+    refusal = (discovery.ProxyRefusal,) if names else ()
+    yield case("a heartbeat of nobody", lambda known: known.seal(NodeHeartbeat(known.own, NodeLoad())), Ack)
     another = WrongReceiver
-    yield case("a heartbeat of another's", lambda known: known.seal(Heartbeat(new_id(), Load())), another)
+    yield case("a heartbeat of another's", lambda known: known.seal(NodeHeartbeat(new_id(), NodeLoad())), another)
     yield case("a goodbye of nobody", lambda known: known.seal(Deregister(known.own)))
     yield case("a goodbye of the decode node's", lambda known: known.seal(Deregister(known.node.boot_id)))
     yield case("a registration of the decode node's", lambda known: known.seal(Register(known.node)))
     yield case("an acknowledgement", lambda known: known.seal(Ack(known.own, True)), *refusal)
-    loads = {"negative": Load(-1, -(2**63), -5), "huge": Load(2**63 - 1, 2**64 - 1, 2**63)}
+    loads = {"negative": NodeLoad(-1, -(2**63), -5), "huge": NodeLoad(2**63 - 1, 2**64 - 1, 2**63)}
     for name, load in loads.items():
         yield case(
             f"a {name} load of nobody's",
-            lambda known, load=load: known.seal(Heartbeat(known.own, load)),  # type: ignore[misc]
+            lambda known, load=load: known.seal(NodeHeartbeat(known.own, load)),  # type: ignore[misc]
             *refusal,
         )
-    highest = Load(2**63 - 1, 2**63 - 1, 2**63 - 1)
-    yield case("the highest load of nobody's", lambda known: known.seal(Heartbeat(known.own, highest)), Ack)
+    highest = NodeLoad(2**63 - 1, 2**63 - 1, 2**63 - 1)
+    yield case("the highest load of nobody's", lambda known: known.seal(NodeHeartbeat(known.own, highest)), Ack)
     for name, versions in {"of tomorrow": (2**63, 2**62), "of yesterday": (1, 1), "below 0": (-1, -1)}.items():
         yield case(
             f"a greeting with versions {name}",
-            lambda known, versions=versions: known.seal(discovery.Hello(known.own, new_id(), *versions)),  # type: ignore[misc]
-            discovery.Refused,
+            lambda known, versions=versions: known.seal(discovery.NodeHello(known.own, new_id(), *versions)),  # type: ignore[misc]
+            discovery.ProxyRefusal,
         )
     yield case(
         "a greeting with half a nonce",
-        lambda known: known.seal(discovery.Hello(known.own, bytes(8), *_VERSIONS)),
+        lambda known: known.seal(discovery.NodeHello(known.own, bytes(8), *_VERSIONS)),
         *refusal,
     )
     yield case(
         "fifty questions who is there",
-        lambda known: known.seal(*[discovery.Hello(known.own, new_id(), *_VERSIONS)] * 50),
-        *[discovery.Welcome] * 50,
+        lambda known: known.seal(*[discovery.NodeHello(known.own, new_id(), *_VERSIONS)] * 50),
+        *[discovery.ProxyWelcome] * 50,
     )
     refused: dict[str, dict[str, object]] = {
         "a name with line breaks": {"name": "x\r\ny"},

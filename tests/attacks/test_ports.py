@@ -16,14 +16,14 @@ import zmq
 
 from pdserve.config import TransferConfig
 from pdserve.errors import WrongReceiver
-from pdserve.wire.discovery import Capacity, FromProxy, Hello, NodeInfo, Role, Welcome
+from pdserve.wire.discovery import Capacity, FromProxy, NodeHello, NodeInfo, ProxyWelcome, Role
 from pdserve.wire.frame import Opener, Purpose, Sealer
 from pdserve.wire.ids import new_id
 from pdserve.wire.transfer import EngineSpec, Examine, Examined, ToDecode
 from pdserve.wire.version import SPOKEN
-from pdserve_kvtransfer.examiner import Examiner
-from pdserve_kvtransfer.probe_asker import probe_memory
-from pdserve_kvtransfer.ucx import UcxLink, configured_ucx
+from pdserve_kvtransfer.probe.asker import probe_memory
+from pdserve_kvtransfer.probe.examiner import Examiner
+from pdserve_kvtransfer.ucx.ucx_transport import UcxLink, configured_ucx
 from tests.attacks.attack import attacks
 from tests.attacks.client import ANSWER_S
 from tests.attacks.frames import BYTES, UCX_BYTES, FrameCase, Known, frame_cases, harmless, harmless_answer
@@ -66,12 +66,12 @@ class Talk:
 
     def greet(self) -> None:
         """Ask who listens, in a frame that names nobody. Raises zmq.Again if there is no answer in time."""
-        greeting = Hello(self.own, new_id(), SPOKEN.newest, SPOKEN.oldest)
+        greeting = NodeHello(self.own, new_id(), SPOKEN.newest, SPOKEN.oldest)
         examination = Examine(self.own, SPOKEN.newest, SPOKEN.oldest)
         self.socket.send(self.sealer.seal(greeting if self._purpose is Purpose.DISCOVERY else examination))
         self.welcome = self.socket.recv()
         opened = self._opener.open_from(self.welcome)
-        assert isinstance(opened.message, Welcome | Examined), opened
+        assert isinstance(opened.message, ProxyWelcome | Examined), opened
         self.receiver = opened.sender
 
     def ask(self, *, names: bool = True) -> None:

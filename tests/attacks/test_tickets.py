@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 import msgspec
 import pytest
 
-from pdserve.wire.discovery import Heartbeat
-from pdserve.wire.discovery import Load as NodeLoad
+from pdserve.wire.discovery import NodeHeartbeat, NodeLoad
 from pdserve.wire.frame import UNNAMED, Purpose, Sealer
 from pdserve.wire.ids import new_id
 from pdserve.wire.ticket import PrefillTarget
@@ -83,10 +82,10 @@ FORGED = (
     TicketCase("another channel's purpose", lambda office: header(sealed(office.ticket(), Purpose.TRANSFER))),
     TicketCase(
         "another channel's message",
-        lambda _: header(sealed(Heartbeat(new_id(), NodeLoad()), Purpose.DISCOVERY)),
+        lambda _: header(sealed(NodeHeartbeat(new_id(), NodeLoad()), Purpose.DISCOVERY)),
     ),
     TicketCase(
-        "a message that is no ticket", lambda _: header(sealed(Heartbeat(new_id(), NodeLoad()), Purpose.TICKET))
+        "a message that is no ticket", lambda _: header(sealed(NodeHeartbeat(new_id(), NodeLoad()), Purpose.TICKET))
     ),
     TicketCase("an old one", lambda office: header(office.frame(late_s=1_000))),
     TicketCase("one of tomorrow", lambda office: header(office.frame(late_s=-86_400))),

@@ -8,7 +8,7 @@ from pdserve.bench.batching import Pair, compared
 from pdserve.bench.load import load_figures
 from pdserve.bench.machine import Machine
 from pdserve.bench.report import Better, Figure, Report, Row, Unit
-from pdserve.bench.stream import Stream, summarise
+from pdserve.bench.streamed_answer import Stream, summarise
 from pdserve.config import Batching
 
 MACHINE = Machine("a CPU", 2, 24.0, "", "3.11", "2.13", "0.1", "2026-01-01 00:00")

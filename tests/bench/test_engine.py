@@ -10,15 +10,14 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from pdserve.bench.engine import benchmark
-from pdserve.bench.engine.linears import linear_shapes
-from pdserve.bench.engine.parts import attention_s
+from pdserve.bench.engine.parts import attention_s, linear_shapes
 from pdserve.bench.engine.random_model import Shape, write_random_model
 from pdserve.bench.engine.subject import Steps, open_subject
 from pdserve.bench.report import read_report, to_json
 from pdserve.bench_config import BenchEngineConfig, EngineBenchConfig
 from pdserve.config import Device, Dtype, ModelConfig
 from pdserve.errors import ConfigError
-from pdserve.models.decoder_config import read_decoder_config
+from pdserve.models.checkpoint.decoder_config import read_decoder_config
 from pdserve_kernels.cpu.torch_kernels import TorchKernels
 from tests.models.rerun_graph import RerunGraphs
 from tests.tiny_models import save_tiny_model

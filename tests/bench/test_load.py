@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from pdserve.bench.load import Target, first_model, run, run_jobs
-from pdserve.bench.stream import Stream
-from pdserve.bench.workload import Job
+from pdserve.bench.load import Job, Target, first_model, run, run_jobs
+from pdserve.bench.streamed_answer import Stream
 from pdserve.bench_config import BenchLoadConfig, LoadConfig
 from pdserve.errors import BenchError
 

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from pdserve.bench.compare import changes
-from pdserve.bench.proxy_backend import CHUNK
-from pdserve.bench.proxy_benchmark import IDLE, LATENCY, MANY, PLAIN, STREAMS, run
-from pdserve.bench.raw_stream import RawClient, Reply
+from pdserve.bench.proxy.benchmark import IDLE, LATENCY, MANY, PLAIN, STREAMS, run
+from pdserve.bench.proxy.mock_backend import CHUNK
+from pdserve.bench.proxy.proxy_clients import RawClient, Reply
 from pdserve.bench_config import BenchProxyConfig, ProxyBenchConfig
 from pdserve.errors import ConfigError
 

@@ -9,12 +9,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from pdserve.bench.batching_plot import write_plot
 from pdserve.bench.compare import changes
 from pdserve.bench.load import load_figures
-from pdserve.bench.plot import write_plot
-from pdserve.bench.report import Better, Figure, Row, Unit, read_report, to_json
-from pdserve.bench.stream import summarise
-from pdserve.bench.table import number, render, table
+from pdserve.bench.report import Better, Figure, Row, Unit, number, read_report, render, table, to_json
+from pdserve.bench.streamed_answer import summarise
 from pdserve.errors import BenchError
 from tests.bench.reports import batching_report, ratio, report, stream
 from tests.processes import clean_environ

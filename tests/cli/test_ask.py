@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from aiohttp import web
 
-from pdserve.cli.ask import Answer, AskFailed, ask
+from pdserve.cli.ask import AskFailed, TimedAnswer, ask
 from pdserve.cli.up import api_key
 from pdserve.errors import ConfigError
 
@@ -53,10 +53,10 @@ async def server(pieces: list[bytes], status: int = 200, authorization: str | No
         await runner.cleanup()
 
 
-def put(pieces: list[bytes], status: int = 200, *, key: str = "") -> tuple[Answer, str]:
+def put(pieces: list[bytes], status: int = 200, *, key: str = "") -> tuple[TimedAnswer, str]:
     shown: list[str] = []
 
-    async def run() -> Answer:
+    async def run() -> TimedAnswer:
         async with server(pieces, status, f"Bearer {key}" if key else None) as url:
             return await ask(url, "m", "Why?", shown.append, api_key=key, timeout_s=20)
 

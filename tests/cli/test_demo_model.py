@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from pdserve.errors import ModelError
-from pdserve.models import demo
-from pdserve.models.demo import demo_model_dir, resolve_model, served_name
+from pdserve.models.checkpoint import demo
+from pdserve.models.checkpoint.demo import demo_model_dir, resolve_model, served_name
 
 
 def test_it_is_a_normal_bf16_folder(demo_model: Path) -> None:

@@ -17,7 +17,7 @@ from pdserve.cli.bench import BENCHMARKS
 from pdserve.cli.main import SUBCOMMANDS, main
 from pdserve.config import DoctorConfig, NodeConfig, ProxyConfig, UpConfig
 from pdserve.settings import ROOTS
-from pdserve.settings.tree import settings_of
+from pdserve.settings.setting import settings_of
 
 ROOT_OF = {
     "up": UpConfig,

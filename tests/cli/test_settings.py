@@ -10,7 +10,7 @@ from pdserve.config import Dtype, LogLevel, NodeConfig, ProxyConfig, UpConfig
 from pdserve.errors import ConfigError
 from pdserve.settings import ROOTS, load, to_environ
 from pdserve.settings.load import load_with_file
-from pdserve.settings.tree import settings_of
+from pdserve.settings.setting import settings_of
 
 
 def node(*argv: str, **environ: str) -> NodeConfig:

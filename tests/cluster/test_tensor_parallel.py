@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from pdserve_kvtransfer.head_map import head_map
+from pdserve_kvtransfer.pieces import head_map
 from tests.cluster.nodes import Cluster, Node, http, start_node
 from tests.eventually import eventually
 from tests.processes import Process, end_together, pdserve

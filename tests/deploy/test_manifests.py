@@ -13,7 +13,7 @@ import yaml
 
 from pdserve.config import NodeConfig, ProxyConfig
 from pdserve.settings import ROOTS, load, resolve_secret
-from pdserve.settings.tree import settings_of
+from pdserve.settings.setting import settings_of
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"

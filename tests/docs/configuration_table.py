@@ -15,8 +15,7 @@ from pdserve.bench_config import (
     BenchTransferConfig,
 )
 from pdserve.config import DoctorConfig, NodeConfig, ProxyConfig, UpConfig
-from pdserve.settings.tree import Setting, settings_of
-from pdserve.settings.values import to_text
+from pdserve.settings.setting import Setting, settings_of, to_text
 
 PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from pdserve.bench.report import Report, Row, read_report
-from pdserve.bench.stream_figures import NODE_COST, OUTPUT, PROXY_COST, TTFT_MEAN, TTFT_P50, Regime
+from pdserve.bench.stream.figures import NODE_COST, OUTPUT, PROXY_COST, TTFT_MEAN, TTFT_P50, Regime
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGE = DOCS / "benchmarks.md"

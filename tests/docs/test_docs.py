@@ -12,7 +12,7 @@ import pytest
 from prometheus_client import generate_latest
 
 from pdserve.api.metrics import NodeMetrics
-from pdserve.api.openai import ChatRequest, CompletionRequest
+from pdserve.api.requests.openai_request import ChatRequest, CompletionRequest
 from pdserve.bench.compare import changes
 from pdserve.bench.report import Better, Report, Unit, read_report
 from pdserve.bench_config import (
@@ -28,7 +28,7 @@ from pdserve.cli.bench import compare_flags
 from pdserve.cli.main import SUBCOMMANDS
 from pdserve.config import DoctorConfig, NodeConfig, ProxyConfig, UpConfig
 from pdserve.settings import ROOTS, load
-from pdserve.settings.tree import settings_of
+from pdserve.settings.setting import settings_of
 from pdserve.wire import discovery, engine, proxy_workers, rank, rank_transfer, transfer
 from pdserve.wire.engine import EngineStats
 from pdserve_proxy.metrics import ProxyMetrics

@@ -10,15 +10,15 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 import msgspec
 import pytest
 
-from pdserve.doctor.cluster import Instance, check_instances, prefill_controls, read_instances
+from pdserve.doctor.cluster import ListedInstance, check_instances, prefill_controls, read_instances
 from pdserve.doctor.finding import Verdict
 
 URL = "http://10.0.0.1:8000"
-PREFILL = Instance("p0", "prefill", "serving", "tcp://10.0.0.7:8200", "m", "f" * 64, 0.2)
-DECODE = Instance("d0", "decode", "serving", "", "m", "f" * 64, 0.2)
+PREFILL = ListedInstance("p0", "prefill", "serving", "tcp://10.0.0.7:8200", "m", "f" * 64, 0.2)
+DECODE = ListedInstance("d0", "decode", "serving", "", "m", "f" * 64, 0.2)
 
 
-def changed(instance: Instance, **values: object) -> Instance:
+def changed(instance: ListedInstance, **values: object) -> ListedInstance:
     return msgspec.structs.replace(instance, **values)
 
 
@@ -78,7 +78,7 @@ def test_a_good_cluster() -> None:
         ([], "there is no prefill node"),
     ],
 )
-def test_a_decode_node_without_a_fitting_prefill_node(prefill: list[Instance], said: str) -> None:
+def test_a_decode_node_without_a_fitting_prefill_node(prefill: list[ListedInstance], said: str) -> None:
     findings = check_instances(URL, [DECODE, *prefill])
     (found,) = [found for found in findings if found.verdict is Verdict.PROBLEM]
     assert found.check == "pair for d0" and said in found.seen and "--model" in found.advice

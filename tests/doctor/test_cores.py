@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from pdserve.doctor.cores import CoreFacts, EngineProcess, check_cores, read_cores
+from pdserve.doctor.cores import CoreFacts, RunningEngine, check_cores, read_cores
 from pdserve.doctor.finding import Verdict
 
 FINE = CoreFacts(
@@ -19,7 +19,7 @@ FINE = CoreFacts(
     governors=frozenset({"performance"}),
     memory_total=8 * 2**30,
     memory_available=4 * 2**30,
-    engines=(EngineProcess(10, frozenset({0})), EngineProcess(11, frozenset({1}))),
+    engines=(RunningEngine(10, frozenset({0})), RunningEngine(11, frozenset({1}))),
 )
 
 
@@ -44,7 +44,7 @@ def test_all_is_fine() -> None:
         (replace(FINE, governors=frozenset()), "CPU governor", Verdict.NOT_APPLICABLE, ""),
         (replace(FINE, memory_available=2**20), "memory", Verdict.WARNING, "--kv-cache-mib"),
         (
-            replace(FINE, engines=(EngineProcess(10, frozenset({0, 1})), EngineProcess(11, frozenset({1})))),
+            replace(FINE, engines=(RunningEngine(10, frozenset({0, 1})), RunningEngine(11, frozenset({1})))),
             "engines here",
             Verdict.WARNING,
             "--cores",
@@ -59,7 +59,7 @@ def test_verdicts(facts: CoreFacts, check: str, verdict: Verdict, advice: str) -
 
 
 def test_two_engines_on_one_core_are_named() -> None:
-    engines = (EngineProcess(10, frozenset({0, 1})), EngineProcess(11, frozenset({1})))
+    engines = (RunningEngine(10, frozenset({0, 1})), RunningEngine(11, frozenset({1})))
     (found,) = [found for found in check_cores(replace(FINE, engines=engines)) if found.check == "engines here"]
     assert "10 and 11 on core 1" in found.seen
 
@@ -73,7 +73,7 @@ def test_an_engine_and_its_ranks_are_found_and_nothing_else(tmp_path: Path) -> N
         {
             "proc/7/cmdline": process("/usr/bin/python3", "-P", "-m", "pdserve.engine"),
             "proc/7/status": "Name:\tpython3\nCpus_allowed_list:\t0-2,5\n",
-            "proc/8/cmdline": process("/usr/bin/python3", "-P", "-m", "pdserve.engine.follower"),
+            "proc/8/cmdline": process("/usr/bin/python3", "-P", "-m", "pdserve.engine.tp.rank_program"),
             "proc/8/status": "Cpus_allowed_list:\t3\n",
             "proc/9/cmdline": process("/usr/bin/python3", "-m", "pdserve", "decode"),
             "proc/9/status": "Cpus_allowed_list:\t3\n",
@@ -81,7 +81,7 @@ def test_an_engine_and_its_ranks_are_found_and_nothing_else(tmp_path: Path) -> N
             "proc/10/status": "",
         },
     )
-    assert read_cores((), root).engines == (EngineProcess(7, frozenset({0, 1, 2, 5})), EngineProcess(8, frozenset({3})))
+    assert read_cores((), root).engines == (RunningEngine(7, frozenset({0, 1, 2, 5})), RunningEngine(8, frozenset({3})))
 
 
 @pytest.mark.parametrize(

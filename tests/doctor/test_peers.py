@@ -13,8 +13,8 @@ from pdserve.doctor.finding import Finding, Verdict
 from pdserve.doctor.peers import PeerFacts, check_peer, read_peer, same_machine
 from pdserve.wire.discovery import Role
 from pdserve.wire.transfer import EngineSpec, Examine, Examined, Hello, Refused
-from pdserve_kvtransfer.examiner import Examiner
-from pdserve_kvtransfer.machine_identity import MachineIdentity, machine_identity
+from pdserve_kvtransfer.probe.examiner import Examiner
+from pdserve_kvtransfer.shared_memory import MachineIdentity, machine_identity
 from tests.kvtransfer.fakes import FakePrefill
 from tests.kvtransfer.rig import SECRET, SPEC, WAIT_S, engine
 

@@ -8,11 +8,11 @@ import pytest
 
 from pdserve.doctor.finding import Finding, Verdict
 from pdserve.doctor.memory_limits import LimitFacts
-from pdserve.doctor.perftest import Yardstick
 from pdserve.doctor.probe import ProbeFacts, check_probe, message_count, message_size, transports_of
+from pdserve.doctor.ucx_tools import Yardstick
 from pdserve.wire.transfer import MAX_PROBE_BYTES, MAX_PROBE_MESSAGE_BYTES
-from pdserve_kvtransfer.examiner import Measured
-from pdserve_kvtransfer.ucx_lanes import Lane
+from pdserve_kvtransfer.probe.examiner import Measured
+from pdserve_kvtransfer.ucx.ucx_library import Lane
 
 GB = 10**9
 LIMITS = LimitFacts(shm_total=2**34, shm_free=2**33, locked=-1, descriptors=65_536, descriptors_hard=-1)

@@ -10,7 +10,7 @@ import pytest
 from pdserve.config import TransferConfig
 from pdserve.doctor.stand_in import StandIn, standing_in
 from pdserve.errors import PeerLost, TransferError
-from pdserve_kvtransfer.examiner import Examiner
+from pdserve_kvtransfer.probe.examiner import Examiner
 
 SECRET = b"the secret of one probe, 32 byte"
 WAIT_S = 10.0

@@ -10,7 +10,7 @@ from pdserve.config import TransferConfig
 from pdserve.doctor.finding import Finding, Verdict
 from pdserve.doctor.ucx_devices import UcxBuild, UcxFacts, check_ucx, parse_build, parse_transports, read_ucx
 from pdserve.doctor.ucx_tools import check_tools, read_tools
-from pdserve_kvtransfer.ucx_lanes import Lane, parse_resources
+from pdserve_kvtransfer.ucx.ucx_library import Lane, parse_resources
 
 LAPTOP = UcxFacts(
     tls="",

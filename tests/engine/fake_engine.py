@@ -8,26 +8,25 @@ from random import Random
 from typing import Any
 
 from pdserve.config import Batching, KvOverlap, SchedulerConfig, TransferConfig
-from pdserve.engine.block_manager import BlockManager
-from pdserve.engine.disaggregation.prefill_rate import PrefillRate
-from pdserve.engine.flight import decodes_on
+from pdserve.engine.kv_cache.block_manager import BlockManager
 from pdserve.engine.kv_connector import KvConnector
-from pdserve.engine.kv_connector.fetching import Fetching
-from pdserve.engine.kv_connector.no_transfer import NoTransfer
-from pdserve.engine.kv_connector.push_schedule import PushSchedule
-from pdserve.engine.kv_connector.pushing import Pushing
-from pdserve.engine.outbox import Outbox
-from pdserve.engine.plan import Plan, Work
+from pdserve.engine.kv_connector.connector import NoTransferConnector
+from pdserve.engine.kv_connector.fetching_connector import FetchingConnector
+from pdserve.engine.kv_connector.pushing_connector import PushingConnector, PushSchedule
+from pdserve.engine.launched_step import decodes_on
+from pdserve.engine.placement.prefill_rate import PrefillRate
 from pdserve.engine.request import Request
-from pdserve.engine.scheduler import Scheduler
-from pdserve.engine.stop_rule import StopRule
+from pdserve.engine.scheduling.batch_plan import BatchPlan, Work
+from pdserve.engine.scheduling.output_collector import OutputCollector
+from pdserve.engine.scheduling.request_limits import StopRule
+from pdserve.engine.scheduling.scheduler import Scheduler
 from pdserve.wire.discovery import Role
 from pdserve.wire.engine import RequestOutput
 from pdserve.wire.ids import new_id
-from pdserve.wire.sampling import SampledToken, SamplingParams
+from pdserve.wire.sampling_params import SampledToken, SamplingParams
 from pdserve.wire.ticket import PrefillTarget
 from tests.engine.fake_model import EOS, FakeModel, choose
-from tests.engine.prefill_choices import prefill_choice
+from tests.engine.placements import make_placement
 
 BLOCK_SIZE = 4
 BOOT = new_id()
@@ -35,25 +34,25 @@ TARGET = PrefillTarget("p0", "tcp://127.0.0.1:1", new_id())
 
 
 @dataclass(frozen=True)
-class FakeFlight:
-    plan: Plan
-    choices: list[tuple[SampledToken, ...]]
+class FakeLaunchedStep:
+    plan: BatchPlan
+    sampled: list[tuple[SampledToken, ...]]
 
 
 @dataclass(frozen=True)
-class FakeAhead:
-    """``flight.Ahead`` whose tokens are here already."""
+class FakeStepAhead:
+    """``launched_step.StepAhead`` whose tokens are here already."""
 
     requests: list[Request]
-    choices: list[tuple[SampledToken, ...]]
+    sampled: list[tuple[SampledToken, ...]]
 
-    def joined(self) -> FakeFlight:
+    def joined(self) -> FakeLaunchedStep:
         going = [
             (request, tokens)
-            for request, tokens in zip(self.requests, self.choices, strict=True)
+            for request, tokens in zip(self.requests, self.sampled, strict=True)
             if decodes_on(request)
         ]
-        return FakeFlight(Plan([Work(request, 1) for request, _ in going]), [tokens for _, tokens in going])
+        return FakeLaunchedStep(BatchPlan([Work(request, 1) for request, _ in going]), [tokens for _, tokens in going])
 
 
 class FakeEngine:
@@ -76,29 +75,31 @@ class FakeEngine:
     ) -> None:
         self.blocks = BlockManager(num_blocks, BLOCK_SIZE, prefix_cache=prefix_cache)
         self.model = FakeModel(num_blocks, BLOCK_SIZE)
-        choice = prefill_choice(BLOCK_SIZE)
+        placement = make_placement(BLOCK_SIZE)
         self.connector: KvConnector
         if role is Role.MIXED:
-            self.connector = NoTransfer(self.blocks)
+            self.connector = NoTransferConnector(self.blocks)
         elif role is Role.PREFILL:
-            self.connector = Pushing(
+            self.connector = PushingConnector(
                 self.blocks, thread, lambda ids, sampling: None, 1000, PushSchedule(KvOverlap.ON), PrefillRate()
             )
         else:
-            self.connector = Fetching(self.blocks, thread, TransferConfig(), BOOT, choice)
-        self.outbox = Outbox()
+            self.connector = FetchingConnector(self.blocks, thread, TransferConfig(), BOOT, placement)
+        self.collector = OutputCollector()
         self.max_len = max_len
         config = SchedulerConfig(
             max_running=max_running, max_step_tokens=max_step_tokens, max_waiting=100, batching=batching
         )
         stop = StopRule(frozenset({EOS}), max_len)
-        self.scheduler = Scheduler(self.blocks, config, stop, self.outbox, self.connector.release, choice, lookahead)
+        self.scheduler = Scheduler(
+            self.blocks, config, stop, self.collector, self.connector.release, placement, lookahead
+        )
         self.outputs: dict[int, list[int]] = {}
         self.endings: dict[int, RequestOutput] = {}
         self.now = 0.0
         self._random = random or Random(0)
         self._overlap = overlap
-        self._ahead: FakeAhead | None = None
+        self._ahead: FakeStepAhead | None = None
         self.num_ahead = 0
         """Steps that were launched before the tokens of the one before were known."""
 
@@ -121,41 +122,41 @@ class FakeEngine:
             sampling=SamplingParams(max_tokens=max_tokens, seed=seeds[0]),
             arrived=self.now,
             deadline=self.now + 10_000,
-            client=client,
+            local_id=client,
             client_request=client_request or b"",
             cache_salt=salt,
             targets=(TARGET, TARGET) if remote else (),
         )
         for i, seed in enumerate(seeds[1:], 1):
-            request.add_sibling(seed, client + i)
+            request.add_child(seed, client + i)
         self.scheduler.add(request)
         return request
 
-    def step(self) -> Plan:
+    def step(self) -> BatchPlan:
         self.now += 1
         self.connector.poll(self.scheduler, self.now)
-        flight = self._launch() if self._ahead is None else self._ahead.joined()
-        tokens = flight.choices
-        self._ahead = self._launch_ahead(flight.plan, tokens) if self._overlap else None
-        assert self.scheduler.advance(flight.plan, tokens, self.now) == []
-        self.connector.stepped(self.scheduler, flight.plan)
+        step = self._launch() if self._ahead is None else self._ahead.joined()
+        tokens = step.sampled
+        self._ahead = self._launch_ahead(step.plan, tokens) if self._overlap else None
+        assert self.scheduler.advance(step.plan, tokens, self.now) == []
+        self.connector.stepped(self.scheduler, step.plan)
         self.collect()
-        return flight.plan
+        return step.plan
 
-    def _launch(self) -> FakeFlight:
+    def _launch(self) -> FakeLaunchedStep:
         plan = self.scheduler.schedule(self.now)
         self.model.copy(plan.copies)
         self.connector.start(plan, self.now)
-        return FakeFlight(plan, [tokens for work in plan.work for tokens in self._compute(work)])
+        return FakeLaunchedStep(plan, [tokens for work in plan.work for tokens in self._compute(work)])
 
-    def _launch_ahead(self, plan: Plan, choices: list[tuple[SampledToken, ...]]) -> FakeAhead | None:
-        """As ``flight.launch_ahead`` does it, on the tokens that nobody has read yet."""
+    def _launch_ahead(self, plan: BatchPlan, sampled: list[tuple[SampledToken, ...]]) -> FakeStepAhead | None:
+        """As ``launched_step.launch_ahead`` does it, on the tokens that nobody has read yet."""
         followers = self.scheduler.follow(plan)
         if not followers:
             return None
         self.num_ahead += 1
-        chosen = dict(zip(plan.choosers, choices, strict=True))
-        return FakeAhead(followers, [self._compute_ahead(request, *chosen[request]) for request in followers])
+        chosen = dict(zip(plan.choosers, sampled, strict=True))
+        return FakeStepAhead(followers, [self._compute_ahead(request, *chosen[request]) for request in followers])
 
     def _compute_ahead(self, request: Request, unread: SampledToken) -> tuple[SampledToken, ...]:
         start, known = len(request.token_ids), [*request.token_ids, unread.token_id]
@@ -165,7 +166,7 @@ class FakeEngine:
         return (SampledToken(choose(digest, request.sampling.seed)),)
 
     def _compute(self, work: Work) -> list[tuple[SampledToken, ...]]:
-        """The choices of one work's choosers, with some right and some wrong guesses where there is room for them."""
+        """The sampled of one work's choosers, with some right and some wrong guesses where there is room for them."""
         request = work.request
         start = request.num_computed_tokens
         known = request.token_ids[start : start + work.num_tokens]
@@ -176,11 +177,11 @@ class FakeEngine:
         for block in request.block_table[start // BLOCK_SIZE : -(-end // BLOCK_SIZE)]:
             assert self.blocks.num_holders(block) == 1, "a step writes to a shared block"
         found = self.model.run(request.token_ids, start, known + guesses, request.block_table, request.cache_salt)
-        choices = []
+        sampled = []
         for chooser in work.choosers:
             last = found[len(known) - 1 : len(known) + right]
-            choices.append(tuple(SampledToken(choose(digest, chooser.sampling.seed)) for digest in last))
-        return choices
+            sampled.append(tuple(SampledToken(choose(digest, chooser.sampling.seed)) for digest in last))
+        return sampled
 
     def _guess(self, work: Work) -> tuple[list[int], int]:
         """``lookahead`` guesses, and how many of the first ones are right."""
@@ -197,7 +198,7 @@ class FakeEngine:
         return guesses, right
 
     def collect(self) -> None:
-        step = self.outbox.take()
+        step = self.collector.take()
         for output in step.outputs if step else []:
             assert output.request_id not in self.endings
             self.outputs.setdefault(output.request_id, []).extend(output.new_token_ids)

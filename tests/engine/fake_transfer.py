@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from random import Random
 
 from pdserve.wire.ids import TransferId
-from pdserve.wire.sampling import SampledToken
+from pdserve.wire.sampling_params import SampledToken
 from pdserve.wire.transfer import PrefillLoad
 from pdserve_kvtransfer.events import (
     BlocksReleased,

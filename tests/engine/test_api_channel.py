@@ -10,7 +10,7 @@ import zmq
 
 from pdserve.engine.api_channel import ApiChannel
 from pdserve.wire.engine import FinishReason, FromEngine, RequestOutput, Starting, StepOutput
-from pdserve.wire.sampling import TokenLogprobs
+from pdserve.wire.sampling_params import TokenLogprobs
 
 WAIT_MS = 5_000
 LOGPROBS = [TokenLogprobs(-float(i), 1, ()) for i in range(3)]

@@ -5,7 +5,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from pdserve.engine.block_manager import BlockManager
+from pdserve.engine.kv_cache.block_manager import BlockManager
 from pdserve.errors import EngineError
 
 

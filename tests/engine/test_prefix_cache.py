@@ -10,9 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from pdserve.engine.block_hash import extend_hashes
-from pdserve.engine.block_manager import BlockManager
-from pdserve.engine.prefix_cache import Match
+from pdserve.engine.kv_cache.block_manager import BlockManager
+from pdserve.engine.kv_cache.prefix_cache import Match, extend_hashes
 from pdserve.errors import EngineError
 from tests.engine.fake_engine import BLOCK_SIZE, FakeEngine
 from tests.engine.fake_model import answer, talkative
@@ -227,7 +226,7 @@ def test_who_waits_looks_up_only_what_the_cache_has_learnt_since(monkeypatch: py
     for _ in range(10):
         counting.looks = digests = 0
         plan = engine.step()
-        assert [work.request.client for work in plan.work] == [2]
+        assert [work.request.local_id for work in plan.work] == [2]
         assert engine.scheduler.num_waiting == 30
         # The running prompt's new block is hashed; of those that wait nobody's is, nor is any of them walked through.
         assert digests <= 1

@@ -17,25 +17,23 @@ import zmq
 
 from pdserve.config import Dtype, SchedulerConfig
 from pdserve.engine.api_channel import ApiChannel
-from pdserve.engine.block_hash import extend_hashes
-from pdserve.engine.block_manager import BlockManager
-from pdserve.engine.disaggregation.prefill_rate import PrefillRate
+from pdserve.engine.kv_cache.block_manager import BlockManager
+from pdserve.engine.kv_cache.prefix_cache import Match, extend_hashes
 from pdserve.engine.kv_connector import KvConnector
-from pdserve.engine.kv_connector.no_transfer import NoTransfer
-from pdserve.engine.prefix_cache import Match
-from pdserve.engine.prompt_rule import PromptRule
+from pdserve.engine.kv_connector.connector import NoTransferConnector
+from pdserve.engine.launched_step import StepRunner
+from pdserve.engine.placement.prefill_rate import PrefillRate
+from pdserve.engine.scheduling.request_limits import PromptRule, StopRule
 from pdserve.engine.step_loop import NOT_FINITE, StepLoop
-from pdserve.engine.step_runner import StepRunner
-from pdserve.engine.stop_rule import StopRule
 from pdserve.engine.wake_up import WakeUp
-from pdserve.models.decoder_config import read_decoder_config
+from pdserve.models.checkpoint.decoder_config import read_decoder_config
 from pdserve.models.runner import ModelRunner
 from pdserve.wire.engine import FinishReason, FromEngine, RequestOutput, Shutdown, Sibling, Stats, StepOutput, Submit
 from pdserve.wire.ids import new_id
-from pdserve.wire.sampling import SamplingParams, TokenLogprobs
+from pdserve.wire.sampling_params import SamplingParams, TokenLogprobs
 from pdserve.wire.ticket import PrefillTarget
 from pdserve_kernels.cpu.torch_kernels import TorchKernels
-from tests.engine.prefill_choices import prefill_choice
+from tests.engine.placements import make_placement
 from tests.eventually import eventually
 from tests.tiny_models import VOCAB_SIZE, save_tiny_model
 
@@ -116,13 +114,13 @@ class Client:
     def together(
         self, asked: Sequence[tuple[Sequence[int], SamplingParams, Sequence[int]]], salt: str = ""
     ) -> dict[int, Answer]:
-        """Answers by request id to prompts that all come at once, each with parameters and seeds of siblings."""
+        """Answers by request id to prompts that all come at once, each with parameters and seeds of children."""
         answers: dict[int, Answer] = {}
         for prompt, sampling, seeds in asked:
             ids = range(self._next, self._next + 1 + len(seeds))
             self._next += len(ids)
             answers.update((i, Answer()) for i in ids)
-            siblings = tuple(Sibling(i, seed) for i, seed in zip(ids[1:], seeds, strict=True))
+            children = tuple(Sibling(i, seed) for i, seed in zip(ids[1:], seeds, strict=True))
             self.send(
                 Submit(
                     request_id=ids[0],
@@ -130,7 +128,7 @@ class Client:
                     token_ids=list(prompt),
                     sampling=sampling,
                     deadline_s=60.0,
-                    siblings=siblings,
+                    siblings=children,
                     prefill=self.targets,
                     cache_salt=salt,
                 )
@@ -165,7 +163,7 @@ def engine(
         socket = context.socket(zmq.PAIR)
         socket.bind("inproc://engine")
         channel, wake_up = ApiChannel(context, "inproc://engine"), WakeUp()
-        connector = NoTransfer(blocks) if connect is None else connect(runner, blocks, wake_up)
+        connector = NoTransferConnector(blocks) if connect is None else connect(runner, blocks, wake_up)
         loop = StepLoop(
             api=channel,
             wake_up=wake_up,
@@ -176,7 +174,7 @@ def engine(
             stop=StopRule(frozenset(config.eos_token_ids), MAX_LEN),
             prompts=PromptRule(VOCAB_SIZE, MAX_LEN),
             rate=PrefillRate(),
-            choice=prefill_choice(BLOCK_SIZE),
+            placement=make_placement(BLOCK_SIZE),
             ahead=runner if overlap else None,
         )
 

@@ -53,7 +53,7 @@ class Traffic:
             remote=self._remote and random.random() < 0.8,
             client_request=self._client_requests,
         )
-        for i, (member, seed) in enumerate(zip((request, *request.siblings), seeds, strict=True)):
+        for i, (member, seed) in enumerate(zip((request, *request.children), seeds, strict=True)):
             self.wanted[client + i] = answer(prompt, seed, max_tokens, engine.max_len)
             self._requests[client + i] = member
 

@@ -11,10 +11,9 @@ import torch
 
 from pdserve.config import Device
 from pdserve.errors import RankLost
-from pdserve.models.decode_graphs import CudaGraphs
-from pdserve.models.step_batch import StepRow
+from pdserve.models.runner import CudaGraphs, StepRow
 from pdserve_kernels.triton.triton_kernels import TritonKernels
-from tests.engine.test_followers import engine_config, running
+from tests.engine.test_tp_ranks import engine_config, running
 
 
 def main() -> None:

@@ -54,7 +54,7 @@ print("" if whole else "--ignore=tests/gpu/test_gpu_transfers.py")')
 # A warning of another version of torch is no failure here; five minutes are half of what there is.
 # shellcheck disable=SC2086  # words or none
 timeout 300 "$PYTHON" -m pytest -q -W default -p no:cacheprovider $parallel $nodes \
-    tests/gpu tests/kernels/triton tests/models/test_runner.py tests/models/test_decode_graphs.py \
+    tests/gpu tests/kernels/triton tests/models/test_runner.py tests/models/test_runner_decode_graphs.py \
     >"$OUT/tests.log" 2>&1 || failed=1
 tail -n 25 "$OUT/tests.log"
 

@@ -8,10 +8,9 @@ from typing import Any
 import torch
 
 from pdserve.config import Dtype
-from pdserve.models.decode_graphs import CudaGraphs
-from pdserve.models.decoder_config import read_decoder_config
-from pdserve.models.runner import ModelRunner
-from pdserve.wire.sampling import SamplingParams
+from pdserve.models.checkpoint.decoder_config import read_decoder_config
+from pdserve.models.runner import CudaGraphs, ModelRunner
+from pdserve.wire.sampling_params import SamplingParams
 from pdserve_kernels.triton.triton_kernels import TritonKernels
 from tests.engine.test_step_loop import BLOCK_SIZE, MAX_LEN, engine, prompt
 from tests.tiny_models import save_tiny_model

@@ -11,13 +11,11 @@ import torch
 
 from pdserve.config import Dtype
 from pdserve.errors import RankLost
-from pdserve.models.decode_graphs import CudaGraphs
-from pdserve.models.decoder_config import read_decoder_config
-from pdserve.models.nccl_group import NcclGroup
-from pdserve.models.rank_board import RankBoard
-from pdserve.models.runner import ModelRunner
-from pdserve.models.step_batch import StepRow
-from pdserve.models.tensor_parallel import ALONE
+from pdserve.models.checkpoint.decoder_config import read_decoder_config
+from pdserve.models.runner import CudaGraphs, ModelRunner, StepRow
+from pdserve.models.tp.nccl_group import NcclGroup
+from pdserve.models.tp.rank_board import RankBoard
+from pdserve.models.tp.shares import ALONE
 from pdserve_kernels.triton.triton_kernels import TritonKernels
 from tests.tiny_models import save_tiny_model
 

@@ -12,12 +12,11 @@ import torch
 
 from pdserve.config import Device
 from pdserve.engine.runner_loading import load_runner, rank_backend
-from pdserve.models.decode_graphs import CudaGraphs
-from pdserve.models.decoder_config import read_decoder_config
-from pdserve.models.step_batch import StepRow
-from pdserve.models.tensor_parallel import ALONE
+from pdserve.models.checkpoint.decoder_config import read_decoder_config
+from pdserve.models.runner import CudaGraphs, StepRow
+from pdserve.models.tp.shares import ALONE
 from pdserve_kernels.triton.triton_kernels import TritonKernels
-from tests.engine.test_followers import BLOCKS, engine_config, running
+from tests.engine.test_tp_ranks import BLOCKS, engine_config, running
 from tests.tiny_models import save_tiny_model
 
 PROMPT = list(range(20, 31))

@@ -17,10 +17,9 @@ from pathlib import Path
 import torch
 
 from pdserve.config import Dtype
-from pdserve.models.decoder_config import DecoderConfig, read_decoder_config
-from pdserve.models.demo import demo_model_dir
-from pdserve.models.runner import ModelRunner
-from pdserve.models.step_batch import StepRow
+from pdserve.models.checkpoint.decoder_config import DecoderConfig, read_decoder_config
+from pdserve.models.checkpoint.demo import demo_model_dir
+from pdserve.models.runner import ModelRunner, StepRow
 from pdserve.settings import cache_folder
 from pdserve_kernels.contract import Kernels, Linear
 from pdserve_kernels.cpu.compiled_kernels import CompiledKernels

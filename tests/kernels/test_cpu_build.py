@@ -11,14 +11,14 @@ import torch
 
 from pdserve.compiled_library import BuildError, Recipe, built_library
 from pdserve.config import CpuKernels
-from pdserve.engine.kernel_set import cpu_kernels
+from pdserve.engine.runner_loading import cpu_kernels
 from pdserve.errors import ConfigError
 from pdserve.settings import cache_folder
 from pdserve_kernels.contract import AttentionRow
 from pdserve_kernels.cpu.compiled_kernels import CompiledKernels
 from pdserve_kernels.cpu.library import Library
 from pdserve_kernels.cpu.torch_kernels import TorchKernels
-from pdserve_kernels.layout import KvLayout
+from pdserve_kernels.kv_layout import KvLayout
 
 
 def test_without_a_compiler_plain_torch_runs_and_says_so_once(

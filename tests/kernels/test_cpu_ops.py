@@ -8,10 +8,8 @@ from hypothesis import strategies as st
 
 from pdserve_kernels import reference
 from pdserve_kernels.contract import AttentionRow
-from pdserve_kernels.cpu.kv_write import KvWrite
-from pdserve_kernels.cpu.linear import PackedLinear
-from pdserve_kernels.cpu.paged_attention import DecodeAttention, PrefillAttention
-from pdserve_kernels.layout import KvLayout
+from pdserve_kernels.cpu.torch_kernels import DecodeAttention, KvWrite, PackedLinear, PrefillAttention
+from pdserve_kernels.kv_layout import KvLayout
 
 NUM_BLOCKS = 24
 CPU = torch.device("cpu")

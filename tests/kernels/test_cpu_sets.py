@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from pdserve_kernels import reference
 from pdserve_kernels.contract import AttentionRow, HeadNorms, Kernels
-from pdserve_kernels.layout import KvLayout
+from pdserve_kernels.kv_layout import KvLayout
 
 CPU = torch.device("cpu")
 NUM_BLOCKS = 40

@@ -17,9 +17,8 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 from pdserve_kernels.contract import AttentionRow, HeadNorms
-from pdserve_kernels.layout import KvLayout
-from pdserve_kernels.triton.block_copy import gather_blocks, scatter_blocks
-from pdserve_kernels.triton.sampling import sample
+from pdserve_kernels.kv_layout import KvLayout
+from pdserve_kernels.triton.cache_ops import gather_blocks, scatter_blocks
 from pdserve_kernels.triton.triton_kernels import TritonKernels
 
 HOPPER = GPUTarget("cuda", 90, 32)
@@ -30,7 +29,6 @@ SHARED_MEMORY = 227 * 1024
 POINTERS = {
     torch.bfloat16: "*bf16",
     torch.float32: "*fp32",
-    torch.float64: "*fp64",
     torch.int32: "*i32",
 }
 SCALARS = {int: "i32", float: "fp32"}
@@ -115,10 +113,8 @@ def test_every_op_of_an_8b_model(launches: list[Launch]) -> None:
     attend(0, x.view(3, 32, 128)[:1], torch.empty(2, 1, 8, 128, dtype=torch.bfloat16))
     gather_blocks(cache, blocks, cache)
     scatter_blocks(cache, blocks, cache)
-    row = torch.empty(3)
-    sample(torch.empty(3, 128_256), row, row, row.double(), 1e-5)
     built = check(launches)
-    assert len(built) == 13
+    assert len(built) == 12
     # Long prompts are bound by their products: those must run on this target's own kind of tensor core.
     assert "wgmma" in built["_prefill_kernel"].asm["ptx"]
     assert "mma" in built["_decode_kernel"].asm["ptx"]

@@ -28,12 +28,11 @@ from pdserve.wire.transfer import (
     Welcome,
 )
 from pdserve.wire.version import SPOKEN
-from pdserve_kvtransfer.digest import digest
-from pdserve_kvtransfer.label import label_of
+from pdserve_kvtransfer.pieces import digest, label_of
 from pdserve_kvtransfer.shared_memory import SharedMemory
-from pdserve_kvtransfer.transport import Arrival
-from pdserve_kvtransfer.ucx import UcxTransport
-from pdserve_kvtransfer.ucxx_mover import UcxxMover
+from pdserve_kvtransfer.transport import ArrivedMessage
+from pdserve_kvtransfer.ucx.ucx_transport import UcxTransport
+from pdserve_kvtransfer.ucx.ucxx_poster import UcxxPoster
 from tests.kvtransfer.rig import SAMPLING, SECRET, SPEC, WAIT_S, compiled_mover
 
 M = TypeVar("M")
@@ -72,7 +71,7 @@ class FakePeer:
         self.opener: Opener[Any] = Opener(SECRET, Purpose.TRANSFER, messages, receiver=self.boot_id)
         self.peer: bytes | None = None
         """The boot id of the other side, once it is known."""
-        self.transport = UcxTransport("", make_mover=compiled_mover() if shares else UcxxMover)
+        self.transport = UcxTransport("", make_poster=compiled_mover() if shares else UcxxPoster)
         memory = SharedMemory(MEMORY_BYTES) if shares else memoryview(bytearray(MEMORY_BYTES))
         self.memory = memory.bytes if isinstance(memory, SharedMemory) else memory
         self.link = self.transport.open_link(memory)
@@ -94,7 +93,7 @@ class FakePeer:
             self.link.progress()
             self._sending -= len(self.link.sent())
 
-    def receive(self) -> tuple[Arrival, bytes]:
+    def receive(self) -> tuple[ArrivedMessage, bytes]:
         """The next message; there must be one only."""
         deadline = time.monotonic() + WAIT_S
         while not (arrivals := self.link.arrivals()):

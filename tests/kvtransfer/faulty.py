@@ -11,8 +11,8 @@ from typing import NamedTuple
 import msgspec
 
 from pdserve.errors import PeerLost
-from pdserve_kvtransfer.memory import Memory, host_bytes
-from pdserve_kvtransfer.transport import Arrival, Link, Moved, Transport
+from pdserve_kvtransfer.region import Memory, host_bytes
+from pdserve_kvtransfer.transport import ArrivedMessage, Link, MovedMessage, Transport
 
 
 class Fault(enum.Enum):
@@ -127,7 +127,7 @@ class FaultyLink:
             self.inner.send([held.place], held.length, [held.label])
         self.held.clear()
 
-    def sent(self) -> Sequence[Moved]:
+    def sent(self) -> Sequence[MovedMessage]:
         return [moved for moved in self.inner.sent() if not self._first_of_two(moved.label)]
 
     def _first_of_two(self, label: int) -> bool:
@@ -135,7 +135,7 @@ class FaultyLink:
         self.twice[label] -= first
         return first
 
-    def arrivals(self) -> Sequence[Arrival]:
+    def arrivals(self) -> Sequence[ArrivedMessage]:
         return self.inner.arrivals()
 
     def receive(self, places: Sequence[int]) -> None:
@@ -143,13 +143,13 @@ class FaultyLink:
             raise PeerLost("a receive was refused")
         self.inner.receive(places)
 
-    def landed(self) -> Sequence[Moved]:
+    def landed(self) -> Sequence[MovedMessage]:
         landed = self.inner.landed()
         if self.injector.fault is not Fault.CORRUPT:
             return landed
         return [self._corrupted(moved) if self.injector.strikes() else moved for moved in landed]
 
-    def _corrupted(self, moved: Moved) -> Moved:
+    def _corrupted(self, moved: MovedMessage) -> MovedMessage:
         # The highest bit of a number's exponent, in fp32 and bf16: unnoticed, it would be a wrong token.
         self.memory[moved.place + (moved.length // 2 | 3)] ^= 0x40
         # That of the bytes that came; these are to have come so.

@@ -13,7 +13,7 @@ import sys
 import time
 
 from pdserve.wire.discovery import Role
-from pdserve.wire.sampling import SampledToken
+from pdserve.wire.sampling_params import SampledToken
 from pdserve.wire.ticket import PrefillTarget
 from pdserve_kvtransfer.events import PushWanted
 from tests.eventually import eventually

@@ -16,19 +16,17 @@ from pdserve.settings import cache_folder
 from pdserve.wire.discovery import Role
 from pdserve.wire.frame import Secrets
 from pdserve.wire.ids import TransferId, new_id
-from pdserve.wire.sampling import SamplingParams
+from pdserve.wire.sampling_params import SamplingParams
 from pdserve.wire.ticket import PrefillTarget
 from pdserve.wire.transfer import EngineSpec
 from pdserve.wire.version import OLDEST_PROTOCOL, PROTOCOL_VERSION
 from pdserve_kvtransfer.events import FetchOrder, TransferEvent
-from pdserve_kvtransfer.memory import Memory
-from pdserve_kvtransfer.mover import MakeMover
-from pdserve_kvtransfer.mover_choice import chosen_mover
-from pdserve_kvtransfer.region import KvRegion
+from pdserve_kvtransfer.region import KvRegion, Memory
 from pdserve_kvtransfer.shared_memory import SharedMemory
 from pdserve_kvtransfer.thread import TransferThread
 from pdserve_kvtransfer.transport import Transport
-from pdserve_kvtransfer.ucx import configured_ucx
+from pdserve_kvtransfer.ucx.poster import MakePoster, chosen_poster
+from pdserve_kvtransfer.ucx.ucx_transport import configured_ucx
 
 SECRET = b"the secret of a test cluster"
 SPEC = EngineSpec(
@@ -53,9 +51,9 @@ E = TypeVar("E", bound=TransferEvent)
 
 
 @cache
-def compiled_mover() -> MakeMover:
+def compiled_mover() -> MakePoster:
     """What engines have where there is a compiler."""
-    return chosen_mover(UcxCalls.COMPILED, cache_folder(os.environ), digests=True)
+    return chosen_poster(UcxCalls.COMPILED, cache_folder(os.environ), digests=True)
 
 
 @dataclass

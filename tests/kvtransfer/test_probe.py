@@ -11,7 +11,7 @@ import pytest
 from pdserve.config import TransferConfig
 from pdserve.errors import HandshakeRefused, PeerLost
 from pdserve.wire.discovery import Role
-from pdserve.wire.sampling import SampledToken
+from pdserve.wire.sampling_params import SampledToken
 from pdserve.wire.transfer import (
     MAX_PROBE_BYTES,
     MAX_PROBE_MESSAGE_BYTES,
@@ -22,16 +22,23 @@ from pdserve.wire.transfer import (
     ProbeOpened,
     ProbeRefused,
 )
-from pdserve_kvtransfer import probe_host
 from pdserve_kvtransfer.events import FetchLanded, FirstTokenArrived, PushEnded, PushOutcome, PushWanted
-from pdserve_kvtransfer.examiner import Examiner
-from pdserve_kvtransfer.inproc import Fabric, InprocTransport
-from pdserve_kvtransfer.label import label_of
-from pdserve_kvtransfer.machine_identity import machine_identity
-from pdserve_kvtransfer.probe import LOAD_TAG, MAX_ASKER_BYTES, PAUSE_S, PING_TAG, START_TAG
-from pdserve_kvtransfer.probe_asker import ProbeAsker, probe_memory
+from pdserve_kvtransfer.pieces import label_of
+from pdserve_kvtransfer.probe import host as probe_host
+from pdserve_kvtransfer.probe.asker import (
+    LOAD_TAG,
+    MAX_ASKER_BYTES,
+    PAUSE_S,
+    PING_TAG,
+    START_TAG,
+    ProbeAsker,
+    probe_memory,
+)
+from pdserve_kvtransfer.probe.examiner import Examiner
+from pdserve_kvtransfer.shared_memory import machine_identity
 from tests.eventually import eventually
 from tests.kvtransfer.fakes import FakeDecode, FakePrefill
+from tests.kvtransfer.inproc import Fabric, InprocTransport
 from tests.kvtransfer.rig import SECRET, SPEC, WAIT_S, Engine, engine, pair
 
 MESSAGE_BYTES = 96 * 1024
@@ -195,7 +202,7 @@ def test_an_engine_closes_during_a_probe() -> None:
 
 
 def test_a_probe_that_nobody_ends_is_over_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probe_host, "PROBE_S", 0.1)
+    monkeypatch.setattr(probe_host, "PROBE_LIMIT_S", 0.1)
     with engine(Role.PREFILL) as prefill, FakeDecode(prefill.address) as asker:
         opened(asker)
         assert "takes at most" in asker.next(ProbeRefused).reason

@@ -13,7 +13,7 @@ import pytest
 
 from pdserve.wire.discovery import Role
 from pdserve.wire.ids import TransferId
-from pdserve.wire.sampling import SampledToken
+from pdserve.wire.sampling_params import SampledToken
 from pdserve_kvtransfer.events import (
     BlocksComing,
     BlocksLanded,
@@ -26,12 +26,12 @@ from pdserve_kvtransfer.events import (
     PushEnded,
     PushWanted,
 )
-from pdserve_kvtransfer.head_map import heads_of
-from pdserve_kvtransfer.inproc import Fabric, InprocTransport
+from pdserve_kvtransfer.pieces import heads_of
 from pdserve_kvtransfer.rank_thread import RankThread
 from pdserve_kvtransfer.region import KvRegion
 from pdserve_kvtransfer.transport import Transport
 from tests.eventually import eventually
+from tests.kvtransfer.inproc import Fabric, InprocTransport
 from tests.kvtransfer.rig import CONFIG, PATIENT, SPEC, Engine, Pair
 
 HEAD_BYTES = 4096

@@ -16,10 +16,10 @@ from pdserve.errors import TransferError
 from pdserve.wire.discovery import Role
 from pdserve.wire.ids import TransferId, new_id
 from pdserve_kvtransfer.events import PushWanted, TransferThreadDied
-from pdserve_kvtransfer.inproc import Fabric, InprocLink, InprocTransport
-from pdserve_kvtransfer.nap import SWITCH_S
+from pdserve_kvtransfer.polling import SWITCH_S
 from pdserve_kvtransfer.thread import TransferThread
 from tests.eventually import eventually
+from tests.kvtransfer.inproc import Fabric, InprocLink, InprocTransport
 from tests.kvtransfer.rig import CONFIG, SECRET, SPEC, Engine, Pair, engine, pair
 
 

@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pdserve.config import Dtype
-from pdserve.models.decoder_config import read_decoder_config
-from pdserve.models.runner import ModelRunner
-from pdserve.models.step_batch import StepRow
+from pdserve.models.checkpoint.decoder_config import read_decoder_config
+from pdserve.models.runner import ModelRunner, StepRow
 from pdserve_kernels.cpu.torch_kernels import TorchKernels
 
 

@@ -16,12 +16,11 @@ import torch
 
 from pdserve.config import Dtype, ParallelConfig, TpBackend
 from pdserve.errors import PdserveError
-from pdserve.models.decoder_config import read_decoder_config
-from pdserve.models.rank_board import RankBoard
-from pdserve.models.runner import ModelRunner
-from pdserve.models.step_batch import StepRow
-from pdserve.models.tensor_parallel import ALONE, TpGroup
-from pdserve.models.tp_opening import open_group
+from pdserve.models.checkpoint.decoder_config import read_decoder_config
+from pdserve.models.runner import ModelRunner, StepRow
+from pdserve.models.tp.rank_board import RankBoard
+from pdserve.models.tp.shares import ALONE, TpGroup
+from pdserve.models.tp.tp_opening import open_group
 from pdserve_kernels.cpu.torch_kernels import TorchKernels
 
 BLOCK_SIZE, BLOCKS_EACH = 4, 16

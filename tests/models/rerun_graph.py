@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 
 class RerunGraph:
-    """Satisfies ``decode_graphs.Graph``."""
+    """Satisfies ``runner.Graph``."""
 
     replays = 0
 

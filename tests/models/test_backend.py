@@ -9,9 +9,9 @@ import torch
 
 from pdserve.config import Device, TpBackend
 from pdserve.errors import ConfigError
-from pdserve.models import tp_opening
 from pdserve.models.backend import choose_device, open_backend
-from pdserve.models.tp_opening import tp_backend
+from pdserve.models.tp import tp_opening
+from pdserve.models.tp.tp_opening import tp_backend
 from pdserve_kernels.cpu.torch_kernels import TorchKernels
 from pdserve_kernels.triton.triton_kernels import TritonKernels
 

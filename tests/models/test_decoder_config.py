@@ -8,7 +8,7 @@ import pytest
 from transformers import MambaConfig
 
 from pdserve.errors import ModelError
-from pdserve.models.decoder_config import read_decoder_config
+from pdserve.models.checkpoint.decoder_config import read_decoder_config
 from tests.tiny_models import FAMILIES, WINDOW, save_tiny_model
 
 

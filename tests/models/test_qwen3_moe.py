@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from pdserve.errors import ModelError
-from pdserve.models.decoder_config import read_decoder_config
-from pdserve.models.layers import Building
-from pdserve.models.qwen3_moe import Experts
-from pdserve.models.tensor_parallel import Alone, TpGroup
-from pdserve.models.weights import Checkpoint
+from pdserve.models.checkpoint.decoder_config import read_decoder_config
+from pdserve.models.checkpoint.weights import Checkpoint
+from pdserve.models.decoders.layers import Building
+from pdserve.models.decoders.qwen3_moe import Experts
+from pdserve.models.tp.shares import Alone, TpGroup
 from pdserve_kernels.cpu.torch_kernels import TorchKernels
 from tests.tiny_models import save_tiny_model
 

@@ -11,9 +11,8 @@ import pytest
 import torch
 
 from pdserve.config import Dtype
-from pdserve.models.decoder_config import read_decoder_config
-from pdserve.models.runner import ModelRunner
-from pdserve.models.step_batch import StepRow
+from pdserve.models.checkpoint.decoder_config import read_decoder_config
+from pdserve.models.runner import ModelRunner, StepRow
 from pdserve.settings import cache_folder
 from pdserve_kernels.cpu.compiled_kernels import CompiledKernels
 from pdserve_kernels.cpu.torch_kernels import TorchKernels

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from pdserve.config import TpBackend
 from pdserve.errors import ModelError
-from pdserve.models.tensor_parallel import TpGroup, kv_share, share, vocab_part, vocab_share
+from pdserve.models.tp.shares import TpGroup, kv_share, share, vocab_part, vocab_share
 from tests.models.rank_program import Case, Result
 from tests.tiny_models import VOCAB_SIZE, Reference, save_tiny_model
 

@@ -10,9 +10,9 @@ from safetensors.torch import load_file, save_file
 
 from pdserve.config import Dtype
 from pdserve.errors import ModelError
-from pdserve.models.decoder_config import read_decoder_config
+from pdserve.models.checkpoint.decoder_config import read_decoder_config
+from pdserve.models.checkpoint.weights import Checkpoint, fingerprint, weight_files
 from pdserve.models.runner import ModelRunner
-from pdserve.models.weights import Checkpoint, fingerprint, weight_files
 from pdserve_kernels.cpu.torch_kernels import TorchKernels
 from tests.tiny_models import save_tiny_model
 

@@ -18,7 +18,7 @@ import zmq.asyncio
 
 from pdserve.api.registration import Registration
 from pdserve.config import HttpConfig, ProxyConfig, RegistryConfig, RelayConfig, RequestConfig, TlsConfig
-from pdserve.wire.discovery import Capacity, Heartbeat, Load, NodeInfo, Register, Role
+from pdserve.wire.discovery import Capacity, NodeHeartbeat, NodeInfo, NodeLoad, Register, Role
 from pdserve.wire.frame import Opener, Purpose, Sealer, Secrets
 from pdserve.wire.ids import new_id
 from pdserve.wire.ticket import TICKET_HEADER, Ticket
@@ -106,7 +106,7 @@ async def registered(
     *controls: str,
     secret: bytes | Secrets = SECRET,
     heartbeat_ms: int = HEARTBEAT_MS,
-    load: Load = Load(running=1),  # noqa: B008  # frozen
+    load: NodeLoad = NodeLoad(running=1),  # noqa: B008  # frozen
 ) -> AsyncIterator[Registration]:
     """``node`` sends heartbeats to the proxies at ``controls``; entered when all of them know it."""
     registration = Registration(node, controls, secret, heartbeat_ms, lambda: load)
@@ -131,7 +131,7 @@ async def heard(node: NodeInfo, control: str) -> AsyncIterator[asyncio.Event]:
 
         async def send() -> None:
             while not silent.is_set():
-                await socket.send(sealer.seal(Heartbeat(node.boot_id, Load())))
+                await socket.send(sealer.seal(NodeHeartbeat(node.boot_id, NodeLoad())))
                 await asyncio.sleep(HEARTBEAT_MS / 1000)
 
         await socket.send(sealer.seal(Register(node)))

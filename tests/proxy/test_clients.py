@@ -16,7 +16,7 @@ from pdserve.config import AdmissionConfig, ProxyConfig, RoutingConfig, RoutingP
 from pdserve.errors import ConfigError, Unauthorized
 from pdserve.wire.discovery import Role
 from pdserve.wire.proxy_workers import ApiKey
-from pdserve_proxy.api_keys import ApiKeys, read_api_keys
+from pdserve_proxy.credentials import ApiKeys, read_api_keys
 from tests.proxy.cluster import (
     Cluster,
     cluster,

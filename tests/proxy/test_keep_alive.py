@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from pdserve.config import HttpConfig, ProxyConfig
-from pdserve_proxy.node_pool import IDLE_S
+from pdserve_proxy.upstream.node_pool import IDLE_S
 from tests.api.http_serving import http_serving
 from tests.proxy.cluster import cluster, proxy_config, run_async
 

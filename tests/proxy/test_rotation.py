@@ -18,7 +18,7 @@ import aiohttp
 import pytest
 import trustme
 
-from pdserve.child import parse_listening
+from pdserve.process import parse_listening
 from pdserve.wire.discovery import Role
 from pdserve.wire.frame import Opener, Purpose, Secrets
 from pdserve.wire.ticket import Ticket

@@ -14,7 +14,7 @@ from pathlib import Path
 import aiohttp
 
 from pdserve.config import HttpConfig
-from pdserve.http_guard import GuardedHttp
+from pdserve.http.guard import GuardedHttp
 from pdserve.wire.discovery import Role
 from pdserve_proxy.listening import bind_http
 from tests.proxy.cluster import Cluster, cluster, eventually, metric, node_info, proxy_config, registered, run_async

@@ -12,17 +12,17 @@ import aiohttp
 import pytest
 import trustme
 
-from pdserve.cli.cluster import registered as registered_at
+from pdserve.cli.local_cluster import registered as registered_at
 from pdserve.cli.up import proxy_tls
 from pdserve.config import ProxyConfig, TlsConfig
 from pdserve.doctor.cluster import check_instances, read_instances
 from pdserve.errors import ConfigError
+from pdserve.http.tls import Certificate, ServerTls, Trust, read_authorities, read_certificate, trusting_only
 from pdserve.settings import load
-from pdserve.tls import Certificate, ServerTls, Trust, read_authorities, read_certificate, trusting_only
 from pdserve.wire.discovery import Role
 from pdserve_proxy import http_server
-from pdserve_proxy.node_connection import NodeUnreachable
-from pdserve_proxy.node_pool import NodePool
+from pdserve_proxy.upstream.node_connection import NodeUnreachable
+from pdserve_proxy.upstream.node_pool import NodePool
 from tests.proxy.cluster import cluster, node_info, proxy_config, run_async
 from tests.proxy.fake_node import Exchange, FakeNode
 

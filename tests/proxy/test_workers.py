@@ -23,19 +23,18 @@ import zmq.asyncio
 
 from pdserve.config import AdmissionConfig, ProxyConfig, WorkersConfig
 from pdserve.errors import ConfigError
-from pdserve.wire.discovery import Deregister, Heartbeat, Load, Register, Role
-from pdserve.wire.proxy_workers import Credentials, Hello, KnownNode, Nodes
-from pdserve_proxy import hub
-from pdserve_proxy.flights import Flights
-from pdserve_proxy.hub import Hub
-from pdserve_proxy.launch import share_of
+from pdserve.wire.discovery import Deregister, NodeHeartbeat, NodeLoad, Register, Role
+from pdserve.wire.proxy_workers import Credentials, KnownNode, Nodes, WorkerHello
 from pdserve_proxy.listening import Addresses
 from pdserve_proxy.metrics import ProxyMetrics
-from pdserve_proxy.mirror import Mirror
-from pdserve_proxy.registry import Registry
+from pdserve_proxy.registry.registry import Registry, RegistryMirror
+from pdserve_proxy.registry.snapshot import Reachability
+from pdserve_proxy.routing.attempts import Attempts
 from pdserve_proxy.server import run
-from pdserve_proxy.snapshot import NodeState
-from pdserve_proxy.supervisor import WorkerDied, supervise
+from pdserve_proxy.workers import worker_channel
+from pdserve_proxy.workers.supervisor import WorkerDied, supervise
+from pdserve_proxy.workers.worker_channel import WorkerChannel
+from pdserve_proxy.workers.worker_launch import worker_share
 from tests.proxy.cluster import SECRET, cancelled, cluster, eventually, node_info, proxy_config, registered, run_async
 from tests.proxy.fake_node import Exchange, FakeNode
 
@@ -52,7 +51,7 @@ def children() -> set[int]:
     found = set()
     for pid in pids:
         try:
-            if b"pdserve_proxy.worker" in Path(f"/proc/{pid}/cmdline").read_bytes():
+            if b"pdserve_proxy.workers.worker" in Path(f"/proc/{pid}/cmdline").read_bytes():
                 found.add(int(pid))
         except (FileNotFoundError, ProcessLookupError):
             continue
@@ -185,8 +184,8 @@ def test_a_worker_that_dies_is_replaced_and_what_it_counted_stays_counted() -> N
 
 
 def test_a_worker_that_stands_still_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hub, "PING_S", 0.1)
-    monkeypatch.setattr(hub, "MAX_UNANSWERED", 5)
+    monkeypatch.setattr(worker_channel, "PING_S", 0.1)
+    monkeypatch.setattr(worker_channel, "MAX_UNANSWERED", 5)
 
     async def scenario() -> None:
         behaviour = Node()
@@ -208,8 +207,8 @@ def test_a_worker_that_stands_still_is_replaced(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_supervisor_that_stood_still_itself_kills_no_worker(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hub, "PING_S", 0.2)
-    monkeypatch.setattr(hub, "MAX_UNANSWERED", 3)
+    monkeypatch.setattr(worker_channel, "PING_S", 0.2)
+    monkeypatch.setattr(worker_channel, "MAX_UNANSWERED", 3)
 
     async def scenario() -> None:
         async with proxy(workers_config()) as running:
@@ -309,40 +308,40 @@ def test_each_worker_has_its_share_of_the_limits() -> None:
         workers=WorkersConfig(4),
         admission=AdmissionConfig(max_in_flight=10, max_in_flight_per_key=0, max_queued=1),
     )
-    share = share_of(config).admission
+    share = worker_share(config).admission
     assert (share.max_in_flight, share.max_in_flight_per_key, share.max_queued) == (3, 0, 1)
 
 
 def test_a_mirror_forgets_that_a_node_was_unreachable_at_its_next_heartbeat_only() -> None:
-    flights = Flights()
-    registry, mirror = Registry(1.0, 3), Mirror(flights)
+    attempts = Attempts()
+    registry, mirror = Registry(1.0, 3), RegistryMirror(attempts)
     info = node_info("x", Role.MIXED)
 
-    def copy() -> NodeState:
+    def copy() -> Reachability:
         entries = tuple(KnownNode(node.info, node.load, node.seen_s) for node in registry.snapshot().nodes)
         mirror.take(Nodes(entries, tuple(registry.prefilled), registry.lost))
         return mirror.snapshot().nodes[0].state
 
     registry.handle(Register(info), 1.0)
-    assert copy() is NodeState.SERVING
-    flight = flights.begin((info, 1))
+    assert copy() is Reachability.SERVING
+    attempt = attempts.begin((info, 1))
     mirror.mark_unreachable(info.boot_id)
     assert not mirror.snapshot().pairings
     registry.handle(Register(node_info("y", Role.MIXED)), 1.5)
-    assert copy() is NodeState.UNREACHABLE
-    registry.handle(Heartbeat(info.boot_id, Load(running=1)), 2.0)
-    assert copy() is NodeState.SERVING
-    assert flights.loads(mirror.snapshot())(info) == 1
-    flight.land_all()
-    assert flights.loads(mirror.snapshot())(info) == 0
+    assert copy() is Reachability.UNREACHABLE
+    registry.handle(NodeHeartbeat(info.boot_id, NodeLoad(running=1)), 2.0)
+    assert copy() is Reachability.SERVING
+    assert attempts.loads(mirror.snapshot())(info) == 1
+    attempt.end_everywhere()
+    assert attempts.loads(mirror.snapshot())(info) == 0
     registry.expire(100.0)
     mirror.take(Nodes((), (), registry.lost))
     assert not mirror.snapshot().nodes
-    assert not flights._reported
+    assert not attempts._reported
 
 
 def test_a_mirror_tells_which_of_the_nodes_that_are_gone_fell_silent() -> None:
-    registry, mirror = Registry(1.0, 3), Mirror(Flights())
+    registry, mirror = Registry(1.0, 3), RegistryMirror(Attempts())
     told: list[str] = []
     mirror.on_loss(lambda info: told.append(info.name))
     left, lost, stays = (node_info(name, Role.MIXED) for name in ("left", "lost", "stays"))
@@ -355,7 +354,7 @@ def test_a_mirror_tells_which_of_the_nodes_that_are_gone_fell_silent() -> None:
         registry.handle(Register(info), 1.0)
     copy()
     registry.handle(Deregister(left.boot_id), 2.0)
-    registry.handle(Heartbeat(stays.boot_id, Load()), 3.0)
+    registry.handle(NodeHeartbeat(stays.boot_id, NodeLoad()), 3.0)
     registry.expire(4.0)
     copy()
     assert told == ["lost"]
@@ -369,17 +368,17 @@ def test_a_mirror_tells_which_of_the_nodes_that_are_gone_fell_silent() -> None:
 @pytest.mark.parametrize("version", [importlib.metadata.version("pdserve"), "9.9.9"])
 def test_a_worker_of_another_version_is_named(version: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     async def scenario() -> None:
-        address = f"ipc://{tmp_path}/hub"
+        address = f"ipc://{tmp_path}/channel"
         changed = asyncio.Event()
         registry = Registry(1.0, missed_heartbeats=3, on_change=changed.set)
-        with Hub(address, registry, changed, ProxyMetrics()) as serving_hub, zmq.asyncio.Context() as context:
+        with WorkerChannel(address, registry, changed, ProxyMetrics()) as serving_hub, zmq.asyncio.Context() as context:
             serving_hub.expect(b"0.1")
             serving = asyncio.create_task(serving_hub.run())
             with context.socket(zmq.DEALER) as worker:
                 worker.set(zmq.IDENTITY, b"0.1")
                 worker.set(zmq.LINGER, 0)
                 worker.connect(address)
-                await worker.send(msgspec.msgpack.encode(Hello(version)))
+                await worker.send(msgspec.msgpack.encode(WorkerHello(version)))
                 await worker.recv()
             await cancelled(serving)
 

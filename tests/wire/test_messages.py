@@ -8,10 +8,11 @@ import msgpack
 import msgspec
 import pytest
 
-from pdserve.tls import Certificate
-from pdserve.wire import discovery, engine, link_address, proxy_workers, rank, rank_transfer, transfer
+from pdserve.http.tls import Certificate
+from pdserve.wire import discovery, engine, proxy_workers, rank, rank_transfer, transfer
+from pdserve.wire import transfer as link_address
 from pdserve.wire.ids import TransferId
-from pdserve.wire.sampling import SampledToken, SamplingParams, TokenLogprobs
+from pdserve.wire.sampling_params import SampledToken, SamplingParams, TokenLogprobs
 from pdserve.wire.ticket import PrefillTarget, Ticket
 
 BOOT = bytes(range(16))
@@ -45,9 +46,9 @@ CHANNELS: list[tuple[Any, list[msgspec.Struct]]] = [
     (
         discovery.ToProxy,
         [
-            discovery.Hello(BOOT, OTHER, 6, 5),
+            discovery.NodeHello(BOOT, OTHER, 6, 5),
             discovery.Register(NODE),
-            discovery.Heartbeat(BOOT, discovery.Load(1, 2, 3)),
+            discovery.NodeHeartbeat(BOOT, discovery.NodeLoad(1, 2, 3)),
             discovery.Deregister(BOOT),
         ],
     ),
@@ -55,8 +56,8 @@ CHANNELS: list[tuple[Any, list[msgspec.Struct]]] = [
         discovery.FromProxy,
         [
             discovery.Ack(BOOT, known=False),
-            discovery.Welcome(BOOT, OTHER, 6, 5, heartbeat_ms=1000),
-            discovery.Refused(BOOT, "why"),
+            discovery.ProxyWelcome(BOOT, OTHER, 6, 5, heartbeat_ms=1000),
+            discovery.ProxyRefusal(BOOT, "why"),
         ],
     ),
     (Ticket, [Ticket(request_id="r", attempt=1, node=BOOT, deadline_s=2.5, prefill=(TARGET,))]),
@@ -162,12 +163,12 @@ CHANNELS: list[tuple[Any, list[msgspec.Struct]]] = [
         rank.Order,
         [
             rank.Load(num_blocks=10, max_model_len=64),
-            rank.Step([rank.Row([5, 6], 0, [3], False), rank.Row([7], 20, [1, 2], True)]),
+            rank.Step([rank.RankRow([5, 6], 0, [3], False), rank.RankRow([7], 20, [1, 2], True)]),
             rank.Clear([1, 2]),
             rank.Capture(),
             rank.CopyBlocks([1], [2]),
-            rank.Download([1], [2]),
-            rank.Upload([2], [1]),
+            rank.DownloadBlocks([1], [2]),
+            rank.UploadBlocks([2], [1]),
             rank.Stop(),
         ],
     ),
@@ -214,10 +215,10 @@ CHANNELS: list[tuple[Any, list[msgspec.Struct]]] = [
     (
         proxy_workers.ToWorker,
         [
-            proxy_workers.Nodes((proxy_workers.KnownNode(NODE, discovery.Load(1, 2, 3), 9.5),), ("f",), (BOOT,)),
+            proxy_workers.Nodes((proxy_workers.KnownNode(NODE, discovery.NodeLoad(1, 2, 3), 9.5),), ("f",), (BOOT,)),
             proxy_workers.Collect(7),
             proxy_workers.Scraped(7, b"text"),
-            proxy_workers.Ping(),
+            proxy_workers.WorkerPing(),
             proxy_workers.Renewed(
                 proxy_workers.Credentials(b"s", (proxy_workers.ApiKey("a", "k"),), Certificate(b"c", b"k"), b"ca")
             ),
@@ -226,9 +227,9 @@ CHANNELS: list[tuple[Any, list[msgspec.Struct]]] = [
     (
         proxy_workers.ToSupervisor,
         [
-            proxy_workers.Hello("0.2.0"),
-            proxy_workers.Ready(),
-            proxy_workers.Pong(),
+            proxy_workers.WorkerHello("0.2.0"),
+            proxy_workers.WorkerReady(),
+            proxy_workers.WorkerPong(),
             proxy_workers.Scrape(7),
             proxy_workers.Counts(
                 7, (proxy_workers.Family("n", "what", "counter", (proxy_workers.Sample("n_total", {"a": "b"}, 1.0),)),)
@@ -262,7 +263,7 @@ def test_is_plain_messagepack_with_its_fields_by_name(channel: Any, message: msg
     assert msgspec.msgpack.decode(msgpack.packb(plain), type=channel) == message
 
 
-BETWEEN_HOSTS = ("pdserve.wire.discovery", "pdserve.wire.transfer", "pdserve.wire.link_address")
+BETWEEN_HOSTS = ("pdserve.wire.discovery", "pdserve.wire.transfer", "pdserve.wire.transfer")
 ORDERS = (transfer.PrefillRequest, transfer.Probe)
 """What says what to do, not what is."""
 

@@ -11,7 +11,7 @@ import pytest
 from pdserve.errors import UnreadableMessage
 from pdserve.wire import discovery, transfer
 from pdserve.wire.frame import Opener, Purpose, Sealer
-from pdserve.wire.sampling import SamplingParams
+from pdserve.wire.sampling_params import SamplingParams
 from pdserve.wire.ticket import Ticket
 from pdserve.wire.version import OLDEST_PROTOCOL, PROTOCOL_VERSION, RELEASED_0_1, Spoken, for_protocol, since
 from tests.wire import released_0_1 as released
@@ -27,7 +27,7 @@ RELEASED: dict[Any, Any] = {
     transfer.ToPrefill: released.ToPrefill,
     transfer.ToDecode: released.ToDecode,
 }
-NEW_KINDS = (discovery.Hello, discovery.Welcome, discovery.Refused, transfer.Accept, transfer.BlocksReady)
+NEW_KINDS = (discovery.NodeHello, discovery.ProxyWelcome, discovery.ProxyRefusal, transfer.Accept, transfer.BlocksReady)
 """Not sent to a host of 0.1, but where it is not known that it is one."""
 
 SENT = [
@@ -92,7 +92,7 @@ class NextHeartbeat(msgspec.Struct, tag_field="kind", tag="heartbeat"):
 def test_what_the_next_version_states_besides_is_ignored() -> None:
     opener: Opener[Any] = Opener(SECRET, Purpose.DISCOVERY, discovery.ToProxy, receiver=OURS)  # type: ignore[arg-type]
     frame = Sealer(SECRET, Purpose.DISCOVERY, THEIRS).seal(NextHeartbeat(THEIRS, NextLoad(), "eu"), OURS)
-    assert opener.open(frame) == discovery.Heartbeat(THEIRS, discovery.Load(1, 2, 3))
+    assert opener.open(frame) == discovery.NodeHeartbeat(THEIRS, discovery.NodeLoad(1, 2, 3))
 
 
 class NextSampling(SamplingParams, frozen=True, kw_only=True, omit_defaults=True):

@@ -9,7 +9,7 @@ import torch
 
 from pdserve_kernels.contract import AttentionRow, HeadNorms
 from pdserve_kernels.cpu.library import CStep, CTokens, Library
-from pdserve_kernels.layout import KvLayout
+from pdserve_kernels.kv_layout import KvLayout
 
 MAX_HEAD_DIM = 1024
 """As in csrc/attention.h."""

@@ -1,4 +1,7 @@
-"""The compiled kernels' functions. They trust their arguments: whoever calls them checks shapes and dtypes first."""
+"""The compiled kernels: how they are compiled (``CPU_KERNELS``), and their functions as Python calls them.
+
+The functions trust their arguments: callers check shapes and dtypes first.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,25 @@ import os
 from pathlib import Path
 from typing import Any
 
-from pdserve.compiled_library import BuildError
+from pdserve.compiled_library import BuildError, Recipe
+
+CPU_KERNELS = Recipe(
+    name="cpu-kernels",
+    sources=Path(__file__).parent / "csrc",
+    compile_flags=(
+        "-std=c++17",
+        "-O3",
+        "-march=native",
+        # Neither changes a result; both stand in the way of vector code.
+        "-fno-math-errno",
+        "-fno-trapping-math",
+        # Tensors are memory without a C++ type.
+        "-fno-strict-aliasing",
+        # For compiling only: torch has loaded an OpenMP, and linking a second would keep a second pool of threads.
+        "-fopenmp",
+        "-fPIC",
+    ),
+)
 
 _POINTER = ctypes.c_void_p
 _LONG = ctypes.c_long

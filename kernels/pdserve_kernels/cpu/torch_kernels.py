@@ -1,16 +1,256 @@
-"""The kernel set of a CPU without a compiler: plain torch, with packed weights where oneDNN has them."""
+"""The kernel set of a CPU without a compiler: plain torch, with packed weights where oneDNN has them.
+
+Attention is two batched products. A layer's context is gathered with one ``index_select`` over the cache's tiles, whose
+order is computed once a step, and then attended to by two ``baddbmm``/``bmm`` calls with the grouped query heads packed
+as rows. Measured on one core in bf16 against ``scaled_dot_product_attention``: 13.7 ms against 153 ms for a decode step
+of 16 requests at 320 tokens over SmolLM2's 30 layers, 0.66 ms against 1.63 ms a layer for 256 prompt tokens.
+
+oneDNN wants bf16 weights in a blocked order and otherwise reorders them on every call; packed once, a product of 1 to
+16 rows takes about half the time (measured: 7.5 ms against 14.1 ms for a SmolLM2-135M step at batch 1, one core).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
 
 from pdserve_kernels import reference
-from pdserve_kernels.contract import AttentionRow
-from pdserve_kernels.cpu.linear import PackedLinear
-from pdserve_kernels.cpu.step_attention import StepAttention
-from pdserve_kernels.layout import KvLayout
+from pdserve_kernels.contract import AttentionRow, HeadNorms
+from pdserve_kernels.kv_layout import KvLayout
+
+
+class KvWrite:
+    """Where one step's tokens go, computed once and used by every layer.
+
+    ``slots`` is ``[tokens]`` of ``block * block_size + offset``.
+    """
+
+    def __init__(self, layout: KvLayout, cache: torch.Tensor, slots: torch.Tensor) -> None:
+        self._layout = layout
+        self._rows = layout.tokens(cache)
+        blocks = slots // layout.block_size
+        key_tiles = layout.tile_rows(blocks).T
+        tiles = torch.stack((key_tiles, key_tiles + 1))
+        offsets = (slots % layout.block_size).view(1, -1, 1)
+        self._index = (tiles * layout.block_size + offsets).reshape(-1)
+
+    def __call__(self, layer: int, key_value: torch.Tensor) -> None:
+        """``key_value`` is ``[2, tokens, kv_heads, head_dim]``."""
+        first = 2 * layer * self._layout.block_size
+        self._rows[first:].index_copy_(0, self._index, key_value.reshape(-1, self._layout.head_dim))
+
+
+class DecodeAttention:
+    """One new token for each of several requests; planned once a step, called once a layer."""
+
+    def __init__(
+        self,
+        layout: KvLayout,
+        cache: torch.Tensor,
+        block_tables: Sequence[Sequence[int]],
+        context_lens: Sequence[int],
+        heads: int,
+        scale: float,
+    ) -> None:
+        """``block_tables[i]`` holds at least ``ceil(context_lens[i] / block_size)`` block ids."""
+        self._layout = layout
+        self._tiles = layout.tiles(cache)
+        self._requests = len(context_lens)
+        self._group = heads // layout.kv_heads
+        blocks = -(-max(context_lens) // layout.block_size)
+        table = torch.zeros(self._requests, blocks, dtype=torch.int64)
+        for row, ids, length in zip(table, block_tables, context_lens, strict=True):
+            used = -(-length // layout.block_size)
+            row[:used] = torch.tensor(ids[:used])
+            # Its own block and nobody else's: what is masked is still multiplied, and another's NaN would spread.
+            row[used:] = ids[0]
+        keys = layout.tile_rows(table).transpose(0, 1)
+        self._index = torch.stack((keys, keys + 1)).reshape(-1).to(cache.device)
+        self._context = blocks * layout.block_size
+        self._gathered = cache.new_empty(len(self._index), layout.block_size * layout.head_dim)
+        self._scale = scale
+        self._lengths = torch.tensor(context_lens).unsqueeze(1)
+        self._masks: dict[int | None, torch.Tensor] = {}
+
+    def __call__(self, layer: int, query: torch.Tensor, window: int | None = None) -> torch.Tensor:
+        """``query`` ``[requests, heads, head_dim]`` to the same shape."""
+        layout = self._layout
+        torch.index_select(self._tiles[2 * layer :], 0, self._index, out=self._gathered)
+        keys, values = self._gathered.view(2, -1, self._context, layout.head_dim).unbind(0)
+        rows = query.reshape(-1, self._group, layout.head_dim)
+        return _attend(rows, keys, values, self._mask(window), self._scale).view(query.shape)
+
+    def _mask(self, window: int | None) -> torch.Tensor:
+        """Added to the scores: ``[requests * kv_heads, group, context]``."""
+        if window not in self._masks:
+            key_at = torch.arange(self._context)
+            hidden = key_at >= self._lengths
+            if window is not None:
+                hidden |= key_at < self._lengths - window
+            mask = _minus_infinity_where(hidden, self._gathered)
+            mask = mask.repeat_interleave(self._layout.kv_heads, 0).unsqueeze(1).expand(-1, self._group, -1)
+            self._masks[window] = mask
+        return self._masks[window]
+
+
+class PrefillAttention:
+    """Several new tokens of one request; planned once a step, called once a layer."""
+
+    def __init__(self, layout: KvLayout, cache: torch.Tensor, span: AttentionRow, heads: int, scale: float) -> None:
+        self._layout = layout
+        self._tiles = layout.tiles(cache)
+        self._group = heads // layout.kv_heads
+        self._context = span.context_len
+        blocks = torch.tensor(span.blocks[: -(-span.context_len // layout.block_size)])
+        keys = layout.tile_rows(blocks)
+        self._index = torch.stack((keys, keys + 1)).reshape(-1).to(cache.device)
+        self._gathered = cache.new_empty(len(self._index), layout.block_size * layout.head_dim)
+        self._scale = scale
+        self._query_at = torch.arange(span.context_len - span.new_tokens, span.context_len).unsqueeze(1)
+        self._masks: dict[int | None, torch.Tensor] = {}
+
+    def __call__(self, layer: int, query: torch.Tensor, window: int | None = None) -> torch.Tensor:
+        """``query`` ``[new_tokens, heads, head_dim]`` to the same shape."""
+        layout = self._layout
+        torch.index_select(self._tiles[2 * layer :], 0, self._index, out=self._gathered)
+        context = self._gathered.view(2, layout.kv_heads, -1, layout.head_dim)[:, :, : self._context]
+        keys, values = context.unbind(0)
+        new = query.shape[0]
+        by_head = query.view(new, layout.kv_heads, self._group, layout.head_dim).permute(1, 2, 0, 3)
+        rows = by_head.reshape(layout.kv_heads, self._group * new, layout.head_dim)
+        out = _attend(rows, keys, values, self._mask(window).expand(layout.kv_heads, -1, -1), self._scale)
+        heads_first = out.view(layout.kv_heads * self._group, new, layout.head_dim)
+        return heads_first.transpose(0, 1)
+
+    def _mask(self, window: int | None) -> torch.Tensor:
+        """Added to the scores: ``[group * new_tokens, context]``."""
+        if window not in self._masks:
+            key_at = torch.arange(self._context)
+            hidden = key_at > self._query_at
+            if window is not None:
+                hidden |= key_at <= self._query_at - window
+            self._masks[window] = _minus_infinity_where(hidden, self._gathered).repeat(self._group, 1)
+        return self._masks[window]
+
+
+def _minus_infinity_where(hidden: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    return torch.zeros(hidden.shape, dtype=like.dtype).masked_fill_(hidden, float("-inf")).to(like.device)
+
+
+def _attend(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, scale: float
+) -> torch.Tensor:
+    scores = torch.baddbmm(mask, query, keys.transpose(1, 2), alpha=scale)
+    return torch.bmm(torch.softmax(scores, -1), values)
+
+
+SMALLEST_BUCKET = 4
+"""Contexts of up to ``2 ** SMALLEST_BUCKET`` blocks are attended to together."""
+
+
+class TorchAttention:
+    """Planned once a step for rows that are ordered single tokens first; called once a layer."""
+
+    def __init__(
+        self, layout: KvLayout, cache: torch.Tensor, rows: Sequence[AttentionRow], heads: int, scale: float
+    ) -> None:
+        singles = [row for row in rows if row.new_tokens == 1]
+        spans = rows[len(singles) :]
+        if any(row.new_tokens == 1 for row in spans):
+            raise ValueError("rows with one token must come before rows with several")
+        self._kv_heads = layout.kv_heads
+        self._write = KvWrite(layout, cache, _slots(rows, layout.block_size).to(cache.device))
+        self._parts: list[tuple[slice | torch.Tensor, DecodeAttention | PrefillAttention]] = []
+        for members in _by_context(singles, layout.block_size):
+            tables = [singles[i].blocks for i in members]
+            lengths = [singles[i].context_len for i in members]
+            self._parts.append((torch.tensor(members), DecodeAttention(layout, cache, tables, lengths, heads, scale)))
+        first = len(singles)
+        for row in spans:
+            attend = PrefillAttention(layout, cache, row, heads, scale)
+            self._parts.append((slice(first, first + row.new_tokens), attend))
+            first += row.new_tokens
+
+    def __call__(
+        self, layer: int, query: torch.Tensor, key_value: torch.Tensor, window: int | None = None
+    ) -> torch.Tensor:
+        """See ``contract.Attention``."""
+        self._write(layer, key_value)
+        if len(self._parts) == 1:
+            return self._parts[0][1](layer, query, window)
+        out = torch.empty_like(query)
+        for where, attend in self._parts:
+            out[where] = attend(layer, query[where], window)
+        return out
+
+    def from_projection(
+        self,
+        layer: int,
+        qkv: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        norms: HeadNorms | None = None,
+        window: int | None = None,
+    ) -> torch.Tensor:
+        """See ``contract.Attention``."""
+        query, key_value = reference.projected(qkv, self._kv_heads, cos, sin, norms)
+        return self(layer, query, key_value, window)
+
+
+def _by_context(singles: Sequence[AttentionRow], block_size: int) -> list[list[int]]:
+    """Rows in groups of similar context length.
+
+    A group is padded to its longest context: with one group for all, one long request would slow everybody down
+    (measured: 31 requests of 200 tokens beside one of 8,000 took 1,563 ms a step; in groups, about 70 ms).
+    """
+    groups: dict[int, list[int]] = {}
+    for i, row in enumerate(singles):
+        blocks = -(-row.context_len // block_size)
+        groups.setdefault(max(SMALLEST_BUCKET, (blocks - 1).bit_length()), []).append(i)
+    return list(groups.values())
+
+
+def _slots(rows: Sequence[AttentionRow], block_size: int) -> torch.Tensor:
+    slots: list[int] = []
+    for row in rows:
+        table = row.blocks
+        slots.extend(
+            table[position // block_size] * block_size + position % block_size
+            for position in range(row.context_len - row.new_tokens, row.context_len)
+        )
+    return torch.tensor(slots, dtype=torch.int64)
+
+
+PACKED_FOR_ROWS = 16
+"""The batch that the order is chosen for. Larger ones measured no slower than with their own order."""
+
+
+class PackedLinear:
+    """``x @ weight.T + bias``, with ``weight`` ``[out, in]`` packed where that is faster."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+        self._bias = bias
+        self._packed = _packs(weight)
+        if self._packed:
+            weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), PACKED_FOR_ROWS)
+        self._weight = weight
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if self._packed:
+            out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "none", [], "")
+            return out
+        return F.linear(x, self._weight, self._bias)
+
+
+def _packs(weight: torch.Tensor) -> bool:
+    return (
+        weight.device.type == "cpu"
+        and weight.dtype == torch.bfloat16
+        and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]  # torch has no annotation
+        and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    )
 
 
 class TorchKernels:
@@ -27,5 +267,5 @@ class TorchKernels:
 
     def plan_attention(
         self, layout: KvLayout, cache: torch.Tensor, rows: Sequence[AttentionRow], heads: int, scale: float
-    ) -> StepAttention:
-        return StepAttention(layout, cache, rows, heads, scale)
+    ) -> TorchAttention:
+        return TorchAttention(layout, cache, rows, heads, scale)

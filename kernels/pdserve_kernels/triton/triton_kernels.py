@@ -1,4 +1,7 @@
-"""The kernel set of a GPU: Triton for everything but products with weights, which are the vendor's."""
+"""The kernel set of a GPU: Triton for everything but products with weights, which are the vendor's.
+
+The attention of one step is one launch that stores, one for the single tokens, and one for the longer rows.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +11,74 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 
-from pdserve_kernels.contract import Attention, AttentionRow, DecodeTables, Linear
-from pdserve_kernels.layout import KvLayout
-from pdserve_kernels.triton.decode_attention import decode_splits
-from pdserve_kernels.triton.gated_activation import gelu_and_mul, silu_and_mul
-from pdserve_kernels.triton.prefill_attention import lines_per_program
-from pdserve_kernels.triton.rms_norm import add_rms_norm, rms_norm
-from pdserve_kernels.triton.rotary import rotary
-from pdserve_kernels.triton.step_attention import StepAttention
-from pdserve_kernels.triton.step_plan import plan_step
+from pdserve_kernels.contract import Attention, AttentionRow, DecodeTables, HeadNorms, Linear
+from pdserve_kernels.kv_layout import KvLayout
+from pdserve_kernels.triton.attention_plan import SpanTables, plan_step
+from pdserve_kernels.triton.cache_ops import kv_write, store_projected
+from pdserve_kernels.triton.paged_attention import decode_attention, decode_splits, lines_per_program, prefill_attention
+from pdserve_kernels.triton.token_ops import add_rms_norm, gelu_and_mul, rms_norm, rotary, silu_and_mul
+
+
+class TritonAttention:
+    """Single-token rows, then longer ones; either may be missing.
+
+    Nothing is kept between calls, and tensors are read anew in each, so a captured call follows their contents.
+    """
+
+    def __init__(
+        self,
+        layout: KvLayout,
+        cache: torch.Tensor,
+        slots: torch.Tensor,
+        singles: DecodeTables,
+        spans: SpanTables | None,
+        scale: float,
+        splits: int,
+    ) -> None:
+        """``slots`` has every new token; ``splits`` is into how many parts a single token's context is cut."""
+        self._layout, self._cache, self._slots = layout, cache, slots
+        self._singles, self._spans = singles, spans
+        self._scale, self._splits = scale, splits
+
+    def __call__(
+        self, layer: int, query: torch.Tensor, key_value: torch.Tensor, window: int | None = None
+    ) -> torch.Tensor:
+        """See ``contract.Attention``."""
+        kv_write(self._cache, self._layout, layer, self._slots, key_value[0], key_value[1])
+        return self._attend(layer, query, window)
+
+    def from_projection(
+        self,
+        layer: int,
+        qkv: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        norms: HeadNorms | None = None,
+        window: int | None = None,
+    ) -> torch.Tensor:
+        """See ``contract.Attention``."""
+        query = store_projected(qkv, cos, sin, norms, self._cache, self._layout, layer, self._slots)
+        return self._attend(layer, query, window)
+
+    def _attend(self, layer: int, query: torch.Tensor, window: int | None) -> torch.Tensor:
+        out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+        count = len(self._singles.context_lens)
+        decode_attention(
+            query[:count],
+            self._cache,
+            self._layout,
+            layer,
+            self._singles,
+            self._scale,
+            window,
+            self._splits,
+            out[:count],
+        )
+        if self._spans is not None:
+            prefill_attention(
+                query[count:], self._cache, self._layout, layer, self._spans, self._scale, window, out[count:]
+            )
+        return out
 
 
 class TritonKernels:
@@ -43,7 +105,7 @@ class TritonKernels:
         plan = plan_step(rows, layout.block_size, tile_size, cache.device)
         longest = max((row.context_len for row in rows[: plan.singles]), default=1)
         splits = decode_splits(plan.singles, layout.kv_heads, longest, self._processors)
-        return StepAttention(layout, cache, plan.slots, plan.decode, plan.spans, scale, splits)
+        return TritonAttention(layout, cache, plan.slots, plan.decode, plan.spans, scale, splits)
 
     def plan_decode(
         self,
@@ -56,4 +118,4 @@ class TritonKernels:
         max_context: int,
     ) -> Attention:
         splits = decode_splits(len(slots), layout.kv_heads, max_context, self._processors)
-        return StepAttention(layout, cache, slots, tables, None, scale, splits)
+        return TritonAttention(layout, cache, slots, tables, None, scale, splits)

@@ -9,16 +9,15 @@ from pathlib import Path
 
 import torch
 
-from pdserve.bench.chip import chip_name
 from pdserve.bench.engine.hardware import measure
-from pdserve.bench.engine.linears import LinearStack, linear_shapes
+from pdserve.bench.engine.parts import LinearStack, linear_shapes
 from pdserve.bench.engine.random_model import LLAMA_8B, Shape, write_random_model
 from pdserve.bench.engine.steps import Bench, decode_row, linear_row, prefill_row, sampler_row
 from pdserve.bench.engine.subject import Steps, Subject, open_subject
-from pdserve.bench.machine import this_machine
+from pdserve.bench.machine import chip_name, this_machine
 from pdserve.bench.report import Report, Row
 from pdserve.bench_config import BenchEngineConfig
-from pdserve.models.demo import served_name
+from pdserve.models.checkpoint.demo import served_name
 from pdserve.models.runner import TORCH_DTYPES
 from pdserve.settings import to_environ
 from pdserve_kernels.contract import Kernels

@@ -1,16 +1,97 @@
-"""The other parts of a step: attention over all layers, and the choice of tokens."""
+"""The parts of a step: linear layers alone, which no engine can leave out, attention over all layers, and sampling."""
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Sequence
+from dataclasses import dataclass
 
+import torch
+import torch.nn.functional as F
+
+from pdserve.bench.engine.hardware import seconds_of
 from pdserve.bench.engine.subject import Subject
-from pdserve.bench.engine.timing import seconds_of
-from pdserve.engine.sampler import sample
-from pdserve.engine.sampling_row import SamplingRow
-from pdserve.models.step_batch import StepRow
-from pdserve.wire.sampling import SamplingParams
-from pdserve_kernels.contract import AttentionRow
+from pdserve.engine.sampling.sampler import sample
+from pdserve.engine.sampling.sampling_row import SamplingRow
+from pdserve.models.checkpoint.decoder_config import DecoderConfig
+from pdserve.models.runner import StepRow
+from pdserve.wire.sampling_params import SamplingParams
+from pdserve_kernels.contract import AttentionRow, Kernels, Linear
+
+_DISTINCT_BYTES = 2 * 2**30
+"""So many bytes of different weights are enough that no cache holds them; further layers use the same again."""
+
+
+@dataclass(frozen=True, slots=True)
+class LinearShapes:
+    """``(out, in)`` of each product."""
+
+    layer: tuple[tuple[int, int], ...]
+    head: tuple[int, int]
+    num_layers: int
+
+    @property
+    def layers_parameters(self) -> int:
+        return self.num_layers * sum(out * into for out, into in self.layer)
+
+    @property
+    def parameters(self) -> int:
+        """Of all that a decode step reads."""
+        return self.layers_parameters + self.head[0] * self.head[1]
+
+
+def linear_shapes(config: DecoderConfig) -> LinearShapes:
+    """Of a decoder with a gated MLP: projections that share their input are one product."""
+    hidden, inner = config.hidden_size, config.intermediate_size
+    queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
+    layer = ((queries + 2 * keys, hidden), (hidden, queries), (2 * inner, hidden), (hidden, inner))
+    return LinearShapes(layer, (config.vocab_size, hidden), config.num_layers)
+
+
+class LinearStack:
+    """A step's products in their order, with random weights, in plain torch and as a kernel set keeps them."""
+
+    def __init__(self, shapes: LinearShapes, kernels: Kernels, dtype: torch.dtype, device: torch.device) -> None:
+        layer_bytes = sum(out * into for out, into in shapes.layer) * dtype.itemsize
+        distinct = min(shapes.num_layers, -(-_DISTINCT_BYTES // layer_bytes))
+        self._device = device
+        made = [[_random(shape, dtype, device) for shape in shapes.layer] for _ in range(distinct)]
+        order = [weight for i in range(shapes.num_layers) for weight in made[i % distinct]]
+        order.append(_random(shapes.head, dtype, device))
+        kept = {id(weight): kernels.linear(weight) for weight in order}
+        self._plain: list[Linear] = [_Plain(weight) for weight in order]
+        self._kernel = [kept[id(weight)] for weight in order]
+        self._inputs = [weight.shape[1] for weight in order]
+        self._dtype = dtype
+
+    def plain_s(self, rows: int, budget_s: float) -> float:
+        """Time of ``torch.nn.functional.linear`` for all of them."""
+        return self._time(self._plain, rows, budget_s)
+
+    def kernel_s(self, rows: int, budget_s: float) -> float:
+        """Time of the kernel set's own products: on a CPU with packed weights."""
+        return self._time(self._kernel, rows, budget_s)
+
+    @torch.inference_mode()
+    def _time(self, linears: Sequence[Linear], rows: int, budget_s: float) -> float:
+        inputs = {size: _random((rows, size), self._dtype, self._device) for size in set(self._inputs)}
+
+        def call() -> None:
+            for linear, size in zip(linears, self._inputs, strict=True):
+                linear(inputs[size])
+
+        return seconds_of(call, self._device, budget_s)
+
+
+@dataclass(frozen=True, slots=True)
+class _Plain:
+    weight: torch.Tensor
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self.weight)
+
+
+def _random(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return torch.randn(shape, dtype=torch.float32, device=device).mul_(0.02).to(dtype)
 
 
 @torch.inference_mode()

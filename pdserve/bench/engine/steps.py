@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pdserve.bench.engine.hardware import Hardware
-from pdserve.bench.engine.linears import LinearShapes, LinearStack
-from pdserve.bench.engine.parts import attention_s, sampling_s
+from pdserve.bench.engine.hardware import Hardware, seconds_of
+from pdserve.bench.engine.parts import LinearShapes, LinearStack, attention_s, sampling_s
 from pdserve.bench.engine.subject import Subject
-from pdserve.bench.engine.timing import seconds_of
 from pdserve.bench.report import Better, Figure, Row, Unit
-from pdserve.wire.sampling import SamplingParams
+from pdserve.wire.sampling_params import SamplingParams
 
 GREEDY = SamplingParams(max_tokens=1, seed=0, temperature=0.0)
 NUCLEUS = SamplingParams(max_tokens=1, seed=0, temperature=1.0, top_p=0.9)

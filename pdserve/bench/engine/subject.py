@@ -12,12 +12,10 @@ import torch
 from pdserve.config import ModelConfig, Switch
 from pdserve.errors import ConfigError
 from pdserve.models.backend import choose_device, open_backend
-from pdserve.models.decode_graphs import CudaGraphs, Graph
-from pdserve.models.decoder_config import DecoderConfig, read_decoder_config
-from pdserve.models.runner import ModelRunner
-from pdserve.models.step_batch import StepRow
+from pdserve.models.checkpoint.decoder_config import DecoderConfig, read_decoder_config
+from pdserve.models.runner import CudaGraphs, Graph, ModelRunner, StepRow
 from pdserve_kernels.contract import Kernels
-from pdserve_kernels.layout import KvLayout
+from pdserve_kernels.kv_layout import KvLayout
 
 
 class Runner(Protocol):

@@ -8,20 +8,19 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-from pdserve.bench.chip import chip_name
 from pdserve.bench.engine.subject import Steps, Subject, open_subject
-from pdserve.bench.machine import this_machine
+from pdserve.bench.machine import chip_name, this_machine
 from pdserve.bench.report import Report, Row
+from pdserve.bench.transfer.bench_engines import BLOCK_TOKENS, CacheShape
 from pdserve.bench.transfer.decode_steps import while_receiving
-from pdserve.bench.transfer.engine import BLOCK_TOKENS, CacheShape
 from pdserve.bench.transfer.messages import TransferSetup
 from pdserve.bench.transfer.moves import moves
 from pdserve.bench.transfer.prefill_process import PrefillProcess, prefill_process
 from pdserve.bench.transfer.rows import Yardsticks, checksum_row, copy_row, decode_row, overhead_row, transfer_rows
 from pdserve.bench.transfer.yardsticks import copy_bytes_per_s, nixl_rates, perftest_bytes_per_s
 from pdserve.bench_config import BenchTransferConfig, CacheMemory
-from pdserve.engine.kernel_set import cpu_kernels
-from pdserve.models.demo import served_name
+from pdserve.engine.runner_loading import cpu_kernels
+from pdserve.models.checkpoint.demo import served_name
 from pdserve.settings import to_environ
 
 _MIB = 2**20

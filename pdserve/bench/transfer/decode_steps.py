@@ -8,8 +8,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from pdserve.bench.transfer.engine import BLOCK_TOKENS, CacheShape
-from pdserve.bench.transfer.fetching import FetchingEngine
+from pdserve.bench.transfer.bench_engines import BLOCK_TOKENS, CacheShape, FetchingEngine
 from pdserve.bench.transfer.messages import Assignment, TransferSetup
 from pdserve.bench.transfer.prefill_process import PrefillProcess
 

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from pdserve.bench.transfer.engine import CacheShape
-from pdserve.bench.transfer.fetching import FetchingEngine
+from pdserve.bench.transfer.bench_engines import CacheShape, FetchingEngine
 from pdserve.bench.transfer.messages import Assignment, TransferSetup
 from pdserve.bench.transfer.prefill_process import PrefillProcess
 from pdserve.config import Switch
@@ -66,20 +65,20 @@ def moves(
 
 
 @dataclass(frozen=True, slots=True)
-class _Fetch:
+class _TimedFetch:
     seconds: float
     receive_cpu_s: float
     send_cpu_s: float
 
 
-def _timed(prefill: PrefillProcess, engine: FetchingEngine, blocks: int) -> _Fetch:
+def _timed(prefill: PrefillProcess, engine: FetchingEngine, blocks: int) -> _TimedFetch:
     received, sent = engine.cpu_s(), prefill.cpu_s()
     seconds = engine.fetch_in_a_row(blocks, _IN_A_ROW, _AHEAD)
     times = (seconds, engine.cpu_s() - received, prefill.cpu_s() - sent)
-    return _Fetch(*(time / _IN_A_ROW for time in times))
+    return _TimedFetch(*(time / _IN_A_ROW for time in times))
 
 
-def _summary(shape: CacheShape, blocks: int, fetches: list[_Fetch]) -> Moves:
+def _summary(shape: CacheShape, blocks: int, fetches: list[_TimedFetch]) -> Moves:
     return Moves(
         shape.block_bytes,
         blocks,

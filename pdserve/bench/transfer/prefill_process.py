@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 import msgspec
 
-from pdserve.bench.transfer.engine import thread_cpu_s
+from pdserve.bench.transfer.bench_engines import thread_cpu_s
 from pdserve.bench.transfer.messages import Assignment, Serving
 from pdserve.errors import BenchError
 from pdserve.wire.ticket import PrefillTarget

@@ -17,7 +17,7 @@ import msgspec
 from pdserve.bench.transfer.messages import Assignment
 
 if TYPE_CHECKING:
-    from pdserve.bench.transfer.pushing import PushingEngine
+    from pdserve.bench.transfer.bench_engines import PushingEngine
 
 
 def main(core: int) -> None:
@@ -50,7 +50,7 @@ def main(core: int) -> None:
 
 def _engine(line: bytes, bell: int) -> PushingEngine:
     # Loads torch, which sizes its thread pool by the cores that it sees: after pinning.
-    from pdserve.bench.transfer.pushing import PushingEngine
+    from pdserve.bench.transfer.bench_engines import PushingEngine
 
     engine = PushingEngine(msgspec.json.decode(line, type=Assignment), lambda: os.eventfd_write(bell, 1))
     sys.stdout.buffer.write(msgspec.json.encode(engine.serving) + b"\n")

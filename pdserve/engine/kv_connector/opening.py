@@ -10,25 +10,26 @@ from pathlib import Path
 import torch
 
 from pdserve.config import EngineConfig
-from pdserve.engine.block_manager import BlockManager
-from pdserve.engine.disaggregation.prefill_choice import PrefillChoice
-from pdserve.engine.disaggregation.prefill_rate import PrefillRate
-from pdserve.engine.followers import Followers
-from pdserve.engine.kv_connector.block_mover import BlockMover, block_copies
-from pdserve.engine.kv_connector.contract import KvConnector
-from pdserve.engine.kv_connector.device_memory import DeviceFetches, DevicePushes, transport_for
-from pdserve.engine.kv_connector.fetching import Fetching
-from pdserve.engine.kv_connector.memory import region_of
-from pdserve.engine.kv_connector.no_transfer import NoTransfer
-from pdserve.engine.kv_connector.push_schedule import PushSchedule
-from pdserve.engine.kv_connector.pushing import Pushing
-from pdserve.engine.kv_connector.ranks_mover import RanksMover
-from pdserve.engine.kv_connector.staged_fetches import StagedFetches, Upload
-from pdserve.engine.kv_connector.staged_pushes import Sending, StagedPushes
-from pdserve.engine.kv_connector.staging_memory import staging_memory
-from pdserve.engine.kv_connector.staging_slots import StagingSlots
+from pdserve.engine.kv_cache.block_manager import BlockManager
+from pdserve.engine.kv_connector.connector import KvConnector, NoTransferConnector
+from pdserve.engine.kv_connector.fetching_connector import FetchingConnector
+from pdserve.engine.kv_connector.pushing_connector import PushingConnector, PushSchedule
+from pdserve.engine.kv_connector.staging.block_copier import BlockCopier, RanksCopier, copy_kernels
+from pdserve.engine.kv_connector.staging.staged_fetches import LandedBlocks, StagedFetches
+from pdserve.engine.kv_connector.staging.staged_pushes import BlocksToSend, StagedPushes
+from pdserve.engine.kv_connector.staging.staging_blocks import StagingBlocks
+from pdserve.engine.kv_connector.transfer_memory import (
+    DeviceFetches,
+    DevicePushes,
+    region_of,
+    staging_memory,
+    transport_for,
+)
 from pdserve.engine.kv_connector.transfers import Fetches, Pushes
-from pdserve.engine.prompt_rule import PromptRule
+from pdserve.engine.placement.placement import Placement
+from pdserve.engine.placement.prefill_rate import PrefillRate
+from pdserve.engine.scheduling.request_limits import PromptRule
+from pdserve.engine.tp.tp_ranks import Ranks
 from pdserve.wire.discovery import Role
 from pdserve.wire.frame import Secrets
 from pdserve.wire.transfer import EngineSpec
@@ -43,22 +44,22 @@ def open_connector(
     blocks: BlockManager,
     wake: Callable[[], None],
     prompts: PromptRule,
-    followers: Followers | None,
+    ranks: Ranks | None,
     rate: PrefillRate,
-    choice: PrefillChoice,
+    placement: Placement,
     shared: SharedMemory | None = None,
     secrets: Secrets | None = None,
 ) -> tuple[KvConnector, str]:
     """The connector of this node's role, running, and the address of its control channel (empty if it has none).
 
-    ``followers`` are this node's other ranks, each with its ``rank_transfer``. ``rate`` is told to decode nodes, and
-    ``choice`` is told what prefill nodes do. ``shared`` is what ``kv_cache`` is kept in, if anything. ``secrets``
+    ``ranks`` are this node's other ranks, each with its ``rank_transfer``. ``rate`` is told to decode nodes, and
+    ``placement`` is told what prefill nodes do. ``shared`` is what ``kv_cache`` is kept in, if anything. ``secrets``
     may change while it runs; without them it is ``config.secret`` for good.
 
     Raises TransferError if its sockets or UCX cannot be opened, ConfigError if its host memory cannot be had.
     """
     if config.role is Role.MIXED:
-        return NoTransfer(blocks), ""
+        return NoTransferConnector(blocks), ""
     memory = staging_memory(config, kv_cache)
     moved = kv_cache if memory is None else memory
     thread = TransferThread(
@@ -68,24 +69,24 @@ def open_connector(
         spec=spec,
         region=region_of(moved, shared),
         config=config.transfer,
-        ranks=() if followers is None else followers.transfer_addresses,
+        ranks=() if ranks is None else ranks.transfer_addresses,
         wake=wake,
         transport=transport_for(config.role, config.transfer, Path(config.cache_dir), moved.device),
         max_prompt_tokens=prompts.max_prompt_tokens,
         reports_sent=memory is not None,
     )
     control = thread.start()
-    copying = None if memory is None else _Copying(kv_cache, memory, wake, followers)
+    copying = None if memory is None else _Copying(kv_cache, memory, wake, ranks)
     if config.role is Role.PREFILL:
         pushes: Pushes = thread if copying is None else copying.pushes(thread)
         if moved.device.type == "cuda":
             pushes = DevicePushes(pushes, partial(torch.cuda.synchronize, moved.device))
         schedule = PushSchedule(config.transfer.overlap)
-        return Pushing(blocks, pushes, prompts.misfit, config.scheduler.max_waiting, schedule, rate), control
+        return PushingConnector(blocks, pushes, prompts.misfit, config.scheduler.max_waiting, schedule, rate), control
     fetches: Fetches = thread if copying is None else copying.fetches(thread)
     if moved.device.type == "cuda":
         fetches = DeviceFetches(fetches, partial(torch.cuda.synchronize, moved.device))
-    return Fetching(blocks, fetches, config.transfer, config.boot_id, choice, prompts.vocab_size), control
+    return FetchingConnector(blocks, fetches, config.transfer, config.boot_id, placement, prompts.vocab_size), control
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,14 +96,18 @@ class _Copying:
     cache: torch.Tensor
     memory: torch.Tensor
     wake: Callable[[], None]
-    followers: Followers | None
+    ranks: Ranks | None
 
     def fetches(self, thread: TransferThread) -> StagedFetches:
-        own: BlockMover[Upload] = BlockMover(self.cache, self.memory, block_copies(self.cache.device), self.wake)
-        mover = own if self.followers is None else RanksMover(own, self.followers)
-        return StagedFetches(thread, mover, StagingSlots(len(self.memory)))
+        own: BlockCopier[LandedBlocks] = BlockCopier(
+            self.cache, self.memory, copy_kernels(self.cache.device), self.wake
+        )
+        copier = own if self.ranks is None else RanksCopier(own, self.ranks)
+        return StagedFetches(thread, copier, StagingBlocks(len(self.memory)))
 
     def pushes(self, thread: TransferThread) -> StagedPushes:
-        own: BlockMover[Sending] = BlockMover(self.cache, self.memory, block_copies(self.cache.device), self.wake)
-        mover = own if self.followers is None else RanksMover(own, self.followers)
-        return StagedPushes(thread, mover, StagingSlots(len(self.memory)))
+        own: BlockCopier[BlocksToSend] = BlockCopier(
+            self.cache, self.memory, copy_kernels(self.cache.device), self.wake
+        )
+        copier = own if self.ranks is None else RanksCopier(own, self.ranks)
+        return StagedPushes(thread, copier, StagingBlocks(len(self.memory)))

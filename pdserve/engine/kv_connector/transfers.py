@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from pdserve.wire.ids import TransferId
-from pdserve.wire.sampling import SampledToken
+from pdserve.wire.sampling_params import SampledToken
 from pdserve.wire.transfer import FailureCause, PrefillLoad
 from pdserve_kvtransfer.events import FetchOrder, TransferEvent
 from pdserve_kvtransfer.stats import TransferStats

@@ -8,10 +8,8 @@ from hypothesis import strategies as st
 
 from pdserve_kernels import reference
 from pdserve_kernels.contract import HeadNorms
-from pdserve_kernels.layout import KvLayout
-from pdserve_kernels.triton.block_copy import gather_blocks, scatter_blocks
-from pdserve_kernels.triton.kv_write import kv_write
-from pdserve_kernels.triton.projection import store_projected
+from pdserve_kernels.kv_layout import KvLayout
+from pdserve_kernels.triton.cache_ops import gather_blocks, kv_write, scatter_blocks, store_projected
 from tests.kernels.triton.device import CPU, DEVICE, DTYPES, SEEDS, assert_near
 
 NUM_BLOCKS = 12

@@ -8,9 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdserve_kernels import reference
-from pdserve_kernels.triton.gated_activation import gelu_and_mul, silu_and_mul
-from pdserve_kernels.triton.rms_norm import add_rms_norm, rms_norm
-from pdserve_kernels.triton.rotary import rotary
+from pdserve_kernels.triton.token_ops import add_rms_norm, gelu_and_mul, rms_norm, rotary, silu_and_mul
 from tests.kernels.triton.device import DEVICE, DTYPES, SEEDS, assert_near
 
 EPS = 1e-5

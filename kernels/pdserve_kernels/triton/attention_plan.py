@@ -1,0 +1,95 @@
+"""One step's rows as the tensors that the attention kernels read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from pdserve_kernels.contract import AttentionRow, DecodeTables
+from pdserve_kernels.host_to_device import stage
+
+
+@dataclass(frozen=True, slots=True)
+class SpanTables:
+    """Rows with several new tokens, and the tiles of ``tile_size`` tokens that programs take of them; all int32.
+
+    Tile ``j`` begins at new token ``tile_tokens[j]`` of row ``tile_rows[j]``. Row ``i`` has the new tokens
+    ``query_starts[i]`` to ``query_starts[i + 1]`` of the query; the rest is as in ``DecodeTables``.
+    """
+
+    tile_size: int
+    tile_rows: torch.Tensor
+    tile_tokens: torch.Tensor
+    query_starts: torch.Tensor
+    context_lens: torch.Tensor
+    block_starts: torch.Tensor
+    blocks: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionPlan:
+    """``singles`` rows with one token come first; ``slots`` has every new token of the step."""
+
+    singles: int
+    slots: torch.Tensor
+    decode: DecodeTables
+    spans: SpanTables | None
+
+
+def plan_step(rows: Sequence[AttentionRow], block_size: int, tile_size: int, device: torch.device) -> AttentionPlan:
+    """Raises ValueError if a row with one token comes after one with several."""
+    singles = sum(row.new_tokens == 1 for row in rows)
+    spans = rows[singles:]
+    if any(row.new_tokens == 1 for row in spans):
+        raise ValueError("rows with one token must come before rows with several")
+    tables = [row.blocks[: -(-row.context_len // block_size)] for row in rows]
+    # Longest contexts first: they take longest, and nothing else should wait for them at the end.
+    tiles = [
+        (i, first)
+        for i, row in sorted(enumerate(spans), key=lambda span: -span[1].context_len)
+        for first in reversed(range(0, row.new_tokens, tile_size))
+    ]
+    context_lens = [row.context_len for row in rows]
+    block_starts = _starts([len(table) for table in tables])
+    moved = stage(
+        [
+            _slots(rows, block_size),
+            context_lens[:singles],
+            block_starts[:singles],
+            context_lens[singles:],
+            block_starts[singles:-1],
+            _starts([row.new_tokens for row in spans]),
+            [row for row, _ in tiles],
+            [first for _, first in tiles],
+            [block for table in tables for block in table],
+        ],
+        device,
+    )
+    slots, single_lens, single_starts, span_lens, span_starts, query_starts, tile_rows, tile_tokens, blocks = moved
+    return AttentionPlan(
+        singles,
+        slots,
+        DecodeTables(single_lens, single_starts, blocks),
+        SpanTables(tile_size, tile_rows, tile_tokens, query_starts, span_lens, span_starts, blocks) if spans else None,
+    )
+
+
+def _starts(lengths: Sequence[int]) -> list[int]:
+    starts = [0]
+    for length in lengths:
+        starts.append(starts[-1] + length)
+    return starts
+
+
+def _slots(rows: Sequence[AttentionRow], block_size: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    parts = []
+    for row in rows:
+        position = np.arange(row.context_len - row.new_tokens, row.context_len)
+        first = int(position[0]) // block_size
+        # Only the blocks that the new tokens are in: a decode step must not copy every table twice.
+        table = np.asarray(row.blocks[first : -(-row.context_len // block_size)], dtype=np.int64)
+        parts.append(table[position // block_size - first] * block_size + position % block_size)
+    return np.concatenate(parts)

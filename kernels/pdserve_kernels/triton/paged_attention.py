@@ -1,0 +1,383 @@
+"""Attention over the paged KV cache: of one new token a request (decode), and of several (prefill).
+
+Both are flash attention (Dao et al., 2022) over keys and values that are found through the block table: a softmax that
+never sees all scores at once (Milakov and Gimelshein, 2018).
+
+Decode is flash-decoding (Dao et al., 2023). One program takes one KV head of one request and one part of its context,
+with the query heads of that KV head as the rows of its products, so that each key and value is loaded once. A second
+kernel puts the parts together. The grid depends on the number of rows and parts alone, never on the lengths, which are
+read on the device: a CUDA graph of it stays right when contexts grow.
+
+Prefill is causal, and takes all requests in one launch. One program takes one KV head and a tile of new tokens, with
+the tokens' grouped query heads as the rows of its products. Context that was cached before is simply more keys: nothing
+is gathered.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+
+from pdserve_kernels.contract import DecodeTables
+from pdserve_kernels.kv_layout import KvLayout
+from pdserve_kernels.triton.attention_plan import SpanTables
+
+
+@triton.jit
+def softmax_step(scores, highest, total, acc):
+    """Scores ``[rows, tokens]`` in units of log 2, hidden ones -inf; ``highest``, ``total`` and ``acc`` so far.
+
+    Returns the weights of these tokens and the three, rescaled to the new highest score. A row that has seen nothing
+    but hidden tokens keeps -inf, 0 and 0.
+    """
+    risen = tl.maximum(highest, tl.max(scores, 1))
+    # -inf minus -inf would be NaN.
+    reference = tl.where(risen == float("-inf"), 0.0, risen)
+    weights = tl.exp2(scores - reference[:, None])
+    shrink = tl.exp2(highest - reference)
+    return weights, risen, total * shrink + tl.sum(weights, 1), acc * shrink[:, None]
+
+
+TILE = 64
+"""Tokens that a program looks at together."""
+
+PROGRAMS_PER_PROCESSOR = 4
+"""Enough to hide the latency of memory; more only makes more parts to put together."""
+
+MAX_SPLITS = 128
+
+
+@triton.jit
+def _decode_kernel(
+    query,
+    tiles,
+    context_lens,
+    block_starts,
+    blocks,
+    out,
+    partial,
+    partial_lse,
+    query_row_stride,
+    query_head_stride,
+    scale_log2,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_STRIDE: tl.constexpr,
+    HEAD_STRIDE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    request = tl.program_id(0).to(tl.int64)
+    kv_head = tl.program_id(1)
+    split = tl.program_id(2)
+    member = tl.arange(0, BLOCK_M)
+    column = tl.arange(0, BLOCK_DIM)
+    head = kv_head * GROUP + member
+    rows = (member < GROUP)[:, None] & (column < HEAD_DIM)[None, :]
+
+    context = tl.load(context_lens + request)
+    oldest = tl.maximum(context - WINDOW, 0) if WINDOW else 0
+    first_tile = oldest // TILE
+    end_tile = tl.cdiv(context, TILE)
+    each = tl.cdiv(end_tile - first_tile, SPLITS)
+    begin = first_tile + split * each
+    end = tl.minimum(begin + each, end_tile)
+
+    queries = tl.load(
+        query + request * query_row_stride + head[:, None] * query_head_stride + column[None, :], mask=rows, other=0.0
+    )
+    table = blocks + tl.load(block_starts + request)
+    highest = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_DIM], tl.float32)
+    for tile in range(begin, end):
+        token = tile * TILE + tl.arange(0, TILE)
+        seen = (token >= oldest) & (token < context)
+        block = tl.load(table + token // BLOCK_SIZE, mask=seen, other=0).to(tl.int64)
+        address = tiles + block * BLOCK_STRIDE + kv_head * HEAD_STRIDE + (token % BLOCK_SIZE) * HEAD_DIM
+        loaded = seen[:, None] & (column < HEAD_DIM)[None, :]
+        # What is hidden is read as 0: a NaN in memory that is not this request's must not be multiplied.
+        keys = tl.load(address[:, None] + column[None, :], mask=loaded, other=0.0)
+        values = tl.load(address[:, None] + BLOCK_SIZE * HEAD_DIM + column[None, :], mask=loaded, other=0.0)
+        scores = tl.dot(queries, tl.trans(keys), input_precision="ieee") * scale_log2
+        scores = tl.where(seen[None, :], scores, float("-inf"))
+        weights, highest, total, acc = softmax_step(scores, highest, total, acc)
+        acc += tl.dot(weights.to(values.dtype), values, input_precision="ieee")
+
+    # Without a token there is nothing to divide by: a part beyond the context, or a row of padding. A total that is
+    # NaN is not that, and must stay to be seen.
+    none = total == 0
+    some = tl.where(none, 1.0, total)
+    if SPLITS == 1:
+        target = out + (request * KV_HEADS * GROUP + head[:, None]) * HEAD_DIM + column[None, :]
+        tl.store(target, (acc / some[:, None]).to(out.dtype.element_ty), mask=rows)
+    else:
+        part = (request * KV_HEADS * GROUP + head) * SPLITS + split
+        lse = tl.where(none, float("-inf"), highest + tl.log2(some))
+        tl.store(partial_lse + part, lse, mask=member < GROUP)
+        tl.store(
+            partial + part[:, None] * HEAD_DIM + column[None, :], acc / some[:, None], mask=rows & (total > 0)[:, None]
+        )
+
+
+@triton.jit
+def _combine_kernel(partial, partial_lse, out, HEAD_DIM: tl.constexpr, SPLITS: tl.constexpr, BLOCK_DIM: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    split = tl.arange(0, SPLITS)
+    column = tl.arange(0, BLOCK_DIM)
+    lse = tl.load(partial_lse + row * SPLITS + split)
+    highest = tl.max(lse, 0)
+    # All parts of a row of padding are -inf, and -inf minus -inf would be NaN.
+    weights = tl.exp2(lse - tl.where(highest == float("-inf"), 0.0, highest))
+    used = (lse > float("-inf"))[:, None] & (column < HEAD_DIM)[None, :]
+    averages = tl.load(partial + (row * SPLITS + split[:, None]) * HEAD_DIM + column[None, :], mask=used, other=0.0)
+    # The highest part has weight 1, so only a row of padding has less.
+    mean = tl.sum(averages * weights[:, None], 0) / tl.maximum(tl.sum(weights, 0), 1.0)
+    tl.store(out + row * HEAD_DIM + column, mean.to(out.dtype.element_ty), mask=column < HEAD_DIM)
+
+
+def decode_attention(
+    query: torch.Tensor,
+    cache: torch.Tensor,
+    layout: KvLayout,
+    layer: int,
+    tables: DecodeTables,
+    scale: float,
+    window: int | None,
+    splits: int,
+    out: torch.Tensor,
+) -> None:
+    """``reference.paged_attention`` of one token for each row of ``tables``; 0 for rows without a context.
+
+    ``query`` is ``[rows, heads, head_dim]`` with a dense last dimension. ``splits`` is a power of two
+    (``decode_splits``). ``out`` has the shape of ``query`` and is contiguous.
+    """
+    requests, heads, head_dim = query.shape
+    if not requests:
+        return
+    group = heads // layout.kv_heads
+    tiles = cache[:, :, layer]
+    block_dim = max(16, triton.next_power_of_2(head_dim))
+    partial, partial_lse = out, out
+    if splits > 1:
+        partial = torch.empty(requests, heads, splits, head_dim, dtype=torch.float32, device=query.device)
+        partial_lse = torch.empty(requests, heads, splits, dtype=torch.float32, device=query.device)
+    _decode_kernel[(requests, layout.kv_heads, splits)](
+        query,
+        tiles,
+        tables.context_lens,
+        tables.block_starts,
+        tables.blocks,
+        out,
+        partial,
+        partial_lse,
+        query.stride(0),
+        query.stride(1),
+        scale * math.log2(math.e),
+        layout.kv_heads,
+        group,
+        head_dim,
+        layout.block_size,
+        tiles.stride(0),
+        tiles.stride(1),
+        window or 0,
+        splits,
+        max(16, triton.next_power_of_2(group)),
+        block_dim,
+        TILE,
+        num_warps=4,
+        num_stages=3,
+    )
+    if splits > 1:
+        _combine_kernel[(requests * heads,)](partial, partial_lse, out, head_dim, splits, block_dim)
+
+
+def decode_splits(requests: int, kv_heads: int, max_context: int, processors: int) -> int:
+    """In how many parts to attend to each context: enough programs for all processors, none with nothing to do.
+
+    A power of two, so that few variants are compiled. ``max_context`` bounds the context of every row.
+    """
+    wanted = PROGRAMS_PER_PROCESSOR * processors // max(1, requests * kv_heads)
+    useful = min(wanted, -(-max_context // TILE), MAX_SPLITS)
+    return 1 << (max(1, useful).bit_length() - 1)
+
+
+@triton.jit
+def _attend_tiles(
+    queries,
+    position,
+    tiles,
+    table,
+    context,
+    scale_log2,
+    begin,
+    end,
+    highest,
+    total,
+    acc,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_STRIDE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    MASKED: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    column = tl.arange(0, BLOCK_DIM)
+    for tile in range(begin, end):
+        token = tile * TILE + tl.arange(0, TILE)
+        inside = token < context
+        block = tl.load(table + token // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
+        address = tiles + block * BLOCK_STRIDE + (token % BLOCK_SIZE) * HEAD_DIM
+        loaded = inside[:, None] & (column < HEAD_DIM)[None, :]
+        keys = tl.load(address[:, None] + column[None, :], mask=loaded, other=0.0)
+        scores = tl.dot(queries, tl.trans(keys), input_precision="ieee") * scale_log2
+        if MASKED:
+            seen = (token[None, :] <= position[:, None]) & inside[None, :]
+            if WINDOW:
+                seen = seen & (token[None, :] > position[:, None] - WINDOW)
+            scores = tl.where(seen, scores, float("-inf"))
+        weights, highest, total, acc = softmax_step(scores, highest, total, acc)
+        values = tl.load(address[:, None] + BLOCK_SIZE * HEAD_DIM + column[None, :], mask=loaded, other=0.0)
+        acc += tl.dot(weights.to(values.dtype), values, input_precision="ieee")
+    return highest, total, acc
+
+
+@triton.jit
+def _prefill_kernel(
+    query,
+    tiles,
+    tile_rows,
+    tile_tokens,
+    query_starts,
+    context_lens,
+    block_starts,
+    blocks,
+    out,
+    query_token_stride,
+    query_head_stride,
+    scale_log2,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_STRIDE: tl.constexpr,
+    HEAD_STRIDE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    work = tl.program_id(0)
+    kv_head = tl.program_id(1)
+    row = tl.load(tile_rows + work)
+    first_new = tl.load(tile_tokens + work)
+    query_start = tl.load(query_starts + row)
+    new_tokens = tl.load(query_starts + row + 1) - query_start
+    context = tl.load(context_lens + row)
+    table = blocks + tl.load(block_starts + row)
+
+    line = tl.arange(0, BLOCK_M)
+    new = first_new + line // GROUP
+    head = kv_head * GROUP + line % GROUP
+    column = tl.arange(0, BLOCK_DIM)
+    valid = ((line < BLOCK_Q * GROUP) & (new < new_tokens))[:, None] & (column < HEAD_DIM)[None, :]
+    token = (query_start + new).to(tl.int64)
+    queries = tl.load(
+        query + token[:, None] * query_token_stride + head[:, None] * query_head_stride + column[None, :],
+        mask=valid,
+        other=0.0,
+    )
+    first_position = context - new_tokens + first_new
+    # Lines beyond the tile's last token look where that one does; they are not stored.
+    position = context - new_tokens + tl.minimum(new, new_tokens - 1)
+    end = tl.cdiv(tl.minimum(first_position + BLOCK_Q, context), TILE)
+    if WINDOW:
+        begin = tl.maximum(first_position - WINDOW + 1, 0) // TILE
+        masked_from = begin
+    else:
+        begin = 0
+        # Every token of the tile sees all of a tile of keys that ends at or before the first of them.
+        masked_from = (first_position + 1) // TILE
+
+    highest = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_DIM], tl.float32)
+    keys = tiles + kv_head * HEAD_STRIDE
+    highest, total, acc = _attend_tiles(
+        queries, position, keys, table, context, scale_log2, begin, masked_from, highest, total, acc,
+        HEAD_DIM, BLOCK_SIZE, BLOCK_STRIDE, WINDOW, False, BLOCK_DIM, TILE,
+    )  # fmt: skip
+    highest, total, acc = _attend_tiles(
+        queries, position, keys, table, context, scale_log2, masked_from, end, highest, total, acc,
+        HEAD_DIM, BLOCK_SIZE, BLOCK_STRIDE, WINDOW, True, BLOCK_DIM, TILE,
+    )  # fmt: skip
+    target = out + (token[:, None] * (KV_HEADS * GROUP) + head[:, None]) * HEAD_DIM + column[None, :]
+    tl.store(target, (acc / total[:, None]).to(out.dtype.element_ty), mask=valid)
+
+
+def prefill_attention(
+    query: torch.Tensor,
+    cache: torch.Tensor,
+    layout: KvLayout,
+    layer: int,
+    tables: SpanTables,
+    scale: float,
+    window: int | None,
+    out: torch.Tensor,
+) -> None:
+    """``reference.paged_attention`` for each row of ``tables``.
+
+    ``query`` is ``[tokens, heads, head_dim]``, the rows' new tokens one after another, with a dense last dimension.
+    ``out`` has its shape and is contiguous.
+    """
+    _, heads, head_dim = query.shape
+    group = heads // layout.kv_heads
+    tiles = cache[:, :, layer]
+    lines = lines_per_program(group, layout.dtype)
+    _prefill_kernel[(len(tables.tile_rows), layout.kv_heads)](
+        query,
+        tiles,
+        tables.tile_rows,
+        tables.tile_tokens,
+        tables.query_starts,
+        tables.context_lens,
+        tables.block_starts,
+        tables.blocks,
+        out,
+        query.stride(0),
+        query.stride(1),
+        scale * math.log2(math.e),
+        layout.kv_heads,
+        group,
+        head_dim,
+        layout.block_size,
+        tiles.stride(0),
+        tiles.stride(1),
+        window or 0,
+        tables.tile_size,
+        lines,
+        max(16, triton.next_power_of_2(head_dim)),
+        _keys_per_tile(layout.dtype),
+        num_warps=8 if lines * head_dim >= 64 * 128 else 4,
+        num_stages=2,
+    )
+
+
+def lines_per_program(group: int, dtype: torch.dtype) -> int:
+    """Rows of a program's products: each is one query head of one token."""
+    return max(_keys_per_tile(dtype) * 2, 1 << (group - 1).bit_length())
+
+
+def _keys_per_tile(dtype: torch.dtype) -> int:
+    """Keys that a program looks at together: what fits into its registers beside the sums."""
+    return 128 // dtype.itemsize

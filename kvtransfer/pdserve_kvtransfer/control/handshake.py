@@ -1,0 +1,114 @@
+"""Whether two engines fit, settled once for each pair of boots and before any address is used.
+
+The protocol is settled first: engines of two versions fit if there is a version that both speak.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator, Sequence
+
+from pdserve.errors import HandshakeRefused, PeerLost
+from pdserve.wire.frame import Opened
+from pdserve.wire.transfer import EngineSpec, Hello, Pong, Refused, ToDecode, Welcome
+from pdserve.wire.version import NAMED_RECEIVERS, RELEASED_0_1
+from pdserve_kvtransfer.pieces import head_map
+
+_MAY_DIFFER = ("protocol", "oldest_protocol", "tp_size")
+
+
+def misfits(ours: EngineSpec, theirs: EngineSpec) -> Iterator[HandshakeRefused]:
+    """Every field that does not fit, in the order of EngineSpec."""
+    if ours.spoken.common(theirs.spoken) is None:
+        yield HandshakeRefused("protocol", str(ours.spoken), str(theirs.spoken))
+    for field in EngineSpec.__struct_fields__:
+        mine, other = getattr(ours, field), getattr(theirs, field)
+        if field not in _MAY_DIFFER and mine != other:
+            yield HandshakeRefused(field, str(mine), str(other))
+
+
+def misfit(ours: EngineSpec, theirs: EngineSpec) -> HandshakeRefused | None:
+    """The first field that does not fit."""
+    return next(misfits(ours, theirs), None)
+
+
+def answer(hello: Hello, boot_id: bytes, spec: EngineSpec) -> Refused | None:
+    """The prefill side's refusal of ``hello``; None if the engines fit."""
+    refusal = misfit(spec, hello.spec)
+    refusal = refusal or _bad_ranks(spec, hello.spec, hello.rank_addresses)
+    return None if refusal is None else Refused(boot_id, refusal.field, refusal.ours, refusal.theirs)
+
+
+def _bad_ranks(ours: EngineSpec, theirs: EngineSpec, addresses: Sequence[bytes]) -> HandshakeRefused | None:
+    if len(addresses) != theirs.tp_size:
+        return HandshakeRefused("rank_addresses", f"{theirs.tp_size} by tp_size", str(len(addresses)))
+    try:
+        head_map(ours.kv_heads, theirs.tp_size, ours.tp_size)
+    except ValueError:
+        return HandshakeRefused("tp_size", str(ours.tp_size), str(theirs.tp_size))
+    return None
+
+
+class HandshakeState(enum.Enum):
+    """Of a handshake, as the decode side sees it."""
+
+    GREETING = "greeting"
+    WELCOME = "welcome"
+
+
+class Handshake:
+    """The decode side of one handshake, with the boot that it means to meet."""
+
+    def __init__(self, boot_id: bytes, spec: EngineSpec, target_boot: bytes) -> None:
+        self._boot_id = boot_id
+        self._spec = spec
+        self._target_boot = target_boot
+        self.standing = HandshakeState.GREETING
+        self.protocol: int | None = None
+        """What is spoken; None before the welcome."""
+
+    def hello(self, rank_addresses: Sequence[bytes]) -> Hello:
+        return Hello(self._boot_id, self._spec, list(rank_addresses))
+
+    def accepts(self, opened: Opened[ToDecode]) -> bool:
+        """Whether a frame counts: it is of the engine that was meant, and in the protocol that was agreed.
+
+        Raises PeerLost if it shows that another process has this engine's place.
+        """
+        message = opened.message
+        if opened.sender != self._target_boot:
+            if isinstance(message, Welcome | Refused | Pong) and message.boot_id == opened.sender:
+                self.check_boot(message.boot_id)
+            return False
+        return self.protocol is None or opened.named is (self.protocol >= NAMED_RECEIVERS)
+
+    def on_welcome(self, message: Welcome, *, named: bool = True) -> tuple[bytes, ...] | None:
+        """The other ranks' addresses, to be connected to; None if the handshake stands already.
+
+        ``named`` is whether its frame named its receiver: those of pdserve 0.1 do not.
+
+        Raises HandshakeRefused if the engines do not fit, PeerLost if another process answers than was meant.
+        """
+        self.check_boot(message.boot_id)
+        if self.standing is HandshakeState.WELCOME:
+            return None
+        refusal = misfit(self._spec, message.spec)
+        refusal = refusal or _bad_ranks(self._spec, message.spec, message.rank_addresses)
+        if refusal is not None:
+            raise refusal
+        self.standing = HandshakeState.WELCOME
+        self.protocol = self._spec.spoken.common(message.spec.spoken) if named else RELEASED_0_1
+        return tuple(message.rank_addresses)
+
+    def refused(self, message: Refused) -> HandshakeRefused | PeerLost:
+        """What a refusal means for this side."""
+        if message.field == "boot_id":
+            return PeerLost("the prefill node has restarted")
+        if self.standing is HandshakeState.WELCOME:
+            return PeerLost("the prefill engine has given up the handshake")
+        return HandshakeRefused(message.field, message.theirs, message.ours)
+
+    def check_boot(self, boot_id: bytes) -> None:
+        """Raises PeerLost unless ``boot_id`` is the one that was meant."""
+        if boot_id != self._target_boot:
+            raise PeerLost("the prefill node has restarted")

@@ -1,0 +1,274 @@
+"""The control channel's sockets: a prefill engine binds one, a decode engine connects one to each prefill engine.
+
+Frames are opened without trusting them: what is not authentic is dropped, counted, and logged now and then.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+import socket
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+from typing import Generic, TypeVar
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from pdserve.errors import TransferError, UnreadableMessage, WireError, WrongReceiver
+from pdserve.wire.connection_guard import ConnectionGuard, MessageReader, RoutedMessage
+from pdserve.wire.frame import MAX_FRAME_BYTES, Opened, Opener, Purpose, Secrets
+from pdserve_kvtransfer.stats import TransferStats
+
+_SEND_QUEUE_FRAMES = 16_384
+# Anyone who connects may fill this much before a signature is looked at.
+_RECEIVE_QUEUE_FRAMES = 32
+# What is read at a time, so that a flood of frames leaves time for everything else.
+_BATCH_FRAMES = 256
+_BATCH_BYTES = MAX_FRAME_BYTES
+# More than a monitor keeps, so that all that was there at the beginning of a look is read.
+_BATCH_EVENTS = 4_096
+_LISTEN_BACKLOG = 1_024
+# The kernel would go on for two minutes, at ever longer intervals, after the network is whole again.
+_CONNECT_TIMEOUT_MS = 2_000
+
+
+@dataclass(frozen=True, slots=True)
+class ControlBatch:
+    """What the prefill engine's control socket has had since the last look.
+
+    Connections are called by their descriptors, so one may have ended and passed its number on in between.
+    """
+
+    frames: list[RoutedMessage]
+    more: bool
+    """Whether there may be more at once."""
+    ended: list[int]
+    """Connections of former looks that are over. Frames of this look may be of a newer one with that number."""
+    gone: list[int]
+    """Numbers that no connection has any more, so that these frames' connections are over too."""
+    deaf: bool
+    """Whether other frames could not be had, because a message of very many parts is being dropped."""
+
+
+_KEEPALIVE = {
+    zmq.TCP_KEEPALIVE: 1,
+    zmq.TCP_KEEPALIVE_IDLE: 30,
+    zmq.TCP_KEEPALIVE_INTVL: 10,
+    zmq.TCP_KEEPALIVE_CNT: 3,
+}
+
+
+def _new_socket(context: zmq.Context[zmq.Socket[bytes]], kind: int) -> zmq.Socket[bytes]:
+    created = context.socket(kind)
+    created.linger = 0
+    created.set(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+    # A host that vanished without a word closes nothing; without this an idle peer of it would be kept for good.
+    for option, value in _KEEPALIVE.items():
+        created.set(option, value)
+    created.set(zmq.SNDHWM, _SEND_QUEUE_FRAMES)
+    created.set(zmq.RCVHWM, _RECEIVE_QUEUE_FRAMES)
+    return created
+
+
+def _send(to: zmq.Socket[bytes], parts: list[bytes]) -> bool:
+    try:
+        to.send_multipart(parts, zmq.NOBLOCK)
+    except zmq.Again:
+        return False
+    return True
+
+
+class _Watch:
+    """A socket's monitor: what happens to its connections."""
+
+    def __init__(self, watched: zmq.Socket[bytes], events: int) -> None:
+        self._watched = watched
+        self.socket: zmq.Socket[bytes] = watched.get_monitor_socket(events)
+
+    def read(self) -> Iterator[tuple[int, int]]:
+        """Events with their values, without waiting."""
+        while self.socket.poll(0):
+            message = recv_monitor_message(self.socket)
+            yield int(message["event"]), int(message["value"])
+
+    def close(self) -> None:
+        self._watched.disable_monitor()
+        self.socket.close(0)
+
+
+class ControlServer:
+    """Raises TransferError if it cannot be bound.
+
+    Routes are ZMQ's own: one that a client may choose could be claimed by whoever has heard of it.
+    """
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], host: str, port: int, advertise: str) -> None:
+        self._socket = _new_socket(context, zmq.ROUTER)
+        self._guard = ConnectionGuard((_RECEIVE_QUEUE_FRAMES + 2) * MAX_FRAME_BYTES)
+        self._reader = MessageReader(self._socket)
+        self._next_check = 0.0
+        try:
+            self._socket.set(zmq.BACKLOG, _LISTEN_BACKLOG)
+            self._socket.set(zmq.IPV6, 1 if ":" in host else 0)
+            self._watch = _Watch(self._socket, zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
+            self._socket.bind(f"tcp://{_bracketed(_resolved(host))}:{port}")
+        except (zmq.ZMQError, OSError) as exc:
+            self.close(0.0)
+            raise TransferError(f"cannot bind the transfer control channel to {host}:{port}: {exc}") from exc
+        endpoint = self._socket.get_string(zmq.LAST_ENDPOINT)
+        self._port = int(endpoint.rpartition(":")[2])
+        self.address = f"tcp://{_bracketed(advertise or host)}:{self._port}"
+
+    @property
+    def sockets(self) -> list[zmq.Socket[bytes]]:
+        return [self._socket, self._watch.socket]
+
+    def look(self) -> ControlBatch:
+        """A batch of what is there, without waiting."""
+        frames, more = self._frames()
+        # After the frames: a connection's end is told before its number can pass to another one, whose frames come
+        # later still. So an end that concerns a connection of former looks is never left for the next look.
+        ended: list[int] = []
+        latest: dict[int, int] = {}
+        for event, connection in islice(self._watch.read(), _BATCH_EVENTS):
+            latest[connection] = event
+            if event == zmq.EVENT_DISCONNECTED:
+                self._guard.ended(connection)
+                ended.append(connection)
+            else:
+                self._guard.accepted(connection)
+        for received in frames:
+            self._guard.heard(received.connection)
+        gone = [connection for connection, event in latest.items() if event == zmq.EVENT_DISCONNECTED]
+        return ControlBatch(frames, more, ended, gone, self._reader.dropping)
+
+    def _frames(self) -> tuple[list[RoutedMessage], bool]:
+        batch: list[RoutedMessage] = []
+        size = 0
+        while len(batch) < _BATCH_FRAMES and size < _BATCH_BYTES:
+            message = self._reader.read()
+            if message is None:
+                return batch, self._reader.dropping
+            if message.too_long:
+                self._guard.cut(message.connection, self._port, "a message of more than one part")
+            batch.append(message)
+            size += len(message.frame)
+        return batch, True
+
+    def send(self, route: bytes, frame: bytes) -> bool:
+        """False if the frame was dropped because too much is queued; one to a route that is gone counts as sent."""
+        return _send(self._socket, [route, frame])
+
+    def trust(self, connection: int) -> None:
+        """An authentic frame has come over it."""
+        self._guard.trusted(connection)
+
+    def next_check(self) -> float | None:
+        """When to call ``check`` next; None if nobody is connected."""
+        return self._next_check if self._guard.watching else None
+
+    def check(self, now: float) -> None:
+        """Cut connections that fill the memory, if it is time to look for them."""
+        if now >= self._next_check:
+            self._guard.check(self._port)
+            self._next_check = now + self._guard.check_s
+
+    def close(self, linger_s: float) -> None:
+        if hasattr(self, "_watch"):
+            self._watch.close()
+        self._socket.close(int(linger_s * 1000))
+
+
+class ControlClient:
+    """Raises TransferError if ``control`` is not an address."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], control: str) -> None:
+        self._socket = _new_socket(context, zmq.DEALER)
+        self._socket.set(zmq.CONNECT_TIMEOUT, _CONNECT_TIMEOUT_MS)
+        self._socket.set(zmq.IPV6, 1 if "[" in control else 0)
+        self._watch = _Watch(self._socket, zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED)
+        try:
+            self._socket.connect(control)
+        except zmq.ZMQError as exc:
+            self.close(0.0)
+            raise TransferError(f"{control!r} is not a control address: {exc}") from exc
+
+    @property
+    def sockets(self) -> list[zmq.Socket[bytes]]:
+        return [self._socket, self._watch.socket]
+
+    def receive(self) -> tuple[list[bytes], bool]:
+        """A batch of what is there, without waiting, and whether there may be more."""
+        batch: list[bytes] = []
+        size = 0
+        while len(batch) < _BATCH_FRAMES and size < _BATCH_BYTES:
+            try:
+                parts = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return batch, False
+            batch.append(parts[0] if len(parts) == 1 else b"")
+            size += len(batch[-1])
+        return batch, True
+
+    def send(self, frame: bytes) -> bool:
+        """False if the frame was dropped because too much is queued."""
+        return _send(self._socket, [frame])
+
+    def lost(self) -> str | None:
+        """Why the connection is no good, if it was found so since the last call."""
+        for event, _ in self._watch.read():
+            if event == zmq.EVENT_CONNECT_RETRIED:
+                return "the prefill node cannot be connected to"
+            return "the prefill node closed the connection"
+        return None
+
+    def close(self, linger_s: float) -> None:
+        self._watch.close()
+        self._socket.close(int(linger_s * 1000))
+
+
+def loopback_only(host: str) -> bool:
+    """Whether a bound host is reachable from this machine alone."""
+    try:
+        return ipaddress.ip_address(_resolved(host)).is_loopback
+    except (OSError, ValueError):
+        return False
+
+
+def _resolved(host: str) -> str:
+    # ZMQ binds to addresses and interface names only.
+    return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
+
+
+def _bracketed(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
+
+
+log = logging.getLogger(__name__)
+
+_LOG_EVERY_S = 5.0
+
+T = TypeVar("T")
+
+
+class FrameOpener(Generic[T]):
+    """All frames that one engine receives on its transfer control channels."""
+
+    def __init__(self, secret: bytes | Secrets, messages: type[T], counters: TransferStats, boot_id: bytes) -> None:
+        """``boot_id`` is this engine's: frames that name another receiver are not opened."""
+        self._opener: Opener[T] = Opener(secret, Purpose.TRANSFER, messages, receiver=boot_id)
+        self._counters = counters
+        self._next_log = float("-inf")
+
+    def open(self, frame: bytes, now: float) -> Opened[T] | UnreadableMessage | WrongReceiver | None:
+        """The message, or, for a frame that is authentic nevertheless, why there is none."""
+        try:
+            return self._opener.open_from(frame)
+        except WireError as exc:
+            self._counters.frames_dropped += 1
+            if now >= self._next_log:
+                self._next_log = now + _LOG_EVERY_S
+                log.warning("dropped a transfer frame (%d so far): %s", self._counters.frames_dropped, exc)
+            return exc if isinstance(exc, UnreadableMessage | WrongReceiver) else None

@@ -1,0 +1,368 @@
+"""A decode engine's view of one prefill engine: its control connection, its link, and the fetches from it."""
+
+from __future__ import annotations
+
+import logging
+
+from pdserve.errors import HandshakeRefused, PeerLost
+from pdserve.wire.frame import Opened
+from pdserve.wire.ids import TransferId
+from pdserve.wire.rank_transfer import (
+    ConnectLink,
+    Dropped,
+    Expect,
+    Expecting,
+    ExpectMore,
+    Forget,
+    Forgotten,
+    LinkBroken,
+    LinkOpened,
+    PiecesLanded,
+    Released,
+)
+from pdserve.wire.ticket import PrefillTarget
+from pdserve.wire.transfer import (
+    UNKNOWN_LOAD,
+    Accept,
+    BlocksReady,
+    Cancel,
+    Digests,
+    Done,
+    Failed,
+    FirstToken,
+    Hello,
+    Ping,
+    Pong,
+    PrefillRequest,
+    Refused,
+    ToDecode,
+    Welcome,
+)
+from pdserve.wire.version import PACED_TRANSFERS
+from pdserve_kvtransfer.control.handshake import Handshake, HandshakeState
+from pdserve_kvtransfer.control.lease import Lease, PingTimer
+from pdserve_kvtransfer.control.sockets import ControlClient, FrameOpener
+from pdserve_kvtransfer.events import (
+    BlocksReleased,
+    FailureKind,
+    FetchCancelled,
+    FetchFailed,
+    FetchLanded,
+    LoadHeard,
+    PrefillNodeMet,
+)
+from pdserve_kvtransfer.fetch.port import FetchPort
+from pdserve_kvtransfer.fetch.session import FetchEffect, FetchSession, FetchState
+from pdserve_kvtransfer.pieces import Piece, head_map
+from pdserve_kvtransfer.ranks import NodeLink, Reported
+from pdserve_kvtransfer.sides import LocalEngine, Pollable, earliest
+
+log = logging.getLogger(__name__)
+
+_Said = Expect | ExpectMore | Forget | PrefillRequest | Accept | Done | Cancel
+"""What a session has to say to ranks and to the other engine, apart from its events."""
+
+
+class FetchPeer:
+    """Methods raise when this peer is of no use any more, TransferError if that is not a defect; the owner then calls
+    ``end``. From then on nothing is said to the other engine, and nothing raises.
+
+    The constructor raises TransferError if the peer's address or a link cannot be used. It greets when every rank of
+    this node has opened its end of the link.
+    """
+
+    def __init__(self, local: LocalEngine, target: PrefillTarget, opener: FrameOpener[ToDecode], now: float) -> None:
+        self.target = target
+        self._local = local
+        self._opener = opener
+        self._sessions: dict[TransferId, FetchSession] = {}
+        self._tags: dict[int, FetchSession] = {}
+        self._addresses: dict[int, bytes] = {}
+        self._pieces: tuple[Piece, ...] = ()
+        self._lost: tuple[FailureKind, str] | None = None
+        self._arrived = now
+        self._ping_timer = PingTimer(local.heartbeat_s)
+        self.lease = Lease(local.lease_s)
+        self._draining = Lease(local.drain_s)
+        """Held while blocks of ended fetches are still written; what lands renews it."""
+        self._client = ControlClient(local.zmq_context, target.control)
+        try:
+            self.link = NodeLink(local.ranks, FetchPort, local.spec.kv_heads, local.region, local.transport)
+        except BaseException:
+            self._client.close(0.0)
+            raise
+        self._handshake = Handshake(local.boot_id, local.spec, target.boot_id)
+        local.counters.handshakes += 1
+
+    @property
+    def welcomed(self) -> bool:
+        """Whether the handshake with this very boot was made."""
+        return self._handshake.standing is HandshakeState.WELCOME
+
+    @property
+    def serving(self) -> bool:
+        """Whether, besides, transfers with it are under way."""
+        return self.welcomed and bool(self._sessions)
+
+    def has_tag(self, tag: int) -> bool:
+        return tag in self._tags
+
+    def fetch(self, session: FetchSession, now: float) -> None:
+        """Raises PeerLost, with the session among those that ``end`` fails."""
+        self._sessions[session.order.transfer_id] = session
+        self._tags[session.tag] = session
+        self.lease.hold(now)
+        self._ping_timer.run(now)
+        if self._handshake.standing is HandshakeState.WELCOME:
+            self._prepare(session)
+        self._read_ranks(now)
+
+    def _prepare(self, session: FetchSession) -> None:
+        """The handshake stands. Raises HandshakeRefused for a paced fetch if the peer knows no paced transfers."""
+        protocol = self._handshake.protocol
+        if session.order.paced_blocks and protocol is not None and protocol < PACED_TRANSFERS:
+            needed = f"{PACED_TRANSFERS} (which transfers through host memory need)"
+            raise HandshakeRefused("protocol", needed, str(protocol))
+        self._apply(session, session.prepare(self._pieces, self.link.ranks))
+
+    def has(self, transfer_id: TransferId) -> bool:
+        """Whether it is fetched from this peer."""
+        return transfer_id in self._sessions
+
+    def cancel(self, transfer_id: TransferId, now: float) -> None:
+        """A fetch that this peer has."""
+        session = self._sessions[transfer_id]
+        self._apply(session, session.cancel())
+        self._read_ranks(now)
+
+    def accept(self, transfer_id: TransferId, block_ids: tuple[int, ...], now: float) -> None:
+        """There is room for these further blocks of a fetch that this peer has."""
+        session = self._sessions[transfer_id]
+        self._apply(session, session.accept(block_ids, now))
+        self._read_ranks(now)
+
+    def turn(self, now: float) -> bool:
+        batch, more = self._client.receive()
+        for frame in batch:
+            opened = self._opener.open(frame, now)
+            if isinstance(opened, Opened) and self._handshake.accepts(opened):
+                self.lease.renew(now)
+                self._on_message(opened, now)
+        # What it sent before it closed the connection comes first.
+        reason = None if more else self._client.lost()
+        if reason is not None:
+            raise PeerLost(reason)
+        moved = self.link.turn() or more
+        self._read_ranks(now)
+        return moved
+
+    # ------------------------------------------------------------ the prefill engine
+
+    def _on_message(self, opened: Opened[ToDecode], now: float) -> None:
+        message = opened.message
+        match message:
+            case Welcome():
+                self._on_welcome(message, opened.named, now)
+            case Refused():
+                raise self._handshake.refused(message)
+            case Pong(boot_id, load):
+                self._handshake.check_boot(boot_id)
+                if load != UNKNOWN_LOAD:
+                    self._local.event_queue.put(LoadHeard(boot_id, load))
+            case BlocksReady(transfer_id) | Digests(transfer_id) | FirstToken(transfer_id) | Failed(transfer_id):
+                if (session := self._sessions.get(transfer_id)) is not None:
+                    self._on_session_message(session, message, now)
+
+    def _on_session_message(
+        self, session: FetchSession, message: BlocksReady | Digests | FirstToken | Failed, now: float
+    ) -> None:
+        match message:
+            case BlocksReady():
+                self._apply(session, session.on_ready(message))
+            case Digests():
+                self._apply(session, session.on_digests(message, now))
+            case FirstToken():
+                self._apply(session, session.on_first_token(message, now))
+            case Failed(load=load):
+                if load != UNKNOWN_LOAD:
+                    self._local.event_queue.put(LoadHeard(self.target.boot_id, load))
+                self._apply(session, session.on_failed(message))
+
+    def _on_welcome(self, message: Welcome, named: bool, now: float) -> None:
+        addresses = self._handshake.on_welcome(message, named=named)
+        if addresses is None:
+            return
+        if message.lease_ms:
+            self._ping_timer.keep(message.lease_ms / 1000, now)
+        if message.max_prompt_tokens:
+            self._local.event_queue.put(PrefillNodeMet(message.boot_id, message.max_prompt_tokens))
+        self._pieces = head_map(self._local.spec.kv_heads, len(addresses), self.link.ranks)
+        self.link.command(ConnectLink(self.link.number, addresses))
+        for session in list(self._sessions.values()):
+            self._prepare(session)
+
+    # ------------------------------------------------------------ this node's ranks
+
+    def _read_ranks(self, now: float) -> None:
+        while (reported := self.link.take()) is not None:
+            try:
+                self._on_report(reported, now)
+            except Exception:
+                if self._lost is None:
+                    raise
+                log.exception("a report of rank %d on %s, which is lost", reported.rank, self.target.name)
+
+    def _on_report(self, reported: Reported, now: float) -> None:
+        rank = reported.rank
+        match reported.report:
+            case PiecesLanded(tag=tag, indexes=indexes, digests=digests, size=size):
+                self._arrived = now
+                self._draining.renew(now)
+                self._local.counters.bytes_received += size
+                if (session := self._tags.get(tag)) is not None:
+                    self._apply(session, session.landed(rank, indexes, digests, now))
+            case LinkOpened(address=address) if self._lost is None:
+                self._addresses[rank] = address
+                if len(self._addresses) == self.link.ranks:
+                    self._send(self._handshake.hello([self._addresses[i] for i in range(self.link.ranks)]))
+            case LinkBroken(reason=reason) if self._lost is None:
+                raise PeerLost(reason)
+            case Dropped(count=count):
+                self._local.counters.stale_blocks_dropped += count
+                log.debug("dropped %d pieces of unknown or ended transfers", count)
+            case Expecting(tag=tag) if tag in self._tags:
+                self._apply(self._tags[tag], self._tags[tag].expecting(rank, now))
+            case Forgotten(tag=tag, in_flight=in_flight) if tag in self._tags:
+                self._apply(self._tags[tag], self._tags[tag].forgotten(rank, in_flight))
+            case Released(tag=tag, block_ids=block_ids) if tag in self._tags:
+                self._draining.renew(now)
+                self._apply(self._tags[tag], self._tags[tag].released(rank, block_ids))
+            case _:
+                log.debug("late %s of rank %d", type(reported.report).__name__, rank)
+
+    # ------------------------------------------------------------ time
+
+    def forgive(self, now: float) -> None:
+        """This process itself did not listen for a while."""
+        self.lease.renew(now)
+        self._draining.renew(now)
+
+    def tick(self, now: float) -> None:
+        """Raises PeerLost if nothing has landed for long while blocks of ended fetches are quarantined."""
+        # Before the greeting it would be a frame of a stranger.
+        if self._ping_timer.due(now) and len(self._addresses) == self.link.ranks:
+            self._send(Ping(self._local.boot_id))
+        for session in list(self._sessions.values()):
+            self._apply(session, session.expire(now))
+            stalls = self._stalls_at(session)
+            if stalls is not None and now >= stalls:
+                self._apply(session, session.withdraw(FailureKind.STALLED, "KV blocks were sent, but did not arrive"))
+        self._read_ranks(now)
+        draining = any(session.state is FetchState.DRAINING for session in self._sessions.values())
+        if self._draining.expired_while(draining, now):
+            raise PeerLost("it does not finish sending blocks of transfers that have ended")
+
+    def _stalls_at(self, session: FetchSession) -> float | None:
+        """When to give up blocks that were sent: other transfers' blocks show that it is only slow."""
+        if session.over or session.all_sent is None or not session.outstanding:
+            return None
+        return max(session.all_sent, session.accepted_at, self._arrived) + self._local.lease_s
+
+    def next_timer(self) -> float | None:
+        live = [session for session in self._sessions.values() if not session.over]
+        timers = (time for session in live for time in (session.deadline, self._stalls_at(session)))
+        return earliest((self.lease.until, self._draining.until, self._ping_timer.next, *timers))
+
+    def moving(self) -> bool:
+        return self.link.moving()
+
+    def arm(self) -> bool:
+        return self.link.arm()
+
+    def pollables(self) -> list[Pollable]:
+        return [*self._client.sockets, *self.link.pollables()]
+
+    # ------------------------------------------------------------ the end
+
+    def end(self, kind: FailureKind, reason: str) -> None:
+        """Close the connection and begin to close the link; what is alive fails when ``closed`` says True."""
+        self._lost = (kind, reason)
+        self._client.close(0.0)
+        self.link.close()
+
+    def closed(self, now: float) -> bool:
+        """Whether the link is closed on every rank; sessions then have had their ends."""
+        self._read_ranks(now)
+        if self.link.closed and self._lost is not None:
+            self._fail_all(*self._lost)
+        return self.link.closed
+
+    def leave(self, reason: str, linger_s: float) -> None:
+        """This engine shuts down, and its ranks with it: the prefill engine is told, and nobody waits."""
+        try:
+            for session in list(self._sessions.values()):
+                self._apply(session, session.withdraw(FailureKind.CLOSED, reason))
+        finally:
+            self._lost = (FailureKind.CLOSED, reason)
+            self._client.close(linger_s)
+            self.link.close()
+            self._fail_all(*self._lost)
+
+    def _fail_all(self, kind: FailureKind, reason: str) -> None:
+        for session in list(self._sessions.values()):
+            self._apply(session, session.closed(kind, reason))
+
+    def _apply(self, session: FetchSession, effects: list[FetchEffect]) -> None:
+        # This engine is told first: whatever becomes of the peer, it hears of every end.
+        for effect in effects:
+            if not isinstance(effect, _Said):
+                self._count(effect)
+                self._local.event_queue.put(effect)
+        self._let_go(session)
+        for effect in effects:
+            if isinstance(effect, _Said) and self._lost is None:
+                self._say(effect)
+
+    def _say(self, effect: Expect | ExpectMore | Forget | PrefillRequest | Accept | Done | Cancel) -> None:
+        match effect:
+            case Expect() | ExpectMore() | Forget():
+                self.link.command(effect)
+            case PrefillRequest():
+                if not self._send(effect):
+                    raise PeerLost("the prefill node is not reading its control channel")
+            case Accept() | Done() | Cancel():
+                self._send(effect)
+
+    def _let_go(self, session: FetchSession) -> None:
+        if session.state is FetchState.ENDED and self._sessions.pop(session.order.transfer_id, None) is not None:
+            del self._tags[session.tag]
+            if not self._sessions:
+                self.lease.let_go()
+                self._ping_timer.stop()
+
+    def _count(self, effect: FetchEffect) -> None:
+        counters = self._local.counters
+        match effect:
+            case FetchLanded(seconds=seconds):
+                counters.transfers_received += 1
+                counters.transfer_seconds += seconds
+            case FetchFailed(kind=kind, quarantined=quarantined):
+                counters.failures[kind] += 1
+                counters.quarantined_blocks += len(quarantined)
+            case FetchCancelled(quarantined=quarantined):
+                counters.quarantined_blocks += len(quarantined)
+            case BlocksReleased(block_ids):
+                counters.quarantined_blocks -= len(block_ids)
+
+    def _send(self, message: Hello | PrefillRequest | Accept | Done | Cancel | Ping) -> bool:
+        sent = False not in [self._client.send(frame) for frame in self._sealed(message)]
+        if not sent:
+            log.warning("%s is not reading its control channel", self.target.name)
+        return sent
+
+    def _sealed(self, message: Hello | PrefillRequest | Accept | Done | Cancel | Ping) -> list[bytes]:
+        """Before the welcome, what the prefill engine speaks is not known: it takes the frame that is meant for it."""
+        sealer, boot_id, protocol = self._local.sealer, self.target.boot_id, self._handshake.protocol
+        if protocol is None:
+            return [sealer.seal(message, boot_id), sealer.seal_for_0_1(message)]
+        return [sealer.seal_to(boot_id, protocol, message)]

@@ -1,0 +1,212 @@
+"""One decode rank's end of the link to one prefill engine: which arrivals may land, and where.
+
+Commands and reports are those of ``pdserve.wire.rank_transfer``. A piece is received only when it has arrived and its
+transfer is known to be alive, so nothing is written that was not asked for.
+"""
+
+from __future__ import annotations
+
+import enum
+import itertools
+from collections.abc import Sequence
+
+from pdserve.errors import PeerLost
+from pdserve.wire.rank_transfer import (
+    ConnectLink,
+    Dropped,
+    Expect,
+    Expecting,
+    ExpectMore,
+    Forget,
+    Forgotten,
+    LinkCommand,
+    PiecesLanded,
+    RankReport,
+    Released,
+)
+from pdserve_kvtransfer.pieces import Piece, digest, head_map, heads_of, index_of, tag_of
+from pdserve_kvtransfer.ranks import RankLink
+from pdserve_kvtransfer.region import KvRegion
+from pdserve_kvtransfer.transport import DISCARD, MAX_PIECE_BYTES, ArrivedMessage, MovedMessage, Transport
+
+
+class _PieceState(enum.IntEnum):
+    MISSING = 0
+    ACCEPTED = 1
+    LANDED = 2
+
+
+class _Landing:
+    """One transfer's pieces on this rank."""
+
+    def __init__(self, expect: Expect, slots: int) -> None:
+        self.expect = expect
+        self.slots = slots
+        self.forgotten = False
+        self._block_ids = list(expect.block_ids)
+        self._states = bytearray(len(self._block_ids) * slots)
+        self._missing = len(self._states)
+        self._in_flight: dict[int, int] = {}
+
+    def grow(self, block_ids: Sequence[int]) -> None:
+        """Its next blocks may land, too."""
+        self._block_ids += block_ids
+        self._states += bytes(len(block_ids) * self.slots)
+        self._missing += len(block_ids) * self.slots
+
+    @property
+    def complete(self) -> bool:
+        """Whether nothing of it will land any more. A paced transfer may always go on."""
+        return not self._missing and not self.expect.paced
+
+    @property
+    def in_flight(self) -> tuple[int, ...]:
+        """Blocks with accepted pieces that have not landed."""
+        return tuple(self._in_flight)
+
+    def accept(self, index: int) -> int | None:
+        """The block that this piece belongs to; None if it may not land."""
+        at = index - self.expect.first_block * self.slots
+        if self.forgotten or not 0 <= at < len(self._states) or self._states[at] != _PieceState.MISSING:
+            return None
+        self._states[at] = _PieceState.ACCEPTED
+        block_id = self._block_ids[at // self.slots]
+        self._in_flight[block_id] = self._in_flight.get(block_id, 0) + 1
+        return block_id
+
+    def landed(self, index: int) -> int | None:
+        """The block whose last accepted piece this was, if it was."""
+        at = index - self.expect.first_block * self.slots
+        self._states[at] = _PieceState.LANDED
+        self._missing -= 1
+        block_id = self._block_ids[at // self.slots]
+        self._in_flight[block_id] -= 1
+        if self._in_flight[block_id]:
+            return None
+        del self._in_flight[block_id]
+        return block_id
+
+
+class FetchPort:
+    """``reports`` collects what rank 0 is to be told; whoever drives the port empties it."""
+
+    def __init__(self, link: int, rank: int, ranks: int, kv_heads: int, region: KvRegion, transport: Transport) -> None:
+        """Raises TransferError if the transport cannot open a link."""
+        self._port = RankLink(link, transport, region.memory)
+        self._rank, self._ranks, self._kv_heads = rank, ranks, kv_heads
+        self._region = region
+        self._head_bytes = region.block_bytes // len(heads_of(rank, ranks, kv_heads))
+        self._pieces: tuple[Piece, ...] = ()
+        self._landings: dict[int, _Landing] = {}
+        self._in_flight = 0
+
+    @property
+    def reports(self) -> list[RankReport]:
+        return self._port.reports
+
+    def handle(self, command: LinkCommand) -> None:
+        self._port.handle(command, self._obey, self.close)
+
+    def _obey(self, command: LinkCommand) -> bool:
+        match command:
+            case ConnectLink(addresses=addresses):
+                self._connect(addresses)
+            case Expect(tag=tag):
+                self._landings[tag] = _Landing(command, len(self._pieces))
+                self.reports.append(Expecting(self._port.number, tag))
+            case ExpectMore(tag=tag, block_ids=block_ids):
+                if tag in self._landings:
+                    self._landings[tag].grow(block_ids)
+                self.reports.append(Expecting(self._port.number, tag))
+            case Forget(tag=tag):
+                self._forget(tag)
+            case _:
+                raise TypeError(f"{type(command).__name__} is not for the receiving side")
+        return True
+
+    def _connect(self, addresses: tuple[bytes, ...]) -> None:
+        mine = [piece for piece in head_map(self._kv_heads, len(addresses), self._ranks) if piece.target == self._rank]
+        self._pieces = tuple(mine)
+        self._port.link.connect([addresses[source] for source in sorted({piece.source for piece in mine})])
+
+    def _forget(self, tag: int) -> None:
+        landing = self._landings.get(tag)
+        in_flight = () if landing is None else landing.in_flight
+        if landing is not None:
+            landing.forgotten = True
+            if not in_flight:
+                del self._landings[tag]
+        self.reports.append(Forgotten(self._port.number, tag, in_flight))
+
+    def turn(self) -> bool:
+        """Let data move. True if any did."""
+        return self._port.turn(self._round)
+
+    def _round(self) -> bool:
+        link = self._port.link
+        moved = link.progress()
+        landed = link.landed()
+        for tag, pieces in itertools.groupby(landed, lambda piece: tag_of(piece.label)):
+            self._landed(self._landings[tag], tuple(pieces))
+        arrivals = link.arrivals()
+        if arrivals:
+            link.receive(self._places(arrivals))
+        return moved or bool(arrivals)
+
+    def _places(self, arrivals: Sequence[ArrivedMessage]) -> list[int]:
+        places = [self._place(arrival) for arrival in arrivals]
+        dropped = places.count(DISCARD)
+        self._in_flight += len(places) - dropped
+        if dropped:
+            self.reports.append(Dropped(self._port.number, dropped))
+        return places
+
+    def _place(self, arrival: ArrivedMessage) -> int:
+        if arrival.length > MAX_PIECE_BYTES:
+            raise PeerLost(f"the prefill engine sent a block of {arrival.length} bytes")
+        landing = self._landings.get(tag_of(arrival.label))
+        if landing is None:
+            return DISCARD
+        index = index_of(arrival.label)
+        piece = self._pieces[index % landing.slots]
+        if arrival.length != piece.heads * self._head_bytes:
+            return DISCARD
+        block_id = landing.accept(index)
+        return DISCARD if block_id is None else self._region.place(block_id, piece.target_head * self._head_bytes)
+
+    def _landed(self, landing: _Landing, pieces: tuple[MovedMessage, ...]) -> None:
+        self._in_flight -= len(pieces)
+        expect, number = landing.expect, self._port.number
+        indexes = tuple(index_of(piece.label) for piece in pieces)
+        released = [block_id for index in indexes if (block_id := landing.landed(index)) is not None]
+        if landing.forgotten:
+            if released:
+                self.reports.append(Released(number, expect.tag, tuple(released)))
+            if not landing.in_flight:
+                del self._landings[expect.tag]
+            return
+        digests = tuple(self._digest(piece) for piece in pieces) if expect.digests else ()
+        size = sum(piece.length for piece in pieces)
+        self.reports.append(PiecesLanded(number, expect.tag, indexes, digests, size))
+        if landing.complete:
+            del self._landings[expect.tag]
+
+    def _digest(self, piece: MovedMessage) -> int:
+        if piece.digest is not None:
+            return piece.digest
+        return digest(self._region.bytes_at(piece.place, piece.length), piece.label)
+
+    def moving(self) -> bool:
+        return bool(self._in_flight)
+
+    def arm(self) -> bool:
+        return self._port.arm()
+
+    def fileno(self) -> int:
+        return self._port.link.fileno()
+
+    def close(self) -> None:
+        """Idempotent. Nothing is written afterwards."""
+        self._port.close()
+        self._in_flight = 0
+        self._landings.clear()

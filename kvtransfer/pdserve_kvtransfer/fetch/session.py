@@ -1,0 +1,371 @@
+"""The decode side of one transfer, without I/O. Every input returns what to send and what to tell the engine.
+
+QUEUED ─▶ PREPARING ─▶ MOVING ─▶ ENDED                   all pieces landed, on all ranks
+QUEUED ─▶ ENDED                                          over before anybody was told
+PREPARING, MOVING ─▶ FORGETTING ─▶ ENDED                 failed or cancelled
+                     FORGETTING ─▶ DRAINING ─▶ ENDED     and something was still being written
+(any)  ─▶ ENDED                                          the link is closed
+
+An ``Aggregator`` turns many ranks' pieces of many blocks into one completion. Reports may come in any order, twice, or
+for pieces that are not expected; only a piece that has landed, and whose digest is the announced one, counts, and it
+counts once.
+"""
+
+from __future__ import annotations
+
+import enum
+import itertools
+from collections.abc import Sequence
+from typing import TypeAlias
+
+from pdserve.wire.rank_transfer import Expect, ExpectMore, Forget
+from pdserve.wire.transfer import Accept, BlocksReady, Cancel, Digests, Done, Failed, FirstToken, PrefillRequest
+from pdserve_kvtransfer.events import (
+    KIND_OF_CAUSE,
+    BlocksComing,
+    BlocksLanded,
+    BlocksReleased,
+    FailureKind,
+    FetchCancelled,
+    FetchEvent,
+    FetchFailed,
+    FetchLanded,
+    FetchOrder,
+    FirstTokenArrived,
+)
+from pdserve_kvtransfer.pieces import Piece
+
+FetchEffect: TypeAlias = Expect | ExpectMore | Forget | PrefillRequest | Accept | Done | Cancel | FetchEvent
+
+
+class FetchState(enum.Enum):
+    QUEUED = "queued"
+    """The handshake is not settled; nobody knows of this transfer."""
+    PREPARING = "preparing"
+    """The ranks of this node are being told to let it land."""
+    MOVING = "moving"
+    FORGETTING = "forgetting"
+    """It is over, and will be reported when every rank has said what is still being written."""
+    DRAINING = "draining"
+    """Its end was reported, but accepted receives still write to memory: those blocks are quarantined."""
+    ENDED = "ended"
+
+
+class FetchSession:
+    """From the order to its one terminal event, and on until nothing writes to its blocks.
+
+    With ``checked``, a piece counts only when its digest is the one that the prefill engine announced.
+    """
+
+    def __init__(self, order: FetchOrder, tag: int, link: int, block_bytes: int, now: float, *, checked: bool) -> None:
+        """``link`` is the number that the ranks know it by; ``block_bytes`` counts all ranks."""
+        self.order = order
+        self.tag = tag
+        self.state = FetchState.QUEUED
+        self.deadline = now + order.deadline_s
+        self.all_sent: float | None = None
+        """When the prefill engine had sent its last block; None before."""
+        self._tail_bytes = 0
+        self._link = link
+        self.accepted_at = now
+        """When the engine gave a paced fetch its last destinations."""
+        self._size = order.num_blocks * block_bytes
+        self._started = now
+        self._checked = checked
+        self._ranks = 0
+        self._pieces: dict[tuple[int, int], Piece] = {}
+        self._landings = Aggregator(0, 0, (), checked=checked)
+        self._waiting_for: set[int] = set()
+        self._end: FetchFailed | FetchCancelled | None = None
+        self._in_flight: dict[int, set[int]] = {}
+        self._block_ids = list(order.block_ids)
+        self._coming = self._leading = 0
+        self._accepts: list[int] = []
+        self._expecting: dict[int, int] = {}
+
+    @property
+    def outstanding(self) -> bool:
+        """Whether blocks that may be sent have not landed."""
+        return not self.order.paced_blocks or self._leading < min(len(self._block_ids), self._coming)
+
+    @property
+    def over(self) -> bool:
+        """Whether its end is settled."""
+        return self.state in (FetchState.FORGETTING, FetchState.DRAINING, FetchState.ENDED)
+
+    # ------------------------------------------------------------ towards the prefill engine
+
+    def prepare(self, pieces: Sequence[Piece], ranks: int) -> list[FetchEffect]:
+        """The handshake stands: ``pieces`` say which rank gets what from whom."""
+        if self.state is not FetchState.QUEUED:
+            return []
+        self.state = FetchState.PREPARING
+        self._ranks = ranks
+        self._waiting_for = set(range(ranks))
+        self._pieces = {(piece.source, piece.target): piece for piece in pieces}
+        slots = [max(piece.slots for piece in pieces if piece.target == rank) for rank in range(ranks)]
+        order = self.order
+        self._landings = Aggregator(order.first_block, order.num_blocks, slots, checked=self._checked)
+        paced = bool(order.paced_blocks)
+        return [Expect(self._link, self.tag, order.first_block, order.block_ids, self._checked, paced)]
+
+    def expecting(self, rank: int, now: float) -> list[FetchEffect]:
+        """A rank is ready to let it land."""
+        if self.state is FetchState.MOVING:
+            return self._accept_expected(rank)
+        self._waiting_for.discard(rank)
+        if self.state is not FetchState.PREPARING or self._waiting_for:
+            return []
+        self.state = FetchState.MOVING
+        order = self.order
+        accepted = order.first_block + len(order.block_ids)
+        accept: list[FetchEffect] = (
+            [Accept(order.transfer_id, accepted)] if order.paced_blocks and order.block_ids else []
+        )
+        return [
+            PrefillRequest(
+                transfer_id=order.transfer_id,
+                tag=self.tag,
+                token_ids=order.token_ids,
+                first_block=order.first_block,
+                sampling=order.sampling,
+                deadline_s=max(self.deadline - now, 0.001),
+                sibling_seeds=order.sibling_seeds,
+                cache_salt=order.cache_salt,
+                digests=self._checked,
+                paced=bool(order.paced_blocks),
+            ),
+            *accept,
+        ]
+
+    def accept(self, block_ids: tuple[int, ...], now: float) -> list[FetchEffect]:
+        """The engine has destinations for the next blocks of a paced fetch."""
+        if self.state is not FetchState.MOVING:
+            return []
+        self._block_ids += block_ids
+        self.accepted_at = now
+        self._accepts.append(self.order.first_block + len(self._block_ids))
+        return [ExpectMore(self._link, self.tag, block_ids)]
+
+    def _accept_expected(self, rank: int) -> list[FetchEffect]:
+        """A rank is ready to let the next blocks land; when all are, they may be sent."""
+        before = min(self._expecting.get(rank, 0) for rank in range(self._ranks))
+        self._expecting[rank] = self._expecting.get(rank, 0) + 1
+        ready = min(self._expecting.get(rank, 0) for rank in range(self._ranks))
+        return (
+            [Accept(self.order.transfer_id, self._accepts[ready - 1])] if before < ready <= len(self._accepts) else []
+        )
+
+    def on_ready(self, message: BlocksReady) -> list[FetchEffect]:
+        """The prefill engine has more blocks to send."""
+        coming = min(message.end_block - self.order.first_block, self.order.paced_blocks)
+        if self.state is not FetchState.MOVING or coming <= self._coming:
+            return []
+        self._coming = coming
+        return [BlocksComing(self.order.transfer_id, coming)]
+
+    # ------------------------------------------------------------ arrivals
+
+    def landed(self, rank: int, indexes: Sequence[int], digests: Sequence[int], now: float) -> list[FetchEffect]:
+        """A rank has received pieces. ``digests`` has one for each, or, where they are not checked, none."""
+        if self.state is not FetchState.MOVING:
+            return []
+        for index, digest in zip(indexes, digests or itertools.repeat(0, len(indexes)), strict=True):
+            if self._landings.landed(rank, index, digest) is PieceCheck.CORRUPT:
+                return self._fail(FailureKind.CORRUPT, f"piece {index} on rank {rank} is not what was sent", tell=True)
+        return self._finish_if_complete(now)
+
+    def on_digests(self, message: Digests, now: float) -> list[FetchEffect]:
+        if self.state is not FetchState.MOVING:
+            return []
+        piece = self._pieces.get((message.source, message.target))
+        for block, digest in enumerate(message.digests, message.first_block):
+            verdict = PieceCheck.CORRUPT
+            if piece is not None:
+                verdict = self._landings.announced(message.target, block * piece.slots + piece.slot, digest)
+            if verdict is PieceCheck.CORRUPT:
+                return self._fail(FailureKind.CORRUPT, f"block {block} is not what was sent", tell=True)
+        return self._finish_if_complete(now)
+
+    def on_first_token(self, message: FirstToken, now: float) -> list[FetchEffect]:
+        if self.state is not FetchState.MOVING or self.all_sent is not None:
+            return []
+        self.all_sent = now
+        self._tail_bytes = round(self._landings.share_missing * self._size)
+        arrived = FirstTokenArrived(self.order.transfer_id, message.tokens, message.cached_tokens, message.load)
+        return [arrived, *self._finish_if_complete(now)]
+
+    def _finish_if_complete(self, now: float) -> list[FetchEffect]:
+        if self.all_sent is None or not self._landings.complete:
+            return self._tell_landed()
+        self.state = FetchState.ENDED
+        transfer_id = self.order.transfer_id
+        tail_s = now - self.all_sent
+        landed = FetchLanded(transfer_id, now - self._started, self._size, tail_s, self._tail_bytes)
+        if self.order.paced_blocks:
+            return [Done(transfer_id), Forget(self._link, self.tag), landed]
+        return [Done(transfer_id), landed]
+
+    def _tell_landed(self) -> list[FetchEffect]:
+        if not self.order.paced_blocks:
+            return []
+        before, self._leading = self._leading, self._landings.leading_from(self._leading)
+        return [BlocksLanded(self.order.transfer_id, self._leading)] if self._leading > before else []
+
+    # ------------------------------------------------------------ endings
+
+    def on_failed(self, message: Failed) -> list[FetchEffect]:
+        """The prefill engine has ended it."""
+        return self._fail(KIND_OF_CAUSE[message.cause], message.reason, tell=False)
+
+    def expire(self, now: float) -> list[FetchEffect]:
+        """The clock has moved."""
+        if now < self.deadline:
+            return []
+        return self._fail(FailureKind.DEADLINE, "deadline: the prompt's KV cache did not arrive in time", tell=True)
+
+    def withdraw(self, kind: FailureKind, reason: str) -> list[FetchEffect]:
+        """This side gives it up for reasons that the engine did not ask for."""
+        return self._fail(kind, reason, tell=True)
+
+    def cancel(self) -> list[FetchEffect]:
+        """The engine wants it no more."""
+        return self._begin_end(FetchCancelled(self.order.transfer_id, ()), tell=True)
+
+    def forgotten(self, rank: int, in_flight: Sequence[int]) -> list[FetchEffect]:
+        """A rank accepts no more of it, but is still writing to these blocks."""
+        if self.state is not FetchState.FORGETTING or rank not in self._waiting_for:
+            return []
+        self._waiting_for.discard(rank)
+        self._in_flight[rank] = set(in_flight)
+        if self._waiting_for:
+            return []
+        quarantined = self._still_written()
+        self.state = FetchState.DRAINING if quarantined else FetchState.ENDED
+        return self._report(tuple(block for block in dict.fromkeys(self._block_ids) if block in quarantined))
+
+    def released(self, rank: int, block_ids: Sequence[int]) -> list[FetchEffect]:
+        """A rank has finished writing to these blocks."""
+        self._in_flight.get(rank, set()).difference_update(block_ids)
+        if self.state is not FetchState.DRAINING:
+            return []
+        still = self._still_written()
+        if not still:
+            self.state = FetchState.ENDED
+        free = tuple(block for block in block_ids if block not in still)
+        return [BlocksReleased(free)] if free else []
+
+    def closed(self, kind: FailureKind, reason: str) -> list[FetchEffect]:
+        """The link is closed on every rank: nothing is written any more, and nobody can be told."""
+        if self.state is FetchState.ENDED:
+            return []
+        if self.state is FetchState.DRAINING:
+            self.state = FetchState.ENDED
+            return [BlocksReleased(tuple(self._still_written()))]
+        if self._end is None:
+            self._end = FetchFailed(self.order.transfer_id, reason, 0, (), kind)
+        self.state = FetchState.ENDED
+        return self._report(())
+
+    def _fail(self, kind: FailureKind, reason: str, *, tell: bool) -> list[FetchEffect]:
+        return self._begin_end(FetchFailed(self.order.transfer_id, reason, 0, (), kind), tell=tell)
+
+    def _begin_end(self, end: FetchFailed | FetchCancelled, *, tell: bool) -> list[FetchEffect]:
+        if self.over:
+            return []
+        known, self._end = self.state, end
+        if known is FetchState.QUEUED:
+            self.state = FetchState.ENDED
+            return self._report(())
+        self.state = FetchState.FORGETTING
+        self._waiting_for = set(range(self._ranks))
+        cancel: list[FetchEffect] = [Cancel(self.order.transfer_id)] if tell and known is FetchState.MOVING else []
+        return [*cancel, Forget(self._link, self.tag)]
+
+    def _report(self, quarantined: tuple[int, ...]) -> list[FetchEffect]:
+        match self._end:
+            case FetchFailed(transfer_id, reason, kind=kind):
+                return [FetchFailed(transfer_id, reason, self._landings.leading_blocks, quarantined, kind)]
+            case _:
+                return [FetchCancelled(self.order.transfer_id, quarantined)]
+
+    def _still_written(self) -> set[int]:
+        return set().union(*self._in_flight.values())
+
+
+class PieceCheck(enum.Enum):
+    """On one piece of news."""
+
+    FINE = "fine"
+    IGNORED = "ignored"
+    """Known already, or about nothing that is expected."""
+    CORRUPT = "corrupt"
+    """A piece is not what was sent, or two announcements contradict each other."""
+
+
+class Aggregator:
+    """The pieces of blocks ``first_block`` to ``first_block + blocks - 1``, where ``slots[rank]`` make one block."""
+
+    def __init__(self, first_block: int, blocks: int, slots: Sequence[int], *, checked: bool) -> None:
+        """With ``checked``, pieces need an announced digest."""
+        self._first_block = first_block
+        self._slots = tuple(slots)
+        self._missing = [sum(self._slots)] * blocks
+        self._left = self._pieces = sum(self._missing)
+        self._checked = checked
+        # By rank and place; None where nothing is known yet.
+        self._announced: list[list[int | None]] = [[None] * (slots_here * blocks) for slots_here in self._slots]
+        self._found: list[list[int | None]] = [[None] * (slots_here * blocks) for slots_here in self._slots]
+
+    @property
+    def complete(self) -> bool:
+        return self._left == 0
+
+    @property
+    def share_missing(self) -> float:
+        """Of all pieces, those that have not landed yet: 1 at the start, 0 when complete."""
+        return self._left / self._pieces if self._pieces else 0.0
+
+    @property
+    def leading_blocks(self) -> int:
+        """How many blocks from the first on are there in full, on every rank."""
+        return self.leading_from(0)
+
+    def leading_from(self, blocks: int) -> int:
+        """``leading_blocks``, of which so many are known already."""
+        while blocks < len(self._missing) and not self._missing[blocks]:
+            blocks += 1
+        return blocks
+
+    def landed(self, rank: int, index: int, digest: int) -> PieceCheck:
+        """A rank has received the piece that travelled as ``index``."""
+        return self._note(self._found, self._announced, rank, index, digest)
+
+    def announced(self, rank: int, index: int, digest: int) -> PieceCheck:
+        """What that piece must be, by its sender."""
+        return self._note(self._announced, self._found, rank, index, digest)
+
+    def _note(
+        self, known: list[list[int | None]], other: list[list[int | None]], rank: int, index: int, digest: int
+    ) -> PieceCheck:
+        if not 0 <= rank < len(known):
+            return PieceCheck.IGNORED
+        slots = self._slots[rank]
+        at = index - self._first_block * slots
+        if not 0 <= at < len(known[rank]):
+            return PieceCheck.IGNORED
+        before = known[rank][at]
+        if before is not None:
+            return PieceCheck.IGNORED if before == digest else PieceCheck.CORRUPT
+        known[rank][at] = digest
+        if self._checked:
+            expected = other[rank][at]
+            if expected is None:
+                return PieceCheck.FINE
+            if expected != digest:
+                return PieceCheck.CORRUPT
+        elif known is self._announced:
+            return PieceCheck.FINE
+        self._missing[at // slots] -= 1
+        self._left -= 1
+        return PieceCheck.FINE

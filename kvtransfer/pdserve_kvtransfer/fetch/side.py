@@ -1,0 +1,171 @@
+"""The decode side's driver has one peer for each prefill boot that it fetches from."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from typing import cast
+
+from pdserve.config import Switch
+from pdserve.errors import HandshakeRefused, PeerLost, RankLost, TransferError
+from pdserve.wire.ids import TransferId
+from pdserve.wire.ticket import PrefillTarget
+from pdserve.wire.transfer import TAG_BITS, ToDecode
+from pdserve_kvtransfer.control.sockets import FrameOpener
+from pdserve_kvtransfer.events import FailureKind, FetchFailed, FetchOrder
+from pdserve_kvtransfer.fetch.peer import FetchPeer
+from pdserve_kvtransfer.fetch.session import FetchSession
+from pdserve_kvtransfer.sides import AcceptBlocks, CancelFetch, Command, LocalEngine, Pollable, StartFetch, earliest
+
+log = logging.getLogger(__name__)
+
+
+class FetchSide:
+    def __init__(self, local: LocalEngine) -> None:
+        self._local = local
+        self._opener: FrameOpener[ToDecode] = FrameOpener(
+            local.secret, cast("type[ToDecode]", ToDecode), local.counters, local.boot_id
+        )
+        self._peers: dict[bytes, FetchPeer] = {}
+        self._closing: list[FetchPeer] = []
+        self._silent: dict[str, bytes] = {}
+        """By address, the boot whose lease ran out there last."""
+
+    def handle(self, command: Command, now: float) -> None:
+        match command:
+            case StartFetch(order):
+                self._fetch(order, now)
+            case AcceptBlocks(transfer_id, block_ids):
+                self._accept(transfer_id, block_ids, now)
+            case CancelFetch(transfer_id):
+                for peer in list(self._peers.values()):
+                    if peer.has(transfer_id):
+                        self._attempt(peer, partial(peer.cancel, transfer_id, now), now)
+            case _:
+                raise TypeError(f"a decode engine has no {type(command).__name__}")
+
+    def _fetch(self, order: FetchOrder, now: float) -> None:
+        try:
+            peer = self._peers.get(order.target.boot_id) or self._meet(order.target, now)
+            if self._silent.get(peer.target.control) == peer.target.boot_id and not peer.welcomed:
+                raise PeerLost("it fell silent, and has not answered since")
+        except TransferError as exc:
+            self._cannot_fetch(order, str(exc))
+            return
+        except RankLost:
+            raise
+        except Exception as exc:
+            log.exception("prefill node %s cannot be met", order.target.name)
+            self._cannot_fetch(order, f"{type(exc).__name__}: {exc}")
+            return
+        checked = self._local.config.checksums is Switch.ON
+        tag, size = self._new_tag(peer), self._local.block_bytes
+        session = FetchSession(order, tag, peer.link.number, size, now, checked=checked)
+        self._attempt(peer, partial(peer.fetch, session, now), now)
+
+    def _cannot_fetch(self, order: FetchOrder, reason: str) -> None:
+        self._local.counters.failures[FailureKind.PEER_LOST] += 1
+        self._local.event_queue.put(FetchFailed(order.transfer_id, reason, 0, (), FailureKind.PEER_LOST))
+
+    def _attempt(self, peer: FetchPeer, act: Callable[[], bool | None], now: float) -> bool:
+        """``act``, which concerns this peer alone: whatever it raises, this peer is lost, and no other.
+
+        True if it says so or raised. RankLost is not the peer's: without its own ranks this engine cannot go on.
+        """
+        try:
+            return bool(act())
+        except RankLost:
+            raise
+        except HandshakeRefused as exc:
+            self._lose(peer, FailureKind.MISFIT, str(exc), now)
+        except TransferError as exc:
+            self._lose(peer, FailureKind.PEER_LOST, str(exc), now)
+        except Exception as exc:
+            log.exception("prefill node %s cannot be dealt with", peer.target.name)
+            self._lose(peer, FailureKind.PEER_LOST, f"{type(exc).__name__}: {exc}", now)
+        return True
+
+    def _accept(self, transfer_id: TransferId, block_ids: tuple[int, ...], now: float) -> None:
+        for peer in list(self._peers.values()):
+            if peer.has(transfer_id):
+                self._attempt(peer, partial(peer.accept, transfer_id, block_ids, now), now)
+
+    def _meet(self, target: PrefillTarget, now: float) -> FetchPeer:
+        for known in list(self._peers.values()):
+            if known.target.control == target.control:
+                if known.serving:
+                    # Its connection stands, so it is the order that names a boot of the past.
+                    raise PeerLost("the order names a boot that this address no longer (or not yet) has")
+                self._lose(known, FailureKind.PEER_LOST, "the prefill node has restarted", now)
+        peer = FetchPeer(self._local, target, self._opener, now)
+        self._peers[target.boot_id] = peer
+        return peer
+
+    def _new_tag(self, peer: FetchPeer) -> int:
+        while True:
+            tag = secrets.randbits(TAG_BITS)
+            if tag and not peer.has_tag(tag):
+                return tag
+
+    def turn(self, now: float) -> bool:
+        more = self._local.ranks.receive()
+        self._closing = [peer for peer in self._closing if not peer.closed(now)]
+        for peer in list(self._peers.values()):
+            more |= self._attempt(peer, partial(peer.turn, now), now)
+        return more
+
+    def tick(self, now: float) -> None:
+        for peer in list(self._peers.values()):
+            if peer.lease.expired(now):
+                self._local.counters.leases_expired += 1
+                self._lose(peer, FailureKind.LEASE_EXPIRED, "the prefill engine fell silent", now)
+                self._doubt(peer.target, now)
+            else:
+                self._attempt(peer, partial(peer.tick, now), now)
+
+    def _doubt(self, target: PrefillTarget, now: float) -> None:
+        """Greet it anew. Until it answers, orders for it fail at once instead of waiting for another lease."""
+        self._silent[target.control] = target.boot_id
+        try:
+            self._meet(target, now)
+        except RankLost:
+            raise
+        except TransferError as exc:
+            log.info("prefill node %s cannot be greeted anew: %s", target.name, exc)
+        except Exception:
+            log.exception("prefill node %s cannot be greeted anew", target.name)
+
+    def _lose(self, peer: FetchPeer, kind: FailureKind, reason: str, now: float) -> None:
+        log.info("prefill node %s is lost: %s", peer.target.name, reason)
+        del self._peers[peer.target.boot_id]
+        peer.end(kind, reason)
+        if not peer.closed(now):
+            self._closing.append(peer)
+
+    def forgive(self, now: float) -> None:
+        for peer in self._peers.values():
+            peer.forgive(now)
+
+    def next_timer(self) -> float | None:
+        return earliest(peer.next_timer() for peer in self._peers.values())
+
+    def moving(self) -> bool:
+        return any(peer.moving() for peer in self._peers.values())
+
+    def arm(self) -> bool:
+        return all(peer.arm() for peer in self._peers.values())
+
+    def pollables(self) -> list[Pollable]:
+        peers = [pollable for peer in self._peers.values() for pollable in peer.pollables()]
+        return [*self._local.ranks.sockets, *peers]
+
+    def close(self, linger_s: float) -> None:
+        peers = list(self._peers.values())
+        self._peers.clear()
+        with ExitStack() as stack:
+            stack.callback(self._local.ranks.close, linger_s)
+            for peer in peers:
+                stack.callback(peer.leave, "the decode engine is closing", linger_s)

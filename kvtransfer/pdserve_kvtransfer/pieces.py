@@ -1,0 +1,135 @@
+"""The pieces that blocks travel in: which ranks send which KV heads to which, labels, and checksums.
+
+A rank holds a run of KV heads, or, where there are more ranks than KV heads, one head that others hold too. In a
+block's layout a run of heads is one run of bytes, so each piece is one message and nothing is repacked.
+
+A piece on its way has a label: its transfer's tag, then its index. The sender announces each piece's checksum on the
+authenticated channel, and the receiver compares what landed. The checksum is XXH3 (Collet, 2019), 64 bits. It is no
+signature, and needs none: what it must equal comes in a signed frame. It is seeded with the label, so that a piece of
+another transfer, or of another index, does not fit either.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+from dataclasses import dataclass
+
+from xxhash import xxh3_64_intdigest
+
+from pdserve.wire.transfer import INDEX_BITS
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A run of heads of every block, from one prefill rank to one decode rank. Heads count from the rank's first."""
+
+    source: int
+    target: int
+    source_head: int
+    target_head: int
+    heads: int
+    slot: int
+    """Its place among the pieces of the target's blocks: piece ``slot`` of block b has index ``b * slots + slot``."""
+    slots: int
+
+
+MAX_RANKS = 256
+"""Of one node: more than any has, and few enough to count to."""
+
+
+def heads_of(rank: int, ranks: int, kv_heads: int) -> range:
+    """The KV heads that a rank holds. Raises ValueError if they cannot be spread evenly."""
+    if not 1 <= ranks <= MAX_RANKS:
+        raise ValueError(f"a node has between 1 and {MAX_RANKS} ranks, not {ranks}")
+    if kv_heads % ranks == 0:
+        each = kv_heads // ranks
+        return range(rank * each, (rank + 1) * each)
+    if ranks % kv_heads == 0:
+        head = rank // (ranks // kv_heads)
+        return range(head, head + 1)
+    raise ValueError(f"{kv_heads} KV heads cannot be spread evenly over {ranks} ranks")
+
+
+def head_map(kv_heads: int, sources: int, targets: int) -> tuple[Piece, ...]:
+    """All pieces, by target and then by head. Each head of each target comes from exactly one source.
+
+    Raises ValueError if the heads cannot be spread evenly over either side.
+    """
+    heads_of(0, sources, kv_heads)
+    heads_of(0, targets, kv_heads)
+    held = [heads_of(source, sources, kv_heads) for source in range(sources)]
+    pieces: list[Piece] = []
+    for target in range(targets):
+        wanted = heads_of(target, targets, kv_heads)
+        runs = _runs(wanted, [_owner(head, held, target) for head in wanted])
+        for slot, (source, heads) in enumerate(runs):
+            source_head, target_head = heads.start - held[source].start, heads.start - wanted.start
+            pieces.append(Piece(source, target, source_head, target_head, len(heads), slot, len(runs)))
+    return tuple(pieces)
+
+
+def _owner(head: int, held: list[range], target: int) -> int:
+    """Of several sources that hold a head, different ones serve different targets."""
+    owners = [source for source, heads in enumerate(held) if head in heads]
+    return owners[target % len(owners)]
+
+
+def _runs(heads: range, owners: list[int]) -> list[tuple[int, range]]:
+    runs: list[tuple[int, range]] = []
+    for head, owner in zip(heads, owners, strict=True):
+        if runs and runs[-1][0] == owner:
+            runs[-1] = (owner, range(runs[-1][1].start, head + 1))
+        else:
+            runs.append((owner, range(head, head + 1)))
+    return runs
+
+
+_INDEX_MASK = (1 << INDEX_BITS) - 1
+
+
+def label_of(tag: int, index: int) -> int:
+    """Of ``LABEL_BITS`` bits."""
+    return tag << INDEX_BITS | index
+
+
+def tag_of(label: int) -> int:
+    """Which transfer the sender means."""
+    return label >> INDEX_BITS
+
+
+def index_of(label: int) -> int:
+    """Which piece of it."""
+    return label & _INDEX_MASK
+
+
+def digest(piece: memoryview, label: int) -> int:
+    """Of a piece's bytes under the label (``pdserve_kvtransfer.pieces``) that it travels with."""
+    return xxh3_64_intdigest(piece, seed=label)
+
+
+@dataclass(frozen=True, slots=True)
+class CompiledXxhash:
+    """Addresses of xxhash's own C functions, for compiled code."""
+
+    digest: int | None
+    """``uint64_t (const void *bytes, size_t length, uint64_t label)``: what ``digest`` returns."""
+    secret: int | None
+    """``void (void *secret, uint64_t seed)``: the 192 bytes that XXH3 makes of a seed. None if it is not to be had."""
+
+
+def compiled_xxhash() -> CompiledXxhash | None:
+    """None if xxhash was built without names for them."""
+    module = importlib.util.find_spec("xxhash._xxhash")
+    if module is None or module.origin is None:
+        return None
+    library = ctypes.CDLL(module.origin)
+    # The first one uses the widest registers that the CPU has.
+    names = ("XXH3_64bits_withSeed_dispatch", "XXH3_64bits_withSeed")
+    found = [address for name in names if (address := _address(library, name)) is not None]
+    return CompiledXxhash(found[0], _address(library, "XXH3_generateSecret_fromSeed")) if found else None
+
+
+def _address(library: ctypes.CDLL, name: str) -> int | None:
+    function = getattr(library, name, None)
+    return None if function is None else ctypes.cast(function, ctypes.c_void_p).value

@@ -1,0 +1,147 @@
+"""The asking end of a probe, and what travels on the probe's link: tags, sizes, bounds.
+
+Both ends hold scratch memory only.
+"""
+
+from __future__ import annotations
+
+import select
+import statistics
+import time
+from collections.abc import Callable
+
+from pdserve.errors import PeerLost
+from pdserve_kvtransfer.pieces import label_of, tag_of
+from pdserve_kvtransfer.polling import Nap
+from pdserve_kvtransfer.transport import Link
+
+PING_TAG = 1
+"""A few bytes, sent back as they are."""
+START_TAG = 2
+"""From the asker: now send."""
+LOAD_TAG = 3
+"""The messages that were asked for, by index."""
+
+PING_BYTES = 8
+MAX_ASKER_BYTES = 64
+"""An asker sends nothing larger; what does ends the probe."""
+
+PROBE_LIMIT_S = 10.0
+"""A probe is over after this, whatever its asker does."""
+PAUSE_S = 1.0
+"""Between two probes, whoever asks."""
+WINDOW = 32
+"""Messages on the way at once."""
+
+_PINGS = 200
+_WARM_UP_MESSAGES = 8
+_MAX_WAIT_MS = 20
+_PARTS = 4
+_MIN_PART = 3 * WINDOW
+"""Messages in a part: many times what may have arrived before its clock starts."""
+
+
+class ProbeAsker:
+    """The asker's end of one link, which is connected. Everything it receives lands in scratch memory."""
+
+    def __init__(self, link: Link, message_bytes: int, deadline: float) -> None:
+        self._link = link
+        self._deadline = deadline
+        self._size = message_bytes
+        self._poll = select.poll()
+        self._poll.register(link.fileno(), select.POLLIN)
+
+    def ping(self) -> float:
+        """Half a round trip in seconds. Raises PeerLost if none comes back."""
+        times = []
+        for index in range(_PINGS):
+            begun = time.perf_counter()
+            self._link.send([0], PING_BYTES, [label_of(PING_TAG, index)])
+            if not self._until(self._answered):
+                break
+            times.append(time.perf_counter() - begun)
+        if not times:
+            raise PeerLost("nothing came back over UCX")
+        return statistics.median(times) / 2
+
+    def _answered(self) -> bool:
+        take(self._link, PING_TAG, PING_BYTES)
+        return bool(self._link.landed())
+
+    def load(self, messages: int) -> tuple[int, float]:
+        """Messages received, and bytes a second once it runs."""
+        load = _Throughput(self._link, self._size, messages)
+        self._link.send([0], PING_BYTES, [label_of(START_TAG, 0)])
+        self._until(load.step)
+        return load.landed, load.bytes_per_s
+
+    def _until(self, condition: Callable[[], bool]) -> bool:
+        """Let data move as a transfer thread does, until ``condition``. False if time ran out."""
+        nap = Nap()
+        while not condition():
+            now = time.monotonic()
+            if now >= self._deadline:
+                return False
+            moved = self._link.progress()
+            self._link.sent()  # nobody asks, but what is over and not read keeps the link from being armed
+            if self._link.broken():
+                raise PeerLost("the connection of the probe broke")
+            if not nap.taken(moved, True, now) and self._link.arm():
+                self._poll.poll(_MAX_WAIT_MS)
+        return True
+
+
+def probe_memory(message_bytes: int) -> memoryview:
+    """What the asker's link is opened with; all that it sends and receives is at the start of it."""
+    return memoryview(bytearray(max(message_bytes, PING_BYTES)))
+
+
+def take(link: Link, tag: int, length: int) -> None:
+    """Receive what has arrived. Raises PeerLost if it is anything else."""
+    arrivals = link.arrivals()
+    if any(tag_of(arrival.label) != tag or arrival.length != length for arrival in arrivals):
+        raise PeerLost("the probe's link carries something else")
+    if arrivals:
+        link.receive([0] * len(arrivals))
+
+
+class _Throughput:
+    """Messages that arrive on a link, received as they come, one over the other."""
+
+    def __init__(self, link: Link, message_bytes: int, messages: int) -> None:
+        self._link = link
+        self._size = message_bytes
+        self._messages = messages
+        # Connections start slowly: the clock runs from the end of this message.
+        self._warm = max(1, min(_WARM_UP_MESSAGES, messages // 2))
+        self._began = time.perf_counter()
+        self._times: list[float] = []
+
+    @property
+    def landed(self) -> int:
+        return len(self._times)
+
+    @property
+    def bytes_per_s(self) -> float:
+        """Of the best part of the load: others use the machine too. 0 if too little landed to tell."""
+        timed = self._times[self._warm - 1 :]
+        part = max((len(timed) - 1) // _PARTS, _MIN_PART)
+        starts = range(0, len(timed) - part, part)
+        parts = [timed[start : start + part + 1] for start in starts] or [timed]
+        best = max(self._rate(times) for times in parts)
+        if best or self.landed < self._messages:
+            return best
+        # All of it landed in one look.
+        return self.landed * self._size / (self._times[-1] - self._began)
+
+    def _rate(self, times: list[float]) -> float:
+        """After the first time; what landed with that one took longer than is known."""
+        span = times[-1] - times[0] if times else 0.0
+        return sum(later > times[0] for later in times) * self._size / span if span > 0 else 0.0
+
+    def step(self) -> bool:
+        """Takes what is there. True when all have landed. Raises PeerLost."""
+        now = time.perf_counter()
+        self._times += [now] * len(self._link.landed())
+        take(self._link, LOAD_TAG, self._size)
+        return self.landed == self._messages

@@ -1,0 +1,176 @@
+"""What ``pdserve doctor`` asks a prefill engine, as a decode engine that has no KV memory. Calls wait, with a bound."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TypeVar, cast
+
+import zmq
+
+from pdserve.config import TransferConfig
+from pdserve.errors import PeerLost
+from pdserve.wire.frame import Opened, Purpose, Sealer
+from pdserve.wire.ids import new_id
+from pdserve.wire.transfer import (
+    EngineSpec,
+    Examine,
+    Examined,
+    Ping,
+    Pong,
+    Probe,
+    ProbeEnd,
+    ProbeOpened,
+    ProbeRefused,
+    Refused,
+    ToDecode,
+    ToPrefill,
+    Welcome,
+)
+from pdserve.wire.version import SPOKEN
+from pdserve_kvtransfer.control.handshake import Handshake
+from pdserve_kvtransfer.control.sockets import ControlClient, FrameOpener
+from pdserve_kvtransfer.probe.asker import ProbeAsker, probe_memory
+from pdserve_kvtransfer.stats import TransferStats
+from pdserve_kvtransfer.ucx.ucx_library import Lane
+from pdserve_kvtransfer.ucx.ucx_transport import UcxLink, configured_ucx
+
+_CONTROL_PINGS = 20
+
+M = TypeVar("M")
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What a probe found."""
+
+    message_bytes: int
+    received: int
+    """Messages, of those asked for; fewer where time ran out."""
+    bytes_per_s: float
+    """In the best part of the load; 0 if too few came to tell."""
+    latency_s: float
+    """Half the median round trip of a few bytes."""
+    lanes: tuple[Lane, ...]
+
+
+class Examiner:
+    """A connection to one prefill engine; a context manager.
+
+    Every method raises PeerLost where the connection breaks or the engine gives up. Raises TransferError if ``control``
+    is not an address or UCX cannot start as ``config`` says.
+    """
+
+    def __init__(self, control: str, secret: bytes, config: TransferConfig) -> None:
+        self._boot_id = new_id()
+        self._sealer = Sealer(secret, Purpose.TRANSFER, self._boot_id)
+        self._opener: FrameOpener[ToDecode] = FrameOpener(
+            secret, cast("type[ToDecode]", ToDecode), TransferStats(), self._boot_id
+        )
+        self._peer: bytes | None = None
+        """The boot id of the engine; None if it is not known."""
+        self._protocol: int | None = None
+        """What the engine has shown that it speaks; None before its first answer."""
+        self._transport = configured_ucx(config)
+        self._links: list[UcxLink] = []
+        """Of handshakes: the other engine takes the end of one for this engine's death."""
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        try:
+            self._client = ControlClient(self._context, control)
+        except BaseException:
+            self._context.term()
+            raise
+
+    def __enter__(self) -> Examiner:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None) -> None:
+        for link in self._links:
+            link.close()
+        self._client.close(0.1)
+        self._context.term()
+        self._transport.close()
+
+    def examine(self, timeout_s: float) -> Examined | None:
+        """None if there is no answer: another secret, clocks far apart, an older pdserve, or none at all."""
+        self._send(Examine(self._boot_id, SPOKEN.newest, SPOKEN.oldest))
+        examined = self._answer(Examined, timeout_s)
+        self._peer = None if examined is None else examined.boot_id
+        return examined
+
+    def greet(self, spec: EngineSpec, boot_id: bytes, timeout_s: float) -> bool:
+        """The handshake of a decode engine with the engine of ``boot_id``. False if there is no answer.
+
+        An engine that knows no ``Examine`` still names what differs. Raises HandshakeRefused if the engines do not fit.
+        """
+        link = self._transport.open_link(probe_memory(0))
+        self._links.append(link)
+        self._peer = boot_id or None
+        handshake = Handshake(self._boot_id, spec, boot_id)
+        self._send(handshake.hello([link.address]))
+        answer = self._answer((Welcome, Refused), timeout_s)
+        if isinstance(answer, Refused):
+            raise handshake.refused(answer)
+        if isinstance(answer, Welcome):
+            handshake.on_welcome(answer)
+        return answer is not None
+
+    def control_round_trip_s(self, timeout_s: float) -> float | None:
+        """Median, after a handshake; None if an answer is missing."""
+        times = []
+        for _ in range(_CONTROL_PINGS):
+            begun = time.perf_counter()
+            self._send(Ping(self._boot_id))
+            if self._answer(Pong, timeout_s) is None:
+                return None
+            times.append(time.perf_counter() - begun)
+        return statistics.median(times)
+
+    def probe(self, message_bytes: int, messages: int, timeout_s: float) -> Measured:
+        """Measures a link that carries scratch bytes; gives up the rest of them after ``timeout_s``."""
+        link = self._transport.open_link(probe_memory(message_bytes))
+        try:
+            self._send(
+                Probe(boot_id=self._boot_id, address=link.address, message_bytes=message_bytes, messages=messages)
+            )
+            opened = self._answer((ProbeOpened, ProbeRefused), timeout_s)
+            if isinstance(opened, ProbeRefused):
+                raise PeerLost(opened.reason)
+            if not isinstance(opened, ProbeOpened):
+                raise PeerLost("the probe was not answered")
+            link.connect([opened.address])
+            asker = ProbeAsker(link, message_bytes, time.monotonic() + timeout_s)
+            latency_s = asker.ping()
+            received, bytes_per_s = asker.load(messages)
+            return Measured(message_bytes, received, bytes_per_s, latency_s, link.lanes())
+        finally:
+            self._send(ProbeEnd(self._boot_id))
+            link.close()
+
+    def _send(self, message: ToPrefill) -> None:
+        if self._peer is not None and self._protocol is not None:
+            self._client.send(self._sealer.seal_to(self._peer, self._protocol, message))
+            return
+        # An engine takes the one that is meant for it.
+        self._client.send(self._sealer.seal(message, self._peer))
+        self._client.send(self._sealer.seal_for_0_1(message))
+
+    def _answer(self, kind: type[M] | tuple[type[M], ...], timeout_s: float) -> M | None:
+        """The next message of these kinds; others are passed over."""
+        deadline = time.monotonic() + timeout_s
+        poller = zmq.Poller()
+        for socket in self._client.sockets:
+            poller.register(socket, zmq.POLLIN)
+        while (left := deadline - time.monotonic()) > 0:
+            poller.poll(max(1, int(left * 1000)))
+            for frame in self._client.receive()[0]:
+                opened = self._opener.open(frame, time.monotonic())
+                if isinstance(opened, Opened) and isinstance(opened.message, kind):
+                    self._protocol = opened.protocol
+                    return opened.message
+            reason = self._client.lost()
+            if reason is not None:
+                raise PeerLost(reason)
+        return None

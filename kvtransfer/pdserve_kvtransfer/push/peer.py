@@ -1,0 +1,285 @@
+"""A prefill engine's view of one decode engine: its link, and the pushes to it."""
+
+from __future__ import annotations
+
+import logging
+
+import msgspec
+
+from pdserve.errors import PeerLost, UnreadableMessage
+from pdserve.wire.frame import MAX_REASON_CHARS, UNDECODABLE
+from pdserve.wire.ids import TransferId
+from pdserve.wire.rank_transfer import ConnectLink, LinkBroken, LinkOpened, PiecesAnnounced, PiecesSent, SendBlocks
+from pdserve.wire.transfer import (
+    UNKNOWN_LOAD,
+    Accept,
+    BlocksReady,
+    Cancel,
+    Digests,
+    Done,
+    Failed,
+    FailureCause,
+    FirstToken,
+    Hello,
+    Ping,
+    Pong,
+    PrefillRequest,
+    ToDecode,
+    Welcome,
+)
+from pdserve_kvtransfer.control.lease import Lease
+from pdserve_kvtransfer.control.sockets import ControlServer
+from pdserve_kvtransfer.events import KIND_OF_CAUSE, FailureKind, PushEnded, PushOutcome
+from pdserve_kvtransfer.pieces import head_map
+from pdserve_kvtransfer.push.port import PushPort
+from pdserve_kvtransfer.push.session import PushEffect, PushSession, PushState
+from pdserve_kvtransfer.ranks import NodeLink, Reported
+from pdserve_kvtransfer.sides import FailPush, GiveFirstToken, LocalEngine, PushBlocks, earliest
+
+log = logging.getLogger(__name__)
+
+_Said = SendBlocks | BlocksReady | FirstToken | Failed
+"""What a session has to say to ranks and to the other engine, apart from its events."""
+
+
+class _AnyRequest(msgspec.Struct, frozen=True, tag_field="kind", tag="prefill"):
+    """What is read of a PrefillRequest whatever else it holds."""
+
+    transfer_id: TransferId
+
+
+_any_request = msgspec.msgpack.Decoder(_AnyRequest)
+
+_FAILURE_OF = {
+    PushOutcome.PEER_LOST: FailureKind.PEER_LOST,
+    PushOutcome.LEASE_EXPIRED: FailureKind.LEASE_EXPIRED,
+}
+
+
+class PushPeer:
+    """Made of an accepted ``Hello``; answers ``Welcome`` when every rank of this node has opened its end of the link.
+
+    Methods raise when the peer is of no use any more, TransferError if that is not a defect; the owner then calls
+    ``end``, and from then on nothing raises. The constructor raises TransferError if a link cannot be opened.
+    """
+
+    def __init__(self, local: LocalEngine, server: ControlServer, hello: Hello, protocol: int) -> None:
+        """``protocol`` is what was agreed."""
+        self.boot_id = hello.boot_id
+        self.protocol = protocol
+        self.route = b""
+        self.connection = -1
+        """The TCP connection of its latest frame."""
+        self.lease = Lease(local.lease_s)
+        self._draining = Lease(local.drain_s)
+        """Held while blocks of ended pushes are still read; what is sent renews it."""
+        self._any_sent = False
+        """Since the last tick."""
+        self._local = local
+        self._server = server
+        self._hello_addresses = tuple(hello.rank_addresses)
+        self._addresses: dict[int, bytes] = {}
+        self._pieces = len(head_map(local.spec.kv_heads, local.spec.tp_size, hello.spec.tp_size))
+        self._sessions: dict[TransferId, PushSession] = {}
+        self._tags: dict[int, PushSession] = {}
+        self._lost = False
+        self.link = NodeLink(local.ranks, PushPort, local.spec.kv_heads, local.region, local.transport)
+
+    @property
+    def idle(self) -> bool:
+        return not self._sessions
+
+    def has(self, transfer_id: TransferId) -> bool:
+        """Whether a push of it has not ended."""
+        return transfer_id in self._sessions
+
+    def heard(self, route: bytes, connection: int, now: float) -> None:
+        """An authentic frame of it has arrived."""
+        self.route = route
+        self.connection = connection
+        self.lease.renew(now)
+
+    # ------------------------------------------------------------ the decode engine and this one
+
+    def on_message(self, message: PrefillRequest | Accept | Done | Cancel | Ping, now: float) -> None:
+        match message:
+            case PrefillRequest():
+                self._open(message, now)
+            case Accept(transfer_id):
+                if (session := self._sessions.get(transfer_id)) is not None:
+                    self._apply(session, session.on_accept(message))
+            case Done(transfer_id):
+                if (session := self._sessions.get(transfer_id)) is not None:
+                    self._apply(session, session.on_done())
+            case Cancel(transfer_id):
+                if (session := self._sessions.get(transfer_id)) is not None:
+                    self._apply(session, session.on_cancel())
+            case Ping():
+                self._send(Pong(self._local.boot_id, self._local.load()))
+        self._read_ranks()
+
+    def unreadable(self, message: UnreadableMessage) -> None:
+        """A request that asks for what this version does not know fails at once, with the reason."""
+        try:
+            request = _any_request.decode(message.body)
+        except UNDECODABLE:
+            return
+        reason = f"the prefill node cannot read the request: {message}"
+        self._send(Failed(request.transfer_id, reason[:MAX_REASON_CHARS]))
+
+    def _open(self, request: PrefillRequest, now: float) -> None:
+        if request.transfer_id in self._sessions or request.tag in self._tags:
+            log.warning("transfer %s was asked for twice", request.transfer_id)
+            return
+        local = self._local
+        if request.digests and not local.region.readable:
+            self._send(Failed(request.transfer_id, "KV blocks of a GPU's memory have no checksums: --kv-checksums off"))
+            return
+        session = PushSession(
+            request,
+            self.link.number,
+            local.spec.block_size,
+            self._pieces,
+            now,
+            local.heartbeat_s,
+            reports_sent=local.reports_sent,
+        )
+        self._sessions[request.transfer_id] = session
+        self._tags[request.tag] = session
+        self.lease.hold(now)
+        self._apply(session, session.open())
+
+    def on_command(self, command: PushBlocks | GiveFirstToken | FailPush) -> None:
+        session = self._sessions.get(command.transfer_id)
+        if session is None:
+            log.debug("late %s for transfer %s", type(command).__name__, command.transfer_id)
+            return
+        match command:
+            case PushBlocks(_, first_index, block_ids):
+                self._apply(session, session.push(first_index, block_ids))
+            case GiveFirstToken(_, tokens, cached_tokens, load):
+                self._apply(session, session.first_token(tokens, cached_tokens, load))
+            case FailPush(_, reason, cause):
+                load = self._local.load() if cause is FailureCause.LOAD else UNKNOWN_LOAD
+                self._apply(session, session.refuse(reason, cause, load))
+        self._read_ranks()
+
+    def turn(self) -> bool:
+        moved = self.link.turn()
+        self._read_ranks()
+        return moved
+
+    # ------------------------------------------------------------ this node's ranks
+
+    def _read_ranks(self) -> None:
+        while (reported := self.link.take()) is not None:
+            try:
+                self._on_report(reported)
+            except Exception:
+                if not self._lost:
+                    raise
+                log.exception("a report of rank %d on %s, which is lost", reported.rank, self.boot_id.hex()[:8])
+
+    def _on_report(self, reported: Reported) -> None:
+        match reported.report:
+            case LinkOpened(address=address) if not self._lost:
+                self._addresses[reported.rank] = address
+                if len(self._addresses) == self.link.ranks:
+                    self._welcome()
+            case LinkBroken(reason=reason) if not self._lost:
+                raise PeerLost(reason)
+            case PiecesSent(tag=tag, count=count, size=size):
+                self._any_sent = True
+                self._local.counters.bytes_sent += size
+                if (session := self._tags.get(tag)) is not None:
+                    self._apply(session, session.sent(count))
+            case PiecesAnnounced(tag=tag, target=target, first_block=first, digests=digests) if tag in self._tags:
+                self._send(Digests(self._tags[tag].transfer_id, reported.rank, target, first, digests))
+            case _:
+                log.debug("late %s of rank %d", type(reported.report).__name__, reported.rank)
+
+    def _welcome(self) -> None:
+        self.link.command(ConnectLink(self.link.number, self._hello_addresses))
+        addresses = [self._addresses[rank] for rank in range(self.link.ranks)]
+        local = self._local
+        welcome = Welcome(local.boot_id, local.spec, addresses, local.max_prompt_tokens, lease_ms=local.config.lease_ms)
+        self._send(welcome)
+
+    # ------------------------------------------------------------ time
+
+    def forgive(self, now: float) -> None:
+        """This process itself did not listen for a while."""
+        self.lease.renew(now)
+        self._draining.renew(now)
+
+    def tick(self, now: float) -> None:
+        """Raises PeerLost if nothing could be sent for long while blocks of ended pushes are still read."""
+        for session in list(self._sessions.values()):
+            self._apply(session, session.expire(now))
+        if self._any_sent:
+            self._draining.renew(now)
+            self._any_sent = False
+        draining = any(session.state is PushState.ENDING for session in self._sessions.values())
+        if self._draining.expired_while(draining, now):
+            raise PeerLost("it does not take blocks of transfers that have ended")
+
+    def next_timer(self) -> float | None:
+        pushing = (s.deadline for s in self._sessions.values() if s.state is PushState.PUSHING)
+        return earliest((self.lease.until, self._draining.until, *pushing))
+
+    def moving(self) -> bool:
+        return self.link.moving()
+
+    # ------------------------------------------------------------ the end
+
+    def end(self, outcome: PushOutcome, reason: str) -> None:
+        """Begin to close the link; the engine's blocks are its own again when ``closed`` says True."""
+        self._lost = True
+        for session in list(self._sessions.values()):
+            self._apply(session, session.lost(outcome, reason))
+        self.link.close()
+
+    def closed(self) -> bool:
+        """Whether the link is closed on every rank; sessions then have had their ends."""
+        self._read_ranks()
+        if self.link.closed:
+            self.forget()
+        return self.link.closed
+
+    def forget(self) -> None:
+        """No rank reads blocks for this peer any more."""
+        for session in list(self._sessions.values()):
+            self._apply(session, session.closed())
+
+    def _apply(self, session: PushSession, effects: list[PushEffect]) -> None:
+        # This engine is told first: whatever becomes of the peer, it hears of every end.
+        for effect in effects:
+            if not isinstance(effect, _Said):
+                if isinstance(effect, PushEnded):
+                    self._count(effect.outcome, session.cause)
+                self._local.event_queue.put(effect)
+        self._let_go(session)
+        for effect in effects:
+            if isinstance(effect, SendBlocks):
+                self.link.command(effect)
+            elif isinstance(effect, _Said):
+                self._send(effect)
+
+    def _let_go(self, session: PushSession) -> None:
+        if session.state is PushState.ENDED and self._sessions.pop(session.transfer_id, None) is not None:
+            self._tags.pop(session.tag, None)
+            if not self._sessions:
+                self.lease.let_go()
+
+    def _count(self, outcome: PushOutcome, cause: FailureCause) -> None:
+        counters = self._local.counters
+        if outcome is PushOutcome.DONE:
+            counters.transfers_sent += 1
+        elif outcome is PushOutcome.FAILED:
+            counters.failures[KIND_OF_CAUSE[cause]] += 1
+        elif outcome in _FAILURE_OF:
+            counters.failures[_FAILURE_OF[outcome]] += 1
+
+    def _send(self, message: ToDecode) -> None:
+        if not self._server.send(self.route, self._local.sealer.seal_to(self.boot_id, self.protocol, message)):
+            log.warning("decode engine %s is not reading its control channel", self.boot_id.hex()[:8])

@@ -1,0 +1,158 @@
+"""One prefill rank's end of the link to one decode engine: its heads of each block, to the decode ranks that need them.
+
+Commands and reports are those of ``pdserve.wire.rank_transfer``.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Sequence
+
+from pdserve.wire.rank_transfer import (
+    ConnectLink,
+    LinkCommand,
+    PiecesAnnounced,
+    PiecesSent,
+    RankReport,
+    SendBlocks,
+)
+from pdserve_kvtransfer.pieces import Piece, digest, head_map, heads_of, label_of, tag_of
+from pdserve_kvtransfer.ranks import RankLink
+from pdserve_kvtransfer.region import KvRegion
+from pdserve_kvtransfer.transport import DISCARD, MovedMessage, Transport
+
+IN_FLIGHT = 64
+"""Pieces that UCX has at once: enough to keep any transport busy, and few enough to look at in every turn."""
+_BLOCKS_A_TURN = 32
+_BYTES_A_TURN = 2**21
+"""Posted between two looks at the link, so that data moves while the next blocks' digests are computed."""
+
+
+class _PostProgress:
+    """What is left to post of one ``SendBlocks``."""
+
+    def __init__(self, command: SendBlocks, pieces: int) -> None:
+        self.command = command
+        self.posted = 0
+        self.digests: list[list[int]] = [[] for _ in range(pieces)]
+
+    @property
+    def complete(self) -> bool:
+        return self.posted == len(self.command.block_ids)
+
+
+class PushPort:
+    """``reports`` collects what rank 0 is to be told; whoever drives the port empties it."""
+
+    def __init__(self, link: int, rank: int, ranks: int, kv_heads: int, region: KvRegion, transport: Transport) -> None:
+        """Raises TransferError if the transport cannot open a link."""
+        self._port = RankLink(link, transport, region.memory)
+        self._rank, self._ranks, self._kv_heads = rank, ranks, kv_heads
+        self._region = region
+        self._head_bytes = region.block_bytes // len(heads_of(rank, ranks, kv_heads))
+        self._blocks_a_turn = min(_BLOCKS_A_TURN, max(1, _BYTES_A_TURN // region.block_bytes))
+        self._pieces: list[Piece] = []
+        self._orders: dict[int, deque[_PostProgress]] = {}
+        self._in_flight = 0
+
+    @property
+    def reports(self) -> list[RankReport]:
+        return self._port.reports
+
+    def handle(self, command: LinkCommand) -> None:
+        self._port.handle(command, self._obey, self.close)
+
+    def _obey(self, command: LinkCommand) -> bool:
+        match command:
+            case ConnectLink(addresses=addresses):
+                self._connect(addresses)
+            case SendBlocks():
+                self._send(command)
+            case _:
+                raise TypeError(f"{type(command).__name__} is not for the sending side")
+        return True
+
+    def _connect(self, addresses: tuple[bytes, ...]) -> None:
+        pieces = head_map(self._kv_heads, self._ranks, len(addresses))
+        self._pieces = [piece for piece in pieces if piece.source == self._rank]
+        self._port.link.connect([addresses[piece.target] for piece in self._pieces])
+
+    def _send(self, command: SendBlocks) -> None:
+        if not self._port.broken and command.block_ids:
+            self._orders.setdefault(command.tag, deque()).append(_PostProgress(command, len(self._pieces)))
+
+    def _post(self) -> bool:
+        """The next few blocks of the transfer whose turn it is, if there is room. True if there were any."""
+        if not self._orders or self._in_flight >= IN_FLIGHT:
+            return False
+        tag = next(iter(self._orders))
+        # It is the last one's turn next, if it has more.
+        orders = self._orders.pop(tag)
+        order = orders[0]
+        end = min(order.posted + self._blocks_a_turn, len(order.command.block_ids))
+        for to, piece in enumerate(self._pieces):
+            self._post_pieces(order, end, piece, to)
+        order.posted = end
+        if order.complete:
+            orders.popleft()
+            self._announce(order)
+        if orders:
+            self._orders[tag] = orders
+        return True
+
+    def _post_pieces(self, order: _PostProgress, end: int, piece: Piece, to: int) -> None:
+        command, region = order.command, self._region
+        first, length = piece.source_head * self._head_bytes, piece.heads * self._head_bytes
+        places = [region.place(block_id, first) for block_id in command.block_ids[order.posted : end]]
+        blocks = range(command.first_block + order.posted, command.first_block + end)
+        labels = [label_of(command.tag, block * piece.slots + piece.slot) for block in blocks]
+        self._port.link.send(places, length, labels, to)
+        self._in_flight += len(places)
+        if command.digests:
+            pieces = zip(places, labels, strict=True)
+            order.digests[to] += [digest(region.bytes_at(place, length), label) for place, label in pieces]
+
+    def _announce(self, order: _PostProgress) -> None:
+        command = order.command
+        for piece, digests in zip(self._pieces, order.digests, strict=True):
+            if digests:
+                self.reports.append(
+                    PiecesAnnounced(self._port.number, command.tag, piece.target, command.first_block, tuple(digests))
+                )
+
+    def turn(self) -> bool:
+        """Let data move. True if any did."""
+        return self._port.turn(self._round)
+
+    def _round(self) -> bool:
+        link = self._port.link
+        moved = link.progress()
+        self._complete(link.sent())
+        arrivals = link.arrivals()
+        if arrivals:
+            # Nobody has anything to send here; but it must not wait for ever either.
+            link.receive([DISCARD] * len(arrivals))
+        return self._post() or moved
+
+    def _complete(self, sent: Sequence[MovedMessage]) -> None:
+        for tag, messages in itertools.groupby(sent, lambda message: tag_of(message.label)):
+            sizes = [message.length for message in messages]
+            self._in_flight -= len(sizes)
+            self.reports.append(PiecesSent(self._port.number, tag, len(sizes), sum(sizes)))
+
+    def moving(self) -> bool:
+        return bool(self._in_flight) or bool(self._orders)
+
+    def arm(self) -> bool:
+        waits_for_room = not self._orders or self._in_flight >= IN_FLIGHT
+        return waits_for_room and self._port.arm()
+
+    def fileno(self) -> int:
+        return self._port.link.fileno()
+
+    def close(self) -> None:
+        """Idempotent. Nothing is read afterwards."""
+        self._port.close()
+        self._orders.clear()
+        self._in_flight = 0

@@ -1,0 +1,195 @@
+"""The prefill side of one transfer, without I/O. Every input returns what to send and what to tell the engine."""
+
+from __future__ import annotations
+
+import enum
+from collections import deque
+from typing import TypeAlias
+
+from pdserve.wire.frame import MAX_REASON_CHARS
+from pdserve.wire.rank_transfer import SendBlocks
+from pdserve.wire.sampling_params import SampledToken
+from pdserve.wire.transfer import (
+    UNKNOWN_LOAD,
+    Accept,
+    BlocksReady,
+    Failed,
+    FailureCause,
+    FirstToken,
+    PrefillLoad,
+    PrefillRequest,
+)
+from pdserve_kvtransfer.events import BlocksSent, PushCancelled, PushEnded, PushEvent, PushOutcome, PushWanted
+
+PushEffect: TypeAlias = SendBlocks | BlocksReady | FirstToken | Failed | PushEvent
+
+
+MAX_DEADLINE_S = 86_400.0
+"""More is not believed: a decode engine may say that it waits for ever, in numbers that no timer takes."""
+
+
+class PushState(enum.Enum):
+    PUSHING = "pushing"
+    ENDING = "ending"
+    """Its outcome is settled, but sends in flight still read the engine's blocks."""
+    ENDED = "ended"
+
+
+class PushSession:
+    """From a decode engine's request until no block of it is read any more."""
+
+    def __init__(
+        self,
+        request: PrefillRequest,
+        link: int,
+        block_size: int,
+        pieces: int,
+        now: float,
+        grace_s: float,
+        *,
+        reports_sent: bool = False,
+    ) -> None:
+        """``link`` is the number that the ranks know it by; each block travels as ``pieces`` messages, over all ranks.
+
+        ``grace_s`` past the deadline are left to the decode engine, to say by itself that it waits no longer. With
+        ``reports_sent`` the engine is told when everything that it has pushed so far has left.
+        """
+        self.transfer_id = request.transfer_id
+        self.state = PushState.PUSHING
+        self._deadline_s = min(request.deadline_s, MAX_DEADLINE_S)
+        self.deadline = now + self._deadline_s + grace_s
+        self.outcome: PushOutcome | None = None
+        self.cause = FailureCause.NODE
+        """If the outcome is ``FAILED``."""
+        self.tag = request.tag
+        self._request = request
+        self._link = link
+        self._pieces = pieces
+        self._end_index = -(-len(request.token_ids) // block_size)
+        self._in_flight = 0
+        self._reports_sent = reports_sent
+        self._held: deque[tuple[int, tuple[int, ...]]] = deque()
+        self._accepted = 0 if request.paced else self._end_index
+        self._sending: list[int] = []
+
+    def open(self) -> list[PushEffect]:
+        """The first effects: the engine is told, or the request is refused because it makes no sense."""
+        request = self._request
+        if request.first_block >= self._end_index:
+            self.state = PushState.ENDED
+            reason = f"no block {request.first_block} in a prompt of {self._end_index}"
+            return [Failed(self.transfer_id, reason, FailureCause.PROMPT)]
+        wanted = PushWanted(
+            self.transfer_id,
+            request.token_ids,
+            request.first_block,
+            request.sampling,
+            self._deadline_s,
+            request.sibling_seeds,
+            request.cache_salt,
+        )
+        return [wanted]
+
+    def push(self, first_index: int, block_ids: tuple[int, ...]) -> list[PushEffect]:
+        """The engine's blocks are final. Each sent one counts as in flight until ``sent``."""
+        if self.state is not PushState.PUSHING or not block_ids:
+            return []
+        if first_index < self._request.first_block or first_index + len(block_ids) > self._end_index:
+            return self._give_up("the prefill engine computed blocks that were not asked for")
+        if not self._request.paced:
+            return [self._send(first_index, block_ids)]
+        self._held.append((first_index, block_ids))
+        return [BlocksReady(self.transfer_id, first_index + len(block_ids)), *self._send_accepted()]
+
+    def on_accept(self, message: Accept) -> list[PushEffect]:
+        """The decode engine has room for more."""
+        if self.state is not PushState.PUSHING:
+            return []
+        self._accepted = max(self._accepted, message.end_block)
+        return self._send_accepted()
+
+    def _send_accepted(self) -> list[PushEffect]:
+        effects: list[PushEffect] = []
+        while self._held and self._held[0][0] < self._accepted:
+            first, block_ids = self._held.popleft()
+            count = min(len(block_ids), self._accepted - first)
+            effects.append(self._send(first, block_ids[:count]))
+            if count < len(block_ids):
+                self._held.appendleft((first + count, block_ids[count:]))
+        return effects
+
+    def _send(self, first_index: int, block_ids: tuple[int, ...]) -> SendBlocks:
+        self._in_flight += len(block_ids) * self._pieces
+        if self._reports_sent:
+            self._sending += block_ids
+        return SendBlocks(self._link, self.tag, first_index, block_ids, self._request.digests)
+
+    def sent(self, count: int) -> list[PushEffect]:
+        """So many pieces have left."""
+        self._in_flight -= count
+        if self._in_flight or not self._sending or self.state is not PushState.PUSHING:
+            return self._end_if_quiet()
+        sent, self._sending = tuple(self._sending), []
+        return [BlocksSent(self.transfer_id, sent)]
+
+    def first_token(
+        self, tokens: tuple[SampledToken, ...], cached_tokens: int, load: PrefillLoad = UNKNOWN_LOAD
+    ) -> list[PushEffect]:
+        if self.state is not PushState.PUSHING:
+            return []
+        return [FirstToken(self.transfer_id, tokens, cached_tokens, load)]
+
+    def refuse(
+        self, reason: str, cause: FailureCause = FailureCause.NODE, load: PrefillLoad = UNKNOWN_LOAD
+    ) -> list[PushEffect]:
+        """The engine gives it up; ``load`` is its own, if that is the cause."""
+        if self.state is not PushState.PUSHING:
+            return []
+        self.cause = cause
+        return [Failed(self.transfer_id, reason[:MAX_REASON_CHARS], cause, load), *self._settle(PushOutcome.FAILED)]
+
+    def on_done(self) -> list[PushEffect]:
+        return self._settle(PushOutcome.DONE)
+
+    def on_cancel(self) -> list[PushEffect]:
+        if self.state is not PushState.PUSHING:
+            return []
+        return [PushCancelled(self.transfer_id), *self._settle(PushOutcome.CANCELLED)]
+
+    def expire(self, now: float) -> list[PushEffect]:
+        """The clock has moved."""
+        if self.state is not PushState.PUSHING or now < self.deadline:
+            return []
+        return self._give_up("deadline: the prompt was not computed in time", FailureCause.DEADLINE)
+
+    def _give_up(self, reason: str, cause: FailureCause = FailureCause.NODE) -> list[PushEffect]:
+        self.cause = cause
+        return [
+            Failed(self.transfer_id, reason, cause),
+            PushCancelled(self.transfer_id),
+            *self._settle(PushOutcome.FAILED),
+        ]
+
+    def lost(self, outcome: PushOutcome, reason: str) -> list[PushEffect]:
+        """The link is of no use any more; ``closed`` follows."""
+        if self.state is not PushState.PUSHING:
+            return []
+        return [Failed(self.transfer_id, reason), PushCancelled(self.transfer_id), *self._settle(outcome)]
+
+    def closed(self) -> list[PushEffect]:
+        """The link is closed on every rank: nothing is read any more."""
+        self._in_flight = 0
+        return self._end_if_quiet()
+
+    def _settle(self, outcome: PushOutcome) -> list[PushEffect]:
+        if self.state is not PushState.PUSHING:
+            return []
+        self.outcome = outcome
+        self.state = PushState.ENDING
+        return self._end_if_quiet()
+
+    def _end_if_quiet(self) -> list[PushEffect]:
+        if self.state is not PushState.ENDING or self._in_flight or self.outcome is None:
+            return []
+        self.state = PushState.ENDED
+        return [PushEnded(self.transfer_id, self.outcome)]

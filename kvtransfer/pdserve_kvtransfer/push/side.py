@@ -1,0 +1,265 @@
+"""The prefill side's driver has one control socket, and one peer for each decode boot that has greeted it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from typing import cast
+
+from pdserve.errors import RankLost, TransferError, UnreadableMessage, WrongReceiver
+from pdserve.wire.connection_guard import RoutedMessage
+from pdserve.wire.frame import Opened
+from pdserve.wire.transfer import (
+    Accept,
+    Cancel,
+    Done,
+    Examine,
+    Failed,
+    Hello,
+    Ping,
+    PrefillRequest,
+    Probe,
+    ProbeEnd,
+    Refused,
+    ToDecode,
+    ToPrefill,
+)
+from pdserve.wire.version import NAMED_RECEIVERS, RELEASED_0_1
+from pdserve_kvtransfer.control.handshake import answer
+from pdserve_kvtransfer.control.sockets import ControlServer, FrameOpener
+from pdserve_kvtransfer.events import PushOutcome
+from pdserve_kvtransfer.probe.host import ProbeHost
+from pdserve_kvtransfer.push.peer import PushPeer
+from pdserve_kvtransfer.sides import (
+    Command,
+    FailPush,
+    GiveFirstToken,
+    LocalEngine,
+    Pollable,
+    PushBlocks,
+    earliest,
+)
+
+log = logging.getLogger(__name__)
+
+
+class PushSide:
+    """Raises TransferError if the control channel cannot be bound."""
+
+    def __init__(self, local: LocalEngine) -> None:
+        config = local.config
+        self._local = local
+        self._opener: FrameOpener[ToPrefill] = FrameOpener(
+            local.secret, cast("type[ToPrefill]", ToPrefill), local.counters, local.boot_id
+        )
+        self._server = ControlServer(local.zmq_context, config.host, config.port, config.advertise)
+        self._probes = ProbeHost(local, self._server)
+        self._peers: dict[bytes, PushPeer] = {}
+        self._closing: list[PushPeer] = []
+        self._deaf_since: float | None = None
+        """When the last look at the control channel ended in the middle of a message that is dropped."""
+        self._closed = False
+
+    @property
+    def address(self) -> str:
+        return self._server.address
+
+    def handle(self, command: Command, now: float) -> None:
+        match command:
+            case PushBlocks(transfer_id) | GiveFirstToken(transfer_id) | FailPush(transfer_id):
+                peer = self._peers.get(transfer_id.decode_boot)
+                if peer is None:
+                    log.debug("late %s for transfer %s", type(command).__name__, transfer_id)
+                    return
+                self._attempt(peer, partial(peer.on_command, command))
+            case _:
+                raise TypeError(f"a prefill engine has no {type(command).__name__}")
+
+    def _attempt(self, peer: PushPeer, act: Callable[[], bool | None]) -> bool:
+        """``act``, which concerns this peer alone: whatever it raises, this peer is lost, and no other.
+
+        True if it says so or raised. RankLost is not the peer's: without its own ranks this engine cannot go on.
+        """
+        try:
+            return bool(act())
+        except RankLost:
+            raise
+        except TransferError as exc:
+            self._lose(peer, PushOutcome.PEER_LOST, str(exc))
+        except Exception as exc:
+            log.exception("decode engine %s cannot be dealt with", peer.boot_id.hex()[:8])
+            self._lose(peer, PushOutcome.PEER_LOST, f"{type(exc).__name__}: {exc}")
+        return True
+
+    def turn(self, now: float) -> bool:
+        reported = self._local.ranks.receive()
+        self._closing = [peer for peer in self._closing if not peer.closed()]
+        if self._deaf_since is not None:
+            for peer in self._peers.values():
+                peer.lease.extend(now - self._deaf_since)
+        look = self._server.look()
+        self._deaf_since = now if look.deaf else None
+        more = look.more or reported
+        for connection in look.ended:
+            self._on_disconnect(connection, now)
+        for received in look.frames:
+            self._take(received, now)
+        for connection in look.gone:
+            self._on_disconnect(connection, now)
+        for peer in list(self._peers.values()):
+            more |= self._attempt(peer, peer.turn)
+        more |= self._probes.turn(now)
+        return more
+
+    def _take(self, received: RoutedMessage, now: float) -> None:
+        opened = self._opener.open(received.frame, now)
+        match opened:
+            case Opened():
+                self._server.trust(received.connection)
+                self._on_message(opened, received, now)
+            case WrongReceiver():
+                # Of an engine that means another one here, as after a restart of this one.
+                self._refuse(received.route, opened.sender, NAMED_RECEIVERS, "boot_id", "another", "assumed")
+            case UnreadableMessage() if (peer := self._peers.get(opened.sender)) is not None:
+                peer.unreadable(opened)
+
+    def _on_message(self, opened: Opened[ToPrefill], received: RoutedMessage, now: float) -> None:
+        message = opened.message
+        if isinstance(message, PrefillRequest | Accept | Done | Cancel):
+            boot_id = message.transfer_id.decode_boot
+        else:
+            boot_id = message.boot_id
+        if opened.sender != boot_id:
+            # What an engine that is newer than pdserve 0.1 says to one of 0.1: it says the same for this one as well.
+            return
+        match message:
+            case Hello():
+                self._greet(message, opened, received, now)
+            case PrefillRequest() | Accept() | Done() | Cancel() | Ping():
+                self._on_known(boot_id, message, opened, received, now)
+            case Examine() | Probe() | ProbeEnd():
+                self._probes.on_message(message, received, opened.protocol, now)
+
+    def _on_known(
+        self,
+        boot_id: bytes,
+        message: PrefillRequest | Accept | Done | Cancel | Ping,
+        opened: Opened[ToPrefill],
+        received: RoutedMessage,
+        now: float,
+    ) -> None:
+        peer = self._peers.get(boot_id)
+        if peer is None:
+            if isinstance(message, PrefillRequest | Ping):
+                self._refuse(received.route, boot_id, opened.protocol, "handshake", "none", "assumed")
+        elif opened.named is (peer.protocol >= NAMED_RECEIVERS):
+            peer.heard(received.route, received.connection, now)
+            if isinstance(message, PrefillRequest) and any(gone.has(message.transfer_id) for gone in self._closing):
+                # The engine would take the end of the former for that of this one.
+                failed = Failed(message.transfer_id, "a former push of this transfer has not ended")
+                self._send(received.route, boot_id, peer.protocol, failed)
+                return
+            self._attempt(peer, partial(peer.on_message, message, now))
+
+    def _greet(self, hello: Hello, opened: Opened[ToPrefill], received: RoutedMessage, now: float) -> None:
+        known = self._peers.get(hello.boot_id)
+        if known is not None:
+            self._lose(known, PushOutcome.PEER_LOST, "the decode engine has greeted anew")
+        local = self._local
+        local.counters.handshakes += 1
+        refusal = answer(hello, local.boot_id, local.spec)
+        if refusal is not None:
+            log.warning(
+                "decode engine refused: %s is %s here and %s there", refusal.field, refusal.ours, refusal.theirs
+            )
+            self._send(received.route, hello.boot_id, opened.protocol, refusal)
+            return
+        protocol = local.spec.spoken.common(hello.spec.spoken) if opened.named else None
+        try:
+            peer = PushPeer(local, self._server, hello, protocol or RELEASED_0_1)
+        except RankLost:
+            raise
+        except Exception as exc:
+            log.warning("decode engine refused: %s", exc, exc_info=not isinstance(exc, TransferError))
+            self._refuse(received.route, hello.boot_id, opened.protocol, "rank_addresses", str(exc), "unusable")
+            return
+        peer.heard(received.route, received.connection, now)
+        self._peers[hello.boot_id] = peer
+
+    def _on_disconnect(self, connection: int, now: float) -> None:
+        # A last frame (Done, say) may still be waiting to be read, so this is a suspicion only.
+        self._probes.disconnected(connection, now)
+        for peer in list(self._peers.values()):
+            if peer.connection != connection:
+                continue
+            if peer.idle:
+                self._lose(peer, PushOutcome.PEER_LOST, "the decode engine closed the connection")
+            else:
+                peer.lease.shorten(now + 2 * self._local.heartbeat_s)
+
+    def tick(self, now: float) -> None:
+        for peer in list(self._peers.values()):
+            if peer.lease.expired(now):
+                self._local.counters.leases_expired += 1
+                self._lose(peer, PushOutcome.LEASE_EXPIRED, "the decode engine fell silent")
+            else:
+                self._attempt(peer, partial(peer.tick, now))
+        self._probes.tick(now)
+        self._server.check(now)
+
+    def _lose(self, peer: PushPeer, outcome: PushOutcome, reason: str) -> None:
+        log.info("decode engine %s is lost: %s", peer.boot_id.hex()[:8], reason)
+        del self._peers[peer.boot_id]
+        peer.end(outcome, reason)
+        if not peer.closed():
+            self._closing.append(peer)
+        # So that it greets again before its next request, and not because of it.
+        self._refuse(peer.route, peer.boot_id, peer.protocol, "handshake", "none", "assumed")
+
+    def forgive(self, now: float) -> None:
+        for peer in self._peers.values():
+            peer.forgive(now)
+
+    def next_timer(self) -> float | None:
+        return earliest(
+            [
+                self._server.next_check(),
+                self._probes.next_timer(),
+                *(peer.next_timer() for peer in self._peers.values()),
+            ]
+        )
+
+    def moving(self) -> bool:
+        return self._probes.moving() or any(peer.moving() for peer in self._peers.values())
+
+    def arm(self) -> bool:
+        return self._probes.arm() and all(peer.link.arm() for peer in self._peers.values())
+
+    def pollables(self) -> list[Pollable]:
+        links = [pollable for peer in self._peers.values() for pollable in peer.link.pollables()]
+        return [*self._server.sockets, *self._local.ranks.sockets, *links, *self._probes.pollables()]
+
+    def close(self, linger_s: float) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        with ExitStack() as stack:
+            stack.callback(self._server.close, linger_s)
+            stack.callback(self._local.ranks.close, linger_s)
+            stack.callback(self._probes.close)
+            stack.callback(self._forget_all)
+            for peer in self._peers.values():
+                stack.callback(self._lose, peer, PushOutcome.FAILED, "the prefill engine is closing")
+
+    def _forget_all(self) -> None:
+        for peer in self._closing:
+            peer.forget()
+
+    def _refuse(self, route: bytes, boot_id: bytes, protocol: int, field: str, ours: str, theirs: str) -> None:
+        self._send(route, boot_id, protocol, Refused(self._local.boot_id, field, ours, theirs))
+
+    def _send(self, route: bytes, boot_id: bytes, protocol: int, message: ToDecode) -> None:
+        if not self._server.send(route, self._local.sealer.seal_to(boot_id, protocol, message)):
+            log.warning("a decode engine is not reading its control channel")

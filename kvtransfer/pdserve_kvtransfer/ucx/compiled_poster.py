@@ -1,0 +1,249 @@
+"""Messages are posted by ``csrc``: one call for a batch of them, and one for everything that a turn finds."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import logging
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from pdserve.compiled_library import BuildError, Recipe, built_library
+from pdserve.errors import PeerLost
+from pdserve.wire.transfer import LinkAddress, MemoryOffer
+from pdserve_kvtransfer.pieces import CompiledXxhash, compiled_xxhash
+from pdserve_kvtransfer.region import DeviceMemory, Memory
+from pdserve_kvtransfer.shared_memory import SharedMemory, open_offered
+from pdserve_kvtransfer.transport import DISCARD, ArrivedMessage, MovedMessage
+from pdserve_kvtransfer.ucx.ucx_library import load_ucxx
+
+log = logging.getLogger(__name__)
+
+_ROOM = 256
+_PROGRESS_AT_ONCE = 64
+"""Fragments, of 8 KiB in shared memory: few enough that what has landed is still in a cache when it is checked."""
+_END_ROUNDS = 200
+_NOWHERE = 2**64 - 1
+_Numbers = ctypes.c_uint64 * _ROOM
+_FAILURES = {
+    1: "the other side has closed the link that a block was copied from",
+    2: "the other side sent what no link sends",
+}
+"""Of the compiled code's own; UCX's are negative."""
+
+
+class _Batch(ctypes.Structure):
+    """``Batch`` of csrc/poster.h."""
+
+    _fields_ = (
+        ("count", ctypes.c_uint64),
+        ("labels", _Numbers),
+        ("places", _Numbers),
+        ("lengths", _Numbers),
+        ("digests", _Numbers),
+    )
+
+
+class _Board(ctypes.Structure):
+    """``Board`` of csrc/poster.h."""
+
+    _fields_ = (
+        ("status", ctypes.c_int64),
+        ("in_flight", ctypes.c_uint64),
+        ("attached", ctypes.c_uint64),
+        ("hidden", ctypes.c_uint64),
+        ("sent", _Batch),
+        ("landed", _Batch),
+        ("arrived", _Batch),
+    )
+
+
+class PosterLibrary:
+    """The functions of csrc/poster.cpp, over the UCX that is loaded."""
+
+    def __init__(self, cache_dir: Path, digests: bool) -> None:
+        """Compiles on the first use below ``cache_dir``, in a second. ``digests`` is whether posters are to make them.
+
+        Raises BuildError.
+        """
+        self.xxhash = compiled_xxhash() if digests else None
+        path = built_library(_recipe(), cache_dir)
+        pointer, number = ctypes.c_void_p, ctypes.c_uint64
+        try:
+            load_ucxx()
+            # Posting takes less time than giving the interpreter's lock away and getting it back.
+            quick = ctypes.PyDLL(str(path), mode=os.RTLD_LOCAL | os.RTLD_NOW)
+            # Progress copies blocks, meanwhile others may run.
+            slow = ctypes.CDLL(str(path), mode=os.RTLD_LOCAL | os.RTLD_NOW)
+            self.open = _function(
+                quick, "pdserve_mover_open", [pointer, pointer, number, pointer, pointer, pointer], pointer
+            )
+            self.free = _function(quick, "pdserve_mover_free", [pointer], None)
+            self.send = _function(
+                quick, "pdserve_mover_send", [pointer, pointer, number, pointer, number, pointer], ctypes.c_int
+            )
+            self.receive = _function(quick, "pdserve_mover_receive", [pointer, pointer], ctypes.c_int)
+            self.offer = _function(quick, "pdserve_mover_offer", [pointer, number, number], None)
+            self.withdraw = _function(quick, "pdserve_mover_withdraw", [pointer], None)
+            self.meet = _function(quick, "pdserve_mover_meet", [pointer, pointer, number], None)
+            self.attach = _function(
+                quick,
+                "pdserve_mover_attach",
+                [pointer, pointer, number, ctypes.c_int, number, number, number],
+                ctypes.c_int,
+            )
+            self.look = _function(quick, "pdserve_mover_look", [pointer], None)
+            self.progress = _function(slow, "pdserve_mover_progress", [pointer, ctypes.c_int], ctypes.c_int)
+        except (ImportError, OSError, AttributeError) as exc:
+            raise BuildError(f"the compiled UCX calls cannot be loaded: {exc}") from exc
+
+    def poster(self, worker: Any, memory: Memory) -> CompiledPoster:
+        return CompiledPoster(self, worker, memory)
+
+
+def _recipe() -> Recipe:
+    ucx = importlib.util.find_spec("libucx")
+    if ucx is None or not ucx.submodule_search_locations:
+        raise BuildError("there is no libucx package, which has UCX's headers")
+    folder = Path(ucx.submodule_search_locations[0])
+    return Recipe(
+        name="ucx-calls",
+        sources=Path(__file__).parent.parent / "csrc",
+        compile_flags=("-std=c++17", "-O2", "-fPIC", f"-I{folder / 'include'}"),
+        # By its soname: that of whichever UCX is loaded.
+        link_flags=(f"-L{folder / 'lib'}", "-l:libucp.so.0"),
+    )
+
+
+def _function(library: ctypes.CDLL, name: str, arguments: list[Any], result: Any) -> Any:
+    function = getattr(library, name)
+    function.argtypes, function.restype = arguments, result
+    return function
+
+
+class CompiledPoster:
+    """Satisfies ``poster.Poster``."""
+
+    def __init__(self, library: PosterLibrary, worker: Any, memory: Memory) -> None:
+        self._library = library
+        # Holds it for as long as UCX may use it.
+        self._memory = memory
+        # Of host memory: its address, and nobody can resize it.
+        self._exported = memory if isinstance(memory, DeviceMemory) else _exported(memory)
+        self._board = _Board()
+        board, self._digests = ctypes.addressof(self._board), library.xxhash is not None
+        xxhash = library.xxhash or CompiledXxhash(None, None)
+        self._handle = library.open(
+            worker.handle, _address(self._exported), memory.nbytes, board, xxhash.digest, xxhash.secret
+        )
+        self._offer: MemoryOffer | None = None
+        self._sent, self._landed, self._arrived = self._board.sent, self._board.landed, self._board.arrived
+        self._places, self._labels = _Numbers(), _Numbers()
+
+    def offer(self) -> MemoryOffer | None:
+        if isinstance(self._memory, SharedMemory):
+            self._offer = self._memory.offer()
+        if self._offer is not None:
+            self._library.offer(self._handle, self._offer.cell, self._offer.nonce)
+        return self._offer
+
+    def meet(self, endpoint: Any, address: LinkAddress, own: int) -> None:
+        self._library.meet(self._handle, endpoint.handle, address.link)
+        if isinstance(self._memory, DeviceMemory):
+            return
+        offer = address.offer
+        file = None if offer is None else open_offered(offer)
+        if offer is None or file is None:
+            return
+        cell, nonce = offer.cell, offer.nonce
+        try:
+            failed = self._library.attach(self._handle, endpoint.handle, own, file, offer.nbytes, cell, nonce)
+        finally:
+            os.close(file)
+        self._check()
+        if not failed:
+            log.info("blocks of process %d are copied out of its memory", offer.pid)
+
+    @property
+    def attached(self) -> int:
+        """Ends of links whose blocks are copied out of the sender's memory."""
+        count: int = self._board.attached
+        return count
+
+    def send(self, endpoint: Any, places: Sequence[int], length: int, labels: Sequence[int]) -> None:
+        to = endpoint.handle
+        for start in range(0, len(places), _ROOM):
+            count = min(_ROOM, len(places) - start)
+            self._places[:count] = list(places[start : start + count])
+            self._labels[:count] = list(labels[start : start + count])
+            if self._library.send(self._handle, to, count, self._places, length, self._labels):
+                raise ValueError(f"some of these messages of {length} bytes are outside of the memory")
+        self._check()
+
+    def progress(self) -> bool:
+        news = bool(self._library.progress(self._handle, _PROGRESS_AT_ONCE))
+        self._check()
+        return news
+
+    def _check(self) -> None:
+        if self._board.status:
+            status = self._board.status
+            raise PeerLost(_FAILURES.get(status, f"a message could not be moved: UCX says {status}"))
+
+    def sent(self) -> Sequence[MovedMessage]:
+        return _taken(self._sent)
+
+    def landed(self) -> Sequence[MovedMessage]:
+        return _taken(self._landed, self._digests)
+
+    def arrivals(self) -> Sequence[ArrivedMessage]:
+        self._library.look(self._handle)
+        count = self._arrived.count
+        return list(map(ArrivedMessage, self._arrived.labels[:count], self._arrived.lengths[:count])) if count else ()
+
+    def receive(self, places: Sequence[int]) -> None:
+        self._places[: len(places)] = [_NOWHERE if place == DISCARD else place for place in places]
+        if self._library.receive(self._handle, self._places):
+            raise ValueError("a message was to land outside of the memory")
+        self._check()
+
+    def settled(self) -> bool:
+        return not self._board.hidden
+
+    def end(self, close_endpoints: Callable[[], None]) -> bool:
+        self._library.withdraw(self._handle)
+        close_endpoints()
+        for _ in range(_END_ROUNDS):
+            if not self._board.in_flight:
+                return True
+            self._library.progress(self._handle, _PROGRESS_AT_ONCE)
+        return False
+
+    def free(self) -> None:
+        handle, self._handle = self._handle, None
+        self._library.free(handle)
+        if self._offer is not None and isinstance(self._memory, SharedMemory):
+            self._memory.take_back(self._offer)
+            self._offer = None
+
+
+def _exported(memory: memoryview | SharedMemory) -> ctypes.Array[ctypes.c_char]:
+    own = memory.bytes if isinstance(memory, SharedMemory) else memory
+    return (ctypes.c_char * own.nbytes).from_buffer(own)
+
+
+def _address(memory: DeviceMemory | ctypes.Array[ctypes.c_char]) -> int:
+    return memory.address if isinstance(memory, DeviceMemory) else ctypes.addressof(memory)
+
+
+def _taken(batch: _Batch, digests: bool = False) -> Sequence[MovedMessage]:
+    count: int = batch.count
+    if not count:
+        return ()
+    batch.count = 0
+    columns = [batch.labels[:count], batch.places[:count], batch.lengths[:count]]
+    if digests:
+        columns.append(batch.digests[:count])
+    return list(map(MovedMessage, *columns))

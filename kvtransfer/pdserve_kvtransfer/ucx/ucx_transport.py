@@ -1,0 +1,214 @@
+"""Blocks over UCX: shared memory inside one host, TCP or RDMA between hosts, whatever UCX finds best.
+
+A link is one UCX worker for each engine on the other side, rather than one for all: UCX can end a receive whose data
+has begun to move only by closing the endpoint that it came from, and what cannot be ended even so only by destroying
+the worker. Nobody else's transfers are on that worker.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import secrets
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from pdserve.config import TransferConfig
+from pdserve.errors import TransferError
+from pdserve.wire.transfer import LinkAddress
+from pdserve_kvtransfer.control.sockets import loopback_only
+from pdserve_kvtransfer.region import Memory
+from pdserve_kvtransfer.ucx.poster import MakePoster
+from pdserve_kvtransfer.ucx.ucx_library import SHARED_MEMORY, Lane, lanes_of, load_ucxx, parse_resources
+from pdserve_kvtransfer.ucx.ucxx_poster import UcxxPoster
+
+log = logging.getLogger(__name__)
+
+LOOPBACK_DEVICE = "lo"
+_CLOSE_WAIT_NS = 100_000_000
+_LIBUCP = "libucp.so.0"
+_PAST_THE_END = bytes(65_536)
+
+
+_READS_AFTER_THE_END = "cuda_ipc"
+"""The receiver has mapped the sender's GPU memory, and goes on reading it after the sender has closed its endpoint."""
+_WITHOUT_IT = {"all": f"^{_READS_AFTER_THE_END}", "cuda": "cuda_copy,gdr_copy"}
+
+
+def allowed_transports(tls: str) -> str:
+    """What ``tls`` chooses, as ``UCX_TLS`` takes it, without CUDA IPC. Raises TransferError if it names that.
+
+    A decode engine that lost its lease in the middle of a copy would read a prefill engine's blocks when they belong to
+    another request already, and nobody would know.
+    """
+    if tls.startswith("^"):
+        return tls if _READS_AFTER_THE_END in tls[1:].split(",") else f"{tls},{_READS_AFTER_THE_END}"
+    names = [name.strip() for name in (tls or "all").split(",")]
+    if any(name.lstrip("\\").partition(":")[0] == _READS_AFTER_THE_END for name in names):
+        raise TransferError(
+            f"UCX transport {_READS_AFTER_THE_END} is refused: the other GPU would go on reading KV blocks after they "
+            "were given to another request; cuda_copy moves them safely"
+        )
+    return _WITHOUT_IT["all"] if "all" in names else ",".join(_WITHOUT_IT.get(name, name) for name in names)
+
+
+def _settings(tls: str, net_devices: str, tcp_ports: str) -> dict[str, str]:
+    # Without it UCX takes no shared memory for endpoints that can fail. Receiver-driven single copy (CMA) stays off on
+    # purpose: it would read a sender's blocks after the sender has closed its endpoint and reused them.
+    settings = {"MM_ERROR_HANDLING": "y"}
+    wanted = {"TLS": tls, "NET_DEVICES": net_devices, "TCP_PORT_RANGE": tcp_ports}
+    return settings | {name: value for name, value in wanted.items() if value}
+
+
+def ucx_version() -> str:
+    """Of the library that is loaded. Raises TransferError if none can be."""
+    try:
+        ucx = load_ucxx()
+    except (ImportError, OSError) as exc:
+        raise TransferError(f"UCX cannot be loaded: {exc}") from exc
+    return ".".join(str(part) for part in ucx.get_ucx_version())
+
+
+class UcxLink:
+    """Satisfies ``transport.Link``."""
+
+    def __init__(self, ucx: Any, context: Any, memory: Memory, make_poster: MakePoster, shares: bool) -> None:
+        self._ucx = ucx
+        self._endpoints: list[Any] = []
+        self._own = secrets.randbelow(2**62 - 1) + 1
+        try:
+            self._worker = ucx.UCXWorker(context, enable_delayed_submission=False, enable_python_future=False)
+            self._worker.init_blocking_progress_mode()
+            self._worker_address: bytes = self._worker.address.tobytes()
+        except Exception as exc:
+            raise TransferError(f"UCX cannot make a worker: {exc}") from exc
+        self.poster = make_poster(self._worker, memory)
+        offer = self.poster.offer() if shares else None
+        self._shares = shares
+        self.address = msgspec.msgpack.encode(LinkAddress(self._worker_address, self._own, offer))
+        self.progress = self.poster.progress
+        self.sent = self.poster.sent
+        self.arrivals = self.poster.arrivals
+        self.receive = self.poster.receive
+        self.landed = self.poster.landed
+
+    def connect(self, addresses: Sequence[bytes]) -> None:
+        try:
+            for address in addresses:
+                self._connect(msgspec.msgpack.decode(address, type=LinkAddress))
+        except Exception as exc:
+            raise TransferError(f"UCX cannot reach the other engine: {exc}") from exc
+
+    def _connect(self, address: LinkAddress) -> None:
+        # UCX ends the process over an address in a form that it does not know, which its first byte's low half says.
+        if not address.worker or (address.worker[0] ^ self._worker_address[0]) & 0x0F:
+            raise ValueError("its UCX gives addresses in another form than this one's")
+        # UCX is not told how long an address is. It would read on past the end of one that was cut off, as if what lies
+        # there in memory belonged to it; in nothing but zeros it finds no transport, and refuses.
+        remote = self._ucx.UCXAddress.create_from_buffer(address.worker + _PAST_THE_END)
+        connect = self._ucx.UCXEndpoint.create_from_worker_address
+        endpoint = connect(self._worker, remote, endpoint_error_handling=True)
+        self._endpoints.append(endpoint)
+        self.poster.meet(endpoint, address if self._shares else LinkAddress(address.worker, address.link), self._own)
+
+    def send(self, places: Sequence[int], length: int, labels: Sequence[int], to: int = 0) -> None:
+        self.poster.send(self._endpoints[to], places, length, labels)
+
+    def arm(self) -> bool:
+        return self.poster.settled() and bool(self._worker.arm())
+
+    def fileno(self) -> int:
+        return int(self._worker.epoll_file_descriptor)
+
+    def broken(self) -> bool:
+        return not all(endpoint.alive for endpoint in self._endpoints)
+
+    def lanes(self) -> tuple[Lane, ...]:
+        """Which transports carry the blocks; complete once something has gone over each connection."""
+        return tuple(dict.fromkeys(lane for endpoint in self._endpoints for lane in lanes_of(endpoint.handle)))
+
+    def close(self) -> None:
+        if self._worker is None:
+            return
+        worker, endpoints = self._worker, self._endpoints
+        self._worker, self._endpoints = None, []
+        worker.progress()
+        if not self.poster.end(lambda: _close(endpoints)):
+            _destroy(worker, *endpoints)
+        self.poster.free()
+
+
+def _close(endpoints: Sequence[Any]) -> None:
+    for endpoint in endpoints:
+        try:
+            endpoint.close_blocking(_CLOSE_WAIT_NS, 1)
+        except Exception:
+            log.exception("UCX did not close an endpoint")
+
+
+def _destroy(worker: Any, *users: Any) -> None:
+    """Free what a worker holds although something is in flight on it, or ucxx believes so.
+
+    ucxx frees a worker with the last request on it. An endpoint that is closed while it sends keeps those requests for
+    ever, and UCX itself never ends a send into the full shared-memory queue of a peer that was killed. So the worker is
+    destroyed beneath ucxx, whose objects must then never be finalised: they would touch it again.
+    """
+    epoll = worker.epoll_file_descriptor
+    ctypes.CDLL(_LIBUCP).ucp_worker_destroy(ctypes.c_void_p(worker.handle))
+    os.close(epoll)
+    for kept in (worker, *users):
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
+
+
+class UcxTransport:
+    """One UCX context. Raises TransferError.
+
+    ``tls``, ``net_devices`` and ``tcp_ports`` are as ``UCX_TLS``, ``UCX_NET_DEVICES`` and ``UCX_TCP_PORT_RANGE`` take
+    them; where one is empty, UCX chooses, though never CUDA IPC. A link listens on one TCP port for each network
+    device that it may use.
+    ``make_poster`` is a ``PosterLibrary``'s, or ``UcxxPoster``.
+    """
+
+    def __init__(
+        self, tls: str, net_devices: str = "", tcp_ports: str = "", *, make_poster: MakePoster = UcxxPoster
+    ) -> None:
+        tls = allowed_transports(tls or os.environ.get("UCX_TLS", ""))
+        self._ucx = load_ucxx()
+        self._make_poster = make_poster
+        try:
+            self._context: Any = self._ucx.UCXContext(
+                _settings(tls, net_devices, tcp_ports), feature_flags=(self._ucx.Feature.TAG, self._ucx.Feature.WAKEUP)
+            )
+        except Exception as exc:
+            raise TransferError(f"UCX cannot start with transports {tls or 'of its choice'}: {exc}") from exc
+        self._shares = any(lane.transport in SHARED_MEMORY for lane in self.resources())
+
+    def resources(self) -> tuple[Lane, ...]:
+        """Every transport and device that links may use."""
+        return parse_resources(self._context.info)
+
+    def open_link(self, memory: Memory) -> UcxLink:
+        return UcxLink(self._ucx, self._context, memory, self._make_poster, self._shares)
+
+    def close(self) -> None:
+        self._context = None
+
+
+def configured_ucx(config: TransferConfig, make_poster: MakePoster = UcxxPoster) -> UcxTransport:
+    """As the settings say. Raises TransferError."""
+    return UcxTransport(config.ucx_tls, config.ucx_net_devices, config.ucx_tcp_ports, make_poster=make_poster)
+
+
+def prefill_ucx(config: TransferConfig, make_poster: MakePoster = UcxxPoster) -> UcxTransport:
+    """As the settings say, for a prefill engine. Raises TransferError.
+
+    UCX believes whoever reaches its ports, and it listens on every network device unless it is told. An engine whose
+    control channel only this machine can reach keeps it to the loopback device.
+    """
+    chosen = config.ucx_net_devices or os.environ.get("UCX_NET_DEVICES", "")
+    if not chosen and not config.advertise and loopback_only(config.host):
+        chosen = LOOPBACK_DEVICE
+    return UcxTransport(config.ucx_tls, chosen, config.ucx_tcp_ports, make_poster=make_poster)

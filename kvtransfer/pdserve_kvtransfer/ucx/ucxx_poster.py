@@ -1,0 +1,209 @@
+"""Messages are posted through ucxx's Python objects: five calls for each, and no compiler is needed.
+
+``InFlight`` finds those that have ended without looking at each of them in every turn.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, Protocol, TypeVar
+
+from pdserve.errors import PeerLost, TransferError
+from pdserve.wire.transfer import LinkAddress, MemoryOffer
+from pdserve_kvtransfer.region import Memory, host_bytes
+from pdserve_kvtransfer.transport import DISCARD, ArrivedMessage, MovedMessage
+from pdserve_kvtransfer.ucx.ucx_library import load_ucxx
+
+LOOKED_AT = 16
+
+
+class Operation(Protocol):
+    def done(self) -> bool: ...
+
+
+T = TypeVar("T", bound=Operation)
+
+
+class InFlight(Generic[T]):
+    """In the order of posting. They end in about that order, so that a look at the oldest few finds those that did.
+
+    One of them may be stuck, though, and others behind it ended: ``settled`` is for that.
+    """
+
+    def __init__(self) -> None:
+        self._open: deque[T] = deque()
+        self._thorough = False
+        self._seen_all = True
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def add(self, operation: T) -> None:
+        self._open.append(operation)
+        self._seen_all = False
+
+    def take_done(self) -> list[T]:
+        """Those found to have ended, oldest first."""
+        limit = len(self._open) if self._thorough else LOOKED_AT
+        done: list[T] = []
+        waiting: list[T] = []
+        while self._open and len(waiting) < limit:
+            operation = self._open.popleft()
+            (done if operation.done() else waiting).append(operation)
+        self._seen_all = not self._open
+        self._thorough = False
+        self._open.extendleft(reversed(waiting))
+        return done
+
+    def settled(self) -> bool:
+        """Whether the last ``take_done`` looked at all; if not, the next one will. To be asked before sleeping."""
+        self._thorough = not self._seen_all
+        return self._seen_all
+
+    def take_all(self) -> list[T]:
+        everything = list(self._open)
+        self.clear()
+        return everything
+
+    def clear(self) -> None:
+        self._open.clear()
+        self._seen_all = True
+
+
+_PROGRESS_AT_ONCE = 256
+_END_ROUNDS = 200
+
+
+class _Operation:
+    """Holds the memory's buffer export for as long as UCX may use it."""
+
+    __slots__ = ("_array", "_request", "message")
+
+    def __init__(self, request: Any, array: Any, message: MovedMessage | None) -> None:
+        self._request = request
+        self._array = array
+        self.message = message
+        """None for what is discarded."""
+
+    def done(self) -> bool:
+        return bool(self._request.completed)
+
+    def check(self, what: str) -> None:
+        """Raises PeerLost if it ended without moving the bytes."""
+        try:
+            self._request.check_error()
+        except Exception as exc:
+            raise PeerLost(f"a message could not be {what}: {exc}") from exc
+
+
+class UcxxPoster:
+    """Satisfies ``poster.Poster``."""
+
+    attached = 0
+
+    def __init__(self, worker: Any, memory: Memory) -> None:
+        own = host_bytes(memory)
+        if own is None:
+            raise TransferError("a GPU's memory is reached by compiled calls only")
+        ucx = load_ucxx()
+        from ucxx._lib.arr import Array
+
+        self._tag, self._array = ucx.UCXXTag, Array
+        self._any_tag, self._any_mask = ucx.UCXXTag(0), ucx.UCXXTagMask(0)
+        self._worker = worker
+        self._memory = own
+        self._sends: InFlight[_Operation] = InFlight()
+        self._receives: InFlight[_Operation] = InFlight()
+        self._arrived: list[Any] = []
+        self._in_flight: list[_Operation] = []
+
+    def offer(self) -> MemoryOffer | None:
+        return None
+
+    def meet(self, endpoint: Any, address: LinkAddress, own: int) -> None:
+        """Blocks go through UCX."""
+
+    def send(self, endpoint: Any, places: Sequence[int], length: int, labels: Sequence[int]) -> None:
+        for place, label in zip(places, labels, strict=True):
+            array = self._array(self._part(place, length))
+            try:
+                request = endpoint.tag_send(array, self._tag(label))
+            except Exception as exc:
+                raise PeerLost(f"UCX cannot send: {exc}") from exc
+            self._sends.add(_Operation(request, array, MovedMessage(label, place, length)))
+
+    def _part(self, place: int, length: int) -> memoryview:
+        if not 0 <= place <= len(self._memory) - length:
+            raise ValueError(f"{length} bytes at {place} are outside of {len(self._memory)}")
+        return self._memory[place : place + length]
+
+    def progress(self) -> bool:
+        step = self._worker.progress_once
+        moved = False
+        for _ in range(_PROGRESS_AT_ONCE):
+            if not step():
+                break
+            moved = True
+        return moved
+
+    def sent(self) -> Sequence[MovedMessage]:
+        return self._ended(self._sends, "sent")
+
+    def landed(self) -> Sequence[MovedMessage]:
+        return self._ended(self._receives, "received")
+
+    def _ended(self, operations: InFlight[_Operation], what: str) -> Sequence[MovedMessage]:
+        done = operations.take_done()
+        for operation in done:
+            operation.check(what)
+        return [operation.message for operation in done if operation.message is not None]
+
+    def arrivals(self) -> Sequence[ArrivedMessage]:
+        found = []
+        while (message := self._worker.tag_probe(self._any_tag, self._any_mask, True)).matched:
+            self._arrived.append(message)
+            found.append(ArrivedMessage(message.sender_tag.value, message.length))
+        return found
+
+    def receive(self, places: Sequence[int]) -> None:
+        arrived, self._arrived = self._arrived, []
+        for message, place in zip(arrived, places, strict=True):
+            wanted = place != DISCARD
+            length = message.length
+            into = self._part(place, length) if wanted else memoryview(bytearray(length))
+            array = self._array(into)
+            try:
+                request = self._worker.tag_recv_with_handle(array, message)
+            except Exception as exc:
+                raise PeerLost(f"UCX cannot receive: {exc}") from exc
+            moved = MovedMessage(message.sender_tag.value, place, length) if wanted else None
+            self._receives.add(_Operation(request, array, moved))
+
+    def settled(self) -> bool:
+        sends, receives = self._sends.settled(), self._receives.settled()
+        return sends and receives
+
+    def end(self, close_endpoints: Callable[[], None]) -> bool:
+        worker, self._worker = self._worker, None
+        sends = [send for send in self._sends.take_all() if not send.done()]
+        receives = self._receives.take_all()
+        close_endpoints()
+        in_flight = [*sends, *receives]
+        for _ in range(_END_ROUNDS):
+            # progress(), unlike progress_once(), also lets ucxx forget the requests that it has cancelled.
+            worker.progress()
+            if all(operation.done() for operation in in_flight):
+                break
+        # An endpoint that is closed while it sends keeps those requests for ever.
+        if not sends and all(receive.done() for receive in receives):
+            return True
+        self._in_flight = in_flight
+        return False
+
+    def free(self) -> None:
+        # Their finalisers would touch the worker, which is no more.
+        for operation in self._in_flight:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(operation))
+        self._in_flight = []

@@ -1,0 +1,93 @@
+"""Text deltas to the response of a completion: whole, or as a stream of events."""
+
+from __future__ import annotations
+
+import logging
+import time
+import uuid
+from collections.abc import AsyncIterator, Sequence
+
+from pdserve.api.answers.answer_form import AnswerForm, AnswerOptions, finish_of
+from pdserve.api.answers.chunks import DONE, ChunkEncoder, chunk_stream, error_event
+from pdserve.api.answers.logprobs import WholeLogprobs
+from pdserve.api.answers.openai_response import Completion, Envelope, Finish, PromptTokensDetails, Usage
+from pdserve.api.answers.text_generation import TextDelta, TextGeneration
+from pdserve.errors import Internal, RequestError
+
+logger = logging.getLogger(__name__)
+
+
+async def whole_answer(
+    form: AnswerForm, run: TextGeneration, first: Sequence[TextDelta], options: AnswerOptions
+) -> Completion:
+    """Waits for all of it. Raises RequestError if there is no answer."""
+    texts = [[echo] for echo in options.echoes]
+    ids: list[list[int]] = [[] for _ in texts]
+    logprobs = [WholeLogprobs() for _ in texts]
+    finishes: dict[int, Finish] = {}
+    deltas: Sequence[TextDelta] = first
+    while True:
+        for delta in deltas:
+            texts[delta.choice].append(delta.text)
+            ids[delta.choice].extend(delta.token_ids)
+            if delta.tokens:
+                logprobs[delta.choice].add(form.logprobs(options.shown(delta.choice, delta.tokens)))
+            if delta.outcome is not None:
+                finishes[delta.choice] = finish_of(delta.outcome)
+        if run.done and run.failure is None:
+            break
+        deltas = await run.next()
+    choices = [
+        form.choice(
+            index,
+            "".join(pieces),
+            finishes[index],
+            logprobs[index].encoded(form.logprobs(options.shown(index, ()))) if options.logprobs else None,
+        )
+        for index, pieces in enumerate(texts)
+    ]
+    if options.token_ids:
+        for choice in choices:
+            choice.token_ids, choice.prompt_token_ids = ids[choice.index], options.prompt_ids[choice.index]
+    head = _envelope(form.id_prefix, form.object, options)
+    return Completion(head.id, head.object, head.created, head.model, head.system_fingerprint, choices, usage_of(run))
+
+
+async def streamed_answer(
+    form: AnswerForm, run: TextGeneration, first: Sequence[TextDelta], options: AnswerOptions
+) -> AsyncIterator[bytes]:
+    """Server-sent events; one item for each time that the engine had something. ``run`` stays the caller's to close."""
+    encoder = ChunkEncoder(_envelope(form.id_prefix, form.chunk_object, options), include_usage=options.include_usage)
+    stream = chunk_stream(form, encoder, options)
+    deltas: Sequence[TextDelta] = first
+    try:
+        while True:
+            if options.continuous_usage:
+                encoder.use(usage_of(run))
+            data = b"".join(map(stream.events, deltas))
+            if run.done and run.failure is None:
+                break
+            if data:
+                yield data
+            deltas = await run.next()
+    except RequestError as error:
+        yield error_event(error)
+        return
+    except Exception:
+        # Status 200 has gone out: the client learns of a defect here or not at all.
+        logger.exception("unexpected error in a stream")
+        yield error_event(Internal("internal error; the node's log has the details"))
+        return
+    yield data + (encoder.usage(usage_of(run)) if options.include_usage else b"") + DONE
+
+
+def usage_of(run: TextGeneration) -> Usage:
+    record = run.record
+    prompt, output = record.prompt_tokens, record.output_tokens
+    # Several choices of one prompt find it in the cache each; OpenAI counts a prompt once.
+    cached = min(record.cached_tokens, prompt)
+    return Usage(prompt, output, prompt + output, PromptTokensDetails(cached))
+
+
+def _envelope(id_prefix: str, kind: str, options: AnswerOptions) -> Envelope:
+    return Envelope(id_prefix + uuid.uuid4().hex, kind, int(time.time()), options.model, options.fingerprint)

@@ -1,0 +1,165 @@
+"""Sends tokens' log probabilities with the text that those tokens made, in OpenAI's two forms.
+
+``ShownTokens`` knows which tokens the text that a client was shown is made of. ``ShownLogprobs`` gives them the form
+of a chat or a text completion.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import msgspec
+
+from pdserve.api.answers.openai_response import ChatLogprobs, ChatTokenLogprob, TextLogprobs, TopLogprob
+from pdserve.wire.sampling_params import TokenLogprobs
+
+
+@dataclass(frozen=True, slots=True)
+class ShownToken:
+    """One token of an answer."""
+
+    token_id: int
+    logprobs: TokenLogprobs
+    offset: int
+    """Characters of the answer before the token's own."""
+
+
+class ShownTokens:
+    """Of one output, whose text is given token by token and shown later, from its beginning.
+
+    A token without text of its own (part of a character, or a special token that is not shown) belongs to the next one
+    that has some.
+    """
+
+    def __init__(self) -> None:
+        self._length = 0
+        self._textless: list[ShownToken] = []
+        self._waiting: deque[tuple[int, ShownToken]] = deque()
+
+    def add(self, token_id: int, logprobs: TokenLogprobs, text: str) -> None:
+        """``text`` is what became certain with this token."""
+        self._textless.append(ShownToken(token_id, logprobs, self._length))
+        if text:
+            self._length += len(text)
+            self._waiting.extend((self._length, token) for token in self._textless)
+            self._textless = []
+
+    def take(self, shown: int) -> list[ShownToken]:
+        """Those whose text lies within the first ``shown`` characters, each once."""
+        taken = []
+        while self._waiting and self._waiting[0][0] <= shown:
+            taken.append(self._waiting.popleft()[1])
+        return taken
+
+    def take_last(self, shown: int, *, cut: bool) -> list[ShownToken]:
+        """All that is left, when no more follows; of an answer that was cut, those that begin within what was shown."""
+        left = [token for _, token in self._waiting] + self._textless
+        self._waiting.clear()
+        self._textless = []
+        return [token for token in left if not cut or token.offset < shown]
+
+
+BytesOfToken: TypeAlias = Callable[[int], bytes]
+
+LEAST = -9999.0
+"""OpenAI's number for what cannot happen at all: JSON has no infinity."""
+
+
+@dataclass(frozen=True, slots=True)
+class ShownLogprobs:
+    """The tokens of one choice or chunk."""
+
+    tokens: Sequence[ShownToken]
+    token_bytes: BytesOfToken
+    offset: int = 0
+    """Characters that the client sees before the answer."""
+    as_ids: bool = False
+    """Tokens are named by their ids."""
+
+    def for_chat(self) -> ChatLogprobs:
+        return ChatLogprobs([self._chat_token(token) for token in self.tokens])
+
+    def for_text(self) -> TextLogprobs:
+        return TextLogprobs(
+            [self._name(token.token_id) for token in self.tokens],
+            [_finite(token.logprobs.chosen) for token in self.tokens],
+            [self._by_name(token) for token in self.tokens],
+            [self.offset + token.offset for token in self.tokens],
+        )
+
+    def _chat_token(self, token: ShownToken) -> ChatTokenLogprob:
+        own = self._entry(token.token_id, token.logprobs.chosen)
+        top = [self._entry(token_id, logprob) for token_id, logprob in token.logprobs.top]
+        return ChatTokenLogprob(own.token, own.logprob, own.bytes, top)
+
+    def _entry(self, token_id: int, logprob: float) -> TopLogprob:
+        data = self.token_bytes(token_id)
+        return TopLogprob(_id_name(token_id) if self.as_ids else _escaped(data), _finite(logprob), list(data))
+
+    def _by_name(self, token: ShownToken) -> dict[str, float]:
+        """The likeliest tokens and the chosen one. Where two have one name, the likelier has it."""
+        named: dict[str, float] = {}
+        for token_id, logprob in (*token.logprobs.top, (token.token_id, token.logprobs.chosen)):
+            named.setdefault(self._name(token_id), _finite(logprob))
+        return named
+
+    def _name(self, token_id: int) -> str:
+        if self.as_ids:
+            return _id_name(token_id)
+        data = self.token_bytes(token_id)
+        text = _escaped(data)
+        return text if _is_text(data) else f"bytes:{text}"
+
+
+class WholeLogprobs:
+    """Of one choice of a whole answer, encoded as its tokens come: all at the end would hold up others' tokens."""
+
+    def __init__(self) -> None:
+        self._fields: dict[str, list[bytes]] = {}
+
+    def add(self, part: ChatLogprobs | TextLogprobs) -> None:
+        """Lists are continued; what is no list is the same in every part."""
+        for name in part.__struct_fields__:
+            value = getattr(part, name)
+            pieces = self._fields.setdefault(name, [])
+            if not isinstance(value, list):
+                self._fields[name] = [_encoder.encode(value)]
+            elif value:
+                pieces.append(_encoder.encode(value)[1:-1])
+
+    def encoded(self, empty: ChatLogprobs | TextLogprobs) -> msgspec.Raw:
+        """As JSON; ``empty`` is what it is where there was no token."""
+        lists = {name for name in empty.__struct_fields__ if isinstance(getattr(empty, name), list)}
+        self.add(empty)
+        fields = [
+            b'"%b":' % name.encode() + (b"[%b]" if name in lists else b"%b") % b",".join(pieces)
+            for name, pieces in self._fields.items()
+        ]
+        return msgspec.Raw(b"{%b}" % b",".join(fields))
+
+
+_encoder = msgspec.json.Encoder()
+
+
+def _id_name(token_id: int) -> str:
+    return f"token_id:{token_id}"
+
+
+def _escaped(data: bytes) -> str:
+    r"""Text, with ``\xe2`` and the like for bytes that are only part of a character."""
+    return data.decode(errors="backslashreplace")
+
+
+def _is_text(data: bytes) -> bool:
+    try:
+        data.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+def _finite(logprob: float) -> float:
+    return max(logprob, LEAST)

@@ -1,0 +1,151 @@
+"""Responses in OpenAI's form."""
+
+from __future__ import annotations
+
+from typing import Literal, TypeAlias
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+Finish: TypeAlias = Literal["stop", "length"]
+
+
+class PromptTokensDetails(msgspec.Struct):
+    cached_tokens: int
+
+
+class Usage(msgspec.Struct):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class Envelope(msgspec.Struct):
+    """What all chunks of one response have in common; ``choices`` and ``usage`` follow."""
+
+    id: str
+    object: str
+    created: int
+    """Seconds since 1970."""
+    model: str
+    system_fingerprint: str
+
+
+# ------------------------------------------------------------------ chat
+
+
+class TopLogprob(msgspec.Struct):
+    token: str
+    logprob: float
+    bytes: list[int]
+    """Of the token itself, which may be part of a character."""
+
+
+class ChatTokenLogprob(msgspec.Struct):
+    token: str
+    logprob: float
+    bytes: list[int]
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(msgspec.Struct):
+    content: list[ChatTokenLogprob]
+    refusal: None = None
+
+
+class ChatMessage(msgspec.Struct):
+    content: str
+    role: str = "assistant"
+    refusal: None = None
+
+
+class ChatChoice(msgspec.Struct):
+    index: int
+    message: ChatMessage
+    finish_reason: Finish
+    logprobs: msgspec.Raw | None = None
+    """``ChatLogprobs``."""
+    token_ids: list[int] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+
+
+class ChatDelta(msgspec.Struct):
+    role: str | UnsetType = UNSET
+    content: str | UnsetType = UNSET
+
+
+class ChatChunkChoice(msgspec.Struct):
+    index: int
+    delta: ChatDelta
+    finish_reason: Finish | None = None
+    logprobs: ChatLogprobs | None = None
+    token_ids: list[int] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+
+
+# ------------------------------------------------------------------ text
+
+
+class TextLogprobs(msgspec.Struct):
+    """One item a token in each list."""
+
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]]
+    """The chosen token is always in it."""
+    text_offset: list[int]
+    """Characters of the choice's text before the token."""
+
+
+class TextChoice(msgspec.Struct):
+    """Of a whole response, and of a chunk."""
+
+    index: int
+    text: str
+    finish_reason: Finish | None = None
+    logprobs: TextLogprobs | msgspec.Raw | None = None
+    token_ids: list[int] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+
+
+Choice: TypeAlias = ChatChoice | TextChoice
+ChunkChoice: TypeAlias = ChatChunkChoice | TextChoice
+
+
+class Completion(msgspec.Struct):
+    """A whole response of either kind."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[Choice]
+    usage: Usage
+
+
+# ------------------------------------------------------------------ the other routes
+
+
+class ModelCard(msgspec.Struct):
+    id: str
+    created: int
+    max_model_len: int
+    object: str = "model"
+    owned_by: str = "pdserve"
+
+
+class ModelList(msgspec.Struct):
+    data: list[ModelCard]
+    object: str = "list"
+
+
+class TokenizeResponse(msgspec.Struct):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+
+
+class DetokenizeResponse(msgspec.Struct):
+    prompt: str

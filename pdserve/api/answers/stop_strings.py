@@ -1,0 +1,101 @@
+"""Ends an output at the first stop string, and never shows a client the beginning of one.
+
+All stop strings of a request are looked for at once, each character in constant time on average, however they and the
+text are made (Aho and Corasick, 1975).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+
+class _StopState:
+    """The longest end of the text that begins a stop string, or is one."""
+
+    __slots__ = ("after", "held", "matched", "shorter")
+
+    def __init__(self, length: int) -> None:
+        self.after: dict[str, _StopState] = {}
+        """By the next character."""
+        self.shorter: _StopState | None = None
+        """The next shorter such end; None for the empty one."""
+        self.matched = 0
+        """Length of the longest stop string that ends here."""
+        self.held = length
+        """How much of the text may still become a stop string."""
+
+
+class StopTable:
+    """The stop strings of one request, for all of its outputs."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self.start = _StopState(0)
+        for stop in stops:
+            state = self.start
+            for length, char in enumerate(stop, 1):
+                state = state.after.setdefault(char, _StopState(length))
+            state.matched = len(stop)
+        self._link()
+
+    def next(self, state: _StopState, char: str) -> _StopState:
+        """Where one more character leads."""
+        following = state.after.get(char)
+        while following is None:
+            if state.shorter is None:
+                return self.start
+            state = state.shorter
+            following = state.after.get(char)
+        return following
+
+    def _link(self) -> None:
+        queue = deque([self.start])
+        while queue:
+            state = queue.popleft()
+            for char, following in state.after.items():
+                following.shorter = self.start if state.shorter is None else self.next(state.shorter, char)
+                following.matched = max(following.matched, following.shorter.matched)
+                if not following.after:
+                    following.held = following.shorter.held
+                queue.append(following)
+
+
+class StopStrings:
+    """Of one output. Which stop string wins does not depend on how the text was split: the one that ends first."""
+
+    def __init__(self, stops: StopTable, *, include: bool = False) -> None:
+        self._table = stops
+        self._state = stops.start
+        self._include = include
+        self._held = ""
+        self.found = False
+
+    @property
+    def wanted(self) -> bool:
+        """There is something to look for."""
+        return bool(self._table.start.after)
+
+    def add(self, text: str, *, may_end: bool = True) -> str:
+        """The text that may be shown now. After ``found`` the output is over.
+
+        Where it may not end, no stop string is found, but one may begin that ends later.
+        """
+        if not self.wanted or self.found:
+            return "" if self.found else text
+        table, state, known = self._table, self._state, len(self._held)
+        text = self._held + text
+        for end in range(known, len(text)):
+            state = table.next(state, text[end])
+            if state.matched and may_end:
+                self.found, self._held = True, ""
+                return text[: end + 1 if self._include else end + 1 - state.matched]
+        self._state = state
+        shown = len(text) - state.held
+        self._held = text[shown:]
+        return text[:shown]
+
+    def flush(self) -> str:
+        """What was held back, when no more text follows."""
+        held, self._held = self._held, ""
+        self._state = self._table.start
+        return held

@@ -1,0 +1,214 @@
+"""Turns the engine's tokens into the text that a client may see, choice by choice, and records how each choice went.
+
+``ChoiceText`` has the detokenizer, the stop strings and the stop tokens of one choice. ``TextGeneration`` reads the
+generation of one client request, and keeps its times, metrics and log line.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import msgspec
+
+from pdserve.api.answers.detokenizer import Detokenizer
+from pdserve.api.answers.logprobs import ShownToken, ShownTokens
+from pdserve.api.answers.stop_strings import StopStrings
+from pdserve.api.generation import ChoiceOutput, Generation
+from pdserve.api.metrics import NodeMetrics
+from pdserve.api.outcome import ChoiceOutcome, failure_of, outcome_of
+from pdserve.api.request_log import RequestRecord, log_request
+from pdserve.errors import RequestError
+from pdserve.wire.engine import FinishReason, RequestOutput, RequestReport
+from pdserve.wire.sampling_params import TokenLogprobs
+
+
+class TextDelta(msgspec.Struct, frozen=True, gc=False):
+    """What is new of one choice."""
+
+    choice: int
+    text: str
+    token_ids: Sequence[int]
+    outcome: ChoiceOutcome | None
+    """Set once, on the last one."""
+    tokens: Sequence[ShownToken] = ()
+    """Those that ``text`` is made of, with their log probabilities, if the request asked for them."""
+
+
+class ChoiceText:
+    """Detokenizer, stop strings and stop tokens of one choice."""
+
+    def __init__(
+        self,
+        choice: int,
+        detokenizer: Detokenizer,
+        stop_strings: StopStrings,
+        shown_stop_ids: frozenset[int],
+        min_tokens: int = 0,
+    ) -> None:
+        """``shown_stop_ids`` are the stop tokens whose text belongs to the answer.
+
+        No stop string ends with the text of the first ``min_tokens`` tokens.
+        """
+        self._choice = choice
+        self._detokenizer = detokenizer
+        self._stop_strings = stop_strings
+        self._shown_stop_ids = shown_stop_ids
+        self._min_tokens = min_tokens
+        self._num_tokens = 0
+        self._num_chars = 0
+        self._shown_tokens = ShownTokens()
+
+    def add(self, output: RequestOutput) -> TextDelta:
+        """``outcome`` is ``STOP`` also when a stop string was found, with the engine still at work on the choice.
+
+        Tokens after a stop string are not part of the answer, and not of the delta.
+        """
+        token_ids, finish, logprobs = output.new_token_ids, output.finish, output.logprobs
+        if finish is None and logprobs is None and not self._stop_strings.wanted:
+            return TextDelta(self._choice, self._detokenizer.add(token_ids), token_ids, None)
+        shown = self._shown(token_ids, finish)
+        if self._stop_strings.wanted:
+            text, read = self._until_stop(shown, logprobs)
+            if self._stop_strings.found:
+                token_ids = token_ids[:read]
+        else:
+            text = self._detokenize(shown, logprobs)
+        if finish is not None and not self._stop_strings.found:
+            text += self._rest()
+        outcome = ChoiceOutcome.STOP if self._stop_strings.found else outcome_of(finish) if finish else None
+        self._num_chars += len(text)
+        return TextDelta(self._choice, text, token_ids, outcome, self._reported(over=outcome is not None))
+
+    def break_off(self) -> TextDelta:
+        """What was held back, of an answer that will not be complete."""
+        text = self._rest()
+        self._num_chars += len(text)
+        return TextDelta(self._choice, text, (), None, self._reported(over=True))
+
+    def _until_stop(self, token_ids: list[int], logprobs: list[TokenLogprobs] | None) -> tuple[str, int]:
+        """The text up to the first stop string, and how many tokens it took to find that.
+
+        One by one, so that what is an answer's does not depend on how many tokens come at once.
+        """
+        text = ""
+        for index, token_id in enumerate(token_ids):
+            piece = self._detokenize([token_id], None if logprobs is None else logprobs[index : index + 1])
+            text += self._stop_strings.add(piece, may_end=self._num_tokens >= self._min_tokens)
+            self._num_tokens += 1
+            if self._stop_strings.found:
+                return text, index + 1
+        return text, len(token_ids)
+
+    def _rest(self) -> str:
+        may_end = self._num_tokens > self._min_tokens
+        return self._stop_strings.add(self._detokenizer.flush(), may_end=may_end) + self._stop_strings.flush()
+
+    def _reported(self, *, over: bool) -> list[ShownToken]:
+        tokens = self._shown_tokens.take(self._num_chars)
+        if over:
+            tokens += self._shown_tokens.take_last(self._num_chars, cut=self._stop_strings.found)
+        return tokens
+
+    def _detokenize(self, token_ids: list[int], logprobs: list[TokenLogprobs] | None) -> str:
+        if logprobs is None:
+            return self._detokenizer.add(token_ids)
+        pieces = []
+        # One more log probability than tokens, where the last token is not shown.
+        for token_id, own in zip(token_ids, logprobs, strict=False):
+            piece = self._detokenizer.add((token_id,))
+            self._shown_tokens.add(token_id, own, piece)
+            pieces.append(piece)
+        return "".join(pieces)
+
+    def _shown(self, token_ids: list[int], finish: FinishReason | None) -> list[int]:
+        if finish is FinishReason.STOP and token_ids and token_ids[-1] not in self._shown_stop_ids:
+            return token_ids[:-1]
+        return token_ids
+
+
+class TextGeneration:
+    """Owned by the HTTP request: ``close`` must be called on every path, and may be called again."""
+
+    def __init__(
+        self, generation: Generation, choices: Sequence[ChoiceText], record: RequestRecord, metrics: NodeMetrics
+    ) -> None:
+        self._generation = generation
+        self._choices = dict(enumerate(choices))
+        self._last_token: dict[int, float] = {}
+        self._record = record
+        self._metrics = metrics
+        self._closed = False
+        self.failure: RequestError | None = None
+        """Why there will be no answer, as soon as that is known."""
+
+    @property
+    def done(self) -> bool:
+        """Every choice has an answer."""
+        return not self._choices
+
+    @property
+    def record(self) -> RequestRecord:
+        return self._record
+
+    async def next(self) -> list[TextDelta]:
+        """What the steps since the last call have added. Raises ``failure``, after all text before it was returned."""
+        if self.failure is not None:
+            raise self.failure
+        items = await self._generation.wait()
+        now = time.monotonic()
+        deltas = [delta for item in items if (delta := self._take(item, now)) is not None]
+        return deltas if self.failure is None else deltas + self._held()
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        self._generation.close()
+        for choice in list(self._choices):
+            self._end_choice(choice, ChoiceOutcome.ABORT, None)
+        now = time.monotonic()
+        first = self._record.first_token
+        self._metrics.request_ended(now - self._record.arrived, None if first is None else now - first)
+        log_request(self._record, now)
+
+    def _take(self, item: ChoiceOutput, now: float) -> TextDelta | None:
+        choice = self._choices.get(item.choice)
+        if choice is None:
+            return None
+        delta = choice.add(item.output)
+        if delta.token_ids:
+            self._time_tokens(item.choice, len(delta.token_ids), now)
+        if delta.outcome is not None:
+            self._end(item, delta.outcome)
+        return delta
+
+    def _end(self, item: ChoiceOutput, outcome: ChoiceOutcome) -> None:
+        if item.output.finish is None:
+            self._generation.end_choice(item.choice)
+        self._end_choice(item.choice, outcome, item.output.report)
+        if outcome not in (ChoiceOutcome.STOP, ChoiceOutcome.LENGTH) and self.failure is None:
+            self.failure = self._generation.failure or failure_of(item.output)
+            self._generation.close()
+
+    def _held(self) -> list[TextDelta]:
+        """What the choices that end with another one's failure have not shown yet."""
+        return [delta for choice in self._choices.values() if (delta := choice.break_off()).text]
+
+    def _time_tokens(self, choice: int, count: int, now: float) -> None:
+        record = self._record
+        last = self._last_token.get(choice)
+        if last is not None:
+            self._metrics.next_tokens(now - last, count)
+        elif record.first_token is None:
+            record.first_token = now
+            self._metrics.first_token(now - record.arrived)
+        self._last_token[choice] = record.last_token = now
+        record.output_tokens += count
+
+    def _end_choice(self, choice: int, outcome: ChoiceOutcome, report: RequestReport | None) -> None:
+        del self._choices[choice]
+        self._record.outcomes.append(outcome)
+        if report is not None:
+            self._record.reports.append(report)
+        self._metrics.choice_ended(outcome, report)

@@ -1,0 +1,231 @@
+"""Turns a validated request into the token ids that the engine gets.
+
+Chat messages become the plain form that chat templates take, the template renders them, and the tokenizer encodes
+the text. ``ModelLimits`` refuses what the model's context or vocabulary does not hold, and truncates where the
+client asked for that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any, cast
+
+from pdserve.api.requests.openai_request import (
+    MAX_CHOICES,
+    MAX_ITEMS,
+    ChatRequest,
+    CompletionRequest,
+    GenerationRequest,
+    TokenizeRequest,
+)
+from pdserve.api.requests.preparing import Check
+from pdserve.api.requests.tokenizer import MAX_CUT_CHARS, Tokenizer
+from pdserve.errors import InvalidRequest
+
+TEXT_PARTS = ("text", "input_text", "output_text")
+_READ = ("type", "text")
+
+
+def plain_messages(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The messages with their content as one string. Which roles there are is for the template to say.
+
+    Raises InvalidRequest that names the message and the field.
+    """
+    return [_plain(message, f"messages[{index}]") for index, message in enumerate(messages)]
+
+
+def unread_part_fields(messages: Sequence[dict[str, Any]]) -> tuple[str, ...]:
+    """What parts of contents say beside their text, each name once."""
+    contents = (message.get("content") for message in messages)
+    parts = (part for content in contents if isinstance(content, list) for part in content)
+    return tuple(f"messages.content.{name}" for name in dict.fromkeys(chain.from_iterable(parts)) if name not in _READ)
+
+
+def _plain(message: dict[str, Any], where: str) -> dict[str, Any]:
+    role = message.get("role")
+    if not isinstance(role, str) or not role:
+        raise InvalidRequest(f"'{where}.role' must be a non-empty string", param=f"{where}.role")
+    return {**message, "content": _text(message, role, f"{where}.content")}
+
+
+def _text(message: dict[str, Any], role: str, where: str) -> str:
+    content = message.get("content")
+    if isinstance(content, str):
+        return content
+    if content is None and role == "assistant":
+        return ""
+    if isinstance(content, list) and content:
+        return "\n".join(_part(part, f"{where}[{index}]") for index, part in enumerate(content))
+    raise InvalidRequest(f"'{where}' must be a string or a non-empty list of text parts", param=where)
+
+
+def _part(part: Any, where: str) -> str:
+    kind = part.get("type") if isinstance(part, dict) else None
+    if kind not in TEXT_PARTS:
+        raise InvalidRequest(f"'{where}.type' must be 'text': this model reads text only", param=f"{where}.type")
+    text = part.get("text")
+    if not isinstance(text, str):
+        raise InvalidRequest(f"'{where}.text' must be a string", param=f"{where}.text")
+    return text
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One prompt, ready for the engine."""
+
+    token_ids: list[int]
+    max_tokens: int
+    echo: str = ""
+    """Shown before the answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelLimits:
+    """What the engine said that it takes."""
+
+    max_model_len: int
+    vocab_size: int
+
+    def check_ids(self, token_ids: Sequence[int], param: str) -> list[int]:
+        """The ids, if the vocabulary has them all. Raises InvalidRequest."""
+        if token_ids and not (min(token_ids) >= 0 and max(token_ids) < self.vocab_size):
+            wrong = next(token_id for token_id in token_ids if not 0 <= token_id < self.vocab_size)
+            raise InvalidRequest(f"token id {wrong} is not in the vocabulary of {self.vocab_size} tokens", param=param)
+        return list(token_ids)
+
+    def encode(
+        self, text: str, tokenizer: Tokenizer, param: str, *, add_special_tokens: bool, cut: bool = False
+    ) -> list[int]:
+        """The ids of a text that fits into the context, or that is to be ``cut`` or counted.
+
+        Raises InvalidRequest for a text that is longer than that, as soon as it is known.
+        """
+        least = tokenizer.least_tokens(text)
+        if not (cut and len(text) <= MAX_CUT_CHARS):
+            self.check_count(least, param, at_least=True)
+        most = max(self.max_model_len, MAX_ITEMS) if cut else self.max_model_len
+
+        def check(count: int) -> None:
+            if count > most:
+                self.check_count(count, param)
+
+        return tokenizer.encode(text, add_special_tokens=add_special_tokens, check=check)
+
+    def check_count(self, count: int, param: str, *, at_least: bool = False) -> None:
+        """Raises InvalidRequest if no context could hold that many ids."""
+        if count > self.max_model_len:
+            least = "at least " if at_least else ""
+            raise InvalidRequest(
+                f"this model's context is {self.max_model_len} tokens; {least}{count} were given",
+                param=param,
+                code="context_length_exceeded",
+            )
+
+    def fit(self, token_ids: list[int], request: GenerationRequest, param: str) -> tuple[list[int], int]:
+        """The prompt, cut where the client asked for that, and how many tokens may be generated.
+
+        Raises InvalidRequest if prompt and output do not fit.
+        """
+        wanted = request.wanted_tokens
+        self.check_ids(request.stop_token_ids or (), "stop_token_ids")
+        self.check_ids(request.allowed_token_ids or (), "allowed_token_ids")
+        self.check_ids(list(request.logit_bias or ()), "logit_bias")
+        token_ids = self._truncate(token_ids, request.truncate_prompt_tokens, wanted)
+        count = len(token_ids)
+        if count == 0:
+            raise InvalidRequest("the prompt has no tokens", param=param, code="empty_prompt")
+        if count >= self.max_model_len or count + (wanted or 1) > self.max_model_len:
+            asked = "" if wanted is None else f" and {wanted} tokens of output are asked for"
+            raise InvalidRequest(
+                f"this model's context is {self.max_model_len} tokens; the prompt has {count}{asked}",
+                param=param if count >= self.max_model_len else "max_tokens",
+                code="context_length_exceeded",
+            )
+        max_tokens = self.max_model_len - count if wanted is None else wanted
+        if (request.min_tokens or 0) > max_tokens:
+            raise InvalidRequest(f"'min_tokens' is above the {max_tokens} tokens that may come", param="min_tokens")
+        return token_ids, max_tokens
+
+    def _truncate(self, token_ids: list[int], keep: int | None, wanted: int | None) -> list[int]:
+        if keep is None:
+            return token_ids
+        if keep == 0:
+            raise InvalidRequest("'truncate_prompt_tokens' must be at least 1, or -1", param="truncate_prompt_tokens")
+        return token_ids[-(keep if keep > 0 else max(self.max_model_len - (wanted or 1), 1)) :]
+
+
+def render_chat(request: ChatRequest | TokenizeRequest, tokenizer: Tokenizer) -> str:
+    """The conversation in the words of the model's template. Raises InvalidRequest."""
+    continued = bool(request.continue_final_message)
+    generation_prompt = not continued if request.add_generation_prompt is None else request.add_generation_prompt
+    if continued and generation_prompt:
+        raise InvalidRequest(
+            "'continue_final_message' excludes 'add_generation_prompt'", param="continue_final_message"
+        )
+    return tokenizer.render_chat(
+        plain_messages(request.messages or []),
+        add_generation_prompt=generation_prompt,
+        continue_final_message=continued,
+        template_kwargs=request.chat_template_kwargs or {},
+    )
+
+
+def chat_prompts(request: ChatRequest, tokenizer: Tokenizer, limits: ModelLimits, check: Check) -> list[Prompt]:
+    """The one prompt of a chat request. Raises InvalidRequest."""
+    text = render_chat(request, tokenizer)
+    check()
+    # A template writes the special tokens that the model wants; it would be given some of them twice.
+    special, cut = bool(request.add_special_tokens), request.truncate_prompt_tokens is not None
+    token_ids = limits.encode(text, tokenizer, "messages", add_special_tokens=special, cut=cut)
+    fitted, max_tokens = limits.fit(token_ids, request, "messages")
+    return [Prompt(fitted, max_tokens)]
+
+
+def completion_prompts(
+    request: CompletionRequest, tokenizer: Tokenizer, limits: ModelLimits, check: Check
+) -> list[Prompt]:
+    """One for each prompt of a completion request. Raises InvalidRequest."""
+    if request.best_of is not None and request.best_of != request.choices:
+        raise InvalidRequest("'best_of' other than 'n' is not supported by pdserve", param="best_of")
+    given = _listed(request.prompt)
+    if len(given) * request.choices > MAX_CHOICES:
+        raise InvalidRequest(f"prompts times 'n' may be at most {MAX_CHOICES}", param="n")
+    special, cut = request.add_special_tokens is not False, request.truncate_prompt_tokens is not None
+    prompts = []
+    for index, item in enumerate(given):
+        check()
+        param = "prompt" if len(given) == 1 else f"prompt[{index}]"
+        if isinstance(item, str):
+            token_ids = limits.encode(item, tokenizer, param, add_special_tokens=special, cut=cut)
+        else:
+            token_ids = item
+        fitted, max_tokens = limits.fit(token_ids, request, param)
+        if not isinstance(item, str):
+            # Only now, when there are no more than the context holds.
+            limits.check_ids(fitted, param)
+        prompts.append(Prompt(fitted, max_tokens, _echo(request, item, fitted, len(token_ids), tokenizer)))
+    return prompts
+
+
+def _listed(prompt: str | list[str | int | list[int]]) -> list[str | list[int]]:
+    """One item for each prompt, of the four forms that OpenAI takes."""
+    if isinstance(prompt, str):
+        return [prompt]
+    kinds = {type(item) for item in prompt}
+    if len(kinds) > 1:
+        raise InvalidRequest("'prompt' mixes strings, token ids and lists", param="prompt")
+    if kinds == {int}:
+        return [cast("list[int]", prompt)]
+    return cast("list[str | list[int]]", prompt)
+
+
+def _echo(
+    request: CompletionRequest, item: str | list[int], fitted: list[int], untruncated: int, tokenizer: Tokenizer
+) -> str:
+    if not request.echo:
+        return ""
+    if isinstance(item, str) and len(fitted) == untruncated:
+        return item
+    return tokenizer.decode(fitted, skip_special_tokens=request.skip_special_tokens is not False)

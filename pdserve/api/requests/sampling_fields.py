@@ -1,0 +1,86 @@
+"""Turns a validated request's fields into the sampling parameters of its engine requests.
+
+Words that an answer must not hold become the runs of tokens that the engine keeps out.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterable
+from typing import TypeAlias
+
+from pdserve.api.requests.openai_request import ChatRequest, CompletionRequest, GenerationRequest
+from pdserve.api.requests.tokenizer import Tokenizer
+from pdserve.errors import InvalidRequest
+from pdserve.wire.sampling_params import SamplingParams
+
+TokenRuns: TypeAlias = tuple[tuple[int, ...], ...]
+
+
+def bad_word_tokens(words: Iterable[str], tokenizer: Tokenizer) -> TokenRuns:
+    """Each word as it is, and as it comes after a space. The same word cut into other tokens is not kept out."""
+    runs = []
+    for word in words:
+        for form in (word, " " + word.lstrip()):
+            runs.append(tuple(tokenizer.encode(form, add_special_tokens=False)))
+    return tuple(dict.fromkeys(run for run in runs if run))
+
+
+SEED_MASK = 2**63 - 1
+MAX_REPEATED_IDS = 262_144
+
+
+def choice_seeds(request: GenerationRequest) -> list[int]:
+    """One for each choice of one prompt: ``seed``, ``seed + 1`` and so on, or independent random ones."""
+    return [_seed(request.seed, index) for index in range(request.choices)]
+
+
+def check_logprobs(request: GenerationRequest) -> None:
+    """Raises InvalidRequest if the fields about log probabilities do not go together."""
+    match request:
+        case ChatRequest(top_logprobs=int(), logprobs=None | False) if request.top_logprobs:
+            raise InvalidRequest("'top_logprobs' needs 'logprobs' to be true", param="top_logprobs")
+        case CompletionRequest(logprobs=int(), echo=True):
+            raise InvalidRequest("'logprobs' of an echoed prompt are not supported by pdserve", param="logprobs")
+
+
+def check_repeated(request: GenerationRequest, prompts: int, bad_words: TokenRuns) -> None:
+    """Raises InvalidRequest if the token ids that every prompt's parameters repeat are too many together."""
+    ids = len(request.allowed_token_ids or ()) + len(request.logit_bias or ()) + len(request.stop_token_ids or ())
+    ids += sum(map(len, bad_words))
+    if prompts * ids > MAX_REPEATED_IDS:
+        raise InvalidRequest(
+            f"{prompts} prompts with {ids} token ids each in 'allowed_token_ids', 'logit_bias', 'stop_token_ids' and "
+            f"'bad_words': at most {MAX_REPEATED_IDS} together",
+            param="prompt",
+        )
+
+
+def _seed(seed: int | None, index: int) -> int:
+    return secrets.randbits(63) if seed is None else (seed + index) & SEED_MASK
+
+
+def sampling_params(request: GenerationRequest, seed: int, max_tokens: int, bad_words: TokenRuns) -> SamplingParams:
+    """Of one choice."""
+    return SamplingParams(
+        max_tokens=max_tokens,
+        seed=seed,
+        temperature=_or(request.temperature, 1.0),
+        top_p=_or(request.top_p, 1.0),
+        top_k=max(request.top_k or 0, 0),
+        min_p=_or(request.min_p, 0.0),
+        stop_token_ids=tuple(request.stop_token_ids or ()),
+        ignore_eos=bool(request.ignore_eos),
+        min_tokens=request.min_tokens or 0,
+        presence_penalty=_or(request.presence_penalty, 0.0),
+        frequency_penalty=_or(request.frequency_penalty, 0.0),
+        repetition_penalty=_or(request.repetition_penalty, 1.0),
+        logit_bias=tuple((request.logit_bias or {}).items()),
+        allowed_token_ids=tuple(sorted(set(request.allowed_token_ids or ()))),
+        bad_words=bad_words,
+        logprobs=request.wanted_logprobs,
+    )
+
+
+def _or(value: float | None, default: float) -> float:
+    return default if value is None else value

@@ -1,0 +1,121 @@
+"""What the routes of one node share: engine, tokenizer, limits, tickets, metrics and the phase of the node's life.
+
+``TicketGate`` checks the proxy's ticket on a request, which makes a node that belongs to a proxy serve it.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import enum
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from pdserve.api.engine_client import EngineClient, EngineState
+from pdserve.api.metrics import NodeMetrics
+from pdserve.api.requests.preparing import Preparer
+from pdserve.api.requests.prompts import ModelLimits
+from pdserve.api.requests.tokenizer import Tokenizer
+from pdserve.config import StreamConfig
+from pdserve.errors import Unauthorized, Unavailable, WireError
+from pdserve.wire.discovery import Role
+from pdserve.wire.engine import Ready
+from pdserve.wire.frame import Opener, Purpose, Secrets
+from pdserve.wire.ticket import Ticket
+
+MAX_TICKET_CHARS = 16_384
+
+
+class TicketGate:
+    """Checks tickets for one node. Each is good once, and until its request's deadline, however long it queued."""
+
+    def __init__(self, secret: bytes | Secrets, boot_id: bytes, clock: Callable[[], float] = time.time) -> None:
+        self._opener = Opener(
+            secret, Purpose.TICKET, Ticket, ordered=False, lifetime_s=lambda t: t.deadline_s, clock=clock
+        )
+        self._boot_id = boot_id
+
+    def admit(self, header: str | None) -> Ticket:
+        """The ticket in a request's header. Raises Unauthorized with what is wrong about it."""
+        if header is None:
+            raise Unauthorized(
+                "this node takes requests from its proxy only: clients talk to the proxy", code="no_ticket"
+            )
+        try:
+            ticket = self._opener.open(_frame(header))
+        except WireError as exc:
+            raise Unauthorized(f"the proxy's ticket is not acceptable: {exc}", code="bad_ticket") from exc
+        if ticket.node != self._boot_id:
+            raise Unauthorized("the proxy's ticket is for another start of this node", code="wrong_node")
+        return ticket
+
+
+def _frame(header: str) -> bytes:
+    if len(header) > MAX_TICKET_CHARS:
+        raise Unauthorized("the proxy's ticket is too long", code="bad_ticket")
+    try:
+        return base64.b64decode(header.encode("ascii") + b"=" * (-len(header) % 4), altchars=b"-_", validate=True)
+    except (UnicodeEncodeError, binascii.Error) as exc:
+        raise Unauthorized("the proxy's ticket is not base64url", code="bad_ticket") from exc
+
+
+DRAIN_RETRY_AFTER_S = 1
+
+
+class NodePhase(enum.Enum):
+    """``SERVING`` → ``DRAINING``, once."""
+
+    SERVING = "serving"
+    DRAINING = "draining"
+
+
+@dataclass(slots=True)
+class ServingNode:
+    """Made when the engine is ready; only ``phase`` changes."""
+
+    name: str
+    role: Role
+    model: str
+    engine: EngineClient
+    ready: Ready
+    tokenizer: Tokenizer | None
+    """None on a prefill node, which has no clients."""
+    tickets: TicketGate | None
+    """None where clients talk to this node directly."""
+    metrics: NodeMetrics
+    timeout_s: float
+    """Of a request without a ticket."""
+    max_body_bytes: int
+    stream: StreamConfig
+    unaccepted: Callable[[], str | None] = lambda: None
+    """Why no proxy sends this node anything, if it belongs to one."""
+    preparer: Preparer = field(default_factory=Preparer)
+    started: int = field(default_factory=lambda: int(time.time()))
+    """Seconds since 1970."""
+    phase: NodePhase = NodePhase.SERVING
+
+    @property
+    def limits(self) -> ModelLimits:
+        return ModelLimits(self.ready.max_model_len, self.ready.vocab_size)
+
+    @property
+    def alive(self) -> bool:
+        return self.engine.state is EngineState.READY
+
+    @property
+    def unready(self) -> tuple[str, str] | None:
+        """Why no request comes to be served here, as a word and a sentence; None if one does."""
+        if self.phase is NodePhase.DRAINING:
+            return "draining", "this node is shutting down"
+        if not self.alive:
+            return "engine lost", "the engine is gone"
+        unaccepted = self.unaccepted()
+        return None if unaccepted is None else ("unregistered", unaccepted)
+
+    def check_serving(self) -> None:
+        """Raises Unavailable if new requests are not taken (any more)."""
+        if self.phase is NodePhase.DRAINING:
+            raise Unavailable("this node is shutting down", code="draining", retry_after_s=DRAIN_RETRY_AFTER_S)
+        if not self.alive:
+            raise Unavailable("the engine is gone", code="engine_unavailable", retry_after_s=DRAIN_RETRY_AFTER_S)

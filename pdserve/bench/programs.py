@@ -1,0 +1,83 @@
+"""pdserve's processes for a benchmark, real ones."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import sys
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from pdserve.errors import BenchError
+from pdserve.process import ChildProcess, Listening, command
+
+_GRACE_S = 10.0
+_OWN = {
+    "PDSERVE_HOST": "127.0.0.1",
+    "PDSERVE_PORT": "0",
+    "PDSERVE_ADVERTISE": "",
+    "PDSERVE_PROXY": "",
+    "PDSERVE_SECRET_FILE": "",
+    "PDSERVE_LOG_LEVEL": "info",
+}
+"""Whatever the environment says: a node of a benchmark serves the benchmark alone, and says where it listens."""
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """What to run: something that says where it listens, as all of pdserve's servers do."""
+
+    name: str
+    argv: Sequence[str]
+    environ: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """A program that takes connections."""
+
+    pid: int
+    listening: Listening
+
+
+@asynccontextmanager
+async def running_node(
+    name: str, flags: Sequence[str], environ: Mapping[str, str], timeout_s: float
+) -> AsyncIterator[str]:
+    """The URL of a ``pdserve mixed`` that is ready, with ``flags`` and the settings of ``environ``.
+
+    Raises BenchError if it is not ready in time, and ChildDied if it ends.
+    """
+    own = {**environ, **_OWN, "PDSERVE_SECRET": secrets.token_hex(32)}
+    async with running([Program(name, command("mixed", *flags), own)], timeout_s) as (node,):
+        yield node.listening.url
+
+
+@asynccontextmanager
+async def running(programs: Sequence[Program], timeout_s: float) -> AsyncIterator[list[Running]]:
+    """All of them, started at once, each with ``timeout_s`` to be ready. What they warn of goes to standard error.
+
+    Raises BenchError if one is not ready in time, and ChildDied if one ends.
+    """
+
+    def relay(name: str, line: str) -> None:
+        if " INFO " not in line:
+            print(f"{name} | {line}", file=sys.stderr, flush=True)
+
+    children: list[ChildProcess] = []
+    try:
+        for program in programs:
+            children.append(ChildProcess(program.name, program.argv, program.environ, relay))
+        yield [Running(child.pid, await _listening(child, timeout_s)) for child in children]
+    finally:
+        await asyncio.gather(*(child.stop(_GRACE_S) for child in children))
+
+
+async def _listening(child: ChildProcess, timeout_s: float) -> Listening:
+    try:
+        async with asyncio.timeout(timeout_s):
+            # A node says that it listens once its engine is ready.
+            return await child.listening()
+    except TimeoutError as exc:
+        raise BenchError(f"{child.name} was not ready after {timeout_s:g} s; its last line: {child.last_line}") from exc

@@ -1,0 +1,287 @@
+"""The clients of ``pdserve bench proxy``, which cost next to nothing.
+
+Sockets are polled and read as they are; a stream's chunks are counted, not parsed.
+
+A closed loop (each client sends again as soon as it is answered) or an open one (requests at set times, whichever
+client is free; a request that has to wait for a client is late, and its wait counts). Backends write whole events, each
+in an HTTP chunk of its own, and neither pdserve's proxy nor vllm-router takes one apart: an event's first bytes are
+found where it begins.
+
+They are a process of their own: ``python -m pdserve.bench.proxy.proxy_clients``, with its order on standard input.
+"""
+
+from __future__ import annotations
+
+import gc
+import heapq
+import itertools
+import re
+import select
+import socket
+import sys
+import time
+from collections import deque
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+
+import msgspec
+
+from pdserve.bench.client_process import allow_open_files, serve_order
+from pdserve.bench.process_usage import cpu_s, peak_mib, reset_peaks
+from pdserve.bench.streamed_answer import Distribution, distribution
+
+CHUNK_MARK = b"data: {"
+
+_STREAM_END = b"0\r\n\r\n"
+_READ_BYTES = 2**18
+_LENGTH = re.compile(rb"\r\ncontent-length: *(\d+)", re.IGNORECASE)
+_SHOWN = 200
+
+
+@dataclass(slots=True)
+class Reply:
+    """One answer. Times are seconds of one monotonic clock."""
+
+    due_s: float
+    """When its request was to be sent."""
+    ended_s: float = 0.0
+    arrivals: list[tuple[float, int]] = field(default_factory=list)
+    """Of reads that brought chunks: when, and how many."""
+    error: str = ""
+    """Why it is not whole."""
+
+    @property
+    def chunks(self) -> int:
+        return sum(count for _, count in self.arrivals)
+
+
+class RawClient:
+    """One kept connection, one request on it at a time. Sans I/O but for its socket's number."""
+
+    __slots__ = ("_expected", "_size", "_tail", "_whole_bytes", "connection", "reply")
+
+    def __init__(self, connection: socket.socket, expected_chunks: int) -> None:
+        """``expected_chunks`` of a stream; 0 for an answer in one piece."""
+        self.connection = connection
+        self._expected = expected_chunks
+        self.reply: Reply | None = None
+
+    def begin(self, reply: Reply) -> None:
+        self.reply = reply
+        self._tail = b""
+        self._size = 0
+        self._whole_bytes = 0
+
+    def feed(self, now: float, data: bytes) -> bool:
+        """Takes what came at ``now``, nothing for the end of the connection. Returns whether the answer is over."""
+        reply = self.reply
+        assert reply is not None
+        if not data:
+            reply.error = "the connection ended within the answer"
+        elif not self._size and not data.startswith(b"HTTP/1.1 200 "):
+            reply.error = data[:_SHOWN].decode("latin-1")
+        elif not self._take(reply, now, data):
+            return False
+        reply.ended_s = now
+        if self._expected and not reply.error and reply.chunks != self._expected:
+            reply.error = f"{reply.chunks} chunks came where {self._expected} were sent"
+        return True
+
+    def _take(self, reply: Reply, now: float, data: bytes) -> bool:
+        self._size += len(data)
+        if not self._expected:
+            return self._take_whole(data)
+        seen = self._tail + data
+        # Of a mark that lies across two reads, the tail has less than all.
+        count = seen.count(CHUNK_MARK)
+        if count:
+            reply.arrivals.append((now, count))
+        self._tail = seen[1 - len(CHUNK_MARK) :]
+        return seen.endswith(_STREAM_END)
+
+    def _take_whole(self, data: bytes) -> bool:
+        if not self._whole_bytes:
+            self._tail += data
+            end = self._tail.find(b"\r\n\r\n")
+            if end < 0:
+                return False
+            length = _LENGTH.search(self._tail, 0, end)
+            self._whole_bytes = end + 4 + (int(length[1]) if length else 0)
+        return self._size >= self._whole_bytes
+
+
+def connect(host: str, port: int, count: int, timeout_s: float) -> list[socket.socket]:
+    """Open connections. Raises OSError."""
+    return [socket.create_connection((host, port), timeout_s) for _ in range(count)]
+
+
+class ClientLoad(msgspec.Struct, frozen=True):
+    """What clients send, and for how long."""
+
+    request: bytes
+    """As it goes over the wire."""
+    chunks: int
+    """That each answer has; 0 if it comes in one piece."""
+    seconds: float
+    """In which requests begin; those under way are waited for."""
+    rate: float
+    """Requests a second, at set times; 0 for a closed loop."""
+    once: bool
+    """Each client sends one request, all at once."""
+    timeout_s: float
+
+
+def send_load(connections: Sequence[socket.socket], load: ClientLoad) -> list[Reply]:
+    """Every reply, also those that never came whole. Raises OSError if a request cannot be sent."""
+    clients = {connection.fileno(): RawClient(connection, load.chunks) for connection in connections}
+    idle = deque(clients.values())
+    replies: list[Reply] = []
+    with select.epoll(len(clients)) as poll:
+        for number, client in clients.items():
+            client.connection.setblocking(False)
+            poll.register(number, select.EPOLLIN)
+        start = time.perf_counter()
+        schedule = _schedule(load, start, len(clients))
+        limit = start + load.timeout_s
+        under_way = 0
+        while (now := time.perf_counter()) < limit:
+            while idle and schedule and schedule[0] <= now:
+                client, reply = idle.popleft(), Reply(heapq.heappop(schedule))
+                replies.append(reply)
+                client.begin(reply)
+                client.connection.sendall(load.request)
+                under_way += 1
+            if not under_way and not schedule:
+                break
+            until = min(limit, schedule[0]) if schedule and idle else limit
+            for number, _ in poll.poll(max(0.0, until - time.perf_counter())):
+                client = clients[number]
+                data = _read(client.connection)
+                now = time.perf_counter()
+                if client.reply is None:
+                    poll.unregister(number)  # an idle connection that ended
+                elif client.feed(now, data):
+                    client.reply = None
+                    under_way -= 1
+                    if data:
+                        idle.append(client)
+                        if not load.rate and not load.once and now < start + load.seconds:
+                            heapq.heappush(schedule, now)
+                    else:
+                        poll.unregister(number)
+    for client in clients.values():
+        if client.reply is not None:
+            client.reply.error = f"not over after {load.timeout_s:g} s"
+    return replies
+
+
+def _schedule(load: ClientLoad, start: float, clients: int) -> list[float]:
+    """When the first request of each client is due, or every request of an open loop."""
+    if load.rate:
+        return [start + index / load.rate for index in range(int(load.rate * load.seconds))]
+    return [start] * clients
+
+
+def _read(connection: socket.socket) -> bytes:
+    try:
+        return connection.recv(_READ_BYTES)
+    except ConnectionError:
+        return b""
+
+
+_CONNECT_TIMEOUT_S = 30.0
+_SHOWN_ERRORS = 5
+_LIVE = b"GET /live HTTP/1.1\r\nhost: bench\r\n\r\n"
+
+
+class ProxyLoadOrder(msgspec.Struct, frozen=True):
+    """What to do."""
+
+    host: str
+    port: int
+    connections: int
+    load: ClientLoad
+    watched: dict[str, int]
+    """Process ids by name, of those whose CPU time is wanted."""
+    idle: int = 0
+    """Connections that have made one request before and make none meanwhile."""
+    warm_up: ClientLoad | None = None
+
+
+class ProxyLoadReport(msgspec.Struct, frozen=True):
+    """What came of it."""
+
+    answered: int
+    failed: int
+    errors: tuple[str, ...]
+    """Each different one once, the first few."""
+    chunks: int
+    seconds: float
+    """From the first request to the last answer's end."""
+    first_s: Distribution
+    """From when a request was due to its first chunk."""
+    latency_s: Distribution
+    """From when a request was due to its answer's end."""
+    gaps_s: Distribution
+    """Between chunks of one stream."""
+    cpu_s: dict[str, float]
+    memory_mib: dict[str, float]
+    """Of each process, by which the idle connections made its peak rise."""
+
+
+def run(order: ProxyLoadOrder) -> ProxyLoadReport:
+    """Raises BenchError if a watched process is gone, or too few files may be open; OSError if the server takes too few
+    connections.
+    """
+    allow_open_files(order.connections + order.idle)
+    with ExitStack() as stack:
+        connections = connect(order.host, order.port, order.connections, _CONNECT_TIMEOUT_S)
+        for connection in connections:
+            stack.enter_context(connection)
+        gc.disable()
+        if order.warm_up is not None:
+            send_load(connections, order.warm_up)
+        reset_peaks(order.watched)
+        before_mib = peak_mib(order.watched)
+        for _ in range(order.idle):
+            (connection,) = connect(order.host, order.port, 1, _CONNECT_TIMEOUT_S)
+            stack.enter_context(connection)
+            connection.sendall(_LIVE)
+            connection.recv(4096)
+        after_mib = peak_mib(order.watched)
+        before_s = cpu_s(order.watched)
+        replies = send_load(connections, order.load)
+        after_s = cpu_s(order.watched)
+    return _report(
+        replies,
+        {name: after_s[name] - before_s[name] for name in order.watched},
+        {name: after_mib[name] - before_mib[name] for name in order.watched},
+    )
+
+
+def _report(replies: Sequence[Reply], used_s: dict[str, float], memory_mib: dict[str, float]) -> ProxyLoadReport:
+    good = [reply for reply in replies if not reply.error]
+    errors = dict.fromkeys(reply.error for reply in replies if reply.error)
+    return ProxyLoadReport(
+        answered=len(good),
+        failed=len(replies) - len(good),
+        errors=tuple(itertools.islice(errors, _SHOWN_ERRORS)),
+        chunks=sum(reply.chunks for reply in good),
+        seconds=max((reply.ended_s for reply in good), default=0.0) - min((reply.due_s for reply in good), default=0.0),
+        first_s=distribution([reply.arrivals[0][0] - reply.due_s for reply in good if reply.arrivals]),
+        latency_s=distribution([reply.ended_s - reply.due_s for reply in good]),
+        gaps_s=distribution([gap for reply in good for gap in _gaps_s(reply)]),
+        cpu_s=used_s,
+        memory_mib=memory_mib,
+    )
+
+
+def _gaps_s(reply: Reply) -> list[float]:
+    """Chunks that came in one read are 0 apart."""
+    times = [now for now, count in reply.arrivals for _ in range(count)]
+    return [later - earlier for earlier, later in itertools.pairwise(times)]
+
+
+if __name__ == "__main__":
+    sys.exit(serve_order(ProxyLoadOrder, run))

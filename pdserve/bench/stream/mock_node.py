@@ -1,0 +1,41 @@
+"""``pdserve mixed`` with a mock engine: ``python -m pdserve.bench.stream.mock_node SCRIPT``.
+
+Settings come from the environment. It is a program of its own, so that no setting of a real node can put another
+program in its engine's place.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+from collections.abc import MutableMapping, Sequence
+
+from pdserve.api.server import serve
+from pdserve.config import NodeConfig
+from pdserve.models.checkpoint.demo import resolve_model, served_name
+from pdserve.process import PARENT_PID_ENV, die_with_parent
+from pdserve.settings import cache_folder, load, resolve_secret, state_folder
+from pdserve.wire.discovery import Role
+
+
+def mock_node_command(script_file: str) -> list[str]:
+    """Runs one. ``script_file`` is what its engine does (``mock_engine.Script``), as JSON."""
+    return [sys.executable, "-P", "-m", "pdserve.bench.stream.mock_node", script_file]
+
+
+def main(argv: Sequence[str], environ: MutableMapping[str, str]) -> int:
+    """Serves until SIGTERM or SIGINT; returns the exit status. Raises ConfigError and ModelError."""
+    die_with_parent(int(environ.pop(PARENT_PID_ENV)))
+    config = load(NodeConfig, [], environ, prog="pdserve.bench.stream.mock_node")
+    secret = resolve_secret(config.security, [config.http.host], state_folder(environ))
+    cache_dir = cache_folder(environ)
+    model_dir = resolve_model(config.model.path, cache_dir)
+    name = config.model.served_name or served_name(config.model.path, model_dir)
+    config = dataclasses.replace(config, model=dataclasses.replace(config.model, served_name=name))
+    engine = (sys.executable, "-P", "-m", "pdserve.bench.stream.mock_engine", argv[0])
+    return serve(Role.MIXED, config, secret, model_dir, cache_dir, engine_command=engine)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:], os.environ))

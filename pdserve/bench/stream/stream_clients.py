@@ -1,0 +1,189 @@
+"""The clients of ``pdserve bench stream``, a process of their own: ``python -m pdserve.bench.stream.stream_clients``.
+
+It reads its order from standard input. A load generator beside servers on two cores must cost next to nothing: sockets
+are polled and read as they are, with one timestamp a read, and what came is understood when the last stream is over.
+"""
+
+from __future__ import annotations
+
+import enum
+import gc
+import math
+import os
+import select
+import socket
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+
+import msgspec
+
+from pdserve.bench.client_process import serve_order
+from pdserve.bench.process_usage import cpu_s, peak_mib, reset_peaks
+from pdserve.bench.stream.credit import CreditWriter, credit_to
+from pdserve.bench.stream.raw_answer import RawAnswer, Wording, WordStream, read_answer
+from pdserve.bench.streamed_answer import Distribution, summarise
+
+CLIENTS = "clients"
+"""What this process is called beside those that it watches."""
+_READ_BYTES = 2**16
+_CONNECT_TIMEOUT_S = 30.0
+_TELL_AGAIN_S = 0.1
+"""Where the engine had no room for what it was told, and waits."""
+
+
+class StreamLoadOrder(msgspec.Struct, frozen=True):
+    """What to do: all streams at once, each one request."""
+
+    host: str
+    port: int
+    request: bytes
+    """The whole of it, as it goes over the wire."""
+    streams: int
+    wording: Wording
+    watched: dict[str, int]
+    """Processes whose use of CPU and memory is wanted, by name."""
+    timeout_s: float
+    credit_file: str = ""
+    """Where to tell how many tokens have come (``credit``); empty if nobody wants to know."""
+
+
+class Span(msgspec.Struct, frozen=True):
+    """A part of the run."""
+
+    seconds: float
+    tokens: int
+    chunks: int
+    cpu_s: dict[str, float]
+    """By process."""
+
+
+class StreamLoadReport(msgspec.Struct, frozen=True):
+    """What came of it."""
+
+    failed: int
+    errors: tuple[str, ...]
+    run: Span
+    """From the first request to the last byte."""
+    steady: Span | None
+    """From the last stream's first token to the first stream's end: nothing but tokens. None if there was no time."""
+    ttft_s: Distribution
+    tpot_s: Distribution
+    gaps_s: Distribution
+    """Between the chunks of a stream."""
+    peak_mib: dict[str, float]
+
+
+class Stage(enum.Enum):
+    """Where a run has got."""
+
+    STARTED = "started"
+    ALL_BEGUN = "all begun"
+    """The last stream has had its first token."""
+    FIRST_ENDED = "first ended"
+    OVER = "over"
+
+
+class Marks:
+    """When the run got where, and what each process had used by then."""
+
+    def __init__(self, pids: Mapping[str, int]) -> None:
+        self._pids = pids
+        self._marks: dict[Stage, tuple[float, dict[str, float]]] = {}
+
+    def set(self, stage: Stage) -> None:
+        """Only the first time counts."""
+        if stage not in self._marks:
+            self._marks[stage] = time.perf_counter(), cpu_s(self._pids)
+
+    def span(self, first: Stage, last: Stage, streams: Sequence[WordStream]) -> Span | None:
+        """None if the run did not get there, or not in this order."""
+        since, before = self._marks.get(first, (math.inf, {}))
+        until, after = self._marks.get(last, (-math.inf, {}))
+        if since >= until:
+            return None
+        words = [
+            count
+            for stream in streams
+            for arrival, count in zip(stream.times.arrivals, stream.words, strict=True)
+            if since < arrival <= until
+        ]
+        used = {name: after[name] - before[name] for name in self._pids}
+        return Span(until - since, sum(words), len(words), used)
+
+
+def run(order: StreamLoadOrder) -> StreamLoadReport:
+    """Raises BenchError if a watched process is gone, and OSError if the server does not take the connections."""
+    pids = {**order.watched, CLIENTS: os.getpid()}
+    with ExitStack() as stack:
+        connections = [
+            stack.enter_context(socket.create_connection((order.host, order.port), _CONNECT_TIMEOUT_S))
+            for _ in range(order.streams)
+        ]
+        reset_peaks(order.watched)
+        marks = Marks(pids)
+        gc.disable()
+        answers = _exchange(order, connections, marks, stack.enter_context(credit_to(order.credit_file)))
+    peaks = peak_mib(order.watched)
+    streams = [read_answer(answer, order.wording) for answer in answers]
+    result = summarise([stream.times for stream in streams])
+    whole = marks.span(Stage.STARTED, Stage.OVER, streams)
+    assert whole is not None
+    return StreamLoadReport(
+        failed=result.failed,
+        errors=result.errors,
+        run=whole,
+        steady=marks.span(Stage.ALL_BEGUN, Stage.FIRST_ENDED, streams),
+        ttft_s=result.ttft_s,
+        tpot_s=result.tpot_s,
+        gaps_s=result.itl_s,
+        peak_mib=peaks,
+    )
+
+
+def _exchange(
+    order: StreamLoadOrder, connections: Sequence[socket.socket], marks: Marks, credit: CreditWriter | None
+) -> list[RawAnswer]:
+    tokens = 0
+    answers: list[RawAnswer] = []
+    by_number: dict[int, tuple[socket.socket, RawAnswer]] = {}
+    with select.epoll(len(connections)) as poll:
+        marks.set(Stage.STARTED)
+        for connection in connections:
+            answer = RawAnswer(time.perf_counter())
+            connection.sendall(order.request)
+            connection.setblocking(False)
+            poll.register(connection, select.EPOLLIN)
+            answers.append(answer)
+            by_number[connection.fileno()] = (connection, answer)
+        deadline = time.perf_counter() + order.timeout_s
+        silent = len(connections)
+        while by_number and (left_s := deadline - time.perf_counter()) > 0:
+            for number, _ in poll.poll(min(left_s, _TELL_AGAIN_S)):
+                connection, answer = by_number[number]
+                data = _read(connection)
+                silent -= answer.feed(time.perf_counter(), data)
+                if not silent:
+                    marks.set(Stage.ALL_BEGUN)
+                if answer.ended:
+                    marks.set(Stage.FIRST_ENDED)
+                    poll.unregister(number)
+                    del by_number[number]
+                elif credit is not None:
+                    tokens += answer.last_words
+            if credit is not None:
+                credit.tell(tokens)
+        marks.set(Stage.OVER)
+    return answers
+
+
+def _read(connection: socket.socket) -> bytes:
+    try:
+        return connection.recv(_READ_BYTES)
+    except ConnectionError:
+        return b""
+
+
+if __name__ == "__main__":
+    sys.exit(serve_order(StreamLoadOrder, run))

@@ -1,0 +1,140 @@
+"""One streamed answer as its client sees it: what came when, and what that makes of TTFT, ITL and TPOT. Pure.
+
+``EventReader`` finds server-sent events in a byte stream; ``distribution`` computes means and percentiles for every
+benchmark. The definitions are those of vLLM's ``bench serve``, so that figures can be laid side by side: TTFT ends with
+the first chunk that has a token, each gap between two such chunks is an ITL, and TPOT is the mean time of a token after
+the first.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from pdserve.errors import BenchError
+
+
+@dataclass(frozen=True, slots=True)
+class Distribution:
+    """Of measured values, in their own unit. NaN where there were none."""
+
+    count: int
+    mean: float
+    p50: float
+    p90: float
+    p99: float
+    maximum: float
+
+
+def distribution(values: Sequence[float]) -> Distribution:
+    """Percentiles interpolate between neighbours, as numpy's do and with it most load generators'."""
+    if not values:
+        nan = float("nan")
+        return Distribution(0, nan, nan, nan, nan, nan)
+    p50, p90, p99 = (float(value) for value in np.percentile(values, (50, 90, 99)))
+    return Distribution(len(values), float(np.mean(values)), p50, p90, p99, float(max(values)))
+
+
+_MAX_EVENT = 8 * 2**20
+
+
+class EventReader:
+    """Takes bytes as they come, gives the data of each whole event."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """Data of the events that ``data`` completes. Raises BenchError for an event without an end."""
+        *whole, self._rest = (self._rest + data).replace(b"\r\n", b"\n").split(b"\n\n")
+        if len(self._rest) > _MAX_EVENT:
+            raise BenchError(f"the server sent {len(self._rest)} bytes without the end of an event")
+        return [payload for event in whole if (payload := _data(event))]
+
+
+def _data(event: bytes) -> bytes:
+    lines = [line[5:].removeprefix(b" ") for line in event.split(b"\n") if line.startswith(b"data:")]
+    return b"\n".join(lines)
+
+
+@dataclass(slots=True)
+class Stream:
+    """One request. Times in seconds of one monotonic clock."""
+
+    started: float
+    arrivals: list[float] = field(default_factory=list)
+    """Of each chunk that brought a token."""
+    ended: float = 0.0
+    output_tokens: int = 0
+    token_ids: list[int] = field(default_factory=list)
+    """Where the server tells them."""
+    error: str = ""
+    """Why there is no whole answer."""
+
+    @property
+    def ttft_s(self) -> float:
+        return self.arrivals[0] - self.started
+
+    @property
+    def itls_s(self) -> list[float]:
+        return [later - earlier for earlier, later in itertools.pairwise(self.arrivals)]
+
+    @property
+    def tpot_s(self) -> float | None:
+        """None for an answer of one token."""
+        if self.output_tokens < 2:
+            return None
+        return (self.arrivals[-1] - self.arrivals[0]) / (self.output_tokens - 1)
+
+    @property
+    def e2e_s(self) -> float:
+        return self.ended - self.started
+
+
+@dataclass(frozen=True, slots=True)
+class LoadResult:
+    """Of a whole run. Streams that failed are counted, and in none of the figures."""
+
+    succeeded: int
+    failed: int
+    errors: tuple[str, ...]
+    """Each different one once."""
+    duration_s: float
+    """From the first request to the end of the last answer; of several runs, the sum."""
+    output_tokens: int
+    ttft_s: Distribution
+    tpot_s: Distribution
+    itl_s: Distribution
+    e2e_s: Distribution
+
+    @property
+    def output_tokens_per_s(self) -> float:
+        return self.output_tokens / self.duration_s if self.duration_s else 0.0
+
+    @property
+    def requests_per_s(self) -> float:
+        return self.succeeded / self.duration_s if self.duration_s else 0.0
+
+
+def summarise(*runs: Sequence[Stream]) -> LoadResult:
+    """Figures of all streams of all ``runs``, which did not overlap, together."""
+    streams = [stream for run in runs for stream in run]
+    good = [stream for stream in streams if not stream.error]
+    return LoadResult(
+        succeeded=len(good),
+        failed=len(streams) - len(good),
+        errors=tuple(dict.fromkeys(stream.error for stream in streams if stream.error)),
+        duration_s=sum(_duration_s(run) for run in runs if run),
+        output_tokens=sum(stream.output_tokens for stream in good),
+        ttft_s=distribution([stream.ttft_s for stream in good]),
+        tpot_s=distribution([tpot for stream in good if (tpot := stream.tpot_s) is not None]),
+        itl_s=distribution([gap for stream in good for gap in stream.itls_s]),
+        e2e_s=distribution([stream.e2e_s for stream in good]),
+    )
+
+
+def _duration_s(run: Sequence[Stream]) -> float:
+    return max(stream.ended for stream in run) - min(stream.started for stream in run)

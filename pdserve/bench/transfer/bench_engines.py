@@ -1,0 +1,229 @@
+"""The two ends of a benchmarked transfer: as much of an engine as it needs, and no model.
+
+``BenchEngine`` is a KV cache and a transfer thread beside it. ``FetchingEngine`` is the decode side: it fetches
+prompts, one or several at a time, and says when they have landed. ``PushingEngine`` is a prefill engine that has
+computed every prompt already.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from pdserve.bench.transfer.messages import Assignment, Serving, TransferSetup
+from pdserve.config import Switch
+from pdserve.engine.kv_connector.transfer_memory import region_of, transport_for
+from pdserve.errors import BenchError
+from pdserve.wire.discovery import Role
+from pdserve.wire.ids import TransferId, new_id
+from pdserve.wire.sampling_params import SampledToken, SamplingParams
+from pdserve.wire.ticket import PrefillTarget
+from pdserve.wire.transfer import EngineSpec
+from pdserve.wire.version import OLDEST_PROTOCOL, PROTOCOL_VERSION
+from pdserve_kernels.kv_layout import KvLayout
+from pdserve_kvtransfer.events import FetchFailed, FetchLanded, FetchOrder, PushWanted, TransferThreadDied
+from pdserve_kvtransfer.shared_memory import SharedMemory
+from pdserve_kvtransfer.thread import TransferThread
+
+BLOCK_TOKENS = 16
+_TILES = 2 * BLOCK_TOKENS * torch.bfloat16.itemsize
+CLOSE_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class CacheShape:
+    """How much KV cache, in blocks of which size. ``block_bytes`` is a multiple of 64."""
+
+    block_bytes: int
+    blocks: int
+
+    def allocate(self, device: torch.device, shared: SharedMemory | None) -> torch.Tensor:
+        """A cache in the engine's layout, every page of it written once."""
+        layout = KvLayout(1, 1, BLOCK_TOKENS, self.block_bytes // _TILES, torch.bfloat16)
+        cache = layout.allocate(self.blocks, device) if shared is None else layout.over(shared.bytes)
+        return cache.fill_(0.5)
+
+    @property
+    def spec(self) -> EngineSpec:
+        """What both engines agree on."""
+        return EngineSpec(
+            protocol=PROTOCOL_VERSION,
+            oldest_protocol=OLDEST_PROTOCOL,
+            fingerprint="pdserve bench transfer",
+            dtype="bf16",
+            block_size=BLOCK_TOKENS,
+            num_layers=1,
+            kv_heads=1,
+            head_dim=self.block_bytes // _TILES,
+            tp_size=1,
+        )
+
+
+class BenchEngine:
+    """``close`` has to be called. Raises TransferError if its sockets or UCX cannot be opened, ConfigError."""
+
+    def __init__(
+        self, role: Role, boot_id: bytes, shape: CacheShape, setup: TransferSetup, wake: Callable[[], None]
+    ) -> None:
+        self.boot_id = boot_id
+        device = torch.device(setup.device)
+        shares = role is Role.PREFILL and device.type == "cpu" and setup.config.shared_cache is Switch.ON
+        shared = SharedMemory(shape.block_bytes * shape.blocks) if shares else None
+        self.cache = shape.allocate(device, shared)
+        self.thread = TransferThread(
+            role=role,
+            boot_id=boot_id,
+            secret=setup.secret,
+            spec=shape.spec,
+            region=region_of(self.cache, shared),
+            config=setup.config,
+            wake=wake,
+            transport=transport_for(role, setup.config, Path(setup.cache_dir), device),
+        )
+        self.control = self.thread.start()
+
+    def cpu_s(self) -> float:
+        """CPU time of the transfer thread so far."""
+        return thread_cpu_s(os.getpid(), self.thread.native_id)
+
+    def close(self) -> None:
+        self.thread.close(CLOSE_S)
+
+
+def thread_cpu_s(process: int, thread: int) -> float:
+    """CPU time of any thread of this machine, in seconds, to the nanosecond where the thread is asleep."""
+    return int(Path(f"/proc/{process}/task/{thread}/schedstat").read_text().split()[0]) / 1e9
+
+
+_DEADLINE_S = 120.0
+_SAMPLING = SamplingParams(max_tokens=1, seed=0)
+
+
+class FetchingEngine:
+    """``close`` has to be called."""
+
+    def __init__(self, target: PrefillTarget, shape: CacheShape, setup: TransferSetup) -> None:
+        """Raises TransferError if its sockets or UCX cannot be opened."""
+        self._target = target
+        self._woken = threading.Event()
+        self._open = 0
+        self._blocks = shape.blocks
+        self._engine = BenchEngine(Role.DECODE, new_id(), shape, setup, self._woken.set)
+        self.cpu_s = self._engine.cpu_s
+        self.close = self._engine.close
+
+    @property
+    def open(self) -> int:
+        """Fetches under way, as of the last ``turn``."""
+        return self._open
+
+    @property
+    def bytes_received(self) -> int:
+        return self._engine.thread.stats().bytes_received
+
+    def order(self, blocks: int) -> None:
+        """Begin to fetch so many blocks, at most those of the cache."""
+        transfer_id = TransferId(new_id(), 0, self._engine.boot_id)
+        tokens, destinations = [0] * (blocks * BLOCK_TOKENS), tuple(range(blocks))
+        order = FetchOrder(transfer_id, self._target, tokens, 0, destinations, _SAMPLING, _DEADLINE_S)
+        self._engine.thread.fetch(order)
+        self._open += 1
+
+    def turn(self) -> None:
+        """See what has landed. Raises BenchError if anything failed."""
+        self._woken.clear()
+        for event in self._engine.thread.events():
+            match event:
+                case FetchLanded():
+                    self._open -= 1
+                case FetchFailed(reason=reason):
+                    raise BenchError(f"a fetch failed: {reason}")
+                case TransferThreadDied(message):
+                    raise BenchError(f"the decode engine's transfer thread died: {message}")
+
+    def fetch(self, blocks: int) -> float:
+        """Seconds from the order until all blocks have landed. Raises BenchError."""
+        started = time.perf_counter()
+        self.order(blocks)
+        self.finish()
+        return time.perf_counter() - started
+
+    def fetch_in_a_row(self, blocks: int, count: int, ahead: int) -> float:
+        """Seconds that ``count`` fetches take of which ``ahead`` are under way at a time. Raises BenchError."""
+        started = time.perf_counter()
+        ordered = 0
+        while ordered < count or self._open:
+            while ordered < count and self._open < ahead:
+                self.order(blocks)
+                ordered += 1
+            self._wait()
+        return time.perf_counter() - started
+
+    def finish(self) -> None:
+        """Wait for all that is under way. Raises BenchError."""
+        self.turn()
+        while self._open:
+            self._wait()
+
+    def _wait(self) -> None:
+        """For news. Raises BenchError."""
+        if not self._woken.wait(_DEADLINE_S):
+            raise BenchError(f"no fetch landed for {_DEADLINE_S:g} s")
+        self.turn()
+
+
+@dataclass(slots=True)
+class _ComputedPrompt:
+    transfer_id: TransferId
+    next: int
+    end: int
+    due: float
+
+
+class PushingEngine:
+    """``wake`` is called when ``turn`` has something to do. ``close`` has to be called."""
+
+    def __init__(self, assignment: Assignment, wake: Callable[[], None]) -> None:
+        self._assignment = assignment
+        self._blocks = assignment.blocks
+        self._pushes: deque[_ComputedPrompt] = deque()
+        shape = CacheShape(assignment.block_bytes, assignment.blocks)
+        self._engine = BenchEngine(Role.PREFILL, new_id(), shape, assignment.setup, wake)
+        self.serving = Serving(self._engine.control, self._engine.boot_id, self._engine.thread.native_id)
+
+    def turn(self) -> float | None:
+        """Push what is due. Returns seconds until there is more to push; None if nothing is left."""
+        for event in self._engine.thread.events():
+            match event:
+                case PushWanted(transfer_id, token_ids):
+                    self._pushes.append(
+                        _ComputedPrompt(transfer_id, 0, -(-len(token_ids) // BLOCK_TOKENS), time.monotonic())
+                    )
+                case TransferThreadDied(message):
+                    raise BenchError(f"the prefill engine's transfer thread died: {message}")
+        now = time.monotonic()
+        for push in self._pushes:
+            self._push(push, now)
+        self._pushes = deque(push for push in self._pushes if push.next < push.end)
+        return min((max(0.0, push.due - now) for push in self._pushes), default=None)
+
+    def _push(self, push: _ComputedPrompt, now: float) -> None:
+        if push.due > now:
+            return
+        count = min(self._assignment.chunk_blocks or push.end, push.end - push.next)
+        blocks = tuple((push.next + i) % self._blocks for i in range(count))
+        self._engine.thread.push(push.transfer_id, push.next, blocks)
+        push.next += count
+        push.due += self._assignment.chunk_s
+        if push.next == push.end:
+            self._engine.thread.first_token(push.transfer_id, (SampledToken(0),), 0)
+
+    def close(self) -> None:
+        self._engine.close()

@@ -1,0 +1,203 @@
+"""The supervisor behind ``pdserve up``: plans the processes of a cluster on this machine, brings them up, watches them,
+and stops them in order.
+
+The plan says which nodes there are, on which cores and with which command lines. It starts nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import re
+import ssl
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import aiohttp
+
+from pdserve.cli.console import Console
+from pdserve.config import ClusterConfig, LogConfig, LogLevel, NodeConfig, UpConfig
+from pdserve.process import ChildDied, ChildProcess, command, partition_cores
+from pdserve.settings import to_environ
+from pdserve.wire.discovery import Role
+
+LOOPBACK = "127.0.0.1"
+LOOPBACK_DEVICE = "lo"
+"""UCX would listen on every network device, and it believes whoever connects."""
+
+
+@dataclass(frozen=True, slots=True)
+class NodePlan:
+    """One node process."""
+
+    name: str
+    role: Role
+    cores: tuple[int, ...]
+
+
+def plan_nodes(cluster: ClusterConfig, cores: Sequence[int]) -> list[NodePlan]:
+    """The nodes of ``cluster``, prefill nodes first, with ``cores`` divided between them."""
+    counts = {Role.PREFILL: cluster.prefill, Role.DECODE: cluster.decode, Role.MIXED: cluster.mixed}
+    named = [(role, f"{role.value}-{index}") for role, count in counts.items() for index in range(count)]
+    return [
+        NodePlan(name, role, own) for (role, name), own in zip(named, partition_cores(cores, len(named)), strict=True)
+    ]
+
+
+def proxy_command(config: UpConfig) -> list[str]:
+    port = str(config.http.port)
+    return command("proxy", "--host", config.http.host, "--port", port, "--control-port", "0")
+
+
+def node_command(node: NodePlan, control: str) -> list[str]:
+    cores = ",".join(str(core) for core in node.cores)
+    return command(node.role.value, "--name", node.name, "--proxy", control, "--cores", cores, "--port", "0")
+
+
+def child_environ(config: UpConfig, environ: Mapping[str, str], secret: str, file: str) -> dict[str, str]:
+    """What every child is given: the settings of ``config``, and of ``environ`` those that ``up`` itself has not.
+
+    Addresses are loopback and ports free ones whatever the environment says; the proxy's flags say where clients come.
+    """
+    inner = dataclasses.replace(config.http, host=LOOPBACK, port=0, advertise="")
+    # The line with a process's addresses is an INFO line; the console hides what the user does not want to see.
+    log = LogConfig(LogLevel.DEBUG if config.log.level is LogLevel.DEBUG else LogLevel.INFO)
+    settings = to_environ(dataclasses.replace(config, http=inner, log=log))
+    defaults = to_environ(NodeConfig())
+    private = {name: defaults[name] for name in _OWN_ADDRESSES}
+    private["PDSERVE_CONTROL_HOST"] = LOOPBACK
+    private["PDSERVE_UCX_NET_DEVICES"] = LOOPBACK_DEVICE
+    own = {**settings, **private, "PDSERVE_SECRET": secret, "PDSERVE_SECRET_FILE": ""}
+    if file:
+        own["PDSERVE_CONFIG"] = file
+    return {**environ, **own}
+
+
+_OWN_ADDRESSES = ("PDSERVE_TRANSFER_HOST", "PDSERVE_TRANSFER_PORT", "PDSERVE_TRANSFER_ADVERTISE")
+
+_LOG_PREFIX = re.compile(r"^[\d:,. TZ-]+(DEBUG|INFO|WARNING|ERROR) \S+ ")
+_POLL_S = 0.2
+_REPORT_S = 5.0
+_PROXY_GRACE_S = 3.0
+
+
+class LocalCluster:
+    """One proxy and its nodes. ``stop`` has to be awaited in the end, whatever happened before."""
+
+    def __init__(self, console: Console, tls: ssl.SSLContext | None = None) -> None:
+        """``tls`` is for requests to the proxy, if it serves HTTPS."""
+        self._console = console
+        self._proxy: ChildProcess | None = None
+        self._nodes: dict[str, tuple[NodePlan, ChildProcess]] = {}
+        self._tls = tls
+        self.url = ""
+
+    async def start(self, proxy: Sequence[str], nodes: Sequence[NodePlan], environ: Mapping[str, str]) -> None:
+        """Returns when the proxy has every node and is ready. Raises ChildDied if a process ends meanwhile.
+
+        Unbounded by itself: the caller sets the time limit.
+        """
+        self._console.say("starting proxy")
+        self._proxy = ChildProcess("proxy", proxy, environ, self._console.relay)
+        found = await self._proxy.listening()
+        self.url = found.url
+        for node in nodes:
+            self._console.say(f"starting {node.name} on cores {', '.join(map(str, node.cores))}")
+            child = ChildProcess(node.name, node_command(node, found.control), environ, self._console.relay)
+            self._nodes[node.name] = (node, child)
+        await self._until_ready()
+        self._console.say(f"all {len(nodes)} nodes are ready")
+
+    async def watch(self) -> str:
+        """Reports nodes that end, and returns why the cluster cannot serve any more."""
+        proxy = self._running_proxy()
+        waits = {asyncio.create_task(child.wait()): child for child in self._children()}
+        try:
+            while True:
+                done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    child = waits.pop(task)
+                    self._console.say(str(child.died()))
+                    if child is proxy:
+                        return "the proxy has ended"
+                if not any(child.alive for node, child in self._nodes.values() if node.role is not Role.PREFILL):
+                    return "no node is left that answers requests"
+        finally:
+            for task in waits:
+                task.cancel()
+
+    async def stop(self, grace_s: float) -> None:
+        """Stops the nodes, which get ``grace_s`` to finish their requests, and then the proxy."""
+        nodes = [child for _, child in self._nodes.values()]
+        if any(child.alive for child in nodes):
+            self._console.say("stopping")
+        await asyncio.gather(*(child.stop(grace_s) for child in nodes))
+        if self._proxy is not None:
+            await self._proxy.stop(_PROXY_GRACE_S)
+
+    async def kill(self) -> None:
+        """Ends everything now."""
+        await asyncio.gather(*(child.kill() for child in self._children()))
+
+    def _children(self) -> list[ChildProcess]:
+        proxy = [self._proxy] if self._proxy is not None else []
+        return [*proxy, *(child for _, child in self._nodes.values())]
+
+    def _running_proxy(self) -> ChildProcess:
+        if self._proxy is None:
+            raise ChildDied("the proxy was never started")
+        return self._proxy
+
+    async def _until_ready(self) -> None:
+        reported = self._console.elapsed_s
+        timeout = aiohttp.ClientTimeout(total=2.0)
+        connector = aiohttp.TCPConnector(ssl=self._tls or True)
+        async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
+            while True:
+                for child in self._children():
+                    if not child.alive:
+                        raise child.died()
+                missing = self._nodes.keys() - await registered(session, self.url)
+                if not missing and await _is_ready(session, self.url):
+                    return
+                if self._console.elapsed_s - reported >= _REPORT_S:
+                    reported = self._console.elapsed_s
+                    self._console.say(self._waiting_for(sorted(missing)))
+                await self._pause()
+
+    def _waiting_for(self, missing: Sequence[str]) -> str:
+        if not missing:
+            return "waiting for the proxy to be ready"
+        return "waiting for " + "; ".join(f"{name} ({_stage(self._nodes[name][1].last_line)})" for name in missing)
+
+    async def _pause(self) -> None:
+        """Until it is worth to look again: a moment, or the end of a process."""
+        ends = [asyncio.create_task(child.wait()) for child in self._children()]
+        try:
+            await asyncio.wait(ends, timeout=_POLL_S, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in ends:
+                task.cancel()
+
+
+def _stage(line: str) -> str:
+    """What a log line says, without its time, level and logger."""
+    return _LOG_PREFIX.sub("", line)[:80]
+
+
+async def registered(session: aiohttp.ClientSession, url: str) -> set[str]:
+    """Names of the nodes that the proxy at ``url`` has now; none while it does not answer."""
+    with contextlib.suppress(aiohttp.ClientError, TimeoutError):
+        async with session.get(f"{url}/instances") as response:
+            if response.status == 200:
+                listing = await response.json()
+                return {instance["name"] for instance in listing}
+    return set()
+
+
+async def _is_ready(session: aiohttp.ClientSession, url: str) -> bool:
+    with contextlib.suppress(aiohttp.ClientError, TimeoutError):
+        async with session.get(f"{url}/ready") as response:
+            return response.status == 200
+    return False

@@ -1,0 +1,100 @@
+"""Fills requests' block tables: with blocks found in the prefix cache, reserved ones, and the copy that a child gets.
+
+A request writes only to blocks that it holds alone and that cannot be found. Full blocks can be found and shared as
+soon as they are computed; a partial last block never is. Nor is a prompt's last token taken from the prefix cache: it
+has to be computed for its logits, and would be written into a shared block. So where a whole prompt is there and fills
+its last block, that block is computed again into one of the request's own: at most one block's tokens, and no copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pdserve.engine.kv_cache.block_manager import BlockManager
+from pdserve.engine.kv_cache.prefix_cache import Match, extend_hashes
+from pdserve.engine.request import Request
+from pdserve.errors import EngineError
+
+
+class BlockTables:
+    """The scheduler's view of the pool."""
+
+    def __init__(self, pool: BlockManager) -> None:
+        self._pool = pool
+        self._copies: dict[int, int] = {}
+
+    @property
+    def block_size(self) -> int:
+        return self._pool.block_size
+
+    def find(self, request: Request) -> Sequence[int]:
+        """Blocks of the prefix cache that a request without blocks could begin with; all but its last token at most.
+
+        Good until anything changes. Asking again while nothing does takes constant time.
+        """
+        if request.block_table or not self._pool.caching:
+            return ()
+        count = (len(request.token_ids) - 1) // self.block_size
+        self._hash(request, count)
+        return self._pool.match(request.block_hashes, count, request.match)
+
+    def missing(self, request: Request, found: Sequence[int]) -> int:
+        """Blocks that a request's known tokens need beside those that it has or has found."""
+        return self._pool.blocks_for(len(request.token_ids)) - len(request.block_table) - len(found)
+
+    def free_beside(self, found: Sequence[int]) -> int:
+        """Blocks that could be had if those found were taken first."""
+        return self._pool.free_beside(found)
+
+    def admit(self, request: Request, found: Sequence[int]) -> None:
+        """Take what was found, and reserve blocks for all known tokens. There must be enough."""
+        if found:
+            self._pool.share(request.block_table, found)
+            request.num_computed_tokens = len(found) * self.block_size
+        request.match = Match()
+        if not self.reserve(request, len(request.token_ids)):
+            raise EngineError("a request was admitted without the blocks that it needs")
+
+    def reserve(self, request: Request, tokens: int, spare: int = 0) -> bool:
+        """Have blocks for its first ``tokens`` tokens, known or guessed.
+
+        False, and nothing changed, if fewer than ``spare`` blocks would be free after taking new ones.
+        """
+        missing = self._pool.blocks_for(tokens) - len(request.block_table)
+        if missing > 0 and self._pool.num_free < missing + spare:
+            return False
+        return self._pool.grow(request.block_table, tokens)
+
+    def computed(self, request: Request, num_computed_tokens: int) -> None:
+        """The keys and values of so many tokens are final: blocks that became full can be found from now on."""
+        first, end = request.num_computed_tokens // self.block_size, num_computed_tokens // self.block_size
+        request.num_computed_tokens = num_computed_tokens
+        if end > first and self._pool.caching:
+            self._hash(request, end)
+            for i in range(first, end):
+                self._pool.remember(request.block_table[i], request.block_hashes[i])
+
+    def fork(self, parent: Request, child: Request) -> bool:
+        """Give a child its parent's computed prompt: full blocks shared, the partial last one copied.
+
+        False, and nothing changed, if no block is free.
+        """
+        full, rest = divmod(parent.num_prompt_tokens, self.block_size)
+        if rest and not self._pool.num_free:
+            return False
+        self._pool.share(child.block_table, parent.block_table[:full])
+        self._pool.grow(child.block_table, parent.num_prompt_tokens)
+        if rest:
+            # By destination: a block that is freed and taken again before the copies are made is written once.
+            self._copies[child.block_table[full]] = parent.block_table[full]
+        child.block_hashes = parent.block_hashes[:full]
+        child.num_computed_tokens = parent.num_prompt_tokens
+        return True
+
+    def take_copies(self) -> dict[int, int]:
+        """Copies to be made before anything else is written, from which block by to which."""
+        copies, self._copies = self._copies, {}
+        return copies
+
+    def _hash(self, request: Request, count: int) -> None:
+        extend_hashes(request.block_hashes, request.token_ids, count, self.block_size, request.cache_salt)

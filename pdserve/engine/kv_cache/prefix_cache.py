@@ -1,0 +1,107 @@
+"""Finds KV blocks again by their hash, and says which of them goes first when blocks run out.
+
+Each full block has a hash of all that its keys and values depend on. They depend on every token up to the block's end,
+so a block's hash covers its tokens and the hash of the block before it; the first block's covers the salt. Equal hashes
+mean equal tokens from the start on, under the same salt: at 256 bits nobody finds two prompts with one hash, so nobody
+gets another prompt's blocks.
+
+A block is added once its keys and values are final. It can be found while a request holds it (*in use*) and after the
+last one has let go of it (*idle*), until its memory is wanted for something else: least recently used first. Every
+operation takes constant time a block.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+HASH_BYTES = 32
+_ROOT = b"pdserve salt"
+
+
+def extend_hashes(hashes: list[bytes], token_ids: Sequence[int], count: int, block_size: int, salt: str) -> None:
+    """Append to ``hashes`` until the first ``count`` blocks of ``token_ids`` have theirs. They must be full blocks."""
+    if len(hashes) >= count:
+        return
+    last = hashes[-1] if hashes else hashlib.blake2b(salt.encode(), digest_size=HASH_BYTES, person=_ROOT).digest()
+    pack = struct.Struct(f"<{block_size}I").pack
+    for block in range(len(hashes), count):
+        tokens = pack(*token_ids[block * block_size : (block + 1) * block_size])
+        last = hashlib.blake2b(last + tokens, digest_size=HASH_BYTES).digest()
+        hashes.append(last)
+
+
+@dataclass(slots=True)
+class Match:
+    """The longest prefix of one list of hashes that was in the cache when it was last looked up."""
+
+    blocks: list[int] = field(default_factory=list)
+    as_of: int = 0
+    """How many blocks the cache had forgotten by then."""
+
+
+class PrefixCache:
+    """Knows hashes and the order of idle blocks; who holds a block is the block manager's business."""
+
+    def __init__(self) -> None:
+        self._block_of: dict[bytes, int] = {}
+        self._hash_of: dict[int, bytes] = {}
+        self._idle: OrderedDict[int, None] = OrderedDict()
+        self._num_forgotten = 0
+
+    def __len__(self) -> int:
+        """Blocks that can be found."""
+        return len(self._hash_of)
+
+    def __contains__(self, block: int) -> bool:
+        return block in self._hash_of
+
+    @property
+    def num_idle(self) -> int:
+        return len(self._idle)
+
+    def match(self, hashes: Sequence[bytes], count: int, match: Match) -> None:
+        """Bring ``match`` up to date: the longest prefix of the first ``count`` of ``hashes`` that is here.
+
+        ``hashes`` may have grown since the last time, and not changed otherwise. Only what the cache has learnt since
+        is looked at, unless it has forgotten something: a request that waits looks again in every step.
+        """
+        if match.as_of != self._num_forgotten:
+            match.blocks.clear()
+            match.as_of = self._num_forgotten
+        for index in range(len(match.blocks), count):
+            block = self._block_of.get(hashes[index])
+            if block is None:
+                break
+            match.blocks.append(block)
+
+    def add(self, block: int, block_hash: bytes) -> None:
+        """Make a block that is in use findable. Where another one has the hash already, that one stays."""
+        if block_hash not in self._block_of and block not in self._hash_of:
+            self._block_of[block_hash] = block
+            self._hash_of[block] = block_hash
+
+    def drop(self, block: int) -> None:
+        """A block that is in use must not be found any more, if it could be."""
+        block_hash = self._hash_of.pop(block, None)
+        if block_hash is not None:
+            del self._block_of[block_hash]
+            self._num_forgotten += 1
+
+    def rest(self, block: int) -> None:
+        """Nobody holds this block any more."""
+        self._idle[block] = None
+
+    def wake(self, block: int) -> None:
+        """Somebody holds this idle block again."""
+        del self._idle[block]
+
+    def evict(self) -> int:
+        """Forget the least recently used idle block, for its memory."""
+        block, _ = self._idle.popitem(last=False)
+        del self._block_of[self._hash_of.pop(block)]
+        self._num_forgotten += 1
+        return block

@@ -1,0 +1,209 @@
+"""A decode node's connector."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from dataclasses import dataclass
+
+from pdserve.config import TransferConfig
+from pdserve.engine.kv_cache.block_manager import BlockManager
+from pdserve.engine.kv_connector.connector import CLOSE_TIMEOUT_S
+from pdserve.engine.kv_connector.transfers import Fetches
+from pdserve.engine.placement.placement import Placement
+from pdserve.engine.placement.prefill_node import PrefillNode
+from pdserve.engine.request import Request
+from pdserve.engine.scheduling.batch_plan import BatchPlan
+from pdserve.engine.scheduling.scheduler import Scheduler
+from pdserve.errors import EngineError
+from pdserve.wire.engine import PrefillSource
+from pdserve.wire.ids import TransferId
+from pdserve.wire.sampling_params import SampledToken
+from pdserve.wire.transfer import FailureCause
+from pdserve_kvtransfer.events import (
+    BlocksReleased,
+    FailureKind,
+    FetchCancelled,
+    FetchFailed,
+    FetchLanded,
+    FetchOrder,
+    FirstTokenArrived,
+    LoadHeard,
+    PrefillNodeMet,
+    TransferThreadDied,
+)
+from pdserve_kvtransfer.stats import TransferStats
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _OrderedFetch:
+    """One under way: whose prompt it is, and who gets a first token from it, in order."""
+
+    request: Request
+    choosers: tuple[Request, ...]
+    node: PrefillNode
+    believed: bool = True
+    """Whether what the prefill node has said makes sense. If not, the prompt is computed here when the fetch ends."""
+
+
+class FetchingConnector:
+    """A decode node: prompts come from prefill nodes, or are computed here when those fail.
+
+    Only blocks that the prefix cache here does not hold are asked for.
+    """
+
+    def __init__(
+        self,
+        blocks: BlockManager,
+        thread: Fetches,
+        config: TransferConfig,
+        boot_id: bytes,
+        placement: Placement,
+        vocab_size: int = 2**31,
+    ) -> None:
+        """``vocab_size`` is the model's: a prefill node that sends a token beyond it is not believed."""
+        self._vocab_size = vocab_size
+        self._blocks = blocks
+        self._thread = thread
+        self._timeout_s = config.prefill_timeout_ms / 1000
+        self._boot_id = boot_id
+        self._placement = placement
+        self._fetching: dict[TransferId, _OrderedFetch] = {}
+        self._ending: dict[TransferId, list[int]] = {}
+
+    def start(self, plan: BatchPlan, now: float) -> None:
+        for request in plan.fetches:
+            target, *others = request.targets
+            request.targets = tuple(others)
+            transfer = TransferId(request.uuid, request.attempts, self._boot_id)
+            request.attempts += 1
+            request.transfer = transfer
+            request.prefill_node = target.name
+            request.first_block = request.num_computed_tokens // self._blocks.block_size
+            last_block = self._blocks.blocks_for(request.num_prompt_tokens)
+            cached = request.num_computed_tokens
+            missing = request.num_prompt_tokens - cached
+            # Before it is among the orders that it would have to wait for.
+            time_s = self._timeout_s + self._placement.needed_s(target, missing, cached, now)
+            node = self._placement.ordered(target, transfer, missing, cached, now)
+            self._fetching[transfer] = _OrderedFetch(request, (request, *request.children), node)
+            self._thread.fetch(
+                FetchOrder(
+                    transfer_id=transfer,
+                    target=target,
+                    token_ids=request.token_ids[: request.num_prompt_tokens],
+                    first_block=request.first_block,
+                    block_ids=tuple(request.block_table[request.first_block : last_block]),
+                    sampling=request.sampling,
+                    deadline_s=max(0.001, min(time_s, request.deadline - now)),
+                    sibling_seeds=tuple(child.sampling.seed for child in request.children),
+                    cache_salt=request.cache_salt,
+                )
+            )
+
+    def poll(self, scheduler: Scheduler, now: float) -> None:
+        for event in self._thread.events():
+            match event:
+                case FirstTokenArrived(transfer, tokens, cached_tokens, load):
+                    fetch = self._fetching.get(transfer)
+                    if fetch is None:
+                        continue
+                    if not all(0 <= token.token_id < self._vocab_size for token in tokens):
+                        log.error("prefill node %s sent tokens that the model lacks", fetch.request.prefill_node)
+                        self._fetching[transfer] = dataclasses.replace(fetch, believed=False)
+                    else:
+                        fetch.node.answered(transfer, cached_tokens, load, now)
+                        fetch.request.cached_tokens = cached_tokens
+                        fetch.request.prefill_source = PrefillSource.REMOTE
+                        self._accept(scheduler, fetch, tokens, now)
+                case PrefillNodeMet(boot_id, max_prompt_tokens):
+                    self._placement.met(boot_id, max_prompt_tokens)
+                case LoadHeard(boot_id, load):
+                    self._placement.heard(boot_id, load, now)
+                case FetchLanded(transfer, tail_s=tail_s, tail_bytes=tail_bytes):
+                    landed = self._fetching.pop(transfer, None)
+                    if landed is None:
+                        self._finish_ending(transfer)
+                    elif not landed.believed:
+                        landed.node.failed(transfer, now)
+                        self._retry(scheduler, landed.request, 0, ())
+                    else:
+                        landed.node.landed(tail_bytes, tail_s)
+                        self._landed(scheduler, landed.request, tail_s)
+                case FetchFailed(transfer, _, landed_blocks, quarantined, kind):
+                    self._blocks.quarantine(quarantined)
+                    failed = self._fetching.pop(transfer, None)
+                    if failed is not None:
+                        self._judge(failed, transfer, kind, now)
+                        self._retry(scheduler, failed.request, landed_blocks, quarantined)
+                    else:
+                        self._finish_ending(transfer)
+                case FetchCancelled(transfer, quarantined):
+                    self._blocks.quarantine(quarantined)
+                    self._finish_ending(transfer)
+                case BlocksReleased(block_ids):
+                    self._blocks.release(block_ids)
+                case TransferThreadDied(message):
+                    raise EngineError(f"the transfer thread died: {message}")
+                case _:
+                    raise EngineError(f"a decode node cannot act on {event}")
+
+    def _accept(self, scheduler: Scheduler, fetch: _OrderedFetch, tokens: tuple[SampledToken, ...], now: float) -> None:
+        # A prefill node that sends too few leaves the rest of the family to sample here.
+        for request, token in zip(fetch.choosers, tokens, strict=False):
+            # A token that a client has is never replaced, and nobody waits for those of an ended request.
+            if not request.ended and request.num_generated_tokens == 0:
+                scheduler.accept_token(request, token, now)
+
+    def _judge(self, fetch: _OrderedFetch, transfer: TransferId, kind: FailureKind, now: float) -> None:
+        """What a failure says of the prefill node. A prompt that nobody could have moved says nothing."""
+        out_of_time = kind is FailureKind.DEADLINE and now >= fetch.request.deadline
+        if out_of_time or kind in (FailureKind.REFUSED, FailureKind.OVERLOADED, FailureKind.CLOSED):
+            fetch.node.withdrawn(transfer)
+        elif kind is FailureKind.DEADLINE:
+            fetch.node.timed_out(transfer, now)
+        else:
+            fetch.node.failed(transfer, now)
+
+    def _landed(self, scheduler: Scheduler, request: Request, tail_s: float) -> None:
+        request.transfer = None
+        request.prefill_source = PrefillSource.REMOTE
+        request.transfer_seconds = tail_s
+        scheduler.landed(request)
+
+    def _retry(self, scheduler: Scheduler, request: Request, landed_blocks: int, quarantined: tuple[int, ...]) -> None:
+        request.transfer = None
+        request.prefill_node = ""
+        request.prefill_source = PrefillSource.FALLBACK
+        landed_blocks += request.first_block
+        if not self._blocks.replace(request.block_table, quarantined):
+            self._blocks.free(request.block_table)
+            landed_blocks = 0
+        scheduler.requeue(request, landed_blocks * self._blocks.block_size)
+
+    def stepped(self, scheduler: Scheduler, plan: BatchPlan) -> None:
+        pass
+
+    def give_up(self, request: Request, reason: str, cause: FailureCause) -> None:
+        pass
+
+    def release(self, request: Request) -> None:
+        if request.transfer is None:
+            self._blocks.free(request.block_table)
+            return
+        self._fetching.pop(request.transfer).node.withdrawn(request.transfer)
+        self._ending[request.transfer] = request.block_table
+        request.block_table = []
+        self._thread.cancel_fetch(request.transfer)
+        request.transfer = None
+
+    def _finish_ending(self, transfer: TransferId) -> None:
+        self._blocks.free(self._ending.pop(transfer))
+
+    def stats(self) -> TransferStats:
+        return self._thread.stats()
+
+    def close(self) -> None:
+        self._thread.close(CLOSE_TIMEOUT_S)

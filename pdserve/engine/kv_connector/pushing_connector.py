@@ -1,0 +1,179 @@
+"""A prefill node's connector, and when it pushes the KV blocks of a prompt: chunk by chunk, or all at the end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from pdserve.config import KvOverlap
+from pdserve.engine.kv_cache.block_manager import BlockManager
+from pdserve.engine.kv_connector.connector import CLOSE_TIMEOUT_S
+from pdserve.engine.kv_connector.transfers import Pushes
+from pdserve.engine.placement.prefill_rate import PrefillRate
+from pdserve.engine.request import Request, Status
+from pdserve.engine.scheduling.batch_plan import BatchPlan
+from pdserve.engine.scheduling.scheduler import Scheduler
+from pdserve.errors import EngineError
+from pdserve.wire.ids import TransferId
+from pdserve.wire.sampling_params import SamplingParams
+from pdserve.wire.transfer import FailureCause, PrefillLoad
+from pdserve_kvtransfer.events import PushCancelled, PushEnded, PushWanted, TransferThreadDied
+from pdserve_kvtransfer.stats import TransferStats
+
+PAYS_FROM_TOKENS = 2048
+
+
+@dataclass(frozen=True, slots=True)
+class PushSchedule:
+    """A push beside the next chunk costs that chunk time, and takes its bytes out of the tail: the time between the
+    first token and the last block's landing. ``docs/benchmarks.md`` has both, for prompts of several lengths.
+    """
+
+    overlap: KvOverlap
+
+    def early(self, tokens: int) -> bool:
+        """Whether blocks leave before the prompt is computed, where ``tokens`` of it have to be pushed."""
+        match self.overlap:
+            case KvOverlap.ON:
+                return True
+            case KvOverlap.OFF:
+                return False
+            case KvOverlap.AUTO:
+                return tokens >= PAYS_FROM_TOKENS
+
+
+class PushingConnector:
+    """A prefill node: every request comes from a decode node, and its blocks go there."""
+
+    def __init__(
+        self,
+        blocks: BlockManager,
+        thread: Pushes,
+        misfit: Callable[[list[int], SamplingParams], str | None],
+        max_waiting: int,
+        schedule: PushSchedule,
+        rate: PrefillRate,
+    ) -> None:
+        """``misfit`` says why a request cannot be computed here, if so; ``max_waiting`` bounds the queue.
+
+        ``rate`` is what decode nodes are told of this node's speed.
+        """
+        self._blocks = blocks
+        self._thread = thread
+        self._misfit = misfit
+        self._max_waiting = max_waiting
+        self._schedule = schedule
+        self._rate = rate
+        self._pushing: dict[TransferId, Request] = {}
+        self._ending: dict[TransferId, list[int]] = {}
+
+    def poll(self, scheduler: Scheduler, now: float) -> None:
+        for event in self._thread.events():
+            match event:
+                case PushWanted():
+                    self._accept(event, scheduler, now)
+                case PushCancelled(transfer):
+                    cancelled = self._pushing.get(transfer)
+                    if cancelled is not None:
+                        scheduler.abort(cancelled)
+                case PushEnded(transfer):
+                    self._ended(scheduler, transfer)
+                case TransferThreadDied(message):
+                    raise EngineError(f"the transfer thread died: {message}")
+                case _:
+                    raise EngineError(f"a prefill node cannot act on {event}")
+        self._thread.tell_load(self._load(scheduler))
+
+    def _accept(self, order: PushWanted, scheduler: Scheduler, now: float) -> None:
+        misfit = self._misfit(order.token_ids, order.sampling)
+        if misfit is not None:
+            self._refuse(order, misfit, FailureCause.PROMPT)
+            return
+        if scheduler.num_waiting >= self._max_waiting:
+            # What decode nodes are told of the load goes out with the refusal.
+            self._thread.tell_load(self._load(scheduler))
+            self._refuse(order, f"overloaded: {scheduler.num_waiting} prompts are waiting", FailureCause.LOAD)
+            return
+        request = Request(
+            uuid=order.transfer_id.request,
+            token_ids=list(order.token_ids),
+            num_prompt_tokens=len(order.token_ids),
+            sampling=order.sampling,
+            arrived=now,
+            deadline=now + order.deadline_s,
+            transfer=order.transfer_id,
+            first_block=order.first_block,
+            cache_salt=order.cache_salt,
+        )
+        for seed in order.sibling_seeds:
+            request.add_child(seed)
+        self._pushing[order.transfer_id] = request
+        scheduler.add(request)
+
+    def _refuse(self, order: PushWanted, reason: str, cause: FailureCause) -> None:
+        self._ending[order.transfer_id] = []
+        self._thread.fail_push(order.transfer_id, reason, cause)
+
+    def _ended(self, scheduler: Scheduler, transfer: TransferId) -> None:
+        request = self._pushing.pop(transfer, None)
+        if request is None:
+            self._blocks.free(self._ending.pop(transfer))
+            return
+        request.transfer = None
+        scheduler.abort(request)
+
+    def start(self, plan: BatchPlan, now: float) -> None:
+        if plan.fetches:
+            raise EngineError("a prefill node was asked to fetch a prompt")
+        # What the prefix cache holds moves while the rest is computed.
+        for work in plan.work:
+            self._push_early(work.request)
+
+    def stepped(self, scheduler: Scheduler, plan: BatchPlan) -> None:
+        for work in plan.work:
+            request = work.request
+            if request.transfer is None or request.status is not Status.RUNNING:
+                continue
+            if request.num_generated_tokens == 0:
+                self._push_early(request)
+                continue
+            self._push(request, self._blocks.blocks_for(request.num_prompt_tokens))
+            family = (request, *request.children)
+            tokens = tuple(token for member in family for token in member.first_tokens)
+            self._thread.first_token(request.transfer, tokens, request.cached_tokens, self._load(scheduler))
+            scheduler.pushed_all(request)
+
+    def _load(self, scheduler: Scheduler) -> PrefillLoad:
+        return PrefillLoad(scheduler.queued_prompt_tokens, self._rate.tokens_per_s if self._rate.known else 0.0)
+
+    def _push_early(self, request: Request) -> None:
+        """Send what is final of a prompt that is not computed yet, if this is the time for it."""
+        if self._schedule.early(request.num_prompt_tokens - request.first_block * self._blocks.block_size):
+            self._push(request, request.num_computed_tokens // self._blocks.block_size)
+
+    def _push(self, request: Request, final: int) -> None:
+        """Send the blocks before ``final`` that are wanted and not sent yet."""
+        first = max(request.pushed_blocks, request.first_block)
+        if request.transfer is not None and final > first:
+            self._thread.push(request.transfer, first, tuple(request.block_table[first:final]))
+            request.pushed_blocks = final
+
+    def give_up(self, request: Request, reason: str, cause: FailureCause) -> None:
+        if request.transfer is not None:
+            self._thread.fail_push(request.transfer, reason, cause)
+
+    def release(self, request: Request) -> None:
+        if request.transfer is None:
+            self._blocks.free(request.block_table)
+        elif request.status is Status.FINISHED:
+            del self._pushing[request.transfer]
+            self._ending[request.transfer] = request.block_table
+            request.block_table = []
+        else:
+            raise EngineError("a prefill node cannot preempt: the request's blocks may be in flight")
+
+    def stats(self) -> TransferStats:
+        return self._thread.stats()
+
+    def close(self) -> None:
+        self._thread.close(CLOSE_TIMEOUT_S)

@@ -1,0 +1,134 @@
+"""Pushes out of a KV cache that lies outside of host memory: each block is copied to a staging block, then sent.
+
+To the transfer thread the staging blocks are the engine's cache. The blocks of a chunk are copied while the next chunk
+computes. A push takes staging blocks for final KV blocks only, by turns with the others, and gives them back when they
+have left: its blocks in the cache stay its own until then.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from pdserve.engine.kv_connector.staging.block_copier import Copier
+from pdserve.engine.kv_connector.staging.staging_blocks import StagingBlocks
+from pdserve.engine.kv_connector.transfers import Pushes
+from pdserve.wire.ids import TransferId
+from pdserve.wire.sampling_params import SampledToken
+from pdserve.wire.transfer import FailureCause, PrefillLoad
+from pdserve_kvtransfer.events import BlocksSent, PushEnded, PushWanted, TransferEvent, TransferThreadDied
+from pdserve_kvtransfer.stats import TransferStats
+
+
+@dataclass(slots=True)
+class _StagedPush:
+    waiting: deque[tuple[int, int]] = field(default_factory=deque)
+    """Index and block of the cache, in order: final, and without a slot."""
+    downloads: int = 0
+    """Copies under way, from the cache's blocks to slots."""
+    sending: set[int] = field(default_factory=set)
+    """Slots that the transfer thread reads."""
+    end: PushEnded | None = None
+    """What the connector hears after the copies."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksToSend:
+    """Blocks that are sent when they are in their slots."""
+
+    transfer: TransferId
+    first_index: int
+    slots: tuple[int, ...]
+
+
+class StagedPushes:
+    """Satisfies ``Pushes``. Used by the step loop's thread alone."""
+
+    def __init__(self, thread: Pushes, copier: Copier[BlocksToSend], slots: StagingBlocks) -> None:
+        """``thread`` reports what it has sent; ``copier`` is this object's to close."""
+        self._thread, self._copier, self._slots = thread, copier, slots
+        self._pushes: dict[TransferId, _StagedPush] = {}
+        self._news: list[TransferEvent] = []
+
+    def push(self, transfer_id: TransferId, first_index: int, block_ids: tuple[int, ...]) -> None:
+        push = self._pushes.get(transfer_id)
+        if push is None or push.end is not None:
+            return
+        push.waiting += enumerate(block_ids, first_index)
+        self._slots.want(transfer_id, transfer_id.decode_boot, len(block_ids))
+        self._grant()
+
+    def first_token(
+        self, transfer_id: TransferId, tokens: tuple[SampledToken, ...], cached_tokens: int, load: PrefillLoad
+    ) -> None:
+        self._thread.first_token(transfer_id, tokens, cached_tokens, load)
+
+    def tell_load(self, load: PrefillLoad) -> None:
+        self._thread.tell_load(load)
+
+    def fail_push(self, transfer_id: TransferId, reason: str, cause: FailureCause) -> None:
+        self._thread.fail_push(transfer_id, reason, cause)
+
+    def events(self) -> list[TransferEvent]:
+        for event in self._thread.events():
+            self._on_event(event)
+        for sending in self._copier.done():
+            self._downloaded(sending)
+        if self._copier.failure is not None:
+            self._news.append(TransferThreadDied(self._copier.failure))
+        self._grant()
+        events, self._news = self._news, []
+        return events
+
+    def _on_event(self, event: TransferEvent) -> None:
+        match event:
+            case PushWanted(transfer):
+                self._pushes[transfer] = _StagedPush()
+                self._news.append(event)
+            case BlocksSent(transfer, slots):
+                push = self._pushes.get(transfer)
+                if push is not None:
+                    push.sending.difference_update(slots)
+                    self._slots.give_back(transfer, slots)
+            case PushEnded(transfer):
+                self._end(self._pushes[transfer], event)
+            case _:
+                self._news.append(event)
+
+    def _grant(self) -> None:
+        for transfer, slots in self._slots.granted():
+            waiting = self._pushes[transfer].waiting
+            indexes, blocks = zip(*(waiting.popleft() for _ in slots), strict=True)
+            # What is pushed is pushed in order, from the first wanted block on: neighbours all.
+            self._pushes[transfer].downloads += 1
+            self._copier.download(BlocksToSend(transfer, indexes[0], slots), blocks, slots)
+
+    def _downloaded(self, sending: BlocksToSend) -> None:
+        push = self._pushes[sending.transfer]
+        push.downloads -= 1
+        if push.end is None:
+            push.sending.update(sending.slots)
+            self._thread.push(sending.transfer, sending.first_index, sending.slots)
+        else:
+            self._slots.give_back(sending.transfer, sending.slots)
+            self._end(push, push.end)
+
+    def _end(self, push: _StagedPush, end: PushEnded) -> None:
+        transfer = end.transfer_id
+        if push.end is None:
+            push.end = end
+            push.waiting.clear()
+            self._slots.withdraw(transfer)
+            if push.sending:
+                self._slots.give_back(transfer, push.sending)
+                push.sending = set()
+        if not push.downloads:
+            del self._pushes[transfer]
+            self._news.append(end)
+
+    def stats(self) -> TransferStats:
+        return self._thread.stats()
+
+    def close(self, timeout_s: float) -> None:
+        self._thread.close(timeout_s)
+        self._copier.close(timeout_s)

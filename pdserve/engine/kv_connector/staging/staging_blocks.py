@@ -1,0 +1,109 @@
+"""Gives out the blocks of host memory that KV blocks pass through, and says which transfer may have how many."""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter, OrderedDict
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+
+from pdserve.wire.ids import TransferId
+
+_TURNS = 16
+_TRANSFERS = 4
+_PEERS = 2
+
+
+@dataclass(slots=True)
+class _Holder:
+    peer: bytes
+    wanted: int = 0
+    held: int = 0
+
+
+class StagingBlocks:
+    """Transfers take slots for blocks that move now, by turns, and give each back when its block has moved on.
+
+    So a prompt of any length passes through a few slots, and a short one passes a long one. No transfer has more than a
+    quarter of all slots, and those to one peer together no more than half: one that does not move keeps nobody out.
+    """
+
+    def __init__(self, total: int) -> None:
+        self.total = total
+        self._turn, self._share, self._peer_share = (max(1, total // of) for of in (_TURNS, _TRANSFERS, _PEERS))
+        self._free = list(range(total))
+        self._holders: dict[TransferId, _Holder] = {}
+        self._queue: OrderedDict[TransferId, None] = OrderedDict()
+        self._held_by_peer: Counter[bytes] = Counter()
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def want(self, transfer: TransferId, peer: bytes, count: int) -> None:
+        """``granted`` will give so many more, some at a time. ``peer`` is the engine at the other end."""
+        self._holders.setdefault(transfer, _Holder(peer)).wanted += count
+        self._queue[transfer] = None
+
+    def spare(self, transfer: TransferId, peer: bytes, count: int) -> tuple[int, ...]:
+        """At once up to so many, for what cannot move yet.
+
+        Half of all slots, and of the peer's, are kept for what can. Otherwise one transfer would hold slots here and
+        wait for some at the other end, and another the other way round.
+        """
+        holder = self._holders.setdefault(transfer, _Holder(peer))
+        of_peer = self._peer_share // 2 - self._held_by_peer[peer]
+        given = max(0, min(count, self._room(holder), of_peer, len(self._free) - (self.total + 1) // 2))
+        self._hold(holder, given)
+        self._forget_if_over(transfer)
+        return self._take(given)
+
+    def wants(self, transfer: TransferId) -> bool:
+        """Whether some that it wants have not been granted."""
+        return transfer in self._queue
+
+    def withdraw(self, transfer: TransferId) -> None:
+        """It wants no more. What it holds it still has to give back."""
+        self._queue.pop(transfer, None)
+        self._forget_if_over(transfer)
+
+    def granted(self) -> Iterator[tuple[TransferId, tuple[int, ...]]]:
+        """Whose turn it is, with slots; lowest first, so that most are neighbours and move in one copy."""
+        passed = 0
+        while self._free and passed < len(self._queue):
+            transfer, _ = self._queue.popitem(last=False)
+            holder = self._holders[transfer]
+            count = max(0, min(holder.wanted, self._turn, self._room(holder), len(self._free)))
+            holder.wanted -= count
+            self._hold(holder, count)
+            if holder.wanted:
+                self._queue[transfer] = None
+            passed = 0 if count else passed + 1
+            if count:
+                yield transfer, self._take(count)
+
+    def give_back(self, transfer: TransferId, slots: Collection[int]) -> None:
+        if not slots:
+            return
+        holder = self._holders[transfer]
+        self._hold(holder, -len(slots))
+        for slot in slots:
+            heapq.heappush(self._free, slot)
+        self._forget_if_over(transfer)
+
+    def _room(self, holder: _Holder) -> int:
+        return min(self._share - holder.held, self._peer_share - self._held_by_peer[holder.peer])
+
+    def _hold(self, holder: _Holder, more: int) -> None:
+        holder.held += more
+        self._held_by_peer[holder.peer] += more
+
+    def _take(self, count: int) -> tuple[int, ...]:
+        return tuple(heapq.heappop(self._free) for _ in range(count))
+
+    def _forget_if_over(self, transfer: TransferId) -> None:
+        holder = self._holders.get(transfer)
+        if holder is not None and not holder.held and transfer not in self._queue:
+            del self._holders[transfer]
+            if not self._held_by_peer[holder.peer]:
+                del self._held_by_peer[holder.peer]

@@ -1,0 +1,124 @@
+"""Launches a step, whose tokens are read later, on one process's runner or on that of several.
+
+One step may be launched *ahead*, before the tokens of the one before it are known: it decodes on with the requests of
+that one, whose tokens it takes on the device. Meanwhile a request's state is that of the tokens that are known. A
+request that turns out to have ended leaves a surplus row: what it stored is in a block that is not full, which nobody
+finds, and whoever gets that block writes to it later; its token is dropped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence, Set
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from pdserve.engine.request import Request, Status
+from pdserve.engine.sampling.pending_tokens import DeviceTokens, HostTokens, PendingTokens, can_sample_on_device
+from pdserve.engine.sampling.sampling_row import SamplingRow
+from pdserve.engine.scheduling.batch_plan import BatchPlan, Work
+from pdserve.models.runner import StepRow
+from pdserve.wire.sampling_params import SampledToken
+from pdserve_kernels.host_to_device import stage
+
+
+class StepRunner(Protocol):
+    """``ModelRunner`` alone, or ``TpRunner`` with the other ranks behind it."""
+
+    def run(self, rows: Sequence[StepRow]) -> torch.Tensor:
+        """Compute every row's tokens into the KV cache; single-token rows come first.
+
+        Returns fp32 logits ``[number of rows with wants_logits, vocab_size]``, in the order of the rows.
+        """
+
+    def clear(self, blocks: Sequence[int]) -> None:
+        """Zero these blocks."""
+
+    def copy_blocks(self, sources: Sequence[int], destinations: Sequence[int]) -> None:
+        """Copy whole blocks. All sources are read before any destination is written."""
+
+
+class AheadRunner(Protocol):
+    """``ModelRunner``: it can be told a step whose tokens are on its device only."""
+
+    def run(self, rows: Sequence[StepRow], tokens: torch.Tensor | None = None) -> torch.Tensor:
+        """The same, where ``tokens`` take the place of the rows' single ones. Does not wait for a GPU."""
+
+
+_UNKNOWN = 0
+"""Stands for a token that is on the device only."""
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchedStep:
+    """``places`` are the rows of ``pending`` that are for the plan's choosers."""
+
+    plan: BatchPlan
+    places: Sequence[int]
+    pending: PendingTokens
+
+    def read(self) -> list[tuple[SampledToken] | None]:
+        """What ``Scheduler.advance`` takes. Waits for a GPU."""
+        tokens = self.pending.read()
+        chosen = (tokens[place] for place in self.places)
+        return [None if token is None else (token,) for token in chosen]
+
+
+@dataclass(frozen=True, slots=True)
+class StepAhead:
+    """A step launched ahead; ``requests`` has one for each row."""
+
+    requests: Sequence[Request]
+    pending: PendingTokens
+
+    def joined(self) -> LaunchedStep:
+        """The step, once the tokens of the one before are known: without the requests that have ended."""
+        places = [place for place, request in enumerate(self.requests) if decodes_on(request)]
+        return LaunchedStep(BatchPlan([Work(self.requests[place], 1) for place in places]), places, self.pending)
+
+
+def decodes_on(request: Request) -> bool:
+    """Whether a request that was decoding has not ended."""
+    return request.status is Status.RUNNING and not request.ended
+
+
+def launch(runner: StepRunner, plan: BatchPlan, eos_token_ids: Set[int], to_be_followed: bool) -> LaunchedStep:
+    """Compute a plan's work and choose its tokens: on the device if they are ``to_be_followed`` there and can be."""
+    rows = []
+    for work in plan.work:
+        request, start = work.request, work.request.num_computed_tokens
+        new = request.token_ids[start : start + work.num_tokens]
+        rows.append(StepRow(new, start, request.block_table, work.wants_token))
+    logits = _logits_of_choosers(runner.run(rows), plan)
+    choosers = [SamplingRow.of(request) for request in plan.choosers]
+    pending: PendingTokens
+    if to_be_followed and all(can_sample_on_device(row) for row in choosers):
+        pending = DeviceTokens(logits, choosers)
+    else:
+        pending = HostTokens(logits, choosers, eos_token_ids)
+    return LaunchedStep(plan, range(len(choosers)), pending)
+
+
+def launch_ahead(runner: AheadRunner, step: LaunchedStep, requests: Sequence[Request]) -> StepAhead | None:
+    """Decode on with ``requests``, of those in ``step``, whose tokens are not known yet.
+
+    None if their tokens are not on the device, or if one of them cannot be sampled before its last token is known.
+    """
+    tokens, rows = step.pending.tokens, [SamplingRow.after_unknown(request) for request in requests]
+    if tokens is None or not all(can_sample_on_device(row) for row in rows):
+        return None
+    steps = [StepRow([_UNKNOWN], len(request.token_ids), request.block_table, True) for request in requests]
+    place_of = dict(zip(step.plan.choosers, step.places, strict=True))
+    places = [place_of[request] for request in requests]
+    if places != list(range(len(tokens))):
+        tokens = tokens.index_select(0, stage([places], tokens.device)[0].long())
+    return StepAhead(requests, DeviceTokens(runner.run(steps, tokens), rows))
+
+
+def _logits_of_choosers(logits: torch.Tensor, plan: BatchPlan) -> torch.Tensor:
+    """A row for each chooser, from one for each work that wants a token: children choose by the same logits."""
+    wanting = [work for work in plan.work if work.wants_token]
+    rows = [row for row, work in enumerate(wanting) for _ in work.choosers]
+    # Nearly always it is so already, and a copy of all logits takes milliseconds.
+    return logits if rows == list(range(len(logits))) else logits[rows]

@@ -1,0 +1,115 @@
+"""Samples the next token of each request, and reports log probabilities where they are asked for.
+
+A token is a function of the request's logits, its parameters, its tokens so far, its seed and the token's position, and
+of nothing else: it is the same alone or in a batch, on a prefill or a decode node. (The logits themselves can differ
+with the batch by rounding: below 1e-4 in fp32, where no answer was seen to change; in bf16 enough to tip a close call.)
+Log probabilities are by the model's own distribution.
+
+What nobody asks for costs nothing: a greedy row takes part in one ``max`` over all rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence, Set
+
+import torch
+
+from pdserve.engine.sampling.drawing import draw, uniform
+from pdserve.engine.sampling.logit_rules import apply_rules, has_rules
+from pdserve.engine.sampling.sampling_row import SamplingRow
+from pdserve.wire.sampling_params import SampledToken, TokenLogprobs
+
+GREEDY_BELOW = 1e-5
+"""Temperatures under it are greedy: dividing by them says nothing else, and overflows."""
+
+CPU_LOGITS_AT_ONCE = 2**17
+"""On a CPU, rows are drawn in groups of about so many logits, which stay in its caches (3 times as fast)."""
+
+
+def sample(
+    logits: torch.Tensor, rows: Sequence[SamplingRow], eos_token_ids: Set[int] = frozenset()
+) -> list[SampledToken | None]:
+    """One choice a row; None where the logits are not finite, so that nothing can be said.
+
+    ``logits`` is fp32 ``[rows, vocab_size]`` and stays as it is. ``eos_token_ids`` are what ``min_tokens`` holds off
+    besides a request's own stop tokens.
+    """
+    best = logits.max(-1)
+    tokens: list[int] = best.indices.tolist()
+    finite: list[bool] = best.values.isfinite().tolist()
+    shaped: dict[int, torch.Tensor] = {}
+    ruled = [index for index, row in enumerate(rows) if finite[index] and has_rules(row)]
+    if ruled:
+        changed = apply_rules(logits[ruled], [rows[index] for index in ruled], eos_token_ids)
+        best = changed.max(-1)
+        for index, own, token, sane in zip(
+            ruled, changed, best.indices.tolist(), best.values.isfinite().tolist(), strict=True
+        ):
+            shaped[index], tokens[index], finite[index] = own, token, sane
+    drawn = [i for i, row in enumerate(rows) if finite[i] and row.sampling.temperature >= GREEDY_BELOW]
+    for group in groups(drawn, logits):
+        own_logits = [shaped.get(index, logits[index]) for index in group]
+        params = [rows[index].sampling for index in group]
+        uniforms = [uniform(rows[index].sampling.seed, rows[index].position) for index in group]
+        for index, token in zip(group, draw(torch.stack(own_logits), params, uniforms).tolist(), strict=True):
+            tokens[index] = token
+    reports = _reports(logits, rows, tokens, finite)
+    return [SampledToken(token, reports.get(index)) if finite[index] else None for index, token in enumerate(tokens)]
+
+
+def groups(rows: list[int], logits: torch.Tensor) -> list[list[int]]:
+    """Which of ``rows`` to draw together."""
+    if not rows:
+        return []
+    size = max(CPU_LOGITS_AT_ONCE // logits.shape[-1], 1) if logits.device.type == "cpu" else len(rows)
+    return [rows[start : start + size] for start in range(0, len(rows), size)]
+
+
+def _reports(
+    logits: torch.Tensor, rows: Sequence[SamplingRow], tokens: Sequence[int], finite: Sequence[bool]
+) -> dict[int, TokenLogprobs]:
+    counts = {
+        index: row.sampling.logprobs
+        for index, row in enumerate(rows)
+        if finite[index] and row.sampling.logprobs is not None
+    }
+    if not counts:
+        return {}
+    asking = list(counts)
+    found = token_logprobs(logits[asking], [tokens[index] for index in asking], list(counts.values()))
+    return dict(zip(asking, found, strict=True))
+
+
+def token_logprobs(logits: torch.Tensor, chosen: Sequence[int], counts: Sequence[int]) -> list[TokenLogprobs]:
+    """For each row of ``logits`` (fp32 ``[rows, vocab_size]``) its chosen token and the ``counts[row]`` likeliest.
+
+    Equally likely tokens come in the order of their ids, so that the answer depends on neither device nor batch.
+    """
+    column = torch.tensor(chosen, device=logits.device).unsqueeze(1)
+    normaliser = logits.logsumexp(-1, keepdim=True)
+    own = logits.gather(1, column)
+    ranks = (logits > own).sum(-1) + 1
+    likeliest = _likeliest(logits, normaliser, counts)
+    own_logprobs = (own - normaliser).squeeze(1)
+    return [
+        TokenLogprobs(logprob, rank, tuple(top))
+        for logprob, rank, top in zip(own_logprobs.tolist(), ranks.tolist(), likeliest, strict=True)
+    ]
+
+
+def _likeliest(logits: torch.Tensor, normaliser: torch.Tensor, counts: Sequence[int]) -> list[list[tuple[int, float]]]:
+    found: list[list[tuple[int, float]]] = [[] for _ in counts]
+    wanted = [min(count, logits.shape[-1]) for count in counts]
+    if not any(wanted):
+        return found
+    best = logits.topk(max(wanted)).values
+    last = torch.tensor([max(count - 1, 0) for count in wanted], device=logits.device).unsqueeze(1)
+    # Which of several equal tokens topk takes is not said: all are looked at.
+    row, token = (logits >= best.gather(1, last)).nonzero(as_tuple=True)
+    logprobs = (logits - normaliser)[row, token]
+    for at, token_id, logprob in zip(row.tolist(), token.tolist(), logprobs.tolist(), strict=True):
+        found[at].append((token_id, logprob))
+    return [
+        sorted(tokens, key=lambda pair: (-pair[1], pair[0]))[:count]
+        for tokens, count in zip(found, wanted, strict=True)
+    ]

@@ -1,0 +1,62 @@
+"""Gathers what a step's clients are to hear, so that it goes to the API process as one message."""
+
+from __future__ import annotations
+
+from pdserve.engine.request import Request
+from pdserve.wire.engine import FinishReason, RequestOutput, RequestReport, StepOutput
+from pdserve.wire.sampling_params import SampledToken
+
+
+class OutputCollector:
+    """Collects new tokens and endings until ``take``. Requests without a client (prefill nodes) produce nothing."""
+
+    def __init__(self) -> None:
+        self._tokens: dict[int, list[SampledToken]] = {}
+        self._endings: list[RequestOutput] = []
+
+    def token(self, request: Request, token: SampledToken) -> None:
+        if request.local_id is not None:
+            self._tokens.setdefault(request.local_id, []).append(token)
+
+    def ending(self, request: Request, reason: FinishReason, error: str | None) -> None:
+        if request.local_id is not None:
+            tokens = self._tokens.pop(request.local_id, [])
+            self._endings.append(_output(request.local_id, tokens, reason, _report(request), error))
+
+    def forget(self, request: Request) -> None:
+        """Its client is gone."""
+        if request.local_id is not None:
+            self._tokens.pop(request.local_id, None)
+
+    def take(self) -> StepOutput | None:
+        """All since the last call; None if there is nothing."""
+        if not self._tokens and not self._endings:
+            return None
+        outputs = [_output(local_id, tokens) for local_id, tokens in self._tokens.items()]
+        step = StepOutput(outputs + self._endings)
+        self._tokens, self._endings = {}, []
+        return step
+
+
+def _output(
+    local_id: int,
+    tokens: list[SampledToken],
+    finish: FinishReason | None = None,
+    report: RequestReport | None = None,
+    error: str | None = None,
+) -> RequestOutput:
+    logprobs = [token.logprobs for token in tokens if token.logprobs is not None]
+    return RequestOutput(local_id, [token.token_id for token in tokens], finish, report, error, logprobs or None)
+
+
+def _report(request: Request) -> RequestReport:
+    prompt = request.parent or request
+    admitted = request.arrived if prompt.admitted is None else prompt.admitted
+    return RequestReport(
+        prefill_source=prompt.prefill_source,
+        prefill_node=prompt.prefill_node,
+        cached_tokens=request.cached_tokens,
+        queue_s=admitted - request.arrived,
+        prefill_s=0.0 if request.first_token is None else request.first_token - admitted,
+        transfer_s=prompt.transfer_seconds,
+    )

@@ -1,0 +1,147 @@
+"""Where every live request is, by its status, and whose turn it is to get a place in the batch.
+
+Waiting requests take turns by client request, however many engine requests (prompts times ``n``) that is: a place goes
+to the client request that holds the fewest, and among equals to the one that waits longest.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterator
+from heapq import heapify, heappop, heappush
+from itertools import chain
+from typing import TypeAlias
+
+from pdserve.engine.request import Request, Status
+
+ClientRequest: TypeAlias = int | bytes
+
+_PLACES = (Status.RUNNING, Status.WAITING_FOR_REMOTE_KVS)
+
+
+class Queues:
+    """Siblings that wait for their parent's prompt are with their parent."""
+
+    def __init__(self) -> None:
+        self.waiting: deque[Request] = deque()
+        """In order of arrival."""
+        self.running: list[Request] = []
+        self.remote: set[Request] = set()
+        """Their prompts are being fetched."""
+        self.pushing: set[Request] = set()
+        self._places: Counter[ClientRequest] = Counter()
+        self._waiters: Counter[ClientRequest] = Counter()
+
+    @property
+    def num_admitted(self) -> int:
+        """Those in the batch, and those whose prompts are being fetched."""
+        return len(self.running) + len(self.remote)
+
+    @property
+    def pending_prompt_tokens(self) -> int:
+        """Tokens of admitted prompts that are to be computed here."""
+        return sum(pending for request in self.running if (pending := request.num_pending_tokens) > 1)
+
+    @property
+    def num_children(self) -> int:
+        """Requests of clients here that wait for another one's prompt, and then for places."""
+        held = chain(self.waiting, self.running, self.remote)
+        return sum(len(request.children) for request in held if request.local_id is not None)
+
+    def live(self) -> Iterator[Request]:
+        """Every request that holds something or waits for something."""
+        for request in chain(self.waiting, self.running, self.remote, self.pushing):
+            yield request
+            yield from request.children
+
+    # ------------------------------------------------------------ turns
+
+    def places_of(self, request: Request) -> int:
+        """How many places its client request holds."""
+        return self._places[request.client_request]
+
+    def in_turn(self) -> Iterator[Request]:
+        """Waiting requests in the order in which they get places, if each gets one as it is returned.
+
+        Lazy, for most steps look at the first few only: those without a place come before anything is sorted.
+        """
+        later: dict[ClientRequest, list[Request]] = {}
+        for request in tuple(self.waiting):
+            whose = request.client_request
+            if whose in later or whose in self._places:
+                later.setdefault(whose, []).append(request)
+            else:
+                later[whose] = []
+                yield request
+        turns = [(self._places[whose], at, 0, whose) for at, whose in enumerate(later) if later[whose]]
+        heapify(turns)
+        while turns:
+            _, at, index, whose = heappop(turns)
+            yield later[whose][index]
+            if index + 1 < len(later[whose]):
+                heappush(turns, (self._places[whose], at, index + 1, whose))
+
+    def before_waiting(self, request: Request) -> bool:
+        """Whether a place goes to this request, which is not waiting, rather than to one that is."""
+        held = self.places_of(request)
+        return all(self._places[other] >= held for other in self._waiters)
+
+    @property
+    def placeless(self) -> bool:
+        """Whether a client request waits that has no place at all."""
+        return any(whose not in self._places for whose in self._waiters)
+
+    def most_placed(self) -> Request | None:
+        """The youngest running request of the client request that holds the most places, if that holds several."""
+        if max(self._places.values(), default=0) < 2:
+            return None
+        youngest = max(reversed(self.running), key=self.places_of, default=None)
+        return youngest if youngest is not None and self.places_of(youngest) > 1 else None
+
+    # ------------------------------------------------------------ moves
+
+    def add(self, request: Request) -> None:
+        """Queue a new request behind all others."""
+        self.waiting.append(request)
+        self._waiters[request.client_request] += 1
+
+    def move(self, request: Request, status: Status) -> None:
+        """Change a request's status, and with it the place where it is."""
+        self._take_out(request)
+        request.move(status)
+        match status:
+            case Status.WAITING:
+                later = (i for i, other in enumerate(self.waiting) if other.arrived > request.arrived)
+                self.waiting.insert(next(later, len(self.waiting)), request)
+                self._waiters[request.client_request] += 1
+            case Status.RUNNING:
+                self.running.append(request)
+            case Status.WAITING_FOR_REMOTE_KVS:
+                self.remote.add(request)
+            case Status.PUSHING:
+                self.pushing.add(request)
+        if status in _PLACES:
+            self._places[request.client_request] += 1
+
+    def _take_out(self, request: Request) -> None:
+        match request.status:
+            case Status.WAITING:
+                self.waiting.remove(request)
+                _one_less(self._waiters, request.client_request)
+            case Status.RUNNING:
+                self.running.remove(request)
+            case Status.WAITING_FOR_REMOTE_KVS:
+                self.remote.remove(request)
+            case Status.PUSHING:
+                self.pushing.remove(request)
+            case Status.WAITING_FOR_PROMPT:
+                if request.parent is not None:
+                    request.parent.children.remove(request)
+        if request.status in _PLACES:
+            _one_less(self._places, request.client_request)
+
+
+def _one_less(counts: Counter[ClientRequest], whose: ClientRequest) -> None:
+    counts[whose] -= 1
+    if not counts[whose]:
+        del counts[whose]

@@ -1,0 +1,67 @@
+"""Knows what the model allows a request: which requests it can compute at all, and when generation ends."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import chain
+
+from pdserve.engine.request import Request
+from pdserve.wire.engine import FinishReason
+from pdserve.wire.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class PromptRule:
+    """Checked once for each request, whichever channel it came by."""
+
+    vocab_size: int
+    max_model_len: int
+
+    @property
+    def max_prompt_tokens(self) -> int:
+        """One token of output has to fit, too."""
+        return self.max_model_len - 1
+
+    def misfit(self, token_ids: list[int], sampling: SamplingParams) -> str | None:
+        """Why this engine cannot compute the request; None if it can."""
+        if not token_ids:
+            return "the prompt is empty"
+        if len(token_ids) > self.max_prompt_tokens:
+            return f"the prompt has {len(token_ids)} tokens; with one of output, at most {self.max_model_len} fit"
+        if min(token_ids) < 0 or max(token_ids) >= self.vocab_size:
+            return f"a token id is outside 0 to {self.vocab_size - 1}"
+        return self._sampling_misfit(sampling)
+
+    def _sampling_misfit(self, sampling: SamplingParams) -> str | None:
+        looked_up = [*sampling.allowed_token_ids, *(token for token, _ in sampling.logit_bias)]
+        # A tokenizer may know more tokens than its model: to ban or to stop at one of those means nothing, and is fine.
+        banned = [*sampling.stop_token_ids, *chain.from_iterable(sampling.bad_words)]
+        if min(looked_up, default=0) < 0 or max(looked_up, default=0) >= self.vocab_size or min(banned, default=0) < 0:
+            return f"a token id of the sampling parameters is outside 0 to {self.vocab_size - 1}"
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class StopRule:
+    """As far as the model decides it."""
+
+    eos_token_ids: frozenset[int]
+    max_model_len: int
+
+    def ending(self, request: Request) -> FinishReason | None:
+        """Why the request's last token is its last; None if it is not."""
+        sampling, token_id = request.sampling, request.token_ids[-1]
+        if token_id in self.eos_token_ids and not sampling.ignore_eos:
+            return FinishReason.STOP
+        if token_id in sampling.stop_token_ids:
+            return FinishReason.STOP
+        if request.num_generated_tokens >= sampling.max_tokens or len(request.token_ids) >= self.max_model_len:
+            return FinishReason.LENGTH
+        return None
+
+    def next_is_last(self, request: Request) -> bool:
+        """Whether the request's next token will be its last, whichever it is."""
+        return (
+            request.num_generated_tokens + 1 >= request.sampling.max_tokens
+            or len(request.token_ids) + 1 >= self.max_model_len
+        )

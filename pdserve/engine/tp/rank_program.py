@@ -1,0 +1,156 @@
+"""``python -m pdserve.engine.tp.rank_program``: a tensor-parallel rank other than 0, from launch message to exit code.
+
+It owns its part of the weights and of the KV cache, and does what rank 0 orders. Idle, it waits in a blocking receive.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+import zmq
+
+from pdserve.config import RankLaunch
+from pdserve.engine.tp.pinning import pin
+from pdserve.engine.tp.rank_channel import OrderChannel
+from pdserve.errors import EngineError, PdserveError
+from pdserve.models.runner import StepRow
+from pdserve.models.tp.rank_board import RankBoard
+from pdserve.process import die_with_parent
+from pdserve.wire.rank import (
+    Arrived,
+    Capture,
+    Captured,
+    Clear,
+    CopyBlocks,
+    DownloadBlocks,
+    Load,
+    Loaded,
+    Order,
+    RankFailed,
+    Step,
+    Stop,
+    UploadBlocks,
+    Written,
+)
+
+if TYPE_CHECKING:
+    from pdserve.engine.kv_connector.tp_rank_transfer import NoCopies, RankCopies
+    from pdserve.models.backend import Backend
+    from pdserve.models.runner import ModelRunner
+
+log = logging.getLogger("pdserve.engine.tp.rank_program")
+
+GOODBYE_S = 1.0
+
+
+def main() -> int:
+    """0 after Stop. After a failure, which rank 0 is told, the process ends at once with 1: a GPU may be waiting for
+    another rank, and would keep libraries from being unloaded."""
+    # Rank 0 decides when its ranks end; a signal to a whole process group must not end them under a running step.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
+    launch = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=RankLaunch)
+    die_with_parent(launch.parent_pid)
+    logging.basicConfig(
+        level=launch.config.log.level.name,
+        format=f"%(asctime)s %(levelname)s %(name)s: rank {launch.rank}: %(message)s",
+        force=True,
+    )
+    with zmq.Context() as context:
+        channel = OrderChannel(context, launch.address)
+        failed: RankFailed | None = None
+        try:
+            run_rank(launch, channel)
+        except PdserveError as exc:
+            log.error("%s", exc)
+            failed = RankFailed(str(exc))
+        except Exception as exc:
+            log.exception("the rank failed")
+            failed = RankFailed(f"{type(exc).__name__}: {exc}")
+        if failed is not None:
+            channel.send(failed)
+        channel.close(GOODBYE_S)
+    if failed is not None:
+        os._exit(1)
+    return 0
+
+
+def run_rank(launch: RankLaunch, channel: OrderChannel) -> None:
+    """Load this rank's part of the model and compute until rank 0 says stop.
+
+    Raises PdserveError if it cannot be loaded, or another rank is lost.
+    """
+    pin(launch.cores)
+    import torch
+
+    from pdserve.engine.kv_connector.tp_rank_transfer import rank_transfer
+    from pdserve.engine.kv_connector.transfer_memory import shared_memory
+    from pdserve.engine.runner_loading import load_runner, rank_backend, rank_device
+    from pdserve.models.checkpoint.decoder_config import read_decoder_config
+    from pdserve.models.runner import kv_layout
+    from pdserve.models.tp.tp_opening import open_group
+
+    torch.set_num_threads(len(launch.cores))
+    config = launch.config
+    device = rank_device(config, launch.rank)
+    channel.send(Arrived())
+    with ExitStack() as stack:
+        board = stack.enter_context(closing(RankBoard(launch.board)))
+        group = open_group(config.parallel, launch.rank, board, Path(launch.rendezvous), device)
+        load = channel.receive()
+        if not isinstance(load, Load):
+            raise EngineError(f"rank 0 sent {type(load).__name__} before Load")
+        decoder = read_decoder_config(Path(config.model_dir))
+        backend = rank_backend(config, device)
+        layout = kv_layout(decoder, config.model.dtype, config.cache.block_size, group)
+        shared = shared_memory(config, device, load.num_blocks * layout.block_bytes)
+        kv_memory = None if shared is None else shared.bytes
+        runner = load_runner(config, decoder, load.num_blocks, load.max_model_len, group, backend, kv_memory)
+        copies = stack.enter_context(rank_transfer(launch, decoder.kv_heads, runner.kv_cache, board, shared))
+        channel.send(Loaded())
+        while not isinstance(order := channel.receive(), Stop):
+            if isinstance(order, Capture):
+                capture(runner, backend, config.scheduler.max_running)
+                channel.send(Captured())
+            else:
+                obey(order, runner, copies)
+                if isinstance(order, Clear | CopyBlocks):
+                    if device.type == "cuda":
+                        torch.cuda.synchronize(device)
+                    channel.send(Written())
+        group.close()
+
+
+def capture(runner: ModelRunner, backend: Backend, max_rows: int) -> None:
+    """Record decode steps of up to ``max_rows`` tokens. Raises EngineError if this rank has no kernels for that."""
+    from pdserve.models.runner import CudaGraphs
+
+    if backend.graph_kernels is None:
+        raise EngineError("rank 0 sent Capture to a rank whose steps cannot be recorded")
+    runner.capture_decode(backend.graph_kernels, max_rows, CudaGraphs())
+
+
+def obey(order: Order, runner: ModelRunner, copies: RankCopies | NoCopies) -> None:
+    """Do what rank 0 does. Raises EngineError if it is out of place."""
+    match order:
+        case Step(rows):
+            runner.run([StepRow(row.token_ids, row.start, row.block_table, row.wants_logits) for row in rows])
+        case Clear(blocks):
+            runner.clear(blocks)
+        case CopyBlocks(sources, destinations):
+            runner.copy_blocks(sources, destinations)
+        case DownloadBlocks() | UploadBlocks():
+            copies.order(order)
+        case Load() | Capture() | Stop():
+            raise EngineError(f"rank 0 sent {type(order).__name__} at the wrong time")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

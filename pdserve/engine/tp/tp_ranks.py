@@ -1,0 +1,287 @@
+"""Starts the other ranks as child processes of rank 0, tells them what to do, watches them, and ends them with it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+import zmq
+
+from pdserve.config import EngineConfig, RankLaunch
+from pdserve.engine.tp.rank_channel import RankChannel
+from pdserve.errors import EngineError, RankLost
+from pdserve.models.tp.rank_board import RankBoard
+from pdserve.wire.rank import Arrived, Captured, FromRank, Loaded, Numbered, Order, RankFailed, Stop, Written
+
+RANK_COMMAND: tuple[str, ...] = (sys.executable, "-P", "-m", "pdserve.engine.tp.rank_program")
+"""``-P`` keeps the working directory off the import path, where a folder ``kernels`` would break transformers."""
+
+
+class RankProcess:
+    """A running child. Its standard output and error are this process's. ``kill`` or ``ended`` has to be called."""
+
+    def __init__(self, launch: RankLaunch, command: Sequence[str] = RANK_COMMAND) -> None:
+        """Raises EngineError if it cannot be started. The kernel ends it when the calling thread ends."""
+        self.rank = launch.rank
+        try:
+            self._process = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=(launch.board, launch.bell))
+        except OSError as exc:
+            raise EngineError(f"cannot start tensor-parallel rank {self.rank}: {exc}") from exc
+        self.pidfd = os.pidfd_open(self._process.pid)
+        """Readable once it has ended."""
+        assert self._process.stdin is not None
+        try:
+            # Smaller than a pipe holds: this never blocks.
+            self._process.stdin.write(msgspec.msgpack.encode(launch))
+            self._process.stdin.close()
+        except BrokenPipeError:
+            pass  # it has ended already; ``end`` will tell how
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def ended(self, within_s: float) -> bool:
+        """Whether it has ended, or does so in this time."""
+        poller = select.poll()
+        poller.register(self.pidfd, select.POLLIN)
+        return bool(poller.poll(int(within_s * 1000)))
+
+    def end(self) -> str:
+        """How it ended, in words; only once it has."""
+        status = self._process.wait()
+        how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
+        return f"tensor-parallel rank {self.rank} (process {self.pid}) {how}"
+
+    def reap(self, grace_s: float) -> None:
+        """Kills it unless it ends in this time. Afterwards it has ended."""
+        try:
+            if not self.ended(grace_s):
+                self._process.kill()
+            self._process.wait()
+        finally:
+            os.close(self.pidfd)
+
+
+log = logging.getLogger(__name__)
+
+START_S = 500.0
+"""A rank may take this long to load libraries, and again to load weights."""
+STOP_S = 2.0
+LAST_WORDS_MS = 100
+DEATH_S = 1.0
+"""A closed connection is noticed before the end of the process that held it."""
+GRACE_S = 5.0
+"""So long rank 0 has to end by itself once a rank is gone."""
+
+
+class Ranks:
+    """Ranks 1 to ``size - 1``, processes of their own. ``close`` ends them, whatever state they are in."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        folder: str,
+        cores: Sequence[tuple[int, ...]],
+        board: RankBoard,
+        bell: int,
+        command: Sequence[str] = RANK_COMMAND,
+    ) -> None:
+        """Starts them: one for each of ``cores`` but the first, rank 0's own. ``folder`` is private to this user.
+
+        ``bell`` is an eventfd that they write to when rank 0 should look at the board.
+        """
+        self.rendezvous = Path(folder, "ranks")
+        self.board = board
+        self.transfer_addresses: tuple[str, ...] = ()
+        """Where the ranks from 1 on take orders for the KV transfer, once they are loaded."""
+        self._number = 0
+        self._timeout_s = config.parallel.timeout_ms / 1000
+        self._encoder = msgspec.msgpack.Encoder()
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._ranks: list[tuple[RankProcess, RankChannel]] = []
+        self._closing = threading.Event()
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC)
+        self._lost = threading.Event()
+        self._on_loss: Callable[[], None] = _nothing
+        self._watcher = threading.Thread(target=self._watch, name="ranks", daemon=True)
+        try:
+            for rank in range(1, len(cores)):
+                address = f"ipc://{folder}/rank-{rank}"
+                transfer_address = f"ipc://{folder}/transfer-{rank}"
+                self.transfer_addresses += (transfer_address,)
+                channel = RankChannel(self._context, address)
+                launch = RankLaunch(
+                    rank=rank,
+                    parent_pid=os.getpid(),
+                    address=address,
+                    transfer_address=transfer_address,
+                    rendezvous=str(self.rendezvous),
+                    board=board.descriptor,
+                    bell=bell,
+                    cores=cores[rank],
+                    config=config,
+                )
+                try:
+                    self._ranks.append((RankProcess(launch, command), channel))
+                except BaseException:
+                    channel.close(0.0)
+                    raise
+        except BaseException:
+            self.close(orderly=False)
+            raise
+        self._watcher.start()
+
+    @property
+    def pids(self) -> list[int]:
+        """In rank order, from rank 1."""
+        return [process.pid for process, _ in self._ranks]
+
+    def tell(self, order: Order) -> None:
+        """Every rank gets it, in the order of the calls. Raises RankLost if one takes no more."""
+        self._number += 1
+        frame = self._encoder.encode(Numbered(self._number, order))
+        for _, channel in self._ranks:
+            channel.send(frame)
+
+    def wait_for(self, report: type[Arrived | Loaded | Captured]) -> None:
+        """Until every rank has sent one. Raises RankLost if a rank fails, dies, or needs more than ``START_S``."""
+        self._wait_for(report, START_S, "was not ready")
+
+    def wait_for_blocks(self) -> None:
+        """Until every rank has carried out the ``Clear`` or ``CopyBlocks`` that it was told last.
+
+        Raises RankLost if a rank fails, dies or hangs.
+        """
+        self._wait_for(Written, self._timeout_s, "did not write its KV blocks")
+
+    def _wait_for(self, report: type[FromRank], within_s: float, late: str) -> None:
+        deadline = time.monotonic() + within_s
+        for process, channel in self._ranks:
+            message = self._next(process, channel, deadline)
+            if message is None:
+                raise RankLost(f"tensor-parallel rank {process.rank} {late} in {within_s:.1f} s", (process.rank,))
+            if not isinstance(message, report):
+                raise RankLost(f"tensor-parallel rank {process.rank} said {message} in place of {report.__name__}")
+
+    @property
+    def copied(self) -> int:
+        """How many of the ``Download`` and ``Upload`` orders every rank has carried out."""
+        return min(self.board.copied(process.rank) for process, _ in self._ranks)
+
+    def notify(self, on_loss: Callable[[], None]) -> None:
+        """Have ``on_loss`` called, from another thread, when a rank has ended that should not have."""
+        self._on_loss = on_loss
+        if self._lost.is_set():
+            on_loss()
+
+    def check(self) -> None:
+        """Raises RankLost if a rank has ended."""
+        if self._lost.is_set():
+            raise self.explain(RankLost("a tensor-parallel rank is gone"))
+
+    def explain(self, error: RankLost) -> RankLost:
+        """``error`` in the words of the ranks that died of it; as it is if it names a rank that hangs."""
+        if error.ranks:
+            return error
+        poller = select.poll()
+        for process, _ in self._ranks:
+            poller.register(process.pidfd, select.POLLIN)
+        poller.poll(int(DEATH_S * 1000))
+        dead = [rank for rank in self._ranks if rank[0].ended(0.0)]
+        return RankLost("; ".join(_obituary(*rank) for rank in dead)) if dead else error
+
+    def close(self, orderly: bool) -> None:
+        """Ends every rank: by an order that it gets time for, or at once."""
+        self._closing.set()
+        os.eventfd_write(self._wake, 1)
+        if orderly and not self._lost.is_set():
+            try:
+                self.tell(Stop())
+            except RankLost:
+                orderly = False
+        deadline = time.monotonic() + (STOP_S if orderly else 0.0)
+        for process, channel in self._ranks:
+            process.reap(max(deadline - time.monotonic(), 0.0))
+            channel.close(0.0)
+        if self._watcher.is_alive():
+            self._watcher.join()
+        os.close(self._wake)
+        self._context.term()
+
+    def _next(self, process: RankProcess, channel: RankChannel, deadline: float) -> FromRank | None:
+        """The next message; None if there is none at ``deadline``."""
+        poller = zmq.Poller()
+        poller.register(channel.socket, zmq.POLLIN)
+        for any_process, _ in self._ranks:
+            poller.register(any_process.pidfd, zmq.POLLIN)
+        while True:
+            message = channel.receive()
+            if isinstance(message, RankFailed):
+                raise RankLost(_failed(process, message))
+            if message is not None:
+                return message
+            if any(any_process.ended(0.0) for any_process, _ in self._ranks):
+                raise self.explain(RankLost("a tensor-parallel rank is gone"))
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                return None
+            poller.poll(int(left_s * 1000))
+
+    def _watch(self) -> None:
+        poller = select.poll()
+        poller.register(self._wake, select.POLLIN)
+        for process, _ in self._ranks:
+            poller.register(process.pidfd, select.POLLIN)
+        poller.poll()
+        if self._closing.is_set():
+            return
+        self._lost.set()
+        self.board.abandon()
+        self._on_loss()
+        if not self._closing.wait(GRACE_S):
+            log.critical("a tensor-parallel rank is gone, and this process hangs because of it: it ends now")
+            os._exit(1)
+
+
+@contextmanager
+def running_ranks(config: EngineConfig, folder: str, cores: Sequence[tuple[int, ...]], bell: int) -> Iterator[Ranks]:
+    """Running at the start of the block, ended with it: in order if it was left so."""
+    board = RankBoard.create(len(cores))
+    try:
+        ranks = Ranks(config, folder, cores, board, bell)
+        try:
+            yield ranks
+        except BaseException:
+            ranks.close(orderly=False)
+            raise
+        ranks.close(orderly=True)
+    finally:
+        board.close()
+
+
+def _obituary(process: RankProcess, channel: RankChannel) -> str:
+    # What it sent last may still be on its way through ZMQ.
+    while channel.socket.poll(LAST_WORDS_MS):
+        message = channel.receive()
+        if isinstance(message, RankFailed):
+            return _failed(process, message)
+    return process.end()
+
+
+def _failed(process: RankProcess, last: RankFailed) -> str:
+    return f"tensor-parallel rank {process.rank} (process {process.pid}) failed: {last.message}"
+
+
+def _nothing() -> None:
+    pass

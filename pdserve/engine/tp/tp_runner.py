@@ -1,0 +1,83 @@
+"""Steps of a tensor-parallel engine: rank 0 tells the others what it does, and does it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from pdserve.config import EngineConfig
+from pdserve.engine.tp.tp_ranks import Ranks
+from pdserve.errors import RankLost
+from pdserve.models.runner import Graph, ModelRunner, StepRow
+from pdserve.models.tp.shares import ALONE, TpGroup
+from pdserve.models.tp.tp_opening import open_group
+from pdserve.wire.rank import Arrived, Capture, Captured, Clear, CopyBlocks, RankRow, Step
+from pdserve_kernels.contract import GraphKernels
+
+
+class TpRunner:
+    """Satisfies ``StepRunner``. Owns neither its own rank's runner nor the other ranks, nor the group of them all."""
+
+    def __init__(self, own: ModelRunner, ranks: Ranks, group: TpGroup) -> None:
+        self._own = own
+        self._ranks = ranks
+        self._group = group
+        self._warming_up = True
+
+    def run(self, rows: Sequence[StepRow]) -> torch.Tensor:
+        """Returns when the logits are computed, on a GPU too.
+
+        Raises RankLost, which says which rank and why, if one did not do its part.
+        """
+        self._ranks.tell(
+            Step([RankRow(list(row.token_ids), row.start, list(row.block_table), row.wants_logits) for row in rows])
+        )
+        try:
+            logits = self._own.run(rows)
+            self._group.finish_step(self._warming_up)
+            return logits
+        except RankLost as exc:
+            raise self._ranks.explain(exc) from exc
+
+    def clear(self, blocks: Sequence[int]) -> None:
+        """Returns when it is done on every other rank: a late one would destroy what a transfer puts there next.
+
+        Raises RankLost.
+        """
+        self._ranks.tell(Clear(list(blocks)))
+        self._own.clear(blocks)
+        self._ranks.wait_for_blocks()
+
+    def copy_blocks(self, sources: Sequence[int], destinations: Sequence[int]) -> None:
+        """As ``clear``."""
+        self._ranks.tell(CopyBlocks(list(sources), list(destinations)))
+        self._own.copy_blocks(sources, destinations)
+        self._ranks.wait_for_blocks()
+
+    def capture_decode(self, kernels: GraphKernels, max_rows: int, make_graph: Callable[[], Graph]) -> None:
+        """Record decode steps on every rank: see ``ModelRunner.capture_decode``. Returns once all have."""
+        self._ranks.tell(Capture())
+        self._own.capture_decode(kernels, max_rows, make_graph)
+        self._ranks.wait_for(Captured)
+
+    def warmed_up(self) -> None:
+        """From now on a rank that is late hangs: what steps need is compiled."""
+        self._warming_up = False
+
+
+@contextmanager
+def joined_group(config: EngineConfig, ranks: Ranks | None, device: torch.device) -> Iterator[TpGroup]:
+    """The group of rank 0, which computes on ``device``, and its ranks, or of rank 0 alone.
+
+    Raises RankLost if they do not come, ConfigError if such ranks cannot meet.
+    """
+    group: TpGroup = ALONE
+    if ranks is not None:
+        ranks.wait_for(Arrived)
+        group = open_group(config.parallel, 0, ranks.board, ranks.rendezvous, device)
+    try:
+        yield group
+    finally:
+        group.close()

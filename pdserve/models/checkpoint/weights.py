@@ -1,0 +1,155 @@
+"""Read a model's weights by tensor name, from a Hugging Face folder or a GGUF file."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from pdserve.errors import ModelError
+from pdserve.models.backend import CPU
+from pdserve.models.checkpoint.gguf_file import is_gguf
+
+ALL = slice(None)
+SAMPLES = 64
+SAMPLE_BYTES = 65_536
+
+
+class TensorFiles(Protocol):
+    """Named tensors on disk."""
+
+    def names(self) -> Iterable[str]: ...
+
+    def read(self, name: str, rows: slice, columns: slice, dtype: torch.dtype) -> torch.Tensor:
+        """A part of one of ``names()``. Raises ModelError if it cannot be read."""
+
+
+class SafetensorsFiles:
+    """The tensors of a Hugging Face folder."""
+
+    def __init__(self, folder: Path) -> None:
+        """Raises ModelError if the folder has no readable safetensors files."""
+        try:
+            self._files: dict[Path, Any] = {path: safe_open(path, "pt") for path in weight_files(folder)}
+        except (OSError, SafetensorError) as exc:
+            raise ModelError(f"weights in {folder} cannot be read: {exc}") from exc
+        self._where = {name: path for path, opened in self._files.items() for name in opened.keys()}  # noqa: SIM118  # not a dict
+
+    def names(self) -> Iterable[str]:
+        return self._where
+
+    def read(self, name: str, rows: slice, columns: slice, dtype: torch.dtype) -> torch.Tensor:
+        path = self._where[name]
+        try:
+            stored = self._files[path].get_slice(name)
+            tensor: torch.Tensor = stored[rows] if columns == ALL else stored[rows, columns]
+        except SafetensorError as exc:
+            raise ModelError(f"tensor {name!r} of {path} cannot be read: {exc}") from exc
+        return tensor.to(dtype)
+
+
+class Checkpoint:
+    """The tensors of a model folder or GGUF file, each taken exactly once so that nothing is forgotten."""
+
+    def __init__(self, path: Path, dtype: torch.dtype, device: torch.device = CPU) -> None:
+        """Raises ModelError if there are no readable weights at ``path``."""
+        self.device = device
+        self.path = path
+        self._dtype = dtype
+        self._files = _tensor_files(path)
+        self._left = {name: name for name in self._files.names()}
+        """What is left to take, and the names that the files know it by."""
+
+    def take(self, name: str, rows: slice = ALL, columns: slice = ALL) -> torch.Tensor:
+        """A tensor, or a part of it, in the dtype and on the device of this checkpoint; only that part is read.
+
+        ``columns`` is for tensors of two dimensions. Raises ModelError if it is missing or was taken before.
+        """
+        tensor = self.take_optional(name, rows, columns)
+        if tensor is None:
+            raise ModelError(f"{self.path} has no tensor {name!r}")
+        return tensor
+
+    def take_optional(self, name: str, rows: slice = ALL, columns: slice = ALL) -> torch.Tensor | None:
+        stored = self._left.pop(name, None)
+        return None if stored is None else self._files.read(stored, rows, columns, self._dtype).to(self.device)
+
+    def drop(self, name: str) -> None:
+        """Leave a tensor unread that the model does not need."""
+        self._left.pop(name, None)
+
+    def unwrap(self, prefix: str, outside: tuple[str, ...]) -> None:
+        """Take ``prefix`` off the names of a model within another, and leave unread what is ``outside`` of it."""
+        kept = {name: stored for name, stored in self._left.items() if not name.startswith(outside)}
+        self._left = {name.removeprefix(prefix): stored for name, stored in kept.items()}
+
+    def check_all_taken(self) -> None:
+        """Raises ModelError if the checkpoint holds tensors that the model did not ask for."""
+        if self._left:
+            some = ", ".join(sorted(self._left)[:5])
+            raise ModelError(f"{self.path} has {len(self._left)} tensors that this architecture lacks: {some}")
+
+
+def _tensor_files(path: Path) -> TensorFiles:
+    if not is_gguf(path):
+        return SafetensorsFiles(path)
+    from pdserve.models.checkpoint.gguf_tensors import GgufTensors
+
+    return GgufTensors(path)
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of a model folder, by its index where there is one."""
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        try:
+            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        except (OSError, ValueError, KeyError) as exc:
+            raise ModelError(f"{index} cannot be read: {exc}") from exc
+        if any(Path(name).name != name for name in names):
+            raise ModelError(f"{index} names files outside its folder")
+        return [folder / name for name in names]
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise ModelError(f"{folder} has no .safetensors files")
+    return files
+
+
+def fingerprint(path: Path) -> str:
+    """Digest of the configuration and weights: equal models have equal ones, other fine-tunes have others.
+
+    Weights are sampled (their headers, and 64 evenly spaced parts of each file), so that a model of any size is
+    fingerprinted in about a second.
+    """
+    digest = hashlib.sha256()
+    try:
+        if is_gguf(path):
+            _add_samples(digest, path)
+            return digest.hexdigest()
+        config = json.loads((path / "config.json").read_text())
+        for volatile in ("_name_or_path", "_model_name_or_path", "transformers_version"):
+            config.pop(volatile, None)
+        digest.update(json.dumps(config, sort_keys=True).encode())
+        for file in weight_files(path):
+            digest.update(f"{file.name}:{file.stat().st_size}".encode())
+            with file.open("rb") as opened:
+                digest.update(opened.read(int.from_bytes(opened.read(8), "little")))
+            _add_samples(digest, file)
+    except (OSError, ValueError) as exc:
+        raise ModelError(f"{path} cannot be fingerprinted: {exc}") from exc
+    return digest.hexdigest()
+
+
+def _add_samples(digest: hashlib._Hash, path: Path) -> None:
+    """The size, and evenly spaced parts from the first byte to the last."""
+    size = path.stat().st_size
+    digest.update(f"{size}".encode())
+    with path.open("rb") as file:
+        for i in range(SAMPLES):
+            file.seek(max(0, (size - SAMPLE_BYTES) * i // (SAMPLES - 1)))
+            digest.update(file.read(SAMPLE_BYTES))

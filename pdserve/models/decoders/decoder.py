@@ -1,0 +1,50 @@
+"""What a runner needs of a model, whatever its architecture, and which architecture a folder holds."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from pdserve.errors import ModelError
+from pdserve.models.checkpoint.decoder_config import FAMILIES, GEMMA3, MOE, DecoderConfig
+from pdserve.models.decoders.gemma3 import Gemma3Decoder
+from pdserve.models.decoders.layers import Building
+from pdserve.models.decoders.llama import LlamaDecoder, dense
+from pdserve.models.decoders.qwen3_moe import sparse_or_dense
+from pdserve_kernels.contract import Attention
+
+
+class Decoder(Protocol):
+    """Token ids and positions in, hidden states out; ``logits`` for the rows that need them."""
+
+    @property
+    def capturable(self) -> bool:
+        """Whether the same operations are done whatever the inputs hold, so that a recorded step may be replayed."""
+
+    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attention: Attention) -> torch.Tensor:
+        """``[tokens]`` ids and positions to ``[tokens, hidden_size]``, before the final norm."""
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """``[rows, hidden_size]`` to fp32 ``[rows, vocab_size]``."""
+
+
+def build_decoder(config: DecoderConfig, building: Building, max_positions: int, dtype: torch.dtype) -> Decoder:
+    """This rank's part of the model, with a position table for ``max_positions``.
+
+    Raises ModelError if the checkpoint lacks a tensor, has one too many, or cannot be split over the ranks; of a
+    model that is left to transformers, if paged attention would change its tokens.
+    """
+    if config.family not in FAMILIES:
+        if building.tp.size > 1:
+            raise ModelError(f"--tp {building.tp.size} is for {sorted(FAMILIES)}; a {config.family} model has one rank")
+        if building.checkpoint.device.type != "cpu":
+            raise ModelError(f"a {config.family} model is computed by transformers, on a CPU alone: --device cpu")
+        # Not before: it loads the parts of transformers that compute, some 2 s that other families do not need.
+        from pdserve.models.decoders.hf_check import checked_hf_decoder
+
+        return checked_hf_decoder(building.checkpoint.path, config, building.kernels, dtype)
+    if config.family in GEMMA3:
+        return Gemma3Decoder(config, building, max_positions, dtype)
+    feed_forward = sparse_or_dense if config.family in MOE else dense
+    return LlamaDecoder(config, building, max_positions, dtype, feed_forward)

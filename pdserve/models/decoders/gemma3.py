@@ -1,0 +1,105 @@
+"""Gemma 3 (Gemma Team, 2025), the text model: most layers see a sliding window, every few see everything.
+
+Every layer has four norms, whose weights are stored as the difference from one, and normalised query and key heads.
+Keys and values that have left a window stay in the cache: the layers that see everything need their blocks anyway.
+Of a model that takes images too, this is the part that reads and writes text.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from pdserve.errors import ModelError
+from pdserve.models.checkpoint.decoder_config import DecoderConfig
+from pdserve.models.decoders.layers import (
+    Building,
+    GatedMlp,
+    SelfAttention,
+    VocabParallelEmbedding,
+    VocabParallelHead,
+    rotary_table,
+    vocab_parallel_head,
+)
+from pdserve_kernels.contract import Attention
+
+NORM_OFFSET = 1.0
+
+
+class Gemma3Decoder:
+    """Satisfies ``decoder.Decoder``."""
+
+    capturable = True
+
+    def __init__(self, config: DecoderConfig, building: Building, max_positions: int, dtype: torch.dtype) -> None:
+        """Takes every tensor of the checkpoint; raises ModelError on a missing or unknown one."""
+        for name in ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention"):
+            if getattr(config.hf, name, None):
+                raise ModelError(f"{name} of a {config.family} model is not supported")
+        checkpoint = building.checkpoint
+        checkpoint.unwrap("language_model.", outside=("vision_tower.", "multi_modal_projector."))
+        self._kernels, self._eps = building.kernels, config.norm_eps
+        self._embedding = VocabParallelEmbedding(building, "model.embed_tokens", config.vocab_size)
+        # Rounded like the weights: the model was trained with the rounded factor.
+        self._embedding_scale = torch.tensor(config.hidden_size**0.5, dtype=dtype).item()
+        self._layers = [Gemma3Layer(config, building, i) for i in range(config.num_layers)]
+        self._norm = checkpoint.take("model.norm.weight") + NORM_OFFSET
+        if config.tied_embeddings:
+            checkpoint.drop("lm_head.weight")
+            self._head = VocabParallelHead(building, self._embedding.weight, config.vocab_size)
+        else:
+            self._head = vocab_parallel_head(building, "lm_head", config.vocab_size)
+        self._layer_types: list[str] = config.hf.layer_types
+        self._tables = {
+            layer_type: rotary_table(config, max_positions, dtype, checkpoint.device, layer_type)
+            for layer_type in sorted(set(self._layer_types))
+        }
+        checkpoint.check_all_taken()
+
+    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attention: Attention) -> torch.Tensor:
+        angles = {layer_type: (cos[positions], sin[positions]) for layer_type, (cos, sin) in self._tables.items()}
+        residual = self._embedding(token_ids) * self._embedding_scale
+        delta: torch.Tensor | None = None
+        for layer_type, layer in zip(self._layer_types, self._layers, strict=True):
+            cos, sin = angles[layer_type]
+            delta, residual = layer(residual, delta, cos, sin, attention)
+        return residual if delta is None else residual + delta
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self._head(self._kernels.rms_norm(hidden, self._norm, self._eps))
+
+
+class Gemma3Layer:
+    """One block: attention and gated MLP, each between two norms, each added to the residual."""
+
+    def __init__(self, config: DecoderConfig, building: Building, index: int) -> None:
+        prefix = f"model.layers.{index}"
+        self._eps, self._kernels = config.norm_eps, building.kernels
+        self._attention = SelfAttention(config, building, f"{prefix}.self_attn", index, NORM_OFFSET)
+        self._mlp = GatedMlp(building, f"{prefix}.mlp", config.intermediate_size, building.kernels.gelu_and_mul)
+        names = (
+            "input_layernorm",
+            "post_attention_layernorm",
+            "pre_feedforward_layernorm",
+            "post_feedforward_layernorm",
+        )
+        self._before_attention, self._after_attention, self._before_mlp, self._after_mlp = (
+            building.checkpoint.take(f"{prefix}.{name}.weight") + NORM_OFFSET for name in names
+        )
+
+    def __call__(
+        self,
+        residual: torch.Tensor,
+        delta: torch.Tensor | None,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        attention: Attention,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """``(delta, residual)``: what this layer's MLP adds, not yet added, so that the next norm can fuse it."""
+        kernels, eps = self._kernels, self._eps
+        if delta is None:
+            normed = kernels.rms_norm(residual, self._before_attention, eps)
+        else:
+            normed, residual = kernels.add_rms_norm(delta, residual, self._before_attention, eps)
+        attended = kernels.rms_norm(self._attention(normed, cos, sin, attention), self._after_attention, eps)
+        normed, residual = kernels.add_rms_norm(attended, residual, self._before_mlp, eps)
+        return kernels.rms_norm(self._mlp(normed), self._after_mlp, eps), residual

@@ -1,0 +1,191 @@
+"""Any decoder that transformers can compute, with paged attention in place of its own.
+
+Models that follow transformers' attention interface look their attention function up by name and hand it everything
+that they were called with; the one that is registered here finds the step's attention there.
+
+The tokens of a step run as one row, ``[1, tokens]``, with their positions given; everything but attention works
+token by token, and attention knows which tokens belong together. Whether that is true of a model is not believed but
+tried: see ``hf_check``.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
+from transformers.modeling_outputs import MoeModelOutputWithPast
+
+from pdserve.errors import ModelError
+from pdserve.models.checkpoint.decoder_config import DecoderConfig
+from pdserve_kernels.contract import Attention
+
+PAGED_ATTENTION = "pdserve_paged"
+STEP_KEYWORD = "paged_step"
+"""Keyword that carries a ``PagedStep`` through a model's forward."""
+
+WITHOUT_MEANING_HERE = frozenset({"softcap", "s_aux", "position_bias", "head_mask", "alibi", "indices"})
+"""What a model may add to its attention and paged attention does not compute."""
+
+
+class PagedStep:
+    """One step's attention, and which layers have used it with which windows."""
+
+    def __init__(self, attention: Attention, heads: int, kv_heads: int, head_dim: int, scale: float) -> None:
+        """``scale`` is what ``attention`` multiplies scores by."""
+        self._attention = attention
+        self._query = (heads, head_dim)
+        self._key_value = (kv_heads, head_dim)
+        self._scale = scale
+        self.layers: set[int] = set()
+        self.windows: set[int] = set()
+
+    def attend(
+        self,
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scaling: float | None,
+        window: int | None,
+    ) -> torch.Tensor:
+        """``[1, heads, tokens, head_dim]``, all three, to ``[1, tokens, heads, head_dim]``. Raises ModelError."""
+        layer = getattr(module, "layer_idx", None)
+        if not isinstance(layer, int) or layer in self.layers:
+            raise ModelError(f"its attention modules have no layer_idx of their own: {layer}")
+        self.layers.add(layer)
+        if window is not None:
+            self.windows.add(window)
+        for name, tensor, wanted in (
+            ("query", query, self._query),
+            ("key", key, self._key_value),
+            ("value", value, self._key_value),
+        ):
+            if (tensor.shape[1], tensor.shape[3]) != wanted:
+                found = f"{tensor.shape[1]} {name} heads of {tensor.shape[3]}"
+                raise ModelError(f"layer {layer} has {found}, and its configuration says {wanted[0]} of {wanted[1]}")
+        if scaling is not None and scaling != self._scale:
+            query = query * (scaling / self._scale)
+        key_value = torch.stack((key[0].transpose(0, 1), value[0].transpose(0, 1)))
+        return self._attention(layer, query[0].transpose(0, 1).contiguous(), key_value, window).unsqueeze(0)
+
+
+def register_paged_attention() -> None:
+    """Makes ``PAGED_ATTENTION`` an attention implementation that models can be loaded with or switched to."""
+    AttentionInterface.register(PAGED_ATTENTION, _attend)
+
+
+def _attend(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    is_causal: bool | None = None,
+    **others: Any,
+) -> tuple[torch.Tensor, None]:
+    step = others.get(STEP_KEYWORD)
+    if not isinstance(step, PagedStep):
+        raise ModelError("it does not pass its arguments on to its attention")
+    if attention_mask is not None:
+        raise ModelError("it makes attention masks of its own")
+    if is_causal is False or getattr(module, "is_causal", True) is False:
+        raise ModelError("it has attention that looks ahead")
+    if used := sorted(name for name in WITHOUT_MEANING_HERE if others.get(name) is not None):
+        raise ModelError(f"its attention takes {', '.join(used)}")
+    return step.attend(module, query, key, value, scaling, sliding_window), None
+
+
+class HfDecoder:
+    """Satisfies ``decoder.Decoder``."""
+
+    capturable = False
+
+    def __init__(self, config: DecoderConfig, model: PreTrainedModel) -> None:
+        """``model`` is switched to paged attention. Raises ModelError if it cannot be."""
+        base = model.base_model
+        if base is model:
+            raise ModelError(f"a {config.family} model has no head apart from its layers")
+        register_paged_attention()
+        model.set_attn_implementation(PAGED_ATTENTION)
+        if model.config._attn_implementation != PAGED_ATTENTION:
+            raise ModelError(f"a {config.family} model does not follow transformers' attention interface")
+        self._config = config
+        self._base: Any = base
+        self._tail: Any = _without_layers(model)
+
+    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attention: Attention) -> torch.Tensor:
+        return self.compute(token_ids, positions, self.step(attention))
+
+    def step(self, attention: Attention) -> PagedStep:
+        config = self._config
+        return PagedStep(attention, config.heads, config.kv_heads, config.head_dim, config.attention_scale)
+
+    def compute(self, token_ids: torch.Tensor, positions: torch.Tensor, step: PagedStep) -> torch.Tensor:
+        """``forward``, with the attention wrapped."""
+        output = self._base(
+            input_ids=token_ids.unsqueeze(0),
+            position_ids=positions.unsqueeze(0),
+            use_cache=False,
+            **{STEP_KEYWORD: step},
+        )
+        hidden: torch.Tensor = output.last_hidden_state[0]
+        return hidden
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self._tail(inputs_embeds=hidden.unsqueeze(0), use_cache=False).logits[0]
+        return logits.float()
+
+
+@dataclass
+class _HiddenStates(MoeModelOutputWithPast):
+    """All that the heads of causal models look for in what their layers return."""
+
+    cross_attentions: None = None
+
+
+class _Passed(torch.nn.Module):
+    """Stands where the layers were: what comes in as embeddings goes out as hidden states."""
+
+    def forward(self, *_: object, inputs_embeds: torch.Tensor, **__: object) -> _HiddenStates:
+        return _HiddenStates(last_hidden_state=inputs_embeds)
+
+
+def _without_layers(model: PreTrainedModel) -> torch.nn.Module:
+    """The model's own way from hidden states to logits, whatever it multiplies, bends or adds there."""
+    tail = copy.copy(model)
+    tail.__dict__["_modules"] = dict(model._modules) | {model.base_model_prefix: _Passed()}
+    return tail
+
+
+def load_hf_model(folder: Path, hf: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """The model in ``folder`` with transformers' eager attention. Code that comes with it is never run.
+
+    Raises ModelError if transformers cannot load it, or a tensor is missing.
+    """
+    transformers: Any = importlib.import_module("transformers")
+    try:
+        model, report = transformers.AutoModelForCausalLM.from_pretrained(
+            folder,
+            config=hf,
+            dtype=dtype,
+            attn_implementation="eager",
+            local_files_only=True,
+            use_safetensors=True,
+            trust_remote_code=False,
+            output_loading_info=True,
+        )
+    except (OSError, ValueError, ImportError, RuntimeError) as exc:
+        raise ModelError(f"transformers cannot load {folder}: {exc}") from exc
+    # transformers fills what is missing with random numbers.
+    if lacking := sorted({str(name) for kind in ("missing_keys", "mismatched_keys") for name in report[kind]}):
+        raise ModelError(f"{folder} lacks tensors, or has them in another shape: {', '.join(lacking[:5])}")
+    loaded: PreTrainedModel = model.eval().requires_grad_(False)
+    return loaded

@@ -1,0 +1,168 @@
+"""The layers that every decoder is made of, each holding its rank's part of the weights.
+
+They are the projections, the embedding and the head, split over the ranks; the table of cosines and sines of every
+position; and, made of these, a layer's attention and its gated feed-forward part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from pdserve.errors import ModelError
+from pdserve.models.checkpoint.decoder_config import DecoderConfig
+from pdserve.models.checkpoint.weights import Checkpoint
+from pdserve.models.tp.shares import TpGroup, kv_share, share, spread, vocab_part, vocab_share
+from pdserve_kernels.contract import Attention, HeadNorms, Kernels, Linear
+
+
+@dataclass(frozen=True, slots=True)
+class Building:
+    """What a layer is built from."""
+
+    checkpoint: Checkpoint
+    kernels: Kernels
+    tp: TpGroup
+
+
+def column_parallel(building: Building, parts: Sequence[tuple[str, slice]]) -> Linear:
+    """One product for several projections: each a name without ``.weight``, and this rank's outputs of it."""
+    take = building.checkpoint
+    weights = [take.take(f"{name}.weight", rows=rows) for name, rows in parts]
+    found = [take.take_optional(f"{name}.bias", rows=rows) for name, rows in parts]
+    biases = [bias for bias in found if bias is not None]
+    return building.kernels.linear(torch.cat(weights), torch.cat(biases) if biases else None)
+
+
+class RowParallel:
+    """A projection whose inputs are spread over the ranks; the sum of all ranks is its output."""
+
+    def __init__(self, building: Building, name: str, columns: slice) -> None:
+        weight = building.checkpoint.take(f"{name}.weight", columns=columns)
+        bias = building.checkpoint.take_optional(f"{name}.bias")
+        self._tp = building.tp
+        # Added once, not once a rank.
+        self._linear = building.kernels.linear(weight, bias if self._tp.rank == 0 else None)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self._tp.all_reduce(self._linear(x))
+
+
+class VocabParallelEmbedding:
+    """Each rank knows the vectors of a part of the vocabulary."""
+
+    def __init__(self, building: Building, name: str, vocab_size: int) -> None:
+        self._tp = building.tp
+        self._part = vocab_share(self._tp, vocab_size)
+        self.weight = building.checkpoint.take(f"{name}.weight", rows=self._part)
+
+    def __call__(self, token_ids: torch.Tensor) -> torch.Tensor:
+        if self._tp.size == 1:
+            return F.embedding(token_ids, self.weight)
+        mine = (token_ids >= self._part.start) & (token_ids < self._part.stop)
+        vectors = F.embedding((token_ids - self._part.start).where(mine, 0), self.weight)
+        return self._tp.all_reduce(vectors.masked_fill(~mine.unsqueeze(-1), 0))
+
+
+class VocabParallelHead:
+    """Logits: each rank computes a part of the vocabulary's, rank 0 gets all."""
+
+    def __init__(self, building: Building, weight: torch.Tensor, vocab_size: int) -> None:
+        """``weight`` holds this rank's rows of the whole."""
+        self._tp, self._vocab_size = building.tp, vocab_size
+        self._padding = vocab_part(self._tp, vocab_size) - weight.shape[0]
+        self._linear = building.kernels.linear(weight)
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        """``[rows, hidden_size]`` to fp32 ``[rows, vocab_size]``; on other ranks than 0, ``[rows, 0]``."""
+        part = self._linear(hidden)
+        if self._padding:
+            part = F.pad(part, (0, self._padding))
+        return self._tp.gather(part)[:, : self._vocab_size].float()
+
+
+def vocab_parallel_head(building: Building, name: str, vocab_size: int) -> VocabParallelHead:
+    """A head with a weight of its own, not the embedding's."""
+    part = vocab_share(building.tp, vocab_size)
+    return VocabParallelHead(building, building.checkpoint.take(f"{name}.weight", rows=part), vocab_size)
+
+
+LENGTH_DEPENDENT = frozenset({"dynamic", "longrope"})
+"""Scalings whose table changes with the context length; a table made once would be wrong for them."""
+
+
+def rotary_table(
+    config: DecoderConfig, positions: int, dtype: torch.dtype, device: torch.device, layer_type: str | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``(cos, sin)``, each ``[positions, head_dim / 2]``. Raises ModelError for an unsupported scaling.
+
+    ``layer_type`` chooses among the tables of a model that has several.
+    """
+    parameters = config.hf.rope_parameters if layer_type is None else config.hf.rope_parameters[layer_type]
+    kind = parameters["rope_type"]
+    if kind == "default":
+        exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
+        inverse, scaling = 1.0 / (parameters["rope_theta"] ** exponents), 1.0
+    elif kind in LENGTH_DEPENDENT or kind not in ROPE_INIT_FUNCTIONS:
+        raise ModelError(f"rotary scaling {kind!r} is not supported")
+    else:
+        inverse, scaling = ROPE_INIT_FUNCTIONS[kind](config.hf, torch.device("cpu"), layer_type=layer_type)
+    if config.rotary_divisors:
+        inverse = inverse / torch.tensor(config.rotary_divisors)
+    angles = torch.outer(torch.arange(positions, dtype=torch.float32), inverse)
+    return (angles.cos() * scaling).to(device, dtype), (angles.sin() * scaling).to(device, dtype)
+
+
+class SelfAttention:
+    """This rank's heads of layer ``index``, whose tensors are named ``prefix``."""
+
+    def __init__(
+        self, config: DecoderConfig, building: Building, prefix: str, index: int, norm_offset: float = 0.0
+    ) -> None:
+        """``norm_offset`` is added to the weights of the query and key norms, where there are any."""
+        checkpoint, tp = building.checkpoint, building.tp
+        self._index = index
+        self._window = config.windows[index]
+        heads = share(tp, config.heads, "attention heads")
+        kv_heads = kv_share(tp, config.heads, config.kv_heads)
+        self._head_dim = config.head_dim
+        queries, keys = spread(heads, config.head_dim), spread(kv_heads, config.head_dim)
+        self._qkv = column_parallel(
+            building, [(f"{prefix}.q_proj", queries), (f"{prefix}.k_proj", keys), (f"{prefix}.v_proj", keys)]
+        )
+        self._out = RowParallel(building, f"{prefix}.o_proj", queries)
+        # Older exports carry the table that rotary_table computes.
+        checkpoint.drop(f"{prefix}.rotary_emb.inv_freq")
+        query_norm = checkpoint.take_optional(f"{prefix}.q_norm.weight")
+        key_norm = checkpoint.take_optional(f"{prefix}.k_norm.weight")
+        self._norms: HeadNorms | None = None
+        if query_norm is not None and key_norm is not None:
+            self._norms = HeadNorms(query_norm + norm_offset, key_norm + norm_offset, config.norm_eps)
+
+    def __call__(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attention: Attention) -> torch.Tensor:
+        """``x`` ``[tokens, hidden_size]``, normalised, to the same shape."""
+        tokens = x.shape[0]
+        qkv = self._qkv(x).view(tokens, -1, self._head_dim)
+        attended = attention.from_projection(self._index, qkv, cos, sin, self._norms, self._window)
+        return self._out(attended.reshape(tokens, -1))
+
+
+class GatedMlp:
+    """``down(activation(gate(x)) * up(x))``, with this rank's part of the ``channels`` in between."""
+
+    def __init__(
+        self, building: Building, prefix: str, channels: int, activation: Callable[[torch.Tensor], torch.Tensor]
+    ) -> None:
+        """``activation`` takes gate and up side by side, as the kernels' ``silu_and_mul`` does."""
+        mine = share(building.tp, channels, "MLP channels")
+        self._gate_up = column_parallel(building, [(f"{prefix}.gate_proj", mine), (f"{prefix}.up_proj", mine)])
+        self._down = RowParallel(building, f"{prefix}.down_proj", mine)
+        self._activation = activation
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """``[tokens, hidden_size]`` to the same shape."""
+        return self._down(self._activation(self._gate_up(x)))

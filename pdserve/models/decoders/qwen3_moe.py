@@ -1,0 +1,77 @@
+"""Qwen3-MoE's feed-forward part: a router sends each token to a few of many experts (Shazeer et al., 2017).
+
+The rest of the model is ``llama.LlamaDecoder``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from pdserve.models.checkpoint.decoder_config import DecoderConfig
+from pdserve.models.decoders.layers import Building, column_parallel
+from pdserve.models.decoders.llama import FeedForward, dense
+from pdserve.models.tp.shares import share
+from pdserve_kernels.contract import Linear
+
+
+def sparse_or_dense(config: DecoderConfig, building: Building, prefix: str, index: int) -> FeedForward:
+    """Experts, or in the layers that the configuration names, one gated MLP."""
+    hf = config.hf
+    sparse = hf.num_experts > 0 and (index + 1) % hf.decoder_sparse_step == 0 and index not in hf.mlp_only_layers
+    return Experts(config, building, prefix) if sparse else dense(config, building, prefix, index)
+
+
+@dataclass(frozen=True, slots=True)
+class Expert:
+    """One gated MLP, with this rank's part of its channels."""
+
+    gate_up: Linear
+    down: Linear
+
+
+class Experts:
+    """All experts of a layer and their router. Only the experts that a step's tokens are sent to are computed."""
+
+    def __init__(self, config: DecoderConfig, building: Building, prefix: str) -> None:
+        hf, checkpoint = config.hf, building.checkpoint
+        self._kernels, self._tp = building.kernels, building.tp
+        self._router = checkpoint.take(f"{prefix}.gate.weight")
+        self._chosen: int = hf.num_experts_per_tok
+        self._normalised: bool = hf.norm_topk_prob
+        mine = share(building.tp, hf.moe_intermediate_size, "channels of an expert")
+        self._experts = [_expert(building, f"{prefix}.experts.{i}", mine) for i in range(hf.num_experts)]
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """``[tokens, hidden_size]`` to the same shape."""
+        weights, experts = self._route(x)
+        order = experts.flatten().argsort(stable=True)
+        tokens, weights = order // self._chosen, weights.flatten()[order].unsqueeze(1)
+        counts: list[int] = torch.bincount(experts.flatten(), minlength=len(self._experts)).tolist()
+        out, first = torch.zeros_like(x), 0
+        for expert, count in zip(self._experts, counts, strict=True):
+            if count:
+                group = slice(first, first + count)
+                inner = self._kernels.silu_and_mul(expert.gate_up(x[tokens[group]]))
+                out.index_add_(0, tokens[group], expert.down(inner) * weights[group])
+                first += count
+        return self._tp.all_reduce(out)
+
+    def _route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The weights and the numbers of each token's experts, both ``[tokens, chosen]``."""
+        probabilities = F.linear(x, self._router).softmax(-1, dtype=torch.float32)
+        weights, experts = probabilities.topk(self._chosen, -1)
+        if self._normalised:
+            weights = weights / weights.sum(-1, keepdim=True)
+        return weights.to(x.dtype), experts
+
+
+def _expert(building: Building, prefix: str, mine: slice) -> Expert:
+    down = building.checkpoint.take(f"{prefix}.down_proj.weight", columns=mine)
+    return Expert(
+        gate_up=column_parallel(building, [(f"{prefix}.gate_proj", mine), (f"{prefix}.up_proj", mine)]),
+        # The sum over the ranks is taken once a layer, not once an expert.
+        down=building.kernels.linear(down),
+    )

@@ -1,0 +1,122 @@
+"""Ranks that add up their tensors on GPUs, one a rank, through NCCL.
+
+Nothing here waits for a GPU but ``finish_step``: operations are queued behind the kernels before them, and a recorded
+decode step holds them like any other kernel. A rank that does not come keeps the others' GPUs waiting without end, and
+no library would notice within a replayed graph. So rank 0 asks whether its GPU is done, instead of blocking until it
+is, and looks in between at the clock and at the board, where a death is announced.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed
+
+from pdserve.errors import ConfigError, RankLost
+from pdserve.models.tp.rank_board import RankBoard
+from pdserve.models.tp.torch_group import MEET_S, TorchCollectives
+
+# torch does not declare what these classes have.
+_torch: Any = torch.distributed
+
+WATCHDOG_S = 600.0
+"""After this long torch would end the process without a word. Rank 0 is to notice first, and say who hangs."""
+_SPIN_S = 0.02
+"""Longer than most decode steps take, for which a nap would come at the wrong moment."""
+_NAP_S = 0.0001
+
+_ENVIRONMENT = {
+    # The ranks of a node are on one host: nothing needs to listen beyond it.
+    "NCCL_SOCKET_IFNAME": "lo",
+    # A thread that looks into the meeting file for ever; that file is gone once the ranks have met.
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+}
+"""What NCCL and torch take from nowhere else. What a user has set stays."""
+
+
+class NcclGroup:
+    """Satisfies ``shares.TpGroup``: tensors on this rank's own GPU, which is the current one."""
+
+    def __init__(
+        self, rendezvous: Path, board: RankBoard, rank: int, size: int, timeout_s: float, device: torch.device
+    ) -> None:
+        """Returns when all ranks have met at the file ``rendezvous`` and added up one number.
+
+        Raises RankLost if they do not, ConfigError if this torch has no NCCL.
+        """
+        if not _torch.is_nccl_available():
+            raise ConfigError("tensor-parallel ranks on GPUs need a torch that was built with NCCL")
+        for name, value in _ENVIRONMENT.items():
+            os.environ.setdefault(name, value)
+        self.rank, self.size = rank, size
+        self._board, self._timeout_s = board, timeout_s
+        self._lost = False
+        store = _torch.FileStore(str(rendezvous), size)
+        store.set_timeout(timedelta(seconds=MEET_S))
+        options = _torch.ProcessGroupNCCL.Options()
+        options._timeout = timedelta(seconds=WATCHDOG_S)
+        try:
+            self._nccl = _torch.ProcessGroupNCCL(store, rank, size, options)
+            self._collectives = TorchCollectives(self._nccl, rank, size)
+            # Its connections are made by the first operation, which cannot be recorded.
+            self.all_reduce(torch.zeros(1, device=device))
+        except RuntimeError as exc:
+            raise RankLost(f"the tensor-parallel ranks did not meet in {MEET_S:.0f} s: {exc}") from exc
+        self._wait(MEET_S)
+
+    def begin_step(self) -> None:
+        self._board.advance(self.rank)
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        """Queued; raises RankLost if NCCL has already noticed that a rank is gone."""
+        try:
+            return self._collectives.all_reduce(x)
+        except RuntimeError as exc:
+            raise self._failed(f"a tensor-parallel rank is gone: {exc}") from exc
+
+    def gather(self, x: torch.Tensor) -> torch.Tensor:
+        """Queued; raises RankLost if NCCL has already noticed that a rank is gone."""
+        try:
+            return self._collectives.gather(x)
+        except RuntimeError as exc:
+            raise self._failed(f"a tensor-parallel rank is gone: {exc}") from exc
+
+    def finish_step(self, warming_up: bool = False) -> None:
+        self._wait(max(self._timeout_s, MEET_S) if warming_up else self._timeout_s)
+
+    def close(self) -> None:
+        """Of this rank alone: the others may not be ready to leave. Does nothing once a rank is lost: what then waits
+        on a GPU ends with the process."""
+        if not (self._lost or self._board.abandoned):
+            self._nccl.abort()
+
+    def _wait(self, timeout_s: float) -> None:
+        done = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch has no annotation
+        done.record()
+        started = time.monotonic()
+        while not self._reached(done):
+            if self._board.abandoned:
+                raise self._failed("a tensor-parallel rank is gone")
+            waited_s = time.monotonic() - started
+            if waited_s > timeout_s:
+                self._lost = True
+                raise RankLost.silent(self._board.behind(self.rank, self.size), timeout_s)
+            if waited_s < _SPIN_S:
+                os.sched_yield()
+            else:
+                time.sleep(_NAP_S)
+
+    def _reached(self, event: torch.cuda.Event) -> bool:
+        try:
+            return bool(event.query())  # type: ignore[no-untyped-call]  # torch has no annotation
+        except RuntimeError as exc:
+            raise self._failed(f"this rank's GPU failed: {exc}") from exc
+
+    def _failed(self, why: str) -> RankLost:
+        self._lost = True
+        return RankLost(why)

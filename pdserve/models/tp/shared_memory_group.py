@@ -1,0 +1,115 @@
+"""Ranks of one host that add up their tensors in memory they share.
+
+Every rank writes its tensor into a slot of its own, counts itself on, waits until all have, and adds up all slots, in
+rank order, so that all ranks get the same bits. Slots alternate between two sets: by the time one is written again,
+every rank has counted on to the collective between, and so has read it.
+
+Measured with two ranks, a core each: 9 µs for one row of 576 numbers, 11 µs for 16 rows, where gloo over loopback takes
+100 µs at its best. SmolLM2 adds up 61 times a step.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+
+import torch
+
+from pdserve.errors import RankLost
+from pdserve.models.tp.rank_board import SLOT_BYTES, RankBoard
+
+_SPINS = 200
+_YIELD_S = 0.005
+_NAP_S = 0.0001
+
+
+def ordered_stores() -> bool:
+    """Whether this CPU shows one core's writes to others in the order they were made; a counter is useless if not."""
+    return platform.machine() in ("x86_64", "AMD64")
+
+
+class SharedMemoryGroup:
+    """Satisfies ``shares.TpGroup``. CPU tensors only, on CPUs with ``ordered_stores``."""
+
+    def __init__(self, board: RankBoard, rank: int, size: int, timeout_s: float) -> None:
+        """``timeout_s`` is how long one rank may keep the others waiting."""
+        self.rank, self.size = rank, size
+        self._board, self._timeout_s = board, timeout_s
+        self._others = [other for other in range(size) if other != rank]
+        # A tensor larger than a slot goes in parts.
+        self._slots = torch.frombuffer(board.slots, dtype=torch.uint8).view(2, size, SLOT_BYTES)
+
+    def begin_step(self) -> None:
+        """Each operation counts itself."""
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        """Raises RankLost if a rank is gone or does not come."""
+        flat = x.view(-1)
+        at_once = SLOT_BYTES // x.element_size()
+        for start in range(0, flat.shape[0], at_once):
+            part = flat[start : start + at_once]
+            slots = self._share(part)
+            self._wait_for(self._others, self._board.progress(self.rank))
+            if self.size == 2:
+                torch.add(slots[0], slots[1], out=part)
+            else:
+                total = slots[0].to(torch.float32, copy=True)
+                for other in range(1, self.size):
+                    total += slots[other]
+                part.copy_(total)
+        return x
+
+    def gather(self, x: torch.Tensor) -> torch.Tensor:
+        """Raises RankLost if a rank is gone or does not come."""
+        rows, columns = x.shape
+        if rows == 0:
+            return x.new_empty(0, self.size * columns)
+        out = x.new_empty(rows, self.size, columns) if self.rank == 0 else x.new_empty(rows, 0)
+        at_once = max(SLOT_BYTES // (columns * x.element_size()), 1)
+        for start in range(0, rows, at_once):
+            part = x[start : start + at_once].contiguous()
+            slots = self._share(part.view(-1))
+            if self.rank == 0:
+                self._wait_for(self._others, self._board.progress(0))
+                out[start : start + at_once] = slots.view(self.size, -1, columns).transpose(0, 1)
+        return out.view(rows, -1)
+
+    def finish_step(self, warming_up: bool = False) -> None:
+        """Each operation has waited for itself."""
+
+    def close(self) -> None:
+        del self._slots
+
+    def _share(self, part: torch.Tensor) -> torch.Tensor:
+        """Put this rank's part where the others see it; all ranks' parts, ``[size, elements]``, once they are there."""
+        number = self._board.progress(self.rank) + 1
+        # A rank that waits for nobody, as in gather, must not run two collectives ahead of one that still reads.
+        self._wait_for(self._others, number - 1)
+        slots = self._slots[number & 1][:, : part.numel() * part.element_size()].view(part.dtype)
+        slots[self.rank].copy_(part)
+        self._board.advance(self.rank)
+        return slots
+
+    def _wait_for(self, ranks: list[int], number: int) -> None:
+        """Until all of them have begun collective ``number``."""
+        for rank in ranks:
+            for _ in range(_SPINS):
+                if self._board.progress(rank) >= number:
+                    break
+            else:
+                self._wait_long(rank, number)
+
+    def _wait_long(self, rank: int, number: int) -> None:
+        # Ranks that have cores of their own differ by microseconds; where they share cores, the other one needs ours.
+        board, started = self._board, time.monotonic()
+        while board.progress(rank) < number:
+            if board.abandoned:
+                raise RankLost("a tensor-parallel rank is gone")
+            waited_s = time.monotonic() - started
+            if waited_s > self._timeout_s:
+                raise RankLost.silent(board.behind(self.rank, self.size), self._timeout_s)
+            if waited_s < _YIELD_S:
+                os.sched_yield()
+            else:
+                time.sleep(_NAP_S)

@@ -1,0 +1,299 @@
+"""Takes nodes' registrations and heartbeats from a ZMQ ROUTER socket into the registry.
+
+A proxy that is late itself drops nobody: what waits in the socket is taken before a lease may expire, and the time by
+which a turn came late counts against no node.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import Self
+
+import zmq
+import zmq.asyncio
+from zmq.utils.monitor import parse_monitor_message
+
+from pdserve.config import RegistryConfig
+from pdserve.errors import (
+    AuthenticationFailed,
+    ConfigError,
+    MalformedFrame,
+    UnreadableMessage,
+    WireError,
+    WrongReceiver,
+)
+from pdserve.wire.connection_guard import ConnectionGuard, MessageReader, RoutedMessage
+from pdserve.wire.discovery import (
+    Ack,
+    Deregister,
+    FromProxy,
+    NodeHeartbeat,
+    NodeHello,
+    ProxyRefusal,
+    ProxyWelcome,
+    Register,
+    ToProxy,
+)
+from pdserve.wire.frame import MAX_REASON_CHARS, Opened, Opener, Purpose, Sealer, Secrets
+from pdserve.wire.version import RELEASED_0_1, SPOKEN, Spoken
+from pdserve_proxy.metrics import ProxyMetrics
+from pdserve_proxy.registry.registry import MAX_NODES, Registry
+
+log = logging.getLogger(__name__)
+
+MAX_MESSAGE_BYTES = 64 * 1024
+MAX_BURST = 256
+"""Frames that are taken before the event loop gets its turn."""
+FULL_BURSTS = MAX_NODES // MAX_BURST
+"""So many in a row, and expiry looks at the clock though more frames wait: a ROUTER takes one of each sender in turn,
+so every node had its turn by then, and no flood of messages keeps the dead in the registry. (One of messages of very
+many parts does, for as long as it lasts: nobody can be heard then.)
+"""
+WARN_EVERY_S = 10.0
+
+
+class DiscoveryServer:
+    """Owns the control socket. Bound when made; ``run`` serves it; closed as a context manager."""
+
+    def __init__(
+        self,
+        registry: Registry,
+        metrics: ProxyMetrics,
+        secret: bytes | Secrets,
+        boot_id: bytes,
+        *,
+        host: str,
+        port: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Raises ConfigError if the address cannot be bound."""
+        self._registry = registry
+        self._metrics = metrics
+        self._clock = clock
+        self._opener: Opener[ToProxy] = Opener(secret, Purpose.DISCOVERY, _to_proxy_type(), receiver=boot_id)
+        self._sealer = Sealer(secret, Purpose.DISCOVERY, boot_id)
+        self._drops, self._refusals = _WarningThrottle(clock), _WarningThrottle(clock)
+        self._context = zmq.asyncio.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._reader = MessageReader(zmq.Socket.shadow(self._socket.underlying))
+        self._guard = ConnectionGuard((MAX_BURST + 2) * MAX_MESSAGE_BYTES)
+        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
+        try:
+            self.endpoint = _bind(self._socket, host, port)
+        except zmq.ZMQError as exc:
+            self.close()
+            raise ConfigError(f"cannot take registrations on {host}:{port}: {exc}") from exc
+        self._port = int(self.endpoint.rpartition(":")[2])
+
+    @classmethod
+    def bind(
+        cls, config: RegistryConfig, registry: Registry, metrics: ProxyMetrics, secret: bytes | Secrets, boot_id: bytes
+    ) -> Self:
+        """As configured. Raises ConfigError if the address cannot be bound."""
+        return cls(registry, metrics, secret, boot_id, host=config.control_host, port=config.control_port)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._socket.disable_monitor()
+        self._monitor.close(linger=0)
+        self._socket.close(linger=0)
+        self._context.term()
+
+    async def run(self) -> None:
+        """Serve until cancelled."""
+        guarding = asyncio.create_task(self._guard_connections())
+        try:
+            await self._serve()
+        finally:
+            guarding.cancel()
+            await asyncio.wait([guarding])
+
+    async def _guard_connections(self) -> None:
+        """Until cancelled."""
+        next_check = 0.0
+        while True:
+            wait_ms = max(0, int((next_check - time.monotonic()) * 1000) + 1) if self._guard.watching else None
+            if await self._monitor.poll(wait_ms):
+                event = parse_monitor_message(await self._monitor.recv_multipart())
+                if event["event"] == zmq.EVENT_ACCEPTED:
+                    self._guard.accepted(event["value"])
+                else:
+                    self._guard.ended(event["value"])
+            if (now := time.monotonic()) >= next_check:
+                self._guard.check(self._port)
+                next_check = now + self._guard.check_s
+
+    async def _serve(self) -> None:
+        bursts = 0
+        while True:
+            now = await self._wait()
+            # Whatever the poll said: where the loop was late, its timer may have come before the news of a frame.
+            bursts = 0 if await self._receive_burst() else bursts + 1
+            if bursts % FULL_BURSTS == 0:
+                for node in self._registry.expire(now):
+                    log.warning("node %s (%s) dropped: no heartbeat", node.info.name, node.info.url)
+
+    async def _wait(self) -> float:
+        """Until a frame has come or a lease may have run out. What this took too long is forgiven. Returns now.
+
+        Never longer than half a heartbeat: when in the wait the process was stopped is not known, so that much may be
+        counted wrongly.
+        """
+        if self._reader.dropping:
+            return await self._let_others_run()
+        expiry = self._registry.next_expiry()
+        if expiry is None:
+            await self._socket.poll()
+            return self._clock()
+        now = self._clock()
+        wait_ms = int(max(0.0, min(self._registry.heartbeat_s / 2, expiry - now)) * 1000) + 1
+        await self._socket.poll(wait_ms)
+        due, now = now + wait_ms / 1000, self._clock()
+        self._registry.forgive(max(0.0, now - due))
+        return now
+
+    async def _let_others_run(self) -> float:
+        """One turn of the event loop. No node can be heard in it, so its time is forgiven. Returns now."""
+        began = self._clock()
+        await asyncio.sleep(0)
+        now = self._clock()
+        self._registry.forgive(now - began)
+        return now
+
+    async def _receive_burst(self) -> bool:
+        """Whether that was all there is."""
+        for _ in range(MAX_BURST):
+            began = self._clock()
+            message = self._reader.read()
+            if self._reader.dropping:
+                # Nobody else could be heard.
+                self._registry.forgive(self._clock() - began)
+            if message is None:
+                return not self._reader.dropping
+            if message.too_long:
+                self._guard.cut(message.connection, self._port, "a message of more than one part")
+            self._guard.heard(message.connection)
+            await self._take(message)
+        return False
+
+    async def _take(self, message: RoutedMessage) -> None:
+        route = message.route
+        try:
+            opened = self._opener.open_from(message.frame)
+            self._guard.trusted(message.connection)
+            await self._answer(route, opened)
+        except WrongReceiver as exc:
+            # Of a node that takes this process for another one, as after a restart of this proxy: it shall greet again.
+            self._dropped(exc)
+            await self._send(route, exc.sender, Ack(exc.sender, known=False))
+        except UnreadableMessage as exc:
+            self._dropped(exc)
+            if exc.body:
+                await self._send(route, exc.sender, ProxyRefusal(exc.sender, str(exc)[:MAX_REASON_CHARS]))
+        except WireError as exc:
+            self._dropped(exc)
+
+    async def _answer(self, route: bytes, opened: Opened[ToProxy]) -> None:
+        message = opened.message
+        boot_id = message.node.boot_id if isinstance(message, Register) else message.boot_id
+        if isinstance(message, NodeHello):
+            await self._send(route, boot_id, self._greeted(message))
+        elif opened.sender != boot_id:
+            # Of a node that is newer than pdserve 0.1, and takes this proxy for one of 0.1. Its NodeHello comes with
+            # its Register; a NodeHeartbeat comes alone, from before this proxy was upgraded.
+            if isinstance(message, NodeHeartbeat):
+                await self._send(route, boot_id, Ack(boot_id, known=False))
+        else:
+            await self._handle(route, opened, boot_id)
+
+    def _greeted(self, hello: NodeHello) -> ProxyWelcome | ProxyRefusal:
+        theirs = Spoken(hello.protocol, hello.oldest_protocol)
+        if SPOKEN.common(theirs) is None:
+            log.warning("a node was refused: it speaks protocol %s, this proxy %s", theirs, SPOKEN)
+            return ProxyRefusal(
+                hello.boot_id, f"protocol is {theirs} here and {SPOKEN} at the proxy: upgrade the older one"
+            )
+        heartbeat_ms = max(1, round(self._registry.heartbeat_s * 1000))
+        return ProxyWelcome(hello.boot_id, hello.nonce, SPOKEN.newest, SPOKEN.oldest, heartbeat_ms)
+
+    async def _handle(self, route: bytes, opened: Opened[ToProxy], boot_id: bytes) -> None:
+        message = opened.message
+        assert not isinstance(message, NodeHello)
+        try:
+            answer = self._registry.handle(message, self._clock())
+        except MalformedFrame as exc:
+            self._dropped(exc)
+            if opened.named:
+                await self._send(route, boot_id, ProxyRefusal(boot_id, str(exc)[:MAX_REASON_CHARS]))
+            return
+        self._log_change(message, answer)
+        if answer is not None:
+            await self._send(route, boot_id, answer, SPOKEN.newest if opened.named else RELEASED_0_1)
+
+    async def _send(self, route: bytes, boot_id: bytes, answer: FromProxy, protocol: int = SPOKEN.newest) -> None:
+        try:
+            await self._socket.send_multipart([route, self._sealer.seal_to(boot_id, protocol, answer)], zmq.NOBLOCK)
+        except zmq.ZMQError as exc:
+            log.debug("answer not sent: %s", exc)
+
+    def _dropped(self, exc: WireError) -> None:
+        reason = "authentication" if isinstance(exc, AuthenticationFailed) else "malformed"
+        self._metrics.dropped_frames.labels(reason).inc()
+        if count := self._drops.add():
+            log.warning("%d discovery frames dropped, the last one because: %s", count, exc)
+
+    def _log_change(self, message: ToProxy, answer: Ack | None) -> None:
+        match message:
+            case Register(node=info) if answer is not None and answer.known:
+                log.info("node %s (%s, %s, model %s) registered", info.name, info.role.value, info.url, info.model)
+            case Register(node=info):
+                if count := self._refusals.add():
+                    log.warning("the registry is full: %d nodes turned away, the last one is %s", count, info.name)
+            case Deregister(boot_id=boot_id):
+                log.info("node %s said goodbye", boot_id.hex()[:12])
+
+
+class _WarningThrottle:
+    """Counts what is to be warned of, at most every ``WARN_EVERY_S``."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._warned_s = -WARN_EVERY_S
+        self._count = 0
+
+    def add(self) -> int:
+        """How many there were since the last warning, if another is due; else 0."""
+        self._count += 1
+        now = self._clock()
+        if now - self._warned_s < WARN_EVERY_S:
+            return 0
+        count, self._count, self._warned_s = self._count, 0, now
+        return count
+
+
+def _bind(socket: zmq.asyncio.Socket, host: str, port: int) -> str:
+    socket.set(zmq.LINGER, 0)
+    socket.set(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+    socket.set(zmq.RCVHWM, MAX_BURST)
+    socket.set(zmq.SNDHWM, MAX_BURST)
+    socket.set(zmq.IPV6, int(":" in host))
+    address = f"[{host}]" if ":" in host else host
+    socket.bind(f"tcp://{address}:{port or '*'}")
+    endpoint = socket.get(zmq.LAST_ENDPOINT)
+    assert isinstance(endpoint, bytes)
+    return endpoint.rstrip(b"\0").decode("ascii")
+
+
+def _to_proxy_type() -> type[ToProxy]:
+    return ToProxy  # type: ignore[return-value]  # a union is what msgspec takes

@@ -1,0 +1,254 @@
+"""Holds which nodes are there: the registry, and its mirror in a worker process. Both are free of I/O.
+
+The registry takes discovery messages and ``now`` and returns what to answer. It drops a node when the node says
+goodbye, when ``missed_heartbeats`` intervals pass without a message from it, or when another process registers under
+its URL (the node was restarted, and a port has only one owner). Only time in which this process listened counts as
+silence: what it missed itself (``forgive``) says nothing about a node.
+
+A node that fell silent is lost, and those who have sent it requests are told. A node that said goodbye still answers
+what it has; one whose URL another process has taken over answers, or its host's kernel resets its connections.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable
+from urllib.parse import urlsplit
+
+from pdserve.errors import MalformedFrame
+from pdserve.wire.discovery import Ack, Deregister, NodeHeartbeat, NodeInfo, NodeLoad, Register, Role
+from pdserve.wire.proxy_workers import KnownNode, Nodes
+from pdserve.wire.version import SPOKEN, Spoken
+from pdserve_proxy.registry.snapshot import Reachability, RegisteredNode, RegistryWatcher, Snapshot, take_snapshot
+
+MAX_NODES = 4096
+MAX_LOST = 1024
+"""Lost nodes that are remembered."""
+MAX_PREFILLED = 4096
+"""Fingerprints that are remembered."""
+
+_LABEL = "[A-Za-z0-9_-]{1,63}"
+_URL = re.compile(
+    rf"https?://(?:{_LABEL}(?:\.{_LABEL})*\.?|\[[0-9A-Fa-f:.]+(?:%[A-Za-z0-9]+)?\])(?::\d{{1,5}})?(?:/[!-~]*)?"
+)
+
+
+class Registry:
+    """The nodes of one cluster, by boot id. Times are seconds on one monotonic clock of the caller's."""
+
+    def __init__(
+        self,
+        heartbeat_s: float,
+        missed_heartbeats: int,
+        max_nodes: int = MAX_NODES,
+        watcher: RegistryWatcher | None = None,
+        on_change: Callable[[], None] | None = None,
+    ) -> None:
+        self._on_change = on_change
+        self._watcher = watcher
+        self._max_nodes = max_nodes
+        self.heartbeat_s = heartbeat_s
+        self._lease_s = heartbeat_s * missed_heartbeats
+        self._nodes: dict[bytes, RegisteredNode] = {}
+        self._at: dict[str, bytes] = {}
+        """By URL, which has one owner."""
+        self._heard_s: dict[bytes, float] = {}
+        """When each node's last message came, in listening time: the clock's, less ``_deaf_s``."""
+        self._deaf_s = 0.0
+        self._lost: dict[bytes, None] = {}
+        """In the order of their losses."""
+        self._tell_loss: Callable[[NodeInfo], None] | None = None
+        self._prefilled: dict[str, None] = {}
+        """In the order in which they were seen first."""
+        self._snapshot: Snapshot | None = None
+
+    def handle(self, message: Register | NodeHeartbeat | Deregister, now: float) -> Ack | None:
+        """Take one message of a node and return the answer to it.
+
+        Raises MalformedFrame for a registration that cannot be used; it changes nothing.
+        """
+        match message:
+            case Register(node=info):
+                return Ack(info.boot_id, self._register(info, now))
+            case NodeHeartbeat(boot_id=boot_id, load=load):
+                return Ack(boot_id, self._heartbeat(boot_id, load, now))
+            case Deregister(boot_id=boot_id):
+                self._drop(boot_id)
+                return None
+
+    def expire(self, now: float) -> tuple[RegisteredNode, ...]:
+        """Drop the nodes that have missed too many heartbeats, and return them.
+
+        To be called when all messages that have come are taken.
+        """
+        silent_since = now - self._deaf_s - self._lease_s
+        lost = tuple(self._nodes[boot_id] for boot_id, heard_s in self._heard_s.items() if heard_s <= silent_since)
+        for node in lost:
+            self._lose(node.info)
+        return lost
+
+    def forgive(self, deaf_s: float) -> None:
+        """For so long nobody listened: every lease is longer by that. To be called before what came then is taken."""
+        self._deaf_s += deaf_s
+
+    def next_expiry(self) -> float | None:
+        """When ``expire`` has to be called at the latest, if no node says anything until then."""
+        heard_s = min(self._heard_s.values(), default=None)
+        return None if heard_s is None else heard_s + self._deaf_s + self._lease_s
+
+    def mark_unreachable(self, boot_id: bytes) -> None:
+        node = self._nodes.get(boot_id)
+        if node is not None:
+            self._put(dataclasses.replace(node, state=Reachability.UNREACHABLE))
+
+    def on_loss(self, tell: Callable[[NodeInfo], None]) -> None:
+        self._tell_loss = tell
+
+    @property
+    def lost(self) -> tuple[bytes, ...]:
+        """Boot ids of the last nodes that were dropped for their silence and have not come back."""
+        return tuple(self._lost)
+
+    @property
+    def prefilled(self) -> frozenset[str]:
+        """Fingerprints that have had a prefill node."""
+        return frozenset(self._prefilled)
+
+    def snapshot(self) -> Snapshot:
+        if self._snapshot is None:
+            self._snapshot = take_snapshot(self._nodes.values(), self.prefilled)
+        return self._snapshot
+
+    def _register(self, info: NodeInfo, now: float) -> bool:
+        _check(info)
+        known = self._nodes.get(info.boot_id)
+        if known is not None and known.info != info:
+            raise MalformedFrame(
+                f"node {info.name} ({info.url}) registered with the boot id of {known.info.name} ({known.info.url}), "
+                "or as another than before; a process has a boot id of its own and stays what it is"
+            )
+        before = self._at.get(info.url)
+        if before is not None and before != info.boot_id:
+            self._drop(before)
+        if known is None and len(self._nodes) >= self._max_nodes:
+            return False
+        self._at[info.url] = info.boot_id
+        if info.role is Role.PREFILL:
+            self._prefilled[info.fingerprint] = None
+            if len(self._prefilled) > MAX_PREFILLED:
+                del self._prefilled[next(iter(self._prefilled))]
+        self._lost.pop(info.boot_id, None)
+        self._hear(RegisteredNode(info, known.load if known else NodeLoad(), Reachability.SERVING, now))
+        return True
+
+    def _heartbeat(self, boot_id: bytes, load: NodeLoad, now: float) -> bool:
+        node = self._nodes.get(boot_id)
+        if node is None:
+            return False
+        self._hear(RegisteredNode(node.info, load, Reachability.SERVING, now))
+        if self._watcher is not None:
+            self._watcher.heard_from(boot_id)
+        return True
+
+    def _lose(self, info: NodeInfo) -> None:
+        self._lost[info.boot_id] = None
+        if len(self._lost) > MAX_LOST:
+            del self._lost[next(iter(self._lost))]
+        self._drop(info.boot_id)
+        if self._tell_loss is not None:
+            self._tell_loss(info)
+
+    def _hear(self, node: RegisteredNode) -> None:
+        self._heard_s[node.info.boot_id] = node.seen_s - self._deaf_s
+        self._put(node)
+
+    def _put(self, node: RegisteredNode) -> None:
+        self._nodes[node.info.boot_id] = node
+        self._changed()
+
+    def _drop(self, boot_id: bytes) -> None:
+        node = self._nodes.pop(boot_id, None)
+        if node is not None:
+            del self._heard_s[boot_id], self._at[node.info.url]
+            self._changed()
+            if self._watcher is not None:
+                self._watcher.forget(boot_id)
+
+    def _changed(self) -> None:
+        self._snapshot = None
+        if self._on_change is not None:
+            self._on_change()
+
+
+def _check(info: NodeInfo) -> None:
+    theirs = Spoken(info.protocol, info.oldest_protocol)
+    if SPOKEN.common(theirs) is None:
+        raise MalformedFrame(f"a node registered that speaks protocol {theirs}; this proxy speaks {SPOKEN}")
+    for field in ("name", "url", "control", "model", "fingerprint"):
+        if not getattr(info, field).isprintable():
+            raise MalformedFrame(f"a node registered with unprintable characters in its {field}")
+    if not _is_url(info.url):
+        raise MalformedFrame(
+            f"node {info.name} registered with {info.url!r} as its URL; it must be http://host:port or https://host:port"
+        )
+    if info.role is Role.PREFILL and not info.control.startswith("tcp://"):
+        raise MalformedFrame(
+            f"prefill node {info.name} registered with {info.control!r} as its control address; "
+            "it must be tcp://host:port"
+        )
+
+
+def _is_url(text: str) -> bool:
+    """Whether requests can be sent there: a host by name or address, a port, and perhaps the beginning of a path."""
+    if _URL.fullmatch(text) is None:
+        return False
+    try:
+        parts = urlsplit(text)
+        return parts.port != 0 and not parts.query and not parts.fragment
+    except ValueError:  # a port above 65535, or brackets around what is no address
+        return False
+
+
+class RegistryMirror:
+    def __init__(self, watcher: RegistryWatcher) -> None:
+        self._watcher = watcher
+        self._nodes: dict[bytes, RegisteredNode] = {}
+        self._prefilled: frozenset[str] = frozenset()
+        self._snapshot: Snapshot | None = None
+        self._tell_loss: Callable[[NodeInfo], None] | None = None
+
+    def take(self, message: Nodes) -> None:
+        """What the registry holds now. What this worker found unreachable stays so until the node's next heartbeat."""
+        before = self._nodes
+        self._nodes = {entry.info.boot_id: _renewed(before.get(entry.info.boot_id), entry) for entry in message.nodes}
+        self._prefilled = frozenset(message.prefilled)
+        self._snapshot = None
+        for boot_id, known in before.items():
+            node = self._nodes.get(boot_id)
+            if node is None:
+                self._watcher.forget(boot_id)
+                if boot_id in message.lost and self._tell_loss is not None:
+                    self._tell_loss(known.info)
+            elif node.seen_s != known.seen_s:
+                self._watcher.heard_from(boot_id)
+
+    def snapshot(self) -> Snapshot:
+        if self._snapshot is None:
+            self._snapshot = take_snapshot(self._nodes.values(), self._prefilled)
+        return self._snapshot
+
+    def on_loss(self, tell: Callable[[NodeInfo], None]) -> None:
+        self._tell_loss = tell
+
+    def mark_unreachable(self, boot_id: bytes) -> None:
+        node = self._nodes.get(boot_id)
+        if node is not None:
+            self._nodes[boot_id] = dataclasses.replace(node, state=Reachability.UNREACHABLE)
+            self._snapshot = None
+
+
+def _renewed(known: RegisteredNode | None, entry: KnownNode) -> RegisteredNode:
+    if known is not None and known.seen_s == entry.seen_s:
+        return known
+    return RegisteredNode(entry.info, entry.load, Reachability.SERVING, entry.seen_s)

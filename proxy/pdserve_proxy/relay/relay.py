@@ -1,0 +1,312 @@
+"""Relays a client's request to a decode node and the response back, with one upstream request per attempt.
+
+Each attempt takes a signed ticket along, in an HTTP header, that tells the decode node what the attempt is. A node that
+cannot be reached, or does not take the request (503, 401), is replaced by another as long as there is one that fits;
+one that is lost with the request, before its first byte, once. After the first byte the stream is the client's: a loss
+then ends it with an error event (``event_stream``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import enum
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+import msgspec
+
+from pdserve.config import ProxyConfig
+from pdserve.errors import BadUpstream, RequestError, Unavailable
+from pdserve.http.tls import Trust
+from pdserve.wire.frame import Purpose, Sealer, Secrets
+from pdserve.wire.ticket import TICKET_HEADER, PrefillTarget, Ticket
+from pdserve_proxy.registry.snapshot import RegistryView
+from pdserve_proxy.relay.access_log import AccessLog
+from pdserve_proxy.relay.event_stream import EventStream
+from pdserve_proxy.relay.relayed_request import CutReason, RelayedRequest
+from pdserve_proxy.requests.request_body import GenerationBody
+from pdserve_proxy.routing.attempts import Attempts
+from pdserve_proxy.routing.router import RETRY_AFTER_S, Route, RouteQuery, Router, requested_model
+from pdserve_proxy.upstream.expiry_queue import ExpiryQueue
+from pdserve_proxy.upstream.node_connection import NodeLost, NodeResponse, NodeUnreachable
+from pdserve_proxy.upstream.node_pool import NodePool
+
+log = logging.getLogger(__name__)
+
+MAX_ATTEMPTS = 16
+"""Of one request. Where so many nodes in a row are busy, it makes none of them less so to try the others."""
+MAX_LOSSES = 2
+"""Nodes that may be lost with one request: it may be what they died of."""
+REFUSALS = (401, 503)
+"""Status codes with which a node does not take a request, or gives it back. Its own failures are 500."""
+MAX_ANSWER_BYTES = 64 * 2**20
+KEPT_HEADERS = (
+    "content-type",
+    "content-encoding",
+    "retry-after",
+    "cache-control",
+    "x-accel-buffering",
+    "x-should-retry",
+    "x-pdserve-ignored",
+)
+"""Response headers of a node's that a client gets; ``x-request-id`` is the proxy's own."""
+
+
+class WholeResponse(msgspec.Struct, frozen=True):
+    """A response in one piece."""
+
+    status: int
+    headers: dict[str, str]
+    body: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class StreamedResponse:
+    """A response whose first byte has come."""
+
+    status: int
+    headers: dict[str, str]
+    body: EventStream
+
+
+class AttemptFailureKind(enum.Enum):
+    """How an attempt failed."""
+
+    UNREACHABLE = "unreachable"
+    """No connection came about."""
+    REFUSED = "refused"
+    """The node has not begun with the request, or has given it back in good order."""
+    LOST = "lost"
+    """The node may have begun with it."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttemptFailure:
+    """An attempt that another node may make good."""
+
+    kind: AttemptFailureKind
+    error: RequestError
+    answer: WholeResponse | None = None
+    """What the node itself said, where it did."""
+
+
+class NodeRequest(msgspec.Struct, frozen=True):
+    """What of a client's request goes to a node."""
+
+    path: str
+    body: GenerationBody
+    accept: str | None
+
+
+class Relay:
+    """Owns the connections to nodes and the relayed requests under way. Used as an async context manager."""
+
+    def __init__(
+        self,
+        config: ProxyConfig,
+        registry: RegistryView,
+        attempts: Attempts,
+        tickets: TicketSigner,
+        access_log: AccessLog,
+        trust: Trust,
+    ) -> None:
+        self._trust = trust
+        self._config = config
+        self._registry = registry
+        self._attempts = attempts
+        self._router = Router(config.routing.policy)
+        self._tickets = tickets
+        self._access_log = access_log
+        self._active: set[RelayedRequest] = set()
+
+    async def __aenter__(self) -> Self:
+        relay = self._config.relay
+        self._loop = asyncio.get_running_loop()
+        self._pool = NodePool(
+            connect_timeout_s=relay.connect_timeout_s, max_connections=relay.max_connections, trust=self._trust
+        )
+        self._registry.on_loss(lambda node: self._pool.doubt(node.url))
+        self._deadlines: ExpiryQueue[RelayedRequest] = ExpiryQueue(
+            self._config.request.timeout_s, lambda relayed: relayed.cut(CutReason.DEADLINE)
+        )
+        return self
+
+    async def __aexit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.cut_all()
+        self._pool.close()
+        self._deadlines.close()
+
+    def begin(self, request_id: str, path: str) -> RelayedRequest:
+        """Returns the relayed request of the request that the current task handles."""
+        task = asyncio.current_task(self._loop)
+        assert task is not None
+        relayed = RelayedRequest(task, request_id, path, self._config.request.timeout_s, self._ended)
+        self._active.add(relayed)
+        self._deadlines.add(relayed)
+        self._access_log.began()
+        return relayed
+
+    def cut_all(self) -> None:
+        """Cuts every request short: the time to drain is over."""
+        for relayed in tuple(self._active):
+            relayed.cut(CutReason.SHUTDOWN)
+
+    async def forward(self, relayed: RelayedRequest, request: NodeRequest) -> WholeResponse | StreamedResponse:
+        """Returns the response to ``request``. A streamed request ends with its stream; the caller ends any other.
+
+        Raises RequestError if no node gives one.
+        """
+        query = RouteQuery(requested_model(self._registry.snapshot(), request.body.model), request.body.lead)
+        tried: frozenset[bytes] = frozenset()
+        failure: AttemptFailure | None = None
+        losses = 0
+        for attempt in range(MAX_ATTEMPTS):
+            try:
+                route = self._route(query, tried)
+            except RequestError:
+                if failure is None:
+                    raise
+                break
+            if attempt:
+                self._access_log.retried()
+            # A prefill node computes a prompt once, for however many answers.
+            prefill = [(node, request.body.prompts) for node in route.prefill[:1]]
+            relayed.begin_attempt(route, self._attempts.begin((route.decode, request.body.answers), *prefill))
+            result = await self._try_node(relayed, request, route, attempt)
+            if not isinstance(result, AttemptFailure):
+                return result
+            failure = result
+            tried |= {route.decode.boot_id}
+            level = logging.INFO if failure.kind is AttemptFailureKind.REFUSED else logging.WARNING
+            log.log(level, "attempt %d of %s at %s: %s", attempt, relayed.request_id, route.decode.name, failure.error)
+            if failure.kind is AttemptFailureKind.UNREACHABLE:
+                self._registry.mark_unreachable(route.decode.boot_id)
+            elif failure.kind is AttemptFailureKind.LOST:
+                losses += 1
+                if losses == MAX_LOSSES:
+                    break
+        assert failure is not None
+        if failure.answer is None:
+            raise failure.error
+        return failure.answer
+
+    def _route(self, query: RouteQuery, exclude: frozenset[bytes]) -> Route:
+        snapshot = self._registry.snapshot()
+        return self._router.choose(snapshot, query, self._attempts.loads(snapshot), exclude)
+
+    async def _try_node(
+        self, relayed: RelayedRequest, request: NodeRequest, route: Route, attempt: int
+    ) -> WholeResponse | StreamedResponse | AttemptFailure:
+        node = route.decode
+        ticket = self._tickets.issue(
+            route, request_id=relayed.request_id, attempt=attempt, deadline_s=relayed.remaining_s
+        )
+        headers = {
+            "content-type": "application/json",
+            "x-request-id": relayed.request_id,
+            TICKET_HEADER: ticket,
+        }
+        if request.accept is not None:
+            headers["accept"] = request.accept
+        # An answer in one piece comes when all of it is computed: silence until then is no sign; the deadline rules.
+        silence_s = self._config.relay.idle_timeout_s if request.body.stream else None
+        try:
+            response = await self._pool.post(node.url, request.path, headers, request.body.data, silence_s=silence_s)
+        except NodeUnreachable:
+            error = Unavailable(
+                f"node {node.name} cannot be reached", code="upstream_unreachable", retry_after_s=RETRY_AFTER_S
+            )
+            return AttemptFailure(AttemptFailureKind.UNREACHABLE, error)
+        except NodeLost as exc:
+            return _lost(node.name, exc)
+        relayed.attach(response)
+        try:
+            return await _first_byte(relayed, response)
+        except NodeLost as exc:
+            return _lost(node.name, exc)
+
+    def _ended(self, relayed: RelayedRequest) -> None:
+        self._active.discard(relayed)
+        self._deadlines.discard(relayed)
+        self._access_log.ended(relayed)
+
+
+async def _first_byte(
+    relayed: RelayedRequest, response: NodeResponse
+) -> WholeResponse | StreamedResponse | AttemptFailure:
+    headers, content_type = _kept(response.headers), response.content_type
+    if response.status == 200 and content_type == "text/event-stream":
+        stream = EventStream(relayed, response)
+        await stream.open()
+        relayed.got_byte()
+        relayed.begin_relaying(response.status)
+        return StreamedResponse(response.status, headers, stream)
+    body = response.take_whole()
+    if body is None:
+        body = await _read_all(relayed, response)
+    elif body and response.status not in REFUSALS:
+        relayed.got_byte()
+    answer = WholeResponse(response.status, headers, body)
+    return _judge(relayed.decode_name, answer, content_type)
+
+
+def _judge(node: str, answer: WholeResponse, content_type: str) -> WholeResponse | AttemptFailure:
+    """Which of a node's answers are for the client."""
+    if answer.status == 503:
+        busy = Unavailable(f"node {node} takes no requests now", code="upstream_busy", retry_after_s=RETRY_AFTER_S)
+        return AttemptFailure(AttemptFailureKind.REFUSED, busy, answer if content_type == "application/json" else None)
+    if answer.status == 401:
+        return AttemptFailure(
+            AttemptFailureKind.REFUSED, BadUpstream(f"node {node} refused the proxy's ticket", code="ticket_refused")
+        )
+    if not 200 <= answer.status < 600 or 300 <= answer.status < 400 or content_type != "application/json":
+        raise BadUpstream(f"node {node} gave an unexpected answer with status {answer.status}", code="upstream_invalid")
+    return answer
+
+
+async def _read_all(relayed: RelayedRequest, response: NodeResponse) -> bytes:
+    """The whole body, so that a loss inside it can still be made good: nodes send an answer when all of it is there."""
+    pieces = []
+    size = 0
+    while not response.exhausted and (piece := await response.read()):
+        if response.status not in REFUSALS:
+            relayed.got_byte()
+        pieces.append(piece)
+        size += len(piece)
+        if size > MAX_ANSWER_BYTES:
+            raise BadUpstream(f"a node's answer is above {MAX_ANSWER_BYTES} bytes", code="upstream_invalid")
+    return b"".join(pieces)
+
+
+def _kept(headers: Mapping[str, str]) -> dict[str, str]:
+    return {name: headers[name] for name in KEPT_HEADERS if name in headers}
+
+
+def _lost(node: str, exc: NodeLost) -> AttemptFailure:
+    return AttemptFailure(
+        AttemptFailureKind.LOST, BadUpstream(f"node {node} was lost before it answered: {exc}", code="upstream_lost")
+    )
+
+
+class TicketSigner:
+    """Signs the tickets of one proxy process."""
+
+    def __init__(self, secret: bytes | Secrets, boot_id: bytes) -> None:
+        self._sealer = Sealer(secret, Purpose.TICKET, boot_id)
+
+    def issue(self, route: Route, *, request_id: str, attempt: int, deadline_s: float) -> str:
+        """The header's value. ``deadline_s`` counts from now."""
+        ticket = Ticket(
+            request_id=request_id,
+            attempt=attempt,
+            node=route.decode.boot_id,
+            deadline_s=deadline_s,
+            prefill=tuple([PrefillTarget(info.name, info.control, info.boot_id) for info in route.prefill]),
+        )
+        return base64.urlsafe_b64encode(self._sealer.seal(ticket)).rstrip(b"=").decode("ascii")

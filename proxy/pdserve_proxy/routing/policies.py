@@ -1,0 +1,160 @@
+"""The routing policies: each chooses a node, and an alternative, among nodes that all could serve a request.
+
+A policy sees what it is given and does no I/O. To add one, write a class with the method of ``Selector``, name it in
+``pdserve.config.RoutingPolicy``, and enter it in the table at the end.
+
+* ``RoundRobin`` is even where requests are alike.
+* ``LeastLoaded`` takes the node with the most room: the best for one proxy whose view is fresh.
+* ``TwoChoices`` takes the less loaded of two nodes drawn by chance (Mitzenmacher, "The power of two choices in
+  randomized load balancing", IEEE TPDS 2001): nearly as even as the least loaded, and proxies with old views do not all
+  run to one node.
+* ``PrefixAffinity`` sends requests whose prompts begin alike to the same node, whose prefix cache then has that
+  beginning. The proxy does not tokenise: a beginning is a chain of hashes over the prompt's leading bytes, a step
+  longer each. A request goes where the longest beginning that it shares with an earlier one went. A first one is placed
+  by rendezvous hashing (Thaler and Ravishankar 1998), so that proxies agree and a node that comes or goes moves its own
+  share only. In both cases a node takes no more than ``LOAD_FACTOR`` times its fair share of all requests; those beyond
+  go to the next node in order (consistent hashing with bounded loads: Mirrokni, Thorup and Zadimoghaddam,
+  arXiv:1608.01350).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import random
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol, TypeAlias
+
+from pdserve.config import RoutingPolicy
+from pdserve.wire.discovery import NodeInfo
+
+LoadOf: TypeAlias = Callable[[NodeInfo], int]
+"""How many requests are at a node, as far as this proxy can know."""
+
+
+class Selector(Protocol):
+    def select(self, nodes: Sequence[NodeInfo], lead: bytes, load: LoadOf) -> tuple[NodeInfo, ...]:
+        """Out of ``nodes`` (at least one) the node for a request, then an alternative if there is another node.
+
+        ``lead`` are the leading bytes of the request's prompt.
+        """
+
+
+def batch_share(node: NodeInfo, load: LoadOf) -> float:
+    """Requests at a node as a share of what its batch can hold, so that nodes of different sizes compare."""
+    return load(node) / max(node.capacity.max_running, 1)
+
+
+class RoundRobin:
+    def __init__(self) -> None:
+        self._turn = 0
+
+    def select(self, nodes: Sequence[NodeInfo], lead: bytes, load: LoadOf) -> tuple[NodeInfo, ...]:
+        first = self._turn % len(nodes)
+        self._turn += 1
+        if len(nodes) == 1:
+            return (nodes[0],)
+        return nodes[first], nodes[(first + 1) % len(nodes)]
+
+
+class LeastLoaded:
+    """Equal ones take turns. Several proxies that see the same heartbeats all run to the same node: see TwoChoices."""
+
+    def __init__(self) -> None:
+        self._turn = 0
+
+    def select(self, nodes: Sequence[NodeInfo], lead: bytes, load: LoadOf) -> tuple[NodeInfo, ...]:
+        first = self._turn % len(nodes)
+        self._turn += 1
+        in_turn = (*nodes[first:], *nodes[:first])
+        return tuple(sorted(in_turn, key=lambda node: batch_share(node, load))[:2])
+
+
+class TwoChoices:
+    def __init__(self, chance: random.Random | None = None) -> None:
+        self._chance = chance or random.Random()  # noqa: S311 (nothing secret hangs on it)
+
+    def select(self, nodes: Sequence[NodeInfo], lead: bytes, load: LoadOf) -> tuple[NodeInfo, ...]:
+        drawn = self._chance.sample(nodes, min(2, len(nodes)))
+        return tuple(sorted(drawn, key=lambda node: batch_share(node, load)))
+
+
+LOAD_FACTOR = 1.25
+STEP_BYTES = 256
+"""About four blocks of 16 tokens of English text."""
+MAX_STEPS = 16
+MAX_BEGINNINGS = 65_536
+"""Remembered at most, the least recently used forgotten first; about 10 MiB."""
+
+
+class PrefixAffinity:
+    def __init__(self) -> None:
+        self._places: OrderedDict[bytes, bytes] = OrderedDict()
+
+    def select(self, nodes: Sequence[NodeInfo], lead: bytes, load: LoadOf) -> tuple[NodeInfo, ...]:
+        beginnings = hash_chain(lead)
+        roomy = with_room(nodes, load)
+        chosen = self._place_of(beginnings, roomy)
+        ranked = [node for node in rank(nodes, beginnings[0]) if node is not chosen]
+        if chosen is None:
+            chosen = next(node for node in ranked if node.boot_id in roomy)
+            ranked.remove(chosen)
+        self._remember(beginnings, chosen)
+        return (chosen, *ranked[:1])
+
+    def _place_of(self, beginnings: Sequence[bytes], roomy: Mapping[bytes, NodeInfo]) -> NodeInfo | None:
+        """Where the longest of them went that is remembered, if there is room."""
+        for beginning in reversed(beginnings):
+            place = self._places.get(beginning, b"")
+            if place in roomy:
+                return roomy[place]
+        return None
+
+    def _remember(self, beginnings: Sequence[bytes], node: NodeInfo) -> None:
+        for beginning in beginnings:
+            self._places[beginning] = node.boot_id
+            self._places.move_to_end(beginning)
+        while len(self._places) > MAX_BEGINNINGS:
+            self._places.popitem(last=False)
+
+
+def hash_chain(lead: bytes) -> list[bytes]:
+    """A hash for each beginning of ``lead`` that is a whole number of steps long; at least one."""
+    running = hashlib.blake2b(lead[:STEP_BYTES], digest_size=16)
+    chain = [running.digest()]
+    whole = min(len(lead) // STEP_BYTES, MAX_STEPS)
+    for step in range(1, whole):
+        running.update(lead[step * STEP_BYTES : (step + 1) * STEP_BYTES])
+        chain.append(running.digest())
+    return chain
+
+
+def rank(nodes: Sequence[NodeInfo], key: bytes) -> list[NodeInfo]:
+    """``nodes`` in the order in which ``key`` prefers them; the others' order does not depend on any one of them."""
+    return sorted(nodes, key=lambda node: hashlib.blake2b(key + node.boot_id, digest_size=8).digest())
+
+
+def with_room(nodes: Sequence[NodeInfo], load: LoadOf) -> dict[bytes, NodeInfo]:
+    """Those that stay within ``LOAD_FACTOR`` times their share, by batch size, with one request more; at least one."""
+    loads = [load(node) for node in nodes]
+    sizes = [max(node.capacity.max_running, 1) for node in nodes]
+    each = LOAD_FACTOR * (sum(loads) + 1) / sum(sizes)
+    return {
+        node.boot_id: node
+        for node, now, size in zip(nodes, loads, sizes, strict=True)
+        if now + 1 <= math.ceil(each * size)
+    }
+
+
+_SELECTORS: dict[RoutingPolicy, type[RoundRobin | LeastLoaded | TwoChoices | PrefixAffinity]] = {
+    RoutingPolicy.ROUND_ROBIN: RoundRobin,
+    RoutingPolicy.LEAST_LOADED: LeastLoaded,
+    RoutingPolicy.TWO_CHOICES: TwoChoices,
+    RoutingPolicy.PREFIX_AFFINITY: PrefixAffinity,
+}
+
+
+def make_selector(policy: RoutingPolicy) -> Selector:
+    """A new one for each set of nodes that are chosen from."""
+    return _SELECTORS[policy]()

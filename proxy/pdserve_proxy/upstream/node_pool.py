@@ -1,0 +1,175 @@
+"""Connections to nodes, kept between requests."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+from pdserve.errors import Unavailable
+from pdserve.http.tls import Trust
+from pdserve_proxy.upstream.expiry_queue import ExpiryQueue
+from pdserve_proxy.upstream.node_connection import NodeClosed, NodeConnection, NodeLost, NodeResponse, NodeUnreachable
+
+IDLE_S = 60.0
+"""Shorter than the nodes keep idle connections, so that none is reused while its node closes it."""
+_NO_FILES = (errno.EMFILE, errno.ENFILE)
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where a node's API is."""
+
+    host: str
+    port: int
+    tls: bool
+    authority: str
+    """For the ``Host`` header."""
+    prefix: str
+    """Of every path."""
+
+
+@functools.lru_cache(maxsize=4096)
+def origin_of(url: str) -> Origin:
+    parts = urlsplit(url)
+    tls = parts.scheme == "https"
+    return Origin(parts.hostname or "", parts.port or (443 if tls else 80), tls, parts.netloc, parts.path.rstrip("/"))
+
+
+class NodePool:
+    """``close`` has to be called in the end."""
+
+    def __init__(self, *, connect_timeout_s: float, max_connections: int, trust: Trust | None = None) -> None:
+        """``trust`` is asked about nodes that are reached by HTTPS; without one, the system's authorities are."""
+        self._connect_timeout_s = connect_timeout_s
+        self._max_connections = max_connections
+        self._trust = trust or Trust()
+        self._open: dict[NodeConnection, str] = {}
+        """With its node's URL."""
+        self._idle: dict[str, ExpiryQueue[NodeConnection]] = {}
+        self._connecting: dict[asyncio.Timeout, str] = {}
+        """The bound of each attempt to connect, with its node's URL."""
+        self._closed = False
+
+    def close(self) -> None:
+        """Cut every connection."""
+        self._closed = True
+        for connection in tuple(self._open):
+            connection.close()
+        for idle in self._idle.values():
+            idle.close()
+
+    def doubt(self, url: str) -> None:
+        """The node there may be dead: what waits for it fails at once, and a stream unless bytes of it go on coming."""
+        for attempt in [attempt for attempt, where in self._connecting.items() if where == url]:
+            del self._connecting[attempt]
+            attempt.reschedule(0.0)
+        for connection in [connection for connection, where in self._open.items() if where == url]:
+            connection.doubt()
+
+    async def post(
+        self, url: str, path: str, headers: Mapping[str, str], body: bytes, *, silence_s: float | None
+    ) -> NodeResponse:
+        """The response to a request, its head there. After ``silence_s`` without a byte it fails.
+
+        Raises NodeUnreachable, NodeLost, or Unavailable where ``max_connections`` requests are under way or this
+        process may open no more files.
+        """
+        fields = "".join([f"{name}: {value}\r\n" for name, value in headers.items()])
+        head = f"{_opening(url, path)}content-length: {len(body)}\r\n{fields}\r\n".encode("latin-1", "replace")
+        idle = self._idle.get(url)
+        if not idle:
+            return await _head_of(await self._connect(url), head, body, silence_s)
+        try:
+            return await _head_of(idle.pop_newest(), head, body, silence_s)
+        except NodeClosed:
+            # Nodes close kept connections when they like. Asked once more, on a new connection, this one shows whether
+            # it lives: it may also have died of the request, and must not die of it on every connection.
+            try:
+                connection = await self._connect(url)
+            except NodeUnreachable as exc:
+                raise NodeLost(f"it closed the connection, and takes no other: {exc}") from exc
+        return await _head_of(connection, head, body, silence_s)
+
+    async def _connect(self, url: str) -> NodeConnection:
+        if self._closed:
+            raise NodeUnreachable("the proxy is stopping")
+        self._make_room()
+        origin = origin_of(url)
+        loop = asyncio.get_running_loop()
+        attempt = asyncio.timeout(self._connect_timeout_s)
+        self._connecting[attempt] = url
+        try:
+            async with attempt:
+                _, connection = await loop.create_connection(
+                    lambda: NodeConnection(self._freed, self._lost),
+                    origin.host,
+                    origin.port,
+                    ssl=self._trust.context if origin.tls else None,
+                )
+        except (OSError, TimeoutError) as exc:
+            if exc.errno in _NO_FILES:  # which says nothing about the node
+                raise Unavailable(
+                    "the proxy has as many files and connections open as it may",
+                    code="no_connection_left",
+                    retry_after_s=1,
+                ) from exc
+            raise NodeUnreachable(str(exc) or "no connection in time") from exc
+        finally:
+            wanted = self._connecting.pop(attempt, None) is not None
+        self._open[connection] = url
+        if not wanted:  # its node came into doubt as it answered
+            connection.close()
+            raise NodeUnreachable("its heartbeats ended")
+        return connection
+
+    def _make_room(self) -> None:
+        if len(self._open) + len(self._connecting) < self._max_connections:
+            return
+        for idle in self._idle.values():
+            if idle:
+                idle.pop_oldest().close()
+                return
+        raise Unavailable(
+            f"all {self._max_connections} connections to nodes are in use", code="no_connection_left", retry_after_s=1
+        )
+
+    def _freed(self, connection: NodeConnection) -> None:
+        if self._closed:
+            connection.close()
+            return
+        url = self._open[connection]
+        idle = self._idle.get(url)
+        if idle is None:
+            idle = self._idle[url] = ExpiryQueue(IDLE_S, NodeConnection.close)
+        idle.add(connection)
+
+    def _lost(self, connection: NodeConnection) -> None:
+        url = self._open.pop(connection, None)
+        idle = self._idle.get(url) if url is not None else None
+        if idle is not None and url is not None:
+            idle.discard(connection)
+            if not idle:
+                idle.close()
+                del self._idle[url]
+
+
+async def _head_of(connection: NodeConnection, head: bytes, body: bytes, silence_s: float | None) -> NodeResponse:
+    """The response to a request, its head there. Raises NodeLost; the connection is closed then."""
+    response = connection.request(head, body, silence_s)
+    try:
+        await response.head()
+    except BaseException:
+        response.close()
+        raise
+    return response
+
+
+@functools.lru_cache(maxsize=4096)
+def _opening(url: str, path: str) -> str:
+    """The lines with which every request to one path of a node begins."""
+    origin = origin_of(url)
+    return f"POST {origin.prefix}{path} HTTP/1.1\r\nhost: {origin.authority}\r\n"

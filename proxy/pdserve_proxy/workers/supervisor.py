@@ -1,0 +1,222 @@
+"""Several worker processes behind one port, with one registry: nodes register here once, and every worker knows them.
+
+A worker that dies takes its own streams along and nothing else, so it is replaced; connections that wait in its
+socket wait for the next one. One that stands still is killed first. One that does not come up, or dies again and
+again, ends the proxy instead: a service manager sees that, and a half-dead proxy helps nobody.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+import tempfile
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from typing import TypeAlias
+
+import msgspec
+
+from pdserve.config import ProxyConfig
+from pdserve.errors import PdserveError
+from pdserve.wire.frame import Secrets
+from pdserve.wire.ids import new_id
+from pdserve.wire.proxy_workers import Credentials
+from pdserve_proxy.listening import Addresses, bind_shared, http_url
+from pdserve_proxy.metrics import ProxyMetrics
+from pdserve_proxy.registry.discovery_server import DiscoveryServer
+from pdserve_proxy.registry.registry import Registry
+from pdserve_proxy.workers.worker_channel import WorkerChannel
+from pdserve_proxy.workers.worker_launch import WORKER_COMMAND, WorkerLaunch, worker_share
+
+log = logging.getLogger(__name__)
+
+Renew: TypeAlias = Callable[[Credentials], None]
+
+START_TIMEOUT_S = 30.0
+STOP_MARGIN_S = 12.0
+"""Beyond the drain: for last error events, and for what a worker does after it."""
+MAX_DEATHS = 5
+DEATHS_WINDOW_S = 60.0
+
+
+class WorkerDied(PdserveError):
+    """A worker did not come up, or died too often."""
+
+
+async def supervise(
+    config: ProxyConfig,
+    credentials: Credentials,
+    stop: asyncio.Event,
+    listening: Callable[[Addresses], None],
+    command: Sequence[str] = WORKER_COMMAND,
+    on_renewal: Callable[[Renew], AbstractContextManager[None]] = lambda _: nullcontext(),
+) -> None:
+    """Run workers until ``stop`` is set and all have drained. ``listening`` is called once, when all take connections.
+
+    ``on_renewal`` gets, as long as they run, what passes new credentials on to all of them.
+
+    Raises ConfigError if an address cannot be bound, WorkerDied if a worker cannot be kept alive.
+    """
+    metrics, secrets = ProxyMetrics(), Secrets(credentials.secret)
+    with ExitStack() as owned:
+        folder = owned.enter_context(tempfile.TemporaryDirectory(prefix="pdserve-proxy-"))
+        address = f"ipc://{folder}/workers"
+        changed = asyncio.Event()
+        registry = Registry(
+            config.registry.heartbeat_ms / 1000, config.registry.missed_heartbeats, on_change=changed.set
+        )
+        channel = owned.enter_context(WorkerChannel(address, registry, changed, metrics))
+        listeners = bind_shared(config.http, config.workers.count)
+        for listener in listeners:
+            owned.enter_context(listener)
+        discovery = owned.enter_context(DiscoveryServer.bind(config.registry, registry, metrics, secrets, new_id()))
+        share = worker_share(config)
+        keepers = [
+            _Keeper(
+                f"{number}",
+                listener,
+                lambda name, listener: WorkerLaunch(share, credentials, name, address, listener.fileno()),
+                channel,
+                command,
+                config.http.drain_s + STOP_MARGIN_S,
+            )
+            for number, listener in enumerate(listeners)
+        ]
+
+        def renew(new: Credentials) -> None:
+            nonlocal credentials
+            credentials = new
+            secrets.renew(new.secret)
+            channel.renew(new)
+
+        died: BaseExceptionGroup[WorkerDied] | None = None
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                owned.enter_context(on_renewal(renew))
+                background = [tasks.create_task(channel.run()), tasks.create_task(discovery.run())]
+                kept = [tasks.create_task(keeper.run(stop)) for keeper in keepers]
+                for keeper in keepers:
+                    await keeper.up.wait()
+                listening(Addresses(http_url(listeners[0], bool(config.tls.cert)), discovery.endpoint))
+                await stop.wait()
+                for listener in listeners:
+                    listener.close()  # so that a worker that closes its own takes no more connections
+                await asyncio.wait(kept)
+                for task in background:
+                    task.cancel()
+        except* WorkerDied as group:
+            died = group
+        # Not in the block above: some versions of Python 3.11 wrap what is raised there.
+        if died is not None:
+            raise WorkerDied(str(died.exceptions[0])) from died
+
+
+class _Keeper:
+    """Keeps one worker alive until told to stop, and then ends it."""
+
+    def __init__(
+        self,
+        number: str,
+        listener: socket.socket,
+        launch: Callable[[bytes, socket.socket], WorkerLaunch],
+        channel: WorkerChannel,
+        command: Sequence[str],
+        stop_timeout_s: float,
+    ) -> None:
+        self._number = number
+        self._listener = listener
+        self._launch = launch
+        self._channel = channel
+        self._command = command
+        self._stop_timeout_s = stop_timeout_s
+        self._starts = 0
+        self._deaths: deque[float] = deque(maxlen=MAX_DEATHS)
+        self.up = asyncio.Event()
+        """Set once its first worker takes connections."""
+
+    async def run(self, stop: asyncio.Event) -> None:
+        while not stop.is_set():
+            self._starts += 1
+            await self._one_life(f"{self._number}.{self._starts}".encode(), stop)
+
+    async def _one_life(self, name: bytes, stop: asyncio.Event) -> None:
+        health = self._channel.expect(name)
+        with _in_memory(msgspec.msgpack.encode(self._launch(name, self._listener))) as launch:
+            process = await asyncio.create_subprocess_exec(
+                *self._command,
+                stdin=launch,
+                pass_fds=(self._listener.fileno(),),
+                # A session of its own: Ctrl-C in a terminal reaches the supervisor alone.
+                start_new_session=True,
+            )
+        try:
+            ended = asyncio.create_task(process.wait())
+            await _first(ended, health.ready, stop, timeout_s=START_TIMEOUT_S)
+            if not health.ready.is_set() and not stop.is_set():
+                raise WorkerDied(f"worker {self._number} of the proxy did not come up")
+            self.up.set()
+            await _first(ended, health.stuck, stop)
+            if health.stuck.is_set() and not ended.done():
+                log.error("worker %s of the proxy stands still: it is killed", self._number)
+                with suppress(ProcessLookupError):
+                    process.kill()
+                await ended
+            if not stop.is_set():
+                self._died(ended.result())
+        finally:
+            await self._end(process)
+            self._channel.retire(name)
+
+    def _died(self, status: int) -> None:
+        how = f"was ended by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
+        now = asyncio.get_running_loop().time()
+        self._deaths.append(now)
+        if len(self._deaths) == MAX_DEATHS and now - self._deaths[0] < DEATHS_WINDOW_S:
+            raise WorkerDied(f"worker {self._number} of the proxy {how}, the {MAX_DEATHS}th time in a minute")
+        log.error("worker %s of the proxy %s; another one is started", self._number, how)
+
+    async def _end(self, process: asyncio.subprocess.Process) -> None:
+        """SIGTERM, upon which it drains, and SIGKILL when its time is over or this task is cancelled."""
+        try:
+            if process.returncode is None:
+                with suppress(ProcessLookupError):
+                    process.terminate()
+                async with asyncio.timeout(self._stop_timeout_s):
+                    await process.wait()
+        except TimeoutError:
+            log.warning("worker %s of the proxy did not end in time", self._number)
+        finally:
+            if process.returncode is None:
+                with suppress(ProcessLookupError):
+                    process.kill()
+                await process.wait()
+
+
+@contextmanager
+def _in_memory(data: bytes) -> Iterator[int]:
+    """A file of ``data`` that no folder has, for a process to read as its standard input.
+
+    Not a pipe: a worker that ends before it has read breaks nothing here.
+    """
+    descriptor = os.memfd_create("launch")
+    try:
+        with os.fdopen(os.dup(descriptor), "wb") as file:
+            file.write(data)
+        os.lseek(descriptor, 0, os.SEEK_SET)
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+async def _first(ended: asyncio.Task[int], *events: asyncio.Event, timeout_s: float | None = None) -> None:
+    """Until the process has ended, one of ``events`` is set, or the time is over."""
+    waits = [asyncio.create_task(event.wait()) for event in events]
+    try:
+        await asyncio.wait([ended, *waits], timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for wait in waits:
+            wait.cancel()

@@ -1,0 +1,175 @@
+"""``python -m pdserve_proxy.workers.worker``: one of several processes that serve clients on one port.
+
+Its ``WorkerLaunch`` comes as MessagePack on standard input. It ends with its supervisor, however that ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.metadata
+import itertools
+import logging
+import os
+import signal
+import socket
+import sys
+from types import TracebackType
+from typing import Self
+
+import msgspec
+import uvloop
+import zmq
+import zmq.asyncio
+
+from pdserve.errors import ConfigError, Unavailable
+from pdserve.process import die_with_parent
+from pdserve.signals import ignore_hangup
+from pdserve.wire.proxy_workers import (
+    Collect,
+    Counts,
+    Credentials,
+    Nodes,
+    Renewed,
+    Scrape,
+    Scraped,
+    ToSupervisor,
+    ToWorker,
+    WorkerHello,
+    WorkerPing,
+    WorkerPong,
+    WorkerReady,
+)
+from pdserve_proxy.credentials import LiveCredentials
+from pdserve_proxy.http_server import ProcessState, serve_clients
+from pdserve_proxy.listening import allow_open_files
+from pdserve_proxy.metrics import ProxyMetrics, export_families
+from pdserve_proxy.registry.registry import RegistryMirror
+from pdserve_proxy.routing.attempts import Attempts
+from pdserve_proxy.server import collect_rarely, configure_logging
+from pdserve_proxy.workers.worker_launch import WorkerLaunch
+
+log = logging.getLogger(__name__)
+
+SUPERVISOR_TIMEOUT_S = 5.0
+
+_decoder: msgspec.msgpack.Decoder[ToWorker] = msgspec.msgpack.Decoder(ToWorker)
+_encoder = msgspec.msgpack.Encoder()
+
+
+class SupervisorChannel:
+    """A worker's end of the channel to its supervisor."""
+
+    def __init__(
+        self, address: str, name: bytes, mirror: RegistryMirror, metrics: ProxyMetrics, credentials: LiveCredentials
+    ) -> None:
+        self._mirror = mirror
+        self._credentials = credentials
+        self._metrics = metrics
+        self._numbers = itertools.count(1)
+        self._scrapes: dict[int, asyncio.Future[bytes]] = {}
+        self.informed = asyncio.Event()
+        """Set once the nodes are known."""
+        self._context = zmq.asyncio.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.set(zmq.IDENTITY, name)
+        self._socket.set(zmq.LINGER, 0)
+        self._socket.connect(address)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._socket.close(linger=0)
+        self._context.term()
+
+    async def run(self) -> None:
+        """Serve until cancelled."""
+        await self.send(WorkerHello(importlib.metadata.version("pdserve")))
+        while True:
+            match _decoder.decode(await self._socket.recv()):
+                case Nodes() as nodes:
+                    self._mirror.take(nodes)
+                    self.informed.set()
+                case WorkerPing():
+                    await self.send(WorkerPong())
+                case Renewed(credentials=credentials):
+                    self._renew(credentials)
+                case Collect(number=number):
+                    await self.send(Counts(number, export_families(self._metrics.registry)))
+                case Scraped(number=number, text=text):
+                    answer = self._scrapes.get(number)
+                    if answer is not None and not answer.done():
+                        answer.set_result(text)
+
+    def _renew(self, credentials: Credentials) -> None:
+        try:
+            self._credentials.renew(credentials)
+        except ConfigError as exc:  # its supervisor has tried them
+            log.error("a worker of the proxy keeps what it had: %s", exc)
+
+    async def send(self, message: ToSupervisor) -> None:
+        await self._socket.send(_encoder.encode(message))
+
+    async def scrape(self) -> bytes:
+        """The metrics of the whole proxy. Raises Unavailable if the supervisor does not answer."""
+        number = next(self._numbers)
+        answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        self._scrapes[number] = answer
+        try:
+            async with asyncio.timeout(SUPERVISOR_TIMEOUT_S):
+                await self.send(Scrape(number))
+                return await answer
+        except TimeoutError as exc:
+            raise Unavailable("the proxy's supervisor does not answer", retry_after_s=1) from exc
+        finally:
+            del self._scrapes[number]
+
+
+async def work(launch: WorkerLaunch, stop: asyncio.Event) -> None:
+    """Serve clients until ``stop`` is set and their requests are over or cut short."""
+    metrics, attempts = ProxyMetrics(), Attempts()
+    mirror, credentials = RegistryMirror(attempts), LiveCredentials(launch.credentials)
+    with (
+        socket.socket(fileno=launch.listener) as listener,
+        SupervisorChannel(launch.address, launch.name, mirror, metrics, credentials) as channel,
+    ):
+        async with asyncio.TaskGroup() as tasks:
+            serving_channel = tasks.create_task(channel.run())
+            async with asyncio.timeout(SUPERVISOR_TIMEOUT_S):
+                await channel.informed.wait()
+            state = ProcessState(mirror, attempts, metrics, channel.scrape)
+            announcing: list[asyncio.Task[None]] = []
+
+            def listening() -> None:
+                announcing.append(tasks.create_task(channel.send(WorkerReady())))
+
+            await serve_clients(launch.config, credentials, state, listener, stop, listening)
+            serving_channel.cancel()
+
+
+async def _main(launch: WorkerLaunch) -> None:
+    stop = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
+    await work(launch, stop)
+
+
+def main() -> int:
+    ignore_hangup()
+    die_with_parent(os.getppid())
+    launch = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=WorkerLaunch)
+    configure_logging(launch.config.log)
+    allow_open_files()
+    collect_rarely()
+    try:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(_main(launch))
+    except Exception:
+        log.exception("a worker of the proxy failed")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,222 @@
+"""The supervisor's end of the channel to its workers: sends them the nodes, adds up what they count, and sees which of
+them stand still.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.metadata
+import logging
+from collections.abc import Coroutine
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Self
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from pdserve.wire.proxy_workers import (
+    Collect,
+    Counts,
+    Credentials,
+    Family,
+    KnownNode,
+    Nodes,
+    Renewed,
+    Scrape,
+    Scraped,
+    ToSupervisor,
+    ToWorker,
+    WorkerHello,
+    WorkerPing,
+    WorkerPong,
+    WorkerReady,
+)
+from pdserve_proxy.metrics import ProxyMetrics, lasting_families, render_families, sum_families
+from pdserve_proxy.registry.registry import Registry
+
+log = logging.getLogger(__name__)
+
+PUBLISH_PAUSE_S = 0.05
+"""Between two messages of the nodes: however many heartbeats come, workers get at most 20 a second."""
+COLLECT_TIMEOUT_S = 1.0
+"""That a worker gets to answer; then what it said last counts."""
+MAX_QUEUED = 64
+PING_S = 1.0
+MAX_UNANSWERED = 30
+"""Pings in a row, after which a worker counts as one that stands still. Bursts of thousands of requests take seconds.
+
+Pings are counted, and not time: a supervisor that is late itself, or was stopped, has sent none meanwhile.
+"""
+
+_decoder: msgspec.msgpack.Decoder[ToSupervisor] = msgspec.msgpack.Decoder(ToSupervisor)
+_encoder = msgspec.msgpack.Encoder()
+
+
+@dataclass(slots=True)
+class WorkerHealth:
+    """What is known of one start of a worker."""
+
+    ready: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when it takes connections."""
+    stuck: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when its event loop has not turned for ``MAX_UNANSWERED`` pings."""
+    unanswered: int = 0
+
+
+class WorkerChannel:
+    """Owns the channel. Bound when made; ``run`` serves it; closed as a context manager."""
+
+    def __init__(self, address: str, registry: Registry, changed: asyncio.Event, metrics: ProxyMetrics) -> None:
+        """``changed`` is set at every change of ``registry``."""
+        self._registry = registry
+        self._metrics = metrics
+        self._changed = changed
+        self._workers: dict[bytes, tuple[Family, ...]] = {}
+        """By name, with what each counted when it was asked last."""
+        self._retired: tuple[Family, ...] = ()
+        self._health: dict[bytes, WorkerHealth] = {}
+        self._collecting: dict[int, set[bytes]] = {}
+        self._collected: dict[int, asyncio.Event] = {}
+        self._renewed: Renewed | None = None
+        self._number = 0
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._context = zmq.asyncio.Context()
+        self._version = importlib.metadata.version("pdserve")
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.set(zmq.LINGER, 0)
+        self._socket.set(zmq.SNDHWM, MAX_QUEUED)
+        self._socket.set(zmq.RCVHWM, MAX_QUEUED)
+        self._socket.bind(address)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        for task in self._tasks:
+            task.cancel()
+        self._socket.close(linger=0)
+        self._context.term()
+
+    def expect(self, name: bytes) -> WorkerHealth:
+        """A worker of this name starts."""
+        return self._health.setdefault(name, WorkerHealth())
+
+    def retire(self, name: bytes) -> None:
+        """The worker is gone: what it counted stays counted."""
+        self._health.pop(name, None)
+        self._retired = sum_families([self._retired, lasting_families(self._workers.pop(name, ()))])
+        for number in tuple(self._collecting):
+            self._answered(number, name)
+
+    def renew(self, credentials: Credentials) -> None:
+        """Tell all workers, those too that are coming up."""
+        self._renewed = Renewed(credentials)
+        for name in self._workers:
+            self._begin(self._send(name, self._renewed))
+
+    async def run(self) -> None:
+        """Serve until cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._publish())
+            tasks.create_task(self._receive())
+            tasks.create_task(self._ping())
+
+    async def _publish(self) -> None:
+        while True:
+            await self._changed.wait()
+            self._changed.clear()
+            nodes = self._nodes()
+            for name in tuple(self._workers):
+                await self._send(name, nodes)
+            await asyncio.sleep(PUBLISH_PAUSE_S)
+
+    async def _receive(self) -> None:
+        while True:
+            name, data = await self._socket.recv_multipart()
+            health = self._health.get(name)
+            if health is None:
+                continue  # of a worker that is gone
+            health.unanswered = 0
+            match _decoder.decode(data):
+                case WorkerHello(version=version):
+                    if version != self._version:
+                        log.error(
+                            "worker %s runs pdserve %s, its supervisor %s: pdserve was replaced under a running proxy; "
+                            "restart the proxy",
+                            name.decode(),
+                            version,
+                            self._version,
+                        )
+                    self._workers[name] = ()
+                    if self._renewed is not None:
+                        await self._send(name, self._renewed)
+                    await self._send(name, self._nodes())
+                case WorkerReady():
+                    health.ready.set()
+                case WorkerPong():
+                    pass
+                case Counts(number=number, families=families):
+                    self._workers[name] = families
+                    self._answered(number, name)
+                case Scrape(number=number):
+                    self._begin(self._scrape(name, number))
+
+    def _begin(self, work: Coroutine[object, object, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _ping(self) -> None:
+        while True:
+            await asyncio.sleep(PING_S)
+            for name, health in tuple(self._health.items()):
+                if not health.ready.is_set():
+                    continue
+                if health.unanswered == MAX_UNANSWERED:
+                    health.stuck.set()
+                    continue
+                health.unanswered += 1
+                await self._send(name, WorkerPing())
+
+    async def _scrape(self, asker: bytes, number: int) -> None:
+        await self._collect()
+        own = self._metrics.export_families(self._registry.snapshot())
+        text = render_families(sum_families([own, self._retired, *self._workers.values()]))
+        await self._send(asker, Scraped(number, text))
+
+    async def _collect(self) -> None:
+        """Until every worker has said what it counted, or its time is over."""
+        self._number += 1
+        number = self._number
+        self._collecting[number] = set(self._workers)
+        done = self._collected[number] = asyncio.Event()
+        try:
+            for name in tuple(self._workers):
+                await self._send(name, Collect(number))
+            async with asyncio.timeout(COLLECT_TIMEOUT_S):
+                await done.wait()
+        except TimeoutError:
+            log.warning("%d workers did not say what they counted", len(self._collecting[number]))
+        finally:
+            del self._collecting[number], self._collected[number]
+
+    def _answered(self, number: int, name: bytes) -> None:
+        waited_for = self._collecting.get(number)
+        if waited_for is not None:
+            waited_for.discard(name)
+            if not waited_for:
+                self._collected[number].set()
+
+    def _nodes(self) -> Nodes:
+        entries = [KnownNode(node.info, node.load, node.seen_s) for node in self._registry.snapshot().nodes]
+        return Nodes(tuple(entries), tuple(self._registry.prefilled), self._registry.lost)
+
+    async def _send(self, name: bytes, message: ToWorker) -> None:
+        try:
+            await self._socket.send_multipart([name, _encoder.encode(message)], zmq.NOBLOCK)
+        except zmq.ZMQError as exc:
+            log.debug("a message to worker %s was not sent: %s", name.decode(), exc)

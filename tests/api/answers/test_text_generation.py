@@ -1,0 +1,144 @@
+"""Tokens, their text and their log probabilities stay together, however the engine's outputs are cut."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from itertools import pairwise
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from pdserve.api.answers.detokenizer import BytesDetokenizer, TokenBytes, byte_level_bytes
+from pdserve.api.answers.stop_strings import StopStrings, StopTable
+from pdserve.api.answers.text_generation import ChoiceText, TextDelta
+from pdserve.api.outcome import ChoiceOutcome
+from pdserve.wire.engine import FinishReason, RequestOutput
+from pdserve.wire.sampling_params import TokenLogprobs
+
+PIECES = [b"a", b"b", b"ab", b"ba", b" ", "é".encode(), b"\xc3", b"\xa9", b"\xa9a", b"\xf0\x9f", b"\x98", b"\x80", b""]
+EOS = len(PIECES)
+
+
+def choice_text(stops: list[str], *, include: bool = False, min_tokens: int = 0) -> ChoiceText:
+    known = TokenBytes(lambda _: None, byte_level_bytes)
+    known.update(enumerate(PIECES))
+    return ChoiceText(
+        0, BytesDetokenizer(known, frozenset()), StopStrings(StopTable(stops), include=include), frozenset(), min_tokens
+    )
+
+
+def deltas_of(text: ChoiceText, tokens: list[int], cuts: set[int], *, reported: bool = True) -> list[TextDelta]:
+    """Until the choice is over. Each token's log probability is its number; the last token is the stop token."""
+    edges = [0, *sorted(cut for cut in cuts if 0 < cut < len(tokens)), len(tokens)]
+    deltas = []
+    for start, end in pairwise(edges):
+        finish = FinishReason.STOP if end == len(tokens) else None
+        logprobs = [TokenLogprobs(float(i), 1, ()) for i in range(start, end)] if reported else None
+        deltas.append(text.add(RequestOutput(0, tokens[start:end], finish, logprobs=logprobs)))
+        if deltas[-1].outcome is not None:
+            break
+    return deltas
+
+
+@dataclass
+class Meaning:
+    """What an answer is, with all of it known."""
+
+    text: str
+    tokens: list[int]
+    """By their numbers, those that are reported."""
+    ends: list[float]
+    """How much of the text must be shown before each token is reported."""
+
+
+def meaning(tokens: list[int], stops: list[str], include: bool, min_tokens: int) -> Meaning:
+    known = TokenBytes(lambda _: None, byte_level_bytes)
+    known.update(enumerate(PIECES))
+    detokenizer, lengths, whole = BytesDetokenizer(known, frozenset()), [0], ""
+    for token in tokens:
+        whole += detokenizer.add([token])
+        lengths.append(len(whole))
+    ends = [math.inf] * (len(tokens) + 1)
+    for i in reversed(range(len(tokens))):
+        ends[i] = lengths[i + 1] if lengths[i + 1] > lengths[i] else ends[i + 1]
+    settled = lengths[min(min_tokens, len(tokens))]
+    shown = whole + detokenizer.flush()
+    matches = [
+        (end, end - len(stop))
+        for stop in stops
+        for end in range(settled + 1, len(shown) + 1)
+        if shown[:end].endswith(stop)
+    ]
+    if len(tokens) <= min_tokens:
+        matches = []
+    if not matches:
+        return Meaning(shown, list(range(len(tokens))), ends)
+    end, start = min(matches)
+    cut = end if include else start
+    return Meaning(shown[:cut], [i for i in range(len(tokens)) if lengths[i] < cut], ends)
+
+
+@settings(max_examples=400, deadline=None)
+@given(
+    st.lists(st.integers(0, len(PIECES) - 1), max_size=14),
+    st.lists(st.sampled_from(["a", "ab", "bb", "aab", "é", "aé", "\ufffd"]), max_size=2),
+    st.booleans(),
+    st.integers(0, 6),
+    st.sets(st.integers(1, 14)),
+)
+@example([0, 1], ["ab"], False, 1, {1})
+@example([6, 7], [], False, 0, {1})
+@example([6], ["\ufffd"], False, 1, set())
+def test_tokens_go_out_with_their_text(
+    answer: list[int], stops: list[str], include: bool, min_tokens: int, cuts: set[int]
+) -> None:
+    wanted = meaning(answer, stops, include, min_tokens)
+    deltas = deltas_of(choice_text(stops, include=include, min_tokens=min_tokens), [*answer, EOS], cuts)
+    assert "".join(delta.text for delta in deltas) == wanted.text
+    assert [int(token.logprobs.chosen) for delta in deltas for token in delta.tokens] == wanted.tokens
+    shown, reported = 0, 0
+    for delta in deltas[:-1]:
+        shown, reported = shown + len(delta.text), reported + len(delta.tokens)
+        assert reported == sum(end <= shown for end in wanted.ends), "no sooner and no later than their text"
+    assert [delta.outcome for delta in deltas] == [None] * (len(deltas) - 1) + [ChoiceOutcome.STOP]
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(st.integers(0, len(PIECES) - 1), max_size=14),
+    st.lists(st.sampled_from(["a", "ab", "bb", "aab", "é", "aé", "\ufffd"]), max_size=2),
+    st.booleans(),
+    st.integers(0, 6),
+    st.sets(st.integers(1, 14)),
+)
+def test_an_answer_does_not_depend_on_how_many_tokens_come_at_once(
+    answer: list[int], stops: list[str], reported: bool, min_tokens: int, cuts: set[int]
+) -> None:
+    def answer_of(cuts: set[int]) -> tuple[str, list[int], ChoiceOutcome | None]:
+        deltas = deltas_of(choice_text(stops, min_tokens=min_tokens), [*answer, EOS], cuts, reported=reported)
+        token_ids = [token_id for delta in deltas for token_id in delta.token_ids]
+        return "".join(delta.text for delta in deltas), token_ids, deltas[-1].outcome
+
+    assert answer_of(cuts) == answer_of(set(range(1, 15)))
+
+
+@pytest.mark.parametrize("held", [[0], [6], [0, 6]])
+def test_what_was_held_back_is_shown_when_an_answer_breaks_off(held: list[int]) -> None:
+    text = choice_text(["ab"])
+    assert text.add(RequestOutput(0, held)).text == ""
+    assert text.break_off().text == "".join(PIECES[i].decode(errors="replace") for i in held)
+
+
+def test_offsets_are_those_of_the_text() -> None:
+    tokens = [2, 4, 6, 7, 0, EOS]  # "ab", " ", "é" in two tokens, "a"
+    [delta] = deltas_of(choice_text([]), tokens, set())
+    assert delta.text == "ab éa"
+    assert [token.offset for token in delta.tokens] == [0, 2, 3, 3, 4]
+
+
+def test_without_log_probabilities_nothing_is_reported() -> None:
+    delta = choice_text([]).add(RequestOutput(0, [0, 1], None))
+    assert delta.text == "ab"
+    assert not delta.tokens

@@ -1,0 +1,48 @@
+"""The tokeniser of a GGUF file is that of the folder it was converted to."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pdserve.api.requests.tokenizer import load_tokenizer
+from pdserve.errors import ModelError
+from pdserve.models.checkpoint.demo import packaged_gguf
+from tests.tiny_gguf import save_tiny_gguf
+from tests.tiny_models import save_tiny_model
+
+TEXTS = ["Hello", "  The  capital of France, isn't it? 12345\n\n\tété 漢字 🙂", "<|im_start|>user\nhi<|im_end|>", ""]
+MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
+
+
+def test_tokens_and_chat_template_are_those_of_the_converted_folder(demo_model: Path) -> None:
+    gguf, folder = load_tokenizer(packaged_gguf()), load_tokenizer(demo_model)
+    for text in TEXTS:
+        for special in (False, True):
+            ids = gguf.encode(text, add_special_tokens=special)
+            assert ids == folder.encode(text, add_special_tokens=special)
+        for skip in (False, True):
+            assert gguf.decode(ids, skip_special_tokens=skip) == folder.decode(ids, skip_special_tokens=skip)
+    rendered = [
+        tokenizer.render_chat(MESSAGES, add_generation_prompt=True, continue_final_message=False, template_kwargs={})
+        for tokenizer in (gguf, folder)
+    ]
+    assert rendered[0] == rendered[1]
+    assert "<|im_start|>assistant" in rendered[0]
+
+
+def test_it_needs_no_torch() -> None:
+    script = (
+        "import sys; from pathlib import Path; from pdserve.api.requests.tokenizer import load_tokenizer;"
+        f"load_tokenizer(Path({str(packaged_gguf())!r})); sys.exit('torch' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
+
+
+def test_a_file_without_a_tokenizer(tmp_path: Path) -> None:
+    path = save_tiny_gguf(save_tiny_model("llama", tmp_path / "folder"), tmp_path / "tiny.gguf")
+    with pytest.raises(ModelError, match="tokenizer"):
+        load_tokenizer(path)

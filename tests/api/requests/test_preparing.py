@@ -1,0 +1,230 @@
+"""Long bodies are prepared beside the event loop, few at a time, no more than may wait, and not for nobody."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+
+from pdserve.api.requests import preparing
+from pdserve.api.requests.preparing import HUGE_BYTES, INLINE_BYTES, WORKERS, Abandoned, Check, Preparer
+from pdserve.errors import DeadlineExceeded, InvalidRequest, Unavailable
+
+LONG = INLINE_BYTES + 1
+HUGE = HUGE_BYTES + 1
+WAIT_S = 20.0
+
+
+class Held:
+    """Work that goes on until it is let go, or nobody waits for it."""
+
+    def __init__(self) -> None:
+        self.begun = threading.Semaphore(0)
+        self.go_on = threading.Event()
+        self.abandoned = threading.Semaphore(0)
+        self.count = 0
+
+    def __call__(self, check: Check) -> int:
+        self.count += 1
+        self.begun.release()
+        try:
+            while not self.go_on.wait(0.005):
+                check()
+        except Abandoned:
+            self.abandoned.release()
+            raise
+        return threading.get_ident()
+
+
+async def acquired(semaphore: threading.Semaphore) -> None:
+    assert await asyncio.to_thread(semaphore.acquire, timeout=WAIT_S)
+
+
+async def until(probe: Callable[[], bool]) -> None:
+    async with asyncio.timeout(WAIT_S):
+        while not probe():  # noqa: ASYNC110  # a thread's doing
+            await asyncio.sleep(0.005)
+
+
+def run(scenario: Callable[[Preparer], Coroutine[Any, Any, None]], max_bytes: int = 10 * LONG) -> None:
+    async def bounded() -> None:
+        preparer = Preparer(max_bytes)
+        try:
+            async with asyncio.timeout(2 * WAIT_S):
+                await scenario(preparer)
+            await until(lambda: preparer.bytes_held == 0)
+        finally:
+            preparer.close()
+
+    asyncio.run(bounded())
+
+
+def test_short_bodies_are_prepared_here_and_long_ones_elsewhere() -> None:
+    async def scenario(preparer: Preparer) -> None:
+        here = threading.get_ident()
+        assert await preparer.run(INLINE_BYTES, lambda check: threading.get_ident(), WAIT_S) == here
+        assert await preparer.run(LONG, lambda check: threading.get_ident(), WAIT_S) != here
+
+    run(scenario)
+
+
+def test_while_long_ones_take_for_ever_short_ones_and_the_loop_go_on() -> None:
+    async def scenario(preparer: Preparer) -> None:
+        held = Held()
+        slow = [asyncio.create_task(preparer.run(LONG, held, WAIT_S)) for _ in range(WORKERS + 3)]
+        for _ in range(WORKERS):
+            await acquired(held.begun)
+        for i in range(100):
+            assert await preparer.run(1, lambda check, i=i: i, WAIT_S) == i  # type: ignore[misc]  # mypy loses the default
+        assert held.count == WORKERS, "few threads, however many wait"
+        held.go_on.set()
+        assert len(set(await asyncio.gather(*slow))) <= WORKERS
+
+    run(scenario)
+
+
+def test_huge_bodies_keep_out_no_others() -> None:
+    async def scenario(preparer: Preparer) -> None:
+        held = Held()
+        slow = [asyncio.create_task(preparer.run(HUGE, held, WAIT_S)) for _ in range(4)]
+        await acquired(held.begun)
+        with pytest.raises(Unavailable):
+            await preparer.run(HUGE, held, WAIT_S)
+        for i in range(20):
+            assert await preparer.run(LONG, lambda check, i=i: i, WAIT_S) == i  # type: ignore[misc]  # mypy loses the default
+        assert held.count == 1, "one thread"
+        held.go_on.set()
+        await asyncio.gather(*slow)
+
+    run(scenario, max_bytes=4 * HUGE)
+
+
+def test_a_body_waits_no_longer_than_its_deadline() -> None:
+    async def scenario(preparer: Preparer) -> None:
+        held, late = Held(), Held()
+        slow = [asyncio.create_task(preparer.run(LONG, held, WAIT_S)) for _ in range(WORKERS)]
+        for _ in range(WORKERS):
+            await acquired(held.begun)
+        with pytest.raises(DeadlineExceeded):
+            await preparer.run(LONG, late, 0.01)
+        held.go_on.set()
+        await asyncio.gather(*slow)
+        assert late.count == 0
+
+    run(scenario)
+
+
+def test_no_more_bytes_wait_than_may_and_one_large_body_goes_alone() -> None:
+    async def scenario(preparer: Preparer) -> None:
+        held = Held()
+        slow = [asyncio.create_task(preparer.run(LONG, held, WAIT_S)) for _ in range(10)]
+        await acquired(held.begun)
+        with pytest.raises(Unavailable) as refused:
+            await preparer.run(LONG, held, WAIT_S)
+        assert (refused.value.code, refused.value.retry_after_s) == ("overloaded", 1)
+        held.go_on.set()
+        await asyncio.gather(*slow)
+        await until(lambda: preparer.bytes_held == 0)
+        assert await preparer.run(100 * LONG, lambda check: 7, WAIT_S) == 7
+
+    run(scenario)
+
+
+def test_what_nobody_waits_for_is_not_begun_and_what_runs_ends_at_its_next_step() -> None:
+    async def scenario(preparer: Preparer) -> None:
+        held = Held()
+        slow = [asyncio.create_task(preparer.run(LONG, held, WAIT_S)) for _ in range(WORKERS + 4)]
+        for _ in range(WORKERS):
+            await acquired(held.begun)
+        for task in slow:
+            task.cancel()
+        await asyncio.gather(*slow, return_exceptions=True)
+        for _ in range(WORKERS):
+            await acquired(held.abandoned)
+        assert held.count == WORKERS
+
+    run(scenario)
+
+
+def test_an_error_is_the_callers_and_frees_the_bytes() -> None:
+    def fail(check: Check) -> None:
+        raise InvalidRequest("no")
+
+    async def scenario(preparer: Preparer) -> None:
+        with pytest.raises(InvalidRequest):
+            await preparer.run(LONG, fail, WAIT_S)
+
+    run(scenario)
+
+
+def test_a_body_that_nobody_waits_for_is_not_kept() -> None:
+    async def scenario(preparer: Preparer) -> None:
+        held, body = Held(), Held()
+        slow = [asyncio.create_task(preparer.run(LONG, held, WAIT_S)) for _ in range(WORKERS)]
+        for _ in range(WORKERS):
+            await acquired(held.begun)
+        left = asyncio.create_task(preparer.run(LONG, body, WAIT_S))
+        await asyncio.sleep(0)
+        left.cancel()
+        await asyncio.wait([left])
+        kept = weakref.ref(body)
+        del left, body
+        await asyncio.sleep(0)
+        gc.collect()
+        assert kept() is None, "though the threads are still busy"
+        held.go_on.set()
+        await asyncio.gather(*slow)
+
+    run(scenario)
+
+
+def test_those_that_leave_a_long_queue_are_not_looked_for_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    comparisons = 0
+
+    def same(work: object, other: object) -> bool:
+        nonlocal comparisons
+        comparisons += 1
+        return work is other
+
+    monkeypatch.setattr(preparing._Work, "__eq__", same)
+
+    async def scenario(preparer: Preparer) -> None:
+        held = Held()
+        tasks = [asyncio.create_task(preparer.run(LONG, held, WAIT_S)) for _ in range(100)]
+        for _ in range(WORKERS):
+            await acquired(held.begun)
+        for task in reversed(tasks):
+            task.cancel()
+        await asyncio.wait(tasks)
+        assert comparisons < len(tasks)
+
+    run(scenario, max_bytes=100 * LONG)
+
+
+def test_a_process_ends_while_a_template_renders_for_ever() -> None:
+    script = """if True:
+        import asyncio, threading
+        from pdserve.api.requests.preparing import Preparer
+
+        async def main():
+            preparer, begun = Preparer(), threading.Event()
+
+            def render(check):
+                begun.set()
+                threading.Event().wait()
+
+            task = asyncio.create_task(preparer.run(5_000, render, 60.0))
+            await asyncio.to_thread(begun.wait)
+            task.cancel()
+            preparer.close()
+
+        asyncio.run(main())
+    """
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=WAIT_S)

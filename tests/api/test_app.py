@@ -1,0 +1,150 @@
+"""Models, tokenizer, probes, metrics."""
+
+from __future__ import annotations
+
+import importlib.metadata
+
+import openai
+import pytest
+
+from pdserve.api.requests.tokenizer import Tokenizer
+from tests.api.behaviour import Behaviour
+from tests.api.node import MODEL, NodeUnderTest
+from tests.api.plain_http import get, post
+from tests.eventually import eventually
+
+
+def test_models(client: openai.OpenAI) -> None:
+    [model] = client.models.list().data
+    assert (model.id, model.object) == (MODEL, "model")
+    assert client.models.retrieve(MODEL).id == MODEL
+    with pytest.raises(openai.NotFoundError) as raised:
+        client.models.retrieve("some/other")
+    assert raised.value.code == "model_not_found"
+
+
+def test_tokenize_and_back(node: NodeUnderTest, tokenizer: Tokenizer) -> None:
+    answer = post(f"{node.url}/tokenize", {"model": MODEL, "prompt": "Hello, 漢字"}).json()
+    assert answer["tokens"] == tokenizer.encode("Hello, 漢字", add_special_tokens=True)
+    assert (answer["count"], answer["max_model_len"]) == (len(answer["tokens"]), 256)
+    assert post(f"{node.url}/detokenize", {"tokens": answer["tokens"]}).json() == {"prompt": "Hello, 漢字"}
+
+
+def test_tokenize_chat_is_what_the_engine_gets(node: NodeUnderTest) -> None:
+    messages = [{"role": "user", "content": "Hi"}]
+    with node.new_submits() as submits:
+        post(f"{node.url}/v1/chat/completions", {"model": MODEL, "messages": messages, "seed": 0})
+    assert post(f"{node.url}/tokenize", {"messages": messages}).json()["tokens"] == submits()[0].token_ids
+
+
+@pytest.mark.parametrize(
+    ("route", "body", "status", "param"),
+    [
+        ("tokenize", {}, 400, "prompt"),
+        ("tokenize", {"prompt": "a", "messages": [{"role": "user", "content": "b"}]}, 400, "prompt"),
+        ("tokenize", {"prompt": "a", "model": "other"}, 404, "model"),
+        ("tokenize", {"messages": [{"role": "user"}]}, 400, "messages[0].content"),
+        ("detokenize", {"tokens": [49_152]}, 400, "tokens"),
+        ("detokenize", {"tokens": ["a"]}, 400, "tokens[0]"),
+        ("tokenize", {"messages": [{}] * 4_097}, 400, "messages"),
+    ],
+)
+def test_tokenizer_refusals(route: str, body: dict[str, object], status: int, param: str, node: NodeUnderTest) -> None:
+    answer = post(f"{node.url}/{route}", body)
+    assert (answer.status, answer.json()["error"]["param"]) == (status, param)
+
+
+def test_detokenize_counts_before_it_reads(node: NodeUnderTest) -> None:
+    assert post(f"{node.url}/detokenize", {"tokens": [17] * 256}).status == 200
+    answer = post(f"{node.url}/detokenize", {"tokens": [49_152] * 257})
+    assert (answer.status, answer.json()["error"]["code"]) == (400, "context_length_exceeded")
+
+
+def test_probes(node: NodeUnderTest) -> None:
+    for path, status in (("live", "live"), ("health", "healthy"), ("ready", "ready")):
+        answer = get(f"{node.url}/{path}")
+        assert (answer.status, answer.json()) == (200, {"status": status})
+    assert get(f"{node.url}/version").json() == {"version": importlib.metadata.version("pdserve")}
+
+
+@pytest.mark.parametrize(("given", "kept"), [("abc-1", True), ("a b", False), ("x" * 129, False), ("", False)])
+def test_request_ids(given: str, kept: bool, node: NodeUnderTest) -> None:
+    shown = get_with_id(node, given)
+    assert (shown == given) is kept
+    assert 1 <= len(shown) <= 128
+
+
+def get_with_id(node: NodeUnderTest, request_id: str) -> str:
+    return post(f"{node.url}/v1/completions", {}, x_request_id=request_id).headers["x-request-id"]
+
+
+def metrics(node: NodeUnderTest) -> dict[str, float]:
+    lines = [line for line in get(f"{node.url}/metrics").text.splitlines() if not line.startswith("#")]
+    return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines)}
+
+
+def test_metrics_count_requests(node: NodeUnderTest) -> None:
+    before = metrics(node)
+    body = {"model": MODEL, "prompt": "x"}
+    post(f"{node.url}/v1/completions", {**body, "seed": Behaviour.REPLY})
+    post(f"{node.url}/v1/completions", {**body, "seed": Behaviour.ENDLESS, "max_tokens": 4, "n": 2})
+    post(f"{node.url}/v1/completions", {**body, "seed": Behaviour.ERROR})
+
+    def grown(name: str) -> float:
+        return metrics(node)[name] - before[name]
+
+    assert eventually(lambda: grown("pdserve_e2e_request_latency_seconds_count") == 3)
+    assert grown('pdserve_request_success_total{finished_reason="stop"}') == 1
+    assert grown('pdserve_request_success_total{finished_reason="length"}') == 2
+    assert grown('pdserve_request_failure_total{reason="error"}') == 1
+    assert grown("pdserve_time_to_first_token_seconds_count") == 2
+    assert grown("pdserve_inter_token_latency_seconds_count") == 8 + 2 * 3
+    assert grown("pdserve_request_queue_time_seconds_count") == 4
+    assert grown("pdserve_request_queue_time_seconds_sum") == pytest.approx(0.04)
+    assert grown("pdserve_request_prefill_time_seconds_count") == 4
+    assert grown("pdserve_kv_transfer_tail_seconds_count") == 4
+    assert grown("pdserve_kv_transfer_tail_seconds_sum") == pytest.approx(0.02)
+    assert grown("pdserve_request_decode_time_seconds_count") == 2
+    assert grown("pdserve_generation_tokens_total") == 9 + 2 * 4
+
+
+def test_metrics_show_the_engine(node: NodeUnderTest) -> None:
+    post(f"{node.url}/v1/completions", {"model": MODEL, "prompt": "x", "seed": 0})
+    shown = metrics(node)
+    assert shown["pdserve_num_preemptions_total"] == 4
+    assert shown['pdserve_kv_transfer_failures_total{reason="peer_lost"}'] == 2
+    assert shown["pdserve_leases_expired_total"] == 1
+    assert 0 <= shown["pdserve_kv_cache_usage_perc"] <= 1
+    assert shown['pdserve_prefill_decisions_total{choice="remote",reason="cheaper"}'] == 5
+    assert shown["pdserve_prefill_local_tokens_per_second"] == 1600
+    assert shown['pdserve_prefill_remote_tokens_per_second{node="prefill-7"}'] == 1700
+    assert shown['pdserve_prefill_remote_queued_tokens{node="prefill-7"}'] == 512
+    assert shown['pdserve_prefill_remote_overhead_seconds{node="prefill-7"}'] == 0.004
+    assert shown['pdserve_prefill_remote_transfer_bytes_per_second{node="prefill-7"}'] == 3e9
+    assert shown["pdserve_prefill_last_local_cost_seconds"] == 0.75
+    for name in (
+        "num_requests_running",
+        "num_requests_waiting",
+        "prompt_tokens_total",
+        "fallbacks_total",
+        "quarantined_blocks",
+        'kv_transfer_bytes_total{direction="sent"}',
+        "kv_transfer_seconds_total",
+        'prefills_total{source="remote"}',
+    ):
+        assert f"pdserve_{name}" in shown
+
+
+def test_each_request_has_one_log_line(node: NodeUnderTest) -> None:
+    body = {"model": MODEL, "prompt": "x", "seed": 0, "n": 2}
+    post(f"{node.url}/v1/completions", body, x_request_id="log-me-1")
+    line = node.process.wait_for(lambda line: "request=log-me-1" in line, 5)
+    fields = dict(field.split("=", 1) for field in line.split() if "=" in field)
+    assert fields["prefill"] == "prefill-7"
+    assert fields["decode"].startswith("mixed-127.0.0.1:")
+    assert (fields["prompt"], fields["cached"], fields["output"]) == ("1", "6", "18")
+    assert (fields["queue_ms"], fields["finish"], fields["source"]) == ("10.0", "stop", "remote")
+    assert 0 < float(fields["ttft_ms"]) <= float(fields["total_ms"])
+    assert float(fields["tpot_ms"]) > 0
+    assert all(float(fields[name]) > 0 for name in ("prompt_tok_s", "output_tok_s", "total_tok_s"))
+    assert sum("request=log-me-1" in line for line in node.process.lines) == 1

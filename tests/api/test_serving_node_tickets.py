@@ -1,0 +1,110 @@
+"""A node that belongs to a proxy serves nobody without the proxy's ticket, and a ticket is good once."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Callable
+
+import msgspec
+import pytest
+
+from pdserve.api.serving_node import TicketGate
+from pdserve.errors import Unauthorized
+from pdserve.wire.frame import Purpose, Sealer
+from pdserve.wire.ids import new_id
+from pdserve.wire.ticket import PrefillTarget, Ticket
+
+SECRET = b"a cluster secret"
+NODE = new_id()
+TARGET = PrefillTarget("prefill-1", "tcp://127.0.0.1:9", new_id())
+
+
+def ticket(node: bytes = NODE, deadline_s: float = 12.5) -> Ticket:
+    return Ticket(request_id="r-1", attempt=2, node=node, deadline_s=deadline_s, prefill=(TARGET,))
+
+
+def header(frame: bytes) -> str:
+    return base64.urlsafe_b64encode(frame).rstrip(b"=").decode()
+
+
+def sealed(message: msgspec.Struct, secret: bytes = SECRET, purpose: Purpose = Purpose.TICKET) -> str:
+    return header(Sealer(secret, purpose, new_id()).seal(message))
+
+
+def refusal(gate: TicketGate, value: str | None) -> Unauthorized:
+    with pytest.raises(Unauthorized) as raised:
+        gate.admit(value)
+    return raised.value
+
+
+def test_good_ticket() -> None:
+    assert TicketGate(SECRET, NODE).admit(sealed(ticket())) == ticket()
+
+
+def test_tickets_may_overtake_each_other() -> None:
+    sealer = Sealer(SECRET, Purpose.TICKET, new_id())
+    frames = [header(sealer.seal(ticket())) for _ in range(3)]
+    gate = TicketGate(SECRET, NODE)
+    for frame in reversed(frames):
+        assert gate.admit(frame) == ticket()
+
+
+def test_replayed_ticket() -> None:
+    gate = TicketGate(SECRET, NODE)
+    value = sealed(ticket())
+    gate.admit(value)
+    assert "replayed" in refusal(gate, value).message
+
+
+class Clock:
+    now = 1_000_000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def aged(seconds: float, deadline_s: float) -> tuple[TicketGate, str]:
+    """A gate, and a ticket of that age that it has not seen."""
+    clock = Clock()
+    value = header(Sealer(SECRET, Purpose.TICKET, new_id(), clock=clock).seal(ticket(deadline_s=deadline_s)))
+    clock.now += seconds
+    return TicketGate(SECRET, NODE, clock), value
+
+
+@pytest.mark.parametrize("waited_s", [61.0, 300.0, 599.0])
+def test_a_request_that_had_to_queue_is_not_refused_for_it(waited_s: float) -> None:
+    gate, value = aged(waited_s, deadline_s=600.0)
+    assert gate.admit(value).deadline_s == 600.0
+    assert "replayed" in refusal(gate, value).message
+
+
+def test_a_ticket_is_no_good_when_its_request_is_over() -> None:
+    gate, value = aged(661.0, deadline_s=600.0)
+    assert refusal(gate, value).code == "bad_ticket"
+
+
+def test_no_ticket_is_good_for_longer_than_a_request_may_take() -> None:
+    gate, value = aged(0.0, deadline_s=1e9)
+    assert refusal(gate, value).code == "bad_ticket"
+
+
+def test_ticket_for_another_node() -> None:
+    assert refusal(TicketGate(SECRET, NODE), sealed(ticket(new_id()))).code == "wrong_node"
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: None,
+        lambda: "",
+        lambda: "not base64 ü",
+        lambda: "AAAA",
+        lambda: "A" * 20_000,
+        lambda: sealed(ticket(), b"another secret"),
+        lambda: sealed(ticket(), purpose=Purpose.DISCOVERY),
+        lambda: sealed(TARGET),
+        lambda: sealed(ticket())[:-3] + "AAA",
+    ],
+)
+def test_anything_else(make: Callable[[], str | None]) -> None:
+    assert refusal(TicketGate(SECRET, NODE), make()).status == 401

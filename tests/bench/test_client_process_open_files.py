@@ -1,0 +1,31 @@
+"""The limit is raised as far as a benchmark needs, or it says so before it begins."""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Iterator
+
+import pytest
+
+from pdserve.bench.client_process import allow_open_files
+from pdserve.errors import BenchError
+
+
+@pytest.fixture
+def few() -> Iterator[int]:
+    """A low limit, and how far this process may raise it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(512, soft), hard))
+    yield hard
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_it_is_raised(few: int) -> None:
+    allow_open_files(400)
+    assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] >= 600
+
+
+def test_more_than_the_system_allows_is_an_error_before_anything_begins(few: int) -> None:
+    with pytest.raises(BenchError, match=f"the system allows {few}"):
+        allow_open_files(few)
+    assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] <= 512

@@ -1,0 +1,24 @@
+"""UCX's own yardstick, run for real and read."""
+
+from __future__ import annotations
+
+import os
+
+from pdserve.doctor.ucx_tools import UcxTools, read_tools, read_yardstick
+
+
+def tools() -> UcxTools:
+    found = read_tools()
+    assert found is not None
+    return found
+
+
+def test_two_processes_are_measured() -> None:
+    found = read_yardstick(tools(), dict(os.environ), "tcp", 64 * 1024)
+    assert found is not None
+    assert found.bytes_per_s > 0 and found.latency_s > 0
+    assert (found.tls, found.message_bytes) == ("tcp", 64 * 1024)
+
+
+def test_transports_that_are_not_there_give_no_figure() -> None:
+    assert read_yardstick(tools(), dict(os.environ), "nonsense", 64 * 1024) is None

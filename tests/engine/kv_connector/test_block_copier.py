@@ -1,0 +1,80 @@
+"""Blocks that go through host memory come out the same."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pdserve.engine.kv_connector.staging.block_copier import BlockCopier, copy_kernels
+
+NUM_BLOCKS, SLOTS = 12, 8
+PATIENCE_S = 30.0
+
+
+class Moving:
+    """A copier, and a wait for what it says."""
+
+    def __init__(self) -> None:
+        self.cache = torch.randn(NUM_BLOCKS, 2, 3, 5)
+        self.slots = torch.zeros(SLOTS, 2, 3, 5)
+        self._news = threading.Semaphore(0)
+        self.copier: BlockCopier[int] = BlockCopier(
+            self.cache, self.slots, copy_kernels(self.cache.device), self._news.release
+        )
+
+    def finish(self, jobs: int) -> list[int]:
+        done: list[int] = []
+        while len(done) < jobs:
+            assert self._news.acquire(timeout=PATIENCE_S)
+            assert self.copier.failure is None
+            done += self.copier.done()
+        return done
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    blocks=st.lists(st.integers(0, NUM_BLOCKS - 1), unique=True, min_size=1, max_size=SLOTS),
+    order=st.permutations(range(SLOTS)),
+)
+def test_there_and_back(blocks: list[int], order: list[int]) -> None:
+    moving = Moving()
+    slots = order[: len(blocks)]
+    before = moving.cache.clone()
+    targets = list(reversed(blocks))
+    moving.copier.download(1, blocks, slots)
+    moving.copier.upload(2, slots, targets)
+    assert moving.finish(2) == [1, 2]
+    moving.copier.close(PATIENCE_S)
+    assert torch.equal(moving.slots[slots], before[blocks])
+    wanted = before.clone()
+    wanted[targets] = before[blocks]
+    assert torch.equal(moving.cache, wanted)
+
+
+def test_more_than_one_buffer_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pdserve.engine.kv_connector.staging.block_copier.BATCH_BYTES", 3 * 2 * 3 * 5 * 4)
+    moving = Moving()
+    moving.copier.download(1, range(SLOTS), range(SLOTS))
+    assert moving.finish(1) == [1]
+    moving.copier.close(PATIENCE_S)
+    assert torch.equal(moving.slots, moving.cache[:SLOTS])
+
+
+def test_lists_that_do_not_fit_each_other_are_refused() -> None:
+    moving = Moving()
+    with pytest.raises(ValueError, match="2 blocks do not fit 1 slots"):
+        moving.copier.download(1, [0, 1], [0])
+    moving.copier.close(PATIENCE_S)
+
+
+def test_a_copy_that_fails_is_said() -> None:
+    moving = Moving()
+    moving.copier.upload(1, [0], [NUM_BLOCKS])
+    assert moving._news.acquire(timeout=PATIENCE_S)
+    assert "IndexError" in (moving.copier.failure or "")
+    assert moving.copier.done() == []
+    moving.copier.close(PATIENCE_S)

@@ -1,0 +1,123 @@
+"""From a faulty transport to tokens: two engines with a real (tiny) model, and real UCX between them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from pdserve.config import KvOverlap, TransferConfig
+from pdserve.engine.kv_cache.block_manager import BlockManager
+from pdserve.engine.kv_connector import KvConnector
+from pdserve.engine.kv_connector.fetching_connector import FetchingConnector
+from pdserve.engine.kv_connector.pushing_connector import PushingConnector, PushSchedule
+from pdserve.engine.kv_connector.transfer_memory import region_of
+from pdserve.engine.placement.prefill_rate import PrefillRate
+from pdserve.engine.wake_up import WakeUp
+from pdserve.models.runner import ModelRunner
+from pdserve.wire.discovery import Role
+from pdserve.wire.ids import new_id
+from pdserve.wire.ticket import PrefillTarget
+from pdserve_kvtransfer.thread import TransferThread
+from pdserve_kvtransfer.transport import Transport
+from pdserve_kvtransfer.ucx.ucx_transport import UcxTransport
+from tests.engine.placements import make_placement
+from tests.engine.test_step_loop import BLOCK_SIZE, Client, engine, prompt
+from tests.eventually import eventually
+from tests.kvtransfer.faulty import AT_RECEIVER, Fault, Injector, faulty
+from tests.kvtransfer.rig import SECRET, SPEC
+from tests.tiny_models import SHAPE, save_tiny_model
+
+OWN_SPEC = msgspec.structs.replace(
+    SPEC,
+    dtype="fp32",
+    block_size=BLOCK_SIZE,
+    num_layers=SHAPE["num_hidden_layers"],
+    kv_heads=SHAPE["num_key_value_heads"],
+    head_dim=SHAPE["head_dim"],
+)
+CONFIG = TransferConfig(heartbeat_ms=50, lease_ms=400)
+EVERY = 29
+BREAKS_LINKS = frozenset({Fault.SEND_FAILS, Fault.RECEIVE_FAILS})
+LENGTHS = (9, 17, 30, 33, 42, 50, 64, 70)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model("llama", tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture(scope="module")
+def wanted(folder: Path) -> dict[int, list[int]]:
+    """What one engine by itself answers."""
+    with engine(folder, overlap=False) as mixed:
+        return {length: mixed.ask(prompt(length), [length])[0] for length in LENGTHS}
+
+
+@dataclass
+class Threads:
+    """The transfer threads of a prefill and a decode engine."""
+
+    target: PrefillTarget | None = None
+    decode: TransferThread | None = None
+
+    def connector(
+        self, role: Role, transport: Callable[[], Transport]
+    ) -> Callable[[ModelRunner, BlockManager, WakeUp], KvConnector]:
+        def connect(runner: ModelRunner, blocks: BlockManager, wake_up: WakeUp) -> KvConnector:
+            boot = new_id()
+            region = region_of(runner.kv_cache)
+            thread = TransferThread(
+                role=role,
+                boot_id=boot,
+                secret=SECRET,
+                spec=OWN_SPEC,
+                region=region,
+                config=CONFIG,
+                wake=wake_up.set,
+                transport=transport,
+            )
+            control = thread.start()
+            if role is Role.PREFILL:
+                self.target = PrefillTarget("p", control, boot)
+                schedule = PushSchedule(KvOverlap.ON)
+                return PushingConnector(blocks, thread, lambda ids, sampling: None, 100, schedule, PrefillRate())
+            self.decode = thread
+            return FetchingConnector(blocks, thread, CONFIG, boot, make_placement(BLOCK_SIZE))
+
+        return connect
+
+
+@contextmanager
+def engines(folder: Path, fault: Fault, injector: Injector) -> Iterator[tuple[Client, TransferThread]]:
+    """The decode engine of a pair whose blocks pass through the injector."""
+    bad, good = faulty(lambda: UcxTransport(""), injector), lambda: UcxTransport("")
+    at_receiver = fault in AT_RECEIVER
+    threads = Threads()
+    with (
+        engine(folder, overlap=False, connect=threads.connector(Role.PREFILL, good if at_receiver else bad)),
+        engine(folder, overlap=False, connect=threads.connector(Role.DECODE, bad if at_receiver else good)) as decode,
+    ):
+        assert threads.target is not None
+        assert threads.decode is not None
+        decode.targets = (threads.target, threads.target)
+        yield decode, threads.decode
+
+
+@pytest.mark.parametrize("fault", Fault, ids=lambda fault: fault.name)
+def test_no_faulty_block_becomes_a_token(folder: Path, wanted: dict[int, list[int]], fault: Fault) -> None:
+    injector = Injector(fault, EVERY)
+    with engines(folder, fault, injector) as (decode, transfers):
+        for attempt in range(2):
+            for length in LENGTHS:
+                # A salt of its own: nothing is in the prefix cache, every block has to come.
+                assert decode.ask(prompt(length), [length], f"{attempt} {length}") == [wanted[length]]
+        assert injector.injected > 0
+        # A link that broke is made anew while the next prompts are computed here.
+        least = 1 if fault in BREAKS_LINKS else len(LENGTHS) + 1
+        assert transfers.stats().transfers_received >= least, "blocks came from the prefill engine all the same"
+        eventually(lambda: transfers.stats().quarantined_blocks == 0, "nothing is in quarantine")

@@ -1,0 +1,21 @@
+"""When blocks of a prompt leave before all of it is computed."""
+
+from __future__ import annotations
+
+import pytest
+
+from pdserve.config import KvOverlap
+from pdserve.engine.kv_connector.pushing_connector import PAYS_FROM_TOKENS, PushSchedule
+
+
+@pytest.mark.parametrize(
+    ("overlap", "tokens", "early"),
+    [
+        (KvOverlap.ON, 1, True),
+        (KvOverlap.OFF, 100_000, False),
+        (KvOverlap.AUTO, PAYS_FROM_TOKENS - 1, False),
+        (KvOverlap.AUTO, PAYS_FROM_TOKENS, True),
+    ],
+)
+def test_the_switch_and_the_length_decide(overlap: KvOverlap, tokens: int, early: bool) -> None:
+    assert PushSchedule(overlap).early(tokens) is early

@@ -1,0 +1,85 @@
+"""Host memory for transfers is given out by turns, and comes back."""
+
+from __future__ import annotations
+
+from random import Random
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pdserve.engine.kv_connector.staging.staging_blocks import StagingBlocks
+from pdserve.wire.ids import TransferId, new_id
+
+HERE, THERE = b"here", b"there"
+
+
+def transfer() -> TransferId:
+    return TransferId(new_id(), 0, b"boot")
+
+
+def taken(slots: StagingBlocks) -> list[tuple[TransferId, int]]:
+    return [(of, len(own)) for of, own in slots.granted()]
+
+
+def test_slots_come_by_turns() -> None:
+    slots = StagingBlocks(32)
+    long, short = transfer(), transfer()
+    slots.want(long, HERE, 1000)
+    slots.want(short, THERE, 3)
+    assert taken(slots) == [(long, 2), (short, 2), (long, 2), (short, 1), (long, 2), (long, 2)]
+    assert slots.wants(long) and not slots.wants(short)
+
+
+def test_no_transfer_and_no_peer_keeps_the_others_out() -> None:
+    slots = StagingBlocks(32)
+    stuck = [transfer() for _ in range(5)]
+    for one in stuck:
+        slots.want(one, HERE, 1000)
+    held = taken(slots)
+    assert all(sum(count for of, count in held if of == one) <= 8 for one in stuck), "a quarter"
+    assert slots.num_free == 16, "half"
+    other = transfer()
+    slots.want(other, THERE, 5)
+    assert sum(count for _, count in taken(slots)) == 5
+
+
+def test_who_wants_no_more_gets_none_and_gives_back_what_it_has() -> None:
+    slots = StagingBlocks(4)
+    first, second = transfer(), transfer()
+    slots.want(first, HERE, 9)
+    ((_, own),) = slots.granted()
+    slots.withdraw(first)
+    slots.give_back(first, own)
+    assert taken(slots) == [] and slots.num_free == 4
+    slots.want(second, HERE, 1)
+    slots.withdraw(second)
+    slots.withdraw(second)
+    assert taken(slots) == []
+    assert not slots._holders and not slots._held_by_peer
+
+
+@given(
+    st.integers(1, 40),
+    st.lists(st.tuples(st.integers(1, 60), st.integers(0, 2)), max_size=20),
+    st.randoms(use_true_random=False),
+)
+def test_no_slot_has_two_owners_and_all_are_served(total: int, wanted: list[tuple[int, int]], random: Random) -> None:
+    slots = StagingBlocks(total)
+    left = {}
+    for count, peer in wanted:
+        left[transfer()] = count
+        slots.want(list(left)[-1], bytes([peer]), count)
+    held: list[tuple[TransferId, tuple[int, ...]]] = []
+    while any(left.values()):
+        before = len(held)
+        for of, own in slots.granted():
+            assert not set(own) & {slot for _, other in held for slot in other}
+            left[of] -= len(own)
+            held.append((of, own))
+        assert len(held) > before or held, "somebody can go on, or has something to give back"
+        of, own = held.pop(random.randrange(len(held)))
+        slots.give_back(of, own)
+    for of, own in held:
+        slots.give_back(of, own)
+    assert slots.num_free == total
+    assert not slots._holders and not slots._held_by_peer

@@ -1,0 +1,62 @@
+"""Which KV caches decode engines may map."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+
+from pdserve.config import CacheConfig, EngineConfig, KvStaging, Switch, TransferConfig, UcxCalls
+from pdserve.engine.kv_connector.transfer_memory import region_of, shared_memory
+from pdserve.errors import ConfigError
+from pdserve.models.backend import CPU
+from pdserve.wire.discovery import Role
+from pdserve_kernels.kv_layout import KvLayout
+from pdserve_kvtransfer.shared_memory import SharedMemory
+
+
+def config(role: Role = Role.PREFILL, **transfer: Any) -> EngineConfig:
+    """As much of one as is looked at."""
+    made = SimpleNamespace(role=role, transfer=TransferConfig(**transfer), cache=CacheConfig())
+    return cast(EngineConfig, made)
+
+
+def test_a_prefill_engine_s_cache_in_host_memory_is_shared() -> None:
+    assert shared_memory(config(), CPU, 4096) is not None
+    assert shared_memory(config(staging=KvStaging.OFF, ucx_calls=UcxCalls.COMPILED), CPU, 4096) is not None
+
+
+@pytest.mark.parametrize(
+    ("made", "device"),
+    [
+        (config(Role.DECODE), CPU),
+        (config(Role.MIXED), CPU),
+        (config(), torch.device("cuda", 0)),
+        (config(staging=KvStaging.ON), CPU),
+        (config(shared_cache=Switch.OFF), CPU),
+        (config(ucx_calls=UcxCalls.PYTHON), CPU),
+    ],
+    ids=["decode", "mixed", "GPU", "staging", "off", "calls from Python"],
+)
+def test_no_other_is(made: EngineConfig, device: torch.device) -> None:
+    assert shared_memory(made, device, 4096) is None
+
+
+def test_more_memory_than_there_can_be_is_an_error_of_the_settings() -> None:
+    with pytest.raises(ConfigError, match="--kv-cache-mib 1024 cannot be had as shared memory"):
+        shared_memory(config(), CPU, 2**62)
+
+
+def test_the_cache_is_the_shared_memory_itself() -> None:
+    layout = KvLayout(2, 3, 4, 8, torch.float32)
+    memory = SharedMemory(5 * layout.block_bytes)
+    cache = layout.over(memory.bytes)
+    assert cache.shape == layout.allocate(5, CPU).shape
+    assert not cache.any()
+    cache[3] = 1.0
+    region = region_of(cache, memory)
+    assert (region.memory, region.num_blocks) == (memory, 5)
+    assert bytes(region.block(3)) == bytes(memory.bytes[3 * layout.block_bytes :][: layout.block_bytes])
+    assert bytes(region.block(3)) == torch.ones(layout.block_bytes // 4).numpy().tobytes()

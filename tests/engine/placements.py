@@ -1,0 +1,27 @@
+"""Choices between local and remote prefill, for engines in tests."""
+
+from __future__ import annotations
+
+from pdserve.config import Disaggregation, SchedulerConfig, TransferConfig
+from pdserve.engine.placement.placement import Placement
+from pdserve.engine.placement.prefill_rate import PrefillRate
+
+BYTES_PER_TOKEN = 20_000.0
+
+
+def make_placement(
+    block_size: int,
+    disaggregation: Disaggregation = Disaggregation.ALWAYS,
+    rate: PrefillRate | None = None,
+    *,
+    stall_weight: float = 2.0,
+    max_step_tokens: int = 256,
+) -> Placement:
+    """By default, what lacks more than one block goes to a prefill node."""
+    return Placement(
+        rate or PrefillRate(),
+        TransferConfig(disaggregation=disaggregation, stall_weight=stall_weight),
+        SchedulerConfig(max_step_tokens=max_step_tokens),
+        block_size,
+        BYTES_PER_TOKEN,
+    )

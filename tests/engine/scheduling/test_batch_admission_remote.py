@@ -1,0 +1,159 @@
+"""Prompts that wait for a slow prefill node take no place in the batch."""
+
+from __future__ import annotations
+
+import pytest
+
+from pdserve.engine.request import Request, Status
+from pdserve.wire.sampling_params import SampledToken
+from tests.engine.scheduling.test_scheduler import BLOCK_SIZE, TARGET, Bench, expected
+
+
+def add(
+    bench: Bench, client: int, prompt: int, max_tokens: int = 4, *, remote: bool = False, client_request: int = 0
+) -> Request:
+    """With a prompt of its own, of which the prefix cache has nothing."""
+    request = bench.add(client, prompt, max_tokens, (TARGET,) if remote else (), client_request or b"")
+    request.token_ids[:] = [1000 + client] * prompt
+    return request
+
+
+def land(bench: Bench, request: Request) -> None:
+    """Its blocks and its first token are here."""
+    bench.scheduler.accept_token(request, SampledToken(10 + len(request.token_ids)), bench.now)
+    bench.scheduler.landed(request)
+
+
+def test_local_prompts_are_admitted_while_more_than_a_batch_waits_for_remote_ones() -> None:
+    bench = Bench(num_blocks=64, max_running=2)
+    waiters = [add(bench, client, 10, remote=True) for client in range(6)]
+    assert bench.step().fetches == waiters[:2]
+    add(bench, 7, 10)
+    assert [work.request.local_id for work in bench.step().work] == [7]
+    bench.run()
+    assert bench.outputs == {7: expected(10, 4)}
+    assert (bench.scheduler.num_remote, bench.scheduler.num_waiting) == (2, 4)
+
+
+def test_the_batch_is_not_exceeded_when_all_land_at_once() -> None:
+    bench = Bench(num_blocks=64, max_running=3, max_step_tokens=32)
+    waiters = [add(bench, client, 10, remote=True) for client in range(3)]
+    bench.step()
+    for client in (3, 4):
+        add(bench, client, 10)
+    bench.step()
+    tables = [list(request.block_table) for request in waiters]
+    for request in waiters:
+        land(bench, request)
+    assert [request.status for request in waiters] == [Status.RUNNING] + [Status.WAITING] * 2
+    assert [request.block_table for request in waiters] == tables, "they keep what they have"
+    while list(bench.scheduler.live()):
+        plan = bench.step()
+        assert bench.scheduler.num_running <= 3 and plan.num_prompt_tokens == 0, "nothing is computed again"
+    assert bench.outputs == {client: expected(10, 4) for client in range(5)}
+    assert bench.blocks.num_free == 64
+
+
+def test_one_that_landed_comes_before_those_that_came_later() -> None:
+    bench = Bench(num_blocks=64, max_running=1)
+    waiter = add(bench, 1, 10, remote=True)
+    bench.step()
+    running = add(bench, 0, 10, max_tokens=3)
+    bench.step()
+    later = add(bench, 2, 10)
+    land(bench, waiter)
+    assert (waiter.status, later.status) == (Status.WAITING, Status.WAITING)
+    while running.status is Status.RUNNING:
+        bench.step()
+    assert [work.request for work in bench.step().work] == [waiter]
+    bench.run()
+    assert bench.outputs == {0: expected(10, 3), 1: expected(10, 4), 2: expected(10, 4)}
+
+
+def test_what_landed_gives_way_to_a_batch_that_needs_its_blocks_and_is_computed_here() -> None:
+    bench = Bench(num_blocks=7, max_running=1)
+    waiter = add(bench, 1, 12, remote=True)
+    bench.step()
+    add(bench, 0, 10, max_tokens=8)
+    bench.step()
+    land(bench, waiter)
+    assert waiter.status is Status.WAITING
+    bench.run()
+    assert bench.outputs == {0: expected(10, 8), 1: expected(12, 4)}
+    assert bench.blocks.num_free == 7
+
+
+@pytest.mark.parametrize("ended", [False, True])
+def test_siblings_of_one_that_landed_without_a_place_wait_with_it(ended: bool) -> None:
+    bench = Bench(num_blocks=64, max_running=1)
+    parent = add(bench, 1, 2 * BLOCK_SIZE + 1, remote=True)
+    child = parent.add_child(seed=5, local_id=2)
+    bench.scheduler._by_local_id[2] = child
+    bench.step()
+    add(bench, 0, 10, max_tokens=6)
+    bench.step()
+    bench.scheduler.accept_token(child, SampledToken(10 + len(child.token_ids)), bench.now)
+    if ended:
+        bench.scheduler.abort(parent)
+        bench.scheduler.landed(parent)
+    else:
+        land(bench, parent)
+    assert child.status is Status.WAITING
+    bench.run()
+    answers = {0: expected(10, 6), 2: expected(9, 4)} | ({} if ended else {1: expected(9, 4)})
+    assert bench.outputs == answers
+    assert bench.blocks.num_free == 64
+
+
+def test_as_many_as_the_batch_holds_may_be_on_their_way_or_wait_for_a_place() -> None:
+    bench = Bench(num_blocks=1024, max_running=2)
+    waiters = [add(bench, client, 10, remote=True) for client in range(200)]
+    assert bench.step().fetches == waiters[:2]
+    shorts = [add(bench, client, 1, max_tokens=20, remote=True) for client in (200, 201)]
+    assert bench.step().work == [], "the search for prompts of this node ends somewhere"
+    for request in waiters[10:200]:
+        bench.scheduler.abort(request)
+    assert [work.request.local_id for work in bench.step().work] == [200, 201], "they are short"
+    land(bench, waiters[0])
+    assert bench.step().fetches == []
+    bench.scheduler.abort(waiters[0])
+    for request in shorts:
+        bench.scheduler.abort(request)
+    assert bench.step().fetches == [waiters[2]]
+
+
+def with_two_places(bench: Bench) -> tuple[list[Request], list[Request]]:
+    """A client request with four prompts: two fill the batch, two are fetched."""
+    fetched = [add(bench, client, 10, remote=True, client_request=1) for client in (0, 1)]
+    bench.step()
+    running = [add(bench, client, 10, max_tokens=40, client_request=1) for client in (2, 3)]
+    bench.step()
+    assert [request.status for request in running] == [Status.RUNNING] * 2
+    return running, fetched
+
+
+def test_a_place_that_is_given_up_goes_to_who_has_none_and_not_to_one_that_landed() -> None:
+    bench = Bench(num_blocks=128, max_running=2, max_step_tokens=64)
+    running, fetched = with_two_places(bench)
+    for request in fetched:
+        land(bench, request)
+    other = add(bench, 10, 10)
+    bench.step()
+    assert other.status is Status.RUNNING
+    assert [request.status for request in (*running, *fetched)] == [Status.RUNNING] + [Status.WAITING] * 3
+    assert bench.scheduler.counters.preemptions == 1
+    bench.run()
+    assert set(bench.outputs) == {0, 1, 2, 3, 10}
+    assert bench.blocks.num_free == 128
+
+
+def test_nobody_gives_a_place_to_one_that_waits_until_its_prompt_can_be_ordered() -> None:
+    bench = Bench(num_blocks=128, max_running=2, max_step_tokens=64)
+    running, _ = with_two_places(bench)
+    remote = add(bench, 10, 10, remote=True)
+    bench.step()
+    assert [request.status for request in (*running, remote)] == [Status.RUNNING] * 2 + [Status.WAITING]
+    short = add(bench, 11, 3, remote=True)
+    bench.step()
+    assert short.status is Status.RUNNING, "it comes later, but is computed here"
+    assert bench.scheduler.counters.preemptions == 1

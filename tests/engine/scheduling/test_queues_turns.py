@@ -1,0 +1,131 @@
+"""Client requests take turns: one of a thousand answers does not keep an ordinary one from being served."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pdserve.config import Batching
+from pdserve.engine.request import Request, Status
+from tests.engine.fake_engine import FakeEngine
+from tests.engine.fake_model import answer, talkative
+
+PROMPTS = [[20 + i, *range(100, 110)] for i in range(8)]
+SEEDS = list(range(128))
+ORDINARY = 10_000
+
+
+def big_request(engine: FakeEngine, *, max_tokens: int = 16) -> dict[int, list[int]]:
+    """Eight prompts with 128 answers each, of one client. What it is to be answered."""
+    wanted: dict[int, list[int]] = {}
+    for i, prompt in enumerate(PROMPTS):
+        first = 1_000 + i * len(SEEDS)
+        engine.add(first, prompt, max_tokens, SEEDS, client_request=1)
+        wanted |= {first + j: answer(prompt, seed, max_tokens, engine.max_len) for j, seed in enumerate(SEEDS)}
+    return wanted
+
+
+def steps_until_answered(engine: FakeEngine, client: int) -> int:
+    for step in range(1, 100_000):
+        engine.step()
+        if client in engine.endings:
+            return step
+    raise AssertionError("never answered")
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("num_blocks", [600, 40], ids=["enough blocks", "few blocks"])
+def test_an_ordinary_request_beside_a_thousand_answers_is_served_at_once(num_blocks: int, overlap: bool) -> None:
+    """It waits for no answer of the big request; that gets all its answers, the same ones."""
+    engine = FakeEngine(num_blocks=num_blocks, max_running=64, max_step_tokens=256, overlap=overlap)
+    wanted = big_request(engine, max_tokens=24)
+    for _ in range(10):
+        engine.step()
+    prompt = [7, 8, 9]
+    engine.add(ORDINARY, prompt, 8, [talkative(prompt, 8)])
+    assert steps_until_answered(engine, ORDINARY) <= 8 + 3
+    assert engine.outputs[ORDINARY] == answer(prompt, talkative(prompt, 8), 8, engine.max_len)
+    assert len(engine.endings) < len(wanted) / 4, "the big request is far from its end"
+    engine.run(100_000)
+    assert {client: engine.outputs[client] for client in wanted} == wanted
+    assert engine.idle
+
+
+def test_a_place_goes_to_who_holds_the_fewest_and_then_to_who_waits_longest() -> None:
+    engine = FakeEngine(max_running=4, max_step_tokens=64)
+    rich = [engine.add(i, [50 + i], 16, client_request=1) for i in range(6)]
+    poor = [engine.add(10 + i, [60 + i], 16, client_request=2) for i in range(2)]
+    alone = engine.add(20, [70], 16)
+    engine.step()
+    assert running(rich) + running(poor) + running([alone]) == [rich[0], rich[1], poor[0], alone]
+
+
+def test_a_client_request_without_a_place_gets_one_of_him_who_has_several() -> None:
+    engine = FakeEngine(max_running=4, max_step_tokens=64)
+    rich = [engine.add(i, [50 + i], 16, client_request=1) for i in range(6)]
+    engine.step()
+    assert running(rich) == rich[:4]
+    others = [engine.add(10 + i, [60 + i], 16) for i in range(5)]
+    for _ in range(6):
+        engine.step()
+    assert running(rich) == rich[:1], "the youngest give way, and nobody loses the last place"
+    assert running(others) == others[:3]
+    assert engine.scheduler.counters.preemptions == 3
+    engine.run()
+
+
+def test_requests_of_one_answer_are_served_as_they_come_and_nobody_gives_way() -> None:
+    engine = FakeEngine(max_running=2, max_step_tokens=64)
+    requests = [engine.add(i, [50 + i], 4) for i in range(8)]
+    order: list[Request] = []
+    for _ in range(60):
+        engine.step()
+        order += [request for request in running(requests) if request not in order]
+    assert order == sorted(order, key=lambda request: request.local_id or 0)
+    assert engine.scheduler.counters.preemptions == 0
+
+
+def test_a_static_batch_is_not_disturbed() -> None:
+    engine = FakeEngine(max_running=4, max_step_tokens=64, batching=Batching.STATIC)
+    rich = [engine.add(i, [50 + i], 16, client_request=1) for i in range(6)]
+    engine.step()
+    engine.add(10, [60], 4)
+    engine.step()
+    assert running(rich) == rich[:4]
+
+
+def test_answers_that_wait_for_their_prompt_count_as_waiting() -> None:
+    engine = FakeEngine(max_running=4, max_step_tokens=8)
+    engine.add(0, list(range(100, 140)), 4, SEEDS[:10])
+    assert engine.scheduler.num_waiting + engine.scheduler.num_children == 10
+    engine.step()
+    assert engine.scheduler.num_waiting + engine.scheduler.num_children == 9
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    sizes=st.lists(st.integers(1, 9), min_size=1, max_size=6),
+    max_running=st.integers(1, 6),
+    num_blocks=st.integers(16, 60),
+)
+def test_nobody_without_a_place_waits_beside_one_with_several(
+    sizes: list[int], max_running: int, num_blocks: int
+) -> None:
+    """Whoever came when: after a step for each place, either nobody has several or nobody has none."""
+    engine = FakeEngine(num_blocks=num_blocks, max_running=max_running, max_step_tokens=64, max_len=48)
+    families = [
+        [engine.add(100 * whose + i, [whose, i], 40, client_request=whose + 1) for i in range(size)]
+        for whose, size in enumerate(sizes)
+    ]
+    for _ in range(max_running + 1):
+        engine.step()
+    held = [len(running(family)) for family in families if any(not request.ended for request in family)]
+    if engine.endings == {} and held:
+        assert min(held) > 0 or max(held) <= 1
+    engine.run(10_000)
+    assert engine.idle
+
+
+def running(requests: list[Request]) -> list[Request]:
+    return [request for request in requests if request.status is Status.RUNNING]

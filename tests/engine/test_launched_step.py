@@ -1,0 +1,280 @@
+"""Steps that are launched before the tokens of the ones before them are known."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pdserve.config import (
+    CacheConfig,
+    CpuConfig,
+    EngineConfig,
+    LogConfig,
+    ModelConfig,
+    Overlap,
+    ParallelConfig,
+    SchedulerConfig,
+    TransferConfig,
+)
+from pdserve.engine.assembly import overlaps
+from pdserve.engine.sampling import pending_tokens
+from pdserve.engine.sampling.pending_tokens import DeviceTokens, HostTokens
+from pdserve.engine.sampling.sampling_row import SamplingRow
+from pdserve.models.runner import ModelRunner
+from pdserve.settings import cache_folder
+from pdserve.wire.discovery import Role
+from pdserve.wire.engine import FinishReason
+from pdserve.wire.sampling_params import SamplingParams
+from tests.engine.fake_engine import FakeEngine
+from tests.engine.fake_model import answer, talkative
+from tests.engine.test_step_loop import Answer, Client, engine, prompt
+from tests.tiny_models import VOCAB_SIZE, save_tiny_model
+
+PROMPT = list(range(100, 110))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model("llama", tmp_path_factory.mktemp("llama"))
+
+
+# ---------------------------------------------------------------- what is launched ahead
+
+
+def test_all_but_the_first_decode_step_are_launched_ahead() -> None:
+    engine = FakeEngine(overlap=True)
+    seed = talkative(PROMPT, 9)
+    engine.add(0, PROMPT, 9, [seed])
+    engine.run()
+    assert engine.outputs == {0: answer(PROMPT, seed, 9, 64)}
+    # Nine tokens: one of the prompt, one of the step that follows it, seven of steps that did not wait for a token.
+    assert engine.num_ahead == 7
+
+
+def test_whoever_waits_for_a_place_that_is_free_is_scheduled_at_once() -> None:
+    engine = FakeEngine(overlap=True, max_running=2)
+    for client in range(2):
+        engine.add(client, PROMPT, 30, [talkative(PROMPT, 30)])
+    for _ in range(4):
+        engine.step()
+    before = engine.num_ahead
+    assert before > 0
+    # The batch is full: nobody is kept waiting by a step that was launched ahead.
+    engine.add(2, PROMPT, 3, [talkative(PROMPT, 3)])
+    engine.step()
+    assert engine.num_ahead == before + 1
+    request = engine.scheduler.find(0)
+    assert request is not None
+    engine.scheduler.finish(request, FinishReason.DEADLINE)
+    engine.step()
+    assert engine.num_ahead == before + 1
+    assert len(engine.step().work) == 2
+    engine.run()
+    assert engine.idle
+
+
+def test_nothing_is_launched_ahead_for_blocks_that_are_not_free() -> None:
+    engine = FakeEngine(overlap=True, num_blocks=8, prefix_cache=False)
+    for client in range(2):
+        engine.add(client, PROMPT, 12, [talkative(PROMPT, 12)])
+    engine.run()
+    assert engine.outputs == {client: answer(PROMPT, talkative(PROMPT, 12), 12, 64) for client in range(2)}
+    assert engine.scheduler.counters.preemptions > 0
+    assert engine.idle
+
+
+# ---------------------------------------------------------------- the loop
+
+
+@pytest.fixture
+def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """``launch`` and ``read``, in the order in which the loop does them."""
+    log: list[str] = []
+
+    def logged(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def log_and_call(*args: Any) -> Any:
+            log.append(name)
+            return call(*args)
+
+        return log_and_call
+
+    monkeypatch.setattr(ModelRunner, "run", logged("launch", ModelRunner.run))
+    for kind in (DeviceTokens, HostTokens):
+        monkeypatch.setattr(kind, "read", logged("read", kind.read))
+    return log
+
+
+def greedy(max_tokens: int, **more: Any) -> SamplingParams:
+    return SamplingParams(max_tokens=max_tokens, seed=0, temperature=0.0, ignore_eos=True, **more)
+
+
+def test_a_step_is_launched_before_the_tokens_of_the_one_before_are_read(folder: Path, log: list[str]) -> None:
+    with engine(folder, overlap=True) as client:
+        client.together([(prompt(9), greedy(6), [])])
+    first = ["launch", "read"]
+    assert log == [*first, "launch", *["launch", "read"] * 4, "read"]
+
+
+def test_a_token_that_others_depend_on_is_waited_for(
+    folder: Path, log: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    both_sent = threading.Event()
+    run = ModelRunner.run
+
+    def run_with_both(*args: Any) -> Any:
+        assert both_sent.wait(30)
+        return run(*args)
+
+    monkeypatch.setattr(ModelRunner, "run", run_with_both)
+    with engine(folder, overlap=True) as client:
+        send, sent = client.send, list[Any]()
+
+        def send_and_count(message: Any) -> None:
+            send(message)
+            sent.append(message)
+            if len(sent) == 2:
+                both_sent.set()
+
+        monkeypatch.setattr(client, "send", send_and_count)
+        # One of the two is enough: there is one step for both.
+        client.together([(prompt(9), greedy(6, presence_penalty=1.0), []), (prompt(9), greedy(3), [])])
+    assert log == ["launch", "read"] * (len(log) // 2)
+
+
+def test_one_after_another_without_it(folder: Path, log: list[str]) -> None:
+    with engine(folder, overlap=False) as client:
+        client.together([(prompt(9), greedy(6), [])])
+    assert log == ["launch", "read"] * 6
+
+
+def test_tokens_that_arrive_late_are_the_same(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device that is slower than the host: what it chose can be seen only once the next step was launched."""
+    launched, arrived = 0, 0
+
+    class Late(pending_tokens.HostCopy):
+        def __init__(self, values: torch.Tensor) -> None:
+            nonlocal launched
+            launched += 1
+            self._number = launched
+            super().__init__(values)
+
+        def read(self) -> list[int]:
+            nonlocal arrived
+            arrived += launched > self._number
+            return super().read()
+
+    asked: list[tuple[list[int], SamplingParams, Sequence[int]]] = [
+        (prompt(9 + i), SamplingParams(max_tokens=20 + i, seed=i, temperature=0.9), []) for i in range(3)
+    ]
+    with engine(folder, overlap=False) as client:
+        wanted = client.together(asked)
+    monkeypatch.setattr(pending_tokens, "HostCopy", Late)
+    with engine(folder, overlap=True) as client:
+        got = client.together(asked)
+    assert [answer.tokens for answer in got.values()] == [answer.tokens for answer in wanted.values()]
+    assert arrived > 10
+
+
+PARAMETERS: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0.0},
+    "drawn": {"temperature": 0.9},
+    "top-k": {"temperature": 1.2, "top_k": 7},
+    "top-p": {"temperature": 1.2, "top_p": 0.8},
+    "min-p": {"temperature": 1.2, "min_p": 0.05},
+    "presence": {"temperature": 0.0, "presence_penalty": 1.5},
+    "frequency": {"temperature": 0.9, "frequency_penalty": 0.7},
+    "repetition": {"temperature": 0.0, "repetition_penalty": 1.4},
+    "bias": {"temperature": 0.0, "logit_bias": ((7, 50.0),)},
+    "allowed": {"temperature": 0.9, "allowed_token_ids": (5, 6, 7, 8)},
+    "bad words": {"temperature": 0.0, "bad_words": ((3,), (5, 6))},
+    "min tokens": {"temperature": 0.9, "min_tokens": 8, "stop_token_ids": tuple(range(3, 250))},
+    "stop token": {"temperature": 0.9, "stop_token_ids": tuple(range(3, 60))},
+    "logprobs": {"temperature": 0.9, "logprobs": 3},
+}
+
+
+def everything(client: Client, names: Sequence[str]) -> dict[int, Answer]:
+    """Requests with each of these, some of them with children, in one batch."""
+    asked: list[tuple[list[int], SamplingParams, Sequence[int]]] = [
+        (prompt(3 + 5 * i), SamplingParams(max_tokens=12 + 3 * i, seed=i, **PARAMETERS[name]), range(90, 90 + i % 3))
+        for i, name in enumerate(names)
+    ]
+    return client.together(asked)
+
+
+@pytest.mark.parametrize(
+    "names",
+    [["greedy", "drawn", "top-k", "top-p", "min-p", "stop token"], list(PARAMETERS), *([name] for name in PARAMETERS)],
+    ids=["what is launched ahead", "everything at once", *PARAMETERS],
+)
+def test_whatever_is_asked_for_is_answered_alike(folder: Path, names: list[str]) -> None:
+    with engine(folder, overlap=False, num_blocks=150) as one_after_another:
+        wanted = everything(one_after_another, names)
+    with engine(folder, overlap=True, num_blocks=150) as ahead:
+        got = everything(ahead, names)
+    for i, mine in got.items():
+        assert (mine.tokens, mine.end.finish) == (wanted[i].tokens, wanted[i].end.finish)
+        # Of other batches: rounded otherwise.
+        for a, b in zip(mine.logprobs, wanted[i].logprobs, strict=True):
+            assert a.chosen == pytest.approx(b.chosen, abs=1e-3)
+            assert [logprob for _, logprob in a.top] == pytest.approx([logprob for _, logprob in b.top], abs=1e-3)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_what_is_chosen_on_the_device_is_what_the_sampler_chooses(seed: int) -> None:
+    torch.manual_seed(seed)
+    kinds = ("greedy", "drawn", "top-k", "top-p", "min-p")
+    rows = [
+        SamplingRow(SamplingParams(max_tokens=9, seed=i, **PARAMETERS[kinds[i % 5]]), range(i), 0)
+        for i in range(3 * len(kinds))
+    ]
+    logits = torch.randn(len(rows), VOCAB_SIZE) * 5
+    logits[3, 7], logits[6, 8], logits[9] = float("nan"), float("inf"), float("-inf")
+    device = DeviceTokens(logits, rows)
+    assert device.read() == HostTokens(logits, rows, frozenset()).read()
+    # The next step takes them as they are.
+    assert int(device.tokens.min()) >= 0
+    assert int(device.tokens.max()) < VOCAB_SIZE
+
+
+# ---------------------------------------------------------------- where
+
+
+@pytest.mark.parametrize(
+    ("asked", "device", "role", "tp", "wanted"),
+    [
+        (Overlap.AUTO, "cuda", Role.MIXED, 1, True),
+        (Overlap.AUTO, "cpu", Role.MIXED, 1, False),
+        (Overlap.ON, "cpu", Role.MIXED, 1, True),
+        (Overlap.OFF, "cuda", Role.MIXED, 1, False),
+        # A transfer may write to blocks that a surplus row still writes to, unless they come through host memory.
+        (Overlap.ON, "cpu", Role.DECODE, 1, False),
+        (Overlap.AUTO, "cuda", Role.DECODE, 1, True),
+        (Overlap.AUTO, "cuda", Role.DECODE, 2, False),
+        (Overlap.ON, "cpu", Role.PREFILL, 1, False),
+        # The other ranks are told tokens by the host.
+        (Overlap.AUTO, "cuda", Role.MIXED, 2, False),
+    ],
+)
+def test_where_steps_are_launched_ahead(asked: Overlap, device: str, role: Role, tp: int, wanted: bool) -> None:
+    config = EngineConfig(
+        role=role,
+        boot_id=bytes(16),
+        secret=b"",
+        model_dir="",
+        cache_dir=str(cache_folder(os.environ)),
+        model=ModelConfig(),
+        cache=CacheConfig(),
+        scheduler=SchedulerConfig(overlap=asked),
+        transfer=TransferConfig(),
+        cpu=CpuConfig(),
+        log=LogConfig(),
+        parallel=ParallelConfig(tp=tp),
+    )
+    assert overlaps(config, torch.device(device)) is wanted

@@ -1,0 +1,230 @@
+"""Rank 0 in this process, the other ranks in real ones: what they compute, and how rank 0 hears of their end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+import zmq
+
+from pdserve.config import (
+    CacheConfig,
+    CpuConfig,
+    CpuKernels,
+    Device,
+    Dtype,
+    EngineConfig,
+    LogConfig,
+    ModelConfig,
+    ParallelConfig,
+    SchedulerConfig,
+    TpBackend,
+    TransferConfig,
+)
+from pdserve.engine.runner_loading import load_runner, rank_backend, rank_device
+from pdserve.engine.tp.rank_channel import OrderChannel, RankChannel
+from pdserve.engine.tp.tp_ranks import Ranks, running_ranks
+from pdserve.engine.tp.tp_runner import TpRunner, joined_group
+from pdserve.engine.wake_up import WakeUp
+from pdserve.errors import MalformedFrame, RankLost
+from pdserve.models.backend import CPU
+from pdserve.models.checkpoint.decoder_config import read_decoder_config
+from pdserve.models.runner import StepRow
+from pdserve.models.tp.shares import ALONE
+from pdserve.settings import cache_folder
+from pdserve.wire.discovery import Role
+from pdserve.wire.rank import Arrived, Capture, Captured, Clear, Load, Loaded, Numbered, Stop
+from pdserve.wire.sampling_params import SamplingParams
+from tests.engine.test_step_loop import engine, prompt
+from tests.eventually import eventually
+from tests.faults.test_shutdown import alive
+from tests.tiny_models import save_tiny_model
+
+TIMEOUT_MS = 1000
+BLOCKS = 16
+
+
+def engine_config(folder: Path, backend: TpBackend = TpBackend.AUTO, device: Device = Device.CPU) -> EngineConfig:
+    return EngineConfig(
+        role=Role.MIXED,
+        boot_id=bytes(16),
+        secret=b"",
+        model_dir=str(folder),
+        cache_dir=str(cache_folder(os.environ)),
+        model=ModelConfig(dtype=Dtype.FP32, device=device),
+        cache=CacheConfig(block_size=4),
+        scheduler=SchedulerConfig(),
+        transfer=TransferConfig(),
+        cpu=CpuConfig(kernels=CpuKernels.TORCH),
+        log=LogConfig(),
+        parallel=ParallelConfig(tp=2, backend=backend, timeout_ms=TIMEOUT_MS),
+    )
+
+
+@contextmanager
+def started(config: EngineConfig) -> Iterator[Ranks]:
+    cores = tuple(os.sched_getaffinity(0))
+    wake_up = WakeUp()
+    shares = [cores, cores[:1]]
+    with (
+        closing(wake_up),
+        tempfile.TemporaryDirectory() as folder,
+        running_ranks(config, folder, shares, wake_up.fd) as ranks,
+    ):
+        yield ranks
+    assert not any(alive(pid) for pid in ranks.pids)
+
+
+@contextmanager
+def running(config: EngineConfig, blocks: int = BLOCKS, max_model_len: int = 64) -> Iterator[tuple[Ranks, TpRunner]]:
+    decoder, device = read_decoder_config(Path(config.model_dir)), rank_device(config, 0)
+    with started(config) as ranks, joined_group(config, ranks, device) as group:
+        ranks.tell(Load(blocks, max_model_len))
+        own = load_runner(config, decoder, blocks, max_model_len, group, rank_backend(config, device))
+        ranks.wait_for(Loaded)
+        yield ranks, TpRunner(own, ranks, group)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model("llama", tmp_path_factory.mktemp("llama"))
+
+
+def test_steps_copies_and_clearings_are_those_of_one_rank_and_a_death_is_heard_of(folder: Path) -> None:
+    config = engine_config(folder)
+    decoder = read_decoder_config(folder)
+    alone = load_runner(config, decoder, BLOCKS, 64, ALONE, rank_backend(config, CPU))
+    prompt, copied = list(range(20, 31)), StepRow([7], 11, [3, 4, 5], True)
+    lost = threading.Event()
+    with (
+        pytest.raises(RankLost, match=r"rank 1 \(process \d+\) was killed by SIGKILL"),
+        running(config) as (ranks, runner),
+    ):
+        for one in (alone, runner):
+            one.run([StepRow(prompt, 0, [0, 1, 2], False)])
+            one.copy_blocks([0, 1, 2], [3, 4, 5])
+            one.clear([0, 1, 2])
+        torch.testing.assert_close(runner.run([copied]), alone.run([copied]), rtol=1e-4, atol=1e-3)
+        zeroed = StepRow([7], 11, [0, 1, 2], True)
+        torch.testing.assert_close(runner.run([zeroed]), alone.run([zeroed]), rtol=1e-4, atol=1e-3)
+        ranks.check()
+        ranks.notify(lost.set)
+        os.kill(ranks.pids[0], signal.SIGKILL)
+        assert lost.wait(30)
+        ranks.check()
+
+
+@pytest.mark.parametrize("goes_on", [True, False])
+def test_blocks_are_written_on_every_rank_before_anybody_can_give_them_away(folder: Path, goes_on: bool) -> None:
+    """Otherwise a rank that is late would destroy what a KV transfer has put into them meanwhile."""
+    written = threading.Event()
+    config = engine_config(folder)
+
+    with running(config) as (ranks, runner):
+
+        def write() -> None:
+            try:
+                runner.clear([0])
+                runner.copy_blocks([1], [2])
+            except RankLost as exc:
+                lost.append(exc)
+            written.set()
+
+        lost: list[RankLost] = []
+        writer = threading.Thread(target=write)
+        os.kill(ranks.pids[0], signal.SIGSTOP)
+        try:
+            writer.start()
+            assert not written.wait(TIMEOUT_MS / 4000)
+            if not goes_on:
+                assert written.wait(30)
+        finally:
+            os.kill(ranks.pids[0], signal.SIGCONT)
+        writer.join()
+    assert bool(lost) is not goes_on
+    assert goes_on or "did not write its KV blocks" in str(lost[0])
+
+
+def test_choices_and_penalties_are_those_of_one_rank_and_a_cpu_records_no_steps(folder: Path) -> None:
+    kinds: list[dict[str, Any]] = [
+        {"temperature": 0.9, "top_p": 0.9},
+        {"temperature": 0.0, "presence_penalty": 1.5, "logprobs": 2},
+        {"temperature": 0.9, "frequency_penalty": 0.7, "repetition_penalty": 1.3},
+    ]
+    asked = [
+        (prompt(7 + 4 * i), SamplingParams(max_tokens=12, seed=i, ignore_eos=True, **kind), [50, 60][:i])
+        for i, kind in enumerate(kinds)
+    ]
+    with engine(folder, overlap=False) as client:
+        wanted = client.together(asked)
+    config = engine_config(folder)
+    with running(config, blocks=64, max_model_len=128) as (ranks, runner):
+        with engine(folder, overlap=False, several_ranks=runner) as client:
+            got = client.together(asked)
+        ranks.tell(Capture())
+        with pytest.raises(RankLost, match=r"rank 1 .* failed: rank 0 sent Capture to a rank whose steps cannot be"):
+            ranks.wait_for(Captured)
+    assert len(got) == 6
+    assert {i: answer.tokens for i, answer in got.items()} == {i: answer.tokens for i, answer in wanted.items()}
+
+
+def test_a_rank_that_hangs_in_gloo_is_named(folder: Path) -> None:
+    with (
+        pytest.raises(RankLost, match=r"rank 1 hangs: no sign of it for 1\.0 s"),
+        running(engine_config(folder, TpBackend.GLOO)) as (ranks, runner),
+    ):
+        runner.run([StepRow([7], 0, [0], True)])
+        os.kill(ranks.pids[0], signal.SIGSTOP)
+        runner.run([StepRow([7], 1, [0], True)])
+
+
+def test_a_rank_that_cannot_load_says_why(tmp_path: Path) -> None:
+    config = engine_config(tmp_path)
+    with (
+        pytest.raises(RankLost, match=r"rank 1 .* is not a readable Hugging Face model folder"),
+        started(config) as ranks,
+    ):
+        ranks.wait_for(Arrived)
+        ranks.tell(Load(BLOCKS, 64))
+        ranks.wait_for(Loaded)
+
+
+def test_a_rank_ends_with_rank_0() -> None:
+    script = (
+        "import time; from pathlib import Path; from tests.engine.test_tp_ranks import engine_config, started\n"
+        "with started(engine_config(Path('/nowhere'))) as ranks: print(*ranks.pids, flush=True); time.sleep(60)"
+    )
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE) as rank_0:
+        assert rank_0.stdout is not None
+        (other_rank,) = (int(pid) for pid in rank_0.stdout.readline().split())
+        assert alive(other_rank)
+        rank_0.kill()
+    eventually(lambda: not alive(other_rank), "the rank is gone")
+
+
+def test_a_lost_order_is_an_error(tmp_path: Path) -> None:
+    with zmq.Context() as context:
+        address = f"ipc://{tmp_path}/rank"
+        ours, theirs = RankChannel(context, address), OrderChannel(context, address)
+        try:
+            theirs.send(Arrived())
+            assert ours.socket.poll(20_000)
+            for numbered in (Numbered(1, Clear([3])), Numbered(3, Stop())):
+                ours.send(msgspec.msgpack.encode(numbered))
+            assert theirs.receive() == Clear([3])
+            with pytest.raises(MalformedFrame, match="message 3 from rank 0 came in place of 2"):
+                theirs.receive()
+        finally:
+            ours.close(0)
+            theirs.close(0)

@@ -1,0 +1,169 @@
+"""Attention over the paged cache against its plain meaning, whatever rows share a step."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from pdserve_kernels import reference
+from pdserve_kernels.contract import AttentionRow, DecodeTables
+from pdserve_kernels.kv_layout import KvLayout
+from pdserve_kernels.triton.paged_attention import MAX_SPLITS, TILE, decode_splits
+from pdserve_kernels.triton.triton_kernels import TritonKernels
+from tests.kernels.triton.device import CPU, DEVICE, PRODUCT_DTYPES, SEEDS, assert_near
+
+
+@dataclass(frozen=True)
+class Step:
+    """Rows ``(new_tokens, context_len)`` of one step and the shape of their model."""
+
+    layout: KvLayout
+    group: int
+    rows: list[tuple[int, int]]
+    window: int | None
+    layer: int
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> KvLayout:
+    return KvLayout(
+        kv_heads=draw(st.integers(1, 2)),
+        num_layers=2,
+        block_size=draw(st.sampled_from([1, 3, 4, 16, 64])),
+        head_dim=draw(st.sampled_from([2, 10, 16, 33, 64])),
+        dtype=draw(PRODUCT_DTYPES),
+    )
+
+
+@st.composite
+def steps(draw: st.DrawFn) -> Step:
+    contexts = st.integers(1, 40) | st.sampled_from([64, 65, 128, 150])
+    singles = [(1, context) for context in draw(st.lists(contexts, max_size=3))]
+    spans = []
+    for new, before in draw(st.lists(st.tuples(st.integers(2, 40), st.integers(0, 70)), max_size=2)):
+        spans.append((new, new + before))
+    return Step(
+        layout=draw(layouts()),
+        group=draw(st.sampled_from([1, 2, 3, 7])),
+        rows=[*singles, *spans] or [(1, 1)],
+        window=draw(st.none() | st.integers(1, 80)),
+        layer=draw(st.integers(0, 1)),
+    )
+
+
+def step(rows: list[tuple[int, int]], block_size: int = 16, window: int | None = None) -> Step:
+    return Step(KvLayout(1, 2, block_size, 16, torch.float32), 2, rows, window, 1)
+
+
+def check(case: Step, seed: int, processors: int) -> None:
+    """The kernels' attention of a step equals the reference's; memory of nobody in the step is NaN."""
+    torch.manual_seed(seed)
+    layout, heads = case.layout, case.layout.kv_heads * case.group
+    needed = [math.ceil(context / layout.block_size) for _, context in case.rows]
+    order = torch.randperm(sum(needed) + 2).tolist()
+    cache = torch.randn_like(layout.allocate(len(order), CPU))
+    cache[order[-2:]] = float("nan")
+    rows, first = [], 0
+    for (new, context), count in zip(case.rows, needed, strict=True):
+        blocks = order[first : first + count]
+        # What lies beyond the context in the last block is another request's past, and so is what comes after it.
+        cache[blocks[-1], :, :, :, context - (count - 1) * layout.block_size :] = float("nan")
+        rows.append(AttentionRow(new, context, [*blocks, order[-1]]))
+        first += count
+    tokens = sum(row.new_tokens for row in rows)
+    # The query is a view, as the rotary's output is: keys follow in the same rows.
+    query = torch.randn(tokens, heads + 1, layout.head_dim).to(layout.dtype)
+    key_value = torch.randn(2, tokens, layout.kv_heads, layout.head_dim).to(layout.dtype)
+    moved = cache.to(DEVICE, copy=True)
+    scale = layout.head_dim**-0.5
+    attend = TritonKernels(processors).plan_attention(layout, moved, rows, heads, scale)
+    got = attend(case.layer, query.to(DEVICE)[:, :heads], key_value.to(DEVICE), case.window)
+
+    wanted, at = [], 0
+    for row in rows:
+        mine = slice(at, at + row.new_tokens)
+        slots = [
+            row.blocks[position // layout.block_size] * layout.block_size + position % layout.block_size
+            for position in range(row.context_len - row.new_tokens, row.context_len)
+        ]
+        key, value = key_value[:, mine]
+        reference.kv_write(cache, layout, case.layer, torch.tensor(slots), key, value)
+        blocks = list(row.blocks[:-1])
+        # The reference multiplies what it hides, so it must be given a cache without NaN.
+        clean = cache.nan_to_num(0.0)
+        wanted.append(
+            reference.paged_attention(
+                query[mine, :heads], clean, layout, case.layer, blocks, row.context_len, scale, case.window
+            )
+        )
+        at += row.new_tokens
+    assert torch.equal(moved.cpu().nan_to_num(7.0), cache.nan_to_num(7.0))
+    assert_near(got, torch.cat(wanted), 3)
+
+
+@settings(max_examples=40, deadline=None)
+@given(steps(), SEEDS)
+@example(step([(1, 1)]), 0)
+@example(step([(1, 64), (1, 16), (64, 64)]), 0)
+@example(step([(1, 150)], window=1), 0)
+@example(step([(40, 110)], window=1), 0)
+@example(step([(129, 129)], block_size=64), 0)
+def test_a_step(case: Step, seed: int) -> None:
+    check(case, seed, processors=2)
+
+
+@pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize("processors", [1, 2, 8])
+def test_a_long_context_in_parts(processors: int, window: int | None) -> None:
+    check(step([(1, 700), (1, 3)], window=window), seed=processors, processors=processors)
+
+
+@pytest.mark.parametrize("processors", [1, 8])
+@pytest.mark.parametrize("spoilt", [slice(None), slice(0, 1), slice(15, 16)])
+def test_a_request_that_is_not_finite_keeps_it_to_itself(processors: int, spoilt: slice) -> None:
+    layout = KvLayout(1, 1, 16, 16, torch.float32)
+    cache = torch.randn_like(layout.allocate(30, CPU))
+    cache[3, :, :, :, spoilt] = float("nan")
+    rows = [AttentionRow(1, 150, range(10)), AttentionRow(1, 4, [10]), AttentionRow(3, 4, [11])]
+    attend = TritonKernels(processors).plan_attention(layout, cache.to(DEVICE), rows, 2, 0.25)
+    out = attend(0, torch.randn(5, 2, 16, device=DEVICE), torch.randn(2, 5, 1, 16, device=DEVICE))
+    assert out.isfinite().flatten(1).all(1).tolist() == [False, True, True, True, True]
+
+
+@pytest.mark.parametrize("processors", [1, 8])
+def test_rows_of_padding_read_nothing_and_give_zero(processors: int) -> None:
+    layout = KvLayout(1, 1, 4, 16, torch.float32)
+    cache = torch.full_like(layout.allocate(4, DEVICE), float("nan"))
+    tables = DecodeTables(*torch.zeros(3, 2, dtype=torch.int32, device=DEVICE).unbind())
+    slots = torch.full((2,), -1, dtype=torch.int32, device=DEVICE)
+    attend = TritonKernels(processors).plan_decode(layout, cache, slots, tables, 2, 0.25, 1000)
+    out = attend(0, torch.randn(2, 2, 16, device=DEVICE), torch.randn(2, 2, 1, 16, device=DEVICE))
+    assert not out.any()
+    assert bool(cache.isnan().all())
+
+
+def test_unordered_rows_are_refused() -> None:
+    layout = KvLayout(1, 1, 4, 16, torch.float32)
+    rows = [AttentionRow(2, 2, [0]), AttentionRow(1, 1, [1])]
+    with pytest.raises(ValueError, match="one token must come before"):
+        TritonKernels(1).plan_attention(layout, layout.allocate(2, DEVICE), rows, 1, 1.0)
+
+
+@given(st.integers(1, 600), st.integers(1, 64), st.integers(1, 200_000), st.integers(1, 200))
+def test_parts_are_a_power_of_two_and_never_without_tokens(
+    requests: int, kv_heads: int, max_context: int, processors: int
+) -> None:
+    splits = decode_splits(requests, kv_heads, max_context, processors)
+    assert splits.bit_count() == 1
+    assert splits <= MAX_SPLITS
+    assert splits == 1 or (splits - 1) * TILE < max_context
+
+
+def test_a_long_context_alone_fills_the_processors_and_a_full_batch_is_not_cut() -> None:
+    assert decode_splits(1, 8, 100_000, 132) == 64
+    assert decode_splits(128, 8, 100_000, 132) == 1

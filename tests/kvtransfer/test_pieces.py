@@ -1,0 +1,52 @@
+"""Every head of every decode rank comes from one prefill rank that holds it."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from pdserve_kvtransfer.pieces import Piece, head_map, heads_of
+
+
+def fits(ranks: int, kv_heads: int) -> bool:
+    return kv_heads % ranks == 0 or ranks % kv_heads == 0
+
+
+@given(st.integers(1, 12), st.integers(1, 12), st.integers(1, 12))
+def test_each_head_is_sent_once_to_each_rank_that_holds_it(kv_heads: int, sources: int, targets: int) -> None:
+    assume(fits(sources, kv_heads) and fits(targets, kv_heads))
+    pieces = head_map(kv_heads, sources, targets)
+    for target in range(targets):
+        mine = [piece for piece in pieces if piece.target == target]
+        assert [piece.slot for piece in mine] == list(range(len(mine)))
+        assert {piece.slots for piece in mine} == {len(mine)}
+        assert len({piece.source for piece in mine}) == len(mine), "one piece from each source"
+        got = [
+            (piece.target_head + i, heads_of(piece.source, sources, kv_heads)[piece.source_head + i])
+            for piece in mine
+            for i in range(piece.heads)
+        ]
+        assert got == list(enumerate(heads_of(target, targets, kv_heads)))
+
+
+@given(st.integers(1, 12), st.integers(1, 12))
+def test_ranks_hold_all_heads_evenly(kv_heads: int, ranks: int) -> None:
+    assume(fits(ranks, kv_heads))
+    held = [heads_of(rank, ranks, kv_heads) for rank in range(ranks)]
+    assert len({len(heads) for heads in held}) == 1
+    assert [held.count(heads) for heads in held] == [max(1, ranks // kv_heads)] * ranks
+    assert sorted({head for heads in held for head in heads}) == list(range(kv_heads))
+
+
+def test_the_usual_cases() -> None:
+    assert head_map(2, 1, 1) == (Piece(0, 0, 0, 0, 2, 0, 1),)
+    assert head_map(2, 1, 2) == (Piece(0, 0, 0, 0, 1, 0, 1), Piece(0, 1, 1, 0, 1, 0, 1))
+    assert head_map(2, 2, 1) == (Piece(0, 0, 0, 0, 1, 0, 2), Piece(1, 0, 0, 1, 1, 1, 2))
+    assert [piece.source for piece in head_map(2, 4, 4)] == [0, 1, 2, 3], "replicas are spread"
+
+
+@pytest.mark.parametrize(("kv_heads", "ranks"), [(3, 2), (2, 3), (4, 6)])
+def test_uneven_ranks_are_refused(kv_heads: int, ranks: int) -> None:
+    with pytest.raises(ValueError, match=f"{kv_heads} KV heads cannot be spread evenly over {ranks} ranks"):
+        heads_of(0, ranks, kv_heads)

@@ -1,0 +1,132 @@
+"""A peer that is alive, and neither finishes what it began to send nor takes what is sent to it, is lost in the end.
+
+Time and network are those of ``test_any_order``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from pdserve_kvtransfer.pieces import index_of
+from tests.kvtransfer.transfers.test_any_order import LEASE_S, Asked, Node, World, world
+
+LAST = 2
+"""The index of the block that does not land."""
+BOUND_S = 3 * LEASE_S
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
+    with world(1, 1, monkeypatch) as world_:
+        yield world_
+
+
+def live(made: World, seconds: float, *never_give_up: Node) -> None:
+    """Time passes, in which everybody pings and is heard; for those who never give up it does not count."""
+    end = made.now + seconds
+    while made.now < end:
+        made.now = min(made.now + LEASE_S / 6, end)
+        for node in never_give_up:
+            node.side.forgive(made.now)
+        for pick in (0, 1, 2, 3) * 3:
+            made.net.deliver_up(pick)
+            made.turn(pick)
+            made.net.deliver_down(pick)
+
+
+def fetch(made: World, pick: int) -> Asked:
+    made.fetch(pick)
+    live(made, 0.01)
+    return list(made.asked.values())[-1]
+
+
+def stick(made: World) -> Asked:
+    """A cancelled fetch of decode engine 0 from prefill engine 0, whose last block is accepted and does not land."""
+    asked = fetch(made, 0)
+    at = len(made.pushed) - 1
+    link = made.decodes[0].transports[0].links[-1]
+    link.holds = lambda label: index_of(label) == LAST
+    for _ in range(LAST + 1):
+        made.push(at)
+    live(made, 0.01)
+    made.cancel(at)
+    live(made, 0.01)
+    assert asked.quarantined == {asked.order.block_ids[LAST]}
+    return asked
+
+
+def lands(made: World, asked: Asked) -> None:
+    at = list(made.pushed).index(asked.order.transfer_id)
+    for _ in range(4):
+        made.push(at)
+        live(made, 0.01)
+    assert asked.ended
+    assert not asked.quarantined
+
+
+def test_a_prefill_engine_that_never_finishes_a_block_is_lost_and_the_block_is_free(made: World) -> None:
+    other = fetch(made, 2)
+    asked = stick(made)
+    decode, prefill = made.decodes[0], made.prefills[0]
+    live(made, BOUND_S * 0.9, prefill)
+    assert asked.quarantined, "an honest peer has some time"
+    live(made, BOUND_S * 0.2, prefill)
+    assert not asked.quarantined
+    assert decode.local.counters.quarantined_blocks == 0
+    assert decode.local.counters.leases_expired == 0
+    lands(made, other)
+    lands(made, fetch(made, 0))
+    made.settle()
+    made.check()
+    assert decode.local.counters.transfers_received == 2
+
+
+def test_a_decode_engine_that_never_takes_a_block_is_lost_and_the_block_is_free(made: World) -> None:
+    other = fetch(made, 1)
+    asked = stick(made)
+    decode, prefill = made.decodes[0], made.prefills[0]
+    live(made, BOUND_S * 0.9, decode)
+    assert not made.pushed[asked.order.transfer_id].ended, "an honest peer has some time"
+    live(made, BOUND_S * 0.2, decode)
+    assert made.pushed[asked.order.transfer_id].ended
+    assert prefill.local.counters.leases_expired == 0
+    lands(made, other)
+    assert prefill.local.counters.transfers_sent == 1
+    made.settle()
+    made.check()
+
+
+def test_while_other_blocks_move_on_the_link_a_slow_peer_is_not_lost(made: World) -> None:
+    asked = stick(made)
+    for _ in range(3):
+        fetch(made, 0)
+        at = len(made.pushed) - 1
+        for _ in range(LAST):
+            made.push(at)
+            live(made, BOUND_S * 0.8)
+            assert asked.quarantined
+    assert not made.pushed[asked.order.transfer_id].ended
+    live(made, BOUND_S * 0.3)
+    assert not asked.quarantined
+    assert made.pushed[asked.order.transfer_id].ended
+
+
+def test_time_in_which_this_process_did_not_listen_does_not_count(made: World) -> None:
+    asked = stick(made)
+    live(made, 3 * BOUND_S, made.decodes[0], made.prefills[0])
+    assert asked.quarantined
+    assert not made.pushed[asked.order.transfer_id].ended
+
+
+def test_a_block_that_lands_in_time_keeps_the_link(made: World) -> None:
+    asked = stick(made)
+    live(made, BOUND_S * 0.9)
+    (link,) = made.decodes[0].transports[0].links
+    link.holds = lambda label: False
+    live(made, BOUND_S * 2)
+    assert not asked.quarantined
+    assert made.pushed[asked.order.transfer_id].ended
+    assert made.links() == [*made.prefills[0].transports[0].links, *made.decodes[0].transports[0].links]
+    lands(made, fetch(made, 0))

@@ -1,0 +1,144 @@
+"""What one peer does, or what becomes of it, ends that peer's transfers; the thread and everybody else's go on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from pdserve.errors import TransferError
+from pdserve.wire.discovery import Role
+from pdserve.wire.sampling_params import SampledToken
+from pdserve.wire.transfer import Hello, LinkAddress, Ping, Pong, Refused, Welcome
+from pdserve_kvtransfer.events import FailureKind, FetchFailed, FetchLanded, FirstTokenArrived, PushEnded, PushWanted
+from pdserve_kvtransfer.region import Memory
+from tests.kvtransfer.fakes import FakeDecode, FakePrefill
+from tests.kvtransfer.inproc import Fabric, InprocLink, InprocTransport
+from tests.kvtransfer.rig import PATIENT, SPEC, Pair, engine, pair
+from tests.kvtransfer.test_ranks import nodes
+
+
+def lands(rig: Pair) -> None:
+    transfer_id = rig.fetch((2, 3))
+    rig.prefill.next(PushWanted)
+    rig.prefill.thread.push(transfer_id, 0, (0, 1))
+    rig.prefill.thread.first_token(transfer_id, (SampledToken(1),), 0)
+    rig.decode.next(FirstTokenArrived)
+    rig.decode.next(FetchLanded)
+    rig.prefill.next(PushEnded)
+
+
+def of_another_ucx(address: bytes) -> bytes:
+    """An address in a form that this UCX does not know."""
+    known = msgspec.msgpack.decode(address, type=LinkAddress)
+    worker = bytes([known.worker[0] ^ 0x0F]) + known.worker[1:]
+    return msgspec.msgpack.encode(msgspec.structs.replace(known, worker=worker))
+
+
+@pytest.mark.parametrize("refuses_too", [False, True])
+def test_a_prefill_node_that_ucx_cannot_reach_ends_its_own_transfers_alone(refuses_too: bool) -> None:
+    with pair(config=PATIENT) as rig:
+        lands(rig)
+        for block in (5, 6):
+            with FakePrefill() as stranger:
+                rig.decode.thread.fetch(rig.order((block,), target=stranger.target))
+                stranger.next(Hello)
+                address = stranger.link.address if refuses_too else of_another_ucx(stranger.link.address)
+                stranger.send(Welcome(stranger.boot_id, SPEC, [address]))
+                if refuses_too:
+                    stranger.send(Refused(stranger.boot_id, "handshake", "none", "assumed"))
+                failed = rig.decode.next(FetchFailed)
+                assert (failed.kind, failed.quarantined) == (FailureKind.PEER_LOST, ())
+        lands(rig)
+
+
+def test_a_decode_node_that_ucx_cannot_reach_is_told_and_harms_nobody() -> None:
+    with pair(config=PATIENT) as rig, FakeDecode(rig.prefill.address) as stranger:
+        stranger.send(Hello(stranger.boot_id, SPEC, [of_another_ucx(stranger.link.address)]))
+        stranger.next(Welcome)
+        assert stranger.next(Refused).field == "handshake"
+        lands(rig)
+
+
+@pytest.mark.parametrize("tp_size", [0, -1, 2**40])
+def test_a_decode_node_of_an_impossible_number_of_ranks_is_refused(tp_size: int) -> None:
+    with engine(Role.PREFILL, config=PATIENT) as prefill, FakeDecode(prefill.address) as stranger:
+        stranger.send(Hello(stranger.boot_id, msgspec.structs.replace(SPEC, tp_size=tp_size), []))
+        stranger.next(Refused)
+        with FakeDecode(prefill.address) as other:
+            other.greet()
+            other.send(Ping(other.boot_id))
+            other.next(Pong)
+
+
+def test_more_ranks_than_any_node_has_are_refused_without_counting_to_them() -> None:
+    with engine(Role.PREFILL, config=PATIENT) as prefill, FakeDecode(prefill.address) as stranger:
+        many = 3 * 300_000
+        stranger.send(Hello(stranger.boot_id, msgspec.structs.replace(SPEC, tp_size=many), [b""] * many))
+        assert stranger.next(Refused).field == "tp_size"
+
+
+class ScriptedTransport(InprocTransport):
+    """Each link that it opens is first shown to ``on_open``, which may raise or tamper with it."""
+
+    def __init__(self, fabric: Fabric, on_open: Callable[[InprocLink, int], None]) -> None:
+        super().__init__(fabric)
+        self._on_open = on_open
+
+    def open_link(self, memory: Memory) -> InprocLink:
+        link = super().open_link(memory)
+        self._on_open(link, len(self.links))
+        return link
+
+
+def test_a_defect_in_one_peers_handling_ends_that_peer_and_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    """On both sides: the links that are opened second look at nothing but fail."""
+    fabric = Fabric()
+
+    def second_fails(link: InprocLink, number: int) -> None:
+        def fail() -> bool:
+            raise KeyError("a defect")
+
+        if number == 2:
+            link.progress = fail  # type: ignore[method-assign]
+
+    def transport() -> ScriptedTransport:
+        return ScriptedTransport(fabric, second_fails)
+
+    with (
+        engine(Role.PREFILL, config=PATIENT, transport=transport) as prefill,
+        engine(Role.DECODE, config=PATIENT, transport=transport) as decode,
+        engine(Role.PREFILL, config=PATIENT, transport=transport) as other_prefill,
+        engine(Role.DECODE, config=PATIENT, transport=transport) as other_decode,
+    ):
+        lands(Pair(prefill, decode))
+        other_decode.thread.fetch(Pair(prefill, other_decode).order((1,)))
+        assert other_decode.next(FetchFailed).kind is FailureKind.PEER_LOST
+        decode.thread.fetch(Pair(other_prefill, decode).order((1,)))
+        failed = decode.next(FetchFailed)
+        assert failed.kind is FailureKind.PEER_LOST and "KeyError" in failed.reason
+        lands(Pair(prefill, decode))
+    assert sum("a defect" in str(record.exc_info) for record in caplog.records) >= 2
+
+
+def test_a_link_that_cannot_be_opened_on_one_rank_fails_one_peer(tmp_path: Path) -> None:
+    with nodes(2, 2, 2, tmp_path, Fabric()) as both:
+        for node in (both.decode, both.prefill):
+            for thread in node.threads:
+                transport = thread._make_transport  # for the rank's next link
+                assert transport is not None
+        broken = both.decode.threads[0]
+        opened = broken._make_port
+
+        def refuse(*_: object) -> object:
+            raise TransferError("no descriptors are left")
+
+        broken._make_port = refuse  # type: ignore[assignment]
+        order = both.rig.order((3, 8))
+        both.decode.engine.thread.fetch(order)
+        assert "no descriptors" in both.decode.engine.next(FetchFailed).reason
+        broken._make_port = opened
+        both.decode.engine.thread.fetch(both.rig.order((3, 8)))
+        both.prefill.engine.next(PushWanted)

@@ -1,0 +1,240 @@
+"""Hundreds of transfers alive at once, some of them cancelled, refused, disturbed or left by a node that restarts."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+import pytest
+
+from pdserve.config import TransferConfig
+from pdserve.wire.discovery import Role
+from pdserve.wire.ids import TransferId
+from pdserve.wire.sampling_params import SampledToken
+from pdserve_kvtransfer.events import (
+    BlocksReleased,
+    FetchCancelled,
+    FetchFailed,
+    FetchLanded,
+    FirstTokenArrived,
+    PushCancelled,
+    PushEnded,
+    PushWanted,
+)
+from pdserve_kvtransfer.transport import Transport
+from pdserve_kvtransfer.ucx.ucx_transport import UcxTransport
+from tests.eventually import eventually
+from tests.kvtransfer.faulty import Fault, Injector, faulty
+from tests.kvtransfer.inproc import Fabric, InprocTransport
+from tests.kvtransfer.rig import Engine, Pair, compiled_mover
+from tests.kvtransfer.test_thread import open_files, transfer_threads
+
+TRANSFERS = 600
+AFTER_THE_RESTART = 100
+WORKED_ON = 40
+ATTEMPTS = 8
+BLOCKS = 3
+SOURCES = 50
+BLOCK_BYTES = 12 * 1024
+CONFIG = TransferConfig(heartbeat_ms=100, lease_ms=5_000)
+PATIENCE_S = 60.0
+
+
+@dataclass
+class Server:
+    """A prefill engine that does what it is asked, in small parts, and sometimes not."""
+
+    engine: Engine
+    dice: random.Random
+    wanted: list[PushWanted] = field(default_factory=list)
+    counts: Counter[type] = field(default_factory=Counter)
+    over: set[TransferId] = field(default_factory=set)
+    pushed: dict[TransferId, int] = field(default_factory=dict)
+
+    def look(self) -> None:
+        """Take what has happened."""
+        self.engine.poll()
+        while not self.engine.quiet():
+            event = self.engine.take()
+            self.counts[type(event)] += 1
+            match event:
+                case PushWanted():
+                    self.wanted.append(event)
+                case PushCancelled(transfer) | PushEnded(transfer):
+                    self.over.add(transfer)
+
+    def go_on(self) -> None:
+        """Push some more blocks of the oldest, and the first token with the last; refuse some."""
+        going, self.wanted = self.wanted[:WORKED_ON], self.wanted[WORKED_ON:]
+        left = []
+        for wanted in going:
+            transfer, index = wanted.transfer_id, self.pushed.get(wanted.transfer_id, 0)
+            if transfer in self.over:
+                continue
+            if self.dice.random() < 0.02:
+                self.engine.thread.fail_push(transfer, "not this one")
+                continue
+            count = self.dice.randint(0, BLOCKS - index)
+            blocks = tuple(source(wanted.token_ids[0], i) for i in range(index, index + count))
+            self.engine.thread.push(transfer, index, blocks)
+            self.pushed[transfer] = index + count
+            if index + count < BLOCKS:
+                left.append(wanted)
+            else:
+                self.engine.thread.first_token(transfer, (SampledToken(7),), 0)
+        self.wanted = left + self.wanted
+
+    @property
+    def settled(self) -> bool:
+        return self.counts[PushWanted] == self.counts[PushEnded]
+
+
+def source(number: int, index: int) -> int:
+    """Which block of a prefill engine is block ``index`` of transfer ``number``."""
+    return (number * 7 + index) % SOURCES
+
+
+class Client:
+    """A decode engine, what it has ordered, and how that ended."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.numbers: dict[TransferId, int] = {}
+        self.ends: dict[TransferId, FetchLanded | FetchFailed | FetchCancelled] = {}
+        self.quarantined: set[int] = set()
+        self.attempts: Counter[int] = Counter()
+        self.lost: list[int] = []
+
+    def order(self, number: int, server: Server) -> None:
+        made = Pair(server.engine, self.engine).order(self.places(number), deadline_s=PATIENCE_S)
+        order = replace(made, token_ids=[number, *made.token_ids[1:]])
+        self.numbers[order.transfer_id] = number
+        self.attempts[number] += 1
+        self.engine.thread.fetch(order)
+
+    def retry(self, server: Server) -> None:
+        """Order again what was lost, unless its blocks may still be written to."""
+        again, self.lost = self.lost, []
+        for number in again:
+            if self.attempts[number] < ATTEMPTS and not self.quarantined.intersection(self.places(number)):
+                self.order(number, server)
+
+    def cancel(self, transfers: list[TransferId]) -> None:
+        for transfer in transfers:
+            self.engine.thread.cancel_fetch(transfer)
+
+    def places(self, number: int) -> tuple[int, ...]:
+        return tuple(range(number * BLOCKS, (number + 1) * BLOCKS))
+
+    def look(self) -> None:
+        self.engine.poll()
+        while not self.engine.quiet():
+            match self.engine.take():
+                case FetchLanded() | FetchFailed() | FetchCancelled() as end:
+                    assert end.transfer_id not in self.ends, "a transfer ends once"
+                    self.ends[end.transfer_id] = end
+                    self.quarantined.update(() if isinstance(end, FetchLanded) else end.quarantined)
+                    if isinstance(end, FetchFailed):
+                        self.lost.append(self.numbers[end.transfer_id])
+                case BlocksReleased(block_ids):
+                    self.quarantined.difference_update(block_ids)
+                case FirstTokenArrived(transfer):
+                    assert transfer not in self.ends
+
+    @property
+    def alive(self) -> int:
+        return len(self.numbers) - len(self.ends)
+
+    @property
+    def settled(self) -> bool:
+        return not self.alive and not self.quarantined
+
+
+@pytest.fixture
+def nothing_left() -> Iterator[None]:
+    """No thread and no descriptor stays."""
+    Engine(Role.DECODE, block_bytes=BLOCK_BYTES).close()  # Whatever libraries open once for all is open now.
+    before = open_files()
+    yield
+    assert not transfer_threads()
+    # UCX's own thread, which may stay once a worker was destroyed by force, is five, once.
+    eventually(lambda: open_files() <= before + 5)
+
+
+def transports(kind: str) -> tuple[Callable[[], Transport], Injector | None]:
+    if kind == "inproc":
+        fabric = Fabric()
+        return lambda: InprocTransport(fabric), None
+    if kind == "python":
+        return lambda: UcxTransport(""), None
+    compiled = partial(UcxTransport, "", make_poster=compiled_mover())
+    if kind in ("mapped", "compiled"):
+        return compiled, None
+    injector = Injector(Fault[kind], every=509)
+    return faulty(compiled, injector), injector
+
+
+@pytest.mark.parametrize("kind", ["inproc", "mapped", "compiled", "python", "CORRUPT", "REORDER", "SEND_FAILS"])
+def test_whatever_happens_to_hundreds_of_transfers(
+    kind: str, nothing_left: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Engine, "shares", kind != "compiled")
+    dice = random.Random(kind)
+    make, injector = transports(kind)
+    with ExitStack() as stack:
+
+        def engine(role: Role, blocks: int, config: TransferConfig = CONFIG) -> Engine:
+            made = Engine(role, num_blocks=blocks, block_bytes=BLOCK_BYTES, config=config, transport=make)
+            stack.callback(made.close)
+            return made
+
+        client = Client(engine(Role.DECODE, (TRANSFERS + AFTER_THE_RESTART) * BLOCKS))
+        servers = [Server(engine(Role.PREFILL, SOURCES), dice) for _ in range(2)]
+        content = servers[0].engine.fill(*range(SOURCES))
+        servers[1].engine.fill_with(content)
+
+        def look() -> bool:
+            client.look()
+            for server in servers:
+                server.look()
+            return True
+
+        for number in range(TRANSFERS):
+            client.order(number, dice.choice(servers))
+        # Before anything is pushed, so many are alive on both sides.
+        eventually(lambda: look() and sum(len(server.wanted) for server in servers) == TRANSFERS, timeout_s=PATIENCE_S)
+        client.cancel(dice.sample(list(client.numbers), 40))
+
+        def turn() -> bool:
+            look()
+            for server in servers:
+                server.go_on()
+            client.retry(dice.choice(servers))
+            client.cancel(dice.sample(list(client.numbers), 2))
+            return client.settled and all(server.settled for server in servers)
+
+        eventually(lambda: turn() or len(client.ends) > TRANSFERS // 4, timeout_s=PATIENCE_S)
+        # One node is replaced by its next boot, at the same address, in the middle of all that.
+        former = servers[1]
+        former.engine.close()
+        former.look()
+        assert former.settled
+        port = int(former.engine.address.rpartition(":")[2])
+        servers[1] = Server(engine(Role.PREFILL, SOURCES, replace(CONFIG, port=port)), dice)
+        servers[1].engine.fill_with(content)
+        for number in range(TRANSFERS, TRANSFERS + AFTER_THE_RESTART):
+            client.order(number, servers[1])
+        eventually(turn, timeout_s=PATIENCE_S)
+
+        landed = {client.numbers[transfer] for transfer, end in client.ends.items() if isinstance(end, FetchLanded)}
+        for number in landed:
+            sent = b"".join(servers[0].engine.read(source(number, index)) for index in range(BLOCKS))
+            assert client.engine.read(*client.places(number)) == sent
+        assert len(landed) > TRANSFERS // 4
+        assert max(landed) >= TRANSFERS, "the new boot is used"
+        assert injector is None or injector.injected > 0
+        assert client.engine.thread.stats().quarantined_blocks == 0

@@ -1,0 +1,109 @@
+"""Whatever the transport does to blocks, no fetch lands with other bytes than were sent, and every one ends."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+import pytest
+
+from pdserve.config import Switch, TransferConfig
+from pdserve.wire.discovery import Role
+from pdserve.wire.ids import TransferId
+from pdserve.wire.sampling_params import SampledToken
+from pdserve_kvtransfer.events import BlocksReleased, FailureKind, FetchFailed, FetchLanded, PushEnded, PushWanted
+from pdserve_kvtransfer.transport import Transport
+from pdserve_kvtransfer.ucx.ucx_transport import UcxTransport
+from pdserve_kvtransfer.ucx.ucxx_poster import UcxxPoster
+from tests.eventually import eventually
+from tests.kvtransfer.faulty import AT_RECEIVER, HARMLESS, Fault, Injector, faulty
+from tests.kvtransfer.rig import CONFIG, Engine, Pair, compiled_mover, engine
+
+TRANSFERS = 30
+BLOCKS = 2
+EVERY = 13
+ONLY_CHECKSUMS = frozenset({Fault.CORRUPT, Fault.SWAP, Fault.FOREIGN})
+"""Blocks of the right size under a tag and an index that are wanted: nothing else tells them from right ones."""
+
+
+def serve(prefill: Engine, source: tuple[int, ...]) -> Counter[type]:
+    """Act on what decode engines ask for. Returns how often what happened."""
+    prefill.poll()
+    seen: Counter[type] = Counter()
+    while not prefill.quiet():
+        event = prefill.take()
+        seen[type(event)] += 1
+        if isinstance(event, PushWanted):
+            prefill.thread.push(event.transfer_id, 0, source)
+            prefill.thread.first_token(event.transfer_id, (SampledToken(1),), 0)
+    return seen
+
+
+@pytest.fixture(params=["mapped", "compiled", "python"])
+def make(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Callable[[], Transport]:
+    """The transport beneath the faults."""
+    monkeypatch.setattr(Engine, "shares", request.param == "mapped")
+    return partial(UcxTransport, "", make_poster=UcxxPoster if request.param == "python" else compiled_mover())
+
+
+@pytest.mark.parametrize("fault", Fault, ids=lambda fault: fault.name)
+def test_nothing_lands_that_was_not_sent(fault: Fault, make: Callable[[], Transport]) -> None:
+    nothing_else_lands(fault, CONFIG, make)
+
+
+@pytest.mark.parametrize("fault", sorted(set(Fault) - ONLY_CHECKSUMS, key=str), ids=lambda fault: fault.name)
+def test_nor_without_checksums_where_the_transport_itself_says_so(fault: Fault, make: Callable[[], Transport]) -> None:
+    nothing_else_lands(fault, replace(CONFIG, checksums=Switch.OFF), make)
+
+
+def nothing_else_lands(fault: Fault, config: TransferConfig, make: Callable[[], Transport]) -> None:
+    injector = Injector(fault, EVERY)
+    bad = faulty(make, injector)
+    at_receiver = fault in AT_RECEIVER
+    blocks = TRANSFERS * BLOCKS
+    with (
+        engine(Role.PREFILL, config=config, transport=None if at_receiver else bad) as prefill,
+        engine(Role.DECODE, config=config, transport=bad if at_receiver else None, num_blocks=blocks) as decode,
+    ):
+        rig = Pair(prefill, decode)
+        source = (5, 2)
+        sent = prefill.fill(*source)
+        places: dict[TransferId, tuple[int, ...]] = {}
+        ends: dict[TransferId, FetchLanded | FetchFailed] = {}
+        counts: Counter[type] = Counter()
+
+        def settled() -> bool:
+            counts.update(serve(prefill, source))
+            decode.poll()
+            while not decode.quiet():
+                event = decode.take()
+                if isinstance(event, FetchLanded | FetchFailed):
+                    assert event.transfer_id not in ends
+                    ends[event.transfer_id] = event
+                assert not isinstance(event, BlocksReleased) or event.block_ids
+            return len(ends) == len(places) and counts[PushEnded] == counts[PushWanted]
+
+        for i in range(TRANSFERS):
+            order = rig.order((2 * i, 2 * i + 1))
+            places[order.transfer_id] = order.block_ids
+            decode.thread.fetch(order)
+            if i % 5 == 4:
+                eventually(settled)
+
+        assert injector.injected > 0
+        for transfer, end in ends.items():
+            if isinstance(end, FetchLanded):
+                assert decode.read(*places[transfer]) == sent
+        failures = [end.kind for end in ends.values() if isinstance(end, FetchFailed)]
+        assert len(failures) < TRANSFERS, "the rest went on"
+        if fault in HARMLESS:
+            assert not failures
+        else:
+            assert failures
+        if fault in (Fault.CORRUPT, Fault.FOREIGN):
+            assert set(failures) == {FailureKind.CORRUPT}
+        if fault is Fault.TRUNCATE:
+            assert set(failures) == {FailureKind.STALLED}
+        eventually(lambda: decode.thread.stats().quarantined_blocks == 0)

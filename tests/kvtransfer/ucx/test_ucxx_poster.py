@@ -1,0 +1,57 @@
+"""Operations in flight: all that ended are found, in order, without a look at each in every turn."""
+
+from __future__ import annotations
+
+from pdserve_kvtransfer.ucx.ucxx_poster import LOOKED_AT, InFlight
+
+MANY = 20 * LOOKED_AT
+
+
+class Operation:
+    def __init__(self) -> None:
+        self.ended = False
+        self.looks = 0
+
+    def done(self) -> bool:
+        self.looks += 1
+        return self.ended
+
+
+def posted(count: int) -> tuple[InFlight[Operation], list[Operation]]:
+    in_flight: InFlight[Operation] = InFlight()
+    operations = [Operation() for _ in range(count)]
+    for operation in operations:
+        in_flight.add(operation)
+    return in_flight, operations
+
+
+def test_what_ended_is_taken_once_and_in_order() -> None:
+    in_flight, operations = posted(MANY)
+    for operation in operations[: LOOKED_AT + 3]:
+        operation.ended = True
+    assert in_flight.take_done() == operations[: LOOKED_AT + 3]
+    assert in_flight.take_done() == []
+    assert in_flight.take_all() == operations[LOOKED_AT + 3 :]
+    assert not in_flight
+
+
+def test_a_turn_looks_at_few_of_those_that_wait() -> None:
+    in_flight, operations = posted(MANY)
+    in_flight.take_done()
+    assert sum(operation.looks for operation in operations) == LOOKED_AT
+
+
+def test_before_a_sleep_all_are_looked_at_once() -> None:
+    in_flight, operations = posted(MANY)
+    operations[-1].ended = True
+    assert in_flight.take_done() == []
+    assert not in_flight.settled()
+    assert in_flight.take_done() == [operations[-1]]
+    assert in_flight.settled()
+    assert in_flight.take_all() == operations[:-1]
+
+
+def test_few_are_settled_at_once() -> None:
+    in_flight, _ = posted(LOOKED_AT - 1)
+    in_flight.take_done()
+    assert in_flight.settled()

@@ -1,0 +1,163 @@
+"""GGUF files load directly: the same logits as the folder that they were made from, and clear refusals."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import torch
+from gguf import GGMLQuantizationType
+from gguf.quants import dequantize, quantize
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+
+from pdserve.errors import ModelError
+from pdserve.models.backend import CPU
+from pdserve.models.checkpoint.decoder_config import read_decoder_config
+from pdserve.models.checkpoint.demo import resolve_model, served_name
+from pdserve.models.checkpoint.gguf_file import read_gguf
+from pdserve.models.checkpoint.gguf_tensors import GgufTensors
+from pdserve.models.checkpoint.weights import ALL, Checkpoint, fingerprint
+from pdserve.models.decoders.layers import rotary_table
+from pdserve.models.runner import StepRow
+from tests.models.greedy import small_runner
+from tests.tiny_gguf import save_tiny_gguf
+from tests.tiny_models import reference_logits, save_tiny_model
+
+PROMPT = list(range(100, 137))
+
+
+def logits(path: Path) -> torch.Tensor:
+    runner = small_runner(path)
+    return torch.cat([runner.run([StepRow([token], i, range(16), True)]) for i, token in enumerate(PROMPT)])
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma3-pattern"])
+def test_logits_are_those_of_the_folder(tmp_path: Path, family: str) -> None:
+    folder = save_tiny_model(family, tmp_path / "folder")
+    path = save_tiny_gguf(folder, tmp_path / "tiny.gguf")
+    torch.testing.assert_close(logits(path), reference_logits(folder, PROMPT), rtol=1e-4, atol=1e-3)
+
+
+def test_the_shape_is_read(tmp_path: Path) -> None:
+    folder = save_tiny_model("llama", tmp_path / "folder")
+    path = save_tiny_gguf(folder, tmp_path / "tiny.gguf", {"tokenizer.ggml.eot_token_id": 7})
+    config = read_decoder_config(path)
+    assert (config.heads, config.kv_heads, config.head_dim, config.num_layers) == (6, 2, 10, 3)
+    assert (config.max_positions, config.vocab_size, config.tied_embeddings) == (512, 512, True)
+    assert config.eos_token_ids == {2, 7}
+
+
+def test_llama_3_divides_its_rotary_frequencies(tmp_path: Path) -> None:
+    folder = save_tiny_model("llama", tmp_path / "folder")
+    plain = read_decoder_config(folder)
+    divided = read_decoder_config(save_tiny_gguf(folder, tmp_path / "tiny.gguf", rope_freqs=[1, 1, 2, 4, 8]))
+    cos, _ = rotary_table(divided, 64, torch.float32, CPU)
+    wanted, _ = rotary_table(plain, 64, torch.float32, CPU)
+    for column, divisor in enumerate([1, 1, 2, 4, 8]):
+        torch.testing.assert_close(cos[::divisor, column][:8], wanted[:, column][:8])
+
+
+@pytest.mark.parametrize("kind", [GGMLQuantizationType.Q8_0, GGMLQuantizationType.Q4_1, GGMLQuantizationType.BF16])
+def test_parts_of_a_quantised_tensor(tmp_path: Path, kind: GGMLQuantizationType) -> None:
+    folder = save_tiny_model("llama", tmp_path / "folder")
+    tensors = GgufTensors(save_tiny_gguf(folder, tmp_path / "tiny.gguf", quantized=kind))
+    name = "model.layers.1.mlp.down_proj.weight"
+    plain = load_file(folder / "model.safetensors")[name].numpy()
+    wanted = torch.from_numpy(dequantize(quantize(plain, kind), kind))
+    torch.testing.assert_close(tensors.read(name, ALL, ALL, torch.float32), wanted, rtol=0, atol=0)
+    part = tensors.read(name, slice(20, 40), slice(48, 96), torch.bfloat16)
+    assert torch.equal(part, wanted[20:40, 48:].bfloat16())
+
+
+def test_a_rank_reads_its_heads_only(tmp_path: Path) -> None:
+    folder = save_tiny_model("llama", tmp_path / "folder")
+    gguf = Checkpoint(save_tiny_gguf(folder, tmp_path / "tiny.gguf"), torch.float32)
+    name, mine = "model.layers.0.self_attn.q_proj.weight", slice(20, 40)
+    assert torch.equal(gguf.take(name, rows=mine), Checkpoint(folder, torch.float32).take(name, rows=mine))
+
+
+def test_fingerprint_covers_the_file(tmp_path: Path) -> None:
+    folder = save_tiny_model("llama", tmp_path / "folder")
+    one = save_tiny_gguf(folder, tmp_path / "one.gguf")
+    same = save_tiny_gguf(folder, tmp_path / "same.gguf")
+    other = save_tiny_gguf(folder, tmp_path / "other.gguf", {"llama.rope.freq_base": 5.0} | {"general.name": "other"})
+    assert fingerprint(one) == fingerprint(same)
+    assert fingerprint(one) != fingerprint(other)
+
+
+def test_it_is_served_under_its_name(tmp_path: Path) -> None:
+    path = save_tiny_gguf(save_tiny_model("llama", tmp_path / "folder"), tmp_path / "tiny-q8.gguf")
+    assert resolve_model(str(path), tmp_path) == path
+    assert served_name(str(path), path) == "tiny-q8"
+
+
+@pytest.mark.parametrize(
+    ("extra", "match"),
+    [
+        ({"llama.expert_count": 8}, r"llama\.expert_count"),
+        ({"llama.rope.scaling.type": "longrope"}, "longrope"),
+        ({"llama.rope.dimension_count": 4}, r"rope\.dimension_count"),
+        ({"split.count": 2}, "one part of several"),
+    ],
+)
+def test_settings_that_would_be_wrong_are_refused(tmp_path: Path, extra: dict[str, int | str], match: str) -> None:
+    folder = save_tiny_model("llama", tmp_path / "folder")
+    with pytest.raises(ModelError, match=match):
+        read_decoder_config(save_tiny_gguf(folder, tmp_path / "tiny.gguf", extra))
+
+
+def test_other_architectures_are_refused_by_name(tmp_path: Path) -> None:
+    folder = save_tiny_model("llama", tmp_path / "folder")
+    with pytest.raises(ModelError, match=r"'mamba'.*gemma3.*llama"):
+        read_decoder_config(save_tiny_gguf(folder, tmp_path / "tiny.gguf", architecture="mamba"))
+
+
+def test_an_unknown_number_format_is_refused(tmp_path: Path) -> None:
+    folder = save_tiny_model("llama", tmp_path / "folder")
+    path = save_tiny_gguf(folder, tmp_path / "tiny.gguf", quantized=GGMLQuantizationType.Q8_0)
+    whole = path.read_bytes()
+    name = b"blk.1.ffn_down.weight"
+    kind = whole.index(name) + len(name) + 4 + 2 * 8
+    assert whole[kind] == GGMLQuantizationType.Q8_0
+    for number, match in ((GGMLQuantizationType.Q8_1, "Q8_1, which is not supported"), (250, "unknown number format")):
+        path.write_bytes(whole[:kind] + bytes([number]) + whole[kind + 1 :])
+        with pytest.raises(ModelError, match=match):
+            GgufTensors(path).read("model.layers.1.mlp.down_proj.weight", slice(0, 1), ALL, torch.float32)
+
+
+@pytest.mark.parametrize("kept", [0, 3, 20, 200, 2000, -100])
+def test_a_truncated_file(tmp_path: Path, kept: int) -> None:
+    folder = save_tiny_model("llama", tmp_path / "folder")
+    path = save_tiny_gguf(folder, tmp_path / "tiny.gguf")
+    path.write_bytes(path.read_bytes()[:kept])
+    with pytest.raises(ModelError, match=r"tiny\.gguf"):
+        small_runner(path)
+
+
+def test_lengths_that_lie(tmp_path: Path) -> None:
+    path = tmp_path / "lies.gguf"
+    endless_array = b"\x01" + bytes(7) + b"k" + b"\x09\0\0\0" + b"\x06\0\0\0" + b"\xff" * 8
+    path.write_bytes(b"GGUF\x03\0\0\0" + bytes(8) + b"\x01" + bytes(7) + endless_array)
+    with pytest.raises(ModelError, match="not a readable GGUF"):
+        read_gguf(path)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("whole")
+    return save_tiny_gguf(save_tiny_model("llama", folder), folder / "tiny.gguf")
+
+
+@settings(max_examples=100, deadline=None)
+@given(at=st.integers(0, 3000), damage=st.binary(min_size=1, max_size=9))
+def test_a_damaged_header_is_refused_or_harmless(whole: Path, at: int, damage: bytes) -> None:
+    path, data = whole.with_name("damaged.gguf"), whole.read_bytes()
+    path.write_bytes(data[:at] + damage + data[at + 1 :])
+    with suppress(ModelError):
+        read_decoder_config(path)
+        tensors = GgufTensors(path)
+        for name in tensors.names():
+            tensors.read(name, slice(0, 1), ALL, torch.float32)

@@ -1,0 +1,177 @@
+"""Decoders that transformers computes with our attention: tokens as ``generate`` gives them, and safe refusals."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import (
+    AutoModelForCausalLM,
+    BloomConfig,
+    Cohere2Config,
+    Gemma2Config,
+    GPT2Config,
+    GPTNeoXConfig,
+    GraniteConfig,
+    Lfm2Config,
+    MixtralConfig,
+    Olmo2Config,
+    Phi3Config,
+    PretrainedConfig,
+    Starcoder2Config,
+)
+
+from pdserve.config import Dtype
+from pdserve.errors import ModelError
+from pdserve.models.checkpoint.decoder_config import read_decoder_config
+from pdserve.models.checkpoint.weights import Checkpoint
+from pdserve.models.decoders.decoder import build_decoder
+from pdserve.models.decoders.layers import Building
+from pdserve.models.runner import StepRow
+from pdserve_kernels.cpu.torch_kernels import TorchKernels
+from tests.models.greedy import greedy_tokens, small_runner
+from tests.models.test_qwen3_moe import Unsummed
+from tests.tiny_models import WINDOW, reference_last_logits
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": 512,
+    "hidden_size": 48,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.3,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+}
+MULTI_HEAD = {name: value for name, value in SHAPE.items() if name != "num_key_value_heads"}
+GPT2_SHAPE: dict[str, Any] = {
+    "vocab_size": 512,
+    "n_embd": 48,
+    "n_layer": 2,
+    "n_head": 4,
+    "n_positions": 256,
+    "initializer_range": 0.3,
+    "eos_token_id": None,
+}
+FAMILIES: dict[str, PretrainedConfig] = {
+    # Absolute positions, and scores that are scaled differently in each layer.
+    "gpt2": GPT2Config(**GPT2_SHAPE, scale_attn_by_inverse_layer_idx=True),
+    "gpt-neox": GPTNeoXConfig(**MULTI_HEAD),
+    "phi3": Phi3Config(**SHAPE, sliding_window=None),
+    "olmo2": Olmo2Config(**SHAPE),
+    "starcoder2": Starcoder2Config(**SHAPE, sliding_window=WINDOW),
+    "granite": GraniteConfig(**SHAPE, attention_multiplier=0.3, logits_scaling=3.0, residual_multiplier=0.7),
+    "cohere2": Cohere2Config(**SHAPE, sliding_window=50, layer_types=["sliding_attention"] * 2),
+    "mixtral": MixtralConfig(**SHAPE, num_local_experts=4, num_experts_per_tok=2),
+}
+PROMPTS = [[5, 9, 77], list(range(100, 160))]
+
+
+def save(config: PretrainedConfig, folder: Path) -> Path:
+    torch.manual_seed(3)
+    auto: Any = AutoModelForCausalLM
+    auto.from_config(config, dtype=torch.float32).save_pretrained(folder)
+    return folder
+
+
+def generated(folder: Path, prompt: list[int], count: int) -> list[int]:
+    auto: Any = AutoModelForCausalLM
+    model = auto.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    ids = torch.tensor([prompt])
+    found = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False)
+    tokens: list[int] = found[0, len(prompt) :].tolist()
+    return tokens
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_tokens_are_those_of_generate(tmp_path: Path, family: str) -> None:
+    folder = save(FAMILIES[family], tmp_path)
+    runner = small_runner(folder)
+    for prompt in PROMPTS:
+        assert greedy_tokens(runner, prompt, 16, chunk=17) == generated(folder, prompt, 16)
+
+
+def test_requests_in_one_step_do_not_see_each_other(tmp_path: Path) -> None:
+    folder = save(FAMILIES["gpt-neox"], tmp_path)
+    runner = small_runner(folder)
+    short, long = PROMPTS
+    tables = [range(16), range(16, 32)]
+    runner.run([StepRow(short[:-1], 0, tables[0], False)])
+    logits = runner.run([StepRow(short[-1:], 2, tables[0], True), StepRow(long, 0, tables[1], True)])
+    wanted = torch.stack(reference_last_logits(folder, PROMPTS))
+    torch.testing.assert_close(logits, wanted, rtol=1e-4, atol=1e-3)
+    assert runner.run([StepRow([7], 3, tables[0], False)]).shape == (0, 512)
+
+
+def test_bf16_stays_near_fp32(tmp_path: Path) -> None:
+    folder = save(FAMILIES["granite"], tmp_path)
+    (wanted,) = reference_last_logits(folder, PROMPTS[1:])
+    (got,) = small_runner(folder, Dtype.BF16).run([StepRow(PROMPTS[1], 0, range(16), True)])
+    assert got.dtype is torch.float32
+    assert torch.cosine_similarity(got, wanted, dim=0) > 0.99
+
+
+@pytest.mark.parametrize(
+    ("config", "match"),
+    [
+        (Gemma2Config(**SHAPE, head_dim=12), "softcap"),
+        (BloomConfig(vocab_size=512, hidden_size=48, n_layer=2, n_head=4), "max_position_embeddings"),
+        (Lfm2Config(**SHAPE, layer_types=["conv", "full_attention"]), "layers of conv"),
+        (Olmo2Config(**SHAPE, rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}), "dynamic"),
+        (GPTNeoXConfig(**SHAPE), "4 key heads of 12.*says 2 of 12"),
+    ],
+    ids=["softcap", "alibi", "convolution", "dynamic-rotary", "heads"],
+)
+def test_what_paged_attention_cannot_compute_is_refused(tmp_path: Path, config: PretrainedConfig, match: str) -> None:
+    with pytest.raises(ModelError, match=match):
+        small_runner(save(config, tmp_path))
+
+
+def test_other_logits_than_those_of_transformers_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = save(FAMILIES["olmo2"], tmp_path)
+    plan = TorchKernels.plan_attention
+
+    def plan_with_another_scale(
+        self: TorchKernels, layout: Any, cache: Any, rows: Any, heads: int, scale: float
+    ) -> Any:
+        return plan(self, layout, cache, rows, heads, scale * 1.05)
+
+    monkeypatch.setattr(TorchKernels, "plan_attention", plan_with_another_scale)
+    with pytest.raises(ModelError, match=r"olmo2.*logits differ from those of transformers by \d"):
+        small_runner(folder)
+
+
+def test_a_missing_tensor_is_not_made_up(tmp_path: Path) -> None:
+    folder = save(FAMILIES["olmo2"], tmp_path)
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=r"model\.layers\.1\.mlp\.up_proj\.weight"):
+        small_runner(folder)
+
+
+def test_code_that_comes_with_a_model_is_not_run(tmp_path: Path) -> None:
+    folder = save(FAMILIES["olmo2"], tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    config |= {
+        "model_type": "homemade",
+        "auto_map": {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"},
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "code.py").write_text("raise SystemExit('it ran')")
+    with pytest.raises(ModelError, match="trust_remote_code"):
+        small_runner(folder)
+
+
+def test_it_has_one_rank(tmp_path: Path) -> None:
+    folder = save(FAMILIES["olmo2"], tmp_path)
+    building = Building(Checkpoint(folder, torch.float32), TorchKernels(), Unsummed(0, 2))
+    with pytest.raises(ModelError, match=r"--tp 2 is for .*llama.*olmo2 model has one rank"):
+        build_decoder(read_decoder_config(folder), building, 64, torch.float32)

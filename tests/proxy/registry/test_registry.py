@@ -1,0 +1,307 @@
+"""Registration and expiry, with time as a number."""
+
+from __future__ import annotations
+
+import time
+
+import msgspec
+import pytest
+
+from pdserve.errors import MalformedFrame
+from pdserve.wire.discovery import Ack, Capacity, Deregister, NodeHeartbeat, NodeInfo, NodeLoad, Register, Role
+from pdserve_proxy.registry import registry as registry_module
+from pdserve_proxy.registry.registry import MAX_NODES, Registry
+from pdserve_proxy.registry.snapshot import Pairing, Reachability
+from tests.proxy.cluster import node_info
+
+HEARTBEAT_S = 1.0
+NODE = node_info("d0", Role.DECODE)
+
+
+def registry(*nodes: NodeInfo) -> Registry:
+    made = Registry(HEARTBEAT_S, missed_heartbeats=3)
+    for node in nodes:
+        assert made.handle(Register(node), now=0.0) == Ack(node.boot_id, True)
+    return made
+
+
+def prefill_at(control: str) -> NodeInfo:
+    return msgspec.structs.replace(node_info("p0", Role.PREFILL), control=control)
+
+
+def names(of: Registry) -> list[str]:
+    return [node.info.name for node in of.snapshot().nodes]
+
+
+def test_a_node_is_dropped_after_exactly_three_missed_heartbeats() -> None:
+    nodes = registry(NODE)
+    nodes.handle(NodeHeartbeat(NODE.boot_id, NodeLoad()), now=5.0)
+    assert nodes.next_expiry() == 8.0
+    assert nodes.expire(now=7.999) == ()
+    assert names(nodes) == ["d0"]
+    assert [node.info for node in nodes.expire(now=8.0)] == [NODE]
+    assert names(nodes) == []
+    assert nodes.next_expiry() is None
+
+
+def test_only_a_node_that_fell_silent_is_lost_until_it_registers_again() -> None:
+    told: list[NodeInfo] = []
+    silent, leaves = node_info("silent", Role.DECODE), node_info("leaves", Role.DECODE)
+    restarted = node_info("restarted", Role.DECODE, "http://127.0.0.1:5")
+    nodes = registry(silent, leaves, restarted)
+    nodes.on_loss(told.append)
+    nodes.handle(Deregister(leaves.boot_id), now=0.1)
+    nodes.handle(Register(node_info("new", Role.DECODE, restarted.url)), now=0.1)
+    assert (nodes.lost, told) == ((), [])
+    nodes.expire(now=3.05)
+    assert (nodes.lost, told) == ((silent.boot_id,), [silent])
+    nodes.handle(Register(silent), now=3.06)
+    assert nodes.lost == ()
+    nodes.handle(Deregister(silent.boot_id), now=3.07)
+    assert (nodes.lost, told) == ((), [silent])
+
+
+def test_of_nodes_that_are_lost_only_the_last_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry_module, "MAX_LOST", 2)
+    several = [node_info(f"d{number}", Role.DECODE) for number in range(3)]
+    nodes = registry(*several)
+    nodes.expire(now=3.0)
+    assert nodes.lost == tuple(node.boot_id for node in several[1:])
+
+
+def test_time_in_which_nobody_listened_counts_against_no_node() -> None:
+    nodes = registry(NODE)
+    nodes.forgive(60.0)
+    assert nodes.next_expiry() == 63.0
+    assert nodes.expire(now=62.999) == ()
+    assert [node.info for node in nodes.expire(now=63.0)] == [NODE]
+
+
+def test_what_was_forgiven_once_is_not_forgiven_again() -> None:
+    nodes = registry(NODE)
+    nodes.forgive(60.0)
+    late = node_info("d1", Role.DECODE)
+    nodes.handle(Register(late), now=61.0)
+    nodes.handle(NodeHeartbeat(NODE.boot_id, NodeLoad()), now=62.0)
+    assert [node.info for node in nodes.expire(now=64.0)] == [late]
+    assert nodes.next_expiry() == 65.0
+    assert nodes.snapshot().nodes[0].seen_s == 62.0
+
+
+def test_a_heartbeat_brings_the_load_and_renews_the_lease() -> None:
+    nodes = registry(NODE)
+    answer = nodes.handle(NodeHeartbeat(NODE.boot_id, NodeLoad(running=3, waiting=1)), now=2.9)
+    assert answer == Ack(NODE.boot_id, True)
+    assert nodes.expire(now=3.5) == ()
+    assert nodes.snapshot().nodes[0].load == NodeLoad(running=3, waiting=1)
+
+
+def test_a_heartbeat_of_a_stranger_is_told_so() -> None:
+    assert registry().handle(NodeHeartbeat(NODE.boot_id, NodeLoad()), now=0.0) == Ack(NODE.boot_id, False)
+
+
+def test_goodbye_removes_at_once_and_twice_is_harmless() -> None:
+    nodes = registry(NODE)
+    assert nodes.handle(Deregister(NODE.boot_id), now=0.1) is None
+    assert nodes.handle(Deregister(NODE.boot_id), now=0.2) is None
+    assert names(nodes) == []
+
+
+def test_a_restarted_process_replaces_the_one_before_it_on_its_url() -> None:
+    before = node_info("d0", Role.DECODE, "http://127.0.0.1:5")
+    after = node_info("d0", Role.DECODE, "http://127.0.0.1:5")
+    nodes = registry(before, after)
+    assert [node.info.boot_id for node in nodes.snapshot().nodes] == [after.boot_id]
+    assert nodes.handle(NodeHeartbeat(before.boot_id, NodeLoad()), now=0.1) == Ack(before.boot_id, False)
+
+
+def test_registering_again_keeps_place_and_load() -> None:
+    nodes = registry(NODE, node_info("d1", Role.DECODE))
+    nodes.handle(NodeHeartbeat(NODE.boot_id, NodeLoad(running=2)), now=0.5)
+    nodes.handle(Register(NODE), now=1.0)
+    assert names(nodes) == ["d0", "d1"]
+    assert nodes.snapshot().nodes[0].load == NodeLoad(running=2)
+
+
+def test_an_unreachable_node_serves_again_after_its_next_heartbeat() -> None:
+    nodes = registry(node_info("p0", Role.PREFILL), NODE)
+    nodes.mark_unreachable(NODE.boot_id)
+    assert nodes.snapshot().nodes[1].state is Reachability.UNREACHABLE
+    assert nodes.snapshot().pairings == {}
+    nodes.handle(NodeHeartbeat(NODE.boot_id, NodeLoad()), now=0.5)
+    assert list(nodes.snapshot().pairings) == ["m"]
+
+
+def test_marking_a_node_that_has_just_gone_does_nothing() -> None:
+    nodes = registry()
+    nodes.mark_unreachable(NODE.boot_id)
+    assert names(nodes) == []
+
+
+def test_a_snapshot_does_not_change_under_its_reader() -> None:
+    nodes = registry(node_info("p0", Role.PREFILL), NODE)
+    held = nodes.snapshot()
+    nodes.handle(Deregister(NODE.boot_id), now=0.1)
+    nodes.expire(now=100.0)
+    assert len(held.nodes) == 2
+    assert held.pairings["m"][0].decode is held.nodes[1].info
+    assert nodes.snapshot().nodes == ()
+
+
+def test_a_snapshot_is_taken_once_per_change() -> None:
+    nodes = registry(NODE)
+    assert nodes.snapshot() is nodes.snapshot()
+    before = nodes.snapshot()
+    nodes.handle(NodeHeartbeat(NODE.boot_id, NodeLoad()), now=0.5)
+    assert nodes.snapshot() is not before
+
+
+@pytest.mark.parametrize(
+    ("node", "names_the_field"),
+    [
+        (node_info("evil\nname", Role.DECODE), "name"),
+        (node_info("d0", Role.DECODE, "file:///etc/passwd"), "URL"),
+        (node_info("d0", Role.DECODE, model="a\x00b"), "model"),
+        (node_info("d0", Role.DECODE, fingerprint="a\nb"), "fingerprint"),
+        (node_info("d0", Role.DECODE, "http://a:1\r\nx: y"), "url"),
+        (prefill_at("ipc:///run/other"), "control"),
+        (prefill_at(""), "control"),
+    ],
+)
+def test_unusable_registrations_are_refused(node: NodeInfo, names_the_field: str) -> None:
+    nodes = registry(NODE)
+    with pytest.raises(MalformedFrame, match=names_the_field):
+        nodes.handle(Register(node), now=0.0)
+    assert names(nodes) == ["d0"]
+
+
+def test_a_full_registry_takes_no_strangers_but_keeps_its_own() -> None:
+    nodes = Registry(HEARTBEAT_S, missed_heartbeats=3, max_nodes=1)
+    assert nodes.handle(Register(NODE), now=0.0) == Ack(NODE.boot_id, True)
+    stranger = node_info("d1", Role.DECODE)
+    assert nodes.handle(Register(stranger), now=0.0) == Ack(stranger.boot_id, False)
+    assert nodes.handle(Register(NODE), now=0.1) == Ack(NODE.boot_id, True)
+    assert names(nodes) == ["d0"]
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "",
+        "http://",
+        "http://:80",
+        "http://a b:80",
+        "http://a:b",
+        "http://a:65536",
+        "http://a:0",
+        "http://user@a:80",
+        "http://a:80?x=y",
+        "http://a:80/?x=y",
+        "http://a:80/#x",
+        "http://a:80/\u00e9",
+        "http://\u00e9:80",
+        "http://..:80",
+        "http://" + "a" * 64 + ":80",
+        "http://[::1:80",
+        "http://[zz]:80",
+        "ftp://a:80",
+        "HTTP:a",
+    ],
+)
+def test_a_url_to_which_no_request_can_be_sent_is_refused(url: str) -> None:
+    nodes = registry(NODE)
+    with pytest.raises(MalformedFrame, match="URL"):
+        nodes.handle(Register(msgspec.structs.replace(node_info("d1", Role.DECODE), url=url)), now=0.0)
+    assert names(nodes) == ["d0"]
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["http://127.0.0.1:80", "https://node-7.pods.svc.cluster.local.:443", "http://[::1]:80", "http://a_b:1/base/path",
+     "http://[fe80::1%eth0]:80", "http://a"],
+)  # fmt: skip
+def test_every_url_to_which_requests_can_be_sent_is_taken(url: str) -> None:
+    assert names(registry(node_info("d0", Role.DECODE, url))) == ["d0"]
+
+
+def test_a_boot_id_belongs_to_one_process_as_long_as_it_is_known() -> None:
+    thief = node_info("thief", Role.DECODE, boot_id=NODE.boot_id)
+    nodes = registry(NODE, node_info("d1", Role.DECODE, thief.url))
+    before = nodes.snapshot()
+    with pytest.raises(MalformedFrame, match="boot id of d0"):
+        nodes.handle(Register(thief), now=0.1)
+    assert nodes.snapshot() is before
+    nodes.handle(Deregister(NODE.boot_id), now=0.2)
+    assert nodes.handle(Register(thief), now=0.3) == Ack(NODE.boot_id, True)
+    assert names(nodes) == ["thief"], "it took over its URL"
+
+
+def test_a_full_registry_takes_no_more_and_loses_none() -> None:
+    nodes = Registry(HEARTBEAT_S, missed_heartbeats=3, max_nodes=2)
+    several = [node_info(f"d{number}", Role.DECODE) for number in range(4)]
+    known = [nodes.handle(Register(node), now=0.0) for node in several]
+    assert known == [Ack(node.boot_id, number < 2) for number, node in enumerate(several)]
+    assert names(nodes) == ["d0", "d1"]
+    assert nodes.handle(NodeHeartbeat(several[2].boot_id, NodeLoad()), now=0.1) == Ack(several[2].boot_id, False)
+    nodes.handle(Deregister(several[0].boot_id), now=0.2)
+    assert nodes.handle(Register(several[2]), now=0.3) == Ack(several[2].boot_id, True)
+
+
+def test_what_is_remembered_of_nodes_that_were_there_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry_module, "MAX_PREFILLED", 4)
+    nodes = registry()
+    for number in range(50):
+        node = node_info(f"p{number}", Role.PREFILL, fingerprint=f"f{number}")
+        nodes.handle(Register(node), now=0.0)
+        nodes.handle(Deregister(node.boot_id), now=0.0)
+    assert nodes.prefilled == {f"f{number}" for number in range(46, 50)}
+    assert not nodes._nodes
+    assert not nodes._at
+    assert not nodes._heard_s
+
+
+def test_the_work_for_nodes_grows_as_their_number_does() -> None:
+    """Registering them, and pairing each decode node with the prefill nodes that fit it."""
+
+    def cpu_s(count: int) -> float:
+        roles = (Role.PREFILL, Role.DECODE)
+        several = [node_info(f"n{number}", roles[number % 2], model=f"m{number % 64}") for number in range(count)]
+        nodes = Registry(HEARTBEAT_S, missed_heartbeats=3)
+        began = time.thread_time()
+        for node in several:
+            nodes.handle(Register(node), now=0.0)
+        nodes.snapshot()
+        return time.thread_time() - began
+
+    few, many = (min(cpu_s(count) for _ in range(3)) for count in (512, MAX_NODES))
+    assert many < few * 24, "8 times as many; 64 times if each is compared with all"
+
+
+@pytest.mark.parametrize("value", [-1, 2**63, 1.0, float("nan"), float("inf"), "1", True, None])
+def test_a_load_or_capacity_that_is_no_count_is_no_message(value: object) -> None:
+    for kind, numbers in (
+        (NodeLoad, {"running": value}),
+        (Capacity, {**msgspec.structs.asdict(NODE.capacity), "max_running": value}),
+    ):
+        with pytest.raises(msgspec.ValidationError):
+            msgspec.msgpack.decode(msgspec.msgpack.encode(numbers), type=kind)
+
+
+def test_decode_nodes_serve_on_when_the_last_prefill_node_is_gone() -> None:
+    registry = Registry(heartbeat_s=1.0, missed_heartbeats=3)
+    prefill, decode = node_info("p", Role.PREFILL), node_info("d", Role.DECODE)
+    registry.handle(Register(decode), 0.0)
+    assert "m" not in registry.snapshot().pairings
+    registry.handle(Register(prefill), 0.0)
+    assert registry.snapshot().pairings["m"] == (Pairing(decode, (prefill,)),)
+    registry.handle(Deregister(prefill.boot_id), 1.0)
+    assert registry.snapshot().pairings["m"] == (Pairing(decode, ()),)
+
+
+def test_a_decode_node_of_other_weights_does_not_inherit_that() -> None:
+    registry = Registry(heartbeat_s=1.0, missed_heartbeats=3)
+    prefill = node_info("p", Role.PREFILL, fingerprint="old")
+    registry.handle(Register(prefill), 0.0)
+    registry.handle(Deregister(prefill.boot_id), 1.0)
+    registry.handle(Register(node_info("d", Role.DECODE, fingerprint="new")), 1.0)
+    assert "m" not in registry.snapshot().pairings

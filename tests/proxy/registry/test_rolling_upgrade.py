@@ -1,0 +1,315 @@
+"""Nodes and proxies of two versions over real sockets, and frames that were meant for another proxy."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import msgpack
+import msgspec
+import pytest
+import zmq
+import zmq.asyncio
+
+from pdserve.api.registration import Registration
+from pdserve.api.serving_node import TicketGate
+from pdserve.wire.discovery import (
+    Ack,
+    FromProxy,
+    NodeHeartbeat,
+    NodeHello,
+    NodeLoad,
+    ProxyRefusal,
+    ProxyWelcome,
+    Register,
+    Role,
+)
+from pdserve.wire.frame import NAMED, Opener, Purpose, Sealer
+from pdserve.wire.ids import new_id
+from pdserve.wire.version import SPOKEN
+from pdserve_proxy.relay.relay import TicketSigner
+from pdserve_proxy.routing.router import Route
+from tests.proxy.cluster import HEARTBEAT_MS, SECRET, cancelled, eventually, node_info, registered, run_async
+from tests.proxy.registry.test_discovery import listening, raw_peer
+from tests.wire import released_0_1 as released
+
+NODE = node_info("d0", Role.DECODE)
+DISCOVERY = Purpose.DISCOVERY.value
+
+
+def as_released(info: object) -> released.NodeInfo:
+    plain = msgspec.to_builtins(info, builtin_types=(bytes,))
+    return msgspec.convert(plain, released.NodeInfo)
+
+
+class ReleasedProxy:
+    """A proxy of pdserve 0.1: drops what it cannot read, and acknowledges the rest."""
+
+    def __init__(self, socket: zmq.asyncio.Socket) -> None:
+        self.boot_id = new_id()
+        self.nodes: dict[bytes, released.NodeInfo] = {}
+        self.heartbeats = 0
+        self.refused: list[str] = []
+        self._socket = socket
+        self._opener = released.Opener(SECRET, DISCOVERY, released.ToProxy)
+        self._sealer = released.Sealer(SECRET, DISCOVERY, self.boot_id)
+
+    async def run(self) -> None:
+        while True:
+            route, frame = await self._socket.recv_multipart()
+            try:
+                message = self._opener.open(frame)
+            except released.Refusal as exc:
+                self.refused.append(str(exc))
+                continue
+            match message:
+                case released.Register(node=info):
+                    self.nodes[info.boot_id] = info
+                    answer = released.Ack(info.boot_id, True)
+                case released.Heartbeat(boot_id=boot_id):
+                    self.heartbeats += 1
+                    answer = released.Ack(boot_id, boot_id in self.nodes)
+                case released.Deregister(boot_id=boot_id):
+                    self.nodes.pop(boot_id, None)
+                    continue
+            await self._socket.send_multipart([route, self._sealer.seal(answer)])
+
+
+@asynccontextmanager
+async def released_proxy(port: int = 0) -> AsyncIterator[tuple[ReleasedProxy, int]]:
+    with zmq.asyncio.Context() as context, context.socket(zmq.ROUTER) as socket:
+        socket.set(zmq.LINGER, 0)
+        socket.bind(f"tcp://127.0.0.1:{port or '*'}")
+        proxy = ReleasedProxy(socket)
+        task = asyncio.create_task(proxy.run())
+        try:
+            yield proxy, int(socket.get_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
+        finally:
+            await cancelled(task)
+
+
+def test_a_node_of_the_last_release_at_todays_proxy() -> None:
+    async def scenario() -> None:
+        async with listening() as ear, raw_peer(ear.control) as node:
+            sealer = released.Sealer(SECRET, DISCOVERY, NODE.boot_id)
+            opener = released.Opener(SECRET, DISCOVERY, released.Ack)
+
+            async def says(message: msgspec.Struct) -> released.Ack:
+                await node.send(sealer.seal(message))
+                answer = opener.open(await node.recv())
+                assert isinstance(answer, released.Ack)
+                return answer
+
+            heartbeat = released.Heartbeat(NODE.boot_id, released.Load(running=3))
+            assert await says(heartbeat) == released.Ack(NODE.boot_id, False)
+            assert await says(released.Register(as_released(NODE))) == released.Ack(NODE.boot_id, True)
+            assert await says(heartbeat) == released.Ack(NODE.boot_id, True)
+            (known,) = ear.registry.snapshot().nodes
+            assert (known.info, known.load) == (NODE, NodeLoad(running=3))
+            ticket = TicketSigner(SECRET, new_id()).issue(
+                Route(known.info, ()), request_id="r", attempt=0, deadline_s=1.0
+            )
+            frame = base64.urlsafe_b64decode(ticket + "=" * (-len(ticket) % 4))
+            assert released.Opener(SECRET, b"ticket", released.Ticket).open(frame).node == NODE.boot_id
+            await node.send(sealer.seal(released.Deregister(NODE.boot_id)))
+            await eventually(lambda: ear.names() == [], "the goodbye")
+
+    run_async(scenario())
+
+
+def test_todays_node_at_a_proxy_of_the_last_release_and_at_its_upgrade_and_back() -> None:
+    async def scenario() -> None:
+        async with released_proxy() as (old, port):
+            control = f"tcp://127.0.0.1:{port}"
+            registration = Registration(NODE, (control,), SECRET, HEARTBEAT_MS, NodeLoad)
+            node = asyncio.create_task(registration.run())
+            known = registration.registered[control]
+            await eventually(lambda: old.heartbeats > 2, "heartbeats at the old proxy")
+            assert known.is_set()
+            assert old.nodes == {NODE.boot_id: as_released(NODE)}
+            greeted = len(old.refused)
+            await eventually(lambda: old.heartbeats > 4, "more heartbeats")
+            assert len(old.refused) == greeted, "once registered, it says nothing that the old proxy cannot read"
+        async with listening(port) as ear:
+            await eventually(lambda: ear.names() == ["d0"], "the registration at the upgraded proxy")
+            (there,) = ear.registry.snapshot().nodes
+            assert there.info.protocol == SPOKEN.newest
+        async with released_proxy(port) as (back, _):
+            await eventually(lambda: back.heartbeats > 0, "heartbeats at the proxy of the release before")
+        await cancelled(node)
+
+    run_async(scenario())
+
+
+def test_a_ticket_of_the_last_release_is_good_at_todays_node() -> None:
+    ticket = released.Ticket(request_id="r", attempt=1, node=NODE.boot_id, deadline_s=2.0)
+    frame = released.Sealer(SECRET, b"ticket", new_id()).seal(ticket)
+    header = base64.urlsafe_b64encode(frame).rstrip(b"=").decode()
+    assert TicketGate(SECRET, NODE.boot_id).admit(header).attempt == 1
+
+
+class NextHello(msgspec.Struct, tag_field="kind", tag="hello"):
+    boot_id: bytes
+    nonce: bytes
+    protocol: int
+    oldest_protocol: int
+    region: str = "eu"
+
+
+@pytest.mark.parametrize("oldest", [SPOKEN.newest, SPOKEN.newest + 1])
+def test_a_node_of_a_newer_release_is_taken_or_refused_by_name(oldest: int) -> None:
+    async def scenario() -> None:
+        async with listening() as ear, raw_peer(ear.control) as node:
+            nonce = new_id()
+            sealer = Sealer(SECRET, Purpose.DISCOVERY, NODE.boot_id)
+            opener: Opener[FromProxy] = Opener(
+                SECRET,
+                Purpose.DISCOVERY,
+                FromProxy,  # type: ignore[arg-type]
+                receiver=NODE.boot_id,
+            )
+            await node.send(sealer.seal(NextHello(NODE.boot_id, nonce, oldest + 1, oldest)))
+            answer = opener.open_from(await node.recv())
+            if oldest <= SPOKEN.newest:
+                assert isinstance(answer.message, ProxyWelcome)
+                assert (answer.message.nonce, answer.message.protocol) == (nonce, SPOKEN.newest)
+                return
+            assert isinstance(answer.message, ProxyRefusal)
+            assert f"protocol is {oldest} to {oldest + 1} here and {SPOKEN} at the proxy" in answer.message.reason
+            info = msgspec.structs.replace(NODE, protocol=oldest + 1, oldest_protocol=oldest)
+            await node.send(sealer.seal(Register(info), answer.sender))
+            refused = opener.open(await node.recv())
+            assert isinstance(refused, ProxyRefusal) and "protocol" in refused.reason
+            assert ear.names() == []
+
+    run_async(scenario())
+
+
+def test_what_a_proxy_cannot_take_is_said_at_the_node(caplog: pytest.LogCaptureFixture) -> None:
+    async def scenario() -> None:
+        async with listening() as ear:
+            bad = node_info("bad", Role.DECODE, url="ftp://nonsense")
+            registration = Registration(bad, (ear.control,), SECRET, HEARTBEAT_MS, NodeLoad)
+            node = asyncio.create_task(registration.run())
+            await eventually(lambda: "refuses this node" in caplog.text, "the refusal in the node's log")
+            assert "it must be http://host:port or https://host:port" in caplog.text
+            assert not registration.registered[ear.control].is_set()
+            await cancelled(node)
+
+    with caplog.at_level(logging.ERROR):
+        run_async(scenario())
+
+
+# ------------------------------------------------------------ one proxy's frames at another
+
+
+@asynccontextmanager
+async def overheard(control: str) -> AsyncIterator[tuple[str, list[bytes]]]:
+    """A way to ``control`` on which every frame from a node is noted."""
+    heard: list[bytes] = []
+    with zmq.asyncio.Context() as context, context.socket(zmq.ROUTER) as near, context.socket(zmq.DEALER) as far:
+        for socket in (near, far):
+            socket.set(zmq.LINGER, 0)
+        port = near.bind_to_random_port("tcp://127.0.0.1")
+        far.connect(control)
+        route = b""
+
+        async def there() -> None:
+            nonlocal route
+            while True:
+                route, frame = await near.recv_multipart()
+                heard.append(frame)
+                await far.send(frame)
+
+        async def back() -> None:
+            while True:
+                frame = await far.recv()
+                await near.send_multipart([route, frame])
+
+        tasks = [asyncio.create_task(there()), asyncio.create_task(back())]
+        try:
+            yield f"tcp://127.0.0.1:{port}", heard
+        finally:
+            for task in tasks:
+                await cancelled(task)
+
+
+def test_frames_for_one_proxy_are_good_at_no_other_and_not_at_its_next_start() -> None:
+    async def scenario() -> None:
+        async with listening() as other:
+            async with listening() as ear, overheard(ear.control) as (control, heard):
+                async with registered(NODE, control):
+                    await eventually(lambda: len(heard) > 6, "several heartbeats")
+                await eventually(lambda: ear.names() == [], "the goodbye")
+                port = ear.port
+            async with listening(port) as restarted:
+                for proxy in (other, restarted):
+                    async with raw_peer(proxy.control) as thief:
+                        for frame in heard:
+                            await thief.send(frame)
+                        refused = sum(msgpack.unpackb(frame)[0] == NAMED for frame in heard)
+                        await eventually(lambda p=proxy, n=refused: p.dropped("authentication") >= n, "refusals")
+                        assert proxy.names() == []
+
+    run_async(scenario())
+
+
+def test_a_goodbye_for_another_proxy_ends_nothing_here() -> None:
+    async def scenario() -> None:
+        async with (
+            listening() as here,
+            listening() as there,
+            overheard(there.control) as (control, heard),
+            registered(NODE, here.control),
+        ):
+            # The same node at another proxy, which it leaves.
+            async with registered(NODE, control):
+                pass
+            await eventually(lambda: there.names() == [], "the goodbye")
+            async with raw_peer(here.control) as thief:
+                for frame in heard:
+                    await thief.send(frame)
+                await eventually(lambda: here.dropped("authentication") >= 2, "refusals")
+            assert here.names() == ["d0"]
+            assert here.lost == []
+
+    run_async(scenario())
+
+
+def test_a_restarted_proxy_asks_who_means_its_former_self_to_greet_again() -> None:
+    async def scenario() -> None:
+        async with listening() as ear, raw_peer(ear.control) as node:
+            sealer = Sealer(SECRET, Purpose.DISCOVERY, NODE.boot_id)
+            opener = Opener(SECRET, Purpose.DISCOVERY, Ack, receiver=NODE.boot_id)
+            await node.send(sealer.seal(NodeHeartbeat(NODE.boot_id, NodeLoad()), new_id()))
+            assert opener.open(await node.recv()) == Ack(NODE.boot_id, known=False)
+
+    run_async(scenario())
+
+
+def test_a_greeting_registers_nobody() -> None:
+    async def scenario() -> None:
+        async with listening() as ear, raw_peer(ear.control) as node:
+            sealer = Sealer(SECRET, Purpose.DISCOVERY, NODE.boot_id)
+            await node.send(sealer.seal(NodeHello(NODE.boot_id, new_id(), SPOKEN.newest, SPOKEN.oldest)))
+            await node.recv()
+            await node.send(sealer.seal_for_0_1(Register(NODE)))
+            await node.send(sealer.seal_for_0_1(NodeHeartbeat(NODE.boot_id, NodeLoad())))
+            await node.recv()
+            assert ear.names() == []
+
+    run_async(scenario())
+
+
+def test_nodes_keep_the_interval_that_the_proxy_tells_them() -> None:
+    async def scenario() -> None:
+        # By its own setting it would be dropped again and again.
+        async with listening(heartbeat_s=0.1) as ear, registered(NODE, ear.control, heartbeat_ms=60_000):
+            first = ear.registry.snapshot().nodes[0].seen_s
+            await eventually(lambda: ear.registry.snapshot().nodes[0].seen_s > first + 1.0, "many heartbeats")
+            assert ear.lost == []
+
+    run_async(scenario())

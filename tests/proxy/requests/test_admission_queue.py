@@ -1,0 +1,177 @@
+"""Who goes in, whatever comes in whatever order: never too many, first come, first in, and no place is lost."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pdserve.errors import RequestError, TooManyRequests, Unavailable
+from pdserve_proxy.metrics import ProxyMetrics
+from pdserve_proxy.requests.admission_queue import AdmissionController, AdmissionEntry, AdmissionLimits, AdmissionQueue
+from tests.proxy.cluster import run_async
+
+EVENTS = st.lists(
+    st.tuples(st.just("enter"), st.tuples(st.sampled_from(["", "a", "b"]), st.integers(1, 6)))
+    | st.tuples(st.just("leave"), st.integers(0, 30)),
+    max_size=60,
+)
+
+
+@given(EVENTS, st.integers(0, 8), st.integers(0, 8), st.integers(0, 3))
+def test_limits_hold_and_the_first_to_come_is_the_first_to_go_in(
+    events: list[tuple[str, tuple[str, int] | int]], in_flight: int, per_caller: int, waiting: int
+) -> None:
+    admission = AdmissionQueue(AdmissionLimits(in_flight, per_caller, waiting, wait_s=1.0))
+    inside: list[AdmissionEntry] = []
+    queue: list[AdmissionEntry] = []
+
+    def has_room(places: int) -> bool:
+        return not in_flight or sum(entry.places for entry in inside) + places <= in_flight
+
+    def go_in() -> list[AdmissionEntry]:
+        following = []
+        while queue and has_room(queue[0].places):
+            inside.append(queue.pop(0))
+            following.append(inside[-1])
+        return following
+
+    for event, which in events:
+        if event == "enter":
+            assert isinstance(which, tuple)
+            caller, answers = which
+            places = min(answers, max(in_flight // 2, 1))
+            mine = sum(entry.share for entry in inside + queue if entry.caller == caller)
+            try:
+                entry = admission.enter(caller, 0.0, answers)
+            except TooManyRequests as exc:
+                assert caller and per_caller and mine + min(answers, per_caller) > per_caller
+                assert exc.retry_after_s
+            except Unavailable as exc:
+                assert (queue or not has_room(places)) and len(queue) == waiting
+                assert exc.retry_after_s
+            else:
+                assert entry.places == places
+                assert not (caller and per_caller) or mine + entry.share <= per_caller
+                assert admission.is_admitted(entry) == (not queue and has_room(places))
+                (inside if admission.is_admitted(entry) else queue).append(entry)
+        elif inside or queue:
+            assert isinstance(which, int)
+            entry = (inside + queue)[which % len(inside + queue)]
+            (inside if entry in inside else queue).remove(entry)
+            assert admission.leave(entry) == go_in()
+            assert admission.leave(entry) == []
+        assert (admission.inside, admission.waiting) == (len(inside), len(queue))
+        assert admission.taken == sum(entry.places for entry in inside)
+        assert not in_flight or admission.taken <= in_flight
+        assert not queue or not has_room(queue[0].places)
+    for entry in inside + queue:
+        admission.leave(entry)
+    assert (admission.inside, admission.taken, admission.waiting) == (0, 0, 0)
+    assert not admission._of_caller
+
+
+def test_beside_the_largest_request_there_is_room_for_an_ordinary_one() -> None:
+    for in_flight in (2, 64, 1024, 1088):
+        admission = AdmissionQueue(AdmissionLimits(in_flight, per_caller=0, waiting=8, wait_s=1.0))
+        assert admission.is_admitted(admission.enter("a", 0.0, answers=8 * 128))
+        assert admission.is_admitted(admission.enter("b", 0.0))
+
+
+def test_a_large_request_waits_for_its_room_and_is_not_passed_by_small_ones() -> None:
+    admission = AdmissionQueue(AdmissionLimits(in_flight=8, per_caller=0, waiting=8, wait_s=1.0))
+    small = [admission.enter("a", 0.0) for _ in range(6)]
+    large, later = admission.enter("b", 0.0, answers=4), admission.enter("c", 0.0)
+    assert not admission.is_admitted(large)
+    assert not admission.is_admitted(later)
+    assert admission.leave(small[0]) == []
+    assert admission.leave(small[1]) == [large]
+    assert admission.leave(small[2]) == [later]
+
+
+def test_those_behind_a_large_request_that_gives_up_go_in() -> None:
+    admission = AdmissionQueue(AdmissionLimits(in_flight=4, per_caller=0, waiting=8, wait_s=1.0))
+    for _ in range(3):
+        admission.enter("a", 0.0)
+    large, later = admission.enter("b", 0.0, answers=4), admission.enter("c", 0.0)
+    assert admission.leave(large) == [later]
+
+
+class Room:
+    """A controller, and requests that go through it."""
+
+    def __init__(self, **limits: float) -> None:
+        given = {"in_flight": 1, "per_caller": 0, "waiting": 8, "wait_s": 10.0} | limits
+        self.controller = AdmissionController(
+            AdmissionLimits(int(given["in_flight"]), int(given["per_caller"]), int(given["waiting"]), given["wait_s"]),
+            ProxyMetrics(),
+        )
+        self.entered: list[str] = []
+
+    def send(self, name: str, until: asyncio.Event) -> asyncio.Task[None]:
+        return asyncio.create_task(self._send(name, until))
+
+    async def _send(self, name: str, until: asyncio.Event) -> None:
+        releases: list[Callable[[], None]] = []
+        try:
+            await self.controller.admit(name, 1, releases.append)
+            self.entered.append(name)
+            await until.wait()
+        finally:
+            for release in releases:
+                release()
+
+
+async def settle() -> None:
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
+def test_those_who_wait_go_in_by_turn_and_those_who_gave_up_are_passed_over() -> None:
+    async def scenario() -> None:
+        room, go = Room(), asyncio.Event()
+        tasks = [room.send(name, go) for name in "abcd"]
+        await settle()
+        assert room.entered == ["a"]
+        tasks[1].cancel()
+        await settle()
+        go.set()
+        await asyncio.gather(tasks[0], *tasks[2:])
+        assert room.entered == ["a", "c", "d"]
+
+    run_async(scenario())
+
+
+def test_one_that_is_cancelled_just_when_its_turn_came_passes_it_on() -> None:
+    async def scenario() -> None:
+        room, first, rest = Room(), asyncio.Event(), asyncio.Event()
+        tasks = [room.send("a", first), room.send("b", rest), room.send("c", rest)]
+        await settle()
+        first.set()
+        await tasks[0]  # b has its turn, and has not run yet
+        tasks[1].cancel()
+        await settle()
+        assert room.entered[-1] == "c"
+        rest.set()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    run_async(scenario())
+
+
+def test_a_turn_that_does_not_come_in_time_is_a_503() -> None:
+    async def scenario() -> None:
+        room, go = Room(wait_s=0.05), asyncio.Event()
+        first = room.send("a", go)
+        await settle()
+        with pytest.raises(RequestError) as caught:
+            await room.send("b", go)
+        assert (caught.value.status, caught.value.code) == (503, "queue_timeout")
+        go.set()
+        await first
+        await room.send("c", go)
+        assert room.entered == ["a", "c"]
+
+    run_async(scenario())

@@ -1,0 +1,203 @@
+"""What the proxy reads of a body, and what it takes out."""
+
+from __future__ import annotations
+
+import functools
+import json
+import time
+from collections.abc import Callable
+from contextlib import suppress
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pdserve.errors import InvalidRequest
+from pdserve_proxy.requests.request_body import LEAD_BYTES, MAX_ANSWERS, MAX_FIELDS, MAX_HITS, read_body
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+def test_an_ordinary_body_goes_through_byte_for_byte() -> None:
+    data = b'{ "model":"m",  "messages":[{"content":"kv"}], "stream" : true, "temperature":0.10 }'
+    body = read_body(data)
+    assert body.data is data
+    assert (body.model, body.stream) == ("m", True)
+
+
+@pytest.mark.parametrize("stream", [b"false", b"null", b"1", b'"true"', b"[true]"])
+def test_only_true_is_a_stream(stream: bytes) -> None:
+    assert not read_body(b'{"stream": ' + stream + b"}").stream
+
+
+def test_the_model_may_be_missing_or_null() -> None:
+    assert read_body(b"{}").model is None
+    assert read_body(b'{"model": null}').model is None
+
+
+@pytest.mark.parametrize(
+    "key", ["kv_transfer_params", "kv_transfer", "pdserve_ticket", "x-pdserve-ticket", "\\u006bv_transfer_params"]
+)
+def test_internal_fields_are_taken_out(key: str) -> None:
+    data = f'{{"model":"m","{key}":{{"a":[1]}},"messages":[],"top_p":0.10}}'.encode()
+    assert read_body(data).data == b'{"model":"m","messages":[],"top_p":0.10}'
+
+
+def test_the_words_inside_a_message_are_no_internal_fields() -> None:
+    data = b'{"model":"m","messages":[{"kv_transfer_params":1,"content":"pdserve_x \\u006bv_transfer"}]}'
+    assert read_body(data).data is data
+
+
+@given(st.dictionaries(st.text() | st.sampled_from(["kv_transfer_x", "pdserve_y", "x-pdserve-z"]), VALUES, max_size=6))
+def test_everything_else_keeps_its_meaning(fields: dict[str, object]) -> None:
+    fields.pop("model", None)
+    for data in (msgspec.json.encode(fields), json.dumps(fields).encode()):
+        kept = msgspec.json.decode(read_body(data).data)
+        internal = ("kv_transfer", "pdserve_", "x-pdserve")
+        assert kept == {name: value for name, value in fields.items() if not name.startswith(internal)}
+
+
+@pytest.mark.parametrize("data", [b"", b"{", b"nonsense", b'{"model": "m"} x', b"\xff\xfe", b'{"a":' * 5000])
+def test_broken_json_is_the_clients_error(data: bytes) -> None:
+    with pytest.raises(InvalidRequest):
+        read_body(data)
+
+
+@pytest.mark.parametrize(("data", "param"), [(b"[]", None), (b'"m"', None), (b'{"model": 5}', "model")])
+def test_the_wrong_type_is_the_clients_error(data: bytes, param: str | None) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        read_body(data)
+    assert caught.value.param == param
+
+
+PIECES = st.sampled_from(
+    [b" ", *rb"""" \" \ [ ] { } [], {"":1}, "", 1, x : \u \u00e9 \u0061 "kv_transfer":1, \"kv_transfer""".split()]
+)
+"""What bodies that are meant to be slow to read are made of."""
+
+
+def least_cpu_s(call: Callable[[], object]) -> float:
+    """Of some calls: what else runs on the machine only adds to it."""
+
+    def once() -> float:
+        began = time.process_time()
+        with suppress(InvalidRequest):
+            call()
+        return time.process_time() - began
+
+    return min(once() for _ in range(4))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.sampled_from([b"", b'{"a":', b'{"a":[', b'{"a":"', b'{"prompt":["', b"[" * 65, b"[" * 65 + b'"']),
+    st.lists(PIECES, min_size=1, max_size=4).map(b"".join),
+    st.sampled_from([b"", b'"]}', b"]}", b"1]}"]),
+)
+def test_twice_the_bytes_take_at_most_twice_the_time_whatever_they_are(head: bytes, piece: bytes, tail: bytes) -> None:
+    def body(size: int) -> bytes:
+        return head + piece * (size // len(piece)) + tail
+
+    small, large = (least_cpu_s(functools.partial(read_body, body(size))) for size in (2**14, 2**18))
+    # 16 times the bytes: 256 times the time if it grew with their square. Below a millisecond the clock is too coarse.
+    assert large < 64 * max(small, 5e-5)
+
+
+@pytest.mark.parametrize(
+    ("head", "piece", "tail"),
+    [
+        (b'{"a":[', b"[],", b"1]}"),
+        (b'{"a":[', b'{"":1},', b"1]}"),
+        (b'{"prompt":[', b'"",', b'""]}'),
+        (b'{"prompt":[', b"[],", b"[]]}"),
+        (b'{"a":"', b'\\"', b'"}'),
+        (b'{"a":"', b"\\u00e9", b'"}'),
+        (b'{"a":[', b'"kv_transfer",', b"1]}"),
+        (b'{"a":"', b'\\"kv_transfer', b'"}'),
+    ],
+)
+def test_a_body_holds_the_event_loop_for_a_few_passes_of_a_parser_at_most(
+    head: bytes, piece: bytes, tail: bytes
+) -> None:
+    body = head + piece * (2**21 // len(piece)) + tail
+    dense = b"[%b[]]" % (b"[]," * (2**21 // 3))
+    one_pass = least_cpu_s(lambda: msgspec.json.decode(dense, type=msgspec.Raw))
+    assert least_cpu_s(lambda: read_body(body)) < 5 * one_pass
+
+
+def test_so_many_fields_that_taking_one_out_would_take_long_are_refused() -> None:
+    many = b",".join(b'"%d":1' % number for number in range(MAX_FIELDS))
+    assert read_body(b"{%b}" % many).data == b"{%b}" % many
+    for internal in (b'"kv_transfer":1', b'"\\u006bv_transfer":1'):
+        with pytest.raises(InvalidRequest) as caught:
+            read_body(b"{%b,%b}" % (many, internal))
+        assert caught.value.code == "too_many_fields"
+    inside = b'{"%b": "x"}' % (b'\\"kv_transfer' * 2 * MAX_HITS)
+    assert read_body(inside).data == inside
+
+
+def test_what_is_nested_too_deeply_is_refused_and_brackets_in_strings_are_not_nesting() -> None:
+    def nested(depth: int) -> bytes:
+        return b'{"a":' + b"[" * (depth - 1) + b"]" * (depth - 1) + b"}"
+
+    read_body(nested(64))
+    read_body(b'{"a": "' + b'[\\"{' * 1000 + b'", "b": [' + b"[]," * 1000 + b"[]]}")
+    too_deep = b"[" * 10**5 + b"]" * 10**5
+    for body in (nested(2**20), b'{"prompt":%b}' % too_deep, b'{"n":%b}' % too_deep, b'{"a":' * 10**5):
+        with pytest.raises(InvalidRequest) as caught:
+            read_body(body)
+        assert caught.value.code == "json_too_deep"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "count"),
+    [
+        ('"text [ , ["', 1),
+        ("[1, 2, 3]", 1),
+        ('["a"]', 1),
+        ('[ "a, b", "[c\\"]", "\\\\" ]', 3),
+        ("[[1, 2], [3], [4]]", 3),
+        ("[]", 1),
+        ("null", 1),
+        (json.dumps(["a"] * MAX_ANSWERS), MAX_ANSWERS),
+        (json.dumps(["a"] * 5 * MAX_ANSWERS), MAX_ANSWERS),
+        (json.dumps([[1]] * 5 * MAX_ANSWERS), MAX_ANSWERS),
+        (json.dumps([1] * 5 * MAX_ANSWERS), 1),
+    ],
+)
+def test_prompts_are_counted_in_all_of_their_forms(prompt: str, count: int) -> None:
+    body = read_body(f'{{"prompt": {prompt}}}'.encode())
+    assert (body.prompts, body.answers) == (count, count)
+
+
+@pytest.mark.parametrize(
+    ("fields", "answers"),
+    [
+        ('"n": 128', 8 * 128),
+        ('"n": 3, "best_of": 2', 24),
+        ('"best_of": 4', 32),
+        ('"n": 1e2', 8),
+        ('"n": 2.0', 8),
+        ('"n": null', 8),
+        ('"n": -5', 8),
+        ('"n": "9"', 8),
+        ('"n": [9]', 8),
+        (f'"n": {"9" * 5000}', MAX_ANSWERS),
+        ('"n": 1, "n": 128', 1024),
+    ],
+)
+def test_a_request_counts_as_the_answers_that_it_asks_for(fields: str, answers: int) -> None:
+    body = read_body(f'{{"prompt": {json.dumps(["a"] * 8)}, {fields}}}'.encode())
+    assert (body.prompts, body.answers) == (8, answers)
+
+
+@pytest.mark.parametrize("name", ["messages", "prompt"])
+def test_the_lead_is_the_beginning_of_the_prompt(name: str) -> None:
+    prompt = json.dumps([{"role": "user", "content": "x" * 2 * LEAD_BYTES}]).encode()
+    assert read_body(b'{"%b": %b}' % (name.encode(), prompt)).lead == prompt[:LEAD_BYTES]
+    assert read_body(b"{}").lead == b""

@@ -1,0 +1,173 @@
+"""What each policy is for, in simulations: requests come and go, and the busiest node or the cache hits are counted."""
+
+from __future__ import annotations
+
+import heapq
+import math
+import random
+from collections import Counter
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pdserve.config import RoutingPolicy
+from pdserve.wire.discovery import NodeInfo, Role
+from pdserve_proxy.routing.policies import (
+    LOAD_FACTOR,
+    STEP_BYTES,
+    Selector,
+    TwoChoices,
+    hash_chain,
+    make_selector,
+    rank,
+)
+from tests.proxy.cluster import node_info
+
+
+def nodes_of(count: int) -> list[NodeInfo]:
+    return [node_info(f"n{i}", Role.MIXED, boot_id=bytes([i]) * 16) for i in range(count)]
+
+
+def excess(selector: Selector, nodes: Sequence[NodeInfo], *, refresh: int, seed: int) -> int:
+    """How many requests more the busiest node ever had than an even spread would have given it at most.
+
+    Loads are seen anew every ``refresh`` requests. They come one a tick; one in 16 is 200 times as long as the others,
+    so turns alone do not make loads even.
+    """
+    chance = random.Random(seed)
+    real: Counter[bytes] = Counter()
+    seen: Counter[bytes] = Counter()
+
+    def load(info: NodeInfo) -> int:
+        return seen[info.boot_id]
+
+    ends: list[tuple[int, bytes]] = []
+    peak = even = 0
+    for tick in range(4000):
+        while ends and ends[0][0] <= tick:
+            real[heapq.heappop(ends)[1]] -= 1
+        if tick % refresh == 0:
+            seen.clear()
+            seen.update(real)
+        node = selector.select(nodes, b"", load)[0]
+        real[node.boot_id] += 1
+        peak = max(peak, real[node.boot_id])
+        even = max(even, math.ceil(real.total() / len(nodes)))
+        heapq.heappush(ends, (tick + (2000 if chance.random() < 1 / 16 else 10), node.boot_id))
+    return peak - even
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_least_loaded_and_two_choices_are_far_more_even_than_turns_where_their_view_is_fresh(seed: int) -> None:
+    nodes = nodes_of(16)
+    turns = excess(make_selector(RoutingPolicy.ROUND_ROBIN), nodes, refresh=1, seed=seed)
+    least = excess(make_selector(RoutingPolicy.LEAST_LOADED), nodes, refresh=1, seed=seed)
+    two = excess(TwoChoices(random.Random(seed)), nodes, refresh=1, seed=seed)
+    assert least <= 0.4 * turns
+    assert least <= two <= 0.7 * turns
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_with_an_old_view_two_choices_do_not_all_run_to_one_node(seed: int) -> None:
+    nodes = nodes_of(16)
+    two = excess(TwoChoices(random.Random(seed)), nodes, refresh=100, seed=seed)
+    least = excess(make_selector(RoutingPolicy.LEAST_LOADED), nodes, refresh=100, seed=seed)
+    assert two <= 0.6 * least
+
+
+def test_a_larger_node_takes_a_larger_part() -> None:
+    small, large = nodes_of(2)
+    large = node_info("large", Role.MIXED, boot_id=large.boot_id, max_running=12)
+    for policy in (RoutingPolicy.LEAST_LOADED, RoutingPolicy.TWO_CHOICES, RoutingPolicy.PREFIX_AFFINITY):
+        here: Counter[bytes] = Counter()
+        selector = make_selector(policy)
+        for turn in range(64):
+            chosen = selector.select([small, large], b"%d" % turn, lambda info: here[info.boot_id])[0]  # noqa: B023
+            here[chosen.boot_id] += 1
+        assert here[large.boot_id] >= 2 * here[small.boot_id], policy
+
+
+def conversations(count: int, turns: int, system: bytes) -> list[list[bytes]]:
+    """Each turn repeats the conversation so far, as chat requests do."""
+    chance = random.Random(5)
+    prompts = []
+    for _ in range(count):
+        prompt = system
+        said = []
+        for _ in range(turns):
+            prompt += chance.randbytes(2 * STEP_BYTES)
+            said.append(prompt)
+        prompts.append(said)
+    return prompts
+
+
+def repeat_rate(selector: Selector, nodes: Sequence[NodeInfo], system: bytes) -> tuple[float, int]:
+    """The share of follow-up turns that went where their conversation's turn before went, and the busiest node's load.
+
+    All conversations are under way at once, one request each.
+    """
+    place: dict[int, bytes] = {}
+    here: Counter[bytes] = Counter()
+    hits = follow_ups = peak = 0
+    talks = conversations(64, 4, system)
+    for turn in range(4):
+        for which, talk in enumerate(talks):
+            if which in place:
+                here[place[which]] -= 1
+            node = selector.select(nodes, talk[turn], lambda info: here[info.boot_id])[0]
+            here[node.boot_id] += 1
+            peak = max(peak, here[node.boot_id])
+            if which in place:
+                follow_ups += 1
+                hits += place[which] == node.boot_id
+            place[which] = node.boot_id
+    return hits / follow_ups, peak
+
+
+@pytest.mark.parametrize(
+    "system", [b"", b"you are helpful. " * 64], ids=["no system prompt", "one system prompt for all"]
+)
+def test_prefix_affinity_repeats_its_nodes_and_still_bounds_their_load(system: bytes) -> None:
+    nodes = nodes_of(7)
+    rate, peak = repeat_rate(make_selector(RoutingPolicy.PREFIX_AFFINITY), nodes, system)
+    chance, _ = repeat_rate(TwoChoices(random.Random(3)), nodes, system)
+    assert rate >= 0.75
+    assert rate >= 3 * chance
+    assert peak <= LOAD_FACTOR * 64 / 7 + 1
+
+
+def test_one_prompt_for_all_does_not_drown_its_node() -> None:
+    nodes = nodes_of(5)
+    here: Counter[bytes] = Counter()
+    selector = make_selector(RoutingPolicy.PREFIX_AFFINITY)
+    for _ in range(100):
+        here[selector.select(nodes, b"the same", lambda info: here[info.boot_id])[0].boot_id] += 1
+    assert max(here.values()) <= LOAD_FACTOR * 100 / 5 + 1
+    assert max(here.values()) > 100 / 5
+
+
+@given(st.integers(2, 12), st.integers(0, 11))
+def test_a_node_that_leaves_moves_only_what_was_its_own(count: int, which: int) -> None:
+    nodes = nodes_of(count)
+    gone = nodes[which % count]
+    left = [node for node in nodes if node is not gone]
+    for key in range(50):
+        before = rank(nodes, b"%d" % key)
+        after = rank(left, b"%d" % key)
+        assert after == [node for node in before if node is not gone]
+
+
+def test_a_node_that_joins_takes_about_its_share() -> None:
+    nodes = nodes_of(10)
+    keys = [b"%d" % key for key in range(2000)]
+    moved = sum(rank(nodes, key)[0] is not rank(nodes[:9], key)[0] for key in keys)
+    assert 0.06 <= moved / len(keys) <= 0.14
+
+
+@given(st.binary(max_size=6 * STEP_BYTES), st.binary(max_size=STEP_BYTES), st.binary(max_size=STEP_BYTES))
+def test_prompts_share_as_many_hashes_as_whole_steps(shared: bytes, one: bytes, other: bytes) -> None:
+    first, second = hash_chain(shared + b"a" + one), hash_chain(shared + b"b" + other)
+    same = sum(a == b for a, b in zip(first, second, strict=False))
+    assert same == len(shared) // STEP_BYTES

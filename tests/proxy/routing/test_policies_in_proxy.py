@@ -1,0 +1,126 @@
+"""Each policy as a running proxy applies it: what it is given of prompts, heartbeats and its own requests."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+import pytest
+
+from pdserve.config import RegistryConfig, RoutingConfig, RoutingPolicy
+from pdserve.wire.discovery import NodeLoad, Role
+from tests.proxy.cluster import Cluster, cluster, eventually, node_info, proxy_config, registered, run_async
+from tests.proxy.fake_node import Exchange, FakeNode
+
+OFTEN_MS, NEVER_MS = 50, 60_000
+BY_LOAD = [RoutingPolicy.LEAST_LOADED, RoutingPolicy.TWO_CHOICES]
+
+
+@dataclass
+class Worker:
+    """A node that keeps requests for ``hold`` until it is let go."""
+
+    served: int = 0
+    held: int = 0
+    let_go: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def __call__(self, exchange: Exchange) -> None:
+        if b"hold" in exchange.request.body:
+            self.held += 1
+            await self.let_go.wait()
+        else:
+            self.served += 1
+        await exchange.answer(200, b"{}")
+
+
+@dataclass
+class Pair:
+    running: Cluster
+    workers: tuple[Worker, Worker]
+
+    async def ask(self, prompt: str) -> None:
+        async with self.running.http.post("/v1/completions", json={"prompt": prompt}) as response:
+            assert response.status == 200
+            await response.read()
+
+    async def served(self, prompt: str, times: int) -> tuple[int, int]:
+        """Where so many requests went, one after the other."""
+        before = [worker.served for worker in self.workers]
+        for _ in range(times):
+            await self.ask(prompt)
+        one, two = (worker.served - count for worker, count in zip(self.workers, before, strict=True))
+        return one, two
+
+
+@asynccontextmanager
+async def two_workers(policy: RoutingPolicy, heartbeat_ms: int = NEVER_MS, busy: int = 0) -> AsyncIterator[Pair]:
+    """Nodes whose heartbeats say that the first one has ``busy`` requests of somebody else's, and the other none."""
+    workers = Worker(), Worker()
+    config = dataclasses.replace(
+        proxy_config(),
+        routing=RoutingConfig(policy),
+        registry=RegistryConfig(control_port=0, heartbeat_ms=4 * heartbeat_ms),
+    )
+    async with FakeNode(workers[0]) as first, FakeNode(workers[1]) as second, cluster(config) as running:
+        control = running.addresses.control
+        nodes = [node_info(name, Role.MIXED, at.url, max_running=64) for name, at in (("1", first), ("2", second))]
+        async with (
+            registered(nodes[0], control, heartbeat_ms=heartbeat_ms, load=NodeLoad(running=busy)),
+            registered(nodes[1], control, heartbeat_ms=heartbeat_ms, load=NodeLoad()),
+        ):
+            yield Pair(running, workers)
+
+
+def test_round_robin_goes_in_turn_whatever_is_asked() -> None:
+    async def scenario() -> None:
+        async with two_workers(RoutingPolicy.ROUND_ROBIN, OFTEN_MS, busy=9) as pair:
+            assert await pair.served("the same", 8) == (4, 4)
+
+    run_async(scenario())
+
+
+@pytest.mark.parametrize("policy", BY_LOAD)
+def test_a_policy_by_load_knows_the_requests_that_are_under_way_here(policy: RoutingPolicy) -> None:
+    """Without any heartbeat."""
+
+    async def scenario() -> None:
+        async with two_workers(policy) as pair:
+            held = [asyncio.create_task(pair.ask("hold"))]
+            await eventually(lambda: sum(worker.held for worker in pair.workers) == 1, "it is at a node")
+            free = 1 - [worker.held for worker in pair.workers].index(1)
+            assert (await pair.served("quick", 8))[free] == 8
+            held.append(asyncio.create_task(pair.ask("hold")))
+            await eventually(lambda: [worker.held for worker in pair.workers] == [1, 1], "one at each")
+            for worker in pair.workers:
+                worker.let_go.set()
+            await asyncio.gather(*held)
+
+    run_async(scenario())
+
+
+@pytest.mark.parametrize("policy", BY_LOAD)
+def test_a_policy_by_load_knows_what_heartbeats_tell(policy: RoutingPolicy) -> None:
+    async def scenario() -> None:
+        async with two_workers(policy, OFTEN_MS, busy=50) as pair:
+
+            async def heard() -> bool:
+                async with pair.running.http.get("/instances") as response:
+                    return sorted(node["load"]["running"] for node in await response.json()) == [0, 50]
+
+            await eventually(heard, "the first heartbeats")
+            assert await pair.served("x", 8) == (0, 8)
+
+    run_async(scenario())
+
+
+def test_prefix_affinity_knows_the_prompts() -> None:
+    async def scenario() -> None:
+        async with two_workers(RoutingPolicy.PREFIX_AFFINITY) as pair:
+            prompts = [f"conversation {number}: " + "and so on, " * 100 for number in range(24)]
+            places = [await pair.served(prompt, 4) for prompt in prompts]
+            assert set(places) == {(4, 0), (0, 4)}, "each prompt has its node, and not all the same"
+
+    run_async(scenario())

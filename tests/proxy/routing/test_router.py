@@ -1,0 +1,149 @@
+"""Routes out of what is there: fair, whatever the policy only ever a pair that fits."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pdserve.config import RoutingPolicy
+from pdserve.errors import InvalidRequest, NotFound, Unavailable
+from pdserve.wire.discovery import NodeInfo, NodeLoad, Role
+from pdserve_proxy.registry.snapshot import Reachability, RegisteredNode, Snapshot, take_snapshot
+from pdserve_proxy.routing.attempts import Attempts
+from pdserve_proxy.routing.router import MAX_SELECTORS, Route, RouteQuery, Router, requested_model
+from tests.proxy.cluster import node_info
+
+
+def snapshot_of(*infos: NodeInfo) -> Snapshot:
+    return take_snapshot(RegisteredNode(info, NodeLoad(), Reachability.SERVING, 0.0) for info in infos)
+
+
+class Turns:
+    """A router that nothing has been sent by yet."""
+
+    def __init__(self, policy: RoutingPolicy = RoutingPolicy.ROUND_ROBIN) -> None:
+        self._router = Router(policy)
+
+    def choose(
+        self, snapshot: Snapshot, model: str, exclude: frozenset[bytes] = frozenset(), lead: bytes = b""
+    ) -> Route:
+        return self._router.choose(snapshot, RouteQuery(model, lead), Attempts().loads(snapshot), exclude)
+
+
+def several(role: Role, count: int, model: str = "m") -> list[NodeInfo]:
+    return [node_info(f"{role.value}{i}", role, model=model) for i in range(count)]
+
+
+@given(prefill=st.integers(1, 7), decode=st.integers(1, 7), rounds=st.integers(1, 5))
+def test_over_whole_rounds_every_node_gets_the_same(prefill: int, decode: int, rounds: int) -> None:
+    snapshot = snapshot_of(*several(Role.PREFILL, prefill), *several(Role.DECODE, decode))
+    policy = Turns()
+    routes = [policy.choose(snapshot, "m") for _ in range(rounds * prefill * decode)]
+    assert set(Counter(route.decode.name for route in routes).values()) == {rounds * prefill}
+    assert set(Counter(route.prefill[0].name for route in routes).values()) == {rounds * decode}
+    assert all(len({info.name for info in route.prefill}) == min(2, prefill) for route in routes)
+
+
+@given(picks=st.lists(st.sampled_from(["a", "b"]), max_size=60))
+def test_models_do_not_take_each_others_turns(picks: list[str]) -> None:
+    infos = [info for model in "ab" for role in Role for info in several(role, 2, model=model)]
+    snapshot, policy = snapshot_of(*infos), Turns()
+    chosen = [policy.choose(snapshot, model).decode for model in picks]
+    assert [info.model for info in chosen] == picks
+    for model in "ab":
+        counts = Counter(info.name for info in chosen if info.model == model)
+        each = [counts[name] for name in ("decode0", "decode1", "mixed0", "mixed1")]
+        assert max(each) - min(each) <= 1
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from(Role), st.sampled_from(["m", "n"]), st.sampled_from(["f", "g"])), max_size=12),
+    st.integers(0, 20),
+    st.sampled_from(RoutingPolicy),
+)
+def test_no_route_ever_joins_nodes_that_do_not_fit(
+    kinds: list[tuple[Role, str, str]], turns: int, policy_name: RoutingPolicy
+) -> None:
+    infos = [node_info(f"n{i}", role, model=model, fingerprint=fp) for i, (role, model, fp) in enumerate(kinds)]
+    snapshot = snapshot_of(*infos)
+    policy = Turns(policy_name)
+    for turn in range(turns):
+        try:
+            route = policy.choose(snapshot, "m", lead=b"prompt %d" % turn)
+        except Unavailable:
+            assert not any(info.role is Role.MIXED and info.model == "m" for info in infos)
+            return
+        assert route.decode.model == "m"
+        assert route.decode.role in (Role.DECODE, Role.MIXED)
+        assert bool(route.prefill) == (route.decode.role is Role.DECODE)
+        assert len({info.boot_id for info in route.prefill}) == len(route.prefill) <= 2
+        for info in route.prefill:
+            assert (info.role, info.model, info.fingerprint) == (Role.PREFILL, "m", route.decode.fingerprint)
+
+
+def test_prefill_alternates_and_names_the_next_as_its_alternative() -> None:
+    snapshot = snapshot_of(*several(Role.PREFILL, 3), node_info("d", Role.DECODE))
+    policy = Turns()
+    pairs = [tuple(info.name for info in policy.choose(snapshot, "m").prefill) for _ in range(3)]
+    assert pairs == [("prefill0", "prefill1"), ("prefill1", "prefill2"), ("prefill2", "prefill0")]
+
+
+def test_a_decode_node_without_a_fitting_prefill_node_is_passed_over() -> None:
+    misfit = node_info("misfit", Role.DECODE, fingerprint="g")
+    snapshot = snapshot_of(misfit, node_info("p", Role.PREFILL), node_info("d", Role.DECODE))
+    policy = Turns()
+    assert {policy.choose(snapshot, "m").decode.name for _ in range(4)} == {"d"}
+
+
+def test_without_any_pair_it_is_unavailable_and_says_when_to_retry() -> None:
+    for infos in ([node_info("d", Role.DECODE)], [node_info("p", Role.PREFILL)]):
+        with pytest.raises(Unavailable) as caught:
+            Turns().choose(snapshot_of(*infos), "m")
+        assert caught.value.retry_after_s is not None
+
+
+def test_a_mixed_node_serves_alone() -> None:
+    route = Turns().choose(snapshot_of(node_info("d", Role.DECODE), node_info("x", Role.MIXED)), "m")
+    assert (route.decode.name, route.prefill) == ("x", ())
+
+
+def test_excluded_nodes_are_avoided() -> None:
+    first, second = several(Role.MIXED, 2)
+    snapshot = snapshot_of(first, second)
+    policy = Turns()
+    assert {policy.choose(snapshot, "m", frozenset({first.boot_id})).decode.name for _ in range(3)} == {"mixed1"}
+    with pytest.raises(Unavailable):
+        policy.choose(snapshot, "m", frozenset({first.boot_id, second.boot_id}))
+
+
+def test_nodes_that_come_and_go_between_picks_never_break_a_pick() -> None:
+    policy = Turns()
+    decode, prefill = several(Role.DECODE, 5), several(Role.PREFILL, 5)
+    for count in (5, 1, 4, 2, 5, 1):
+        snapshot = snapshot_of(*decode[:count], *prefill[:count])
+        assert policy.choose(snapshot, "m").decode in decode[:count]
+
+
+def test_which_model_a_request_means() -> None:
+    one = snapshot_of(node_info("x", Role.MIXED))
+    two = snapshot_of(node_info("x", Role.MIXED), node_info("y", Role.MIXED, model="n"))
+    assert requested_model(one, "m") == requested_model(one, None) == "m"
+    with pytest.raises(NotFound) as caught:
+        requested_model(one, "gpt-9")
+    assert caught.value.code == "model_not_found"
+    with pytest.raises(InvalidRequest):
+        requested_model(two, None)
+    with pytest.raises(Unavailable):
+        requested_model(snapshot_of(), "m")
+
+
+def test_models_that_come_and_go_leave_a_bounded_memory() -> None:
+    router = Router(RoutingPolicy.PREFIX_AFFINITY)
+    for number in range(2 * MAX_SELECTORS):
+        model = f"m{number}"
+        snapshot = snapshot_of(*several(Role.PREFILL, 1, model), *several(Role.DECODE, 1, model))
+        router.choose(snapshot, RouteQuery(model), Attempts().loads(snapshot))
+    assert len(router._of_decode) == len(router._of_prefill) == MAX_SELECTORS

@@ -1,0 +1,473 @@
+"""Connections to nodes: kept, given up, lost, and never waited for without a bound."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import resource
+import socket
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+
+import pytest
+
+from pdserve.api.registration import STUCK_S
+from pdserve.errors import Unavailable
+from pdserve_proxy.upstream import node_pool
+from pdserve_proxy.upstream.node_connection import (
+    HIGH_WATER_BYTES,
+    PROBE_S,
+    UNANSWERED_S,
+    NodeLost,
+    NodeResponse,
+    NodeUnreachable,
+)
+from pdserve_proxy.upstream.node_pool import NodePool, Origin, origin_of
+from tests.proxy.cluster import eventually, run_async
+from tests.proxy.fake_node import Exchange, FakeNode, answer_ok
+
+Scenario = Callable[[FakeNode, NodePool], Coroutine[None, None, None]]
+
+
+def run(scenario: Scenario, behaviour: Callable[[Exchange], Awaitable[None]] = answer_ok, *, most: int = 8) -> None:
+    async def whole() -> None:
+        async with FakeNode(behaviour) as node:
+            pool = NodePool(connect_timeout_s=5.0, max_connections=most)
+            try:
+                await scenario(node, pool)
+            finally:
+                pool.close()
+                await eventually(lambda: not pool._open and not pool._idle, "all connections are closed")
+
+    run_async(whole())
+
+
+def post(node: FakeNode, pool: NodePool, silence_s: float | None = None) -> Coroutine[None, None, NodeResponse]:
+    return pool.post(node.url, "/x", {"a": "b"}, b"body", silence_s=silence_s)
+
+
+async def read_all(response: NodeResponse) -> bytes:
+    pieces = []
+    while piece := await response.read():
+        pieces.append(piece)
+    return b"".join(pieces)
+
+
+async def hang(exchange: Exchange) -> None:
+    await exchange.gone()
+
+
+def test_a_connection_is_kept_once_its_response_is_complete_whoever_has_read_it() -> None:
+    async def scenario(node: FakeNode, pool: NodePool) -> None:
+        first = await post(node, pool)
+        await eventually(lambda: first.complete, "the answer is there")
+        second = await post(node, pool)
+        assert await read_all(first) == await read_all(second) == b'{"ok": true}'
+        first.close()
+        second.close()
+        assert len(node._connections) == 1
+        assert node.requests[0].body == b"body"
+        assert node.requests[0].headers == {"host": node.url.removeprefix("http://"), "content-length": "4", "a": "b"}
+
+    run(scenario)
+
+
+def test_a_kept_connection_that_the_node_has_closed_is_replaced() -> None:
+    async def once_a_connection(exchange: Exchange) -> None:
+        await exchange.answer(200, b"{}")
+        exchange.die()
+
+    async def scenario(node: FakeNode, pool: NodePool) -> None:
+        for _ in range(5):
+            assert await read_all(await post(node, pool)) == b"{}"
+
+    run(scenario, once_a_connection)
+
+
+def test_a_burst_opens_no_more_connections_than_may_be_open() -> None:
+    async def scenario(node: FakeNode, pool: NodePool) -> None:
+        asked = await asyncio.gather(*(post(node, pool) for _ in range(20)), return_exceptions=True)
+        assert sum(isinstance(answer, Unavailable) for answer in asked) == 20 - 3
+        assert len(node._connections) == len(pool._open) == 3
+        for answer in asked:
+            if isinstance(answer, NodeResponse):
+                answer.close()
+
+    run(scenario, most=3)
+
+
+def test_a_connection_that_failed_takes_no_place() -> None:
+    async def scenario(node: FakeNode, pool: NodePool) -> None:
+        for _ in range(5):
+            with pytest.raises(NodeUnreachable):
+                await pool.post("http://127.0.0.1:1", "/x", {}, b"", silence_s=None)
+        assert await read_all(await post(node, pool)) == b'{"ok": true}'
+
+    run(scenario, most=1)
+
+
+def test_a_node_that_asks_for_it_gets_a_connection_for_each_request() -> None:
+    async def last(exchange: Exchange) -> None:
+        await exchange.answer(200, b"{}", connection="close")
+
+    async def scenario(node: FakeNode, pool: NodePool) -> None:
+        await read_all(await post(node, pool))
+        assert not pool._idle
+
+    run(scenario, last)
+
+
+OK = b"HTTP/1.1 200 OK\r\n"
+CHUNKED = OK + b"transfer-encoding: chunked\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"nonsense\r\n\r\n",
+        OK + b"a: b\r\n" * 20_000,
+        OK + b"a: " + b"b" * 100_000,
+        OK + b"retry-after: 1\r\n set-cookie: a=b\r\n\r\n",
+        OK + b"retry-after: 1\rset-cookie: a=b\r\n\r\n",
+        OK + b"retry-after: 1\nset-cookie: a=b\r\n\r\n",
+        OK + b"retry-after: 1\x00\r\n\r\n",
+        OK + b"re try: 1\r\n\r\n",
+        OK + b"content-length: 1\r\ntransfer-encoding: chunked\r\n\r\n",
+        OK + b"content-length: 1\r\ncontent-length: 2\r\n\r\n",
+        OK + b"content-length: -1\r\n\r\n",
+        OK + b"content-length: 9" + b"9" * 40 + b"\r\n\r\n",
+        b"HTTP/1.1 99 Low\r\n\r\n",
+        b"HTTP/1.1 1000 High\r\n\r\n",
+        b"HTTP/1.1 101 Switching Protocols\r\nupgrade: h2c\r\nconnection: upgrade\r\n\r\n",
+        b"HTTP/1.1 100 Continue\r\n\r\n" * 10_000,
+    ],
+)
+def test_what_is_no_response_is_a_loss(head: bytes) -> None:
+    async def speak(exchange: Exchange) -> None:
+        await exchange._write(head)
+        await exchange.gone()
+
+    async def scenario(node: FakeNode, pool: NodePool) -> None:
+        with pytest.raises(NodeLost):
+            await post(node, pool)
+
+    run(scenario, speak)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        CHUNKED + b"f" * 17 + b"\r\n",
+        CHUNKED + b"-1\r\n",
+        CHUNKED + b"3\r\nabcdef\r\n",
+        CHUNKED + b"3;" + b"x" * 100_000,
+        CHUNKED + b"3\r\nabc\r\n0\r\n" + b"".join(b"t%d: x\r\n" % number for number in range(20_000)),
+    ],
+)
+def test_a_body_that_is_none_is_a_loss(body: bytes) -> None:
+    async def speak(exchange: Exchange) -> None:
+        await exchange._write(body)
+        await exchange.gone()
+
+    async def scenario(node: FakeNode, pool: NodePool) -> None:
+        async with asyncio.timeout(5):
+            with pytest.raises(NodeLost, match=r"not HTTP|without any of a body"):
+                await read_all(await post(node, pool))
+
+    run(scenario, speak)
+
+
+def test_what_comes_behind_the_last_chunk_becomes_no_header() -> None:
+    async def speak(exchange: Exchange) -> None:
+        await exchange._write(CHUNKED + b"2\r\n{}\r\n0\r\nretry-after: 1\r\n\r\n")
+
+    async def scenario(node: FakeNode, pool: NodePool) -> None:
+        for _ in range(2):
+            response = await post(node, pool)
+            assert await read_all(response) == b"{}"
+            assert response.headers == {"transfer-encoding": "chunked"}
+        assert len(node._connections) == 1
+
+    run(scenario, speak)
+
+
+def test_interim_answers_are_skipped() -> None:
+    async def speak(exchange: Exchange) -> None:
+        await exchange._write(b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 103 Early Hints\r\nlink: x\r\n\r\n")
+        await exchange.answer(200, b"{}")
+
+    async def scenario(node: FakeNode, pool: NodePool) -> None:
+        for _ in range(2):
+            response = await post(node, pool)
+            assert (response.status, await read_all(response)) == (200, b"{}")
+            assert "link" not in response.headers
+        assert len(node._connections) == 1
+
+    run(scenario, speak)
+
+
+def test_a_connection_whose_request_was_answered_before_it_had_left_is_not_used_again() -> None:
+    async def scenario(_: FakeNode, pool: NodePool) -> None:
+        async def answer_the_head(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await reader.readuntil(b"\r\n\r\n")
+            writer.write(OK + b"content-length: 2\r\n\r\n{}")
+            await ended.wait()
+            writer.transport.abort()
+
+        ended = asyncio.Event()
+        server = await asyncio.start_server(answer_the_head, "127.0.0.1", 0, limit=2**16)
+        url = "http://{}:{}".format(*server.sockets[0].getsockname())
+        for _number in range(2):
+            async with asyncio.timeout(5):
+                response = await pool.post(url, "/x", {}, b"x" * 2**25, silence_s=None)
+                assert await read_all(response) == b"{}"
+        ended.set()
+        server.close()
+
+    run(scenario)
+
+
+def test_a_node_that_answers_more_than_it_was_asked_is_not_asked_there_again() -> None:
+    def answer(status: bytes, body: bytes) -> bytes:
+        return b"HTTP/1.1 %b x\r\ncontent-length: %d\r\n\r\n%b" % (status, len(body), body)
+
+    async def twice(exchange: Exchange) -> None:
+        await exchange._write(answer(b"200", b"asked") + answer(b"500", b"unasked"))
+        await exchange.gone()
+
+    async def scenario(node: FakeNode, pool: NodePool) -> None:
+        for _ in range(3):
+            response = await post(node, pool)
+            assert (response.status, await read_all(response)) == (200, b"asked")
+            await eventually(lambda: not pool._open, "the connection is closed")
+
+    run(scenario, twice)
+
+
+def test_half_an_answer_too_much_becomes_no_other_requests_answer() -> None:
+    whole = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}"
+
+    async def half_more(exchange: Exchange) -> None:
+        await exchange._write(whole + whole[:20])
+
+    async def scenario(node: FakeNode, pool: NodePool) -> None:
+        assert await read_all(await post(node, pool)) == b"{}"
+        with pytest.raises(NodeLost, match="not HTTP"):
+            await post(node, pool)
+        assert not pool._idle
+
+    run(scenario, half_more)
+
+
+def test_silence_is_a_loss_also_on_a_kept_connection() -> None:
+    async def first_only(exchange: Exchange) -> None:
+        await (answer_ok if exchange.request is node_requests[0] else hang)(exchange)
+
+    node_requests = []
+
+    async def scenario(node: FakeNode, pool: NodePool) -> None:
+        nonlocal node_requests
+        node_requests = node.requests
+        await read_all(await post(node, pool))
+        with pytest.raises(NodeLost, match="silent"):
+            await post(node, pool, silence_s=0.1)
+        assert len(node.requests) == 2
+
+    run(scenario, first_only)
+
+
+def test_a_node_that_is_not_read_from_is_not_silent() -> None:
+    size = 64 * HIGH_WATER_BYTES
+
+    async def much(exchange: Exchange) -> None:
+        await exchange.answer(200, b"x" * size)
+
+    async def scenario(node: FakeNode, pool: NodePool) -> None:
+        response = await post(node, pool, silence_s=0.1)
+        await eventually(lambda: response._held >= HIGH_WATER_BYTES, "it has taken as much as it may")
+        await asyncio.sleep(0.3)  # longer than silence is borne: that is the test
+        assert response._held < size // 2
+        assert len(await read_all(response)) == size
+
+    run(scenario, much)
+
+
+def test_one_that_is_given_up_closes_its_connection_and_fails_who_reads() -> None:
+    async def begin(exchange: Exchange) -> None:
+        await exchange.begin_stream()
+        await exchange.gone()
+
+    async def scenario(node: FakeNode, pool: NodePool) -> None:
+        response = await post(node, pool)
+        reading = asyncio.create_task(response.read())
+        await asyncio.sleep(0)
+        response.close()
+        with pytest.raises(NodeLost, match="given up"):
+            await reading
+        await eventually(lambda: not node._connections, "the node sees it")
+
+    run(scenario, begin)
+
+
+def test_a_post_that_is_cancelled_closes_its_connection() -> None:
+    async def scenario(node: FakeNode, pool: NodePool) -> None:
+        posting = asyncio.create_task(post(node, pool))
+        await eventually(lambda: bool(node.requests), "the node has it")
+        posting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await posting
+        await eventually(lambda: not node._connections, "the node sees it")
+
+    run(scenario, hang)
+
+
+def test_connections_are_bounded_and_an_idle_one_makes_room() -> None:
+    async def scenario(node: FakeNode, pool: NodePool) -> None:
+        async with FakeNode(hang) as other:
+            await read_all(await post(node, pool))
+            posting = asyncio.create_task(post(other, pool))
+            await eventually(lambda: bool(other.requests), "the idle one made room")
+            with pytest.raises(Unavailable):
+                await post(node, pool)
+            posting.cancel()
+            await asyncio.gather(posting, return_exceptions=True)
+            await eventually(lambda: not pool._open, "the connection is closed")
+            await read_all(await post(node, pool))
+
+    run(scenario, most=1)
+
+
+def test_an_idle_connection_is_closed_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(node_pool, "IDLE_S", 0.05)
+
+    async def scenario(node: FakeNode, pool: NodePool) -> None:
+        await read_all(await post(node, pool))
+        assert pool._idle
+        await eventually(lambda: not pool._open, "it is closed")
+
+    run(scenario)
+
+
+def test_a_node_in_doubt_loses_what_waits_for_it_and_no_other_node_does() -> None:
+    async def scenario(node: FakeNode, pool: NodePool) -> None:
+        async with FakeNode() as other:
+            await read_all(await post(other, pool))
+            whole = asyncio.create_task(post(node, pool))
+            stream = asyncio.create_task(post(node, pool, silence_s=600.0))
+            await eventually(lambda: len(node.requests) == 2, "the node has both")
+            pool.doubt(node.url)
+            with pytest.raises(NodeLost, match="heartbeats ended"):
+                await whole
+            with pytest.raises(NodeLost, match="silent for"):
+                await stream
+            await read_all(await post(other, pool))
+            assert len(other._connections) == 1
+
+    run(scenario, hang)
+
+
+def test_an_idle_connection_to_a_node_in_doubt_is_closed_and_a_new_one_is_made() -> None:
+    async def scenario(node: FakeNode, pool: NodePool) -> None:
+        await read_all(await post(node, pool))
+        pool.doubt(node.url)
+        await eventually(lambda: not pool._open and not pool._idle, "the connection is closed")
+        assert await read_all(await post(node, pool)) == b'{"ok": true}'
+
+    run(scenario)
+
+
+@contextmanager
+def deaf() -> Iterator[str]:
+    """The URL of a host that answers no attempt to connect: its kernel drops what does not fit into a full queue."""
+    with ExitStack() as sockets:
+        listener = sockets.enter_context(socket.socket())
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(0)
+        for _ in range(4):
+            client = sockets.enter_context(socket.socket())
+            client.setblocking(False)
+            client.connect_ex(listener.getsockname())
+        yield "http://{}:{}".format(*listener.getsockname())
+
+
+def test_who_connects_to_a_node_in_doubt_waits_no_longer() -> None:
+    async def scenario(_: FakeNode, pool: NodePool) -> None:
+        with deaf() as url:
+            posting = asyncio.create_task(pool.post(url, "/x", {}, b"", silence_s=None))
+            done, _waiting = await asyncio.wait([posting], timeout=0.2)
+            assert not done
+            pool.doubt(url)
+            async with asyncio.timeout(3):  # of the 5 that connecting may take
+                with pytest.raises(NodeUnreachable):
+                    await posting
+
+    run(scenario)
+
+
+def test_attempts_to_connect_count_as_connections() -> None:
+    async def scenario(node: FakeNode, pool: NodePool) -> None:
+        posting = [asyncio.create_task(post(node, pool)) for _ in range(5)]
+        results = await asyncio.gather(*posting, return_exceptions=True)
+        assert [type(result) for result in results] == [NodeResponse] * 2 + [Unavailable] * 3
+        assert len(node._connections) == 2
+
+    run(scenario, most=2)
+
+
+def test_the_kernel_looks_after_connections_that_nothing_is_heard_on() -> None:
+    async def scenario(node: FakeNode, pool: NodePool) -> None:
+        await read_all(await post(node, pool))
+        (connection,) = pool._open
+        options = connection._transport.get_extra_info("socket")
+        assert options.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+        assert options.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == PROBE_S
+        assert options.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL) == PROBE_S
+        assert options.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == UNANSWERED_S * 1000
+        # A node that lives may be silent for so long, and is not to be cut off before its heartbeats end.
+        assert UNANSWERED_S > STUCK_S
+
+    run(scenario)
+
+
+def test_nobody_there() -> None:
+    async def scenario(node: FakeNode, pool: NodePool) -> None:
+        await node.stop()
+        with pytest.raises(NodeUnreachable):
+            await post(node, pool)
+
+    run(scenario)
+
+
+@contextmanager
+def no_file_left() -> Iterator[None]:
+    """This process can open no file: it has as many as it may."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    highest = max(int(name) for name in os.listdir("/proc/self/fd"))
+    with ExitStack() as files:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(highest + 16, limits[0]), limits[1]))
+        files.callback(resource.setrlimit, resource.RLIMIT_NOFILE, limits)
+        with suppress(OSError):
+            while True:
+                files.callback(os.close, os.dup(0))
+        yield
+
+
+@pytest.mark.parametrize("name", ["127.0.0.1", "localhost", "node.invalid"])
+def test_a_lack_of_files_is_not_taken_for_an_unreachable_node(name: str) -> None:
+    async def scenario(node: FakeNode, pool: NodePool) -> None:
+        with suppress(NodeUnreachable):  # so that the resolver's threads and libraries are there
+            await pool.post("http://localhost:1", "/x", {}, b"", silence_s=None)
+        url = node.url.replace("127.0.0.1", name)
+        with no_file_left():
+            with pytest.raises(Unavailable) as lack:
+                await pool.post(url, "/x", {}, b"body", silence_s=None)
+            assert lack.value.code == "no_connection_left"
+        assert not pool._open and not pool._connecting
+        assert await read_all(await post(node, pool)) == b'{"ok": true}'
+
+    run(scenario)
+
+
+def test_where_a_url_leads() -> None:
+    where = Origin(host="::1", port=443, tls=True, authority="[::1]", prefix="/base")
+    assert origin_of("https://[::1]/base/") == where

@@ -1,0 +1,138 @@
+"""Processes of ``pdserve up``, with small programs in place of nodes."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from pdserve.process import ChildDied, ChildProcess, Listening, parse_listening
+from tests.processes import clean_environ, running
+
+LISTENING = (
+    "import sys, time\nprint('x pdserve decode listening url=http://127.0.0.1:7', file=sys.stderr, flush=True)\n"
+)
+SLEEP = "time.sleep(60)\n"
+STUBBORN = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+
+
+def start(program: str, lines: list[tuple[str, str]] | None = None) -> ChildProcess:
+    kept = [] if lines is None else lines
+    return ChildProcess(
+        "node", [sys.executable, "-c", program], clean_environ(), lambda name, line: kept.append((name, line))
+    )
+
+
+def gone(pid: int, timeout_s: float = 10.0) -> bool:
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except FileNotFoundError:
+            return True
+        if state == "Z":
+            return True
+        time.sleep(0.02)
+    return False
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("pdserve proxy listening url=http://a:1 control=tcp://a:2", Listening("http://a:1", "tcp://a:2")),
+        ("2026 INFO x: pdserve decode listening url=http://a:1", Listening("http://a:1", "")),
+        ("pdserve decode draining", None),
+        ("listening url=http://a:1", None),
+    ],
+)
+def test_the_listening_line(line: str, expected: Listening | None) -> None:
+    assert parse_listening(line) == expected
+
+
+def test_it_listens_then_stops_and_its_lines_are_relayed() -> None:
+    lines: list[tuple[str, str]] = []
+
+    async def run() -> int:
+        child = start(LISTENING + SLEEP, lines)
+        assert await child.listening() == Listening("http://127.0.0.1:7", "")
+        before = child.alive
+        await child.stop(grace_s=10)
+        assert (before, child.alive) == (True, False)
+        return await child.wait()
+
+    assert asyncio.run(asyncio.wait_for(run(), 30)) == -signal.SIGTERM
+    assert lines == [("node", "x pdserve decode listening url=http://127.0.0.1:7")]
+
+
+def test_an_early_end_is_told_with_its_last_lines() -> None:
+    async def run() -> None:
+        child = start("print('no memory'); raise SystemExit(3)")
+        with pytest.raises(ChildDied, match=r"node ended with status 3; its last lines:\n    no memory"):
+            await child.listening()
+        await child.stop(grace_s=1)
+
+    asyncio.run(asyncio.wait_for(run(), 30))
+
+
+def test_one_that_ignores_sigterm_is_killed() -> None:
+    async def run() -> int:
+        child = start(STUBBORN + LISTENING + SLEEP)
+        await child.listening()
+        await child.stop(grace_s=0.2)
+        return await child.wait()
+
+    assert asyncio.run(asyncio.wait_for(run(), 30)) == -signal.SIGKILL
+
+
+def test_its_own_children_end_with_it_and_do_not_hold_it_up() -> None:
+    """The grandchild keeps the pipe open; the end of the child is noticed all the same."""
+    program = (
+        "import subprocess, sys, os, signal\n"
+        "inner = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])\n"
+        "print(inner.pid, flush=True)\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    lines: list[tuple[str, str]] = []
+
+    async def run() -> int:
+        child = start(program, lines)
+        status = await child.wait()
+        await child.stop(grace_s=1)
+        return status
+
+    assert asyncio.run(asyncio.wait_for(run(), 30)) == -signal.SIGKILL
+    assert gone(int(lines[0][1]))
+
+
+def test_long_lines_and_broken_text_pass() -> None:
+    lines: list[tuple[str, str]] = []
+
+    async def run() -> None:
+        child = start("import sys; sys.stdout.buffer.write(b'a' * 200_000 + b'\\n\\xff\\nlast')", lines)
+        await child.wait()
+
+    asyncio.run(asyncio.wait_for(run(), 30))
+    texts = [line for _, line in lines]
+    assert sum(text.count("a") for text in texts[:-1]) == 200_000
+    assert texts[-2:] == ["\N{REPLACEMENT CHARACTER}", "last"]
+
+
+def test_a_killed_parent_takes_its_pdserve_along() -> None:
+    parent = (
+        "import os, subprocess, sys\n"
+        "environ = {**os.environ, 'PDSERVE_PARENT_PID': str(os.getpid())}\n"
+        "argv = [sys.executable, '-P', '-m', 'pdserve', 'proxy', '--port', '0', '--control-port', '0']\n"
+        "child = subprocess.Popen(argv, env=environ, start_new_session=True)\n"
+        "print('child', child.pid, flush=True)\n"
+        "child.wait()\n"
+    )
+    with running([sys.executable, "-c", parent], clean_environ(PDSERVE_SECRET="x" * 16)) as process:
+        pid = int(process.wait_for(lambda line: line.startswith("child ")).split()[1])
+        process.listening()
+        os.kill(process.pid, signal.SIGKILL)
+        assert gone(pid)
