@@ -49,3 +49,9 @@ def demo_model() -> Path:
     cache = cache_folder(os.environ)
     cpu_kernels(CpuKernels.AUTO, cache)
     return demo_model_dir(cache)
+
+
+@pytest.fixture(scope="session")
+def anyio_backend() -> str:
+    """Async tests run on asyncio, each on an event loop of its own."""
+    return "asyncio"

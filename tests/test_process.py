@@ -54,42 +54,36 @@ def test_the_listening_line(line: str, expected: Listening | None) -> None:
     assert parse_listening(line) == expected
 
 
-def test_it_listens_then_stops_and_its_lines_are_relayed() -> None:
+async def test_it_listens_then_stops_and_its_lines_are_relayed() -> None:
     lines: list[tuple[str, str]] = []
 
-    async def run() -> int:
+    async with asyncio.timeout(30):
         child = start(LISTENING + SLEEP, lines)
         assert await child.listening() == Listening("http://127.0.0.1:7", "")
         before = child.alive
         await child.stop(grace_s=10)
         assert (before, child.alive) == (True, False)
-        return await child.wait()
-
-    assert asyncio.run(asyncio.wait_for(run(), 30)) == -signal.SIGTERM
+        assert await child.wait() == -signal.SIGTERM
     assert lines == [("node", "x pdserve decode listening url=http://127.0.0.1:7")]
 
 
-def test_an_early_end_is_told_with_its_last_lines() -> None:
-    async def run() -> None:
+async def test_an_early_end_is_told_with_its_last_lines() -> None:
+    async with asyncio.timeout(30):
         child = start("print('no memory'); raise SystemExit(3)")
         with pytest.raises(ChildDied, match=r"node ended with status 3; its last lines:\n    no memory"):
             await child.listening()
         await child.stop(grace_s=1)
 
-    asyncio.run(asyncio.wait_for(run(), 30))
 
-
-def test_one_that_ignores_sigterm_is_killed() -> None:
-    async def run() -> int:
+async def test_one_that_ignores_sigterm_is_killed() -> None:
+    async with asyncio.timeout(30):
         child = start(STUBBORN + LISTENING + SLEEP)
         await child.listening()
         await child.stop(grace_s=0.2)
-        return await child.wait()
-
-    assert asyncio.run(asyncio.wait_for(run(), 30)) == -signal.SIGKILL
+        assert await child.wait() == -signal.SIGKILL
 
 
-def test_its_own_children_end_with_it_and_do_not_hold_it_up() -> None:
+async def test_its_own_children_end_with_it_and_do_not_hold_it_up() -> None:
     """The grandchild keeps the pipe open; the end of the child is noticed all the same."""
     program = (
         "import subprocess, sys, os, signal\n"
@@ -99,24 +93,20 @@ def test_its_own_children_end_with_it_and_do_not_hold_it_up() -> None:
     )
     lines: list[tuple[str, str]] = []
 
-    async def run() -> int:
+    async with asyncio.timeout(30):
         child = start(program, lines)
         status = await child.wait()
         await child.stop(grace_s=1)
-        return status
-
-    assert asyncio.run(asyncio.wait_for(run(), 30)) == -signal.SIGKILL
+        assert status == -signal.SIGKILL
     assert gone(int(lines[0][1]))
 
 
-def test_long_lines_and_broken_text_pass() -> None:
+async def test_long_lines_and_broken_text_pass() -> None:
     lines: list[tuple[str, str]] = []
 
-    async def run() -> None:
+    async with asyncio.timeout(30):
         child = start("import sys; sys.stdout.buffer.write(b'a' * 200_000 + b'\\n\\xff\\nlast')", lines)
         await child.wait()
-
-    asyncio.run(asyncio.wait_for(run(), 30))
     texts = [line for _, line in lines]
     assert sum(text.count("a") for text in texts[:-1]) == 200_000
     assert texts[-2:] == ["\N{REPLACEMENT CHARACTER}", "last"]

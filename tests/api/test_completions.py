@@ -123,22 +123,20 @@ def test_both_names_of_max_tokens(field: str, node: NodeUnderTest) -> None:
         assert answer["usage"]["completion_tokens"] == expected
 
 
-def test_async_client(node: NodeUnderTest) -> None:
-    async def ask() -> list[str]:
-        async with openai.AsyncOpenAI(base_url=f"{node.url}/v1", api_key="unused", max_retries=0) as client:
-            chat = await client.chat.completions.create(model=MODEL, messages=MESSAGES, seed=0)
-            stream = await client.completions.create(model=MODEL, prompt="x", seed=0, stream=True)
-            text = "".join([chunk.choices[0].text async for chunk in stream])
-            many = await asyncio.gather(
-                *(client.chat.completions.create(model=MODEL, messages=MESSAGES, seed=i) for i in range(30))
-            )
-            return [
-                chat.choices[0].message.content or "",
-                text,
-                *(each.choices[0].message.content or "" for each in many),
-            ]
-
-    assert asyncio.run(ask()) == [REPLY_TEXT] * 32
+async def test_async_client(node: NodeUnderTest) -> None:
+    async with openai.AsyncOpenAI(base_url=f"{node.url}/v1", api_key="unused", max_retries=0) as client:
+        chat = await client.chat.completions.create(model=MODEL, messages=MESSAGES, seed=0)
+        stream = await client.completions.create(model=MODEL, prompt="x", seed=0, stream=True)
+        text = "".join([chunk.choices[0].text async for chunk in stream])
+        many = await asyncio.gather(
+            *(client.chat.completions.create(model=MODEL, messages=MESSAGES, seed=i) for i in range(30))
+        )
+        found = [
+            chat.choices[0].message.content or "",
+            text,
+            *(each.choices[0].message.content or "" for each in many),
+        ]
+    assert found == [REPLY_TEXT] * 32
 
 
 # ------------------------------------------------------------------ several choices

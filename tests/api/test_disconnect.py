@@ -176,74 +176,70 @@ SCOPE = {
 }
 
 
-def test_gone_before_the_stream_is_read(model_dir: Path, tokenizer: Tokenizer, tmp_path: Path) -> None:
+async def test_gone_before_the_stream_is_read(model_dir: Path, tokenizer: Tokenizer, tmp_path: Path) -> None:
     """The response exists, its generator was never started: no ``finally`` of it will ever run."""
     body = json.dumps({"model": MODEL, "prompt": "x", "seed": Behaviour.HOLD, "stream": True}).encode()
 
-    async def scenario() -> list[str]:
-        gone = asyncio.Event()
-        messages = [{"type": "http.request", "body": body, "more_body": False}]
-        sent: list[str] = []
+    gone = asyncio.Event()
+    messages = [{"type": "http.request", "body": body, "more_body": False}]
+    sent: list[str] = []
 
-        async def receive() -> dict[str, Any]:
-            if messages:
-                return messages.pop()
-            await gone.wait()
-            return {"type": "http.disconnect"}
+    async def receive() -> dict[str, Any]:
+        if messages:
+            return messages.pop()
+        await gone.wait()
+        return {"type": "http.disconnect"}
 
-        async def send(message: Any) -> None:
-            sent.append(message["type"])
-            gone.set()
-            await asyncio.Event().wait()
+    async def send(message: Any) -> None:
+        sent.append(message["type"])
+        gone.set()
+        await asyncio.Event().wait()
 
-        async with app_in_process(model_dir, tokenizer, tmp_path / "journal") as (app, engine):
-            await asyncio.wait_for(app(dict(SCOPE), receive, send), WAIT_S)  # type: ignore[arg-type]
-            assert engine.open_requests == 0
-        return sent
-
-    assert asyncio.run(scenario()) == ["http.response.start"]
+    async with app_in_process(model_dir, tokenizer, tmp_path / "journal") as (app, engine):
+        await asyncio.wait_for(app(dict(SCOPE), receive, send), WAIT_S)  # type: ignore[arg-type]
+        assert engine.open_requests == 0
+    assert sent == ["http.response.start"]
     told = (tmp_path / "journal").read_text()
     assert '"kind":"abort","request_ids":[1]' in told
 
 
 @pytest.mark.parametrize("behaviour", [Behaviour.SILENT, Behaviour.HOLD])
-def test_cancelled_at_any_time(behaviour: Behaviour, model_dir: Path, tokenizer: Tokenizer, tmp_path: Path) -> None:
+async def test_cancelled_at_any_time(
+    behaviour: Behaviour, model_dir: Path, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
     """As the server does at its end."""
     body = json.dumps({"model": MODEL, "prompt": "x", "seed": behaviour, "n": 2, "stream": True}).encode()
 
-    async def scenario() -> None:
-        messages: list[dict[str, Any]] = []
-        end = asyncio.Event()
+    messages: list[dict[str, Any]] = []
+    end = asyncio.Event()
 
-        async def receive() -> dict[str, Any]:
-            if messages:
-                return messages.pop()
-            await end.wait()
-            return {"type": "http.disconnect"}
+    async def receive() -> dict[str, Any]:
+        if messages:
+            return messages.pop()
+        await end.wait()
+        return {"type": "http.disconnect"}
 
-        async def send(message: Any) -> None:
-            pass
+    async def send(message: Any) -> None:
+        pass
 
-        async with app_in_process(model_dir, tokenizer, tmp_path / "journal") as (app, engine):
-            before = asyncio.all_tasks()
-            for turns in range(16):
-                messages[:] = [{"type": "http.request", "body": body, "more_body": False}]
-                call = asyncio.ensure_future(app(dict(SCOPE), receive, send))  # type: ignore[arg-type]
-                for _ in range(turns):
-                    await asyncio.sleep(0)
-                call.cancel()
-                await asyncio.gather(call, return_exceptions=True)
-                await asyncio.wait_for(engine.wait_idle(), WAIT_S)
-            end.set()
-            left = asyncio.all_tasks() - before
-            await asyncio.wait_for(asyncio.gather(*left, return_exceptions=True), WAIT_S)
-            assert engine.open_requests == 0
-
-    asyncio.run(scenario())
+    async with app_in_process(model_dir, tokenizer, tmp_path / "journal") as (app, engine):
+        before = asyncio.all_tasks()
+        for turns in range(16):
+            messages[:] = [{"type": "http.request", "body": body, "more_body": False}]
+            call = asyncio.ensure_future(app(dict(SCOPE), receive, send))  # type: ignore[arg-type]
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            call.cancel()
+            await asyncio.gather(call, return_exceptions=True)
+            await asyncio.wait_for(engine.wait_idle(), WAIT_S)
+        end.set()
+        left = asyncio.all_tasks() - before
+        await asyncio.wait_for(asyncio.gather(*left, return_exceptions=True), WAIT_S)
+        assert engine.open_requests == 0
 
 
 @pytest.mark.parametrize("cancelled", [False, True], ids=["the client leaves", "the server ends"])
-def test_gone_while_a_long_prompt_is_tokenised(
+async def test_gone_while_a_long_prompt_is_tokenised(
     cancelled: bool, model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What waited for a thread is never begun, and the engine hears of nothing."""
@@ -260,44 +256,41 @@ def test_gone_while_a_long_prompt_is_tokenised(
 
     monkeypatch.setattr(tokenizer, "encode", held)
 
-    async def scenario() -> None:
-        gone = asyncio.Event()
+    gone = asyncio.Event()
 
-        async def send(message: Any) -> None:
-            pass
+    async def send(message: Any) -> None:
+        pass
 
-        async def ask(app: Quart) -> None:
-            messages = [{"type": "http.request", "body": body, "more_body": False}]
+    async def ask(app: Quart) -> None:
+        messages = [{"type": "http.request", "body": body, "more_body": False}]
 
-            async def receive() -> dict[str, Any]:
-                if messages:
-                    return messages.pop()
-                await gone.wait()
-                return {"type": "http.disconnect"}
+        async def receive() -> dict[str, Any]:
+            if messages:
+                return messages.pop()
+            await gone.wait()
+            return {"type": "http.disconnect"}
 
-            await app(dict(SCOPE), receive, send)  # type: ignore[arg-type]
+        await app(dict(SCOPE), receive, send)  # type: ignore[arg-type]
 
-        async with app_in_process(model_dir, tokenizer, tmp_path / "journal") as (app, engine):
-            before = asyncio.all_tasks()
-            requests = [asyncio.create_task(ask(app)) for _ in range(WORKERS + 3)]
-            for _ in range(WORKERS):
-                assert await asyncio.to_thread(begun.acquire, timeout=WAIT_S)
-            if cancelled:
-                for request in requests:
-                    request.cancel()
-            gone.set()
-            await asyncio.wait_for(asyncio.gather(*requests, return_exceptions=True), WAIT_S)
-            if not cancelled:
-                left = asyncio.all_tasks() - before
-                await asyncio.wait_for(asyncio.gather(*left, return_exceptions=True), WAIT_S)
-                go_on.set()
-            else:
-                go_on.set()
-                left = asyncio.all_tasks() - before
-                await asyncio.wait_for(asyncio.gather(*left, return_exceptions=True), WAIT_S)
-            assert engine.open_requests == 0
-
-    asyncio.run(scenario())
+    async with app_in_process(model_dir, tokenizer, tmp_path / "journal") as (app, engine):
+        before = asyncio.all_tasks()
+        requests = [asyncio.create_task(ask(app)) for _ in range(WORKERS + 3)]
+        for _ in range(WORKERS):
+            assert await asyncio.to_thread(begun.acquire, timeout=WAIT_S)
+        if cancelled:
+            for request in requests:
+                request.cancel()
+        gone.set()
+        await asyncio.wait_for(asyncio.gather(*requests, return_exceptions=True), WAIT_S)
+        if not cancelled:
+            left = asyncio.all_tasks() - before
+            await asyncio.wait_for(asyncio.gather(*left, return_exceptions=True), WAIT_S)
+            go_on.set()
+        else:
+            go_on.set()
+            left = asyncio.all_tasks() - before
+            await asyncio.wait_for(asyncio.gather(*left, return_exceptions=True), WAIT_S)
+        assert engine.open_requests == 0
     if not cancelled:
         assert len(calls) == WORKERS, "one of two prompts each, of the requests that had begun"
     assert '"kind":"submit"' not in (tmp_path / "journal").read_text() or cancelled

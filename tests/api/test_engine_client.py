@@ -47,78 +47,66 @@ async def drained(generation: Generation) -> RequestOutput:
 # ------------------------------------------------------------------ one generation
 
 
-def test_outputs_that_pile_up_are_read_at_once() -> None:
-    async def scenario() -> list[list[int]]:
-        generation = Generation([7, 8], 60.0, lambda ids: None)
-        reader = asyncio.create_task(generation.wait())
-        await asyncio.sleep(0)
-        for request_id in (7, 8, 7):
-            generation.deliver(RequestOutput(request_id, [request_id]))
-        items = await reader
-        generation.close()
-        return [[item.choice, *item.output.new_token_ids] for item in items]
-
-    assert asyncio.run(scenario()) == [[0, 7, 7], [1, 8]]
+async def test_outputs_that_pile_up_are_read_at_once() -> None:
+    generation = Generation([7, 8], 60.0, lambda ids: None)
+    reader = asyncio.create_task(generation.wait())
+    await asyncio.sleep(0)
+    for request_id in (7, 8, 7):
+        generation.deliver(RequestOutput(request_id, [request_id]))
+    items = await reader
+    generation.close()
+    assert [[item.choice, *item.output.new_token_ids] for item in items] == [[0, 7, 7], [1, 8]]
 
 
-def test_the_end_of_a_choice_comes_once_and_close_aborts_the_rest() -> None:
+async def test_the_end_of_a_choice_comes_once_and_close_aborts_the_rest() -> None:
     aborted: list[Sequence[int]] = []
 
-    async def scenario() -> list[FinishReason | None]:
-        generation = Generation([1, 2, 3], 60.0, aborted.append)
-        generation.deliver(RequestOutput(1, [], FinishReason.STOP))
-        generation.deliver(RequestOutput(1, [], FinishReason.LENGTH))
-        generation.deliver(RequestOutput(99, []))
-        generation.end_choice(1)
-        generation.close()
-        generation.close()
-        return [item.output.finish for item in await generation.wait()]
-
-    assert asyncio.run(scenario()) == [FinishReason.STOP]
+    generation = Generation([1, 2, 3], 60.0, aborted.append)
+    generation.deliver(RequestOutput(1, [], FinishReason.STOP))
+    generation.deliver(RequestOutput(1, [], FinishReason.LENGTH))
+    generation.deliver(RequestOutput(99, []))
+    generation.end_choice(1)
+    generation.close()
+    generation.close()
+    assert [item.output.finish for item in await generation.wait()] == [FinishReason.STOP]
     assert aborted == [[2], [3]]
 
 
-def test_a_silent_engine_does_not_outlast_the_deadline() -> None:
+async def test_a_silent_engine_does_not_outlast_the_deadline() -> None:
     aborted: list[Sequence[int]] = []
 
-    async def scenario() -> FinishReason | None:
-        generation = Generation([1], -DEADLINE_GRACE_S, aborted.append)
-        output = await drained(generation)
-        generation.close()
-        return output.finish
-
-    assert asyncio.run(scenario()) is FinishReason.DEADLINE
+    generation = Generation([1], -DEADLINE_GRACE_S, aborted.append)
+    output = await drained(generation)
+    generation.close()
+    assert output.finish is FinishReason.DEADLINE
     assert aborted == [[1]]
 
 
 # ------------------------------------------------------------------ the process
 
 
-def test_generates_and_stops(model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_generates_and_stops(model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
-    async def scenario() -> tuple[FinishReason | None, int]:
-        client = client_of(model_dir, tmp_path)
-        try:
-            ready = await client.start()
-            assert ready.max_model_len == 256
-            assert not any(name.startswith("pdserve-") for name in os.listdir(tmp_path)), (
-                "the socket's folder is gone as soon as it is connected"
-            )
-            generation = client.open([PromptChoices([1, 2], params(Behaviour.REPLY))], deadline_s=10.0)
-            assert client.open_requests == 1
-            output = await drained(generation)
-            generation.close()
-            await asyncio.wait_for(client.wait_idle(), WAIT_S)
-            pid = client.pid
-            assert pid is not None
-        finally:
-            await client.stop(5.0)
-        assert client.state is EngineState.STOPPED
-        assert client.failure is None
-        return output.finish, pid
-
-    finish, pid = asyncio.run(scenario())
+    client = client_of(model_dir, tmp_path)
+    try:
+        ready = await client.start()
+        assert ready.max_model_len == 256
+        assert not any(name.startswith("pdserve-") for name in os.listdir(tmp_path)), (
+            "the socket's folder is gone as soon as it is connected"
+        )
+        generation = client.open([PromptChoices([1, 2], params(Behaviour.REPLY))], deadline_s=10.0)
+        assert client.open_requests == 1
+        output = await drained(generation)
+        generation.close()
+        await asyncio.wait_for(client.wait_idle(), WAIT_S)
+        pid = client.pid
+        assert pid is not None
+    finally:
+        await client.stop(5.0)
+    assert client.state is EngineState.STOPPED
+    assert client.failure is None
+    finish = output.finish
     assert finish is FinishReason.STOP
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
@@ -126,56 +114,50 @@ def test_generates_and_stops(model_dir: Path, tmp_path: Path, monkeypatch: pytes
 
 
 @pytest.mark.parametrize(("size", "served"), [(4, [4, 8, 10]), (16, [10]), (0, [10])])
-def test_a_steps_readers_are_served_in_groups_of_the_settings_size(
+async def test_a_steps_readers_are_served_in_groups_of_the_settings_size(
     size: int, served: list[int], model_dir: Path, tmp_path: Path
 ) -> None:
     """How many of ten have read their token after each turn of the loop."""
 
-    async def scenario() -> list[int]:
-        client = client_of(model_dir, tmp_path, stream=StreamConfig(notify_size=size))
-        try:
-            await client.start()
-            silent = [PromptChoices([1], params(Behaviour.SILENT))]
-            generations = [client.open(silent, deadline_s=60.0) for _ in range(10)]
-            readers = [asyncio.create_task(generation.wait()) for generation in generations]
+    client = client_of(model_dir, tmp_path, stream=StreamConfig(notify_size=size))
+    try:
+        await client.start()
+        silent = [PromptChoices([1], params(Behaviour.SILENT))]
+        generations = [client.open(silent, deadline_s=60.0) for _ in range(10)]
+        readers = [asyncio.create_task(generation.wait()) for generation in generations]
+        await asyncio.sleep(0)
+        client._handle(StepOutput([RequestOutput(number, [7]) for number in range(1, 11)]))
+        counts: list[int] = []
+        while not counts or counts[-1] < len(readers):
             await asyncio.sleep(0)
-            client._handle(StepOutput([RequestOutput(number, [7]) for number in range(1, 11)]))
-            counts: list[int] = []
-            while not counts or counts[-1] < len(readers):
-                await asyncio.sleep(0)
-                counts.append(sum(reader.done() for reader in readers))
-            for generation in generations:
-                generation.close()
-        finally:
-            await client.stop(5.0)
-        return [count for count in dict.fromkeys(counts) if count]
-
-    assert asyncio.run(scenario()) == served
+            counts.append(sum(reader.done() for reader in readers))
+        for generation in generations:
+            generation.close()
+    finally:
+        await client.stop(5.0)
+    assert [count for count in dict.fromkeys(counts) if count] == served
 
 
 @pytest.mark.parametrize(("behaviour", "message"), [(Behaviour.FAIL, ENGINE_FAILURE), (Behaviour.DIE, "exit status 7")])
-def test_death_of_the_engine_ends_every_request(
+async def test_death_of_the_engine_ends_every_request(
     behaviour: Behaviour, message: str, model_dir: Path, tmp_path: Path
 ) -> None:
-    async def scenario() -> None:
-        client = client_of(model_dir, tmp_path)
-        try:
-            await client.start()
-            silent = client.open([PromptChoices([1], params(Behaviour.SILENT))] * 2, deadline_s=60.0)
-            fatal = client.open([PromptChoices([1], params(behaviour))], deadline_s=60.0)
-            for generation in (silent, fatal):
-                output = await drained(generation)
-                assert output.finish is FinishReason.ERROR
-                assert output.error == "the engine of this node failed"
-            assert message in str(await asyncio.wait_for(client.wait_lost(), WAIT_S))
-            assert client.open_requests == 0
-            with pytest.raises(Unavailable):
-                client.open([PromptChoices([1], params(Behaviour.REPLY))], deadline_s=1.0)
-        finally:
-            await client.stop(5.0)
-        assert client.state is EngineState.LOST
-
-    asyncio.run(scenario())
+    client = client_of(model_dir, tmp_path)
+    try:
+        await client.start()
+        silent = client.open([PromptChoices([1], params(Behaviour.SILENT))] * 2, deadline_s=60.0)
+        fatal = client.open([PromptChoices([1], params(behaviour))], deadline_s=60.0)
+        for generation in (silent, fatal):
+            output = await drained(generation)
+            assert output.finish is FinishReason.ERROR
+            assert output.error == "the engine of this node failed"
+        assert message in str(await asyncio.wait_for(client.wait_lost(), WAIT_S))
+        assert client.open_requests == 0
+        with pytest.raises(Unavailable):
+            client.open([PromptChoices([1], params(Behaviour.REPLY))], deadline_s=1.0)
+    finally:
+        await client.stop(5.0)
+    assert client.state is EngineState.LOST
 
 
 @pytest.mark.parametrize(
@@ -186,130 +168,111 @@ def test_death_of_the_engine_ends_every_request(
         (["/nonexistent/engine"], "cannot start"),
     ],
 )
-def test_engine_that_cannot_start(command: list[str], message: str, model_dir: Path) -> None:
-    async def scenario() -> None:
-        client = EngineClient(engine_config(model_dir), command=command)
-        try:
-            with pytest.raises(EngineError, match=message):
-                await asyncio.wait_for(client.start(), WAIT_S)
-        finally:
-            await client.stop(5.0)
-
-    asyncio.run(scenario())
+async def test_engine_that_cannot_start(command: list[str], message: str, model_dir: Path) -> None:
+    client = EngineClient(engine_config(model_dir), command=command)
+    try:
+        with pytest.raises(EngineError, match=message):
+            await asyncio.wait_for(client.start(), WAIT_S)
+    finally:
+        await client.stop(5.0)
 
 
-def test_engine_that_speaks_nonsense(model_dir: Path) -> None:
+async def test_engine_that_speaks_nonsense(model_dir: Path) -> None:
     program = (
         "import sys, msgspec, zmq\n"
         "address = msgspec.msgpack.decode(sys.stdin.buffer.read())['address']\n"
         "s = zmq.Context.instance().socket(zmq.PAIR); s.connect(address); s.send(b'nonsense'); s.recv()"
     )
 
-    async def scenario() -> None:
-        client = EngineClient(engine_config(model_dir), command=[sys.executable, "-c", program])
-        try:
-            with pytest.raises(EngineError, match="message that is none"):
-                await asyncio.wait_for(client.start(), WAIT_S)
-        finally:
-            await client.stop(5.0)
-
-    asyncio.run(scenario())
+    client = EngineClient(engine_config(model_dir), command=[sys.executable, "-c", program])
+    try:
+        with pytest.raises(EngineError, match="message that is none"):
+            await asyncio.wait_for(client.start(), WAIT_S)
+    finally:
+        await client.stop(5.0)
 
 
-def test_engine_that_does_not_stop_is_killed(model_dir: Path) -> None:
+async def test_engine_that_does_not_stop_is_killed(model_dir: Path) -> None:
     program = "import sys, time; sys.stdin.buffer.read(); time.sleep(600)"
 
-    async def scenario() -> int:
-        client = EngineClient(engine_config(model_dir), command=[sys.executable, "-c", program])
-        start = asyncio.create_task(client.start())
-        while client.pid is None:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
-        start.cancel()
-        await asyncio.gather(start, return_exceptions=True)
-        pid = client.pid
-        await asyncio.wait_for(client.stop(0.1), WAIT_S)
-        return pid
-
-    pid = asyncio.run(scenario())
+    client = EngineClient(engine_config(model_dir), command=[sys.executable, "-c", program])
+    start = asyncio.create_task(client.start())
+    while client.pid is None:  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+    start.cancel()
+    await asyncio.gather(start, return_exceptions=True)
+    pid = client.pid
+    await asyncio.wait_for(client.stop(0.1), WAIT_S)
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
 
 
 @pytest.mark.parametrize(("role", "waits"), [(Role.MIXED, False), (Role.PREFILL, True)])
-def test_prefill_engine_is_idle_when_it_says_so(role: Role, waits: bool, model_dir: Path, tmp_path: Path) -> None:
+async def test_prefill_engine_is_idle_when_it_says_so(role: Role, waits: bool, model_dir: Path, tmp_path: Path) -> None:
     """Its work is for other engines: what is open here says nothing."""
 
-    async def scenario() -> None:
-        command = [sys.executable, "-m", "tests.api.scripted_engine", str(tmp_path / "journal")]
-        client = EngineClient(engine_config(model_dir, role=role), command=command)
-        try:
-            await client.start()
-            held = client.open([PromptChoices([1], params(Behaviour.HOLD))], deadline_s=60.0)
-            async with asyncio.timeout(WAIT_S):
-                while client.stats.running == 0:
-                    await held.wait()
-            held.close()
-            idle = asyncio.create_task(client.wait_idle())
-            await asyncio.sleep(0)
-            assert idle.done() is not waits
-            last = client.open([PromptChoices([1], params(Behaviour.REPLY))], deadline_s=60.0)
-            await drained(last)
-            last.close()
-            await asyncio.wait_for(idle, WAIT_S)
-        finally:
-            await client.stop(5.0)
-
-    asyncio.run(scenario())
+    command = [sys.executable, "-m", "tests.api.scripted_engine", str(tmp_path / "journal")]
+    client = EngineClient(engine_config(model_dir, role=role), command=command)
+    try:
+        await client.start()
+        held = client.open([PromptChoices([1], params(Behaviour.HOLD))], deadline_s=60.0)
+        async with asyncio.timeout(WAIT_S):
+            while client.stats.running == 0:
+                await held.wait()
+        held.close()
+        idle = asyncio.create_task(client.wait_idle())
+        await asyncio.sleep(0)
+        assert idle.done() is not waits
+        last = client.open([PromptChoices([1], params(Behaviour.REPLY))], deadline_s=60.0)
+        await drained(last)
+        last.close()
+        await asyncio.wait_for(idle, WAIT_S)
+    finally:
+        await client.stop(5.0)
 
 
-def test_too_many_requests(model_dir: Path, tmp_path: Path) -> None:
-    async def scenario() -> None:
-        client = client_of(model_dir, tmp_path, SchedulerConfig(max_running=1, max_waiting=2))
-        try:
-            await client.start()
-            held = [client.open([PromptChoices([1], params(Behaviour.SILENT))], deadline_s=60.0) for _ in range(3)]
-            with pytest.raises(Unavailable, match="too many") as raised:
-                client.open([PromptChoices([1], params(Behaviour.REPLY))], deadline_s=60.0)
-            assert raised.value.retry_after_s is not None
-            held[0].close()
-            generation = client.open([PromptChoices([1], params(Behaviour.REPLY))], deadline_s=60.0)
-            assert (await drained(generation)).finish is FinishReason.STOP
-            generation.close()
-        finally:
-            await client.stop(5.0)
-
-    asyncio.run(scenario())
+async def test_too_many_requests(model_dir: Path, tmp_path: Path) -> None:
+    client = client_of(model_dir, tmp_path, SchedulerConfig(max_running=1, max_waiting=2))
+    try:
+        await client.start()
+        held = [client.open([PromptChoices([1], params(Behaviour.SILENT))], deadline_s=60.0) for _ in range(3)]
+        with pytest.raises(Unavailable, match="too many") as raised:
+            client.open([PromptChoices([1], params(Behaviour.REPLY))], deadline_s=60.0)
+        assert raised.value.retry_after_s is not None
+        held[0].close()
+        generation = client.open([PromptChoices([1], params(Behaviour.REPLY))], deadline_s=60.0)
+        assert (await drained(generation)).finish is FinishReason.STOP
+        generation.close()
+    finally:
+        await client.stop(5.0)
 
 
-def test_a_request_for_many_answers_leaves_the_places_of_others(model_dir: Path, tmp_path: Path) -> None:
+async def test_a_request_for_many_answers_leaves_the_places_of_others(model_dir: Path, tmp_path: Path) -> None:
     """Its further answers are counted apart: who wants one answer is not refused for them, who wants many is."""
 
-    async def scenario() -> None:
-        client = client_of(model_dir, tmp_path, SchedulerConfig(max_running=2, max_waiting=6))
-        silent, reply = PromptChoices([1], params(Behaviour.SILENT)), PromptChoices([1], params(Behaviour.REPLY))
-        seeds = tuple(range(Behaviour.SILENT + 1, Behaviour.SILENT + 4))
-        four = PromptChoices([1], params(Behaviour.SILENT), seeds)
-        try:
-            await client.start()
-            with pytest.raises(InvalidRequest, match="at most 9") as refused:
-                client.open([silent] * 10, deadline_s=60.0)
-            assert refused.value.param == "n"
-            big = client.open([four, four], deadline_s=60.0)
-            others = [client.open([reply], deadline_s=60.0) for _ in range(7)]
-            with pytest.raises(Unavailable, match="too many"):
-                client.open([reply], deadline_s=60.0)
-            for other in others:
-                assert (await drained(other)).finish is FinishReason.STOP
-                other.close()
-            with pytest.raises(Unavailable, match="too many"):
-                client.open([four], deadline_s=60.0)
-            big.close()
-            client.open([four], deadline_s=60.0).close()
-            assert client.open_requests == 0
-        finally:
-            await client.stop(5.0)
-        submits = [json.loads(line) for line in (tmp_path / "journal").read_text().splitlines()]
-        shared = [submit["client_request"] for submit in submits if submit["kind"] == "submit"]
-        assert shared[:3] == [1, 1, 9]
-
-    asyncio.run(scenario())
+    client = client_of(model_dir, tmp_path, SchedulerConfig(max_running=2, max_waiting=6))
+    silent, reply = PromptChoices([1], params(Behaviour.SILENT)), PromptChoices([1], params(Behaviour.REPLY))
+    seeds = tuple(range(Behaviour.SILENT + 1, Behaviour.SILENT + 4))
+    four = PromptChoices([1], params(Behaviour.SILENT), seeds)
+    try:
+        await client.start()
+        with pytest.raises(InvalidRequest, match="at most 9") as refused:
+            client.open([silent] * 10, deadline_s=60.0)
+        assert refused.value.param == "n"
+        big = client.open([four, four], deadline_s=60.0)
+        others = [client.open([reply], deadline_s=60.0) for _ in range(7)]
+        with pytest.raises(Unavailable, match="too many"):
+            client.open([reply], deadline_s=60.0)
+        for other in others:
+            assert (await drained(other)).finish is FinishReason.STOP
+            other.close()
+        with pytest.raises(Unavailable, match="too many"):
+            client.open([four], deadline_s=60.0)
+        big.close()
+        client.open([four], deadline_s=60.0).close()
+        assert client.open_requests == 0
+    finally:
+        await client.stop(5.0)
+    submits = [json.loads(line) for line in (tmp_path / "journal").read_text().splitlines()]
+    shared = [submit["client_request"] for submit in submits if submit["kind"] == "submit"]
+    assert shared[:3] == [1, 1, 9]

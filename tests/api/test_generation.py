@@ -18,86 +18,77 @@ def generation_of(choices: int, interval: int) -> Generation:
     return Generation(range(choices), 60.0, lambda ids: None, interval)
 
 
-def due_tokens(interval: int, count: int) -> list[int]:
+async def due_tokens(interval: int, count: int) -> list[int]:
     """After which of ``count`` tokens the reader is woken, where it reads at once."""
 
-    async def scenario() -> list[int]:
-        generation, due = generation_of(1, interval), []
-        for token in range(1, count + 1):
-            if generation.put(RequestOutput(0, [token])):
-                due.append(token)
-                await generation.wait()
-        generation.close()
-        return due
-
-    return asyncio.run(scenario())
+    generation, due = generation_of(1, interval), []
+    for token in range(1, count + 1):
+        if generation.put(RequestOutput(0, [token])):
+            due.append(token)
+            await generation.wait()
+    generation.close()
+    return due
 
 
-def test_the_first_token_comes_at_once_and_then_so_many_together() -> None:
-    assert due_tokens(1, 4) == [1, 2, 3, 4]
-    assert due_tokens(3, 9) == [1, 4, 7]
-    assert due_tokens(1_000, 1_000) == [1]
+async def test_the_first_token_comes_at_once_and_then_so_many_together() -> None:
+    assert await due_tokens(1, 4) == [1, 2, 3, 4]
+    assert await due_tokens(3, 9) == [1, 4, 7]
+    assert await due_tokens(1_000, 1_000) == [1]
 
 
-def test_each_choice_has_its_own_count() -> None:
-    async def scenario() -> list[list[tuple[int, list[int]]]]:
-        generation, seen = generation_of(2, 3), []
-        for request_id, token in ((0, 1), (1, 2), (0, 3), (1, 4), (0, 5), (0, 6), (1, 7)):
+async def test_each_choice_has_its_own_count() -> None:
+    generation, seen = generation_of(2, 3), []
+    for request_id, token in ((0, 1), (1, 2), (0, 3), (1, 4), (0, 5), (0, 6), (1, 7)):
+        if generation.put(RequestOutput(request_id, [token])):
+            seen.append([(item.choice, item.output.new_token_ids) for item in await generation.wait()])
+    generation.put(RequestOutput(1, [8], FinishReason.STOP))
+    seen.append([(item.choice, item.output.new_token_ids) for item in await generation.wait()])
+    generation.close()
+    assert seen == [[(0, [1])], [(1, [2])], [(0, [3, 5, 6])], [(1, [4, 7, 8])]]
+
+
+async def test_a_reader_is_not_woken_between() -> None:
+    generation = generation_of(1, 3)
+    generation.deliver(RequestOutput(0, [1]))
+    await generation.wait()
+    reader = asyncio.create_task(generation.wait())
+    for token in (2, 3):
+        generation.deliver(RequestOutput(0, [token]))
+        generation.wake()
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert not reader.done()
+    generation.deliver(RequestOutput(0, [4]))
+    assert [item.output.new_token_ids for item in await asyncio.wait_for(reader, WAIT_S)] == [[2, 3, 4]]
+    generation.close()
+
+
+async def test_the_failure_of_one_choice_brings_out_what_the_others_have() -> None:
+    generation = generation_of(3, 10)
+    for token in (1, 2, 3):
+        for request_id in (0, 1):
             if generation.put(RequestOutput(request_id, [token])):
-                seen.append([(item.choice, item.output.new_token_ids) for item in await generation.wait()])
-        generation.put(RequestOutput(1, [8], FinishReason.STOP))
-        seen.append([(item.choice, item.output.new_token_ids) for item in await generation.wait()])
-        generation.close()
-        return seen
-
-    assert asyncio.run(scenario()) == [[(0, [1])], [(1, [2])], [(0, [3, 5, 6])], [(1, [4, 7, 8])]]
-
-
-def test_a_reader_is_not_woken_between() -> None:
-    async def scenario() -> None:
-        generation = generation_of(1, 3)
-        generation.deliver(RequestOutput(0, [1]))
-        await generation.wait()
-        reader = asyncio.create_task(generation.wait())
-        for token in (2, 3):
-            generation.deliver(RequestOutput(0, [token]))
-            generation.wake()
-            await asyncio.sleep(0)
-            await asyncio.sleep(0)
-            assert not reader.done()
-        generation.deliver(RequestOutput(0, [4]))
-        assert [item.output.new_token_ids for item in await asyncio.wait_for(reader, WAIT_S)] == [[2, 3, 4]]
-        generation.close()
-
-    asyncio.run(scenario())
+                await generation.wait()
+    assert generation.put(RequestOutput(0, [], FinishReason.DEADLINE))
+    items = await generation.wait()
+    generation.close()
+    assert {item.choice: (item.output.new_token_ids, item.output.finish) for item in items} == {
+        0: ([2, 3], FinishReason.DEADLINE),
+        1: ([2, 3], None),
+    }
 
 
-def test_the_failure_of_one_choice_brings_out_what_the_others_have() -> None:
-    async def scenario() -> dict[int, tuple[list[int], FinishReason | None]]:
-        generation = generation_of(3, 10)
-        for token in (1, 2, 3):
-            for request_id in (0, 1):
-                if generation.put(RequestOutput(request_id, [token])):
-                    await generation.wait()
-        assert generation.put(RequestOutput(0, [], FinishReason.DEADLINE))
-        items = await generation.wait()
-        generation.close()
-        return {item.choice: (item.output.new_token_ids, item.output.finish) for item in items}
-
-    assert asyncio.run(scenario()) == {0: ([2, 3], FinishReason.DEADLINE), 1: ([2, 3], None)}
-
-
-def test_a_lost_engine_ends_all_with_what_they_have() -> None:
-    async def scenario() -> dict[int, tuple[list[int], FinishReason | None]]:
-        generation = generation_of(2, 10)
-        for token in (1, 2):
-            generation.put(RequestOutput(0, [token]))
-        generation.fail(Internal("lost"))
-        items = await generation.wait()
-        generation.close()
-        return {item.choice: (item.output.new_token_ids, item.output.finish) for item in items}
-
-    assert asyncio.run(scenario()) == {0: ([1, 2], FinishReason.ERROR), 1: ([], FinishReason.ERROR)}
+async def test_a_lost_engine_ends_all_with_what_they_have() -> None:
+    generation = generation_of(2, 10)
+    for token in (1, 2):
+        generation.put(RequestOutput(0, [token]))
+    generation.fail(Internal("lost"))
+    items = await generation.wait()
+    generation.close()
+    assert {item.choice: (item.output.new_token_ids, item.output.finish) for item in items} == {
+        0: ([1, 2], FinishReason.ERROR),
+        1: ([], FinishReason.ERROR),
+    }
 
 
 @settings(max_examples=200, deadline=None)

@@ -34,28 +34,25 @@ class Recorder:
         self.work()
 
 
-def log_of(size: int, count: int, *, at_once: bool) -> list[str]:
+async def log_of(size: int, count: int, *, at_once: bool) -> list[str]:
     """What happens when so many have news, told in one or one after another in the same turn."""
 
-    async def scenario() -> list[str]:
-        log: list[str] = []
-        notify = BatchNotify(size)
-        for name in range(count):
-            notify.add(Recorder(name, log))
-            if not at_once:
-                notify.notify()
-        notify.notify()
-        while sum(line.startswith("run") for line in log) < count:
-            await asyncio.sleep(0)
-            log.append("other")
-        return log
-
-    return asyncio.run(scenario())
+    log: list[str] = []
+    notify = BatchNotify(size)
+    for name in range(count):
+        notify.add(Recorder(name, log))
+        if not at_once:
+            notify.notify()
+    notify.notify()
+    while sum(line.startswith("run") for line in log) < count:
+        await asyncio.sleep(0)
+        log.append("other")
+    return log
 
 
 @pytest.mark.parametrize("at_once", [True, False])
-def test_groups_work_one_after_the_other_and_others_get_turns(at_once: bool) -> None:
-    log = log_of(2, 5, at_once=at_once)
+async def test_groups_work_one_after_the_other_and_others_get_turns(at_once: bool) -> None:
+    log = await log_of(2, 5, at_once=at_once)
     assert [line for line in log if line.startswith("wake")] == [f"wake {i}" for i in range(5)]
     assert [line for line in log if line.startswith("run")] == [f"run {i}" for i in range(5)]
     waiting = 0
@@ -65,8 +62,8 @@ def test_groups_work_one_after_the_other_and_others_get_turns(at_once: bool) -> 
     assert "other" in log[log.index("run 0") : log.index("run 4")]
 
 
-def test_without_groups_all_are_woken_before_any_runs() -> None:
-    log = log_of(0, 5, at_once=True)
+async def test_without_groups_all_are_woken_before_any_runs() -> None:
+    log = await log_of(0, 5, at_once=True)
     assert log[:5] == [f"wake {i}" for i in range(5)]
     assert [line for line in log if line.startswith("run")] == [f"run {i}" for i in range(5)]
 
@@ -140,25 +137,22 @@ def test_every_reader_gets_its_tokens_in_order(size: int, interval: int, steps: 
     asyncio.run(scenario())
 
 
-def test_a_reader_that_leaves_or_fails_while_it_is_to_be_woken() -> None:
-    async def scenario() -> list[FinishReason | None]:
-        notify = BatchNotify(1)
-        generations = [Generation([i], 60.0, lambda ids: None) for i in range(3)]
-        readers = [asyncio.create_task(generation.wait()) for generation in generations]
-        await asyncio.sleep(0)
-        for index, generation in enumerate(generations):
-            generation.put(RequestOutput(index, [7]))
-            notify.add(generation)
-        notify.notify()
-        readers[1].cancel()
-        generations[1].close()
-        generations[2].deliver(RequestOutput(2, [], FinishReason.ERROR))
-        [_, _, items] = await asyncio.wait_for(asyncio.gather(*readers, return_exceptions=True), WAIT_S)
-        assert isinstance(items, list)
-        assert [item.output.new_token_ids for item in items] == [[7]]
-        for generation in generations:
-            generation.close()
-        await asyncio.sleep(0)
-        return [item.output.finish for item in items]
-
-    assert asyncio.run(scenario()) == [FinishReason.ERROR]
+async def test_a_reader_that_leaves_or_fails_while_it_is_to_be_woken() -> None:
+    notify = BatchNotify(1)
+    generations = [Generation([i], 60.0, lambda ids: None) for i in range(3)]
+    readers = [asyncio.create_task(generation.wait()) for generation in generations]
+    await asyncio.sleep(0)
+    for index, generation in enumerate(generations):
+        generation.put(RequestOutput(index, [7]))
+        notify.add(generation)
+    notify.notify()
+    readers[1].cancel()
+    generations[1].close()
+    generations[2].deliver(RequestOutput(2, [], FinishReason.ERROR))
+    [_, _, items] = await asyncio.wait_for(asyncio.gather(*readers, return_exceptions=True), WAIT_S)
+    assert isinstance(items, list)
+    assert [item.output.new_token_ids for item in items] == [[7]]
+    for generation in generations:
+        generation.close()
+    await asyncio.sleep(0)
+    assert [item.output.finish for item in items] == [FinishReason.ERROR]

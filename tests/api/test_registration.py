@@ -209,10 +209,10 @@ def test_a_proxy_of_a_newer_minor_version_is_registered_at(link: ProxyLink, prox
     assert link.tick(0.1) == (REGISTER,)
 
 
-def test_an_address_that_is_none_is_a_configuration_error() -> None:
+async def test_an_address_that_is_none_is_a_configuration_error() -> None:
     registration = Registration(NODE, ("tcp//nonsense",), b"s", 1000, NodeLoad)
     with pytest.raises(ConfigError, match="tcp//nonsense"):
-        asyncio.run(registration.run())
+        await registration.run()
 
 
 def test_the_same_proxy_named_twice_is_one() -> None:
@@ -220,12 +220,9 @@ def test_the_same_proxy_named_twice_is_one() -> None:
     assert list(registration.registered) == ["tcp://127.0.0.1:1"]
 
 
-def test_it_stops_in_time_while_its_proxy_is_down() -> None:
-    async def scenario() -> None:
-        registration = Registration(NODE, ("tcp://127.0.0.1:1",), b"s", 20, NodeLoad)
-        with pytest.raises(TimeoutError):
-            async with asyncio.timeout(0.2):
-                await registration.run()
-        assert not registration.registered["tcp://127.0.0.1:1"].is_set()
-
-    asyncio.run(scenario())
+async def test_it_stops_in_time_while_its_proxy_is_down() -> None:
+    registration = Registration(NODE, ("tcp://127.0.0.1:1",), b"s", 20, NodeLoad)
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.2):
+            await registration.run()
+    assert not registration.registered["tcp://127.0.0.1:1"].is_set()

@@ -20,16 +20,13 @@ from tests.api.test_disconnect import app_in_process
 BODY = {"model": MODEL, "prompt": "x", "seed": Behaviour.BURST, "stream": True}
 
 
-def ask(settings: StreamConfig, body: dict[str, Any], model_dir: Path, tokenizer: Tokenizer, folder: Path) -> str:
+async def ask(settings: StreamConfig, body: dict[str, Any], model_dir: Path, tokenizer: Tokenizer, folder: Path) -> str:
     """The answer of a node with these settings."""
 
-    async def scenario() -> str:
-        async with app_in_process(model_dir, tokenizer, folder / "journal", settings) as (app, _):
-            answer = await asyncio.wait_for(app.test_client().post("/v1/completions", json=body), WAIT_S)
-            assert answer.status_code == 200
-            return str(await answer.get_data(as_text=True))
-
-    return asyncio.run(scenario())
+    async with app_in_process(model_dir, tokenizer, folder / "journal", settings) as (app, _):
+        answer = await asyncio.wait_for(app.test_client().post("/v1/completions", json=body), WAIT_S)
+        assert answer.status_code == 200
+        return str(await answer.get_data(as_text=True))
 
 
 @pytest.mark.parametrize(
@@ -41,7 +38,7 @@ def ask(settings: StreamConfig, body: dict[str, Any], model_dir: Path, tokenizer
         (Switch.ON, {"logprobs": 1}, "FullChunks"),
     ],
 )
-def test_chunks_take_the_way_that_the_setting_says(
+async def test_chunks_take_the_way_that_the_setting_says(
     switch: Switch,
     extra: dict[str, Any],
     way: str,
@@ -60,7 +57,7 @@ def test_chunks_take_the_way_that_the_setting_says(
             return bytes(plain(self, delta))
 
         monkeypatch.setattr(made, "events", events)
-    text = ask(StreamConfig(fast_path=switch), {**BODY, **extra}, model_dir, tokenizer, tmp_path)
+    text = await ask(StreamConfig(fast_path=switch), {**BODY, **extra}, model_dir, tokenizer, tmp_path)
     assert text.endswith("data: [DONE]\n\n")
     assert list(taken) == [way]
 
@@ -69,7 +66,7 @@ def test_chunks_take_the_way_that_the_setting_says(
     ("setting", "asked", "interval"),
     [(1, None, 1), (1, 7, 7), (10, None, 10), (10, 1, 1), (10, 25, 25), (10, 10, 10)],
 )
-def test_a_requests_own_interval_counts_before_the_nodes(
+async def test_a_requests_own_interval_counts_before_the_nodes(
     setting: int,
     asked: int | None,
     interval: int,
@@ -87,5 +84,5 @@ def test_a_requests_own_interval_counts_before_the_nodes(
 
     monkeypatch.setattr(EngineClient, "open", opened)
     body = BODY if asked is None else {**BODY, "stream_interval": asked}
-    ask(StreamConfig(interval=setting), body, model_dir, tokenizer, tmp_path)
+    await ask(StreamConfig(interval=setting), body, model_dir, tokenizer, tmp_path)
     assert found == [interval]

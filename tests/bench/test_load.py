@@ -84,18 +84,18 @@ class Server:
             await runner.cleanup()
 
 
-def streams_of(server: Server, jobs: list[Job], concurrency: int) -> list[Stream]:
+async def streams_of(server: Server, jobs: list[Job], concurrency: int) -> list[Stream]:
     async def work() -> list[Stream]:
         return await run_jobs(Target(server.url, "m", token_ids=True), jobs, concurrency)
 
-    found: list[Stream] = asyncio.run(server.serve(work))
+    found: list[Stream] = await server.serve(work)
     return found
 
 
-def test_every_job_is_asked_once_and_answered_in_its_place() -> None:
+async def test_every_job_is_asked_once_and_answered_in_its_place() -> None:
     server = Server()
     jobs = [Job([10 * i, 1], i + 2) for i in range(9)]
-    streams = streams_of(server, jobs, 3)
+    streams = await streams_of(server, jobs, 3)
     for i, stream in enumerate(streams):
         assert not stream.error
         assert stream.output_tokens == len(stream.arrivals) == i + 2
@@ -107,9 +107,9 @@ def test_every_job_is_asked_once_and_answered_in_its_place() -> None:
     assert body["stream_options"] == {"include_usage": True}
 
 
-def test_concurrency_is_reached_and_not_passed() -> None:
+async def test_concurrency_is_reached_and_not_passed() -> None:
     server = Server(gathers=4)
-    streams_of(server, [Job([1], 2)] * 12, 4)
+    await streams_of(server, [Job([1], 2)] * 12, 4)
     assert server.most == 4
 
 
@@ -123,28 +123,28 @@ def test_concurrency_is_reached_and_not_passed() -> None:
         ("short", "2 tokens came where 3 were asked for"),
     ],
 )
-def test_a_failure_is_told_and_stops_no_other_request(fault: str, message: str) -> None:
-    streams = streams_of(Server(fault=fault), [Job([1], 3)] * 4, 2)
+async def test_a_failure_is_told_and_stops_no_other_request(fault: str, message: str) -> None:
+    streams = await streams_of(Server(fault=fault), [Job([1], 3)] * 4, 2)
     assert len(streams) == 4
     for stream in streams:
         assert message in stream.error
 
 
-def test_a_server_that_is_not_there() -> None:
-    (stream,) = asyncio.run(run_jobs(Target("http://127.0.0.1:9", "m"), [Job([1], 3)], 1))
+async def test_a_server_that_is_not_there() -> None:
+    (stream,) = await run_jobs(Target("http://127.0.0.1:9", "m"), [Job([1], 3)], 1)
     assert "ClientConnectorError" in stream.error
     with pytest.raises(BenchError, match="does not tell its models"):
-        asyncio.run(first_model("http://127.0.0.1:9"))
+        await first_model("http://127.0.0.1:9")
 
 
-def test_the_benchmark_warms_up_and_takes_the_first_model() -> None:
+async def test_the_benchmark_warms_up_and_takes_the_first_model() -> None:
     server = Server()
 
     async def work() -> Any:
         load = LoadConfig(url=server.url, concurrency=2, requests=5, prompt_tokens=8, output_tokens=4, warm_up=1)
         return await asyncio.to_thread(run, BenchLoadConfig(load=load))
 
-    report = asyncio.run(server.serve(work))
+    report = await server.serve(work)
     assert len(server.bodies) == 6
     assert {(body["model"], len(body["prompt"]), body["max_tokens"]) for body in server.bodies} == {("first", 8, 4)}
     (row,) = report.rows
@@ -154,7 +154,7 @@ def test_the_benchmark_warms_up_and_takes_the_first_model() -> None:
     assert "return_token_ids" not in server.bodies[0]
 
 
-def test_no_answer_at_all_is_an_error() -> None:
+async def test_no_answer_at_all_is_an_error() -> None:
     server = Server(fault="refuse")
 
     async def work() -> Any:
@@ -162,4 +162,4 @@ def test_no_answer_at_all_is_an_error() -> None:
         return await asyncio.to_thread(run, BenchLoadConfig(load=load))
 
     with pytest.raises(BenchError, match="answered none of 2 requests: status 503"):
-        asyncio.run(server.serve(work))
+        await server.serve(work)

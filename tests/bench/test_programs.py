@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 from pathlib import Path
 
@@ -20,7 +19,7 @@ async def enter(flags: list[str], timeout_s: float, **environ: str) -> str:
 
 
 @pytest.mark.usefixtures("demo_model")
-def test_it_listens_on_loopback_whatever_the_environment_says(tmp_path: Path) -> None:
+async def test_it_listens_on_loopback_whatever_the_environment_says(tmp_path: Path) -> None:
     environ = {
         "PDSERVE_HOST": "0.0.0.0",
         "PDSERVE_PROXY": "tcp://127.0.0.1:9",
@@ -29,14 +28,14 @@ def test_it_listens_on_loopback_whatever_the_environment_says(tmp_path: Path) ->
         "PDSERVE_CORES": str(min(os.sched_getaffinity(0))),
         "XDG_STATE_HOME": str(tmp_path),
     }
-    assert asyncio.run(enter([], 120.0, **environ)).startswith("http://127.0.0.1:")
+    assert (await enter([], 120.0, **environ)).startswith("http://127.0.0.1:")
 
 
-def test_a_node_that_ends_tells_why() -> None:
+async def test_a_node_that_ends_tells_why() -> None:
     with pytest.raises(ChildDied, match="there is no model '/nowhere'"):
-        asyncio.run(enter(["--model", "/nowhere"], 120.0))
+        await enter(["--model", "/nowhere"], 120.0)
 
 
-def test_a_node_that_is_late_is_given_up() -> None:
+async def test_a_node_that_is_late_is_given_up() -> None:
     with pytest.raises(BenchError, match=r"was not ready after 0\.1 s"):
-        asyncio.run(enter([], 0.1))
+        await enter([], 0.1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -53,19 +52,16 @@ async def server(pieces: list[bytes], status: int = 200, authorization: str | No
         await runner.cleanup()
 
 
-def put(pieces: list[bytes], status: int = 200, *, key: str = "") -> tuple[TimedAnswer, str]:
+async def put(pieces: list[bytes], status: int = 200, *, key: str = "") -> tuple[TimedAnswer, str]:
     shown: list[str] = []
 
-    async def run() -> TimedAnswer:
-        async with server(pieces, status, f"Bearer {key}" if key else None) as url:
-            return await ask(url, "m", "Why?", shown.append, api_key=key, timeout_s=20)
-
-    answer = asyncio.run(run())
+    async with server(pieces, status, f"Bearer {key}" if key else None) as url:
+        answer = await ask(url, "m", "Why?", shown.append, api_key=key, timeout_s=20)
     return answer, "".join(shown)
 
 
-def test_the_answer_is_shown_and_counted() -> None:
-    answer, shown = put([chunk(), chunk("Because"), chunk("."), chunk(finish="stop"), USAGE, DONE])
+async def test_the_answer_is_shown_and_counted() -> None:
+    answer, shown = await put([chunk(), chunk("Because"), chunk("."), chunk(finish="stop"), USAGE, DONE])
     assert shown == "Because."
     assert (answer.prompt_tokens, answer.completion_tokens) == (5, 2)
     assert 0 < answer.ttft_s < 20
@@ -73,8 +69,8 @@ def test_the_answer_is_shown_and_counted() -> None:
     assert "tok/s" in str(answer)
 
 
-def test_a_key_is_sent_where_one_is_wanted() -> None:
-    assert put([chunk("Because"), chunk(finish="stop"), USAGE, DONE], key="a-key")[1] == "Because"
+async def test_a_key_is_sent_where_one_is_wanted() -> None:
+    assert (await put([chunk("Because"), chunk(finish="stop"), USAGE, DONE], key="a-key"))[1] == "Because"
 
 
 @pytest.mark.parametrize("source", ["variable", "file", "toml"])
@@ -110,11 +106,11 @@ def test_keys_that_no_proxy_would_take_are_told_before_anything_starts() -> None
         ([b"data: nonsense\n\n", DONE], 200, "not a chunk"),
     ],
 )
-def test_anything_less_is_a_failure(pieces: list[bytes], status: int, message: str) -> None:
+async def test_anything_less_is_a_failure(pieces: list[bytes], status: int, message: str) -> None:
     with pytest.raises(AskFailed, match=message):
-        put(pieces, status)
+        await put(pieces, status)
 
 
-def test_nobody_there_is_a_failure() -> None:
+async def test_nobody_there_is_a_failure() -> None:
     with pytest.raises(AskFailed, match="no answer"):
-        asyncio.run(ask("http://127.0.0.1:1", "m", "Why?", print, api_key="", timeout_s=5))
+        await ask("http://127.0.0.1:1", "m", "Why?", print, api_key="", timeout_s=5)

@@ -66,7 +66,7 @@ def test_completion_and_its_stream_agree(pd_cluster: Cluster) -> None:
     assert "Paris" in whole.choices[0].text
 
 
-def test_async_streams_at_once(pd_cluster: Cluster, answer: str) -> None:
+async def test_async_streams_at_once(pd_cluster: Cluster, answer: str) -> None:
     async def ask(openai: AsyncOpenAI) -> str:
         stream = await openai.chat.completions.create(
             model=MODEL,
@@ -77,23 +77,19 @@ def test_async_streams_at_once(pd_cluster: Cluster, answer: str) -> None:
         )
         return "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
 
-    async def scenario() -> list[str]:
-        async with AsyncOpenAI(base_url=pd_cluster.url + "/v1", api_key="none", max_retries=0) as openai:
-            return await asyncio.gather(*(ask(openai) for _ in range(6)))
-
-    assert asyncio.run(scenario()) == [answer] * 6
+    async with AsyncOpenAI(base_url=pd_cluster.url + "/v1", api_key="none", max_retries=0) as openai:
+        found = await asyncio.gather(*(ask(openai) for _ in range(6)))
+    assert found == [answer] * 6
 
 
-def test_async_completion(pd_cluster: Cluster) -> None:
-    async def scenario() -> str:
-        async with AsyncOpenAI(base_url=pd_cluster.url + "/v1", api_key="none", max_retries=0) as openai:
-            got = await openai.completions.create(
-                model=MODEL, prompt=["The capital of France is", "Two and two is"], temperature=0, max_tokens=5
-            )
-            assert len(got.choices) == 2
-            return got.choices[0].text
-
-    assert "Paris" in asyncio.run(scenario())
+async def test_async_completion(pd_cluster: Cluster) -> None:
+    async with AsyncOpenAI(base_url=pd_cluster.url + "/v1", api_key="none", max_retries=0) as openai:
+        got = await openai.completions.create(
+            model=MODEL, prompt=["The capital of France is", "Two and two is"], temperature=0, max_tokens=5
+        )
+        assert len(got.choices) == 2
+        found = got.choices[0].text
+    assert "Paris" in found
 
 
 def test_models(pd_cluster: Cluster) -> None:

@@ -93,105 +93,93 @@ async def answer(port: int, *parts: bytes) -> bytes:
     return said
 
 
-def run(protocol: type[GuardedHttp], *parts: bytes) -> bytes:
-    async def scenario() -> bytes:
-        async with serving(protocol) as port:
-            return await answer(port, *parts)
-
-    return asyncio.run(scenario())
+async def run(protocol: type[GuardedHttp], *parts: bytes) -> bytes:
+    async with serving(protocol) as port:
+        return await answer(port, *parts)
 
 
-def test_many_headers_are_refused() -> None:
-    said = run(GuardedHttp, REQUEST, b"a: b\r\n" * (GuardedHttp.max_head_bytes // 6 + 1))
+async def test_many_headers_are_refused() -> None:
+    said = await run(GuardedHttp, REQUEST, b"a: b\r\n" * (GuardedHttp.max_head_bytes // 6 + 1))
     head, _, body = said.partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 431 ")
     assert json.loads(body)["error"]["code"] == "headers_too_large"
 
 
-def test_one_endless_header_is_refused() -> None:
-    said = run(GuardedHttp, REQUEST, b"a: " + b"x" * 100 * GuardedHttp.max_head_bytes)
+async def test_one_endless_header_is_refused() -> None:
+    said = await run(GuardedHttp, REQUEST, b"a: " + b"x" * 100 * GuardedHttp.max_head_bytes)
     assert said == b"" or said.startswith(b"HTTP/1.1 431 ")
 
 
-def test_silent_and_unfinished_connections_are_closed() -> None:
-    assert run(Hasty) == b""
+async def test_silent_and_unfinished_connections_are_closed() -> None:
+    assert await run(Hasty) == b""
     for part in (b"GET / HT", REQUEST):
-        assert run(Hasty, part).startswith(b"HTTP/1.1 408 ")
+        assert (await run(Hasty, part)).startswith(b"HTTP/1.1 408 ")
 
 
-def test_a_second_request_on_a_connection_is_guarded_too() -> None:
-    said = run(Hasty, REQUEST + b"\r\n", REQUEST)
+async def test_a_second_request_on_a_connection_is_guarded_too() -> None:
+    said = await run(Hasty, REQUEST + b"\r\n", REQUEST)
     assert said.count(b"200 OK") == 1
 
 
-def test_a_slow_answer_is_not_cut() -> None:
-    said = run(Hasty, b"GET /slow HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+async def test_a_slow_answer_is_not_cut() -> None:
+    said = await run(Hasty, b"GET /slow HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
     assert said.endswith(b"ok")
 
 
-def test_bodies_are_not_counted_as_heads() -> None:
+async def test_bodies_are_not_counted_as_heads() -> None:
     size = 4 * GuardedHttp.max_head_bytes
     post = b"POST / HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: %d\r\n\r\n" % size
-    assert run(GuardedHttp, post, b"x" * size).endswith(b"ok")
+    assert (await run(GuardedHttp, post, b"x" * size)).endswith(b"ok")
 
 
-def test_one_connection_too_many_is_refused_and_a_place_that_is_left_is_free_again() -> None:
+async def test_one_connection_too_many_is_refused_and_a_place_that_is_left_is_free_again() -> None:
     class Narrow(GuardedHttp):
         max_connections = 2
 
     last = REQUEST + b"connection: close\r\n\r\n"
 
-    async def scenario() -> None:
-        async with serving(Narrow) as port:
-            idle = [await asyncio.open_connection("127.0.0.1", port) for _ in range(2)]
-            for reader, writer in idle:
-                writer.write(REQUEST + b"\r\n")
-                await reader.readuntil(b"ok")
-            head, _, body = (await answer(port)).partition(b"\r\n\r\n")
-            assert head.startswith(b"HTTP/1.1 503 ")
-            assert b"retry-after: 1" in head
-            assert json.loads(body)["error"]["code"] == "too_many_connections"
-            idle[0][1].close()
-            async with asyncio.timeout(WAIT_S):
-                while not (await answer(port, last)).endswith(b"ok"):
-                    pass
-            idle[1][1].close()
-
-    asyncio.run(scenario())
+    async with serving(Narrow) as port:
+        idle = [await asyncio.open_connection("127.0.0.1", port) for _ in range(2)]
+        for reader, writer in idle:
+            writer.write(REQUEST + b"\r\n")
+            await reader.readuntil(b"ok")
+        head, _, body = (await answer(port)).partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 503 ")
+        assert b"retry-after: 1" in head
+        assert json.loads(body)["error"]["code"] == "too_many_connections"
+        idle[0][1].close()
+        async with asyncio.timeout(WAIT_S):
+            while not (await answer(port, last)).endswith(b"ok"):
+                pass
+        idle[1][1].close()
 
 
-def test_of_a_burst_beyond_the_bound_few_are_answered_and_none_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_of_a_burst_beyond_the_bound_few_are_answered_and_none_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
     class Narrow(GuardedHttp):
         max_connections = 1
 
     monkeypatch.setattr(http_guard, "MAX_REFUSED", 3)
 
-    async def scenario() -> None:
-        async with serving(Narrow) as port:
-            _, held = await asyncio.open_connection("127.0.0.1", port)
-            burst = [await asyncio.open_connection("127.0.0.1", port) for _ in range(10)]
-            async with asyncio.timeout(WAIT_S):
-                said = [await reader.read() for reader, _ in burst]
-            assert sum(answer.startswith(b"HTTP/1.1 503 ") for answer in said) == 3
-            assert said.count(b"") == 7
-            for _, writer in (*burst, (None, held)):
-                writer.close()
-            await until(lambda: not Narrow.refused, "refused connections are let go")
-
-    asyncio.run(scenario())
+    async with serving(Narrow) as port:
+        _, held = await asyncio.open_connection("127.0.0.1", port)
+        burst = [await asyncio.open_connection("127.0.0.1", port) for _ in range(10)]
+        async with asyncio.timeout(WAIT_S):
+            said = [await reader.read() for reader, _ in burst]
+        assert sum(answer.startswith(b"HTTP/1.1 503 ") for answer in said) == 3
+        assert said.count(b"") == 7
+        for _, writer in (*burst, (None, held)):
+            writer.close()
+        await until(lambda: not Narrow.refused, "refused connections are let go")
 
 
-def test_a_client_that_leaves_its_answer_unread_is_cut_off() -> None:
+async def test_a_client_that_leaves_its_answer_unread_is_cut_off() -> None:
     class Strict(GuardedHttp):
         write_timeout_s = 0.1
 
-    async def scenario() -> None:
-        async with serving(Strict) as port:
-            with socket.create_connection(("127.0.0.1", port)) as client:
-                client.settimeout(WAIT_S)
-                client.sendall(b"GET /endless HTTP/1.1\r\nhost: x\r\n\r\n")
-                async with asyncio.timeout(WAIT_S):
-                    await endless_ended.wait()
-
     endless_ended.clear()
-    asyncio.run(scenario())
+    async with serving(Strict) as port:
+        with socket.create_connection(("127.0.0.1", port)) as client:
+            client.settimeout(WAIT_S)
+            client.sendall(b"GET /endless HTTP/1.1\r\nhost: x\r\n\r\n")
+            async with asyncio.timeout(WAIT_S):
+                await endless_ended.wait()

@@ -56,7 +56,7 @@ async def against(
         await serving
 
 
-def test_what_is_sent_inside_it_goes_out_in_one_write() -> None:
+async def test_what_is_sent_inside_it_goes_out_in_one_write() -> None:
     writes: list[bytes] = []
 
     async def app(scope: Any, receive: Receive, send: Send) -> None:
@@ -79,7 +79,7 @@ def test_what_is_sent_inside_it_goes_out_in_one_write() -> None:
         writer.write(REQUEST)
         assert (await reader.readuntil(b"0\r\n\r\n")).endswith(b"\r\n\r\n2\r\nab\r\n1\r\nc\r\n0\r\n\r\n")
 
-    asyncio.run(against(app, client))
+    await against(app, client)
     (one,) = writes
     assert one.startswith(b"HTTP/1.1 200 OK\r\n")
     assert one.endswith(b"2\r\nab\r\n")
@@ -98,7 +98,7 @@ def test_what_is_sent_inside_it_goes_out_in_one_write() -> None:
         (b"GET / HTTP/1.0\r\nhost: x\r\n\r\n", b"content-length: 2\r\nconnection: close\r\n\r\nok", False),
     ],
 )
-def test_a_whole_response_in_one_call_is_what_two_of_asgis_make(sent: bytes, ending: bytes, kept: bool) -> None:
+async def test_a_whole_response_in_one_call_is_what_two_of_asgis_make(sent: bytes, ending: bytes, kept: bool) -> None:
     async def app(scope: Any, receive: Receive, send: Send) -> None:
         if scope["path"] == "/":
             outlet: Outlet = scope["extensions"][OUTLET]
@@ -126,10 +126,10 @@ def test_a_whole_response_in_one_call_is_what_two_of_asgis_make(sent: bytes, end
         assert dated[0] == dated[1]
         assert dated[0].startswith(b"HTTP/1.1 201 Created\r\n")
 
-    asyncio.run(against(app, client))
+    await against(app, client)
 
 
-def test_a_body_is_taken_at_once_if_it_is_there_and_received_if_not() -> None:
+async def test_a_body_is_taken_at_once_if_it_is_there_and_received_if_not() -> None:
     taken: list[bytes | None] = []
 
     async def app(scope: Any, receive: Receive, send: Send) -> None:
@@ -156,11 +156,11 @@ def test_a_body_is_taken_at_once_if_it_is_there_and_received_if_not() -> None:
         writer.write(REQUEST)
         await reader.readuntil(b"\r\n\r\nok")
 
-    asyncio.run(against(app, client))
+    await against(app, client)
     assert taken == [b"body", None, b""]
 
 
-def test_a_chunk_is_written_at_once_until_too_much_is_unread() -> None:
+async def test_a_chunk_is_written_at_once_until_too_much_is_unread() -> None:
     took: list[bool] = []
     stalled, over = asyncio.Event(), asyncio.Event()
 
@@ -184,13 +184,13 @@ def test_a_chunk_is_written_at_once_until_too_much_is_unread() -> None:
         while not over.is_set() or size < len(took) * 2**16:
             size += len(await reader.read(2**20))
 
-    asyncio.run(against(app, client))
+    await against(app, client)
     assert took[0]
     assert not took[-1]
 
 
 @pytest.mark.parametrize("closing", [False, True])
-def test_a_client_that_reads_slowly_is_not_cut_off_however_long_it_takes(closing: bool) -> None:
+async def test_a_client_that_reads_slowly_is_not_cut_off_however_long_it_takes(closing: bool) -> None:
     size, piece, write_timeout_s = 12 * 2**20, 2**18, 1.0
 
     async def app(scope: Any, receive: Receive, send: Send) -> None:
@@ -206,10 +206,10 @@ def test_a_client_that_reads_slowly_is_not_cut_off_however_long_it_takes(closing
             await asyncio.sleep(3 * write_timeout_s / (size // piece))
         assert asyncio.get_running_loop().time() - began >= 3 * write_timeout_s
 
-    asyncio.run(against(app, client, write_timeout_s=write_timeout_s, receive_bytes=2**16))
+    await against(app, client, write_timeout_s=write_timeout_s, receive_bytes=2**16)
 
 
-def test_a_client_that_reads_nothing_for_the_write_timeout_is_cut_off() -> None:
+async def test_a_client_that_reads_nothing_for_the_write_timeout_is_cut_off() -> None:
     async def app(scope: Any, receive: Receive, send: Send) -> None:
         await send(START)
         await send(body(b"x" * 12 * 2**20, more=True))
@@ -225,10 +225,10 @@ def test_a_client_that_reads_nothing_for_the_write_timeout_is_cut_off() -> None:
         with pytest.raises((ConnectionResetError, asyncio.IncompleteReadError)):
             await reader.readexactly(12 * 2**20)
 
-    asyncio.run(against(app, client, write_timeout_s=0.3, receive_bytes=2**16))
+    await against(app, client, write_timeout_s=0.3, receive_bytes=2**16)
 
 
-def test_a_client_that_leaves_is_told_once_and_only_while_it_is_answered() -> None:
+async def test_a_client_that_leaves_is_told_once_and_only_while_it_is_answered() -> None:
     left: list[str] = []
     told = asyncio.Event()
 
@@ -257,11 +257,11 @@ def test_a_client_that_leaves_is_told_once_and_only_while_it_is_answered() -> No
         writer.close()
         await told.wait()
 
-    asyncio.run(against(app, client))
+    await against(app, client)
     assert left == ["slow"]
 
 
-def test_requests_leave_nothing_for_the_collector() -> None:
+async def test_requests_leave_nothing_for_the_collector() -> None:
     """What has to be collected stays in memory until then: a proxy that collects seldom would grow and slow down."""
 
     async def app(scope: Any, receive: Receive, send: Send) -> None:
@@ -284,4 +284,4 @@ def test_requests_leave_nothing_for_the_collector() -> None:
         finally:
             gc.enable()
 
-    asyncio.run(against(app, client))
+    await against(app, client)

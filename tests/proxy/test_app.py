@@ -13,7 +13,7 @@ from pdserve.wire.discovery import Role
 from pdserve.wire.version import SPOKEN
 from pdserve_proxy.listening import Addresses
 from pdserve_proxy.server import run
-from tests.proxy.cluster import Cluster, cluster, node_info, proxy_config, run_async
+from tests.proxy.cluster import Cluster, cluster, node_info, proxy_config
 from tests.proxy.fake_node import Exchange, FakeNode
 
 
@@ -22,73 +22,61 @@ async def get(running: Cluster, path: str, method: str = "GET") -> tuple[int, di
         return response.status, msgspec.json.decode(await response.read() or b"{}", type=dict[str, object])
 
 
-def test_models_come_from_the_registry() -> None:
-    async def scenario() -> None:
-        async with cluster() as running:
-            assert (await get(running, "/v1/models"))[1]["data"] == []
-            await running.add(
-                node_info("a", Role.MIXED, model="org/one"),
-                node_info("b", Role.MIXED, model="two"),
-                node_info("c", Role.MIXED, model="two"),
-            )
-            status, listed = await get(running, "/v1/models")
-            assert (status, listed["object"]) == (200, "list")
-            cards = msgspec.convert(listed["data"], list[dict[str, object]])
-            assert [card["id"] for card in cards] == ["org/one", "two"]
-            assert {card["object"] for card in cards} == {"model"}
-            assert (await get(running, "/v1/models/org/one")) == (200, cards[0])
-            assert (await get(running, "/v1/models/three"))[0] == 404
-
-    run_async(scenario())
+async def test_models_come_from_the_registry() -> None:
+    async with cluster() as running:
+        assert (await get(running, "/v1/models"))[1]["data"] == []
+        await running.add(
+            node_info("a", Role.MIXED, model="org/one"),
+            node_info("b", Role.MIXED, model="two"),
+            node_info("c", Role.MIXED, model="two"),
+        )
+        status, listed = await get(running, "/v1/models")
+        assert (status, listed["object"]) == (200, "list")
+        cards = msgspec.convert(listed["data"], list[dict[str, object]])
+        assert [card["id"] for card in cards] == ["org/one", "two"]
+        assert {card["object"] for card in cards} == {"model"}
+        assert (await get(running, "/v1/models/org/one")) == (200, cards[0])
+        assert (await get(running, "/v1/models/three"))[0] == 404
 
 
-def test_ready_follows_the_routes_while_live_does_not() -> None:
-    async def scenario() -> None:
-        async with cluster() as running:
-            await running.add(node_info("d", Role.DECODE))
-            assert (await get(running, "/ready"))[0] == 503
-            await running.add(node_info("p", Role.PREFILL))
-            assert (await get(running, "/ready"))[0] == 200
-            assert (await get(running, "/live"))[0] == (await get(running, "/health"))[0] == 200
-
-    run_async(scenario())
+async def test_ready_follows_the_routes_while_live_does_not() -> None:
+    async with cluster() as running:
+        await running.add(node_info("d", Role.DECODE))
+        assert (await get(running, "/ready"))[0] == 503
+        await running.add(node_info("p", Role.PREFILL))
+        assert (await get(running, "/ready"))[0] == 200
+        assert (await get(running, "/live"))[0] == (await get(running, "/health"))[0] == 200
 
 
-def test_instances_tell_what_is_registered() -> None:
-    async def scenario() -> None:
-        async with cluster() as running:
-            info = node_info("p", Role.PREFILL)
-            await running.add(info)
-            async with running.http.get("/instances") as response:
-                (entry,) = msgspec.json.decode(await response.read(), type=list[dict[str, object]])
-            age = entry.pop("heartbeat_age_s")
-            assert isinstance(age, float)
-            assert 0 <= age < 5
-            load = entry.pop("load")
-            assert isinstance(load, dict)
-            assert set(load) == {"running", "waiting", "free_blocks"}
-            assert entry == {
-                "name": "p", "role": "prefill", "state": "serving", "url": info.url, "control": info.control,
-                "model": "m", "fingerprint": "f", "boot_id": info.boot_id.hex(),
-            "protocol": SPOKEN.newest,
-            }  # fmt: skip
-
-    run_async(scenario())
+async def test_instances_tell_what_is_registered() -> None:
+    async with cluster() as running:
+        info = node_info("p", Role.PREFILL)
+        await running.add(info)
+        async with running.http.get("/instances") as response:
+            (entry,) = msgspec.json.decode(await response.read(), type=list[dict[str, object]])
+        age = entry.pop("heartbeat_age_s")
+        assert isinstance(age, float)
+        assert 0 <= age < 5
+        load = entry.pop("load")
+        assert isinstance(load, dict)
+        assert set(load) == {"running", "waiting", "free_blocks"}
+        assert entry == {
+            "name": "p", "role": "prefill", "state": "serving", "url": info.url, "control": info.control,
+            "model": "m", "fingerprint": "f", "boot_id": info.boot_id.hex(),
+        "protocol": SPOKEN.newest,
+        }  # fmt: skip
 
 
-def test_metrics_and_version() -> None:
-    async def scenario() -> None:
-        async with cluster() as running:
-            await running.add(node_info("p", Role.PREFILL), node_info("q", Role.PREFILL))
-            async with running.http.get("/metrics") as response:
-                text = await response.text()
-            assert 'pdserve_proxy_nodes{role="prefill"} 2.0' in text
-            assert 'pdserve_proxy_nodes{role="decode"} 0.0' in text
-            status, version = await get(running, "/version")
-            assert status == 200
-            assert isinstance(version["version"], str)
-
-    run_async(scenario())
+async def test_metrics_and_version() -> None:
+    async with cluster() as running:
+        await running.add(node_info("p", Role.PREFILL), node_info("q", Role.PREFILL))
+        async with running.http.get("/metrics") as response:
+            text = await response.text()
+        assert 'pdserve_proxy_nodes{role="prefill"} 2.0' in text
+        assert 'pdserve_proxy_nodes{role="decode"} 0.0' in text
+        status, version = await get(running, "/version")
+        assert status == 200
+        assert isinstance(version["version"], str)
 
 
 @pytest.mark.parametrize(
@@ -103,35 +91,29 @@ def test_metrics_and_version() -> None:
         ("DELETE", "/v1/models", 405, "invalid_request_error"),
     ],
 )
-def test_errors_of_the_framework_have_openais_shape(method: str, path: str, status: int, kind: str) -> None:
-    async def scenario() -> None:
-        async with cluster() as running, running.http.request(method, path, allow_redirects=False) as response:
-            body = msgspec.json.decode(await response.read(), type=dict[str, dict[str, object]])
-            assert response.status == status
-            assert response.headers["content-type"] == "application/json"
-            assert response.headers["x-request-id"]
-            assert ("allow" in response.headers) == (status == 405)
-            assert set(body["error"]) == {"message", "type", "param", "code"}
-            assert body["error"]["type"] == kind
-
-    run_async(scenario())
+async def test_errors_of_the_framework_have_openais_shape(method: str, path: str, status: int, kind: str) -> None:
+    async with cluster() as running, running.http.request(method, path, allow_redirects=False) as response:
+        body = msgspec.json.decode(await response.read(), type=dict[str, dict[str, object]])
+        assert response.status == status
+        assert response.headers["content-type"] == "application/json"
+        assert response.headers["x-request-id"]
+        assert ("allow" in response.headers) == (status == 405)
+        assert set(body["error"]) == {"message", "type", "param", "code"}
+        assert body["error"]["type"] == kind
 
 
-def test_a_defect_of_ours_is_a_500_in_openais_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_defect_of_ours_is_a_500_in_openais_shape(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(_: bytes) -> None:
         raise ZeroDivisionError
 
     monkeypatch.setattr("pdserve_proxy.relayed_routes.read_body", broken)
 
-    async def scenario() -> None:
-        async with cluster() as running, running.chat() as response:
-            body = msgspec.json.decode(await response.read(), type=dict[str, dict[str, object]])
-            assert (response.status, body["error"]["type"]) == (500, "server_error")
-
-    run_async(scenario())
+    async with cluster() as running, running.chat() as response:
+        body = msgspec.json.decode(await response.read(), type=dict[str, dict[str, object]])
+        assert (response.status, body["error"]["type"]) == (500, "server_error")
 
 
-def test_the_openai_client_understands_a_stream_that_breaks() -> None:
+async def test_the_openai_client_understands_a_stream_that_breaks() -> None:
     head = b'"id":"c","object":"chat.completion.chunk","created":1,"model":"m"'
     chunk = b"data: {" + head + b',"choices":[{"index":0,"delta":{"content":"hi"}}]}\n\n'
 
@@ -140,40 +122,29 @@ def test_the_openai_client_understands_a_stream_that_breaks() -> None:
         await exchange.chunk(chunk)
         exchange.die()
 
-    async def scenario() -> None:
-        async with FakeNode(say_hi_and_die) as node, cluster() as running:
-            await running.add(node_info("x", Role.MIXED, node.url))
-            async with openai.AsyncOpenAI(
-                base_url=f"{running.addresses.url}/v1", api_key="none", max_retries=0
-            ) as client:
-                stream = await client.chat.completions.create(
-                    model="m", messages=[{"role": "user", "content": "?"}], stream=True
-                )
-                pieces = []
-                with pytest.raises(openai.APIError, match="lost"):
-                    async for event in stream:
-                        pieces.append(event.choices[0].delta.content)
-                assert pieces == ["hi"]
-
-    run_async(scenario())
+    async with FakeNode(say_hi_and_die) as node, cluster() as running:
+        await running.add(node_info("x", Role.MIXED, node.url))
+        async with openai.AsyncOpenAI(base_url=f"{running.addresses.url}/v1", api_key="none", max_retries=0) as client:
+            stream = await client.chat.completions.create(
+                model="m", messages=[{"role": "user", "content": "?"}], stream=True
+            )
+            pieces = []
+            with pytest.raises(openai.APIError, match="lost"):
+                async for event in stream:
+                    pieces.append(event.choices[0].delta.content)
+            assert pieces == ["hi"]
 
 
-def test_without_a_secret_no_proxy_starts() -> None:
-    async def scenario() -> None:
-        with pytest.raises(ConfigError, match="secret"):
-            async with asyncio.timeout(5):
-                await run(proxy_config(), b"", asyncio.Event())
-
-    run_async(scenario())
+async def test_without_a_secret_no_proxy_starts() -> None:
+    with pytest.raises(ConfigError, match="secret"):
+        async with asyncio.timeout(5):
+            await run(proxy_config(), b"", asyncio.Event())
 
 
-def test_an_http_address_in_use_is_a_configuration_error() -> None:
-    async def scenario() -> None:
-        async with cluster() as running:
-            port = int(running.addresses.url.rpartition(":")[2])
-            announced: list[Addresses] = []
-            with pytest.raises(ConfigError, match=str(port)):
-                await run(proxy_config(http_port=port), b"s", asyncio.Event(), announced.append)
-            assert announced == []
-
-    run_async(scenario())
+async def test_an_http_address_in_use_is_a_configuration_error() -> None:
+    async with cluster() as running:
+        port = int(running.addresses.url.rpartition(":")[2])
+        announced: list[Addresses] = []
+        with pytest.raises(ConfigError, match=str(port)):
+            await run(proxy_config(http_port=port), b"s", asyncio.Event(), announced.append)
+        assert announced == []

@@ -25,7 +25,6 @@ from tests.proxy.cluster import (
     metric,
     node_info,
     proxy_config,
-    run_async,
 )
 from tests.proxy.fake_node import Exchange, FakeNode
 
@@ -56,24 +55,21 @@ class Held:
 
 @pytest.mark.parametrize("authorization", [None, "", "Bearer", "Bearer wrong-key-0123456789", f"Basic {ALICE}", ALICE])
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/tokenize", "/v1/models", "/v1/models/m"])
-def test_without_a_valid_key_a_request_gets_openais_401(authorization: str | None, path: str) -> None:
-    async def scenario() -> None:
-        async with FakeNode() as node, cluster(config_with()) as running:
-            await running.add(node_info("x", Role.MIXED, node.url))
-            headers = {} if authorization is None else {"authorization": authorization}
-            method = "GET" if path.startswith("/v1/models") else "POST"
-            async with running.http.request(method, path, data=b"{", headers=headers) as response:
-                body = msgspec.json.decode(await response.read(), type=dict[str, dict[str, object]])
-                assert (response.status, response.headers["www-authenticate"]) == (401, "Bearer")
-                assert set(body["error"]) == {"message", "type", "param", "code"}
-                assert str(body["error"]["code"]).endswith("_api_key")
-            assert node.requests == []
-
-    run_async(scenario())
+async def test_without_a_valid_key_a_request_gets_openais_401(authorization: str | None, path: str) -> None:
+    async with FakeNode() as node, cluster(config_with()) as running:
+        await running.add(node_info("x", Role.MIXED, node.url))
+        headers = {} if authorization is None else {"authorization": authorization}
+        method = "GET" if path.startswith("/v1/models") else "POST"
+        async with running.http.request(method, path, data=b"{", headers=headers) as response:
+            body = msgspec.json.decode(await response.read(), type=dict[str, dict[str, object]])
+            assert (response.status, response.headers["www-authenticate"]) == (401, "Bearer")
+            assert set(body["error"]) == {"message", "type", "param", "code"}
+            assert str(body["error"]["code"]).endswith("_api_key")
+        assert node.requests == []
 
 
-def test_a_valid_key_lets_in_stays_at_the_proxy_and_is_never_logged(caplog: pytest.LogCaptureFixture) -> None:
-    async def scenario() -> None:
+async def test_a_valid_key_lets_in_stays_at_the_proxy_and_is_never_logged(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.DEBUG):
         async with FakeNode() as node, cluster(config_with()) as running:
             await running.add(node_info("x", Role.MIXED, node.url))
             for path in ("/v1/completions", "/tokenize", "/detokenize"):
@@ -90,158 +86,137 @@ def test_a_valid_key_lets_in_stays_at_the_proxy_and_is_never_logged(caplog: pyte
                 async with running.http.get(path) as response:
                     assert response.status == 200
                     assert BOB not in await response.text()
-
-    with caplog.at_level(logging.DEBUG):
-        run_async(scenario())
     assert ALICE not in caplog.text
     assert BOB not in caplog.text
 
 
-def test_a_key_has_its_share_and_no_more() -> None:
-    async def scenario() -> None:
-        held = Held()
-        async with FakeNode(held) as node, cluster(config_with(max_in_flight_per_key=2)) as running:
-            await running.add(node_info("x", Role.MIXED, node.url))
+async def test_a_key_has_its_share_and_no_more() -> None:
+    held = Held()
+    async with FakeNode(held) as node, cluster(config_with(max_in_flight_per_key=2)) as running:
+        await running.add(node_info("x", Role.MIXED, node.url))
 
-            async def send(key: str) -> tuple[int, str | None]:
-                async with running.http.post("/v1/completions", json={}, headers=bearer(key)) as response:
-                    await response.read()
-                    return response.status, response.headers.get("retry-after")
+        async def send(key: str) -> tuple[int, str | None]:
+            async with running.http.post("/v1/completions", json={}, headers=bearer(key)) as response:
+                await response.read()
+                return response.status, response.headers.get("retry-after")
 
-            alice = [asyncio.create_task(send(ALICE)) for _ in range(2)]
-            await eventually(lambda: held.entered == 2, "both are at the node")
-            assert await send(ALICE) == (429, "1")
-            bob = asyncio.create_task(send(BOB))
-            await eventually(lambda: held.entered == 3, "the other key has its own share")
-            held.let_go.set()
-            assert await asyncio.gather(*alice, bob) == [(200, None)] * 3
-            assert await send(ALICE) == (200, None)
-
-    run_async(scenario())
+        alice = [asyncio.create_task(send(ALICE)) for _ in range(2)]
+        await eventually(lambda: held.entered == 2, "both are at the node")
+        assert await send(ALICE) == (429, "1")
+        bob = asyncio.create_task(send(BOB))
+        await eventually(lambda: held.entered == 3, "the other key has its own share")
+        held.let_go.set()
+        assert await asyncio.gather(*alice, bob) == [(200, None)] * 3
+        assert await send(ALICE) == (200, None)
 
 
-def test_a_key_s_share_is_counted_in_answers() -> None:
-    async def scenario() -> None:
-        held = Held()
-        async with FakeNode(held) as node, cluster(config_with(max_in_flight_per_key=8)) as running:
-            await running.add(node_info("x", Role.MIXED, node.url))
+async def test_a_key_s_share_is_counted_in_answers() -> None:
+    held = Held()
+    async with FakeNode(held) as node, cluster(config_with(max_in_flight_per_key=8)) as running:
+        await running.add(node_info("x", Role.MIXED, node.url))
 
-            async def send(**fields: object) -> int:
-                async with running.http.post("/v1/completions", json=fields, headers=bearer(ALICE)) as response:
-                    await response.read()
-                    return response.status
+        async def send(**fields: object) -> int:
+            async with running.http.post("/v1/completions", json=fields, headers=bearer(ALICE)) as response:
+                await response.read()
+                return response.status
 
-            under_way = [asyncio.create_task(send(prompt=["a", "b"], n=3)), asyncio.create_task(send(n=2))]
-            await eventually(lambda: held.entered == 2, "both are at the node")
-            assert await send() == 429
-            held.let_go.set()
-            assert set(await asyncio.gather(*under_way)) == {200}
-            assert await send(n=128) == 200, "more than its share goes in alone"
-
-    run_async(scenario())
+        under_way = [asyncio.create_task(send(prompt=["a", "b"], n=3)), asyncio.create_task(send(n=2))]
+        await eventually(lambda: held.entered == 2, "both are at the node")
+        assert await send() == 429
+        held.let_go.set()
+        assert set(await asyncio.gather(*under_way)) == {200}
+        assert await send(n=128) == 200, "more than its share goes in alone"
 
 
-def test_beside_a_request_for_a_thousand_answers_an_ordinary_one_gets_its_turn() -> None:
-    async def scenario() -> None:
-        held = Held()
-        large = {"prompt": ["text"] * 8, "n": 128}
+async def test_beside_a_request_for_a_thousand_answers_an_ordinary_one_gets_its_turn() -> None:
+    held = Held()
+    large = {"prompt": ["text"] * 8, "n": 128}
 
-        async def behave(exchange: Exchange) -> None:
-            if b"prompt" in exchange.request.body:
-                await held(exchange)
-            else:
-                await exchange.answer(200, b"{}")
+    async def behave(exchange: Exchange) -> None:
+        if b"prompt" in exchange.request.body:
+            await held(exchange)
+        else:
+            await exchange.answer(200, b"{}")
 
-        async with FakeNode(behave) as node, cluster(config_with(max_in_flight=1088, queue_timeout_s=0.2)) as running:
-            await running.add(node_info("x", Role.MIXED, node.url))
+    async with FakeNode(behave) as node, cluster(config_with(max_in_flight=1088, queue_timeout_s=0.2)) as running:
+        await running.add(node_info("x", Role.MIXED, node.url))
 
-            async def send() -> int:
-                async with running.http.post("/v1/completions", json=large, headers=bearer(BOB)) as response:
-                    await response.read()
-                    return response.status
+        async def send() -> int:
+            async with running.http.post("/v1/completions", json=large, headers=bearer(BOB)) as response:
+                await response.read()
+                return response.status
 
-            first, second = (asyncio.create_task(send()) for _ in range(2))
-            await eventually(lambda: held.entered == 2, "both are at the node")
-            assert await send() == 503, "two of them have all places"
-            first.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await first
-            assert await _complete(running) == 200
-            held.let_go.set()
-            assert await second == 200
-
-    run_async(scenario())
+        first, second = (asyncio.create_task(send()) for _ in range(2))
+        await eventually(lambda: held.entered == 2, "both are at the node")
+        assert await send() == 503, "two of them have all places"
+        first.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await first
+        assert await _complete(running) == 200
+        held.let_go.set()
+        assert await second == 200
 
 
-def test_the_load_of_a_request_is_the_answers_that_it_asks_for() -> None:
-    async def scenario() -> None:
-        held = Held()
-        config = dataclasses.replace(proxy_config(), routing=RoutingConfig(policy=RoutingPolicy.LEAST_LOADED))
-        async with FakeNode(held) as one, FakeNode(held) as other, cluster(config) as running:
-            await running.add(node_info("x", Role.MIXED, one.url), node_info("y", Role.MIXED, other.url))
+async def test_the_load_of_a_request_is_the_answers_that_it_asks_for() -> None:
+    held = Held()
+    config = dataclasses.replace(proxy_config(), routing=RoutingConfig(policy=RoutingPolicy.LEAST_LOADED))
+    async with FakeNode(held) as one, FakeNode(held) as other, cluster(config) as running:
+        await running.add(node_info("x", Role.MIXED, one.url), node_info("y", Role.MIXED, other.url))
 
-            async def send(**fields: object) -> int:
-                async with running.http.post("/v1/completions", json=fields) as response:
-                    await response.read()
-                    return response.status
+        async def send(**fields: object) -> int:
+            async with running.http.post("/v1/completions", json=fields) as response:
+                await response.read()
+                return response.status
 
-            tasks = [asyncio.create_task(send(prompt=["a", "b"], n=4))]
-            await eventually(lambda: held.entered == 1, "it is at a node")
-            for entered in range(2, 6):
-                tasks.append(asyncio.create_task(send()))
-                await eventually(lambda entered=entered: held.entered == entered, "it is at a node")
-            assert sorted(len(node.requests) for node in (one, other)) == [1, 4]
-            held.let_go.set()
-            assert set(await asyncio.gather(*tasks)) == {200}
-
-    run_async(scenario())
-
-
-def test_beyond_the_limit_requests_wait_and_beyond_the_queue_they_get_503() -> None:
-    async def scenario() -> None:
-        held = Held()
-        async with FakeNode(held) as node, cluster(config_with(max_in_flight=1, max_queued=2)) as running:
-            await running.add(node_info("x", Role.MIXED, node.url))
-
-            async def send() -> tuple[int, str | None]:
-                async with running.http.post("/v1/completions", json={}, headers=bearer(ALICE)) as response:
-                    await response.read()
-                    return response.status, response.headers.get("retry-after")
-
-            async def waiting(count: int) -> bool:
-                return await metric(running, "pdserve_proxy_requests_queued") == count
-
-            tasks = [asyncio.create_task(send()) for _ in range(3)]
-            await eventually(lambda: waiting(2), "two wait")
-            await eventually(lambda: held.entered == 1, "one is at the node")
-            assert await send() == (503, "1")
-            leaver = tasks.pop()  # of those that wait, one leaves: its place is free again
-            leaver.cancel()
-            await eventually(lambda: waiting(1), "one waits")
+        tasks = [asyncio.create_task(send(prompt=["a", "b"], n=4))]
+        await eventually(lambda: held.entered == 1, "it is at a node")
+        for entered in range(2, 6):
             tasks.append(asyncio.create_task(send()))
-            held.let_go.set()
-            assert await asyncio.gather(*tasks) == [(200, None)] * 3
+            await eventually(lambda entered=entered: held.entered == entered, "it is at a node")
+        assert sorted(len(node.requests) for node in (one, other)) == [1, 4]
+        held.let_go.set()
+        assert set(await asyncio.gather(*tasks)) == {200}
 
-    run_async(scenario())
 
+async def test_beyond_the_limit_requests_wait_and_beyond_the_queue_they_get_503() -> None:
+    held = Held()
+    async with FakeNode(held) as node, cluster(config_with(max_in_flight=1, max_queued=2)) as running:
+        await running.add(node_info("x", Role.MIXED, node.url))
 
-def test_a_request_whose_turn_does_not_come_in_the_settings_time_gets_503() -> None:
-    async def scenario() -> None:
-        held = Held()
-        config = config_with(max_in_flight=1, max_queued=5, queue_timeout_s=0.1)
-        async with FakeNode(held) as node, cluster(config) as running:
-            await running.add(node_info("x", Role.MIXED, node.url))
-            first = asyncio.create_task(_complete(running))
-            await eventually(lambda: held.entered == 1, "one is at the node")
+        async def send() -> tuple[int, str | None]:
             async with running.http.post("/v1/completions", json={}, headers=bearer(ALICE)) as response:
-                assert (response.status, response.headers.get("retry-after")) == (503, "1")
-                assert error_of(await response.read())["code"] == "queue_timeout"
-            held.let_go.set()
-            assert await first == 200
-            assert await _complete(running) == 200
-            assert len(node.requests) == 2
+                await response.read()
+                return response.status, response.headers.get("retry-after")
 
-    run_async(scenario())
+        async def waiting(count: int) -> bool:
+            return await metric(running, "pdserve_proxy_requests_queued") == count
+
+        tasks = [asyncio.create_task(send()) for _ in range(3)]
+        await eventually(lambda: waiting(2), "two wait")
+        await eventually(lambda: held.entered == 1, "one is at the node")
+        assert await send() == (503, "1")
+        leaver = tasks.pop()  # of those that wait, one leaves: its place is free again
+        leaver.cancel()
+        await eventually(lambda: waiting(1), "one waits")
+        tasks.append(asyncio.create_task(send()))
+        held.let_go.set()
+        assert await asyncio.gather(*tasks) == [(200, None)] * 3
+
+
+async def test_a_request_whose_turn_does_not_come_in_the_settings_time_gets_503() -> None:
+    held = Held()
+    config = config_with(max_in_flight=1, max_queued=5, queue_timeout_s=0.1)
+    async with FakeNode(held) as node, cluster(config) as running:
+        await running.add(node_info("x", Role.MIXED, node.url))
+        first = asyncio.create_task(_complete(running))
+        await eventually(lambda: held.entered == 1, "one is at the node")
+        async with running.http.post("/v1/completions", json={}, headers=bearer(ALICE)) as response:
+            assert (response.status, response.headers.get("retry-after")) == (503, "1")
+            assert error_of(await response.read())["code"] == "queue_timeout"
+        held.let_go.set()
+        assert await first == 200
+        assert await _complete(running) == 200
+        assert len(node.requests) == 2
 
 
 async def _complete(running: Cluster) -> int:
@@ -250,22 +225,19 @@ async def _complete(running: Cluster) -> int:
         return response.status
 
 
-def test_beyond_the_settings_number_connections_are_refused() -> None:
-    async def scenario() -> None:
-        config = proxy_config()
-        config = dataclasses.replace(config, http=dataclasses.replace(config.http, max_client_connections=2))
-        async with cluster(config) as running:
-            host, _, port = running.addresses.url.removeprefix("http://").partition(":")
-            held = [await asyncio.open_connection(host, int(port)) for _ in range(2)]
-            for reader, writer in held:
-                writer.write(b"GET /live HTTP/1.1\r\nhost: x\r\n\r\n")
-                await reader.readuntil(b'"ok"}')
-            reader, last = await asyncio.open_connection(host, int(port))
-            assert (await reader.read()).startswith(b"HTTP/1.1 503 ")
-            for writer in (last, *(writer for _, writer in held)):
-                writer.close()
-
-    run_async(scenario())
+async def test_beyond_the_settings_number_connections_are_refused() -> None:
+    config = proxy_config()
+    config = dataclasses.replace(config, http=dataclasses.replace(config.http, max_client_connections=2))
+    async with cluster(config) as running:
+        host, _, port = running.addresses.url.removeprefix("http://").partition(":")
+        held = [await asyncio.open_connection(host, int(port)) for _ in range(2)]
+        for reader, writer in held:
+            writer.write(b"GET /live HTTP/1.1\r\nhost: x\r\n\r\n")
+            await reader.readuntil(b'"ok"}')
+        reader, last = await asyncio.open_connection(host, int(port))
+        assert (await reader.read()).startswith(b"HTTP/1.1 503 ")
+        for writer in (last, *(writer for _, writer in held)):
+            writer.close()
 
 
 def test_neither_search_nor_comparison_sees_a_key() -> None:

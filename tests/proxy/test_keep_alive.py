@@ -13,7 +13,7 @@ import pytest
 from pdserve.config import HttpConfig, ProxyConfig
 from pdserve_proxy.upstream.node_pool import IDLE_S
 from tests.api.http_serving import http_serving
-from tests.proxy.cluster import cluster, proxy_config, run_async
+from tests.proxy.cluster import cluster, proxy_config
 
 GET = b"GET /live HTTP/1.1\r\nhost: x\r\n\r\n"
 GO_S = 90
@@ -46,7 +46,7 @@ async def proxy_server(config: HttpConfig) -> AsyncIterator[tuple[str, int]]:
 
 
 @pytest.mark.parametrize("serving", [node_server, proxy_server])
-def test_the_setting_says_how_long_an_idle_connection_is_kept(serving: Any) -> None:
+async def test_the_setting_says_how_long_an_idle_connection_is_kept(serving: Any) -> None:
     """Of two servers with different settings the one with the shorter time closes first, though asked last."""
 
     async def ask(address: tuple[str, int]) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
@@ -57,13 +57,10 @@ def test_the_setting_says_how_long_an_idle_connection_is_kept(serving: Any) -> N
             await reader.readuntil(b"}")
         return reader, writer
 
-    async def scenario() -> None:
-        async with serving(HttpConfig(keep_alive_s=5)) as patient, serving(HttpConfig(keep_alive_s=1)) as hasty:
-            long, long_writer = await ask(patient)
-            short, short_writer = await ask(hasty)
-            with closing(long_writer), closing(short_writer):
-                async with asyncio.timeout(20):
-                    assert await short.read() == b""
-                assert not long.at_eof()
-
-    run_async(scenario())
+    async with serving(HttpConfig(keep_alive_s=5)) as patient, serving(HttpConfig(keep_alive_s=1)) as hasty:
+        long, long_writer = await ask(patient)
+        short, short_writer = await ask(hasty)
+        with closing(long_writer), closing(short_writer):
+            async with asyncio.timeout(20):
+                assert await short.read() == b""
+            assert not long.at_eof()

@@ -22,7 +22,7 @@ from pdserve.process import parse_listening
 from pdserve.wire.discovery import Role
 from pdserve.wire.frame import Opener, Purpose, Secrets
 from pdserve.wire.ticket import Ticket
-from tests.proxy.cluster import HEARTBEAT_MS, node_info, registered, run_async
+from tests.proxy.cluster import HEARTBEAT_MS, node_info, registered
 from tests.proxy.fake_node import Exchange, FakeNode
 
 OLD, NEW = "the-old-secret-of-the-cluster", "the-new-secret-of-the-cluster"
@@ -114,67 +114,65 @@ def workers_of(pid: int) -> list[int]:
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_api_keys_are_replaced_in_every_process_and_a_broken_file_changes_nothing(tmp_path: Path, workers: int) -> None:
-    async def scenario() -> None:
-        (tmp_path / "keys").write_text(ALICE)
-        async with proxy(tmp_path, workers, "--api-key-file", str(tmp_path / "keys")) as running:
-            assert await statuses(running.url, key=ALICE) == {503}, "let in, and no node there"
-            assert await statuses(running.url, key=BOB) == {401}
-            running.write("keys", f"bob {BOB}\n")
-            assert "1 API key" in await running.hang_up()
-            while await statuses(running.url, key=BOB) != {503}:
-                pass  # workers are told on their own channel
-            assert await statuses(running.url, key=ALICE) == {401}
-            for broken in ("", "short", f"{BOB}\n{BOB}"):
-                running.write("keys", broken)
-                assert BOB not in await running.hang_up(REFUSED)
-            (tmp_path / "keys").unlink()
-            await running.hang_up(REFUSED)
-            assert await statuses(running.url, key=BOB) == {503}
-
-    run_async(scenario())
-
-
-@pytest.mark.parametrize("workers", [1, 2])
-def test_a_certificate_is_replaced_in_every_process_and_a_broken_one_is_not_taken(tmp_path: Path, workers: int) -> None:
-    async def scenario() -> None:
-        first, second = trustme.CA(), trustme.CA(key_type=trustme.KeyType.RSA)
-        trusting_first, trusting_second = ssl.create_default_context(), ssl.create_default_context()
-        first.configure_trust(trusting_first)
-        second.configure_trust(trusting_second)
-        _certify(tmp_path, first)
-        files = ("--tls-cert", str(tmp_path / "cert.pem"), "--tls-key", str(tmp_path / "key.pem"))
-        async with proxy(tmp_path, workers, *files) as running:
-            assert await statuses(running.url, tls=trusting_first) == {503}
-            running.certify(second)
-            await running.hang_up()
-
-            async def all_show_the_second() -> bool:
-                try:
-                    return await statuses(running.url, tls=trusting_second) == {503}
-                except aiohttp.ClientConnectorCertificateError:
-                    return False
-
-            while not await all_show_the_second():
-                pass
-            with pytest.raises(aiohttp.ClientConnectorCertificateError):
-                await statuses(running.url, tls=trusting_first)
-            running.write("cert.pem", "no certificate")
-            await running.hang_up(REFUSED)
-            assert await statuses(running.url, tls=trusting_second) == {503}
-
-    run_async(scenario())
+async def test_api_keys_are_replaced_in_every_process_and_a_broken_file_changes_nothing(
+    tmp_path: Path, workers: int
+) -> None:
+    (tmp_path / "keys").write_text(ALICE)
+    async with proxy(tmp_path, workers, "--api-key-file", str(tmp_path / "keys")) as running:
+        assert await statuses(running.url, key=ALICE) == {503}, "let in, and no node there"
+        assert await statuses(running.url, key=BOB) == {401}
+        running.write("keys", f"bob {BOB}\n")
+        assert "1 API key" in await running.hang_up()
+        while await statuses(running.url, key=BOB) != {503}:
+            pass  # workers are told on their own channel
+        assert await statuses(running.url, key=ALICE) == {401}
+        for broken in ("", "short", f"{BOB}\n{BOB}"):
+            running.write("keys", broken)
+            assert BOB not in await running.hang_up(REFUSED)
+        (tmp_path / "keys").unlink()
+        await running.hang_up(REFUSED)
+        assert await statuses(running.url, key=BOB) == {503}
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_the_secret_is_replaced_in_three_steps_while_a_node_serves(tmp_path: Path, workers: int) -> None:
+async def test_a_certificate_is_replaced_in_every_process_and_a_broken_one_is_not_taken(
+    tmp_path: Path, workers: int
+) -> None:
+    first, second = trustme.CA(), trustme.CA(key_type=trustme.KeyType.RSA)
+    trusting_first, trusting_second = ssl.create_default_context(), ssl.create_default_context()
+    first.configure_trust(trusting_first)
+    second.configure_trust(trusting_second)
+    _certify(tmp_path, first)
+    files = ("--tls-cert", str(tmp_path / "cert.pem"), "--tls-key", str(tmp_path / "key.pem"))
+    async with proxy(tmp_path, workers, *files) as running:
+        assert await statuses(running.url, tls=trusting_first) == {503}
+        running.certify(second)
+        await running.hang_up()
+
+        async def all_show_the_second() -> bool:
+            try:
+                return await statuses(running.url, tls=trusting_second) == {503}
+            except aiohttp.ClientConnectorCertificateError:
+                return False
+
+        while not await all_show_the_second():
+            pass
+        with pytest.raises(aiohttp.ClientConnectorCertificateError):
+            await statuses(running.url, tls=trusting_first)
+        running.write("cert.pem", "no certificate")
+        await running.hang_up(REFUSED)
+        assert await statuses(running.url, tls=trusting_second) == {503}
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+async def test_the_secret_is_replaced_in_three_steps_while_a_node_serves(tmp_path: Path, workers: int) -> None:
     tickets: list[str] = []
 
     async def answer(exchange: Exchange) -> None:
         tickets.append(exchange.request.headers["x-pdserve-ticket"])
         await exchange.answer(200, b"{}")
 
-    async def scenario(node: FakeNode) -> None:
+    async with FakeNode(answer) as node:
         secrets = Secrets(OLD.encode())
         info = node_info("n", Role.MIXED, node.url)
         async with proxy(tmp_path, workers) as running, registered(info, running.control, secret=secrets) as known:
@@ -205,28 +203,19 @@ def test_the_secret_is_replaced_in_three_steps_while_a_node_serves(tmp_path: Pat
                 async with asyncio.timeout(1), registered(late, running.control, secret=OLD.encode()):
                     pass
 
-    async def with_node() -> None:
-        async with FakeNode(answer) as node:
-            await scenario(node)
 
-    run_async(with_node())
-
-
-def test_a_worker_that_comes_up_later_has_what_was_read_last(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        (tmp_path / "keys").write_text(ALICE)
-        async with proxy(tmp_path, 2, "--api-key-file", str(tmp_path / "keys")) as running:
-            running.write("keys", BOB)
-            await running.hang_up()
-            running.write("keys", "broken")
-            for child in workers_of(running.process.pid):
-                os.kill(child, signal.SIGKILL)
-                await running.until("another one is started")
-            assert await statuses(running.url, key=BOB) == {503}
-            assert await statuses(running.url, key=ALICE) == {401}
-            for child in workers_of(running.process.pid):
-                os.kill(child, signal.SIGHUP)  # not theirs to act on
-            assert await statuses(running.url, key=BOB) == {503}
-            assert not re.search("was ended by SIGHUP", "".join(running.lines))
-
-    run_async(scenario())
+async def test_a_worker_that_comes_up_later_has_what_was_read_last(tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text(ALICE)
+    async with proxy(tmp_path, 2, "--api-key-file", str(tmp_path / "keys")) as running:
+        running.write("keys", BOB)
+        await running.hang_up()
+        running.write("keys", "broken")
+        for child in workers_of(running.process.pid):
+            os.kill(child, signal.SIGKILL)
+            await running.until("another one is started")
+        assert await statuses(running.url, key=BOB) == {503}
+        assert await statuses(running.url, key=ALICE) == {401}
+        for child in workers_of(running.process.pid):
+            os.kill(child, signal.SIGHUP)  # not theirs to act on
+        assert await statuses(running.url, key=BOB) == {503}
+        assert not re.search("was ended by SIGHUP", "".join(running.lines))

@@ -13,7 +13,7 @@ import aiohttp
 import pytest
 
 from pdserve.wire.discovery import Role
-from tests.proxy.cluster import SECRET, node_info, registered, run_async
+from tests.proxy.cluster import SECRET, node_info, registered
 from tests.proxy.fake_node import Exchange, FakeNode
 
 PROGRAM = """
@@ -46,58 +46,52 @@ async def proxy_process(drain_s: float) -> AsyncIterator[tuple[asyncio.subproces
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_lets_a_running_stream_finish_and_then_exits_with_0(number: signal.Signals) -> None:
-    async def scenario() -> None:
-        go_on = asyncio.Event()
+async def test_a_signal_lets_a_running_stream_finish_and_then_exits_with_0(number: signal.Signals) -> None:
+    go_on = asyncio.Event()
 
-        async def slow_stream(exchange: Exchange) -> None:
-            await exchange.begin_stream()
-            await exchange.chunk(b"data: 1\n\n")
-            await go_on.wait()
-            await exchange.chunk(b"data: [DONE]\n\n")
-            await exchange.finish()
+    async def slow_stream(exchange: Exchange) -> None:
+        await exchange.begin_stream()
+        await exchange.chunk(b"data: 1\n\n")
+        await go_on.wait()
+        await exchange.chunk(b"data: [DONE]\n\n")
+        await exchange.finish()
 
-        async with (
-            FakeNode(slow_stream) as node,
-            proxy_process(drain_s=10) as (process, url, control),
-            registered(node_info("x", Role.MIXED, node.url), control),
-            aiohttp.ClientSession(url) as http,
-            http.post("/v1/completions", json={"stream": True}) as response,
-        ):
-            assert await response.content.readany() == b"data: 1\n\n"
-            process.send_signal(number)
-            await refuses_connections(url)
-            go_on.set()
-            assert await response.read() == b"data: [DONE]\n\n"
-            async with asyncio.timeout(5):
-                assert await process.wait() == 0
-
-    run_async(scenario())
+    async with (
+        FakeNode(slow_stream) as node,
+        proxy_process(drain_s=10) as (process, url, control),
+        registered(node_info("x", Role.MIXED, node.url), control),
+        aiohttp.ClientSession(url) as http,
+        http.post("/v1/completions", json={"stream": True}) as response,
+    ):
+        assert await response.content.readany() == b"data: 1\n\n"
+        process.send_signal(number)
+        await refuses_connections(url)
+        go_on.set()
+        assert await response.read() == b"data: [DONE]\n\n"
+        async with asyncio.timeout(5):
+            assert await process.wait() == 0
 
 
-def test_a_stream_that_outlasts_the_drain_ends_with_an_error_event() -> None:
+async def test_a_stream_that_outlasts_the_drain_ends_with_an_error_event() -> None:
     async def endless(exchange: Exchange) -> None:
         await exchange.begin_stream()
         await exchange.chunk(b"data: 1\n\n")
         await exchange.gone()
 
-    async def scenario() -> None:
-        async with (
-            FakeNode(endless) as node,
-            proxy_process(drain_s=0.2) as (process, url, control),
-            registered(node_info("x", Role.MIXED, node.url), control),
-            aiohttp.ClientSession(url) as http,
-            http.post("/v1/completions", json={"stream": True}) as response,
-        ):
-            assert await response.content.readany() == b"data: 1\n\n"
-            process.send_signal(signal.SIGTERM)
-            body = await response.read()
-            assert body.startswith(b'data: {"error":')
-            assert b"shutting_down" in body
-            async with asyncio.timeout(5):
-                assert await process.wait() == 0
-
-    run_async(scenario())
+    async with (
+        FakeNode(endless) as node,
+        proxy_process(drain_s=0.2) as (process, url, control),
+        registered(node_info("x", Role.MIXED, node.url), control),
+        aiohttp.ClientSession(url) as http,
+        http.post("/v1/completions", json={"stream": True}) as response,
+    ):
+        assert await response.content.readany() == b"data: 1\n\n"
+        process.send_signal(signal.SIGTERM)
+        body = await response.read()
+        assert body.startswith(b'data: {"error":')
+        assert b"shutting_down" in body
+        async with asyncio.timeout(5):
+            assert await process.wait() == 0
 
 
 async def refuses_connections(url: str) -> None:

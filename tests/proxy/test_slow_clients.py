@@ -17,7 +17,7 @@ from pdserve.config import HttpConfig
 from pdserve.http.guard import GuardedHttp
 from pdserve.wire.discovery import Role
 from pdserve_proxy.listening import bind_http
-from tests.proxy.cluster import Cluster, cluster, eventually, metric, node_info, proxy_config, registered, run_async
+from tests.proxy.cluster import Cluster, cluster, eventually, metric, node_info, proxy_config, registered
 from tests.proxy.fake_node import Exchange, FakeNode
 from tests.proxy.test_server import proxy_process
 
@@ -77,44 +77,38 @@ async def stalled_reader(running: Cluster) -> AsyncIterator[asyncio.StreamReader
         yield reader
 
 
-def test_a_reader_that_stops_stops_its_own_node_and_nobody_else_and_loses_nothing() -> None:
-    async def scenario() -> None:
-        flood = Flood()
-        async with FakeNode(flood) as node, cluster() as running:
-            await running.add(node_info("x", Role.MIXED, node.url))
-            async with stalled_reader(running) as reader:
-                async with asyncio.timeout(20):
-                    await flood.stalled.wait()
-                async with running.chat(stream=True, user="ping") as response:
-                    for _ in range(50):
-                        assert await response.content.readany() == b"data: ping\n\n"
-                        flood.go_on.set()
-                assert not flood.finished.is_set()
-                assert not flood.gone.is_set()
-                size = 0
-                while piece := await reader.read(2**20):
-                    size += len(piece)
-                assert flood.finished.is_set()
-                assert size >= FLOOD_CHUNKS * len(CHUNK)
-
-    run_async(scenario())
+async def test_a_reader_that_stops_stops_its_own_node_and_nobody_else_and_loses_nothing() -> None:
+    flood = Flood()
+    async with FakeNode(flood) as node, cluster() as running:
+        await running.add(node_info("x", Role.MIXED, node.url))
+        async with stalled_reader(running) as reader:
+            async with asyncio.timeout(20):
+                await flood.stalled.wait()
+            async with running.chat(stream=True, user="ping") as response:
+                for _ in range(50):
+                    assert await response.content.readany() == b"data: ping\n\n"
+                    flood.go_on.set()
+            assert not flood.finished.is_set()
+            assert not flood.gone.is_set()
+            size = 0
+            while piece := await reader.read(2**20):
+                size += len(piece)
+            assert flood.finished.is_set()
+            assert size >= FLOOD_CHUNKS * len(CHUNK)
 
 
-def test_a_reader_that_does_not_go_on_is_cut_off_and_frees_its_node() -> None:
-    async def scenario() -> None:
-        flood = Flood()
-        async with FakeNode(flood) as node, cluster(proxy_config(write_timeout_s=0.3)) as running:
-            await running.add(node_info("x", Role.MIXED, node.url))
-            async with stalled_reader(running):
-                async with asyncio.timeout(20):
-                    await flood.gone.wait()
+async def test_a_reader_that_does_not_go_on_is_cut_off_and_frees_its_node() -> None:
+    flood = Flood()
+    async with FakeNode(flood) as node, cluster(proxy_config(write_timeout_s=0.3)) as running:
+        await running.add(node_info("x", Role.MIXED, node.url))
+        async with stalled_reader(running):
+            async with asyncio.timeout(20):
+                await flood.gone.wait()
 
-                async def client_gone() -> bool:
-                    return await metric(running, 'pdserve_proxy_outcomes_total{outcome="client_gone"}') == 1
+            async def client_gone() -> bool:
+                return await metric(running, 'pdserve_proxy_outcomes_total{outcome="client_gone"}') == 1
 
-                await eventually(client_gone, "it counts as a client that left")
-
-    run_async(scenario())
+            await eventually(client_gone, "it counts as a client that left")
 
 
 ANSWER = b'{"text": "%b"}' % (b"x" * 24 * 2**20)
@@ -133,42 +127,36 @@ def unread_bytes() -> int:
     return sum(server.transport.get_write_buffer_size() for server in servers if server.transport is not None)
 
 
-def test_a_whole_answer_waits_for_its_reader_and_keeps_its_place_until_it_is_taken() -> None:
-    async def scenario() -> None:
-        config = proxy_config()
-        config = dataclasses.replace(config, admission=dataclasses.replace(config.admission, max_in_flight=1))
-        async with FakeNode(large_answer) as node, cluster(config) as running:
-            await running.add(node_info("x", Role.MIXED, node.url))
+async def test_a_whole_answer_waits_for_its_reader_and_keeps_its_place_until_it_is_taken() -> None:
+    config = proxy_config()
+    config = dataclasses.replace(config, admission=dataclasses.replace(config.admission, max_in_flight=1))
+    async with FakeNode(large_answer) as node, cluster(config) as running:
+        await running.add(node_info("x", Role.MIXED, node.url))
 
-            async def waiting() -> bool:
-                return await metric(running, "pdserve_proxy_requests_queued") == 1
+        async def waiting() -> bool:
+            return await metric(running, "pdserve_proxy_requests_queued") == 1
 
-            async with stalled_reader(running) as reader:
-                head = await reader.readuntil(b"\r\n\r\n")
-                assert b"\r\ncontent-length: %d\r\n" % len(ANSWER) in head
-                ordinary = asyncio.create_task(running.chat().__aenter__())
-                await eventually(waiting, "the place is not free")
-                assert unread_bytes() <= 3 * HIGH_WATER_BYTES
-                assert await reader.readexactly(len(ANSWER)) == ANSWER
-                assert (await ordinary).status == 200
-                assert await metric(running, 'pdserve_proxy_outcomes_total{outcome="ok"}') == 2
-
-    run_async(scenario())
+        async with stalled_reader(running) as reader:
+            head = await reader.readuntil(b"\r\n\r\n")
+            assert b"\r\ncontent-length: %d\r\n" % len(ANSWER) in head
+            ordinary = asyncio.create_task(running.chat().__aenter__())
+            await eventually(waiting, "the place is not free")
+            assert unread_bytes() <= 3 * HIGH_WATER_BYTES
+            assert await reader.readexactly(len(ANSWER)) == ANSWER
+            assert (await ordinary).status == 200
+            assert await metric(running, 'pdserve_proxy_outcomes_total{outcome="ok"}') == 2
 
 
-def test_a_whole_answer_that_nobody_reads_is_cut_off_and_gives_its_place_back() -> None:
-    async def scenario() -> None:
-        config = proxy_config(write_timeout_s=0.3)
-        config = dataclasses.replace(config, admission=dataclasses.replace(config.admission, max_in_flight=1))
-        async with FakeNode(large_answer) as node, cluster(config) as running:
-            await running.add(node_info("x", Role.MIXED, node.url))
-            async with stalled_reader(running) as reader:
-                await reader.readuntil(b"\r\n\r\n")
-                async with running.chat() as response:
-                    assert response.status == 200
-                assert await metric(running, 'pdserve_proxy_outcomes_total{outcome="client_gone"}') == 1
-
-    run_async(scenario())
+async def test_a_whole_answer_that_nobody_reads_is_cut_off_and_gives_its_place_back() -> None:
+    config = proxy_config(write_timeout_s=0.3)
+    config = dataclasses.replace(config, admission=dataclasses.replace(config.admission, max_in_flight=1))
+    async with FakeNode(large_answer) as node, cluster(config) as running:
+        await running.add(node_info("x", Role.MIXED, node.url))
+        async with stalled_reader(running) as reader:
+            await reader.readuntil(b"\r\n\r\n")
+            async with running.chat() as response:
+                assert response.status == 200
+            assert await metric(running, 'pdserve_proxy_outcomes_total{outcome="client_gone"}') == 1
 
 
 def test_the_kernel_cuts_clients_that_are_gone_without_a_word() -> None:
@@ -181,7 +169,7 @@ def test_the_kernel_cuts_clients_that_are_gone_without_a_word() -> None:
         assert accepted.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
 
 
-def test_ten_thousand_idle_connections_are_harmless() -> None:
+async def test_ten_thousand_idle_connections_are_harmless() -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     count = min(IDLE_CONNECTIONS, hard - 500)
@@ -198,30 +186,27 @@ def test_ten_thousand_idle_connections_are_harmless() -> None:
         await reader.readuntil(b'"ok"}')
         return writer
 
-    async def scenario() -> None:
-        async with (
-            FakeNode(ping) as node,
-            proxy_process(drain_s=1) as (process, url, control),
-            registered(node_info("x", Role.MIXED, node.url), control),
-        ):
-            host, _, port = url.removeprefix("http://").partition(":")
-            idle = [await keep(host, int(port))]
-            memory = resident_bytes(process.pid)
-            while len(idle) < count:
-                batch = min(250, count - len(idle))
-                idle += await asyncio.gather(*(keep(host, int(port)) for _ in range(batch)))
-            # Less than what one of them could have unread before its stream stops: nothing is set aside for it.
-            assert resident_bytes(process.pid) - memory < count * HIGH_WATER_BYTES / 2
-            async with aiohttp.ClientSession(url) as http:
+    async with (
+        FakeNode(ping) as node,
+        proxy_process(drain_s=1) as (process, url, control),
+        registered(node_info("x", Role.MIXED, node.url), control),
+    ):
+        host, _, port = url.removeprefix("http://").partition(":")
+        idle = [await keep(host, int(port))]
+        memory = resident_bytes(process.pid)
+        while len(idle) < count:
+            batch = min(250, count - len(idle))
+            idle += await asyncio.gather(*(keep(host, int(port)) for _ in range(batch)))
+        # Less than what one of them could have unread before its stream stops: nothing is set aside for it.
+        assert resident_bytes(process.pid) - memory < count * HIGH_WATER_BYTES / 2
+        async with aiohttp.ClientSession(url) as http:
 
-                async def ask() -> None:
-                    async with http.post("/v1/completions", json={"stream": True}) as response:
-                        assert (await response.read()).count(b"data: ") == 64
+            async def ask() -> None:
+                async with http.post("/v1/completions", json={"stream": True}) as response:
+                    assert (await response.read()).count(b"data: ") == 64
 
-                await asyncio.gather(*(ask() for _ in range(32)))
-            assert not any(writer.transport.is_closing() for writer in idle)
-            for writer in idle:
-                writer.transport.abort()
-            assert process.returncode is None
-
-    run_async(scenario())
+            await asyncio.gather(*(ask() for _ in range(32)))
+        assert not any(writer.transport.is_closing() for writer in idle)
+        for writer in idle:
+            writer.transport.abort()
+        assert process.returncode is None

@@ -23,7 +23,7 @@ from pdserve.wire.discovery import Role
 from pdserve_proxy import http_server
 from pdserve_proxy.upstream.node_connection import NodeUnreachable
 from pdserve_proxy.upstream.node_pool import NodePool
-from tests.proxy.cluster import cluster, node_info, proxy_config, run_async
+from tests.proxy.cluster import cluster, node_info, proxy_config
 from tests.proxy.fake_node import Exchange, FakeNode
 
 
@@ -42,7 +42,7 @@ def tls(authority: trustme.CA, tmp_path_factory: pytest.TempPathFactory) -> TlsC
     return TlsConfig(cert=str(folder / "cert.pem"), key=str(folder / "key.pem"))
 
 
-def test_streams_and_refusals_over_tls(authority: trustme.CA, tls: TlsConfig) -> None:
+async def test_streams_and_refusals_over_tls(authority: trustme.CA, tls: TlsConfig) -> None:
     trusting = ssl.create_default_context()
     authority.configure_trust(trusting)
 
@@ -51,30 +51,27 @@ def test_streams_and_refusals_over_tls(authority: trustme.CA, tls: TlsConfig) ->
         await exchange.chunk(b"data: 1\n\n")
         await exchange.finish()
 
-    async def scenario() -> None:
-        async with FakeNode(stream) as node, cluster(proxy_config(tls=tls)) as running:
-            await running.add(node_info("x", Role.MIXED, node.url))
-            url = running.addresses.url
-            assert url.startswith("https://")
-            async with aiohttp.ClientSession(url, connector=aiohttp.TCPConnector(ssl=trusting)) as http:
-                async with http.post("/v1/completions", json={"stream": True}) as response:
-                    assert await response.read() == b"data: 1\n\n"
-                async with http.get("/live", headers={"x": "y" * 2**17}) as response:
-                    assert response.status == 431
-            async with aiohttp.ClientSession(url) as distrusting:
-                with pytest.raises(aiohttp.ClientConnectorCertificateError):
-                    await distrusting.get("/live")
-            host, _, port = url.removeprefix("https://").partition(":")
-            reader, writer = await asyncio.open_connection(host, int(port))
-            writer.write(b"GET /live HTTP/1.1\r\nhost: x\r\n\r\n")  # not in the clear
-            assert b"200" not in await reader.read()
-            writer.close()
-
-    run_async(scenario())
+    async with FakeNode(stream) as node, cluster(proxy_config(tls=tls)) as running:
+        await running.add(node_info("x", Role.MIXED, node.url))
+        url = running.addresses.url
+        assert url.startswith("https://")
+        async with aiohttp.ClientSession(url, connector=aiohttp.TCPConnector(ssl=trusting)) as http:
+            async with http.post("/v1/completions", json={"stream": True}) as response:
+                assert await response.read() == b"data: 1\n\n"
+            async with http.get("/live", headers={"x": "y" * 2**17}) as response:
+                assert response.status == 431
+        async with aiohttp.ClientSession(url) as distrusting:
+            with pytest.raises(aiohttp.ClientConnectorCertificateError):
+                await distrusting.get("/live")
+        host, _, port = url.removeprefix("https://").partition(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(b"GET /live HTTP/1.1\r\nhost: x\r\n\r\n")  # not in the clear
+        assert b"200" not in await reader.read()
+        writer.close()
 
 
 @pytest.mark.parametrize("begun", [b"", b"\x16\x03\x01\x02\x00\x01\x00"], ids=["silent", "a-part-of-a-hello"])
-def test_a_handshake_that_is_not_finished_is_cut(
+async def test_a_handshake_that_is_not_finished_is_cut(
     authority: trustme.CA, tls: TlsConfig, monkeypatch: pytest.MonkeyPatch, begun: bytes
 ) -> None:
     monkeypatch.setattr(http_server, "HANDSHAKE_TIMEOUT_S", 0.3)
@@ -90,21 +87,18 @@ def test_a_handshake_that_is_not_finished_is_cut(
         finally:
             writer.close()
 
-    async def scenario() -> None:
-        async with cluster(proxy_config(tls=tls)) as running:
-            url = running.addresses.url
-            host, _, port = url.removeprefix("https://").partition(":")
-            reader, writer = await asyncio.open_connection(host, int(port), ssl=trusting)
-            async with asyncio.timeout(20):  # the event loop's own timeout is 60 s
-                await asyncio.gather(*(cut(host, int(port)) for _ in range(20)))
-            writer.write(b"GET /live HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
-            assert (await reader.read()).startswith(b"HTTP/1.1 200")  # its handshake was over
-            writer.close()
-
-    run_async(scenario())
+    async with cluster(proxy_config(tls=tls)) as running:
+        url = running.addresses.url
+        host, _, port = url.removeprefix("https://").partition(":")
+        reader, writer = await asyncio.open_connection(host, int(port), ssl=trusting)
+        async with asyncio.timeout(20):  # the event loop's own timeout is 60 s
+            await asyncio.gather(*(cut(host, int(port)) for _ in range(20)))
+        writer.write(b"GET /live HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+        assert (await reader.read()).startswith(b"HTTP/1.1 200")  # its handshake was over
+        writer.close()
 
 
-def test_the_proxys_own_certificate_is_enough_for_its_neighbours(
+async def test_the_proxys_own_certificate_is_enough_for_its_neighbours(
     authority: trustme.CA, tls: TlsConfig, tmp_path: Path
 ) -> None:
     issued = authority.issue_cert("somewhere.else.example")
@@ -115,44 +109,38 @@ def test_the_proxys_own_certificate_is_enough_for_its_neighbours(
     authority.cert_pem.write_to_path(ca)
     shown = TlsConfig(cert=str(tmp_path / "cert.pem"), key=str(tmp_path / "key.pem"))
 
-    async def scenario() -> None:
-        async with cluster(proxy_config(tls=shown)) as running:
-            url = running.addresses.url
-            environ = {"PDSERVE_TLS_CERT": shown.cert, "PDSERVE_TLS_KEY": shown.key}
-            own = proxy_tls(environ)
-            assert own is not None
-            async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(ssl=own)) as session:
-                assert await registered_at(session, url) == set()
-                async with session.get(f"{url}/live") as response:
-                    assert response.status == 200
-            for other in (trusting_only(tls.cert), Trust(read_authorities(str(ca))).context):
-                async with aiohttp.ClientSession(url, connector=aiohttp.TCPConnector(ssl=other)) as distrusting:
-                    with pytest.raises(aiohttp.ClientConnectorCertificateError):
-                        await distrusting.get("/live")
-
-    run_async(scenario())
+    async with cluster(proxy_config(tls=shown)) as running:
+        url = running.addresses.url
+        environ = {"PDSERVE_TLS_CERT": shown.cert, "PDSERVE_TLS_KEY": shown.key}
+        own = proxy_tls(environ)
+        assert own is not None
+        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(ssl=own)) as session:
+            assert await registered_at(session, url) == set()
+            async with session.get(f"{url}/live") as response:
+                assert response.status == 200
+        for other in (trusting_only(tls.cert), Trust(read_authorities(str(ca))).context):
+            async with aiohttp.ClientSession(url, connector=aiohttp.TCPConnector(ssl=other)) as distrusting:
+                with pytest.raises(aiohttp.ClientConnectorCertificateError):
+                    await distrusting.get("/live")
     assert proxy_tls({}) is None
 
 
-def test_the_doctor_asks_a_proxy_whose_authority_it_is_given(
+async def test_the_doctor_asks_a_proxy_whose_authority_it_is_given(
     authority: trustme.CA, tls: TlsConfig, tmp_path: Path
 ) -> None:
     authority.cert_pem.write_to_path(tmp_path / "ca.pem")
 
-    async def scenario() -> None:
-        async with cluster(proxy_config(tls=tls)) as running:
-            url = running.addresses.url
-            trust = Trust(read_authorities(str(tmp_path / "ca.pem")))
-            assert await asyncio.to_thread(read_instances, url, 5.0, trust) == []
-            refused = await asyncio.to_thread(read_instances, url, 5.0)
-            assert isinstance(refused, str)
-            [finding] = check_instances(url, refused)
-            assert "--tls-ca" in finding.advice
-
-    run_async(scenario())
+    async with cluster(proxy_config(tls=tls)) as running:
+        url = running.addresses.url
+        trust = Trust(read_authorities(str(tmp_path / "ca.pem")))
+        assert await asyncio.to_thread(read_instances, url, 5.0, trust) == []
+        refused = await asyncio.to_thread(read_instances, url, 5.0)
+        assert isinstance(refused, str)
+        [finding] = check_instances(url, refused)
+        assert "--tls-ca" in finding.advice
 
 
-def test_nodes_behind_https_are_checked_by_one_context_that_can_be_replaced(
+async def test_nodes_behind_https_are_checked_by_one_context_that_can_be_replaced(
     authority: trustme.CA, tls: TlsConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[ssl.SSLContext] = []
@@ -168,35 +156,32 @@ def test_nodes_behind_https_are_checked_by_one_context_that_can_be_replaced(
         await writer.drain()
         writer.close()
 
-    async def scenario() -> None:
-        shown = ServerTls(read_certificate(tls.cert, tls.key))
-        server = await asyncio.start_server(node, "127.0.0.1", 0, ssl=shown.context)
-        url = f"https://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-        trust = Trust(authority.cert_pem.bytes())
-        pool = NodePool(connect_timeout_s=5.0, max_connections=8, trust=trust)
-        monkeypatch.setattr(ssl, "create_default_context", counted)
+    shown = ServerTls(read_certificate(tls.cert, tls.key))
+    server = await asyncio.start_server(node, "127.0.0.1", 0, ssl=shown.context)
+    url = f"https://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    trust = Trust(authority.cert_pem.bytes())
+    pool = NodePool(connect_timeout_s=5.0, max_connections=8, trust=trust)
+    monkeypatch.setattr(ssl, "create_default_context", counted)
 
-        async def ask() -> bytes:
-            return await (await pool.post(url, "/x", {}, b"", silence_s=5.0)).read()
+    async def ask() -> bytes:
+        return await (await pool.post(url, "/x", {}, b"", silence_s=5.0)).read()
 
-        async with server:
-            assert await asyncio.gather(*(ask() for _ in range(6))) == [b"{}"] * 6
-            assert len(made) == 1
-            trust.renew(authority.cert_pem.bytes())
-            assert await ask() == b"{}"
-            assert len(made) == 1
-            trust.renew(trustme.CA().cert_pem.bytes())
-            with pytest.raises(NodeUnreachable, match="certificate"):
-                await ask()
-            shown.renew(read_certificate(tls.cert, tls.key))
-            trust.renew(authority.cert_pem.bytes())
-            assert await ask() == b"{}"
-            with pytest.raises(ConfigError):
-                shown.renew(Certificate(b"nonsense", b""))
-            assert await ask() == b"{}"
-            pool.close()
-
-    run_async(scenario())
+    async with server:
+        assert await asyncio.gather(*(ask() for _ in range(6))) == [b"{}"] * 6
+        assert len(made) == 1
+        trust.renew(authority.cert_pem.bytes())
+        assert await ask() == b"{}"
+        assert len(made) == 1
+        trust.renew(trustme.CA().cert_pem.bytes())
+        with pytest.raises(NodeUnreachable, match="certificate"):
+            await ask()
+        shown.renew(read_certificate(tls.cert, tls.key))
+        trust.renew(authority.cert_pem.bytes())
+        assert await ask() == b"{}"
+        with pytest.raises(ConfigError):
+            shown.renew(Certificate(b"nonsense", b""))
+        assert await ask() == b"{}"
+        pool.close()
 
 
 NO_CERTIFICATE = "-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n"

@@ -35,7 +35,7 @@ from pdserve_proxy.workers import worker_channel
 from pdserve_proxy.workers.supervisor import WorkerDied, supervise
 from pdserve_proxy.workers.worker_channel import WorkerChannel
 from pdserve_proxy.workers.worker_launch import worker_share
-from tests.proxy.cluster import SECRET, cancelled, cluster, eventually, node_info, proxy_config, registered, run_async
+from tests.proxy.cluster import SECRET, cancelled, cluster, eventually, node_info, proxy_config, registered
 from tests.proxy.fake_node import Exchange, FakeNode
 
 WORKERS = 2
@@ -121,138 +121,120 @@ WHOLE = b"data: 1\n\ndata: [DONE]\n\n"
 OK = 'pdserve_proxy_outcomes_total{outcome="ok"}'
 
 
-def test_a_node_registers_once_and_every_worker_serves_it_and_figures_are_of_all() -> None:
-    async def scenario() -> None:
-        behaviour = Node()
-        behaviour.go_on.set()
-        async with FakeNode(behaviour) as node, proxy(workers_config()) as running, AsyncExitStack() as nodes:
-            await nodes.enter_async_context(registered(node_info("x", Role.MIXED, node.url), running.addresses.control))
-            assert len(children()) == WORKERS
-            await running.known_to_all()
-            assert await asyncio.gather(*(running.ask() for _ in range(40))) == [WHOLE] * 40
-            # Whichever worker is asked, and though each has had some of the forty only.
-            assert [await running.metric(OK) for _ in range(6)] == [40.0] * 6
-            assert await running.metric('pdserve_proxy_nodes{role="mixed"}') == 1
-            assert await running.metric("pdserve_proxy_requests_in_flight") == 0
-            assert b'"name":"x"' in await running.ask("/instances")
-        assert not children()
-
-    run_async(scenario())
+async def test_a_node_registers_once_and_every_worker_serves_it_and_figures_are_of_all() -> None:
+    behaviour = Node()
+    behaviour.go_on.set()
+    async with FakeNode(behaviour) as node, proxy(workers_config()) as running, AsyncExitStack() as nodes:
+        await nodes.enter_async_context(registered(node_info("x", Role.MIXED, node.url), running.addresses.control))
+        assert len(children()) == WORKERS
+        await running.known_to_all()
+        assert await asyncio.gather(*(running.ask() for _ in range(40))) == [WHOLE] * 40
+        # Whichever worker is asked, and though each has had some of the forty only.
+        assert [await running.metric(OK) for _ in range(6)] == [40.0] * 6
+        assert await running.metric('pdserve_proxy_nodes{role="mixed"}') == 1
+        assert await running.metric("pdserve_proxy_requests_in_flight") == 0
+        assert b'"name":"x"' in await running.ask("/instances")
+    assert not children()
 
 
-def test_every_worker_asks_for_the_keys() -> None:
-    async def scenario() -> None:
-        config = dataclasses.replace(workers_config(), admission=AdmissionConfig(api_keys=("a-key-of-a-client-0123",)))
-        async with proxy(config) as running:
+async def test_every_worker_asks_for_the_keys() -> None:
+    config = dataclasses.replace(workers_config(), admission=AdmissionConfig(api_keys=("a-key-of-a-client-0123",)))
+    async with proxy(config) as running:
 
-            async def status(headers: dict[str, str]) -> int:
-                async with (
-                    aiohttp.ClientSession(running.addresses.url) as http,
-                    http.post("/v1/completions", json={}, headers=headers) as response,
-                ):
-                    return response.status
+        async def status(headers: dict[str, str]) -> int:
+            async with (
+                aiohttp.ClientSession(running.addresses.url) as http,
+                http.post("/v1/completions", json={}, headers=headers) as response,
+            ):
+                return response.status
 
-            # Each on a connection of its own, so that all workers have some.
-            assert await asyncio.gather(*(status({}) for _ in range(16))) == [401] * 16
-            right = {"authorization": "Bearer a-key-of-a-client-0123"}
-            assert await asyncio.gather(*(status(right) for _ in range(16))) == [503] * 16, "let in, and no node there"
-
-    run_async(scenario())
+        # Each on a connection of its own, so that all workers have some.
+        assert await asyncio.gather(*(status({}) for _ in range(16))) == [401] * 16
+        right = {"authorization": "Bearer a-key-of-a-client-0123"}
+        assert await asyncio.gather(*(status(right) for _ in range(16))) == [503] * 16, "let in, and no node there"
 
 
-def test_a_worker_that_dies_is_replaced_and_what_it_counted_stays_counted() -> None:
-    async def scenario() -> None:
-        behaviour = Node()
-        behaviour.go_on.set()
-        async with (
-            FakeNode(behaviour) as node,
-            proxy(workers_config()) as running,
-            registered(node_info("x", Role.MIXED, node.url), running.addresses.control),
-        ):
-            await running.known_to_all()
-            assert await asyncio.gather(*(running.ask() for _ in range(20))) == [WHOLE] * 20
-            assert await running.metric(OK) == 20
-            before = children()
-            victim = min(before)
-            os.kill(victim, signal.SIGKILL)
-            await eventually(lambda: len(children() - {victim}) == WORKERS, "another worker is started")
-            # Some of these may wait in the dead worker's socket until the new one takes them.
-            assert await asyncio.gather(*(running.ask() for _ in range(20))) == [WHOLE] * 20
-            assert await running.metric(OK) == 40
-
-    run_async(scenario())
+async def test_a_worker_that_dies_is_replaced_and_what_it_counted_stays_counted() -> None:
+    behaviour = Node()
+    behaviour.go_on.set()
+    async with (
+        FakeNode(behaviour) as node,
+        proxy(workers_config()) as running,
+        registered(node_info("x", Role.MIXED, node.url), running.addresses.control),
+    ):
+        await running.known_to_all()
+        assert await asyncio.gather(*(running.ask() for _ in range(20))) == [WHOLE] * 20
+        assert await running.metric(OK) == 20
+        before = children()
+        victim = min(before)
+        os.kill(victim, signal.SIGKILL)
+        await eventually(lambda: len(children() - {victim}) == WORKERS, "another worker is started")
+        # Some of these may wait in the dead worker's socket until the new one takes them.
+        assert await asyncio.gather(*(running.ask() for _ in range(20))) == [WHOLE] * 20
+        assert await running.metric(OK) == 40
 
 
-def test_a_worker_that_stands_still_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_worker_that_stands_still_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_channel, "PING_S", 0.1)
     monkeypatch.setattr(worker_channel, "MAX_UNANSWERED", 5)
 
-    async def scenario() -> None:
-        behaviour = Node()
-        behaviour.go_on.set()
-        async with (
-            FakeNode(behaviour) as node,
-            proxy(workers_config()) as running,
-            registered(node_info("x", Role.MIXED, node.url), running.addresses.control),
-        ):
-            await running.known_to_all()
-            before = children()
-            victim = min(before)
-            os.kill(victim, signal.SIGSTOP)
-            await eventually(lambda: len(children() - {victim}) == WORKERS, "another worker is started")
-            assert await asyncio.gather(*(running.ask() for _ in range(20))) == [WHOLE] * 20
-            assert children() > before - {victim}, "the other one is as it was"
-
-    run_async(scenario())
+    behaviour = Node()
+    behaviour.go_on.set()
+    async with (
+        FakeNode(behaviour) as node,
+        proxy(workers_config()) as running,
+        registered(node_info("x", Role.MIXED, node.url), running.addresses.control),
+    ):
+        await running.known_to_all()
+        before = children()
+        victim = min(before)
+        os.kill(victim, signal.SIGSTOP)
+        await eventually(lambda: len(children() - {victim}) == WORKERS, "another worker is started")
+        assert await asyncio.gather(*(running.ask() for _ in range(20))) == [WHOLE] * 20
+        assert children() > before - {victim}, "the other one is as it was"
 
 
-def test_a_supervisor_that_stood_still_itself_kills_no_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_supervisor_that_stood_still_itself_kills_no_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_channel, "PING_S", 0.2)
     monkeypatch.setattr(worker_channel, "MAX_UNANSWERED", 3)
 
-    async def scenario() -> None:
-        async with proxy(workers_config()) as running:
-            before = children()
-            for _ in range(3):
-                time.sleep(1.0)  # noqa: ASYNC251 (what a stopped process does)
-                await asyncio.sleep(0.3)
-            assert children() == before
-            assert not running.stopped.done()
-
-    run_async(scenario())
+    async with proxy(workers_config()) as running:
+        before = children()
+        for _ in range(3):
+            time.sleep(1.0)  # noqa: ASYNC251 (what a stopped process does)
+            await asyncio.sleep(0.3)
+        assert children() == before
+        assert not running.stopped.done()
 
 
-def test_all_workers_drain_on_stop() -> None:
-    async def scenario() -> None:
-        behaviour = Node()
-        async with (
-            FakeNode(behaviour) as node,
-            proxy(workers_config()) as running,
-            registered(node_info("x", Role.MIXED, node.url), running.addresses.control),
-        ):
-            await running.known_to_all()
-            streams = [asyncio.create_task(running.ask()) for _ in range(12)]
-            for _ in streams:
-                await behaviour.begun.acquire()
-            running.stop.set()
-            host, _, port = running.addresses.url.removeprefix("http://").partition(":")
-            while True:
-                try:
-                    _, writer = await asyncio.open_connection(host, int(port))
-                except ConnectionRefusedError:
-                    break
-                writer.close()
-                await asyncio.sleep(0.01)
-            assert not running.stopped.done()
-            behaviour.go_on.set()
-            assert await asyncio.gather(*streams) == [WHOLE] * 12
-            await running.stopped
-        assert not children()
-
-    run_async(scenario())
+async def test_all_workers_drain_on_stop() -> None:
+    behaviour = Node()
+    async with (
+        FakeNode(behaviour) as node,
+        proxy(workers_config()) as running,
+        registered(node_info("x", Role.MIXED, node.url), running.addresses.control),
+    ):
+        await running.known_to_all()
+        streams = [asyncio.create_task(running.ask()) for _ in range(12)]
+        for _ in streams:
+            await behaviour.begun.acquire()
+        running.stop.set()
+        host, _, port = running.addresses.url.removeprefix("http://").partition(":")
+        while True:
+            try:
+                _, writer = await asyncio.open_connection(host, int(port))
+            except ConnectionRefusedError:
+                break
+            writer.close()
+            await asyncio.sleep(0.01)
+        assert not running.stopped.done()
+        behaviour.go_on.set()
+        assert await asyncio.gather(*streams) == [WHOLE] * 12
+        await running.stopped
+    assert not children()
 
 
-def test_workers_die_with_their_supervisor() -> None:
+async def test_workers_die_with_their_supervisor() -> None:
     program = f"""
 import sys
 from pdserve_proxy.server import serve
@@ -260,46 +242,37 @@ from tests.proxy.test_workers import workers_config
 sys.exit(serve(workers_config(), {SECRET!r}))
 """
 
-    async def scenario() -> None:
-        process = await asyncio.create_subprocess_exec(
-            sys.executable, "-c", program, stderr=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.DEVNULL
-        )
-        assert process.stderr is not None
-        try:
-            async with asyncio.timeout(20):
-                while b"pdserve proxy listening" not in (line := await process.stderr.readline()):
-                    assert line
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", program, stderr=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.DEVNULL
+    )
+    assert process.stderr is not None
+    try:
+        async with asyncio.timeout(20):
+            while b"pdserve proxy listening" not in (line := await process.stderr.readline()):
+                assert line
+        process.kill()
+        async with asyncio.timeout(10):
+            # Every process that holds the pipe has to be gone for it to end.
+            while await process.stderr.read(4096):
+                pass
+    finally:
+        if process.returncode is None:
             process.kill()
-            async with asyncio.timeout(10):
-                # Every process that holds the pipe has to be gone for it to end.
-                while await process.stderr.read(4096):
-                    pass
-        finally:
-            if process.returncode is None:
-                process.kill()
-            await process.wait()
-
-    run_async(scenario())
+        await process.wait()
 
 
 @pytest.mark.parametrize("command", [["false"], [sys.executable, "-c", "import sys; sys.stdin.buffer.read()"]])
-def test_workers_that_do_not_come_up_end_the_proxy(command: list[str]) -> None:
-    async def scenario() -> None:
-        with pytest.raises(WorkerDied, match="did not come up"):
-            await supervise(workers_config(), Credentials(SECRET, ()), asyncio.Event(), lambda _: None, command)
-
-    run_async(scenario())
+async def test_workers_that_do_not_come_up_end_the_proxy(command: list[str]) -> None:
+    with pytest.raises(WorkerDied, match="did not come up"):
+        await supervise(workers_config(), Credentials(SECRET, ()), asyncio.Event(), lambda _: None, command)
 
 
-def test_a_port_that_another_proxy_has_is_not_shared_with_it() -> None:
-    async def scenario() -> None:
-        async with cluster() as other:
-            port = int(other.addresses.url.rpartition(":")[2])
-            config = dataclasses.replace(proxy_config(http_port=port), workers=WorkersConfig(WORKERS))
-            with pytest.raises(ConfigError, match=str(port)):
-                await run(config, SECRET, asyncio.Event())
-
-    run_async(scenario())
+async def test_a_port_that_another_proxy_has_is_not_shared_with_it() -> None:
+    async with cluster() as other:
+        port = int(other.addresses.url.rpartition(":")[2])
+        config = dataclasses.replace(proxy_config(http_port=port), workers=WorkersConfig(WORKERS))
+        with pytest.raises(ConfigError, match=str(port)):
+            await run(config, SECRET, asyncio.Event())
 
 
 def test_each_worker_has_its_share_of_the_limits() -> None:
@@ -366,21 +339,20 @@ def test_a_mirror_tells_which_of_the_nodes_that_are_gone_fell_silent() -> None:
 
 
 @pytest.mark.parametrize("version", [importlib.metadata.version("pdserve"), "9.9.9"])
-def test_a_worker_of_another_version_is_named(version: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    async def scenario() -> None:
-        address = f"ipc://{tmp_path}/channel"
-        changed = asyncio.Event()
-        registry = Registry(1.0, missed_heartbeats=3, on_change=changed.set)
-        with WorkerChannel(address, registry, changed, ProxyMetrics()) as serving_hub, zmq.asyncio.Context() as context:
-            serving_hub.expect(b"0.1")
-            serving = asyncio.create_task(serving_hub.run())
-            with context.socket(zmq.DEALER) as worker:
-                worker.set(zmq.IDENTITY, b"0.1")
-                worker.set(zmq.LINGER, 0)
-                worker.connect(address)
-                await worker.send(msgspec.msgpack.encode(WorkerHello(version)))
-                await worker.recv()
-            await cancelled(serving)
-
-    run_async(scenario())
+async def test_a_worker_of_another_version_is_named(
+    version: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    address = f"ipc://{tmp_path}/channel"
+    changed = asyncio.Event()
+    registry = Registry(1.0, missed_heartbeats=3, on_change=changed.set)
+    with WorkerChannel(address, registry, changed, ProxyMetrics()) as serving_hub, zmq.asyncio.Context() as context:
+        serving_hub.expect(b"0.1")
+        serving = asyncio.create_task(serving_hub.run())
+        with context.socket(zmq.DEALER) as worker:
+            worker.set(zmq.IDENTITY, b"0.1")
+            worker.set(zmq.LINGER, 0)
+            worker.connect(address)
+            await worker.send(msgspec.msgpack.encode(WorkerHello(version)))
+            await worker.recv()
+        await cancelled(serving)
     assert ("restart the proxy" in caplog.text) is (version == "9.9.9")

@@ -96,47 +96,41 @@ def parsed(data: bytes) -> tuple[Events, bool]:
     ],
     ids=["error", "deadline", "abort by the server", "lost engine"],
 )
-def test_what_waits_for_its_interval_is_sent_before_the_error(end: Callable[[Rig], None], code: str) -> None:
-    async def scenario() -> tuple[Events, bool]:
-        rig = Rig(1, 10)
+async def test_what_waits_for_its_interval_is_sent_before_the_error(end: Callable[[Rig], None], code: str) -> None:
+    rig = Rig(1, 10)
 
-        def then() -> None:
-            rig.generation.deliver(RequestOutput(0, [1]))
-            rig.generation.deliver(RequestOutput(0, [2]))
-            end(rig)
+    def then() -> None:
+        rig.generation.deliver(RequestOutput(0, [1]))
+        rig.generation.deliver(RequestOutput(0, [2]))
+        end(rig)
 
-        return await rig.streamed(RequestOutput(0, [0]), then)
-
-    assert asyncio.run(scenario()) == ([(0, "a", None), (0, "b c", None), (-1, code, None)], False)
-
-
-def test_also_where_the_engine_is_silent_past_the_deadline() -> None:
-    async def scenario() -> tuple[Events, bool]:
-        rig = Rig(1, 10, deadline_s=0.05 - DEADLINE_GRACE_S)
-        result = await rig.streamed(RequestOutput(0, [0]), lambda: rig.generation.deliver(RequestOutput(0, [1])))
-        assert rig.aborted == [0]
-        return result
-
-    assert asyncio.run(scenario()) == ([(0, "a", None), (0, "b", None), (-1, "deadline_exceeded", None)], False)
+    assert await rig.streamed(RequestOutput(0, [0]), then) == (
+        [(0, "a", None), (0, "b c", None), (-1, code, None)],
+        False,
+    )
 
 
-def test_one_choice_that_fails_takes_no_text_of_the_others_along() -> None:
+async def test_also_where_the_engine_is_silent_past_the_deadline() -> None:
+    rig = Rig(1, 10, deadline_s=0.05 - DEADLINE_GRACE_S)
+    result = await rig.streamed(RequestOutput(0, [0]), lambda: rig.generation.deliver(RequestOutput(0, [1])))
+    assert rig.aborted == [0]
+    assert result == ([(0, "a", None), (0, "b", None), (-1, "deadline_exceeded", None)], False)
+
+
+async def test_one_choice_that_fails_takes_no_text_of_the_others_along() -> None:
     """Not what waits for an interval, nor what might have become a stop string or a character."""
 
-    async def scenario() -> tuple[Events, bool, list[int]]:
-        rig = Rig(3, 10, stops=["a!"])
+    rig = Rig(3, 10, stops=["a!"])
 
-        def then() -> None:
-            rig.generation.deliver(RequestOutput(1, [1]))
-            rig.generation.deliver(RequestOutput(1, [5, 0]))
-            rig.generation.deliver(RequestOutput(2, [1]))
-            rig.generation.deliver(RequestOutput(2, [3]))
-            rig.generation.deliver(RequestOutput(0, [2], FinishReason.ERROR, error="no"))
+    def then() -> None:
+        rig.generation.deliver(RequestOutput(1, [1]))
+        rig.generation.deliver(RequestOutput(1, [5, 0]))
+        rig.generation.deliver(RequestOutput(2, [1]))
+        rig.generation.deliver(RequestOutput(2, [3]))
+        rig.generation.deliver(RequestOutput(0, [2], FinishReason.ERROR, error="no"))
 
-        events, done = await rig.streamed(RequestOutput(0, [1]), then)
-        return events, done, rig.aborted
-
-    events, done, aborted = asyncio.run(scenario())
+    events, done = await rig.streamed(RequestOutput(0, [1]), then)
+    aborted = rig.aborted
     shown = {choice: "".join(text or "" for i, text, _ in events if i == choice) for choice in range(3)}
     assert shown == {0: "b c", 1: "bda", 2: "b\ufffd"}
     assert events[-1] == (-1, "engine_error", None)
@@ -191,18 +185,15 @@ def test_an_answer_is_the_same_whatever_the_interval_and_the_readers_pace(
     assert asyncio.run(whole()) == expected
 
 
-def test_gaps_are_counted_for_each_token() -> None:
+async def test_gaps_are_counted_for_each_token() -> None:
     """However many come in one chunk, so that their mean is the mean time of a token."""
 
-    async def scenario() -> str:
-        rig = Rig(1, 4)
-        for token in range(5):
-            rig.generation.deliver(RequestOutput(0, [token]))
-            if token in (0, 4):
-                await rig.run.next()
-        rig.run.close()
-        return rig.metrics.render().decode()
-
-    shown = asyncio.run(scenario())
+    rig = Rig(1, 4)
+    for token in range(5):
+        rig.generation.deliver(RequestOutput(0, [token]))
+        if token in (0, 4):
+            await rig.run.next()
+    rig.run.close()
+    shown = rig.metrics.render().decode()
     assert "pdserve_inter_token_latency_seconds_count 4.0" in shown
     assert "pdserve_time_to_first_token_seconds_count 1.0" in shown

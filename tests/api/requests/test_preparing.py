@@ -8,8 +8,8 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Coroutine
-from typing import Any
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 
 import pytest
 
@@ -53,30 +53,26 @@ async def until(probe: Callable[[], bool]) -> None:
             await asyncio.sleep(0.005)
 
 
-def run(scenario: Callable[[Preparer], Coroutine[Any, Any, None]], max_bytes: int = 10 * LONG) -> None:
-    async def bounded() -> None:
-        preparer = Preparer(max_bytes)
-        try:
-            async with asyncio.timeout(2 * WAIT_S):
-                await scenario(preparer)
-            await until(lambda: preparer.bytes_held == 0)
-        finally:
-            preparer.close()
-
-    asyncio.run(bounded())
+@asynccontextmanager
+async def open_preparer(max_bytes: int = 10 * LONG) -> AsyncIterator[Preparer]:
+    preparer = Preparer(max_bytes)
+    try:
+        async with asyncio.timeout(2 * WAIT_S):
+            yield preparer
+        await until(lambda: preparer.bytes_held == 0)
+    finally:
+        preparer.close()
 
 
-def test_short_bodies_are_prepared_here_and_long_ones_elsewhere() -> None:
-    async def scenario(preparer: Preparer) -> None:
+async def test_short_bodies_are_prepared_here_and_long_ones_elsewhere() -> None:
+    async with open_preparer() as preparer:
         here = threading.get_ident()
         assert await preparer.run(INLINE_BYTES, lambda check: threading.get_ident(), WAIT_S) == here
         assert await preparer.run(LONG, lambda check: threading.get_ident(), WAIT_S) != here
 
-    run(scenario)
 
-
-def test_while_long_ones_take_for_ever_short_ones_and_the_loop_go_on() -> None:
-    async def scenario(preparer: Preparer) -> None:
+async def test_while_long_ones_take_for_ever_short_ones_and_the_loop_go_on() -> None:
+    async with open_preparer() as preparer:
         held = Held()
         slow = [asyncio.create_task(preparer.run(LONG, held, WAIT_S)) for _ in range(WORKERS + 3)]
         for _ in range(WORKERS):
@@ -87,11 +83,9 @@ def test_while_long_ones_take_for_ever_short_ones_and_the_loop_go_on() -> None:
         held.go_on.set()
         assert len(set(await asyncio.gather(*slow))) <= WORKERS
 
-    run(scenario)
 
-
-def test_huge_bodies_keep_out_no_others() -> None:
-    async def scenario(preparer: Preparer) -> None:
+async def test_huge_bodies_keep_out_no_others() -> None:
+    async with open_preparer(max_bytes=4 * HUGE) as preparer:
         held = Held()
         slow = [asyncio.create_task(preparer.run(HUGE, held, WAIT_S)) for _ in range(4)]
         await acquired(held.begun)
@@ -103,11 +97,9 @@ def test_huge_bodies_keep_out_no_others() -> None:
         held.go_on.set()
         await asyncio.gather(*slow)
 
-    run(scenario, max_bytes=4 * HUGE)
 
-
-def test_a_body_waits_no_longer_than_its_deadline() -> None:
-    async def scenario(preparer: Preparer) -> None:
+async def test_a_body_waits_no_longer_than_its_deadline() -> None:
+    async with open_preparer() as preparer:
         held, late = Held(), Held()
         slow = [asyncio.create_task(preparer.run(LONG, held, WAIT_S)) for _ in range(WORKERS)]
         for _ in range(WORKERS):
@@ -118,11 +110,9 @@ def test_a_body_waits_no_longer_than_its_deadline() -> None:
         await asyncio.gather(*slow)
         assert late.count == 0
 
-    run(scenario)
 
-
-def test_no_more_bytes_wait_than_may_and_one_large_body_goes_alone() -> None:
-    async def scenario(preparer: Preparer) -> None:
+async def test_no_more_bytes_wait_than_may_and_one_large_body_goes_alone() -> None:
+    async with open_preparer() as preparer:
         held = Held()
         slow = [asyncio.create_task(preparer.run(LONG, held, WAIT_S)) for _ in range(10)]
         await acquired(held.begun)
@@ -134,11 +124,9 @@ def test_no_more_bytes_wait_than_may_and_one_large_body_goes_alone() -> None:
         await until(lambda: preparer.bytes_held == 0)
         assert await preparer.run(100 * LONG, lambda check: 7, WAIT_S) == 7
 
-    run(scenario)
 
-
-def test_what_nobody_waits_for_is_not_begun_and_what_runs_ends_at_its_next_step() -> None:
-    async def scenario(preparer: Preparer) -> None:
+async def test_what_nobody_waits_for_is_not_begun_and_what_runs_ends_at_its_next_step() -> None:
+    async with open_preparer() as preparer:
         held = Held()
         slow = [asyncio.create_task(preparer.run(LONG, held, WAIT_S)) for _ in range(WORKERS + 4)]
         for _ in range(WORKERS):
@@ -150,22 +138,18 @@ def test_what_nobody_waits_for_is_not_begun_and_what_runs_ends_at_its_next_step(
             await acquired(held.abandoned)
         assert held.count == WORKERS
 
-    run(scenario)
 
-
-def test_an_error_is_the_callers_and_frees_the_bytes() -> None:
+async def test_an_error_is_the_callers_and_frees_the_bytes() -> None:
     def fail(check: Check) -> None:
         raise InvalidRequest("no")
 
-    async def scenario(preparer: Preparer) -> None:
+    async with open_preparer() as preparer:
         with pytest.raises(InvalidRequest):
             await preparer.run(LONG, fail, WAIT_S)
 
-    run(scenario)
 
-
-def test_a_body_that_nobody_waits_for_is_not_kept() -> None:
-    async def scenario(preparer: Preparer) -> None:
+async def test_a_body_that_nobody_waits_for_is_not_kept() -> None:
+    async with open_preparer() as preparer:
         held, body = Held(), Held()
         slow = [asyncio.create_task(preparer.run(LONG, held, WAIT_S)) for _ in range(WORKERS)]
         for _ in range(WORKERS):
@@ -182,10 +166,8 @@ def test_a_body_that_nobody_waits_for_is_not_kept() -> None:
         held.go_on.set()
         await asyncio.gather(*slow)
 
-    run(scenario)
 
-
-def test_those_that_leave_a_long_queue_are_not_looked_for_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_those_that_leave_a_long_queue_are_not_looked_for_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
     comparisons = 0
 
     def same(work: object, other: object) -> bool:
@@ -195,7 +177,7 @@ def test_those_that_leave_a_long_queue_are_not_looked_for_in_it(monkeypatch: pyt
 
     monkeypatch.setattr(preparing._Work, "__eq__", same)
 
-    async def scenario(preparer: Preparer) -> None:
+    async with open_preparer(max_bytes=100 * LONG) as preparer:
         held = Held()
         tasks = [asyncio.create_task(preparer.run(LONG, held, WAIT_S)) for _ in range(100)]
         for _ in range(WORKERS):
@@ -204,8 +186,6 @@ def test_those_that_leave_a_long_queue_are_not_looked_for_in_it(monkeypatch: pyt
             task.cancel()
         await asyncio.wait(tasks)
         assert comparisons < len(tasks)
-
-    run(scenario, max_bytes=100 * LONG)
 
 
 def test_a_process_ends_while_a_template_renders_for_ever() -> None:

@@ -75,44 +75,39 @@ def client(folder: Path, script: Script, stream: StreamConfig) -> EngineClient:
     return EngineClient(dataclasses.replace(engine_config(folder), stream=stream), command=command)
 
 
-def test_as_a_process_it_answers_one_script_after_the_other(tmp_path: Path) -> None:
+async def test_as_a_process_it_answers_one_script_after_the_other(tmp_path: Path) -> None:
     script = msgspec.structs.replace(SCRIPT, requests=1, step_s=0.001, seconds=0.01)
 
-    async def scenario() -> list[list[int]]:
-        engine = client(tmp_path, script, StreamConfig())
-        try:
-            async with asyncio.timeout(WAIT_S):
-                await engine.start()
-                return [await text_of(engine.open([PromptChoices([1], SAMPLING)], deadline_s=60.0)) for _ in range(2)]
-        finally:
-            await engine.stop(5.0)
-            assert engine.failure is None
-
-    for text in asyncio.run(scenario()):
+    engine = client(tmp_path, script, StreamConfig())
+    try:
+        async with asyncio.timeout(WAIT_S):
+            await engine.start()
+            found = [await text_of(engine.open([PromptChoices([1], SAMPLING)], deadline_s=60.0)) for _ in range(2)]
+    finally:
+        await engine.stop(5.0)
+        assert engine.failure is None
+    for text in found:
         assert text[-1] == 99
         assert text[:-1] == [10 + index % 2 for index in range(len(text) - 1)]
 
 
-def test_with_credit_it_is_no_more_than_a_chunk_ahead(tmp_path: Path) -> None:
+async def test_with_credit_it_is_no_more_than_a_chunk_ahead(tmp_path: Path) -> None:
     fifo = tmp_path / "credit"
     os.mkfifo(fifo)
     # It asks for more requests than come, so that nothing but credit holds the engine back.
     script = msgspec.structs.replace(SCRIPT, requests=2, credit_file=str(fifo), ahead=0.5)
 
-    async def scenario() -> tuple[list[int], list[int]]:
-        engine = client(tmp_path, script, StreamConfig(interval=3))
-        try:
-            async with asyncio.timeout(WAIT_S):
-                await engine.start()
-                generation = engine.open([PromptChoices([1], SAMPLING)], deadline_s=60.0)
-                with credit_to(str(fifo)) as credit:
-                    assert credit is not None
-                    first = await text_of(generation, stop_after=3)
-                    credit.tell(len(first))
-                    return first, await text_of(generation, stop_after=3)
-        finally:
-            await engine.stop(5.0)
-
-    first, second = asyncio.run(scenario())
+    engine = client(tmp_path, script, StreamConfig(interval=3))
+    try:
+        async with asyncio.timeout(WAIT_S):
+            await engine.start()
+            generation = engine.open([PromptChoices([1], SAMPLING)], deadline_s=60.0)
+            with credit_to(str(fifo)) as credit:
+                assert credit is not None
+                first = await text_of(generation, stop_after=3)
+                credit.tell(len(first))
+                second = await text_of(generation, stop_after=3)
+    finally:
+        await engine.stop(5.0)
     assert len(first) == 3
     assert len(second) == 3

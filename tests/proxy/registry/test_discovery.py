@@ -25,7 +25,7 @@ from pdserve_proxy.metrics import ProxyMetrics
 from pdserve_proxy.registry.discovery_server import MAX_MESSAGE_BYTES, DiscoveryServer
 from pdserve_proxy.registry.registry import MAX_NODES, Registry
 from tests.endless_message import is_cut, many_parts, sends_without_end
-from tests.proxy.cluster import HEARTBEAT_MS, SECRET, cancelled, eventually, node_info, registered, run_async
+from tests.proxy.cluster import HEARTBEAT_MS, SECRET, cancelled, eventually, node_info, registered
 
 NODE = node_info("d0", Role.DECODE)
 
@@ -108,75 +108,60 @@ def heartbeats() -> Iterator[bytes]:
         yield sealer.seal(NodeHeartbeat(NODE.boot_id, NodeLoad()))
 
 
-def test_a_node_registers_sends_heartbeats_and_says_goodbye() -> None:
-    async def scenario() -> None:
-        async with listening() as ear:
-            async with registered(NODE, ear.control):
-                assert ear.names() == ["d0"]
-                await eventually(lambda: ear.registry.snapshot().nodes[0].load == NodeLoad(running=1), "a heartbeat")
-                first = ear.registry.snapshot().nodes[0].seen_s
-                await eventually(lambda: ear.registry.snapshot().nodes[0].seen_s > first, "another heartbeat")
-            await eventually(lambda: ear.names() == [], "the goodbye")
-
-    run_async(scenario())
+async def test_a_node_registers_sends_heartbeats_and_says_goodbye() -> None:
+    async with listening() as ear:
+        async with registered(NODE, ear.control):
+            assert ear.names() == ["d0"]
+            await eventually(lambda: ear.registry.snapshot().nodes[0].load == NodeLoad(running=1), "a heartbeat")
+            first = ear.registry.snapshot().nodes[0].seen_s
+            await eventually(lambda: ear.registry.snapshot().nodes[0].seen_s > first, "another heartbeat")
+        await eventually(lambda: ear.names() == [], "the goodbye")
 
 
-def test_goodbye_does_not_wait_for_the_lease() -> None:
-    async def scenario() -> None:
-        async with listening(clock=lambda: 0.0) as ear:
-            async with registered(NODE, ear.control):
-                pass
-            await eventually(lambda: ear.names() == [], "the goodbye, at a standing clock")
-
-    run_async(scenario())
+async def test_goodbye_does_not_wait_for_the_lease() -> None:
+    async with listening(clock=lambda: 0.0) as ear:
+        async with registered(NODE, ear.control):
+            pass
+        await eventually(lambda: ear.names() == [], "the goodbye, at a standing clock")
 
 
-def test_a_node_that_falls_silent_is_dropped() -> None:
-    async def scenario() -> None:
-        async with listening(heartbeat_s=0.1) as ear, raw_peer(ear.control) as peer:
-            sealer = Sealer(SECRET, Purpose.DISCOVERY, NODE.boot_id)
-            await peer.send(sealer.seal(Register(NODE)))
-            await eventually(lambda: ear.names() == ["d0"], "the registration")
-            seen_s = ear.registry.snapshot().nodes[0].seen_s
-            await eventually(lambda: ear.names() == [], "the expiry")
-            assert time.monotonic() - seen_s >= 0.3
-
-    run_async(scenario())
+async def test_a_node_that_falls_silent_is_dropped() -> None:
+    async with listening(heartbeat_s=0.1) as ear, raw_peer(ear.control) as peer:
+        sealer = Sealer(SECRET, Purpose.DISCOVERY, NODE.boot_id)
+        await peer.send(sealer.seal(Register(NODE)))
+        await eventually(lambda: ear.names() == ["d0"], "the registration")
+        seen_s = ear.registry.snapshot().nodes[0].seen_s
+        await eventually(lambda: ear.names() == [], "the expiry")
+        assert time.monotonic() - seen_s >= 0.3
 
 
-def test_heartbeats_that_wait_while_the_proxy_is_busy_keep_their_node() -> None:
+async def test_heartbeats_that_wait_while_the_proxy_is_busy_keep_their_node() -> None:
     """The event loop stands still for longer than a lease, again and again; the node sends all the time."""
 
-    async def scenario() -> None:
-        async with listening(heartbeat_s=0.05) as ear:
-            with sending_from_a_thread(ear.control, 0.01, heartbeats()):
-                await eventually(lambda: ear.names() == ["d0"], "the registration")
-                for _ in range(8):
-                    time.sleep(0.2)  # noqa: ASYNC251 (what a busy loop does)
-                    await asyncio.sleep(0)
-                assert ear.lost == []
-
-    run_async(scenario())
+    async with listening(heartbeat_s=0.05) as ear:
+        with sending_from_a_thread(ear.control, 0.01, heartbeats()):
+            await eventually(lambda: ear.names() == ["d0"], "the registration")
+            for _ in range(8):
+                time.sleep(0.2)  # noqa: ASYNC251 (what a busy loop does)
+                await asyncio.sleep(0)
+            assert ear.lost == []
 
 
-def test_heartbeats_are_taken_though_the_poll_ended_before_they_came(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_heartbeats_are_taken_though_the_poll_ended_before_they_came(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a busy loop several turns lie between the end of a poll and the line after it."""
 
     async def too_early(socket: zmq.asyncio.Socket, timeout_ms: int | None = None) -> int:
         await asyncio.sleep((timeout_ms or 10) / 1000)
         return 0
 
-    async def scenario() -> None:
-        monkeypatch.setattr(zmq.asyncio.Socket, "poll", too_early)
-        async with listening(heartbeat_s=0.05) as ear:
-            with sending_from_a_thread(ear.control, 0.01, heartbeats()):
-                await eventually(lambda: ear.names() == ["d0"], "the registration")
-                first = ear.registry.snapshot().nodes[0].seen_s
-                await eventually(lambda: ear.registry.snapshot().nodes[0].seen_s > first + 0.5, "several leases")
-                assert ear.lost == []
-            await eventually(lambda: ear.names() == [], "the expiry")
-
-    run_async(scenario())
+    monkeypatch.setattr(zmq.asyncio.Socket, "poll", too_early)
+    async with listening(heartbeat_s=0.05) as ear:
+        with sending_from_a_thread(ear.control, 0.01, heartbeats()):
+            await eventually(lambda: ear.names() == ["d0"], "the registration")
+            first = ear.registry.snapshot().nodes[0].seen_s
+            await eventually(lambda: ear.registry.snapshot().nodes[0].seen_s > first + 0.5, "several leases")
+            assert ear.lost == []
+        await eventually(lambda: ear.names() == [], "the expiry")
 
 
 @contextmanager
@@ -200,38 +185,32 @@ def listening_in_a_thread(heartbeat_s: float) -> Iterator[Ear]:
         thread.join()
 
 
-def test_a_node_whose_event_loop_is_busy_goes_on_sending_heartbeats() -> None:
+async def test_a_node_whose_event_loop_is_busy_goes_on_sending_heartbeats() -> None:
     """As when thousands of requests come at once: each turn of its loop is longer than a lease."""
 
-    async def scenario() -> None:
-        with listening_in_a_thread(heartbeat_s=0.1) as ear:
-            async with registered(NODE, ear.control):
-                for _ in range(3):
-                    time.sleep(0.6)  # noqa: ASYNC251 (what a busy loop does)
-                    await asyncio.sleep(0)
-                assert ear.lost == []
-            await eventually(lambda: ear.lost == [NODE.boot_id], "the goodbye")
-
-    run_async(scenario())
+    with listening_in_a_thread(heartbeat_s=0.1) as ear:
+        async with registered(NODE, ear.control):
+            for _ in range(3):
+                time.sleep(0.6)  # noqa: ASYNC251 (what a busy loop does)
+                await asyncio.sleep(0)
+            assert ear.lost == []
+        await eventually(lambda: ear.lost == [NODE.boot_id], "the goodbye")
 
 
-def test_a_node_whose_event_loop_hangs_falls_silent_and_comes_back_with_it() -> None:
-    async def scenario() -> None:
-        with listening_in_a_thread(heartbeat_s=0.05) as ear:
-            registration = Registration(NODE, (ear.control,), SECRET, 20, NodeLoad, stuck_s=0.1)
-            node = asyncio.create_task(registration.run())
-            await registration.registered[ear.control].wait()
-            until = time.monotonic() + 10
-            while ear.names() and time.monotonic() < until:
-                time.sleep(0.01)  # noqa: ASYNC251 (what a loop that hangs does)
-            assert ear.lost == [NODE.boot_id]
-            await eventually(lambda: ear.names() == ["d0"], "its new registration")
-            await cancelled(node)
-
-    run_async(scenario())
+async def test_a_node_whose_event_loop_hangs_falls_silent_and_comes_back_with_it() -> None:
+    with listening_in_a_thread(heartbeat_s=0.05) as ear:
+        registration = Registration(NODE, (ear.control,), SECRET, 20, NodeLoad, stuck_s=0.1)
+        node = asyncio.create_task(registration.run())
+        await registration.registered[ear.control].wait()
+        until = time.monotonic() + 10
+        while ear.names() and time.monotonic() < until:
+            time.sleep(0.01)  # noqa: ASYNC251 (what a loop that hangs does)
+        assert ear.lost == [NODE.boot_id]
+        await eventually(lambda: ear.names() == ["d0"], "its new registration")
+        await cancelled(node)
 
 
-def test_a_proxy_that_stood_still_gives_nodes_time_to_be_heard() -> None:
+async def test_a_proxy_that_stood_still_gives_nodes_time_to_be_heard() -> None:
     """Its clock jumps, as after a suspended virtual machine, and no heartbeat is there yet."""
 
     class Clock:
@@ -242,130 +221,108 @@ def test_a_proxy_that_stood_still_gives_nodes_time_to_be_heard() -> None:
             self.looks += 1
             return self.now
 
-    async def scenario() -> None:
-        clock = Clock()
-        async with listening(clock=clock, heartbeat_s=0.05) as ear, raw_peer(ear.control) as peer:
-            await peer.send(Sealer(SECRET, Purpose.DISCOVERY, NODE.boot_id).seal(Register(NODE)))
-            await eventually(lambda: ear.names() == ["d0"], "the registration")
-            clock.now = 100.0
-            looks = clock.looks
-            await eventually(lambda: clock.looks > looks + 8, "several looks at the clock")
-            assert ear.lost == []
-            while ear.names():
-                clock.now += 0.001
-                await asyncio.sleep(0.001)
-            assert clock.now > 100.1
-
-    run_async(scenario())
+    clock = Clock()
+    async with listening(clock=clock, heartbeat_s=0.05) as ear, raw_peer(ear.control) as peer:
+        await peer.send(Sealer(SECRET, Purpose.DISCOVERY, NODE.boot_id).seal(Register(NODE)))
+        await eventually(lambda: ear.names() == ["d0"], "the registration")
+        clock.now = 100.0
+        looks = clock.looks
+        await eventually(lambda: clock.looks > looks + 8, "several looks at the clock")
+        assert ear.lost == []
+        while ear.names():
+            clock.now += 0.001
+            await asyncio.sleep(0.001)
+        assert clock.now > 100.1
 
 
-def test_a_flood_of_frames_does_not_keep_a_dead_node() -> None:
-    async def scenario() -> None:
-        async with listening(heartbeat_s=0.05) as ear, raw_peer(ear.control) as peer:
-            await peer.send(Sealer(SECRET, Purpose.DISCOVERY, NODE.boot_id).seal(Register(NODE)))
-            await eventually(lambda: ear.names() == ["d0"], "the registration")
-            with sending_from_a_thread(ear.control, 0.0, itertools.repeat(b"x")):
-                await eventually(lambda: ear.names() == [], "the expiry")
-
-    run_async(scenario())
+async def test_a_flood_of_frames_does_not_keep_a_dead_node() -> None:
+    async with listening(heartbeat_s=0.05) as ear, raw_peer(ear.control) as peer:
+        await peer.send(Sealer(SECRET, Purpose.DISCOVERY, NODE.boot_id).seal(Register(NODE)))
+        await eventually(lambda: ear.names() == ["d0"], "the registration")
+        with sending_from_a_thread(ear.control, 0.0, itertools.repeat(b"x")):
+            await eventually(lambda: ear.names() == [], "the expiry")
 
 
-def test_a_restarted_proxy_learns_its_nodes_again() -> None:
-    async def scenario() -> None:
-        async with listening() as first:
-            port = first.port
-            registration = Registration(NODE, (first.control,), SECRET, HEARTBEAT_MS, NodeLoad)
-            node = asyncio.create_task(registration.run())
-            await eventually(lambda: first.names() == ["d0"], "the first registration")
-        state = registration.registered[first.control]
-        await eventually(lambda: not state.is_set(), "the node noticing that the proxy is down")
-        async with listening(port) as second:
-            await eventually(lambda: second.names() == ["d0"], "the second registration")
-            await eventually(state.is_set, "the node knowing so")
-            await cancelled(node)
-            assert not state.is_set()
-
-    run_async(scenario())
-
-
-def test_a_dropped_node_that_lives_is_told_and_comes_back() -> None:
-    async def scenario() -> None:
-        async with listening() as ear, registered(NODE, ear.control):
-            ear.registry.handle(Deregister(NODE.boot_id), now=0.0)
-            assert ear.names() == []
-            await eventually(lambda: ear.names() == ["d0"], "the new registration")
-
-    run_async(scenario())
-
-
-def test_a_node_that_starts_before_its_proxy_registers_once_it_is_there() -> None:
-    async def scenario() -> None:
-        async with listening() as ear:
-            port = ear.port
-        registration = Registration(NODE, (f"tcp://127.0.0.1:{port}",), SECRET, 60_000, NodeLoad)
+async def test_a_restarted_proxy_learns_its_nodes_again() -> None:
+    async with listening() as first:
+        port = first.port
+        registration = Registration(NODE, (first.control,), SECRET, HEARTBEAT_MS, NodeLoad)
         node = asyncio.create_task(registration.run())
-        await asyncio.sleep(0)
-        async with listening(port) as ear:
-            # Its interval is a minute: only the connection itself can have made it speak up.
-            await eventually(lambda: ear.names() == ["d0"], "the registration")
-            await cancelled(node)
-
-    run_async(scenario())
-
-
-def test_one_node_at_two_proxies_of_which_one_dies() -> None:
-    async def scenario() -> None:
-        async with listening() as stays:
-            async with listening() as dies:
-                registration = Registration(NODE, (stays.control, dies.control), SECRET, HEARTBEAT_MS, NodeLoad)
-                node = asyncio.create_task(registration.run())
-                await eventually(lambda: stays.names() == dies.names() == ["d0"], "both registrations")
-                await eventually(lambda: all(e.is_set() for e in registration.registered.values()), "both acks")
-            await eventually(lambda: not registration.registered[dies.control].is_set(), "the loss of one")
-            assert registration.registered[stays.control].is_set()
-            assert stays.names() == ["d0"]
-            await cancelled(node)
-
-    run_async(scenario())
+        await eventually(lambda: first.names() == ["d0"], "the first registration")
+    state = registration.registered[first.control]
+    await eventually(lambda: not state.is_set(), "the node noticing that the proxy is down")
+    async with listening(port) as second:
+        await eventually(lambda: second.names() == ["d0"], "the second registration")
+        await eventually(state.is_set, "the node knowing so")
+        await cancelled(node)
+        assert not state.is_set()
 
 
-def test_another_secret_is_ignored_and_counted() -> None:
-    async def scenario() -> None:
-        async with listening() as ear:
-            registration = Registration(NODE, (ear.control,), b"another secret", HEARTBEAT_MS, NodeLoad)
+async def test_a_dropped_node_that_lives_is_told_and_comes_back() -> None:
+    async with listening() as ear, registered(NODE, ear.control):
+        ear.registry.handle(Deregister(NODE.boot_id), now=0.0)
+        assert ear.names() == []
+        await eventually(lambda: ear.names() == ["d0"], "the new registration")
+
+
+async def test_a_node_that_starts_before_its_proxy_registers_once_it_is_there() -> None:
+    async with listening() as ear:
+        port = ear.port
+    registration = Registration(NODE, (f"tcp://127.0.0.1:{port}",), SECRET, 60_000, NodeLoad)
+    node = asyncio.create_task(registration.run())
+    await asyncio.sleep(0)
+    async with listening(port) as ear:
+        # Its interval is a minute: only the connection itself can have made it speak up.
+        await eventually(lambda: ear.names() == ["d0"], "the registration")
+        await cancelled(node)
+
+
+async def test_one_node_at_two_proxies_of_which_one_dies() -> None:
+    async with listening() as stays:
+        async with listening() as dies:
+            registration = Registration(NODE, (stays.control, dies.control), SECRET, HEARTBEAT_MS, NodeLoad)
             node = asyncio.create_task(registration.run())
-            await eventually(lambda: ear.dropped("authentication") >= 2, "two refused frames")
-            assert ear.names() == []
-            assert not registration.registered[ear.control].is_set()
-            await cancelled(node)
-
-    run_async(scenario())
-
-
-def test_bad_frames_are_dropped_and_the_good_one_behind_them_is_taken() -> None:
-    async def scenario() -> None:
-        async with listening() as ear, raw_peer(ear.control) as peer:
-            sealer = Sealer(SECRET, Purpose.DISCOVERY, NODE.boot_id)
-            foreign = Sealer(SECRET, Purpose.TICKET, NODE.boot_id)
-            frame = sealer.seal(Register(NODE))
-            await peer.send(b"")
-            await peer.send(b"not a frame")
-            await peer.send_multipart([b"too", b"many", b"parts"])
-            await peer.send(foreign.seal(Register(NODE)))
-            await peer.send(sealer.seal(Ack(NODE.boot_id, True)))
-            await eventually(lambda: ear.dropped("malformed") == 4, "four malformed frames")
-            assert ear.dropped("authentication") == 1
-            assert ear.names() == []
-            await peer.send(sealer.seal(Register(NODE)))
-            await eventually(lambda: ear.names() == ["d0"], "the registration")
-            await peer.send(frame)
-            await eventually(lambda: ear.dropped("authentication") == 2, "the replay being refused")
-
-    run_async(scenario())
+            await eventually(lambda: stays.names() == dies.names() == ["d0"], "both registrations")
+            await eventually(lambda: all(e.is_set() for e in registration.registered.values()), "both acks")
+        await eventually(lambda: not registration.registered[dies.control].is_set(), "the loss of one")
+        assert registration.registered[stays.control].is_set()
+        assert stays.names() == ["d0"]
+        await cancelled(node)
 
 
-def test_ten_thousand_registrations_are_bounded_in_number_and_in_log_lines(caplog: pytest.LogCaptureFixture) -> None:
-    async def scenario() -> None:
+async def test_another_secret_is_ignored_and_counted() -> None:
+    async with listening() as ear:
+        registration = Registration(NODE, (ear.control,), b"another secret", HEARTBEAT_MS, NodeLoad)
+        node = asyncio.create_task(registration.run())
+        await eventually(lambda: ear.dropped("authentication") >= 2, "two refused frames")
+        assert ear.names() == []
+        assert not registration.registered[ear.control].is_set()
+        await cancelled(node)
+
+
+async def test_bad_frames_are_dropped_and_the_good_one_behind_them_is_taken() -> None:
+    async with listening() as ear, raw_peer(ear.control) as peer:
+        sealer = Sealer(SECRET, Purpose.DISCOVERY, NODE.boot_id)
+        foreign = Sealer(SECRET, Purpose.TICKET, NODE.boot_id)
+        frame = sealer.seal(Register(NODE))
+        await peer.send(b"")
+        await peer.send(b"not a frame")
+        await peer.send_multipart([b"too", b"many", b"parts"])
+        await peer.send(foreign.seal(Register(NODE)))
+        await peer.send(sealer.seal(Ack(NODE.boot_id, True)))
+        await eventually(lambda: ear.dropped("malformed") == 4, "four malformed frames")
+        assert ear.dropped("authentication") == 1
+        assert ear.names() == []
+        await peer.send(sealer.seal(Register(NODE)))
+        await eventually(lambda: ear.names() == ["d0"], "the registration")
+        await peer.send(frame)
+        await eventually(lambda: ear.dropped("authentication") == 2, "the replay being refused")
+
+
+async def test_ten_thousand_registrations_are_bounded_in_number_and_in_log_lines(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with caplog.at_level(logging.WARNING, logger="pdserve_proxy.registry.discovery_server"):
         async with listening(heartbeat_s=60.0) as ear, raw_peer(ear.control) as peer, raw_peer(ear.control) as first:
             sealer = Sealer(SECRET, Purpose.DISCOVERY, NODE.boot_id)
             opener = Opener(SECRET, Purpose.DISCOVERY, Ack)
@@ -382,129 +339,102 @@ def test_ten_thousand_registrations_are_bounded_in_number_and_in_log_lines(caplo
             await first.send(sealer.seal(NodeHeartbeat(NODE.boot_id, NodeLoad())))
             assert opener.open(await first.recv()).known
             assert ear.names()[0] == NODE.name
-
-    with caplog.at_level(logging.WARNING, logger="pdserve_proxy.registry.discovery_server"):
-        run_async(scenario())
     # One each ten seconds, and ten minutes are more than this takes.
     assert 1 <= len([record for record in caplog.records if "registry is full" in record.message]) <= 60
 
 
-def test_an_oversized_frame_costs_its_sender_the_connection_and_nobody_else_anything() -> None:
-    async def scenario() -> None:
-        async with listening() as ear, raw_peer(ear.control) as peer, registered(NODE, ear.control):
-            await peer.send(b"x" * (MAX_MESSAGE_BYTES + 1))
-            seen_s = ear.registry.snapshot().nodes[0].seen_s
-            await eventually(lambda: ear.registry.snapshot().nodes[0].seen_s > seen_s, "a heartbeat after it")
-            assert ear.names() == ["d0"]
-
-    run_async(scenario())
+async def test_an_oversized_frame_costs_its_sender_the_connection_and_nobody_else_anything() -> None:
+    async with listening() as ear, raw_peer(ear.control) as peer, registered(NODE, ear.control):
+        await peer.send(b"x" * (MAX_MESSAGE_BYTES + 1))
+        seen_s = ear.registry.snapshot().nodes[0].seen_s
+        await eventually(lambda: ear.registry.snapshot().nodes[0].seen_s > seen_s, "a heartbeat after it")
+        assert ear.names() == ["d0"]
 
 
-def test_a_message_without_end_costs_its_sender_the_connection_and_nobody_else_anything() -> None:
-    async def scenario() -> None:
-        async with listening() as ear, registered(NODE, ear.control):
-            assert not await asyncio.to_thread(sends_without_end, ear.port, MAX_MESSAGE_BYTES - 1, 20.0)
-            seen_s = ear.registry.snapshot().nodes[0].seen_s
-            await eventually(lambda: ear.registry.snapshot().nodes[0].seen_s > seen_s, "a heartbeat after it")
-            assert ear.lost == []
-
-    run_async(scenario())
+async def test_a_message_without_end_costs_its_sender_the_connection_and_nobody_else_anything() -> None:
+    async with listening() as ear, registered(NODE, ear.control):
+        assert not await asyncio.to_thread(sends_without_end, ear.port, MAX_MESSAGE_BYTES - 1, 20.0)
+        seen_s = ear.registry.snapshot().nodes[0].seen_s
+        await eventually(lambda: ear.registry.snapshot().nodes[0].seen_s > seen_s, "a heartbeat after it")
+        assert ear.lost == []
 
 
-def test_a_message_of_very_many_parts_costs_its_sender_the_connection_and_nobody_else_anything() -> None:
-    async def scenario() -> None:
-        async with listening() as ear, registered(NODE, ear.control):
-            with many_parts(ear.port, 300_000, timeout_s=20.0) as connection:
-                assert await asyncio.to_thread(is_cut, connection)
-            seen_s = ear.registry.snapshot().nodes[0].seen_s
-            await eventually(lambda: ear.registry.snapshot().nodes[0].seen_s > seen_s, "a heartbeat after it")
-            assert ear.lost == []
-
-    run_async(scenario())
+async def test_a_message_of_very_many_parts_costs_its_sender_the_connection_and_nobody_else_anything() -> None:
+    async with listening() as ear, registered(NODE, ear.control):
+        with many_parts(ear.port, 300_000, timeout_s=20.0) as connection:
+            assert await asyncio.to_thread(is_cut, connection)
+        seen_s = ear.registry.snapshot().nodes[0].seen_s
+        await eventually(lambda: ear.registry.snapshot().nodes[0].seen_s > seen_s, "a heartbeat after it")
+        assert ear.lost == []
 
 
-def test_a_busy_proxy_drops_no_node_while_it_drops_a_message_of_very_many_parts() -> None:
+async def test_a_busy_proxy_drops_no_node_while_it_drops_a_message_of_very_many_parts() -> None:
     async def other_work() -> None:
         while True:
             time.sleep(0.02)  # noqa: ASYNC251
             await asyncio.sleep(0)
 
-    async def scenario() -> None:
-        async with listening() as ear, registered(NODE, ear.control):
-            with many_parts(ear.port, 100_000, timeout_s=20.0) as connection:
-                busy = asyncio.create_task(other_work())
-                try:
-                    assert await asyncio.to_thread(is_cut, connection)
-                    seen_s = ear.registry.snapshot().nodes[0].seen_s
-                    await eventually(lambda: ear.registry.snapshot().nodes[0].seen_s > seen_s, "a heartbeat after it")
-                finally:
-                    busy.cancel()
-            assert ear.lost == []
-
-    run_async(scenario())
+    async with listening() as ear, registered(NODE, ear.control):
+        with many_parts(ear.port, 100_000, timeout_s=20.0) as connection:
+            busy = asyncio.create_task(other_work())
+            try:
+                assert await asyncio.to_thread(is_cut, connection)
+                seen_s = ear.registry.snapshot().nodes[0].seen_s
+                await eventually(lambda: ear.registry.snapshot().nodes[0].seen_s > seen_s, "a heartbeat after it")
+            finally:
+                busy.cancel()
+        assert ear.lost == []
 
 
-def test_connections_that_come_and_go_keep_nobody_from_being_cut() -> None:
+async def test_connections_that_come_and_go_keep_nobody_from_being_cut() -> None:
     async def come_and_go(port: int) -> None:
         while True:
             _, writer = await asyncio.open_connection("127.0.0.1", port)
             writer.close()
             await asyncio.sleep(0.02)
 
-    async def scenario() -> None:
-        async with listening() as ear:
-            others = asyncio.create_task(come_and_go(ear.port))
-            try:
-                assert not await asyncio.to_thread(sends_without_end, ear.port, MAX_MESSAGE_BYTES - 1, 5.0)
-            finally:
-                others.cancel()
-
-    run_async(scenario())
+    async with listening() as ear:
+        others = asyncio.create_task(come_and_go(ear.port))
+        try:
+            assert not await asyncio.to_thread(sends_without_end, ear.port, MAX_MESSAGE_BYTES - 1, 5.0)
+        finally:
+            others.cancel()
 
 
-def test_every_message_is_acknowledged_to_its_sender() -> None:
-    async def scenario() -> None:
-        async with listening() as ear, raw_peer(ear.control) as peer:
-            sealer = Sealer(SECRET, Purpose.DISCOVERY, NODE.boot_id)
-            opener = Opener(SECRET, Purpose.DISCOVERY, Ack)
-            for message, known in (
-                (NodeHeartbeat(NODE.boot_id, NodeLoad()), False),
-                (Register(NODE), True),
-                (NodeHeartbeat(NODE.boot_id, NodeLoad()), True),
-            ):
-                await peer.send(sealer.seal(message))
-                assert opener.open(await peer.recv()) == Ack(NODE.boot_id, known)
-
-    run_async(scenario())
+async def test_every_message_is_acknowledged_to_its_sender() -> None:
+    async with listening() as ear, raw_peer(ear.control) as peer:
+        sealer = Sealer(SECRET, Purpose.DISCOVERY, NODE.boot_id)
+        opener = Opener(SECRET, Purpose.DISCOVERY, Ack)
+        for message, known in (
+            (NodeHeartbeat(NODE.boot_id, NodeLoad()), False),
+            (Register(NODE), True),
+            (NodeHeartbeat(NODE.boot_id, NodeLoad()), True),
+        ):
+            await peer.send(sealer.seal(message))
+            assert opener.open(await peer.recv()) == Ack(NODE.boot_id, known)
 
 
-def test_an_address_in_use_is_a_configuration_error() -> None:
-    async def scenario() -> None:
-        async with listening() as ear:
-            with pytest.raises(ConfigError, match=str(ear.port)):
-                Ear(ear.port, time.monotonic, 1.0)
-
-    run_async(scenario())
+async def test_an_address_in_use_is_a_configuration_error() -> None:
+    async with listening() as ear:
+        with pytest.raises(ConfigError, match=str(ear.port)):
+            Ear(ear.port, time.monotonic, 1.0)
 
 
-def test_a_node_says_why_no_proxy_has_accepted_it() -> None:
+async def test_a_node_says_why_no_proxy_has_accepted_it() -> None:
     """Its readiness hangs on it: another secret, nobody there, and then one proxy that takes it."""
 
-    async def scenario() -> None:
-        nobody = "tcp://127.0.0.1:9"
-        async with listening() as ear:
-            refused = Registration(NODE, (ear.control, nobody), b"another secret", HEARTBEAT_MS, NodeLoad)
-            node = asyncio.create_task(refused.run())
+    nobody = "tcp://127.0.0.1:9"
+    async with listening() as ear:
+        refused = Registration(NODE, (ear.control, nobody), b"another secret", HEARTBEAT_MS, NodeLoad)
+        node = asyncio.create_task(refused.run())
 
-            def said(proxy: str, standing: RegistrationStatus) -> bool:
-                return f"{proxy} {standing.value}" in (refused.unaccepted or "")
+        def said(proxy: str, standing: RegistrationStatus) -> bool:
+            return f"{proxy} {standing.value}" in (refused.unaccepted or "")
 
-            await eventually(lambda: said(ear.control, RegistrationStatus.SILENT), "the silence")
-            await eventually(lambda: said(nobody, RegistrationStatus.UNREACHED), "that nobody is there")
-            await cancelled(node)
-            assert ear.names() == []
-            async with registered(NODE, ear.control) as accepted:
-                assert accepted.unaccepted is None
-            assert "no proxy has accepted" in (accepted.unaccepted or "")
-
-    run_async(scenario())
+        await eventually(lambda: said(ear.control, RegistrationStatus.SILENT), "the silence")
+        await eventually(lambda: said(nobody, RegistrationStatus.UNREACHED), "that nobody is there")
+        await cancelled(node)
+        assert ear.names() == []
+        async with registered(NODE, ear.control) as accepted:
+            assert accepted.unaccepted is None
+        assert "no proxy has accepted" in (accepted.unaccepted or "")

@@ -32,7 +32,7 @@ from pdserve.wire.ids import new_id
 from pdserve.wire.version import SPOKEN
 from pdserve_proxy.relay.relay import TicketSigner
 from pdserve_proxy.routing.router import Route
-from tests.proxy.cluster import HEARTBEAT_MS, SECRET, cancelled, eventually, node_info, registered, run_async
+from tests.proxy.cluster import HEARTBEAT_MS, SECRET, cancelled, eventually, node_info, registered
 from tests.proxy.registry.test_discovery import listening, raw_peer
 from tests.wire import released_0_1 as released
 
@@ -91,57 +91,49 @@ async def released_proxy(port: int = 0) -> AsyncIterator[tuple[ReleasedProxy, in
             await cancelled(task)
 
 
-def test_a_node_of_the_last_release_at_todays_proxy() -> None:
-    async def scenario() -> None:
-        async with listening() as ear, raw_peer(ear.control) as node:
-            sealer = released.Sealer(SECRET, DISCOVERY, NODE.boot_id)
-            opener = released.Opener(SECRET, DISCOVERY, released.Ack)
+async def test_a_node_of_the_last_release_at_todays_proxy() -> None:
+    async with listening() as ear, raw_peer(ear.control) as node:
+        sealer = released.Sealer(SECRET, DISCOVERY, NODE.boot_id)
+        opener = released.Opener(SECRET, DISCOVERY, released.Ack)
 
-            async def says(message: msgspec.Struct) -> released.Ack:
-                await node.send(sealer.seal(message))
-                answer = opener.open(await node.recv())
-                assert isinstance(answer, released.Ack)
-                return answer
+        async def says(message: msgspec.Struct) -> released.Ack:
+            await node.send(sealer.seal(message))
+            answer = opener.open(await node.recv())
+            assert isinstance(answer, released.Ack)
+            return answer
 
-            heartbeat = released.Heartbeat(NODE.boot_id, released.Load(running=3))
-            assert await says(heartbeat) == released.Ack(NODE.boot_id, False)
-            assert await says(released.Register(as_released(NODE))) == released.Ack(NODE.boot_id, True)
-            assert await says(heartbeat) == released.Ack(NODE.boot_id, True)
-            (known,) = ear.registry.snapshot().nodes
-            assert (known.info, known.load) == (NODE, NodeLoad(running=3))
-            ticket = TicketSigner(SECRET, new_id()).issue(
-                Route(known.info, ()), request_id="r", attempt=0, deadline_s=1.0
-            )
-            frame = base64.urlsafe_b64decode(ticket + "=" * (-len(ticket) % 4))
-            assert released.Opener(SECRET, b"ticket", released.Ticket).open(frame).node == NODE.boot_id
-            await node.send(sealer.seal(released.Deregister(NODE.boot_id)))
-            await eventually(lambda: ear.names() == [], "the goodbye")
-
-    run_async(scenario())
+        heartbeat = released.Heartbeat(NODE.boot_id, released.Load(running=3))
+        assert await says(heartbeat) == released.Ack(NODE.boot_id, False)
+        assert await says(released.Register(as_released(NODE))) == released.Ack(NODE.boot_id, True)
+        assert await says(heartbeat) == released.Ack(NODE.boot_id, True)
+        (known,) = ear.registry.snapshot().nodes
+        assert (known.info, known.load) == (NODE, NodeLoad(running=3))
+        ticket = TicketSigner(SECRET, new_id()).issue(Route(known.info, ()), request_id="r", attempt=0, deadline_s=1.0)
+        frame = base64.urlsafe_b64decode(ticket + "=" * (-len(ticket) % 4))
+        assert released.Opener(SECRET, b"ticket", released.Ticket).open(frame).node == NODE.boot_id
+        await node.send(sealer.seal(released.Deregister(NODE.boot_id)))
+        await eventually(lambda: ear.names() == [], "the goodbye")
 
 
-def test_todays_node_at_a_proxy_of_the_last_release_and_at_its_upgrade_and_back() -> None:
-    async def scenario() -> None:
-        async with released_proxy() as (old, port):
-            control = f"tcp://127.0.0.1:{port}"
-            registration = Registration(NODE, (control,), SECRET, HEARTBEAT_MS, NodeLoad)
-            node = asyncio.create_task(registration.run())
-            known = registration.registered[control]
-            await eventually(lambda: old.heartbeats > 2, "heartbeats at the old proxy")
-            assert known.is_set()
-            assert old.nodes == {NODE.boot_id: as_released(NODE)}
-            greeted = len(old.refused)
-            await eventually(lambda: old.heartbeats > 4, "more heartbeats")
-            assert len(old.refused) == greeted, "once registered, it says nothing that the old proxy cannot read"
-        async with listening(port) as ear:
-            await eventually(lambda: ear.names() == ["d0"], "the registration at the upgraded proxy")
-            (there,) = ear.registry.snapshot().nodes
-            assert there.info.protocol == SPOKEN.newest
-        async with released_proxy(port) as (back, _):
-            await eventually(lambda: back.heartbeats > 0, "heartbeats at the proxy of the release before")
-        await cancelled(node)
-
-    run_async(scenario())
+async def test_todays_node_at_a_proxy_of_the_last_release_and_at_its_upgrade_and_back() -> None:
+    async with released_proxy() as (old, port):
+        control = f"tcp://127.0.0.1:{port}"
+        registration = Registration(NODE, (control,), SECRET, HEARTBEAT_MS, NodeLoad)
+        node = asyncio.create_task(registration.run())
+        known = registration.registered[control]
+        await eventually(lambda: old.heartbeats > 2, "heartbeats at the old proxy")
+        assert known.is_set()
+        assert old.nodes == {NODE.boot_id: as_released(NODE)}
+        greeted = len(old.refused)
+        await eventually(lambda: old.heartbeats > 4, "more heartbeats")
+        assert len(old.refused) == greeted, "once registered, it says nothing that the old proxy cannot read"
+    async with listening(port) as ear:
+        await eventually(lambda: ear.names() == ["d0"], "the registration at the upgraded proxy")
+        (there,) = ear.registry.snapshot().nodes
+        assert there.info.protocol == SPOKEN.newest
+    async with released_proxy(port) as (back, _):
+        await eventually(lambda: back.heartbeats > 0, "heartbeats at the proxy of the release before")
+    await cancelled(node)
 
 
 def test_a_ticket_of_the_last_release_is_good_at_todays_node() -> None:
@@ -160,36 +152,33 @@ class NextHello(msgspec.Struct, tag_field="kind", tag="hello"):
 
 
 @pytest.mark.parametrize("oldest", [SPOKEN.newest, SPOKEN.newest + 1])
-def test_a_node_of_a_newer_release_is_taken_or_refused_by_name(oldest: int) -> None:
-    async def scenario() -> None:
-        async with listening() as ear, raw_peer(ear.control) as node:
-            nonce = new_id()
-            sealer = Sealer(SECRET, Purpose.DISCOVERY, NODE.boot_id)
-            opener: Opener[FromProxy] = Opener(
-                SECRET,
-                Purpose.DISCOVERY,
-                FromProxy,  # type: ignore[arg-type]
-                receiver=NODE.boot_id,
-            )
-            await node.send(sealer.seal(NextHello(NODE.boot_id, nonce, oldest + 1, oldest)))
-            answer = opener.open_from(await node.recv())
-            if oldest <= SPOKEN.newest:
-                assert isinstance(answer.message, ProxyWelcome)
-                assert (answer.message.nonce, answer.message.protocol) == (nonce, SPOKEN.newest)
-                return
-            assert isinstance(answer.message, ProxyRefusal)
-            assert f"protocol is {oldest} to {oldest + 1} here and {SPOKEN} at the proxy" in answer.message.reason
-            info = msgspec.structs.replace(NODE, protocol=oldest + 1, oldest_protocol=oldest)
-            await node.send(sealer.seal(Register(info), answer.sender))
-            refused = opener.open(await node.recv())
-            assert isinstance(refused, ProxyRefusal) and "protocol" in refused.reason
-            assert ear.names() == []
-
-    run_async(scenario())
+async def test_a_node_of_a_newer_release_is_taken_or_refused_by_name(oldest: int) -> None:
+    async with listening() as ear, raw_peer(ear.control) as node:
+        nonce = new_id()
+        sealer = Sealer(SECRET, Purpose.DISCOVERY, NODE.boot_id)
+        opener: Opener[FromProxy] = Opener(
+            SECRET,
+            Purpose.DISCOVERY,
+            FromProxy,  # type: ignore[arg-type]
+            receiver=NODE.boot_id,
+        )
+        await node.send(sealer.seal(NextHello(NODE.boot_id, nonce, oldest + 1, oldest)))
+        answer = opener.open_from(await node.recv())
+        if oldest <= SPOKEN.newest:
+            assert isinstance(answer.message, ProxyWelcome)
+            assert (answer.message.nonce, answer.message.protocol) == (nonce, SPOKEN.newest)
+            return
+        assert isinstance(answer.message, ProxyRefusal)
+        assert f"protocol is {oldest} to {oldest + 1} here and {SPOKEN} at the proxy" in answer.message.reason
+        info = msgspec.structs.replace(NODE, protocol=oldest + 1, oldest_protocol=oldest)
+        await node.send(sealer.seal(Register(info), answer.sender))
+        refused = opener.open(await node.recv())
+        assert isinstance(refused, ProxyRefusal) and "protocol" in refused.reason
+        assert ear.names() == []
 
 
-def test_what_a_proxy_cannot_take_is_said_at_the_node(caplog: pytest.LogCaptureFixture) -> None:
-    async def scenario() -> None:
+async def test_what_a_proxy_cannot_take_is_said_at_the_node(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.ERROR):
         async with listening() as ear:
             bad = node_info("bad", Role.DECODE, url="ftp://nonsense")
             registration = Registration(bad, (ear.control,), SECRET, HEARTBEAT_MS, NodeLoad)
@@ -198,9 +187,6 @@ def test_what_a_proxy_cannot_take_is_said_at_the_node(caplog: pytest.LogCaptureF
             assert "it must be http://host:port or https://host:port" in caplog.text
             assert not registration.registered[ear.control].is_set()
             await cancelled(node)
-
-    with caplog.at_level(logging.ERROR):
-        run_async(scenario())
 
 
 # ------------------------------------------------------------ one proxy's frames at another
@@ -237,79 +223,64 @@ async def overheard(control: str) -> AsyncIterator[tuple[str, list[bytes]]]:
                 await cancelled(task)
 
 
-def test_frames_for_one_proxy_are_good_at_no_other_and_not_at_its_next_start() -> None:
-    async def scenario() -> None:
-        async with listening() as other:
-            async with listening() as ear, overheard(ear.control) as (control, heard):
-                async with registered(NODE, control):
-                    await eventually(lambda: len(heard) > 6, "several heartbeats")
-                await eventually(lambda: ear.names() == [], "the goodbye")
-                port = ear.port
-            async with listening(port) as restarted:
-                for proxy in (other, restarted):
-                    async with raw_peer(proxy.control) as thief:
-                        for frame in heard:
-                            await thief.send(frame)
-                        refused = sum(msgpack.unpackb(frame)[0] == NAMED for frame in heard)
-                        await eventually(lambda p=proxy, n=refused: p.dropped("authentication") >= n, "refusals")
-                        assert proxy.names() == []
-
-    run_async(scenario())
-
-
-def test_a_goodbye_for_another_proxy_ends_nothing_here() -> None:
-    async def scenario() -> None:
-        async with (
-            listening() as here,
-            listening() as there,
-            overheard(there.control) as (control, heard),
-            registered(NODE, here.control),
-        ):
-            # The same node at another proxy, which it leaves.
+async def test_frames_for_one_proxy_are_good_at_no_other_and_not_at_its_next_start() -> None:
+    async with listening() as other:
+        async with listening() as ear, overheard(ear.control) as (control, heard):
             async with registered(NODE, control):
-                pass
-            await eventually(lambda: there.names() == [], "the goodbye")
-            async with raw_peer(here.control) as thief:
-                for frame in heard:
-                    await thief.send(frame)
-                await eventually(lambda: here.dropped("authentication") >= 2, "refusals")
-            assert here.names() == ["d0"]
-            assert here.lost == []
-
-    run_async(scenario())
-
-
-def test_a_restarted_proxy_asks_who_means_its_former_self_to_greet_again() -> None:
-    async def scenario() -> None:
-        async with listening() as ear, raw_peer(ear.control) as node:
-            sealer = Sealer(SECRET, Purpose.DISCOVERY, NODE.boot_id)
-            opener = Opener(SECRET, Purpose.DISCOVERY, Ack, receiver=NODE.boot_id)
-            await node.send(sealer.seal(NodeHeartbeat(NODE.boot_id, NodeLoad()), new_id()))
-            assert opener.open(await node.recv()) == Ack(NODE.boot_id, known=False)
-
-    run_async(scenario())
+                await eventually(lambda: len(heard) > 6, "several heartbeats")
+            await eventually(lambda: ear.names() == [], "the goodbye")
+            port = ear.port
+        async with listening(port) as restarted:
+            for proxy in (other, restarted):
+                async with raw_peer(proxy.control) as thief:
+                    for frame in heard:
+                        await thief.send(frame)
+                    refused = sum(msgpack.unpackb(frame)[0] == NAMED for frame in heard)
+                    await eventually(lambda p=proxy, n=refused: p.dropped("authentication") >= n, "refusals")
+                    assert proxy.names() == []
 
 
-def test_a_greeting_registers_nobody() -> None:
-    async def scenario() -> None:
-        async with listening() as ear, raw_peer(ear.control) as node:
-            sealer = Sealer(SECRET, Purpose.DISCOVERY, NODE.boot_id)
-            await node.send(sealer.seal(NodeHello(NODE.boot_id, new_id(), SPOKEN.newest, SPOKEN.oldest)))
-            await node.recv()
-            await node.send(sealer.seal_for_0_1(Register(NODE)))
-            await node.send(sealer.seal_for_0_1(NodeHeartbeat(NODE.boot_id, NodeLoad())))
-            await node.recv()
-            assert ear.names() == []
+async def test_a_goodbye_for_another_proxy_ends_nothing_here() -> None:
+    async with (
+        listening() as here,
+        listening() as there,
+        overheard(there.control) as (control, heard),
+        registered(NODE, here.control),
+    ):
+        # The same node at another proxy, which it leaves.
+        async with registered(NODE, control):
+            pass
+        await eventually(lambda: there.names() == [], "the goodbye")
+        async with raw_peer(here.control) as thief:
+            for frame in heard:
+                await thief.send(frame)
+            await eventually(lambda: here.dropped("authentication") >= 2, "refusals")
+        assert here.names() == ["d0"]
+        assert here.lost == []
 
-    run_async(scenario())
+
+async def test_a_restarted_proxy_asks_who_means_its_former_self_to_greet_again() -> None:
+    async with listening() as ear, raw_peer(ear.control) as node:
+        sealer = Sealer(SECRET, Purpose.DISCOVERY, NODE.boot_id)
+        opener = Opener(SECRET, Purpose.DISCOVERY, Ack, receiver=NODE.boot_id)
+        await node.send(sealer.seal(NodeHeartbeat(NODE.boot_id, NodeLoad()), new_id()))
+        assert opener.open(await node.recv()) == Ack(NODE.boot_id, known=False)
 
 
-def test_nodes_keep_the_interval_that_the_proxy_tells_them() -> None:
-    async def scenario() -> None:
-        # By its own setting it would be dropped again and again.
-        async with listening(heartbeat_s=0.1) as ear, registered(NODE, ear.control, heartbeat_ms=60_000):
-            first = ear.registry.snapshot().nodes[0].seen_s
-            await eventually(lambda: ear.registry.snapshot().nodes[0].seen_s > first + 1.0, "many heartbeats")
-            assert ear.lost == []
+async def test_a_greeting_registers_nobody() -> None:
+    async with listening() as ear, raw_peer(ear.control) as node:
+        sealer = Sealer(SECRET, Purpose.DISCOVERY, NODE.boot_id)
+        await node.send(sealer.seal(NodeHello(NODE.boot_id, new_id(), SPOKEN.newest, SPOKEN.oldest)))
+        await node.recv()
+        await node.send(sealer.seal_for_0_1(Register(NODE)))
+        await node.send(sealer.seal_for_0_1(NodeHeartbeat(NODE.boot_id, NodeLoad())))
+        await node.recv()
+        assert ear.names() == []
 
-    run_async(scenario())
+
+async def test_nodes_keep_the_interval_that_the_proxy_tells_them() -> None:
+    # By its own setting it would be dropped again and again.
+    async with listening(heartbeat_s=0.1) as ear, registered(NODE, ear.control, heartbeat_ms=60_000):
+        first = ear.registry.snapshot().nodes[0].seen_s
+        await eventually(lambda: ear.registry.snapshot().nodes[0].seen_s > first + 1.0, "many heartbeats")
+        assert ear.lost == []

@@ -20,7 +20,6 @@ from tests.proxy.cluster import (
     node_info,
     proxy_config,
     registered,
-    run_async,
     ticket_of,
 )
 from tests.proxy.fake_node import DONE, EVENTS, Exchange, FakeNode, answer_ok
@@ -47,189 +46,165 @@ async def ask(running: Cluster, *, stream: bool = False) -> tuple[int, bytes]:
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_a_request_at_a_node_that_falls_silent_is_answered_by_another(workers: int) -> None:
-    async def scenario() -> None:
-        config = dataclasses.replace(PATIENT, workers=WorkersConfig(workers))
-        async with (
-            FakeNode(hang) as stuck,
-            FakeNode() as other,
-            cluster(config) as running,
-            heard(node_info("stuck", Role.MIXED, stuck.url), running.addresses.control) as silent,
-        ):
-            await running.known_to_all()
-            asked = [asyncio.create_task(ask(running)) for _ in range(8)]
-            await eventually(lambda: len(stuck.requests) == len(asked), "the node has them")
-            await running.add(node_info("other", Role.MIXED, other.url))
-            silent.set()
-            assert await asyncio.gather(*asked) == [(200, b'{"ok": true}')] * len(asked)
-            assert len(other.requests) == len(asked)
-            assert ticket_of(other).attempt == 1
-            assert await metric(running, "pdserve_proxy_upstream_retries_total") == len(asked)
-
-    run_async(scenario())
+async def test_a_request_at_a_node_that_falls_silent_is_answered_by_another(workers: int) -> None:
+    config = dataclasses.replace(PATIENT, workers=WorkersConfig(workers))
+    async with (
+        FakeNode(hang) as stuck,
+        FakeNode() as other,
+        cluster(config) as running,
+        heard(node_info("stuck", Role.MIXED, stuck.url), running.addresses.control) as silent,
+    ):
+        await running.known_to_all()
+        asked = [asyncio.create_task(ask(running)) for _ in range(8)]
+        await eventually(lambda: len(stuck.requests) == len(asked), "the node has them")
+        await running.add(node_info("other", Role.MIXED, other.url))
+        silent.set()
+        assert await asyncio.gather(*asked) == [(200, b'{"ok": true}')] * len(asked)
+        assert len(other.requests) == len(asked)
+        assert ticket_of(other).attempt == 1
+        assert await metric(running, "pdserve_proxy_upstream_retries_total") == len(asked)
 
 
-def test_without_another_node_it_ends_at_once() -> None:
-    async def scenario() -> None:
-        async with (
-            FakeNode(hang) as stuck,
-            cluster(PATIENT) as running,
-            heard(node_info("stuck", Role.MIXED, stuck.url), running.addresses.control) as silent,
-        ):
-            asked = asyncio.create_task(ask(running))
-            await eventually(lambda: bool(stuck.requests), "the node has it")
-            silent.set()
-            status, body = await asked
-            assert (status, error_of(body)["code"]) == (502, "upstream_lost")
-
-    run_async(scenario())
+async def test_without_another_node_it_ends_at_once() -> None:
+    async with (
+        FakeNode(hang) as stuck,
+        cluster(PATIENT) as running,
+        heard(node_info("stuck", Role.MIXED, stuck.url), running.addresses.control) as silent,
+    ):
+        asked = asyncio.create_task(ask(running))
+        await eventually(lambda: bool(stuck.requests), "the node has it")
+        silent.set()
+        status, body = await asked
+        assert (status, error_of(body)["code"]) == (502, "upstream_lost")
 
 
-def test_a_stream_that_waits_for_its_first_event_moves_to_another_node() -> None:
-    async def scenario() -> None:
-        async def begin_only(exchange: Exchange) -> None:
-            await exchange.begin_stream()
-            await exchange.gone()
+async def test_a_stream_that_waits_for_its_first_event_moves_to_another_node() -> None:
+    async def begin_only(exchange: Exchange) -> None:
+        await exchange.begin_stream()
+        await exchange.gone()
 
-        async def stream(exchange: Exchange) -> None:
-            await exchange.begin_stream()
-            await exchange.chunk(DONE)
-            await exchange.finish()
+    async def stream(exchange: Exchange) -> None:
+        await exchange.begin_stream()
+        await exchange.chunk(DONE)
+        await exchange.finish()
 
-        async with (
-            FakeNode(begin_only) as stuck,
-            FakeNode(stream) as other,
-            cluster(PATIENT) as running,
-            heard(node_info("stuck", Role.MIXED, stuck.url), running.addresses.control) as silent,
-        ):
-            asked = asyncio.create_task(ask(running, stream=True))
-            await eventually(lambda: bool(stuck.requests), "the node has it")
-            await running.add(node_info("other", Role.MIXED, other.url))
-            silent.set()
-            assert await asked == (200, DONE)
-
-    run_async(scenario())
+    async with (
+        FakeNode(begin_only) as stuck,
+        FakeNode(stream) as other,
+        cluster(PATIENT) as running,
+        heard(node_info("stuck", Role.MIXED, stuck.url), running.addresses.control) as silent,
+    ):
+        asked = asyncio.create_task(ask(running, stream=True))
+        await eventually(lambda: bool(stuck.requests), "the node has it")
+        await running.add(node_info("other", Role.MIXED, other.url))
+        silent.set()
+        assert await asked == (200, DONE)
 
 
-def test_a_stream_that_has_begun_ends_with_an_error_event() -> None:
-    async def scenario() -> None:
-        async with (
-            FakeNode(begin_and_hang) as stuck,
-            FakeNode() as other,
-            cluster(PATIENT) as running,
-            heard(node_info("stuck", Role.MIXED, stuck.url), running.addresses.control) as silent,
-        ):
-            await running.add(node_info("other", Role.PREFILL, other.url, fingerprint="another"))
-            asked = asyncio.create_task(ask(running, stream=True))
-            await eventually(lambda: bool(stuck.requests), "the node has it")
-            silent.set()
-            status, body = await asked
-            assert status == 200
-            assert error_of(body.removeprefix(EVENTS[0] + b"data: "))["code"] == "upstream_lost"
-
-    run_async(scenario())
+async def test_a_stream_that_has_begun_ends_with_an_error_event() -> None:
+    async with (
+        FakeNode(begin_and_hang) as stuck,
+        FakeNode() as other,
+        cluster(PATIENT) as running,
+        heard(node_info("stuck", Role.MIXED, stuck.url), running.addresses.control) as silent,
+    ):
+        await running.add(node_info("other", Role.PREFILL, other.url, fingerprint="another"))
+        asked = asyncio.create_task(ask(running, stream=True))
+        await eventually(lambda: bool(stuck.requests), "the node has it")
+        silent.set()
+        status, body = await asked
+        assert status == 200
+        assert error_of(body.removeprefix(EVENTS[0] + b"data: "))["code"] == "upstream_lost"
 
 
-def test_a_stream_that_goes_on_shows_that_its_node_lives(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_stream_that_goes_on_shows_that_its_node_lives(monkeypatch: pytest.MonkeyPatch) -> None:
     """As where the network carries requests, but no heartbeats."""
     monkeypatch.setattr(node_connection, "DOUBTED_S", 0.4)
 
-    async def scenario() -> None:
-        dropped = asyncio.Event()
+    dropped = asyncio.Event()
 
-        async def flow(exchange: Exchange) -> None:
-            await exchange.begin_stream()
-            after = 0
-            while after < 10:  # each 0.1 s: longer together than a silence may be
-                await exchange.chunk(EVENTS[0])
-                await asyncio.sleep(0.1)
-                after += dropped.is_set()
-            await exchange.chunk(DONE)
-            await exchange.finish()
+    async def flow(exchange: Exchange) -> None:
+        await exchange.begin_stream()
+        after = 0
+        while after < 10:  # each 0.1 s: longer together than a silence may be
+            await exchange.chunk(EVENTS[0])
+            await asyncio.sleep(0.1)
+            after += dropped.is_set()
+        await exchange.chunk(DONE)
+        await exchange.finish()
 
-        async with (
-            FakeNode(flow) as node,
-            cluster(PATIENT) as running,
-            heard(node_info("x", Role.MIXED, node.url), running.addresses.control) as silent,
-        ):
-            asked = asyncio.create_task(ask(running, stream=True))
-            await eventually(lambda: bool(node.requests), "the node has it")
-            silent.set()
-            await running.dropped("x")
-            dropped.set()
-            status, body = await asked
-            assert status == 200
-            assert body.endswith(EVENTS[0] + DONE)
-
-    run_async(scenario())
+    async with (
+        FakeNode(flow) as node,
+        cluster(PATIENT) as running,
+        heard(node_info("x", Role.MIXED, node.url), running.addresses.control) as silent,
+    ):
+        asked = asyncio.create_task(ask(running, stream=True))
+        await eventually(lambda: bool(node.requests), "the node has it")
+        silent.set()
+        await running.dropped("x")
+        dropped.set()
+        status, body = await asked
+        assert status == 200
+        assert body.endswith(EVENTS[0] + DONE)
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_what_runs_at_a_node_that_says_goodbye_goes_on(workers: int) -> None:
-    async def scenario() -> None:
-        go_on = asyncio.Event()
+async def test_what_runs_at_a_node_that_says_goodbye_goes_on(workers: int) -> None:
+    go_on = asyncio.Event()
 
-        async def answer_late(exchange: Exchange) -> None:
-            await go_on.wait()
-            await answer_ok(exchange)
+    async def answer_late(exchange: Exchange) -> None:
+        await go_on.wait()
+        await answer_ok(exchange)
 
-        config = dataclasses.replace(PATIENT, workers=WorkersConfig(workers))
-        async with FakeNode(answer_late) as node, FakeNode() as other, cluster(config) as running:
-            async with registered(node_info("leaving", Role.MIXED, node.url), running.addresses.control):
-                await running.known_to_all()
-                asked = asyncio.create_task(ask(running))
-                await eventually(lambda: bool(node.requests), "the node has it")
-            await running.dropped("leaving")
-            # Whoever is lost after it was dropped: what the others have goes on.
-            async with heard(node_info("lost", Role.MIXED, other.url), running.addresses.control) as silent:
-                silent.set()
-                await running.dropped("lost")
-            go_on.set()
-            assert await asked == (200, b'{"ok": true}')
-            assert (len(node.requests), other.requests) == (1, [])
-
-    run_async(scenario())
+    config = dataclasses.replace(PATIENT, workers=WorkersConfig(workers))
+    async with FakeNode(answer_late) as node, FakeNode() as other, cluster(config) as running:
+        async with registered(node_info("leaving", Role.MIXED, node.url), running.addresses.control):
+            await running.known_to_all()
+            asked = asyncio.create_task(ask(running))
+            await eventually(lambda: bool(node.requests), "the node has it")
+        await running.dropped("leaving")
+        # Whoever is lost after it was dropped: what the others have goes on.
+        async with heard(node_info("lost", Role.MIXED, other.url), running.addresses.control) as silent:
+            silent.set()
+            await running.dropped("lost")
+        go_on.set()
+        assert await asked == (200, b'{"ok": true}')
+        assert (len(node.requests), other.requests) == (1, [])
 
 
-def test_what_runs_goes_on_when_another_process_takes_over_the_url() -> None:
-    async def scenario() -> None:
-        go_on = asyncio.Event()
+async def test_what_runs_goes_on_when_another_process_takes_over_the_url() -> None:
+    go_on = asyncio.Event()
 
-        async def answer_late(exchange: Exchange) -> None:
-            await go_on.wait()
-            await answer_ok(exchange)
+    async def answer_late(exchange: Exchange) -> None:
+        await go_on.wait()
+        await answer_ok(exchange)
 
-        async with FakeNode(answer_late) as node, cluster(PATIENT) as running:
-            async with heard(node_info("before", Role.MIXED, node.url), running.addresses.control) as silent:
-                asked = asyncio.create_task(ask(running))
-                await eventually(lambda: bool(node.requests), "the node has it")
-                silent.set()
-                await running.add(node_info("after", Role.MIXED, node.url))
-                assert await running.instances() == ["after"]
-            go_on.set()
-            assert await asked == (200, b'{"ok": true}')
-
-    run_async(scenario())
+    async with FakeNode(answer_late) as node, cluster(PATIENT) as running:
+        async with heard(node_info("before", Role.MIXED, node.url), running.addresses.control) as silent:
+            asked = asyncio.create_task(ask(running))
+            await eventually(lambda: bool(node.requests), "the node has it")
+            silent.set()
+            await running.add(node_info("after", Role.MIXED, node.url))
+            assert await running.instances() == ["after"]
+        go_on.set()
+        assert await asked == (200, b'{"ok": true}')
 
 
-def test_a_lost_node_that_registers_again_gets_new_requests_and_not_those_it_lost() -> None:
-    async def scenario() -> None:
-        answers = [hang, answer_ok]
+async def test_a_lost_node_that_registers_again_gets_new_requests_and_not_those_it_lost() -> None:
+    answers = [hang, answer_ok]
 
-        async def hang_once(exchange: Exchange) -> None:
-            await answers.pop(0)(exchange)
+    async def hang_once(exchange: Exchange) -> None:
+        await answers.pop(0)(exchange)
 
-        async with FakeNode(hang_once) as node, FakeNode() as other, cluster(PATIENT) as running:
-            info = node_info("back", Role.MIXED, node.url)
-            async with heard(info, running.addresses.control) as silent:
-                asked = asyncio.create_task(ask(running))
-                await eventually(lambda: bool(node.requests), "the node has it")
-                silent.set()
-                await running.dropped("back")
-                status, body = await asked
-                assert (status, error_of(body)["code"]) == (502, "upstream_lost")
-            async with registered(info, running.addresses.control):
-                assert await ask(running) == (200, b'{"ok": true}')
-            assert (len(node.requests), other.requests) == (2, [])
-
-    run_async(scenario())
+    async with FakeNode(hang_once) as node, FakeNode() as other, cluster(PATIENT) as running:
+        info = node_info("back", Role.MIXED, node.url)
+        async with heard(info, running.addresses.control) as silent:
+            asked = asyncio.create_task(ask(running))
+            await eventually(lambda: bool(node.requests), "the node has it")
+            silent.set()
+            await running.dropped("back")
+            status, body = await asked
+            assert (status, error_of(body)["code"]) == (502, "upstream_lost")
+        async with registered(info, running.addresses.control):
+            assert await ask(running) == (200, b'{"ok": true}')
+        assert (len(node.requests), other.requests) == (2, [])

@@ -11,7 +11,7 @@ from pdserve_proxy.relay import relayed_request
 from pdserve_proxy.relay.event_stream import EventStream
 from pdserve_proxy.relay.relayed_request import CutReason, RelayedRequest, RelayOutcome, RelayPhase
 from pdserve_proxy.upstream.node_pool import NodePool
-from tests.proxy.cluster import eventually, run_async
+from tests.proxy.cluster import eventually
 from tests.proxy.fake_node import Exchange as NodeExchange
 from tests.proxy.fake_node import FakeNode
 
@@ -50,53 +50,44 @@ async def for_ever(_: RelayedRequest) -> None:
     await asyncio.Event().wait()
 
 
-def test_every_end_but_the_first_is_ignored() -> None:
+async def test_every_end_but_the_first_is_ignored() -> None:
     async def handler(made: RelayedRequest) -> None:
         made.end(RelayOutcome.OK, 200)
         made.end(RelayOutcome.UPSTREAM_LOST, 502)
 
-    async def scenario() -> None:
-        seen = Seen()
-        await seen.start(handler)
-        await asyncio.sleep(0)
-        assert seen.ends == [(RelayOutcome.OK, 200)]
-        assert seen.relayed[0].phase is RelayPhase.ENDED
-
-    run_async(scenario())
+    seen = Seen()
+    await seen.start(handler)
+    await asyncio.sleep(0)
+    assert seen.ends == [(RelayOutcome.OK, 200)]
+    assert seen.relayed[0].phase is RelayPhase.ENDED
 
 
-def test_a_cancelled_task_is_a_client_that_left_and_its_upstream_is_closed() -> None:
-    async def scenario() -> None:
-        seen, upstream = Seen(), Closable()
-        task = seen.start(for_ever)
-        await asyncio.sleep(0)
-        seen.relayed[0].attach(upstream)
-        task.cancel()
-        await asyncio.wait([task])
-        await eventually(lambda: seen.ends == [(RelayOutcome.CLIENT_GONE, 499)], "the end")
-        assert upstream.closed == 1
-
-    run_async(scenario())
+async def test_a_cancelled_task_is_a_client_that_left_and_its_upstream_is_closed() -> None:
+    seen, upstream = Seen(), Closable()
+    task = seen.start(for_ever)
+    await asyncio.sleep(0)
+    seen.relayed[0].attach(upstream)
+    task.cancel()
+    await asyncio.wait([task])
+    await eventually(lambda: seen.ends == [(RelayOutcome.CLIENT_GONE, 499)], "the end")
+    assert upstream.closed == 1
 
 
-def test_a_task_that_fails_or_forgets_does_not_keep_its_upstream() -> None:
+async def test_a_task_that_fails_or_forgets_does_not_keep_its_upstream() -> None:
     async def forget(made: RelayedRequest) -> None:
         pass
 
     async def fail(made: RelayedRequest) -> None:
         raise ValueError("a defect")
 
-    async def scenario() -> None:
-        for handler in (forget, fail):
-            seen = Seen()
-            await asyncio.wait([task := seen.start(handler)])
-            task.exception()
-            await eventually(lambda seen=seen: seen.ends == [(RelayOutcome.FAILED, 500)], "the end")
-
-    run_async(scenario())
+    for handler in (forget, fail):
+        seen = Seen()
+        await asyncio.wait([task := seen.start(handler)])
+        task.exception()
+        await eventually(lambda seen=seen: seen.ends == [(RelayOutcome.FAILED, 500)], "the end")
 
 
-def test_a_new_upstream_closes_the_one_before_it() -> None:
+async def test_a_new_upstream_closes_the_one_before_it() -> None:
     async def handler(made: RelayedRequest) -> None:
         first, second = Closable(), Closable()
         made.attach(first)
@@ -105,14 +96,11 @@ def test_a_new_upstream_closes_the_one_before_it() -> None:
         made.end(RelayOutcome.OK, 200)
         assert (first.closed, second.closed) == (1, 1)
 
-    async def scenario() -> None:
-        await Seen().start(handler)
-
-    run_async(scenario())
+    await Seen().start(handler)
 
 
 @pytest.mark.parametrize("cut", CutReason)
-def test_a_cut_interrupts_what_is_waited_for_and_its_task_goes_on(cut: CutReason) -> None:
+async def test_a_cut_interrupts_what_is_waited_for_and_its_task_goes_on(cut: CutReason) -> None:
     async def handler(made: RelayedRequest) -> None:
         asyncio.get_running_loop().call_soon(made.cut, cut)
         with pytest.raises(asyncio.CancelledError):
@@ -122,15 +110,12 @@ def test_a_cut_interrupts_what_is_waited_for_and_its_task_goes_on(cut: CutReason
         await asyncio.sleep(0)
         made.end(cut.outcome, cut.error.status)
 
-    async def scenario() -> None:
-        seen = Seen()
-        await seen.start(handler)
-        assert seen.ends == [(cut.outcome, cut.error.status)]
-
-    run_async(scenario())
+    seen = Seen()
+    await seen.start(handler)
+    assert seen.ends == [(cut.outcome, cut.error.status)]
 
 
-def test_a_client_that_leaves_as_its_request_is_cut_has_left() -> None:
+async def test_a_client_that_leaves_as_its_request_is_cut_has_left() -> None:
     async def handler(made: RelayedRequest) -> None:
         made.cut(CutReason.DEADLINE)
         made.leave()
@@ -140,37 +125,31 @@ def test_a_client_that_leaves_as_its_request_is_cut_has_left() -> None:
             assert not made.absorbs_cancel()
             raise
 
-    async def scenario() -> None:
-        seen = Seen()
-        task = seen.start(handler)
-        await asyncio.wait([task])
-        assert task.cancelled()
-        assert seen.ends == [(RelayOutcome.TIMED_OUT, 499)]
-
-    run_async(scenario())
+    seen = Seen()
+    task = seen.start(handler)
+    await asyncio.wait([task])
+    assert task.cancelled()
+    assert seen.ends == [(RelayOutcome.TIMED_OUT, 499)]
 
 
-def test_a_client_that_takes_nothing_after_a_cut_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_client_that_takes_nothing_after_a_cut_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(relayed_request, "LAST_WORDS_S", 0.05)
 
     async def stuck(made: RelayedRequest) -> None:
         made.begin_relaying(200)
         await asyncio.Event().wait()
 
-    async def scenario() -> None:
-        seen = Seen()
-        task = seen.start(stuck)
-        await asyncio.sleep(0)
-        seen.relayed[0].cut(CutReason.DEADLINE)
-        async with asyncio.timeout(5):
-            await asyncio.wait([task])
-        assert task.cancelled()
-        await eventually(lambda: seen.ends == [(RelayOutcome.TIMED_OUT, 499)], "the end")
-
-    run_async(scenario())
+    seen = Seen()
+    task = seen.start(stuck)
+    await asyncio.sleep(0)
+    seen.relayed[0].cut(CutReason.DEADLINE)
+    async with asyncio.timeout(5):
+        await asyncio.wait([task])
+    assert task.cancelled()
+    await eventually(lambda: seen.ends == [(RelayOutcome.TIMED_OUT, 499)], "the end")
 
 
-def test_what_came_before_a_loss_is_still_delivered() -> None:
+async def test_what_came_before_a_loss_is_still_delivered() -> None:
     events = [b"data: %d\n\n" % n for n in range(3)]
     go_on = asyncio.Event()
 
@@ -204,10 +183,7 @@ def test_what_came_before_a_loss_is_still_delivered() -> None:
         assert b"".join(rest).startswith(events[1] + events[2] + b'data: {"error":')
         assert b"half" not in b"".join(rest)
 
-    async def scenario() -> None:
-        seen = Seen()
-        async with FakeNode(produce_and_die) as node:
-            await seen.start(lambda made: handler(node.url, made))
-        assert [outcome for outcome, _ in seen.ends] == [RelayOutcome.UPSTREAM_LOST]
-
-    run_async(scenario())
+    seen = Seen()
+    async with FakeNode(produce_and_die) as node:
+        await seen.start(lambda made: handler(node.url, made))
+    assert [outcome for outcome, _ in seen.ends] == [RelayOutcome.UPSTREAM_LOST]

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from pdserve.errors import RequestError, TooManyRequests, Unavailable
 from pdserve_proxy.metrics import ProxyMetrics
 from pdserve_proxy.requests.admission_queue import AdmissionController, AdmissionEntry, AdmissionLimits, AdmissionQueue
-from tests.proxy.cluster import run_async
 
 EVENTS = st.lists(
     st.tuples(st.just("enter"), st.tuples(st.sampled_from(["", "a", "b"]), st.integers(1, 6)))
@@ -130,48 +129,39 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
-def test_those_who_wait_go_in_by_turn_and_those_who_gave_up_are_passed_over() -> None:
-    async def scenario() -> None:
-        room, go = Room(), asyncio.Event()
-        tasks = [room.send(name, go) for name in "abcd"]
-        await settle()
-        assert room.entered == ["a"]
-        tasks[1].cancel()
-        await settle()
-        go.set()
-        await asyncio.gather(tasks[0], *tasks[2:])
-        assert room.entered == ["a", "c", "d"]
-
-    run_async(scenario())
+async def test_those_who_wait_go_in_by_turn_and_those_who_gave_up_are_passed_over() -> None:
+    room, go = Room(), asyncio.Event()
+    tasks = [room.send(name, go) for name in "abcd"]
+    await settle()
+    assert room.entered == ["a"]
+    tasks[1].cancel()
+    await settle()
+    go.set()
+    await asyncio.gather(tasks[0], *tasks[2:])
+    assert room.entered == ["a", "c", "d"]
 
 
-def test_one_that_is_cancelled_just_when_its_turn_came_passes_it_on() -> None:
-    async def scenario() -> None:
-        room, first, rest = Room(), asyncio.Event(), asyncio.Event()
-        tasks = [room.send("a", first), room.send("b", rest), room.send("c", rest)]
-        await settle()
-        first.set()
-        await tasks[0]  # b has its turn, and has not run yet
-        tasks[1].cancel()
-        await settle()
-        assert room.entered[-1] == "c"
-        rest.set()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-    run_async(scenario())
+async def test_one_that_is_cancelled_just_when_its_turn_came_passes_it_on() -> None:
+    room, first, rest = Room(), asyncio.Event(), asyncio.Event()
+    tasks = [room.send("a", first), room.send("b", rest), room.send("c", rest)]
+    await settle()
+    first.set()
+    await tasks[0]  # b has its turn, and has not run yet
+    tasks[1].cancel()
+    await settle()
+    assert room.entered[-1] == "c"
+    rest.set()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def test_a_turn_that_does_not_come_in_time_is_a_503() -> None:
-    async def scenario() -> None:
-        room, go = Room(wait_s=0.05), asyncio.Event()
-        first = room.send("a", go)
-        await settle()
-        with pytest.raises(RequestError) as caught:
-            await room.send("b", go)
-        assert (caught.value.status, caught.value.code) == (503, "queue_timeout")
-        go.set()
-        await first
-        await room.send("c", go)
-        assert room.entered == ["a", "c"]
-
-    run_async(scenario())
+async def test_a_turn_that_does_not_come_in_time_is_a_503() -> None:
+    room, go = Room(wait_s=0.05), asyncio.Event()
+    first = room.send("a", go)
+    await settle()
+    with pytest.raises(RequestError) as caught:
+        await room.send("b", go)
+    assert (caught.value.status, caught.value.code) == (503, "queue_timeout")
+    go.set()
+    await first
+    await room.send("c", go)
+    assert room.entered == ["a", "c"]

@@ -12,7 +12,7 @@ import pytest
 
 from pdserve.config import RegistryConfig, RoutingConfig, RoutingPolicy
 from pdserve.wire.discovery import NodeLoad, Role
-from tests.proxy.cluster import Cluster, cluster, eventually, node_info, proxy_config, registered, run_async
+from tests.proxy.cluster import Cluster, cluster, eventually, node_info, proxy_config, registered
 from tests.proxy.fake_node import Exchange, FakeNode
 
 OFTEN_MS, NEVER_MS = 50, 60_000
@@ -74,53 +74,41 @@ async def two_workers(policy: RoutingPolicy, heartbeat_ms: int = NEVER_MS, busy:
             yield Pair(running, workers)
 
 
-def test_round_robin_goes_in_turn_whatever_is_asked() -> None:
-    async def scenario() -> None:
-        async with two_workers(RoutingPolicy.ROUND_ROBIN, OFTEN_MS, busy=9) as pair:
-            assert await pair.served("the same", 8) == (4, 4)
-
-    run_async(scenario())
+async def test_round_robin_goes_in_turn_whatever_is_asked() -> None:
+    async with two_workers(RoutingPolicy.ROUND_ROBIN, OFTEN_MS, busy=9) as pair:
+        assert await pair.served("the same", 8) == (4, 4)
 
 
 @pytest.mark.parametrize("policy", BY_LOAD)
-def test_a_policy_by_load_knows_the_requests_that_are_under_way_here(policy: RoutingPolicy) -> None:
+async def test_a_policy_by_load_knows_the_requests_that_are_under_way_here(policy: RoutingPolicy) -> None:
     """Without any heartbeat."""
 
-    async def scenario() -> None:
-        async with two_workers(policy) as pair:
-            held = [asyncio.create_task(pair.ask("hold"))]
-            await eventually(lambda: sum(worker.held for worker in pair.workers) == 1, "it is at a node")
-            free = 1 - [worker.held for worker in pair.workers].index(1)
-            assert (await pair.served("quick", 8))[free] == 8
-            held.append(asyncio.create_task(pair.ask("hold")))
-            await eventually(lambda: [worker.held for worker in pair.workers] == [1, 1], "one at each")
-            for worker in pair.workers:
-                worker.let_go.set()
-            await asyncio.gather(*held)
-
-    run_async(scenario())
+    async with two_workers(policy) as pair:
+        held = [asyncio.create_task(pair.ask("hold"))]
+        await eventually(lambda: sum(worker.held for worker in pair.workers) == 1, "it is at a node")
+        free = 1 - [worker.held for worker in pair.workers].index(1)
+        assert (await pair.served("quick", 8))[free] == 8
+        held.append(asyncio.create_task(pair.ask("hold")))
+        await eventually(lambda: [worker.held for worker in pair.workers] == [1, 1], "one at each")
+        for worker in pair.workers:
+            worker.let_go.set()
+        await asyncio.gather(*held)
 
 
 @pytest.mark.parametrize("policy", BY_LOAD)
-def test_a_policy_by_load_knows_what_heartbeats_tell(policy: RoutingPolicy) -> None:
-    async def scenario() -> None:
-        async with two_workers(policy, OFTEN_MS, busy=50) as pair:
+async def test_a_policy_by_load_knows_what_heartbeats_tell(policy: RoutingPolicy) -> None:
+    async with two_workers(policy, OFTEN_MS, busy=50) as pair:
 
-            async def heard() -> bool:
-                async with pair.running.http.get("/instances") as response:
-                    return sorted(node["load"]["running"] for node in await response.json()) == [0, 50]
+        async def heard() -> bool:
+            async with pair.running.http.get("/instances") as response:
+                return sorted(node["load"]["running"] for node in await response.json()) == [0, 50]
 
-            await eventually(heard, "the first heartbeats")
-            assert await pair.served("x", 8) == (0, 8)
-
-    run_async(scenario())
+        await eventually(heard, "the first heartbeats")
+        assert await pair.served("x", 8) == (0, 8)
 
 
-def test_prefix_affinity_knows_the_prompts() -> None:
-    async def scenario() -> None:
-        async with two_workers(RoutingPolicy.PREFIX_AFFINITY) as pair:
-            prompts = [f"conversation {number}: " + "and so on, " * 100 for number in range(24)]
-            places = [await pair.served(prompt, 4) for prompt in prompts]
-            assert set(places) == {(4, 0), (0, 4)}, "each prompt has its node, and not all the same"
-
-    run_async(scenario())
+async def test_prefix_affinity_knows_the_prompts() -> None:
+    async with two_workers(RoutingPolicy.PREFIX_AFFINITY) as pair:
+        prompts = [f"conversation {number}: " + "and so on, " * 100 for number in range(24)]
+        places = [await pair.served(prompt, 4) for prompt in prompts]
+        assert set(places) == {(4, 0), (0, 4)}, "each prompt has its node, and not all the same"

@@ -6,8 +6,8 @@ import asyncio
 import os
 import resource
 import socket
-from collections.abc import Awaitable, Callable, Coroutine, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
+from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
 
 import pytest
 
@@ -23,23 +23,21 @@ from pdserve_proxy.upstream.node_connection import (
     NodeUnreachable,
 )
 from pdserve_proxy.upstream.node_pool import NodePool, Origin, origin_of
-from tests.proxy.cluster import eventually, run_async
+from tests.proxy.cluster import eventually
 from tests.proxy.fake_node import Exchange, FakeNode, answer_ok
 
-Scenario = Callable[[FakeNode, NodePool], Coroutine[None, None, None]]
 
-
-def run(scenario: Scenario, behaviour: Callable[[Exchange], Awaitable[None]] = answer_ok, *, most: int = 8) -> None:
-    async def whole() -> None:
-        async with FakeNode(behaviour) as node:
-            pool = NodePool(connect_timeout_s=5.0, max_connections=most)
-            try:
-                await scenario(node, pool)
-            finally:
-                pool.close()
-                await eventually(lambda: not pool._open and not pool._idle, "all connections are closed")
-
-    run_async(whole())
+@asynccontextmanager
+async def node_and_pool(
+    behaviour: Callable[[Exchange], Awaitable[None]] = answer_ok, *, most: int = 8
+) -> AsyncIterator[tuple[FakeNode, NodePool]]:
+    async with FakeNode(behaviour) as node:
+        pool = NodePool(connect_timeout_s=5.0, max_connections=most)
+        try:
+            yield node, pool
+        finally:
+            pool.close()
+            await eventually(lambda: not pool._open and not pool._idle, "all connections are closed")
 
 
 def post(node: FakeNode, pool: NodePool, silence_s: float | None = None) -> Coroutine[None, None, NodeResponse]:
@@ -57,8 +55,8 @@ async def hang(exchange: Exchange) -> None:
     await exchange.gone()
 
 
-def test_a_connection_is_kept_once_its_response_is_complete_whoever_has_read_it() -> None:
-    async def scenario(node: FakeNode, pool: NodePool) -> None:
+async def test_a_connection_is_kept_once_its_response_is_complete_whoever_has_read_it() -> None:
+    async with node_and_pool() as (node, pool):
         first = await post(node, pool)
         await eventually(lambda: first.complete, "the answer is there")
         second = await post(node, pool)
@@ -69,23 +67,19 @@ def test_a_connection_is_kept_once_its_response_is_complete_whoever_has_read_it(
         assert node.requests[0].body == b"body"
         assert node.requests[0].headers == {"host": node.url.removeprefix("http://"), "content-length": "4", "a": "b"}
 
-    run(scenario)
 
-
-def test_a_kept_connection_that_the_node_has_closed_is_replaced() -> None:
+async def test_a_kept_connection_that_the_node_has_closed_is_replaced() -> None:
     async def once_a_connection(exchange: Exchange) -> None:
         await exchange.answer(200, b"{}")
         exchange.die()
 
-    async def scenario(node: FakeNode, pool: NodePool) -> None:
+    async with node_and_pool(once_a_connection) as (node, pool):
         for _ in range(5):
             assert await read_all(await post(node, pool)) == b"{}"
 
-    run(scenario, once_a_connection)
 
-
-def test_a_burst_opens_no_more_connections_than_may_be_open() -> None:
-    async def scenario(node: FakeNode, pool: NodePool) -> None:
+async def test_a_burst_opens_no_more_connections_than_may_be_open() -> None:
+    async with node_and_pool(most=3) as (node, pool):
         asked = await asyncio.gather(*(post(node, pool) for _ in range(20)), return_exceptions=True)
         assert sum(isinstance(answer, Unavailable) for answer in asked) == 20 - 3
         assert len(node._connections) == len(pool._open) == 3
@@ -93,28 +87,22 @@ def test_a_burst_opens_no_more_connections_than_may_be_open() -> None:
             if isinstance(answer, NodeResponse):
                 answer.close()
 
-    run(scenario, most=3)
 
-
-def test_a_connection_that_failed_takes_no_place() -> None:
-    async def scenario(node: FakeNode, pool: NodePool) -> None:
+async def test_a_connection_that_failed_takes_no_place() -> None:
+    async with node_and_pool(most=1) as (node, pool):
         for _ in range(5):
             with pytest.raises(NodeUnreachable):
                 await pool.post("http://127.0.0.1:1", "/x", {}, b"", silence_s=None)
         assert await read_all(await post(node, pool)) == b'{"ok": true}'
 
-    run(scenario, most=1)
 
-
-def test_a_node_that_asks_for_it_gets_a_connection_for_each_request() -> None:
+async def test_a_node_that_asks_for_it_gets_a_connection_for_each_request() -> None:
     async def last(exchange: Exchange) -> None:
         await exchange.answer(200, b"{}", connection="close")
 
-    async def scenario(node: FakeNode, pool: NodePool) -> None:
+    async with node_and_pool(last) as (node, pool):
         await read_all(await post(node, pool))
         assert not pool._idle
-
-    run(scenario, last)
 
 
 OK = b"HTTP/1.1 200 OK\r\n"
@@ -142,16 +130,14 @@ CHUNKED = OK + b"transfer-encoding: chunked\r\n\r\n"
         b"HTTP/1.1 100 Continue\r\n\r\n" * 10_000,
     ],
 )
-def test_what_is_no_response_is_a_loss(head: bytes) -> None:
+async def test_what_is_no_response_is_a_loss(head: bytes) -> None:
     async def speak(exchange: Exchange) -> None:
         await exchange._write(head)
         await exchange.gone()
 
-    async def scenario(node: FakeNode, pool: NodePool) -> None:
+    async with node_and_pool(speak) as (node, pool):
         with pytest.raises(NodeLost):
             await post(node, pool)
-
-    run(scenario, speak)
 
 
 @pytest.mark.parametrize(
@@ -164,50 +150,45 @@ def test_what_is_no_response_is_a_loss(head: bytes) -> None:
         CHUNKED + b"3\r\nabc\r\n0\r\n" + b"".join(b"t%d: x\r\n" % number for number in range(20_000)),
     ],
 )
-def test_a_body_that_is_none_is_a_loss(body: bytes) -> None:
+async def test_a_body_that_is_none_is_a_loss(body: bytes) -> None:
     async def speak(exchange: Exchange) -> None:
         await exchange._write(body)
         await exchange.gone()
 
-    async def scenario(node: FakeNode, pool: NodePool) -> None:
+    async with node_and_pool(speak) as (node, pool):
         async with asyncio.timeout(5):
             with pytest.raises(NodeLost, match=r"not HTTP|without any of a body"):
                 await read_all(await post(node, pool))
 
-    run(scenario, speak)
 
-
-def test_what_comes_behind_the_last_chunk_becomes_no_header() -> None:
+async def test_what_comes_behind_the_last_chunk_becomes_no_header() -> None:
     async def speak(exchange: Exchange) -> None:
         await exchange._write(CHUNKED + b"2\r\n{}\r\n0\r\nretry-after: 1\r\n\r\n")
 
-    async def scenario(node: FakeNode, pool: NodePool) -> None:
+    async with node_and_pool(speak) as (node, pool):
         for _ in range(2):
             response = await post(node, pool)
             assert await read_all(response) == b"{}"
             assert response.headers == {"transfer-encoding": "chunked"}
         assert len(node._connections) == 1
 
-    run(scenario, speak)
 
-
-def test_interim_answers_are_skipped() -> None:
+async def test_interim_answers_are_skipped() -> None:
     async def speak(exchange: Exchange) -> None:
         await exchange._write(b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 103 Early Hints\r\nlink: x\r\n\r\n")
         await exchange.answer(200, b"{}")
 
-    async def scenario(node: FakeNode, pool: NodePool) -> None:
+    async with node_and_pool(speak) as (node, pool):
         for _ in range(2):
             response = await post(node, pool)
             assert (response.status, await read_all(response)) == (200, b"{}")
             assert "link" not in response.headers
         assert len(node._connections) == 1
 
-    run(scenario, speak)
 
+async def test_a_connection_whose_request_was_answered_before_it_had_left_is_not_used_again() -> None:
+    async with node_and_pool() as (_, pool):
 
-def test_a_connection_whose_request_was_answered_before_it_had_left_is_not_used_again() -> None:
-    async def scenario(_: FakeNode, pool: NodePool) -> None:
         async def answer_the_head(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             await reader.readuntil(b"\r\n\r\n")
             writer.write(OK + b"content-length: 2\r\n\r\n{}")
@@ -224,10 +205,8 @@ def test_a_connection_whose_request_was_answered_before_it_had_left_is_not_used_
         ended.set()
         server.close()
 
-    run(scenario)
 
-
-def test_a_node_that_answers_more_than_it_was_asked_is_not_asked_there_again() -> None:
+async def test_a_node_that_answers_more_than_it_was_asked_is_not_asked_there_again() -> None:
     def answer(status: bytes, body: bytes) -> bytes:
         return b"HTTP/1.1 %b x\r\ncontent-length: %d\r\n\r\n%b" % (status, len(body), body)
 
@@ -235,69 +214,60 @@ def test_a_node_that_answers_more_than_it_was_asked_is_not_asked_there_again() -
         await exchange._write(answer(b"200", b"asked") + answer(b"500", b"unasked"))
         await exchange.gone()
 
-    async def scenario(node: FakeNode, pool: NodePool) -> None:
+    async with node_and_pool(twice) as (node, pool):
         for _ in range(3):
             response = await post(node, pool)
             assert (response.status, await read_all(response)) == (200, b"asked")
             await eventually(lambda: not pool._open, "the connection is closed")
 
-    run(scenario, twice)
 
-
-def test_half_an_answer_too_much_becomes_no_other_requests_answer() -> None:
+async def test_half_an_answer_too_much_becomes_no_other_requests_answer() -> None:
     whole = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}"
 
     async def half_more(exchange: Exchange) -> None:
         await exchange._write(whole + whole[:20])
 
-    async def scenario(node: FakeNode, pool: NodePool) -> None:
+    async with node_and_pool(half_more) as (node, pool):
         assert await read_all(await post(node, pool)) == b"{}"
         with pytest.raises(NodeLost, match="not HTTP"):
             await post(node, pool)
         assert not pool._idle
 
-    run(scenario, half_more)
 
-
-def test_silence_is_a_loss_also_on_a_kept_connection() -> None:
+async def test_silence_is_a_loss_also_on_a_kept_connection() -> None:
     async def first_only(exchange: Exchange) -> None:
         await (answer_ok if exchange.request is node_requests[0] else hang)(exchange)
 
     node_requests = []
 
-    async def scenario(node: FakeNode, pool: NodePool) -> None:
-        nonlocal node_requests
+    async with node_and_pool(first_only) as (node, pool):
         node_requests = node.requests
         await read_all(await post(node, pool))
         with pytest.raises(NodeLost, match="silent"):
             await post(node, pool, silence_s=0.1)
         assert len(node.requests) == 2
 
-    run(scenario, first_only)
 
-
-def test_a_node_that_is_not_read_from_is_not_silent() -> None:
+async def test_a_node_that_is_not_read_from_is_not_silent() -> None:
     size = 64 * HIGH_WATER_BYTES
 
     async def much(exchange: Exchange) -> None:
         await exchange.answer(200, b"x" * size)
 
-    async def scenario(node: FakeNode, pool: NodePool) -> None:
+    async with node_and_pool(much) as (node, pool):
         response = await post(node, pool, silence_s=0.1)
         await eventually(lambda: response._held >= HIGH_WATER_BYTES, "it has taken as much as it may")
         await asyncio.sleep(0.3)  # longer than silence is borne: that is the test
         assert response._held < size // 2
         assert len(await read_all(response)) == size
 
-    run(scenario, much)
 
-
-def test_one_that_is_given_up_closes_its_connection_and_fails_who_reads() -> None:
+async def test_one_that_is_given_up_closes_its_connection_and_fails_who_reads() -> None:
     async def begin(exchange: Exchange) -> None:
         await exchange.begin_stream()
         await exchange.gone()
 
-    async def scenario(node: FakeNode, pool: NodePool) -> None:
+    async with node_and_pool(begin) as (node, pool):
         response = await post(node, pool)
         reading = asyncio.create_task(response.read())
         await asyncio.sleep(0)
@@ -306,11 +276,9 @@ def test_one_that_is_given_up_closes_its_connection_and_fails_who_reads() -> Non
             await reading
         await eventually(lambda: not node._connections, "the node sees it")
 
-    run(scenario, begin)
 
-
-def test_a_post_that_is_cancelled_closes_its_connection() -> None:
-    async def scenario(node: FakeNode, pool: NodePool) -> None:
+async def test_a_post_that_is_cancelled_closes_its_connection() -> None:
+    async with node_and_pool(hang) as (node, pool):
         posting = asyncio.create_task(post(node, pool))
         await eventually(lambda: bool(node.requests), "the node has it")
         posting.cancel()
@@ -318,62 +286,50 @@ def test_a_post_that_is_cancelled_closes_its_connection() -> None:
             await posting
         await eventually(lambda: not node._connections, "the node sees it")
 
-    run(scenario, hang)
+
+async def test_connections_are_bounded_and_an_idle_one_makes_room() -> None:
+    async with node_and_pool(most=1) as (node, pool), FakeNode(hang) as other:
+        await read_all(await post(node, pool))
+        posting = asyncio.create_task(post(other, pool))
+        await eventually(lambda: bool(other.requests), "the idle one made room")
+        with pytest.raises(Unavailable):
+            await post(node, pool)
+        posting.cancel()
+        await asyncio.gather(posting, return_exceptions=True)
+        await eventually(lambda: not pool._open, "the connection is closed")
+        await read_all(await post(node, pool))
 
 
-def test_connections_are_bounded_and_an_idle_one_makes_room() -> None:
-    async def scenario(node: FakeNode, pool: NodePool) -> None:
-        async with FakeNode(hang) as other:
-            await read_all(await post(node, pool))
-            posting = asyncio.create_task(post(other, pool))
-            await eventually(lambda: bool(other.requests), "the idle one made room")
-            with pytest.raises(Unavailable):
-                await post(node, pool)
-            posting.cancel()
-            await asyncio.gather(posting, return_exceptions=True)
-            await eventually(lambda: not pool._open, "the connection is closed")
-            await read_all(await post(node, pool))
-
-    run(scenario, most=1)
-
-
-def test_an_idle_connection_is_closed_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_idle_connection_is_closed_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(node_pool, "IDLE_S", 0.05)
 
-    async def scenario(node: FakeNode, pool: NodePool) -> None:
+    async with node_and_pool() as (node, pool):
         await read_all(await post(node, pool))
         assert pool._idle
         await eventually(lambda: not pool._open, "it is closed")
 
-    run(scenario)
+
+async def test_a_node_in_doubt_loses_what_waits_for_it_and_no_other_node_does() -> None:
+    async with node_and_pool(hang) as (node, pool), FakeNode() as other:
+        await read_all(await post(other, pool))
+        whole = asyncio.create_task(post(node, pool))
+        stream = asyncio.create_task(post(node, pool, silence_s=600.0))
+        await eventually(lambda: len(node.requests) == 2, "the node has both")
+        pool.doubt(node.url)
+        with pytest.raises(NodeLost, match="heartbeats ended"):
+            await whole
+        with pytest.raises(NodeLost, match="silent for"):
+            await stream
+        await read_all(await post(other, pool))
+        assert len(other._connections) == 1
 
 
-def test_a_node_in_doubt_loses_what_waits_for_it_and_no_other_node_does() -> None:
-    async def scenario(node: FakeNode, pool: NodePool) -> None:
-        async with FakeNode() as other:
-            await read_all(await post(other, pool))
-            whole = asyncio.create_task(post(node, pool))
-            stream = asyncio.create_task(post(node, pool, silence_s=600.0))
-            await eventually(lambda: len(node.requests) == 2, "the node has both")
-            pool.doubt(node.url)
-            with pytest.raises(NodeLost, match="heartbeats ended"):
-                await whole
-            with pytest.raises(NodeLost, match="silent for"):
-                await stream
-            await read_all(await post(other, pool))
-            assert len(other._connections) == 1
-
-    run(scenario, hang)
-
-
-def test_an_idle_connection_to_a_node_in_doubt_is_closed_and_a_new_one_is_made() -> None:
-    async def scenario(node: FakeNode, pool: NodePool) -> None:
+async def test_an_idle_connection_to_a_node_in_doubt_is_closed_and_a_new_one_is_made() -> None:
+    async with node_and_pool() as (node, pool):
         await read_all(await post(node, pool))
         pool.doubt(node.url)
         await eventually(lambda: not pool._open and not pool._idle, "the connection is closed")
         assert await read_all(await post(node, pool)) == b'{"ok": true}'
-
-    run(scenario)
 
 
 @contextmanager
@@ -390,8 +346,8 @@ def deaf() -> Iterator[str]:
         yield "http://{}:{}".format(*listener.getsockname())
 
 
-def test_who_connects_to_a_node_in_doubt_waits_no_longer() -> None:
-    async def scenario(_: FakeNode, pool: NodePool) -> None:
+async def test_who_connects_to_a_node_in_doubt_waits_no_longer() -> None:
+    async with node_and_pool() as (_, pool):
         with deaf() as url:
             posting = asyncio.create_task(pool.post(url, "/x", {}, b"", silence_s=None))
             done, _waiting = await asyncio.wait([posting], timeout=0.2)
@@ -401,21 +357,17 @@ def test_who_connects_to_a_node_in_doubt_waits_no_longer() -> None:
                 with pytest.raises(NodeUnreachable):
                     await posting
 
-    run(scenario)
 
-
-def test_attempts_to_connect_count_as_connections() -> None:
-    async def scenario(node: FakeNode, pool: NodePool) -> None:
+async def test_attempts_to_connect_count_as_connections() -> None:
+    async with node_and_pool(most=2) as (node, pool):
         posting = [asyncio.create_task(post(node, pool)) for _ in range(5)]
         results = await asyncio.gather(*posting, return_exceptions=True)
         assert [type(result) for result in results] == [NodeResponse] * 2 + [Unavailable] * 3
         assert len(node._connections) == 2
 
-    run(scenario, most=2)
 
-
-def test_the_kernel_looks_after_connections_that_nothing_is_heard_on() -> None:
-    async def scenario(node: FakeNode, pool: NodePool) -> None:
+async def test_the_kernel_looks_after_connections_that_nothing_is_heard_on() -> None:
+    async with node_and_pool() as (node, pool):
         await read_all(await post(node, pool))
         (connection,) = pool._open
         options = connection._transport.get_extra_info("socket")
@@ -426,16 +378,12 @@ def test_the_kernel_looks_after_connections_that_nothing_is_heard_on() -> None:
         # A node that lives may be silent for so long, and is not to be cut off before its heartbeats end.
         assert UNANSWERED_S > STUCK_S
 
-    run(scenario)
 
-
-def test_nobody_there() -> None:
-    async def scenario(node: FakeNode, pool: NodePool) -> None:
+async def test_nobody_there() -> None:
+    async with node_and_pool() as (node, pool):
         await node.stop()
         with pytest.raises(NodeUnreachable):
             await post(node, pool)
-
-    run(scenario)
 
 
 @contextmanager
@@ -453,8 +401,8 @@ def no_file_left() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("name", ["127.0.0.1", "localhost", "node.invalid"])
-def test_a_lack_of_files_is_not_taken_for_an_unreachable_node(name: str) -> None:
-    async def scenario(node: FakeNode, pool: NodePool) -> None:
+async def test_a_lack_of_files_is_not_taken_for_an_unreachable_node(name: str) -> None:
+    async with node_and_pool() as (node, pool):
         with suppress(NodeUnreachable):  # so that the resolver's threads and libraries are there
             await pool.post("http://localhost:1", "/x", {}, b"", silence_s=None)
         url = node.url.replace("127.0.0.1", name)
@@ -464,8 +412,6 @@ def test_a_lack_of_files_is_not_taken_for_an_unreachable_node(name: str) -> None
             assert lack.value.code == "no_connection_left"
         assert not pool._open and not pool._connecting
         assert await read_all(await post(node, pool)) == b'{"ok": true}'
-
-    run(scenario)
 
 
 def test_where_a_url_leads() -> None:

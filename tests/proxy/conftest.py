@@ -1,0 +1,33 @@
+"""Async tests run on the event loop that the proxy uses in production, for 30 seconds at most."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import inspect
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+
+LIMIT_S = 30
+
+
+@pytest.fixture(scope="session")
+def anyio_backend() -> tuple[str, dict[str, Any]]:
+    return "asyncio", {"use_uvloop": True}
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    # uvloop swallows what pytest-timeout raises in its signal handler: a test that hangs would hang for ever.
+    if isinstance(item, pytest.Function) and inspect.iscoroutinefunction(item.obj):
+        item.obj = limited(item.obj)
+
+
+def limited(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., Coroutine[Any, Any, None]]:
+    @functools.wraps(test)
+    async def within_limit(**arguments: Any) -> None:
+        async with asyncio.timeout(LIMIT_S):
+            await test(**arguments)
+
+    return within_limit
