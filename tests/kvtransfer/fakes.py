@@ -33,7 +33,7 @@ from pdserve_kvtransfer.shared_memory import SharedMemory
 from pdserve_kvtransfer.transport import ArrivedMessage
 from pdserve_kvtransfer.ucx.ucx_transport import UcxTransport
 from pdserve_kvtransfer.ucx.ucxx_poster import UcxxPoster
-from tests.kvtransfer.rig import SAMPLING, SECRET, SPEC, WAIT_S, compiled_mover
+from tests.kvtransfer.rig import SAMPLING, SECRET, SPEC, WAIT_S, compiled_poster
 
 M = TypeVar("M")
 
@@ -71,7 +71,7 @@ class FakePeer:
         self.opener: Opener[Any] = Opener(SECRET, Purpose.TRANSFER, messages, receiver=self.boot_id)
         self.peer: bytes | None = None
         """The boot id of the other side, once it is known."""
-        self.transport = UcxTransport("", make_poster=compiled_mover() if shares else UcxxPoster)
+        self.transport = UcxTransport("", make_poster=compiled_poster() if shares else UcxxPoster)
         memory = SharedMemory(MEMORY_BYTES) if shares else memoryview(bytearray(MEMORY_BYTES))
         self.memory = memory.bytes if isinstance(memory, SharedMemory) else memory
         self.link = self.transport.open_link(memory)

@@ -51,7 +51,7 @@ E = TypeVar("E", bound=TransferEvent)
 
 
 @cache
-def compiled_mover() -> MakePoster:
+def compiled_poster() -> MakePoster:
     """What engines have where there is a compiler."""
     return chosen_poster(UcxCalls.COMPILED, cache_folder(os.environ), digests=True)
 
@@ -90,7 +90,7 @@ class Engine:
             config=self.config,
             ranks=self.ranks,
             wake=self._woken.set,
-            transport=self.transport or partial(configured_ucx, self.config, compiled_mover()),
+            transport=self.transport or partial(configured_ucx, self.config, compiled_poster()),
             max_prompt_tokens=self.max_prompt_tokens,
         )
         self.address = self.thread.start()

@@ -78,24 +78,24 @@ class PosterLibrary:
             # Progress copies blocks, meanwhile others may run.
             slow = ctypes.CDLL(str(path), mode=os.RTLD_LOCAL | os.RTLD_NOW)
             self.open = _function(
-                quick, "pdserve_mover_open", [pointer, pointer, number, pointer, pointer, pointer], pointer
+                quick, "pdserve_poster_open", [pointer, pointer, number, pointer, pointer, pointer], pointer
             )
-            self.free = _function(quick, "pdserve_mover_free", [pointer], None)
+            self.free = _function(quick, "pdserve_poster_free", [pointer], None)
             self.send = _function(
-                quick, "pdserve_mover_send", [pointer, pointer, number, pointer, number, pointer], ctypes.c_int
+                quick, "pdserve_poster_send", [pointer, pointer, number, pointer, number, pointer], ctypes.c_int
             )
-            self.receive = _function(quick, "pdserve_mover_receive", [pointer, pointer], ctypes.c_int)
-            self.offer = _function(quick, "pdserve_mover_offer", [pointer, number, number], None)
-            self.withdraw = _function(quick, "pdserve_mover_withdraw", [pointer], None)
-            self.meet = _function(quick, "pdserve_mover_meet", [pointer, pointer, number], None)
+            self.receive = _function(quick, "pdserve_poster_receive", [pointer, pointer], ctypes.c_int)
+            self.offer = _function(quick, "pdserve_poster_offer", [pointer, number, number], None)
+            self.withdraw = _function(quick, "pdserve_poster_withdraw", [pointer], None)
+            self.meet = _function(quick, "pdserve_poster_meet", [pointer, pointer, number], None)
             self.attach = _function(
                 quick,
-                "pdserve_mover_attach",
+                "pdserve_poster_attach",
                 [pointer, pointer, number, ctypes.c_int, number, number, number],
                 ctypes.c_int,
             )
-            self.look = _function(quick, "pdserve_mover_look", [pointer], None)
-            self.progress = _function(slow, "pdserve_mover_progress", [pointer, ctypes.c_int], ctypes.c_int)
+            self.look = _function(quick, "pdserve_poster_look", [pointer], None)
+            self.progress = _function(slow, "pdserve_poster_progress", [pointer, ctypes.c_int], ctypes.c_int)
         except (ImportError, OSError, AttributeError) as exc:
             raise BuildError(f"the compiled UCX calls cannot be loaded: {exc}") from exc
 
@@ -110,7 +110,7 @@ def _recipe() -> Recipe:
     folder = Path(ucx.submodule_search_locations[0])
     return Recipe(
         name="ucx-calls",
-        sources=Path(__file__).parent.parent / "csrc",
+        sources=Path(__file__).parent / "csrc",
         compile_flags=("-std=c++17", "-O2", "-fPIC", f"-I{folder / 'include'}"),
         # By its soname: that of whichever UCX is loaded.
         link_flags=(f"-L{folder / 'lib'}", "-l:libucp.so.0"),

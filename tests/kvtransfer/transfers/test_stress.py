@@ -30,7 +30,7 @@ from pdserve_kvtransfer.ucx.ucx_transport import UcxTransport
 from tests.eventually import eventually
 from tests.kvtransfer.faulty import Fault, Injector, faulty
 from tests.kvtransfer.inproc import Fabric, InprocTransport
-from tests.kvtransfer.rig import Engine, Pair, compiled_mover
+from tests.kvtransfer.rig import Engine, Pair, compiled_poster
 from tests.kvtransfer.test_thread import open_files, transfer_threads
 
 TRANSFERS = 600
@@ -171,7 +171,7 @@ def transports(kind: str) -> tuple[Callable[[], Transport], Injector | None]:
         return lambda: InprocTransport(fabric), None
     if kind == "python":
         return lambda: UcxTransport(""), None
-    compiled = partial(UcxTransport, "", make_poster=compiled_mover())
+    compiled = partial(UcxTransport, "", make_poster=compiled_poster())
     if kind in ("mapped", "compiled"):
         return compiled, None
     injector = Injector(Fault[kind], every=509)

@@ -19,7 +19,7 @@ from pdserve_kvtransfer.ucx.ucx_transport import UcxTransport
 from pdserve_kvtransfer.ucx.ucxx_poster import UcxxPoster
 from tests.eventually import eventually
 from tests.kvtransfer.faulty import AT_RECEIVER, HARMLESS, Fault, Injector, faulty
-from tests.kvtransfer.rig import CONFIG, Engine, Pair, compiled_mover, engine
+from tests.kvtransfer.rig import CONFIG, Engine, Pair, compiled_poster, engine
 
 TRANSFERS = 30
 BLOCKS = 2
@@ -45,7 +45,7 @@ def serve(prefill: Engine, source: tuple[int, ...]) -> Counter[type]:
 def make(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Callable[[], Transport]:
     """The transport beneath the faults."""
     monkeypatch.setattr(Engine, "shares", request.param == "mapped")
-    return partial(UcxTransport, "", make_poster=UcxxPoster if request.param == "python" else compiled_mover())
+    return partial(UcxTransport, "", make_poster=UcxxPoster if request.param == "python" else compiled_poster())
 
 
 @pytest.mark.parametrize("fault", Fault, ids=lambda fault: fault.name)

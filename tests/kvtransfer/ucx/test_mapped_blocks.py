@@ -27,7 +27,7 @@ from pdserve_kvtransfer.ucx.compiled_poster import CompiledPoster
 from pdserve_kvtransfer.ucx.poster import chosen_poster
 from pdserve_kvtransfer.ucx.ucx_transport import UcxLink, UcxTransport
 from tests.eventually import eventually
-from tests.kvtransfer.rig import WAIT_S, compiled_mover
+from tests.kvtransfer.rig import WAIT_S, compiled_poster
 from tests.kvtransfer.ucx.test_ucx_transport import Two, settled
 
 CONTROL = 2**63
@@ -40,7 +40,7 @@ LENGTHS = (0, 1, 63, 64, 65, 239, 240, 241, 256, 320, 1023, 1024, 1025, 1088, 10
 
 @pytest.fixture
 def transport() -> Iterator[UcxTransport]:
-    made = UcxTransport("", make_poster=compiled_mover())
+    made = UcxTransport("", make_poster=compiled_poster())
     yield made
     made.close()
 
@@ -68,7 +68,7 @@ def turns(*links: UcxLink) -> None:
 
 def test_memory_is_offered_only_by_those_who_share_it_to_those_who_can_map_it(transport: UcxTransport) -> None:
     plain, shared = Two(transport), Two(transport, shared=True)
-    tcp = UcxTransport("tcp,self", make_poster=compiled_mover())
+    tcp = UcxTransport("tcp,self", make_poster=compiled_poster())
     far = Two(tcp, shared=True)
     python = UcxTransport("")
     old = Two(python, shared=True)
@@ -386,7 +386,7 @@ def rendezvous(monkeypatch: pytest.MonkeyPatch) -> Iterator[UcxTransport]:
     """The receiver of a message has to ask for it, however small it is."""
     with monkeypatch.context() as patch:
         patch.setenv("UCX_RNDV_THRESH", "1")
-        made = UcxTransport("", make_poster=compiled_mover())
+        made = UcxTransport("", make_poster=compiled_poster())
     yield made
     made.close()
 
@@ -482,7 +482,7 @@ def target(fd: Path) -> str:
 
 
 def test_an_offer_is_not_taken_by_one_that_was_told_to_use_no_shared_memory(transport: UcxTransport) -> None:
-    tcp = UcxTransport("tcp,self", make_poster=compiled_mover())
+    tcp = UcxTransport("tcp,self", make_poster=compiled_poster())
     memory = SharedMemory(8)
     sender, receiver = transport.open_link(memory), tcp.open_link(memoryview(bytearray(8)))
     assert offer_of(sender)

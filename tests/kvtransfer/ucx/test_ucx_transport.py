@@ -94,7 +94,7 @@ def poster(request: pytest.FixtureRequest) -> MakePoster:
 
 @pytest.fixture(params=["shared memory", "tcp", "mapped"])
 def two(request: pytest.FixtureRequest, poster: MakePoster) -> Iterator[Two]:
-    """Mapped where movers can: ``UcxxPoster`` does as it does with any memory."""
+    """Mapped where posters can: ``UcxxPoster`` does as it does with any memory."""
     transport = UcxTransport("tcp,self" if request.param == "tcp" else "", make_poster=poster)
     made = Two(transport, shared=request.param == "mapped")
     if made.shared is not None and poster is not UcxxPoster:

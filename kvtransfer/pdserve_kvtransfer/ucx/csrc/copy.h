@@ -1,8 +1,9 @@
-// Copies a block, and makes its digest on the way: bytes are read once, and written past the caches, where nobody needs
-// them before the next decode step. On CPUs without AVX2 libc copies, and xxhash reads what was copied.
+// Copies a block and computes its digest on the way. The copy reads each byte once and writes past the caches, because
+// nothing needs the bytes there before the next decode step. On CPUs without AVX2 libc copies the block, and then
+// xxhash reads the copy.
 //
-// The digest is XXH3 (Collet, 2019), 64 bits, with a seed: here for more than 240 bytes, whose way is to go over stripes
-// of 64 bytes with eight accumulators and a secret made of the seed.
+// The digest is XXH3 (Collet, 2019), 64 bits, with a seed. This file has its variant for more than 240 bytes, which
+// goes over stripes of 64 bytes with eight accumulators and a secret made of the seed.
 
 #pragma once
 
@@ -15,7 +16,7 @@
 
 namespace {
 
-// xxhash's own, or null.
+// xxhash's own functions, or null.
 struct Xxhash {
     uint64_t (*digest)(const void *bytes, size_t length, uint64_t seed);
     void (*secret)(void *secret, uint64_t seed);
@@ -28,7 +29,7 @@ struct Xxhash {
 constexpr uint64_t kPrime32[3] = {0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D};
 constexpr uint64_t kPrime64[5] = {0x9E3779B185EBCA87, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0x85EBCA77C2B2AE63,
                                   0x27D4EB2F165667C5};
-constexpr uint64_t kLongest = 240;  // that is done in other ways
+constexpr uint64_t kLongest = 240;  // XXH3 has other variants for inputs up to this length.
 constexpr uint64_t kSecret = 192, kStripe = 64, kSpan = 1024;
 constexpr uint64_t kStripes = kSpan / kStripe;
 
@@ -38,7 +39,7 @@ PDSERVE_AVX2 inline __m256i load(const char *from) { return _mm256_loadu_si256(r
 
 PDSERVE_AVX2 inline void stream(char *to, __m256i what) { _mm256_stream_si256(reinterpret_cast<__m256i *>(to), what); }
 
-// Half a stripe.
+// Adds half a stripe to half of the accumulators.
 PDSERVE_AVX2 inline __m256i accumulated(__m256i sums, __m256i data, __m256i key) {
     const __m256i keyed = _mm256_xor_si256(data, key);
     const __m256i product = _mm256_mul_epu32(keyed, _mm256_srli_epi64(keyed, 32));
@@ -72,7 +73,7 @@ uint64_t merged(const uint64_t *sums, const char *secret, uint64_t length) {
     return digest ^ digest >> 32;
 }
 
-// to is aligned to 32 bytes.
+// `to` must be aligned to 32 bytes.
 PDSERVE_AVX2 void copy_streaming(char *to, const char *from, uint64_t length) {
     uint64_t at = 0;
     for (; at + kStripe <= length; at += kStripe) {
@@ -83,7 +84,7 @@ PDSERVE_AVX2 void copy_streaming(char *to, const char *from, uint64_t length) {
     _mm_sfence();
 }
 
-// As copy_streaming, of more than kLongest bytes.
+// Copies as copy_streaming does, and returns the digest. `length` must be greater than kLongest.
 PDSERVE_AVX2 uint64_t copy_digesting(char *to, const char *from, uint64_t length, uint64_t seed, const Xxhash &xxhash) {
     char secret[kSecret];
     xxhash.secret(secret, seed);
@@ -116,7 +117,7 @@ PDSERVE_AVX2 uint64_t copy_digesting(char *to, const char *from, uint64_t length
 
 #endif
 
-// Returns the digest of what was copied; 0 if there is no xxhash.
+// Copies a block. Returns the digest of the copy, or 0 if there is no xxhash.
 uint64_t copy(char *to, const char *from, uint64_t length, uint64_t seed, const Xxhash &xxhash) {
 #if defined(__x86_64__)
     if (streams(to)) {
