@@ -29,9 +29,9 @@ class Piece:
     source_head: int
     target_head: int
     heads: int
-    slot: int
-    """Its place among the pieces of the target's blocks: piece ``slot`` of block b has index ``b * slots + slot``."""
-    slots: int
+    part: int
+    """Its place among the pieces of the target's blocks: piece ``part`` of block b has index ``b * parts + part``."""
+    parts: int
 
 
 MAX_RANKS = 256
@@ -63,9 +63,9 @@ def head_map(kv_heads: int, sources: int, targets: int) -> tuple[Piece, ...]:
     for target in range(targets):
         wanted = heads_of(target, targets, kv_heads)
         runs = _runs(wanted, [_owner(head, held, target) for head in wanted])
-        for slot, (source, heads) in enumerate(runs):
+        for part, (source, heads) in enumerate(runs):
             source_head, target_head = heads.start - held[source].start, heads.start - wanted.start
-            pieces.append(Piece(source, target, source_head, target_head, len(heads), slot, len(runs)))
+            pieces.append(Piece(source, target, source_head, target_head, len(heads), part, len(runs)))
     return tuple(pieces)
 
 

@@ -8,8 +8,8 @@ import time
 
 # While blocks move, sleeping this long between two looks lets a batch of UCX's fragments gather. Being woken for each
 # fragment instead moves a tenth of the bytes a second, and spinning takes the core from whoever is sending.
-NAP_S = 50e-6
-NAP_WINDOW_S = 2e-3
+_PAUSE_S = 50e-6
+_BUSY_WINDOW_S = 2e-3
 
 SWITCH_S = 0.5e-3
 """A thread that computes in Python gives the interpreter's lock away after this time, once another one waits for it."""
@@ -23,18 +23,18 @@ def share_interpreter() -> None:
     sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_S))
 
 
-class Nap:
+class BusyPoll:
     """For a loop of turns; remembers when something last moved."""
 
     def __init__(self) -> None:
         self._moved_at = -math.inf
 
-    def taken(self, moved: bool, moving: bool, now: float) -> bool:
+    def again(self, moved: bool, moving: bool, now: float) -> bool:
         """Whether to look again without waiting to be woken; a moment may have passed."""
         if moved:
             self._moved_at = now
             return True
-        if moving and now - self._moved_at < NAP_WINDOW_S:
-            time.sleep(NAP_S)
+        if moving and now - self._moved_at < _BUSY_WINDOW_S:
+            time.sleep(_PAUSE_S)
             return True
         return False

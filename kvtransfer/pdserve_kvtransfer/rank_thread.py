@@ -27,12 +27,12 @@ from pdserve.wire.rank_transfer import (
     RankReport,
 )
 from pdserve_kvtransfer.fetch.port import FetchPort
-from pdserve_kvtransfer.polling import Nap, share_interpreter
+from pdserve_kvtransfer.polling import BusyPoll, share_interpreter
 from pdserve_kvtransfer.push.port import PushPort
 from pdserve_kvtransfer.ranks import MakePort, Port
 from pdserve_kvtransfer.region import KvRegion
 from pdserve_kvtransfer.transport import Transport
-from pdserve_kvtransfer.ucx.ucx_transport import configured_ucx, prefill_ucx
+from pdserve_kvtransfer.ucx.ucx_transport import configured_ucx
 
 log = logging.getLogger(__name__)
 
@@ -65,15 +65,14 @@ class RankThread:
         self._rank, self._ranks, self._kv_heads = rank, ranks, kv_heads
         self._region = region
         self._died = died
-        make = prefill_ucx if role is Role.PREFILL else configured_ucx
-        self._make_transport = transport or (lambda: make(config))
+        self._make_transport = transport or (lambda: configured_ucx(config, role=role))
         self._ports: dict[int, Port] = {}
         self._unsent: deque[bytes] = deque()
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder: msgspec.msgpack.Decoder[RankCommand] = msgspec.msgpack.Decoder(RankCommand)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._closing = threading.Event()
-        self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._started: Future[None] = Future()
         self._thread = threading.Thread(target=self._run, name=f"kv-transfer-rank-{rank}", daemon=True)
 
@@ -89,11 +88,11 @@ class RankThread:
             return
         self._closing.set()
         if self._thread.ident is not None:
-            os.eventfd_write(self._bell, 1)
+            os.eventfd_write(self._wakeup, 1)
             self._thread.join(timeout_s)
             if self._thread.is_alive():
                 raise TransferError(f"the transfer thread of rank {self._rank} did not end within {timeout_s} s")
-        os.close(self._bell)
+        os.close(self._wakeup)
         self._context.term()
 
     def _run(self) -> None:
@@ -122,7 +121,7 @@ class RankThread:
         self._died(f"{type(exc).__name__}: {exc}")
 
     def _loop(self, channel: zmq.Socket[bytes], transport: Transport) -> None:
-        nap = Nap()
+        busy_poll = BusyPoll()
         while not self._closing.is_set():
             more = False
             while channel.poll(0):
@@ -135,7 +134,7 @@ class RankThread:
                 more |= port.turn()
             self._collect_reports()
             self._send_reports(channel)
-            if not nap.taken(more, any(port.moving() for port in self._ports.values()), time.monotonic()):
+            if not busy_poll.again(more, any(port.moving() for port in self._ports.values()), time.monotonic()):
                 self._wait(channel)
 
     def _handle(self, command: OpenLink | LinkCommand, transport: Transport) -> None:
@@ -185,7 +184,7 @@ class RankThread:
             return
         poller = zmq.Poller()
         poller.register(channel, zmq.POLLIN | (zmq.POLLOUT if self._unsent else 0))
-        for fileno in (self._bell, *(port.fileno() for port in self._ports.values())):
+        for fileno in (self._wakeup, *(port.fileno() for port in self._ports.values())):
             poller.register(fileno, zmq.POLLIN)
         if not poller.poll(GIVE_UP_MS if self._unsent else None):
             raise TransferError("rank 0 has stopped reading its transfer channel")

@@ -33,72 +33,9 @@ from pdserve_kvtransfer.transport import Link, Transport
 
 log = logging.getLogger(__name__)
 
-_LOOKS_A_TURN = 32
+_RANK_CHECK_POLL_S = 0.1
+_POLLS_A_TURN = 32
 """In one turn, at most: other links and the control channel wait meanwhile."""
-
-
-class RankLink:
-    """Open from the start, broken at most once, closed at the end; the port's driver empties ``reports``."""
-
-    def __init__(self, number: int, transport: Transport, memory: Memory) -> None:
-        """Raises TransferError if the transport cannot open a link."""
-        self.number = number
-        self.reports: list[RankReport] = []
-        self.link: Link = transport.open_link(memory)
-        self.broken = False
-        self.reports.append(LinkOpened(number, self.link.address))
-
-    def turn(self, look: Callable[[], bool]) -> bool:
-        """``look`` at the link until there is no news, or for long enough. True if there was any.
-
-        Once ``look`` raises anything, or the link says so itself, it is broken.
-        """
-        return not self.broken and self.attempt(lambda: self._looked(look))
-
-    def _looked(self, look: Callable[[], bool]) -> bool:
-        news = False
-        for _ in range(_LOOKS_A_TURN):
-            if not look():
-                break
-            news = True
-        if self.link.broken():
-            raise PeerLost("the connection that carries KV blocks broke")
-        return news
-
-    def attempt(self, act: Callable[[], bool]) -> bool:
-        """``act``, which concerns this link alone: whatever it raises, this link is broken, and no other.
-
-        False if it raised. What is no TransferError is a defect, and logged with its traceback.
-        """
-        try:
-            return act()
-        except TransferError as exc:
-            self.found_broken(str(exc))
-        except Exception as exc:
-            log.exception("link %d failed", self.number)
-            self.found_broken(f"{type(exc).__name__}: {exc}")
-        return False
-
-    def found_broken(self, reason: str) -> None:
-        """It moves nothing any more, and waits to be closed."""
-        self.broken = True
-        self.reports.append(LinkBroken(self.number, reason))
-
-    def arm(self) -> bool:
-        return self.broken or self.attempt(self.link.arm)
-
-    def close(self) -> None:
-        """Idempotent. No memory given to the link is touched afterwards."""
-        self.broken = True
-        self.link.close()
-
-    def handle(self, command: LinkCommand, obey: Callable[[LinkCommand], bool], close: Callable[[], None]) -> None:
-        """Have the port ``close`` this link, and report that, or ``attempt`` to ``obey`` any other command."""
-        if isinstance(command, CloseLink):
-            close()
-            self.reports.append(LinkClosed(self.number))
-        else:
-            self.attempt(lambda: obey(command))
 
 
 class Port(Protocol):
@@ -120,10 +57,72 @@ class Port(Protocol):
     def close(self) -> None: ...
 
 
-GREETING_LOOK_S = 0.1
-
 MakePort: TypeAlias = Callable[[int, int, int, int, KvRegion, Transport], Port]
 """``(link, rank, ranks, kv_heads, region, transport)``; raises TransferError."""
+
+
+class RankLink:
+    """Open from the start, broken at most once, closed at the end; the port's driver empties ``reports``."""
+
+    def __init__(self, number: int, transport: Transport, memory: Memory) -> None:
+        """Raises TransferError if the transport cannot open a link."""
+        self.number = number
+        self.reports: list[RankReport] = []
+        self.transport_link: Link = transport.open_link(memory)
+        self.broken = False
+        self.reports.append(LinkOpened(number, self.transport_link.address))
+
+    def turn(self, poll: Callable[[], bool]) -> bool:
+        """``poll`` at the link until there is no news, or for long enough. True if there was any.
+
+        Once ``poll`` raises anything, or the link says so itself, it is broken.
+        """
+        return not self.broken and self.attempt(lambda: self._polled(poll))
+
+    def _polled(self, poll: Callable[[], bool]) -> bool:
+        news = False
+        for _ in range(_POLLS_A_TURN):
+            if not poll():
+                break
+            news = True
+        if self.transport_link.broken():
+            raise PeerLost("the connection that carries KV blocks broke")
+        return news
+
+    def attempt(self, action: Callable[[], bool]) -> bool:
+        """``action``, which concerns this link alone: whatever it raises, this link is broken, and no other.
+
+        False if it raised. What is no TransferError is a defect, and logged with its traceback.
+        """
+        try:
+            return action()
+        except TransferError as exc:
+            self.mark_broken(str(exc))
+        except Exception as exc:
+            log.exception("link %d failed", self.number)
+            self.mark_broken(f"{type(exc).__name__}: {exc}")
+        return False
+
+    def mark_broken(self, reason: str) -> None:
+        """It moves nothing any more, and waits to be closed."""
+        self.broken = True
+        self.reports.append(LinkBroken(self.number, reason))
+
+    def arm(self) -> bool:
+        return self.broken or self.attempt(self.transport_link.arm)
+
+    def close(self) -> None:
+        """Idempotent. No memory given to the link is touched afterwards."""
+        self.broken = True
+        self.transport_link.close()
+
+    def handle(self, command: LinkCommand, execute: Callable[[LinkCommand], bool], close: Callable[[], None]) -> None:
+        """Have the port ``close`` this link, and report that, or ``attempt`` to ``execute`` any other command."""
+        if isinstance(command, CloseLink):
+            close()
+            self.reports.append(LinkClosed(self.number))
+        else:
+            self.attempt(lambda: execute(command))
 
 
 class Reported(msgspec.Struct, frozen=True, gc=False):
@@ -152,7 +151,7 @@ class RankChannels:
     def ranks(self) -> int:
         return len(self.sockets) + 1
 
-    def greet(self, within_s: float) -> None:
+    def check_ranks(self, within_s: float) -> None:
         """Have every other rank open and close a link, which shows that it can. Raises TransferError."""
         number = self.open()
         deadline = time.monotonic() + within_s
@@ -165,7 +164,7 @@ class RankChannels:
                 opened.add(reported.rank)
             if time.monotonic() > deadline:
                 raise TransferError(f"a TP rank did not open a link within {within_s:.0f} s; those that did: {opened}")
-            zmq.select(self.sockets, [], [], GREETING_LOOK_S)
+            zmq.select(self.sockets, [], [], _RANK_CHECK_POLL_S)
         self.send(CloseLink(number))
         self.forget(number)
 

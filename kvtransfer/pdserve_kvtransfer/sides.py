@@ -41,7 +41,7 @@ class LocalEngine:
     sealer: Sealer
     ranks: RankChannels
     event_queue: EventQueue
-    counters: TransferStats
+    stats: TransferStats
     load: Callable[[], PrefillLoad]
     """Of a prefill engine, as it has said last."""
     max_prompt_tokens: int
@@ -124,7 +124,7 @@ class Side(Protocol):
     def tick(self, now: float) -> None:
         """Act on every timer that is due."""
 
-    def forgive(self, now: float) -> None:
+    def renew_leases(self, now: float) -> None:
         """This process itself was stopped for a while: silence until now says nothing about others."""
 
     def next_timer(self) -> float | None:

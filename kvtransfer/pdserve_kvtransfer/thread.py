@@ -24,7 +24,7 @@ from pdserve_kvtransfer.control.sockets import loopback_only
 from pdserve_kvtransfer.events import EventQueue, FetchOrder, TransferEvent, TransferThreadDied
 from pdserve_kvtransfer.fetch.side import FetchSide
 from pdserve_kvtransfer.pieces import heads_of
-from pdserve_kvtransfer.polling import Nap, share_interpreter
+from pdserve_kvtransfer.polling import BusyPoll, share_interpreter
 from pdserve_kvtransfer.push.side import PushSide
 from pdserve_kvtransfer.ranks import RankChannels
 from pdserve_kvtransfer.region import KvRegion
@@ -41,12 +41,12 @@ from pdserve_kvtransfer.sides import (
 )
 from pdserve_kvtransfer.stats import TransferStats
 from pdserve_kvtransfer.transport import Transport
-from pdserve_kvtransfer.ucx.ucx_transport import configured_ucx, prefill_ucx
+from pdserve_kvtransfer.ucx.ucx_transport import configured_ucx
 
 log = logging.getLogger(__name__)
 
 LINGER_S = 0.5
-GREETING_S = 60.0
+RANK_CHECK_S = 60.0
 
 
 class TransferThread:
@@ -87,14 +87,13 @@ class TransferThread:
         self._max_prompt_tokens = max_prompt_tokens
         self._reports_sent = reports_sent
         self._wake = wake
-        make = prefill_ucx if role is Role.PREFILL else configured_ucx
-        self._make_transport = transport or (lambda: make(config))
+        self._make_transport = transport or (lambda: configured_ucx(config, role=role))
         self._event_queue = EventQueue()
-        self._counters = TransferStats()
+        self._stats = TransferStats()
         self._load = UNKNOWN_LOAD
         self._commands: deque[Command] = deque()
-        self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._bell_lock = threading.Lock()
+        self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._wakeup_lock = threading.Lock()
         self._closing = False
         self._close_by = math.inf
         self._started: Future[str] = Future()
@@ -162,7 +161,7 @@ class TransferThread:
         return self._event_queue.drain()
 
     def stats(self) -> TransferStats:
-        return self._counters.snapshot()
+        return self._stats.snapshot()
 
     @property
     def native_id(self) -> int:
@@ -182,37 +181,37 @@ class TransferThread:
         self._close_by = time.monotonic() + timeout_s
         self._closing = True
         if self._thread.ident is not None:
-            self._ring()
+            self._wake_thread()
             self._thread.join(timeout_s)
             if self._thread.is_alive():
                 raise TransferError(f"the transfer thread did not end within {timeout_s} s")
-        with self._bell_lock:
-            if self._bell >= 0:
-                os.close(self._bell)
-                self._bell = -1
+        with self._wakeup_lock:
+            if self._wakeup >= 0:
+                os.close(self._wakeup)
+                self._wakeup = -1
 
     def _command(self, command: Command) -> None:
         self._commands.append(command)
-        self._ring()
+        self._wake_thread()
 
-    def _ring(self) -> None:
-        with self._bell_lock:
-            if self._bell >= 0:
-                os.eventfd_write(self._bell, 1)
+    def _wake_thread(self) -> None:
+        with self._wakeup_lock:
+            if self._wakeup >= 0:
+                os.eventfd_write(self._wakeup, 1)
 
     def _run(self) -> None:
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         try:
             self._serve(context)
         except (TransferError, RankLost) as exc:
-            self._died(exc)
+            self._report_death(exc)
         except Exception as exc:
             log.exception("the transfer thread died")
-            self._died(exc)
+            self._report_death(exc)
         finally:
             context.term()
 
-    def _died(self, exc: Exception) -> None:
+    def _report_death(self, exc: Exception) -> None:
         if self._started.done():
             self._event_queue.put(TransferThreadDied(f"{type(exc).__name__}: {exc}"))
             self._wake()
@@ -222,27 +221,27 @@ class TransferThread:
     def _serve(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
         transport = self._make_transport()
         try:
-            side = self._side(transport, context)
+            side = self._open_side(transport, context)
             try:
                 self._loop(side)
             finally:
                 side.close(max(0.0, min(LINGER_S, self._close_by - time.monotonic())))
-                self._tell()
+                self._wake_engine()
         finally:
             transport.close()
 
-    def _side(self, transport: Transport, context: zmq.Context[zmq.Socket[bytes]]) -> Side:
+    def _open_side(self, transport: Transport, context: zmq.Context[zmq.Socket[bytes]]) -> Side:
         ranks = RankChannels(context, self._ranks)
         try:
-            ranks.greet(GREETING_S)
-            side = self._side_of(transport, context, ranks)
+            ranks.check_ranks(RANK_CHECK_S)
+            side = self._make_side(transport, context, ranks)
         except BaseException:
             ranks.close(0.0)
             raise
         self._started.set_result(side.address if isinstance(side, PushSide) else "")
         return side
 
-    def _side_of(self, transport: Transport, context: zmq.Context[zmq.Socket[bytes]], ranks: RankChannels) -> Side:
+    def _make_side(self, transport: Transport, context: zmq.Context[zmq.Socket[bytes]], ranks: RankChannels) -> Side:
         local = LocalEngine(
             boot_id=self._boot_id,
             secret=self._secret,
@@ -254,7 +253,7 @@ class TransferThread:
             sealer=Sealer(self._secret, Purpose.TRANSFER, self._boot_id),
             ranks=ranks,
             event_queue=self._event_queue,
-            counters=self._counters,
+            stats=self._stats,
             load=lambda: self._load,
             max_prompt_tokens=self._max_prompt_tokens,
             reports_sent=self._reports_sent,
@@ -263,19 +262,19 @@ class TransferThread:
 
     def _loop(self, side: Side) -> None:
         expected = math.inf
-        nap = Nap()
+        busy_poll = BusyPoll()
         while not self._closing:
             now = time.monotonic()
             if now > expected + self._config.lease_ms / 2000:
-                side.forgive(now)
+                side.renew_leases(now)
             while self._commands:
                 side.handle(self._commands.popleft(), now)
             moved = side.turn(now)
             side.tick(now)
-            self._tell()
-            expected = now if nap.taken(moved, side.moving(), now) else self._wait(side, now)
+            self._wake_engine()
+            expected = now if busy_poll.again(moved, side.moving(), now) else self._wait(side, now)
 
-    def _tell(self) -> None:
+    def _wake_engine(self) -> None:
         if self._event_queue.take_news():
             self._wake()
 
@@ -286,9 +285,9 @@ class TransferThread:
         timer = side.next_timer()
         timeout_ms = None if timer is None else max(0, math.ceil((timer - now) * 1000))
         poller = zmq.Poller()
-        for pollable in (self._bell, *side.pollables()):
+        for pollable in (self._wakeup, *side.pollables()):
             poller.register(pollable, zmq.POLLIN)
         ready = dict(poller.poll(timeout_ms))
-        if self._bell in ready:
-            os.eventfd_read(self._bell)
+        if self._wakeup in ready:
+            os.eventfd_read(self._wakeup)
         return math.inf if timer is None else max(now, timer)

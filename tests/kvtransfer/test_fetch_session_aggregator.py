@@ -18,12 +18,12 @@ class PieceKey:
     index: int
 
 
-def keys(slots: list[int]) -> list[PieceKey]:
+def keys(parts: list[int]) -> list[PieceKey]:
     return [
-        PieceKey(rank, block * count + slot)
-        for rank, count in enumerate(slots)
+        PieceKey(rank, block * count + part)
+        for rank, count in enumerate(parts)
         for block in range(FIRST, FIRST + BLOCKS)
-        for slot in range(count)
+        for part in range(count)
     ]
 
 
@@ -33,15 +33,15 @@ def value(key: PieceKey) -> int:
 
 @given(st.lists(st.integers(1, 3), min_size=1, max_size=4), st.booleans(), st.data())
 def test_any_order_with_repeats_completes_once_with_the_last_piece(
-    slots: list[int], checked: bool, data: st.DataObject
+    parts: list[int], checked: bool, data: st.DataObject
 ) -> None:
-    wanted = keys(slots)
+    wanted = keys(parts)
     news = [(kind, key) for key in wanted for kind in ("landed", "announced")]
     order = data.draw(st.permutations(news))
     repeats = data.draw(st.lists(st.sampled_from(news), max_size=6))
     for repeat in repeats:
         order.insert(data.draw(st.integers(0, len(order))), repeat)
-    aggregator = Aggregator(FIRST, BLOCKS, slots, checked=checked)
+    aggregator = Aggregator(FIRST, BLOCKS, parts, checked=checked)
     seen: dict[str, set[PieceKey]] = {"landed": set(), "announced": set()}
     for kind, key in order:
         verdict = getattr(aggregator, kind)(key.rank, key.index, value(key))
@@ -50,7 +50,7 @@ def test_any_order_with_repeats_completes_once_with_the_last_piece(
         counted = seen["landed"] & seen["announced"] if checked else seen["landed"]
         assert aggregator.complete == (counted == set(wanted))
         whole = [
-            all(key in counted for key in wanted if key.index // slots[key.rank] == block)
+            all(key in counted for key in wanted if key.index // parts[key.rank] == block)
             for block in range(FIRST, FIRST + BLOCKS)
         ]
         assert aggregator.leading_blocks == [*whole, False].index(False)
@@ -58,9 +58,9 @@ def test_any_order_with_repeats_completes_once_with_the_last_piece(
 
 @given(st.integers(-2, 5), st.integers(-5, 40))
 def test_news_of_what_is_not_expected_changes_nothing(rank: int, index: int) -> None:
-    slots = [2, 1]
-    aggregator = Aggregator(FIRST, BLOCKS, slots, checked=False)
-    expected = PieceKey(rank, index) in keys(slots)
+    parts = [2, 1]
+    aggregator = Aggregator(FIRST, BLOCKS, parts, checked=False)
+    expected = PieceKey(rank, index) in keys(parts)
     assert aggregator.landed(rank, index, 0) is (PieceCheck.FINE if expected else PieceCheck.IGNORED)
 
 

@@ -19,8 +19,8 @@ def test_each_head_is_sent_once_to_each_rank_that_holds_it(kv_heads: int, source
     pieces = head_map(kv_heads, sources, targets)
     for target in range(targets):
         mine = [piece for piece in pieces if piece.target == target]
-        assert [piece.slot for piece in mine] == list(range(len(mine)))
-        assert {piece.slots for piece in mine} == {len(mine)}
+        assert [piece.part for piece in mine] == list(range(len(mine)))
+        assert {piece.parts for piece in mine} == {len(mine)}
         assert len({piece.source for piece in mine}) == len(mine), "one piece from each source"
         got = [
             (piece.target_head + i, heads_of(piece.source, sources, kv_heads)[piece.source_head + i])

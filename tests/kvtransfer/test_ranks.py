@@ -184,7 +184,7 @@ def test_a_broken_link_of_another_rank_ends_the_transfers_of_all(tmp_path: Path)
         order = both.rig.order((3, 8))
         both.decode.engine.thread.fetch(order)
         both.prefill.engine.next(PushWanted)
-        link = next(iter(both.decode.threads[0]._ports.values()))._port.link  # type: ignore[attr-defined]  # to break it
+        link = next(iter(both.decode.threads[0]._ports.values()))._link.transport_link  # type: ignore[attr-defined]  # to break it
         link.sever()
         assert both.decode.engine.next(FetchFailed).quarantined == ()
         again = both.rig.order((3, 8))

@@ -5,7 +5,6 @@ The protocol is settled first: engines of two versions fit if there is a version
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Iterator, Sequence
 
 from pdserve.errors import HandshakeRefused, PeerLost
@@ -49,13 +48,6 @@ def _bad_ranks(ours: EngineSpec, theirs: EngineSpec, addresses: Sequence[bytes])
     return None
 
 
-class HandshakeState(enum.Enum):
-    """Of a handshake, as the decode side sees it."""
-
-    GREETING = "greeting"
-    WELCOME = "welcome"
-
-
 class Handshake:
     """The decode side of one handshake, with the boot that it means to meet."""
 
@@ -63,9 +55,13 @@ class Handshake:
         self._boot_id = boot_id
         self._spec = spec
         self._target_boot = target_boot
-        self.standing = HandshakeState.GREETING
         self.protocol: int | None = None
-        """What is spoken; None before the welcome."""
+        """The version of the protocol that the engines agreed on; None before the ``Welcome``."""
+
+    @property
+    def complete(self) -> bool:
+        """Whether the other engine has answered with a ``Welcome`` that fits."""
+        return self.protocol is not None
 
     def hello(self, rank_addresses: Sequence[bytes]) -> Hello:
         return Hello(self._boot_id, self._spec, list(rank_addresses))
@@ -90,13 +86,13 @@ class Handshake:
         Raises HandshakeRefused if the engines do not fit, PeerLost if another process answers than was meant.
         """
         self.check_boot(message.boot_id)
-        if self.standing is HandshakeState.WELCOME:
+        if self.complete:
             return None
         refusal = misfit(self._spec, message.spec)
         refusal = refusal or _bad_ranks(self._spec, message.spec, message.rank_addresses)
         if refusal is not None:
             raise refusal
-        self.standing = HandshakeState.WELCOME
+
         self.protocol = self._spec.spoken.common(message.spec.spoken) if named else RELEASED_0_1
         return tuple(message.rank_addresses)
 
@@ -104,7 +100,7 @@ class Handshake:
         """What a refusal means for this side."""
         if message.field == "boot_id":
             return PeerLost("the prefill node has restarted")
-        if self.standing is HandshakeState.WELCOME:
+        if self.complete:
             return PeerLost("the prefill engine has given up the handshake")
         return HandshakeRefused(message.field, message.theirs, message.ours)
 

@@ -23,12 +23,12 @@ class Lease:
         if self.until is not None:
             self.until, self._extended_s = now + self._duration_s, 0.0
 
-    def extend(self, deaf_s: float) -> None:
+    def extend(self, blocked_s: float) -> None:
         """For so long the other side could not be heard. At most one duration is added between two renewals: by then
         the other side has given up as well, because it was not answered.
         """
         if self.until is not None:
-            granted = min(deaf_s, self._duration_s - self._extended_s)
+            granted = min(blocked_s, self._duration_s - self._extended_s)
             self.until += granted
             self._extended_s += granted
 
@@ -37,7 +37,7 @@ class Lease:
         if self.until is not None:
             self.until = min(self.until, until)
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         self.until = None
 
     def expired_while(self, busy: bool, now: float) -> bool:
@@ -45,7 +45,7 @@ class Lease:
         if busy:
             self.hold(now)
         else:
-            self.let_go()
+            self.release()
         return self.expired(now)
 
     def expired(self, now: float) -> bool:

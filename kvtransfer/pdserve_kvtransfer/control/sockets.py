@@ -48,7 +48,7 @@ class ControlBatch:
     """Connections of former looks that are over. Frames of this look may be of a newer one with that number."""
     gone: list[int]
     """Numbers that no connection has any more, so that these frames' connections are over too."""
-    deaf: bool
+    blocked: bool
     """Whether other frames could not be had, because a message of very many parts is being dropped."""
 
 
@@ -125,7 +125,7 @@ class ControlServer:
     def sockets(self) -> list[zmq.Socket[bytes]]:
         return [self._socket, self._watch.socket]
 
-    def look(self) -> ControlBatch:
+    def receive(self) -> ControlBatch:
         """A batch of what is there, without waiting."""
         frames, more = self._frames()
         # After the frames: a connection's end is told before its number can pass to another one, whose frames come
@@ -256,10 +256,10 @@ T = TypeVar("T")
 class FrameOpener(Generic[T]):
     """All frames that one engine receives on its transfer control channels."""
 
-    def __init__(self, secret: bytes | Secrets, messages: type[T], counters: TransferStats, boot_id: bytes) -> None:
+    def __init__(self, secret: bytes | Secrets, messages: type[T], stats: TransferStats, boot_id: bytes) -> None:
         """``boot_id`` is this engine's: frames that name another receiver are not opened."""
         self._opener: Opener[T] = Opener(secret, Purpose.TRANSFER, messages, receiver=boot_id)
-        self._counters = counters
+        self._stats = stats
         self._next_log = float("-inf")
 
     def open(self, frame: bytes, now: float) -> Opened[T] | UnreadableMessage | WrongReceiver | None:
@@ -267,8 +267,8 @@ class FrameOpener(Generic[T]):
         try:
             return self._opener.open_from(frame)
         except WireError as exc:
-            self._counters.frames_dropped += 1
+            self._stats.frames_dropped += 1
             if now >= self._next_log:
                 self._next_log = now + _LOG_EVERY_S
-                log.warning("dropped a transfer frame (%d so far): %s", self._counters.frames_dropped, exc)
+                log.warning("dropped a transfer frame (%d so far): %s", self._stats.frames_dropped, exc)
             return exc if isinstance(exc, UnreadableMessage | WrongReceiver) else None

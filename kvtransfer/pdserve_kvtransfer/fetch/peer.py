@@ -39,7 +39,7 @@ from pdserve.wire.transfer import (
     Welcome,
 )
 from pdserve.wire.version import PACED_TRANSFERS
-from pdserve_kvtransfer.control.handshake import Handshake, HandshakeState
+from pdserve_kvtransfer.control.handshake import Handshake
 from pdserve_kvtransfer.control.lease import Lease, PingTimer
 from pdserve_kvtransfer.control.sockets import ControlClient, FrameOpener
 from pdserve_kvtransfer.events import (
@@ -59,7 +59,7 @@ from pdserve_kvtransfer.sides import LocalEngine, Pollable, earliest
 
 log = logging.getLogger(__name__)
 
-_Said = Expect | ExpectMore | Forget | PrefillRequest | Accept | Done | Cancel
+_Outgoing = Expect | ExpectMore | Forget | PrefillRequest | Accept | Done | Cancel
 """What a session has to say to ranks and to the other engine, apart from its events."""
 
 
@@ -71,9 +71,9 @@ class FetchPeer:
     this node has opened its end of the link.
     """
 
-    def __init__(self, local: LocalEngine, target: PrefillTarget, opener: FrameOpener[ToDecode], now: float) -> None:
+    def __init__(self, engine: LocalEngine, target: PrefillTarget, opener: FrameOpener[ToDecode], now: float) -> None:
         self.target = target
-        self._local = local
+        self._engine = engine
         self._opener = opener
         self._sessions: dict[TransferId, FetchSession] = {}
         self._tags: dict[int, FetchSession] = {}
@@ -81,23 +81,23 @@ class FetchPeer:
         self._pieces: tuple[Piece, ...] = ()
         self._lost: tuple[FailureKind, str] | None = None
         self._arrived = now
-        self._ping_timer = PingTimer(local.heartbeat_s)
-        self.lease = Lease(local.lease_s)
-        self._draining = Lease(local.drain_s)
+        self._ping_timer = PingTimer(engine.heartbeat_s)
+        self.lease = Lease(engine.lease_s)
+        self._draining = Lease(engine.drain_s)
         """Held while blocks of ended fetches are still written; what lands renews it."""
-        self._client = ControlClient(local.zmq_context, target.control)
+        self._client = ControlClient(engine.zmq_context, target.control)
         try:
-            self.link = NodeLink(local.ranks, FetchPort, local.spec.kv_heads, local.region, local.transport)
+            self.link = NodeLink(engine.ranks, FetchPort, engine.spec.kv_heads, engine.region, engine.transport)
         except BaseException:
             self._client.close(0.0)
             raise
-        self._handshake = Handshake(local.boot_id, local.spec, target.boot_id)
-        local.counters.handshakes += 1
+        self._handshake = Handshake(engine.boot_id, engine.spec, target.boot_id)
+        engine.stats.handshakes += 1
 
     @property
     def welcomed(self) -> bool:
         """Whether the handshake with this very boot was made."""
-        return self._handshake.standing is HandshakeState.WELCOME
+        return self._handshake.complete
 
     @property
     def serving(self) -> bool:
@@ -113,7 +113,7 @@ class FetchPeer:
         self._tags[session.tag] = session
         self.lease.hold(now)
         self._ping_timer.run(now)
-        if self._handshake.standing is HandshakeState.WELCOME:
+        if self._handshake.complete:
             self._prepare(session)
         self._read_ranks(now)
 
@@ -168,7 +168,7 @@ class FetchPeer:
             case Pong(boot_id, load):
                 self._handshake.check_boot(boot_id)
                 if load != UNKNOWN_LOAD:
-                    self._local.event_queue.put(LoadHeard(boot_id, load))
+                    self._engine.event_queue.put(LoadHeard(boot_id, load))
             case BlocksReady(transfer_id) | Digests(transfer_id) | FirstToken(transfer_id) | Failed(transfer_id):
                 if (session := self._sessions.get(transfer_id)) is not None:
                     self._on_session_message(session, message, now)
@@ -185,7 +185,7 @@ class FetchPeer:
                 self._apply(session, session.on_first_token(message, now))
             case Failed(load=load):
                 if load != UNKNOWN_LOAD:
-                    self._local.event_queue.put(LoadHeard(self.target.boot_id, load))
+                    self._engine.event_queue.put(LoadHeard(self.target.boot_id, load))
                 self._apply(session, session.on_failed(message))
 
     def _on_welcome(self, message: Welcome, named: bool, now: float) -> None:
@@ -195,8 +195,8 @@ class FetchPeer:
         if message.lease_ms:
             self._ping_timer.keep(message.lease_ms / 1000, now)
         if message.max_prompt_tokens:
-            self._local.event_queue.put(PrefillNodeMet(message.boot_id, message.max_prompt_tokens))
-        self._pieces = head_map(self._local.spec.kv_heads, len(addresses), self.link.ranks)
+            self._engine.event_queue.put(PrefillNodeMet(message.boot_id, message.max_prompt_tokens))
+        self._pieces = head_map(self._engine.spec.kv_heads, len(addresses), self.link.ranks)
         self.link.command(ConnectLink(self.link.number, addresses))
         for session in list(self._sessions.values()):
             self._prepare(session)
@@ -218,7 +218,7 @@ class FetchPeer:
             case PiecesLanded(tag=tag, indexes=indexes, digests=digests, size=size):
                 self._arrived = now
                 self._draining.renew(now)
-                self._local.counters.bytes_received += size
+                self._engine.stats.bytes_received += size
                 if (session := self._tags.get(tag)) is not None:
                     self._apply(session, session.landed(rank, indexes, digests, now))
             case LinkOpened(address=address) if self._lost is None:
@@ -228,7 +228,7 @@ class FetchPeer:
             case LinkBroken(reason=reason) if self._lost is None:
                 raise PeerLost(reason)
             case Dropped(count=count):
-                self._local.counters.stale_blocks_dropped += count
+                self._engine.stats.stale_blocks_dropped += count
                 log.debug("dropped %d pieces of unknown or ended transfers", count)
             case Expecting(tag=tag) if tag in self._tags:
                 self._apply(self._tags[tag], self._tags[tag].expecting(rank, now))
@@ -242,7 +242,7 @@ class FetchPeer:
 
     # ------------------------------------------------------------ time
 
-    def forgive(self, now: float) -> None:
+    def renew_leases(self, now: float) -> None:
         """This process itself did not listen for a while."""
         self.lease.renew(now)
         self._draining.renew(now)
@@ -251,7 +251,7 @@ class FetchPeer:
         """Raises PeerLost if nothing has landed for long while blocks of ended fetches are quarantined."""
         # Before the greeting it would be a frame of a stranger.
         if self._ping_timer.due(now) and len(self._addresses) == self.link.ranks:
-            self._send(Ping(self._local.boot_id))
+            self._send(Ping(self._engine.boot_id))
         for session in list(self._sessions.values()):
             self._apply(session, session.expire(now))
             stalls = self._stalls_at(session)
@@ -266,7 +266,7 @@ class FetchPeer:
         """When to give up blocks that were sent: other transfers' blocks show that it is only slow."""
         if session.over or session.all_sent is None or not session.outstanding:
             return None
-        return max(session.all_sent, session.accepted_at, self._arrived) + self._local.lease_s
+        return max(session.all_sent, session.accepted_at, self._arrived) + self._engine.lease_s
 
     def next_timer(self) -> float | None:
         live = [session for session in self._sessions.values() if not session.over]
@@ -297,7 +297,7 @@ class FetchPeer:
             self._fail_all(*self._lost)
         return self.link.closed
 
-    def leave(self, reason: str, linger_s: float) -> None:
+    def abandon(self, reason: str, linger_s: float) -> None:
         """This engine shuts down, and its ranks with it: the prefill engine is told, and nobody waits."""
         try:
             for session in list(self._sessions.values()):
@@ -315,15 +315,15 @@ class FetchPeer:
     def _apply(self, session: FetchSession, effects: list[FetchEffect]) -> None:
         # This engine is told first: whatever becomes of the peer, it hears of every end.
         for effect in effects:
-            if not isinstance(effect, _Said):
+            if not isinstance(effect, _Outgoing):
                 self._count(effect)
-                self._local.event_queue.put(effect)
-        self._let_go(session)
+                self._engine.event_queue.put(effect)
+        self._drop_if_ended(session)
         for effect in effects:
-            if isinstance(effect, _Said) and self._lost is None:
-                self._say(effect)
+            if isinstance(effect, _Outgoing) and self._lost is None:
+                self._send_effect(effect)
 
-    def _say(self, effect: Expect | ExpectMore | Forget | PrefillRequest | Accept | Done | Cancel) -> None:
+    def _send_effect(self, effect: Expect | ExpectMore | Forget | PrefillRequest | Accept | Done | Cancel) -> None:
         match effect:
             case Expect() | ExpectMore() | Forget():
                 self.link.command(effect)
@@ -333,26 +333,26 @@ class FetchPeer:
             case Accept() | Done() | Cancel():
                 self._send(effect)
 
-    def _let_go(self, session: FetchSession) -> None:
+    def _drop_if_ended(self, session: FetchSession) -> None:
         if session.state is FetchState.ENDED and self._sessions.pop(session.order.transfer_id, None) is not None:
             del self._tags[session.tag]
             if not self._sessions:
-                self.lease.let_go()
+                self.lease.release()
                 self._ping_timer.stop()
 
     def _count(self, effect: FetchEffect) -> None:
-        counters = self._local.counters
+        stats = self._engine.stats
         match effect:
             case FetchLanded(seconds=seconds):
-                counters.transfers_received += 1
-                counters.transfer_seconds += seconds
+                stats.transfers_received += 1
+                stats.transfer_seconds += seconds
             case FetchFailed(kind=kind, quarantined=quarantined):
-                counters.failures[kind] += 1
-                counters.quarantined_blocks += len(quarantined)
+                stats.failures[kind] += 1
+                stats.quarantined_blocks += len(quarantined)
             case FetchCancelled(quarantined=quarantined):
-                counters.quarantined_blocks += len(quarantined)
+                stats.quarantined_blocks += len(quarantined)
             case BlocksReleased(block_ids):
-                counters.quarantined_blocks -= len(block_ids)
+                stats.quarantined_blocks -= len(block_ids)
 
     def _send(self, message: Hello | PrefillRequest | Accept | Done | Cancel | Ping) -> bool:
         sent = False not in [self._client.send(frame) for frame in self._sealed(message)]
@@ -362,7 +362,7 @@ class FetchPeer:
 
     def _sealed(self, message: Hello | PrefillRequest | Accept | Done | Cancel | Ping) -> list[bytes]:
         """Before the welcome, what the prefill engine speaks is not known: it takes the frame that is meant for it."""
-        sealer, boot_id, protocol = self._local.sealer, self.target.boot_id, self._handshake.protocol
+        sealer, boot_id, protocol = self._engine.sealer, self.target.boot_id, self._handshake.protocol
         if protocol is None:
             return [sealer.seal(message, boot_id), sealer.seal_for_0_1(message)]
         return [sealer.seal_to(boot_id, protocol, message)]

@@ -39,20 +39,20 @@ class _PieceState(enum.IntEnum):
 class _Landing:
     """One transfer's pieces on this rank."""
 
-    def __init__(self, expect: Expect, slots: int) -> None:
+    def __init__(self, expect: Expect, parts: int) -> None:
         self.expect = expect
-        self.slots = slots
+        self.parts = parts
         self.forgotten = False
         self._block_ids = list(expect.block_ids)
-        self._states = bytearray(len(self._block_ids) * slots)
+        self._states = bytearray(len(self._block_ids) * parts)
         self._missing = len(self._states)
         self._in_flight: dict[int, int] = {}
 
     def grow(self, block_ids: Sequence[int]) -> None:
         """Its next blocks may land, too."""
         self._block_ids += block_ids
-        self._states += bytes(len(block_ids) * self.slots)
-        self._missing += len(block_ids) * self.slots
+        self._states += bytes(len(block_ids) * self.parts)
+        self._missing += len(block_ids) * self.parts
 
     @property
     def complete(self) -> bool:
@@ -66,20 +66,20 @@ class _Landing:
 
     def accept(self, index: int) -> int | None:
         """The block that this piece belongs to; None if it may not land."""
-        at = index - self.expect.first_block * self.slots
+        at = index - self.expect.first_block * self.parts
         if self.forgotten or not 0 <= at < len(self._states) or self._states[at] != _PieceState.MISSING:
             return None
         self._states[at] = _PieceState.ACCEPTED
-        block_id = self._block_ids[at // self.slots]
+        block_id = self._block_ids[at // self.parts]
         self._in_flight[block_id] = self._in_flight.get(block_id, 0) + 1
         return block_id
 
     def landed(self, index: int) -> int | None:
         """The block whose last accepted piece this was, if it was."""
-        at = index - self.expect.first_block * self.slots
+        at = index - self.expect.first_block * self.parts
         self._states[at] = _PieceState.LANDED
         self._missing -= 1
-        block_id = self._block_ids[at // self.slots]
+        block_id = self._block_ids[at // self.parts]
         self._in_flight[block_id] -= 1
         if self._in_flight[block_id]:
             return None
@@ -92,7 +92,7 @@ class FetchPort:
 
     def __init__(self, link: int, rank: int, ranks: int, kv_heads: int, region: KvRegion, transport: Transport) -> None:
         """Raises TransferError if the transport cannot open a link."""
-        self._port = RankLink(link, transport, region.memory)
+        self._link = RankLink(link, transport, region.memory)
         self._rank, self._ranks, self._kv_heads = rank, ranks, kv_heads
         self._region = region
         self._head_bytes = region.block_bytes // len(heads_of(rank, ranks, kv_heads))
@@ -102,22 +102,22 @@ class FetchPort:
 
     @property
     def reports(self) -> list[RankReport]:
-        return self._port.reports
+        return self._link.reports
 
     def handle(self, command: LinkCommand) -> None:
-        self._port.handle(command, self._obey, self.close)
+        self._link.handle(command, self._execute, self.close)
 
-    def _obey(self, command: LinkCommand) -> bool:
+    def _execute(self, command: LinkCommand) -> bool:
         match command:
             case ConnectLink(addresses=addresses):
                 self._connect(addresses)
             case Expect(tag=tag):
                 self._landings[tag] = _Landing(command, len(self._pieces))
-                self.reports.append(Expecting(self._port.number, tag))
+                self.reports.append(Expecting(self._link.number, tag))
             case ExpectMore(tag=tag, block_ids=block_ids):
                 if tag in self._landings:
                     self._landings[tag].grow(block_ids)
-                self.reports.append(Expecting(self._port.number, tag))
+                self.reports.append(Expecting(self._link.number, tag))
             case Forget(tag=tag):
                 self._forget(tag)
             case _:
@@ -127,7 +127,7 @@ class FetchPort:
     def _connect(self, addresses: tuple[bytes, ...]) -> None:
         mine = [piece for piece in head_map(self._kv_heads, len(addresses), self._ranks) if piece.target == self._rank]
         self._pieces = tuple(mine)
-        self._port.link.connect([addresses[source] for source in sorted({piece.source for piece in mine})])
+        self._link.transport_link.connect([addresses[source] for source in sorted({piece.source for piece in mine})])
 
     def _forget(self, tag: int) -> None:
         landing = self._landings.get(tag)
@@ -136,14 +136,14 @@ class FetchPort:
             landing.forgotten = True
             if not in_flight:
                 del self._landings[tag]
-        self.reports.append(Forgotten(self._port.number, tag, in_flight))
+        self.reports.append(Forgotten(self._link.number, tag, in_flight))
 
     def turn(self) -> bool:
         """Let data move. True if any did."""
-        return self._port.turn(self._round)
+        return self._link.turn(self._poll_link)
 
-    def _round(self) -> bool:
-        link = self._port.link
+    def _poll_link(self) -> bool:
+        link = self._link.transport_link
         moved = link.progress()
         landed = link.landed()
         for tag, pieces in itertools.groupby(landed, lambda piece: tag_of(piece.label)):
@@ -158,7 +158,7 @@ class FetchPort:
         dropped = places.count(DISCARD)
         self._in_flight += len(places) - dropped
         if dropped:
-            self.reports.append(Dropped(self._port.number, dropped))
+            self.reports.append(Dropped(self._link.number, dropped))
         return places
 
     def _place(self, arrival: ArrivedMessage) -> int:
@@ -168,7 +168,7 @@ class FetchPort:
         if landing is None:
             return DISCARD
         index = index_of(arrival.label)
-        piece = self._pieces[index % landing.slots]
+        piece = self._pieces[index % landing.parts]
         if arrival.length != piece.heads * self._head_bytes:
             return DISCARD
         block_id = landing.accept(index)
@@ -176,7 +176,7 @@ class FetchPort:
 
     def _landed(self, landing: _Landing, pieces: tuple[MovedMessage, ...]) -> None:
         self._in_flight -= len(pieces)
-        expect, number = landing.expect, self._port.number
+        expect, number = landing.expect, self._link.number
         indexes = tuple(index_of(piece.label) for piece in pieces)
         released = [block_id for index in indexes if (block_id := landing.landed(index)) is not None]
         if landing.forgotten:
@@ -200,13 +200,13 @@ class FetchPort:
         return bool(self._in_flight)
 
     def arm(self) -> bool:
-        return self._port.arm()
+        return self._link.arm()
 
     def fileno(self) -> int:
-        return self._port.link.fileno()
+        return self._link.transport_link.fileno()
 
     def close(self) -> None:
         """Idempotent. Nothing is written afterwards."""
-        self._port.close()
+        self._link.close()
         self._in_flight = 0
         self._landings.clear()

@@ -103,9 +103,9 @@ class FetchSession:
         self._ranks = ranks
         self._waiting_for = set(range(ranks))
         self._pieces = {(piece.source, piece.target): piece for piece in pieces}
-        slots = [max(piece.slots for piece in pieces if piece.target == rank) for rank in range(ranks)]
+        parts = [max(piece.parts for piece in pieces if piece.target == rank) for rank in range(ranks)]
         order = self.order
-        self._landings = Aggregator(order.first_block, order.num_blocks, slots, checked=self._checked)
+        self._landings = Aggregator(order.first_block, order.num_blocks, parts, checked=self._checked)
         paced = bool(order.paced_blocks)
         return [Expect(self._link, self.tag, order.first_block, order.block_ids, self._checked, paced)]
 
@@ -182,7 +182,7 @@ class FetchSession:
         for block, digest in enumerate(message.digests, message.first_block):
             verdict = PieceCheck.CORRUPT
             if piece is not None:
-                verdict = self._landings.announced(message.target, block * piece.slots + piece.slot, digest)
+                verdict = self._landings.announced(message.target, block * piece.parts + piece.part, digest)
             if verdict is PieceCheck.CORRUPT:
                 return self._fail(FailureKind.CORRUPT, f"block {block} is not what was sent", tell=True)
         return self._finish_if_complete(now)
@@ -304,18 +304,18 @@ class PieceCheck(enum.Enum):
 
 
 class Aggregator:
-    """The pieces of blocks ``first_block`` to ``first_block + blocks - 1``, where ``slots[rank]`` make one block."""
+    """The pieces of blocks ``first_block`` to ``first_block + blocks - 1``, where ``parts[rank]`` make one block."""
 
-    def __init__(self, first_block: int, blocks: int, slots: Sequence[int], *, checked: bool) -> None:
+    def __init__(self, first_block: int, blocks: int, parts: Sequence[int], *, checked: bool) -> None:
         """With ``checked``, pieces need an announced digest."""
         self._first_block = first_block
-        self._slots = tuple(slots)
-        self._missing = [sum(self._slots)] * blocks
+        self._parts = tuple(parts)
+        self._missing = [sum(self._parts)] * blocks
         self._left = self._pieces = sum(self._missing)
         self._checked = checked
         # By rank and place; None where nothing is known yet.
-        self._announced: list[list[int | None]] = [[None] * (slots_here * blocks) for slots_here in self._slots]
-        self._found: list[list[int | None]] = [[None] * (slots_here * blocks) for slots_here in self._slots]
+        self._announced: list[list[int | None]] = [[None] * (parts_here * blocks) for parts_here in self._parts]
+        self._found: list[list[int | None]] = [[None] * (parts_here * blocks) for parts_here in self._parts]
 
     @property
     def complete(self) -> bool:
@@ -350,8 +350,8 @@ class Aggregator:
     ) -> PieceCheck:
         if not 0 <= rank < len(known):
             return PieceCheck.IGNORED
-        slots = self._slots[rank]
-        at = index - self._first_block * slots
+        parts = self._parts[rank]
+        at = index - self._first_block * parts
         if not 0 <= at < len(known[rank]):
             return PieceCheck.IGNORED
         before = known[rank][at]
@@ -366,6 +366,6 @@ class Aggregator:
                 return PieceCheck.CORRUPT
         elif known is self._announced:
             return PieceCheck.FINE
-        self._missing[at // slots] -= 1
+        self._missing[at // parts] -= 1
         self._left -= 1
         return PieceCheck.FINE

@@ -24,10 +24,10 @@ log = logging.getLogger(__name__)
 
 
 class FetchSide:
-    def __init__(self, local: LocalEngine) -> None:
-        self._local = local
+    def __init__(self, engine: LocalEngine) -> None:
+        self._engine = engine
         self._opener: FrameOpener[ToDecode] = FrameOpener(
-            local.secret, cast("type[ToDecode]", ToDecode), local.counters, local.boot_id
+            engine.secret, cast("type[ToDecode]", ToDecode), engine.stats, engine.boot_id
         )
         self._peers: dict[bytes, FetchPeer] = {}
         self._closing: list[FetchPeer] = []
@@ -37,19 +37,19 @@ class FetchSide:
     def handle(self, command: Command, now: float) -> None:
         match command:
             case StartFetch(order):
-                self._fetch(order, now)
+                self._start_fetch(order, now)
             case AcceptBlocks(transfer_id, block_ids):
                 self._accept(transfer_id, block_ids, now)
             case CancelFetch(transfer_id):
                 for peer in list(self._peers.values()):
                     if peer.has(transfer_id):
-                        self._attempt(peer, partial(peer.cancel, transfer_id, now), now)
+                        self._try(peer, partial(peer.cancel, transfer_id, now), now)
             case _:
                 raise TypeError(f"a decode engine has no {type(command).__name__}")
 
-    def _fetch(self, order: FetchOrder, now: float) -> None:
+    def _start_fetch(self, order: FetchOrder, now: float) -> None:
         try:
-            peer = self._peers.get(order.target.boot_id) or self._meet(order.target, now)
+            peer = self._peers.get(order.target.boot_id) or self._peer_for(order.target, now)
             if self._silent.get(peer.target.control) == peer.target.boot_id and not peer.welcomed:
                 raise PeerLost("it fell silent, and has not answered since")
         except TransferError as exc:
@@ -61,22 +61,22 @@ class FetchSide:
             log.exception("prefill node %s cannot be met", order.target.name)
             self._cannot_fetch(order, f"{type(exc).__name__}: {exc}")
             return
-        checked = self._local.config.checksums is Switch.ON
-        tag, size = self._new_tag(peer), self._local.block_bytes
+        checked = self._engine.config.checksums is Switch.ON
+        tag, size = self._new_tag(peer), self._engine.block_bytes
         session = FetchSession(order, tag, peer.link.number, size, now, checked=checked)
-        self._attempt(peer, partial(peer.fetch, session, now), now)
+        self._try(peer, partial(peer.fetch, session, now), now)
 
     def _cannot_fetch(self, order: FetchOrder, reason: str) -> None:
-        self._local.counters.failures[FailureKind.PEER_LOST] += 1
-        self._local.event_queue.put(FetchFailed(order.transfer_id, reason, 0, (), FailureKind.PEER_LOST))
+        self._engine.stats.failures[FailureKind.PEER_LOST] += 1
+        self._engine.event_queue.put(FetchFailed(order.transfer_id, reason, 0, (), FailureKind.PEER_LOST))
 
-    def _attempt(self, peer: FetchPeer, act: Callable[[], bool | None], now: float) -> bool:
-        """``act``, which concerns this peer alone: whatever it raises, this peer is lost, and no other.
+    def _try(self, peer: FetchPeer, action: Callable[[], bool | None], now: float) -> bool:
+        """``action``, which concerns this peer alone: whatever it raises, this peer is lost, and no other.
 
         True if it says so or raised. RankLost is not the peer's: without its own ranks this engine cannot go on.
         """
         try:
-            return bool(act())
+            return bool(action())
         except RankLost:
             raise
         except HandshakeRefused as exc:
@@ -91,16 +91,16 @@ class FetchSide:
     def _accept(self, transfer_id: TransferId, block_ids: tuple[int, ...], now: float) -> None:
         for peer in list(self._peers.values()):
             if peer.has(transfer_id):
-                self._attempt(peer, partial(peer.accept, transfer_id, block_ids, now), now)
+                self._try(peer, partial(peer.accept, transfer_id, block_ids, now), now)
 
-    def _meet(self, target: PrefillTarget, now: float) -> FetchPeer:
+    def _peer_for(self, target: PrefillTarget, now: float) -> FetchPeer:
         for known in list(self._peers.values()):
             if known.target.control == target.control:
                 if known.serving:
                     # Its connection stands, so it is the order that names a boot of the past.
                     raise PeerLost("the order names a boot that this address no longer (or not yet) has")
                 self._lose(known, FailureKind.PEER_LOST, "the prefill node has restarted", now)
-        peer = FetchPeer(self._local, target, self._opener, now)
+        peer = FetchPeer(self._engine, target, self._opener, now)
         self._peers[target.boot_id] = peer
         return peer
 
@@ -111,26 +111,26 @@ class FetchSide:
                 return tag
 
     def turn(self, now: float) -> bool:
-        more = self._local.ranks.receive()
+        more = self._engine.ranks.receive()
         self._closing = [peer for peer in self._closing if not peer.closed(now)]
         for peer in list(self._peers.values()):
-            more |= self._attempt(peer, partial(peer.turn, now), now)
+            more |= self._try(peer, partial(peer.turn, now), now)
         return more
 
     def tick(self, now: float) -> None:
         for peer in list(self._peers.values()):
             if peer.lease.expired(now):
-                self._local.counters.leases_expired += 1
+                self._engine.stats.leases_expired += 1
                 self._lose(peer, FailureKind.LEASE_EXPIRED, "the prefill engine fell silent", now)
-                self._doubt(peer.target, now)
+                self._greet_again(peer.target, now)
             else:
-                self._attempt(peer, partial(peer.tick, now), now)
+                self._try(peer, partial(peer.tick, now), now)
 
-    def _doubt(self, target: PrefillTarget, now: float) -> None:
+    def _greet_again(self, target: PrefillTarget, now: float) -> None:
         """Greet it anew. Until it answers, orders for it fail at once instead of waiting for another lease."""
         self._silent[target.control] = target.boot_id
         try:
-            self._meet(target, now)
+            self._peer_for(target, now)
         except RankLost:
             raise
         except TransferError as exc:
@@ -145,9 +145,9 @@ class FetchSide:
         if not peer.closed(now):
             self._closing.append(peer)
 
-    def forgive(self, now: float) -> None:
+    def renew_leases(self, now: float) -> None:
         for peer in self._peers.values():
-            peer.forgive(now)
+            peer.renew_leases(now)
 
     def next_timer(self) -> float | None:
         return earliest(peer.next_timer() for peer in self._peers.values())
@@ -160,12 +160,12 @@ class FetchSide:
 
     def pollables(self) -> list[Pollable]:
         peers = [pollable for peer in self._peers.values() for pollable in peer.pollables()]
-        return [*self._local.ranks.sockets, *peers]
+        return [*self._engine.ranks.sockets, *peers]
 
     def close(self, linger_s: float) -> None:
         peers = list(self._peers.values())
         self._peers.clear()
         with ExitStack() as stack:
-            stack.callback(self._local.ranks.close, linger_s)
+            stack.callback(self._engine.ranks.close, linger_s)
             for peer in peers:
-                stack.callback(peer.leave, "the decode engine is closing", linger_s)
+                stack.callback(peer.abandon, "the decode engine is closing", linger_s)

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from pdserve.errors import PeerLost
 from pdserve_kvtransfer.pieces import label_of, tag_of
-from pdserve_kvtransfer.polling import Nap
+from pdserve_kvtransfer.polling import BusyPoll
 from pdserve_kvtransfer.transport import Link
 
 PING_TAG = 1
@@ -77,7 +77,7 @@ class ProbeAsker:
 
     def _until(self, condition: Callable[[], bool]) -> bool:
         """Let data move as a transfer thread does, until ``condition``. False if time ran out."""
-        nap = Nap()
+        busy_poll = BusyPoll()
         while not condition():
             now = time.monotonic()
             if now >= self._deadline:
@@ -86,7 +86,7 @@ class ProbeAsker:
             self._link.sent()  # nobody asks, but what is over and not read keeps the link from being armed
             if self._link.broken():
                 raise PeerLost("the connection of the probe broke")
-            if not nap.taken(moved, True, now) and self._link.arm():
+            if not busy_poll.again(moved, True, now) and self._link.arm():
                 self._poll.poll(_MAX_WAIT_MS)
         return True
 

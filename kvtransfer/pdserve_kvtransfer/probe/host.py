@@ -63,7 +63,7 @@ class _Probing:
         self._unarmed: Exception | None = None
         # The load, which is the same bytes again and again, and room for what the asker sends.
         memory = memoryview(bytearray(asked.message_bytes + _ASKER_MESSAGES * MAX_ASKER_BYTES))
-        self._free = [asked.message_bytes + slot * MAX_ASKER_BYTES for slot in range(_ASKER_MESSAGES)]
+        self._free = [asked.message_bytes + index * MAX_ASKER_BYTES for index in range(_ASKER_MESSAGES)]
         self.link = transport.open_link(memory)
         try:
             self.link.connect([asked.address])
@@ -126,8 +126,8 @@ class _Probing:
 class ProbeHost:
     """Driven by the prefill side, like a peer."""
 
-    def __init__(self, local: LocalEngine, server: ControlServer) -> None:
-        self._local = local
+    def __init__(self, engine: LocalEngine, server: ControlServer) -> None:
+        self._engine = engine
         self._server = server
         self._version = importlib.metadata.version("pdserve")
         self._probing: _Probing | None = None
@@ -139,7 +139,7 @@ class ProbeHost:
         """``protocol`` is the newest that the asker is known to speak."""
         match message:
             case Examine(boot_id, newest, oldest):
-                common = self._local.spec.spoken.common(Spoken(newest, oldest))
+                common = self._engine.spec.spoken.common(Spoken(newest, oldest))
                 # Without a common version it is told what is spoken here, as the oldest version would.
                 self._send(received.route, boot_id, common or newest, self._examined())
             case Probe():
@@ -151,10 +151,10 @@ class ProbeHost:
     def _examined(self) -> Examined:
         identity = machine_identity()
         return Examined(
-            boot_id=self._local.boot_id,
+            boot_id=self._engine.boot_id,
             version=self._version,
-            spec=self._local.spec,
-            block_bytes=self._local.region.block_bytes,
+            spec=self._engine.spec,
+            block_bytes=self._engine.region.block_bytes,
             clock_ms=int(time.time() * 1000),
             machine=identity.machine,
             ipc_namespace=identity.ipc_namespace,
@@ -171,14 +171,14 @@ class ProbeHost:
             refuse("another probe is under way")
             return
         try:
-            self._probing = _Probing(self._local.transport, asked, received, protocol, now)
+            self._probing = _Probing(self._engine.transport, asked, received, protocol, now)
         except Exception as exc:
             if not isinstance(exc, TransferError):
                 log.exception("a probe cannot begin")
             refuse(str(exc))
             return
         log.info("a probe of %d messages of %d bytes", asked.messages, asked.message_bytes)
-        opened = ProbeOpened(self._local.boot_id, self._probing.link.address)
+        opened = ProbeOpened(self._engine.boot_id, self._probing.link.address)
         self._send(received.route, asked.boot_id, protocol, opened)
 
     def turn(self, now: float) -> bool:
@@ -227,7 +227,7 @@ class ProbeHost:
             self._free_at = now + PAUSE_S
 
     def _refuse(self, route: bytes, asker: bytes, protocol: int, reason: str) -> None:
-        self._send(route, asker, protocol, ProbeRefused(self._local.boot_id, reason[:MAX_REASON_CHARS]))
+        self._send(route, asker, protocol, ProbeRefused(self._engine.boot_id, reason[:MAX_REASON_CHARS]))
 
     def _send(self, route: bytes, asker: bytes, protocol: int, message: ToDecode) -> None:
-        self._server.send(route, self._local.sealer.seal_to(asker, protocol, message))
+        self._server.send(route, self._engine.sealer.seal_to(asker, protocol, message))

@@ -38,7 +38,7 @@ from pdserve_kvtransfer.sides import FailPush, GiveFirstToken, LocalEngine, Push
 
 log = logging.getLogger(__name__)
 
-_Said = SendBlocks | BlocksReady | FirstToken | Failed
+_Outgoing = SendBlocks | BlocksReady | FirstToken | Failed
 """What a session has to say to ranks and to the other engine, apart from its events."""
 
 
@@ -63,27 +63,27 @@ class PushPeer:
     ``end``, and from then on nothing raises. The constructor raises TransferError if a link cannot be opened.
     """
 
-    def __init__(self, local: LocalEngine, server: ControlServer, hello: Hello, protocol: int) -> None:
+    def __init__(self, engine: LocalEngine, server: ControlServer, hello: Hello, protocol: int) -> None:
         """``protocol`` is what was agreed."""
         self.boot_id = hello.boot_id
         self.protocol = protocol
         self.route = b""
         self.connection = -1
         """The TCP connection of its latest frame."""
-        self.lease = Lease(local.lease_s)
-        self._draining = Lease(local.drain_s)
+        self.lease = Lease(engine.lease_s)
+        self._draining = Lease(engine.drain_s)
         """Held while blocks of ended pushes are still read; what is sent renews it."""
         self._any_sent = False
         """Since the last tick."""
-        self._local = local
+        self._engine = engine
         self._server = server
         self._hello_addresses = tuple(hello.rank_addresses)
         self._addresses: dict[int, bytes] = {}
-        self._pieces = len(head_map(local.spec.kv_heads, local.spec.tp_size, hello.spec.tp_size))
+        self._pieces = len(head_map(engine.spec.kv_heads, engine.spec.tp_size, hello.spec.tp_size))
         self._sessions: dict[TransferId, PushSession] = {}
         self._tags: dict[int, PushSession] = {}
         self._lost = False
-        self.link = NodeLink(local.ranks, PushPort, local.spec.kv_heads, local.region, local.transport)
+        self.link = NodeLink(engine.ranks, PushPort, engine.spec.kv_heads, engine.region, engine.transport)
 
     @property
     def idle(self) -> bool:
@@ -93,7 +93,7 @@ class PushPeer:
         """Whether a push of it has not ended."""
         return transfer_id in self._sessions
 
-    def heard(self, route: bytes, connection: int, now: float) -> None:
+    def on_frame(self, route: bytes, connection: int, now: float) -> None:
         """An authentic frame of it has arrived."""
         self.route = route
         self.connection = connection
@@ -115,10 +115,10 @@ class PushPeer:
                 if (session := self._sessions.get(transfer_id)) is not None:
                     self._apply(session, session.on_cancel())
             case Ping():
-                self._send(Pong(self._local.boot_id, self._local.load()))
+                self._send(Pong(self._engine.boot_id, self._engine.load()))
         self._read_ranks()
 
-    def unreadable(self, message: UnreadableMessage) -> None:
+    def on_unreadable(self, message: UnreadableMessage) -> None:
         """A request that asks for what this version does not know fails at once, with the reason."""
         try:
             request = _any_request.decode(message.body)
@@ -131,18 +131,18 @@ class PushPeer:
         if request.transfer_id in self._sessions or request.tag in self._tags:
             log.warning("transfer %s was asked for twice", request.transfer_id)
             return
-        local = self._local
-        if request.digests and not local.region.readable:
+        engine = self._engine
+        if request.digests and not engine.region.readable:
             self._send(Failed(request.transfer_id, "KV blocks of a GPU's memory have no checksums: --kv-checksums off"))
             return
         session = PushSession(
             request,
             self.link.number,
-            local.spec.block_size,
+            engine.spec.block_size,
             self._pieces,
             now,
-            local.heartbeat_s,
-            reports_sent=local.reports_sent,
+            engine.heartbeat_s,
+            reports_sent=engine.reports_sent,
         )
         self._sessions[request.transfer_id] = session
         self._tags[request.tag] = session
@@ -160,7 +160,7 @@ class PushPeer:
             case GiveFirstToken(_, tokens, cached_tokens, load):
                 self._apply(session, session.first_token(tokens, cached_tokens, load))
             case FailPush(_, reason, cause):
-                load = self._local.load() if cause is FailureCause.LOAD else UNKNOWN_LOAD
+                load = self._engine.load() if cause is FailureCause.LOAD else UNKNOWN_LOAD
                 self._apply(session, session.refuse(reason, cause, load))
         self._read_ranks()
 
@@ -190,7 +190,7 @@ class PushPeer:
                 raise PeerLost(reason)
             case PiecesSent(tag=tag, count=count, size=size):
                 self._any_sent = True
-                self._local.counters.bytes_sent += size
+                self._engine.stats.bytes_sent += size
                 if (session := self._tags.get(tag)) is not None:
                     self._apply(session, session.sent(count))
             case PiecesAnnounced(tag=tag, target=target, first_block=first, digests=digests) if tag in self._tags:
@@ -201,13 +201,15 @@ class PushPeer:
     def _welcome(self) -> None:
         self.link.command(ConnectLink(self.link.number, self._hello_addresses))
         addresses = [self._addresses[rank] for rank in range(self.link.ranks)]
-        local = self._local
-        welcome = Welcome(local.boot_id, local.spec, addresses, local.max_prompt_tokens, lease_ms=local.config.lease_ms)
+        engine = self._engine
+        welcome = Welcome(
+            engine.boot_id, engine.spec, addresses, engine.max_prompt_tokens, lease_ms=engine.config.lease_ms
+        )
         self._send(welcome)
 
     # ------------------------------------------------------------ time
 
-    def forgive(self, now: float) -> None:
+    def renew_leases(self, now: float) -> None:
         """This process itself did not listen for a while."""
         self.lease.renew(now)
         self._draining.renew(now)
@@ -254,32 +256,32 @@ class PushPeer:
     def _apply(self, session: PushSession, effects: list[PushEffect]) -> None:
         # This engine is told first: whatever becomes of the peer, it hears of every end.
         for effect in effects:
-            if not isinstance(effect, _Said):
+            if not isinstance(effect, _Outgoing):
                 if isinstance(effect, PushEnded):
                     self._count(effect.outcome, session.cause)
-                self._local.event_queue.put(effect)
-        self._let_go(session)
+                self._engine.event_queue.put(effect)
+        self._drop_if_ended(session)
         for effect in effects:
             if isinstance(effect, SendBlocks):
                 self.link.command(effect)
-            elif isinstance(effect, _Said):
+            elif isinstance(effect, _Outgoing):
                 self._send(effect)
 
-    def _let_go(self, session: PushSession) -> None:
+    def _drop_if_ended(self, session: PushSession) -> None:
         if session.state is PushState.ENDED and self._sessions.pop(session.transfer_id, None) is not None:
             self._tags.pop(session.tag, None)
             if not self._sessions:
-                self.lease.let_go()
+                self.lease.release()
 
     def _count(self, outcome: PushOutcome, cause: FailureCause) -> None:
-        counters = self._local.counters
+        stats = self._engine.stats
         if outcome is PushOutcome.DONE:
-            counters.transfers_sent += 1
+            stats.transfers_sent += 1
         elif outcome is PushOutcome.FAILED:
-            counters.failures[KIND_OF_CAUSE[cause]] += 1
+            stats.failures[KIND_OF_CAUSE[cause]] += 1
         elif outcome in _FAILURE_OF:
-            counters.failures[_FAILURE_OF[outcome]] += 1
+            stats.failures[_FAILURE_OF[outcome]] += 1
 
     def _send(self, message: ToDecode) -> None:
-        if not self._server.send(self.route, self._local.sealer.seal_to(self.boot_id, self.protocol, message)):
+        if not self._server.send(self.route, self._engine.sealer.seal_to(self.boot_id, self.protocol, message)):
             log.warning("decode engine %s is not reading its control channel", self.boot_id.hex()[:8])

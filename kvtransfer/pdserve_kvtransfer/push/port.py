@@ -47,23 +47,23 @@ class PushPort:
 
     def __init__(self, link: int, rank: int, ranks: int, kv_heads: int, region: KvRegion, transport: Transport) -> None:
         """Raises TransferError if the transport cannot open a link."""
-        self._port = RankLink(link, transport, region.memory)
+        self._link = RankLink(link, transport, region.memory)
         self._rank, self._ranks, self._kv_heads = rank, ranks, kv_heads
         self._region = region
         self._head_bytes = region.block_bytes // len(heads_of(rank, ranks, kv_heads))
         self._blocks_a_turn = min(_BLOCKS_A_TURN, max(1, _BYTES_A_TURN // region.block_bytes))
         self._pieces: list[Piece] = []
-        self._orders: dict[int, deque[_PostProgress]] = {}
+        self._unposted: dict[int, deque[_PostProgress]] = {}
         self._in_flight = 0
 
     @property
     def reports(self) -> list[RankReport]:
-        return self._port.reports
+        return self._link.reports
 
     def handle(self, command: LinkCommand) -> None:
-        self._port.handle(command, self._obey, self.close)
+        self._link.handle(command, self._execute, self.close)
 
-    def _obey(self, command: LinkCommand) -> bool:
+    def _execute(self, command: LinkCommand) -> bool:
         match command:
             case ConnectLink(addresses=addresses):
                 self._connect(addresses)
@@ -76,57 +76,57 @@ class PushPort:
     def _connect(self, addresses: tuple[bytes, ...]) -> None:
         pieces = head_map(self._kv_heads, self._ranks, len(addresses))
         self._pieces = [piece for piece in pieces if piece.source == self._rank]
-        self._port.link.connect([addresses[piece.target] for piece in self._pieces])
+        self._link.transport_link.connect([addresses[piece.target] for piece in self._pieces])
 
     def _send(self, command: SendBlocks) -> None:
-        if not self._port.broken and command.block_ids:
-            self._orders.setdefault(command.tag, deque()).append(_PostProgress(command, len(self._pieces)))
+        if not self._link.broken and command.block_ids:
+            self._unposted.setdefault(command.tag, deque()).append(_PostProgress(command, len(self._pieces)))
 
     def _post(self) -> bool:
         """The next few blocks of the transfer whose turn it is, if there is room. True if there were any."""
-        if not self._orders or self._in_flight >= IN_FLIGHT:
+        if not self._unposted or self._in_flight >= IN_FLIGHT:
             return False
-        tag = next(iter(self._orders))
+        tag = next(iter(self._unposted))
         # It is the last one's turn next, if it has more.
-        orders = self._orders.pop(tag)
-        order = orders[0]
-        end = min(order.posted + self._blocks_a_turn, len(order.command.block_ids))
+        queue = self._unposted.pop(tag)
+        progress = queue[0]
+        end = min(progress.posted + self._blocks_a_turn, len(progress.command.block_ids))
         for to, piece in enumerate(self._pieces):
-            self._post_pieces(order, end, piece, to)
-        order.posted = end
-        if order.complete:
-            orders.popleft()
-            self._announce(order)
-        if orders:
-            self._orders[tag] = orders
+            self._post_pieces(progress, end, piece, to)
+        progress.posted = end
+        if progress.complete:
+            queue.popleft()
+            self._announce(progress)
+        if queue:
+            self._unposted[tag] = queue
         return True
 
-    def _post_pieces(self, order: _PostProgress, end: int, piece: Piece, to: int) -> None:
-        command, region = order.command, self._region
+    def _post_pieces(self, progress: _PostProgress, end: int, piece: Piece, to: int) -> None:
+        command, region = progress.command, self._region
         first, length = piece.source_head * self._head_bytes, piece.heads * self._head_bytes
-        places = [region.place(block_id, first) for block_id in command.block_ids[order.posted : end]]
-        blocks = range(command.first_block + order.posted, command.first_block + end)
-        labels = [label_of(command.tag, block * piece.slots + piece.slot) for block in blocks]
-        self._port.link.send(places, length, labels, to)
+        places = [region.place(block_id, first) for block_id in command.block_ids[progress.posted : end]]
+        blocks = range(command.first_block + progress.posted, command.first_block + end)
+        labels = [label_of(command.tag, block * piece.parts + piece.part) for block in blocks]
+        self._link.transport_link.send(places, length, labels, to)
         self._in_flight += len(places)
         if command.digests:
             pieces = zip(places, labels, strict=True)
-            order.digests[to] += [digest(region.bytes_at(place, length), label) for place, label in pieces]
+            progress.digests[to] += [digest(region.bytes_at(place, length), label) for place, label in pieces]
 
-    def _announce(self, order: _PostProgress) -> None:
-        command = order.command
-        for piece, digests in zip(self._pieces, order.digests, strict=True):
+    def _announce(self, progress: _PostProgress) -> None:
+        command = progress.command
+        for piece, digests in zip(self._pieces, progress.digests, strict=True):
             if digests:
                 self.reports.append(
-                    PiecesAnnounced(self._port.number, command.tag, piece.target, command.first_block, tuple(digests))
+                    PiecesAnnounced(self._link.number, command.tag, piece.target, command.first_block, tuple(digests))
                 )
 
     def turn(self) -> bool:
         """Let data move. True if any did."""
-        return self._port.turn(self._round)
+        return self._link.turn(self._poll_link)
 
-    def _round(self) -> bool:
-        link = self._port.link
+    def _poll_link(self) -> bool:
+        link = self._link.transport_link
         moved = link.progress()
         self._complete(link.sent())
         arrivals = link.arrivals()
@@ -139,20 +139,20 @@ class PushPort:
         for tag, messages in itertools.groupby(sent, lambda message: tag_of(message.label)):
             sizes = [message.length for message in messages]
             self._in_flight -= len(sizes)
-            self.reports.append(PiecesSent(self._port.number, tag, len(sizes), sum(sizes)))
+            self.reports.append(PiecesSent(self._link.number, tag, len(sizes), sum(sizes)))
 
     def moving(self) -> bool:
-        return bool(self._in_flight) or bool(self._orders)
+        return bool(self._in_flight) or bool(self._unposted)
 
     def arm(self) -> bool:
-        waits_for_room = not self._orders or self._in_flight >= IN_FLIGHT
-        return waits_for_room and self._port.arm()
+        waits_for_room = not self._unposted or self._in_flight >= IN_FLIGHT
+        return waits_for_room and self._link.arm()
 
     def fileno(self) -> int:
-        return self._port.link.fileno()
+        return self._link.transport_link.fileno()
 
     def close(self) -> None:
         """Idempotent. Nothing is read afterwards."""
-        self._port.close()
-        self._orders.clear()
+        self._link.close()
+        self._unposted.clear()
         self._in_flight = 0

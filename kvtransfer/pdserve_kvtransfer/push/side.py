@@ -48,17 +48,17 @@ log = logging.getLogger(__name__)
 class PushSide:
     """Raises TransferError if the control channel cannot be bound."""
 
-    def __init__(self, local: LocalEngine) -> None:
-        config = local.config
-        self._local = local
+    def __init__(self, engine: LocalEngine) -> None:
+        config = engine.config
+        self._engine = engine
         self._opener: FrameOpener[ToPrefill] = FrameOpener(
-            local.secret, cast("type[ToPrefill]", ToPrefill), local.counters, local.boot_id
+            engine.secret, cast("type[ToPrefill]", ToPrefill), engine.stats, engine.boot_id
         )
-        self._server = ControlServer(local.zmq_context, config.host, config.port, config.advertise)
-        self._probes = ProbeHost(local, self._server)
+        self._server = ControlServer(engine.zmq_context, config.host, config.port, config.advertise)
+        self._probes = ProbeHost(engine, self._server)
         self._peers: dict[bytes, PushPeer] = {}
         self._closing: list[PushPeer] = []
-        self._deaf_since: float | None = None
+        self._blocked_since: float | None = None
         """When the last look at the control channel ended in the middle of a message that is dropped."""
         self._closed = False
 
@@ -73,17 +73,17 @@ class PushSide:
                 if peer is None:
                     log.debug("late %s for transfer %s", type(command).__name__, transfer_id)
                     return
-                self._attempt(peer, partial(peer.on_command, command))
+                self._try(peer, partial(peer.on_command, command))
             case _:
                 raise TypeError(f"a prefill engine has no {type(command).__name__}")
 
-    def _attempt(self, peer: PushPeer, act: Callable[[], bool | None]) -> bool:
-        """``act``, which concerns this peer alone: whatever it raises, this peer is lost, and no other.
+    def _try(self, peer: PushPeer, action: Callable[[], bool | None]) -> bool:
+        """``action``, which concerns this peer alone: whatever it raises, this peer is lost, and no other.
 
         True if it says so or raised. RankLost is not the peer's: without its own ranks this engine cannot go on.
         """
         try:
-            return bool(act())
+            return bool(action())
         except RankLost:
             raise
         except TransferError as exc:
@@ -94,26 +94,26 @@ class PushSide:
         return True
 
     def turn(self, now: float) -> bool:
-        reported = self._local.ranks.receive()
+        reported = self._engine.ranks.receive()
         self._closing = [peer for peer in self._closing if not peer.closed()]
-        if self._deaf_since is not None:
+        if self._blocked_since is not None:
             for peer in self._peers.values():
-                peer.lease.extend(now - self._deaf_since)
-        look = self._server.look()
-        self._deaf_since = now if look.deaf else None
-        more = look.more or reported
-        for connection in look.ended:
+                peer.lease.extend(now - self._blocked_since)
+        batch = self._server.receive()
+        self._blocked_since = now if batch.blocked else None
+        more = batch.more or reported
+        for connection in batch.ended:
             self._on_disconnect(connection, now)
-        for received in look.frames:
-            self._take(received, now)
-        for connection in look.gone:
+        for received in batch.frames:
+            self._on_frame(received, now)
+        for connection in batch.gone:
             self._on_disconnect(connection, now)
         for peer in list(self._peers.values()):
-            more |= self._attempt(peer, peer.turn)
+            more |= self._try(peer, peer.turn)
         more |= self._probes.turn(now)
         return more
 
-    def _take(self, received: RoutedMessage, now: float) -> None:
+    def _on_frame(self, received: RoutedMessage, now: float) -> None:
         opened = self._opener.open(received.frame, now)
         match opened:
             case Opened():
@@ -123,7 +123,7 @@ class PushSide:
                 # Of an engine that means another one here, as after a restart of this one.
                 self._refuse(received.route, opened.sender, NAMED_RECEIVERS, "boot_id", "another", "assumed")
             case UnreadableMessage() if (peer := self._peers.get(opened.sender)) is not None:
-                peer.unreadable(opened)
+                peer.on_unreadable(opened)
 
     def _on_message(self, opened: Opened[ToPrefill], received: RoutedMessage, now: float) -> None:
         message = opened.message
@@ -136,13 +136,13 @@ class PushSide:
             return
         match message:
             case Hello():
-                self._greet(message, opened, received, now)
+                self._on_hello(message, opened, received, now)
             case PrefillRequest() | Accept() | Done() | Cancel() | Ping():
-                self._on_known(boot_id, message, opened, received, now)
+                self._on_peer_message(boot_id, message, opened, received, now)
             case Examine() | Probe() | ProbeEnd():
                 self._probes.on_message(message, received, opened.protocol, now)
 
-    def _on_known(
+    def _on_peer_message(
         self,
         boot_id: bytes,
         message: PrefillRequest | Accept | Done | Cancel | Ping,
@@ -155,37 +155,37 @@ class PushSide:
             if isinstance(message, PrefillRequest | Ping):
                 self._refuse(received.route, boot_id, opened.protocol, "handshake", "none", "assumed")
         elif opened.named is (peer.protocol >= NAMED_RECEIVERS):
-            peer.heard(received.route, received.connection, now)
+            peer.on_frame(received.route, received.connection, now)
             if isinstance(message, PrefillRequest) and any(gone.has(message.transfer_id) for gone in self._closing):
                 # The engine would take the end of the former for that of this one.
                 failed = Failed(message.transfer_id, "a former push of this transfer has not ended")
                 self._send(received.route, boot_id, peer.protocol, failed)
                 return
-            self._attempt(peer, partial(peer.on_message, message, now))
+            self._try(peer, partial(peer.on_message, message, now))
 
-    def _greet(self, hello: Hello, opened: Opened[ToPrefill], received: RoutedMessage, now: float) -> None:
+    def _on_hello(self, hello: Hello, opened: Opened[ToPrefill], received: RoutedMessage, now: float) -> None:
         known = self._peers.get(hello.boot_id)
         if known is not None:
             self._lose(known, PushOutcome.PEER_LOST, "the decode engine has greeted anew")
-        local = self._local
-        local.counters.handshakes += 1
-        refusal = answer(hello, local.boot_id, local.spec)
+        engine = self._engine
+        engine.stats.handshakes += 1
+        refusal = answer(hello, engine.boot_id, engine.spec)
         if refusal is not None:
             log.warning(
                 "decode engine refused: %s is %s here and %s there", refusal.field, refusal.ours, refusal.theirs
             )
             self._send(received.route, hello.boot_id, opened.protocol, refusal)
             return
-        protocol = local.spec.spoken.common(hello.spec.spoken) if opened.named else None
+        protocol = engine.spec.spoken.common(hello.spec.spoken) if opened.named else None
         try:
-            peer = PushPeer(local, self._server, hello, protocol or RELEASED_0_1)
+            peer = PushPeer(engine, self._server, hello, protocol or RELEASED_0_1)
         except RankLost:
             raise
         except Exception as exc:
             log.warning("decode engine refused: %s", exc, exc_info=not isinstance(exc, TransferError))
             self._refuse(received.route, hello.boot_id, opened.protocol, "rank_addresses", str(exc), "unusable")
             return
-        peer.heard(received.route, received.connection, now)
+        peer.on_frame(received.route, received.connection, now)
         self._peers[hello.boot_id] = peer
 
     def _on_disconnect(self, connection: int, now: float) -> None:
@@ -197,15 +197,15 @@ class PushSide:
             if peer.idle:
                 self._lose(peer, PushOutcome.PEER_LOST, "the decode engine closed the connection")
             else:
-                peer.lease.shorten(now + 2 * self._local.heartbeat_s)
+                peer.lease.shorten(now + 2 * self._engine.heartbeat_s)
 
     def tick(self, now: float) -> None:
         for peer in list(self._peers.values()):
             if peer.lease.expired(now):
-                self._local.counters.leases_expired += 1
+                self._engine.stats.leases_expired += 1
                 self._lose(peer, PushOutcome.LEASE_EXPIRED, "the decode engine fell silent")
             else:
-                self._attempt(peer, partial(peer.tick, now))
+                self._try(peer, partial(peer.tick, now))
         self._probes.tick(now)
         self._server.check(now)
 
@@ -218,9 +218,9 @@ class PushSide:
         # So that it greets again before its next request, and not because of it.
         self._refuse(peer.route, peer.boot_id, peer.protocol, "handshake", "none", "assumed")
 
-    def forgive(self, now: float) -> None:
+    def renew_leases(self, now: float) -> None:
         for peer in self._peers.values():
-            peer.forgive(now)
+            peer.renew_leases(now)
 
     def next_timer(self) -> float | None:
         return earliest(
@@ -239,7 +239,7 @@ class PushSide:
 
     def pollables(self) -> list[Pollable]:
         links = [pollable for peer in self._peers.values() for pollable in peer.link.pollables()]
-        return [*self._server.sockets, *self._local.ranks.sockets, *links, *self._probes.pollables()]
+        return [*self._server.sockets, *self._engine.ranks.sockets, *links, *self._probes.pollables()]
 
     def close(self, linger_s: float) -> None:
         if self._closed:
@@ -247,7 +247,7 @@ class PushSide:
         self._closed = True
         with ExitStack() as stack:
             stack.callback(self._server.close, linger_s)
-            stack.callback(self._local.ranks.close, linger_s)
+            stack.callback(self._engine.ranks.close, linger_s)
             stack.callback(self._probes.close)
             stack.callback(self._forget_all)
             for peer in self._peers.values():
@@ -258,8 +258,8 @@ class PushSide:
             peer.forget()
 
     def _refuse(self, route: bytes, boot_id: bytes, protocol: int, field: str, ours: str, theirs: str) -> None:
-        self._send(route, boot_id, protocol, Refused(self._local.boot_id, field, ours, theirs))
+        self._send(route, boot_id, protocol, Refused(self._engine.boot_id, field, ours, theirs))
 
     def _send(self, route: bytes, boot_id: bytes, protocol: int, message: ToDecode) -> None:
-        if not self._server.send(route, self._local.sealer.seal_to(boot_id, protocol, message)):
+        if not self._server.send(route, self._engine.sealer.seal_to(boot_id, protocol, message)):
             log.warning("a decode engine is not reading its control channel")

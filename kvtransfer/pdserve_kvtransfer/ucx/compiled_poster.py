@@ -87,14 +87,14 @@ class PosterLibrary:
             self.receive = _function(quick, "pdserve_poster_receive", [pointer, pointer], ctypes.c_int)
             self.offer = _function(quick, "pdserve_poster_offer", [pointer, number, number], None)
             self.withdraw = _function(quick, "pdserve_poster_withdraw", [pointer], None)
-            self.meet = _function(quick, "pdserve_poster_meet", [pointer, pointer, number], None)
+            self.add_endpoint = _function(quick, "pdserve_poster_add_endpoint", [pointer, pointer, number], None)
             self.attach = _function(
                 quick,
                 "pdserve_poster_attach",
                 [pointer, pointer, number, ctypes.c_int, number, number, number],
                 ctypes.c_int,
             )
-            self.look = _function(quick, "pdserve_poster_look", [pointer], None)
+            self.probe = _function(quick, "pdserve_poster_probe", [pointer], None)
             self.progress = _function(slow, "pdserve_poster_progress", [pointer, ctypes.c_int], ctypes.c_int)
         except (ImportError, OSError, AttributeError) as exc:
             raise BuildError(f"the compiled UCX calls cannot be loaded: {exc}") from exc
@@ -149,8 +149,8 @@ class CompiledPoster:
             self._library.offer(self._handle, self._offer.cell, self._offer.nonce)
         return self._offer
 
-    def meet(self, endpoint: Any, address: LinkAddress, own: int) -> None:
-        self._library.meet(self._handle, endpoint.handle, address.link)
+    def add_endpoint(self, endpoint: Any, address: LinkAddress, own: int) -> None:
+        self._library.add_endpoint(self._handle, endpoint.handle, address.link)
         if isinstance(self._memory, DeviceMemory):
             return
         offer = address.offer
@@ -199,7 +199,7 @@ class CompiledPoster:
         return _taken(self._landed, self._digests)
 
     def arrivals(self) -> Sequence[ArrivedMessage]:
-        self._library.look(self._handle)
+        self._library.probe(self._handle)
         count = self._arrived.count
         return list(map(ArrivedMessage, self._arrived.labels[:count], self._arrived.lengths[:count])) if count else ()
 

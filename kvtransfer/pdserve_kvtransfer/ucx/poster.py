@@ -33,7 +33,7 @@ class Poster(Protocol):
     def offer(self) -> MemoryOffer | None:
         """What other links may read of this memory until ``end``. Asked for once, if at all."""
 
-    def meet(self, endpoint: Any, address: LinkAddress, own: int) -> None:
+    def add_endpoint(self, endpoint: Any, address: LinkAddress, own: int) -> None:
         """Called for each endpoint, in turn, before the first message to it; what it offers may be mapped.
 
         ``address`` is the other side's, ``own`` the ``link`` of this side's.

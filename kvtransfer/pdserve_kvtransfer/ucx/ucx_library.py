@@ -24,7 +24,7 @@ def load_ucxx() -> Any:
 SHARED_MEMORY = frozenset({"posix", "sysv", "xpmem"})
 """Transports between processes that share memory."""
 
-_LIBUCP = "libucp.so.0"
+LIBUCP = "libucp.so.0"
 _FIELD_TRANSPORTS = 1 << 3
 _MAX_LANES = 32
 
@@ -65,7 +65,7 @@ def lanes_of(endpoint: int) -> tuple[Lane, ...]:
         num_entries=_MAX_LANES,
         entry_size=ctypes.sizeof(_Entry),
     )
-    if ctypes.CDLL(_LIBUCP).ucp_ep_query(ctypes.c_void_p(endpoint), ctypes.byref(attributes)) != 0:
+    if ctypes.CDLL(LIBUCP).ucp_ep_query(ctypes.c_void_p(endpoint), ctypes.byref(attributes)) != 0:
         return ()
     found = (entries[index] for index in range(attributes.num_entries))
     return tuple(dict.fromkeys(Lane(entry.transport.decode(), entry.device.decode()) for entry in found))

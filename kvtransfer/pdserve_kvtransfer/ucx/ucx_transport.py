@@ -18,18 +18,19 @@ import msgspec
 
 from pdserve.config import TransferConfig
 from pdserve.errors import TransferError
+from pdserve.wire.discovery import Role
 from pdserve.wire.transfer import LinkAddress
 from pdserve_kvtransfer.control.sockets import loopback_only
 from pdserve_kvtransfer.region import Memory
 from pdserve_kvtransfer.ucx.poster import MakePoster
-from pdserve_kvtransfer.ucx.ucx_library import SHARED_MEMORY, Lane, lanes_of, load_ucxx, parse_resources
+from pdserve_kvtransfer.ucx.ucx_library import LIBUCP, SHARED_MEMORY, Lane, lanes_of, load_ucxx, parse_resources
 from pdserve_kvtransfer.ucx.ucxx_poster import UcxxPoster
 
 log = logging.getLogger(__name__)
 
 LOOPBACK_DEVICE = "lo"
 _CLOSE_WAIT_NS = 100_000_000
-_LIBUCP = "libucp.so.0"
+
 _PAST_THE_END = bytes(65_536)
 
 
@@ -112,7 +113,9 @@ class UcxLink:
         connect = self._ucx.UCXEndpoint.create_from_worker_address
         endpoint = connect(self._worker, remote, endpoint_error_handling=True)
         self._endpoints.append(endpoint)
-        self.poster.meet(endpoint, address if self._shares else LinkAddress(address.worker, address.link), self._own)
+        self.poster.add_endpoint(
+            endpoint, address if self._shares else LinkAddress(address.worker, address.link), self._own
+        )
 
     def send(self, places: Sequence[int], length: int, labels: Sequence[int], to: int = 0) -> None:
         self.poster.send(self._endpoints[to], places, length, labels)
@@ -157,7 +160,7 @@ def _destroy(worker: Any, *users: Any) -> None:
     destroyed beneath ucxx, whose objects must then never be finalised: they would touch it again.
     """
     epoll = worker.epoll_file_descriptor
-    ctypes.CDLL(_LIBUCP).ucp_worker_destroy(ctypes.c_void_p(worker.handle))
+    ctypes.CDLL(LIBUCP).ucp_worker_destroy(ctypes.c_void_p(worker.handle))
     os.close(epoll)
     for kept in (worker, *users):
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
@@ -197,18 +200,15 @@ class UcxTransport:
         self._context = None
 
 
-def configured_ucx(config: TransferConfig, make_poster: MakePoster = UcxxPoster) -> UcxTransport:
-    """As the settings say. Raises TransferError."""
-    return UcxTransport(config.ucx_tls, config.ucx_net_devices, config.ucx_tcp_ports, make_poster=make_poster)
+def configured_ucx(
+    config: TransferConfig, make_poster: MakePoster = UcxxPoster, *, role: Role = Role.DECODE
+) -> UcxTransport:
+    """Makes the transport that the settings describe. Raises TransferError.
 
-
-def prefill_ucx(config: TransferConfig, make_poster: MakePoster = UcxxPoster) -> UcxTransport:
-    """As the settings say, for a prefill engine. Raises TransferError.
-
-    UCX believes whoever reaches its ports, and it listens on every network device unless it is told. An engine whose
-    control channel only this machine can reach keeps it to the loopback device.
+    UCX trusts whoever reaches its ports, and it listens on every network device by default. If only this machine can
+    reach the control channel of a prefill engine, its UCX uses the loopback device alone.
     """
-    chosen = config.ucx_net_devices or os.environ.get("UCX_NET_DEVICES", "")
-    if not chosen and not config.advertise and loopback_only(config.host):
-        chosen = LOOPBACK_DEVICE
-    return UcxTransport(config.ucx_tls, chosen, config.ucx_tcp_ports, make_poster=make_poster)
+    devices = config.ucx_net_devices
+    if role is Role.PREFILL and not config.advertise and loopback_only(config.host):
+        devices = devices or os.environ.get("UCX_NET_DEVICES", "") or LOOPBACK_DEVICE
+    return UcxTransport(config.ucx_tls, devices, config.ucx_tcp_ports, make_poster=make_poster)

@@ -122,7 +122,7 @@ class UcxxPoster:
     def offer(self) -> MemoryOffer | None:
         return None
 
-    def meet(self, endpoint: Any, address: LinkAddress, own: int) -> None:
+    def add_endpoint(self, endpoint: Any, address: LinkAddress, own: int) -> None:
         """Blocks go through UCX."""
 
     def send(self, endpoint: Any, places: Sequence[int], length: int, labels: Sequence[int]) -> None:

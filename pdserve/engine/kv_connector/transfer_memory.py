@@ -24,7 +24,7 @@ from pdserve_kvtransfer.shared_memory import SharedMemory
 from pdserve_kvtransfer.stats import TransferStats
 from pdserve_kvtransfer.transport import Transport
 from pdserve_kvtransfer.ucx.poster import chosen_poster
-from pdserve_kvtransfer.ucx.ucx_transport import configured_ucx, prefill_ucx
+from pdserve_kvtransfer.ucx.ucx_transport import configured_ucx
 
 
 def shared_memory(config: EngineConfig, device: torch.device, nbytes: int) -> SharedMemory | None:
@@ -79,7 +79,7 @@ def transport_for(role: Role, config: TransferConfig, cache_dir: Path, device: t
     on_gpu = device.type == "cuda"
     calls = UcxCalls.COMPILED if on_gpu else config.ucx_calls
     poster = chosen_poster(calls, cache_dir, digests=config.checksums is Switch.ON and not on_gpu)
-    make = partial(prefill_ucx if role is Role.PREFILL else configured_ucx, config, poster)
+    make = partial(configured_ucx, config, poster, role=role)
     return partial(_with_device, device, make) if on_gpu else make
 
 

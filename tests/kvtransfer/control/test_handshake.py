@@ -10,7 +10,7 @@ from pdserve.errors import HandshakeRefused, PeerLost
 from pdserve.wire.discovery import Role
 from pdserve.wire.ids import new_id
 from pdserve.wire.transfer import Hello, PrefillRequest, Refused, Welcome
-from pdserve_kvtransfer.control.handshake import Handshake, HandshakeState, answer, misfit
+from pdserve_kvtransfer.control.handshake import Handshake, answer, misfit
 from tests.kvtransfer.fakes import FakePrefill
 from tests.kvtransfer.rig import PATIENT, SPEC, Pair, engine
 
@@ -53,14 +53,14 @@ def test_a_welcome_gives_the_address_once(handshake: Handshake) -> None:
     assert handshake.hello([b"address"]) == Hello(OURS, SPEC, [b"address"])
     welcome = Welcome(THEIRS, SPEC, [b"there"])
     assert handshake.on_welcome(welcome) == (b"there",)
-    assert handshake.standing is HandshakeState.WELCOME
+    assert handshake.complete
     assert handshake.on_welcome(welcome) is None
 
 
 def test_another_boot_is_not_who_was_meant(handshake: Handshake) -> None:
     with pytest.raises(PeerLost, match="restarted"):
         handshake.on_welcome(Welcome(new_id(), SPEC, [b"there"]))
-    assert handshake.standing is HandshakeState.GREETING
+    assert not handshake.complete
 
 
 def test_a_welcome_is_not_trusted_to_have_compared(handshake: Handshake) -> None:

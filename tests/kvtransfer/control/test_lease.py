@@ -34,7 +34,7 @@ def test_a_lease_that_is_not_held_never_runs_out() -> None:
     lease.shorten(1.0)
     assert lease.until is None and not lease.expired(1e9)
     lease.hold(1.0)
-    lease.let_go()
+    lease.release()
     assert not lease.expired(1e9)
 
 

@@ -36,7 +36,7 @@ def client(context: zmq.Context[zmq.Socket[bytes]], server: ControlServer) -> zm
 
 
 def with_frames(server: ControlServer) -> ControlBatch:
-    return eventually(lambda: look if (look := server.look()).frames else None)
+    return eventually(lambda: batch if (batch := server.receive()).frames else None)
 
 
 def test_a_number_that_passed_to_a_newer_connection_is_not_gone(context: zmq.Context[zmq.Socket[bytes]]) -> None:
@@ -50,16 +50,16 @@ def test_a_number_that_passed_to_a_newer_connection_is_not_gone(context: zmq.Con
             assert server.sockets[1].poll(10_000)
             newer = stack.enter_context(client(context, server))
             assert server.sockets[0].poll(10_000)
-            look = server.look()
-            (second,) = look.frames
-            assert first.connection in look.ended
+            batch = server.receive()
+            (second,) = batch.frames
+            assert first.connection in batch.ended
             if second.connection == first.connection:
-                assert look.gone == []
+                assert batch.gone == []
                 newer.close(0)
-                gone = eventually(lambda: look if (look := server.look()).gone else None)
+                gone = eventually(lambda: batch if (batch := server.receive()).gone else None)
                 assert gone.gone == gone.ended == [second.connection]
                 return
-            assert look.gone == [first.connection]
+            assert batch.gone == [first.connection]
         pytest.fail("no number passed on")
 
 
@@ -73,9 +73,9 @@ def test_a_connection_that_ended_with_its_frame_is_gone(context: zmq.Context[zmq
         seen: list[ControlBatch] = []
 
         def over() -> bool:
-            seen.append(server.look())
+            seen.append(server.receive())
             return bool(seen[-1].gone)
 
         eventually(over)
-        frames = [received for look in seen for received in look.frames]
+        frames = [received for batch in seen for received in batch.frames]
         assert [received.connection for received in frames] == seen[-1].gone

@@ -57,12 +57,12 @@ def test_any_messagepack_library_reads_a_handshake() -> None:
 
 
 def test_bad_frames_are_counted_and_logged_now_and_then(caplog: pytest.LogCaptureFixture) -> None:
-    counters = TransferStats()
-    opener: FrameOpener[ToPrefill] = FrameOpener(SECRET, cast("type[ToPrefill]", ToPrefill), counters, new_id())
+    stats = TransferStats()
+    opener: FrameOpener[ToPrefill] = FrameOpener(SECRET, cast("type[ToPrefill]", ToPrefill), stats, new_id())
     with caplog.at_level(logging.WARNING):
         for now in (0.0, 1.0, 4.9, 5.0):
             assert opener.open(b"nonsense", now) is None
-    assert counters.frames_dropped == 4
+    assert stats.frames_dropped == 4
     assert len(caplog.records) == 2
 
 

@@ -106,10 +106,10 @@ class Server:
         self.ended: list[int] = []
         net.servers[self.address] = self
 
-    def look(self) -> ControlBatch:
+    def receive(self) -> ControlBatch:
         frames, ended = self.inbox, self.ended
         self.inbox, self.ended = [], []
-        return ControlBatch(frames, False, ended, ended, deaf=False)
+        return ControlBatch(frames, False, ended, ended, blocked=False)
 
     def trust(self, connection: int) -> None:
         pass
@@ -324,7 +324,7 @@ class Node:
             sealer=self.sealer,
             ranks=self.stepped,
             event_queue=self.event_queue,
-            counters=TransferStats(),
+            stats=TransferStats(),
             load=lambda: UNKNOWN_LOAD,
             max_prompt_tokens=0,
             reports_sent=False,
@@ -732,5 +732,5 @@ def test_long_runs_in_which_little_goes_wrong(
                     harm(made, source.randrange(1_000))
             made.settle()
             made.check()
-            landed += sum(node.local.counters.transfers_received for node in made.decodes)
+            landed += sum(node.local.stats.transfers_received for node in made.decodes)
     assert landed > (0 if harm else 20)

@@ -29,7 +29,7 @@ def live(made: World, seconds: float, *never_give_up: Node) -> None:
     while made.now < end:
         made.now = min(made.now + LEASE_S / 6, end)
         for node in never_give_up:
-            node.side.forgive(made.now)
+            node.side.renew_leases(made.now)
         for pick in (0, 1, 2, 3) * 3:
             made.net.deliver_up(pick)
             made.turn(pick)
@@ -74,13 +74,13 @@ def test_a_prefill_engine_that_never_finishes_a_block_is_lost_and_the_block_is_f
     assert asked.quarantined, "an honest peer has some time"
     live(made, BOUND_S * 0.2, prefill)
     assert not asked.quarantined
-    assert decode.local.counters.quarantined_blocks == 0
-    assert decode.local.counters.leases_expired == 0
+    assert decode.local.stats.quarantined_blocks == 0
+    assert decode.local.stats.leases_expired == 0
     lands(made, other)
     lands(made, fetch(made, 0))
     made.settle()
     made.check()
-    assert decode.local.counters.transfers_received == 2
+    assert decode.local.stats.transfers_received == 2
 
 
 def test_a_decode_engine_that_never_takes_a_block_is_lost_and_the_block_is_free(made: World) -> None:
@@ -91,9 +91,9 @@ def test_a_decode_engine_that_never_takes_a_block_is_lost_and_the_block_is_free(
     assert not made.pushed[asked.order.transfer_id].ended, "an honest peer has some time"
     live(made, BOUND_S * 0.2, decode)
     assert made.pushed[asked.order.transfer_id].ended
-    assert prefill.local.counters.leases_expired == 0
+    assert prefill.local.stats.leases_expired == 0
     lands(made, other)
-    assert prefill.local.counters.transfers_sent == 1
+    assert prefill.local.stats.transfers_sent == 1
     made.settle()
     made.check()
 

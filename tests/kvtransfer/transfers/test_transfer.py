@@ -275,7 +275,8 @@ def test_the_deadline_ends_both_sides() -> None:
         assert failed.kind is FailureKind.DEADLINE
         assert "deadline" in failed.reason
         assert rig.prefill.next(PushCancelled).transfer_id == transfer
-        assert rig.prefill.next(PushEnded).outcome is PushOutcome.CANCELLED
+        # On a busy machine the prefill engine's own deadline may pass before it reads the decode engine's Cancel.
+        assert rig.prefill.next(PushEnded).outcome in (PushOutcome.CANCELLED, PushOutcome.FAILED)
 
 
 def test_blocks_that_were_not_asked_for_fail_the_transfer() -> None:

@@ -16,11 +16,12 @@ import pytest
 from pdserve.config import TransferConfig, UcxCalls
 from pdserve.errors import PeerLost, TransferError
 from pdserve.settings import cache_folder
+from pdserve.wire.discovery import Role
 from pdserve.wire.transfer import LABEL_BITS, LinkAddress
 from pdserve_kvtransfer.shared_memory import SharedMemory
 from pdserve_kvtransfer.transport import DISCARD, ArrivedMessage, MovedMessage
 from pdserve_kvtransfer.ucx.poster import MakePoster, chosen_poster
-from pdserve_kvtransfer.ucx.ucx_transport import UcxLink, UcxTransport, allowed_transports, configured_ucx, prefill_ucx
+from pdserve_kvtransfer.ucx.ucx_transport import UcxLink, UcxTransport, allowed_transports, configured_ucx
 from pdserve_kvtransfer.ucx.ucxx_poster import UcxxPoster
 from tests.kvtransfer.rig import WAIT_S
 
@@ -318,7 +319,7 @@ def test_a_prefill_engine_for_this_machine_alone_keeps_ucx_to_loopback(
     if environment:
         monkeypatch.setenv("UCX_NET_DEVICES", environment)
     monkeypatch.setenv("UCX_TLS", "tcp")
-    prefill, decode = prefill_ucx(config), configured_ucx(config)
+    prefill, decode = configured_ucx(config, role=Role.PREFILL), configured_ucx(config)
     try:
         everything = {lane.device for lane in decode.resources()}
         assert {lane.device for lane in prefill.resources()} == ({"lo"} if kept else everything)
@@ -328,7 +329,9 @@ def test_a_prefill_engine_for_this_machine_alone_keeps_ucx_to_loopback(
 
 
 def test_a_range_with_no_port_left_is_told() -> None:
-    transport = UcxTransport("tcp", "lo", "42330-42330")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    transport = UcxTransport("tcp", "lo", f"{port}-{port}")
     link = transport.open_link(memoryview(bytearray(1)))
     try:
         with pytest.raises(TransferError, match="cannot make a worker"):

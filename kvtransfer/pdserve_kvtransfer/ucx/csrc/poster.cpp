@@ -52,7 +52,7 @@ void pdserve_poster_withdraw(void *handle) {
 
 // Adds the next endpoint. Endpoints come in the order of the other side's ranks; `link` is the number in the endpoint's
 // address.
-void pdserve_poster_meet(void *handle, void *endpoint, uint64_t link) {
+void pdserve_poster_add_endpoint(void *handle, void *endpoint, uint64_t link) {
     if (handle == nullptr) return;
     Poster &poster = *static_cast<Poster *>(handle);
     poster.targets.push_back({static_cast<ucp_ep_h>(endpoint), link, false, 0, 0, {}});
@@ -141,7 +141,7 @@ int pdserve_poster_progress(void *handle, int steps) {
 }
 
 // Puts the next messages that have arrived on the board. The caller must have received those before.
-void pdserve_poster_look(void *handle) {
+void pdserve_poster_probe(void *handle) {
     if (handle == nullptr) return;
     Poster &poster = *static_cast<Poster *>(handle);
     Batch &arrived = poster.board.arrived;
