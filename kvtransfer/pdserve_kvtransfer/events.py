@@ -27,8 +27,10 @@ class FetchOrder:
     sampling: SamplingParams
     deadline_s: float
     """From now; the fetch fails when it has passed."""
-    sibling_seeds: tuple[int, ...] = ()
+    child_seeds: tuple[int, ...] = ()
     cache_salt: str = ""
+    request_id: str = ""
+    """The client's label, for log lines; empty if it is not known."""
     paced_blocks: int = 0
     """If not 0, so many blocks are wanted; ``block_ids`` has none or a few, and ``accept_blocks`` brings the others."""
 
@@ -85,7 +87,7 @@ class PushOutcome(enum.Enum):
 class FirstTokenArrived:
     transfer_id: TransferId
     tokens: tuple[SampledToken, ...]
-    """The request's, then one for each sibling."""
+    """The request's, then one for each child."""
     cached_tokens: int
     """Of the prompt, how many the prefill engine's own prefix cache held."""
     load: PrefillLoad = UNKNOWN_LOAD
@@ -174,8 +176,10 @@ class PushWanted:
     first_block: int
     sampling: SamplingParams
     deadline_s: float
-    sibling_seeds: tuple[int, ...] = ()
+    child_seeds: tuple[int, ...] = ()
     cache_salt: str = ""
+    request_id: str = ""
+    """The client's label, for log lines; empty if it is not known."""
 
 
 @dataclass(frozen=True, slots=True)

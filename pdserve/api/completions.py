@@ -133,6 +133,7 @@ class CompletionRoute(Generic[R]):
         generation = self._node.engine.open(
             prepared.submits,
             deadline_s=left_s,
+            request_id=g.request_id,
             attempt=terms.attempt,
             prefill=terms.prefill,
             cache_salt=body.cache_salt or "",

@@ -20,6 +20,7 @@ from pdserve.errors import EngineError, Internal, InvalidRequest, RequestError, 
 from pdserve.wire.discovery import Role
 from pdserve.wire.engine import (
     Abort,
+    ChildRequest,
     EngineFailed,
     EngineStats,
     FromEngine,
@@ -27,7 +28,6 @@ from pdserve.wire.engine import (
     Renew,
     RequestOutput,
     Shutdown,
-    Sibling,
     Starting,
     Stats,
     StepOutput,
@@ -139,6 +139,7 @@ class EngineClient:
         prompts: Sequence[PromptChoices],
         *,
         deadline_s: float,
+        request_id: str = "",
         attempt: int = 0,
         prefill: tuple[PrefillTarget, ...] = (),
         cache_salt: str = "",
@@ -147,7 +148,8 @@ class EngineClient:
     ) -> Generation:
         """Submits all ``prompts``, whose choices are numbered through; the caller owns the result and must close it.
 
-        It is woken for each ``interval`` tokens of a choice, and reads about ``turn_tokens`` of all at once.
+        ``request_id`` is the client's label, for the log lines of other processes. The result is woken for each
+        ``interval`` tokens of a choice, and reads about ``turn_tokens`` of all at once.
 
         Raises Unavailable if the engine is not there, or has too many requests already, and InvalidRequest if these
         are more than it ever takes.
@@ -158,25 +160,26 @@ class EngineClient:
             )
         count = sum(len(prompt.seeds) for prompt in prompts)
         self._check_room(count)
-        request_ids = [next(self._ids) for _ in range(count)]
-        generation = Generation(request_ids, deadline_s, self._abort, interval, turn_tokens)
-        numbers = iter(request_ids)
+        local_ids = [next(self._ids) for _ in range(count)]
+        generation = Generation(local_ids, deadline_s, self._abort, interval, turn_tokens)
+        numbers = iter(local_ids)
         for prompt in prompts:
-            family = [Sibling(next(numbers), seed) for seed in prompt.seeds]
-            self._open.update((member.request_id, generation) for member in family)
+            family = [ChildRequest(next(numbers), seed) for seed in prompt.seeds]
+            self._open.update((member.local_id, generation) for member in family)
             self._unfinished[generation] += len(family)
             self._note_idle()
             submit = Submit(
-                request_id=family[0].request_id,
+                local_id=family[0].local_id,
                 uuid=new_id(),
                 token_ids=list(prompt.token_ids),
                 sampling=prompt.sampling,
                 deadline_s=deadline_s,
                 attempt=attempt,
                 prefill=prefill,
-                siblings=tuple(family[1:]),
+                children=tuple(family[1:]),
                 cache_salt=cache_salt,
-                client_request=request_ids[0],
+                group_id=local_ids[0],
+                request_id=request_id,
             )
             if not self._channel.send(submit):
                 generation.close()
@@ -244,9 +247,9 @@ class EngineClient:
 
     def _hand_out(self, outputs: Sequence[RequestOutput]) -> None:
         for output in outputs:
-            if generation := self._open.get(output.request_id):
+            if generation := self._open.get(output.local_id):
                 if output.finish is not None:
-                    self._forget(output.request_id)
+                    self._forget(output.local_id)
                 if generation.put(output):
                     self._readers.add(generation)
         self._readers.notify()
@@ -274,15 +277,15 @@ class EngineClient:
 
     # ---------------------------------------------------------------- bookkeeping
 
-    def _abort(self, request_ids: Sequence[int]) -> None:
-        known = [request_id for request_id in request_ids if request_id in self._open]
-        for request_id in known:
-            self._forget(request_id)
+    def _abort(self, local_ids: Sequence[int]) -> None:
+        known = [local_id for local_id in local_ids if local_id in self._open]
+        for local_id in known:
+            self._forget(local_id)
         if known:
             self._channel.send(Abort(known))
 
-    def _forget(self, request_id: int) -> None:
-        generation = self._open.pop(request_id)
+    def _forget(self, local_id: int) -> None:
+        generation = self._open.pop(local_id)
         self._unfinished[generation] -= 1
         if not self._unfinished[generation]:
             del self._unfinished[generation]

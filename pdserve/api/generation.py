@@ -142,7 +142,7 @@ class Generation:
 
     def __init__(
         self,
-        request_ids: Sequence[int],
+        local_ids: Sequence[int],
         deadline_s: float,
         abort: Callable[[Sequence[int]], None],
         interval: int = 1,
@@ -150,7 +150,7 @@ class Generation:
     ) -> None:
         """``turn_tokens`` is how many tokens one ``wait`` returns, of all choices; it may be up to a step's more."""
         self._turn_tokens = turn_tokens
-        self._open = {request_id: UnreadOutputs(choice, interval) for choice, request_id in enumerate(request_ids)}
+        self._open = {local_id: UnreadOutputs(choice, interval) for choice, local_id in enumerate(local_ids)}
         self._abort = abort
         self.failure: RequestError | None = None
         """Why the whole generation failed, if it was not the engine that said so of a request."""
@@ -167,14 +167,14 @@ class Generation:
 
         Of a request id that is this generation's; ignored once that choice is over.
         """
-        unread = self._open.get(output.request_id)
+        unread = self._open.get(output.local_id)
         if unread is None:
             return False
         due = unread.put(output)
         if due:
             self._due[unread.choice] = unread
         if output.finish is not None:
-            del self._open[output.request_id]
+            del self._open[output.local_id]
             if output.finish not in _ANSWERS:
                 # The whole answer ends with it, and what the other choices have said is part of that.
                 self._due.update((other.choice, other) for other in self._open.values())
@@ -216,13 +216,13 @@ class Generation:
 
     def end_choice(self, choice: int) -> None:
         """The reader needs no more of it: the engine forgets it."""
-        self._end([request_id for request_id, unread in self._open.items() if unread.choice == choice])
+        self._end([local_id for local_id, unread in self._open.items() if unread.choice == choice])
 
     def fail(self, failure: RequestError) -> None:
         """Ends every open choice with ``FinishReason.ERROR``; ``failure`` is what the client is told."""
         self.failure = failure
-        for request_id in list(self._open):
-            self.deliver(RequestOutput(request_id, [], FinishReason.ERROR, None, failure.message))
+        for local_id in list(self._open):
+            self.deliver(RequestOutput(local_id, [], FinishReason.ERROR, None, failure.message))
 
     def close(self) -> None:
         """Again and again, if need be."""
@@ -231,15 +231,15 @@ class Generation:
 
     def _expire(self) -> None:
         open_ids = list(self._open)
-        for request_id in open_ids:
-            self.deliver(RequestOutput(request_id, [], FinishReason.DEADLINE))
+        for local_id in open_ids:
+            self.deliver(RequestOutput(local_id, [], FinishReason.DEADLINE))
         self._abort(open_ids)
 
-    def _end(self, request_ids: list[int]) -> None:
-        for request_id in request_ids:
-            del self._open[request_id]
-        if request_ids:
-            self._abort(request_ids)
+    def _end(self, local_ids: list[int]) -> None:
+        for local_id in local_ids:
+            del self._open[local_id]
+        if local_ids:
+            self._abort(local_ids)
 
 
 def merge_outputs(outputs: Sequence[RequestOutput]) -> RequestOutput:
@@ -250,4 +250,4 @@ def merge_outputs(outputs: Sequence[RequestOutput]) -> RequestOutput:
         token_ids += output.new_token_ids
         logprobs += output.logprobs or ()
     last = outputs[-1]
-    return RequestOutput(last.request_id, token_ids, last.finish, last.report, last.error, logprobs or None)
+    return RequestOutput(last.local_id, token_ids, last.finish, last.report, last.error, logprobs or None)

@@ -51,7 +51,7 @@ def log_request(record: RequestRecord, now: float) -> None:
     source = "+".join(sorted({report.prefill_source.value for report in reports})) or "-"
     finish = "+".join(sorted({outcome.value for outcome in record.outcomes})) or "-"
     logger.info(
-        "request=%s prefill=%s source=%s decode=%s prompt=%d cached=%d output=%d "
+        "request_id=%s prefill=%s source=%s decode=%s prompt=%d cached=%d output=%d "
         "queue_ms=%s ttft_ms=%s tpot_ms=%s total_ms=%s prompt_tok_s=%s output_tok_s=%s total_tok_s=%s finish=%s",
         record.request_id,
         prefill,

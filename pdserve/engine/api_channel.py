@@ -67,6 +67,6 @@ def one_by_one(step: StepOutput) -> Iterator[StepOutput]:
         tokens, logprobs = output.new_token_ids, output.logprobs
         for index in range(len(tokens) - 1):
             own = None if logprobs is None else logprobs[index : index + 1]
-            yield StepOutput([RequestOutput(output.request_id, tokens[index : index + 1], logprobs=own)])
+            yield StepOutput([RequestOutput(output.local_id, tokens[index : index + 1], logprobs=own)])
         last = None if logprobs is None else logprobs[-1:]
         yield StepOutput([msgspec.structs.replace(output, new_token_ids=tokens[-1:], logprobs=last)])

@@ -66,9 +66,11 @@ class Request:
     """Monotonic seconds."""
     deadline: float
     """Monotonic seconds; past it the request is given up."""
+    request_id: str = ""
+    """The client's label, for log lines; empty if it is not known. ``pdserve.wire.ids`` explains the identities."""
     local_id: int | None = None
     """The API process's number for it; None on a prefill node."""
-    client_request: int | bytes = b""
+    group_id: int | bytes = b""
     """All prompts and answers of one client request have the same, and take turns with others as one. Else its own."""
     transfer: TransferId | None = None
     """On a prefill node, the push that it serves; on a decode node, the fetch under way."""
@@ -107,7 +109,7 @@ class Request:
     transfer_seconds: float = 0.0
 
     def __post_init__(self) -> None:
-        self.client_request = self.client_request or self.uuid
+        self.group_id = self.group_id or self.uuid
 
     def add_child(self, seed: int, local_id: int | None = None) -> Request:
         """One more answer to this request's prompt, which differs in nothing but its seed."""
@@ -118,8 +120,9 @@ class Request:
             sampling=msgspec.structs.replace(self.sampling, seed=seed),
             arrived=self.arrived,
             deadline=self.deadline,
+            request_id=self.request_id,
             local_id=local_id,
-            client_request=self.client_request,
+            group_id=self.group_id,
             cache_salt=self.cache_salt,
             parent=self,
             status=Status.WAITING_FOR_PROMPT,
@@ -130,8 +133,12 @@ class Request:
     def move(self, status: Status) -> None:
         """The only way to change ``status``. Raises EngineError on a transition that is not drawn above."""
         if status not in _NEXT[self.status]:
-            raise EngineError(f"request {self.uuid.hex()[:12]} cannot go from {self.status.name} to {status.name}")
+            raise EngineError(f"{self}: a request cannot go from {self.status.name} to {status.name}")
         self.status = status
+
+    def __str__(self) -> str:
+        """How log lines name it; ``TransferId`` begins with the same digits of the uuid."""
+        return f"request_id={self.request_id or '-'} uuid={self.uuid.hex()[:12]}"
 
     @property
     def num_generated_tokens(self) -> int:

@@ -10,6 +10,7 @@ the GPU goes from one step to the next without waiting for the host.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 
@@ -29,6 +30,8 @@ from pdserve.engine.scheduling.scheduler import Scheduler
 from pdserve.engine.wake_up import WakeUp
 from pdserve.wire.engine import Abort, EngineStats, FinishReason, PrefillSource, Renew, Shutdown, Stats, Submit
 from pdserve.wire.transfer import FailureCause
+
+log = logging.getLogger(__name__)
 
 STATS_INTERVAL_S = 0.25
 
@@ -124,11 +127,9 @@ class StepLoop:
             match message:
                 case Submit():
                     self._submit(message)
-                case Abort(request_ids):
-                    for client in request_ids:
-                        request = self._scheduler.find(client)
-                        if request is not None:
-                            self._scheduler.abort(request)
+                case Abort(local_ids):
+                    for local_id in local_ids:
+                        self._abort(local_id)
                 case Renew(secret):
                     self._renew(secret)
                 case Shutdown():
@@ -143,17 +144,27 @@ class StepLoop:
             sampling=submit.sampling,
             arrived=now,
             deadline=now + submit.deadline_s,
-            local_id=submit.request_id,
-            client_request=submit.client_request,
+            request_id=submit.request_id,
+            local_id=submit.local_id,
+            group_id=submit.group_id,
             targets=submit.prefill,
             cache_salt=submit.cache_salt,
         )
-        family = [request, *(request.add_child(child.seed, child.request_id) for child in submit.siblings)]
+        family = [request, *(request.add_child(child.seed, child.local_id) for child in submit.children)]
+        log.debug(
+            "%s local_id=%d prompt=%d answers=%d queued", request, submit.local_id, len(submit.token_ids), len(family)
+        )
         self._scheduler.add(request)
         misfit = self._prompts.misfit(submit.token_ids, submit.sampling)
         if misfit is not None:
             for member in family:
                 self._scheduler.finish(member, FinishReason.ERROR, misfit)
+
+    def _abort(self, local_id: int) -> None:
+        request = self._scheduler.find(local_id)
+        if request is not None:
+            log.debug("%s local_id=%d aborted", request, local_id)
+            self._scheduler.abort(request)
 
     def _expire(self, now: float) -> None:
         for request in self._scheduler.expired(now):

@@ -11,24 +11,27 @@ from typing import Annotated, TypeAlias
 import msgspec
 
 from pdserve.wire.discovery import NodeLoad
-from pdserve.wire.ids import RequestUuid
+from pdserve.wire.ids import RequestId, RequestUuid
 from pdserve.wire.sampling_params import SamplingParams, TokenLogprobs
 from pdserve.wire.ticket import PrefillTarget
 
 # ---------------------------------------------------------------- API → engine
 
 
-class Sibling(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
+class ChildRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
     """One more answer to the same prompt, which differs in nothing but its seed."""
 
-    request_id: int
+    local_id: int
     seed: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 
 
 class Submit(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="submit", kw_only=True):
-    """Generate for one prompt. ``request_id`` is the API process's own number, never reused within a boot."""
+    """Generate for one prompt. ``pdserve.wire.ids`` says what the identities are.
 
-    request_id: int
+    No ``local_id`` is used twice within a boot.
+    """
+
+    local_id: int
     uuid: RequestUuid
     token_ids: list[int]
     sampling: SamplingParams
@@ -36,18 +39,20 @@ class Submit(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field=
     """Seconds from now; past it the request ends with ``FinishReason.DEADLINE``."""
     attempt: int = 0
     prefill: tuple[PrefillTarget, ...] = ()
-    siblings: tuple[Sibling, ...] = ()
+    children: tuple[ChildRequest, ...] = ()
     """Further answers, which share the prompt's KV blocks; each is a request of its own to Abort and in outputs."""
     cache_salt: str = ""
     """Prompts share cached blocks only under the same salt."""
-    client_request: int = 0
+    group_id: int = 0
     """The same for all prompts of one client request, which take turns with others as one; 0: this one is alone."""
+    request_id: RequestId = ""
+    """The client's label, for log lines."""
 
 
 class Abort(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="abort"):
     """Forget these requests and free what they hold. No output follows; unknown ids are ignored."""
 
-    request_ids: list[int]
+    local_ids: list[int]
 
 
 class Renew(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="renew"):
@@ -146,7 +151,7 @@ class RequestReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     prefill_node: str
     """Name of the prefill node that delivered; empty if none did."""
     cached_tokens: int
-    """Tokens of the prompt that nobody had to compute for this request; 0 for siblings."""
+    """Tokens of the prompt that were not computed for this request; 0 for children."""
     queue_s: float
     prefill_s: float
     """From the end of queueing to the first token."""
@@ -157,7 +162,7 @@ class RequestReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
 class RequestOutput(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
     """What one step adds to one request."""
 
-    request_id: int
+    local_id: int
     new_token_ids: list[int]
     finish: FinishReason | None = None
     report: RequestReport | None = None

@@ -40,7 +40,7 @@ from typing import Annotated, TypeAlias
 import msgspec
 
 from pdserve.wire.frame import Reason
-from pdserve.wire.ids import BootId, TransferId
+from pdserve.wire.ids import BootId, RequestId, TransferId
 from pdserve.wire.sampling_params import SampledToken, SamplingParams
 from pdserve.wire.version import PACED_TRANSFERS, RELEASED_0_1, Spoken, since
 
@@ -154,13 +154,17 @@ class PrefillRequest(
     first_block: Annotated[int, msgspec.Meta(ge=0)]
     sampling: SamplingParams
     deadline_s: Annotated[float, msgspec.Meta(gt=0)]
-    sibling_seeds: tuple[Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)], ...] = ()
+    child_seeds: tuple[Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)], ...] = msgspec.field(
+        default=(), name="sibling_seeds"
+    )
     """Seeds of further answers to this prompt: a first token is sampled for each."""
     cache_salt: str = ""
     digests: bool = True
     """Whether the decode node checks blocks, and so needs ``Digests``."""
     paced: Annotated[bool, since(PACED_TRANSFERS)] = False
     """Whether each block needs an ``Accept`` before it is sent: the decode node has room for a few at a time."""
+    request_id: Annotated[RequestId, since(6)] = ""
+    """The client's label of the request, for the prefill node's log; empty where the decode node does not say it."""
 
 
 class BlocksReady(msgspec.Struct, frozen=True, tag_field="kind", tag="blocks_ready"):
@@ -205,7 +209,7 @@ UNKNOWN_LOAD = PrefillLoad()
 class FirstToken(msgspec.Struct, frozen=True, tag_field="kind", tag="first_token"):
     transfer_id: TransferId
     tokens: Annotated[tuple[SampledToken, ...], msgspec.Meta(min_length=1)]
-    """Of the request, then of its siblings in order."""
+    """Of the request, then of its children in order."""
     cached_tokens: Annotated[int, msgspec.Meta(ge=0)]
     load: PrefillLoad = UNKNOWN_LOAD
     """After this prompt."""

@@ -95,7 +95,7 @@ class RelayedRoutes:
         except ClientGone:
             raise
         except Exception:
-            log.exception("request %s failed inside the proxy", relayed.request_id)
+            log.exception("request_id=%s failed inside the proxy", relayed.request_id)
             await _refuse(relayed, request, Internal("the proxy failed on this request"), RelayOutcome.FAILED)
         else:
             await _respond(relayed, request, result)

@@ -39,7 +39,7 @@ class NodeUnderTest:
 
     def aborted(self) -> set[int]:
         """Request ids."""
-        return {i for message in self.told() if isinstance(message, Abort) for i in message.request_ids}
+        return {i for message in self.told() if isinstance(message, Abort) for i in message.local_ids}
 
     @contextmanager
     def new_submits(self) -> Iterator[Callable[[], list[Submit]]]:
@@ -52,8 +52,8 @@ class NodeUnderTest:
 
         def done() -> bool:
             submits = self.submits()[since:]
-            ids = {submit.request_id for submit in submits}
-            ids |= {sibling.request_id for submit in submits for sibling in submit.siblings}
+            ids = {submit.local_id for submit in submits}
+            ids |= {child.local_id for submit in submits for child in submit.children}
             return len(ids) == count and ids <= self.aborted()
 
         eventually(done)

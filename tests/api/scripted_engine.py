@@ -21,6 +21,7 @@ from pdserve.config import EngineLaunch
 from pdserve.process import die_with_parent
 from pdserve.wire.engine import (
     Abort,
+    ChildRequest,
     EngineFailed,
     EngineStats,
     FinishReason,
@@ -35,7 +36,6 @@ from pdserve.wire.engine import (
     RequestOutput,
     RequestReport,
     Shutdown,
-    Sibling,
     Starting,
     Stats,
     StepOutput,
@@ -69,7 +69,7 @@ REPORT = RequestReport(
 
 @dataclass
 class Running:
-    request_id: int
+    local_id: int
     submit: Submit
     behaviour: Behaviour
     text_ids: list[int]
@@ -116,13 +116,13 @@ class ScriptedEngine:
     def _take(self, message: Submit | Abort | Renew) -> None:
         match message:
             case Submit():
-                for member in (Sibling(message.request_id, message.sampling.seed), *message.siblings):
+                for member in (ChildRequest(message.local_id, message.sampling.seed), *message.children):
                     behaviour = Behaviour.of_seed(member.seed)
-                    running = Running(member.request_id, message, behaviour, self._reply(behaviour))
-                    self._requests[member.request_id] = running
-            case Abort(request_ids):
-                for request_id in request_ids:
-                    self._requests.pop(request_id, None)
+                    running = Running(member.local_id, message, behaviour, self._reply(behaviour))
+                    self._requests[member.local_id] = running
+            case Abort(local_ids):
+                for local_id in local_ids:
+                    self._requests.pop(local_id, None)
             case Renew():
                 pass  # it is in the journal
 
@@ -157,12 +157,12 @@ class ScriptedEngine:
             self._send(Stats(self._stats))
 
     def _advance(self, request: Running) -> RequestOutput | None:
-        kind, request_id = request.behaviour, request.request_id
+        kind, local_id = request.behaviour, request.local_id
         if kind is Behaviour.SILENT or time.monotonic() < request.resume_at:
             return None
         if kind is Behaviour.BURST:
             request.ended = True
-            return RequestOutput(request_id, [*request.text_ids, EOS], FinishReason.STOP, REPORT)
+            return RequestOutput(local_id, [*request.text_ids, EOS], FinishReason.STOP, REPORT)
         if kind in (Behaviour.ERROR, Behaviour.DEADLINE) or (request.sent == 2 and kind in LATE):
             return self._fail(request)
         if request.sent == 2 and kind is Behaviour.HOLD:
@@ -173,7 +173,7 @@ class ScriptedEngine:
         return self._next_token(request)
 
     def _next_token(self, request: Running) -> RequestOutput:
-        request_id, index = request.request_id, request.sent - 1
+        local_id, index = request.local_id, request.sent - 1
         if request.behaviour is Behaviour.ENDLESS:
             token_id = request.text_ids[0]
         else:
@@ -185,19 +185,19 @@ class ScriptedEngine:
         elif request.sent >= request.submit.sampling.max_tokens:
             finish = FinishReason.LENGTH
         request.ended = finish is not None
-        return RequestOutput(request_id, [token_id], finish, REPORT if finish else None)
+        return RequestOutput(local_id, [token_id], finish, REPORT if finish else None)
 
     def _fail(self, request: Running) -> RequestOutput:
         request.ended = True
-        request_id = request.request_id
+        local_id = request.local_id
         if request.behaviour is Behaviour.DIE:
             os._exit(7)
         if request.behaviour is Behaviour.FAIL:
             self._send(EngineFailed(ENGINE_FAILURE))
             sys.exit(1)
         if request.behaviour in (Behaviour.DEADLINE, Behaviour.DEADLINE_LATE):
-            return RequestOutput(request_id, [], FinishReason.DEADLINE, REPORT)
-        return RequestOutput(request_id, [], FinishReason.ERROR, REPORT, "the scripted engine failed on purpose")
+            return RequestOutput(local_id, [], FinishReason.DEADLINE, REPORT)
+        return RequestOutput(local_id, [], FinishReason.ERROR, REPORT, "the scripted engine failed on purpose")
 
     def _send(self, message: FromEngine) -> None:
         self._socket.send(msgspec.msgpack.encode(message))

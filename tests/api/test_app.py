@@ -138,7 +138,7 @@ def test_metrics_show_the_engine(node: NodeUnderTest) -> None:
 def test_each_request_has_one_log_line(node: NodeUnderTest) -> None:
     body = {"model": MODEL, "prompt": "x", "seed": 0, "n": 2}
     post(f"{node.url}/v1/completions", body, x_request_id="log-me-1")
-    line = node.process.wait_for(lambda line: "request=log-me-1" in line, 5)
+    line = node.process.wait_for(lambda line: "request_id=log-me-1" in line, 5)
     fields = dict(field.split("=", 1) for field in line.split() if "=" in field)
     assert fields["prefill"] == "prefill-7"
     assert fields["decode"].startswith("mixed-127.0.0.1:")
@@ -147,4 +147,4 @@ def test_each_request_has_one_log_line(node: NodeUnderTest) -> None:
     assert 0 < float(fields["ttft_ms"]) <= float(fields["total_ms"])
     assert float(fields["tpot_ms"]) > 0
     assert all(float(fields[name]) > 0 for name in ("prompt_tok_s", "output_tok_s", "total_tok_s"))
-    assert sum("request=log-me-1" in line for line in node.process.lines) == 1
+    assert sum("request_id=log-me-1" in line for line in node.process.lines) == 1

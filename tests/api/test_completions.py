@@ -148,8 +148,8 @@ def test_n_choices_have_seeds_of_their_own(client: openai.OpenAI, node: NodeUnde
     assert [choice.index for choice in answer.choices] == [0, 1, 2]
     assert {choice.message.content for choice in answer.choices} == {REPLY_TEXT}
     [submit] = submits()
-    assert (submit.sampling.seed, [sibling.seed for sibling in submit.siblings]) == (10, [11, 12])
-    assert len({submit.request_id, *(sibling.request_id for sibling in submit.siblings)}) == 3
+    assert (submit.sampling.seed, [child.seed for child in submit.children]) == (10, [11, 12])
+    assert len({submit.local_id, *(child.local_id for child in submit.children)}) == 3
     assert answer.usage is not None
     assert answer.usage.completion_tokens == 27
     assert answer.usage.prompt_tokens == len(submit.token_ids), "a prompt counts once"
@@ -159,7 +159,7 @@ def test_without_a_seed_choices_differ(client: openai.OpenAI, node: NodeUnderTes
     with node.new_submits() as submits:
         client.chat.completions.create(model=MODEL, messages=MESSAGES, n=4)
     [submit] = submits()
-    assert len({submit.sampling.seed, *(sibling.seed for sibling in submit.siblings)}) == 4
+    assert len({submit.sampling.seed, *(child.seed for child in submit.children)}) == 4
 
 
 @pytest.mark.parametrize(("given", "wanted"), [("tenant 7", "tenant 7"), (None, "")])

@@ -68,7 +68,7 @@ def test_closed_connection(
     if behaviour is Behaviour.HOLD and stream:
         assert connection.getresponse().readline().startswith(b"data: ")
     eventually(lambda: len(node.submits()) == before + 1)
-    assert not {submit.request_id for submit in node.submits()[before:]} & node.aborted()
+    assert not {submit.local_id for submit in node.submits()[before:]} & node.aborted()
     assert connection.sock is not None or stream
     connection.close()
     node.wait_aborted(choices, before)
@@ -85,9 +85,9 @@ def test_a_choice_that_is_over_is_aborted_while_another_goes_on(node: NodeUnderT
     while b'"finish_reason":"stop"' not in response.readline():
         pass
     [submit] = node.submits()[before:]
-    [other] = submit.siblings
-    eventually(lambda: submit.request_id in node.aborted())
-    assert other.request_id not in node.aborted()
+    [other] = submit.children
+    eventually(lambda: submit.local_id in node.aborted())
+    assert other.local_id not in node.aborted()
     response.close()
     connection.close()
     node.wait_aborted(2, before)
@@ -200,7 +200,7 @@ async def test_gone_before_the_stream_is_read(model_dir: Path, tokenizer: Tokeni
         assert engine.open_requests == 0
     assert sent == ["http.response.start"]
     told = (tmp_path / "journal").read_text()
-    assert '"kind":"abort","request_ids":[1]' in told
+    assert '"kind":"abort","local_ids":[1]' in told
 
 
 @pytest.mark.parametrize("behaviour", [Behaviour.SILENT, Behaviour.HOLD])

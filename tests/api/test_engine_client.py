@@ -51,8 +51,8 @@ async def test_outputs_that_pile_up_are_read_at_once() -> None:
     generation = Generation([7, 8], 60.0, lambda ids: None)
     reader = asyncio.create_task(generation.wait())
     await asyncio.sleep(0)
-    for request_id in (7, 8, 7):
-        generation.deliver(RequestOutput(request_id, [request_id]))
+    for local_id in (7, 8, 7):
+        generation.deliver(RequestOutput(local_id, [local_id]))
     items = await reader
     generation.close()
     assert [[item.choice, *item.output.new_token_ids] for item in items] == [[0, 7, 7], [1, 8]]
@@ -274,5 +274,5 @@ async def test_a_request_for_many_answers_leaves_the_places_of_others(model_dir:
     finally:
         await client.stop(5.0)
     submits = [json.loads(line) for line in (tmp_path / "journal").read_text().splitlines()]
-    shared = [submit["client_request"] for submit in submits if submit["kind"] == "submit"]
+    shared = [submit["group_id"] for submit in submits if submit["kind"] == "submit"]
     assert shared[:3] == [1, 1, 9]

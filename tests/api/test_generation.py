@@ -38,8 +38,8 @@ async def test_the_first_token_comes_at_once_and_then_so_many_together() -> None
 
 async def test_each_choice_has_its_own_count() -> None:
     generation, seen = generation_of(2, 3), []
-    for request_id, token in ((0, 1), (1, 2), (0, 3), (1, 4), (0, 5), (0, 6), (1, 7)):
-        if generation.put(RequestOutput(request_id, [token])):
+    for local_id, token in ((0, 1), (1, 2), (0, 3), (1, 4), (0, 5), (0, 6), (1, 7)):
+        if generation.put(RequestOutput(local_id, [token])):
             seen.append([(item.choice, item.output.new_token_ids) for item in await generation.wait()])
     generation.put(RequestOutput(1, [8], FinishReason.STOP))
     seen.append([(item.choice, item.output.new_token_ids) for item in await generation.wait()])
@@ -66,8 +66,8 @@ async def test_a_reader_is_not_woken_between() -> None:
 async def test_the_failure_of_one_choice_brings_out_what_the_others_have() -> None:
     generation = generation_of(3, 10)
     for token in (1, 2, 3):
-        for request_id in (0, 1):
-            if generation.put(RequestOutput(request_id, [token])):
+        for local_id in (0, 1):
+            if generation.put(RequestOutput(local_id, [token])):
                 await generation.wait()
     assert generation.put(RequestOutput(0, [], FinishReason.DEADLINE))
     items = await generation.wait()

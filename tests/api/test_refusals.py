@@ -368,7 +368,7 @@ def test_one_failed_choice_fails_all_and_aborts_the_others(node: NodeUnderTest) 
     body = {**TEXT, "seed": Behaviour.ERROR - 1, "n": 2}  # seeds of SILENT and ERROR
     error = refused(f"{node.url}/v1/completions", body, 500)
     assert error["code"] == "engine_error"
-    silent = node.submits()[before].request_id
+    silent = node.submits()[before].local_id
     eventually(lambda: silent in node.aborted())
 
 

@@ -112,7 +112,7 @@ class FakeEngine:
         *,
         salt: str = "",
         remote: bool = False,
-        client_request: int = 0,
+        group_id: int = 0,
     ) -> Request:
         """One prompt; its answers are ``client``, ``client + 1`` and so on, one for each seed."""
         request = Request(
@@ -123,7 +123,7 @@ class FakeEngine:
             arrived=self.now,
             deadline=self.now + 10_000,
             local_id=client,
-            client_request=client_request or b"",
+            group_id=group_id or b"",
             cache_salt=salt,
             targets=(TARGET, TARGET) if remote else (),
         )
@@ -200,10 +200,10 @@ class FakeEngine:
     def collect(self) -> None:
         step = self.collector.take()
         for output in step.outputs if step else []:
-            assert output.request_id not in self.endings
-            self.outputs.setdefault(output.request_id, []).extend(output.new_token_ids)
+            assert output.local_id not in self.endings
+            self.outputs.setdefault(output.local_id, []).extend(output.new_token_ids)
             if output.finish is not None:
-                self.endings[output.request_id] = output
+                self.endings[output.local_id] = output
 
     def run(self, limit: int = 3000) -> None:
         """Until nothing is left to do."""

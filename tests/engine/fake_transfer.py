@@ -103,7 +103,7 @@ class Wire:
                 order.first_block,
                 order.sampling,
                 order.deadline_s,
-                order.sibling_seeds,
+                order.child_seeds,
                 order.cache_salt,
             )
         )
@@ -119,7 +119,7 @@ class Wire:
     ) -> None:
         transfer = self._transfers.get(transfer_id)
         if transfer is not None:
-            assert len(tokens) == 1 + len(transfer.order.sibling_seeds)
+            assert len(tokens) == 1 + len(transfer.order.child_seeds)
             transfer.first_token = True
             self.decode.pending.append(FirstTokenArrived(transfer_id, tokens, cached_tokens, load))
 

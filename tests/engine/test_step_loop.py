@@ -28,7 +28,16 @@ from pdserve.engine.step_loop import NOT_FINITE, StepLoop
 from pdserve.engine.wake_up import WakeUp
 from pdserve.models.checkpoint.decoder_config import read_decoder_config
 from pdserve.models.runner import ModelRunner
-from pdserve.wire.engine import FinishReason, FromEngine, RequestOutput, Shutdown, Sibling, Stats, StepOutput, Submit
+from pdserve.wire.engine import (
+    ChildRequest,
+    FinishReason,
+    FromEngine,
+    RequestOutput,
+    Shutdown,
+    Stats,
+    StepOutput,
+    Submit,
+)
 from pdserve.wire.ids import new_id
 from pdserve.wire.sampling_params import SamplingParams, TokenLogprobs
 from pdserve.wire.ticket import PrefillTarget
@@ -120,15 +129,15 @@ class Client:
             ids = range(self._next, self._next + 1 + len(seeds))
             self._next += len(ids)
             answers.update((i, Answer()) for i in ids)
-            children = tuple(Sibling(i, seed) for i, seed in zip(ids[1:], seeds, strict=True))
+            children = tuple(ChildRequest(i, seed) for i, seed in zip(ids[1:], seeds, strict=True))
             self.send(
                 Submit(
-                    request_id=ids[0],
+                    local_id=ids[0],
                     uuid=new_id(),
                     token_ids=list(prompt),
                     sampling=sampling,
                     deadline_s=60.0,
-                    siblings=children,
+                    children=children,
                     prefill=self.targets,
                     cache_salt=salt,
                 )
@@ -142,7 +151,7 @@ class Client:
                 continue
             self.crossings += 1
             for output in message.outputs:
-                answers[output.request_id].add(output)
+                answers[output.local_id].add(output)
         return answers
 
 
@@ -217,7 +226,7 @@ def prompt(length: int) -> list[int]:
 
 
 @pytest.mark.parametrize("length", [1, 3, 4, 5, 16, 17, 30])
-def test_three_siblings_are_answered_like_three_requests(folder: Path, overlap: bool, length: int) -> None:
+def test_three_children_are_answered_like_three_requests(folder: Path, overlap: bool, length: int) -> None:
     with engine(folder, overlap) as client:
         together = client.ask(prompt(length), [1, 2, 3], "together")
         apart = [client.ask(prompt(length), [seed], str(seed))[0] for seed in (1, 2, 3)]
@@ -232,7 +241,7 @@ def test_a_step_is_one_message_however_many_requests_it_holds(folder: Path, over
         assert client.crossings == 10
 
 
-def test_siblings_are_answered_alike_when_blocks_run_out(folder: Path, overlap: bool) -> None:
+def test_children_are_answered_alike_when_blocks_run_out(folder: Path, overlap: bool) -> None:
     with engine(folder, overlap) as roomy:
         wanted = roomy.ask(prompt(18), [1, 2, 3, 4], max_tokens=40)
     with engine(folder, overlap, num_blocks=32) as tight:
@@ -276,7 +285,7 @@ def test_what_is_not_finite_ends_its_request_and_leaves_the_cache_clean(folder: 
         assert client.ask(ids, [1]) == wanted
 
 
-def test_a_prompt_that_does_not_fit_ends_all_its_siblings(folder: Path, overlap: bool) -> None:
+def test_a_prompt_that_does_not_fit_ends_all_its_children(folder: Path, overlap: bool) -> None:
     with engine(folder, overlap) as client:
         ends = client.finished([VOCAB_SIZE], [1, 2, 3])
         assert {end.finish for end, _ in ends} == {FinishReason.ERROR}

@@ -51,7 +51,7 @@ class Traffic:
             seeds,
             salt=salt,
             remote=self._remote and random.random() < 0.8,
-            client_request=self._client_requests,
+            group_id=self._client_requests,
         )
         for i, (member, seed) in enumerate(zip((request, *request.children), seeds, strict=True)):
             self.wanted[client + i] = answer(prompt, seed, max_tokens, engine.max_len)

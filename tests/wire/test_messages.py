@@ -65,14 +65,15 @@ CHANNELS: list[tuple[Any, list[msgspec.Struct]]] = [
         engine.ToEngine,
         [
             engine.Submit(
-                request_id=1,
+                local_id=1,
                 uuid=OTHER,
                 token_ids=[1, 2, 3],
                 sampling=SAMPLING,
                 deadline_s=9.0,
                 prefill=(TARGET,),
-                siblings=(engine.Sibling(2, 5), engine.Sibling(3, 6)),
+                children=(engine.ChildRequest(2, 5), engine.ChildRequest(3, 6)),
                 cache_salt="salt",
+                request_id="chat-1",
             ),
             engine.Abort([1, 2]),
             engine.Renew(b"the new\nthe old"),

@@ -109,6 +109,7 @@ class FetchPeer:
 
     def fetch(self, session: FetchSession, now: float) -> None:
         """Raises PeerLost, with the session among those that ``end`` fails."""
+        log.debug("%s from %s begins", session, self.target.name)
         self._sessions[session.order.transfer_id] = session
         self._tags[session.tag] = session
         self.lease.hold(now)
@@ -335,6 +336,7 @@ class FetchPeer:
 
     def _drop_if_ended(self, session: FetchSession) -> None:
         if session.state is FetchState.ENDED and self._sessions.pop(session.order.transfer_id, None) is not None:
+            log.debug("%s from %s is over", session, self.target.name)
             del self._tags[session.tag]
             if not self._sessions:
                 self.lease.release()

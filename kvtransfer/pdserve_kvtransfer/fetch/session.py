@@ -83,6 +83,9 @@ class FetchSession:
         self._accepts: list[int] = []
         self._expecting: dict[int, int] = {}
 
+    def __str__(self) -> str:
+        return f"request_id={self.order.request_id or '-'} transfer={self.order.transfer_id}"
+
     @property
     def outstanding(self) -> bool:
         """Whether blocks that may be sent have not landed."""
@@ -130,8 +133,9 @@ class FetchSession:
                 first_block=order.first_block,
                 sampling=order.sampling,
                 deadline_s=max(self.deadline - now, 0.001),
-                sibling_seeds=order.sibling_seeds,
+                child_seeds=order.child_seeds,
                 cache_salt=order.cache_salt,
+                request_id=order.request_id,
                 digests=self._checked,
                 paced=bool(order.paced_blocks),
             ),

@@ -129,7 +129,7 @@ class PushPeer:
 
     def _open(self, request: PrefillRequest, now: float) -> None:
         if request.transfer_id in self._sessions or request.tag in self._tags:
-            log.warning("transfer %s was asked for twice", request.transfer_id)
+            log.warning("request_id=%s transfer=%s was asked for twice", request.request_id or "-", request.transfer_id)
             return
         engine = self._engine
         if request.digests and not engine.region.readable:
@@ -144,6 +144,7 @@ class PushPeer:
             engine.heartbeat_s,
             reports_sent=engine.reports_sent,
         )
+        log.debug("%s begins", session)
         self._sessions[request.transfer_id] = session
         self._tags[request.tag] = session
         self.lease.hold(now)
@@ -152,7 +153,7 @@ class PushPeer:
     def on_command(self, command: PushBlocks | GiveFirstToken | FailPush) -> None:
         session = self._sessions.get(command.transfer_id)
         if session is None:
-            log.debug("late %s for transfer %s", type(command).__name__, command.transfer_id)
+            log.debug("transfer=%s: late %s", command.transfer_id, type(command).__name__)
             return
         match command:
             case PushBlocks(_, first_index, block_ids):
@@ -269,6 +270,7 @@ class PushPeer:
 
     def _drop_if_ended(self, session: PushSession) -> None:
         if session.state is PushState.ENDED and self._sessions.pop(session.transfer_id, None) is not None:
+            log.debug("%s is over: %s", session, session.outcome.value if session.outcome else "refused")
             self._tags.pop(session.tag, None)
             if not self._sessions:
                 self.lease.release()

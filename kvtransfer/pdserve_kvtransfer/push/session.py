@@ -72,6 +72,9 @@ class PushSession:
         self._accepted = 0 if request.paced else self._end_index
         self._sending: list[int] = []
 
+    def __str__(self) -> str:
+        return f"request_id={self._request.request_id or '-'} transfer={self.transfer_id}"
+
     def open(self) -> list[PushEffect]:
         """The first effects: the engine is told, or the request is refused because it makes no sense."""
         request = self._request
@@ -85,8 +88,9 @@ class PushSession:
             request.first_block,
             request.sampling,
             self._deadline_s,
-            request.sibling_seeds,
+            request.child_seeds,
             request.cache_salt,
+            request.request_id,
         )
         return [wanted]
 

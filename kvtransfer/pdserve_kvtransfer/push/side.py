@@ -71,7 +71,7 @@ class PushSide:
             case PushBlocks(transfer_id) | GiveFirstToken(transfer_id) | FailPush(transfer_id):
                 peer = self._peers.get(transfer_id.decode_boot)
                 if peer is None:
-                    log.debug("late %s for transfer %s", type(command).__name__, transfer_id)
+                    log.debug("transfer=%s: late %s", transfer_id, type(command).__name__)
                     return
                 self._try(peer, partial(peer.on_command, command))
             case _:

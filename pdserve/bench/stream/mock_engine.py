@@ -87,13 +87,13 @@ class MockEngine:
         return not self._waiting and not self._given
 
     def submit(self, request: Submit) -> None:
-        self._waiting.append(request.request_id)
+        self._waiting.append(request.local_id)
 
     def abort(self, abort: Abort) -> None:
-        gone = set(abort.request_ids)
-        for request_id in gone:
-            self._given.pop(request_id, None)
-        self._waiting = deque(request_id for request_id in self._waiting if request_id not in gone)
+        gone = set(abort.local_ids)
+        for local_id in gone:
+            self._given.pop(local_id, None)
+        self._waiting = deque(local_id for local_id in self._waiting if local_id not in gone)
 
     @property
     def running(self) -> int:
@@ -111,14 +111,14 @@ class MockEngine:
             return self._last_step()
         tokens, period = self._tokens, len(self._tokens)
         outputs = []
-        for request_id, given in self._given.items():
-            outputs.append(RequestOutput(request_id, tokens[given % period]))
-            self._given[request_id] = given + 1
+        for local_id, given in self._given.items():
+            outputs.append(RequestOutput(local_id, tokens[given % period]))
+            self._given[local_id] = given + 1
         return StepOutput(outputs)
 
     def _last_step(self) -> StepOutput:
         last = [self._script.last_token_id]
-        outputs = [RequestOutput(request_id, last, FinishReason.LENGTH, _REPORT) for request_id in self._given]
+        outputs = [RequestOutput(local_id, last, FinishReason.LENGTH, _REPORT) for local_id in self._given]
         self._given.clear()
         return StepOutput(outputs)
 

@@ -88,6 +88,7 @@ class FetchingConnector:
             # Before it is among the orders that it would have to wait for.
             time_s = self._timeout_s + self._placement.needed_s(target, missing, cached, now)
             node = self._placement.ordered(target, transfer, missing, cached, now)
+            log.debug("%s transfer=%s prefill=%s missing=%d ordered", request, transfer, target.name, missing)
             self._fetching[transfer] = _OrderedFetch(request, (request, *request.children), node)
             self._thread.fetch(
                 FetchOrder(
@@ -98,8 +99,9 @@ class FetchingConnector:
                     block_ids=tuple(request.block_table[request.first_block : last_block]),
                     sampling=request.sampling,
                     deadline_s=max(0.001, min(time_s, request.deadline - now)),
-                    sibling_seeds=tuple(child.sampling.seed for child in request.children),
+                    child_seeds=tuple(child.sampling.seed for child in request.children),
                     cache_salt=request.cache_salt,
+                    request_id=request.request_id,
                 )
             )
 
@@ -111,7 +113,8 @@ class FetchingConnector:
                     if fetch is None:
                         continue
                     if not all(0 <= token.token_id < self._vocab_size for token in tokens):
-                        log.error("prefill node %s sent tokens that the model lacks", fetch.request.prefill_node)
+                        request, name = fetch.request, fetch.request.prefill_node
+                        log.error("%s prefill node %s sent tokens that the model lacks", request, name)
                         self._fetching[transfer] = dataclasses.replace(fetch, believed=False)
                     else:
                         fetch.node.answered(transfer, cached_tokens, load, now)
@@ -132,10 +135,14 @@ class FetchingConnector:
                     else:
                         landed.node.landed(tail_bytes, tail_s)
                         self._landed(scheduler, landed.request, tail_s)
-                case FetchFailed(transfer, _, landed_blocks, quarantined, kind):
+                case FetchFailed(transfer, reason, landed_blocks, quarantined, kind):
                     self._blocks.quarantine(quarantined)
                     failed = self._fetching.pop(transfer, None)
                     if failed is not None:
+                        request, name = failed.request, failed.request.prefill_node
+                        log.info(
+                            "%s transfer=%s prefill=%s failed (%s): %s", request, transfer, name, kind.value, reason
+                        )
                         self._judge(failed, transfer, kind, now)
                         self._retry(scheduler, failed.request, landed_blocks, quarantined)
                     else:

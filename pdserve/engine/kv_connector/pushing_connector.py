@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -17,8 +19,10 @@ from pdserve.errors import EngineError
 from pdserve.wire.ids import TransferId
 from pdserve.wire.sampling_params import SamplingParams
 from pdserve.wire.transfer import FailureCause, PrefillLoad
-from pdserve_kvtransfer.events import PushCancelled, PushEnded, PushWanted, TransferThreadDied
+from pdserve_kvtransfer.events import PushCancelled, PushEnded, PushOutcome, PushWanted, TransferThreadDied
 from pdserve_kvtransfer.stats import TransferStats
+
+log = logging.getLogger(__name__)
 
 PAYS_FROM_TOKENS = 2048
 
@@ -75,9 +79,10 @@ class PushingConnector:
                 case PushCancelled(transfer):
                     cancelled = self._pushing.get(transfer)
                     if cancelled is not None:
+                        _log_end(cancelled, "cancelled", now)
                         scheduler.abort(cancelled)
-                case PushEnded(transfer):
-                    self._ended(scheduler, transfer)
+                case PushEnded(transfer, outcome):
+                    self._ended(scheduler, transfer, outcome, now)
                 case TransferThreadDied(message):
                     raise EngineError(f"the transfer thread died: {message}")
                 case _:
@@ -104,21 +109,31 @@ class PushingConnector:
             transfer=order.transfer_id,
             first_block=order.first_block,
             cache_salt=order.cache_salt,
+            request_id=order.request_id,
         )
-        for seed in order.sibling_seeds:
+        log.debug(
+            "%s transfer=%s prompt=%d first_block=%d queued",
+            request,
+            order.transfer_id,
+            request.num_prompt_tokens,
+            request.first_block,
+        )
+        for seed in order.child_seeds:
             request.add_child(seed)
         self._pushing[order.transfer_id] = request
         scheduler.add(request)
 
     def _refuse(self, order: PushWanted, reason: str, cause: FailureCause) -> None:
+        log.info("request_id=%s transfer=%s refused: %s", order.request_id or "-", order.transfer_id, reason)
         self._ending[order.transfer_id] = []
         self._thread.fail_push(order.transfer_id, reason, cause)
 
-    def _ended(self, scheduler: Scheduler, transfer: TransferId) -> None:
+    def _ended(self, scheduler: Scheduler, transfer: TransferId, outcome: PushOutcome, now: float) -> None:
         request = self._pushing.pop(transfer, None)
         if request is None:
             self._blocks.free(self._ending.pop(transfer))
             return
+        _log_end(request, outcome.value, now)
         request.transfer = None
         scheduler.abort(request)
 
@@ -160,6 +175,7 @@ class PushingConnector:
 
     def give_up(self, request: Request, reason: str, cause: FailureCause) -> None:
         if request.transfer is not None:
+            _log_end(request, f"failed ({reason})", time.monotonic())
             self._thread.fail_push(request.transfer, reason, cause)
 
     def release(self, request: Request) -> None:
@@ -177,3 +193,24 @@ class PushingConnector:
 
     def close(self) -> None:
         self._thread.close(CLOSE_TIMEOUT_S)
+
+
+def _log_end(request: Request, outcome: str, now: float) -> None:
+    """Writes what a prefill node says of a request when it is over: one line. Unknown values are ``-``."""
+    if not log.isEnabledFor(logging.INFO):
+        return
+    log.info(
+        "%s transfer=%s prompt=%d cached=%d queue_ms=%s prefill_ms=%s push_ms=%s outcome=%s",
+        request,
+        request.transfer,
+        request.num_prompt_tokens,
+        request.cached_tokens,
+        _ms(request.arrived, request.admitted),
+        _ms(request.admitted, request.first_token),
+        _ms(request.first_token, now),
+        outcome,
+    )
+
+
+def _ms(begin: float | None, end: float | None) -> str:
+    return "-" if begin is None or end is None else f"{(end - begin) * 1000:.1f}"

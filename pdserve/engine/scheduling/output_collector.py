@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import logging
+
 from pdserve.engine.request import Request
 from pdserve.wire.engine import FinishReason, RequestOutput, RequestReport, StepOutput
 from pdserve.wire.sampling_params import SampledToken
+
+log = logging.getLogger(__name__)
 
 
 class OutputCollector:
@@ -21,6 +25,13 @@ class OutputCollector:
     def ending(self, request: Request, reason: FinishReason, error: str | None) -> None:
         if request.local_id is not None:
             tokens = self._tokens.pop(request.local_id, [])
+            log.debug(
+                "%s local_id=%d output=%d finish=%s",
+                request,
+                request.local_id,
+                request.num_generated_tokens,
+                reason.value,
+            )
             self._endings.append(_output(request.local_id, tokens, reason, _report(request), error))
 
     def forget(self, request: Request) -> None:

@@ -14,13 +14,13 @@ from typing import TypeAlias
 
 from pdserve.engine.request import Request, Status
 
-ClientRequest: TypeAlias = int | bytes
+GroupId: TypeAlias = int | bytes
 
 _PLACES = (Status.RUNNING, Status.WAITING_FOR_REMOTE_KVS)
 
 
 class Queues:
-    """Siblings that wait for their parent's prompt are with their parent."""
+    """Children that wait for their parent's prompt are with their parent."""
 
     def __init__(self) -> None:
         self.waiting: deque[Request] = deque()
@@ -29,8 +29,8 @@ class Queues:
         self.remote: set[Request] = set()
         """Their prompts are being fetched."""
         self.pushing: set[Request] = set()
-        self._places: Counter[ClientRequest] = Counter()
-        self._waiters: Counter[ClientRequest] = Counter()
+        self._places: Counter[GroupId] = Counter()
+        self._waiters: Counter[GroupId] = Counter()
 
     @property
     def num_admitted(self) -> int:
@@ -58,16 +58,16 @@ class Queues:
 
     def places_of(self, request: Request) -> int:
         """How many places its client request holds."""
-        return self._places[request.client_request]
+        return self._places[request.group_id]
 
     def in_turn(self) -> Iterator[Request]:
         """Waiting requests in the order in which they get places, if each gets one as it is returned.
 
         Lazy, for most steps look at the first few only: those without a place come before anything is sorted.
         """
-        later: dict[ClientRequest, list[Request]] = {}
+        later: dict[GroupId, list[Request]] = {}
         for request in tuple(self.waiting):
-            whose = request.client_request
+            whose = request.group_id
             if whose in later or whose in self._places:
                 later.setdefault(whose, []).append(request)
             else:
@@ -103,7 +103,7 @@ class Queues:
     def add(self, request: Request) -> None:
         """Queue a new request behind all others."""
         self.waiting.append(request)
-        self._waiters[request.client_request] += 1
+        self._waiters[request.group_id] += 1
 
     def move(self, request: Request, status: Status) -> None:
         """Change a request's status, and with it the place where it is."""
@@ -113,7 +113,7 @@ class Queues:
             case Status.WAITING:
                 later = (i for i, other in enumerate(self.waiting) if other.arrived > request.arrived)
                 self.waiting.insert(next(later, len(self.waiting)), request)
-                self._waiters[request.client_request] += 1
+                self._waiters[request.group_id] += 1
             case Status.RUNNING:
                 self.running.append(request)
             case Status.WAITING_FOR_REMOTE_KVS:
@@ -121,13 +121,13 @@ class Queues:
             case Status.PUSHING:
                 self.pushing.add(request)
         if status in _PLACES:
-            self._places[request.client_request] += 1
+            self._places[request.group_id] += 1
 
     def _take_out(self, request: Request) -> None:
         match request.status:
             case Status.WAITING:
                 self.waiting.remove(request)
-                _one_less(self._waiters, request.client_request)
+                _one_less(self._waiters, request.group_id)
             case Status.RUNNING:
                 self.running.remove(request)
             case Status.WAITING_FOR_REMOTE_KVS:
@@ -138,10 +138,10 @@ class Queues:
                 if request.parent is not None:
                     request.parent.children.remove(request)
         if request.status in _PLACES:
-            _one_less(self._places, request.client_request)
+            _one_less(self._places, request.group_id)
 
 
-def _one_less(counts: Counter[ClientRequest], whose: ClientRequest) -> None:
+def _one_less(counts: Counter[GroupId], whose: GroupId) -> None:
     counts[whose] -= 1
     if not counts[whose]:
         del counts[whose]

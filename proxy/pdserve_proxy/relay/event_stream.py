@@ -142,7 +142,10 @@ class EventStream:
         if relayed.cut_short is not None:
             error, outcome = relayed.cut_short.error, relayed.cut_short.outcome
         else:
-            log.warning("%s lost while streaming %s: %s", relayed.decode_name, relayed.request_id, exc or repr(exc))
+            reason = exc or repr(exc)
+            log.warning(
+                "request_id=%s decode=%s lost while streaming: %s", relayed.request_id, relayed.decode_name, reason
+            )
             error = BadUpstream("the node that served this request was lost", code="upstream_lost")
             outcome = RelayOutcome.UPSTREAM_LOST
         relayed.end(outcome)

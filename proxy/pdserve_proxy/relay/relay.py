@@ -184,7 +184,8 @@ class Relay:
             failure = result
             tried |= {route.decode.boot_id}
             level = logging.INFO if failure.kind is AttemptFailureKind.REFUSED else logging.WARNING
-            log.log(level, "attempt %d of %s at %s: %s", attempt, relayed.request_id, route.decode.name, failure.error)
+            name = route.decode.name
+            log.log(level, "request_id=%s attempt=%d decode=%s: %s", relayed.request_id, attempt, name, failure.error)
             if failure.kind is AttemptFailureKind.UNREACHABLE:
                 self._registry.mark_unreachable(route.decode.boot_id)
             elif failure.kind is AttemptFailureKind.LOST:

@@ -24,18 +24,18 @@ SCRIPT = Script(requests=3, step_s=0.0, seconds=2.0, admit=2, token_ids=(10, 11)
 WAIT_S = 30.0
 
 
-def submit(request_id: int) -> Submit:
-    return Submit(request_id=request_id, uuid=bytes(16), token_ids=[1], sampling=SAMPLING, deadline_s=60.0)
+def submit(local_id: int) -> Submit:
+    return Submit(local_id=local_id, uuid=bytes(16), token_ids=[1], sampling=SAMPLING, deadline_s=60.0)
 
 
 def said(outputs: list[RequestOutput]) -> dict[int, list[int]]:
-    return {output.request_id: output.new_token_ids for output in outputs}
+    return {output.local_id: output.new_token_ids for output in outputs}
 
 
 def test_steps_take_in_a_few_and_end_all_together() -> None:
     engine = MockEngine(SCRIPT)
-    for request_id in (1, 2, 3):
-        engine.submit(submit(request_id))
+    for local_id in (1, 2, 3):
+        engine.submit(submit(local_id))
     assert said(engine.step(0.0).outputs) == {1: [10], 2: [10]}
     assert said(engine.step(5.0).outputs) == {1: [11], 2: [11], 3: [10]}
     assert said(engine.step(6.9).outputs) == {1: [10], 2: [10], 3: [11]}
@@ -48,8 +48,8 @@ def test_steps_take_in_a_few_and_end_all_together() -> None:
 
 def test_an_aborted_request_gets_nothing_more() -> None:
     engine = MockEngine(SCRIPT)
-    for request_id in (1, 2, 3):
-        engine.submit(submit(request_id))
+    for local_id in (1, 2, 3):
+        engine.submit(submit(local_id))
     engine.step(0.0)
     engine.abort(Abort([1, 3]))
     assert said(engine.step(1.0).outputs) == {2: [11]}

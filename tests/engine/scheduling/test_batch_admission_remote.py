@@ -10,10 +10,10 @@ from tests.engine.scheduling.test_scheduler import BLOCK_SIZE, TARGET, Bench, ex
 
 
 def add(
-    bench: Bench, client: int, prompt: int, max_tokens: int = 4, *, remote: bool = False, client_request: int = 0
+    bench: Bench, client: int, prompt: int, max_tokens: int = 4, *, remote: bool = False, group_id: int = 0
 ) -> Request:
     """With a prompt of its own, of which the prefix cache has nothing."""
-    request = bench.add(client, prompt, max_tokens, (TARGET,) if remote else (), client_request or b"")
+    request = bench.add(client, prompt, max_tokens, (TARGET,) if remote else (), group_id or b"")
     request.token_ids[:] = [1000 + client] * prompt
     return request
 
@@ -84,7 +84,7 @@ def test_what_landed_gives_way_to_a_batch_that_needs_its_blocks_and_is_computed_
 
 
 @pytest.mark.parametrize("ended", [False, True])
-def test_siblings_of_one_that_landed_without_a_place_wait_with_it(ended: bool) -> None:
+def test_children_of_one_that_landed_without_a_place_wait_with_it(ended: bool) -> None:
     bench = Bench(num_blocks=64, max_running=1)
     parent = add(bench, 1, 2 * BLOCK_SIZE + 1, remote=True)
     child = parent.add_child(seed=5, local_id=2)
@@ -124,9 +124,9 @@ def test_as_many_as_the_batch_holds_may_be_on_their_way_or_wait_for_a_place() ->
 
 def with_two_places(bench: Bench) -> tuple[list[Request], list[Request]]:
     """A client request with four prompts: two fill the batch, two are fetched."""
-    fetched = [add(bench, client, 10, remote=True, client_request=1) for client in (0, 1)]
+    fetched = [add(bench, client, 10, remote=True, group_id=1) for client in (0, 1)]
     bench.step()
-    running = [add(bench, client, 10, max_tokens=40, client_request=1) for client in (2, 3)]
+    running = [add(bench, client, 10, max_tokens=40, group_id=1) for client in (2, 3)]
     bench.step()
     assert [request.status for request in running] == [Status.RUNNING] * 2
     return running, fetched

@@ -21,7 +21,7 @@ def big_request(engine: FakeEngine, *, max_tokens: int = 16) -> dict[int, list[i
     wanted: dict[int, list[int]] = {}
     for i, prompt in enumerate(PROMPTS):
         first = 1_000 + i * len(SEEDS)
-        engine.add(first, prompt, max_tokens, SEEDS, client_request=1)
+        engine.add(first, prompt, max_tokens, SEEDS, group_id=1)
         wanted |= {first + j: answer(prompt, seed, max_tokens, engine.max_len) for j, seed in enumerate(SEEDS)}
     return wanted
 
@@ -54,8 +54,8 @@ def test_an_ordinary_request_beside_a_thousand_answers_is_served_at_once(num_blo
 
 def test_a_place_goes_to_who_holds_the_fewest_and_then_to_who_waits_longest() -> None:
     engine = FakeEngine(max_running=4, max_step_tokens=64)
-    rich = [engine.add(i, [50 + i], 16, client_request=1) for i in range(6)]
-    poor = [engine.add(10 + i, [60 + i], 16, client_request=2) for i in range(2)]
+    rich = [engine.add(i, [50 + i], 16, group_id=1) for i in range(6)]
+    poor = [engine.add(10 + i, [60 + i], 16, group_id=2) for i in range(2)]
     alone = engine.add(20, [70], 16)
     engine.step()
     assert running(rich) + running(poor) + running([alone]) == [rich[0], rich[1], poor[0], alone]
@@ -63,7 +63,7 @@ def test_a_place_goes_to_who_holds_the_fewest_and_then_to_who_waits_longest() ->
 
 def test_a_client_request_without_a_place_gets_one_of_him_who_has_several() -> None:
     engine = FakeEngine(max_running=4, max_step_tokens=64)
-    rich = [engine.add(i, [50 + i], 16, client_request=1) for i in range(6)]
+    rich = [engine.add(i, [50 + i], 16, group_id=1) for i in range(6)]
     engine.step()
     assert running(rich) == rich[:4]
     others = [engine.add(10 + i, [60 + i], 16) for i in range(5)]
@@ -88,7 +88,7 @@ def test_requests_of_one_answer_are_served_as_they_come_and_nobody_gives_way() -
 
 def test_a_static_batch_is_not_disturbed() -> None:
     engine = FakeEngine(max_running=4, max_step_tokens=64, batching=Batching.STATIC)
-    rich = [engine.add(i, [50 + i], 16, client_request=1) for i in range(6)]
+    rich = [engine.add(i, [50 + i], 16, group_id=1) for i in range(6)]
     engine.step()
     engine.add(10, [60], 4)
     engine.step()
@@ -115,7 +115,7 @@ def test_nobody_without_a_place_waits_beside_one_with_several(
     """Whoever came when: after a step for each place, either nobody has several or nobody has none."""
     engine = FakeEngine(num_blocks=num_blocks, max_running=max_running, max_step_tokens=64, max_len=48)
     families = [
-        [engine.add(100 * whose + i, [whose, i], 40, client_request=whose + 1) for i in range(size)]
+        [engine.add(100 * whose + i, [whose, i], 40, group_id=whose + 1) for i in range(size)]
         for whose, size in enumerate(sizes)
     ]
     for _ in range(max_running + 1):

@@ -64,7 +64,7 @@ class Bench:
         prompt: int,
         max_tokens: int = 4,
         targets: tuple[PrefillTarget, ...] = (),
-        client_request: int | bytes = b"",
+        group_id: int | bytes = b"",
     ) -> Request:
         request = Request(
             uuid=new_id(),
@@ -74,7 +74,7 @@ class Bench:
             arrived=self.now,
             deadline=self.now + 100,
             local_id=client,
-            client_request=client_request,
+            group_id=group_id,
             targets=targets,
         )
         self.scheduler.add(request)
@@ -94,10 +94,10 @@ class Bench:
     def collect(self) -> None:
         step = self.collector.take()
         for output in step.outputs if step else []:
-            self.outputs.setdefault(output.request_id, []).extend(output.new_token_ids)
+            self.outputs.setdefault(output.local_id, []).extend(output.new_token_ids)
             if output.finish is not None:
-                assert output.request_id not in self.endings
-                self.endings[output.request_id] = output
+                assert output.local_id not in self.endings
+                self.endings[output.local_id] = output
 
     def run(self, limit: int = 2000) -> None:
         for _ in range(limit):

@@ -60,7 +60,7 @@ def test_prompt_and_prefill_count_once_and_every_answer_names_who_prefilled() ->
 
 
 @pytest.mark.parametrize(("num_blocks", "max_running"), [(16, 1), (6, 8)])
-def test_siblings_for_which_there_is_no_place_or_block_wait(num_blocks: int, max_running: int) -> None:
+def test_children_for_which_there_is_no_place_or_block_wait(num_blocks: int, max_running: int) -> None:
     engine = FakeEngine(num_blocks=num_blocks, max_running=max_running, max_len=24)
     engine.add(0, PROMPT, 9, SEEDS)
     engine.step()
@@ -203,7 +203,7 @@ def test_a_lost_transfer_after_the_first_tokens_is_made_good_here() -> None:
     assert pair.decode.outputs == {i: answer(PROMPT, seed, 9, 64) for i, seed in enumerate(seeds)}
 
 
-def test_long_answers_of_siblings_survive_preemption() -> None:
+def test_long_answers_of_children_survive_preemption() -> None:
     seeds = [talkative(PROMPT, 14)] * 3
     engine = FakeEngine(num_blocks=10, max_len=24)
     engine.add(0, PROMPT, 14, seeds)
