@@ -119,8 +119,7 @@ def assemble(
         config=config.scheduler,
         stop=stop,
         prompts=prompts,
-        ahead=own if overlaps(config, device) else None,
-        rate=rate,
+        ahead_runner=own if overlaps(config, device) else None,
         placement=placement,
         renew=secrets.renew,
     )

@@ -52,73 +52,73 @@ _UNKNOWN = 0
 
 @dataclass(frozen=True, slots=True)
 class LaunchedStep:
-    """``places`` are the rows of ``pending`` that are for the plan's choosers."""
+    """A step whose tokens are not read yet. ``rows`` are the rows of ``pending`` of the plan's ``sampled_requests``."""
 
     plan: BatchPlan
-    places: Sequence[int]
+    rows: Sequence[int]
     pending: PendingTokens
 
-    def read(self) -> list[tuple[SampledToken] | None]:
-        """What ``Scheduler.advance`` takes. Waits for a GPU."""
+    def read(self) -> list[SampledToken | None]:
+        """Returns what ``Scheduler.postprocess`` takes. Waits for a GPU."""
         tokens = self.pending.read()
-        chosen = (tokens[place] for place in self.places)
-        return [None if token is None else (token,) for token in chosen]
+        return [tokens[row] for row in self.rows]
 
 
 @dataclass(frozen=True, slots=True)
 class StepAhead:
-    """A step launched ahead; ``requests`` has one for each row."""
+    """A step that was launched ahead. ``requests`` has one request for each row of ``pending``."""
 
     requests: Sequence[Request]
     pending: PendingTokens
 
     def joined(self) -> LaunchedStep:
-        """The step, once the tokens of the one before are known: without the requests that have ended."""
-        places = [place for place, request in enumerate(self.requests) if decodes_on(request)]
-        return LaunchedStep(BatchPlan([Work(self.requests[place], 1) for place in places]), places, self.pending)
+        """Returns the step without the requests that have ended, once the tokens of the step before are known."""
+        rows = [row for row, request in enumerate(self.requests) if decodes_on(request)]
+        return LaunchedStep(BatchPlan([Work(self.requests[row], 1) for row in rows]), rows, self.pending)
 
 
 def decodes_on(request: Request) -> bool:
-    """Whether a request that was decoding has not ended."""
+    """Returns whether a request that was decoding has not ended."""
     return request.status is Status.RUNNING and not request.ended
 
 
-def launch(runner: StepRunner, plan: BatchPlan, eos_token_ids: Set[int], to_be_followed: bool) -> LaunchedStep:
-    """Compute a plan's work and choose its tokens: on the device if they are ``to_be_followed`` there and can be."""
-    rows = []
+def launch(runner: StepRunner, plan: BatchPlan, eos_token_ids: Set[int], on_device: bool) -> LaunchedStep:
+    """Computes a plan's work and samples its tokens: ``on_device``, if that can be done, for a step launched ahead."""
+    steps = []
     for work in plan.work:
         request, start = work.request, work.request.num_computed_tokens
         new = request.token_ids[start : start + work.num_tokens]
-        rows.append(StepRow(new, start, request.block_table, work.wants_token))
-    logits = _logits_of_choosers(runner.run(rows), plan)
-    choosers = [SamplingRow.of(request) for request in plan.choosers]
+        steps.append(StepRow(new, start, request.block_table, work.wants_token))
+    logits = _logits_to_sample(runner.run(steps), plan)
+    rows = [SamplingRow.of(request) for request in plan.sampled_requests]
     pending: PendingTokens
-    if to_be_followed and all(can_sample_on_device(row) for row in choosers):
-        pending = DeviceTokens(logits, choosers)
+    if on_device and all(can_sample_on_device(row) for row in rows):
+        pending = DeviceTokens(logits, rows)
     else:
-        pending = HostTokens(logits, choosers, eos_token_ids)
-    return LaunchedStep(plan, range(len(choosers)), pending)
+        pending = HostTokens(logits, rows, eos_token_ids)
+    return LaunchedStep(plan, range(len(rows)), pending)
 
 
 def launch_ahead(runner: AheadRunner, step: LaunchedStep, requests: Sequence[Request]) -> StepAhead | None:
-    """Decode on with ``requests``, of those in ``step``, whose tokens are not known yet.
+    """Decodes on with ``requests``, which are in ``step`` and whose tokens are not known yet.
 
-    None if their tokens are not on the device, or if one of them cannot be sampled before its last token is known.
+    Returns None if their tokens are not on the device, or if one of them cannot be sampled before its last token is
+    known.
     """
     tokens, rows = step.pending.tokens, [SamplingRow.after_unknown(request) for request in requests]
     if tokens is None or not all(can_sample_on_device(row) for row in rows):
         return None
     steps = [StepRow([_UNKNOWN], len(request.token_ids), request.block_table, True) for request in requests]
-    place_of = dict(zip(step.plan.choosers, step.places, strict=True))
-    places = [place_of[request] for request in requests]
-    if places != list(range(len(tokens))):
-        tokens = tokens.index_select(0, stage([places], tokens.device)[0].long())
+    row_of = dict(zip(step.plan.sampled_requests, step.rows, strict=True))
+    sources = [row_of[request] for request in requests]
+    if sources != list(range(len(tokens))):
+        tokens = tokens.index_select(0, stage([sources], tokens.device)[0].long())
     return StepAhead(requests, DeviceTokens(runner.run(steps, tokens), rows))
 
 
-def _logits_of_choosers(logits: torch.Tensor, plan: BatchPlan) -> torch.Tensor:
-    """A row for each chooser, from one for each work that wants a token: children choose by the same logits."""
+def _logits_to_sample(logits: torch.Tensor, plan: BatchPlan) -> torch.Tensor:
+    """Returns a row for each sampled request from a row for each work: children are sampled from the same logits."""
     wanting = [work for work in plan.work if work.wants_token]
-    rows = [row for row, work in enumerate(wanting) for _ in work.choosers]
-    # Nearly always it is so already, and a copy of all logits takes milliseconds.
+    rows = [row for row, work in enumerate(wanting) for _ in work.sampled_requests]
+    # The rows are nearly always the same, and a copy of all logits takes milliseconds.
     return logits if rows == list(range(len(logits))) else logits[rows]

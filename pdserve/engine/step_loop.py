@@ -1,11 +1,11 @@
-"""The engine: wait for events, schedule, compute, tell.
+"""Runs the engine's steps: receive, schedule, launch, postprocess, send.
 
-Each turn of ``run`` is one step. With nothing to compute it blocks until the API process, the transfer thread, a
-deadline or a signal has something for it, so an idle engine uses no CPU.
+Each turn of ``StepLoop.run`` is one step. With nothing to compute it blocks until the API process, the transfer thread,
+a deadline or a signal has something for it, so an idle engine uses no CPU.
 
-A step is launched, and its tokens are read later. On a GPU the loop has work of its own in between: it tells what the
-step before gave, and, while nothing but decoding is to be done, it launches the next step as well (``step``), so that
-the GPU goes from one step to the next without waiting for the host.
+A step is launched, and its tokens are read later. On a GPU the loop has work of its own in between: it sends the tokens
+of the step before, and, while nothing but decoding is to be done, it launches the next step as well
+(``launched_step``), so that the GPU goes from one step to the next without waiting for the host.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from pdserve.engine.kv_cache.block_manager import BlockManager
 from pdserve.engine.kv_connector import KvConnector
 from pdserve.engine.launched_step import AheadRunner, LaunchedStep, StepAhead, StepRunner, launch, launch_ahead
 from pdserve.engine.placement.placement import Placement
-from pdserve.engine.placement.prefill_rate import PrefillRate
 from pdserve.engine.request import Request
+from pdserve.engine.scheduling.batch_plan import BatchPlan
 from pdserve.engine.scheduling.output_collector import OutputCollector
 from pdserve.engine.scheduling.request_limits import PromptRule, StopRule
 from pdserve.engine.scheduling.scheduler import Scheduler
@@ -39,7 +39,7 @@ NOT_FINITE = "the model's logits are not finite"
 
 
 class StepLoop:
-    """Ties the parts of one engine together; owns none of them but the scheduler."""
+    """Ties the parts of one engine together, of which it owns only the scheduler."""
 
     def __init__(
         self,
@@ -52,27 +52,25 @@ class StepLoop:
         config: SchedulerConfig,
         stop: StopRule,
         prompts: PromptRule,
-        rate: PrefillRate,
         placement: Placement,
-        ahead: AheadRunner | None = None,
+        ahead_runner: AheadRunner | None = None,
         renew: Callable[[bytes], None] = lambda _: None,
     ) -> None:
-        """``ahead`` is ``runner`` if decode steps are to be launched before the tokens of the last ones are known.
+        """``ahead_runner`` is ``runner`` if decode steps are to be launched before the tokens of the last are known.
 
-        Whatever else writes to the KV cache then has to do it behind the steps that were launched before.
+        Everything else that writes to the KV cache then has to do it behind the steps that were launched before.
         ``renew`` takes a new cluster secret.
         """
         self._api = api
         self._wake_up = wake_up
         self._runner = runner
-        self._ahead = ahead
+        self._ahead_runner = ahead_runner
         self._blocks = blocks
         self._connector = connector
         self._collector = OutputCollector()
         self._scheduler = Scheduler(blocks, config, stop, self._collector, connector.release, placement)
         self._prompts = prompts
         self._renew = renew
-        self._rate = rate
         self._placement = placement
         self._eos_token_ids = stop.eos_token_ids
         self._steps = 0
@@ -84,12 +82,12 @@ class StepLoop:
         self._poller.register(wake_up.fd, zmq.POLLIN)
 
     def stop(self) -> None:
-        """End ``run`` after the step under way. Safe in a signal handler."""
+        """Ends ``run`` after the step under way. A signal handler may call this."""
         self._stopping = True
         self._wake_up.set()
 
     def run(self) -> None:
-        """Serve until ``stop`` or a Shutdown message. Raises EngineError when the engine cannot go on."""
+        """Serves until ``stop`` or a Shutdown message. Raises EngineError when the engine cannot go on."""
         busy, ahead = False, None
         while not self._stopping:
             self._wait(busy)
@@ -97,25 +95,27 @@ class StepLoop:
             now = time.monotonic()
             self._connector.poll(self._scheduler, now)
             self._expire(now)
-            step = self._launch(now) if ahead is None else ahead.joined()
+            step = self._launch(self._schedule(now)) if ahead is None else ahead.joined()
             ahead = self._launch_ahead(step)
-            if self._ahead is not None:
-                # What the step before gave, while this one computes.
-                self._tell()
+            if self._ahead_runner is not None:
+                # The tokens of the step before leave while this one computes.
+                self._send_output()
             if step is not None:
-                self._land(step, began=now)
+                self._postprocess(step, began=now)
             self._blocks.clean(self._runner.clear)
-            if self._ahead is None or ahead is not None:
-                self._tell()
+            if self._ahead_runner is None or ahead is not None:
+                self._send_output()
             busy = step is not None
-        if self._ahead is not None:
-            self._tell()
+        if self._ahead_runner is not None:
+            self._send_output()
+
+    # ------------------------------------------------------------ events
 
     def _wait(self, busy: bool) -> None:
         if busy:
             timeout_ms = 0
         else:
-            self._tell_stats(idle=True)
+            self._send_stats(idle=True)
             deadline = self._scheduler.next_deadline()
             timeout_ms = -1 if deadline is None else max(0, int((deadline - time.monotonic()) * 1000) + 1)
         ready = dict(self._poller.poll(timeout_ms))
@@ -171,41 +171,50 @@ class StepLoop:
             self._connector.give_up(request, "deadline passed", FailureCause.DEADLINE)
             self._scheduler.finish(request, FinishReason.DEADLINE)
 
-    def _launch(self, now: float) -> LaunchedStep | None:
-        """The next step by all that is known; None if there is nothing to compute."""
+    # ------------------------------------------------------------ a step
+
+    def _schedule(self, now: float) -> BatchPlan:
+        """Plans the next step, copies the blocks that it begins with, and orders the prompts that it does not hold."""
         plan = self._scheduler.schedule(now)
         if plan.copies:
             self._runner.copy_blocks(list(plan.copies.values()), list(plan.copies))
         self._connector.start(plan, now)
+        return plan
+
+    def _launch(self, plan: BatchPlan) -> LaunchedStep | None:
+        """Launches a planned step; returns None if there is nothing to compute."""
         if not plan.work:
             return None
-        return launch(self._runner, plan, self._eos_token_ids, to_be_followed=self._ahead is not None)
+        return launch(self._runner, plan, self._eos_token_ids, on_device=self._ahead_runner is not None)
 
     def _launch_ahead(self, step: LaunchedStep | None) -> StepAhead | None:
-        """The step after ``step``, if it is certain enough what that holds."""
-        if self._ahead is None or step is None or step.pending.tokens is None:
+        """Launches the step after ``step`` if it is certain which requests that holds."""
+        if self._ahead_runner is None or step is None or step.pending.tokens is None:
             return None
-        requests = self._scheduler.follow(step.plan)
-        return launch_ahead(self._ahead, step, requests) if requests else None
+        requests = self._scheduler.decoding_on(step.plan)
+        return launch_ahead(self._ahead_runner, step, requests) if requests else None
 
-    def _land(self, step: LaunchedStep, began: float) -> None:
+    def _postprocess(self, step: LaunchedStep, began: float) -> None:
+        """Waits for a step's tokens and passes on what became final."""
         sampled = step.read()
         self._steps += 1
         now = time.monotonic()
-        self._rate.step(step.plan.num_prompt_tokens, step.plan.num_decoding, now - began, now)
-        for request in self._scheduler.advance(step.plan, sampled, now):
+        self._placement.rate.step(step.plan.num_prompt_tokens, step.plan.num_decoding, now - began, now)
+        for request in self._scheduler.postprocess(step.plan, sampled, now):
             self._connector.give_up(request, NOT_FINITE, FailureCause.PROMPT)
             self._blocks.taint(request.block_table)
             self._scheduler.finish(request, FinishReason.ERROR, NOT_FINITE)
         self._connector.stepped(self._scheduler, step.plan)
 
-    def _tell(self) -> None:
+    # ------------------------------------------------------------ output
+
+    def _send_output(self) -> None:
         output = self._collector.take()
         if output is not None:
             self._api.send(output)
-        self._tell_stats(idle=False)
+        self._send_stats(idle=False)
 
-    def _tell_stats(self, idle: bool) -> None:
+    def _send_stats(self, idle: bool) -> None:
         now = time.monotonic()
         if not idle and now - self._stats_at < STATS_INTERVAL_S:
             return

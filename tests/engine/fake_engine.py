@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from random import Random
 from typing import Any
 
 from pdserve.config import Batching, KvOverlap, SchedulerConfig, TransferConfig
@@ -36,27 +35,25 @@ TARGET = PrefillTarget("p0", "tcp://127.0.0.1:1", new_id())
 @dataclass(frozen=True)
 class FakeLaunchedStep:
     plan: BatchPlan
-    sampled: list[tuple[SampledToken, ...]]
+    sampled: list[SampledToken]
 
 
 @dataclass(frozen=True)
 class FakeStepAhead:
-    """``launched_step.StepAhead`` whose tokens are here already."""
+    """A ``launched_step.StepAhead`` whose tokens are known already."""
 
     requests: list[Request]
-    sampled: list[tuple[SampledToken, ...]]
+    sampled: list[SampledToken]
 
     def joined(self) -> FakeLaunchedStep:
         going = [
-            (request, tokens)
-            for request, tokens in zip(self.requests, self.sampled, strict=True)
-            if decodes_on(request)
+            (request, token) for request, token in zip(self.requests, self.sampled, strict=True) if decodes_on(request)
         ]
-        return FakeLaunchedStep(BatchPlan([Work(request, 1) for request, _ in going]), [tokens for _, tokens in going])
+        return FakeLaunchedStep(BatchPlan([Work(request, 1) for request, _ in going]), [token for _, token in going])
 
 
 class FakeEngine:
-    """One engine; ``step`` is what the step loop does, with a drafter that guesses right now and then."""
+    """One engine whose ``step`` does what a turn of the step loop does."""
 
     def __init__(
         self,
@@ -69,9 +66,7 @@ class FakeEngine:
         max_len: int = 64,
         batching: Batching = Batching.CONTINUOUS,
         prefix_cache: bool = True,
-        lookahead: int = 0,
         overlap: bool = False,
-        random: Random | None = None,
     ) -> None:
         self.blocks = BlockManager(num_blocks, BLOCK_SIZE, prefix_cache=prefix_cache)
         self.model = FakeModel(num_blocks, BLOCK_SIZE)
@@ -91,13 +86,10 @@ class FakeEngine:
             max_running=max_running, max_step_tokens=max_step_tokens, max_waiting=100, batching=batching
         )
         stop = StopRule(frozenset({EOS}), max_len)
-        self.scheduler = Scheduler(
-            self.blocks, config, stop, self.collector, self.connector.release, placement, lookahead
-        )
+        self.scheduler = Scheduler(self.blocks, config, stop, self.collector, self.connector.release, placement)
         self.outputs: dict[int, list[int]] = {}
         self.endings: dict[int, RequestOutput] = {}
         self.now = 0.0
-        self._random = random or Random(0)
         self._overlap = overlap
         self._ahead: FakeStepAhead | None = None
         self.num_ahead = 0
@@ -105,7 +97,7 @@ class FakeEngine:
 
     def add(
         self,
-        client: int,
+        local_id: int,
         prompt: Sequence[int],
         max_tokens: int = 4,
         seeds: Sequence[int] = (0,),
@@ -114,7 +106,7 @@ class FakeEngine:
         remote: bool = False,
         group_id: int = 0,
     ) -> Request:
-        """One prompt; its answers are ``client``, ``client + 1`` and so on, one for each seed."""
+        """Adds one prompt. Its answers are ``local_id``, ``local_id + 1`` and so on, one for each seed."""
         request = Request(
             uuid=new_id(),
             token_ids=list(prompt),
@@ -122,13 +114,13 @@ class FakeEngine:
             sampling=SamplingParams(max_tokens=max_tokens, seed=seeds[0]),
             arrived=self.now,
             deadline=self.now + 10_000,
-            local_id=client,
+            local_id=local_id,
             group_id=group_id or b"",
             cache_salt=salt,
             targets=(TARGET, TARGET) if remote else (),
         )
         for i, seed in enumerate(seeds[1:], 1):
-            request.add_child(seed, client + i)
+            request.add_child(seed, local_id + i)
         self.scheduler.add(request)
         return request
 
@@ -136,9 +128,8 @@ class FakeEngine:
         self.now += 1
         self.connector.poll(self.scheduler, self.now)
         step = self._launch() if self._ahead is None else self._ahead.joined()
-        tokens = step.sampled
-        self._ahead = self._launch_ahead(step.plan, tokens) if self._overlap else None
-        assert self.scheduler.advance(step.plan, tokens, self.now) == []
+        self._ahead = self._launch_ahead(step.plan, step.sampled) if self._overlap else None
+        assert self.scheduler.postprocess(step.plan, step.sampled, self.now) == []
         self.connector.stepped(self.scheduler, step.plan)
         self.collect()
         return step.plan
@@ -147,55 +138,36 @@ class FakeEngine:
         plan = self.scheduler.schedule(self.now)
         self.model.copy(plan.copies)
         self.connector.start(plan, self.now)
-        return FakeLaunchedStep(plan, [tokens for work in plan.work for tokens in self._compute(work)])
+        return FakeLaunchedStep(plan, [token for work in plan.work for token in self._compute(work)])
 
-    def _launch_ahead(self, plan: BatchPlan, sampled: list[tuple[SampledToken, ...]]) -> FakeStepAhead | None:
-        """As ``launched_step.launch_ahead`` does it, on the tokens that nobody has read yet."""
-        followers = self.scheduler.follow(plan)
-        if not followers:
+    def _launch_ahead(self, plan: BatchPlan, sampled: list[SampledToken]) -> FakeStepAhead | None:
+        """Does what ``launched_step.launch_ahead`` does, on tokens that the scheduler does not know yet."""
+        requests = self.scheduler.decoding_on(plan)
+        if not requests:
             return None
         self.num_ahead += 1
-        chosen = dict(zip(plan.choosers, sampled, strict=True))
-        return FakeStepAhead(followers, [self._compute_ahead(request, *chosen[request]) for request in followers])
+        token_of = dict(zip(plan.sampled_requests, sampled, strict=True))
+        return FakeStepAhead(requests, [self._compute_ahead(request, token_of[request]) for request in requests])
 
-    def _compute_ahead(self, request: Request, unread: SampledToken) -> tuple[SampledToken, ...]:
+    def _compute_ahead(self, request: Request, unread: SampledToken) -> SampledToken:
         start, known = len(request.token_ids), [*request.token_ids, unread.token_id]
         assert start < min(len(request.block_table) * BLOCK_SIZE, self.max_len)
         assert self.blocks.num_holders(request.block_table[start // BLOCK_SIZE]) == 1
         (digest,) = self.model.run(known, start, known[start:], request.block_table, request.cache_salt)
-        return (SampledToken(choose(digest, request.sampling.seed)),)
+        return SampledToken(choose(digest, request.sampling.seed))
 
-    def _compute(self, work: Work) -> list[tuple[SampledToken, ...]]:
-        """The sampled of one work's choosers, with some right and some wrong guesses where there is room for them."""
+    def _compute(self, work: Work) -> list[SampledToken]:
+        """Returns the tokens of one work's sampled requests."""
         request = work.request
         start = request.num_computed_tokens
         known = request.token_ids[start : start + work.num_tokens]
-        guesses, right = self._guess(work)
-        end = start + len(known) + len(guesses)
+        end = start + len(known)
         assert end <= len(request.block_table) * BLOCK_SIZE
         assert end <= self.max_len
         for block in request.block_table[start // BLOCK_SIZE : -(-end // BLOCK_SIZE)]:
             assert self.blocks.num_holders(block) == 1, "a step writes to a shared block"
-        found = self.model.run(request.token_ids, start, known + guesses, request.block_table, request.cache_salt)
-        sampled = []
-        for chooser in work.choosers:
-            last = found[len(known) - 1 : len(known) + right]
-            sampled.append(tuple(SampledToken(choose(digest, chooser.sampling.seed)) for digest in last))
-        return sampled
-
-    def _guess(self, work: Work) -> tuple[list[int], int]:
-        """``lookahead`` guesses, and how many of the first ones are right."""
-        if not work.lookahead:
-            return [], 0
-        right = self._random.randint(0, work.lookahead)
-        digest, guesses = 0, []
-        for token in work.request.token_ids:
-            digest = hash((digest, token))
-        for i in range(work.lookahead):
-            token = choose(digest, work.request.sampling.seed)
-            guesses.append(token if i < right else 1)
-            digest = hash((digest, token))
-        return guesses, right
+        digests = self.model.run(request.token_ids, start, known, request.block_table, request.cache_salt)
+        return [SampledToken(choose(digests[-1], member.sampling.seed)) for member in work.sampled_requests]
 
     def collect(self) -> None:
         step = self.collector.take()

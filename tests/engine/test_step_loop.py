@@ -22,7 +22,6 @@ from pdserve.engine.kv_cache.prefix_cache import Match, extend_hashes
 from pdserve.engine.kv_connector import KvConnector
 from pdserve.engine.kv_connector.connector import NoTransferConnector
 from pdserve.engine.launched_step import StepRunner
-from pdserve.engine.placement.prefill_rate import PrefillRate
 from pdserve.engine.scheduling.request_limits import PromptRule, StopRule
 from pdserve.engine.step_loop import NOT_FINITE, StepLoop
 from pdserve.engine.wake_up import WakeUp
@@ -182,9 +181,8 @@ def engine(
             config=SchedulerConfig(max_running=8, max_step_tokens=16),
             stop=StopRule(frozenset(config.eos_token_ids), MAX_LEN),
             prompts=PromptRule(VOCAB_SIZE, MAX_LEN),
-            rate=PrefillRate(),
             placement=make_placement(BLOCK_SIZE),
-            ahead=runner if overlap else None,
+            ahead_runner=runner if overlap else None,
         )
 
         def run() -> None:

@@ -89,7 +89,6 @@ class Traffic:
     max_running=st.integers(1, 6),
     max_step_tokens=st.integers(1, 24),
     prefix_cache=st.booleans(),
-    lookahead=st.integers(0, 6),
     overlap=st.booleans(),
 )
 def test_every_answer_is_right_on_a_mixed_node(
@@ -99,7 +98,6 @@ def test_every_answer_is_right_on_a_mixed_node(
     max_running: int,
     max_step_tokens: int,
     prefix_cache: bool,
-    lookahead: int,
     overlap: bool,
 ) -> None:
     random = Random(seed)
@@ -110,9 +108,7 @@ def test_every_answer_is_right_on_a_mixed_node(
         max_len=MAX_LEN,
         batching=batching,
         prefix_cache=prefix_cache,
-        lookahead=0 if overlap else lookahead,
         overlap=overlap,
-        random=random,
     )
     traffic = Traffic(engine, random)
     for _ in range(random.randint(1, 12)):

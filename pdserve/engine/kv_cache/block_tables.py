@@ -55,14 +55,11 @@ class BlockTables:
         if not self.reserve(request, len(request.token_ids)):
             raise EngineError("a request was admitted without the blocks that it needs")
 
-    def reserve(self, request: Request, tokens: int, spare: int = 0) -> bool:
-        """Have blocks for its first ``tokens`` tokens, known or guessed.
+    def reserve(self, request: Request, tokens: int) -> bool:
+        """Extends a request's block table to its first ``tokens`` tokens.
 
-        False, and nothing changed, if fewer than ``spare`` blocks would be free after taking new ones.
+        Returns False, and changes nothing, if too few blocks are free.
         """
-        missing = self._pool.blocks_for(tokens) - len(request.block_table)
-        if missing > 0 and self._pool.num_free < missing + spare:
-            return False
         return self._pool.grow(request.block_table, tokens)
 
     def computed(self, request: Request, num_computed_tokens: int) -> None:

@@ -17,7 +17,7 @@ from pdserve.wire.ticket import PrefillTarget
 from pdserve.wire.transfer import PrefillLoad
 
 STALE_S = 60.0
-"""A rate that was measured here longer ago is not held against this node."""
+"""A slow rate that was measured on this node longer ago does not count."""
 
 _MAX_NODES = 64
 
@@ -35,7 +35,7 @@ class PlacementDecision:
 
 
 class Placement:
-    """Keeps what was measured of this node and of each prefill node. The same calls make the same choices."""
+    """Keeps what was measured of this node and of each prefill node. The same calls give the same decisions."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class Placement:
         block_size: int,
         bytes_per_token: float,
     ) -> None:
-        self._rate = rate
+        self.rate = rate
         self._mode = transfer.disaggregation
         self._stall_weight = transfer.stall_weight
         self._max_step_tokens = scheduler.max_step_tokens
@@ -56,8 +56,8 @@ class Placement:
         self._local_s = 0.0
         self._remote_s = 0.0
 
-    def choose(self, prompt: PromptSize, target: PrefillTarget, now: float) -> PlacementDecision:
-        """Where to compute a prompt. Nothing changes by asking but the two costs that ``stats`` shows."""
+    def decide(self, prompt: PromptSize, target: PrefillTarget, now: float) -> PlacementDecision:
+        """Decides where to compute a prompt. Asking changes nothing but the two costs that ``stats`` shows."""
         if self._mode is Disaggregation.NEVER:
             return PlacementDecision(PrefillSource.LOCAL, PrefillReason.SETTING)
         if prompt.missing_tokens <= self._block_size:
@@ -71,76 +71,76 @@ class Placement:
             return PlacementDecision(PrefillSource.REMOTE, PrefillReason.PROBE)
         if node.failing:
             return PlacementDecision(PrefillSource.LOCAL, PrefillReason.FAILED)
-        here = LocalMeasures(self._own_rate(prompt, node, now), self._rate.decode_step_s, self._max_step_tokens)
-        self._local_s = local_cost(prompt, here, self._stall_weight)
-        there = node.seen(now, self._bytes_per_token, here.tokens_per_s)
-        self._remote_s = remote_cost(prompt, there, self._max_step_tokens)
-        # Of two that cost the same, the one without a transfer.
+        local = LocalMeasures(self._own_rate(prompt, node, now), self.rate.decode_step_s, self._max_step_tokens)
+        self._local_s = local_cost(prompt, local, self._stall_weight)
+        remote = node.measures(now, self._bytes_per_token, local.tokens_per_s)
+        self._remote_s = remote_cost(prompt, remote, self._max_step_tokens)
+        # Where both cost the same, no transfer is better.
         source = PrefillSource.REMOTE if self._remote_s < self._local_s else PrefillSource.LOCAL
         return PlacementDecision(source, PrefillReason.CHEAPER)
 
     def _own_rate(self, prompt: PromptSize, node: PrefillNode, now: float) -> float:
-        """Measured; but a node of which nothing is known, or nothing new, is taken to be like the other one.
+        """Returns the prompt tokens a second of this node, as measured.
 
-        An old measurement is set aside for prompts of one chunk only, which do little harm if it was right.
+        A node of which nothing is known, or nothing new, is taken to be like the other one. An old measurement is set
+        aside for prompts of one chunk only, which do little harm if it was right.
         """
-        other = node.tokens_per_s or self._rate.tokens_per_s
-        if not self._rate.known:
+        other = node.tokens_per_s or self.rate.tokens_per_s
+        if not self.rate.known:
             return other
-        if now - self._rate.measured_at > STALE_S and prompt.missing_tokens <= self._max_step_tokens:
-            return max(other, self._rate.tokens_per_s)
-        return self._rate.tokens_per_s
+        if now - self.rate.measured_at > STALE_S and prompt.missing_tokens <= self._max_step_tokens:
+            return max(other, self.rate.tokens_per_s)
+        return self.rate.tokens_per_s
 
-    def decided(self, decision: PlacementDecision) -> None:
-        """A prompt goes where it was decided: counted."""
+    def count(self, decision: PlacementDecision) -> None:
+        """Counts a decision by which a prompt was admitted."""
         self._decisions[decision] += 1
 
     def ordered(
         self, target: PrefillTarget, order: Hashable, tokens: int, cached_tokens: int, now: float
     ) -> PrefillNode:
-        """The missing ``tokens`` of a prompt were ordered. Returns who wants to know what becomes of it."""
+        """Notes an order for the missing ``tokens`` of a prompt. Returns the node, to be told the outcome."""
         node = self._nodes.get(target.boot_id)
         if node is None:
             self._forget_idle()
             node = self._nodes[target.boot_id] = PrefillNode(target.name)
-        there = node.seen(now, self._bytes_per_token, self._rate.tokens_per_s)
-        expected_s = remote_cost(PromptSize(tokens, cached_tokens, 0, 0), there, self._max_step_tokens)
-        node.ordered(order, tokens, cached_tokens, expected_s, tokens / self._rate.tokens_per_s, now)
+        remote = node.measures(now, self._bytes_per_token, self.rate.tokens_per_s)
+        expected_s = remote_cost(PromptSize(tokens, cached_tokens, 0, 0), remote, self._max_step_tokens)
+        node.ordered(order, tokens, cached_tokens, expected_s, tokens / self.rate.tokens_per_s, now)
         return node
 
     def needed_s(self, target: PrefillTarget, tokens: int, cached_tokens: int, now: float) -> float:
-        """How long the prefill node may take for such a prompt if it is as measured, or like this one if it is not.
+        """Returns how long the prefill node may take for such a prompt, if it is as measured or else like this node.
 
-        With what is queued there, and with nothing of the prompt in its prefix cache.
+        The time includes what is queued there, and assumes that the node's prefix cache has nothing of the prompt.
         """
         node = self._nodes.get(target.boot_id) or PrefillNode(target.name)
-        there = node.seen(now, self._bytes_per_token, self._rate.tokens_per_s)
-        # That it is late is no reason to wait longer.
-        there = dataclasses.replace(there, late_s=0.0, cached_share=0.0)
-        return remote_cost(PromptSize(tokens, cached_tokens, 0, 0), there, self._max_step_tokens)
+        remote = node.measures(now, self._bytes_per_token, self.rate.tokens_per_s)
+        # That the node is late is no reason to wait longer.
+        remote = dataclasses.replace(remote, late_s=0.0, cached_share=0.0)
+        return remote_cost(PromptSize(tokens, cached_tokens, 0, 0), remote, self._max_step_tokens)
 
     def met(self, boot_id: BootId, max_prompt_tokens: int) -> None:
-        """A prefill node has said which prompts it takes."""
+        """Notes the longest prompt that a prefill node takes, as the node has said."""
         node = self._nodes.get(boot_id)
         if node is not None:
             node.max_prompt_tokens = max_prompt_tokens
 
     def heard(self, boot_id: BootId, load: PrefillLoad, now: float) -> None:
-        """A prefill node has said how it is."""
+        """Notes the load that a prefill node has reported."""
         node = self._nodes.get(boot_id)
         if node is not None:
             node.heard(load, now)
 
     def _forget_idle(self) -> None:
-        """A node that restarts is another one; the oldest are not kept for ever."""
+        """Forgets the oldest idle nodes beyond ``_MAX_NODES``: a node that restarts is another one."""
         idle = [boot_id for boot_id, node in self._nodes.items() if node.idle]
         for boot_id in idle[:-_MAX_NODES]:
             del self._nodes[boot_id]
 
-    # ------------------------------------------------------------ what is shown
-
     def stats(self, now: float) -> PrefillStats:
-        # Of two boots under one name, the newer one.
+        """Returns what the metrics show."""
+        # Of two boots under one name, the newer one stays in the dictionary.
         nodes = {
             node.name: PrefillNodeStats(
                 node.name,
@@ -155,8 +155,8 @@ class Placement:
         return PrefillStats(
             decisions=tuple(PrefillDecisions(made.source, made.reason, count) for made, count in decisions),
             nodes=tuple(nodes.values()),
-            tokens_per_s=self._rate.tokens_per_s if self._rate.known else 0.0,
-            decode_step_s=self._rate.decode_step_s,
+            tokens_per_s=self.rate.tokens_per_s if self.rate.known else 0.0,
+            decode_step_s=self.rate.decode_step_s,
             last_local_s=self._local_s,
             last_remote_s=self._remote_s,
         )

@@ -81,8 +81,8 @@ class PrefillNode:
         """Whether it is time to ask it again, to see what it can do."""
         return self.idle and now >= self._probe_at
 
-    def seen(self, now: float, bytes_per_token: float, default_tokens_per_s: float) -> RemoteMeasures:
-        """The node's side of the comparison. A node whose rate is not known is taken to have the default."""
+    def measures(self, now: float, bytes_per_token: float, default_tokens_per_s: float) -> RemoteMeasures:
+        """Returns what ``remote_cost`` takes. A node whose rate is not known is taken to have the default."""
         return RemoteMeasures(
             tokens_per_s=self._tokens_per_s or default_tokens_per_s,
             queued_tokens=self.queued_tokens(now),

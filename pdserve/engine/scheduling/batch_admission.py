@@ -12,18 +12,19 @@ from pdserve.engine.request import Request, Status
 from pdserve.engine.scheduling.batch_plan import BatchPlan, SchedulerCounters, Work
 from pdserve.engine.scheduling.queues import Queues
 
-_LOOKS = 32
-"""At so many requests for which no fetch can be ordered now the search ends: it is made at every step."""
+_MAX_TRIED = 32
+"""The search ends after so many requests for which no fetch can be ordered now, because each step searches."""
 
 
 class BatchAdmission:
-    """In turn (``queues``), while there is a place and there are blocks for all of a request's known tokens.
+    """Admits requests in turn (``queues``), while there are places, and blocks for all of a request's known tokens.
 
     A request whose prompt is being fetched has no place in the batch: as many as the batch holds may be on their way or
-    have landed and wait for a place, with their blocks. So a slow prefill node keeps nobody out that can run here.
+    have landed and wait for a place, with their blocks. So a slow prefill node keeps no request out that can run here.
 
-    It cannot deadlock: idle blocks of the prefix cache are free, what waiting requests kept of failed fetches is taken
-    back when nothing else runs, and a request that is longer than all blocks together is refused on arrival.
+    Admission cannot deadlock: idle blocks of the prefix cache are free, the blocks that waiting requests kept of failed
+    fetches are taken back when nothing else runs, and a request that is longer than all blocks together is refused on
+    arrival.
     """
 
     def __init__(
@@ -45,48 +46,47 @@ class BatchAdmission:
 
     @property
     def has_place(self) -> bool:
-        """In the batch."""
+        """Whether the batch has room for one more request."""
         return len(self._queues.running) < self._max_running
 
     def can_admit(self, request: Request) -> bool:
-        """Whether there are a place and blocks for a waiting request while others run."""
+        """Returns whether there are a place and blocks for a waiting request while others run."""
         return self.has_place and self._has_room(request, self._blocks.find(request))
 
     def next_in_turn(self, now: float) -> Request | None:
-        """The waiting request that gets the next place; not one whose prompt waits to be ordered elsewhere."""
-        looks, fetches, queued = _LOOKS, self._free_fetches(), self._queues.pending_prompt_tokens
+        """Returns the waiting request that gets the next place; requests that wait for a fetch are passed over."""
+        tries, fetches, queued = _MAX_TRIED, self._free_fetches(), self._queues.pending_prompt_tokens
         for request in self._queues.in_turn():
             if fetches or not request.targets:
                 return request
-            decision = self._decide(request, self._blocks.find(request), queued, now)
+            decision = self._place(request, self._blocks.find(request), queued, now)
             if decision is None or not decision.remote:
                 return request
-            looks -= 1
-            if not looks:
+            tries -= 1
+            if not tries:
                 break
         return None
 
     def admit(self, plan: BatchPlan, budget: int, now: float) -> None:
-        """Add to ``plan`` what is admitted, with at most ``budget`` tokens of work."""
+        """Admits requests and adds their work to ``plan``: at most ``budget`` tokens."""
         if not self._queues.waiting or not self.has_place or (self._static and self._queues.num_admitted):
             return
         budget = self._admit_landed(plan, budget, now)
-        looks, fetches = _LOOKS, self._free_fetches()
-        queued = self._queues.pending_prompt_tokens
+        tries, fetches, queued = _MAX_TRIED, self._free_fetches(), self._queues.pending_prompt_tokens
         for request in self._queues.in_turn():
-            if not self.has_place or not looks:
+            if not self.has_place or not tries:
                 return
-            # A static batch takes whom it can get; a continuous one whom it can work on, or have worked on.
-            idle = budget == 0 and not self._static
-            if idle and not request.targets:
+            # A static batch takes every request; a continuous one those that it, or a prefill node, can compute now.
+            no_budget = budget == 0 and not self._static
+            if no_budget and not request.targets:
                 continue
             found = self._blocks.find(request)
-            decision = self._decide(request, found, queued, now)
+            decision = self._place(request, found, queued, now)
             fetch = decision is not None and decision.remote
-            if idle and not fetch:
+            if no_budget and not fetch:
                 continue
             if fetch and not fetches:
-                looks -= 1
+                tries -= 1
                 continue
             if not self._has_room(request, found):
                 return
@@ -94,7 +94,7 @@ class BatchAdmission:
             if request.admitted is None:
                 self._first_admission(request, now)
             if decision is not None:
-                self._placement.decided(decision)
+                self._placement.count(decision)
             if fetch:
                 self._queues.move(request, Status.WAITING_FOR_REMOTE_KVS)
                 plan.fetches.append(request)
@@ -108,10 +108,10 @@ class BatchAdmission:
                 budget -= tokens
 
     def _admit_landed(self, plan: BatchPlan, budget: int, now: float) -> int:
-        """Those that have all but one of their tokens in their blocks decode on. Returns the budget left.
+        """Admits requests with all but one of their tokens in their blocks. Returns the budget left.
 
-        They need few blocks or none, so they do not wait behind somebody for whom there are not enough. They do wait
-        for their turn behind somebody who can begin now.
+        They need few blocks or none, so they do not wait behind a request for which there are not enough. They do wait
+        for their turn behind a request that can begin now.
         """
         if not budget or not any(map(_landed, self._queues.waiting)):
             return budget
@@ -129,20 +129,26 @@ class BatchAdmission:
         return budget
 
     def _comes_before(self, first: Request, landed: Request) -> bool:
-        """Whether the one that is next in turn, if not landed itself, takes the place of one that has landed."""
+        """Returns whether the request that is next in turn, if not landed itself, goes before one that has landed."""
         if _landed(first) or self._queues.places_of(first) >= self._queues.places_of(landed):
             return False
         return self.can_admit(first)
 
     def _free_fetches(self) -> int:
-        """How many prompts may be ordered from prefill nodes beside those that are on their way or wait for a place."""
+        """Returns how many more prompts may be ordered from prefill nodes.
+
+        Prompts that are on their way, and those that have landed and wait for a place, count against the limit.
+        """
         taken = len(self._queues.remote)
         if taken < self._max_running:
             taken += sum(_landed(request) for request in self._queues.waiting)
         return max(0, self._max_running - taken)
 
-    def strip_a_waiting(self, keep: Request) -> bool:
-        """Take back what the last waiting request with blocks kept of a failed fetch. False if there is none."""
+    def take_back_blocks(self, keep: Request) -> bool:
+        """Frees the blocks that the last waiting request, other than ``keep``, has from a fetch.
+
+        Returns False if there is no such request.
+        """
         for other in reversed(self._queues.waiting):
             if other is not keep and other.block_table:
                 other.num_computed_tokens = 0
@@ -157,28 +163,27 @@ class BatchAdmission:
             self._counters.prefix_cache_queries += request.num_prompt_tokens
             self._counters.prefix_cache_hits += request.num_computed_tokens
 
-    def _decide(self, request: Request, found: Sequence[int], queued: int, now: float) -> PlacementDecision | None:
-        """Where a prompt is computed; None if it is no question: no prefill node is left to be tried."""
+    def _place(self, request: Request, found: Sequence[int], queued: int, now: float) -> PlacementDecision | None:
+        """Decides where a prompt is computed. Returns None if no prefill node is left to be tried."""
         if not request.targets or request.num_generated_tokens:
             return None
         computed = max(request.num_computed_tokens, len(found) * self._blocks.block_size)
         missing = request.num_prompt_tokens - computed
-        return self._placement.choose(
-            PromptSize(missing, computed, queued, self._queues.num_admitted), request.targets[0], now
-        )
+        prompt = PromptSize(missing, computed, queued, self._queues.num_admitted)
+        return self._placement.decide(prompt, request.targets[0], now)
 
     def _has_room(self, request: Request, found: Sequence[int]) -> bool:
-        """Whether a waiting request's known tokens fit, leaving a block for each running request to grow into."""
+        """Returns whether a waiting request's known tokens fit and each running request can still grow by a block."""
         missing = self._blocks.missing(request, found)
         if self._blocks.free_beside(found) >= missing + len(self._queues.running):
             return True
         if self._queues.num_admitted or self._queues.pushing:
             return False
-        while self._blocks.free_beside(found) < missing and self.strip_a_waiting(request):
+        while self._blocks.free_beside(found) < missing and self.take_back_blocks(keep=request):
             pass
         return self._blocks.free_beside(found) >= missing
 
 
 def _landed(request: Request) -> bool:
-    """Whether a waiting request needs nothing but a place: its prompt came from a prefill node."""
+    """Returns whether a waiting request needs nothing but a place: its prompt came from a prefill node."""
     return bool(request.block_table) and request.num_generated_tokens > 0 and request.num_pending_tokens == 1

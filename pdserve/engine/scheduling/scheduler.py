@@ -1,15 +1,15 @@
-"""Which tokens the next step computes: the continuous batch.
+"""Decides which tokens the next step computes: the continuous batch.
 
-Decoding requests come first (one token each), then prompts in chunks, within ``max_step_tokens``; then waiting requests
-are admitted while blocks last. When a running request needs a block and none is free, a running request is preempted,
-the youngest of the client request that holds the most places: its blocks go back and its tokens are computed again
-later, so its answer does not change. The same happens where a client request has no place at all, and none is free,
-while another one has several.
+``schedule`` plans a step, the step loop runs it, and ``postprocess`` takes its tokens. Decoding requests come first
+(one token each), then prompts in chunks, within ``max_step_tokens``; then waiting requests are admitted while blocks
+last. When a running request needs a block and none is free, a running request is preempted, the youngest of the client
+request that holds the most places: its blocks go back and its tokens are computed again later, so its answer does not
+change. The same happens where a client request has no place at all, and none is free, while another one has several.
 
 Static batching, the baseline that continuous batching is measured against, admits a batch only when the one before it
 is over, and computes all its prompts before it decodes.
 
-Pure bookkeeping: no tensors, no clocks, no sockets.
+The scheduler only keeps books: it has no tensors, no clocks and no sockets.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from pdserve.engine.scheduling.batch_plan import BatchPlan, SchedulerCounters, W
 from pdserve.engine.scheduling.output_collector import OutputCollector
 from pdserve.engine.scheduling.queues import Queues
 from pdserve.engine.scheduling.request_limits import StopRule
-from pdserve.errors import EngineError
 from pdserve.wire.engine import FinishReason
 from pdserve.wire.sampling_params import SampledToken
 
@@ -42,9 +41,7 @@ class Scheduler:
         collector: OutputCollector,
         release: Callable[[Request], None],
         placement: Placement,
-        lookahead: int = 0,
     ) -> None:
-        """``lookahead`` is how many tokens a step may guess beyond each decoding request's last known one."""
         self.counters = SchedulerCounters()
         self._blocks = BlockTables(blocks)
         self._queues = Queues()
@@ -54,12 +51,11 @@ class Scheduler:
         self._stop = stop
         self._collector = collector
         self._release = release
-        self._lookahead = lookahead
         self._by_local_id: dict[int, Request] = {}
         self._now = 0.0
-        """When ``schedule`` was last called."""
+        """The time at which ``schedule`` was last called."""
 
-    # ------------------------------------------------------------ what is here
+    # ------------------------------------------------------------ live requests
 
     @property
     def num_waiting(self) -> int:
@@ -67,7 +63,7 @@ class Scheduler:
 
     @property
     def num_children(self) -> int:
-        """Requests that wait for another one's prompt, and then for places like all others."""
+        """Returns the number of requests that wait for their parents' prompts, and then for places like all others."""
         return self._queues.num_children
 
     @property
@@ -80,11 +76,11 @@ class Scheduler:
 
     @property
     def queued_prompt_tokens(self) -> int:
-        """Tokens of all prompts, admitted or not, that are to be computed here."""
+        """Returns the number of tokens of all prompts, admitted or not, that are to be computed here."""
         return self._queues.pending_prompt_tokens + sum(request.num_pending_tokens for request in self._queues.waiting)
 
     def live(self) -> Iterator[Request]:
-        """Every request that holds something or waits for something."""
+        """Yields every request that has not ended, and ended parents whose children wait for the prompt."""
         return self._queues.live()
 
     def next_deadline(self) -> float | None:
@@ -96,18 +92,18 @@ class Scheduler:
     # ------------------------------------------------------------ a step
 
     def add(self, request: Request) -> None:
-        """Queue a new request and its children."""
+        """Queues a new request and its children."""
         for member in (request, *request.children):
             if member.local_id is not None:
                 self._by_local_id[member.local_id] = member
         self._queues.add(request)
 
     def schedule(self, now: float) -> BatchPlan:
-        """Choose the next step's work. A plan without work means: wait for an event."""
+        """Plans the next step. A plan without work means that there is nothing to do before the next event."""
         self._now = now
-        giving_way = self._giving_way(now)
-        if giving_way is not None:
-            self._preempt(giving_way)
+        preempted = self._preempted_for_turn(now)
+        if preempted is not None:
+            self._preempt(preempted)
         plan = BatchPlan(copies=self._blocks.take_copies())
         preemptions = self.counters.preemptions
         budget = self._schedule_running(plan)
@@ -117,17 +113,17 @@ class Scheduler:
         plan.work.sort(key=lambda work: work.num_tokens > 1)
         return plan
 
-    def follow(self, plan: BatchPlan) -> list[Request]:
-        """The requests of a step under way that decode on in the next one, whatever tokens it chooses for them.
+    def decoding_on(self, plan: BatchPlan) -> list[Request]:
+        """Returns the requests of a step under way that decode on in the next step, whatever tokens this one gives.
 
-        They have a block for that. Empty if the next step may hold more than them: it is to be scheduled when the
-        tokens are known. A request whose next token is certain to be its last is left out.
+        Each has a block for that. The list is empty if the next step may hold other requests: it then has to be
+        scheduled once the tokens are known. A request whose next token is certain to be its last is left out.
         """
-        if self._static or self._lookahead or len(plan.work) != len(self._queues.running):
+        if self._static or len(plan.work) != len(self._queues.running):
             return []
-        if self._queues.waiting and (self._admission.has_place or self._giving_way(self._now) is not None):
+        if self._queues.waiting and (self._admission.has_place or self._preempted_for_turn(self._now) is not None):
             return []
-        followers = []
+        requests = []
         for work in plan.work:
             request = work.request
             if request.num_pending_tokens != 1 or request.children or request.local_id is None:
@@ -136,42 +132,34 @@ class Scheduler:
                 continue
             if not self._blocks.reserve(request, len(request.token_ids) + 1):
                 return []
-            followers.append(request)
-        return followers
+            requests.append(request)
+        return requests
 
-    def advance(self, plan: BatchPlan, sampled: Sequence[Sequence[SampledToken] | None], now: float) -> list[Request]:
-        """A step was computed. ``sampled`` has the new tokens of each of the plan's choosers, in order.
+    def postprocess(self, plan: BatchPlan, sampled: Sequence[SampledToken | None], now: float) -> list[Request]:
+        """Takes the tokens of a computed step: ``sampled`` has one for each of the plan's ``sampled_requests``.
 
-        Several tokens mean that the step also computed all of them but the last, as guesses within the work's
-        ``lookahead``. They are taken in turn until one ends the request. Returns the requests for which there was no
-        token (None), and all that wait for their prompts; they cannot go on.
+        Returns the requests for which there was no token (None), and their children; they cannot go on.
         """
-        chosen = iter(sampled)
-        broken = []
+        tokens = iter(sampled)
+        failed = []
         for work in plan.work:
-            request, choosers, unanswered = work.request, work.choosers, False
+            request, requests, token_missing = work.request, work.sampled_requests, False
             self._blocks.computed(request, request.num_computed_tokens + work.num_tokens)
-            for chooser in choosers:
-                tokens = next(chosen)
-                if tokens is None:
-                    unanswered = True
-                    continue
-                if not 1 <= len(tokens) <= 1 + work.lookahead:
-                    raise EngineError(f"a step chose {len(tokens)} tokens, with room for {1 + work.lookahead}")
-                for token in tokens:
-                    if not chooser.ended:
-                        self.accept_token(chooser, token, now)
-                if len(tokens) > 1 and not chooser.ended:
-                    self._blocks.computed(chooser, len(chooser.token_ids) - 1)
-            if unanswered:
-                # The whole family: it is the prompt's blocks that are at fault.
-                broken += [request, *request.children]
+            for member in requests:
+                token = next(tokens)
+                if token is None:
+                    token_missing = True
+                else:
+                    self.accept_token(member, token, now)
+            if token_missing:
+                # The children fail too: it is the prompt's blocks that are at fault.
+                failed += [request, *request.children]
             else:
                 self._settle_children(request)
-        return broken
+        return failed
 
     def accept_token(self, request: Request, token: SampledToken, now: float) -> None:
-        """Append a chosen token, tell the client, and end the request if this was its last."""
+        """Appends a sampled token, tells the client, and ends the request if this was its last token."""
         if request.first_token is None:
             request.first_token = now
             if request.parent is None:
@@ -186,50 +174,39 @@ class Scheduler:
         if reason is not None:
             self.finish(request, reason)
 
-    def _settle_children(self, parent: Request) -> None:
-        """Once a prompt is in the cache, its children become requests like any other."""
-        if not parent.children or parent.local_id is None or parent.num_computed_tokens < parent.num_prompt_tokens:
-            return
-        for child in list(parent.children):
-            ready = child.num_generated_tokens and self._admission.has_place and self._queues.before_waiting(child)
-            forked = ready and self._blocks.fork(parent, child)
-            self._queues.move(child, Status.RUNNING if forked else Status.WAITING)
-        if parent.ended:
-            self._retire(parent)
-
     # ------------------------------------------------------------ remote prefill
 
     def landed(self, request: Request) -> None:
-        """A fetched prompt is in the cache, and its first token is known: decode once there is a place in the batch."""
+        """Lets a request decode, or wait for a place, once its fetched prompt is in the cache and its token known."""
         self._blocks.computed(request, request.num_prompt_tokens)
         self._queues.move(request, Status.RUNNING if self._admission.has_place else Status.WAITING)
         self._settle_children(request)
 
     def requeue(self, request: Request, computed_tokens: int) -> None:
-        """A fetch failed after ``computed_tokens``: queue the request again, keeping its blocks."""
+        """Queues a request again whose fetch has failed after ``computed_tokens``; the request keeps its blocks."""
         self._blocks.computed(request, min(computed_tokens, len(request.token_ids) - 1))
         self._queues.move(request, Status.WAITING)
 
     def pushed_all(self, request: Request) -> None:
-        """A prefill node has computed all of a prompt; its blocks stay until the push ends."""
+        """Keeps the blocks of a prompt that this prefill node has computed until the push ends."""
         self._queues.move(request, Status.PUSHING)
 
     # ------------------------------------------------------------ endings
 
     def finish(self, request: Request, reason: FinishReason, error: str | None = None) -> None:
-        """End a request and tell its client why."""
+        """Ends a request and tells its client why."""
         if self._end(request):
             if request.parent is None:
                 self.counters.prefills[request.prefill_source] += 1
             self._collector.ending(request, reason, error)
 
     def abort(self, request: Request) -> None:
-        """End a request that nobody waits for any more."""
+        """Ends a request whose client is gone."""
         if self._end(request):
             self._collector.forget(request)
 
     def expired(self, now: float) -> list[Request]:
-        """Requests past their deadline."""
+        """Returns the requests that are past their deadline."""
         return [request for request in self.live() if request.deadline <= now]
 
     def _end(self, request: Request) -> bool:
@@ -244,7 +221,7 @@ class Scheduler:
         return True
 
     def _retire(self, request: Request) -> None:
-        """Take an ended request out of everything."""
+        """Takes an ended request out of its queue and frees its blocks."""
         parent = request.parent if request.status is Status.WAITING_FOR_PROMPT else None
         self._queues.move(request, Status.FINISHED)
         self._release(request)
@@ -254,7 +231,7 @@ class Scheduler:
     # ------------------------------------------------------------ running requests
 
     def _schedule_running(self, plan: BatchPlan) -> int:
-        """Work of admitted requests: first all that decode, then prompts in order. Returns the budget left."""
+        """Plans work of running requests: first all that decode, then prompts in order. Returns the budget left."""
         budget, running = self._max_step_tokens, self._queues.running
         decoding = [request for request in running if request.num_pending_tokens == 1]
         prefilling = [request for request in running if request.num_pending_tokens > 1]
@@ -264,25 +241,18 @@ class Scheduler:
             if request.status is not Status.RUNNING or budget == 0:
                 continue
             tokens = min(request.num_pending_tokens, budget)
-            lookahead = self._lookahead_of(request, budget - tokens)
-            # Nobody is preempted for guesses: each running request could still grow by a block.
-            if lookahead and not self._blocks.reserve(request, len(request.token_ids) + lookahead, len(running)):
-                lookahead = 0
             if self._make_room(request, request.num_computed_tokens + tokens, plan):
-                plan.work.append(Work(request, tokens, lookahead))
-                budget -= tokens + lookahead
+                plan.work.append(Work(request, tokens))
+                budget -= tokens
         return budget
 
-    def _lookahead_of(self, request: Request, budget: int) -> int:
-        """How many tokens may be guessed for a request: none for a prompt, none past the context's end."""
-        if request.num_pending_tokens > 1 or request.num_generated_tokens == 0:
-            return 0
-        return min(self._lookahead, budget, self._stop.max_model_len - len(request.token_ids))
-
     def _make_room(self, request: Request, tokens: int, plan: BatchPlan) -> bool:
-        """Grow a running request's blocks: take them from waiting requests, then from the youngest running ones."""
+        """Grows a running request's block table; blocks come from waiting requests, then from the youngest running.
+
+        Returns False if the request itself had to be preempted.
+        """
         while not self._blocks.reserve(request, tokens):
-            if self._admission.strip_a_waiting(request):
+            if self._admission.take_back_blocks(keep=request):
                 continue
             planned = {work.request for work in plan.work}
             others = (other for other in reversed(self._queues.running) if other not in planned)
@@ -292,20 +262,37 @@ class Scheduler:
                 return False
         return True
 
-    def _giving_way(self, now: float) -> Request | None:
-        """Whose place and blocks go to a client request that has no place, where another one has several."""
+    def _preempted_for_turn(self, now: float) -> Request | None:
+        """Returns the request that has to give its place and blocks to a client request that has no place.
+
+        Returns None unless the next in turn has no place and cannot be admitted, while another client request has
+        several places.
+        """
         if self._static or not self._queues.placeless:
             return None
-        rich = self._queues.most_placed()
-        if rich is None:
+        youngest = self._queues.most_placed()
+        if youngest is None:
             return None
         first = self._admission.next_in_turn(now)
         if first is None or self._queues.places_of(first) or self._admission.can_admit(first):
             return None
-        return rich
+        return youngest
 
     def _preempt(self, request: Request) -> None:
         self.counters.preemptions += 1
         request.num_computed_tokens = 0
         self._queues.move(request, Status.WAITING)
         self._release(request)
+
+    # ------------------------------------------------------------ children
+
+    def _settle_children(self, parent: Request) -> None:
+        """Makes children requests like any other once their parent's prompt is in the cache."""
+        if not parent.children or parent.local_id is None or parent.num_computed_tokens < parent.num_prompt_tokens:
+            return
+        for child in list(parent.children):
+            ready = child.num_generated_tokens and self._admission.has_place and self._queues.before_waiting(child)
+            forked = ready and self._blocks.fork(parent, child)
+            self._queues.move(child, Status.RUNNING if forked else Status.WAITING)
+        if parent.ended:
+            self._retire(parent)

@@ -169,7 +169,7 @@ class Bench:
     def step(self) -> BatchPlan:
         plan = self.scheduler.schedule(1.0)
         self.connector.start(plan, 1.0)
-        self.scheduler.advance(plan, [(SampledToken(50),) for _ in plan.choosers], 1.0)
+        self.scheduler.postprocess(plan, [SampledToken(50) for _ in plan.sampled_requests], 1.0)
         self.connector.stepped(self.scheduler, plan)
         return plan
 
@@ -398,15 +398,15 @@ def test_the_first_token_says_how_fast_the_node_is_and_what_else_it_has_to_do() 
     assert bench.thread.told == PrefillLoad(14 + 9, 2000.0)
 
 
-def test_the_choice_is_asked_with_what_is_here_queued_and_running(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_placement_is_asked_with_what_is_cached_queued_and_running(monkeypatch: pytest.MonkeyPatch) -> None:
     bench, asked = Bench(Role.DECODE), []
-    choose = bench.placement.choose
+    decide = bench.placement.decide
 
     def spy(prompt: PromptSize, target: PrefillTarget, now: float) -> PlacementDecision:
         asked.append(prompt)
-        return choose(prompt, target, now)
+        return decide(prompt, target, now)
 
-    monkeypatch.setattr(bench.placement, "choose", spy)
+    monkeypatch.setattr(bench.placement, "decide", spy)
     bench.request(prompt=14, targets=0)
     bench.step()
     bench.request(prompt=16)
@@ -470,7 +470,7 @@ def test_cached_blocks_are_pushed_before_the_rest_is_computed() -> None:
     assert (work.num_tokens, work.request.cached_tokens) == (2, 12)
     table = tuple(work.request.block_table)
     assert bench.thread.pushed == [(1, table[1:3])]
-    bench.scheduler.advance(plan, [(SampledToken(50),)], 1.0)
+    bench.scheduler.postprocess(plan, [SampledToken(50)], 1.0)
     bench.connector.stepped(bench.scheduler, plan)
     assert bench.thread.pushed == [(1, table[1:3]), (3, table[3:])]
     assert bench.thread.cached_tokens == [0, 12]

@@ -117,7 +117,7 @@ def test_blocks_land_behind_the_kernels_that_were_to_write_them_before() -> None
         plan = scheduler.schedule(1.0)
         connector.start(plan, 1.0)
         device.to_be_written.update(*(work.request.block_table for work in plan.work))
-        scheduler.advance(plan, [], 1.0)
+        scheduler.postprocess(plan, [], 1.0)
         return request
 
     leaving = step(14)

@@ -76,7 +76,7 @@ class Node:
 
     @property
     def decision(self) -> PlacementDecision:
-        return self.placement.choose(OTHERS, TARGET, self.now)
+        return self.placement.decide(OTHERS, TARGET, self.now)
 
 
 REMOTE = PlacementDecision(PrefillSource.REMOTE, PrefillReason.CHEAPER)
@@ -134,8 +134,8 @@ def test_overloaded_is_load() -> None:
 def test_a_prompt_that_the_node_cannot_take_is_not_ordered_there(mode: Disaggregation) -> None:
     node = Node(mode)
     node.hears(PrefillNodeMet(TARGET.boot_id, 1000))
-    assert node.placement.choose(PromptSize(900, 100, 0, 4), TARGET, node.now).remote
-    assert node.placement.choose(PromptSize(901, 100, 0, 4), TARGET, node.now) == UNFIT
+    assert node.placement.decide(PromptSize(900, 100, 0, 4), TARGET, node.now).remote
+    assert node.placement.decide(PromptSize(901, 100, 0, 4), TARGET, node.now) == UNFIT
     node.add(1500)
     assert node.thread.fetched == []
     node.hears(PrefillNodeMet(new_id(), 10))

@@ -133,7 +133,7 @@ def test_estimates_stay_sane_whatever_comes(events: list[tuple[str, int, int, fl
                 node.withdrawn(name)
             case "land":
                 node.landed(tokens, passed)
-        there = node.seen(now, 20_000.0, 1000.0)
+        there = node.measures(now, 20_000.0, 1000.0)
         assert there.tokens_per_s > 0 and there.bytes_per_s > 0
         assert 0 <= there.queued_tokens < 40_000 and 0 <= there.late_s <= now and 0 <= there.overhead_s <= 600
         assert 0 <= there.cached_share <= 1

@@ -37,7 +37,6 @@ class Bench:
         max_step_tokens: int = 16,
         max_len: int = 64,
         batching: Batching = Batching.CONTINUOUS,
-        lookahead: int = 0,
     ) -> None:
         self.blocks = BlockManager(num_blocks, BLOCK_SIZE)
         self.collector = OutputCollector()
@@ -52,7 +51,6 @@ class Bench:
             self.collector,
             lambda request: self.blocks.free(request.block_table),
             make_placement(BLOCK_SIZE),
-            lookahead,
         )
         self.outputs: dict[int, list[int]] = {}
         self.endings: dict[int, RequestOutput] = {}
@@ -86,8 +84,8 @@ class Bench:
         planned = {work.request: work.request.num_computed_tokens + work.num_tokens for work in plan.work}
         for request, computed in planned.items():
             assert len(request.block_table) * BLOCK_SIZE >= computed
-        tokens = [(SampledToken(10 + len(request.token_ids)),) for request in plan.choosers]
-        self.scheduler.advance(plan, tokens, self.now)
+        tokens = [SampledToken(10 + len(request.token_ids)) for request in plan.sampled_requests]
+        self.scheduler.postprocess(plan, tokens, self.now)
         self.collect()
         return plan
 
@@ -144,8 +142,8 @@ def test_a_decoding_request_never_waits_for_a_prompt(prompts: list[int], budget:
         decoding = {request for request in bench.scheduler.live() if request.num_generated_tokens}
         assert decoding <= {work.request for work in plan.work}
         assert sum(sizes(plan)) <= budget
-        tokens = [(SampledToken(10 + len(request.token_ids)),) for request in plan.choosers]
-        bench.scheduler.advance(plan, tokens, bench.now)
+        tokens = [SampledToken(10 + len(request.token_ids)) for request in plan.sampled_requests]
+        bench.scheduler.postprocess(plan, tokens, bench.now)
     bench.run()
     assert len(bench.endings) == len(prompts)
 
@@ -168,48 +166,6 @@ def test_a_static_batch_is_prefilled_first_and_nobody_joins_it() -> None:
     assert bench.outputs == {0: expected(10, 2), 1: expected(10, 9), 2: expected(10, 4), 3: expected(10, 2)}
 
 
-def test_blocks_are_reserved_for_guesses_but_nobody_is_preempted_for_them() -> None:
-    bench = Bench(num_blocks=6, max_len=16, lookahead=4)
-    for client in (1, 2):
-        bench.add(client, prompt=4, max_tokens=2)
-    bench.step()
-    first, second = bench.scheduler.schedule(2.0).work
-    assert [(work.lookahead, len(work.request.block_table)) for work in (first, second)] == [(4, 3), (0, 2)]
-    assert bench.scheduler.counters.preemptions == 0
-
-
-def test_guesses_stay_within_the_budget_and_the_context() -> None:
-    bench = Bench(max_step_tokens=4, max_len=12, lookahead=6)
-    bench.add(1, prompt=4, max_tokens=50)
-    assert [work.lookahead for work in bench.step().work] == [0], "not for a prompt"
-    seen = []
-    while 1 not in bench.endings:
-        seen += [(work.request.num_generated_tokens, work.lookahead) for work in bench.step().work]
-    assert [lookahead for _, lookahead in seen] == [3, 3, 3, 3, 3, 2, 1]
-
-
-def test_more_tokens_than_there_was_room_for_are_an_error() -> None:
-    bench = Bench(lookahead=1)
-    bench.add(1, prompt=4, max_tokens=50)
-    bench.step()
-    plan = bench.scheduler.schedule(2.0)
-    with pytest.raises(EngineError, match="chose 3 tokens"):
-        bench.scheduler.advance(plan, [(SampledToken(5),) * 3], 2.0)
-
-
-def test_several_tokens_of_a_step_are_taken_until_one_ends_the_request() -> None:
-    bench = Bench(lookahead=3)
-    bench.add(1, prompt=4, max_tokens=50)
-    bench.step()
-    bench.outputs.clear()
-    plan = bench.scheduler.schedule(2.0)
-    bench.scheduler.advance(plan, [tuple(SampledToken(token) for token in (5, 6, EOS, 7))], 2.0)
-    bench.collect()
-    assert bench.outputs == {1: [5, 6, EOS]}
-    assert bench.endings[1].finish is FinishReason.STOP
-    assert bench.blocks.num_free == 32
-
-
 def test_single_tokens_come_first_in_a_plan() -> None:
     bench = Bench(max_step_tokens=16)
     bench.add(1, prompt=6)
@@ -228,7 +184,7 @@ def test_answers_end_at_max_tokens_eos_and_context_length() -> None:
     assert bench.outputs[2] == expected(10, 2)
     request = bench.add(3, prompt=3)
     plan = bench.scheduler.schedule(bench.now)
-    bench.scheduler.advance(plan, [(SampledToken(EOS),)], bench.now)
+    bench.scheduler.postprocess(plan, [SampledToken(EOS)], bench.now)
     bench.collect()
     assert bench.endings[3].finish is FinishReason.STOP
     assert request.status is Status.FINISHED

@@ -116,12 +116,12 @@ def test_when_logits_are_not_finite_all_end_and_the_blocks_are_cleared(leavers: 
     for leaver in family[:leavers]:
         engine.scheduler.abort(leaver)
     plan = engine.scheduler.schedule(1.0)
-    assert plan.choosers == family[leavers:]
+    assert plan.sampled_requests == family[leavers:]
     table = list(parent.block_table)
-    broken = engine.scheduler.advance(plan, [None] * len(plan.choosers), 1.0)
-    assert broken == family
+    failed = engine.scheduler.postprocess(plan, [None] * len(plan.sampled_requests), 1.0)
+    assert failed == family
     # As the step loop does it.
-    for request in broken:
+    for request in failed:
         engine.blocks.taint(request.block_table)
         engine.scheduler.finish(request, FinishReason.ERROR, "not finite")
     engine.collect()
