@@ -89,13 +89,14 @@ class RankLink:
             raise PeerLost("the connection that carries KV blocks broke")
         return news
 
-    def attempt(self, action: Callable[[], bool]) -> bool:
-        """``action``, which concerns this link alone: whatever it raises, this link is broken, and no other.
+    def attempt(self, action: Callable[[], bool | None]) -> bool:
+        """Does ``action``, which concerns this link alone: if it raises, this link is broken, and no other.
 
-        False if it raised. What is no TransferError is a defect, and logged with its traceback.
+        Returns what ``action`` returns, and False if it raised. An error that is no TransferError is a defect, and is
+        logged with its traceback.
         """
         try:
-            return action()
+            return bool(action())
         except TransferError as exc:
             self.mark_broken(str(exc))
         except Exception as exc:
@@ -115,14 +116,6 @@ class RankLink:
         """Idempotent. No memory given to the link is touched afterwards."""
         self.broken = True
         self.transport_link.close()
-
-    def handle(self, command: LinkCommand, execute: Callable[[LinkCommand], bool], close: Callable[[], None]) -> None:
-        """Have the port ``close`` this link, and report that, or ``attempt`` to ``execute`` any other command."""
-        if isinstance(command, CloseLink):
-            close()
-            self.reports.append(LinkClosed(self.number))
-        else:
-            self.attempt(lambda: execute(command))
 
 
 class Reported(msgspec.Struct, frozen=True, gc=False):

@@ -70,11 +70,6 @@ class LocalEngine:
 
 
 @dataclass(frozen=True, slots=True)
-class StartFetch:
-    order: FetchOrder
-
-
-@dataclass(frozen=True, slots=True)
 class AcceptBlocks:
     transfer_id: TransferId
     block_ids: tuple[int, ...]
@@ -107,7 +102,7 @@ class FailPush:
     cause: FailureCause
 
 
-Command: TypeAlias = StartFetch | AcceptBlocks | CancelFetch | PushBlocks | GiveFirstToken | FailPush
+Command: TypeAlias = FetchOrder | AcceptBlocks | CancelFetch | PushBlocks | GiveFirstToken | FailPush
 
 Pollable: TypeAlias = zmq.Socket[bytes] | int
 

@@ -37,7 +37,6 @@ from pdserve_kvtransfer.sides import (
     LocalEngine,
     PushBlocks,
     Side,
-    StartFetch,
 )
 from pdserve_kvtransfer.stats import TransferStats
 from pdserve_kvtransfer.transport import Transport
@@ -121,7 +120,7 @@ class TransferThread:
         if len(set(order.block_ids)) != len(order.block_ids):
             raise ValueError("a block is a destination twice")
         self._event_queue.opened(order.transfer_id)
-        self._command(StartFetch(order))
+        self._command(order)
 
     def accept_blocks(self, transfer_id: TransferId, block_ids: tuple[int, ...]) -> None:
         """Destinations of the next blocks of a paced fetch, of those that are coming. Ignored if the fetch is over."""

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 from pdserve.errors import PeerLost
 from pdserve.wire.rank_transfer import (
+    CloseLink,
     ConnectLink,
     Dropped,
     Expect,
@@ -19,6 +20,7 @@ from pdserve.wire.rank_transfer import (
     ExpectMore,
     Forget,
     Forgotten,
+    LinkClosed,
     LinkCommand,
     PiecesLanded,
     RankReport,
@@ -105,12 +107,9 @@ class FetchPort:
         return self._link.reports
 
     def handle(self, command: LinkCommand) -> None:
-        self._link.handle(command, self._execute, self.close)
-
-    def _execute(self, command: LinkCommand) -> bool:
         match command:
             case ConnectLink(addresses=addresses):
-                self._connect(addresses)
+                self._link.attempt(lambda: self._connect(addresses))
             case Expect(tag=tag):
                 self._landings[tag] = _Landing(command, len(self._pieces))
                 self.reports.append(Expecting(self._link.number, tag))
@@ -120,9 +119,11 @@ class FetchPort:
                 self.reports.append(Expecting(self._link.number, tag))
             case Forget(tag=tag):
                 self._forget(tag)
+            case CloseLink():
+                self.close()
+                self.reports.append(LinkClosed(self._link.number))
             case _:
-                raise TypeError(f"{type(command).__name__} is not for the receiving side")
-        return True
+                self._link.mark_broken(f"{type(command).__name__} is not for the receiving side")
 
     def _connect(self, addresses: tuple[bytes, ...]) -> None:
         mine = [piece for piece in head_map(self._kv_heads, len(addresses), self._ranks) if piece.target == self._rank]

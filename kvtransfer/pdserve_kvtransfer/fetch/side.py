@@ -18,7 +18,7 @@ from pdserve_kvtransfer.control.sockets import FrameOpener
 from pdserve_kvtransfer.events import FailureKind, FetchFailed, FetchOrder
 from pdserve_kvtransfer.fetch.peer import FetchPeer
 from pdserve_kvtransfer.fetch.session import FetchSession
-from pdserve_kvtransfer.sides import AcceptBlocks, CancelFetch, Command, LocalEngine, Pollable, StartFetch, earliest
+from pdserve_kvtransfer.sides import AcceptBlocks, CancelFetch, Command, LocalEngine, Pollable, earliest
 
 log = logging.getLogger(__name__)
 
@@ -36,8 +36,8 @@ class FetchSide:
 
     def handle(self, command: Command, now: float) -> None:
         match command:
-            case StartFetch(order):
-                self._start_fetch(order, now)
+            case FetchOrder():
+                self._start_fetch(command, now)
             case AcceptBlocks(transfer_id, block_ids):
                 self._accept(transfer_id, block_ids, now)
             case CancelFetch(transfer_id):

@@ -10,7 +10,9 @@ from collections import deque
 from collections.abc import Sequence
 
 from pdserve.wire.rank_transfer import (
+    CloseLink,
     ConnectLink,
+    LinkClosed,
     LinkCommand,
     PiecesAnnounced,
     PiecesSent,
@@ -61,26 +63,22 @@ class PushPort:
         return self._link.reports
 
     def handle(self, command: LinkCommand) -> None:
-        self._link.handle(command, self._execute, self.close)
-
-    def _execute(self, command: LinkCommand) -> bool:
         match command:
-            case ConnectLink(addresses=addresses):
-                self._connect(addresses)
             case SendBlocks():
-                self._send(command)
+                if not self._link.broken and command.block_ids:
+                    self._unposted.setdefault(command.tag, deque()).append(_PostProgress(command, len(self._pieces)))
+            case ConnectLink(addresses=addresses):
+                self._link.attempt(lambda: self._connect(addresses))
+            case CloseLink():
+                self.close()
+                self.reports.append(LinkClosed(self._link.number))
             case _:
-                raise TypeError(f"{type(command).__name__} is not for the sending side")
-        return True
+                self._link.mark_broken(f"{type(command).__name__} is not for the sending side")
 
     def _connect(self, addresses: tuple[bytes, ...]) -> None:
         pieces = head_map(self._kv_heads, self._ranks, len(addresses))
         self._pieces = [piece for piece in pieces if piece.source == self._rank]
         self._link.transport_link.connect([addresses[piece.target] for piece in self._pieces])
-
-    def _send(self, command: SendBlocks) -> None:
-        if not self._link.broken and command.block_ids:
-            self._unposted.setdefault(command.tag, deque()).append(_PostProgress(command, len(self._pieces)))
 
     def _post(self) -> bool:
         """The next few blocks of the transfer whose turn it is, if there is room. True if there were any."""

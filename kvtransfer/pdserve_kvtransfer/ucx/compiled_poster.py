@@ -141,6 +141,7 @@ class CompiledPoster:
         self._offer: MemoryOffer | None = None
         self._sent, self._landed, self._arrived = self._board.sent, self._board.landed, self._board.arrived
         self._places, self._labels = _Numbers(), _Numbers()
+        self._endpoints: list[Any] = []
 
     def offer(self) -> MemoryOffer | None:
         if isinstance(self._memory, SharedMemory):
@@ -150,6 +151,7 @@ class CompiledPoster:
         return self._offer
 
     def add_endpoint(self, endpoint: Any, address: LinkAddress, own: int) -> None:
+        self._endpoints.append(endpoint)
         self._library.add_endpoint(self._handle, endpoint.handle, address.link)
         if isinstance(self._memory, DeviceMemory):
             return
@@ -172,13 +174,13 @@ class CompiledPoster:
         count: int = self._board.attached
         return count
 
-    def send(self, endpoint: Any, places: Sequence[int], length: int, labels: Sequence[int]) -> None:
-        to = endpoint.handle
+    def send(self, places: Sequence[int], length: int, labels: Sequence[int], to: int = 0) -> None:
+        endpoint = self._endpoints[to].handle
         for start in range(0, len(places), _ROOM):
             count = min(_ROOM, len(places) - start)
             self._places[:count] = list(places[start : start + count])
             self._labels[:count] = list(labels[start : start + count])
-            if self._library.send(self._handle, to, count, self._places, length, self._labels):
+            if self._library.send(self._handle, endpoint, count, self._places, length, self._labels):
                 raise ValueError(f"some of these messages of {length} bytes are outside of the memory")
         self._check()
 
@@ -214,6 +216,7 @@ class CompiledPoster:
 
     def end(self, close_endpoints: Callable[[], None]) -> bool:
         self._library.withdraw(self._handle)
+        self._endpoints = []
         close_endpoints()
         for _ in range(_END_ROUNDS):
             if not self._board.in_flight:

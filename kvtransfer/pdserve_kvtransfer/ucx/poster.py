@@ -39,7 +39,8 @@ class Poster(Protocol):
         ``address`` is the other side's, ``own`` the ``link`` of this side's.
         """
 
-    def send(self, endpoint: Any, places: Sequence[int], length: int, labels: Sequence[int]) -> None: ...
+    def send(self, places: Sequence[int], length: int, labels: Sequence[int], to: int = 0) -> None:
+        """``to`` counts the endpoints in the order in which they were added."""
 
     def progress(self) -> bool: ...
 

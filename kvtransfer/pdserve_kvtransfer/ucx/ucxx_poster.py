@@ -113,6 +113,7 @@ class UcxxPoster:
         self._tag, self._array = ucx.UCXXTag, Array
         self._any_tag, self._any_mask = ucx.UCXXTag(0), ucx.UCXXTagMask(0)
         self._worker = worker
+        self._endpoints: list[Any] = []
         self._memory = own
         self._sends: InFlight[_Operation] = InFlight()
         self._receives: InFlight[_Operation] = InFlight()
@@ -123,9 +124,10 @@ class UcxxPoster:
         return None
 
     def add_endpoint(self, endpoint: Any, address: LinkAddress, own: int) -> None:
-        """Blocks go through UCX."""
+        self._endpoints.append(endpoint)
 
-    def send(self, endpoint: Any, places: Sequence[int], length: int, labels: Sequence[int]) -> None:
+    def send(self, places: Sequence[int], length: int, labels: Sequence[int], to: int = 0) -> None:
+        endpoint = self._endpoints[to]
         for place, label in zip(places, labels, strict=True):
             array = self._array(self._part(place, length))
             try:
@@ -187,6 +189,7 @@ class UcxxPoster:
 
     def end(self, close_endpoints: Callable[[], None]) -> bool:
         worker, self._worker = self._worker, None
+        self._endpoints = []
         sends = [send for send in self._sends.take_all() if not send.done()]
         receives = self._receives.take_all()
         close_endpoints()

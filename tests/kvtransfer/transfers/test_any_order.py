@@ -63,7 +63,7 @@ from pdserve_kvtransfer.push.side import PushSide
 from pdserve_kvtransfer.rank_thread import RankThread
 from pdserve_kvtransfer.ranks import RankChannels, Reported
 from pdserve_kvtransfer.region import KvRegion, Memory
-from pdserve_kvtransfer.sides import CancelFetch, FailPush, GiveFirstToken, LocalEngine, PushBlocks, Side, StartFetch
+from pdserve_kvtransfer.sides import CancelFetch, FailPush, GiveFirstToken, LocalEngine, PushBlocks, Side
 from pdserve_kvtransfer.stats import TransferStats
 from tests.kvtransfer.inproc import Fabric, InprocLink, InprocTransport
 from tests.kvtransfer.rig import CONFIG, SAMPLING, SECRET, SPEC
@@ -413,7 +413,7 @@ class World:
         )
         self.asked[order.transfer_id] = Asked(order, 1 + len(self.asked) % 200)
         decode.event_queue.opened(order.transfer_id)
-        decode.side.handle(StartFetch(order), self.now)
+        decode.side.handle(order, self.now)
 
     def cancel(self, pick: int) -> None:
         alive = [asked for asked in self.asked.values() if not asked.ended]

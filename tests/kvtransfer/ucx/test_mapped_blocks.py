@@ -275,7 +275,7 @@ def say(transport: UcxTransport, to: UcxLink, message: bytes) -> None:
     """As any process can that knows the link's UCX address."""
     stranger = transport.open_link(memoryview(bytearray(message)))
     stranger.connect([to.address])
-    stranger.poster.send(stranger._endpoints[0], [0], len(message), [CONTROL])
+    stranger.send([0], len(message), [CONTROL])
     turns(stranger, to)
     stranger.close()
 
@@ -356,7 +356,7 @@ def stalled(transport: UcxTransport, to: UcxLink, label: int, length: int = 4 * 
     """One that has begun to send so many bytes, and does not go on."""
     stranger = transport.open_link(memoryview(bytearray(length)))
     stranger.connect([to.address])
-    stranger.poster.send(stranger._endpoints[0], [0], length, [label])
+    stranger.send([0], length, [label])
     poster = to.poster
     assert isinstance(poster, CompiledPoster)
     deadline = time.monotonic() + WAIT_S
