@@ -6,7 +6,7 @@ import msgpack
 import msgspec
 import pytest
 
-from pdserve.wire.ids import TransferId, new_id
+from pdserve.wire.ids import RequestId, TransferId, new_id
 
 
 def test_new_ids_differ() -> None:
@@ -29,3 +29,14 @@ def test_a_text_in_place_of_bytes_is_refused() -> None:
 def test_an_attempt_out_of_range_is_refused(attempt: object) -> None:
     with pytest.raises(msgspec.ValidationError):
         msgspec.msgpack.decode(msgpack.packb([b"x" * 16, attempt, b"y" * 16]), type=TransferId)
+
+
+@pytest.mark.parametrize("label", ["", "chat-1", "!~" * 64])
+def test_a_label_of_visible_characters_is_taken(label: str) -> None:
+    assert msgspec.msgpack.decode(msgpack.packb(label), type=RequestId) == label
+
+
+@pytest.mark.parametrize("label", ["two words", "a\n", "a\nforged line", "\x1b[2J", "é", "x" * 129])
+def test_a_label_that_could_forge_a_log_line_is_refused(label: str) -> None:
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.msgpack.decode(msgpack.packb(label), type=RequestId)

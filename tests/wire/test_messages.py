@@ -120,6 +120,17 @@ CHANNELS: list[tuple[Any, list[msgspec.Struct]]] = [
             transfer.PrefillRequest(
                 transfer_id=TRANSFER_ID, tag=9, token_ids=[1, 2], first_block=0, sampling=SAMPLING, deadline_s=1.0
             ),
+            transfer.PrefillRequest(
+                transfer_id=TRANSFER_ID,
+                tag=9,
+                token_ids=[1, 2],
+                first_block=0,
+                sampling=SAMPLING,
+                deadline_s=1.0,
+                child_seeds=(5, 6),
+                paced=True,
+                request_id="chat-1",
+            ),
             transfer.Accept(TRANSFER_ID, 7),
             transfer.Done(TRANSFER_ID),
             transfer.Cancel(TRANSFER_ID),
@@ -258,7 +269,7 @@ def _left_out(message: msgspec.Struct, field: msgspec.structs.FieldInfo) -> bool
 def test_is_plain_messagepack_with_its_fields_by_name(channel: Any, message: msgspec.Struct) -> None:
     plain = msgpack.unpackb(msgspec.msgpack.encode(message))
     tag = message.__struct_config__.tag
-    fields = {field.name for field in msgspec.structs.fields(message) if not _left_out(message, field)}
+    fields = {field.encode_name for field in msgspec.structs.fields(message) if not _left_out(message, field)}
     assert set(plain) == fields | ({"kind"} if tag is not None else set())
     assert plain.get("kind") == tag
     assert msgspec.msgpack.decode(msgpack.packb(plain), type=channel) == message

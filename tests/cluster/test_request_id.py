@@ -1,0 +1,65 @@
+"""The label that a client gives to its request is in the log of every process that the request reaches."""
+
+from __future__ import annotations
+
+import json
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.nodes import MODEL, Cluster, cluster
+from tests.processes import Process
+from tests.tiny_models import save_tiny_chat_model
+
+FLAGS = ("--dtype", "fp32", "--kv-cache-mib", "8", "--log-level", "debug")
+
+
+@pytest.fixture(scope="module")
+def made(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    model = save_tiny_chat_model(demo_model, tmp_path_factory.mktemp("tiny"))
+    with cluster(model, *FLAGS) as running:
+        yield running
+
+
+def complete(made: Cluster, request_id: str) -> str:
+    """The label of the answer to a request with this one."""
+    # Several blocks that no node has in its prefix cache: the prompt is computed by the prefill node.
+    prompt = [3 + len(request_id)] * 60
+    body = {"model": MODEL, "prompt": prompt, "max_tokens": 4, "ignore_eos": True, "n": 2}
+    headers = {"content-type": "application/json", "x-request-id": request_id}
+    request = urllib.request.Request(made.url + "/v1/completions", json.dumps(body).encode(), headers)
+    with urllib.request.urlopen(request, timeout=60.0) as response:
+        assert len(json.loads(response.read())["choices"]) == 2
+        return str(response.headers["x-request-id"])
+
+
+def wait_for_line(process: Process, logger: str, request_id: str) -> None:
+    words = (f" {logger}", f"request_id={request_id} ")
+    process.wait_for(lambda line: all(word in line for word in words), 20.0)
+
+
+def test_one_grep_finds_a_request_in_every_process(made: Cluster) -> None:
+    label = "chat-17/eu"
+    assert complete(made, label) == label
+    (prefill,), (decode,) = made.prefill, made.decode
+    wait_for_line(made.proxy, "pdserve_proxy.requests", label)
+    wait_for_line(decode.process, "pdserve.request", label)
+    wait_for_line(decode.process, "pdserve.engine.step_loop", label)
+    wait_for_line(decode.process, "pdserve.engine.kv_connector", label)
+    wait_for_line(decode.process, "pdserve_kvtransfer.fetch", label)
+    wait_for_line(prefill.process, "pdserve.engine.kv_connector", label)
+    wait_for_line(prefill.process, "pdserve_kvtransfer.push", label)
+    finished = [line for line in prefill.process.lines if f"request_id={label} " in line and "outcome=done" in line]
+    assert [line.split()[2] for line in finished] == ["INFO"]
+
+
+@pytest.mark.parametrize("forged", ["mine outcome=ok", "x" * 129])
+def test_a_label_that_could_forge_a_log_line_is_replaced(forged: str, made: Cluster) -> None:
+    label = complete(made, forged)
+    assert label != forged
+    (prefill,), (decode,) = made.prefill, made.decode
+    for process in (made.proxy, decode.process, prefill.process):
+        process.wait_for(lambda line: f"request_id={label} " in line, 20.0)
+        assert forged not in process.output
