@@ -11,14 +11,14 @@ from pdserve.errors import EngineError, MalformedFrame
 from pdserve.wire.engine import FromEngine, RequestOutput, StepOutput, ToEngine
 
 SEND_LIMIT = 100_000
-"""Messages that the API process may be behind before the engine gives it up for dead."""
+"""The engine gives the API process up for dead when it is so many messages behind."""
 
 
 class ApiChannel:
-    """A connected ZMQ PAIR: typed MessagePack both ways, never blocking."""
+    """A connected ZMQ PAIR that carries typed MessagePack both ways. No call blocks."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str, *, batched: bool = True) -> None:
-        """Without ``batched`` a step's output goes token by token: what one message a step is measured against."""
+        """Without ``batched`` each token is a message, which is what one message a step is measured against."""
         self._batched = batched
         self._socket = context.socket(zmq.PAIR)
         self._socket.sndhwm = SEND_LIMIT
@@ -29,11 +29,11 @@ class ApiChannel:
 
     @property
     def socket(self) -> zmq.Socket[bytes]:
-        """To be polled for POLLIN."""
+        """The socket, to be polled for POLLIN."""
         return self._socket
 
     def send(self, message: FromEngine) -> None:
-        """Raises EngineError if the API process has stopped reading."""
+        """Queues a message. Raises EngineError if the API process has stopped reading."""
         for part in one_by_one(message) if isinstance(message, StepOutput) and not self._batched else (message,):
             self._send(part)
 
@@ -44,7 +44,7 @@ class ApiChannel:
             raise EngineError(f"the API process is {SEND_LIMIT} messages behind") from exc
 
     def receive(self) -> list[ToEngine]:
-        """All messages that have arrived."""
+        """Returns all messages that have arrived."""
         messages: list[ToEngine] = []
         while True:
             try:
@@ -57,12 +57,12 @@ class ApiChannel:
                 raise MalformedFrame(f"unexpected message from the API process: {exc}") from exc
 
     def close(self, linger_s: float) -> None:
-        """Give queued messages so long to leave."""
+        """Closes the socket. Queued messages have ``linger_s`` to leave."""
         self._socket.close(linger=int(linger_s * 1000))
 
 
 def one_by_one(step: StepOutput) -> Iterator[StepOutput]:
-    """The same, in a message for each token; an ending goes with its request's last one."""
+    """Yields a message for each token of a step; a request's ending goes with its last token."""
     for output in step.outputs:
         tokens, logprobs = output.new_token_ids, output.logprobs
         for index in range(len(tokens) - 1):

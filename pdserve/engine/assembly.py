@@ -38,7 +38,7 @@ MIB = 2**20
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """A running engine's parts, as its process needs them. The caller closes ``connector``."""
+    """The parts of a running engine that its process needs. The caller closes ``connector``."""
 
     loop: StepLoop
     connector: KvConnector
@@ -58,10 +58,10 @@ def assemble(
     tp: TpGroup,
     device: torch.device,
 ) -> Engine:
-    """Load the model, warm it up, open the transfers. ``progress`` is told each stage; ``tp`` holds the ranks too;
-    ``device`` is rank 0's.
+    """Loads the model, warms it up and opens the transfers. ``progress`` is called with the name of each stage.
 
-    Raises ModelError, ConfigError, RankLost or TransferError if something does not fit.
+    ``tp`` is the group of all ranks, and ``device`` is rank 0's. Raises ModelError, ConfigError, RankLost or
+    TransferError if something does not fit.
     """
     folder = Path(config.model_dir)
     decoder = read_decoder_config(folder)
@@ -102,13 +102,11 @@ def assemble(
     blocks = BlockManager(num_blocks, block_size, prefix_cache=config.cache.prefix_cache is Switch.ON)
     stop = StopRule(decoder.eos_token_ids, max_model_len)
     prompts = PromptRule(decoder.vocab_size, max_model_len)
-    rate = PrefillRate()
-    placement = Placement(
-        rate, config.transfer, config.scheduler, block_size, layout.block_bytes * tp.size / block_size
-    )
+    bytes_per_token = layout.block_bytes * tp.size / block_size
+    placement = Placement(PrefillRate(), config.transfer, config.scheduler, block_size, bytes_per_token)
     secrets = Secrets(config.secret)
     connector, control = open_connector(
-        config, spec, own.kv_cache, blocks, wake_up.set, prompts, ranks, rate, placement, shared, secrets
+        config, spec, own.kv_cache, blocks, wake_up.set, prompts, ranks, placement, shared, secrets
     )
     loop = StepLoop(
         api=api,
@@ -127,9 +125,10 @@ def assemble(
 
 
 def overlaps(config: EngineConfig, device: torch.device) -> bool:
-    """Whether decode steps are launched ahead: only where nobody else writes to the KV cache or has to be told.
+    """Returns whether decode steps are launched ahead.
 
-    What a transfer brings through host memory is copied to the cache behind all steps that were launched before.
+    They are only where no transfer writes to the KV cache by itself and no other rank has to be told. Blocks that a
+    transfer brings through host memory are copied to the cache behind all steps that were launched before.
     """
     staging = config.transfer.staging
     staged = staging is KvStaging.ON or (staging is KvStaging.AUTO and device.type == "cuda")
@@ -144,7 +143,7 @@ def overlaps(config: EngineConfig, device: torch.device) -> bool:
 
 
 def warm_up(runner: StepRunner, tokens: int, block_size: int) -> None:
-    """Let every library allocate and choose its code before the first request: a chunk of a prompt, then a token."""
+    """Computes a chunk of a prompt, then a token: every library allocates and chooses its code before any request."""
     blocks = range(-(-(tokens + 1) // block_size))
     for row in (StepRow([0] * tokens, 0, blocks, True), StepRow([0], tokens, blocks, True)):
         runner.run([row])

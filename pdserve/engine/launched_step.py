@@ -2,8 +2,8 @@
 
 One step may be launched *ahead*, before the tokens of the one before it are known: it decodes on with the requests of
 that one, whose tokens it takes on the device. Meanwhile a request's state is that of the tokens that are known. A
-request that turns out to have ended leaves a surplus row: what it stored is in a block that is not full, which nobody
-finds, and whoever gets that block writes to it later; its token is dropped.
+request that turns out to have ended leaves a surplus row, whose token is dropped. What the row stored is in a block
+that is not full: the prefix cache does not find it, and the block's next holder writes over it later.
 """
 
 from __future__ import annotations
@@ -24,30 +24,33 @@ from pdserve_kernels.host_to_device import stage
 
 
 class StepRunner(Protocol):
-    """``ModelRunner`` alone, or ``TpRunner`` with the other ranks behind it."""
+    """What a step needs of a runner: a ``ModelRunner`` alone, or a ``TpRunner`` with the other ranks behind it."""
 
     def run(self, rows: Sequence[StepRow]) -> torch.Tensor:
-        """Compute every row's tokens into the KV cache; single-token rows come first.
+        """Computes every row's tokens into the KV cache; single-token rows come first.
 
         Returns fp32 logits ``[number of rows with wants_logits, vocab_size]``, in the order of the rows.
         """
 
     def clear(self, blocks: Sequence[int]) -> None:
-        """Zero these blocks."""
+        """Zeroes these blocks."""
 
     def copy_blocks(self, sources: Sequence[int], destinations: Sequence[int]) -> None:
-        """Copy whole blocks. All sources are read before any destination is written."""
+        """Copies whole blocks. All sources are read before any destination is written."""
 
 
 class AheadRunner(Protocol):
-    """``ModelRunner``: it can be told a step whose tokens are on its device only."""
+    """What a step launched ahead needs of a runner: it takes tokens that are on its device only.
+
+    Only ``ModelRunner`` does, because other ranks get their tokens from the host.
+    """
 
     def run(self, rows: Sequence[StepRow], tokens: torch.Tensor | None = None) -> torch.Tensor:
-        """The same, where ``tokens`` take the place of the rows' single ones. Does not wait for a GPU."""
+        """Computes rows as a ``StepRunner`` does, with ``tokens`` in place of their own. Does not wait for a GPU."""
 
 
 _UNKNOWN = 0
-"""Stands for a token that is on the device only."""
+"""This id stands for a token that is on the device only."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""The engine process from its launch message to its exit code."""
+"""Runs the engine process from its launch message to its exit code."""
 
 from __future__ import annotations
 
@@ -26,14 +26,15 @@ from pdserve.wire.transfer import EngineSpec
 
 log = logging.getLogger("pdserve.engine")
 
-GOODBYE_S = 1.0
+LINGER_S = 1.0
+"""The last messages to the API process have this long to leave."""
 
 
 def main() -> int:
-    """Read the launch message from standard input and serve. 0 after Shutdown or SIGTERM.
+    """Reads the launch message from standard input and serves. Returns 0 after Shutdown or SIGTERM.
 
-    After a failure, which the API process is told, this process ends at once with 1: a GPU may be waiting for a rank
-    that is gone, and would keep libraries from being unloaded.
+    After a failure, which the API process is told, this process ends at once with status 1: a GPU may be waiting for a
+    rank that is gone, and would keep libraries from being unloaded.
     """
     ignore_hangup()
     die_with_parent(os.getppid())
@@ -55,21 +56,21 @@ def main() -> int:
             log.exception("the engine failed")
             failed = f"{type(exc).__name__}: {exc}"
         if failed is not None:
-            _confess(channel, failed)
-        channel.close(GOODBYE_S)
+            _report_failure(channel, failed)
+        channel.close(LINGER_S)
     if failed is not None:
         os._exit(1)
     return 0
 
 
-def _confess(channel: ApiChannel, message: str) -> None:
-    # An API process that has stopped reading is told by our exit.
+def _report_failure(channel: ApiChannel, message: str) -> None:
+    # An API process that has stopped reading notices the end of this process.
     with suppress(EngineError):
         channel.send(EngineFailed(message))
 
 
 def serve(launch: EngineLaunch, channel: ApiChannel) -> None:
-    """Load the model and run the step loop until it is stopped.
+    """Loads the model and runs the step loop until it is stopped.
 
     Raises PdserveError if the engine cannot start or go on.
     """
@@ -84,8 +85,8 @@ def serve(launch: EngineLaunch, channel: ApiChannel) -> None:
             cores = shares[0]
             ranks = stack.enter_context(running_ranks(config, launch.folder, shares, wake_up.fd))
         pin(cores)
-        # Not before: torch sizes its thread pool by the cores that it finds when it is imported, and loading it takes
-        # seconds in which the API process already wants to hear of us.
+        # torch is imported late: it sizes its thread pool by the cores that it finds then, and loading it takes seconds
+        # in which the API process already waits for a message.
         import torch
 
         from pdserve.engine.assembly import assemble
@@ -119,13 +120,13 @@ def serve(launch: EngineLaunch, channel: ApiChannel) -> None:
 
 
 def pairing_fingerprint(spec: EngineSpec) -> str:
-    """Equal for engines that can exchange KV blocks: all of the spec but the number of ranks."""
+    """Returns a hash of all of the spec but the number of ranks: engines with the same one can exchange KV blocks."""
     return hashlib.sha256(msgspec.msgpack.encode(msgspec.structs.replace(spec, tp_size=1))).hexdigest()
 
 
 @contextmanager
 def _stop_signals(stop: Callable[[], None]) -> Iterator[None]:
-    """SIGTERM and SIGINT stop the loop after the step under way."""
+    """Lets SIGTERM and SIGINT stop the loop after the step under way."""
     before = {number: signal.signal(number, lambda *_: stop()) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         yield

@@ -13,7 +13,7 @@ A prompt that is being prefilled and an answer that is being decoded are the sam
 values are not computed yet. ``num_computed_tokens`` says how far the cache is; a step advances it.
 
 Several answers to one prompt (``n``) are several requests: one, the *parent*, computes or fetches the prompt, and its
-*children* wait for that. A parent whose own answer ends before then goes on for its children, with nobody listening.
+*children* wait for that. A parent whose own answer ends before then goes on for its children.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ class Status(enum.Enum):
     WAITING = "waiting"
     WAITING_FOR_REMOTE_KVS = "waiting_for_remote_kvs"
     WAITING_FOR_PROMPT = "waiting_for_prompt"
-    """A child: another request computes or fetches the prompt."""
+    """The request is a child whose parent computes or fetches the prompt."""
     RUNNING = "running"
     PUSHING = "pushing"
-    """Prefill done; the blocks stay until the decode node has them."""
+    """The prompt is computed; its blocks stay until the decode node has them."""
     FINISHED = "finished"
 
 
@@ -55,55 +55,55 @@ _NEXT: dict[Status, frozenset[Status]] = {
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """Mutable state of one request; owned by the scheduler."""
+    """The mutable state of one request. The scheduler owns it."""
 
     uuid: RequestUuid
     token_ids: list[int]
-    """The prompt, then what was generated."""
+    """The prompt, followed by the tokens that were generated."""
     num_prompt_tokens: int
     sampling: SamplingParams
     arrived: float
-    """Monotonic seconds."""
+    """The arrival in monotonic seconds."""
     deadline: float
-    """Monotonic seconds; past it the request is given up."""
+    """The request is given up at this time, in monotonic seconds."""
     request_id: str = ""
     """The client's label, for log lines; empty if it is not known. ``pdserve.wire.ids`` explains the identities."""
     local_id: int | None = None
-    """The API process's number for it; None on a prefill node."""
+    """The API process's number for the request; None on a prefill node."""
     group_id: int | bytes = b""
-    """All prompts and answers of one client request have the same, and take turns with others as one. Else its own."""
+    """Shared by all prompts and answers of one client request, which take turns with others as one."""
     transfer: TransferId | None = None
-    """On a prefill node, the push that it serves; on a decode node, the fetch under way."""
+    """On a prefill node the push that the request serves; on a decode node the fetch under way."""
     first_block: int = 0
-    """The first block that the transfer moves: the decode node has those before it."""
+    """The first block that the transfer moves; the decode node has the blocks before it."""
     targets: tuple[PrefillTarget, ...] = ()
-    """Prefill nodes not tried yet."""
+    """The prefill nodes that were not tried yet."""
     attempts: int = 0
     cache_salt: str = ""
     children: list[Request] = field(default_factory=list)
-    """Those that wait for this request's prompt."""
+    """The requests that wait for this one's prompt."""
     parent: Request | None = None
-    """Whose child this is or was."""
+    """The request whose prompt this one waits for or waited for."""
 
     status: Status = Status.WAITING
     num_computed_tokens: int = 0
     block_table: list[int] = field(default_factory=list)
     block_hashes: list[bytes] = field(default_factory=list)
-    """Of its full blocks, as far as they were needed."""
+    """The hashes of the first full blocks, as many as were needed so far."""
     counts: TokenCounts = field(default_factory=TokenCounts)
-    """For penalties."""
+    """How often each token occurs, for penalties."""
     match: Match = field(default_factory=Match)
-    """While it waits: what the prefix cache has of them."""
+    """The blocks that the prefix cache has for ``block_hashes``, while the request waits."""
     ended: bool = False
-    """Its client has been told the end, or is gone."""
+    """Whether the client has been told the end, or is gone."""
     pushed_blocks: int = 0
 
     prefill_source: PrefillSource = PrefillSource.LOCAL
     prefill_node: str = ""
     cached_tokens: int = 0
-    """Tokens of the prompt that nobody had to compute for this request."""
+    """The tokens of the prompt that no node had to compute for this request."""
     first_tokens: tuple[SampledToken, ...] = ()
-    """On a prefill node, what the push reports of this request."""
+    """On a prefill node, the token that the push reports of this request."""
     admitted: float | None = None
     first_token: float | None = None
     transfer_seconds: float = 0.0
@@ -112,7 +112,7 @@ class Request:
         self.group_id = self.group_id or self.uuid
 
     def add_child(self, seed: int, local_id: int | None = None) -> Request:
-        """One more answer to this request's prompt, which differs in nothing but its seed."""
+        """Adds and returns a request for one more answer to this prompt, which differs in nothing but its seed."""
         child = Request(
             uuid=self.uuid,
             token_ids=list(self.token_ids),
@@ -131,7 +131,7 @@ class Request:
         return child
 
     def move(self, status: Status) -> None:
-        """The only way to change ``status``. Raises EngineError on a transition that is not drawn above."""
+        """Changes ``status``; nothing else does. Raises EngineError on a transition that is not drawn above."""
         if status not in _NEXT[self.status]:
             raise EngineError(f"{self}: a request cannot go from {self.status.name} to {status.name}")
         self.status = status
@@ -146,5 +146,5 @@ class Request:
 
     @property
     def num_pending_tokens(self) -> int:
-        """Tokens that are known but not in the KV cache. 1 for a decoding request."""
+        """The number of tokens that are known but not in the KV cache. A decoding request has 1."""
         return len(self.token_ids) - self.num_computed_tokens

@@ -23,10 +23,10 @@ log = logging.getLogger(__name__)
 
 
 def cpu_kernels(wanted: CpuKernels, cache_dir: Path) -> Kernels:
-    """The chosen set; compiled now, in about ten seconds, if it is not below ``cache_dir`` yet.
+    """Returns the set that the settings name, compiled now, in ten seconds, if ``cache_dir`` does not have it yet.
 
-    Raises ConfigError if the compiled set was asked for by name and cannot be had; if it is only the better one, the
-    log says so.
+    Raises ConfigError if the compiled set is asked for by name and cannot be compiled. Without a name, a warning is
+    logged and the plain set is used.
     """
     if wanted is CpuKernels.TORCH:
         return TorchKernels()
@@ -48,7 +48,10 @@ def load_runner(
     backend: Backend,
     kv_memory: memoryview | None = None,
 ) -> ModelRunner:
-    """Raises ModelError if the folder does not hold the model, or it cannot be split over the ranks."""
+    """Loads one rank's part of the model. ``kv_memory`` is where its KV cache is kept, if not where torch allocates.
+
+    Raises ModelError if the folder does not hold the model, or if the model cannot be split over the ranks.
+    """
     folder, block_size = Path(config.model_dir), config.cache.block_size
     return ModelRunner(
         folder,
@@ -65,10 +68,10 @@ def load_runner(
 
 
 def rank_device(config: EngineConfig, rank: int) -> torch.device:
-    """What a rank of this node computes on. Raises ConfigError if that is not there, or cannot be used so."""
+    """Returns the device that a rank of this node computes on. Raises ConfigError if it cannot be used."""
     return choose_device(config.model.device, rank, config.parallel.tp)
 
 
 def rank_backend(config: EngineConfig, device: torch.device) -> Backend:
-    """The kernels for it. Raises ConfigError if there are none."""
+    """Returns the kernels for a rank's device. Raises ConfigError if there are none."""
     return open_backend(device, partial(cpu_kernels, config.cpu.kernels, Path(config.cache_dir)))

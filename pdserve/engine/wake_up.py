@@ -1,4 +1,4 @@
-"""What gets an idle step loop to look around."""
+"""Wakes an idle step loop from other threads and from signal handlers."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 
 
 class WakeUp:
-    """An eventfd: any thread or signal handler sets it, the step loop polls and clears it."""
+    """An eventfd that any thread or signal handler sets, and that the step loop polls and clears."""
 
     def __init__(self) -> None:
         self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)

@@ -1,7 +1,7 @@
-"""Which KV blocks are free, held by requests, kept for later, or set aside.
+"""Knows which KV blocks are free, held by requests, kept for later, or set aside.
 
     FREE ─▶ HELD ─▶ FREE                 by one request or, read-only, by several: reference counted
-            HELD ─▶ IDLE ─▶ HELD         in the prefix cache and held by nobody; FREE as soon as a block is needed
+            HELD ─▶ IDLE ─▶ HELD         in the prefix cache and in no block table; FREE when a block is needed
             HELD ─▶ QUARANTINED ─▶ FREE  something may still write to it: an accepted receive that has not completed
             HELD ─▶ UNCLEAN ─▶ FREE      holds what is not finite, and has to be cleared first
 
@@ -31,7 +31,7 @@ class BlockManager:
     """The pool of one engine's block ids, 0 to ``num_blocks - 1``."""
 
     def __init__(self, num_blocks: int, block_size: int, *, prefix_cache: bool = True) -> None:
-        """Without ``prefix_cache``, no block is found again."""
+        """Creates the pool, all of whose blocks are free. Without ``prefix_cache``, no block is found again."""
         self.num_blocks = num_blocks
         self.block_size = block_size
         self._caching = prefix_cache
@@ -45,7 +45,7 @@ class BlockManager:
 
     @property
     def num_free(self) -> int:
-        """Blocks that can be had now, idle ones of the prefix cache among them."""
+        """The number of blocks that can be taken now, idle ones of the prefix cache among them."""
         return len(self._free) + self._cache.num_idle
 
     @property
@@ -54,7 +54,7 @@ class BlockManager:
 
     @property
     def num_cached(self) -> int:
-        """Blocks that the prefix cache can find, in use or idle."""
+        """The number of blocks that the prefix cache can find, in use or idle."""
         return len(self._cache)
 
     @property
@@ -62,17 +62,20 @@ class BlockManager:
         return self._caching
 
     def blocks_for(self, tokens: int) -> int:
-        """How many blocks hold ``tokens`` tokens."""
+        """Returns how many blocks hold ``tokens`` tokens."""
         return -(-tokens // self.block_size)
 
     def num_holders(self, block: int) -> int:
-        """How many block tables it is in. A block may be written to only by its one holder."""
+        """Returns how many block tables a block is in. Only a block with one holder may be written to."""
         return self._holders[block]
 
     # ------------------------------------------------------------ taking
 
     def grow(self, block_table: list[int], tokens: int) -> bool:
-        """Extend ``block_table`` to hold ``tokens`` tokens. False, and nothing changed, if too few blocks are free."""
+        """Extends ``block_table`` to hold ``tokens`` tokens.
+
+        Returns False, and changes nothing, if too few blocks are free.
+        """
         missing = self.blocks_for(tokens) - len(block_table)
         if missing > self.num_free:
             return False
@@ -81,7 +84,10 @@ class BlockManager:
         return True
 
     def replace(self, block_table: list[int], quarantined: Iterable[int]) -> bool:
-        """Put free blocks in the places of quarantined ones. False, and nothing changed, if too few are free."""
+        """Puts free blocks in the places of quarantined ones.
+
+        Returns False, and changes nothing, if too few blocks are free.
+        """
         bad = set(quarantined)
         places = [i for i, block in enumerate(block_table) if block in bad]
         if len(places) > self.num_free:
@@ -91,7 +97,7 @@ class BlockManager:
         return True
 
     def share(self, block_table: list[int], blocks: Iterable[int]) -> None:
-        """Append blocks that are held by others or idle. They are read-only from now on."""
+        """Appends blocks that are held already or idle. They are read-only from now on."""
         for block in blocks:
             if self._state[block] == _BlockState.IDLE:
                 self._cache.wake(block)
@@ -104,8 +110,8 @@ class BlockManager:
     # ------------------------------------------------------------ giving back
 
     def free(self, block_table: list[int]) -> None:
-        """Take all blocks back and empty the table; blocks quarantined meanwhile stay where they are."""
-        # The end of a prefix first, so that it is also evicted first: without what comes before it, it is useless.
+        """Takes all blocks back and empties the table; blocks quarantined meanwhile stay quarantined."""
+        # The end of a prefix goes first, so that it is also evicted first: without its beginning it is useless.
         for block in reversed(block_table):
             if self._state[block] == _BlockState.HELD:
                 self._holders[block] -= 1
@@ -116,10 +122,10 @@ class BlockManager:
         block_table.clear()
 
     def quarantine(self, blocks: Iterable[int]) -> None:
-        """Set held blocks aside until ``release``."""
+        """Sets held blocks aside until ``release``."""
         for block in blocks:
             if self._state[block] != _BlockState.HELD:
-                raise EngineError(f"KV block {block} is quarantined but held by nobody")
+                raise EngineError(f"KV block {block} is quarantined but not held")
             if self._holders[block] > 1 or block in self._cache:
                 raise EngineError(f"KV block {block} is quarantined but others may read it")
             self._state[block] = _BlockState.QUARANTINED
@@ -127,7 +133,7 @@ class BlockManager:
             self._quarantined += 1
 
     def release(self, blocks: Iterable[int]) -> None:
-        """Nothing touches these quarantined blocks any more: they are free."""
+        """Frees quarantined blocks, to which nothing can write any more."""
         for block in blocks:
             if self._state[block] != _BlockState.QUARANTINED:
                 raise EngineError(f"KV block {block} is released but was not quarantined")
@@ -137,36 +143,40 @@ class BlockManager:
     # ------------------------------------------------------------ the prefix cache
 
     def match(self, hashes: Sequence[bytes], count: int, match: Match) -> Sequence[int]:
-        """The blocks of the longest prefix of the first ``count`` of ``hashes`` that is in the prefix cache.
+        """Returns the blocks of the longest prefix of the first ``count`` of ``hashes`` that the prefix cache has.
 
-        To be shared before all else. ``match`` is what was found of the same hashes before, and is brought up to date.
+        They have to be shared before anything else changes. ``match`` is what was found of the same hashes before, and
+        is brought up to date.
         """
         self._cache.match(hashes, count, match)
         return match.blocks
 
     def free_beside(self, blocks: Sequence[int]) -> int:
-        """How many blocks could be had if ``blocks``, which ``match`` has found, were shared first."""
+        """Returns how many blocks could be taken after ``blocks``, which ``match`` has found, were shared."""
         return self.num_free - sum(self._state[block] == _BlockState.IDLE for block in blocks)
 
     def remember(self, block: int, block_hash: bytes) -> None:
-        """A held block is full and final: it can be found under ``block_hash``, and is read-only from now on."""
+        """Lets a held block, which is full and final, be found by its hash. It is read-only from now on."""
         if self._state[block] != _BlockState.HELD:
-            raise EngineError(f"KV block {block} is to be remembered but held by nobody")
+            raise EngineError(f"KV block {block} is to be remembered but not held")
         if self._caching and block not in self._tainted:
             self._cache.add(block, block_hash)
 
-    # ------------------------------------------------------------ what is not finite
+    # ------------------------------------------------------------ values that are not finite
 
     def taint(self, blocks: Iterable[int]) -> None:
-        """Held blocks that may hold what is not finite: not found again, and cleared when their last holder goes."""
+        """Marks held blocks that may have values that are not finite.
+
+        They are not found again, and are cleared after their last holder has freed them.
+        """
         for block in blocks:
             if self._state[block] != _BlockState.HELD:
-                raise EngineError(f"KV block {block} is tainted but held by nobody")
+                raise EngineError(f"KV block {block} is tainted but not held")
             self._cache.drop(block)
             self._tainted.add(block)
 
     def clean(self, clear: Callable[[Sequence[int]], None]) -> None:
-        """Have ``clear`` zero the tainted blocks that nobody holds any more, and free them."""
+        """Lets ``clear`` zero the tainted blocks that are not held any more, and frees them."""
         if not self._unclean:
             return
         clear(self._unclean)

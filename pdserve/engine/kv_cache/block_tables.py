@@ -1,4 +1,4 @@
-"""Fills requests' block tables: with blocks found in the prefix cache, reserved ones, and the copy that a child gets.
+"""Fills requests' block tables: with blocks found in the prefix cache, free blocks, and the copy that a child gets.
 
 A request writes only to blocks that it holds alone and that cannot be found. Full blocks can be found and shared as
 soon as they are computed; a partial last block never is. Nor is a prompt's last token taken from the prefix cache: it
@@ -17,7 +17,7 @@ from pdserve.errors import EngineError
 
 
 class BlockTables:
-    """The scheduler's view of the pool."""
+    """The scheduler's view of the pool of blocks."""
 
     def __init__(self, pool: BlockManager) -> None:
         self._pool = pool
@@ -28,9 +28,10 @@ class BlockTables:
         return self._pool.block_size
 
     def find(self, request: Request) -> Sequence[int]:
-        """Blocks of the prefix cache that a request without blocks could begin with; all but its last token at most.
+        """Returns blocks of the prefix cache that a request without blocks could begin with.
 
-        Good until anything changes. Asking again while nothing does takes constant time.
+        They never include the request's last token. They are valid until anything changes; asking again while nothing
+        does takes constant time.
         """
         if request.block_table or not self._pool.caching:
             return ()
@@ -39,15 +40,15 @@ class BlockTables:
         return self._pool.match(request.block_hashes, count, request.match)
 
     def missing(self, request: Request, found: Sequence[int]) -> int:
-        """Blocks that a request's known tokens need beside those that it has or has found."""
+        """Returns how many blocks a request's known tokens need beside those that it has or has found."""
         return self._pool.blocks_for(len(request.token_ids)) - len(request.block_table) - len(found)
 
     def free_beside(self, found: Sequence[int]) -> int:
-        """Blocks that could be had if those found were taken first."""
+        """Returns how many blocks could be taken after those found were shared."""
         return self._pool.free_beside(found)
 
     def admit(self, request: Request, found: Sequence[int]) -> None:
-        """Take what was found, and reserve blocks for all known tokens. There must be enough."""
+        """Shares the blocks that were found, and reserves blocks for all known tokens. There must be enough."""
         if found:
             self._pool.share(request.block_table, found)
             request.num_computed_tokens = len(found) * self.block_size
@@ -63,7 +64,7 @@ class BlockTables:
         return self._pool.grow(request.block_table, tokens)
 
     def computed(self, request: Request, num_computed_tokens: int) -> None:
-        """The keys and values of so many tokens are final: blocks that became full can be found from now on."""
+        """Notes that the keys and values of so many tokens are final; full blocks can be found from now on."""
         first, end = request.num_computed_tokens // self.block_size, num_computed_tokens // self.block_size
         request.num_computed_tokens = num_computed_tokens
         if end > first and self._pool.caching:
@@ -72,9 +73,9 @@ class BlockTables:
                 self._pool.remember(request.block_table[i], request.block_hashes[i])
 
     def fork(self, parent: Request, child: Request) -> bool:
-        """Give a child its parent's computed prompt: full blocks shared, the partial last one copied.
+        """Gives a child its parent's computed prompt: full blocks are shared, the partial last one is copied.
 
-        False, and nothing changed, if no block is free.
+        Returns False, and changes nothing, if no block is free.
         """
         full, rest = divmod(parent.num_prompt_tokens, self.block_size)
         if rest and not self._pool.num_free:
@@ -82,14 +83,14 @@ class BlockTables:
         self._pool.share(child.block_table, parent.block_table[:full])
         self._pool.grow(child.block_table, parent.num_prompt_tokens)
         if rest:
-            # By destination: a block that is freed and taken again before the copies are made is written once.
+            # The key is the destination: a block that is freed and taken again before the copies is written once.
             self._copies[child.block_table[full]] = parent.block_table[full]
         child.block_hashes = parent.block_hashes[:full]
         child.num_computed_tokens = parent.num_prompt_tokens
         return True
 
     def take_copies(self) -> dict[int, int]:
-        """Copies to be made before anything else is written, from which block by to which."""
+        """Returns the copies that come before any other write: the source of each destination."""
         copies, self._copies = self._copies, {}
         return copies
 

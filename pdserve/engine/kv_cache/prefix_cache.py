@@ -2,12 +2,12 @@
 
 Each full block has a hash of all that its keys and values depend on. They depend on every token up to the block's end,
 so a block's hash covers its tokens and the hash of the block before it; the first block's covers the salt. Equal hashes
-mean equal tokens from the start on, under the same salt: at 256 bits nobody finds two prompts with one hash, so nobody
-gets another prompt's blocks.
+mean equal tokens from the start on, under the same salt: at 256 bits two prompts with one hash cannot be found, so no
+request gets another prompt's blocks.
 
 A block is added once its keys and values are final. It can be found while a request holds it (*in use*) and after the
-last one has let go of it (*idle*), until its memory is wanted for something else: least recently used first. Every
-operation takes constant time a block.
+last one has freed it (*idle*), until its memory is needed for other tokens: the least recently used block goes first.
+Every operation takes constant time a block.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _ROOT = b"pdserve salt"
 
 
 def extend_hashes(hashes: list[bytes], token_ids: Sequence[int], count: int, block_size: int, salt: str) -> None:
-    """Append to ``hashes`` until the first ``count`` blocks of ``token_ids`` have theirs. They must be full blocks."""
+    """Appends to ``hashes`` until it has one for each of the first ``count`` blocks, which are full."""
     if len(hashes) >= count:
         return
     last = hashes[-1] if hashes else hashlib.blake2b(salt.encode(), digest_size=HASH_BYTES, person=_ROOT).digest()
@@ -40,11 +40,11 @@ class Match:
 
     blocks: list[int] = field(default_factory=list)
     as_of: int = 0
-    """How many blocks the cache had forgotten by then."""
+    """The number of blocks that the cache had forgotten when it was looked up."""
 
 
 class PrefixCache:
-    """Knows hashes and the order of idle blocks; who holds a block is the block manager's business."""
+    """Knows the blocks' hashes and the order of idle blocks. The block manager knows which blocks are held."""
 
     def __init__(self) -> None:
         self._block_of: dict[bytes, int] = {}
@@ -53,7 +53,7 @@ class PrefixCache:
         self._num_forgotten = 0
 
     def __len__(self) -> int:
-        """Blocks that can be found."""
+        """Returns the number of blocks that can be found."""
         return len(self._hash_of)
 
     def __contains__(self, block: int) -> bool:
@@ -64,10 +64,10 @@ class PrefixCache:
         return len(self._idle)
 
     def match(self, hashes: Sequence[bytes], count: int, match: Match) -> None:
-        """Bring ``match`` up to date: the longest prefix of the first ``count`` of ``hashes`` that is here.
+        """Brings ``match`` up to date with the longest prefix of the first ``count`` of ``hashes`` that is cached.
 
-        ``hashes`` may have grown since the last time, and not changed otherwise. Only what the cache has learnt since
-        is looked at, unless it has forgotten something: a request that waits looks again in every step.
+        ``hashes`` may have grown since the last time, and not changed otherwise. The search goes on where it ended last
+        time, unless the cache has forgotten a block since: a request that waits is looked up in every step.
         """
         if match.as_of != self._num_forgotten:
             match.blocks.clear()
@@ -79,28 +79,28 @@ class PrefixCache:
             match.blocks.append(block)
 
     def add(self, block: int, block_hash: bytes) -> None:
-        """Make a block that is in use findable. Where another one has the hash already, that one stays."""
+        """Lets a block that is in use be found. If another block has the same hash, that one stays the one found."""
         if block_hash not in self._block_of and block not in self._hash_of:
             self._block_of[block_hash] = block
             self._hash_of[block] = block_hash
 
     def drop(self, block: int) -> None:
-        """A block that is in use must not be found any more, if it could be."""
+        """Forgets a block that is in use, if it was known."""
         block_hash = self._hash_of.pop(block, None)
         if block_hash is not None:
             del self._block_of[block_hash]
             self._num_forgotten += 1
 
     def rest(self, block: int) -> None:
-        """Nobody holds this block any more."""
+        """Notes that a block has become idle."""
         self._idle[block] = None
 
     def wake(self, block: int) -> None:
-        """Somebody holds this idle block again."""
+        """Notes that an idle block is in use again."""
         del self._idle[block]
 
     def evict(self) -> int:
-        """Forget the least recently used idle block, for its memory."""
+        """Forgets the least recently used idle block and returns it."""
         block, _ = self._idle.popitem(last=False)
         del self._block_of[self._hash_of.pop(block)]
         self._num_forgotten += 1

@@ -27,7 +27,6 @@ from pdserve.engine.kv_connector.transfer_memory import (
 )
 from pdserve.engine.kv_connector.transfers import Fetches, Pushes
 from pdserve.engine.placement.placement import Placement
-from pdserve.engine.placement.prefill_rate import PrefillRate
 from pdserve.engine.scheduling.request_limits import PromptRule
 from pdserve.engine.tp.tp_ranks import Ranks
 from pdserve.wire.discovery import Role
@@ -45,16 +44,15 @@ def open_connector(
     wake: Callable[[], None],
     prompts: PromptRule,
     ranks: Ranks | None,
-    rate: PrefillRate,
     placement: Placement,
     shared: SharedMemory | None = None,
     secrets: Secrets | None = None,
 ) -> tuple[KvConnector, str]:
     """The connector of this node's role, running, and the address of its control channel (empty if it has none).
 
-    ``ranks`` are this node's other ranks, each with its ``rank_transfer``. ``rate`` is told to decode nodes, and
-    ``placement`` is told what prefill nodes do. ``shared`` is what ``kv_cache`` is kept in, if anything. ``secrets``
-    may change while it runs; without them it is ``config.secret`` for good.
+    ``ranks`` are this node's other ranks, each with its ``rank_transfer``. ``placement`` is told what prefill nodes do,
+    and its ``rate`` is told to decode nodes. ``shared`` is the memory that holds ``kv_cache``, if it is shared.
+    ``secrets`` may change while the connector runs; without them, ``config.secret`` holds for good.
 
     Raises TransferError if its sockets or UCX cannot be opened, ConfigError if its host memory cannot be had.
     """
@@ -82,7 +80,8 @@ def open_connector(
         if moved.device.type == "cuda":
             pushes = DevicePushes(pushes, partial(torch.cuda.synchronize, moved.device))
         schedule = PushSchedule(config.transfer.overlap)
-        return PushingConnector(blocks, pushes, prompts.misfit, config.scheduler.max_waiting, schedule, rate), control
+        max_waiting = config.scheduler.max_waiting
+        return PushingConnector(blocks, pushes, prompts.misfit, max_waiting, schedule, placement.rate), control
     fetches: Fetches = thread if copying is None else copying.fetches(thread)
     if moved.device.type == "cuda":
         fetches = DeviceFetches(fetches, partial(torch.cuda.synchronize, moved.device))

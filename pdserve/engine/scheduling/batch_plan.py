@@ -1,4 +1,4 @@
-"""Says what one engine step does, and counts what all steps have done."""
+"""Holds what one engine step does, and counts what all steps have done."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gathers what a step's clients are to hear, so that it goes to the API process as one message."""
+"""Gathers the tokens and endings of a step, so that they go to the API process as one message."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ class OutputCollector:
             self._endings.append(_output(request.local_id, tokens, reason, _report(request), error))
 
     def forget(self, request: Request) -> None:
-        """Its client is gone."""
+        """Drops the tokens of a request whose client is gone."""
         if request.local_id is not None:
             self._tokens.pop(request.local_id, None)
 
     def take(self) -> StepOutput | None:
-        """All since the last call; None if there is nothing."""
+        """Returns what was collected since the last call, or None if that is nothing."""
         if not self._tokens and not self._endings:
             return None
         outputs = [_output(local_id, tokens) for local_id, tokens in self._tokens.items()]

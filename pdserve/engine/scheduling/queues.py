@@ -1,7 +1,7 @@
-"""Where every live request is, by its status, and whose turn it is to get a place in the batch.
+"""Holds every live request by its status, and knows whose turn it is to get a place in the batch.
 
 Waiting requests take turns by client request, however many engine requests (prompts times ``n``) that is: a place goes
-to the client request that holds the fewest, and among equals to the one that waits longest.
+to the client request that holds the fewest, and among equals to the one that has waited longest.
 """
 
 from __future__ import annotations
@@ -20,36 +20,36 @@ _PLACES = (Status.RUNNING, Status.WAITING_FOR_REMOTE_KVS)
 
 
 class Queues:
-    """Children that wait for their parent's prompt are with their parent."""
+    """All live requests. Children that wait for their parent's prompt are found through their parent."""
 
     def __init__(self) -> None:
         self.waiting: deque[Request] = deque()
-        """In order of arrival."""
+        """The waiting requests in the order of their arrival."""
         self.running: list[Request] = []
         self.remote: set[Request] = set()
-        """Their prompts are being fetched."""
+        """The requests whose prompts are being fetched."""
         self.pushing: set[Request] = set()
         self._places: Counter[GroupId] = Counter()
         self._waiters: Counter[GroupId] = Counter()
 
     @property
     def num_admitted(self) -> int:
-        """Those in the batch, and those whose prompts are being fetched."""
+        """The number of requests that are in the batch or whose prompts are being fetched."""
         return len(self.running) + len(self.remote)
 
     @property
     def pending_prompt_tokens(self) -> int:
-        """Tokens of admitted prompts that are to be computed here."""
+        """The number of tokens of admitted prompts that are to be computed here."""
         return sum(pending for request in self.running if (pending := request.num_pending_tokens) > 1)
 
     @property
     def num_children(self) -> int:
-        """Requests of clients here that wait for another one's prompt, and then for places."""
+        """The number of requests of this node's clients that wait for their parents' prompts."""
         held = chain(self.waiting, self.running, self.remote)
         return sum(len(request.children) for request in held if request.local_id is not None)
 
     def live(self) -> Iterator[Request]:
-        """Every request that holds something or waits for something."""
+        """Yields every request that has not finished."""
         for request in chain(self.waiting, self.running, self.remote, self.pushing):
             yield request
             yield from request.children
@@ -57,13 +57,13 @@ class Queues:
     # ------------------------------------------------------------ turns
 
     def places_of(self, request: Request) -> int:
-        """How many places its client request holds."""
+        """Returns how many places the request's client request holds."""
         return self._places[request.group_id]
 
     def in_turn(self) -> Iterator[Request]:
-        """Waiting requests in the order in which they get places, if each gets one as it is returned.
+        """Yields waiting requests in the order in which they get places, if each gets one as it is yielded.
 
-        Lazy, for most steps look at the first few only: those without a place come before anything is sorted.
+        Most steps need only the first few, so client requests without a place come before anything is sorted.
         """
         later: dict[GroupId, list[Request]] = {}
         for request in tuple(self.waiting):
@@ -82,17 +82,17 @@ class Queues:
                 heappush(turns, (self._places[whose], at, index + 1, whose))
 
     def before_waiting(self, request: Request) -> bool:
-        """Whether a place goes to this request, which is not waiting, rather than to one that is."""
+        """Returns whether a place goes to this request, which is not waiting, rather than to one that is."""
         held = self.places_of(request)
         return all(self._places[other] >= held for other in self._waiters)
 
     @property
     def placeless(self) -> bool:
-        """Whether a client request waits that has no place at all."""
+        """Whether a client request waits that holds no place at all."""
         return any(whose not in self._places for whose in self._waiters)
 
     def most_placed(self) -> Request | None:
-        """The youngest running request of the client request that holds the most places, if that holds several."""
+        """Returns the youngest running request of the client request that holds the most places, if several."""
         if max(self._places.values(), default=0) < 2:
             return None
         youngest = max(reversed(self.running), key=self.places_of, default=None)
@@ -101,12 +101,12 @@ class Queues:
     # ------------------------------------------------------------ moves
 
     def add(self, request: Request) -> None:
-        """Queue a new request behind all others."""
+        """Queues a new request behind all others."""
         self.waiting.append(request)
         self._waiters[request.group_id] += 1
 
     def move(self, request: Request, status: Status) -> None:
-        """Change a request's status, and with it the place where it is."""
+        """Changes a request's status and puts it where requests of that status are."""
         self._take_out(request)
         request.move(status)
         match status:

@@ -12,18 +12,18 @@ from pdserve.wire.sampling_params import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class PromptRule:
-    """Checked once for each request, whichever channel it came by."""
+    """What a prompt has to satisfy. Each request is checked once, whichever channel it came by."""
 
     vocab_size: int
     max_model_len: int
 
     @property
     def max_prompt_tokens(self) -> int:
-        """One token of output has to fit, too."""
+        """The length of the longest prompt: one token of output has to fit, too."""
         return self.max_model_len - 1
 
     def misfit(self, token_ids: list[int], sampling: SamplingParams) -> str | None:
-        """Why this engine cannot compute the request; None if it can."""
+        """Returns why this engine cannot compute the request, or None if it can."""
         if not token_ids:
             return "the prompt is empty"
         if len(token_ids) > self.max_prompt_tokens:
@@ -34,7 +34,7 @@ class PromptRule:
 
     def _sampling_misfit(self, sampling: SamplingParams) -> str | None:
         looked_up = [*sampling.allowed_token_ids, *(token for token, _ in sampling.logit_bias)]
-        # A tokenizer may know more tokens than its model: to ban or to stop at one of those means nothing, and is fine.
+        # A tokenizer may know more tokens than its model: to ban such a token, or to stop at it, changes nothing.
         banned = [*sampling.stop_token_ids, *chain.from_iterable(sampling.bad_words)]
         if min(looked_up, default=0) < 0 or max(looked_up, default=0) >= self.vocab_size or min(banned, default=0) < 0:
             return f"a token id of the sampling parameters is outside 0 to {self.vocab_size - 1}"
@@ -43,13 +43,13 @@ class PromptRule:
 
 @dataclass(frozen=True, slots=True)
 class StopRule:
-    """As far as the model decides it."""
+    """When generation ends by the model's limits and the request's parameters."""
 
     eos_token_ids: frozenset[int]
     max_model_len: int
 
     def ending(self, request: Request) -> FinishReason | None:
-        """Why the request's last token is its last; None if it is not."""
+        """Returns why the request ends with its last token, or None if it goes on."""
         sampling, token_id = request.sampling, request.token_ids[-1]
         if token_id in self.eos_token_ids and not sampling.ignore_eos:
             return FinishReason.STOP
@@ -60,7 +60,7 @@ class StopRule:
         return None
 
     def next_is_last(self, request: Request) -> bool:
-        """Whether the request's next token will be its last, whichever it is."""
+        """Returns whether the request's next token will be its last, whichever token it is."""
         return (
             request.num_generated_tokens + 1 >= request.sampling.max_tokens
             or len(request.token_ids) + 1 >= self.max_model_len

@@ -556,7 +556,6 @@ def test_each_role_has_its_own_connector(role: Role, kind: type) -> None:
         lambda: None,
         PromptRule(10, 10),
         None,
-        PrefillRate(),
         make_placement(4),
     )
     try:
