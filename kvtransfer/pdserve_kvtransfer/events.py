@@ -1,4 +1,4 @@
-"""What an engine asks of the transfer thread, what it is told, and the queue on which events reach it."""
+"""The order for a fetch, the events that a transfer thread gives to its engine, and the queue that brings them."""
 
 from __future__ import annotations
 
@@ -16,34 +16,38 @@ from pdserve.wire.transfer import UNKNOWN_LOAD, FailureCause, PrefillLoad
 
 @dataclass(frozen=True, slots=True)
 class FetchOrder:
-    """Have ``target`` compute a prompt, and its KV blocks from ``first_block`` on put into ``block_ids``."""
+    """An order to have ``target`` compute a prompt and put its KV blocks from ``first_block`` on in ``block_ids``."""
 
     transfer_id: TransferId
     target: PrefillTarget
     token_ids: list[int]
     first_block: int
     block_ids: tuple[int, ...]
-    """Local destinations: entry i takes block ``first_block + i`` of the prompt."""
+    """The local destinations: entry i takes block ``first_block + i`` of the prompt."""
     sampling: SamplingParams
     deadline_s: float
-    """From now; the fetch fails when it has passed."""
+    """The fetch fails after this many seconds from now."""
     child_seeds: tuple[int, ...] = ()
     cache_salt: str = ""
     request_id: str = ""
     """The client's label, for log lines; empty if it is not known."""
     paced_blocks: int = 0
-    """If not 0, so many blocks are wanted; ``block_ids`` has none or a few, and ``accept_blocks`` brings the others."""
+    """The number of wanted blocks of a paced fetch; 0 if the fetch is not paced.
+
+    ``block_ids`` of a paced fetch has none or a few of the destinations, and ``accept_blocks`` brings the others.
+    """
 
     @property
     def num_blocks(self) -> int:
+        """The number of wanted blocks."""
         return self.paced_blocks or len(self.block_ids)
 
 
 class FailureKind(enum.Enum):
-    """Why a transfer did not end well, as metrics count it."""
+    """Why a transfer failed, as metrics count it."""
 
     MISFIT = "misfit"
-    """The handshake was refused: the two engines differ."""
+    """The handshake was refused because the two engines differ."""
     PEER_LOST = "peer_lost"
     """The other engine died, restarted, or broke the protocol."""
     LEASE_EXPIRED = "lease_expired"
@@ -53,12 +57,13 @@ class FailureKind(enum.Enum):
     OVERLOADED = "overloaded"
     """An engine, this one or the other, has too much to do already."""
     FAILED = "failed"
-    """The prefill engine gave it up."""
+    """The prefill engine gave the transfer up."""
     CORRUPT = "corrupt"
-    """A block landed that is not the one that was sent."""
+    """A block landed that differs from the one that was sent."""
     STALLED = "stalled"
-    """Everything was sent, but not everything came, and nothing comes any more."""
+    """All blocks were sent, but some did not arrive, and nothing arrives any more."""
     DEADLINE = "deadline"
+    """The transfer did not end before its deadline."""
     CLOSED = "closed"
     """This engine is shutting down."""
 
@@ -69,7 +74,7 @@ KIND_OF_CAUSE = {
     FailureCause.LOAD: FailureKind.OVERLOADED,
     FailureCause.DEADLINE: FailureKind.DEADLINE,
 }
-"""What the prefill engine says, as both engines count it."""
+"""The kind of failure that both engines count for each cause that a prefill engine names."""
 
 
 class PushOutcome(enum.Enum):
@@ -78,24 +83,26 @@ class PushOutcome(enum.Enum):
     DONE = "done"
     CANCELLED = "cancelled"
     FAILED = "failed"
-    """Given up by this side: by the engine, at the deadline, or at shutdown."""
+    """This side gave the push up: the engine did, the deadline passed, or the engine shut down."""
     PEER_LOST = "peer_lost"
     LEASE_EXPIRED = "lease_expired"
 
 
 @dataclass(frozen=True, slots=True)
 class FirstTokenArrived:
+    """The prefill engine has computed the prompt and sent its first token."""
+
     transfer_id: TransferId
     tokens: tuple[SampledToken, ...]
-    """The request's, then one for each child."""
+    """The request's first token, then one for each child."""
     cached_tokens: int
-    """Of the prompt, how many the prefill engine's own prefix cache held."""
+    """How many of the prompt's tokens the prefill engine's own prefix cache held."""
     load: PrefillLoad = UNKNOWN_LOAD
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillNodeMet:
-    """A handshake was made, and the prefill engine has said what it can take."""
+    """A handshake was made, and the prefill engine has said how long its prompts may be."""
 
     boot_id: bytes
     max_prompt_tokens: int
@@ -103,7 +110,7 @@ class PrefillNodeMet:
 
 @dataclass(frozen=True, slots=True)
 class LoadHeard:
-    """What a prefill engine says of itself while fetches from it are under way."""
+    """A prefill engine has told its load while fetches from it were under way."""
 
     boot_id: bytes
     load: PrefillLoad
@@ -111,7 +118,7 @@ class LoadHeard:
 
 @dataclass(frozen=True, slots=True)
 class BlocksComing:
-    """Of a paced fetch, so many blocks from the first on can be sent, and wait for destinations."""
+    """The first ``count`` blocks of a paced fetch can be sent, and wait for destinations."""
 
     transfer_id: TransferId
     count: int
@@ -119,7 +126,7 @@ class BlocksComing:
 
 @dataclass(frozen=True, slots=True)
 class BlocksLanded:
-    """Of a paced fetch, so many blocks from the first on are complete."""
+    """The first ``count`` blocks of a paced fetch are complete."""
 
     transfer_id: TransferId
     count: int
@@ -127,34 +134,34 @@ class BlocksLanded:
 
 @dataclass(frozen=True, slots=True)
 class FetchLanded:
-    """Every block is in its place and the first token is known. Terminal."""
+    """Every block is in its place and the first token is known. This ends the fetch."""
 
     transfer_id: TransferId
     seconds: float
-    """From the order."""
+    """The time from the order to this event."""
     bytes: int
     tail_s: float = 0.0
-    """From the first token to the last block."""
+    """The time from the first token to the last block."""
     tail_bytes: int = 0
-    """What landed in that time."""
+    """The bytes that landed in that time."""
 
 
 @dataclass(frozen=True, slots=True)
 class FetchFailed:
-    """Terminal."""
+    """The fetch has failed. This ends it."""
 
     transfer_id: TransferId
     reason: str
     landed: int
-    """How many blocks from the first on are complete and may be used."""
+    """This many blocks from the first on are complete and may be used."""
     quarantined: tuple[int, ...]
-    """Local blocks that may still be written to, until ``BlocksReleased`` names them."""
+    """The local blocks that may still be written to, until ``BlocksReleased`` names them."""
     kind: FailureKind = FailureKind.PEER_LOST
 
 
 @dataclass(frozen=True, slots=True)
 class FetchCancelled:
-    """The answer to ``cancel_fetch``. Terminal."""
+    """The answer to ``cancel_fetch``. This ends the fetch."""
 
     transfer_id: TransferId
     quarantined: tuple[int, ...]
@@ -184,14 +191,14 @@ class PushWanted:
 
 @dataclass(frozen=True, slots=True)
 class PushCancelled:
-    """Nobody wants this prompt any more: stop computing it. Its blocks stay held until ``PushEnded``."""
+    """The prompt is not wanted any more, so the engine stops computing it. Its blocks stay held until ``PushEnded``."""
 
     transfer_id: TransferId
 
 
 @dataclass(frozen=True, slots=True)
 class BlocksSent:
-    """These blocks of a push, which goes on, are not read any more. Only where a transfer thread is to say so."""
+    """These blocks are not read any more, although their push goes on. Only a thread with ``reports_sent`` says so."""
 
     transfer_id: TransferId
     block_ids: tuple[int, ...]
@@ -199,7 +206,7 @@ class BlocksSent:
 
 @dataclass(frozen=True, slots=True)
 class PushEnded:
-    """No block of this push is read any more. Once for each ``PushWanted``."""
+    """No block of this push is read any more. Each ``PushWanted`` is followed by one such event."""
 
     transfer_id: TransferId
     outcome: PushOutcome
@@ -228,7 +235,10 @@ TransferEvent: TypeAlias = FetchEvent | PushEvent | TransferThreadDied
 
 
 class EventQueue:
-    """Thread-safe. Makes a cancel final in the engine's eyes at once, whatever is already on its way."""
+    """The events that the engine has not seen yet. Every method is thread-safe.
+
+    A cancelled fetch ends with ``FetchCancelled`` for the engine, even if another end of it is in the queue already.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -237,15 +247,15 @@ class EventQueue:
         self._open: set[TransferId] = set()
         self._cancelled: set[TransferId] = set()
 
-    def opened(self, transfer_id: TransferId) -> None:
-        """A fetch was ordered. Raises ValueError if it is alive already."""
+    def open(self, transfer_id: TransferId) -> None:
+        """Notes that a fetch was ordered. Raises ValueError if it is alive already."""
         with self._lock:
             if transfer_id in self._open:
                 raise ValueError(f"transfer {transfer_id} is being fetched already")
             self._open.add(transfer_id)
 
     def cancel(self, transfer_id: TransferId) -> bool:
-        """From now on its end is ``FetchCancelled``. False if the engine has seen its end already."""
+        """Makes the fetch end with ``FetchCancelled``. Returns False if the engine has seen its end already."""
         with self._lock:
             if transfer_id not in self._open:
                 return False
@@ -253,18 +263,19 @@ class EventQueue:
             return True
 
     def put(self, event: TransferEvent) -> None:
+        """Adds an event."""
         with self._lock:
             self._events.append(event)
             self._news = True
 
     def take_news(self) -> bool:
-        """Whether anything was put since the last call."""
+        """Returns whether an event was put since the last call."""
         with self._lock:
             news, self._news = self._news, False
             return news
 
     def drain(self) -> list[TransferEvent]:
-        """All events so far, oldest first."""
+        """Takes all events so far and returns them, oldest first."""
         with self._lock:
             events = [seen for event in self._events if (seen := self._as_seen(event)) is not None]
             self._events.clear()

@@ -1,12 +1,12 @@
-"""The pieces that blocks travel in: which ranks send which KV heads to which, labels, and checksums.
+"""The pieces that blocks travel in: which ranks send which KV heads to which other ranks, their labels and digests.
 
-A rank holds a run of KV heads, or, where there are more ranks than KV heads, one head that others hold too. In a
+A rank holds a run of KV heads, or, if there are more ranks than KV heads, one head that other ranks hold too. In a
 block's layout a run of heads is one run of bytes, so each piece is one message and nothing is repacked.
 
-A piece on its way has a label: its transfer's tag, then its index. The sender announces each piece's checksum on the
-authenticated channel, and the receiver compares what landed. The checksum is XXH3 (Collet, 2019), 64 bits. It is no
-signature, and needs none: what it must equal comes in a signed frame. It is seeded with the label, so that a piece of
-another transfer, or of another index, does not fit either.
+Each message has a label: its transfer's tag, then the piece's index. The sender announces each piece's digest on the
+authenticated channel, and the receiver compares it with the digest of what landed. The digest is the 64-bit checksum
+XXH3 (Collet, 2019). It needs no key, because the expected value comes in a signed frame. It is seeded with the label,
+so a piece of another transfer, or of another index, does not match either.
 """
 
 from __future__ import annotations
@@ -30,16 +30,17 @@ class Piece:
     target_head: int
     heads: int
     part: int
-    """Its place among the pieces of the target's blocks: piece ``part`` of block b has index ``b * parts + part``."""
+    """Counts the pieces of one block on the target: piece ``part`` of block b has the index ``b * parts + part``."""
     parts: int
+    """The number of pieces that make one block on the target."""
 
 
 MAX_RANKS = 256
-"""Of one node: more than any has, and few enough to count to."""
+"""The most ranks that a node may have: more than any has, and few enough to loop over."""
 
 
 def heads_of(rank: int, ranks: int, kv_heads: int) -> range:
-    """The KV heads that a rank holds. Raises ValueError if they cannot be spread evenly."""
+    """Returns the KV heads that a rank holds. Raises ValueError if they cannot be spread evenly."""
     if not 1 <= ranks <= MAX_RANKS:
         raise ValueError(f"a node has between 1 and {MAX_RANKS} ranks, not {ranks}")
     if kv_heads % ranks == 0:
@@ -52,7 +53,7 @@ def heads_of(rank: int, ranks: int, kv_heads: int) -> range:
 
 
 def head_map(kv_heads: int, sources: int, targets: int) -> tuple[Piece, ...]:
-    """All pieces, by target and then by head. Each head of each target comes from exactly one source.
+    """Returns all pieces, by target and then by head. Each head of each target comes from exactly one source.
 
     Raises ValueError if the heads cannot be spread evenly over either side.
     """
@@ -70,7 +71,7 @@ def head_map(kv_heads: int, sources: int, targets: int) -> tuple[Piece, ...]:
 
 
 def _owner(head: int, held: list[range], target: int) -> int:
-    """Of several sources that hold a head, different ones serve different targets."""
+    """Returns the source that sends a head to a target. If several hold it, different ones serve different targets."""
     owners = [source for source, heads in enumerate(held) if head in heads]
     return owners[target % len(owners)]
 
@@ -89,37 +90,37 @@ _INDEX_MASK = (1 << INDEX_BITS) - 1
 
 
 def label_of(tag: int, index: int) -> int:
-    """Of ``LABEL_BITS`` bits."""
+    """Returns the label of a piece, which has ``LABEL_BITS`` bits."""
     return tag << INDEX_BITS | index
 
 
 def tag_of(label: int) -> int:
-    """Which transfer the sender means."""
+    """Returns the tag of the transfer that the sender means."""
     return label >> INDEX_BITS
 
 
 def index_of(label: int) -> int:
-    """Which piece of it."""
+    """Returns the index of the piece."""
     return label & _INDEX_MASK
 
 
 def digest(piece: memoryview, label: int) -> int:
-    """Of a piece's bytes under the label (``pdserve_kvtransfer.pieces``) that it travels with."""
+    """Returns the digest of a piece's bytes, seeded with the label that it travels with."""
     return xxh3_64_intdigest(piece, seed=label)
 
 
 @dataclass(frozen=True, slots=True)
 class CompiledXxhash:
-    """Addresses of xxhash's own C functions, for compiled code."""
+    """The addresses of xxhash's own C functions, for compiled code."""
 
     digest: int | None
-    """``uint64_t (const void *bytes, size_t length, uint64_t label)``: what ``digest`` returns."""
+    """``uint64_t (const void *bytes, size_t length, uint64_t label)`` returns what ``digest`` returns."""
     secret: int | None
-    """``void (void *secret, uint64_t seed)``: the 192 bytes that XXH3 makes of a seed. None if it is not to be had."""
+    """``void (void *secret, uint64_t seed)`` writes the 192 bytes that XXH3 makes of a seed. None if there is none."""
 
 
 def compiled_xxhash() -> CompiledXxhash | None:
-    """None if xxhash was built without names for them."""
+    """Returns the addresses, or None if xxhash was built without names for the functions."""
     module = importlib.util.find_spec("xxhash._xxhash")
     if module is None or module.origin is None:
         return None

@@ -1,4 +1,4 @@
-"""The transfer thread of a TP rank other than rank 0: moves this rank's part of every block, as rank 0 says."""
+"""The transfer thread of a TP rank other than rank 0, which moves this rank's part of every block as rank 0 says."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ GIVE_UP_MS = 5_000
 
 
 class RankThread:
-    """Owns the ports of one rank. Ends on ``LeaveRank``, or on ``close``."""
+    """Owns the ports of one rank. The thread ends on ``LeaveRank`` or ``close``."""
 
     def __init__(
         self,
@@ -56,9 +56,10 @@ class RankThread:
         died: Callable[[str], None],
         transport: Callable[[], Transport] | None = None,
     ) -> None:
-        """``address`` is bound here (``ipc://`` in a private folder); rank 0 connects to it.
+        """The thread binds ``address`` (``ipc://`` in a private folder), and rank 0 connects to it.
 
-        ``died`` is called from the thread, with why, if it ends for any reason but ``LeaveRank`` and ``close``.
+        The thread calls ``died`` with the reason if it ends for any other reason than ``LeaveRank`` and ``close``.
+        ``transport`` makes the transport inside the thread. If it is None, the thread uses UCX as configured.
         """
         self._make_port: MakePort = PushPort if role is Role.PREFILL else FetchPort
         self._address = address
@@ -77,13 +78,13 @@ class RankThread:
         self._thread = threading.Thread(target=self._run, name=f"kv-transfer-rank-{rank}", daemon=True)
 
     def start(self) -> None:
-        """Raises TransferError if the channel cannot be bound or UCX cannot start."""
+        """Starts the thread. Raises TransferError if the channel cannot be bound or UCX cannot start."""
         share_interpreter()
         self._thread.start()
         self._started.result()
 
     def close(self, timeout_s: float) -> None:
-        """Idempotent. Raises TransferError if the thread has not ended within ``timeout_s``."""
+        """Ends the thread. Idempotent. Raises TransferError if it has not ended within ``timeout_s``."""
         if self._closing.is_set():
             return
         self._closing.set()
@@ -144,7 +145,7 @@ class RankThread:
             case _ if command.link in self._ports:
                 self._ports[command.link].handle(command)
             case CloseLink(link):
-                # It could not be opened.
+                # The link could not be opened.
                 self._report(LinkClosed(link))
             case _:
                 log.debug("%s for a link that is not open", type(command).__name__)
@@ -176,7 +177,7 @@ class RankThread:
                 channel.send(self._unsent[0], zmq.NOBLOCK)
                 self._unsent.popleft()
         except zmq.Again:
-            # Rank 0 is slow, or has closed its end and LeaveRank is on its way.
+            # Rank 0 is slow, or it has closed its end and its LeaveRank is on the way.
             return
 
     def _wait(self, channel: zmq.Socket[bytes]) -> None:

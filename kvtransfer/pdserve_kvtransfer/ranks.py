@@ -1,7 +1,7 @@
 """A link to another engine over the TP ranks of this node.
 
-Each rank has a port, with a ``RankLink`` of its own. Rank 0's transfer thread drives its own port directly, and the
-others' over ``RankChannels``; to it the whole is one ``NodeLink``.
+Each rank has a port, which has a ``RankLink`` of its own. Rank 0's transfer thread drives its own port directly, and
+those of the other ranks over ``RankChannels``. A ``NodeLink`` is all of them together.
 """
 
 from __future__ import annotations
@@ -35,14 +35,15 @@ log = logging.getLogger(__name__)
 
 _RANK_CHECK_POLL_S = 0.1
 _POLLS_A_TURN = 32
-"""In one turn, at most: other links and the control channel wait meanwhile."""
+"""The most polls of one link in a turn, because other links and the control channel wait meanwhile."""
 
 
 class Port(Protocol):
-    """``FetchPort`` or ``PushPort``."""
+    """One rank's end of a link: a ``FetchPort`` or a ``PushPort``."""
 
     @property
-    def reports(self) -> list[RankReport]: ...
+    def reports(self) -> list[RankReport]:
+        """The reports for rank 0. The port's driver removes them."""
 
     def handle(self, command: LinkCommand) -> None: ...
 
@@ -58,11 +59,13 @@ class Port(Protocol):
 
 
 MakePort: TypeAlias = Callable[[int, int, int, int, KvRegion, Transport], Port]
-"""``(link, rank, ranks, kv_heads, region, transport)``; raises TransferError."""
+"""Makes a port of ``(link, rank, ranks, kv_heads, region, transport)``. It raises TransferError."""
 
 
 class RankLink:
-    """Open from the start, broken at most once, closed at the end; the port's driver empties ``reports``."""
+    """The link of one port, with the port's reports. It is open from the start, breaks at most once, and is closed at
+    the end.
+    """
 
     def __init__(self, number: int, transport: Transport, memory: Memory) -> None:
         """Raises TransferError if the transport cannot open a link."""
@@ -73,9 +76,9 @@ class RankLink:
         self.reports.append(LinkOpened(number, self.transport_link.address))
 
     def turn(self, poll: Callable[[], bool]) -> bool:
-        """``poll`` at the link until there is no news, or for long enough. True if there was any.
+        """Calls ``poll`` until it finds no news or has been called often enough. Returns whether there was news.
 
-        Once ``poll`` raises anything, or the link says so itself, it is broken.
+        The link is broken if ``poll`` raises anything or the transport says so.
         """
         return not self.broken and self.attempt(lambda: self._polled(poll))
 
@@ -105,7 +108,7 @@ class RankLink:
         return False
 
     def mark_broken(self, reason: str) -> None:
-        """It moves nothing any more, and waits to be closed."""
+        """Reports that the link moves nothing any more. It is still to be closed."""
         self.broken = True
         self.reports.append(LinkBroken(self.number, reason))
 
@@ -113,13 +116,13 @@ class RankLink:
         return self.broken or self.attempt(self.transport_link.arm)
 
     def close(self) -> None:
-        """Idempotent. No memory given to the link is touched afterwards."""
+        """Closes the link, which touches no memory from then on. Idempotent."""
         self.broken = True
         self.transport_link.close()
 
 
 class Reported(msgspec.Struct, frozen=True, gc=False):
-    """What one rank said."""
+    """A report and the rank that sent it."""
 
     rank: int
     report: RankReport
@@ -145,7 +148,7 @@ class RankChannels:
         return len(self.sockets) + 1
 
     def check_ranks(self, within_s: float) -> None:
-        """Have every other rank open and close a link, which shows that it can. Raises TransferError."""
+        """Has every other rank open and close a link, to see that it can. Raises TransferError if one cannot."""
         number = self.open()
         deadline = time.monotonic() + within_s
         opened: set[int] = set()
@@ -162,14 +165,14 @@ class RankChannels:
         self.forget(number)
 
     def open(self) -> int:
-        """Have every other rank open a link. Returns its number."""
+        """Tells every other rank to open a link. Returns the link's number."""
         number = next(self._numbers)
         self._queues[number] = deque()
         self.send(OpenLink(number))
         return number
 
     def send(self, command: RankCommand) -> None:
-        """To all other ranks. Raises RankLost if one has stopped reading."""
+        """Sends a command to all other ranks. Raises RankLost if one has stopped reading."""
         if not self.sockets:
             return
         frame = self._encoder.encode(command)
@@ -182,7 +185,9 @@ class RankChannels:
                 ) from exc
 
     def receive(self) -> bool:
-        """Sort what has arrived by link. True if anything had. Raises RankLost for what no rank would say."""
+        """Sorts the reports that have arrived by link. Returns whether there were any. Raises RankLost for any other
+        message.
+        """
         found = False
         for rank, socket in enumerate(self.sockets, 1):
             while (frame := _next(socket)) is not None:
@@ -197,18 +202,20 @@ class RankChannels:
         return found
 
     def waiting(self, number: int) -> bool:
-        """Whether there is something to take."""
+        """Returns whether a report of this link can be taken."""
         return bool(self._queues.get(number))
 
     def take(self, number: int) -> Reported | None:
+        """Returns the next report of this link, if there is one."""
         queue = self._queues[number]
         return queue.popleft() if queue else None
 
     def forget(self, number: int) -> None:
-        """The link is closed everywhere; whatever is still said of it is dropped."""
+        """Drops all reports of a link from now on, because every rank has closed it."""
         del self._queues[number]
 
     def close(self, linger_s: float) -> None:
+        """Ends the other ranks' transfer threads."""
         try:
             self.send(LeaveRank())
         finally:
@@ -251,16 +258,16 @@ class NodeLink:
 
     @property
     def closed(self) -> bool:
-        """Whether no rank's memory is touched by it any more."""
+        """Whether the link touches no rank's memory any more."""
         return len(self._closed_ranks) == self.ranks
 
     def command(self, command: LinkCommand) -> None:
-        """To every rank. Raises RankLost if a rank has stopped reading."""
+        """Gives a command to every rank. Raises RankLost if a rank has stopped reading."""
         self._port.handle(command)
         self._channels.send(command)
 
     def take(self) -> Reported | None:
-        """The next report of any rank."""
+        """Returns the next report of any rank, if there is one."""
         if self._port.reports:
             return self._note(Reported(0, self._port.reports.pop(0)))
         if self.closed:
@@ -279,7 +286,7 @@ class NodeLink:
         return not self._closing and self._port.turn()
 
     def close(self) -> None:
-        """Begin to close; ``closed`` says when it is done, which on a node of one rank is when its report was taken."""
+        """Begins to close the link. ``closed`` is true once every rank's report of that has been taken."""
         if not self._closing:
             self._closing = True
             self.command(CloseLink(self._number))

@@ -1,4 +1,4 @@
-"""The KV cache as transfers see it: numbered blocks of bytes in the memory of the host or of a device."""
+"""The KV cache as transfers see it: numbered blocks of bytes in host memory or in a device's memory."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from pdserve_kvtransfer.shared_memory import SharedMemory
 
 @dataclass(frozen=True, slots=True)
 class DeviceMemory:
-    """Bytes that this process can name but not read: a GPU's. Whoever makes it keeps them allocated."""
+    """Bytes of a GPU, which this process can address but not read. Its maker keeps them allocated."""
 
     address: int
     nbytes: int
 
 
 Memory: TypeAlias = memoryview | SharedMemory | DeviceMemory
-"""Host memory as one writable run of unsigned bytes, of which others may read the shared kind; or a device's."""
+"""One writable run of unsigned bytes in host memory (other processes may read the shared kind) or a device's memory."""
 
 
 def host_bytes(memory: Memory) -> memoryview | None:
-    """Not a copy. None if it is a device's."""
+    """Returns the bytes themselves, not a copy, or None if the memory is a device's."""
     match memory:
         case SharedMemory():
             return memory.bytes
@@ -50,22 +50,22 @@ class KvRegion:
 
     @property
     def readable(self) -> bool:
-        """Whether blocks can be checked."""
+        """Whether this process can read blocks, and so can check them."""
         return self._bytes is not None
 
     def bytes_at(self, place: int, length: int) -> memoryview:
-        """Not a copy. Raises ValueError if the memory is a device's."""
+        """Returns the bytes themselves, not a copy. Raises ValueError if the memory is a device's."""
         if self._bytes is None:
             raise ValueError("the memory of a device cannot be read")
         return self._bytes[place : place + length]
 
     def block(self, block_id: int) -> memoryview:
-        """The memory of one block, not a copy. Raises ValueError if there is no such block."""
+        """Returns the memory of one block, not a copy. Raises ValueError if there is no such block."""
         self.check(block_id)
         return self.bytes_at(block_id * self.block_bytes, self.block_bytes)
 
     def place(self, block_id: int, first: int) -> int:
-        """Where byte ``first`` of a block is, counted from the start of ``memory``; unchecked."""
+        """Returns where byte ``first`` of a block is, counted from the start of ``memory``. Checks nothing."""
         return block_id * self.block_bytes + first
 
     def check(self, *block_ids: int) -> None:

@@ -1,8 +1,8 @@
-"""Host memory that other processes of the same user may map, to read it, and whether two processes share a machine.
+"""Host memory that other processes of the same user may map and read, and whether two processes share a machine.
 
-The memory is a memfd: it has no name in any file system, needs no room in ``/dev/shm``, and is gone with the last
-process that maps it, however that ends. It is sealed: nobody else may write to it, and nobody may shrink it, so that
-whoever reads a mapping of it never meets its end.
+The memory is a memfd: it has no name in any file system, needs no room in ``/dev/shm``, and is freed with the last
+process that maps it, however that process ends. It is sealed: no other process may write to it, and none may shrink
+it, so a process that reads a mapping of it cannot read past its end.
 """
 
 from __future__ import annotations
@@ -22,19 +22,21 @@ from pathlib import Path
 from pdserve.wire.transfer import CELLS, MemoryOffer
 
 HEAD_BYTES = 4096
-"""One page before the memory, of ``CELLS`` numbers of 64 bits."""
+"""The page before the memory, which has ``CELLS`` numbers of 64 bits."""
 
 _NAME = "pdserve-kv-"
 _TMPFS = 0x01021994
 _NEEDED_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
 _F_SEAL_FUTURE_WRITE = 0x10
 _SEALS = _NEEDED_SEALS | fcntl.F_SEAL_GROW | _F_SEAL_FUTURE_WRITE
+_KERNEL_BOOT = Path("/proc/sys/kernel/random/boot_id")
+_IPC_NAMESPACE = Path("/proc/self/ns/ipc")
 
 
 class SharedMemory:
-    """Zeroed. Freed with the last reference to it or to its ``bytes``.
+    """Zeroed memory, freed with the last reference to it or to its ``bytes``.
 
-    Pages take memory when they are first written. Raises OSError if the machine can never have so much.
+    A page takes memory when it is first written. The constructor raises OSError if the machine has less memory.
     """
 
     def __init__(self, nbytes: int) -> None:
@@ -48,31 +50,32 @@ class SharedMemory:
         mapping = mmap.mmap(self._fd, HEAD_BYTES + nbytes)
         fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, _SEALS)
         with contextlib.suppress(OSError):
-            # A kernel without huge pages for shared memory says so.
+            # A kernel without huge pages for shared memory raises an error.
             mapping.madvise(mmap.MADV_HUGEPAGE)
         self.bytes = memoryview(mapping)[HEAD_BYTES:]
         self._free_cells = list(reversed(range(CELLS)))
 
     def offer(self) -> MemoryOffer | None:
-        """For one more link; None if too many have one. To be taken back."""
+        """Returns an offer for one more link, or None if too many have one. ``take_back`` must end it."""
         if not self._free_cells:
             return None
         nonce = secrets.randbelow(2**62 - 1) + 1
         return MemoryOffer(os.getpid(), self._fd, self._name, self.nbytes, self._free_cells.pop(), nonce)
 
     def take_back(self, offer: MemoryOffer) -> None:
-        """Its cell is empty."""
+        """Ends an offer, whose cell must be empty."""
         self._free_cells.append(offer.cell)
 
 
 def open_offered(offer: MemoryOffer) -> int | None:
-    """A file descriptor to map the memory from, which the caller closes. None if this process cannot, or must not.
+    """Returns a file descriptor to map the memory from, or None if this process cannot or must not map it.
 
-    Not reached: other hosts, containers with other process ids, other users.
+    The memory cannot be reached from other hosts, from containers with other process ids, or by other users. The caller
+    closes the descriptor.
     """
     path = f"/proc/{offer.pid}/fd/{offer.fd}"
     try:
-        # Opening some other file, where process ids mean something else, could do who knows what.
+        # If process ids mean something else here, the path leads to another file. Opening that could have any effect.
         if offer.nbytes > _physical_bytes() or not _named(path, offer):
             return None
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
@@ -95,34 +98,31 @@ def _is(fd: int, offer: MemoryOffer) -> bool:
     except OSError:
         return False
     whole = seals & _NEEDED_SEALS == _NEEDED_SEALS and os.fstat(fd).st_size == HEAD_BYTES + offer.nbytes
-    # Of huge pages, one that was never written to may be one that the machine does not have: reading it is SIGBUS.
+    # In a hugetlbfs file a page that was never written may be one that the machine does not have, and reading it raises
+    # SIGBUS.
     return named and whole and _file_system(fd) == _TMPFS
 
 
 def _file_system(fd: int) -> int | None:
-    """Its magic number, as in ``statfs(2)``, whose structure begins with it; None if the kernel does not say."""
-    told = (ctypes.c_long * 32)()
-    return int(told[0]) if ctypes.CDLL(None).fstatfs(fd, told) == 0 else None
+    """Returns the magic number of a file's file system, with which ``struct statfs`` begins, or None if unknown."""
+    statfs = (ctypes.c_long * 32)()
+    return int(statfs[0]) if ctypes.CDLL(None).fstatfs(fd, statfs) == 0 else None
 
 
 def _physical_bytes() -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-_KERNEL_BOOT = Path("/proc/sys/kernel/random/boot_id")
-_IPC_NAMESPACE = Path("/proc/self/ns/ipc")
-
-
 @dataclass(frozen=True, slots=True)
 class MachineIdentity:
-    """Empty where the system does not tell."""
+    """What tells whether two processes can share memory. A field is empty if the system does not tell it."""
 
     machine: str
     ipc_namespace: str
 
 
 def machine_identity() -> MachineIdentity:
-    """Of this process."""
+    """Returns the identity of the machine that this process runs on."""
     try:
         return MachineIdentity(_KERNEL_BOOT.read_text().strip(), os.readlink(_IPC_NAMESPACE))
     except OSError:

@@ -1,7 +1,7 @@
 """What the two sides have in common.
 
-``LocalEngine`` is this engine as both know it, a ``Command`` is what the engine wants of a side, and ``Side`` is what
-the transfer thread asks of either.
+``LocalEngine`` is this engine as both sides know it, a ``Command`` is what the engine wants of a side, and ``Side`` is
+the interface through which the transfer thread drives either.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _DRAIN_LEASES = 3
 
 @dataclass(frozen=True, slots=True)
 class LocalEngine:
-    """This engine, as both sides' drivers know it. All but the event_queue belongs to the transfer thread."""
+    """This engine, as both sides know it. All but the event queue belong to the transfer thread."""
 
     boot_id: bytes
     secret: bytes | Secrets
@@ -43,45 +43,53 @@ class LocalEngine:
     event_queue: EventQueue
     stats: TransferStats
     load: Callable[[], PrefillLoad]
-    """Of a prefill engine, as it has said last."""
+    """Returns the load that a prefill engine told last."""
     max_prompt_tokens: int
-    """That a prefill engine takes; 0 if nobody is told."""
+    """The longest prompt that a prefill engine takes; 0 if decode engines are not told."""
     reports_sent: bool
-    """Whether a prefill engine hears which blocks of a push that goes on have left."""
+    """Whether a prefill engine gets ``BlocksSent``."""
 
     @property
     def lease_s(self) -> float:
+        """How long a peer may be silent while a transfer with it is alive."""
         return self.config.lease_ms / 1000
 
     @property
     def drain_s(self) -> float:
-        """How long a peer that is alive may move nothing while it keeps blocks of transfers that have ended."""
+        """How long a peer that is alive may move nothing while blocks of ended transfers are still in use."""
         return _DRAIN_LEASES * self.lease_s
 
     @property
     def heartbeat_s(self) -> float:
+        """How often a decode engine pings a prefill engine while a transfer with it is alive."""
         return self.config.heartbeat_ms / 1000
 
     @property
     def block_bytes(self) -> int:
-        """Of one block on all ranks together, each KV head counted once."""
+        """The bytes of one block on all ranks together, with each KV head counted once."""
         head_bytes = self.region.block_bytes // len(heads_of(0, self.spec.tp_size, self.spec.kv_heads))
         return head_bytes * self.spec.kv_heads
 
 
 @dataclass(frozen=True, slots=True)
 class AcceptBlocks:
+    """Let the next blocks of a paced fetch land in these local blocks."""
+
     transfer_id: TransferId
     block_ids: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class CancelFetch:
+    """End a fetch that the engine does not want any more."""
+
     transfer_id: TransferId
 
 
 @dataclass(frozen=True, slots=True)
 class PushBlocks:
+    """Send these final blocks of a push, which have consecutive indexes from ``first_index`` on."""
+
     transfer_id: TransferId
     first_index: int
     block_ids: tuple[int, ...]
@@ -89,6 +97,8 @@ class PushBlocks:
 
 @dataclass(frozen=True, slots=True)
 class GiveFirstToken:
+    """Tell the decode engine the first token of a push, whose blocks have all been given."""
+
     transfer_id: TransferId
     tokens: tuple[SampledToken, ...]
     cached_tokens: int
@@ -97,6 +107,8 @@ class GiveFirstToken:
 
 @dataclass(frozen=True, slots=True)
 class FailPush:
+    """Refuse a push or give it up."""
+
     transfer_id: TransferId
     reason: str
     cause: FailureCause
@@ -108,35 +120,36 @@ Pollable: TypeAlias = zmq.Socket[bytes] | int
 
 
 class Side(Protocol):
-    """The driver of one role. Lives in the transfer thread; times are ``time.monotonic()``."""
+    """All transfers of one engine in one role. The transfer thread alone uses it; times are ``time.monotonic()``."""
 
     def handle(self, command: Command, now: float) -> None:
-        """The engine wants something."""
+        """Carries out a command of the engine."""
 
     def turn(self, now: float) -> bool:
-        """Read what has arrived and let data move, without waiting. True if there may be more at once."""
+        """Reads what has arrived and lets data move, without waiting. Returns whether there may be more at once."""
 
     def tick(self, now: float) -> None:
-        """Act on every timer that is due."""
+        """Acts on every timer that is due."""
 
     def renew_leases(self, now: float) -> None:
-        """This process itself was stopped for a while: silence until now says nothing about others."""
+        """Starts every lease anew. This process was stopped for a while, so silence so far says nothing about peers."""
 
     def next_timer(self) -> float | None:
-        """When to call ``tick`` at the latest."""
+        """Returns when ``tick`` must be called at the latest."""
 
     def moving(self) -> bool:
-        """Whether blocks are in flight."""
+        """Returns whether blocks are in flight."""
 
     def arm(self) -> bool:
-        """Before waiting: False if there is news already."""
+        """Must be called before waiting. Returns False if there is news already."""
 
     def pollables(self) -> list[Pollable]:
-        """What becomes readable when there is news."""
+        """Returns what becomes readable when there is news."""
 
     def close(self, linger_s: float) -> None:
-        """End everything, and tell the peers. Idempotent."""
+        """Ends everything and tells the peers. Idempotent."""
 
 
 def earliest(times: Iterable[float | None]) -> float | None:
+    """Returns the earliest of the times that are not None, if there is one."""
     return min((time for time in times if time is not None), default=None)

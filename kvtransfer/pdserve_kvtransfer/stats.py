@@ -11,14 +11,17 @@ from pdserve_kvtransfer.events import FailureKind
 
 @dataclass(slots=True)
 class TransferStats:
-    """Totals since the start, except ``quarantined_blocks``, which is now. Counted up by the transfer thread alone."""
+    """Totals since the start, except ``quarantined_blocks``, which is the present number.
+
+    The transfer thread alone changes them.
+    """
 
     transfers_sent: int = 0
     transfers_received: int = 0
     bytes_sent: int = 0
     bytes_received: int = 0
     transfer_seconds: float = 0.0
-    """From order to landing, summed over the transfers received."""
+    """The seconds from order to landing, summed over the received transfers."""
     failures: Counter[FailureKind] = field(default_factory=Counter)
     handshakes: int = 0
     leases_expired: int = 0
@@ -29,5 +32,5 @@ class TransferStats:
     quarantined_blocks: int = 0
 
     def snapshot(self) -> TransferStats:
-        """A copy that stays as it is; safe to take from another thread."""
+        """Returns a copy that stays as it is. Another thread may call it."""
         return dataclasses.replace(self, failures=self.failures.copy())

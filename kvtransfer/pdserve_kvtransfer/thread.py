@@ -1,4 +1,4 @@
-"""The transfer thread: what an engine has instead of sockets and UCX."""
+"""The transfer thread, through which an engine transfers KV blocks without sockets or UCX of its own."""
 
 from __future__ import annotations
 
@@ -49,14 +49,15 @@ RANK_CHECK_S = 60.0
 
 
 class TransferThread:
-    """Owns all transfers of one engine. Every method may be called from one other thread, and returns at once.
+    """Owns all transfers of one engine. One other thread may call any method, and all but ``start`` and ``close``
+    return at once.
 
-    ``wake`` is called from the transfer thread after events were queued; it must not block.
-    ``ranks`` are the addresses of this node's other ranks' ``RankThread``s, in rank order.
-    Raises ValueError if ``region`` and ``spec`` contradict each other.
-    ``transport`` makes the transport, inside the thread; UCX as configured if None.
+    The transfer thread calls ``wake`` after it has queued events; it must not block.
+    ``ranks`` has the addresses of the ``RankThread``s of this node's other ranks, in rank order.
+    ``transport`` makes the transport inside the thread. If it is None, the thread uses UCX as configured.
     With ``reports_sent`` a prefill engine gets ``BlocksSent``.
-    ``max_prompt_tokens`` is what decode engines are told of a prefill engine; nothing if 0.
+    A prefill engine tells decode engines its ``max_prompt_tokens``, or nothing if it is 0.
+    The constructor raises ValueError if ``region`` and ``spec`` contradict each other.
     """
 
     def __init__(
@@ -99,9 +100,9 @@ class TransferThread:
         self._thread = threading.Thread(target=self._run, name="kv-transfer", daemon=True)
 
     def start(self) -> str:
-        """Begin. Returns the control address to be advertised, ``tcp://host:port``; empty unless the role is prefill.
+        """Starts the thread. Returns a prefill engine's control address, ``tcp://host:port``, to be advertised.
 
-        Raises TransferError if the control channel cannot be bound or UCX cannot start.
+        A decode engine's is empty. Raises TransferError if the control channel cannot be bound or UCX cannot start.
         """
         if self._role is Role.PREFILL and not self._secret and not loopback_only(self._config.host):
             raise TransferError(f"binding {self._config.host} beyond this machine needs a cluster secret")
@@ -110,7 +111,7 @@ class TransferThread:
         return self._started.result()
 
     def fetch(self, order: FetchOrder) -> None:
-        """Order a prompt's KV blocks. Raises ValueError if the order contradicts itself, or is alive already."""
+        """Orders a prompt's KV blocks. Raises ValueError if the order contradicts itself or is alive already."""
         if order.transfer_id.decode_boot != self._boot_id:
             raise ValueError("a transfer is named for the boot that fetches it")
         self._region.check(*order.block_ids)
@@ -119,21 +120,24 @@ class TransferThread:
             raise ValueError(f"{order.num_blocks} destinations for {expected} blocks")
         if len(set(order.block_ids)) != len(order.block_ids):
             raise ValueError("a block is a destination twice")
-        self._event_queue.opened(order.transfer_id)
+        self._event_queue.open(order.transfer_id)
         self._command(order)
 
     def accept_blocks(self, transfer_id: TransferId, block_ids: tuple[int, ...]) -> None:
-        """Destinations of the next blocks of a paced fetch, of those that are coming. Ignored if the fetch is over."""
+        """Gives destinations for the next coming blocks of a paced fetch. It is ignored if the fetch is over."""
         self._region.check(*block_ids)
         self._command(AcceptBlocks(transfer_id, block_ids))
 
     def cancel_fetch(self, transfer_id: TransferId) -> None:
-        """The end of this fetch, not seen yet, will be ``FetchCancelled``."""
+        """Cancels a fetch, which then ends with ``FetchCancelled``. It is ignored if the fetch is over."""
         if self._event_queue.cancel(transfer_id):
             self._command(CancelFetch(transfer_id))
 
     def push(self, transfer_id: TransferId, first_index: int, block_ids: tuple[int, ...]) -> None:
-        """Send these final blocks under consecutive indexes. Ignored if the push is over. Raises ValueError."""
+        """Sends these final blocks under consecutive indexes. It is ignored if the push is over.
+
+        Raises ValueError if there is no such block.
+        """
         self._region.check(*block_ids)
         self._command(PushBlocks(transfer_id, first_index, block_ids))
 
@@ -144,19 +148,21 @@ class TransferThread:
         cached_tokens: int,
         load: PrefillLoad = UNKNOWN_LOAD,
     ) -> None:
-        """Ignored if the push is over."""
+        """Gives a push its first token, after all its blocks. It is ignored if the push is over."""
         self._command(GiveFirstToken(transfer_id, tokens, cached_tokens, load))
 
     def fail_push(self, transfer_id: TransferId, reason: str, cause: FailureCause = FailureCause.NODE) -> None:
-        """Refuse or give up; ``PushEnded`` follows, without ``PushCancelled``. Ignored if the push is over."""
+        """Refuses a push or gives it up. ``PushEnded`` follows without ``PushCancelled``. It is ignored if the push is
+        over.
+        """
         self._command(FailPush(transfer_id, reason, cause))
 
     def tell_load(self, load: PrefillLoad) -> None:
-        """How this prefill engine is from now on; decode engines hear it with their next heartbeat."""
+        """Sets this prefill engine's load, which decode engines hear with their next ping."""
         self._load = load
 
     def events(self) -> list[TransferEvent]:
-        """Everything since the last call, oldest first."""
+        """Returns the events since the last call, oldest first."""
         return self._event_queue.drain()
 
     def stats(self) -> TransferStats:
@@ -164,7 +170,7 @@ class TransferThread:
 
     @property
     def native_id(self) -> int:
-        """The thread as the kernel numbers it, once started: what its CPU time is found by. 0 before."""
+        """The kernel's number of the thread, by which its CPU time is found; 0 before ``start``."""
         return self._thread.native_id or 0
 
     @property
@@ -173,7 +179,7 @@ class TransferThread:
         return self._thread.is_alive()
 
     def close(self, timeout_s: float) -> None:
-        """End every transfer, tell the peers, free everything. Idempotent.
+        """Ends every transfer, tells the peers, and frees everything. Idempotent.
 
         Raises TransferError if the thread has not ended within ``timeout_s``.
         """
@@ -278,7 +284,7 @@ class TransferThread:
             self._wake()
 
     def _wait(self, side: Side, now: float) -> float:
-        """Sleep until there is news or a timer is due. Returns when it should have ended at the latest."""
+        """Sleeps until there is news or a timer is due. Returns when the sleep should have ended at the latest."""
         if not side.arm():
             return now
         timer = side.next_timer()

@@ -1,7 +1,7 @@
 """The contract for moving messages between the memories of engines.
 
-All calls come from the transfer thread; none blocks for long.
-Everything is in batches, because what a call costs is paid for each of thousands of KV blocks.
+All calls come from the transfer thread, and none blocks for long. Calls take batches, because the cost of one call for
+each of thousands of KV blocks adds up.
 """
 
 from __future__ import annotations
@@ -14,88 +14,88 @@ import msgspec
 from pdserve_kvtransfer.region import Memory
 
 MAX_PIECE_BYTES = 256 * 2**20
-"""Larger arrivals are not even read: no engine has blocks of this size."""
+"""The longest message that is received. No engine has blocks of this size."""
 
 DISCARD = -1
-"""In the place of a place: receive it, into memory that nobody looks at."""
+"""Stands for the place of a message that is received into scratch memory and ignored."""
 
 
 class ArrivedMessage(msgspec.Struct, frozen=True, gc=False):
     """A message that has arrived and is not received yet."""
 
     label: int
-    """``LABEL_BITS`` bits that its sender gave it."""
+    """The ``LABEL_BITS`` bits that its sender gave it."""
     length: int
-    """Bytes."""
+    """The number of its bytes."""
 
 
 class MovedMessage(msgspec.Struct, frozen=True, gc=False):
-    """A message whose memory is the caller's own again: all of it was sent, or has landed."""
+    """A message that was sent or has landed in full, so that the link no longer uses its memory."""
 
     label: int
     place: int
     length: int
     digest: int | None = None
-    """Of what has landed, by ``pdserve_kvtransfer.pieces``, if it was made on the way."""
+    """The digest of a landed piece (see ``pdserve_kvtransfer.pieces``), if the link computed it on the way."""
 
 
 class Link(Protocol):
     """One rank's side of a connection to ranks of one other engine.
 
-    Owns everything that may touch this rank's memory on behalf of that engine. A *place* counts bytes from the start of
-    the memory that the link was opened with.
+    A link owns everything that may touch this rank's memory on behalf of that engine. A *place* counts bytes from the
+    start of the memory that the link was opened with.
     """
 
     address: bytes
-    """What the other side gives to ``connect``."""
+    """The bytes that the other side gives to ``connect``."""
 
     def connect(self, addresses: Sequence[bytes]) -> None:
-        """Once, before the first send, with the other ranks' addresses, which must come from an authentic frame.
+        """Connects to the other ranks, whose addresses must come from an authentic frame.
 
-        Raises TransferError if one cannot be used.
+        It is called once, before the first send. Raises TransferError if an address cannot be used.
         """
 
     def send(self, places: Sequence[int], length: int, labels: Sequence[int], to: int = 0) -> None:
-        """Begin to send so many messages of ``length`` bytes each. ``to`` counts the addresses of ``connect``.
+        """Begins to send a message of ``length`` bytes from each place. ``to`` counts the addresses of ``connect``.
 
-        Raises PeerLost if the connection is broken, ValueError for what is outside of the memory.
+        Raises PeerLost if the connection is broken, and ValueError for a place outside of the memory.
         """
 
     def progress(self) -> bool:
-        """Let data move. True if any did. Raises PeerLost if a message cannot be moved."""
+        """Lets data move. Returns whether any did. Raises PeerLost if a message cannot be moved."""
 
     def sent(self) -> Sequence[MovedMessage]:
-        """Since the last call."""
+        """Returns the messages that were sent since the last call."""
 
     def arrivals(self) -> Sequence[ArrivedMessage]:
-        """The next messages that have arrived, taken off the queue; the next ``receive`` answers all of them."""
+        """Takes the next messages that have arrived. The next ``receive`` must answer all of them."""
 
     def receive(self, places: Sequence[int]) -> None:
-        """Accept the latest arrivals, each at its place or with ``DISCARD``.
+        """Receives the latest arrivals, each at its place, or discards those with ``DISCARD``.
 
-        Raises PeerLost if the connection is broken, ValueError for what is outside of the memory.
+        Raises PeerLost if the connection is broken, and ValueError for a place outside of the memory.
         """
 
     def landed(self) -> Sequence[MovedMessage]:
-        """Since the last call; nothing of what was discarded."""
+        """Returns the messages that have landed since the last call, without those that were discarded."""
 
     def arm(self) -> bool:
-        """Have ``fileno`` become readable at the next news. False if there is news already."""
+        """Makes ``fileno`` become readable at the next news. Returns False if there is news already."""
 
     def fileno(self) -> int: ...
 
     def broken(self) -> bool:
-        """Whether the transport itself has noticed that the other side is gone. It may never notice."""
+        """Returns whether the transport has noticed that the other side is gone. It may never notice."""
 
     def close(self) -> None:
-        """End everything in flight. Afterwards no memory given to this link is read or written. Idempotent."""
+        """Ends everything in flight. From then on no memory of this link is read or written. Idempotent."""
 
 
 class Transport(Protocol):
-    """Makes links."""
+    """The maker of links."""
 
     def open_link(self, memory: Memory) -> Link:
-        """A link for this memory. Raises TransferError, also if it cannot reach that kind of memory."""
+        """Returns a link for this memory. Raises TransferError, also if it cannot reach that kind of memory."""
 
     def close(self) -> None:
-        """After its links."""
+        """Frees the transport, whose links must be closed."""

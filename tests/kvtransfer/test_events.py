@@ -22,7 +22,7 @@ TWO = TransferId(new_id(), 0, new_id())
 @pytest.fixture
 def event_queue() -> EventQueue:
     made = EventQueue()
-    made.opened(ONE)
+    made.open(ONE)
     return made
 
 
@@ -66,7 +66,7 @@ def test_an_end_that_was_seen_cannot_be_cancelled(event_queue: EventQueue) -> No
 
 def test_a_transfer_is_fetched_once_at_a_time(event_queue: EventQueue) -> None:
     with pytest.raises(ValueError, match="already"):
-        event_queue.opened(ONE)
+        event_queue.open(ONE)
     event_queue.put(FetchLanded(ONE, 0.1, 10))
     event_queue.drain()
-    event_queue.opened(ONE)
+    event_queue.open(ONE)

@@ -412,7 +412,7 @@ class World:
             deadline_s=20 * LEASE_S,
         )
         self.asked[order.transfer_id] = Asked(order, 1 + len(self.asked) % 200)
-        decode.event_queue.opened(order.transfer_id)
+        decode.event_queue.open(order.transfer_id)
         decode.side.handle(order, self.now)
 
     def cancel(self, pick: int) -> None:
