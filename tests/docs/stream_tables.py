@@ -1,4 +1,4 @@
-"""Writes the tables of docs/benchmarks.md that show benchmarks/stream.json: ``python -m tests.docs.stream_tables``."""
+"""Writes the tables of docs/benchmarks/streaming.md that show stream.json beside it: ``python -m tests.docs.stream_tables``."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from pathlib import Path
 from pdserve.bench.report import Report, Row, read_report
 from pdserve.bench.stream.figures import NODE_COST, OUTPUT, PROXY_COST, TTFT_MEAN, TTFT_P50, Regime
 
-DOCS = Path(__file__).parents[2] / "docs"
-PAGE = DOCS / "benchmarks.md"
-FIGURES = DOCS / "benchmarks" / "stream.json"
-BEGIN = "<!-- written by tests/docs/stream_tables.py from benchmarks/stream.json -->"
+DOCS = Path(__file__).parents[2] / "docs" / "benchmarks"
+PAGE = DOCS / "streaming.md"
+FIGURES = DOCS / "stream.json"
+BEGIN = "<!-- written by tests/docs/stream_tables.py from stream.json -->"
 END = "<!-- to here -->"
 
 STREAMS = 1024

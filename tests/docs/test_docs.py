@@ -6,6 +6,7 @@ import re
 import shlex
 import subprocess
 from pathlib import Path
+from xml.sax.saxutils import escape
 
 import msgspec
 import pytest
@@ -32,12 +33,12 @@ from pdserve.settings.setting import settings_of
 from pdserve.wire import discovery, engine, proxy_workers, rank, rank_transfer, transfer
 from pdserve.wire.engine import EngineStats
 from pdserve_proxy.metrics import ProxyMetrics
-from tests.docs import stream_tables
+from tests.docs import results_plot, stream_tables
 from tests.docs.configuration_table import PAGE, render
 
 ROOT = Path(__file__).parents[2]
 REPORTS = sorted(ROOT.glob("docs/benchmarks/*.json"))
-PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
 ROOT_OF = {
     "up": UpConfig,
     "proxy": ProxyConfig,
@@ -132,6 +133,16 @@ def test_the_tables_of_streaming_are_those_of_the_committed_figures() -> None:
     assert stream_tables.page_with(text, report) == text, "python -m tests.docs.stream_tables writes them anew"
 
 
+def test_the_plot_shows_every_row_of_the_results() -> None:
+    rows = results_plot.results(results_plot.PAGE.read_text())
+    assert len(rows) >= 8
+    drawn = results_plot.PLOT.read_text()
+    for row in rows:
+        assert all(escape(text) in drawn for text in (row.what, row.shown)), (
+            "python -m tests.docs.results_plot draws it anew"
+        )
+
+
 def worsened(report: Report, times: float) -> Report:
     """The same with every ratio so many times worse."""
     rows = []
@@ -154,7 +165,7 @@ def test_a_new_run_can_be_compared_with_the_committed_figures(path: Path) -> Non
     assert not any(change.worse for change in changes(report, report, 0.0))
     assert not any(change.worse for change in changes(report, worsened(report, 1.2), 0.2))
     assert all(change.worse for change in changes(report, worsened(report, 2.0), 0.2))
-    assert path.name in (ROOT / "docs" / "benchmarks.md").read_text(), "the page leads to it"
+    assert any(f"]({path.name})" in page.read_text() for page in path.parent.glob("*.md")), "a page leads to it"
 
 
 def test_every_request_field_is_explained() -> None:
