@@ -44,7 +44,7 @@ def draw(rows: list[Result]) -> None:
     bars = axes.barh([row.what for row in rows], [row.times - 1 for row in rows], left=1, color=colours)
     axes.bar_label(bars, [row.shown for row in rows], padding=3)
     axes.set_xscale("log")
-    axes.set_xlim(0.7, 12)
+    axes.set_xlim(0.6, 12)
     axes.set_xticks([1, 2, 4, 8], ["1", "2", "4", "8"])
     axes.set_xticks([], minor=True)
     axes.axvline(1, color="black", linewidth=0.8)
