@@ -1,4 +1,4 @@
-"""Writes the tables of docs/benchmarks/streaming.md from stream.json beside it: ``python -m tests.docs.stream_tables``."""
+"""Writes the tables of streaming.md in docs/benchmarks from stream.json: ``python -m tests.docs.stream_tables``."""
 
 from __future__ import annotations
 
