@@ -13,10 +13,11 @@ from pdserve.errors import ConfigError, Unauthorized
 from pdserve.http.tls import ServerTls, Trust, read_authorities, read_certificate
 from pdserve.wire.frame import Secrets
 from pdserve.wire.proxy_workers import ApiKey, Credentials
-from pdserve_proxy.requests.admission_queue import ANONYMOUS
 
 MIN_KEY_CHARS = 16
 MAX_KEY_CHARS = 512
+ANONYMOUS = ""
+"""The caller of every request to a proxy without API keys."""
 
 
 class ApiKeys:

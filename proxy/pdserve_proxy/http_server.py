@@ -21,7 +21,6 @@ from pdserve_proxy.credentials import LiveCredentials
 from pdserve_proxy.listening import BACKLOG
 from pdserve_proxy.metrics import ProxyMetrics
 from pdserve_proxy.registry.snapshot import RegistryView
-from pdserve_proxy.relay.access_log import AccessLog
 from pdserve_proxy.relay.relay import Relay, TicketSigner
 from pdserve_proxy.relayed_routes import AsgiApp
 from pdserve_proxy.requests.admission_queue import AdmissionController, AdmissionLimits
@@ -58,9 +57,9 @@ async def serve_clients(
     tickets = TicketSigner(credentials.secrets, new_id())
     metrics = state.metrics
     bodies = HeldBodies(_body_limits(config))
-    admission = AdmissionController(_limits(config.admission), metrics)
-    access_log = AccessLog(metrics.counts)
-    async with Relay(config, state.registry, state.attempts, tickets, access_log, credentials.trust) as relay:
+    admission = AdmissionController(_limits(config.admission))
+    metrics.queued.set_function(lambda: admission.waiting)
+    async with Relay(config, state.registry, state.attempts, tickets, metrics.counts, credentials.trust) as relay:
         app = build_app(config, credentials.keys, bodies, admission, state.registry, relay, metrics, state.scrape)
         tls = None if credentials.tls is None else credentials.tls.context
         settings = _uvicorn_config(config, app, tls)

@@ -16,7 +16,6 @@ from pdserve.wire.discovery import Role
 from pdserve.wire.proxy_workers import Family, Sample
 from pdserve_proxy.registry.snapshot import Snapshot
 from pdserve_proxy.relay.access_log import RequestCounts
-from pdserve_proxy.relay.relayed_request import RelayOutcome
 
 _LASTING = ("counter", "histogram")
 """What a process that ended has counted stays true; what it held does not."""
@@ -97,16 +96,19 @@ CONTENT_TYPE = prometheus_client.CONTENT_TYPE_LATEST
 class ProxyMetrics:
     def __init__(self) -> None:
         registry = self.registry = CollectorRegistry()
-        self.counts = RequestCounts(outcome.value for outcome in RelayOutcome)
+        self.counts = RequestCounts()
         registry.register(self.counts)
         self.queued = Gauge("pdserve_proxy_requests_queued", "Requests that wait for their turn.", registry=registry)
-        self.dropped_frames = Counter(
+        self._dropped_frames = Counter(
             "pdserve_proxy_discovery_frames_dropped",
             "Discovery frames that were not acceptable.",
             ["reason"],
             registry=registry,
         )
         self._nodes = Gauge("pdserve_proxy_nodes", "Registered nodes.", ["role"], registry=registry)
+
+    def count_dropped_frame(self, reason: str) -> None:
+        self._dropped_frames.labels(reason).inc()
 
     def export_families(self, snapshot: Snapshot) -> tuple[Family, ...]:
         """All of it, with the nodes of ``snapshot`` counted."""

@@ -105,7 +105,9 @@ async def run(
 
     with (
         bind_http(config.http) as listener,
-        DiscoveryServer.bind(config.registry, registry, metrics, live.secrets, new_id()) as discovery,
+        DiscoveryServer.bind(
+            config.registry, registry, live.secrets, new_id(), metrics.count_dropped_frame
+        ) as discovery,
         on_renewal(live.renew),
     ):
         addresses = Addresses(http_url(listener, bool(config.tls.cert)), discovery.endpoint)

@@ -40,7 +40,6 @@ from pdserve.wire.discovery import (
 )
 from pdserve.wire.frame import MAX_REASON_CHARS, Opened, Opener, Purpose, Sealer, Secrets
 from pdserve.wire.version import RELEASED_0_1, SPOKEN, Spoken
-from pdserve_proxy.metrics import ProxyMetrics
 from pdserve_proxy.registry.registry import MAX_NODES, Registry
 
 log = logging.getLogger(__name__)
@@ -62,17 +61,20 @@ class DiscoveryServer:
     def __init__(
         self,
         registry: Registry,
-        metrics: ProxyMetrics,
         secret: bytes | Secrets,
         boot_id: bytes,
+        on_dropped: Callable[[str], None],
         *,
         host: str,
         port: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Raises ConfigError if the address cannot be bound."""
+        """``on_dropped`` is called with the reason for which a frame is dropped: ``authentication`` or ``malformed``.
+
+        Raises ConfigError if the address cannot be bound.
+        """
         self._registry = registry
-        self._metrics = metrics
+        self._on_dropped = on_dropped
         self._clock = clock
         self._opener: Opener[ToProxy] = Opener(secret, Purpose.DISCOVERY, _to_proxy_type(), receiver=boot_id)
         self._sealer = Sealer(secret, Purpose.DISCOVERY, boot_id)
@@ -91,10 +93,15 @@ class DiscoveryServer:
 
     @classmethod
     def bind(
-        cls, config: RegistryConfig, registry: Registry, metrics: ProxyMetrics, secret: bytes | Secrets, boot_id: bytes
+        cls,
+        config: RegistryConfig,
+        registry: Registry,
+        secret: bytes | Secrets,
+        boot_id: bytes,
+        on_dropped: Callable[[str], None],
     ) -> Self:
         """As configured. Raises ConfigError if the address cannot be bound."""
-        return cls(registry, metrics, secret, boot_id, host=config.control_host, port=config.control_port)
+        return cls(registry, secret, boot_id, on_dropped, host=config.control_host, port=config.control_port)
 
     def __enter__(self) -> Self:
         return self
@@ -249,7 +256,7 @@ class DiscoveryServer:
 
     def _dropped(self, exc: WireError) -> None:
         reason = "authentication" if isinstance(exc, AuthenticationFailed) else "malformed"
-        self._metrics.dropped_frames.labels(reason).inc()
+        self._on_dropped(reason)
         if count := self._drops.add():
             log.warning("%d discovery frames dropped, the last one because: %s", count, exc)
 

@@ -1,7 +1,7 @@
-"""What remains of a request when it has ended: what ``/metrics`` counts of it, and one line in the access log.
+"""Records each request when it has ended: in the numbers that ``/metrics`` shows, and in one line of the access log.
 
-Requests are counted in plain numbers, and made Prometheus's when somebody asks. Each of Prometheus's own counters takes
-a lock and four calls to add to, and every request adds to six.
+The numbers are plain integers, and become Prometheus metrics when ``/metrics`` is read: each of Prometheus's own
+counters takes a lock and four calls to add to, and every request adds to six.
 """
 
 from __future__ import annotations
@@ -9,34 +9,56 @@ from __future__ import annotations
 import logging
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 from prometheus_client import Metric
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 
-from pdserve_proxy.relay.relayed_request import RelayedRequest
+from pdserve_proxy.relay.relayed_request import RelayedRequest, RelayOutcome
+
+# The log keeps the name that operators have set levels for, whatever the module is called.
+log = logging.getLogger("pdserve_proxy.requests")
 
 FIRST_BYTE_BOUNDS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 OTHER_ROUTES = "other"
+"""The label under which errors outside the relayed routes are counted."""
 
 
 class RequestCounts(Collector):
-    """Of one process. Counted and collected on one thread."""
+    """The counts of the requests of one process, as a Prometheus collector.
 
-    def __init__(self, outcomes: Iterable[str]) -> None:
+    One thread counts and collects.
+    """
+
+    def __init__(self) -> None:
         self.in_flight = 0
         self.retries = 0
         self.relayed_bytes = 0
         self.requests: Counter[tuple[str, int]] = Counter()
-        """That ended, by route and status."""
-        self.outcomes = dict.fromkeys(outcomes, 0)
+        """The number of requests that have ended, by route and status."""
+        self.outcomes = {outcome.value: 0 for outcome in RelayOutcome}
         self._first_bytes = [0] * (len(FIRST_BYTE_BOUNDS_S) + 1)
         self._first_bytes_s = 0.0
 
-    def first_byte(self, after_s: float) -> None:
-        self._first_bytes[bisect_left(FIRST_BYTE_BOUNDS_S, after_s)] += 1
-        self._first_bytes_s += after_s
+    def began(self) -> None:
+        self.in_flight += 1
+
+    def retried(self) -> None:
+        self.retries += 1
+
+    def ended(self, relayed: RelayedRequest) -> None:
+        """Counts ``relayed``, which has ended, and writes its line in the access log."""
+        assert relayed.outcome is not None
+        self.in_flight -= 1
+        self.requests[relayed.path, relayed.status] += 1
+        self.relayed_bytes += relayed.relayed_bytes
+        self.outcomes[relayed.outcome] += 1
+        if relayed.first_byte_s is not None:
+            self._first_bytes[bisect_left(FIRST_BYTE_BOUNDS_S, relayed.first_byte_s)] += 1
+            self._first_bytes_s += relayed.first_byte_s
+        if log.isEnabledFor(logging.INFO):  # the line's fields cost more than all the counting
+            _write_line(relayed)
 
     def collect(self) -> Iterator[Metric]:
         requests = CounterMetricFamily(
@@ -66,37 +88,11 @@ class RequestCounts(Collector):
         )
 
     def _buckets(self) -> Iterator[tuple[str, float]]:
-        """Prometheus's, each with all that is in those below it."""
+        """Returns Prometheus's cumulative buckets: each counts what the buckets below it count too."""
         within = 0
         for bound, count in zip((*FIRST_BYTE_BOUNDS_S, float("inf")), self._first_bytes, strict=True):
             within += count
             yield "+Inf" if bound == float("inf") else str(bound), within
-
-
-log = logging.getLogger("pdserve_proxy.requests")
-
-
-class AccessLog:
-    def __init__(self, counts: RequestCounts) -> None:
-        self._counts = counts
-
-    def began(self) -> None:
-        self._counts.in_flight += 1
-
-    def retried(self) -> None:
-        self._counts.retries += 1
-
-    def ended(self, relayed: RelayedRequest) -> None:
-        assert relayed.outcome is not None
-        counts = self._counts
-        counts.in_flight -= 1
-        counts.requests[relayed.path, relayed.status] += 1
-        counts.relayed_bytes += relayed.relayed_bytes
-        counts.outcomes[relayed.outcome] += 1
-        if relayed.first_byte_s is not None:
-            counts.first_byte(relayed.first_byte_s)
-        if log.isEnabledFor(logging.INFO):  # the line's fields cost more than all the counting
-            _write_line(relayed)
 
 
 def _write_line(relayed: RelayedRequest) -> None:

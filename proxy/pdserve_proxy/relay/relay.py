@@ -25,7 +25,7 @@ from pdserve.http.tls import Trust
 from pdserve.wire.frame import Purpose, Sealer, Secrets
 from pdserve.wire.ticket import TICKET_HEADER, PrefillTarget, Ticket
 from pdserve_proxy.registry.snapshot import RegistryView
-from pdserve_proxy.relay.access_log import AccessLog
+from pdserve_proxy.relay.access_log import RequestCounts
 from pdserve_proxy.relay.event_stream import EventStream
 from pdserve_proxy.relay.relayed_request import CutReason, RelayedRequest
 from pdserve_proxy.requests.request_body import GenerationBody
@@ -111,7 +111,7 @@ class Relay:
         registry: RegistryView,
         attempts: Attempts,
         tickets: TicketSigner,
-        access_log: AccessLog,
+        counts: RequestCounts,
         trust: Trust,
     ) -> None:
         self._trust = trust
@@ -120,7 +120,7 @@ class Relay:
         self._attempts = attempts
         self._router = Router(config.routing.policy)
         self._tickets = tickets
-        self._access_log = access_log
+        self._counts = counts
         self._active: set[RelayedRequest] = set()
 
     async def __aenter__(self) -> Self:
@@ -149,7 +149,7 @@ class Relay:
         relayed = RelayedRequest(task, request_id, path, self._config.request.timeout_s, self._ended)
         self._active.add(relayed)
         self._deadlines.add(relayed)
-        self._access_log.began()
+        self._counts.began()
         return relayed
 
     def cut_all(self) -> None:
@@ -174,7 +174,7 @@ class Relay:
                     raise
                 break
             if attempt:
-                self._access_log.retried()
+                self._counts.retried()
             # A prefill node computes a prompt once, for however many answers.
             prefill = [(node, request.body.prompts) for node in route.prefill[:1]]
             relayed.begin_attempt(route, self._attempts.begin((route.decode, request.body.answers), *prefill))
@@ -235,7 +235,7 @@ class Relay:
     def _ended(self, relayed: RelayedRequest) -> None:
         self._active.discard(relayed)
         self._deadlines.discard(relayed)
-        self._access_log.ended(relayed)
+        self._counts.ended(relayed)
 
 
 async def _first_byte(

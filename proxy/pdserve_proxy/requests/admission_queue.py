@@ -23,10 +23,7 @@ from dataclasses import dataclass
 import msgspec
 
 from pdserve.errors import TooManyRequests, Unavailable
-from pdserve_proxy.metrics import ProxyMetrics
-
-ANONYMOUS = ""
-"""The caller where no keys are asked for: no limit of its own."""
+from pdserve_proxy.credentials import ANONYMOUS
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,11 +140,15 @@ class AdmissionQueue:
 
 
 class AdmissionController:
-    def __init__(self, limits: AdmissionLimits, metrics: ProxyMetrics) -> None:
+    def __init__(self, limits: AdmissionLimits) -> None:
         self._queue = AdmissionQueue(limits)
         self._wait_s = limits.wait_s
         self._turns: dict[AdmissionEntry, asyncio.Future[None]] = {}
-        metrics.queued.set_function(lambda: self._queue.waiting)
+
+    @property
+    def waiting(self) -> int:
+        """The number of requests that wait for their turn."""
+        return self._queue.waiting
 
     async def admit(self, caller: str, answers: int, hold: Callable[[Callable[[], None]], None]) -> None:
         """Returns when a request of ``caller`` for so many ``answers`` may go on.

@@ -73,7 +73,9 @@ async def supervise(
         listeners = bind_shared(config.http, config.workers.count)
         for listener in listeners:
             owned.enter_context(listener)
-        discovery = owned.enter_context(DiscoveryServer.bind(config.registry, registry, metrics, secrets, new_id()))
+        discovery = owned.enter_context(
+            DiscoveryServer.bind(config.registry, registry, secrets, new_id(), metrics.count_dropped_frame)
+        )
         share = worker_share(config)
         keepers = [
             _Keeper(

@@ -39,7 +39,13 @@ class Ear:
         self.registry = Registry(heartbeat_s, missed_heartbeats=3, watcher=self)
         self.metrics = ProxyMetrics()
         self.discovery = DiscoveryServer(
-            self.registry, self.metrics, SECRET, new_id(), host="127.0.0.1", port=port, clock=clock
+            self.registry,
+            SECRET,
+            new_id(),
+            self.metrics.count_dropped_frame,
+            host="127.0.0.1",
+            port=port,
+            clock=clock,
         )
         self.control = self.discovery.endpoint
         self.port = int(self.control.rpartition(":")[2])

@@ -12,10 +12,9 @@ from pdserve.http.guard import HALF_CLOSED_S
 from pdserve.http.tls import Trust
 from pdserve.wire.discovery import Register, Role
 from pdserve.wire.ids import new_id
-from pdserve_proxy.metrics import ProxyMetrics
 from pdserve_proxy.registry.registry import Registry
 from pdserve_proxy.relay import relay
-from pdserve_proxy.relay.access_log import AccessLog
+from pdserve_proxy.relay.access_log import RequestCounts
 from pdserve_proxy.relay.relay import NodeRequest, Relay, StreamedResponse, TicketSigner
 from pdserve_proxy.requests import client_request
 from pdserve_proxy.requests.request_body import read_body
@@ -297,9 +296,9 @@ async def test_after_a_retry_the_load_is_where_the_request_is(failing: Behaviour
         prefill = node_info("p", Role.PREFILL)
         for info in (*decode, prefill):
             registry.handle(Register(info), 0.0)
-        tickets, access_log = TicketSigner(SECRET, new_id()), AccessLog(ProxyMetrics().counts)
+        tickets, counts = TicketSigner(SECRET, new_id()), RequestCounts()
         load = attempts.loads(registry.snapshot())
-        async with Relay(config, registry, attempts, tickets, access_log, Trust()) as made:
+        async with Relay(config, registry, attempts, tickets, counts, Trust()) as made:
             with made.begin("r", "/v1/completions") as exchange:
                 call = NodeRequest("/v1/completions", read_body(b'{"model": "m", "stream": true}'), None)
                 assert isinstance(await made.forward(exchange, call), StreamedResponse)

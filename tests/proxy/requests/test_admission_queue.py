@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdserve.errors import RequestError, TooManyRequests, Unavailable
-from pdserve_proxy.metrics import ProxyMetrics
 from pdserve_proxy.requests.admission_queue import AdmissionController, AdmissionEntry, AdmissionLimits, AdmissionQueue
 
 EVENTS = st.lists(
@@ -105,8 +104,7 @@ class Room:
     def __init__(self, **limits: float) -> None:
         given = {"in_flight": 1, "per_caller": 0, "waiting": 8, "wait_s": 10.0} | limits
         self.controller = AdmissionController(
-            AdmissionLimits(int(given["in_flight"]), int(given["per_caller"]), int(given["waiting"]), given["wait_s"]),
-            ProxyMetrics(),
+            AdmissionLimits(int(given["in_flight"]), int(given["per_caller"]), int(given["waiting"]), given["wait_s"])
         )
         self.entered: list[str] = []
 
