@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from pdserve.wire.ids import TransferId
 from pdserve.wire.rank_transfer import SendBlocks
 from pdserve.wire.sampling_params import SampledToken
+from pdserve.wire.ticket import MAX_DEADLINE_S
 from pdserve.wire.transfer import Accept, BlocksReady, Failed, FirstToken, PrefillRequest
 from pdserve_kvtransfer.events import BlocksSent, PushCancelled, PushEnded, PushOutcome, PushWanted
-from pdserve_kvtransfer.push.session import MAX_DEADLINE_S, PushEffect, PushSession, PushState
+from pdserve_kvtransfer.push.session import PushEffect, PushSession, PushState
 from tests.kvtransfer.rig import SAMPLING
 
 TRANSFER = TransferId(b"r" * 16, 0, b"d" * 16)

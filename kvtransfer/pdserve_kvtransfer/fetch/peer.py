@@ -60,15 +60,17 @@ from pdserve_kvtransfer.sides import LocalEngine, Pollable, earliest
 log = logging.getLogger(__name__)
 
 _Outgoing = Expect | ExpectMore | Forget | PrefillRequest | Accept | Done | Cancel
-"""What a session has to say to ranks and to the other engine, apart from its events."""
+"""The effects of a session that go to ranks or to the other engine. All other effects are events."""
 
 
 class FetchPeer:
-    """Methods raise when this peer is of no use any more, TransferError if that is not a defect; the owner then calls
-    ``end``. From then on nothing is said to the other engine, and nothing raises.
+    """A prefill engine that this engine fetches from.
 
-    The constructor raises TransferError if the peer's address or a link cannot be used. It greets when every rank of
-    this node has opened its end of the link.
+    A method raises when the peer is lost: TransferError, or any other error if that is a defect. The owner then calls
+    ``end``. From then on nothing is sent to the other engine, and nothing raises.
+
+    The constructor raises TransferError if the peer's address or a link cannot be used. The peer sends ``Hello`` when
+    every rank of this node has opened its end of the link.
     """
 
     def __init__(self, engine: LocalEngine, target: PrefillTarget, opener: FrameOpener[ToDecode], now: float) -> None:
@@ -84,7 +86,7 @@ class FetchPeer:
         self._ping_timer = PingTimer(engine.heartbeat_s)
         self.lease = Lease(engine.lease_s)
         self._draining = Lease(engine.drain_s)
-        """Held while blocks of ended fetches are still written; what lands renews it."""
+        """Runs while blocks of ended fetches are still written. Each landed piece renews it."""
         self._client = ControlClient(engine.zmq_context, target.control)
         try:
             self.link = NodeLink(engine.ranks, FetchPort, engine.spec.kv_heads, engine.region, engine.transport)
@@ -96,19 +98,19 @@ class FetchPeer:
 
     @property
     def welcomed(self) -> bool:
-        """Whether the handshake with this very boot was made."""
+        """Whether the handshake with this boot is complete."""
         return self._handshake.complete
 
     @property
     def serving(self) -> bool:
-        """Whether, besides, transfers with it are under way."""
+        """Whether the handshake is complete and fetches from this peer are under way."""
         return self.welcomed and bool(self._sessions)
 
     def has_tag(self, tag: int) -> bool:
         return tag in self._tags
 
     def fetch(self, session: FetchSession, now: float) -> None:
-        """Raises PeerLost, with the session among those that ``end`` fails."""
+        """Begins a fetch. If it raises PeerLost, ``end`` fails this fetch like the others."""
         log.debug("%s from %s begins", session, self.target.name)
         self._sessions[session.order.transfer_id] = session
         self._tags[session.tag] = session
@@ -119,7 +121,10 @@ class FetchPeer:
         self._read_ranks(now)
 
     def _prepare(self, session: FetchSession) -> None:
-        """The handshake stands. Raises HandshakeRefused for a paced fetch if the peer knows no paced transfers."""
+        """Prepares a fetch once the handshake is complete.
+
+        Raises HandshakeRefused for a paced fetch if the peer does not support paced transfers.
+        """
         protocol = self._handshake.protocol
         if session.order.paced_blocks and protocol is not None and protocol < PACED_TRANSFERS:
             needed = f"{PACED_TRANSFERS} (which transfers through host memory need)"
@@ -127,17 +132,17 @@ class FetchPeer:
         self._apply(session, session.prepare(self._pieces, self.link.ranks))
 
     def has(self, transfer_id: TransferId) -> bool:
-        """Whether it is fetched from this peer."""
+        """Returns whether a fetch from this peer has this id."""
         return transfer_id in self._sessions
 
     def cancel(self, transfer_id: TransferId, now: float) -> None:
-        """A fetch that this peer has."""
+        """Cancels a fetch that this peer has."""
         session = self._sessions[transfer_id]
         self._apply(session, session.cancel())
         self._read_ranks(now)
 
     def accept(self, transfer_id: TransferId, block_ids: tuple[int, ...], now: float) -> None:
-        """There is room for these further blocks of a fetch that this peer has."""
+        """Gives destinations for the next blocks of a fetch that this peer has."""
         session = self._sessions[transfer_id]
         self._apply(session, session.accept(block_ids, now))
         self._read_ranks(now)
@@ -149,7 +154,7 @@ class FetchPeer:
             if isinstance(opened, Opened) and self._handshake.accepts(opened):
                 self.lease.renew(now)
                 self._on_message(opened, now)
-        # What it sent before it closed the connection comes first.
+        # The messages that it sent before it closed the connection come first.
         reason = None if more else self._client.lost()
         if reason is not None:
             raise PeerLost(reason)
@@ -244,13 +249,16 @@ class FetchPeer:
     # ------------------------------------------------------------ time
 
     def renew_leases(self, now: float) -> None:
-        """This process itself did not listen for a while."""
+        """Starts the leases anew, because this process did not listen for a while."""
         self.lease.renew(now)
         self._draining.renew(now)
 
     def tick(self, now: float) -> None:
-        """Raises PeerLost if nothing has landed for long while blocks of ended fetches are quarantined."""
-        # Before the greeting it would be a frame of a stranger.
+        """Acts on every timer that is due.
+
+        Raises PeerLost if nothing has landed for long while blocks of ended fetches are quarantined.
+        """
+        # Before the Hello the prefill engine would take the frame for a stranger's.
         if self._ping_timer.due(now) and len(self._addresses) == self.link.ranks:
             self._send(Ping(self._engine.boot_id))
         for session in list(self._sessions.values()):
@@ -264,7 +272,7 @@ class FetchPeer:
             raise PeerLost("it does not finish sending blocks of transfers that have ended")
 
     def _stalls_at(self, session: FetchSession) -> float | None:
-        """When to give up blocks that were sent: other transfers' blocks show that it is only slow."""
+        """Returns when to give up blocks that were sent. The peer is only slow if blocks of other transfers land."""
         if session.over or session.all_sent is None or not session.outstanding:
             return None
         return max(session.all_sent, session.accepted_at, self._arrived) + self._engine.lease_s
@@ -286,20 +294,20 @@ class FetchPeer:
     # ------------------------------------------------------------ the end
 
     def end(self, kind: FailureKind, reason: str) -> None:
-        """Close the connection and begin to close the link; what is alive fails when ``closed`` says True."""
+        """Closes the connection and begins to close the link. Live fetches fail when ``closed`` returns True."""
         self._lost = (kind, reason)
         self._client.close(0.0)
         self.link.close()
 
     def closed(self, now: float) -> bool:
-        """Whether the link is closed on every rank; sessions then have had their ends."""
+        """Returns whether the link is closed on every rank. If so, it ends all sessions."""
         self._read_ranks(now)
         if self.link.closed and self._lost is not None:
             self._fail_all(*self._lost)
         return self.link.closed
 
     def abandon(self, reason: str, linger_s: float) -> None:
-        """This engine shuts down, and its ranks with it: the prefill engine is told, and nobody waits."""
+        """Ends every fetch and tells the prefill engine, without waiting, because this engine shuts down."""
         try:
             for session in list(self._sessions.values()):
                 self._apply(session, session.withdraw(FailureKind.CLOSED, reason))
@@ -314,7 +322,7 @@ class FetchPeer:
             self._apply(session, session.closed(kind, reason))
 
     def _apply(self, session: FetchSession, effects: list[FetchEffect]) -> None:
-        # This engine is told first: whatever becomes of the peer, it hears of every end.
+        # Events come first, so that this engine hears of every end even if sending to the peer raises.
         for effect in effects:
             if not isinstance(effect, _Outgoing):
                 self._count(effect)
@@ -363,7 +371,10 @@ class FetchPeer:
         return sent
 
     def _sealed(self, message: Hello | PrefillRequest | Accept | Done | Cancel | Ping) -> list[bytes]:
-        """Before the welcome, what the prefill engine speaks is not known: it takes the frame that is meant for it."""
+        """Returns the frames of a message: two before the Welcome, when the prefill engine's version is not known.
+
+        The prefill engine takes the one of its own version.
+        """
         sealer, boot_id, protocol = self._engine.sealer, self.target.boot_id, self._handshake.protocol
         if protocol is None:
             return [sealer.seal(message, boot_id), sealer.seal_for_0_1(message)]

@@ -1,7 +1,7 @@
-"""One decode rank's end of the link to one prefill engine: which arrivals may land, and where.
+"""One decode rank's end of the link to one prefill engine. It decides which arrivals may land, and where.
 
 Commands and reports are those of ``pdserve.wire.rank_transfer``. A piece is received only when it has arrived and its
-transfer is known to be alive, so nothing is written that was not asked for.
+transfer is known to be alive, so no memory is written that no transfer has asked for.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class _PieceState(enum.IntEnum):
 
 
 class _Landing:
-    """One transfer's pieces on this rank."""
+    """The state of one transfer's pieces on this rank."""
 
     def __init__(self, expect: Expect, parts: int) -> None:
         self.expect = expect
@@ -51,23 +51,23 @@ class _Landing:
         self._in_flight: dict[int, int] = {}
 
     def grow(self, block_ids: Sequence[int]) -> None:
-        """Its next blocks may land, too."""
+        """Lets the transfer's next blocks land, too."""
         self._block_ids += block_ids
         self._states += bytes(len(block_ids) * self.parts)
         self._missing += len(block_ids) * self.parts
 
     @property
     def complete(self) -> bool:
-        """Whether nothing of it will land any more. A paced transfer may always go on."""
+        """Whether no more pieces will land. A paced transfer may always go on."""
         return not self._missing and not self.expect.paced
 
     @property
     def in_flight(self) -> tuple[int, ...]:
-        """Blocks with accepted pieces that have not landed."""
+        """The blocks with accepted pieces that have not landed."""
         return tuple(self._in_flight)
 
     def accept(self, index: int) -> int | None:
-        """The block that this piece belongs to; None if it may not land."""
+        """Returns the block that this piece belongs to, or None if the piece may not land."""
         at = index - self.expect.first_block * self.parts
         if self.forgotten or not 0 <= at < len(self._states) or self._states[at] != _PieceState.MISSING:
             return None
@@ -77,7 +77,7 @@ class _Landing:
         return block_id
 
     def landed(self, index: int) -> int | None:
-        """The block whose last accepted piece this was, if it was."""
+        """Returns the piece's block if no other accepted piece of it is still to land, and None otherwise."""
         at = index - self.expect.first_block * self.parts
         self._states[at] = _PieceState.LANDED
         self._missing -= 1
@@ -90,10 +90,10 @@ class _Landing:
 
 
 class FetchPort:
-    """``reports`` collects what rank 0 is to be told; whoever drives the port empties it."""
+    """A ``ranks.Port`` of a decode rank."""
 
     def __init__(self, link: int, rank: int, ranks: int, kv_heads: int, region: KvRegion, transport: Transport) -> None:
-        """Raises TransferError if the transport cannot open a link."""
+        """Opens the link. Raises TransferError if the transport cannot."""
         self._link = RankLink(link, transport, region.memory)
         self._rank, self._ranks, self._kv_heads = rank, ranks, kv_heads
         self._region = region
@@ -140,7 +140,7 @@ class FetchPort:
         self.reports.append(Forgotten(self._link.number, tag, in_flight))
 
     def turn(self) -> bool:
-        """Let data move. True if any did."""
+        """Lets data move. Returns whether any did."""
         return self._link.turn(self._poll_link)
 
     def _poll_link(self) -> bool:
@@ -207,7 +207,7 @@ class FetchPort:
         return self._link.transport_link.fileno()
 
     def close(self) -> None:
-        """Idempotent. Nothing is written afterwards."""
+        """Closes the link. Nothing is written from then on. Idempotent."""
         self._link.close()
         self._in_flight = 0
         self._landings.clear()

@@ -1,4 +1,4 @@
-"""The decode side of one transfer, without I/O. Every input returns what to send and what to tell the engine.
+"""The decode side of one transfer, without I/O. Every input returns the messages to send and the events to queue.
 
 QUEUED ─▶ PREPARING ─▶ MOVING ─▶ ENDED                   all pieces landed, on all ranks
 QUEUED ─▶ ENDED                                          over before anybody was told
@@ -40,31 +40,31 @@ FetchEffect: TypeAlias = Expect | ExpectMore | Forget | PrefillRequest | Accept 
 
 class FetchState(enum.Enum):
     QUEUED = "queued"
-    """The handshake is not settled; nobody knows of this transfer."""
+    """The handshake is not complete, so no rank and no other engine knows of this transfer."""
     PREPARING = "preparing"
-    """The ranks of this node are being told to let it land."""
+    """The ranks of this node have not all confirmed that they let its blocks land."""
     MOVING = "moving"
     FORGETTING = "forgetting"
-    """It is over, and will be reported when every rank has said what is still being written."""
+    """Its end is settled. It is reported when every rank has said which blocks are still being written."""
     DRAINING = "draining"
-    """Its end was reported, but accepted receives still write to memory: those blocks are quarantined."""
+    """Its end was reported, but accepted receives still write to some blocks, which are quarantined."""
     ENDED = "ended"
 
 
 class FetchSession:
-    """From the order to its one terminal event, and on until nothing writes to its blocks.
+    """One fetch, from its order to its one terminal event, and on until nothing writes to its blocks.
 
     With ``checked``, a piece counts only when its digest is the one that the prefill engine announced.
     """
 
     def __init__(self, order: FetchOrder, tag: int, link: int, block_bytes: int, now: float, *, checked: bool) -> None:
-        """``link`` is the number that the ranks know it by; ``block_bytes`` counts all ranks."""
+        """``link`` is the link's number on the ranks. ``block_bytes`` is a block's size on all ranks together."""
         self.order = order
         self.tag = tag
         self.state = FetchState.QUEUED
         self.deadline = now + order.deadline_s
         self.all_sent: float | None = None
-        """When the prefill engine had sent its last block; None before."""
+        """When the prefill engine had sent its last block. None before."""
         self._tail_bytes = 0
         self._link = link
         self.accepted_at = now
@@ -93,13 +93,13 @@ class FetchSession:
 
     @property
     def over(self) -> bool:
-        """Whether its end is settled."""
+        """Whether the fetch's end is settled."""
         return self.state in (FetchState.FORGETTING, FetchState.DRAINING, FetchState.ENDED)
 
     # ------------------------------------------------------------ towards the prefill engine
 
     def prepare(self, pieces: Sequence[Piece], ranks: int) -> list[FetchEffect]:
-        """The handshake stands: ``pieces`` say which rank gets what from whom."""
+        """The handshake is complete. ``pieces`` says which rank gets which heads from which rank."""
         if self.state is not FetchState.QUEUED:
             return []
         self.state = FetchState.PREPARING
@@ -113,7 +113,7 @@ class FetchSession:
         return [Expect(self._link, self.tag, order.first_block, order.block_ids, self._checked, paced)]
 
     def expecting(self, rank: int, now: float) -> list[FetchEffect]:
-        """A rank is ready to let it land."""
+        """A rank has confirmed that it lets the blocks land."""
         if self.state is FetchState.MOVING:
             return self._accept_expected(rank)
         self._waiting_for.discard(rank)
@@ -152,7 +152,7 @@ class FetchSession:
         return [ExpectMore(self._link, self.tag, block_ids)]
 
     def _accept_expected(self, rank: int) -> list[FetchEffect]:
-        """A rank is ready to let the next blocks land; when all are, they may be sent."""
+        """A rank has confirmed that it lets the next blocks land. When all ranks have, the blocks may be sent."""
         before = min(self._expecting.get(rank, 0) for rank in range(self._ranks))
         self._expecting[rank] = self._expecting.get(rank, 0) + 1
         ready = min(self._expecting.get(rank, 0) for rank in range(self._ranks))
@@ -171,7 +171,7 @@ class FetchSession:
     # ------------------------------------------------------------ arrivals
 
     def landed(self, rank: int, indexes: Sequence[int], digests: Sequence[int], now: float) -> list[FetchEffect]:
-        """A rank has received pieces. ``digests`` has one for each, or, where they are not checked, none."""
+        """A rank has received pieces. ``digests`` has one for each, or none if pieces are not checked."""
         if self.state is not FetchState.MOVING:
             return []
         for index, digest in zip(indexes, digests or itertools.repeat(0, len(indexes)), strict=True):
@@ -219,7 +219,7 @@ class FetchSession:
     # ------------------------------------------------------------ endings
 
     def on_failed(self, message: Failed) -> list[FetchEffect]:
-        """The prefill engine has ended it."""
+        """The prefill engine has ended the transfer."""
         return self._fail(KIND_OF_CAUSE[message.cause], message.reason, tell=False)
 
     def expire(self, now: float) -> list[FetchEffect]:
@@ -229,15 +229,15 @@ class FetchSession:
         return self._fail(FailureKind.DEADLINE, "deadline: the prompt's KV cache did not arrive in time", tell=True)
 
     def withdraw(self, kind: FailureKind, reason: str) -> list[FetchEffect]:
-        """This side gives it up for reasons that the engine did not ask for."""
+        """This side gives the fetch up, although the engine has not cancelled it."""
         return self._fail(kind, reason, tell=True)
 
     def cancel(self) -> list[FetchEffect]:
-        """The engine wants it no more."""
+        """The engine has cancelled the fetch."""
         return self._begin_end(FetchCancelled(self.order.transfer_id, ()), tell=True)
 
     def forgotten(self, rank: int, in_flight: Sequence[int]) -> list[FetchEffect]:
-        """A rank accepts no more of it, but is still writing to these blocks."""
+        """A rank accepts no more pieces, but is still writing to these blocks."""
         if self.state is not FetchState.FORGETTING or rank not in self._waiting_for:
             return []
         self._waiting_for.discard(rank)
@@ -260,7 +260,7 @@ class FetchSession:
         return [BlocksReleased(free)] if free else []
 
     def closed(self, kind: FailureKind, reason: str) -> list[FetchEffect]:
-        """The link is closed on every rank: nothing is written any more, and nobody can be told."""
+        """The link is closed on every rank, so nothing is written any more, and the peer cannot be told."""
         if self.state is FetchState.ENDED:
             return []
         if self.state is FetchState.DRAINING:
@@ -298,26 +298,26 @@ class FetchSession:
 
 
 class PieceCheck(enum.Enum):
-    """On one piece of news."""
+    """The result of comparing a landed piece with what its sender announced."""
 
     FINE = "fine"
     IGNORED = "ignored"
-    """Known already, or about nothing that is expected."""
+    """The news was known already, or its piece is not expected."""
     CORRUPT = "corrupt"
-    """A piece is not what was sent, or two announcements contradict each other."""
+    """The piece differs from what was sent, or two announcements contradict each other."""
 
 
 class Aggregator:
     """The pieces of blocks ``first_block`` to ``first_block + blocks - 1``, where ``parts[rank]`` make one block."""
 
     def __init__(self, first_block: int, blocks: int, parts: Sequence[int], *, checked: bool) -> None:
-        """With ``checked``, pieces need an announced digest."""
+        """With ``checked``, a piece counts only if its announced digest is known and equal."""
         self._first_block = first_block
         self._parts = tuple(parts)
         self._missing = [sum(self._parts)] * blocks
         self._left = self._pieces = sum(self._missing)
         self._checked = checked
-        # By rank and place; None where nothing is known yet.
+        # Digests by rank and piece. None stands for a digest that is not known yet.
         self._announced: list[list[int | None]] = [[None] * (parts_here * blocks) for parts_here in self._parts]
         self._found: list[list[int | None]] = [[None] * (parts_here * blocks) for parts_here in self._parts]
 
@@ -327,26 +327,26 @@ class Aggregator:
 
     @property
     def share_missing(self) -> float:
-        """Of all pieces, those that have not landed yet: 1 at the start, 0 when complete."""
+        """The share of the pieces that have not landed yet: 1 at the start, 0 when complete."""
         return self._left / self._pieces if self._pieces else 0.0
 
     @property
     def leading_blocks(self) -> int:
-        """How many blocks from the first on are there in full, on every rank."""
+        """How many blocks from the first on are complete on every rank."""
         return self.leading_from(0)
 
     def leading_from(self, blocks: int) -> int:
-        """``leading_blocks``, of which so many are known already."""
+        """Returns ``leading_blocks``. ``blocks`` of them are known to be complete."""
         while blocks < len(self._missing) and not self._missing[blocks]:
             blocks += 1
         return blocks
 
     def landed(self, rank: int, index: int, digest: int) -> PieceCheck:
-        """A rank has received the piece that travelled as ``index``."""
+        """Notes that a rank has received the piece with this index."""
         return self._note(self._found, self._announced, rank, index, digest)
 
     def announced(self, rank: int, index: int, digest: int) -> PieceCheck:
-        """What that piece must be, by its sender."""
+        """Notes the digest that the sender announced for the piece with this index."""
         return self._note(self._announced, self._found, rank, index, digest)
 
     def _note(

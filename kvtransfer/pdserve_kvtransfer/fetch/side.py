@@ -1,4 +1,4 @@
-"""The decode side's driver has one peer for each prefill boot that it fetches from."""
+"""The decode side's driver, which has one peer for each prefill boot that it fetches from."""
 
 from __future__ import annotations
 
@@ -24,6 +24,8 @@ log = logging.getLogger(__name__)
 
 
 class FetchSide:
+    """All fetches of a decode engine. It is a ``sides.Side``."""
+
     def __init__(self, engine: LocalEngine) -> None:
         self._engine = engine
         self._opener: FrameOpener[ToDecode] = FrameOpener(
@@ -32,7 +34,7 @@ class FetchSide:
         self._peers: dict[bytes, FetchPeer] = {}
         self._closing: list[FetchPeer] = []
         self._silent: dict[str, bytes] = {}
-        """By address, the boot whose lease ran out there last."""
+        """The boot whose lease ran out last at each address."""
 
     def handle(self, command: Command, now: float) -> None:
         match command:
@@ -71,9 +73,9 @@ class FetchSide:
         self._engine.event_queue.put(FetchFailed(order.transfer_id, reason, 0, (), FailureKind.PEER_LOST))
 
     def _try(self, peer: FetchPeer, action: Callable[[], bool | None], now: float) -> bool:
-        """``action``, which concerns this peer alone: whatever it raises, this peer is lost, and no other.
+        """Does ``action``, which concerns this peer alone: whatever it raises, this peer is lost, and no other.
 
-        True if it says so or raised. RankLost is not the peer's: without its own ranks this engine cannot go on.
+        Returns its result, and True if it raised. RankLost passes through: this engine cannot go on without its ranks.
         """
         try:
             return bool(action())
@@ -97,7 +99,7 @@ class FetchSide:
         for known in list(self._peers.values()):
             if known.target.control == target.control:
                 if known.serving:
-                    # Its connection stands, so it is the order that names a boot of the past.
+                    # The connection stands, so the boot that the order names is a past one.
                     raise PeerLost("the order names a boot that this address no longer (or not yet) has")
                 self._lose(known, FailureKind.PEER_LOST, "the prefill node has restarted", now)
         peer = FetchPeer(self._engine, target, self._opener, now)
@@ -127,7 +129,7 @@ class FetchSide:
                 self._try(peer, partial(peer.tick, now), now)
 
     def _greet_again(self, target: PrefillTarget, now: float) -> None:
-        """Greet it anew. Until it answers, orders for it fail at once instead of waiting for another lease."""
+        """Begins a new handshake. Until it is answered, orders fail at once instead of waiting for another lease."""
         self._silent[target.control] = target.boot_id
         try:
             self._peer_for(target, now)

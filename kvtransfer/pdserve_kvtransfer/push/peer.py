@@ -39,11 +39,11 @@ from pdserve_kvtransfer.sides import FailPush, GiveFirstToken, LocalEngine, Push
 log = logging.getLogger(__name__)
 
 _Outgoing = SendBlocks | BlocksReady | FirstToken | Failed
-"""What a session has to say to ranks and to the other engine, apart from its events."""
+"""The effects of a session that go to ranks or to the other engine. All other effects are events."""
 
 
 class _AnyRequest(msgspec.Struct, frozen=True, tag_field="kind", tag="prefill"):
-    """What is read of a PrefillRequest whatever else it holds."""
+    """The part of a PrefillRequest that is read whatever else it holds."""
 
     transfer_id: TransferId
 
@@ -57,14 +57,17 @@ _FAILURE_OF = {
 
 
 class PushPeer:
-    """Made of an accepted ``Hello``; answers ``Welcome`` when every rank of this node has opened its end of the link.
+    """A decode engine that this engine pushes to.
 
-    Methods raise when the peer is of no use any more, TransferError if that is not a defect; the owner then calls
+    A peer is made of an accepted ``Hello``. It answers ``Welcome`` when every rank of this node has opened its end of
+    the link.
+
+    A method raises when the peer is lost: TransferError, or any other error if that is a defect. The owner then calls
     ``end``, and from then on nothing raises. The constructor raises TransferError if a link cannot be opened.
     """
 
     def __init__(self, engine: LocalEngine, server: ControlServer, hello: Hello, protocol: int) -> None:
-        """``protocol`` is what was agreed."""
+        """``protocol`` is the version of the protocol that the engines agreed on."""
         self.boot_id = hello.boot_id
         self.protocol = protocol
         self.route = b""
@@ -72,9 +75,9 @@ class PushPeer:
         """The TCP connection of its latest frame."""
         self.lease = Lease(engine.lease_s)
         self._draining = Lease(engine.drain_s)
-        """Held while blocks of ended pushes are still read; what is sent renews it."""
+        """Runs while blocks of ended pushes are still read. Each sent piece renews it."""
         self._any_sent = False
-        """Since the last tick."""
+        """Whether a piece was sent since the last tick."""
         self._engine = engine
         self._server = server
         self._hello_addresses = tuple(hello.rank_addresses)
@@ -90,11 +93,11 @@ class PushPeer:
         return not self._sessions
 
     def has(self, transfer_id: TransferId) -> bool:
-        """Whether a push of it has not ended."""
+        """Returns whether a push with this id has not ended."""
         return transfer_id in self._sessions
 
     def on_frame(self, route: bytes, connection: int, now: float) -> None:
-        """An authentic frame of it has arrived."""
+        """Notes that an authentic frame of this peer has arrived."""
         self.route = route
         self.connection = connection
         self.lease.renew(now)
@@ -119,7 +122,7 @@ class PushPeer:
         self._read_ranks()
 
     def on_unreadable(self, message: UnreadableMessage) -> None:
-        """A request that asks for what this version does not know fails at once, with the reason."""
+        """Fails a request at once if it asks for something that this version does not know."""
         try:
             request = _any_request.decode(message.body)
         except UNDECODABLE:
@@ -211,12 +214,15 @@ class PushPeer:
     # ------------------------------------------------------------ time
 
     def renew_leases(self, now: float) -> None:
-        """This process itself did not listen for a while."""
+        """Starts the leases anew, because this process did not listen for a while."""
         self.lease.renew(now)
         self._draining.renew(now)
 
     def tick(self, now: float) -> None:
-        """Raises PeerLost if nothing could be sent for long while blocks of ended pushes are still read."""
+        """Acts on every timer that is due.
+
+        Raises PeerLost if nothing could be sent for long while blocks of ended pushes are still read.
+        """
         for session in list(self._sessions.values()):
             self._apply(session, session.expire(now))
         if self._any_sent:
@@ -236,26 +242,26 @@ class PushPeer:
     # ------------------------------------------------------------ the end
 
     def end(self, outcome: PushOutcome, reason: str) -> None:
-        """Begin to close the link; the engine's blocks are its own again when ``closed`` says True."""
+        """Fails every push and begins to close the link. No block is read any more when ``closed`` returns True."""
         self._lost = True
         for session in list(self._sessions.values()):
             self._apply(session, session.lost(outcome, reason))
         self.link.close()
 
     def closed(self) -> bool:
-        """Whether the link is closed on every rank; sessions then have had their ends."""
+        """Returns whether the link is closed on every rank. If so, it ends all sessions."""
         self._read_ranks()
         if self.link.closed:
             self.forget()
         return self.link.closed
 
     def forget(self) -> None:
-        """No rank reads blocks for this peer any more."""
+        """Ends all sessions, because no rank reads blocks for this peer any more."""
         for session in list(self._sessions.values()):
             self._apply(session, session.closed())
 
     def _apply(self, session: PushSession, effects: list[PushEffect]) -> None:
-        # This engine is told first: whatever becomes of the peer, it hears of every end.
+        # Events come first, so that this engine hears of every end even if sending to the peer raises.
         for effect in effects:
             if not isinstance(effect, _Outgoing):
                 if isinstance(effect, PushEnded):

@@ -1,4 +1,4 @@
-"""One prefill rank's end of the link to one decode engine: its heads of each block, to the decode ranks that need them.
+"""One prefill rank's end of the link to one decode engine. It sends its heads of each block to the decode ranks.
 
 Commands and reports are those of ``pdserve.wire.rank_transfer``.
 """
@@ -25,14 +25,14 @@ from pdserve_kvtransfer.region import KvRegion
 from pdserve_kvtransfer.transport import DISCARD, MovedMessage, Transport
 
 IN_FLIGHT = 64
-"""Pieces that UCX has at once: enough to keep any transport busy, and few enough to look at in every turn."""
+"""How many pieces UCX has at once: enough to keep any transport busy, and few enough to check in every turn."""
 _BLOCKS_A_TURN = 32
 _BYTES_A_TURN = 2**21
-"""Posted between two looks at the link, so that data moves while the next blocks' digests are computed."""
+"""So much is posted between two polls of the link, so that data moves while the next blocks' digests are computed."""
 
 
 class _PostProgress:
-    """What is left to post of one ``SendBlocks``."""
+    """How much of one ``SendBlocks`` is posted."""
 
     def __init__(self, command: SendBlocks, pieces: int) -> None:
         self.command = command
@@ -45,10 +45,10 @@ class _PostProgress:
 
 
 class PushPort:
-    """``reports`` collects what rank 0 is to be told; whoever drives the port empties it."""
+    """A ``ranks.Port`` of a prefill rank."""
 
     def __init__(self, link: int, rank: int, ranks: int, kv_heads: int, region: KvRegion, transport: Transport) -> None:
-        """Raises TransferError if the transport cannot open a link."""
+        """Opens the link. Raises TransferError if the transport cannot."""
         self._link = RankLink(link, transport, region.memory)
         self._rank, self._ranks, self._kv_heads = rank, ranks, kv_heads
         self._region = region
@@ -81,11 +81,11 @@ class PushPort:
         self._link.transport_link.connect([addresses[piece.target] for piece in self._pieces])
 
     def _post(self) -> bool:
-        """The next few blocks of the transfer whose turn it is, if there is room. True if there were any."""
+        """Posts some blocks of the transfer whose turn it is, if there is room. Returns whether it posted any."""
         if not self._unposted or self._in_flight >= IN_FLIGHT:
             return False
         tag = next(iter(self._unposted))
-        # It is the last one's turn next, if it has more.
+        # If this transfer has more blocks, the others have their turns first.
         queue = self._unposted.pop(tag)
         progress = queue[0]
         end = min(progress.posted + self._blocks_a_turn, len(progress.command.block_ids))
@@ -120,7 +120,7 @@ class PushPort:
                 )
 
     def turn(self) -> bool:
-        """Let data move. True if any did."""
+        """Lets data move. Returns whether any did."""
         return self._link.turn(self._poll_link)
 
     def _poll_link(self) -> bool:
@@ -129,7 +129,7 @@ class PushPort:
         self._complete(link.sent())
         arrivals = link.arrivals()
         if arrivals:
-            # Nobody has anything to send here; but it must not wait for ever either.
+            # No message is expected here, but one must not stay in the queue for ever either.
             link.receive([DISCARD] * len(arrivals))
         return self._post() or moved
 
@@ -150,7 +150,7 @@ class PushPort:
         return self._link.transport_link.fileno()
 
     def close(self) -> None:
-        """Idempotent. Nothing is read afterwards."""
+        """Closes the link. Nothing is read from then on. Idempotent."""
         self._link.close()
         self._unposted.clear()
         self._in_flight = 0

@@ -1,4 +1,4 @@
-"""The prefill side of one transfer, without I/O. Every input returns what to send and what to tell the engine."""
+"""The prefill side of one transfer, without I/O. Every input returns the messages to send and the events to queue."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import TypeAlias
 from pdserve.wire.frame import MAX_REASON_CHARS
 from pdserve.wire.rank_transfer import SendBlocks
 from pdserve.wire.sampling_params import SampledToken
+from pdserve.wire.ticket import MAX_DEADLINE_S
 from pdserve.wire.transfer import (
     UNKNOWN_LOAD,
     Accept,
@@ -24,19 +25,15 @@ from pdserve_kvtransfer.events import BlocksSent, PushCancelled, PushEnded, Push
 PushEffect: TypeAlias = SendBlocks | BlocksReady | FirstToken | Failed | PushEvent
 
 
-MAX_DEADLINE_S = 86_400.0
-"""More is not believed: a decode engine may say that it waits for ever, in numbers that no timer takes."""
-
-
 class PushState(enum.Enum):
     PUSHING = "pushing"
     ENDING = "ending"
-    """Its outcome is settled, but sends in flight still read the engine's blocks."""
+    """The push's outcome is settled, but sends in flight still read the engine's blocks."""
     ENDED = "ended"
 
 
 class PushSession:
-    """From a decode engine's request until no block of it is read any more."""
+    """One push, from a decode engine's request until no block of it is read any more."""
 
     def __init__(
         self,
@@ -49,18 +46,19 @@ class PushSession:
         *,
         reports_sent: bool = False,
     ) -> None:
-        """``link`` is the number that the ranks know it by; each block travels as ``pieces`` messages, over all ranks.
+        """``link`` is the link's number on the ranks. Each block travels as ``pieces`` messages over all ranks.
 
-        ``grace_s`` past the deadline are left to the decode engine, to say by itself that it waits no longer. With
-        ``reports_sent`` the engine is told when everything that it has pushed so far has left.
+        This side gives up ``grace_s`` after the deadline, so that the decode engine can say first that it gives up.
+        With ``reports_sent`` the engine gets ``BlocksSent`` when all that it has pushed so far is sent.
         """
         self.transfer_id = request.transfer_id
         self.state = PushState.PUSHING
+        # A decode engine may name any number, even one that no timer takes.
         self._deadline_s = min(request.deadline_s, MAX_DEADLINE_S)
         self.deadline = now + self._deadline_s + grace_s
         self.outcome: PushOutcome | None = None
         self.cause = FailureCause.NODE
-        """If the outcome is ``FAILED``."""
+        """The cause of the failure, if the outcome is ``FAILED``."""
         self.tag = request.tag
         self._request = request
         self._link = link
@@ -76,7 +74,7 @@ class PushSession:
         return f"request_id={self._request.request_id or '-'} transfer={self.transfer_id}"
 
     def open(self) -> list[PushEffect]:
-        """The first effects: the engine is told, or the request is refused because it makes no sense."""
+        """Returns the first effects: a ``PushWanted``, or the refusal of a request that makes no sense."""
         request = self._request
         if request.first_block >= self._end_index:
             self.state = PushState.ENDED
@@ -95,7 +93,7 @@ class PushSession:
         return [wanted]
 
     def push(self, first_index: int, block_ids: tuple[int, ...]) -> list[PushEffect]:
-        """The engine's blocks are final. Each sent one counts as in flight until ``sent``."""
+        """The engine has computed these blocks. Each block that is sent counts as in flight until ``sent``."""
         if self.state is not PushState.PUSHING or not block_ids:
             return []
         if first_index < self._request.first_block or first_index + len(block_ids) > self._end_index:
@@ -106,7 +104,7 @@ class PushSession:
         return [BlocksReady(self.transfer_id, first_index + len(block_ids)), *self._send_accepted()]
 
     def on_accept(self, message: Accept) -> list[PushEffect]:
-        """The decode engine has room for more."""
+        """The decode engine has room for more blocks."""
         if self.state is not PushState.PUSHING:
             return []
         self._accepted = max(self._accepted, message.end_block)
@@ -129,7 +127,7 @@ class PushSession:
         return SendBlocks(self._link, self.tag, first_index, block_ids, self._request.digests)
 
     def sent(self, count: int) -> list[PushEffect]:
-        """So many pieces have left."""
+        """``count`` pieces were sent."""
         self._in_flight -= count
         if self._in_flight or not self._sending or self.state is not PushState.PUSHING:
             return self._end_if_quiet()
@@ -146,7 +144,7 @@ class PushSession:
     def refuse(
         self, reason: str, cause: FailureCause = FailureCause.NODE, load: PrefillLoad = UNKNOWN_LOAD
     ) -> list[PushEffect]:
-        """The engine gives it up; ``load`` is its own, if that is the cause."""
+        """The engine refuses the push or gives it up. ``load`` is the engine's load, if that is the cause."""
         if self.state is not PushState.PUSHING:
             return []
         self.cause = cause
@@ -175,13 +173,13 @@ class PushSession:
         ]
 
     def lost(self, outcome: PushOutcome, reason: str) -> list[PushEffect]:
-        """The link is of no use any more; ``closed`` follows."""
+        """The peer is lost. ``closed`` follows."""
         if self.state is not PushState.PUSHING:
             return []
         return [Failed(self.transfer_id, reason), PushCancelled(self.transfer_id), *self._settle(outcome)]
 
     def closed(self) -> list[PushEffect]:
-        """The link is closed on every rank: nothing is read any more."""
+        """The link is closed on every rank, so nothing is read any more."""
         self._in_flight = 0
         return self._end_if_quiet()
 

@@ -1,4 +1,4 @@
-"""The prefill side's driver has one control socket, and one peer for each decode boot that has greeted it."""
+"""The prefill side's driver, which has one control socket and one peer for each decode boot that has sent ``Hello``."""
 
 from __future__ import annotations
 
@@ -46,7 +46,10 @@ log = logging.getLogger(__name__)
 
 
 class PushSide:
-    """Raises TransferError if the control channel cannot be bound."""
+    """All pushes of a prefill engine. It is a ``sides.Side``.
+
+    The constructor raises TransferError if the control channel cannot be bound.
+    """
 
     def __init__(self, engine: LocalEngine) -> None:
         config = engine.config
@@ -59,7 +62,7 @@ class PushSide:
         self._peers: dict[bytes, PushPeer] = {}
         self._closing: list[PushPeer] = []
         self._blocked_since: float | None = None
-        """When the last look at the control channel ended in the middle of a message that is dropped."""
+        """When the last batch of the control channel ended in the middle of a message that is dropped."""
         self._closed = False
 
     @property
@@ -78,9 +81,9 @@ class PushSide:
                 raise TypeError(f"a prefill engine has no {type(command).__name__}")
 
     def _try(self, peer: PushPeer, action: Callable[[], bool | None]) -> bool:
-        """``action``, which concerns this peer alone: whatever it raises, this peer is lost, and no other.
+        """Does ``action``, which concerns this peer alone: whatever it raises, this peer is lost, and no other.
 
-        True if it says so or raised. RankLost is not the peer's: without its own ranks this engine cannot go on.
+        Returns its result, and True if it raised. RankLost passes through: this engine cannot go on without its ranks.
         """
         try:
             return bool(action())
@@ -120,7 +123,7 @@ class PushSide:
                 self._server.trust(received.connection)
                 self._on_message(opened, received, now)
             case WrongReceiver():
-                # Of an engine that means another one here, as after a restart of this one.
+                # The sender means another engine at this address, as after a restart of this one.
                 self._refuse(received.route, opened.sender, NAMED_RECEIVERS, "boot_id", "another", "assumed")
             case UnreadableMessage() if (peer := self._peers.get(opened.sender)) is not None:
                 peer.on_unreadable(opened)
@@ -132,7 +135,7 @@ class PushSide:
         else:
             boot_id = message.boot_id
         if opened.sender != boot_id:
-            # What an engine that is newer than pdserve 0.1 says to one of 0.1: it says the same for this one as well.
+            # A newer engine sends this for a peer of pdserve 0.1. It sends the same in a frame for this engine as well.
             return
         match message:
             case Hello():
@@ -157,7 +160,7 @@ class PushSide:
         elif opened.named is (peer.protocol >= NAMED_RECEIVERS):
             peer.on_frame(received.route, received.connection, now)
             if isinstance(message, PrefillRequest) and any(gone.has(message.transfer_id) for gone in self._closing):
-                # The engine would take the end of the former for that of this one.
+                # The engine would take the end of the former push for that of this one.
                 failed = Failed(message.transfer_id, "a former push of this transfer has not ended")
                 self._send(received.route, boot_id, peer.protocol, failed)
                 return
@@ -189,7 +192,7 @@ class PushSide:
         self._peers[hello.boot_id] = peer
 
     def _on_disconnect(self, connection: int, now: float) -> None:
-        # A last frame (Done, say) may still be waiting to be read, so this is a suspicion only.
+        # A last frame, such as a Done, may still wait to be read, so the peer is only suspected to be gone.
         self._probes.disconnected(connection, now)
         for peer in list(self._peers.values()):
             if peer.connection != connection:
@@ -215,7 +218,7 @@ class PushSide:
         peer.end(outcome, reason)
         if not peer.closed():
             self._closing.append(peer)
-        # So that it greets again before its next request, and not because of it.
+        # The refusal makes the peer send a Hello before its next request, and not because of it.
         self._refuse(peer.route, peer.boot_id, peer.protocol, "handshake", "none", "assumed")
 
     def renew_leases(self, now: float) -> None:
