@@ -1,12 +1,11 @@
-"""Estimates what a prompt would cost here and on a prefill node: seconds, by pure functions of measurements.
+"""Estimates in seconds what a prompt would cost on this node and on a prefill node, from measurements alone.
 
 On this node, its tokens wait for the prompts that are being computed, and then every stream of this node waits for
-them: the stall that disaggregation is there to avoid. So the stall counts, once for each stream, times
-``stall_weight``: how many seconds of one client's wait for a first token a second of another one's stalled stream is
-worth.
+them: disaggregation is there to avoid this stall. So the stall counts, once for each stream, times ``stall_weight``:
+how many seconds of one client's wait for a first token a second of another client's stalled stream is worth.
 
-On a prefill node, its tokens wait for that node's queue, and its KV blocks have to come here, those of a chunk while
-the next one computes.
+On a prefill node, its tokens wait for that node's queue, and its KV blocks have to come to this node, those of a chunk
+while the next chunk computes.
 """
 
 from __future__ import annotations
@@ -16,21 +15,21 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class PromptSize:
-    """The question: one prompt at the head of this node's queue."""
+    """The sizes of one prompt at the head of this node's queue, and of what it competes with."""
 
     missing_tokens: int
-    """Not in the prefix cache here."""
+    """The tokens that this node's prefix cache does not have."""
     cached_tokens: int
-    """In the prefix cache here."""
+    """The tokens that this node's prefix cache has."""
     queued_tokens: int
-    """Of other prompts that this node is about to compute."""
+    """The tokens of other prompts that this node is about to compute."""
     streams: int
-    """Requests that have a place in this node's batch: each decodes, or will when its prompt is there."""
+    """The requests that have a place in this node's batch: each decodes, or will once its prompt is computed."""
 
 
 @dataclass(frozen=True, slots=True)
 class LocalMeasures:
-    """This node, as measured."""
+    """What was measured of this node."""
 
     tokens_per_s: float
     decode_step_s: float
@@ -39,33 +38,33 @@ class LocalMeasures:
 
 @dataclass(frozen=True, slots=True)
 class RemoteMeasures:
-    """A prefill node, as measured from here."""
+    """What this node has measured of a prefill node."""
 
     tokens_per_s: float
     queued_tokens: float
     late_s: float
-    """By how much the node is behind what was expected of it."""
+    """The time by which the node is later than was expected."""
     overhead_s: float
-    """What else a first token from there takes."""
+    """The time that a first token takes besides queue and computing."""
     cached_share: float
-    """Of the tokens in the prefix cache here, how many it has in its own."""
+    """The share of the tokens in this node's prefix cache that the prefill node has in its own."""
     bytes_per_token: float
-    """Of KV cache."""
+    """The size of the KV cache of a token."""
     bytes_per_s: float
 
 
-def local_cost(prompt: PromptSize, here: LocalMeasures, stall_weight: float) -> float:
-    """Until the first token, and what the streams of this node lose meanwhile."""
-    compute_s = prompt.missing_tokens / here.tokens_per_s
+def local_cost(prompt: PromptSize, local: LocalMeasures, stall_weight: float) -> float:
+    """Returns the time until the first token, plus what the streams of this node lose meanwhile."""
+    compute_s = prompt.missing_tokens / local.tokens_per_s
     ahead = prompt.queued_tokens + prompt.missing_tokens
-    decode_s = here.decode_step_s * ahead / here.max_step_tokens if prompt.streams else 0.0
-    return ahead / here.tokens_per_s + decode_s + stall_weight * prompt.streams * compute_s
+    decode_s = local.decode_step_s * ahead / local.max_step_tokens if prompt.streams else 0.0
+    return ahead / local.tokens_per_s + decode_s + stall_weight * prompt.streams * compute_s
 
 
-def remote_cost(prompt: PromptSize, there: RemoteMeasures, chunk_tokens: int) -> float:
-    """Until the first token is here, and the blocks without which there is no second one."""
-    tokens = prompt.missing_tokens + (1 - there.cached_share) * prompt.cached_tokens
-    wait_s = there.queued_tokens / there.tokens_per_s + there.late_s + there.overhead_s
-    move_s = prompt.missing_tokens * there.bytes_per_token / there.bytes_per_s
-    last_s = min(prompt.missing_tokens, chunk_tokens) * there.bytes_per_token / there.bytes_per_s
-    return wait_s + max(tokens / there.tokens_per_s + last_s, move_s)
+def remote_cost(prompt: PromptSize, remote: RemoteMeasures, chunk_tokens: int) -> float:
+    """Returns the time until the first token has come, and the blocks without which there is no second token."""
+    tokens = prompt.missing_tokens + (1 - remote.cached_share) * prompt.cached_tokens
+    wait_s = remote.queued_tokens / remote.tokens_per_s + remote.late_s + remote.overhead_s
+    move_s = prompt.missing_tokens * remote.bytes_per_token / remote.bytes_per_s
+    last_s = min(prompt.missing_tokens, chunk_tokens) * remote.bytes_per_token / remote.bytes_per_s
+    return wait_s + max(tokens / remote.tokens_per_s + last_s, move_s)

@@ -1,11 +1,11 @@
-"""How fast this engine computes prompts, measured from its own steps."""
+"""Measures how fast this engine computes prompts, from its own steps."""
 
 from __future__ import annotations
 
 import math
 
 PRIOR_TOKENS_PER_S = 1000.0
-"""Before anything was measured."""
+"""The rate that is assumed before any was measured."""
 
 # A step of fewer tokens takes the time of reading the weights, and says little about the rate.
 _TELLING_TOKENS = 32
@@ -13,11 +13,11 @@ _KEPT = 0.8
 
 
 class PrefillRate:
-    """Running means, in which a step's weight falls by a fifth with each later one."""
+    """Running means of this engine's steps. A step's weight falls by a fifth with each later step."""
 
     def __init__(self) -> None:
         self.decode_step_s = 0.0
-        """Of steps in which nothing but single tokens was computed; 0 before there was one."""
+        """The mean time of steps that computed single tokens only; 0 before the first of them."""
         self.measured_at = -math.inf
         self._tokens = 0.0
         self._seconds = 0.0
@@ -28,11 +28,11 @@ class PrefillRate:
 
     @property
     def tokens_per_s(self) -> float:
-        """Prompt tokens a second, if nothing else is computed."""
+        """The prompt tokens a second of steps that compute nothing else."""
         return self._tokens / self._seconds if self.known else PRIOR_TOKENS_PER_S
 
     def step(self, prompt_tokens: int, decoding: int, seconds: float, now: float) -> None:
-        """A step of that many prompt tokens, and of one token of each of ``decoding`` requests, took ``seconds``."""
+        """Notes that ``prompt_tokens``, and a token of each of ``decoding`` requests, took ``seconds``."""
         if seconds <= 0:
             return
         if not prompt_tokens:

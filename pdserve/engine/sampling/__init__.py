@@ -1,5 +1,5 @@
 """Turns logits into tokens.
 
-``sampling_row`` holds what one token depends on; ``logit_rules`` applies penalties and bans, by what ``token_counts``
-has counted; ``drawing`` draws; ``sampler`` does all of this in turn; ``pending_tokens`` are read later than sampled.
+``sampler`` samples the tokens of a step, each by its ``sampling_row``: ``logit_rules`` applies penalties and bans, for
+which ``token_counts`` counts, and ``drawing`` draws. ``pending_tokens`` holds tokens that are read later than sampled.
 """

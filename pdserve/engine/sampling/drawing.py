@@ -1,9 +1,9 @@
-"""Draws tokens: temperature, top-k, top-p and min-p in turn; then the distribution is inverted at one number a row.
+"""Draws tokens: applies temperature, top-k, top-p and min-p, then inverts the distribution at one number a row.
 
 The number is a hash of seed and position, so the token is the same alone or in a batch, on a prefill or a decode node,
 and after a preemption.
 
-A wide top-p keeps the heaviest tokens of a row without sorting them, by radix select (``keep_heaviest``): the bits of
+A wide top-p keeps the heaviest tokens of a row without sorting them, by radix select (``_keep_heaviest``): the bits of
 non-negative floats order as integers do, so a histogram over the upper bits says in which of its buckets enough weight
 is reached, and the next bits need only be looked at inside that bucket. After three passes, of which only the first
 sees the whole vocabulary, the limit lies among tokens of equal weight; the first ids of those are taken.
@@ -25,19 +25,25 @@ BEST_FEW = 64
 INVERSION_BLOCK = 256
 """First the block of so many tokens is found, then the token in it: a running sum over everything takes longer."""
 
+_RADIX_LARGEST_KEY = 2**31 - 1
+_RADIX_FIRST_SHIFT = 20
+_RADIX_FIRST_BUCKETS = 2**11
+_RADIX_LATER_SHIFTS = (10, 0)
+_RADIX_LATER_BUCKETS = 2**10
+
 
 def uniform(seed: int, position: int) -> float:
-    """In [0, 1), the same on every machine."""
+    """Returns a number in [0, 1), the same on every machine."""
     digest = hashlib.blake2b(f"{seed}:{position}".encode(), digest_size=8).digest()
     return (int.from_bytes(digest, "little") >> 11) * 2.0**-53
 
 
 def draw(logits: torch.Tensor, sampling: Sequence[SamplingParams], uniforms: Sequence[float]) -> torch.Tensor:
-    """One token id for each row of ``logits`` (fp32 ``[rows, vocab_size]``, overwritten), by its own parameters.
+    """Draws a token for each row of ``logits`` (fp32 ``[rows, vocab_size]``, overwritten) by the row's parameters.
 
-    Returns int64 ``[rows]`` on the device of ``logits``. Waits for a GPU only where a row has a top-p.
+    Returns token ids, int64 ``[rows]``, on the device of ``logits``. Waits for a GPU only where a row has a top-p.
     """
-    # Shifted first, so that a small temperature cannot overflow.
+    # The shift comes first, so that a small temperature cannot overflow.
     logits -= logits.amax(-1, keepdim=True)
     logits /= _column(logits, [params.temperature for params in sampling])
     weights = _top_k(logits.softmax(-1), logits, [params.top_k for params in sampling])
@@ -47,7 +53,7 @@ def draw(logits: torch.Tensor, sampling: Sequence[SamplingParams], uniforms: Seq
 
 
 def _top_k(weights: torch.Tensor, logits: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
-    """Zeros for all but the best ``counts[row]`` tokens and their equals; 0 keeps all."""
+    """Returns weights with zeros for all but the best ``counts[row]`` tokens and their equals; 0 keeps all."""
     rows = [row for row, count in enumerate(counts) if 0 < count < weights.shape[-1]]
     if not rows:
         return weights
@@ -58,7 +64,7 @@ def _top_k(weights: torch.Tensor, logits: torch.Tensor, counts: Sequence[int]) -
 
 
 def top_p(weights: torch.Tensor, shares: Sequence[float]) -> torch.Tensor:
-    """Zeros for all but the fewest most likely tokens whose share of the weight reaches ``shares[row]``.
+    """Returns weights with zeros for all but the fewest likeliest tokens whose share reaches ``shares[row]``.
 
     At least the best token stays; of equally likely ones those with lower ids come first (Holtzman et al., 2020).
     """
@@ -70,19 +76,19 @@ def top_p(weights: torch.Tensor, shares: Sequence[float]) -> torch.Tensor:
     kept, settled = _nucleus_among_best(part, targets)
     wide = [row for row, done in enumerate(settled.tolist()) if not done]
     if wide:
-        kept = _replaced(kept, wide, keep_heaviest(_selected(part, wide), targets[wide]))
+        kept = _replaced(kept, wide, _keep_heaviest(_selected(part, wide), targets[wide]))
     return _replaced(weights, rows, kept)
 
 
 def _nucleus_among_best(weights: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The nucleus where it lies within the best few tokens, as it mostly does, and for which rows it does."""
+    """Returns each row's nucleus as far as it lies within the best few tokens, and for which rows that is all of it."""
     best, ids = weights.topk(min(BEST_FEW, weights.shape[-1]))
     limit = best.gather(
         1, torch.searchsorted(best.cumsum(-1, dtype=torch.float64), targets.unsqueeze(1)).clamp(max=best.shape[1] - 1)
     )
-    # Beyond the last of the few there may be others like it.
+    # Tokens beyond the last of the few may be as likely as that one.
     settled = (limit > best[:, -1:]).squeeze(1)
-    # Equal ones in the order of their ids.
+    # Equally likely tokens are sorted by their ids.
     ids, order = ids.sort(-1)
     best, order = best.gather(1, order).sort(dim=-1, descending=True, stable=True)
     before = best.cumsum(-1, dtype=torch.float64) - best
@@ -92,14 +98,14 @@ def _nucleus_among_best(weights: torch.Tensor, targets: torch.Tensor) -> tuple[t
 
 
 def _min_p(weights: torch.Tensor, shares: Sequence[float]) -> torch.Tensor:
-    """Zeros for all that is less likely than ``shares[row]`` times the best."""
+    """Returns weights with zeros for all tokens that are less likely than ``shares[row]`` times the best."""
     if not any(shares):
         return weights
     return weights * (weights >= weights.amax(-1, keepdim=True) * _column(weights, shares))
 
 
 def _invert(weights: torch.Tensor, uniforms: Sequence[float]) -> torch.Tensor:
-    """The tokens at which the cumulative distributions pass these numbers."""
+    """Returns the tokens at which the cumulative distributions pass these numbers."""
     missing = -weights.shape[-1] % INVERSION_BLOCK
     padded = torch.nn.functional.pad(weights, (0, missing)) if missing else weights
     blocks = padded.view(len(weights), -1, INVERSION_BLOCK)
@@ -113,7 +119,7 @@ def _invert(weights: torch.Tensor, uniforms: Sequence[float]) -> torch.Tensor:
 
 
 def _passed(ends: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-    """The first place in each row where the running sum is above ``wanted``, or at least where it stops rising."""
+    """Returns the first place in each row where the running sum is above ``wanted``, or where it stops rising."""
     last = torch.searchsorted(ends, ends[:, -1:].contiguous())
     return torch.minimum(torch.searchsorted(ends, wanted, right=True), last)
 
@@ -132,37 +138,30 @@ def _selected(whole: torch.Tensor, rows: list[int]) -> torch.Tensor:
 
 
 def _replaced(whole: torch.Tensor, rows: list[int], part: torch.Tensor) -> torch.Tensor:
-    """``whole`` with ``part`` for these rows; may change it."""
+    """Returns ``whole`` with ``part`` in place of these rows; ``whole`` may be changed."""
     if len(rows) == len(whole):
         return part
     whole[rows] = part
     return whole
 
 
-LARGEST_KEY = 2**31 - 1
-FIRST_SHIFT = 20
-FIRST_BUCKETS = 2**11
-LATER_SHIFTS = (10, 0)
-LATER_BUCKETS = 2**10
+def _keep_heaviest(weights: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Returns weights with zeros for all but the fewest heaviest tokens whose sum reaches their row's target.
 
-
-def keep_heaviest(weights: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """A copy of ``weights`` with zeros for all but the fewest heaviest tokens whose sum reaches their row's target.
-
-    ``weights`` is fp32 ``[rows, tokens]``, none negative; ``targets`` float64 ``[rows]``, where one above a row's whole
-    weight counts as that weight. At least one token stays.
+    ``weights`` is fp32 ``[rows, tokens]``, none negative. ``targets`` is float64 ``[rows]``; a target above a row's
+    whole weight counts as that weight. At least one token stays.
     """
     rows = len(weights)
-    keys = LARGEST_KEY - weights.view(torch.int32)
-    bucket = keys >> FIRST_SHIFT
-    mass = targets.new_zeros(rows, FIRST_BUCKETS).scatter_add_(1, bucket.long(), weights.double())
+    keys = _RADIX_LARGEST_KEY - weights.view(torch.int32)
+    bucket = keys >> _RADIX_FIRST_SHIFT
+    mass = targets.new_zeros(rows, _RADIX_FIRST_BUCKETS).scatter_add_(1, bucket.long(), weights.double())
     at, before = _reached(mass, targets)
     row, token = (bucket == at.unsqueeze(1)).nonzero(as_tuple=True)
-    for shift in LATER_SHIFTS:
-        digit = (keys[row, token] >> shift) & (LATER_BUCKETS - 1)
-        mass = targets.new_zeros(rows * LATER_BUCKETS)
-        mass.scatter_add_(0, row * LATER_BUCKETS + digit, weights[row, token].double())
-        at, more = _reached(mass.view(rows, LATER_BUCKETS), targets - before)
+    for shift in _RADIX_LATER_SHIFTS:
+        digit = (keys[row, token] >> shift) & (_RADIX_LATER_BUCKETS - 1)
+        mass = targets.new_zeros(rows * _RADIX_LATER_BUCKETS)
+        mass.scatter_add_(0, row * _RADIX_LATER_BUCKETS + digit, weights[row, token].double())
+        at, more = _reached(mass.view(rows, _RADIX_LATER_BUCKETS), targets - before)
         before = before + more
         tied = digit == at[row]
         row, token = row[tied], token[tied]
@@ -177,7 +176,7 @@ def keep_heaviest(weights: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 
 def _reached(mass: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The first bucket of each row by whose end the target is reached, and the mass before that bucket."""
+    """Returns the first bucket of each row by whose end the target is reached, and the mass before that bucket."""
     ends = mass.cumsum(-1)
     # Sums in another order may miss the target by a rounding; and an empty bucket reaches nothing.
     wanted = torch.minimum(targets.unsqueeze(1), ends[:, -1:]).clamp(min=torch.finfo(torch.float64).tiny)

@@ -1,7 +1,7 @@
-"""Parameters that change a request's logits before one of them is chosen: penalties, bias, and what may not be chosen.
+"""Changes a request's logits by its parameters before a token is sampled.
 
-In this order: repetition penalty, frequency and presence penalties, bias, then what is allowed or banned. All rows are
-changed together: their tokens are listed here, and each rule is one gather and one scatter on the device.
+The order is: repetition penalty, frequency and presence penalties, bias, then allowed and banned tokens. All rows are
+changed together: their tokens are listed on the host, and each rule is one gather and one scatter on the device.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ FORBIDDEN = float("-inf")
 
 
 def has_rules(row: SamplingRow) -> bool:
-    """Whether ``apply_rules`` would change anything."""
+    """Returns whether ``apply_rules`` would change the row's logits."""
     sampling = row.sampling
     return (
         sampling.repetition_penalty != 1.0
@@ -32,7 +32,7 @@ def has_rules(row: SamplingRow) -> bool:
 
 
 def apply_rules(logits: torch.Tensor, rows: Sequence[SamplingRow], eos_token_ids: Set[int]) -> torch.Tensor:
-    """Logits ``[rows, vocab_size]`` by these rows' parameters; ``logits`` itself may be changed, too."""
+    """Returns the logits ``[rows, vocab_size]`` after the rows' parameters. ``logits`` itself may be changed, too."""
     _penalise_repetition(logits, rows)
     _add(logits, _penalties(rows))
     _add(logits, _biases(rows))
@@ -40,7 +40,7 @@ def apply_rules(logits: torch.Tensor, rows: Sequence[SamplingRow], eos_token_ids
 
 
 class _Identity:
-    """A request's token ids, found again in every step: to compare or hash them would take as long as to read them."""
+    """A request's token ids as a cache key by identity: to compare or hash them would take as long as to read them."""
 
     __slots__ = ("ids",)
 
@@ -56,7 +56,7 @@ class _Identity:
 
 @lru_cache(maxsize=128)
 def _array(given: _Identity) -> npt.NDArray[np.int64]:
-    """16,384 ids for each of 64 answers take 40 ms of a step to read."""
+    """Returns the ids as an array. To read 16,384 ids for each of 64 answers takes 40 ms of a step."""
     return np.asarray(given.ids, np.int64)
 
 
@@ -75,13 +75,13 @@ class _Entries:
         self.values.append(np.broadcast_to(np.asarray(values, np.float32), ids.shape))
 
     def place(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Rows, tokens and values, each 1-D and of one length."""
+        """Returns rows, tokens and values on the device, each 1-D and of one length."""
         rows, tokens, values = (np.concatenate(part) for part in (self.rows, self.tokens, self.values))
         return tuple(torch.from_numpy(part).to(device) for part in (rows, tokens, values))  # type: ignore[return-value]  # mypy does not count them
 
 
 def _penalise_repetition(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> None:
-    """Keskar et al., 2019 (CTRL); of prompt and answer, and of both signs, as transformers has it."""
+    """Penalises tokens of prompt and answer, for logits of both signs, as transformers does (Keskar et al., 2019)."""
     entries = _Entries()
     for index, row in enumerate(rows):
         if row.sampling.repetition_penalty != 1.0:
@@ -118,7 +118,7 @@ def _add(logits: torch.Tensor, entries: _Entries) -> None:
 
 
 def _keep_open(logits: torch.Tensor, rows: Sequence[SamplingRow], eos_token_ids: Set[int]) -> torch.Tensor:
-    """Forbids what may not be chosen. Bans that would leave a row nothing to choose do not hold there."""
+    """Forbids tokens that are banned or not allowed. Bans that would leave a row no token do not hold there."""
     allowed, banned = _Entries(), _Entries()
     vocab_size = logits.shape[-1]
     for index, row in enumerate(rows):

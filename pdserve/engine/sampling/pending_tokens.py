@@ -14,7 +14,7 @@ import torch
 
 from pdserve.engine.sampling.drawing import draw, uniform
 from pdserve.engine.sampling.logit_rules import has_rules
-from pdserve.engine.sampling.sampler import GREEDY_BELOW, groups, sample
+from pdserve.engine.sampling.sampler import GREEDY_BELOW, draw_groups, sample
 from pdserve.engine.sampling.sampling_row import SamplingRow
 from pdserve.wire.sampling_params import SampledToken
 from pdserve_kernels.host_to_device import stage
@@ -23,21 +23,23 @@ _NOT_FINITE = -1
 
 
 class PendingTokens(Protocol):
+    """The sampled tokens of a step, to be read once."""
+
     @property
     def tokens(self) -> torch.Tensor | None:
-        """``[rows]`` token ids on the device, valid ones in every row; None if they are not known there."""
+        """Token ids ``[rows]`` on the device, valid in every row; None if they are not known there."""
 
     def read(self) -> list[SampledToken | None]:
-        """What ``sampler.sample`` gives. Waits for a GPU."""
+        """Returns what ``sampler.sample`` returns. Waits for a GPU."""
 
 
 def can_sample_on_device(row: SamplingRow) -> bool:
-    """Whether a row's token can be chosen without knowing the ones before it, and without a report."""
+    """Returns whether a row's token can be sampled without its request's last tokens, and without a report."""
     return row.sampling.logprobs is None and not has_rules(row)
 
 
 class HostTokens:
-    """Chosen when read; ``logits`` have to be valid until then."""
+    """Tokens that are sampled when they are read; ``logits`` have to be valid until then."""
 
     tokens = None
 
@@ -49,16 +51,16 @@ class HostTokens:
 
 
 class DeviceTokens:
-    """Chosen behind the kernels that compute ``logits``, for rows that are ``can_sample_on_device``."""
+    """Tokens that are sampled behind the kernels that compute ``logits``. All rows are ``can_sample_on_device``."""
 
     def __init__(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> None:
         best = logits.max(-1)
         self.tokens: torch.Tensor = best.indices
         finite = best.values.isfinite()
         drawn = [index for index, row in enumerate(rows) if row.sampling.temperature >= GREEDY_BELOW]
-        for group in groups(drawn, logits):
+        for group in draw_groups(drawn, logits):
             places = stage([group], logits.device)[0].long()
-            # What is not finite draws something all the same, which is not looked at.
+            # A row that is not finite draws some token all the same, which is not looked at.
             own = logits.index_select(0, places).masked_fill_(~finite.index_select(0, places).unsqueeze(1), 0.0)
             uniforms = [uniform(rows[index].sampling.seed, rows[index].position) for index in group]
             self.tokens.index_copy_(0, places, draw(own, [rows[index].sampling for index in group], uniforms))
@@ -69,7 +71,7 @@ class DeviceTokens:
 
 
 class HostCopy:
-    """Integers on their way to the host, which nobody waits for until they are read."""
+    """Integers on their way to the host. The host waits for them only when they are read."""
 
     def __init__(self, values: torch.Tensor) -> None:
         self._host, self._there = values, None

@@ -5,7 +5,7 @@ of nothing else: it is the same alone or in a batch, on a prefill or a decode no
 with the batch by rounding: below 1e-4 in fp32, where no answer was seen to change; in bf16 enough to tip a close call.)
 Log probabilities are by the model's own distribution.
 
-What nobody asks for costs nothing: a greedy row takes part in one ``max`` over all rows.
+A parameter that no request sets costs nothing: a greedy row takes part in one ``max`` over all rows.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pdserve.engine.sampling.sampling_row import SamplingRow
 from pdserve.wire.sampling_params import SampledToken, TokenLogprobs
 
 GREEDY_BELOW = 1e-5
-"""Temperatures under it are greedy: dividing by them says nothing else, and overflows."""
+"""Temperatures below this are greedy: dividing by them would give the same token, or overflow."""
 
 CPU_LOGITS_AT_ONCE = 2**17
 """On a CPU, rows are drawn in groups of about so many logits, which stay in its caches (3 times as fast)."""
@@ -29,10 +29,10 @@ CPU_LOGITS_AT_ONCE = 2**17
 def sample(
     logits: torch.Tensor, rows: Sequence[SamplingRow], eos_token_ids: Set[int] = frozenset()
 ) -> list[SampledToken | None]:
-    """One choice a row; None where the logits are not finite, so that nothing can be said.
+    """Returns one token a row, or None where the logits are not finite.
 
-    ``logits`` is fp32 ``[rows, vocab_size]`` and stays as it is. ``eos_token_ids`` are what ``min_tokens`` holds off
-    besides a request's own stop tokens.
+    ``logits`` is fp32 ``[rows, vocab_size]`` and is not changed. ``min_tokens`` forbids ``eos_token_ids`` as well as a
+    request's own stop tokens.
     """
     best = logits.max(-1)
     tokens: list[int] = best.indices.tolist()
@@ -47,7 +47,7 @@ def sample(
         ):
             shaped[index], tokens[index], finite[index] = own, token, sane
     drawn = [i for i, row in enumerate(rows) if finite[i] and row.sampling.temperature >= GREEDY_BELOW]
-    for group in groups(drawn, logits):
+    for group in draw_groups(drawn, logits):
         own_logits = [shaped.get(index, logits[index]) for index in group]
         params = [rows[index].sampling for index in group]
         uniforms = [uniform(rows[index].sampling.seed, rows[index].position) for index in group]
@@ -57,8 +57,8 @@ def sample(
     return [SampledToken(token, reports.get(index)) if finite[index] else None for index, token in enumerate(tokens)]
 
 
-def groups(rows: list[int], logits: torch.Tensor) -> list[list[int]]:
-    """Which of ``rows`` to draw together."""
+def draw_groups(rows: list[int], logits: torch.Tensor) -> list[list[int]]:
+    """Divides ``rows`` into the groups that are drawn together."""
     if not rows:
         return []
     size = max(CPU_LOGITS_AT_ONCE // logits.shape[-1], 1) if logits.device.type == "cpu" else len(rows)
@@ -80,12 +80,13 @@ def _reports(
     return dict(zip(asking, found, strict=True))
 
 
-def token_logprobs(logits: torch.Tensor, chosen: Sequence[int], counts: Sequence[int]) -> list[TokenLogprobs]:
-    """For each row of ``logits`` (fp32 ``[rows, vocab_size]``) its chosen token and the ``counts[row]`` likeliest.
+def token_logprobs(logits: torch.Tensor, sampled: Sequence[int], counts: Sequence[int]) -> list[TokenLogprobs]:
+    """Returns log probabilities of each row's sampled token and of its ``counts[row]`` likeliest tokens.
 
-    Equally likely tokens come in the order of their ids, so that the answer depends on neither device nor batch.
+    ``logits`` is fp32 ``[rows, vocab_size]``. Equally likely tokens come in the order of their ids, so that the answer
+    depends on neither device nor batch.
     """
-    column = torch.tensor(chosen, device=logits.device).unsqueeze(1)
+    column = torch.tensor(sampled, device=logits.device).unsqueeze(1)
     normaliser = logits.logsumexp(-1, keepdim=True)
     own = logits.gather(1, column)
     ranks = (logits > own).sum(-1) + 1
@@ -104,7 +105,7 @@ def _likeliest(logits: torch.Tensor, normaliser: torch.Tensor, counts: Sequence[
         return found
     best = logits.topk(max(wanted)).values
     last = torch.tensor([max(count - 1, 0) for count in wanted], device=logits.device).unsqueeze(1)
-    # Which of several equal tokens topk takes is not said: all are looked at.
+    # It is not defined which of several equal tokens topk takes, so all of them are looked at.
     row, token = (logits >= best.gather(1, last)).nonzero(as_tuple=True)
     logprobs = (logits - normaliser)[row, token]
     for at, token_id, logprob in zip(row.tolist(), token.tolist(), logprobs.tolist(), strict=True):

@@ -1,4 +1,4 @@
-"""What the sampling of one token depends on, besides the logits."""
+"""Holds what the sampling of one token depends on, besides the logits."""
 
 from __future__ import annotations
 
@@ -12,36 +12,36 @@ from pdserve.wire.sampling_params import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class SamplingRow:
-    """One row of logits and the request that it is for.
+    """What the sampling of one row of logits takes from its request.
 
-    Nothing is copied: ``token_ids`` is read while the row is sampled, by those parameters that look back.
+    Nothing is copied: parameters that look back read ``token_ids`` while the row is sampled.
     """
 
     sampling: SamplingParams
     token_ids: Sequence[int]
-    """The prompt, then what was generated before this position."""
+    """The prompt, followed by the tokens that were generated before this position."""
     num_prompt_tokens: int
     num_unknown_tokens: int = 0
-    """Chosen after those, but not on the host yet."""
+    """The number of tokens that were sampled after ``token_ids`` and are not on the host yet."""
     counts: TokenCounts = field(default_factory=TokenCounts)
-    """The request's, of ``token_ids``."""
+    """How often each of ``token_ids`` occurs."""
 
     @classmethod
     def of(cls, request: Request) -> SamplingRow:
-        """For the token after the request's last one."""
+        """Returns the row for the token after the request's last one."""
         return cls(request.sampling, request.token_ids, request.num_prompt_tokens, 0, request.counts)
 
     @classmethod
     def after_unknown(cls, request: Request) -> SamplingRow:
-        """For the token after the one that a step under way chooses for the request."""
+        """Returns the row for the token after the one that a step under way samples for the request."""
         return cls(request.sampling, request.token_ids, request.num_prompt_tokens, 1, request.counts)
 
     @property
     def position(self) -> int:
-        """How many tokens were generated before."""
+        """The number of tokens that were generated before this one."""
         return len(self.token_ids) + self.num_unknown_tokens - self.num_prompt_tokens
 
     def has_generated(self, last: Sequence[int]) -> bool:
-        """Whether the answer so far ends with these tokens."""
+        """Returns whether the answer so far ends with these tokens."""
         start = len(self.token_ids) - len(last)
         return start >= self.num_prompt_tokens and list(self.token_ids[start:]) == list(last)

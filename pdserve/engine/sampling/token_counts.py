@@ -1,4 +1,4 @@
-"""Which tokens a request has, and how often, continued from step to step.
+"""Counts which tokens a request has, and how often, continued from step to step.
 
 To count the tokens of a context anew for each token of each answer took a third of a second a step, with 64 answers of
 32,768 tokens.
@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 
 class TokenCounts:
-    """Of one request, whose tokens only ever become more."""
+    """The token counts of one request. Its tokens are only ever appended to."""
 
     __slots__ = ("_all", "_generated")
 
@@ -22,9 +22,9 @@ class TokenCounts:
         self._generated: _CountedTokens | None = None
 
     def present(self, token_ids: Sequence[int]) -> npt.NDArray[np.int64]:
-        """Each token of prompt and answer once. Valid until the next call."""
+        """Returns each token of prompt and answer once. The array is valid until the next call."""
         if self._all is None:
-            # A long prompt at once, in C; nobody asks how often its tokens come.
+            # A long prompt is read at once, in C: no parameter needs to know how often its tokens occur.
             self._all = _CountedTokens(dict.fromkeys(token_ids), len(token_ids))
         self._all.read(token_ids)
         return self._all.tokens
@@ -32,7 +32,7 @@ class TokenCounts:
     def generated(
         self, token_ids: Sequence[int], num_prompt_tokens: int
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Each token of the answer once, and how often it is there. Valid until the next call."""
+        """Returns each token of the answer once, and how often it occurs. The arrays are valid until the next call."""
         if self._generated is None:
             self._generated = _CountedTokens((), num_prompt_tokens)
         self._generated.read(token_ids)
@@ -41,7 +41,7 @@ class TokenCounts:
 
 class _CountedTokens:
     def __init__(self, tokens: Iterable[int], num_read: int) -> None:
-        """``tokens`` are all different, and come from the ``num_read`` that were read already."""
+        """``tokens`` are all different, and come from the ``num_read`` tokens that were read already."""
         self._tokens = np.fromiter(tokens, np.int64)
         self._times = np.ones(len(self._tokens), np.int64)
         self._place = {token: place for place, token in enumerate(self._tokens.tolist())}
@@ -66,5 +66,5 @@ class _CountedTokens:
 
 
 def _doubled(array: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """With zeros behind."""
+    """Returns the array at twice the length or more, with zeros at its end."""
     return np.concatenate([array, np.zeros(max(16, len(array)), np.int64)])

@@ -22,65 +22,65 @@ THERES = st.builds(
 )
 
 
-def prefers_remote(prompt: PromptSize, here: LocalMeasures, there: RemoteMeasures, weight: float) -> bool:
-    return remote_cost(prompt, there, CHUNK) < local_cost(prompt, here, weight)
+def prefers_remote(prompt: PromptSize, local: LocalMeasures, remote: RemoteMeasures, weight: float) -> bool:
+    return remote_cost(prompt, remote, CHUNK) < local_cost(prompt, local, weight)
 
 
 @given(PROMPTS, HERES, THERES, WEIGHTS, st.floats(0, 1e6), SECONDS, SECONDS)
 def test_a_busier_prefill_node_never_attracts_a_prompt(
     prompt: PromptSize,
-    here: LocalMeasures,
-    there: RemoteMeasures,
+    local: LocalMeasures,
+    remote: RemoteMeasures,
     weight: float,
     tokens: float,
     late_s: float,
     overhead_s: float,
 ) -> None:
     busier = replace(
-        there,
-        queued_tokens=there.queued_tokens + tokens,
-        late_s=there.late_s + late_s,
-        overhead_s=there.overhead_s + overhead_s,
+        remote,
+        queued_tokens=remote.queued_tokens + tokens,
+        late_s=remote.late_s + late_s,
+        overhead_s=remote.overhead_s + overhead_s,
     )
-    assert not prefers_remote(prompt, here, busier, weight) or prefers_remote(prompt, here, there, weight)
+    assert not prefers_remote(prompt, local, busier, weight) or prefers_remote(prompt, local, remote, weight)
 
 
 @given(PROMPTS, HERES, THERES, WEIGHTS, TOKENS, st.integers(0, 100))
 def test_a_busier_decode_node_never_keeps_a_prompt(
-    prompt: PromptSize, here: LocalMeasures, there: RemoteMeasures, weight: float, tokens: int, streams: int
+    prompt: PromptSize, local: LocalMeasures, remote: RemoteMeasures, weight: float, tokens: int, streams: int
 ) -> None:
-    assume(prefers_remote(prompt, here, there, weight))
+    assume(prefers_remote(prompt, local, remote, weight))
     busier = replace(prompt, queued_tokens=prompt.queued_tokens + tokens, streams=prompt.streams + streams)
-    assert prefers_remote(busier, here, there, weight)
+    assert prefers_remote(busier, local, remote, weight)
 
 
 @given(PROMPTS, HERES, THERES, st.floats(1, 10), st.integers(1, 10_000))
 def test_a_longer_prompt_stays_remote_where_remote_is_not_slower_by_the_token(
-    prompt: PromptSize, here: LocalMeasures, there: RemoteMeasures, weight: float, more: int
+    prompt: PromptSize, local: LocalMeasures, remote: RemoteMeasures, weight: float, more: int
 ) -> None:
-    """And is there a stream here, a prefill node of the same speed is enough."""
-    per_token = 1 / there.tokens_per_s + there.bytes_per_token / there.bytes_per_s
-    assume(per_token <= (1 + weight * prompt.streams) / here.tokens_per_s)
-    assume(prefers_remote(prompt, here, there, weight))
+    """And is remote a stream local, a prefill node of the same speed is enough."""
+    per_token = 1 / remote.tokens_per_s + remote.bytes_per_token / remote.bytes_per_s
+    assume(per_token <= (1 + weight * prompt.streams) / local.tokens_per_s)
+    assume(prefers_remote(prompt, local, remote, weight))
     longer = replace(prompt, missing_tokens=prompt.missing_tokens + more)
-    assert remote_cost(longer, there, CHUNK) <= local_cost(longer, here, weight) * (1 + 1e-9)
+    assert remote_cost(longer, remote, CHUNK) <= local_cost(longer, local, weight) * (1 + 1e-9)
 
 
 @given(PROMPTS, HERES, THERES, st.floats(1, 100))
 def test_costs_are_never_less_than_the_work(
-    prompt: PromptSize, here: LocalMeasures, there: RemoteMeasures, weight: float
+    prompt: PromptSize, local: LocalMeasures, remote: RemoteMeasures, weight: float
 ) -> None:
-    assert local_cost(prompt, here, weight) >= prompt.missing_tokens / here.tokens_per_s
-    assert remote_cost(prompt, there, CHUNK) >= prompt.missing_tokens / there.tokens_per_s
+    assert local_cost(prompt, local, weight) >= prompt.missing_tokens / local.tokens_per_s
+    assert remote_cost(prompt, remote, CHUNK) >= prompt.missing_tokens / remote.tokens_per_s
 
 
 def test_the_figures_of_one_prompt() -> None:
     prompt = PromptSize(missing_tokens=512, cached_tokens=128, queued_tokens=256, streams=3)
-    here = LocalMeasures(tokens_per_s=1000, decode_step_s=0.02, max_step_tokens=256)
+    local = LocalMeasures(tokens_per_s=1000, decode_step_s=0.02, max_step_tokens=256)
     # Its turn and its own time, three decode steps beside it, and three streams that wait half a second.
-    assert local_cost(prompt, here, 2.0) == pytest.approx(0.768 + 3 * 0.02 + 2 * 3 * 0.512)
-    there = RemoteMeasures(2000, 1000, 0.1, 0.01, 0.75, 20_000, 1e9)
+    assert local_cost(prompt, local, 2.0) == pytest.approx(0.768 + 3 * 0.02 + 2 * 3 * 0.512)
+    remote = RemoteMeasures(2000, 1000, 0.1, 0.01, 0.75, 20_000, 1e9)
     # Queue, lateness and overhead; the missing tokens and a quarter of the cached ones; the last chunk's blocks.
-    assert remote_cost(prompt, there, 256) == pytest.approx(0.5 + 0.11 + 544 / 2000 + 256 * 20_000 / 1e9)
-    slow_link = replace(there, bytes_per_s=1e7)
+    assert remote_cost(prompt, remote, 256) == pytest.approx(0.5 + 0.11 + 544 / 2000 + 256 * 20_000 / 1e9)
+    slow_link = replace(remote, bytes_per_s=1e7)
     assert remote_cost(prompt, slow_link, 256) == pytest.approx(0.61 + 512 * 20_000 / 1e7)
