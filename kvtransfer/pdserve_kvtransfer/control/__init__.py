@@ -1,5 +1,5 @@
-"""The control channel between two engines: signed frames over ZMQ, beside the link that carries the blocks.
+"""The control channel between two engines: signed frames over ZMQ, apart from the link that carries the blocks.
 
-``sockets`` are its two ends and the opening of frames; ``handshake`` settles whether two engines fit; ``lease`` says
-by the clock who still lives.
+``sockets`` has its two ends and opens frames. ``handshake`` settles whether two engines fit. ``lease`` tells by the
+clock whether the other engine is alive.
 """

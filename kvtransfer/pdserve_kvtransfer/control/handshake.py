@@ -1,6 +1,7 @@
-"""Whether two engines fit, settled once for each pair of boots and before any address is used.
+"""The handshake, which settles whether two engines fit. It happens once for each pair of boots, before any address is
+used.
 
-The protocol is settled first: engines of two versions fit if there is a version that both speak.
+The protocol comes first: engines of two versions fit if there is a version of the protocol that both support.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ _MAY_DIFFER = ("protocol", "oldest_protocol", "tp_size")
 
 
 def misfits(ours: EngineSpec, theirs: EngineSpec) -> Iterator[HandshakeRefused]:
-    """Every field that does not fit, in the order of EngineSpec."""
+    """Yields a refusal for each field that does not fit, in the order of EngineSpec."""
     if ours.spoken.common(theirs.spoken) is None:
         yield HandshakeRefused("protocol", str(ours.spoken), str(theirs.spoken))
     for field in EngineSpec.__struct_fields__:
@@ -27,12 +28,12 @@ def misfits(ours: EngineSpec, theirs: EngineSpec) -> Iterator[HandshakeRefused]:
 
 
 def misfit(ours: EngineSpec, theirs: EngineSpec) -> HandshakeRefused | None:
-    """The first field that does not fit."""
+    """Returns the refusal for the first field that does not fit, if there is one."""
     return next(misfits(ours, theirs), None)
 
 
 def answer(hello: Hello, boot_id: bytes, spec: EngineSpec) -> Refused | None:
-    """The prefill side's refusal of ``hello``; None if the engines fit."""
+    """Returns the prefill side's refusal of ``hello``, or None if the engines fit."""
     refusal = misfit(spec, hello.spec)
     refusal = refusal or _bad_ranks(spec, hello.spec, hello.rank_addresses)
     return None if refusal is None else Refused(boot_id, refusal.field, refusal.ours, refusal.theirs)
@@ -67,9 +68,9 @@ class Handshake:
         return Hello(self._boot_id, self._spec, list(rank_addresses))
 
     def accepts(self, opened: Opened[ToDecode]) -> bool:
-        """Whether a frame counts: it is of the engine that was meant, and in the protocol that was agreed.
+        """Returns whether a frame is from the engine that was meant and in the protocol that was agreed on.
 
-        Raises PeerLost if it shows that another process has this engine's place.
+        Raises PeerLost if it shows that another process has taken that engine's place.
         """
         message = opened.message
         if opened.sender != self._target_boot:
@@ -79,11 +80,11 @@ class Handshake:
         return self.protocol is None or opened.named is (self.protocol >= NAMED_RECEIVERS)
 
     def on_welcome(self, message: Welcome, *, named: bool = True) -> tuple[bytes, ...] | None:
-        """The other ranks' addresses, to be connected to; None if the handshake stands already.
+        """Returns the addresses of the other engine's ranks, or None if the handshake was complete already.
 
-        ``named`` is whether its frame named its receiver: those of pdserve 0.1 do not.
+        ``named`` is whether the frame named its receiver. Frames of pdserve 0.1 do not.
 
-        Raises HandshakeRefused if the engines do not fit, PeerLost if another process answers than was meant.
+        Raises HandshakeRefused if the engines do not fit, and PeerLost if another process answers than was meant.
         """
         self.check_boot(message.boot_id)
         if self.complete:
@@ -97,7 +98,7 @@ class Handshake:
         return tuple(message.rank_addresses)
 
     def refused(self, message: Refused) -> HandshakeRefused | PeerLost:
-        """What a refusal means for this side."""
+        """Returns the error that a refusal means for this side."""
         if message.field == "boot_id":
             return PeerLost("the prefill node has restarted")
         if self.complete:

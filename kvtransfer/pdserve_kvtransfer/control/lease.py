@@ -1,31 +1,33 @@
-"""Who still lives, by the clock alone. Times are seconds of ``time.monotonic()``, handed in."""
+"""Timers that tell whether the other engine is alive. Callers pass times, in seconds of ``time.monotonic()``."""
 
 from __future__ import annotations
 
 
 class Lease:
-    """Runs out ``duration_s`` after the last renewal, while it is held; not held, it never does."""
+    """A lease that runs out ``duration_s`` after its last renewal while it is held. One that is not held never does."""
 
     def __init__(self, duration_s: float) -> None:
         self._duration_s = duration_s
         self._extended_s = 0.0
-        """Since the last renewal."""
+        """By how much it was extended since the last renewal."""
         self.until: float | None = None
-        """When it runs out; None while not held."""
+        """When it runs out. None while it is not held."""
 
     def hold(self, now: float) -> None:
-        """Start, unless it is running."""
+        """Starts it, unless it is running."""
         if self.until is None:
             self.until, self._extended_s = now + self._duration_s, 0.0
 
     def renew(self, now: float) -> None:
-        """The other side was heard."""
+        """Starts it anew, because the other side was heard."""
         if self.until is not None:
             self.until, self._extended_s = now + self._duration_s, 0.0
 
     def extend(self, blocked_s: float) -> None:
-        """For so long the other side could not be heard. At most one duration is added between two renewals: by then
-        the other side has given up as well, because it was not answered.
+        """Extends it by the time in which the other side could not be heard.
+
+        At most one duration is added between two renewals. By then the other side has given up as well, because it was
+        not answered.
         """
         if self.until is not None:
             granted = min(blocked_s, self._duration_s - self._extended_s)
@@ -33,7 +35,7 @@ class Lease:
             self._extended_s += granted
 
     def shorten(self, until: float) -> None:
-        """Something suggests that the other side is gone: it has until then to show that it is not."""
+        """Makes it run out at ``until`` if it is not renewed, because the other side may be gone."""
         if self.until is not None:
             self.until = min(self.until, until)
 
@@ -41,7 +43,7 @@ class Lease:
         self.until = None
 
     def expired_while(self, busy: bool, now: float) -> bool:
-        """Hold it for as long as ``busy`` is said at each look, and let it go otherwise. Whether it has run out."""
+        """Holds it while ``busy``, and releases it otherwise. Returns whether it has run out."""
         if busy:
             self.hold(now)
         else:
@@ -53,24 +55,24 @@ class Lease:
 
 
 _SHORTEST_INTERVAL_S = 0.01
-"""What the settings allow at the least; a peer that asks for more pings does not get them."""
+"""The shortest interval that the settings allow. A peer that asks for more pings does not get them."""
 
 
 class PingTimer:
-    """Due every ``interval_s`` while running."""
+    """A timer of pings that are due every ``interval_s`` while it runs."""
 
     def __init__(self, interval_s: float) -> None:
         self._interval_s = interval_s
         self.next: float | None = None
 
     def keep(self, lease_s: float, now: float) -> None:
-        """The other side gives up after so long a silence: be heard at least twice in it, if it is not absurd."""
+        """Makes at least two pings due in the other side's lease, as far as ``_SHORTEST_INTERVAL_S`` allows."""
         self._interval_s = min(self._interval_s, max(lease_s / 2, _SHORTEST_INTERVAL_S))
         if self.next is not None:
             self.next = min(self.next, now + self._interval_s)
 
     def run(self, now: float) -> None:
-        """Start, unless it is running."""
+        """Starts it, unless it is running."""
         if self.next is None:
             self.next = now + self._interval_s
 
@@ -78,7 +80,7 @@ class PingTimer:
         self.next = None
 
     def due(self, now: float) -> bool:
-        """Whether to send one now; if so, the next is an interval away."""
+        """Returns whether a ping is due now. If so, the next one is due after an interval."""
         if self.next is None or now < self.next:
             return False
         self.next = now + self._interval_s

@@ -1,6 +1,6 @@
-"""The control channel's sockets: a prefill engine binds one, a decode engine connects one to each prefill engine.
+"""The control channel's sockets. A prefill engine binds one; a decode engine connects one to each prefill engine.
 
-Frames are opened without trusting them: what is not authentic is dropped, counted, and logged now and then.
+Frames are opened without trust. A frame that is not authentic is dropped and counted, and some are logged.
 """
 
 from __future__ import annotations
@@ -21,35 +21,40 @@ from pdserve.wire.connection_guard import ConnectionGuard, MessageReader, Routed
 from pdserve.wire.frame import MAX_FRAME_BYTES, Opened, Opener, Purpose, Secrets
 from pdserve_kvtransfer.stats import TransferStats
 
+log = logging.getLogger(__name__)
+
 _SEND_QUEUE_FRAMES = 16_384
-# Anyone who connects may fill this much before a signature is looked at.
+# A stranger's frames may fill the queue, because nothing looks at a signature before.
 _RECEIVE_QUEUE_FRAMES = 32
-# What is read at a time, so that a flood of frames leaves time for everything else.
+# A batch is bounded so that a flood of frames leaves time for everything else.
 _BATCH_FRAMES = 256
 _BATCH_BYTES = MAX_FRAME_BYTES
-# More than a monitor keeps, so that all that was there at the beginning of a look is read.
+# This is more than a monitor keeps, so that a batch has all events that were there when it began.
 _BATCH_EVENTS = 4_096
 _LISTEN_BACKLOG = 1_024
-# The kernel would go on for two minutes, at ever longer intervals, after the network is whole again.
+# The kernel would try for two minutes, at ever longer intervals, even when the network works again.
 _CONNECT_TIMEOUT_MS = 2_000
+_LOG_EVERY_S = 5.0
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class ControlBatch:
-    """What the prefill engine's control socket has had since the last look.
+    """What has come to the prefill engine's control socket since the last batch.
 
-    Connections are called by their descriptors, so one may have ended and passed its number on in between.
+    Connections go by their descriptors, so one may have ended and another may have its number now.
     """
 
     frames: list[RoutedMessage]
     more: bool
-    """Whether there may be more at once."""
+    """Whether there may be more frames at once."""
     ended: list[int]
-    """Connections of former looks that are over. Frames of this look may be of a newer one with that number."""
+    """Connections of earlier batches that are over. Frames of this batch may be of a newer one with the same number."""
     gone: list[int]
-    """Numbers that no connection has any more, so that these frames' connections are over too."""
+    """Numbers that no connection has any more. Connections of this batch's frames with these numbers are over too."""
     blocked: bool
-    """Whether other frames could not be had, because a message of very many parts is being dropped."""
+    """Whether other frames cannot be read yet, because a message of very many parts is being dropped."""
 
 
 _KEEPALIVE = {
@@ -64,7 +69,7 @@ def _new_socket(context: zmq.Context[zmq.Socket[bytes]], kind: int) -> zmq.Socke
     created = context.socket(kind)
     created.linger = 0
     created.set(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
-    # A host that vanished without a word closes nothing; without this an idle peer of it would be kept for good.
+    # A host that vanishes closes no connection. Without keepalive an idle peer would be kept for ever.
     for option, value in _KEEPALIVE.items():
         created.set(option, value)
     created.set(zmq.SNDHWM, _SEND_QUEUE_FRAMES)
@@ -81,14 +86,14 @@ def _send(to: zmq.Socket[bytes], parts: list[bytes]) -> bool:
 
 
 class _Watch:
-    """A socket's monitor: what happens to its connections."""
+    """The monitor of a socket, which tells what happens to its connections."""
 
     def __init__(self, watched: zmq.Socket[bytes], events: int) -> None:
         self._watched = watched
         self.socket: zmq.Socket[bytes] = watched.get_monitor_socket(events)
 
     def read(self) -> Iterator[tuple[int, int]]:
-        """Events with their values, without waiting."""
+        """Yields the events so far with their values, without waiting."""
         while self.socket.poll(0):
             message = recv_monitor_message(self.socket)
             yield int(message["event"]), int(message["value"])
@@ -99,9 +104,10 @@ class _Watch:
 
 
 class ControlServer:
-    """Raises TransferError if it cannot be bound.
+    """A prefill engine's end of the control channel.
 
-    Routes are ZMQ's own: one that a client may choose could be claimed by whoever has heard of it.
+    ZMQ chooses the routes, because a client could claim another one's route if clients chose them. The constructor
+    raises TransferError if the socket cannot be bound.
     """
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], host: str, port: int, advertise: str) -> None:
@@ -126,10 +132,11 @@ class ControlServer:
         return [self._socket, self._watch.socket]
 
     def receive(self) -> ControlBatch:
-        """A batch of what is there, without waiting."""
+        """Returns a batch of what has arrived, without waiting."""
         frames, more = self._frames()
-        # After the frames: a connection's end is told before its number can pass to another one, whose frames come
-        # later still. So an end that concerns a connection of former looks is never left for the next look.
+        # The events are read after the frames. The monitor tells a connection's end before another connection can have
+        # its number, and that one's frames come later still. So if this batch has frames of a newer connection with a
+        # number, it has the end of the older connection with that number, too.
         ended: list[int] = []
         latest: dict[int, int] = {}
         for event, connection in islice(self._watch.read(), _BATCH_EVENTS):
@@ -158,19 +165,19 @@ class ControlServer:
         return batch, True
 
     def send(self, route: bytes, frame: bytes) -> bool:
-        """False if the frame was dropped because too much is queued; one to a route that is gone counts as sent."""
+        """Returns False if the frame was dropped because too much is queued. One to a closed route counts as sent."""
         return _send(self._socket, [route, frame])
 
     def trust(self, connection: int) -> None:
-        """An authentic frame has come over it."""
+        """Notes that an authentic frame has come over a connection."""
         self._guard.trusted(connection)
 
     def next_check(self) -> float | None:
-        """When to call ``check`` next; None if nobody is connected."""
+        """Returns when to call ``check`` next, or None if there is no connection."""
         return self._next_check if self._guard.watching else None
 
     def check(self, now: float) -> None:
-        """Cut connections that fill the memory, if it is time to look for them."""
+        """Cuts connections that fill the memory, if a check is due."""
         if now >= self._next_check:
             self._guard.check(self._port)
             self._next_check = now + self._guard.check_s
@@ -182,7 +189,10 @@ class ControlServer:
 
 
 class ControlClient:
-    """Raises TransferError if ``control`` is not an address."""
+    """A decode engine's end of the control channel.
+
+    The constructor raises TransferError if ``control`` is not an address.
+    """
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], control: str) -> None:
         self._socket = _new_socket(context, zmq.DEALER)
@@ -200,7 +210,7 @@ class ControlClient:
         return [self._socket, self._watch.socket]
 
     def receive(self) -> tuple[list[bytes], bool]:
-        """A batch of what is there, without waiting, and whether there may be more."""
+        """Returns a batch of frames, without waiting, and whether there may be more."""
         batch: list[bytes] = []
         size = 0
         while len(batch) < _BATCH_FRAMES and size < _BATCH_BYTES:
@@ -213,11 +223,11 @@ class ControlClient:
         return batch, True
 
     def send(self, frame: bytes) -> bool:
-        """False if the frame was dropped because too much is queued."""
+        """Returns False if the frame was dropped because too much is queued."""
         return _send(self._socket, [frame])
 
     def lost(self) -> str | None:
-        """Why the connection is no good, if it was found so since the last call."""
+        """Returns why the connection was lost, if it was lost since the last call."""
         for event, _ in self._watch.read():
             if event == zmq.EVENT_CONNECT_RETRIED:
                 return "the prefill node cannot be connected to"
@@ -230,7 +240,7 @@ class ControlClient:
 
 
 def loopback_only(host: str) -> bool:
-    """Whether a bound host is reachable from this machine alone."""
+    """Returns whether only this machine can reach a socket that is bound to ``host``."""
     try:
         return ipaddress.ip_address(_resolved(host)).is_loopback
     except (OSError, ValueError):
@@ -238,7 +248,7 @@ def loopback_only(host: str) -> bool:
 
 
 def _resolved(host: str) -> str:
-    # ZMQ binds to addresses and interface names only.
+    # ZMQ binds to addresses and interface names, and not to host names.
     return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
 
 
@@ -246,24 +256,17 @@ def _bracketed(host: str) -> str:
     return f"[{host}]" if ":" in host else host
 
 
-log = logging.getLogger(__name__)
-
-_LOG_EVERY_S = 5.0
-
-T = TypeVar("T")
-
-
 class FrameOpener(Generic[T]):
-    """All frames that one engine receives on its transfer control channels."""
+    """Opens all frames that one engine receives on its control channels."""
 
     def __init__(self, secret: bytes | Secrets, messages: type[T], stats: TransferStats, boot_id: bytes) -> None:
-        """``boot_id`` is this engine's: frames that name another receiver are not opened."""
+        """``boot_id`` is this engine's. Frames that name another receiver are not opened."""
         self._opener: Opener[T] = Opener(secret, Purpose.TRANSFER, messages, receiver=boot_id)
         self._stats = stats
         self._next_log = float("-inf")
 
     def open(self, frame: bytes, now: float) -> Opened[T] | UnreadableMessage | WrongReceiver | None:
-        """The message, or, for a frame that is authentic nevertheless, why there is none."""
+        """Returns the message of a frame. If there is none but the frame is authentic, returns why; otherwise None."""
         try:
             return self._opener.open_from(frame)
         except WireError as exc:

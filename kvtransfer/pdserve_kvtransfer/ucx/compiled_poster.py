@@ -1,4 +1,4 @@
-"""Messages are posted by ``csrc``: one call for a batch of them, and one for everything that a turn finds."""
+"""The poster in C++ (``csrc``), which needs one call to post a batch and one for all that a turn finds."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ log = logging.getLogger(__name__)
 
 _ROOM = 256
 _PROGRESS_AT_ONCE = 64
-"""Fragments, of 8 KiB in shared memory: few enough that what has landed is still in a cache when it is checked."""
+"""How many fragments (8 KiB each in shared memory) one call moves: so few that landed bytes are still in a cache
+when they are checked.
+"""
 _END_ROUNDS = 200
 _NOWHERE = 2**64 - 1
 _Numbers = ctypes.c_uint64 * _ROOM
@@ -31,7 +33,7 @@ _FAILURES = {
     1: "the other side has closed the link that a block was copied from",
     2: "the other side sent what no link sends",
 }
-"""Of the compiled code's own; UCX's are negative."""
+"""The compiled code's own failures by status. UCX's statuses are negative."""
 
 
 class _Batch(ctypes.Structure):
@@ -61,12 +63,12 @@ class _Board(ctypes.Structure):
 
 
 class PosterLibrary:
-    """The functions of csrc/poster.cpp, over the UCX that is loaded."""
+    """The functions of csrc/poster.cpp, which call the loaded UCX."""
 
     def __init__(self, cache_dir: Path, digests: bool) -> None:
-        """Compiles on the first use below ``cache_dir``, in a second. ``digests`` is whether posters are to make them.
+        """Compiles the library on its first use below ``cache_dir``, in about a second.
 
-        Raises BuildError.
+        With ``digests`` posters compute digests of landed messages. Raises BuildError.
         """
         self.xxhash = compiled_xxhash() if digests else None
         path = built_library(_recipe(), cache_dir)
@@ -75,7 +77,7 @@ class PosterLibrary:
             load_ucxx()
             # Posting takes less time than giving the interpreter's lock away and getting it back.
             quick = ctypes.PyDLL(str(path), mode=os.RTLD_LOCAL | os.RTLD_NOW)
-            # Progress copies blocks, meanwhile others may run.
+            # Progress copies blocks. Other threads may run meanwhile.
             slow = ctypes.CDLL(str(path), mode=os.RTLD_LOCAL | os.RTLD_NOW)
             self.open = _function(
                 quick, "pdserve_poster_open", [pointer, pointer, number, pointer, pointer, pointer], pointer
@@ -112,7 +114,7 @@ def _recipe() -> Recipe:
         name="ucx-calls",
         sources=Path(__file__).parent / "csrc",
         compile_flags=("-std=c++17", "-O2", "-fPIC", f"-I{folder / 'include'}"),
-        # By its soname: that of whichever UCX is loaded.
+        # The soname matches whichever UCX is loaded.
         link_flags=(f"-L{folder / 'lib'}", "-l:libucp.so.0"),
     )
 
@@ -124,13 +126,13 @@ def _function(library: ctypes.CDLL, name: str, arguments: list[Any], result: Any
 
 
 class CompiledPoster:
-    """Satisfies ``poster.Poster``."""
+    """A ``poster.Poster`` in compiled code."""
 
     def __init__(self, library: PosterLibrary, worker: Any, memory: Memory) -> None:
         self._library = library
-        # Holds it for as long as UCX may use it.
+        # The memory must live for as long as UCX may use it.
         self._memory = memory
-        # Of host memory: its address, and nobody can resize it.
+        # The export of host memory has its address, and keeps it from being resized.
         self._exported = memory if isinstance(memory, DeviceMemory) else _exported(memory)
         self._board = _Board()
         board, self._digests = ctypes.addressof(self._board), library.xxhash is not None
@@ -170,7 +172,7 @@ class CompiledPoster:
 
     @property
     def attached(self) -> int:
-        """Ends of links whose blocks are copied out of the sender's memory."""
+        """How many ends of links have blocks that are copied out of the sender's memory."""
         count: int = self._board.attached
         return count
 

@@ -1,6 +1,7 @@
-"""The contract between a UCX link and its poster, which posts its messages, and the choice between the two posters.
+"""The contract between a UCX link and the poster of its messages, and the choice between the two posters.
 
-Compiled code posts a batch of messages in one call; ucxx's Python objects need five calls for each, but no compiler.
+Compiled code posts a batch of messages in one call. ucxx's Python objects need five calls for each message, but no
+compiler.
 """
 
 from __future__ import annotations
@@ -19,24 +20,26 @@ from pdserve_kvtransfer.transport import ArrivedMessage, MovedMessage
 from pdserve_kvtransfer.ucx.compiled_poster import PosterLibrary
 from pdserve_kvtransfer.ucx.ucxx_poster import UcxxPoster
 
+log = logging.getLogger(__name__)
+
 
 class Poster(Protocol):
-    """The messages of one UCX worker. Endpoints and worker are ucxx's objects, and live longer.
+    """Posts the messages of one UCX worker. Endpoints and worker are ucxx's objects and outlive the poster.
 
-    Methods are as a ``Link``'s.
+    Methods without a docstring are those of a ``Link``.
     """
 
     @property
     def attached(self) -> int:
-        """Ends of links whose blocks do not go through UCX: the receiver copies them out of the sender's memory."""
+        """How many ends of links have blocks that the receiver copies out of the sender's memory, not through UCX."""
 
     def offer(self) -> MemoryOffer | None:
-        """What other links may read of this memory until ``end``. Asked for once, if at all."""
+        """Returns what other links may read of this memory until ``end``. It is called at most once."""
 
     def add_endpoint(self, endpoint: Any, address: LinkAddress, own: int) -> None:
-        """Called for each endpoint, in turn, before the first message to it; what it offers may be mapped.
+        """Adds the next endpoint, before the first message to it. The memory that it offers may be mapped.
 
-        ``address`` is the other side's, ``own`` the ``link`` of this side's.
+        ``address`` is the other side's address. ``own`` is the ``link`` of this side's address.
         """
 
     def send(self, places: Sequence[int], length: int, labels: Sequence[int], to: int = 0) -> None:
@@ -53,25 +56,26 @@ class Poster(Protocol):
     def landed(self) -> Sequence[MovedMessage]: ...
 
     def settled(self) -> bool:
-        """Whether everything that is over was reported. To be asked before sleeping."""
+        """Returns whether everything that is over was reported. It must be asked before sleeping."""
 
     def end(self, close_endpoints: Callable[[], None]) -> bool:
-        """Do that, and let what is in flight end. False if some of it does not: the worker is then to be destroyed."""
+        """Closes the endpoints and lets what is in flight end.
+
+        Returns False if some of it does not end. The worker must then be destroyed.
+        """
 
     def free(self) -> None:
-        """After ``end``, and after the worker is destroyed if it is."""
+        """Frees the poster, after ``end`` and after the worker is destroyed, if it is."""
 
 
 MakePoster: TypeAlias = Callable[[Any, Memory], Poster]
-"""``(worker, memory)``; raises TransferError if it cannot reach that kind of memory."""
-
-log = logging.getLogger(__name__)
+"""Makes a poster of ``(worker, memory)``. It raises TransferError if the poster cannot reach that kind of memory."""
 
 
 def chosen_poster(choice: UcxCalls, cache_dir: Path, *, digests: bool = False) -> MakePoster:
-    """Compiled now, in about a second, if it is to be and is not below ``cache_dir`` yet.
+    """Returns the maker of posters, compiled now, in about a second, if that is chosen and not yet below ``cache_dir``.
 
-    ``digests`` is whether to make those of landed blocks at once, while they are in a cache, if that can be done.
+    With ``digests`` a compiled poster computes the digests of landed blocks at once, while they are in a cache.
 
     Raises ConfigError if compiled code was asked for by name and cannot be had; if it is only the better choice, the
     log says so.

@@ -1,4 +1,4 @@
-"""Loads UCX, by way of ucxx, which brings or finds it, and asks it which transports and devices it uses."""
+"""Loads UCX through ucxx, which brings or finds it, and asks UCX which transports and devices it uses."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any
 
 
 def load_ucxx() -> Any:
-    """ucxx's module of UCX objects. Raises ImportError or OSError if there is none."""
-    # ucxx sets variables that this UCX has no use for, and UCX would complain about them on stderr: hence the first,
-    # and hence the import here, after it. The others keep a peer's death off stderr: it is in our own log.
+    """Returns ucxx's module of UCX objects. Raises ImportError or OSError if there is none."""
+    # ucxx sets variables that this UCX does not use, and UCX would warn of them on stderr. The first variable prevents
+    # that, so the import must come after it. The others keep a peer's death off stderr, since it is in our own log.
     os.environ["UCX_WARN_UNUSED_ENV_VARS"] = "n"
     os.environ.setdefault("UCX_LOG_LEVEL", "fatal")
     os.environ.setdefault("UCXX_LOG_LEVEL", "fatal")
@@ -22,7 +22,7 @@ def load_ucxx() -> Any:
 
 
 SHARED_MEMORY = frozenset({"posix", "sysv", "xpmem"})
-"""Transports between processes that share memory."""
+"""The transports between processes that share memory."""
 
 LIBUCP = "libucp.so.0"
 _FIELD_TRANSPORTS = 1 << 3
@@ -31,7 +31,7 @@ _MAX_LANES = 32
 
 @dataclass(frozen=True, slots=True)
 class Lane:
-    """``posix`` on ``memory``, ``tcp`` on ``eth0``."""
+    """A transport on a device, such as ``posix`` on ``memory`` or ``tcp`` on ``eth0``."""
 
     transport: str
     device: str
@@ -57,7 +57,10 @@ class _Attributes(ctypes.Structure):
 
 
 def lanes_of(endpoint: int) -> tuple[Lane, ...]:
-    """Of a living ``ucp_ep_h``; complete once something has gone over it. Empty if UCX does not tell."""
+    """Returns the lanes of a living ``ucp_ep_h``, which are complete once something has gone over it.
+
+    Returns no lanes if UCX does not tell them.
+    """
     entries = (_Entry * _MAX_LANES)()
     attributes = _Attributes(
         field_mask=_FIELD_TRANSPORTS,
@@ -72,6 +75,6 @@ def lanes_of(endpoint: int) -> tuple[Lane, ...]:
 
 
 def parse_resources(info: str) -> tuple[Lane, ...]:
-    """From a context's description, which has lines like ``resource 1 : … -- tcp/eth0``."""
+    """Reads a context's description, which has lines like ``resource 1 : … -- tcp/eth0``."""
     found = re.findall(r"^#\s+resource .* -- (\S+?)/(\S+)$", info, re.MULTILINE)
     return tuple(Lane(transport, device) for transport, device in found)

@@ -1,8 +1,8 @@
-"""Blocks over UCX: shared memory inside one host, TCP or RDMA between hosts, whatever UCX finds best.
+"""Links over UCX, which takes shared memory inside one host, and TCP or RDMA between hosts, as it finds best.
 
-A link is one UCX worker for each engine on the other side, rather than one for all: UCX can end a receive whose data
-has begun to move only by closing the endpoint that it came from, and what cannot be ended even so only by destroying
-the worker. Nobody else's transfers are on that worker.
+Each link has a UCX worker of its own, and not all links one together. UCX can end a receive whose data has begun to
+move only by closing the endpoint that it came from. If that does not end it either, only destroying the worker does,
+and no other engine's transfers are on that worker.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ LOOPBACK_DEVICE = "lo"
 _CLOSE_WAIT_NS = 100_000_000
 
 _PAST_THE_END = bytes(65_536)
-
-
 _READS_AFTER_THE_END = "cuda_ipc"
-"""The receiver has mapped the sender's GPU memory, and goes on reading it after the sender has closed its endpoint."""
+"""With this transport the receiver maps the sender's GPU memory and reads it even after the sender has closed its
+endpoint.
+"""
 _WITHOUT_IT = {"all": f"^{_READS_AFTER_THE_END}", "cuda": "cuda_copy,gdr_copy"}
 
 
 def allowed_transports(tls: str) -> str:
-    """What ``tls`` chooses, as ``UCX_TLS`` takes it, without CUDA IPC. Raises TransferError if it names that.
+    """Returns ``tls``, which has the form of ``UCX_TLS``, without CUDA IPC. Raises TransferError if it names CUDA IPC.
 
-    A decode engine that lost its lease in the middle of a copy would read a prefill engine's blocks when they belong to
-    another request already, and nobody would know.
+    A decode engine that lost its lease in the middle of a copy would go on reading a prefill engine's blocks when they
+    belong to another request, and nothing would show that.
     """
     if tls.startswith("^"):
         return tls if _READS_AFTER_THE_END in tls[1:].split(",") else f"{tls},{_READS_AFTER_THE_END}"
@@ -57,15 +57,15 @@ def allowed_transports(tls: str) -> str:
 
 
 def _settings(tls: str, net_devices: str, tcp_ports: str) -> dict[str, str]:
-    # Without it UCX takes no shared memory for endpoints that can fail. Receiver-driven single copy (CMA) stays off on
-    # purpose: it would read a sender's blocks after the sender has closed its endpoint and reused them.
+    # Without this setting UCX takes no shared memory for endpoints that can fail. Receiver-driven single copy (CMA)
+    # stays off: it would read a sender's blocks after the sender has closed its endpoint and reused them.
     settings = {"MM_ERROR_HANDLING": "y"}
     wanted = {"TLS": tls, "NET_DEVICES": net_devices, "TCP_PORT_RANGE": tcp_ports}
     return settings | {name: value for name, value in wanted.items() if value}
 
 
 def ucx_version() -> str:
-    """Of the library that is loaded. Raises TransferError if none can be."""
+    """Returns the version of the loaded UCX. Raises TransferError if it cannot be loaded."""
     try:
         ucx = load_ucxx()
     except (ImportError, OSError) as exc:
@@ -74,7 +74,7 @@ def ucx_version() -> str:
 
 
 class UcxLink:
-    """Satisfies ``transport.Link``."""
+    """A ``transport.Link`` over UCX."""
 
     def __init__(self, ucx: Any, context: Any, memory: Memory, make_poster: MakePoster, shares: bool) -> None:
         self._ucx = ucx
@@ -106,11 +106,11 @@ class UcxLink:
             raise TransferError(f"UCX cannot reach the other engine: {exc}") from exc
 
     def _connect(self, address: LinkAddress) -> None:
-        # UCX ends the process over an address in a form that it does not know, which its first byte's low half says.
+        # UCX aborts the process for an address in a form that it does not know. The first byte's low half tells it.
         if not address.worker or (address.worker[0] ^ self._worker_address[0]) & 0x0F:
             raise ValueError("its UCX gives addresses in another form than this one's")
-        # UCX is not told how long an address is. It would read on past the end of one that was cut off, as if what lies
-        # there in memory belonged to it; in nothing but zeros it finds no transport, and refuses.
+        # UCX does not know how long an address is. It would read past the end of a truncated one, as if the bytes there
+        # belonged to it. In zeros it finds no transport, and refuses the address.
         remote = self._ucx.UCXAddress.create_from_buffer(address.worker + _PAST_THE_END)
         connect = self._ucx.UCXEndpoint.create_from_worker_address
         endpoint = connect(self._worker, remote, endpoint_error_handling=True)
@@ -129,7 +129,7 @@ class UcxLink:
         return not all(endpoint.alive for endpoint in self._endpoints)
 
     def lanes(self) -> tuple[Lane, ...]:
-        """Which transports carry the blocks; complete once something has gone over each connection."""
+        """Returns the lanes that carry the blocks. They are complete once something has gone over each connection."""
         return tuple(dict.fromkeys(lane for endpoint in self._endpoints for lane in lanes_of(endpoint.handle)))
 
     def close(self) -> None:
@@ -152,10 +152,10 @@ def _close(endpoints: Sequence[Any]) -> None:
 
 
 def _destroy(worker: Any, *users: Any) -> None:
-    """Free what a worker holds although something is in flight on it, or ucxx believes so.
+    """Frees a worker although something is in flight on it, or ucxx believes so.
 
     ucxx frees a worker with the last request on it. An endpoint that is closed while it sends keeps those requests for
-    ever, and UCX itself never ends a send into the full shared-memory queue of a peer that was killed. So the worker is
+    ever, and UCX never ends a send into the full shared-memory queue of a killed peer. So the worker is
     destroyed beneath ucxx, whose objects must then never be finalised: they would touch it again.
     """
     epoll = worker.epoll_file_descriptor
@@ -166,12 +166,12 @@ def _destroy(worker: Any, *users: Any) -> None:
 
 
 class UcxTransport:
-    """One UCX context. Raises TransferError.
+    """A ``transport.Transport`` over UCX: one UCX context. The constructor raises TransferError.
 
-    ``tls``, ``net_devices`` and ``tcp_ports`` are as ``UCX_TLS``, ``UCX_NET_DEVICES`` and ``UCX_TCP_PORT_RANGE`` take
-    them; where one is empty, UCX chooses, though never CUDA IPC. A link listens on one TCP port for each network
-    device that it may use.
-    ``make_poster`` is a ``PosterLibrary``'s, or ``UcxxPoster``.
+    ``tls``, ``net_devices`` and ``tcp_ports`` have the forms of ``UCX_TLS``, ``UCX_NET_DEVICES`` and
+    ``UCX_TCP_PORT_RANGE``. UCX chooses for one that is empty, but it never takes CUDA IPC. A link listens on one TCP
+    port for each network device that it may use.
+    ``make_poster`` is ``PosterLibrary.poster`` or ``UcxxPoster``.
     """
 
     def __init__(
@@ -189,7 +189,7 @@ class UcxTransport:
         self._shares = any(lane.transport in SHARED_MEMORY for lane in self.resources())
 
     def resources(self) -> tuple[Lane, ...]:
-        """Every transport and device that links may use."""
+        """Returns every transport and device that links may use."""
         return parse_resources(self._context.info)
 
     def open_link(self, memory: Memory) -> UcxLink:

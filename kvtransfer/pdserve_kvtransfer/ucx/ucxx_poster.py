@@ -1,6 +1,6 @@
-"""Messages are posted through ucxx's Python objects: five calls for each, and no compiler is needed.
+"""The poster that uses ucxx's Python objects, which needs five calls for each message but no compiler.
 
-``InFlight`` finds those that have ended without looking at each of them in every turn.
+``InFlight`` finds the operations that have ended without checking each of them in every turn.
 """
 
 from __future__ import annotations
@@ -16,20 +16,23 @@ from pdserve_kvtransfer.region import Memory, host_bytes
 from pdserve_kvtransfer.transport import DISCARD, ArrivedMessage, MovedMessage
 from pdserve_kvtransfer.ucx.ucx_library import load_ucxx
 
-LOOKED_AT = 16
+CHECKED_AT_ONCE = 16
+"""How many of the oldest operations ``InFlight`` checks in a turn."""
+_PROGRESS_AT_ONCE = 256
+_END_ROUNDS = 200
 
 
-class Operation(Protocol):
+class SupportsDone(Protocol):
     def done(self) -> bool: ...
 
 
-T = TypeVar("T", bound=Operation)
+T = TypeVar("T", bound=SupportsDone)
 
 
 class InFlight(Generic[T]):
-    """In the order of posting. They end in about that order, so that a look at the oldest few finds those that did.
+    """Operations in the order of posting. They end in about that order, so it checks the oldest few alone.
 
-    One of them may be stuck, though, and others behind it ended: ``settled`` is for that.
+    If the oldest ones are stuck while others behind them have ended, ``settled`` says that more are to be checked.
     """
 
     def __init__(self) -> None:
@@ -45,8 +48,8 @@ class InFlight(Generic[T]):
         self._seen_all = False
 
     def take_done(self) -> list[T]:
-        """Those found to have ended, oldest first."""
-        limit = len(self._open) if self._thorough else LOOKED_AT
+        """Takes the operations that were found to have ended and returns them, oldest first."""
+        limit = len(self._open) if self._thorough else CHECKED_AT_ONCE
         done: list[T] = []
         waiting: list[T] = []
         while self._open and len(waiting) < limit:
@@ -58,7 +61,10 @@ class InFlight(Generic[T]):
         return done
 
     def settled(self) -> bool:
-        """Whether the last ``take_done`` looked at all; if not, the next one will. To be asked before sleeping."""
+        """Returns whether the last ``take_done`` checked all. If not, the next one will.
+
+        It must be asked before sleeping.
+        """
         self._thorough = not self._seen_all
         return self._seen_all
 
@@ -72,12 +78,8 @@ class InFlight(Generic[T]):
         self._seen_all = True
 
 
-_PROGRESS_AT_ONCE = 256
-_END_ROUNDS = 200
-
-
 class _Operation:
-    """Holds the memory's buffer export for as long as UCX may use it."""
+    """A send or receive. It holds the memory's buffer export for as long as UCX may use it."""
 
     __slots__ = ("_array", "_request", "message")
 
@@ -85,13 +87,13 @@ class _Operation:
         self._request = request
         self._array = array
         self.message = message
-        """None for what is discarded."""
+        """None for a message that is discarded."""
 
     def done(self) -> bool:
         return bool(self._request.completed)
 
     def check(self, what: str) -> None:
-        """Raises PeerLost if it ended without moving the bytes."""
+        """Raises PeerLost if the operation ended without moving the bytes."""
         try:
             self._request.check_error()
         except Exception as exc:
@@ -99,7 +101,7 @@ class _Operation:
 
 
 class UcxxPoster:
-    """Satisfies ``poster.Poster``."""
+    """A ``poster.Poster`` over ucxx's Python objects."""
 
     attached = 0
 
@@ -206,7 +208,7 @@ class UcxxPoster:
         return False
 
     def free(self) -> None:
-        # Their finalisers would touch the worker, which is no more.
+        # The finalisers of these operations would touch the worker, which does not exist any more.
         for operation in self._in_flight:
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(operation))
         self._in_flight = []

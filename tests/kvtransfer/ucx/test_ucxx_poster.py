@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from pdserve_kvtransfer.ucx.ucxx_poster import LOOKED_AT, InFlight
+from pdserve_kvtransfer.ucx.ucxx_poster import CHECKED_AT_ONCE, InFlight
 
-MANY = 20 * LOOKED_AT
+MANY = 20 * CHECKED_AT_ONCE
 
 
 class Operation:
@@ -27,18 +27,18 @@ def posted(count: int) -> tuple[InFlight[Operation], list[Operation]]:
 
 def test_what_ended_is_taken_once_and_in_order() -> None:
     in_flight, operations = posted(MANY)
-    for operation in operations[: LOOKED_AT + 3]:
+    for operation in operations[: CHECKED_AT_ONCE + 3]:
         operation.ended = True
-    assert in_flight.take_done() == operations[: LOOKED_AT + 3]
+    assert in_flight.take_done() == operations[: CHECKED_AT_ONCE + 3]
     assert in_flight.take_done() == []
-    assert in_flight.take_all() == operations[LOOKED_AT + 3 :]
+    assert in_flight.take_all() == operations[CHECKED_AT_ONCE + 3 :]
     assert not in_flight
 
 
 def test_a_turn_looks_at_few_of_those_that_wait() -> None:
     in_flight, operations = posted(MANY)
     in_flight.take_done()
-    assert sum(operation.looks for operation in operations) == LOOKED_AT
+    assert sum(operation.looks for operation in operations) == CHECKED_AT_ONCE
 
 
 def test_before_a_sleep_all_are_looked_at_once() -> None:
@@ -52,6 +52,6 @@ def test_before_a_sleep_all_are_looked_at_once() -> None:
 
 
 def test_few_are_settled_at_once() -> None:
-    in_flight, _ = posted(LOOKED_AT - 1)
+    in_flight, _ = posted(CHECKED_AT_ONCE - 1)
     in_flight.take_done()
     assert in_flight.settled()
