@@ -178,7 +178,7 @@ class FakeEngine:
                 self.endings[output.local_id] = output
 
     def run(self, limit: int = 3000) -> None:
-        """Until nothing is left to do."""
+        """Steps until nothing is left to do."""
         for _ in range(limit):
             # All that a step launched ahead decodes may have ended in the one before.
             was_ahead = self._ahead is not None
@@ -188,5 +188,5 @@ class FakeEngine:
 
     @property
     def idle(self) -> bool:
-        """Nothing lives, and every block can be had."""
+        """Whether no request lives and every block is free."""
         return not list(self.scheduler.live()) and self.blocks.num_free == self.blocks.num_blocks

@@ -1,8 +1,8 @@
-"""A model and a KV cache whose every slot says which tokens it was computed from, and under which salt.
+"""A model and a KV cache that holds, for every token, which tokens it was computed from, and under which salt.
 
 A slot holds a digest of all tokens up to its own, computed from the slot before it, as real keys and values depend on
-all that came before. A step first looks at its whole context: a block that was shared, moved, evicted or overwritten
-wrongly is an assertion at once, and so is one of a request with another salt, though its tokens are the same.
+all tokens before them. A step first checks its whole context: a block that was shared, moved, evicted or overwritten
+wrongly fails an assertion at once, and so does one of a request with another salt, though its tokens are the same.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def after(digest: int, token: int) -> int:
 
 
 def digests(tokens: Sequence[int]) -> list[int]:
-    """Of every prefix, shortest first."""
+    """Returns the digest of every prefix, the shortest first."""
     found, digest = [], 0
     for token in tokens:
         digest = after(digest, token)
@@ -28,12 +28,12 @@ def digests(tokens: Sequence[int]) -> list[int]:
 
 
 def choose(digest: int, seed: int) -> int:
-    """The token after a prefix: any of 2 (end of sequence) to 41."""
+    """Returns the token after a prefix, from 2 (end of sequence) to 41."""
     return 2 + hash((digest, seed)) % VOCAB
 
 
 def answer(prompt: Sequence[int], seed: int, max_tokens: int, max_len: int) -> list[int]:
-    """What a request must be answered, whatever happens to it."""
+    """Returns the answer that a request must get, whatever happens to it."""
     tokens = list(prompt)
     digest = digests(tokens)[-1]
     while len(tokens) < min(len(prompt) + max_tokens, max_len):
@@ -46,7 +46,7 @@ def answer(prompt: Sequence[int], seed: int, max_tokens: int, max_len: int) -> l
 
 
 def talkative(prompt: Sequence[int], max_tokens: int) -> int:
-    """A seed whose answer does not end before ``max_tokens``."""
+    """Returns a seed whose answer does not end before ``max_tokens``."""
     return next(seed for seed in range(1000) if len(answer(prompt, seed, max_tokens, 10_000)) == max_tokens)
 
 
@@ -61,7 +61,7 @@ EMPTY = Slot(-1, "")
 
 
 class FakeModel:
-    """Blocks of one engine."""
+    """The blocks of one engine."""
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.block_size = block_size
@@ -70,7 +70,7 @@ class FakeModel:
     def run(
         self, known: Sequence[int], start: int, tokens: Sequence[int], block_table: Sequence[int], salt: str
     ) -> list[int]:
-        """Write ``tokens`` at ``start``; returns the digest after each. ``known`` is what the context must hold."""
+        """Writes ``tokens`` at ``start``; returns the digest after each. ``known`` is what the context must hold."""
         context = [self.memory[block_table[i // self.block_size]][i % self.block_size] for i in range(start)]
         wanted = digests(known[:start])
         assert [slot.digest for slot in context] == wanted, (

@@ -27,17 +27,17 @@ from tests.engine.fake_model import FakeModel
 
 @dataclass
 class Transfer:
-    """One under way."""
+    """One transfer under way."""
 
     order: FetchOrder
     sending: list[tuple[int, int]] = field(default_factory=list)
-    """Index and the prefill engine's block, read only when it is delivered."""
+    """Each block's index and the prefill engine's block, which is read only when it is delivered."""
     landed: set[int] = field(default_factory=set)
     first_token: bool = False
 
 
 class DecodeThread:
-    """What ``Fetching`` talks to."""
+    """The transfers that a ``FetchingConnector`` talks to."""
 
     def __init__(self, wire: Wire) -> None:
         self._wire = wire
@@ -58,7 +58,7 @@ class DecodeThread:
 
 
 class PrefillThread:
-    """What ``Pushing`` talks to."""
+    """The transfers that a ``PushingConnector`` talks to."""
 
     def __init__(self, wire: Wire) -> None:
         self._wire = wire
@@ -132,7 +132,7 @@ class Wire:
         self._end(transfer_id, late, PushOutcome.CANCELLED)
 
     def lose(self) -> None:
-        """One transfer fails, if there is one."""
+        """Lets one transfer fail, if there is one."""
         if self._transfers:
             transfer_id = self._random.choice(list(self._transfers))
             transfer = self._transfers.pop(transfer_id)
@@ -144,7 +144,7 @@ class Wire:
             self._end(transfer_id, late, PushOutcome.PEER_LOST)
 
     def deliver(self, source: FakeModel, destination: FakeModel, share: float) -> None:
-        """Each block that was sent arrives with probability ``share``."""
+        """Delivers each block that was sent with probability ``share``."""
         for transfer_id, transfer in list(self._transfers.items()):
             order = transfer.order
             for index, block in list(transfer.sending):

@@ -1,4 +1,4 @@
-"""Choices between local and remote prefill, for engines in tests."""
+"""Makes placements for engines in tests."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def make_placement(
     stall_weight: float = 2.0,
     max_step_tokens: int = 256,
 ) -> Placement:
-    """By default, what lacks more than one block goes to a prefill node."""
+    """Returns a placement that, by default, sends a prompt that lacks more than one block to a prefill node."""
     return Placement(
         rate or PrefillRate(),
         TransferConfig(disaggregation=disaggregation, stall_weight=stall_weight),

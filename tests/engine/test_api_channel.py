@@ -1,4 +1,4 @@
-"""The engine's end of the channel: one message a step, or one a token."""
+"""Tests the engine's end of the channel: one message a step, or one a token."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ def test_release_of_a_block_that_was_not_quarantined_is_an_error() -> None:
 
 
 class BlockLife(RuleBasedStateMachine):
-    """Whatever the order of calls, every block is in one place, and the manager knows which."""
+    """Every block is in one state, and the manager knows which, whatever the order of calls."""
 
     def __init__(self) -> None:
         super().__init__()

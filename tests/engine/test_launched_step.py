@@ -1,4 +1,4 @@
-"""Steps that are launched before the tokens of the ones before them are known."""
+"""Tests steps that are launched before the tokens of the ones before them are known."""
 
 from __future__ import annotations
 
@@ -53,11 +53,11 @@ def test_all_but_the_first_decode_step_are_launched_ahead() -> None:
     engine.add(0, PROMPT, 9, [seed])
     engine.run()
     assert engine.outputs == {0: answer(PROMPT, seed, 9, 64)}
-    # Nine tokens: one of the prompt, one of the step that follows it, seven of steps that did not wait for a token.
+    # The prompt gives one token, the step after it one, and seven come from steps that did not wait for a token.
     assert engine.num_ahead == 7
 
 
-def test_whoever_waits_for_a_place_that_is_free_is_scheduled_at_once() -> None:
+def test_a_request_that_waits_while_a_place_is_free_is_scheduled_at_once() -> None:
     engine = FakeEngine(overlap=True, max_running=2)
     for client in range(2):
         engine.add(client, PROMPT, 30, [talkative(PROMPT, 30)])
@@ -65,7 +65,7 @@ def test_whoever_waits_for_a_place_that_is_free_is_scheduled_at_once() -> None:
         engine.step()
     before = engine.num_ahead
     assert before > 0
-    # The batch is full: nobody is kept waiting by a step that was launched ahead.
+    # The batch is full: a step that was launched ahead keeps no request waiting.
     engine.add(2, PROMPT, 3, [talkative(PROMPT, 3)])
     engine.step()
     assert engine.num_ahead == before + 1
@@ -94,7 +94,7 @@ def test_nothing_is_launched_ahead_for_blocks_that_are_not_free() -> None:
 
 @pytest.fixture
 def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """``launch`` and ``read``, in the order in which the loop does them."""
+    """Collects ``launch`` and ``read`` in the order in which the loop does them."""
     log: list[str] = []
 
     def logged(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
@@ -142,7 +142,7 @@ def test_a_token_that_others_depend_on_is_waited_for(
                 both_sent.set()
 
         monkeypatch.setattr(client, "send", send_and_count)
-        # One of the two is enough: there is one step for both.
+        # One of the two requests is enough, because there is one step for both.
         client.together([(prompt(9), greedy(6, presence_penalty=1.0), []), (prompt(9), greedy(3), [])])
     assert log == ["launch", "read"] * (len(log) // 2)
 
@@ -154,7 +154,7 @@ def test_one_after_another_without_it(folder: Path, log: list[str]) -> None:
 
 
 def test_tokens_that_arrive_late_are_the_same(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A device that is slower than the host: what it chose can be seen only once the next step was launched."""
+    """On a device that is slower than the host, tokens can be read only once the next step was launched."""
     launched, arrived = 0, 0
 
     class Late(pending_tokens.HostCopy):
@@ -200,7 +200,7 @@ PARAMETERS: dict[str, dict[str, Any]] = {
 
 
 def everything(client: Client, names: Sequence[str]) -> dict[int, Answer]:
-    """Requests with each of these, some of them with children, in one batch."""
+    """Requests with each of these parameters, some of them with children, are in one batch."""
     asked: list[tuple[list[int], SamplingParams, Sequence[int]]] = [
         (prompt(3 + 5 * i), SamplingParams(max_tokens=12 + 3 * i, seed=i, **PARAMETERS[name]), range(90, 90 + i % 3))
         for i, name in enumerate(names)
@@ -220,14 +220,14 @@ def test_whatever_is_asked_for_is_answered_alike(folder: Path, names: list[str])
         got = everything(ahead, names)
     for i, mine in got.items():
         assert (mine.tokens, mine.end.finish) == (wanted[i].tokens, wanted[i].end.finish)
-        # Of other batches: rounded otherwise.
+        # They come from other batches, and are rounded otherwise.
         for a, b in zip(mine.logprobs, wanted[i].logprobs, strict=True):
             assert a.chosen == pytest.approx(b.chosen, abs=1e-3)
             assert [logprob for _, logprob in a.top] == pytest.approx([logprob for _, logprob in b.top], abs=1e-3)
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_what_is_chosen_on_the_device_is_what_the_sampler_chooses(seed: int) -> None:
+def test_tokens_sampled_on_the_device_are_those_of_the_sampler(seed: int) -> None:
     torch.manual_seed(seed)
     kinds = ("greedy", "drawn", "top-k", "top-p", "min-p")
     rows = [
@@ -238,7 +238,7 @@ def test_what_is_chosen_on_the_device_is_what_the_sampler_chooses(seed: int) -> 
     logits[3, 7], logits[6, 8], logits[9] = float("nan"), float("inf"), float("-inf")
     device = DeviceTokens(logits, rows)
     assert device.read() == HostTokens(logits, rows, frozenset()).read()
-    # The next step takes them as they are.
+    # The next step takes these tokens as they are.
     assert int(device.tokens.min()) >= 0
     assert int(device.tokens.max()) < VOCAB_SIZE
 

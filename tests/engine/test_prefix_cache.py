@@ -1,4 +1,4 @@
-"""The prefix cache: what is found, what is shared, what is evicted, and what never is."""
+"""Tests what the prefix cache finds, what is shared, what is evicted, and what never is."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.engine.fake_engine import BLOCK_SIZE, FakeEngine
 from tests.engine.fake_model import answer, talkative
 
 PROMPT = list(range(100, 120))
-"""Five full blocks."""
+"""A prompt of five full blocks."""
 
 
 def hashes(tokens: list[int], salt: str = "", size: int = 2) -> list[bytes]:
@@ -27,7 +27,7 @@ def hashes(tokens: list[int], salt: str = "", size: int = 2) -> list[bytes]:
 
 
 def matched(blocks: BlockManager, chain: list[bytes]) -> list[int]:
-    """Looked up for the first time."""
+    """Looks hashes up for the first time."""
     return list(blocks.match(chain, len(chain), Match()))
 
 
@@ -73,7 +73,7 @@ def test_the_second_of_two_equal_prompts_computes_its_last_block_only() -> None:
     engine.run()
     second = engine.add(2, PROMPT, max_tokens=1)
     (work,) = engine.step().work
-    # All five blocks are there; the last is computed again, for the logits of its last token.
+    # All five blocks are cached; the last is computed again, for the logits of its last token.
     assert (first.cached_tokens, second.cached_tokens, work.num_tokens) == (0, 16, 4)
     assert engine.outputs[1] == engine.outputs[2]
     assert engine.endings[2].report is not None
@@ -121,8 +121,8 @@ def test_running_requests_share_blocks_that_are_computed() -> None:
 def test_salts_keep_prompts_apart() -> None:
     engine = FakeEngine()
     cached = []
-    for client, salt in enumerate(["", "a", "b", "a"]):
-        cached.append(engine.add(client, PROMPT, salt=salt))
+    for local_id, salt in enumerate(["", "a", "b", "a"]):
+        cached.append(engine.add(local_id, PROMPT, salt=salt))
         engine.run()
     assert [request.cached_tokens for request in cached] == [0, 0, 0, 16]
 
@@ -140,8 +140,8 @@ def test_generated_tokens_are_found_by_the_next_turn() -> None:
 
 def test_switched_off_nothing_is_found() -> None:
     engine = FakeEngine(prefix_cache=False)
-    for client in range(2):
-        request = engine.add(client, PROMPT)
+    for local_id in range(2):
+        request = engine.add(local_id, PROMPT)
         engine.run()
         assert request.cached_tokens == 0
     assert engine.blocks.num_cached == 0
@@ -160,7 +160,7 @@ def test_a_preempted_request_finds_its_own_blocks_again() -> None:
         if engine.scheduler.counters.preemptions:
             again += [work for work in plan.work if work.request is young]
     assert engine.scheduler.counters.preemptions == 1
-    # Its first block at least is still there: the other request needed no more than a few.
+    # At least its first block is still cached: the other request needed no more than a few.
     assert 1 < again[0].num_tokens < len(young.token_ids) - BLOCK_SIZE
     assert [engine.outputs[i] for i in range(2)] == [answer(prompts[i], seeds[i], 14, 32) for i in range(2)]
 
@@ -168,8 +168,8 @@ def test_a_preempted_request_finds_its_own_blocks_again() -> None:
 def test_the_least_recently_used_prefix_is_evicted_first_and_its_end_before_its_start() -> None:
     engine = FakeEngine(num_blocks=8, max_len=32)
     first, second = [10] * 8, [20] * 8
-    for client, prompt in enumerate((first, second, first)):
-        engine.add(client, [*prompt, 7], max_tokens=1)
+    for local_id, prompt in enumerate((first, second, first)):
+        engine.add(local_id, [*prompt, 7], max_tokens=1)
         engine.run()
     assert engine.blocks.num_cached == 4
     # Five blocks are wanted, four are free: the end of the prefix that was used less recently goes.
@@ -181,10 +181,10 @@ def test_the_least_recently_used_prefix_is_evicted_first_and_its_end_before_its_
 
 def test_a_request_that_needs_every_block_is_admitted_beside_a_full_cache() -> None:
     engine = FakeEngine(num_blocks=8, max_len=32)
-    for client in range(3):
-        engine.add(client, [client] * 12, max_tokens=1)
+    for local_id in range(3):
+        engine.add(local_id, [local_id] * 12, max_tokens=1)
         engine.run()
-    # Begins with cached blocks, and needs all the others.
+    # The prompt begins with cached blocks, and needs all the others.
     prompt = [2] * 12 + [5] * 18
     request = engine.add(9, prompt, max_tokens=2)
     engine.run()
@@ -202,7 +202,7 @@ class CountingDict(dict[bytes, int]):
 
 
 def test_who_waits_looks_up_only_what_the_cache_has_learnt_since(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One prompt uses all budgets; the others could be sent to a prefill node, and are too well known here for that."""
+    """One prompt uses all budgets; the others could go to a prefill node, but too much of them is cached for that."""
     engine = FakeEngine(num_blocks=200, max_len=200, max_step_tokens=4)
     engine.add(1, PROMPT, max_tokens=1)
     engine.run()
@@ -216,9 +216,9 @@ def test_who_waits_looks_up_only_what_the_cache_has_learnt_since(monkeypatch: py
     blake2b = hashlib.blake2b
     engine.add(2, [9] * 80, max_tokens=1)
     engine.step()
-    known = [engine.add(client, PROMPT, max_tokens=1, remote=True) for client in range(10, 20)]
-    longer = [engine.add(client, [*PROMPT, 1, 2, 3, 4], max_tokens=1, remote=True) for client in range(20, 30)]
-    tiny = [engine.add(client, [5], max_tokens=1, remote=True) for client in range(30, 40)]
+    known = [engine.add(local_id, PROMPT, max_tokens=1, remote=True) for local_id in range(10, 20)]
+    longer = [engine.add(local_id, [*PROMPT, 1, 2, 3, 4], max_tokens=1, remote=True) for local_id in range(20, 30)]
+    tiny = [engine.add(local_id, [5], max_tokens=1, remote=True) for local_id in range(30, 40)]
     engine.step()
     cache = engine.blocks._cache
     cache._block_of = counting = CountingDict(cache._block_of)
@@ -228,7 +228,7 @@ def test_who_waits_looks_up_only_what_the_cache_has_learnt_since(monkeypatch: py
         plan = engine.step()
         assert [work.request.local_id for work in plan.work] == [2]
         assert engine.scheduler.num_waiting == 30
-        # The running prompt's new block is hashed; of those that wait nobody's is, nor is any of them walked through.
+        # Only the running prompt's new block is hashed, and no waiting prompt is walked through.
         assert digests <= 1
         assert counting.looks == 0
     monkeypatch.undo()
@@ -242,7 +242,7 @@ def test_who_waits_looks_up_only_what_the_cache_has_learnt_since(monkeypatch: py
 
 
 def held(blocks: BlockManager, tokens: list[int]) -> list[int]:
-    """A table of full blocks that hold ``tokens`` and can be found."""
+    """Returns a table of full blocks that hold ``tokens`` and can be found."""
     table: list[int] = []
     assert blocks.grow(table, len(tokens))
     for block, block_hash in zip(table, hashes(tokens), strict=True):
@@ -291,7 +291,7 @@ def test_shared_and_free_blocks_are_not_quarantined_and_idle_ones_not_freed() ->
 
 
 class CacheLife(RuleBasedStateMachine):
-    """A pool under traffic of few different prompts, against a plain model of who holds what."""
+    """Compares a pool under traffic of few different prompts with a plain model of what each block holds."""
 
     SIZE = 10
 
@@ -300,9 +300,9 @@ class CacheLife(RuleBasedStateMachine):
         self.blocks = BlockManager(self.SIZE, 2)
         self.tables: list[list[int]] = []
         self.content: dict[int, tuple[int, ...]] = {}
-        """What each block holds, as all tokens up to its end."""
+        """The contents of each block, as all tokens up to its end."""
         self.waiting: list[tuple[list[bytes], Match]] = []
-        """Who looks the same prompt up again and again."""
+        """The matches of prompts that are looked up again and again."""
 
     @rule(tokens=st.lists(st.integers(0, 1), min_size=1, max_size=9))
     def wait(self, tokens: list[int]) -> None:
@@ -317,7 +317,7 @@ class CacheLife(RuleBasedStateMachine):
 
     @rule(tokens=st.lists(st.integers(0, 1), min_size=1, max_size=9))
     def admit(self, tokens: list[int]) -> None:
-        """As the scheduler does it: find, share, grow, remember what is full."""
+        """Finds, shares, grows and remembers full blocks, as the scheduler does."""
         chain = hashes(tokens)
         found = matched(self.blocks, chain)
         for i, block in enumerate(found):

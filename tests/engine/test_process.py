@@ -1,4 +1,4 @@
-"""The engine's process: what it does with its launch message, seen from its API process's side."""
+"""Tests the engine's process from its API process's side, from the launch message to the end."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from pdserve.wire.engine import RequestOutput, StepOutput
 process.serve = lambda launch, channel: channel.send(StepOutput([RequestOutput(i, [7]) for i in range(5)]))
 sys.exit(process.main())
 """
-"""The real process, whose engine is one step of five requests."""
+"""A program that runs the real process, whose engine computes one step of five requests."""
 
 CONFIG = EngineConfig(
     role=Role.MIXED,

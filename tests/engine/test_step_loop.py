@@ -1,4 +1,4 @@
-"""The step loop with a real (tiny, random) model: shared and copied blocks give the tokens that computed ones give."""
+"""Tests the step loop with a tiny random model: shared and copied blocks give the tokens that computed ones give."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ PATIENCE_MS = 30_000
 
 @dataclass
 class Answer:
-    """What came for one request."""
+    """The output that came for one request."""
 
     outputs: list[RequestOutput] = field(default_factory=list)
 
@@ -84,20 +84,20 @@ class Client:
         self.runner = runner
         self.blocks = blocks
         self.targets: tuple[PrefillTarget, ...] = ()
-        """Prefill engines that may be asked."""
+        """The prefill engines that may be asked."""
         self._socket = socket
         self._decoder: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
         self._next = 1
         self.preemptions = 0
-        """As far as the engine has said."""
+        """The statistics that the engine has sent last."""
         self.crossings = 0
-        """Messages with tokens, of all requests together."""
+        """The number of messages with tokens, of all requests together."""
 
     def send(self, message: Submit | Shutdown) -> None:
         self._socket.send(msgspec.msgpack.encode(message))
 
     def ask(self, prompt: Sequence[int], seeds: Sequence[int], salt: str = "", max_tokens: int = 10) -> list[list[int]]:
-        """The answer of each seed."""
+        """Returns the answer of each seed."""
         ends = self.finished(prompt, seeds, salt, max_tokens)
         assert {end.finish for end, _ in ends} == {FinishReason.LENGTH}
         return [tokens for _, tokens in ends]
@@ -105,14 +105,14 @@ class Client:
     def finished(
         self, prompt: Sequence[int], seeds: Sequence[int], salt: str = "", max_tokens: int = 10
     ) -> list[tuple[RequestOutput, list[int]]]:
-        """The last output of each seed, and all tokens."""
+        """Returns the last output of each seed, and all tokens."""
         ids = range(self._next, self._next + len(seeds))
         sampling = SamplingParams(max_tokens=max_tokens, seed=seeds[0], temperature=0.9, ignore_eos=True)
         answers = self.together([(prompt, sampling, seeds[1:])], salt)
         return [(answers[i].end, answers[i].tokens) for i in ids]
 
     def wait_for_a_preemption(self) -> None:
-        """Until the engine has said that there was one; it says so at the latest when it is idle."""
+        """Waits until the engine has reported a preemption, which it does at the latest when it is idle."""
         while not self.preemptions:
             assert self._socket.poll(PATIENCE_MS), "no request was preempted"
             message = self._decoder.decode(self._socket.recv())
@@ -122,7 +122,7 @@ class Client:
     def together(
         self, asked: Sequence[tuple[Sequence[int], SamplingParams, Sequence[int]]], salt: str = ""
     ) -> dict[int, Answer]:
-        """Answers by request id to prompts that all come at once, each with parameters and seeds of children."""
+        """Returns the answers by local id to prompts that come at once, each with parameters and seeds of children."""
         answers: dict[int, Answer] = {}
         for prompt, sampling, seeds in asked:
             ids = range(self._next, self._next + 1 + len(seeds))
@@ -163,7 +163,7 @@ def engine(
     connect: Callable[[ModelRunner, BlockManager, WakeUp], KvConnector] | None = None,
     own_runner: ModelRunner | None = None,
 ) -> Iterator[Client]:
-    """A mixed node's, unless ``connect`` makes another connector; on the CPU, unless with an ``own_runner``."""
+    """Runs a mixed node's engine, or one with the connector of ``connect``, on the CPU or with an ``own_runner``."""
     config = read_decoder_config(folder)
     runner = own_runner or ModelRunner(folder, config, Dtype.FP32, BLOCK_SIZE, num_blocks, MAX_LEN, TorchKernels())
     blocks = BlockManager(num_blocks, BLOCK_SIZE)
@@ -272,7 +272,7 @@ def test_what_is_not_finite_ends_its_request_and_leaves_the_cache_clean(folder: 
     ids = prompt(20)
     with engine(folder, overlap) as client:
         wanted = client.ask(ids, [1])
-        # Spoil what the cache holds of it, as a faulty transfer or chip would.
+        # Its cached blocks are spoiled, as a faulty transfer or chip would do.
         hashes: list[bytes] = []
         extend_hashes(hashes, ids, 5, BLOCK_SIZE, "")
         cached = list(client.blocks.match(hashes, 5, Match()))

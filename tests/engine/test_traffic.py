@@ -1,4 +1,4 @@
-"""Random traffic on whole engines: every answer right, whatever is shared, preempted, evicted, aborted or lost."""
+"""Tests whole engines under random traffic: every answer is right, whatever is shared, preempted, evicted or lost."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MAX_LEN = 44
 
 
 class Traffic:
-    """Requests whose prompts begin alike, and what each must be answered."""
+    """Requests whose prompts begin alike, and the answers that they must get."""
 
     def __init__(self, engine: FakeEngine, random: Random, remote: bool = False) -> None:
         self.engine = engine
@@ -32,7 +32,7 @@ class Traffic:
         self._requests: dict[int, Request] = {}
 
     def arrive(self) -> None:
-        """A client request: up to three prompts, with up to four answers each."""
+        """Adds a client request of up to three prompts, with up to four answers each."""
         self._client_requests += 1
         for _ in range(self._random.choice((1, 1, 1, 3))):
             self._arrive_one()
@@ -42,10 +42,10 @@ class Traffic:
         stem = [random.choice((10, 10, 20))] * random.choice((0, 7, 8, 16, 20, 24))
         prompt = [*stem, *random.choices((30, 31), k=random.randint(0 if stem else 1, 9))]
         max_tokens, seeds = random.randint(1, 20), random.sample(range(60), random.choice((1, 1, 2, 4)))
-        client = len(self.wanted)
+        local_id = len(self.wanted)
         salt = random.choice(("", "", "salt"))
         request = engine.add(
-            client,
+            local_id,
             prompt,
             max_tokens,
             seeds,
@@ -54,31 +54,31 @@ class Traffic:
             group_id=self._client_requests,
         )
         for i, (member, seed) in enumerate(zip((request, *request.children), seeds, strict=True)):
-            self.wanted[client + i] = answer(prompt, seed, max_tokens, engine.max_len)
-            self._requests[client + i] = member
+            self.wanted[local_id + i] = answer(prompt, seed, max_tokens, engine.max_len)
+            self._requests[local_id + i] = member
 
     def leave(self) -> None:
-        """A client gives up, or its time is over."""
-        client = self._random.choice(list(self.wanted))
-        request = self._requests[client]
+        """Lets a client give up, or its time run out."""
+        local_id = self._random.choice(list(self.wanted))
+        request = self._requests[local_id]
         if request.ended:
             return
-        self.given_up.add(client)
+        self.given_up.add(local_id)
         if self._random.random() < 0.5:
             self.engine.scheduler.abort(request)
         else:
             self.engine.scheduler.finish(request, FinishReason.DEADLINE)
 
     def check(self) -> None:
-        """Everybody was told the right thing once."""
+        """Checks that each client got the right answer once."""
         self.engine.collect()
-        for client, wanted in self.wanted.items():
-            got = self.engine.outputs.get(client, [])
-            if client in self.given_up:
+        for local_id, wanted in self.wanted.items():
+            got = self.engine.outputs.get(local_id, [])
+            if local_id in self.given_up:
                 assert got == wanted[: len(got)]
             else:
                 assert got == wanted
-                assert self.engine.endings[client].finish in (FinishReason.STOP, FinishReason.LENGTH)
+                assert self.engine.endings[local_id].finish in (FinishReason.STOP, FinishReason.LENGTH)
 
 
 @pytest.mark.parametrize("batching", Batching)

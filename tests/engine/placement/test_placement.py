@@ -1,4 +1,4 @@
-"""Local or remote: the choices of a decode node in the situations that it is made for."""
+"""Tests where a decode node places prompts in the situations that placement is made for."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PROBE = PlacementDecision(PrefillSource.REMOTE, PrefillReason.PROBE)
 
 
 def measured(remote_rate: float = RATE, queued: int = 0, local_rate: float = RATE) -> Placement:
-    """At 0 s, this node and a prefill node have both computed a prompt."""
+    """Returns a placement for which this node and a prefill node have both computed a prompt at 0 s."""
     rate = PrefillRate()
     rate.step(256, 0, 256 / local_rate, 0.0)
     placement = make_placement(16, Disaggregation.AUTO, rate)

@@ -1,4 +1,4 @@
-"""What a prompt that cannot be transferred does to the others: nothing."""
+"""Tests that a prompt which cannot be transferred has no effect on the placement of others."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.engine.placements import make_placement
 BLOCK_SIZE, BOOT = 4, new_id()
 TARGET = PrefillTarget("p0", "tcp://127.0.0.1:1", new_id())
 OTHERS = PromptSize(missing_tokens=256, cached_tokens=0, queued_tokens=0, streams=4)
-"""A prompt that belongs on a prefill node: streams run here."""
+"""A prompt that belongs on a prefill node, because this node has streams."""
 TIMEOUT_S = 30.0
 
 
@@ -69,7 +69,7 @@ class Node:
         self.connector.poll(self.scheduler, self.now)
 
     def fails(self, kind: FailureKind, after_s: float = 0.01, deadline_s: float = 600.0) -> None:
-        """The next prompt is ordered there, and comes back."""
+        """Orders the next prompt from the prefill node and lets the fetch fail."""
         self.add(deadline_s=deadline_s)
         self.now += after_s
         self.hears(FetchFailed(self.thread.fetched[-1].transfer_id, "no", 0, (), kind))
@@ -110,7 +110,7 @@ def test_only_what_a_failure_says_of_the_node_counts_against_it(kind: FailureKin
 def test_a_deadline_counts_if_the_prompt_should_have_been_quick(
     after_s: float, deadline_s: float, decision: PlacementDecision
 ) -> None:
-    """Not if the time was too short for anybody, nor if it was the client's that ran out."""
+    """It does not count if the time was too short for any node, or if the client's own time ran out."""
     node = Node()
     node.fails(FailureKind.DEADLINE, after_s, deadline_s)
     assert node.decision == decision

@@ -1,4 +1,4 @@
-"""What the estimates say, whatever the figures."""
+"""Tests what holds of the estimates for all figures."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_a_busier_decode_node_never_keeps_a_prompt(
 def test_a_longer_prompt_stays_remote_where_remote_is_not_slower_by_the_token(
     prompt: PromptSize, local: LocalMeasures, remote: RemoteMeasures, weight: float, more: int
 ) -> None:
-    """And is remote a stream local, a prefill node of the same speed is enough."""
+    """Where this node has a stream, a prefill node of the same speed is enough."""
     per_token = 1 / remote.tokens_per_s + remote.bytes_per_token / remote.bytes_per_s
     assume(per_token <= (1 + weight * prompt.streams) / local.tokens_per_s)
     assume(prefers_remote(prompt, local, remote, weight))
@@ -77,10 +77,10 @@ def test_costs_are_never_less_than_the_work(
 def test_the_figures_of_one_prompt() -> None:
     prompt = PromptSize(missing_tokens=512, cached_tokens=128, queued_tokens=256, streams=3)
     local = LocalMeasures(tokens_per_s=1000, decode_step_s=0.02, max_step_tokens=256)
-    # Its turn and its own time, three decode steps beside it, and three streams that wait half a second.
+    # The prompt waits, computes beside three decode steps, and lets three streams wait for half a second.
     assert local_cost(prompt, local, 2.0) == pytest.approx(0.768 + 3 * 0.02 + 2 * 3 * 0.512)
     remote = RemoteMeasures(2000, 1000, 0.1, 0.01, 0.75, 20_000, 1e9)
-    # Queue, lateness and overhead; the missing tokens and a quarter of the cached ones; the last chunk's blocks.
+    # The sum is queue, lateness and overhead, the missing and a quarter of the cached tokens, the last chunk's blocks.
     assert remote_cost(prompt, remote, 256) == pytest.approx(0.5 + 0.11 + 544 / 2000 + 256 * 20_000 / 1e9)
     slow_link = replace(remote, bytes_per_s=1e7)
     assert remote_cost(prompt, slow_link, 256) == pytest.approx(0.61 + 512 * 20_000 / 1e7)

@@ -1,4 +1,4 @@
-"""What is known of a prefill node, from orders and answers."""
+"""Tests what a decode node knows of a prefill node, from orders and answers."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def test_estimates_stay_sane_whatever_comes(events: list[tuple[str, int, int, fl
                 node.withdrawn(name)
             case "land":
                 node.landed(tokens, passed)
-        there = node.measures(now, 20_000.0, 1000.0)
-        assert there.tokens_per_s > 0 and there.bytes_per_s > 0
-        assert 0 <= there.queued_tokens < 40_000 and 0 <= there.late_s <= now and 0 <= there.overhead_s <= 600
-        assert 0 <= there.cached_share <= 1
+        remote = node.measures(now, 20_000.0, 1000.0)
+        assert remote.tokens_per_s > 0 and remote.bytes_per_s > 0
+        assert 0 <= remote.queued_tokens < 40_000 and 0 <= remote.late_s <= now and 0 <= remote.overhead_s <= 600
+        assert 0 <= remote.cached_share <= 1

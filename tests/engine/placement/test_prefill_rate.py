@@ -1,4 +1,4 @@
-"""The rate that an engine measures of itself."""
+"""Tests the rate that an engine measures of itself."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 from pdserve.engine.placement.prefill_rate import PRIOR_TOKENS_PER_S, PrefillRate
 
 
-def test_before_the_first_prompt_it_is_a_guess() -> None:
+def test_before_the_first_prompt_the_rate_is_assumed() -> None:
     rate = PrefillRate()
     assert not rate.known
     assert rate.tokens_per_s == PRIOR_TOKENS_PER_S

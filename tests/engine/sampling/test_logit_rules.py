@@ -1,4 +1,4 @@
-"""Penalties, bias and bans, each against its obvious meaning and against transformers where that has the same."""
+"""Tests penalties, bias and bans, each against its definition and against transformers where that has the same."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def row_of(prompt: list[int], answer: list[int], **rules: Any) -> SamplingRow:
 
 
 def meaning(logits: list[float], prompt: list[int], answer: list[int], rules: dict[str, Any]) -> list[float]:
-    """One token at a time, as the documents say it."""
+    """Applies the penalties to one token at a time, as the documents define them."""
     result = []
     for token, given_logit in enumerate(logits):
         logit = given_logit
@@ -127,7 +127,7 @@ def test_a_request_that_forbids_everything_gets_what_it_allows() -> None:
     assert token.token_id == 2
 
 
-def test_what_the_model_itself_forbids_is_not_chosen() -> None:
+def test_a_token_that_the_model_itself_forbids_is_not_sampled() -> None:
     logits = torch.tensor([[5.0, float("-inf"), 2.0]])
     assert sample(logits, [row_of([0], [], allowed_token_ids=(1,))]) == [None]
 

@@ -1,4 +1,4 @@
-"""Which token is chosen: greedy, at random, and the same whoever else is in the batch."""
+"""Tests which token is sampled: greedily or at random, and the same whatever else is in the batch."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def params(**changes: Any) -> SamplingParams:
 
 
 def row(position: int = 0, **changes: Any) -> SamplingRow:
-    """Of a request with two tokens of prompt."""
+    """Returns a row of a request with two tokens of prompt."""
     return SamplingRow(params(**changes), [1, 2, *range(position)], 2)
 
 
@@ -34,7 +34,7 @@ def ids(logits: torch.Tensor, *rows: SamplingRow) -> list[int | None]:
 
 
 def drawn(logits: torch.Tensor, count: int = 400, **changes: Any) -> Counter[int | None]:
-    """How often each token comes, over positions of one request."""
+    """Returns how often each token is sampled over positions of one request."""
     rows = [row(position, **changes) for position in range(count)]
     return Counter(ids(logits.expand(count, -1), *rows))
 
@@ -79,7 +79,7 @@ def test_top_p_over_a_flat_vocabulary_takes_its_share() -> None:
 
 
 def by_sorting(weights: torch.Tensor, share: float) -> torch.Tensor:
-    """What top-p means."""
+    """Returns the nucleus by the definition of top-p."""
     wide = weights.double()
     best, order = wide.sort(descending=True, stable=True)
     inside = best.cumsum(-1) - best < share * wide.sum()
@@ -136,7 +136,7 @@ PARAMETERS = st.fixed_dictionaries(
 
 @settings(max_examples=150, deadline=None)
 @given(st.lists(st.tuples(PARAMETERS, st.integers(0, 8)), min_size=1, max_size=5), st.integers(0, 2**32 - 1))
-def test_a_choice_does_not_depend_on_batch_mates(rows: list[tuple[dict[str, Any], int]], torch_seed: int) -> None:
+def test_a_token_does_not_depend_on_batch_mates(rows: list[tuple[dict[str, Any], int]], torch_seed: int) -> None:
     torch.manual_seed(torch_seed)
     logits = torch.randn(len(rows), VOCAB) * 3
     before = logits.clone()
@@ -146,7 +146,7 @@ def test_a_choice_does_not_depend_on_batch_mates(rows: list[tuple[dict[str, Any]
     assert torch.equal(logits, before)
 
 
-def test_a_choice_does_not_depend_on_how_rows_are_grouped(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_token_does_not_depend_on_how_rows_are_grouped(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(1)
     logits = torch.randn(12, 40_000) * torch.linspace(0.1, 4, 12).unsqueeze(1)
     kinds: list[dict[str, Any]] = [{}, {"top_p": 0.8}, {"top_k": 20}, {"min_p": 0.02}]
@@ -209,7 +209,7 @@ def test_a_zero_of_either_sign_is_the_same() -> None:
 
 
 def test_block_edges_let_no_forbidden_token_through() -> None:
-    """The number at which the distribution is inverted lies at the very edge of a block, give or take a rounding."""
+    """Inverts the distribution at a number at the very edge of a block, give or take a rounding."""
     block = drawing.INVERSION_BLOCK
     for torch_seed in range(100):
         torch.manual_seed(torch_seed)
@@ -223,7 +223,7 @@ def test_block_edges_let_no_forbidden_token_through() -> None:
 
 @pytest.mark.parametrize("size", [1, 255, 256, 257, 1000])
 def test_only_what_may_be_drawn_is_drawn(size: int) -> None:
-    """The distribution is inverted by blocks: none of their edges lets a forbidden token through."""
+    """The distribution is inverted by blocks, and no block's edge lets a forbidden token through."""
     torch.manual_seed(size)
     logits = torch.full((size,), float("-inf"))
     open_ids = set(torch.randperm(size)[: max(size // 100, 1)].tolist())

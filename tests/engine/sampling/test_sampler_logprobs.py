@@ -1,4 +1,4 @@
-"""Log probabilities: the model's own, whatever else the request asks for."""
+"""Tests that log probabilities are the model's own, whatever else the request asks for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Counts of tokens that are continued as a request grows are those of all its tokens."""
+"""Tests that counts which are continued as a request grows are those of all its tokens."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ TOKENS = st.lists(st.integers(0, 40), max_size=60)
 
 
 class Watched(list[int]):
-    """Counts the tokens that are read of it."""
+    """A list that counts how many of its tokens are read."""
 
     num_read = 0
 

@@ -1,4 +1,4 @@
-"""Prompts that wait for a slow prefill node take no place in the batch."""
+"""Tests that prompts which wait for a slow prefill node take no place in the batch."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from tests.engine.scheduling.test_scheduler import BLOCK_SIZE, TARGET, Bench, ex
 
 
 def add(
-    bench: Bench, client: int, prompt: int, max_tokens: int = 4, *, remote: bool = False, group_id: int = 0
+    bench: Bench, local_id: int, prompt: int, max_tokens: int = 4, *, remote: bool = False, group_id: int = 0
 ) -> Request:
-    """With a prompt of its own, of which the prefix cache has nothing."""
-    request = bench.add(client, prompt, max_tokens, (TARGET,) if remote else (), group_id or b"")
-    request.token_ids[:] = [1000 + client] * prompt
+    """Adds a request whose prompt the prefix cache has nothing of."""
+    request = bench.add(local_id, prompt, max_tokens, (TARGET,) if remote else (), group_id or b"")
+    request.token_ids[:] = [1000 + local_id] * prompt
     return request
 
 
 def land(bench: Bench, request: Request) -> None:
-    """Its blocks and its first token are here."""
+    """Lets a request's blocks and first token arrive."""
     bench.scheduler.accept_token(request, SampledToken(10 + len(request.token_ids)), bench.now)
     bench.scheduler.landed(request)
 
 
 def test_local_prompts_are_admitted_while_more_than_a_batch_waits_for_remote_ones() -> None:
     bench = Bench(num_blocks=64, max_running=2)
-    waiters = [add(bench, client, 10, remote=True) for client in range(6)]
+    waiters = [add(bench, local_id, 10, remote=True) for local_id in range(6)]
     assert bench.step().fetches == waiters[:2]
     add(bench, 7, 10)
     assert [work.request.local_id for work in bench.step().work] == [7]
@@ -37,10 +37,10 @@ def test_local_prompts_are_admitted_while_more_than_a_batch_waits_for_remote_one
 
 def test_the_batch_is_not_exceeded_when_all_land_at_once() -> None:
     bench = Bench(num_blocks=64, max_running=3, max_step_tokens=32)
-    waiters = [add(bench, client, 10, remote=True) for client in range(3)]
+    waiters = [add(bench, local_id, 10, remote=True) for local_id in range(3)]
     bench.step()
-    for client in (3, 4):
-        add(bench, client, 10)
+    for local_id in (3, 4):
+        add(bench, local_id, 10)
     bench.step()
     tables = [list(request.block_table) for request in waiters]
     for request in waiters:
@@ -50,7 +50,7 @@ def test_the_batch_is_not_exceeded_when_all_land_at_once() -> None:
     while list(bench.scheduler.live()):
         plan = bench.step()
         assert bench.scheduler.num_running <= 3 and plan.num_prompt_tokens == 0, "nothing is computed again"
-    assert bench.outputs == {client: expected(10, 4) for client in range(5)}
+    assert bench.outputs == {local_id: expected(10, 4) for local_id in range(5)}
     assert bench.blocks.num_free == 64
 
 
@@ -107,9 +107,9 @@ def test_children_of_one_that_landed_without_a_place_wait_with_it(ended: bool) -
 
 def test_as_many_as_the_batch_holds_may_be_on_their_way_or_wait_for_a_place() -> None:
     bench = Bench(num_blocks=1024, max_running=2)
-    waiters = [add(bench, client, 10, remote=True) for client in range(200)]
+    waiters = [add(bench, local_id, 10, remote=True) for local_id in range(200)]
     assert bench.step().fetches == waiters[:2]
-    shorts = [add(bench, client, 1, max_tokens=20, remote=True) for client in (200, 201)]
+    shorts = [add(bench, local_id, 1, max_tokens=20, remote=True) for local_id in (200, 201)]
     assert bench.step().work == [], "the search for prompts of this node ends somewhere"
     for request in waiters[10:200]:
         bench.scheduler.abort(request)
@@ -123,10 +123,10 @@ def test_as_many_as_the_batch_holds_may_be_on_their_way_or_wait_for_a_place() ->
 
 
 def with_two_places(bench: Bench) -> tuple[list[Request], list[Request]]:
-    """A client request with four prompts: two fill the batch, two are fetched."""
-    fetched = [add(bench, client, 10, remote=True, group_id=1) for client in (0, 1)]
+    """Two prompts of one client request fill the batch, and two are fetched."""
+    fetched = [add(bench, local_id, 10, remote=True, group_id=1) for local_id in (0, 1)]
     bench.step()
-    running = [add(bench, client, 10, max_tokens=40, group_id=1) for client in (2, 3)]
+    running = [add(bench, local_id, 10, max_tokens=40, group_id=1) for local_id in (2, 3)]
     bench.step()
     assert [request.status for request in running] == [Status.RUNNING] * 2
     return running, fetched
@@ -147,7 +147,7 @@ def test_a_place_that_is_given_up_goes_to_who_has_none_and_not_to_one_that_lande
     assert bench.blocks.num_free == 128
 
 
-def test_nobody_gives_a_place_to_one_that_waits_until_its_prompt_can_be_ordered() -> None:
+def test_no_request_is_preempted_for_one_that_waits_until_its_prompt_can_be_ordered() -> None:
     bench = Bench(num_blocks=128, max_running=2, max_step_tokens=64)
     running, _ = with_two_places(bench)
     remote = add(bench, 10, 10, remote=True)

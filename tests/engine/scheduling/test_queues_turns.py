@@ -1,4 +1,4 @@
-"""Client requests take turns: one of a thousand answers does not keep an ordinary one from being served."""
+"""Tests that client requests take turns: one of a thousand answers does not keep an ordinary one waiting."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ORDINARY = 10_000
 
 
 def big_request(engine: FakeEngine, *, max_tokens: int = 16) -> dict[int, list[int]]:
-    """Eight prompts with 128 answers each, of one client. What it is to be answered."""
+    """Adds one client's eight prompts with 128 answers each. Returns the answers that it must get."""
     wanted: dict[int, list[int]] = {}
     for i, prompt in enumerate(PROMPTS):
         first = 1_000 + i * len(SEEDS)
@@ -26,10 +26,10 @@ def big_request(engine: FakeEngine, *, max_tokens: int = 16) -> dict[int, list[i
     return wanted
 
 
-def steps_until_answered(engine: FakeEngine, client: int) -> int:
+def steps_until_answered(engine: FakeEngine, local_id: int) -> int:
     for step in range(1, 100_000):
         engine.step()
-        if client in engine.endings:
+        if local_id in engine.endings:
             return step
     raise AssertionError("never answered")
 
@@ -37,7 +37,7 @@ def steps_until_answered(engine: FakeEngine, client: int) -> int:
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("num_blocks", [600, 40], ids=["enough blocks", "few blocks"])
 def test_an_ordinary_request_beside_a_thousand_answers_is_served_at_once(num_blocks: int, overlap: bool) -> None:
-    """It waits for no answer of the big request; that gets all its answers, the same ones."""
+    """The small request waits for no answer of the big one, which still gets all of its answers."""
     engine = FakeEngine(num_blocks=num_blocks, max_running=64, max_step_tokens=256, overlap=overlap)
     wanted = big_request(engine, max_tokens=24)
     for _ in range(10):
@@ -48,7 +48,7 @@ def test_an_ordinary_request_beside_a_thousand_answers_is_served_at_once(num_blo
     assert engine.outputs[ORDINARY] == answer(prompt, talkative(prompt, 8), 8, engine.max_len)
     assert len(engine.endings) < len(wanted) / 4, "the big request is far from its end"
     engine.run(100_000)
-    assert {client: engine.outputs[client] for client in wanted} == wanted
+    assert {local_id: engine.outputs[local_id] for local_id in wanted} == wanted
     assert engine.idle
 
 
@@ -69,13 +69,13 @@ def test_a_client_request_without_a_place_gets_one_of_him_who_has_several() -> N
     others = [engine.add(10 + i, [60 + i], 16) for i in range(5)]
     for _ in range(6):
         engine.step()
-    assert running(rich) == rich[:1], "the youngest give way, and nobody loses the last place"
+    assert running(rich) == rich[:1], "the youngest are preempted, and no client request loses its last place"
     assert running(others) == others[:3]
     assert engine.scheduler.counters.preemptions == 3
     engine.run()
 
 
-def test_requests_of_one_answer_are_served_as_they_come_and_nobody_gives_way() -> None:
+def test_requests_of_one_answer_are_served_as_they_come_and_none_is_preempted() -> None:
     engine = FakeEngine(max_running=2, max_step_tokens=64)
     requests = [engine.add(i, [50 + i], 4) for i in range(8)]
     order: list[Request] = []
@@ -109,10 +109,10 @@ def test_answers_that_wait_for_their_prompt_count_as_waiting() -> None:
     max_running=st.integers(1, 6),
     num_blocks=st.integers(16, 60),
 )
-def test_nobody_without_a_place_waits_beside_one_with_several(
+def test_no_client_request_without_a_place_waits_beside_one_with_several(
     sizes: list[int], max_running: int, num_blocks: int
 ) -> None:
-    """Whoever came when: after a step for each place, either nobody has several or nobody has none."""
+    """After a step for each place, no client request has several places while another one has none."""
     engine = FakeEngine(num_blocks=num_blocks, max_running=max_running, max_step_tokens=64, max_len=48)
     families = [
         [engine.add(100 * whose + i, [whose, i], 40, group_id=whose + 1) for i in range(size)]

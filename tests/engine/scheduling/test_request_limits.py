@@ -31,7 +31,7 @@ def test_parameters_that_look_tokens_up_which_are_not_there(token: int) -> None:
         assert "sampling parameters" in (RULE.misfit([1], sampling) or "")
 
 
-def test_what_is_never_chosen_may_be_banned() -> None:
+def test_a_token_that_is_never_sampled_may_be_banned() -> None:
     """A tokenizer may have more tokens than its model, and a client's bad words become such tokens."""
     sampling = SamplingParams(max_tokens=1, seed=0, bad_words=((5, 100),), stop_token_ids=(100,))
     assert RULE.misfit([1], sampling) is None

@@ -1,4 +1,4 @@
-"""The scheduler alone: a fake model chooses tokens, time is a number."""
+"""Tests the scheduler alone: a fake model gives tokens, and time is a number."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Bench:
 
     def add(
         self,
-        client: int,
+        local_id: int,
         prompt: int,
         max_tokens: int = 4,
         targets: tuple[PrefillTarget, ...] = (),
@@ -71,7 +71,7 @@ class Bench:
             sampling=SamplingParams(max_tokens=max_tokens, seed=0),
             arrived=self.now,
             deadline=self.now + 100,
-            local_id=client,
+            local_id=local_id,
             group_id=group_id,
             targets=targets,
         )
@@ -133,10 +133,10 @@ def test_decoding_comes_before_prompts_and_shares_their_budget() -> None:
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=5), st.integers(6, 20))
 def test_a_decoding_request_never_waits_for_a_prompt(prompts: list[int], budget: int) -> None:
-    """Whatever prompts are being computed: every request that decodes has its token in every step."""
+    """Every request that decodes gets a token in every step, whatever prompts are being computed."""
     bench = Bench(num_blocks=200, max_step_tokens=budget)
-    for client, prompt in enumerate(prompts):
-        bench.add(client, prompt, max_tokens=8)
+    for local_id, prompt in enumerate(prompts):
+        bench.add(local_id, prompt, max_tokens=8)
         bench.now += 1
         plan = bench.scheduler.schedule(bench.now)
         decoding = {request for request in bench.scheduler.live() if request.num_generated_tokens}
@@ -148,13 +148,13 @@ def test_a_decoding_request_never_waits_for_a_prompt(prompts: list[int], budget:
     assert len(bench.endings) == len(prompts)
 
 
-def test_a_static_batch_is_prefilled_first_and_nobody_joins_it() -> None:
+def test_a_static_batch_is_prefilled_first_and_no_request_joins_it() -> None:
     bench = Bench(max_step_tokens=8, max_running=3, batching=Batching.STATIC)
-    for client, max_tokens in enumerate((2, 9, 4)):
-        bench.add(client, prompt=10, max_tokens=max_tokens)
+    for local_id, max_tokens in enumerate((2, 9, 4)):
+        bench.add(local_id, prompt=10, max_tokens=max_tokens)
     assert sizes(bench.step()) == [8]
     bench.add(3, prompt=10, max_tokens=2)
-    # Thirty tokens of prompts, eight a step; whoever is ready does not decode before all of them are.
+    # Thirty tokens of prompts, eight a step; no request decodes before all of them are computed.
     for _ in range(3):
         assert all(work.request.num_generated_tokens == 0 or work.num_tokens > 1 for work in bench.step().work)
     while len(bench.endings) < 3:
@@ -193,8 +193,8 @@ def test_answers_end_at_max_tokens_eos_and_context_length() -> None:
 
 def test_no_more_than_max_running() -> None:
     bench = Bench(max_running=2)
-    for client in range(4):
-        bench.add(client, prompt=2)
+    for local_id in range(4):
+        bench.add(local_id, prompt=2)
     bench.step()
     assert bench.scheduler.num_running == 2
     assert bench.scheduler.num_waiting == 2
@@ -202,11 +202,11 @@ def test_no_more_than_max_running() -> None:
 
 def test_preempted_answers_are_unchanged() -> None:
     bench = Bench(num_blocks=6, max_len=24)
-    for client in range(3):
-        bench.add(client, prompt=4, max_tokens=16)
+    for local_id in range(3):
+        bench.add(local_id, prompt=4, max_tokens=16)
     bench.run()
     assert bench.scheduler.counters.preemptions > 0
-    assert bench.outputs == {client: expected(4, 16) for client in range(3)}
+    assert bench.outputs == {local_id: expected(4, 16) for local_id in range(3)}
     assert bench.blocks.num_free == 6
 
 
@@ -281,9 +281,9 @@ def test_failed_fetches_that_hold_all_blocks_do_not_deadlock() -> None:
 def test_failed_fetches_are_queued_by_arrival_before_newer_requests() -> None:
     bench = Bench()
     remote = []
-    for client in range(3):
-        bench.now = float(client)
-        remote.append(bench.add(client, prompt=8, targets=(TARGET,)))
+    for local_id in range(3):
+        bench.now = float(local_id)
+        remote.append(bench.add(local_id, prompt=8, targets=(TARGET,)))
     bench.step()
     bench.now = 50.0
     bench.add(9, prompt=4)
@@ -366,15 +366,15 @@ def test_expired_lists_waiting_and_running() -> None:
 def test_every_request_is_answered_whatever_happens(
     requests: Iterable[tuple[int, int, bool]], num_blocks: int, max_running: int, budget: int, random: object
 ) -> None:
-    """Few blocks, failing and landing fetches in any order: all answers right, all blocks back."""
+    """With few blocks, and fetches that fail or land in any order, all answers are right and all blocks come back."""
     choose = getattr(random, "choice")  # noqa: B009  # hypothesis hides the type of its Random
     max_len = min(num_blocks * BLOCK_SIZE, 42)
     bench = Bench(num_blocks, max_running, budget, max_len)
     wanted = {}
-    for client, (asked, max_tokens, remote) in enumerate(requests):
+    for local_id, (asked, max_tokens, remote) in enumerate(requests):
         prompt = min(asked, max_len - 1)
-        bench.add(client, prompt, max_tokens, (TARGET,) if remote else ())
-        wanted[client] = expected(prompt, min(max_tokens, max_len - prompt))
+        bench.add(local_id, prompt, max_tokens, (TARGET,) if remote else ())
+        wanted[local_id] = expected(prompt, min(max_tokens, max_len - prompt))
     fetching: list[Request] = []
     for _ in range(3000):
         plan = bench.step()

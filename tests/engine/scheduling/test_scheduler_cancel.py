@@ -1,4 +1,4 @@
-"""What cancelled prompts cost those who come after them, counted in chunks."""
+"""Tests what cancelled prompts cost the requests that come after them, counted in chunks."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ MAX_LEN = 120
 @pytest.mark.parametrize("computed", [0, 1, 3, 7, 20])
 @pytest.mark.parametrize("max_running", [1, 4, 20])
 def test_ten_cancelled_long_prompts_cost_the_next_one_no_chunk(computed: int, max_running: int) -> None:
-    """But for the one under way when they are cancelled, which nobody can take back."""
+    """Only the step that is under way when they are cancelled still computes them."""
     wire = Wire(Random(0))
     decode, prefill = (
         FakeEngine(role, thread=thread, num_blocks=400, max_running=places, max_step_tokens=CHUNK, max_len=MAX_LEN)
         for role, thread, places in ((Role.DECODE, wire.decode, 20), (Role.PREFILL, wire.prefill, max_running))
     )
 
-    long = [decode.add(client, [40 + client] * 100, remote=True) for client in range(LONG)]
+    long = [decode.add(local_id, [40 + local_id] * 100, remote=True) for local_id in range(LONG)]
     decode.step()
     for _ in range(computed):
         assert prefill.step().work

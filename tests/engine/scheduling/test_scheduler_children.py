@@ -1,4 +1,4 @@
-"""Several answers to one prompt: it is computed once, and each answer is what a request of its own would be given."""
+"""Tests several answers to one prompt, which is computed once: each is what a request of its own would get."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from tests.engine.fake_model import EOS, answer, talkative
 from tests.engine.fake_transfer import Wire
 
 PROMPT = list(range(100, 110))
-"""Two full blocks and half of one."""
+"""A prompt of two full blocks and half of one."""
 SEEDS = [seed for seed in range(100) if len(answer(PROMPT, seed, 9, 64)) == 9][:3]
 WANTED = {i: answer(PROMPT, seed, 9, 64) for i, seed in enumerate(SEEDS)}
 SHORT_SEED = next(seed for seed in range(1000) if answer(PROMPT, seed, 9, 64) == [EOS])
-"""Its answer ends with the first token."""
+"""A seed whose answer ends with the first token."""
 
 
 def test_the_prompt_is_computed_once_and_its_full_blocks_are_shared() -> None:
@@ -120,7 +120,7 @@ def test_when_logits_are_not_finite_all_end_and_the_blocks_are_cleared(leavers: 
     table = list(parent.block_table)
     failed = engine.scheduler.postprocess(plan, [None] * len(plan.sampled_requests), 1.0)
     assert failed == family
-    # As the step loop does it.
+    # The step loop does the same.
     for request in failed:
         engine.blocks.taint(request.block_table)
         engine.scheduler.finish(request, FinishReason.ERROR, "not finite")
@@ -135,7 +135,7 @@ def test_when_logits_are_not_finite_all_end_and_the_blocks_are_cleared(leavers: 
 
 
 class Pair:
-    """A decode and a prefill node."""
+    """A decode node, a prefill node and the wire between them."""
 
     def __init__(self) -> None:
         self.wire = Wire(Random(0))
@@ -165,7 +165,7 @@ def test_a_prefill_node_samples_every_first_token_and_the_prompt_moves_once() ->
     assert pair.decode.scheduler.counters.prefills[PrefillSource.REMOTE] == 1
 
 
-def test_an_elder_that_leaves_before_the_prompt_is_fetched_leaves_the_fetch() -> None:
+def test_a_parent_that_leaves_before_the_prompt_is_fetched_leaves_the_fetch() -> None:
     pair = Pair()
     parent = pair.decode.add(0, PROMPT, 9, SEEDS, remote=True)
     pair.decode.step()
