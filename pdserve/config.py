@@ -550,7 +550,7 @@ class RankLaunch:
     """A file that the ranks meet at: the same for all, in the same folder."""
     board: int
     """Descriptor of the memory that the ranks share, inherited."""
-    bell: int
+    wake_fd: int
     """Eventfd that wakes rank 0's step loop, inherited."""
     cores: tuple[int, ...]
     config: EngineConfig

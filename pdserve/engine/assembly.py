@@ -85,7 +85,9 @@ def assemble(
     progress("loading weights")
     if ranks is not None:
         ranks.tell(Load(num_blocks, max_model_len))
-    shared = shared_memory(config, device, num_blocks * layout.block_bytes)
+    shared = shared_memory(
+        config.role, config.transfer, config.cache.kv_cache_mib, device, num_blocks * layout.block_bytes
+    )
     kv_memory = None if shared is None else shared.bytes
     own = load_runner(config, decoder, num_blocks, max_model_len, tp, backend, kv_memory)
     runner: ModelRunner | TpRunner = own
@@ -106,7 +108,16 @@ def assemble(
     placement = Placement(PrefillRate(), config.transfer, config.scheduler, block_size, bytes_per_token)
     secrets = Secrets(config.secret)
     connector, control = open_connector(
-        config, spec, own.kv_cache, blocks, wake_up.set, prompts, ranks, placement, shared, secrets
+        config,
+        spec=spec,
+        kv_cache=own.kv_cache,
+        shared=shared,
+        blocks=blocks,
+        prompts=prompts,
+        placement=placement,
+        ranks=ranks,
+        secrets=secrets,
+        wake=wake_up.set,
     )
     loop = StepLoop(
         api=api,

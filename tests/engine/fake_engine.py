@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pdserve.config import Batching, KvOverlap, SchedulerConfig, TransferConfig
+from pdserve.config import Batching, KvOverlap, SchedulerConfig
 from pdserve.engine.kv_cache.block_manager import BlockManager
 from pdserve.engine.kv_connector import KvConnector
 from pdserve.engine.kv_connector.connector import NoTransferConnector
@@ -79,7 +79,7 @@ class FakeEngine:
                 self.blocks, thread, lambda ids, sampling: None, 1000, PushSchedule(KvOverlap.ON), PrefillRate()
             )
         else:
-            self.connector = FetchingConnector(self.blocks, thread, TransferConfig(), BOOT, placement)
+            self.connector = FetchingConnector(self.blocks, thread, 30.0, BOOT, placement)
         self.collector = OutputCollector()
         self.max_len = max_len
         config = SchedulerConfig(

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from pdserve.config import TransferConfig
 from pdserve.engine.kv_cache.block_manager import BlockManager
 from pdserve.engine.kv_connector.connector import CLOSE_TIMEOUT_S
 from pdserve.engine.kv_connector.transfers import Fetches
@@ -57,19 +57,27 @@ class FetchingConnector:
     def __init__(
         self,
         blocks: BlockManager,
-        thread: Fetches,
-        config: TransferConfig,
+        transfers: Fetches,
+        timeout_s: float,
         boot_id: bytes,
         placement: Placement,
         vocab_size: int = 2**31,
+        finish_writes: Callable[[], None] = lambda: None,
     ) -> None:
-        """``vocab_size`` is the model's: a prefill node that sends a token beyond it is not believed."""
-        self._vocab_size = vocab_size
+        """``timeout_s`` is what a prefill node gets for one prompt beyond the time that it is estimated to need.
+
+        ``vocab_size`` is the model's: a prefill node that sends a token beyond it is not believed.
+        ``finish_writes`` returns when the kernels that were to write a fetch's blocks before have ended: a chunk may
+        have been launched for a request that is gone by now, and its blocks given to the next one. UCX knows nothing of
+        a GPU's stream. On other ranks, those kernels come before the sums that this one has waited for.
+        """
         self._blocks = blocks
-        self._thread = thread
-        self._timeout_s = config.prefill_timeout_ms / 1000
+        self._transfers = transfers
+        self._timeout_s = timeout_s
         self._boot_id = boot_id
         self._placement = placement
+        self._vocab_size = vocab_size
+        self._finish_writes = finish_writes
         self._fetching: dict[TransferId, _OrderedFetch] = {}
         self._ending: dict[TransferId, list[int]] = {}
 
@@ -90,7 +98,8 @@ class FetchingConnector:
             node = self._placement.ordered(target, transfer, missing, cached, now)
             log.debug("%s transfer=%s prefill=%s missing=%d ordered", request, transfer, target.name, missing)
             self._fetching[transfer] = _OrderedFetch(request, (request, *request.children), node)
-            self._thread.fetch(
+            self._finish_writes()
+            self._transfers.fetch(
                 FetchOrder(
                     transfer_id=transfer,
                     target=target,
@@ -106,7 +115,7 @@ class FetchingConnector:
             )
 
     def poll(self, scheduler: Scheduler, now: float) -> None:
-        for event in self._thread.events():
+        for event in self._transfers.events():
             match event:
                 case FirstTokenArrived(transfer, tokens, cached_tokens, load):
                     fetch = self._fetching.get(transfer)
@@ -203,14 +212,14 @@ class FetchingConnector:
         self._fetching.pop(request.transfer).node.withdrawn(request.transfer)
         self._ending[request.transfer] = request.block_table
         request.block_table = []
-        self._thread.cancel_fetch(request.transfer)
+        self._transfers.cancel_fetch(request.transfer)
         request.transfer = None
 
     def _finish_ending(self, transfer: TransferId) -> None:
         self._blocks.free(self._ending.pop(transfer))
 
     def stats(self) -> TransferStats:
-        return self._thread.stats()
+        return self._transfers.stats()
 
     def close(self) -> None:
-        self._thread.close(CLOSE_TIMEOUT_S)
+        self._transfers.close(CLOSE_TIMEOUT_S)

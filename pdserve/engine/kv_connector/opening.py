@@ -1,10 +1,11 @@
-"""Which connector a node has."""
+"""Opens the connector of a node's role.
+
+This module is the last one that sees the engine's settings: the parts that it puts together get single values.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -14,17 +15,11 @@ from pdserve.engine.kv_cache.block_manager import BlockManager
 from pdserve.engine.kv_connector.connector import KvConnector, NoTransferConnector
 from pdserve.engine.kv_connector.fetching_connector import FetchingConnector
 from pdserve.engine.kv_connector.pushing_connector import PushingConnector, PushSchedule
-from pdserve.engine.kv_connector.staging.block_copier import BlockCopier, RanksCopier, copy_kernels
-from pdserve.engine.kv_connector.staging.staged_fetches import LandedBlocks, StagedFetches
-from pdserve.engine.kv_connector.staging.staged_pushes import BlocksToSend, StagedPushes
+from pdserve.engine.kv_connector.staging.block_copier import BlockCopier, Copier, Key, RanksCopier, copy_kernels
+from pdserve.engine.kv_connector.staging.staged_fetches import StagedFetches
+from pdserve.engine.kv_connector.staging.staged_pushes import StagedPushes
 from pdserve.engine.kv_connector.staging.staging_blocks import StagingBlocks
-from pdserve.engine.kv_connector.transfer_memory import (
-    DeviceFetches,
-    DevicePushes,
-    region_of,
-    staging_memory,
-    transport_for,
-)
+from pdserve.engine.kv_connector.transfer_memory import open_memory
 from pdserve.engine.kv_connector.transfers import Fetches, Pushes
 from pdserve.engine.placement.placement import Placement
 from pdserve.engine.scheduling.request_limits import PromptRule
@@ -38,75 +33,68 @@ from pdserve_kvtransfer.thread import TransferThread
 
 def open_connector(
     config: EngineConfig,
+    *,
     spec: EngineSpec,
     kv_cache: torch.Tensor,
+    shared: SharedMemory | None,
     blocks: BlockManager,
-    wake: Callable[[], None],
     prompts: PromptRule,
-    ranks: Ranks | None,
     placement: Placement,
-    shared: SharedMemory | None = None,
-    secrets: Secrets | None = None,
+    ranks: Ranks | None,
+    secrets: Secrets,
+    wake: Callable[[], None],
 ) -> tuple[KvConnector, str]:
-    """The connector of this node's role, running, and the address of its control channel (empty if it has none).
+    """Returns the running connector of this node's role, and the address of its control channel (empty if it has none).
 
-    ``ranks`` are this node's other ranks, each with its ``rank_transfer``. ``placement`` is told what prefill nodes do,
-    and its ``rate`` is told to decode nodes. ``shared`` is the memory that holds ``kv_cache``, if it is shared.
-    ``secrets`` may change while the connector runs; without them, ``config.secret`` holds for good.
+    ``shared`` is the memory that holds ``kv_cache``, if decode engines may map it. ``ranks`` are this node's other
+    ranks, each of which opens its own ``rank_transfer``. ``wake`` is called from other threads when ``poll`` has news.
 
     Raises TransferError if its sockets or UCX cannot be opened, ConfigError if its host memory cannot be had.
     """
     if config.role is Role.MIXED:
         return NoTransferConnector(blocks), ""
-    memory = staging_memory(config, kv_cache)
-    moved = kv_cache if memory is None else memory
+    memory = open_memory(config.role, config.transfer, Path(config.cache_dir), spec.tp_size, kv_cache, shared)
+    staging = memory.staging
     thread = TransferThread(
         role=config.role,
         boot_id=config.boot_id,
-        secret=config.secret if secrets is None else secrets,
+        secret=secrets,
         spec=spec,
-        region=region_of(moved, shared),
+        region=memory.region,
         config=config.transfer,
         ranks=() if ranks is None else ranks.transfer_addresses,
         wake=wake,
-        transport=transport_for(config.role, config.transfer, Path(config.cache_dir), moved.device),
+        transport=memory.transport,
         max_prompt_tokens=prompts.max_prompt_tokens,
-        reports_sent=memory is not None,
+        reports_sent=staging is not None,
     )
     control = thread.start()
-    copying = None if memory is None else _Copying(kv_cache, memory, wake, ranks)
     if config.role is Role.PREFILL:
-        pushes: Pushes = thread if copying is None else copying.pushes(thread)
-        if moved.device.type == "cuda":
-            pushes = DevicePushes(pushes, partial(torch.cuda.synchronize, moved.device))
-        schedule = PushSchedule(config.transfer.overlap)
-        max_waiting = config.scheduler.max_waiting
-        return PushingConnector(blocks, pushes, prompts.misfit, max_waiting, schedule, placement.rate), control
-    fetches: Fetches = thread if copying is None else copying.fetches(thread)
-    if moved.device.type == "cuda":
-        fetches = DeviceFetches(fetches, partial(torch.cuda.synchronize, moved.device))
-    return FetchingConnector(blocks, fetches, config.transfer, config.boot_id, placement, prompts.vocab_size), control
-
-
-@dataclass(frozen=True, slots=True)
-class _Copying:
-    """What stands before the transfer thread where blocks pass through host memory."""
-
-    cache: torch.Tensor
-    memory: torch.Tensor
-    wake: Callable[[], None]
-    ranks: Ranks | None
-
-    def fetches(self, thread: TransferThread) -> StagedFetches:
-        own: BlockCopier[LandedBlocks] = BlockCopier(
-            self.cache, self.memory, copy_kernels(self.cache.device), self.wake
+        pushes: Pushes = thread
+        if staging is not None:
+            pushes = StagedPushes(thread, _copier(kv_cache, staging, wake, ranks), StagingBlocks(len(staging)))
+        pushing = PushingConnector(
+            blocks,
+            pushes,
+            prompts.misfit,
+            config.scheduler.max_waiting,
+            PushSchedule(config.transfer.overlap),
+            placement.rate,
+            memory.finish_writes,
         )
-        copier = own if self.ranks is None else RanksCopier(own, self.ranks)
-        return StagedFetches(thread, copier, StagingBlocks(len(self.memory)))
+        return pushing, control
+    fetches: Fetches = thread
+    if staging is not None:
+        fetches = StagedFetches(thread, _copier(kv_cache, staging, wake, ranks), StagingBlocks(len(staging)))
+    timeout_s = config.transfer.prefill_timeout_ms / 1000
+    fetching = FetchingConnector(
+        blocks, fetches, timeout_s, config.boot_id, placement, prompts.vocab_size, memory.finish_writes
+    )
+    return fetching, control
 
-    def pushes(self, thread: TransferThread) -> StagedPushes:
-        own: BlockCopier[BlocksToSend] = BlockCopier(
-            self.cache, self.memory, copy_kernels(self.cache.device), self.wake
-        )
-        copier = own if self.ranks is None else RanksCopier(own, self.ranks)
-        return StagedPushes(thread, copier, StagingBlocks(len(self.memory)))
+
+def _copier(
+    kv_cache: torch.Tensor, staging: torch.Tensor, wake: Callable[[], None], ranks: Ranks | None
+) -> Copier[Key]:
+    own: BlockCopier[Key] = BlockCopier(kv_cache, staging, copy_kernels(kv_cache.device), wake)
+    return own if ranks is None else RanksCopier(own, ranks)

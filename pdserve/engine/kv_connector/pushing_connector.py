@@ -52,27 +52,30 @@ class PushingConnector:
     def __init__(
         self,
         blocks: BlockManager,
-        thread: Pushes,
+        transfers: Pushes,
         misfit: Callable[[list[int], SamplingParams], str | None],
         max_waiting: int,
         schedule: PushSchedule,
         rate: PrefillRate,
+        finish_writes: Callable[[], None] = lambda: None,
     ) -> None:
         """``misfit`` says why a request cannot be computed here, if so; ``max_waiting`` bounds the queue.
 
-        ``rate`` is what decode nodes are told of this node's speed.
+        ``rate`` is what decode nodes are told of this node's speed. ``finish_writes`` returns when the kernels that
+        write the blocks of a push have ended. On other ranks they come before the sums that this one has waited for.
         """
         self._blocks = blocks
-        self._thread = thread
+        self._transfers = transfers
         self._misfit = misfit
         self._max_waiting = max_waiting
         self._schedule = schedule
         self._rate = rate
+        self._finish_writes = finish_writes
         self._pushing: dict[TransferId, Request] = {}
         self._ending: dict[TransferId, list[int]] = {}
 
     def poll(self, scheduler: Scheduler, now: float) -> None:
-        for event in self._thread.events():
+        for event in self._transfers.events():
             match event:
                 case PushWanted():
                     self._accept(event, scheduler, now)
@@ -87,7 +90,7 @@ class PushingConnector:
                     raise EngineError(f"the transfer thread died: {message}")
                 case _:
                     raise EngineError(f"a prefill node cannot act on {event}")
-        self._thread.tell_load(self._load(scheduler))
+        self._transfers.tell_load(self._load(scheduler))
 
     def _accept(self, order: PushWanted, scheduler: Scheduler, now: float) -> None:
         misfit = self._misfit(order.token_ids, order.sampling)
@@ -96,7 +99,7 @@ class PushingConnector:
             return
         if scheduler.num_waiting >= self._max_waiting:
             # What decode nodes are told of the load goes out with the refusal.
-            self._thread.tell_load(self._load(scheduler))
+            self._transfers.tell_load(self._load(scheduler))
             self._refuse(order, f"overloaded: {scheduler.num_waiting} prompts are waiting", FailureCause.LOAD)
             return
         request = Request(
@@ -126,7 +129,7 @@ class PushingConnector:
     def _refuse(self, order: PushWanted, reason: str, cause: FailureCause) -> None:
         log.info("request_id=%s transfer=%s refused: %s", order.request_id or "-", order.transfer_id, reason)
         self._ending[order.transfer_id] = []
-        self._thread.fail_push(order.transfer_id, reason, cause)
+        self._transfers.fail_push(order.transfer_id, reason, cause)
 
     def _ended(self, scheduler: Scheduler, transfer: TransferId, outcome: PushOutcome, now: float) -> None:
         request = self._pushing.pop(transfer, None)
@@ -155,7 +158,7 @@ class PushingConnector:
             self._push(request, self._blocks.blocks_for(request.num_prompt_tokens))
             family = (request, *request.children)
             tokens = tuple(token for member in family for token in member.first_tokens)
-            self._thread.first_token(request.transfer, tokens, request.cached_tokens, self._load(scheduler))
+            self._transfers.first_token(request.transfer, tokens, request.cached_tokens, self._load(scheduler))
             scheduler.pushed_all(request)
 
     def _load(self, scheduler: Scheduler) -> PrefillLoad:
@@ -170,13 +173,14 @@ class PushingConnector:
         """Send the blocks before ``final`` that are wanted and not sent yet."""
         first = max(request.pushed_blocks, request.first_block)
         if request.transfer is not None and final > first:
-            self._thread.push(request.transfer, first, tuple(request.block_table[first:final]))
+            self._finish_writes()
+            self._transfers.push(request.transfer, first, tuple(request.block_table[first:final]))
             request.pushed_blocks = final
 
     def give_up(self, request: Request, reason: str, cause: FailureCause) -> None:
         if request.transfer is not None:
             _log_end(request, f"failed ({reason})", time.monotonic())
-            self._thread.fail_push(request.transfer, reason, cause)
+            self._transfers.fail_push(request.transfer, reason, cause)
 
     def release(self, request: Request) -> None:
         if request.transfer is None:
@@ -189,10 +193,10 @@ class PushingConnector:
             raise EngineError("a prefill node cannot preempt: the request's blocks may be in flight")
 
     def stats(self) -> TransferStats:
-        return self._thread.stats()
+        return self._transfers.stats()
 
     def close(self) -> None:
-        self._thread.close(CLOSE_TIMEOUT_S)
+        self._transfers.close(CLOSE_TIMEOUT_S)
 
 
 def _log_end(request: Request, outcome: str, now: float) -> None:

@@ -41,7 +41,7 @@ from pdserve.wire.rank import (
 )
 
 if TYPE_CHECKING:
-    from pdserve.engine.kv_connector.tp_rank_transfer import NoCopies, RankCopies
+    from pdserve.engine.kv_connector.tp_rank_transfer import NoCopies, OrderedCopies
     from pdserve.models.backend import Backend
     from pdserve.models.runner import ModelRunner
 
@@ -110,7 +110,8 @@ def run_rank(launch: RankLaunch, channel: OrderChannel) -> None:
         decoder = read_decoder_config(Path(config.model_dir))
         backend = rank_backend(config, device)
         layout = kv_layout(decoder, config.model.dtype, config.cache.block_size, group)
-        shared = shared_memory(config, device, load.num_blocks * layout.block_bytes)
+        kv_bytes = load.num_blocks * layout.block_bytes
+        shared = shared_memory(config.role, config.transfer, config.cache.kv_cache_mib, device, kv_bytes)
         kv_memory = None if shared is None else shared.bytes
         runner = load_runner(config, decoder, load.num_blocks, load.max_model_len, group, backend, kv_memory)
         copies = stack.enter_context(rank_transfer(launch, decoder.kv_heads, runner.kv_cache, board, shared))
@@ -137,7 +138,7 @@ def capture(runner: ModelRunner, backend: Backend, max_rows: int) -> None:
     runner.capture_decode(backend.graph_kernels, max_rows, CudaGraphs())
 
 
-def obey(order: Order, runner: ModelRunner, copies: RankCopies | NoCopies) -> None:
+def obey(order: Order, runner: ModelRunner, copies: OrderedCopies | NoCopies) -> None:
     """Do what rank 0 does. Raises EngineError if it is out of place."""
     match order:
         case Step(rows):

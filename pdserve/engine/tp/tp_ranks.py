@@ -34,7 +34,7 @@ class RankProcess:
         """Raises EngineError if it cannot be started. The kernel ends it when the calling thread ends."""
         self.rank = launch.rank
         try:
-            self._process = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=(launch.board, launch.bell))
+            self._process = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=(launch.board, launch.wake_fd))
         except OSError as exc:
             raise EngineError(f"cannot start tensor-parallel rank {self.rank}: {exc}") from exc
         self.pidfd = os.pidfd_open(self._process.pid)
@@ -94,12 +94,12 @@ class Ranks:
         folder: str,
         cores: Sequence[tuple[int, ...]],
         board: RankBoard,
-        bell: int,
+        wake_fd: int,
         command: Sequence[str] = RANK_COMMAND,
     ) -> None:
         """Starts them: one for each of ``cores`` but the first, rank 0's own. ``folder`` is private to this user.
 
-        ``bell`` is an eventfd that they write to when rank 0 should look at the board.
+        ``wake_fd`` is an eventfd that they write to when rank 0 should look at the board.
         """
         self.rendezvous = Path(folder, "ranks")
         self.board = board
@@ -128,7 +128,7 @@ class Ranks:
                     transfer_address=transfer_address,
                     rendezvous=str(self.rendezvous),
                     board=board.descriptor,
-                    bell=bell,
+                    wake_fd=wake_fd,
                     cores=cores[rank],
                     config=config,
                 )
@@ -255,11 +255,11 @@ class Ranks:
 
 
 @contextmanager
-def running_ranks(config: EngineConfig, folder: str, cores: Sequence[tuple[int, ...]], bell: int) -> Iterator[Ranks]:
+def running_ranks(config: EngineConfig, folder: str, cores: Sequence[tuple[int, ...]], wake_fd: int) -> Iterator[Ranks]:
     """Running at the start of the block, ended with it: in order if it was left so."""
     board = RankBoard.create(len(cores))
     try:
-        ranks = Ranks(config, folder, cores, board, bell)
+        ranks = Ranks(config, folder, cores, board, wake_fd)
         try:
             yield ranks
         except BaseException:

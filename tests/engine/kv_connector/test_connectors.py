@@ -35,6 +35,7 @@ from pdserve.errors import EngineError
 from pdserve.settings import cache_folder
 from pdserve.wire.discovery import Role
 from pdserve.wire.engine import FinishReason, PrefillSource
+from pdserve.wire.frame import Secrets
 from pdserve.wire.ids import TransferId, new_id
 from pdserve.wire.sampling_params import SampledToken, SamplingParams
 from pdserve.wire.ticket import PrefillTarget
@@ -59,6 +60,7 @@ from tests.engine.placements import make_placement
 
 BLOCK_SIZE = 4
 VOCAB = 1_000
+TIMEOUT_S = 30.0
 NUM_BLOCKS = 16
 BOOT = new_id()
 
@@ -139,7 +141,7 @@ class Bench:
         self.placement = make_placement(BLOCK_SIZE, rate=self.rate)
         self.connector: KvConnector
         if role is Role.DECODE:
-            self.connector = FetchingConnector(self.blocks, thread, TransferConfig(), BOOT, self.placement, VOCAB)
+            self.connector = FetchingConnector(self.blocks, thread, TIMEOUT_S, BOOT, self.placement, VOCAB)
         else:
             self.connector = PushingConnector(self.blocks, thread, too_long, 3, PushSchedule(overlap), self.rate)
         self.collector = OutputCollector()
@@ -550,13 +552,15 @@ def test_each_role_has_its_own_connector(role: Role, kind: type) -> None:
     blocks = BlockManager(2, 4)
     connector, control = open_connector(
         config,
-        spec,
-        torch.zeros(2, 1, 1, 2, 4, 2),
-        blocks,
-        lambda: None,
-        PromptRule(10, 10),
-        None,
-        make_placement(4),
+        spec=spec,
+        kv_cache=torch.zeros(2, 1, 1, 2, 4, 2),
+        shared=None,
+        blocks=blocks,
+        prompts=PromptRule(10, 10),
+        placement=make_placement(4),
+        ranks=None,
+        secrets=Secrets(config.secret),
+        wake=lambda: None,
     )
     try:
         assert type(connector) is kind

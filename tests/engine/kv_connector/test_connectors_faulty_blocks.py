@@ -87,7 +87,7 @@ class Threads:
                 schedule = PushSchedule(KvOverlap.ON)
                 return PushingConnector(blocks, thread, lambda ids, sampling: None, 100, schedule, PrefillRate())
             self.decode = thread
-            return FetchingConnector(blocks, thread, CONFIG, boot, make_placement(BLOCK_SIZE))
+            return FetchingConnector(blocks, thread, CONFIG.prefill_timeout_ms / 1000, boot, make_placement(BLOCK_SIZE))
 
         return connect
 

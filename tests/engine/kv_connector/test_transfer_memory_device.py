@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import cast
 
 import pytest
 import torch
 
-from pdserve.config import EngineConfig, KvStaging, SchedulerConfig, Switch, TransferConfig
+from pdserve.config import KvOverlap, KvStaging, SchedulerConfig, Switch, TransferConfig
 from pdserve.engine.kv_cache.block_manager import BlockManager
 from pdserve.engine.kv_connector.fetching_connector import FetchingConnector
-from pdserve.engine.kv_connector.transfer_memory import DeviceFetches, DevicePushes, staging_memory, transport_for
+from pdserve.engine.kv_connector.pushing_connector import PushingConnector, PushSchedule
+from pdserve.engine.kv_connector.transfer_memory import staging_memory, transport_for
 from pdserve.engine.kv_connector.transfers import Fetches, Pushes
+from pdserve.engine.placement.prefill_rate import PrefillRate
 from pdserve.engine.request import Request
 from pdserve.engine.scheduling.output_collector import OutputCollector
 from pdserve.engine.scheduling.request_limits import StopRule
@@ -23,7 +25,8 @@ from pdserve.wire.discovery import Role
 from pdserve.wire.ids import TransferId, new_id
 from pdserve.wire.sampling_params import SampledToken
 from pdserve.wire.ticket import PrefillTarget
-from pdserve.wire.transfer import UNKNOWN_LOAD, Failed, PrefillRequest
+from pdserve.wire.transfer import Failed, PrefillRequest
+from pdserve_kvtransfer.events import PushWanted
 from pdserve_kvtransfer.region import DeviceMemory, KvRegion
 from pdserve_kvtransfer.ucx.ucxx_poster import UcxxPoster
 from tests.engine.kv_connector.test_connectors import ScriptedThread
@@ -34,21 +37,18 @@ from tests.kvtransfer.rig import SAMPLING, engine
 TRANSFER = TransferId(new_id(), 0, new_id())
 
 
-def config(**transfer: Any) -> EngineConfig:
-    """As much of one as is looked at."""
-    return cast(EngineConfig, SimpleNamespace(transfer=TransferConfig(**transfer)))
-
-
 def gpu_cache() -> torch.Tensor:
-    """As much of one as is looked at."""
+    """Returns as much of one as is looked at."""
     return cast(torch.Tensor, SimpleNamespace(device=torch.device("cuda", 0)))
 
 
 def test_without_staging_a_gpu_needs_checksums_to_be_off() -> None:
     with pytest.raises(ConfigError, match="--kv-checksums off"):
-        staging_memory(config(staging=KvStaging.OFF), gpu_cache())
-    assert staging_memory(config(staging=KvStaging.OFF, checksums=Switch.OFF), gpu_cache()) is None
-    assert staging_memory(config(staging=KvStaging.OFF), torch.zeros(1)) is None, "host memory is reached anyway"
+        staging_memory(TransferConfig(staging=KvStaging.OFF), 1, gpu_cache())
+    without = TransferConfig(staging=KvStaging.OFF, checksums=Switch.OFF)
+    assert staging_memory(without, 1, gpu_cache()) is None
+    checked = TransferConfig(staging=KvStaging.OFF)
+    assert staging_memory(checked, 1, torch.zeros(1)) is None, "host memory is reached anyway"
 
 
 def test_a_gpu_needs_compiled_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,23 +68,38 @@ def test_the_memory_of_a_gpu_is_never_read() -> None:
 
 def test_blocks_leave_when_the_kernels_that_write_them_are_over() -> None:
     seen: list[object] = []
-
-    class Recorder:
-        def push(self, *arguments: object) -> None:
-            seen.append(arguments)
-
-        def first_token(self, *arguments: object) -> None:
-            seen.append(arguments)
-
-    pushes = DevicePushes(cast(Pushes, Recorder()), lambda: seen.append("waited"))
-    pushes.push(TRANSFER, 3, (1, 2))
-    token = (SampledToken(1),)
-    pushes.first_token(TRANSFER, token, 0, UNKNOWN_LOAD)
-    assert seen == ["waited", (TRANSFER, 3, (1, 2)), (TRANSFER, token, 0, UNKNOWN_LOAD)]
+    transfers = ScriptedThread()
+    transfers.push = lambda *arguments: seen.append(arguments)  # type: ignore[method-assign]
+    blocks = BlockManager(4, 4, prefix_cache=False)
+    connector = PushingConnector(
+        blocks,
+        cast(Pushes, transfers),
+        lambda ids, sampling: None,
+        100,
+        PushSchedule(KvOverlap.ON),
+        PrefillRate(),
+        lambda: seen.append("waited"),
+    )
+    scheduler = Scheduler(
+        blocks,
+        SchedulerConfig(max_step_tokens=16),
+        StopRule(frozenset(), 60),
+        OutputCollector(),
+        connector.release,
+        make_placement(4),
+    )
+    transfers.pending.append(PushWanted(TRANSFER, [7] * 8, 0, SAMPLING, 5.0))
+    connector.poll(scheduler, 1.0)
+    plan = scheduler.schedule(1.0)
+    connector.start(plan, 1.0)
+    assert seen == [], "nothing is final yet"
+    scheduler.postprocess(plan, [SampledToken(1)], 1.0)
+    connector.stepped(scheduler, plan)
+    assert seen == ["waited", (TRANSFER, 0, (0, 1))]
 
 
 class FakeDevice:
-    """Its kernels write when somebody waits for them."""
+    """A GPU whose kernels write when they are waited for."""
 
     def __init__(self) -> None:
         self.to_be_written: set[int] = set()
@@ -100,8 +115,8 @@ def test_blocks_land_behind_the_kernels_that_were_to_write_them_before() -> None
     thread.fetch = lambda order: while_ordered.append(device.to_be_written & set(order.block_ids))  # type: ignore[method-assign]
     blocks = BlockManager(4, 4, prefix_cache=False)
     placement = make_placement(4)
-    fetches = DeviceFetches(cast(Fetches, thread), device.wait)
-    connector = FetchingConnector(blocks, fetches, TransferConfig(), new_id(), placement)
+    fetches = cast(Fetches, thread)
+    connector = FetchingConnector(blocks, fetches, 30.0, new_id(), placement, finish_writes=device.wait)
     scheduler = Scheduler(
         blocks,
         SchedulerConfig(max_step_tokens=8),

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
 
-from pdserve.config import CacheConfig, EngineConfig, KvStaging, Switch, TransferConfig, UcxCalls
+from pdserve.config import KvStaging, Switch, TransferConfig, UcxCalls
 from pdserve.engine.kv_connector.transfer_memory import region_of, shared_memory
 from pdserve.errors import ConfigError
 from pdserve.models.backend import CPU
@@ -17,36 +16,35 @@ from pdserve_kernels.kv_layout import KvLayout
 from pdserve_kvtransfer.shared_memory import SharedMemory
 
 
-def config(role: Role = Role.PREFILL, **transfer: Any) -> EngineConfig:
-    """As much of one as is looked at."""
-    made = SimpleNamespace(role=role, transfer=TransferConfig(**transfer), cache=CacheConfig())
-    return cast(EngineConfig, made)
+def shared(nbytes: int = 4096, role: Role = Role.PREFILL, device: torch.device = CPU, **transfer: Any) -> bool:
+    """Returns whether a rank's cache of ``nbytes`` is in shared memory under these settings."""
+    return shared_memory(role, TransferConfig(**transfer), 1024, device, nbytes) is not None
 
 
 def test_a_prefill_engine_s_cache_in_host_memory_is_shared() -> None:
-    assert shared_memory(config(), CPU, 4096) is not None
-    assert shared_memory(config(staging=KvStaging.OFF, ucx_calls=UcxCalls.COMPILED), CPU, 4096) is not None
+    assert shared()
+    assert shared(staging=KvStaging.OFF, ucx_calls=UcxCalls.COMPILED)
 
 
 @pytest.mark.parametrize(
-    ("made", "device"),
+    "otherwise",
     [
-        (config(Role.DECODE), CPU),
-        (config(Role.MIXED), CPU),
-        (config(), torch.device("cuda", 0)),
-        (config(staging=KvStaging.ON), CPU),
-        (config(shared_cache=Switch.OFF), CPU),
-        (config(ucx_calls=UcxCalls.PYTHON), CPU),
+        {"role": Role.DECODE},
+        {"role": Role.MIXED},
+        {"device": torch.device("cuda", 0)},
+        {"staging": KvStaging.ON},
+        {"shared_cache": Switch.OFF},
+        {"ucx_calls": UcxCalls.PYTHON},
     ],
     ids=["decode", "mixed", "GPU", "staging", "off", "calls from Python"],
 )
-def test_no_other_is(made: EngineConfig, device: torch.device) -> None:
-    assert shared_memory(made, device, 4096) is None
+def test_no_other_is(otherwise: dict[str, Any]) -> None:
+    assert not shared(**otherwise)
 
 
 def test_more_memory_than_there_can_be_is_an_error_of_the_settings() -> None:
     with pytest.raises(ConfigError, match="--kv-cache-mib 1024 cannot be had as shared memory"):
-        shared_memory(config(), CPU, 2**62)
+        shared(2**62)
 
 
 def test_the_cache_is_the_shared_memory_itself() -> None:

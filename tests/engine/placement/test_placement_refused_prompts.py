@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from pdserve.config import Disaggregation, SchedulerConfig, TransferConfig
+from pdserve.config import Disaggregation, SchedulerConfig
 from pdserve.engine.kv_cache.block_manager import BlockManager
 from pdserve.engine.kv_connector.fetching_connector import FetchingConnector
 from pdserve.engine.placement.placement import PlacementDecision
@@ -44,7 +44,7 @@ class Node:
         self.thread = ScriptedThread()
         thread: Any = self.thread
         blocks = BlockManager(1024, BLOCK_SIZE)
-        self.connector = FetchingConnector(blocks, thread, TransferConfig(), BOOT, self.placement)
+        self.connector = FetchingConnector(blocks, thread, TIMEOUT_S, BOOT, self.placement)
         config = SchedulerConfig(max_running=8, max_step_tokens=256)
         stop = StopRule(frozenset({2}), 4096)
         self.scheduler = Scheduler(blocks, config, stop, OutputCollector(), self.connector.release, self.placement)
