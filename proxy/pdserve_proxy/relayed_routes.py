@@ -76,7 +76,7 @@ class RelayedRoutes:
             return
         try:
             with self._relay.begin(given_id, request.path) as relayed:
-                request.on_disconnect(relayed.leave)
+                request.on_disconnect(relayed.client_left)
                 await self._serve(relayed, request)
         except (asyncio.CancelledError, ClientGone, Exception):
             # The server has nothing to add to it: the client is gone, or its response breaks off here.
@@ -86,7 +86,7 @@ class RelayedRoutes:
         try:
             result = await self._forward(relayed, request)
         except asyncio.CancelledError:
-            if not relayed.absorbs_cancel():
+            if not relayed.takes_cancel_as_cut():
                 raise
             assert relayed.cut_short is not None
             await _refuse(relayed, request, relayed.cut_short.error, relayed.cut_short.outcome)
@@ -103,12 +103,12 @@ class RelayedRoutes:
     async def _forward(self, relayed: RelayedRequest, request: ClientRequest) -> WholeResponse | StreamedResponse:
         caller = self._keys.caller(request.header(b"authorization"))
         UnsupportedMediaType.check_encoding(request.header(b"content-encoding"))
-        # A place among the requests under way is taken when the body is there: whoever sends slowly keeps nobody out.
+        # A place among the requests under way is taken when the body is there: a slow sender keeps no other out.
         # With this call ends what keeps the body in memory: it is not there while the response goes to the client.
         with self._bodies.hold(caller, request.address) as held:
             data = await request.body(self._max_body_bytes, held)
             body = read_body(data) if len(data) <= LARGE_BYTES else await self._read_large(data)
-            await self._admission.admit(caller, body.answers, relayed.hold)
+            await self._admission.admit(caller, body.answers, relayed.hold_place)
             return await self._relay.forward(relayed, NodeRequest(request.path, body, request.header(b"accept")))
 
     async def _read_large(self, data: bytes) -> GenerationBody:

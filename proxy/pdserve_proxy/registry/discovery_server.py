@@ -167,7 +167,7 @@ class DiscoveryServer:
         wait_ms = int(max(0.0, min(self._registry.heartbeat_s / 2, expiry - now)) * 1000) + 1
         await self._socket.poll(wait_ms)
         due, now = now + wait_ms / 1000, self._clock()
-        self._registry.forgive(max(0.0, now - due))
+        self._registry.extend_leases(max(0.0, now - due))
         return now
 
     async def _let_others_run(self) -> float:
@@ -175,7 +175,7 @@ class DiscoveryServer:
         began = self._clock()
         await asyncio.sleep(0)
         now = self._clock()
-        self._registry.forgive(now - began)
+        self._registry.extend_leases(now - began)
         return now
 
     async def _receive_burst(self) -> bool:
@@ -185,7 +185,7 @@ class DiscoveryServer:
             message = self._reader.read()
             if self._reader.dropping:
                 # Nobody else could be heard.
-                self._registry.forgive(self._clock() - began)
+                self._registry.extend_leases(self._clock() - began)
             if message is None:
                 return not self._reader.dropping
             if message.too_long:
@@ -215,7 +215,7 @@ class DiscoveryServer:
         message = opened.message
         boot_id = message.node.boot_id if isinstance(message, Register) else message.boot_id
         if isinstance(message, NodeHello):
-            await self._send(route, boot_id, self._greeted(message))
+            await self._send(route, boot_id, self._answer_hello(message))
         elif opened.sender != boot_id:
             # Of a node that is newer than pdserve 0.1, and takes this proxy for one of 0.1. Its NodeHello comes with
             # its Register; a NodeHeartbeat comes alone, from before this proxy was upgraded.
@@ -224,7 +224,7 @@ class DiscoveryServer:
         else:
             await self._handle(route, opened, boot_id)
 
-    def _greeted(self, hello: NodeHello) -> ProxyWelcome | ProxyRefusal:
+    def _answer_hello(self, hello: NodeHello) -> ProxyWelcome | ProxyRefusal:
         theirs = Spoken(hello.protocol, hello.oldest_protocol)
         if SPOKEN.common(theirs) is None:
             log.warning("a node was refused: it speaks protocol %s, this proxy %s", theirs, SPOKEN)
@@ -268,7 +268,7 @@ class DiscoveryServer:
                 if count := self._refusals.add():
                     log.warning("the registry is full: %d nodes turned away, the last one is %s", count, info.name)
             case Deregister(boot_id=boot_id):
-                log.info("node %s said goodbye", boot_id.hex()[:12])
+                log.info("node %s deregistered", boot_id.hex()[:12])
 
 
 class _WarningThrottle:

@@ -1,12 +1,12 @@
 """Holds which nodes are there: the registry, and its mirror in a worker process. Both are free of I/O.
 
-The registry takes discovery messages and ``now`` and returns what to answer. It drops a node when the node says
-goodbye, when ``missed_heartbeats`` intervals pass without a message from it, or when another process registers under
-its URL (the node was restarted, and a port has only one owner). Only time in which this process listened counts as
-silence: what it missed itself (``forgive``) says nothing about a node.
+The registry takes discovery messages and ``now`` and returns what to answer. It drops a node when the node deregisters,
+when ``missed_heartbeats`` intervals pass without a message from it, or when another process registers under its URL
+(the node was restarted, and a port has only one owner). Only time in which this process listened counts as
+silence: ``extend_leases`` leaves out the time in which it did not.
 
-A node that fell silent is lost, and those who have sent it requests are told. A node that said goodbye still answers
-what it has; one whose URL another process has taken over answers, or its host's kernel resets its connections.
+A node that fell silent is lost, and the relay, which may have sent it requests, is told. A node that deregistered still
+answers what it has; one whose URL another process has taken over answers, or its host's kernel resets its connections.
 """
 
 from __future__ import annotations
@@ -54,11 +54,12 @@ class Registry:
         self._at: dict[str, bytes] = {}
         """By URL, which has one owner."""
         self._heard_s: dict[bytes, float] = {}
-        """When each node's last message came, in listening time: the clock's, less ``_deaf_s``."""
-        self._deaf_s = 0.0
+        """When each node's last message came, on a clock that stands still while this process does not listen."""
+        self._unheard_s = 0.0
+        """Seconds in which this process did not listen: the clock of ``_heard_s`` is behind by them."""
         self._lost: dict[bytes, None] = {}
         """In the order of their losses."""
-        self._tell_loss: Callable[[NodeInfo], None] | None = None
+        self._on_loss: Callable[[NodeInfo], None] | None = None
         self._prefilled: dict[str, None] = {}
         """In the order in which they were seen first."""
         self._snapshot: Snapshot | None = None
@@ -82,28 +83,31 @@ class Registry:
 
         To be called when all messages that have come are taken.
         """
-        silent_since = now - self._deaf_s - self._lease_s
+        silent_since = now - self._unheard_s - self._lease_s
         lost = tuple(self._nodes[boot_id] for boot_id, heard_s in self._heard_s.items() if heard_s <= silent_since)
         for node in lost:
             self._lose(node.info)
         return lost
 
-    def forgive(self, deaf_s: float) -> None:
-        """For so long nobody listened: every lease is longer by that. To be called before what came then is taken."""
-        self._deaf_s += deaf_s
+    def extend_leases(self, missed_s: float) -> None:
+        """Extends every lease by ``missed_s``, a time in which this process did not listen.
+
+        The caller calls it before it handles the messages that came in that time.
+        """
+        self._unheard_s += missed_s
 
     def next_expiry(self) -> float | None:
         """When ``expire`` has to be called at the latest, if no node says anything until then."""
         heard_s = min(self._heard_s.values(), default=None)
-        return None if heard_s is None else heard_s + self._deaf_s + self._lease_s
+        return None if heard_s is None else heard_s + self._unheard_s + self._lease_s
 
     def mark_unreachable(self, boot_id: bytes) -> None:
         node = self._nodes.get(boot_id)
         if node is not None:
             self._put(dataclasses.replace(node, state=Reachability.UNREACHABLE))
 
-    def on_loss(self, tell: Callable[[NodeInfo], None]) -> None:
-        self._tell_loss = tell
+    def on_loss(self, callback: Callable[[NodeInfo], None]) -> None:
+        self._on_loss = callback
 
     @property
     def lost(self) -> tuple[bytes, ...]:
@@ -139,14 +143,14 @@ class Registry:
             if len(self._prefilled) > MAX_PREFILLED:
                 del self._prefilled[next(iter(self._prefilled))]
         self._lost.pop(info.boot_id, None)
-        self._hear(RegisteredNode(info, known.load if known else NodeLoad(), Reachability.SERVING, now))
+        self._renew_lease(RegisteredNode(info, known.load if known else NodeLoad(), Reachability.SERVING, now))
         return True
 
     def _heartbeat(self, boot_id: bytes, load: NodeLoad, now: float) -> bool:
         node = self._nodes.get(boot_id)
         if node is None:
             return False
-        self._hear(RegisteredNode(node.info, load, Reachability.SERVING, now))
+        self._renew_lease(RegisteredNode(node.info, load, Reachability.SERVING, now))
         if self._watcher is not None:
             self._watcher.heard_from(boot_id)
         return True
@@ -156,11 +160,11 @@ class Registry:
         if len(self._lost) > MAX_LOST:
             del self._lost[next(iter(self._lost))]
         self._drop(info.boot_id)
-        if self._tell_loss is not None:
-            self._tell_loss(info)
+        if self._on_loss is not None:
+            self._on_loss(info)
 
-    def _hear(self, node: RegisteredNode) -> None:
-        self._heard_s[node.info.boot_id] = node.seen_s - self._deaf_s
+    def _renew_lease(self, node: RegisteredNode) -> None:
+        self._heard_s[node.info.boot_id] = node.seen_s - self._unheard_s
         self._put(node)
 
     def _put(self, node: RegisteredNode) -> None:
@@ -216,7 +220,7 @@ class RegistryMirror:
         self._nodes: dict[bytes, RegisteredNode] = {}
         self._prefilled: frozenset[str] = frozenset()
         self._snapshot: Snapshot | None = None
-        self._tell_loss: Callable[[NodeInfo], None] | None = None
+        self._on_loss: Callable[[NodeInfo], None] | None = None
 
     def take(self, message: Nodes) -> None:
         """What the registry holds now. What this worker found unreachable stays so until the node's next heartbeat."""
@@ -228,8 +232,8 @@ class RegistryMirror:
             node = self._nodes.get(boot_id)
             if node is None:
                 self._watcher.forget(boot_id)
-                if boot_id in message.lost and self._tell_loss is not None:
-                    self._tell_loss(known.info)
+                if boot_id in message.lost and self._on_loss is not None:
+                    self._on_loss(known.info)
             elif node.seen_s != known.seen_s:
                 self._watcher.heard_from(boot_id)
 
@@ -238,8 +242,8 @@ class RegistryMirror:
             self._snapshot = take_snapshot(self._nodes.values(), self._prefilled)
         return self._snapshot
 
-    def on_loss(self, tell: Callable[[NodeInfo], None]) -> None:
-        self._tell_loss = tell
+    def on_loss(self, callback: Callable[[NodeInfo], None]) -> None:
+        self._on_loss = callback
 
     def mark_unreachable(self, boot_id: bytes) -> None:
         node = self._nodes.get(boot_id)

@@ -58,10 +58,10 @@ class RegistryView(Protocol):
     def mark_unreachable(self, boot_id: bytes) -> None:
         """Leave a node that refused a connection out of routes until its next heartbeat."""
 
-    def on_loss(self, tell: Callable[[NodeInfo], None]) -> None:
-        """From now on ``tell`` is called with every node that is dropped because it fell silent: it may be dead.
+    def on_loss(self, callback: Callable[[NodeInfo], None]) -> None:
+        """From now on calls ``callback`` with every node that is dropped because it fell silent and may be dead.
 
-        Not with one that says goodbye: what runs there goes on. One that is lost may come back.
+        A node that deregisters is not lost, since what runs there goes on. A lost node may come back.
         """
 
 

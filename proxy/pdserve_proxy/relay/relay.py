@@ -129,7 +129,7 @@ class Relay:
         self._pool = NodePool(
             connect_timeout_s=relay.connect_timeout_s, max_connections=relay.max_connections, trust=self._trust
         )
-        self._registry.on_loss(lambda node: self._pool.doubt(node.url))
+        self._registry.on_loss(lambda node: self._pool.suspect(node.url))
         self._deadlines: ExpiryQueue[RelayedRequest] = ExpiryQueue(
             self._config.request.timeout_s, lambda relayed: relayed.cut(CutReason.DEADLINE)
         )
@@ -162,30 +162,30 @@ class Relay:
 
         Raises RequestError if no node gives one.
         """
-        query = RouteQuery(requested_model(self._registry.snapshot(), request.body.model), request.body.lead)
+        query = RouteQuery(requested_model(self._registry.snapshot(), request.body.model), request.body.prompt_start)
         tried: frozenset[bytes] = frozenset()
         failure: AttemptFailure | None = None
         losses = 0
-        for attempt in range(MAX_ATTEMPTS):
+        for number in range(MAX_ATTEMPTS):
             try:
                 route = self._route(query, tried)
             except RequestError:
                 if failure is None:
                     raise
                 break
-            if attempt:
+            if number:
                 self._counts.retried()
             # A prefill node computes a prompt once, for however many answers.
             prefill = [(node, request.body.prompts) for node in route.prefill[:1]]
             relayed.begin_attempt(route, self._attempts.begin((route.decode, request.body.answers), *prefill))
-            result = await self._try_node(relayed, request, route, attempt)
+            result = await self._try_node(relayed, request, route, number)
             if not isinstance(result, AttemptFailure):
                 return result
             failure = result
             tried |= {route.decode.boot_id}
             level = logging.INFO if failure.kind is AttemptFailureKind.REFUSED else logging.WARNING
             name = route.decode.name
-            log.log(level, "request_id=%s attempt=%d decode=%s: %s", relayed.request_id, attempt, name, failure.error)
+            log.log(level, "request_id=%s attempt=%d decode=%s: %s", relayed.request_id, number, name, failure.error)
             if failure.kind is AttemptFailureKind.UNREACHABLE:
                 self._registry.mark_unreachable(route.decode.boot_id)
             elif failure.kind is AttemptFailureKind.LOST:
@@ -202,11 +202,11 @@ class Relay:
         return self._router.choose(snapshot, query, self._attempts.loads(snapshot), exclude)
 
     async def _try_node(
-        self, relayed: RelayedRequest, request: NodeRequest, route: Route, attempt: int
+        self, relayed: RelayedRequest, request: NodeRequest, route: Route, number: int
     ) -> WholeResponse | StreamedResponse | AttemptFailure:
         node = route.decode
         ticket = self._tickets.issue(
-            route, request_id=relayed.request_id, attempt=attempt, deadline_s=relayed.remaining_s
+            route, request_id=relayed.request_id, attempt=number, deadline_s=relayed.remaining_s
         )
         headers = {
             "content-type": "application/json",
@@ -226,7 +226,7 @@ class Relay:
             return AttemptFailure(AttemptFailureKind.UNREACHABLE, error)
         except NodeLost as exc:
             return _lost(node.name, exc)
-        relayed.attach(response)
+        relayed.own_response(response)
         try:
             return await _first_byte(relayed, response)
         except NodeLost as exc:

@@ -3,8 +3,8 @@
     OPENING ──▶ RELAYING ──▶ ENDED        a stream
     OPENING ───────────────▶ ENDED        a response in one piece, or an error
 
-The task that handles the request owns its ``RelayedRequest``, inside ``with``: whatever way it leaves that, the
-upstream response is closed and the request has ended, once.
+The task that handles the request enters its ``RelayedRequest`` with ``with``. However the task leaves it, the node's
+response is closed, and the request has ended exactly once.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from pdserve.errors import DeadlineExceeded, RequestError, Unavailable
 from pdserve_proxy.routing.attempts import Attempt
 from pdserve_proxy.routing.router import Route
 
-LAST_WORDS_S = 5.0
-"""Seconds that a client gets to take the bytes that are left, after its request was cut short."""
+CUT_GRACE_S = 5.0
+"""Seconds that a client has for the bytes that are left, after the proxy has cut its request short."""
 
 
 class RelayPhase(enum.Enum):
@@ -29,7 +29,7 @@ class RelayPhase(enum.Enum):
     ENDED = "ended"
 
 
-# In names of their own: to look a member up on its class goes through that class's __getattr__, for every request.
+# The members have names of their own because a look-up on the enum's class costs a call for every request.
 _OPENING, _RELAYING, _ENDED = RelayPhase
 
 
@@ -38,11 +38,11 @@ class RelayOutcome(enum.StrEnum):
     CLIENT_GONE = "client_gone"
     UPSTREAM_LOST = "upstream_lost"
     REFUSED = "refused"
-    """Answered with an error: the request's own, or no node could take it."""
+    """The proxy answered with an error, because of the request itself or because no node could take it."""
     TIMED_OUT = "timed_out"
     SHUT_DOWN = "shut_down"
     FAILED = "failed"
-    """A defect of the proxy's."""
+    """A defect of the proxy ended the request."""
 
 
 class CutReason(enum.Enum):
@@ -62,17 +62,18 @@ class CutReason(enum.Enum):
         return RelayOutcome.TIMED_OUT if self is CutReason.DEADLINE else RelayOutcome.SHUT_DOWN
 
 
-class Upstream(Protocol):
-    """A response that a node has begun."""
+class Closable(Protocol):
+    """A response that a node has begun, as far as a relayed request needs to know it."""
 
     def close(self) -> None:
-        """Close its connection now, and fail a read that is waiting on it."""
+        """Closes its connection now, and fails a read that waits on it."""
 
 
 class RelayedRequest:
-    """To be used as a context manager in the task that handles the request.
+    """One request, used as a context manager in the task that handles it.
 
-    A cut cancels that task while there is no response yet; ``absorbs_cancel`` tells it from a client that has left.
+    While there is no response yet, a cut cancels that task; ``takes_cancel_as_cut`` tells a cut from a client that has
+    left.
     """
 
     def __init__(
@@ -83,26 +84,26 @@ class RelayedRequest:
         timeout_s: float,
         on_end: Callable[[RelayedRequest], None],
     ) -> None:
-        """``timeout_s`` from now somebody has to ``cut`` it."""
+        """The caller has to ``cut`` the request ``timeout_s`` from now."""
         self._task = task
         self._loop = task.get_loop()
         self._on_end = on_end
         self._started_s = self._loop.time()
         self._deadline_s = self._started_s + timeout_s
         self._ended_s = self._started_s
-        self._last_words: asyncio.TimerHandle | None = None
-        self._upstream: Upstream | None = None
+        self._grace_timer: asyncio.TimerHandle | None = None
+        self._response: Closable | None = None
         self.phase = _OPENING
         self.cut_short: CutReason | None = None
         self.request_id = request_id
         self.path = path
         self._route: Route | None = None
         self._attempt: Attempt | None = None
-        self._release: Callable[[], None] | None = None
+        self._release_place: Callable[[], None] | None = None
         self.status = 0
         self.outcome: RelayOutcome | None = None
         self.first_byte_s: float | None = None
-        """Seconds from the start; None until a byte came of what the client gets."""
+        """Seconds from the start to the first byte for the client; None before that byte has come."""
         self.relayed_bytes = 0
 
     def __enter__(self) -> Self:
@@ -111,8 +112,8 @@ class RelayedRequest:
     def __exit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if self._last_words is not None:
-            self._last_words.cancel()
+        if self._grace_timer is not None:
+            self._grace_timer.cancel()
         if self.phase is not _ENDED:
             self._fail(exc)
 
@@ -126,25 +127,25 @@ class RelayedRequest:
 
     @property
     def remaining_s(self) -> float:
-        """Seconds to the deadline; never quite 0, since a node takes none that is."""
+        """Seconds to the deadline; always above 0, since a node refuses a deadline of 0."""
         return max(self._deadline_s - self._loop.time(), 0.001)
 
     @property
     def total_s(self) -> float:
         return self._ended_s - self._started_s
 
-    def attach(self, upstream: Upstream) -> None:
-        """Own ``upstream`` until the end, or until the next one is attached."""
-        if self._upstream is not None:
-            self._upstream.close()
-        self._upstream = upstream
+    def own_response(self, response: Closable) -> None:
+        """Closes ``response`` at the end, or when the next one is passed."""
+        if self._response is not None:
+            self._response.close()
+        self._response = response
 
-    def hold(self, release: Callable[[], None]) -> None:
-        """Own a place among the requests under way: ``release`` is called at the end."""
-        self._release = release
+    def hold_place(self, release: Callable[[], None]) -> None:
+        """Holds a place among the admitted requests until the end, which calls ``release``."""
+        self._release_place = release
 
     def begin_attempt(self, route: Route, attempt: Attempt) -> None:
-        """An attempt begins; the one before it, if any, is over."""
+        """Ends the attempt before this one, if there is one, and begins ``attempt``."""
         self._end_attempt()
         self._route, self._attempt = route, attempt
         self.first_byte_s = None
@@ -167,36 +168,39 @@ class RelayedRequest:
         self.outcome = outcome
         self.status = status or self.status
         self._ended_s = self._loop.time()
-        if self._upstream is not None:
-            self._upstream.close()
-            self._upstream = None
+        if self._response is not None:
+            self._response.close()
+            self._response = None
         self._end_attempt()
-        if self._release is not None:
-            self._release()
+        if self._release_place is not None:
+            self._release_place()
         self._on_end(self)
 
     def cut(self, why: CutReason) -> None:
-        """Cuts it short: the client gets an error, or an error event. A client that does not take it is let go."""
+        """Cuts the request short: the client gets an error, or an error event.
+
+        A second call cancels the task, and with it a client that does not take the rest.
+        """
         if self.phase is _ENDED or self.cut_short is not None:
             self._task.cancel()
             return
         self.cut_short = why
-        self._last_words = self._loop.call_later(LAST_WORDS_S, self.cut, why)
+        self._grace_timer = self._loop.call_later(CUT_GRACE_S, self.cut, why)
         if self.phase is _OPENING:
             self._task.cancel()
-        elif self._upstream is not None:
-            self._upstream.close()
+        elif self._response is not None:
+            self._response.close()
 
-    def absorbs_cancel(self) -> bool:
-        """Whether the cancellation that its task has just got comes from a cut and nothing else: it may go on then."""
+    def takes_cancel_as_cut(self) -> bool:
+        """Returns whether only a cut has cancelled the task just now, and takes the cancellation back then."""
         return self.cut_short is not None and self._task.uncancel() == 0
 
-    def leave(self) -> None:
-        """The client is gone: the task that handles its request is cancelled."""
+    def client_left(self) -> None:
+        """Cancels the task that handles the request, because the client is gone."""
         self._task.cancel()
 
     def _fail(self, exc: BaseException | None) -> None:
-        """Ends the request as one whose task came to nothing, because of ``exc`` if there was one."""
+        """Ends the request of a task that ended without a response, because of ``exc`` if there was one."""
         if isinstance(exc, asyncio.CancelledError):
             self.end(RelayOutcome.CLIENT_GONE if self.cut_short is None else self.cut_short.outcome, 499)
         elif _client_gone(exc):
@@ -211,5 +215,5 @@ class RelayedRequest:
 
 
 def _client_gone(exc: BaseException | None) -> bool:
-    """Whether a write failed because its connection is closed, for which uvloop has no exception type of its own."""
+    """Returns whether a write failed on a closed connection, for which uvloop has no exception type of its own."""
     return isinstance(exc, RuntimeError) and "the handler is closed" in str(exc)

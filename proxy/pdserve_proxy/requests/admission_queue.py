@@ -1,15 +1,16 @@
 """Decides which requests are admitted now, which wait, and which are turned away.
 
-``AdmissionQueue`` takes events and ``now`` and returns who is admitted, free of I/O; ``AdmissionController`` lets tasks
-wait for their turn in it, and gives a place back whatever becomes of its task.
+``AdmissionQueue`` takes events and ``now`` and returns the requests that it admits, without any I/O.
+``AdmissionController`` lets tasks wait for their turn in it, and gives each place back however its task ends.
 
-    enter ──▶ IN ──────────────▶ leave        there is room
-    enter ──▶ WAITING ──▶ IN                  the proxy is full: first come, first in
-                 └────▶ leave, or expire    the client left, or waited too long
-    enter ──▶ RequestError                    429: its caller has too many; 503: the queue is full
+    enter ──▶ ADMITTED ──────────────▶ leave        there is room
+    enter ──▶ WAITING ──▶ ADMITTED                  the proxy is full: first come, first served
+                 └────▶ leave                       the client left, or waited too long
+    enter ──▶ RequestError                          429: its caller has too many; 503: the queue is full
 
-What is counted is answers: a request for eight prompts with ``n`` of 128 takes 1,024 places in engines' batches. One
-request counts as at most half of all that may be inside, so that others always get their turn beside it.
+The limits count answers: a request for eight prompts with ``n`` of 128 takes 1,024 places in engines' batches. One
+request takes at most half of all places, so that others always get their turn beside it. The queue counts by caller,
+the owner of an API key; ``HeldBodies`` counts by client, which is the address where there are no keys.
 """
 
 from __future__ import annotations
@@ -28,14 +29,14 @@ from pdserve_proxy.credentials import ANONYMOUS
 
 @dataclass(frozen=True, slots=True)
 class AdmissionLimits:
-    """0 stands for no limit, except for ``waiting``: no queue."""
+    """The limits of one process. 0 means no limit, except in ``waiting``, where it means no queue."""
 
     in_flight: int
-    """Answers."""
+    """The answers that may be under way."""
     per_caller: int
-    """Answers to one caller's requests, under way and waiting."""
+    """The answers to one caller's requests that may be under way or waiting."""
     waiting: int
-    """Requests."""
+    """The requests that may wait."""
     wait_s: float
 
 
@@ -44,9 +45,9 @@ class AdmissionEntry(msgspec.Struct, frozen=True, eq=False):
 
     caller: str
     places: int
-    """Of those inside."""
+    """The number of places that it takes when it is admitted."""
     share: int
-    """Of its caller's."""
+    """The number of answers that it counts as against its caller's limit."""
     deadline_s: float
 
 
@@ -55,37 +56,29 @@ class AdmissionQueue:
 
     def __init__(self, limits: AdmissionLimits) -> None:
         self._limits = limits
-        self._inside: set[AdmissionEntry] = set()
-        self._taken = 0
-        """Places, by those inside."""
+        self._admitted: set[AdmissionEntry] = set()
+        self._places_taken = 0
+        """The number of places that the admitted requests have."""
         self._largest = max(limits.in_flight // 2, 1)
         self._waiting: OrderedDict[AdmissionEntry, None] = OrderedDict()
-        self._of_caller: dict[str, int] = {}
-
-    @property
-    def inside(self) -> int:
-        return len(self._inside)
-
-    @property
-    def taken(self) -> int:
-        """The places that those inside have."""
-        return self._taken
+        self._answers_of_caller: dict[str, int] = {}
 
     @property
     def waiting(self) -> int:
         return len(self._waiting)
 
     def is_admitted(self, entry: AdmissionEntry) -> bool:
-        return entry in self._inside
+        return entry in self._admitted
 
     def enter(self, caller: str, now: float, answers: int = 1) -> AdmissionEntry:
-        """A entry that is inside, or waits. ``leave`` has to be called with it.
+        """Admits a request or lets it wait, and returns its entry, which ``leave`` has to be called with.
 
-        Raises TooManyRequests if ``caller`` has its share, Unavailable if the queue is full. A request for more
-        ``answers`` than a caller may have goes in if that has nothing else.
+        A request for more ``answers`` than a caller may have is admitted if the caller has no other.
+
+        Raises TooManyRequests if ``caller`` has its share, Unavailable if the queue is full.
         """
         limits = self._limits
-        of_caller = self._of_caller.get(caller, 0)
+        of_caller = self._answers_of_caller.get(caller, 0)
         share = answers
         if limits.per_caller and caller != ANONYMOUS:
             share = min(answers, limits.per_caller)
@@ -103,77 +96,80 @@ class AdmissionQueue:
             self._waiting[entry] = None
         else:
             raise Unavailable("the proxy has all the requests it may hold", code="queue_full", retry_after_s=1)
-        self._of_caller[caller] = of_caller + share
+        self._answers_of_caller[caller] = of_caller + share
         return entry
 
     def leave(self, entry: AdmissionEntry) -> list[AdmissionEntry]:
-        """The request is over, or does not want to wait any longer. Returns those that go in for it.
+        """Takes out a request that is over or waits no longer, and returns those that are admitted in its place.
 
         Every call but the first does nothing.
         """
         if entry in self._waiting:
             del self._waiting[entry]
-        elif entry in self._inside:
-            self._inside.remove(entry)
-            self._taken -= entry.places
+        elif entry in self._admitted:
+            self._admitted.remove(entry)
+            self._places_taken -= entry.places
         else:
             return []
-        self._of_caller[entry.caller] -= entry.share
-        if not self._of_caller[entry.caller]:
-            del self._of_caller[entry.caller]
+        self._answers_of_caller[entry.caller] -= entry.share
+        if not self._answers_of_caller[entry.caller]:
+            del self._answers_of_caller[entry.caller]
         return self._admit_waiting()
 
     def _admit_waiting(self) -> list[AdmissionEntry]:
-        following = []
+        admitted = []
         while self._waiting and self._has_room(first := next(iter(self._waiting))):
             del self._waiting[first]
             self._admit(first)
-            following.append(first)
-        return following
+            admitted.append(first)
+        return admitted
 
     def _has_room(self, entry: AdmissionEntry) -> bool:
-        return not self._limits.in_flight or self._taken + entry.places <= self._limits.in_flight
+        return not self._limits.in_flight or self._places_taken + entry.places <= self._limits.in_flight
 
     def _admit(self, entry: AdmissionEntry) -> None:
-        self._inside.add(entry)
-        self._taken += entry.places
+        self._admitted.add(entry)
+        self._places_taken += entry.places
 
 
 class AdmissionController:
+    """Admits the requests of one proxy process, each for the task that handles it."""
+
     def __init__(self, limits: AdmissionLimits) -> None:
         self._queue = AdmissionQueue(limits)
         self._wait_s = limits.wait_s
-        self._turns: dict[AdmissionEntry, asyncio.Future[None]] = {}
+        self._waiters: dict[AdmissionEntry, asyncio.Future[None]] = {}
 
     @property
     def waiting(self) -> int:
         """The number of requests that wait for their turn."""
         return self._queue.waiting
 
-    async def admit(self, caller: str, answers: int, hold: Callable[[Callable[[], None]], None]) -> None:
-        """Returns when a request of ``caller`` for so many ``answers`` may go on.
+    async def admit(self, caller: str, answers: int, hold_place: Callable[[Callable[[], None]], None]) -> None:
+        """Returns when a request of ``caller`` for ``answers`` may go on.
 
-        ``hold`` is given, before anything is waited for, the function that has to be called when the request is over.
-        Raises TooManyRequests, or Unavailable if the queue is full or its turn does not come in time.
+        Before it waits, it passes ``hold_place`` the function that the caller has to call when the request is over.
+
+        Raises TooManyRequests, or Unavailable if the queue is full or the request's turn does not come in time.
         """
         entry = self._queue.enter(caller, time.monotonic(), answers)  # the event loop's clock
-        hold(lambda: self._leave(entry))
+        hold_place(lambda: self._leave(entry))
         if self._queue.is_admitted(entry):
             return
-        turn = self._turns[entry] = asyncio.get_running_loop().create_future()
+        waiter = self._waiters[entry] = asyncio.get_running_loop().create_future()
         try:
             async with asyncio.timeout_at(entry.deadline_s):
-                await turn
+                await waiter
         except TimeoutError as exc:
             self._leave(entry)
             raise Unavailable(
                 f"no room for this request within {self._wait_s:g} s", code="queue_timeout", retry_after_s=1
             ) from exc
         finally:
-            self._turns.pop(entry, None)
+            self._waiters.pop(entry, None)
 
     def _leave(self, entry: AdmissionEntry) -> None:
-        for following in self._queue.leave(entry):
-            turn = self._turns.get(following)
-            if turn is not None and not turn.done():
-                turn.set_result(None)
+        for admitted in self._queue.leave(entry):
+            waiter = self._waiters.get(admitted)
+            if waiter is not None and not waiter.done():
+                waiter.set_result(None)

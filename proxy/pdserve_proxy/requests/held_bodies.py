@@ -1,11 +1,14 @@
-"""The memory that request bodies take, and how many are on their way. Sans-IO: counts, and says who is turned away.
+"""Bounds the memory that request bodies take and the number of bodies that are on their way, without any I/O.
 
-    hold ──▶ arrive ──▶ add … ──▶ arrived ──▶ close      a body that has to be waited for
-    hold ──▶ add ──────────────────────────▶ close      one that came together with its request's head
+    hold ──▶ arrive ──▶ add … ──▶ arrived ──▶ exit      a body that the proxy has to wait for
+    hold ──▶ add ──────────────────────────▶ exit      a body that came together with its request's head
 
-Bodies that arrive are bounded apart from all others, and those of one client apart from other clients': whoever sends
-slowly, or stops in the middle, takes nobody's place but those of more bodies like it. Memory is refused to large bodies
-only: the small ones are bounded by the number of requests, and no number of large ones keeps an ordinary request out.
+Bodies on their way have bounds of their own, and so have the bodies of each client: a client that sends slowly, or
+stops in the middle, takes only places of other bodies like its own. Only large bodies can be refused for memory: the
+number of requests bounds the small ones, and no number of large bodies keeps an ordinary request out.
+
+A client is the owner of an API key, or an address where there are no keys (``client_of``). The admission queue counts
+by caller instead: the owner of a key alone.
 """
 
 from __future__ import annotations
@@ -17,25 +20,25 @@ from typing import Self
 
 from pdserve.errors import RequestError, TooManyRequests, Unavailable
 
-CLIENTS = 4
-"""So many have to fill their shares before nobody else's bodies can arrive."""
+SHARES = 4
+"""The number of clients that have to fill their shares before other clients' bodies are refused."""
 
 
 @dataclass(frozen=True, slots=True)
 class BodyLimits:
     uploads: int
-    """Bodies that arrive at once."""
+    """The number of bodies that may be on their way at once."""
     memory_bytes: int
-    """Of all large bodies. Those that arrive have half of it, and one client's too."""
+    """The memory for all large bodies. Those on their way may take half of it, and so may those of one client."""
     body_bytes: int
-    """The largest body. One such may always arrive, whatever the shares come to."""
+    """The size of the largest body. One of that size may always arrive, however small the shares are."""
     small_bytes: int = 64 * 1024
-    """Above it a body is large."""
+    """A body above this size is large."""
 
 
 @dataclass(slots=True)
-class _Share:
-    """What one client has here."""
+class BodyCounts:
+    """The bodies of one client or of all clients, or the limits of either."""
 
     uploads: int = 0
     arriving_bytes: int = 0
@@ -43,91 +46,82 @@ class _Share:
 
 
 class HeldBodies:
-    """Of one proxy process."""
+    """The request bodies that one proxy process holds."""
 
     def __init__(self, limits: BodyLimits) -> None:
         memory = max(limits.memory_bytes, 2 * limits.body_bytes)
         half = memory // 2
         self.small_bytes = limits.small_bytes
-        self._max = _Share(limits.uploads, half, memory)
-        self._max_of_client = _Share(-(-limits.uploads // CLIENTS), max(half // CLIENTS, limits.body_bytes), half)
-        self._all = _Share()
-        self._clients: dict[str, _Share] = {}
-
-    @property
-    def large_bytes(self) -> int:
-        """What large bodies take."""
-        return self._all.large_bytes
-
-    @property
-    def arriving(self) -> int:
-        """How many bodies are on their way."""
-        return self._all.uploads
+        self._max = BodyCounts(limits.uploads, half, memory)
+        self._max_of_client = BodyCounts(-(-limits.uploads // SHARES), max(half // SHARES, limits.body_bytes), half)
+        self.total = BodyCounts()
+        self._clients: dict[str, BodyCounts] = {}
 
     def hold(self, caller: str, address: str) -> HeldBody:
-        """One more body, of which nothing has come. It is a context manager, and closed at the end of that."""
+        """Returns a new body, of which nothing has come yet: a context manager that frees the body at its exit."""
         return HeldBody(self, caller, address)
 
     # ------------------------------------------------------------------ a body's side
 
     def arrive(self, client: str) -> None:
-        share = self._clients.get(client) or _Share()
+        share = self._clients.get(client) or BodyCounts()
         if share.uploads >= self._max_of_client.uploads:
             raise _client_has_its_share(f"{self._max_of_client.uploads} request bodies on their way")
-        if self._all.uploads >= self._max.uploads:
+        if self.total.uploads >= self._max.uploads:
             raise _full("the proxy has all the request bodies on their way that it waits for")
         self._clients[client] = share
-        for one in (share, self._all):
+        for one in (share, self.total):
             one.uploads += 1
 
     def add(self, client: str, size: int, *, arriving: bool) -> None:
-        """``size`` bytes of a large body."""
-        share = self._clients.get(client) or _Share()
+        """Counts ``size`` more bytes of a large body."""
+        share = self._clients.get(client) or BodyCounts()
         limit = self._max_of_client
         if share.large_bytes + size > limit.large_bytes:
             raise _client_has_its_share(f"{limit.large_bytes} bytes of request bodies")
         if arriving and share.arriving_bytes + size > limit.arriving_bytes:
             raise _client_has_its_share(f"{limit.arriving_bytes} bytes of request bodies on their way")
-        if self._all.large_bytes + size > self._max.large_bytes:
+        if self.total.large_bytes + size > self._max.large_bytes:
             raise _full("the proxy has no memory left for large request bodies")
-        if arriving and self._all.arriving_bytes + size > self._max.arriving_bytes:
+        if arriving and self.total.arriving_bytes + size > self._max.arriving_bytes:
             raise _full("the proxy has no memory left for large request bodies on their way")
         self._clients[client] = share
-        for one in (share, self._all):
+        for one in (share, self.total):
             one.large_bytes += size
             one.arriving_bytes += size if arriving else 0
 
     def arrived(self, client: str, size: int) -> None:
         share = self._clients[client]
-        for one in (share, self._all):
+        for one in (share, self.total):
             one.uploads -= 1
             one.arriving_bytes -= size
         self._forget(client, share)
 
     def free(self, client: str, size: int) -> None:
         share = self._clients[client]
-        for one in (share, self._all):
+        for one in (share, self.total):
             one.large_bytes -= size
         self._forget(client, share)
 
-    def _forget(self, client: str, share: _Share) -> None:
+    def _forget(self, client: str, share: BodyCounts) -> None:
         if not share.uploads and not share.large_bytes:
             del self._clients[client]
 
 
 class HeldBody:
-    """The place of one body. Made by ``HeldBodies.hold``."""
+    """One request body, made by ``HeldBodies.hold``."""
 
-    __slots__ = ("_address", "_arriving", "_bodies", "_caller", "_counted", "_size")
+    __slots__ = ("_address", "_arriving", "_bodies", "_caller", "_counted", "_known_client", "_size")
 
     def __init__(self, bodies: HeldBodies, caller: str, address: str) -> None:
         self._bodies = bodies
         self._caller = caller
         self._address = address
+        self._known_client: str | None = None
         self._arriving = False
         self._size = 0
         self._counted = 0
-        """Of its size: all of it once it is large, and nothing before."""
+        """The bytes that ``HeldBodies`` counts: the whole size once the body is large, and none before."""
 
     def __enter__(self) -> Self:
         return self
@@ -142,31 +136,34 @@ class HeldBody:
 
     @property
     def _client(self) -> str:
-        return client_of(self._caller, self._address)
+        # Most bodies are small and come with the head: nothing asks for their client.
+        if self._known_client is None:
+            self._known_client = client_of(self._caller, self._address)
+        return self._known_client
 
     def arrive(self) -> None:
-        """It has to be waited for. To be called before ``add``. Raises TooManyRequests and Unavailable."""
+        """Notes, before the first ``add``, that the body is on its way. Raises TooManyRequests and Unavailable."""
         self._bodies.arrive(self._client)
         self._arriving = True
 
     def add(self, size: int) -> None:
-        """So many bytes of it have come. Raises TooManyRequests and Unavailable."""
+        """Counts ``size`` bytes that have come. Raises TooManyRequests and Unavailable."""
         self._size += size
         if self._size > self._bodies.small_bytes:
             self._bodies.add(self._client, self._size - self._counted, arriving=self._arriving)
             self._counted = self._size
 
     def arrived(self) -> None:
-        """All of it is there, or nothing more will come. Only the first call after ``arrive`` counts."""
+        """Notes that nothing more will come. Only the first call after ``arrive`` has an effect."""
         if self._arriving:
             self._arriving = False
             self._bodies.arrived(self._client, self._counted)
 
 
 def client_of(caller: str, address: str) -> str:
-    """Whose a body is: of the key's owner where there are keys, and else of the address.
+    """Returns the client that a body counts for: ``caller``, the owner of the API key, or else ``address``.
 
-    A home or a host has a /64 of IPv6 addresses: they are one client.
+    The /64 of IPv6 addresses that a home or a host has is one client.
     """
     if caller:
         return caller

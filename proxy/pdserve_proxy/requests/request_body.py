@@ -16,7 +16,7 @@ from pdserve.errors import InvalidRequest
 INTERNAL_PREFIXES = ("kv_transfer", "pdserve_", "x-pdserve")
 """Top-level keys that begin so are between nodes, never a client's."""
 
-LEAD_BYTES = 4096
+PROMPT_START_BYTES = 4096
 """Of a prompt's beginning, for a policy that looks at it."""
 
 MAX_ANSWERS = 1024
@@ -50,8 +50,8 @@ class GenerationBody(msgspec.Struct, frozen=True):
     data: bytes
     model: str | None
     stream: bool
-    lead: bytes
-    """The first ``LEAD_BYTES`` of its messages or prompt."""
+    prompt_start: bytes
+    """The first ``PROMPT_START_BYTES`` of its messages or prompt."""
     prompts: int = 1
     """How many it has to be computed for, at most ``MAX_ANSWERS``. What a node would refuse counts as 1."""
     answers: int = 1
@@ -79,13 +79,13 @@ def read_body(data: bytes) -> GenerationBody:
     """
     try:
         head = _head_decoder.decode(data)
-        lead = bytes(memoryview(head.messages or head.prompt)[:LEAD_BYTES])
+        prompt_start = bytes(memoryview(head.messages or head.prompt)[:PROMPT_START_BYTES])
         kept = _without_internal_fields(data)
         prompts = _prompts(head.prompt) if head.prompt else 1
         answers = prompts
         if head.n or head.best_of:
             answers = min(prompts * max(_choices(head.n), _choices(head.best_of)), MAX_ANSWERS)
-        return GenerationBody(kept, head.model, bytes(head.stream) == b"true", lead, prompts, answers)
+        return GenerationBody(kept, head.model, bytes(head.stream) == b"true", prompt_start, prompts, answers)
     except msgspec.ValidationError as exc:
         raise InvalidRequest(f"request body: {exc}", param=_param(exc)) from exc
     except RecursionError as exc:  # msgspec counts the depth of what it skips too
@@ -96,7 +96,7 @@ def read_body(data: bytes) -> GenerationBody:
 
 def _prompts(prompt: msgspec.Raw) -> int:
     """How many prompts there are in OpenAI's four forms: a string, token ids, or a list of either."""
-    text = bytes(memoryview(prompt)[:LEAD_BYTES])
+    text = bytes(memoryview(prompt)[:PROMPT_START_BYTES])
     if not text.startswith(b"["):
         return 1
     first = text[1:].lstrip()[:1]

@@ -1,4 +1,4 @@
-"""How much is at each node: what it last said, and what this proxy has sent it and seen end since."""
+"""Counts the requests at each node: those of its last heartbeat, and those that this proxy has sent it since."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from pdserve_proxy.routing.policies import LoadOf
 
 @dataclass(slots=True)
 class Attempt:
-    """One attempt that is under way. ``end_at`` may be called more than once."""
+    """One attempt that is under way."""
 
     _on_end_at: Callable[[bytes, int], None]
     _nodes: dict[bytes, int]
-    """With what the attempt counts as there."""
+    """The number of requests that the attempt counts as at each node."""
 
     def end_at(self, *boot_ids: bytes) -> None:
-        """It is over at these nodes."""
+        """Ends the attempt at these nodes. A second call for the same node does nothing."""
         for boot_id in boot_ids:
             count = self._nodes.pop(boot_id, 0)
             if count:
@@ -30,39 +30,39 @@ class Attempt:
 
 
 class Attempts:
-    """Of one proxy process: what other processes send shows in the next heartbeat."""
+    """The attempts of one proxy process. The requests of other processes show in the nodes' next heartbeats."""
 
     def __init__(self) -> None:
-        self._here: dict[bytes, int] = {}
+        self._under_way: dict[bytes, int] = {}
         self._reported: dict[bytes, int] = {}
-        """Of what is here, how much the node's last heartbeat had in it."""
+        """The part of what is under way that the node's last heartbeat counted."""
 
     def begin(self, *nodes: tuple[NodeInfo, int]) -> Attempt:
-        """An attempt at these nodes, each with the requests that it is for the node's engine: at least one."""
+        """Begins an attempt at ``nodes``, each with the number of requests that it is for the node's engine."""
         counts = {node.boot_id: count for node, count in nodes}
         for boot_id, count in counts.items():
-            self._here[boot_id] = self._here.get(boot_id, 0) + count
+            self._under_way[boot_id] = self._under_way.get(boot_id, 0) + count
         return Attempt(self._end, counts)
 
     def heard_from(self, boot_id: bytes) -> None:
-        """A heartbeat came: what is here now is in the load that it tells."""
-        self._reported[boot_id] = self._here.get(boot_id, 0)
+        """Notes that a heartbeat came, whose load counts the attempts that are under way now."""
+        self._reported[boot_id] = self._under_way.get(boot_id, 0)
 
     def forget(self, boot_id: bytes) -> None:
-        """The node is gone from the registry."""
+        """Forgets the heartbeat of a node that the registry has dropped."""
         self._reported.pop(boot_id, None)
 
     def loads(self, snapshot: Snapshot) -> LoadOf:
-        """The number of requests at each node of ``snapshot``, as its engine counts them: each answer is one."""
+        """Returns a function that counts the requests at a node of ``snapshot`` as its engine does: one an answer."""
 
         def load(node: NodeInfo) -> int:
             said = snapshot.loads[node.boot_id]
-            since = self._here.get(node.boot_id, 0) - self._reported.get(node.boot_id, 0)
+            since = self._under_way.get(node.boot_id, 0) - self._reported.get(node.boot_id, 0)
             return max(0, said.running + said.waiting + since)
 
         return load
 
     def _end(self, boot_id: bytes, count: int) -> None:
-        self._here[boot_id] -= count
-        if not self._here[boot_id]:
-            del self._here[boot_id]
+        self._under_way[boot_id] -= count
+        if not self._under_way[boot_id]:
+            del self._under_way[boot_id]

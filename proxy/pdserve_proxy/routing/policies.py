@@ -1,6 +1,6 @@
 """The routing policies: each chooses a node, and an alternative, among nodes that all could serve a request.
 
-A policy sees what it is given and does no I/O. To add one, write a class with the method of ``Selector``, name it in
+A policy sees what it is given and does no I/O. To add one, write a class with the method of ``Policy``, name it in
 ``pdserve.config.RoutingPolicy``, and enter it in the table at the end.
 
 * ``RoundRobin`` is even where requests are alike.
@@ -33,11 +33,11 @@ LoadOf: TypeAlias = Callable[[NodeInfo], int]
 """How many requests are at a node, as far as this proxy can know."""
 
 
-class Selector(Protocol):
-    def select(self, nodes: Sequence[NodeInfo], lead: bytes, load: LoadOf) -> tuple[NodeInfo, ...]:
+class Policy(Protocol):
+    def select(self, nodes: Sequence[NodeInfo], prompt_start: bytes, load: LoadOf) -> tuple[NodeInfo, ...]:
         """Out of ``nodes`` (at least one) the node for a request, then an alternative if there is another node.
 
-        ``lead`` are the leading bytes of the request's prompt.
+        ``prompt_start`` is the first bytes of the request's prompt.
         """
 
 
@@ -50,7 +50,7 @@ class RoundRobin:
     def __init__(self) -> None:
         self._turn = 0
 
-    def select(self, nodes: Sequence[NodeInfo], lead: bytes, load: LoadOf) -> tuple[NodeInfo, ...]:
+    def select(self, nodes: Sequence[NodeInfo], prompt_start: bytes, load: LoadOf) -> tuple[NodeInfo, ...]:
         first = self._turn % len(nodes)
         self._turn += 1
         if len(nodes) == 1:
@@ -64,7 +64,7 @@ class LeastLoaded:
     def __init__(self) -> None:
         self._turn = 0
 
-    def select(self, nodes: Sequence[NodeInfo], lead: bytes, load: LoadOf) -> tuple[NodeInfo, ...]:
+    def select(self, nodes: Sequence[NodeInfo], prompt_start: bytes, load: LoadOf) -> tuple[NodeInfo, ...]:
         first = self._turn % len(nodes)
         self._turn += 1
         in_turn = (*nodes[first:], *nodes[:first])
@@ -75,7 +75,7 @@ class TwoChoices:
     def __init__(self, chance: random.Random | None = None) -> None:
         self._chance = chance or random.Random()  # noqa: S311 (nothing secret hangs on it)
 
-    def select(self, nodes: Sequence[NodeInfo], lead: bytes, load: LoadOf) -> tuple[NodeInfo, ...]:
+    def select(self, nodes: Sequence[NodeInfo], prompt_start: bytes, load: LoadOf) -> tuple[NodeInfo, ...]:
         drawn = self._chance.sample(nodes, min(2, len(nodes)))
         return tuple(sorted(drawn, key=lambda node: batch_share(node, load)))
 
@@ -92,8 +92,8 @@ class PrefixAffinity:
     def __init__(self) -> None:
         self._places: OrderedDict[bytes, bytes] = OrderedDict()
 
-    def select(self, nodes: Sequence[NodeInfo], lead: bytes, load: LoadOf) -> tuple[NodeInfo, ...]:
-        beginnings = hash_chain(lead)
+    def select(self, nodes: Sequence[NodeInfo], prompt_start: bytes, load: LoadOf) -> tuple[NodeInfo, ...]:
+        beginnings = hash_chain(prompt_start)
         roomy = with_room(nodes, load)
         chosen = self._place_of(beginnings, roomy)
         ranked = [node for node in rank(nodes, beginnings[0]) if node is not chosen]
@@ -119,13 +119,13 @@ class PrefixAffinity:
             self._places.popitem(last=False)
 
 
-def hash_chain(lead: bytes) -> list[bytes]:
-    """A hash for each beginning of ``lead`` that is a whole number of steps long; at least one."""
-    running = hashlib.blake2b(lead[:STEP_BYTES], digest_size=16)
+def hash_chain(prompt_start: bytes) -> list[bytes]:
+    """A hash for each beginning of ``prompt_start`` that is a whole number of steps long; at least one."""
+    running = hashlib.blake2b(prompt_start[:STEP_BYTES], digest_size=16)
     chain = [running.digest()]
-    whole = min(len(lead) // STEP_BYTES, MAX_STEPS)
+    whole = min(len(prompt_start) // STEP_BYTES, MAX_STEPS)
     for step in range(1, whole):
-        running.update(lead[step * STEP_BYTES : (step + 1) * STEP_BYTES])
+        running.update(prompt_start[step * STEP_BYTES : (step + 1) * STEP_BYTES])
         chain.append(running.digest())
     return chain
 
@@ -147,7 +147,7 @@ def with_room(nodes: Sequence[NodeInfo], load: LoadOf) -> dict[bytes, NodeInfo]:
     }
 
 
-_SELECTORS: dict[RoutingPolicy, type[RoundRobin | LeastLoaded | TwoChoices | PrefixAffinity]] = {
+_POLICIES: dict[RoutingPolicy, type[RoundRobin | LeastLoaded | TwoChoices | PrefixAffinity]] = {
     RoutingPolicy.ROUND_ROBIN: RoundRobin,
     RoutingPolicy.LEAST_LOADED: LeastLoaded,
     RoutingPolicy.TWO_CHOICES: TwoChoices,
@@ -155,6 +155,6 @@ _SELECTORS: dict[RoutingPolicy, type[RoundRobin | LeastLoaded | TwoChoices | Pre
 }
 
 
-def make_selector(policy: RoutingPolicy) -> Selector:
+def make_policy(policy: RoutingPolicy) -> Policy:
     """A new one for each set of nodes that are chosen from."""
-    return _SELECTORS[policy]()
+    return _POLICIES[policy]()

@@ -1,4 +1,4 @@
-"""Which nodes serve a request: a decode node, and the prefill nodes that fit it, out of one snapshot."""
+"""Chooses the nodes that serve a request out of one snapshot: a decode node, and the prefill nodes that fit it."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from pdserve.config import RoutingPolicy
 from pdserve.errors import InvalidRequest, NotFound, Unavailable
 from pdserve.wire.discovery import NodeInfo
 from pdserve_proxy.registry.snapshot import Snapshot
-from pdserve_proxy.routing.policies import LoadOf, Selector, make_selector
+from pdserve_proxy.routing.policies import LoadOf, Policy, make_policy
 
 RETRY_AFTER_S = 1
-MAX_SELECTORS = 256
-"""For as many models, or fingerprints, what a policy remembers is kept; the oldest is forgotten first."""
+MAX_POLICIES = 256
+"""The number of models, or of fingerprints, for which a policy is kept; the oldest is forgotten first."""
 
 Key = TypeVar("Key")
 
 
 class RouteQuery(msgspec.Struct, frozen=True):
-    """What of a request routing looks at."""
+    """What routing looks at in a request."""
 
     model: str
-    lead: bytes = b""
-    """The leading bytes of its prompt, as they stand in the request body."""
+    prompt_start: bytes = b""
+    """The first bytes of its prompt, as they stand in the request body."""
 
 
 class Route(msgspec.Struct, frozen=True):
-    """Where one attempt at a request goes."""
+    """The nodes of one attempt at a request."""
 
     decode: NodeInfo
     prefill: tuple[NodeInfo, ...]
@@ -36,22 +36,22 @@ class Route(msgspec.Struct, frozen=True):
 
 
 class Router:
-    """Applies one policy to decode nodes, and independently of that to the prefill nodes that fit them.
+    """Applies one routing policy to decode nodes, and independently of that to the prefill nodes that fit them.
 
-    Nodes that serve different models, or prefill nodes that fit different decode nodes, are chosen from apart.
+    Every model has a policy object for its decode nodes, and every fingerprint has one for its prefill nodes.
     """
 
     def __init__(self, policy: RoutingPolicy) -> None:
-        self._policy = policy
-        self._of_decode: dict[str, Selector] = {}
-        """By model."""
-        self._of_prefill: dict[tuple[str, str], Selector] = {}
-        """By model and fingerprint."""
+        self._routing_policy = policy
+        self._decode_policies: dict[str, Policy] = {}
+        """The policy of each model's decode nodes."""
+        self._prefill_policies: dict[tuple[str, str], Policy] = {}
+        """The policy of the prefill nodes of each model and fingerprint."""
 
     def choose(
         self, snapshot: Snapshot, query: RouteQuery, load: LoadOf, exclude: frozenset[bytes] = frozenset()
     ) -> Route:
-        """A route that avoids decode nodes with the boot ids in ``exclude``. ``load`` tells the requests at a node.
+        """Returns a route that avoids the decode nodes in ``exclude``. ``load`` returns the requests at a node.
 
         Raises Unavailable if no pair of nodes can serve the model now.
         """
@@ -65,24 +65,24 @@ class Router:
                 retry_after_s=RETRY_AFTER_S,
             )
         nodes = [pair.decode for pair in pairs]
-        decode = self._selector(self._of_decode, query.model).select(nodes, query.lead, load)[0]
+        decode = self._policy_for(self._decode_policies, query.model).select(nodes, query.prompt_start, load)[0]
         fitting = pairs[nodes.index(decode)].prefill
         if not fitting:
             return Route(decode, ())
-        selector = self._selector(self._of_prefill, (query.model, decode.fingerprint))
-        return Route(decode, selector.select(fitting, query.lead, load))
+        policy = self._policy_for(self._prefill_policies, (query.model, decode.fingerprint))
+        return Route(decode, policy.select(fitting, query.prompt_start, load))
 
-    def _selector(self, selectors: dict[Key, Selector], key: Key) -> Selector:
-        selector = selectors.get(key)
-        if selector is None:
-            if len(selectors) == MAX_SELECTORS:
-                del selectors[next(iter(selectors))]
-            selector = selectors[key] = make_selector(self._policy)
-        return selector
+    def _policy_for(self, policies: dict[Key, Policy], key: Key) -> Policy:
+        policy = policies.get(key)
+        if policy is None:
+            if len(policies) == MAX_POLICIES:
+                del policies[next(iter(policies))]
+            policy = policies[key] = make_policy(self._routing_policy)
+        return policy
 
 
 def requested_model(snapshot: Snapshot, asked: str | None) -> str:
-    """The model that a request means; a request may leave it out where the cluster has only one.
+    """Returns the model that a request means; a request may leave it out where the cluster has only one.
 
     Raises Unavailable with no node registered, NotFound for an unknown model, InvalidRequest for none among several.
     """

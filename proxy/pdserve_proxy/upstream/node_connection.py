@@ -19,7 +19,7 @@ HIGH_WATER_BYTES = 2**17
 """Of a body that nobody has taken yet: from here on nothing is read from the node."""
 MAX_HEAD_BYTES = 2**16
 """Of what is not body, in a row: heads, and between chunks and behind them."""
-DOUBTED_S = 1.0
+SUSPECTED_S = 1.0
 """Seconds without a byte after which a stream of a node that is thought dead is over."""
 PROBE_S = 10
 """Seconds of silence after which the node's kernel is asked whether it is still there, and again after as many."""
@@ -98,7 +98,7 @@ class NodeResponse:
 
     def close(self) -> None:
         """Give up what has not come yet. A read that waits fails; what has come can still be read."""
-        self.fail(NodeLost("given up"))
+        self.fail(NodeLost("the proxy closed the response"))
         self._close(self)
 
     # ------------------------------------------------------------------ the connection's side
@@ -163,8 +163,6 @@ class NodeConnection(asyncio.Protocol):
         self._interim = False
         self._paused = False
         self._keep = False
-        self.requests = 0
-        """How many it has been used for."""
 
     def request(self, head: bytes, body: bytes, silence_s: float | None) -> NodeResponse:
         """Send a request. After ``silence_s`` without a byte the node counts as lost; None waits for ever.
@@ -174,9 +172,8 @@ class NodeConnection(asyncio.Protocol):
         if self._transport.is_closing():
             raise NodeClosed("the connection was closed")
         assert self._response is None
-        self.requests += 1
         self._idle_bytes = 0
-        self._response = NodeResponse(self._loop, self._given_up)
+        self._response = NodeResponse(self._loop, self._closed_by_reader)
         self._silence_s = silence_s
         if silence_s is not None:
             self._heard_s = self._loop.time()
@@ -187,7 +184,7 @@ class NodeConnection(asyncio.Protocol):
             self._transport.writelines((head, body))
         return self._response
 
-    def doubt(self) -> None:
+    def suspect(self) -> None:
         """Its node may be dead: an answer in one piece is given up, and a stream unless bytes of it go on coming."""
         if self._response is None:
             self.close()
@@ -195,7 +192,7 @@ class NodeConnection(asyncio.Protocol):
             self._fail("its heartbeats ended")
         else:
             self._silence.cancel()
-            self._silence_s = min(self._silence_s, DOUBTED_S)
+            self._silence_s = min(self._silence_s, SUSPECTED_S)
             self._check_silence()
 
     def close(self) -> None:
@@ -289,7 +286,7 @@ class NodeConnection(asyncio.Protocol):
         if response is not None:
             response.fail(NodeLost(why))
 
-    def _given_up(self, response: NodeResponse) -> None:
+    def _closed_by_reader(self, response: NodeResponse) -> None:
         if response is self._response:
             self._let_go()
             self.close()

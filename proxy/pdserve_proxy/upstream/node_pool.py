@@ -28,7 +28,7 @@ class Origin:
     tls: bool
     authority: str
     """For the ``Host`` header."""
-    prefix: str
+    path_prefix: str
     """Of every path."""
 
 
@@ -62,13 +62,13 @@ class NodePool:
         for idle in self._idle.values():
             idle.close()
 
-    def doubt(self, url: str) -> None:
+    def suspect(self, url: str) -> None:
         """The node there may be dead: what waits for it fails at once, and a stream unless bytes of it go on coming."""
         for attempt in [attempt for attempt, where in self._connecting.items() if where == url]:
             del self._connecting[attempt]
             attempt.reschedule(0.0)
         for connection in [connection for connection, where in self._open.items() if where == url]:
-            connection.doubt()
+            connection.suspect()
 
     async def post(
         self, url: str, path: str, headers: Mapping[str, str], body: bytes, *, silence_s: float | None
@@ -121,7 +121,7 @@ class NodePool:
         finally:
             wanted = self._connecting.pop(attempt, None) is not None
         self._open[connection] = url
-        if not wanted:  # its node came into doubt as it answered
+        if not wanted:  # its node was suspected while it answered
             connection.close()
             raise NodeUnreachable("its heartbeats ended")
         return connection
@@ -172,4 +172,4 @@ async def _head_of(connection: NodeConnection, head: bytes, body: bytes, silence
 def _opening(url: str, path: str) -> str:
     """The lines with which every request to one path of a node begins."""
     origin = origin_of(url)
-    return f"POST {origin.prefix}{path} HTTP/1.1\r\nhost: {origin.authority}\r\n"
+    return f"POST {origin.path_prefix}{path} HTTP/1.1\r\nhost: {origin.authority}\r\n"

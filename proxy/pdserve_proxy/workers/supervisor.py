@@ -77,8 +77,8 @@ async def supervise(
             DiscoveryServer.bind(config.registry, registry, secrets, new_id(), metrics.count_dropped_frame)
         )
         share = worker_share(config)
-        keepers = [
-            _Keeper(
+        workers = [
+            _WorkerProcess(
                 f"{number}",
                 listener,
                 lambda name, listener: WorkerLaunch(share, credentials, name, address, listener.fileno()),
@@ -100,14 +100,14 @@ async def supervise(
             async with asyncio.TaskGroup() as tasks:
                 owned.enter_context(on_renewal(renew))
                 background = [tasks.create_task(channel.run()), tasks.create_task(discovery.run())]
-                kept = [tasks.create_task(keeper.run(stop)) for keeper in keepers]
-                for keeper in keepers:
-                    await keeper.up.wait()
+                running = [tasks.create_task(worker.run(stop)) for worker in workers]
+                for worker in workers:
+                    await worker.up.wait()
                 listening(Addresses(http_url(listeners[0], bool(config.tls.cert)), discovery.endpoint))
                 await stop.wait()
                 for listener in listeners:
                     listener.close()  # so that a worker that closes its own takes no more connections
-                await asyncio.wait(kept)
+                await asyncio.wait(running)
                 for task in background:
                     task.cancel()
         except* WorkerDied as group:
@@ -117,7 +117,7 @@ async def supervise(
             raise WorkerDied(str(died.exceptions[0])) from died
 
 
-class _Keeper:
+class _WorkerProcess:
     """Keeps one worker alive until told to stop, and then ends it."""
 
     def __init__(
@@ -161,9 +161,9 @@ class _Keeper:
             if not health.ready.is_set() and not stop.is_set():
                 raise WorkerDied(f"worker {self._number} of the proxy did not come up")
             self.up.set()
-            await _first(ended, health.stuck, stop)
-            if health.stuck.is_set() and not ended.done():
-                log.error("worker %s of the proxy stands still: it is killed", self._number)
+            await _first(ended, health.hung, stop)
+            if health.hung.is_set() and not ended.done():
+                log.error("worker %s of the proxy hangs: it is killed", self._number)
                 with suppress(ProcessLookupError):
                     process.kill()
                 await ended

@@ -67,7 +67,7 @@ class SupervisorChannel:
         self._metrics = metrics
         self._numbers = itertools.count(1)
         self._scrapes: dict[int, asyncio.Future[bytes]] = {}
-        self.informed = asyncio.Event()
+        self.has_nodes = asyncio.Event()
         """Set once the nodes are known."""
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.DEALER)
@@ -91,7 +91,7 @@ class SupervisorChannel:
             match _decoder.decode(await self._socket.recv()):
                 case Nodes() as nodes:
                     self._mirror.take(nodes)
-                    self.informed.set()
+                    self.has_nodes.set()
                 case WorkerPing():
                     await self.send(WorkerPong())
                 case Renewed(credentials=credentials):
@@ -138,7 +138,7 @@ async def work(launch: WorkerLaunch, stop: asyncio.Event) -> None:
         async with asyncio.TaskGroup() as tasks:
             serving_channel = tasks.create_task(channel.run())
             async with asyncio.timeout(SUPERVISOR_TIMEOUT_S):
-                await channel.informed.wait()
+                await channel.has_nodes.wait()
             state = ProcessState(mirror, attempts, metrics, channel.scrape)
             announcing: list[asyncio.Task[None]] = []
 

@@ -60,7 +60,7 @@ class WorkerHealth:
 
     ready: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when it takes connections."""
-    stuck: asyncio.Event = field(default_factory=asyncio.Event)
+    hung: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when its event loop has not turned for ``MAX_UNANSWERED`` pings."""
     unanswered: int = 0
 
@@ -177,7 +177,7 @@ class WorkerChannel:
                 if not health.ready.is_set():
                     continue
                 if health.unanswered == MAX_UNANSWERED:
-                    health.stuck.set()
+                    health.hung.set()
                     continue
                 health.unanswered += 1
                 await self._send(name, WorkerPing())

@@ -121,14 +121,14 @@ async def test_a_node_registers_sends_heartbeats_and_says_goodbye() -> None:
             await eventually(lambda: ear.registry.snapshot().nodes[0].load == NodeLoad(running=1), "a heartbeat")
             first = ear.registry.snapshot().nodes[0].seen_s
             await eventually(lambda: ear.registry.snapshot().nodes[0].seen_s > first, "another heartbeat")
-        await eventually(lambda: ear.names() == [], "the goodbye")
+        await eventually(lambda: ear.names() == [], "the node is deregistered")
 
 
 async def test_goodbye_does_not_wait_for_the_lease() -> None:
     async with listening(clock=lambda: 0.0) as ear:
         async with registered(NODE, ear.control):
             pass
-        await eventually(lambda: ear.names() == [], "the goodbye, at a standing clock")
+        await eventually(lambda: ear.names() == [], "the node is deregistered while the clock stands")
 
 
 async def test_a_node_that_falls_silent_is_dropped() -> None:
@@ -200,7 +200,7 @@ async def test_a_node_whose_event_loop_is_busy_goes_on_sending_heartbeats() -> N
                 time.sleep(0.6)  # noqa: ASYNC251 (what a busy loop does)
                 await asyncio.sleep(0)
             assert ear.lost == []
-        await eventually(lambda: ear.lost == [NODE.boot_id], "the goodbye")
+        await eventually(lambda: ear.lost == [NODE.boot_id], "the node is deregistered")
 
 
 async def test_a_node_whose_event_loop_hangs_falls_silent_and_comes_back_with_it() -> None:

@@ -71,7 +71,7 @@ def test_of_nodes_that_are_lost_only_the_last_are_remembered(monkeypatch: pytest
 
 def test_time_in_which_nobody_listened_counts_against_no_node() -> None:
     nodes = registry(NODE)
-    nodes.forgive(60.0)
+    nodes.extend_leases(60.0)
     assert nodes.next_expiry() == 63.0
     assert nodes.expire(now=62.999) == ()
     assert [node.info for node in nodes.expire(now=63.0)] == [NODE]
@@ -79,7 +79,7 @@ def test_time_in_which_nobody_listened_counts_against_no_node() -> None:
 
 def test_what_was_forgiven_once_is_not_forgiven_again() -> None:
     nodes = registry(NODE)
-    nodes.forgive(60.0)
+    nodes.extend_leases(60.0)
     late = node_info("d1", Role.DECODE)
     nodes.handle(Register(late), now=61.0)
     nodes.handle(NodeHeartbeat(NODE.boot_id, NodeLoad()), now=62.0)

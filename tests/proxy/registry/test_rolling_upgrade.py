@@ -112,7 +112,7 @@ async def test_a_node_of_the_last_release_at_todays_proxy() -> None:
         frame = base64.urlsafe_b64decode(ticket + "=" * (-len(ticket) % 4))
         assert released.Opener(SECRET, b"ticket", released.Ticket).open(frame).node == NODE.boot_id
         await node.send(sealer.seal(released.Deregister(NODE.boot_id)))
-        await eventually(lambda: ear.names() == [], "the goodbye")
+        await eventually(lambda: ear.names() == [], "the node is deregistered")
 
 
 async def test_todays_node_at_a_proxy_of_the_last_release_and_at_its_upgrade_and_back() -> None:
@@ -228,7 +228,7 @@ async def test_frames_for_one_proxy_are_good_at_no_other_and_not_at_its_next_sta
         async with listening() as ear, overheard(ear.control) as (control, heard):
             async with registered(NODE, control):
                 await eventually(lambda: len(heard) > 6, "several heartbeats")
-            await eventually(lambda: ear.names() == [], "the goodbye")
+            await eventually(lambda: ear.names() == [], "the node is deregistered")
             port = ear.port
         async with listening(port) as restarted:
             for proxy in (other, restarted):
@@ -250,7 +250,7 @@ async def test_a_goodbye_for_another_proxy_ends_nothing_here() -> None:
         # The same node at another proxy, which it leaves.
         async with registered(NODE, control):
             pass
-        await eventually(lambda: there.names() == [], "the goodbye")
+        await eventually(lambda: there.names() == [], "the node is deregistered")
         async with raw_peer(here.control) as thief:
             for frame in heard:
                 await thief.send(frame)

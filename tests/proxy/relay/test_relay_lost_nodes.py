@@ -119,7 +119,7 @@ async def test_a_stream_that_has_begun_ends_with_an_error_event() -> None:
 
 async def test_a_stream_that_goes_on_shows_that_its_node_lives(monkeypatch: pytest.MonkeyPatch) -> None:
     """As where the network carries requests, but no heartbeats."""
-    monkeypatch.setattr(node_connection, "DOUBTED_S", 0.4)
+    monkeypatch.setattr(node_connection, "SUSPECTED_S", 0.4)
 
     dropped = asyncio.Event()
 

@@ -12,8 +12,7 @@ from pdserve_proxy.relay.event_stream import EventStream
 from pdserve_proxy.relay.relayed_request import CutReason, RelayedRequest, RelayOutcome, RelayPhase
 from pdserve_proxy.upstream.node_pool import NodePool
 from tests.proxy.cluster import eventually
-from tests.proxy.fake_node import Exchange as NodeExchange
-from tests.proxy.fake_node import FakeNode
+from tests.proxy.fake_node import Exchange, FakeNode
 
 
 class Closable:
@@ -66,7 +65,7 @@ async def test_a_cancelled_task_is_a_client_that_left_and_its_upstream_is_closed
     seen, upstream = Seen(), Closable()
     task = seen.start(for_ever)
     await asyncio.sleep(0)
-    seen.relayed[0].attach(upstream)
+    seen.relayed[0].own_response(upstream)
     task.cancel()
     await asyncio.wait([task])
     await eventually(lambda: seen.ends == [(RelayOutcome.CLIENT_GONE, 499)], "the end")
@@ -90,8 +89,8 @@ async def test_a_task_that_fails_or_forgets_does_not_keep_its_upstream() -> None
 async def test_a_new_upstream_closes_the_one_before_it() -> None:
     async def handler(made: RelayedRequest) -> None:
         first, second = Closable(), Closable()
-        made.attach(first)
-        made.attach(second)
+        made.own_response(first)
+        made.own_response(second)
         assert (first.closed, second.closed) == (1, 0)
         made.end(RelayOutcome.OK, 200)
         assert (first.closed, second.closed) == (1, 1)
@@ -105,7 +104,7 @@ async def test_a_cut_interrupts_what_is_waited_for_and_its_task_goes_on(cut: Cut
         asyncio.get_running_loop().call_soon(made.cut, cut)
         with pytest.raises(asyncio.CancelledError):
             await asyncio.Event().wait()
-        assert made.absorbs_cancel()
+        assert made.takes_cancel_as_cut()
         assert made.cut_short is cut
         await asyncio.sleep(0)
         made.end(cut.outcome, cut.error.status)
@@ -118,11 +117,11 @@ async def test_a_cut_interrupts_what_is_waited_for_and_its_task_goes_on(cut: Cut
 async def test_a_client_that_leaves_as_its_request_is_cut_has_left() -> None:
     async def handler(made: RelayedRequest) -> None:
         made.cut(CutReason.DEADLINE)
-        made.leave()
+        made.client_left()
         try:
             await asyncio.Event().wait()
         except asyncio.CancelledError:
-            assert not made.absorbs_cancel()
+            assert not made.takes_cancel_as_cut()
             raise
 
     seen = Seen()
@@ -133,7 +132,7 @@ async def test_a_client_that_leaves_as_its_request_is_cut_has_left() -> None:
 
 
 async def test_a_client_that_takes_nothing_after_a_cut_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(relayed_request, "LAST_WORDS_S", 0.05)
+    monkeypatch.setattr(relayed_request, "CUT_GRACE_S", 0.05)
 
     async def stuck(made: RelayedRequest) -> None:
         made.begin_relaying(200)
@@ -153,7 +152,7 @@ async def test_what_came_before_a_loss_is_still_delivered() -> None:
     events = [b"data: %d\n\n" % n for n in range(3)]
     go_on = asyncio.Event()
 
-    async def produce_and_die(at: NodeExchange) -> None:
+    async def produce_and_die(at: Exchange) -> None:
         await at.begin_stream()
         await at.chunk(events[0])
         await go_on.wait()
@@ -164,7 +163,7 @@ async def test_what_came_before_a_loss_is_still_delivered() -> None:
     async def handler(url: str, made: RelayedRequest) -> None:
         pool = NodePool(connect_timeout_s=5.0, max_connections=1)
         response = await pool.post(url, "/", {}, b"", silence_s=None)
-        made.attach(response)
+        made.own_response(response)
         stream = EventStream(made, response)
         await stream.open()
         go_on.set()

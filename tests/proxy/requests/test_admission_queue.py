@@ -31,11 +31,11 @@ def test_limits_hold_and_the_first_to_come_is_the_first_to_go_in(
         return not in_flight or sum(entry.places for entry in inside) + places <= in_flight
 
     def go_in() -> list[AdmissionEntry]:
-        following = []
+        admitted = []
         while queue and has_room(queue[0].places):
             inside.append(queue.pop(0))
-            following.append(inside[-1])
-        return following
+            admitted.append(inside[-1])
+        return admitted
 
     for event, which in events:
         if event == "enter":
@@ -62,14 +62,14 @@ def test_limits_hold_and_the_first_to_come_is_the_first_to_go_in(
             (inside if entry in inside else queue).remove(entry)
             assert admission.leave(entry) == go_in()
             assert admission.leave(entry) == []
-        assert (admission.inside, admission.waiting) == (len(inside), len(queue))
-        assert admission.taken == sum(entry.places for entry in inside)
-        assert not in_flight or admission.taken <= in_flight
+        assert (len(admission._admitted), admission.waiting) == (len(inside), len(queue))
+        assert admission._places_taken == sum(entry.places for entry in inside)
+        assert not in_flight or admission._places_taken <= in_flight
         assert not queue or not has_room(queue[0].places)
     for entry in inside + queue:
         admission.leave(entry)
-    assert (admission.inside, admission.taken, admission.waiting) == (0, 0, 0)
-    assert not admission._of_caller
+    assert (len(admission._admitted), admission._places_taken, admission.waiting) == (0, 0, 0)
+    assert not admission._answers_of_caller
 
 
 def test_beside_the_largest_request_there_is_room_for_an_ordinary_one() -> None:

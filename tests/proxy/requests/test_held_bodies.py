@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdserve.errors import TooManyRequests, Unavailable
-from pdserve_proxy.requests.held_bodies import CLIENTS, BodyLimits, HeldBodies, HeldBody, client_of
+from pdserve_proxy.requests.held_bodies import SHARES, BodyLimits, HeldBodies, HeldBody, client_of
 
 EVENTS = st.lists(
     st.tuples(st.sampled_from(["arrive", "whole"]), st.sampled_from("abcdef"))
@@ -54,7 +54,7 @@ def test_limits_hold_and_nothing_is_left(
                 if new.arriving:
                     new.body.arrive()
             except TooManyRequests:
-                assert of_client == -(-uploads // CLIENTS)
+                assert of_client == -(-uploads // SHARES)
             except Unavailable:
                 assert sum(other.arriving for other in there) == uploads
             else:
@@ -64,7 +64,7 @@ def test_limits_hold_and_nothing_is_left(
                 one.body.add(int(which))
             except (TooManyRequests, Unavailable):
                 assert one.size + int(which) > small
-                assert large(one.client) + one.size + int(which) > max(memory // 2 // CLIENTS, body_bytes)
+                assert large(one.client) + one.size + int(which) > max(memory // 2 // SHARES, body_bytes)
                 one.body.__exit__(None, None, None)  # a body that is refused is given up
                 there.remove(one)
             else:
@@ -75,15 +75,15 @@ def test_limits_hold_and_nothing_is_left(
             if event == "close":
                 one.body.__exit__(None, None, None)
                 there.remove(one)
-        assert bodies.arriving == sum(other.arriving for other in there) <= uploads
-        assert bodies.large_bytes == large() <= memory
+        assert bodies.total.uploads == sum(other.arriving for other in there) <= uploads
+        assert bodies.total.large_bytes == large() <= memory
         assert large(arriving=True) <= memory // 2
         for client in "abcdef":
             assert large(client) <= memory // 2
-            assert large(client, arriving=True) <= max(memory // 2 // CLIENTS, body_bytes)
+            assert large(client, arriving=True) <= max(memory // 2 // SHARES, body_bytes)
     for left in there:
         left.body.__exit__(None, None, None)
-    assert (bodies.arriving, bodies.large_bytes) == (0, 0)
+    assert (bodies.total.uploads, bodies.total.large_bytes) == (0, 0)
     assert not bodies._clients
 
 

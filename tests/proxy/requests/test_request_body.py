@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdserve.errors import InvalidRequest
-from pdserve_proxy.requests.request_body import LEAD_BYTES, MAX_ANSWERS, MAX_FIELDS, MAX_HITS, read_body
+from pdserve_proxy.requests.request_body import MAX_ANSWERS, MAX_FIELDS, MAX_HITS, PROMPT_START_BYTES, read_body
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.text(),
@@ -198,6 +198,6 @@ def test_a_request_counts_as_the_answers_that_it_asks_for(fields: str, answers: 
 
 @pytest.mark.parametrize("name", ["messages", "prompt"])
 def test_the_lead_is_the_beginning_of_the_prompt(name: str) -> None:
-    prompt = json.dumps([{"role": "user", "content": "x" * 2 * LEAD_BYTES}]).encode()
-    assert read_body(b'{"%b": %b}' % (name.encode(), prompt)).lead == prompt[:LEAD_BYTES]
-    assert read_body(b"{}").lead == b""
+    prompt = json.dumps([{"role": "user", "content": "x" * 2 * PROMPT_START_BYTES}]).encode()
+    assert read_body(b'{"%b": %b}' % (name.encode(), prompt)).prompt_start == prompt[:PROMPT_START_BYTES]
+    assert read_body(b"{}").prompt_start == b""

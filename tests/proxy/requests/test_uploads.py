@@ -76,13 +76,13 @@ async def test_heads_without_bodies_take_no_place_among_the_requests_under_way(b
         slow = [await held.enter_async_context(connected(running)) for _ in range(6)]
         for _, writer in slow:
             writer.write(head(17) + b'{"model"')
-        await eventually(lambda: bodies[-1].arriving == len(slow), "all are on their way")
+        await eventually(lambda: bodies[-1].total.uploads == len(slow), "all are on their way")
         assert await ordinary(running) == 200
         for _, writer in slow:
             writer.write(b': "m"   }')
         for reader, _ in slow:
             assert (await reader.readuntil(b"\r\n")).startswith(b"HTTP/1.1 200 ")
-        assert (bodies[-1].arriving, bodies[-1].large_bytes) == (0, 0)
+        assert (bodies[-1].total.uploads, bodies[-1].total.large_bytes) == (0, 0)
 
 
 async def test_a_client_has_its_share_of_the_bodies_on_their_way_and_others_have_theirs(
@@ -98,17 +98,17 @@ async def test_a_client_has_its_share_of_the_bodies_on_their_way_and_others_have
             return stream
 
         slow = [await upload(ALICE) for _ in range(2)]
-        await eventually(lambda: bodies[-1].arriving == 2, "two are on their way")
+        await eventually(lambda: bodies[-1].total.uploads == 2, "two are on their way")
         third, _ = await upload(ALICE)
         status, error = await answer_of(third)
         assert (status, error["code"]) == (429, "too_many_uploads")
         await upload(BOB)
-        await eventually(lambda: bodies[-1].arriving == 3, "another key's is on its way")
+        await eventually(lambda: bodies[-1].total.uploads == 3, "another key's is on its way")
         assert await ordinary(running, BOB) == 200
         slow[0][1].close()  # who leaves gives the place back
-        await eventually(lambda: bodies[-1].arriving == 2, "one is gone")
+        await eventually(lambda: bodies[-1].total.uploads == 2, "one is gone")
         await upload(ALICE)
-        await eventually(lambda: bodies[-1].arriving == 3, "its place is taken again")
+        await eventually(lambda: bodies[-1].total.uploads == 3, "its place is taken again")
 
 
 async def test_bodies_that_wait_for_their_turn_have_bounded_memory(bodies: list[HeldBodies]) -> None:
@@ -132,12 +132,12 @@ async def test_bodies_that_wait_for_their_turn_have_bounded_memory(bodies: list[
         first = asyncio.create_task(send())
         await entered.wait()
         second = asyncio.create_task(send())
-        await eventually(lambda: bodies[-1].large_bytes == 2 * len(large), "one waits for its turn")
+        await eventually(lambda: bodies[-1].total.large_bytes == 2 * len(large), "one waits for its turn")
         assert await send() == 429, "a client has half of the memory"
-        assert bodies[-1].large_bytes == 2 * len(large)
+        assert bodies[-1].total.large_bytes == 2 * len(large)
         let_go.set()
         assert set(await asyncio.gather(first, second)) == {200}
-        assert bodies[-1].large_bytes == 0
+        assert bodies[-1].total.large_bytes == 0
         assert await send() == 200
 
 
@@ -154,7 +154,7 @@ async def test_a_body_is_held_no_longer_than_until_its_stream_begins(bodies: lis
         await running.add(node_info("x", Role.MIXED, node.url))
         async with running.chat(stream=True, user="x" * 500_000) as response:
             assert await response.content.readany() == b"data: 1\n\n"
-            assert bodies[-1].large_bytes == 0
+            assert bodies[-1].total.large_bytes == 0
             over.set()
             await response.read()
 

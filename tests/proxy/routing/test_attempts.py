@@ -65,5 +65,5 @@ def test_a_node_that_is_gone_leaves_nothing_behind() -> None:
     registry.handle(NodeHeartbeat(NODE.boot_id, NodeLoad(running=1)), 0.0)
     registry.expire(100.0)
     attempt.end_everywhere()
-    assert not attempts._here
+    assert not attempts._under_way
     assert not attempts._reported

@@ -17,10 +17,10 @@ from pdserve.wire.discovery import NodeInfo, Role
 from pdserve_proxy.routing.policies import (
     LOAD_FACTOR,
     STEP_BYTES,
-    Selector,
+    Policy,
     TwoChoices,
     hash_chain,
-    make_selector,
+    make_policy,
     rank,
 )
 from tests.proxy.cluster import node_info
@@ -30,7 +30,7 @@ def nodes_of(count: int) -> list[NodeInfo]:
     return [node_info(f"n{i}", Role.MIXED, boot_id=bytes([i]) * 16) for i in range(count)]
 
 
-def excess(selector: Selector, nodes: Sequence[NodeInfo], *, refresh: int, seed: int) -> int:
+def excess(chosen_policy: Policy, nodes: Sequence[NodeInfo], *, refresh: int, seed: int) -> int:
     """How many requests more the busiest node ever had than an even spread would have given it at most.
 
     Loads are seen anew every ``refresh`` requests. They come one a tick; one in 16 is 200 times as long as the others,
@@ -51,7 +51,7 @@ def excess(selector: Selector, nodes: Sequence[NodeInfo], *, refresh: int, seed:
         if tick % refresh == 0:
             seen.clear()
             seen.update(real)
-        node = selector.select(nodes, b"", load)[0]
+        node = chosen_policy.select(nodes, b"", load)[0]
         real[node.boot_id] += 1
         peak = max(peak, real[node.boot_id])
         even = max(even, math.ceil(real.total() / len(nodes)))
@@ -62,8 +62,8 @@ def excess(selector: Selector, nodes: Sequence[NodeInfo], *, refresh: int, seed:
 @pytest.mark.parametrize("seed", range(3))
 def test_least_loaded_and_two_choices_are_far_more_even_than_turns_where_their_view_is_fresh(seed: int) -> None:
     nodes = nodes_of(16)
-    turns = excess(make_selector(RoutingPolicy.ROUND_ROBIN), nodes, refresh=1, seed=seed)
-    least = excess(make_selector(RoutingPolicy.LEAST_LOADED), nodes, refresh=1, seed=seed)
+    turns = excess(make_policy(RoutingPolicy.ROUND_ROBIN), nodes, refresh=1, seed=seed)
+    least = excess(make_policy(RoutingPolicy.LEAST_LOADED), nodes, refresh=1, seed=seed)
     two = excess(TwoChoices(random.Random(seed)), nodes, refresh=1, seed=seed)
     assert least <= 0.4 * turns
     assert least <= two <= 0.7 * turns
@@ -73,7 +73,7 @@ def test_least_loaded_and_two_choices_are_far_more_even_than_turns_where_their_v
 def test_with_an_old_view_two_choices_do_not_all_run_to_one_node(seed: int) -> None:
     nodes = nodes_of(16)
     two = excess(TwoChoices(random.Random(seed)), nodes, refresh=100, seed=seed)
-    least = excess(make_selector(RoutingPolicy.LEAST_LOADED), nodes, refresh=100, seed=seed)
+    least = excess(make_policy(RoutingPolicy.LEAST_LOADED), nodes, refresh=100, seed=seed)
     assert two <= 0.6 * least
 
 
@@ -82,9 +82,9 @@ def test_a_larger_node_takes_a_larger_part() -> None:
     large = node_info("large", Role.MIXED, boot_id=large.boot_id, max_running=12)
     for policy in (RoutingPolicy.LEAST_LOADED, RoutingPolicy.TWO_CHOICES, RoutingPolicy.PREFIX_AFFINITY):
         here: Counter[bytes] = Counter()
-        selector = make_selector(policy)
+        chosen_policy = make_policy(policy)
         for turn in range(64):
-            chosen = selector.select([small, large], b"%d" % turn, lambda info: here[info.boot_id])[0]  # noqa: B023
+            chosen = chosen_policy.select([small, large], b"%d" % turn, lambda info: here[info.boot_id])[0]  # noqa: B023
             here[chosen.boot_id] += 1
         assert here[large.boot_id] >= 2 * here[small.boot_id], policy
 
@@ -103,7 +103,7 @@ def conversations(count: int, turns: int, system: bytes) -> list[list[bytes]]:
     return prompts
 
 
-def repeat_rate(selector: Selector, nodes: Sequence[NodeInfo], system: bytes) -> tuple[float, int]:
+def repeat_rate(chosen_policy: Policy, nodes: Sequence[NodeInfo], system: bytes) -> tuple[float, int]:
     """The share of follow-up turns that went where their conversation's turn before went, and the busiest node's load.
 
     All conversations are under way at once, one request each.
@@ -116,7 +116,7 @@ def repeat_rate(selector: Selector, nodes: Sequence[NodeInfo], system: bytes) ->
         for which, talk in enumerate(talks):
             if which in place:
                 here[place[which]] -= 1
-            node = selector.select(nodes, talk[turn], lambda info: here[info.boot_id])[0]
+            node = chosen_policy.select(nodes, talk[turn], lambda info: here[info.boot_id])[0]
             here[node.boot_id] += 1
             peak = max(peak, here[node.boot_id])
             if which in place:
@@ -131,7 +131,7 @@ def repeat_rate(selector: Selector, nodes: Sequence[NodeInfo], system: bytes) ->
 )
 def test_prefix_affinity_repeats_its_nodes_and_still_bounds_their_load(system: bytes) -> None:
     nodes = nodes_of(7)
-    rate, peak = repeat_rate(make_selector(RoutingPolicy.PREFIX_AFFINITY), nodes, system)
+    rate, peak = repeat_rate(make_policy(RoutingPolicy.PREFIX_AFFINITY), nodes, system)
     chance, _ = repeat_rate(TwoChoices(random.Random(3)), nodes, system)
     assert rate >= 0.75
     assert rate >= 3 * chance
@@ -141,9 +141,9 @@ def test_prefix_affinity_repeats_its_nodes_and_still_bounds_their_load(system: b
 def test_one_prompt_for_all_does_not_drown_its_node() -> None:
     nodes = nodes_of(5)
     here: Counter[bytes] = Counter()
-    selector = make_selector(RoutingPolicy.PREFIX_AFFINITY)
+    chosen_policy = make_policy(RoutingPolicy.PREFIX_AFFINITY)
     for _ in range(100):
-        here[selector.select(nodes, b"the same", lambda info: here[info.boot_id])[0].boot_id] += 1
+        here[chosen_policy.select(nodes, b"the same", lambda info: here[info.boot_id])[0].boot_id] += 1
     assert max(here.values()) <= LOAD_FACTOR * 100 / 5 + 1
     assert max(here.values()) > 100 / 5
 

@@ -20,7 +20,7 @@ BY_LOAD = [RoutingPolicy.LEAST_LOADED, RoutingPolicy.TWO_CHOICES]
 
 
 @dataclass
-class Worker:
+class HoldingNode:
     """A node that keeps requests for ``hold`` until it is let go."""
 
     served: int = 0
@@ -39,7 +39,7 @@ class Worker:
 @dataclass
 class Pair:
     running: Cluster
-    workers: tuple[Worker, Worker]
+    holding: tuple[HoldingNode, HoldingNode]
 
     async def ask(self, prompt: str) -> None:
         async with self.running.http.post("/v1/completions", json={"prompt": prompt}) as response:
@@ -48,34 +48,34 @@ class Pair:
 
     async def served(self, prompt: str, times: int) -> tuple[int, int]:
         """Where so many requests went, one after the other."""
-        before = [worker.served for worker in self.workers]
+        before = [node.served for node in self.holding]
         for _ in range(times):
             await self.ask(prompt)
-        one, two = (worker.served - count for worker, count in zip(self.workers, before, strict=True))
+        one, two = (node.served - count for node, count in zip(self.holding, before, strict=True))
         return one, two
 
 
 @asynccontextmanager
-async def two_workers(policy: RoutingPolicy, heartbeat_ms: int = NEVER_MS, busy: int = 0) -> AsyncIterator[Pair]:
+async def two_nodes(policy: RoutingPolicy, heartbeat_ms: int = NEVER_MS, busy: int = 0) -> AsyncIterator[Pair]:
     """Nodes whose heartbeats say that the first one has ``busy`` requests of somebody else's, and the other none."""
-    workers = Worker(), Worker()
+    holding = HoldingNode(), HoldingNode()
     config = dataclasses.replace(
         proxy_config(),
         routing=RoutingConfig(policy),
         registry=RegistryConfig(control_port=0, heartbeat_ms=4 * heartbeat_ms),
     )
-    async with FakeNode(workers[0]) as first, FakeNode(workers[1]) as second, cluster(config) as running:
+    async with FakeNode(holding[0]) as first, FakeNode(holding[1]) as second, cluster(config) as running:
         control = running.addresses.control
         nodes = [node_info(name, Role.MIXED, at.url, max_running=64) for name, at in (("1", first), ("2", second))]
         async with (
             registered(nodes[0], control, heartbeat_ms=heartbeat_ms, load=NodeLoad(running=busy)),
             registered(nodes[1], control, heartbeat_ms=heartbeat_ms, load=NodeLoad()),
         ):
-            yield Pair(running, workers)
+            yield Pair(running, holding)
 
 
 async def test_round_robin_goes_in_turn_whatever_is_asked() -> None:
-    async with two_workers(RoutingPolicy.ROUND_ROBIN, OFTEN_MS, busy=9) as pair:
+    async with two_nodes(RoutingPolicy.ROUND_ROBIN, OFTEN_MS, busy=9) as pair:
         assert await pair.served("the same", 8) == (4, 4)
 
 
@@ -83,21 +83,21 @@ async def test_round_robin_goes_in_turn_whatever_is_asked() -> None:
 async def test_a_policy_by_load_knows_the_requests_that_are_under_way_here(policy: RoutingPolicy) -> None:
     """Without any heartbeat."""
 
-    async with two_workers(policy) as pair:
+    async with two_nodes(policy) as pair:
         held = [asyncio.create_task(pair.ask("hold"))]
-        await eventually(lambda: sum(worker.held for worker in pair.workers) == 1, "it is at a node")
-        free = 1 - [worker.held for worker in pair.workers].index(1)
+        await eventually(lambda: sum(node.held for node in pair.holding) == 1, "it is at a node")
+        free = 1 - [node.held for node in pair.holding].index(1)
         assert (await pair.served("quick", 8))[free] == 8
         held.append(asyncio.create_task(pair.ask("hold")))
-        await eventually(lambda: [worker.held for worker in pair.workers] == [1, 1], "one at each")
-        for worker in pair.workers:
-            worker.let_go.set()
+        await eventually(lambda: [node.held for node in pair.holding] == [1, 1], "one at each")
+        for node in pair.holding:
+            node.let_go.set()
         await asyncio.gather(*held)
 
 
 @pytest.mark.parametrize("policy", BY_LOAD)
 async def test_a_policy_by_load_knows_what_heartbeats_tell(policy: RoutingPolicy) -> None:
-    async with two_workers(policy, OFTEN_MS, busy=50) as pair:
+    async with two_nodes(policy, OFTEN_MS, busy=50) as pair:
 
         async def heard() -> bool:
             async with pair.running.http.get("/instances") as response:
@@ -108,7 +108,7 @@ async def test_a_policy_by_load_knows_what_heartbeats_tell(policy: RoutingPolicy
 
 
 async def test_prefix_affinity_knows_the_prompts() -> None:
-    async with two_workers(RoutingPolicy.PREFIX_AFFINITY) as pair:
+    async with two_nodes(RoutingPolicy.PREFIX_AFFINITY) as pair:
         prompts = [f"conversation {number}: " + "and so on, " * 100 for number in range(24)]
         places = [await pair.served(prompt, 4) for prompt in prompts]
         assert set(places) == {(4, 0), (0, 4)}, "each prompt has its node, and not all the same"

@@ -13,7 +13,7 @@ from pdserve.errors import InvalidRequest, NotFound, Unavailable
 from pdserve.wire.discovery import NodeInfo, NodeLoad, Role
 from pdserve_proxy.registry.snapshot import Reachability, RegisteredNode, Snapshot, take_snapshot
 from pdserve_proxy.routing.attempts import Attempts
-from pdserve_proxy.routing.router import MAX_SELECTORS, Route, RouteQuery, Router, requested_model
+from pdserve_proxy.routing.router import MAX_POLICIES, Route, RouteQuery, Router, requested_model
 from tests.proxy.cluster import node_info
 
 
@@ -28,9 +28,9 @@ class Turns:
         self._router = Router(policy)
 
     def choose(
-        self, snapshot: Snapshot, model: str, exclude: frozenset[bytes] = frozenset(), lead: bytes = b""
+        self, snapshot: Snapshot, model: str, exclude: frozenset[bytes] = frozenset(), prompt_start: bytes = b""
     ) -> Route:
-        return self._router.choose(snapshot, RouteQuery(model, lead), Attempts().loads(snapshot), exclude)
+        return self._router.choose(snapshot, RouteQuery(model, prompt_start), Attempts().loads(snapshot), exclude)
 
 
 def several(role: Role, count: int, model: str = "m") -> list[NodeInfo]:
@@ -72,7 +72,7 @@ def test_no_route_ever_joins_nodes_that_do_not_fit(
     policy = Turns(policy_name)
     for turn in range(turns):
         try:
-            route = policy.choose(snapshot, "m", lead=b"prompt %d" % turn)
+            route = policy.choose(snapshot, "m", prompt_start=b"prompt %d" % turn)
         except Unavailable:
             assert not any(info.role is Role.MIXED and info.model == "m" for info in infos)
             return
@@ -142,8 +142,8 @@ def test_which_model_a_request_means() -> None:
 
 def test_models_that_come_and_go_leave_a_bounded_memory() -> None:
     router = Router(RoutingPolicy.PREFIX_AFFINITY)
-    for number in range(2 * MAX_SELECTORS):
+    for number in range(2 * MAX_POLICIES):
         model = f"m{number}"
         snapshot = snapshot_of(*several(Role.PREFILL, 1, model), *several(Role.DECODE, 1, model))
         router.choose(snapshot, RouteQuery(model), Attempts().loads(snapshot))
-    assert len(router._of_decode) == len(router._of_prefill) == MAX_SELECTORS
+    assert len(router._decode_policies) == len(router._prefill_policies) == MAX_POLICIES

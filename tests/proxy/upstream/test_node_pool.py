@@ -272,7 +272,7 @@ async def test_one_that_is_given_up_closes_its_connection_and_fails_who_reads() 
         reading = asyncio.create_task(response.read())
         await asyncio.sleep(0)
         response.close()
-        with pytest.raises(NodeLost, match="given up"):
+        with pytest.raises(NodeLost, match="the proxy closed"):
             await reading
         await eventually(lambda: not node._connections, "the node sees it")
 
@@ -315,7 +315,7 @@ async def test_a_node_in_doubt_loses_what_waits_for_it_and_no_other_node_does() 
         whole = asyncio.create_task(post(node, pool))
         stream = asyncio.create_task(post(node, pool, silence_s=600.0))
         await eventually(lambda: len(node.requests) == 2, "the node has both")
-        pool.doubt(node.url)
+        pool.suspect(node.url)
         with pytest.raises(NodeLost, match="heartbeats ended"):
             await whole
         with pytest.raises(NodeLost, match="silent for"):
@@ -327,7 +327,7 @@ async def test_a_node_in_doubt_loses_what_waits_for_it_and_no_other_node_does() 
 async def test_an_idle_connection_to_a_node_in_doubt_is_closed_and_a_new_one_is_made() -> None:
     async with node_and_pool() as (node, pool):
         await read_all(await post(node, pool))
-        pool.doubt(node.url)
+        pool.suspect(node.url)
         await eventually(lambda: not pool._open and not pool._idle, "the connection is closed")
         assert await read_all(await post(node, pool)) == b'{"ok": true}'
 
@@ -352,7 +352,7 @@ async def test_who_connects_to_a_node_in_doubt_waits_no_longer() -> None:
             posting = asyncio.create_task(pool.post(url, "/x", {}, b"", silence_s=None))
             done, _waiting = await asyncio.wait([posting], timeout=0.2)
             assert not done
-            pool.doubt(url)
+            pool.suspect(url)
             async with asyncio.timeout(3):  # of the 5 that connecting may take
                 with pytest.raises(NodeUnreachable):
                     await posting
@@ -415,5 +415,5 @@ async def test_a_lack_of_files_is_not_taken_for_an_unreachable_node(name: str) -
 
 
 def test_where_a_url_leads() -> None:
-    where = Origin(host="::1", port=443, tls=True, authority="[::1]", prefix="/base")
+    where = Origin(host="::1", port=443, tls=True, authority="[::1]", path_prefix="/base")
     assert origin_of("https://[::1]/base/") == where
