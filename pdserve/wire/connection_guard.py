@@ -1,10 +1,10 @@
-"""What keeps a stranger's connections to a listening ZMQ socket from costing memory, descriptors or time.
+"""Bounds what strangers' connections to a listening ZMQ socket cost in memory, descriptors and time.
 
 ZMQ bounds the size of each part of a message and the number of messages that wait, but not the number of parts of one
-message. Whoever connects could send parts without end, which ZMQ keeps until the last one comes, before anybody can
-look for a signature; and when it comes, nobody else's messages are read until all those parts are. So
-``ConnectionGuard`` has the kernel count what each connection has received, and cuts those where too much of it is not
-accounted for by messages. ``MessageReader`` drops a message of too many parts, a few of them at a time.
+message. A stranger could send parts without end. ZMQ keeps them until the last one comes, before any signature can be
+checked, and then gives out no other messages until all those parts are read. So ``ConnectionGuard`` has the kernel
+count the bytes of each connection, and cuts those where messages account for too few of them. ``MessageReader`` drops a
+message of too many parts, a few of them at a time.
 """
 
 from __future__ import annotations
@@ -22,44 +22,44 @@ import zmq
 log = logging.getLogger(__name__)
 
 CHECK_S = 0.5
-"""How often to check while there are connections."""
+"""The seconds between two checks while there are connections."""
 CHECK_STRANGERS_S = 0.1
-"""How often to check while some of them are strangers'."""
+"""The seconds between two checks while some connections are strangers'."""
 TOTAL = 4
-"""All connections together may have so many times waiting what one may."""
+"""All connections together may have this many times the waiting bytes that one may have."""
 MAX_STRANGERS = 1_024
-"""Connections without an authentic frame so far. Nodes and engines greet at once."""
+"""The most connections without an authentic frame so far. Nodes and engines send one at once."""
 MAX_STRANGER_BYTES = 2**20
-"""What a connection may have received without an authentic frame among it: more than any greeting takes."""
+"""How many bytes a connection may receive before an authentic frame: more than any greeting takes."""
 MAX_PARTS = 2
-"""Of a message to a ROUTER: the route and the frame."""
+"""A message to a ROUTER has the route and the frame."""
 _PARTS_AT_ONCE = 1_000
-"""Of a message that is dropped, so that other work has its turn after some milliseconds."""
+"""How many parts of a dropped message are read at a time, so that other work has its turn after some milliseconds."""
 LOG_EVERY_S = 5.0
 _BYTES_RECEIVED = slice(128, 136)
-"""Where Linux's ``struct tcp_info`` has ``tcpi_bytes_received``, since Linux 4.1."""
+"""The bytes of Linux's ``struct tcp_info`` that are ``tcpi_bytes_received``, since Linux 4.1."""
 
 
 @dataclass(slots=True)
 class _Connection:
     since: int = 0
-    """Bytes that it had received when its last message was seen."""
+    """How many bytes it had received when its last message was seen."""
     received: int = 0
-    """Bytes that it has received in all."""
+    """How many bytes it has received in all."""
     heard: bool = False
-    """Whether a message of it came since the last check."""
+    """Whether a message came over it since the last check."""
     stranger: bool = True
-    """Whether nothing of it was authentic so far."""
+    """Whether no authentic frame has come over it."""
 
 
 class ConnectionGuard:
-    """Of one listening ZMQ socket. Connections go by file descriptors, as ZMQ's monitor and ``SRCFD`` name them."""
+    """Guards one listening ZMQ socket. Connections go by file descriptors, as ZMQ's monitor and ``SRCFD`` name them."""
 
     def __init__(self, limit: int) -> None:
         """``limit`` is how many bytes one connection may have waiting: more than its whole queue of messages."""
         self._limit = limit
         self._connections: dict[int, _Connection] = {}
-        """In the order in which they were accepted."""
+        """The connections in the order in which they were accepted."""
         self._cuts = 0
         self._next_log = 0.0
 
@@ -75,25 +75,27 @@ class ConnectionGuard:
         return CHECK_STRANGERS_S if strangers else CHECK_S
 
     def accepted(self, descriptor: int) -> None:
-        # Its first frame may have been taken before this news of it.
+        # The connection's first frame may have been read before its acceptance is told.
         self._connections.setdefault(descriptor, _Connection())
 
     def ended(self, descriptor: int) -> None:
         self._connections.pop(descriptor, None)
 
     def heard(self, descriptor: int) -> None:
-        """A whole message has come over this connection."""
+        """Notes that a whole message has come over this connection."""
         connection = self._connections.get(descriptor)
         if connection is not None:
             connection.heard = True
 
     def trusted(self, descriptor: int) -> None:
-        """An authentic frame has come over this connection."""
+        """Notes that an authentic frame has come over this connection."""
         self._connections.setdefault(descriptor, _Connection()).stranger = False
 
     def check(self, port: int) -> None:
-        """Cut connections to ``port``, the listening one: those that have too much waiting, strangers' that have sent
-        too much, and the oldest of too many strangers'.
+        """Cuts connections to ``port``, the listening one.
+
+        It cuts those with too many waiting bytes, strangers' that have sent too many bytes, and the oldest of too many
+        strangers'.
         """
         waiting = {descriptor: self._waiting(descriptor, port) for descriptor in tuple(self._connections)}
         total = sum(waiting.values())
@@ -110,7 +112,7 @@ class ConnectionGuard:
             self.cut(descriptor, port, f"more than {MAX_STRANGERS} have said nothing authentic")
 
     def _waiting(self, descriptor: int, port: int) -> int:
-        """Bytes received since its last message was seen. Forgets a connection that is gone."""
+        """Returns the bytes received since its last message was seen. Drops a connection that is gone."""
         connection = self._connections[descriptor]
         try:
             with _duplicate(descriptor, port) as duplicate:
@@ -124,22 +126,22 @@ class ConnectionGuard:
         return received - connection.since
 
     def cut(self, descriptor: int, port: int, why: str) -> None:
-        """Log ``why``, now and then, and end the connection. What has come over it already is still to be read."""
+        """Ends the connection, and logs some of the reasons. Messages that came over it before can still be read."""
         self._cuts += 1
         if (now := time.monotonic()) >= self._next_log:
             self._next_log = now + LOG_EVERY_S
             log.warning("a control connection is cut (%d so far): %s", self._cuts, why)
         self.ended(descriptor)
         with suppress(OSError), _duplicate(descriptor, port) as duplicate:
-            # ZMQ's close then resets the connection. A sender that found no room would wait for a minute otherwise.
+            # With this option ZMQ's close resets the connection. A sender that finds no room would wait for a minute.
             duplicate.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             duplicate.shutdown(socket.SHUT_RDWR)
 
 
 def _duplicate(descriptor: int, port: int) -> socket.socket:
-    """A connection that ZMQ may close at any moment, so that its number cannot pass to another one meanwhile.
+    """Duplicates a connection, so that its number cannot pass to another one when ZMQ closes it.
 
-    Raises OSError if it has passed already, to whatever it may be.
+    Raises OSError if the number has passed to another file already.
     """
     number = os.dup(descriptor)
     try:
@@ -160,7 +162,7 @@ def _received(connection: socket.socket) -> int:
 
 
 def connection_of(frame: zmq.Frame) -> int:
-    """The connection that a part of a message came over; -1 if it is not known."""
+    """Returns the connection that a part of a message came over, or -1 if it is not known."""
     try:
         return int(frame.get(zmq.SRCFD))
     except (zmq.ZMQError, TypeError, ValueError):
@@ -169,31 +171,31 @@ def connection_of(frame: zmq.Frame) -> int:
 
 @dataclass(frozen=True, slots=True)
 class RoutedMessage:
-    """One message at a ROUTER."""
+    """A message that a ROUTER has received."""
 
     route: bytes
-    """Where an answer goes."""
+    """The route for an answer."""
     frame: bytes
-    """Empty for a message of another number of parts than ours."""
+    """The frame; empty if the message has another number of parts than ``MAX_PARTS``."""
     connection: int
-    """As ``connection_of`` has it."""
+    """The connection, as ``connection_of`` returns it."""
     too_long: bool = False
-    """Whether it has so many parts that whoever sent it is to be cut. What comes of them is dropped."""
+    """Whether it has so many parts that its connection must be cut. They are dropped."""
 
 
 class MessageReader:
-    """Reads a ROUTER's messages, so that one of a million parts is dropped a few of them at a time.
+    """Reads a ROUTER's messages, and drops a message of a million parts a few of them at a time.
 
-    Meanwhile no other message can be had from the socket: ZMQ gives out the parts of a message together.
+    Meanwhile no other message can be read, because ZMQ gives out the parts of a message together.
     """
 
     def __init__(self, router: zmq.Socket[bytes]) -> None:
         self._router = router
         self.dropping = False
-        """Whether parts of a message that is dropped are still to be read."""
+        """Whether parts of a dropped message are still to be read."""
 
     def read(self) -> RoutedMessage | None:
-        """The next message; None if there is none, or, while ``dropping``, not yet. Never waits."""
+        """Returns the next message, or None if there is none or, while ``dropping``, none yet. It never waits."""
         try:
             if self.dropping and not self._drop():
                 return None
@@ -207,7 +209,7 @@ class MessageReader:
         return RoutedMessage(parts[0].bytes, frame, connection_of(parts[-1]), self.dropping)
 
     def _drop(self) -> bool:
-        """Whether all of it is gone."""
+        """Drops some parts. Returns whether all are dropped."""
         for _ in range(_PARTS_AT_ONCE):
             self._router.recv(zmq.NOBLOCK)
             if not self._router.getsockopt(zmq.RCVMORE):

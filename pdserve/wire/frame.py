@@ -1,17 +1,17 @@
 """Authenticated frames: every control message between hosts travels in one.
 
 A frame is a MessagePack array ``[version, sender, counter, sent_ms, body, mac]``. ``mac`` is HMAC-SHA256 with the
-cluster secret over all the rest and over the channel's purpose, so a frame of one channel is no good on another. In
-frames of version 2 the body begins with the boot id of the process that the frame is for, and no other process takes
-it. A frame of version 1 names nobody: greetings of somebody whose boot id is not known yet, tickets (which name their
-node themselves), and all frames from and for pdserve 0.1.
+cluster secret over all the rest and over the channel's purpose, so a frame of one channel is not valid on another. In
+frames of version 2 the body begins with the boot id of the receiver, and no other process accepts the frame. A frame
+of version 1 names no receiver: a greeting of a process whose boot id is not known yet, a ticket (which names its node
+itself), and every frame from or for pdserve 0.1.
 
-Replays are refused: a sender's counter must rise (or, where frames may overtake each other, be a new one), and a frame
-older (or newer) than ``MAX_AGE_S`` by the receiver's clock is dropped. Where frames may have to queue before they are
-looked at, messages say how long they are good for instead: age alone is no sign of a replay there.
+Replays are refused: a sender's counter must rise (or be a new one, where frames may overtake each other), and a frame
+that is more than ``MAX_AGE_S`` old (or early) by the receiver's clock is dropped. Where frames may have to queue before
+they are opened, age alone is no sign of a replay, and messages say for how long they are valid.
 
-``ReplayWindow`` remembers for ever which of one sender's counters were used, in memory that does not grow with the
-number of frames.
+``ReplayWindow`` remembers which of one sender's counters were used, in memory that does not grow with the number of
+frames.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ from pdserve.wire.ids import BootId, new_id
 from pdserve.wire.version import NAMED_RECEIVERS, RELEASED_0_1, for_protocol
 
 WINDOW = 65_536
-"""How many later frames of its sender may be taken before one: 16 times what a proxy lets in at once by default."""
+"""How many later frames of its sender may overtake a frame: 16 times the requests that a proxy admits by default."""
 
 _MASK = (1 << WINDOW) - 1
 
 
 class RisingCounter:
-    """For frames that come in the order in which they were sent. Counters begin at 1."""
+    """The counter of a sender whose frames come in the order in which they were sent. Counters begin at 1."""
 
     def __init__(self) -> None:
         self._last = 0
 
     def use(self, counter: int) -> bool:
-        """Whether it is higher than all before."""
+        """Notes a counter. Returns whether it is higher than all before."""
         if counter <= self._last:
             return False
         self._last = counter
@@ -52,15 +52,18 @@ class RisingCounter:
 
 
 class ReplayWindow:
-    """For frames that may overtake each other: the sliding window of RFC 4303. What is behind it counts as used."""
+    """The used counters of a sender whose frames may overtake each other: the sliding window of RFC 4303.
+
+    Counters behind the window count as used.
+    """
 
     def __init__(self) -> None:
         self._highest = 0
         self._used = 1
-        """Bit i is for counter ``_highest`` - i."""
+        """Bit i says whether counter ``_highest`` - i was used."""
 
     def use(self, counter: int) -> bool:
-        """Whether this is the first use of ``counter``, and not too far behind to be sure of it."""
+        """Notes a counter. Returns whether this is its first use and it is not behind the window."""
         ahead = counter - self._highest
         if ahead > 0:
             self._used = ((self._used << min(ahead, WINDOW)) | 1) & _MASK
@@ -74,26 +77,26 @@ class ReplayWindow:
 
 
 UNNAMED = 1
-"""Version of frames that do not name their receiver."""
+"""The version of frames that do not name their receiver."""
 NAMED = 2
-"""Version of frames whose body begins with their receiver's boot id."""
+"""The version of frames whose body begins with their receiver's boot id."""
 MAX_AGE_S = 60.0
 MAX_FRAME_BYTES = 4 * 2**20
 MAX_SENDERS = 65_536
 UNDECODABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
-"""What msgspec raises for bytes that are not what they should be: the last two for text that is not UTF-8, and for
-arrays within arrays without end in a field that nobody knows.
+"""The errors that msgspec raises for bytes of another form. The last two are for text that is not UTF-8, and for
+endlessly nested arrays in an unknown field.
 """
 _NAME_BYTES = 16
 MAX_REASON_CHARS = 2_000
 Reason: TypeAlias = Annotated[str, msgspec.Meta(max_length=MAX_REASON_CHARS)]
-"""Why something is refused or has failed, for people. Whoever sends one cuts it off there."""
+"""Tells people why something is refused or has failed. Senders cut it off at this length."""
 
 T = TypeVar("T")
 
 
 class Purpose(enum.Enum):
-    """Which channel a frame belongs to."""
+    """The channel that a frame belongs to."""
 
     DISCOVERY = b"discovery"
     TRANSFER = b"transfer"
@@ -114,7 +117,7 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 class _Signer:
-    """MACs with one secret for one channel. The key is taken in once: that is half the time of a short frame."""
+    """Makes MACs with one secret for one channel. It hashes the key once, which is half the time of a short frame."""
 
     def __init__(self, secret: bytes, purpose: Purpose) -> None:
         self._begun = hmac.new(secret, purpose.value + b"\0", hashlib.sha256)
@@ -126,7 +129,7 @@ class _Signer:
 
 
 class Secrets:
-    """The cluster secret, or two of them while it is replaced, one a line: the first one signs, both are believed.
+    """The cluster secret, or two of them, one a line, while it is replaced: the first one signs, and both are accepted.
 
     Every ``Sealer`` and ``Opener`` that is made with it follows ``renew``, which may be called in any thread.
     """
@@ -135,7 +138,7 @@ class Secrets:
         self.lines = _lines(secret)
 
     def renew(self, secret: bytes) -> None:
-        """From the next frame on."""
+        """Replaces the secrets, from the next frame on."""
         self.lines = _lines(secret)
 
     def __bool__(self) -> bool:
@@ -147,7 +150,7 @@ def _lines(secret: bytes) -> tuple[bytes, ...]:
 
 
 class _Signers:
-    """One for each secret that is good now, the one to sign with first."""
+    """One signer for each accepted secret. The first one signs."""
 
     def __init__(self, secret: bytes | Secrets, purpose: Purpose) -> None:
         self._secrets = secret if isinstance(secret, Secrets) else Secrets(secret)
@@ -176,9 +179,9 @@ class Sealer:
         self._counter = 0
 
     def seal(self, message: msgspec.Struct, receiver: bytes | None = None) -> bytes:
-        """The frame to send, as one ZMQ part or one header value before base64.
+        """Returns the frame of a message, as one ZMQ part or one header value before base64.
 
-        ``receiver`` is the boot id of the one process that shall take it; None if that is not known yet.
+        ``receiver`` is the boot id of the one process that may accept it, or None if that is not known yet.
         """
         body = _encoder.encode(message)
         if receiver is None:
@@ -186,15 +189,15 @@ class Sealer:
         return self._seal(NAMED, self._sender, receiver + body)
 
     def seal_for_0_1(self, message: msgspec.Struct) -> bytes:
-        """As pdserve 0.1 reads it. A receiver that is newer can tell that this was not meant for it.
+        """Returns a frame for pdserve 0.1. A newer receiver can tell that the frame is not meant for it.
 
-        The frame names nobody, so that it could be replayed anywhere. But its sender is another random number than the
-        boot id in the message, which 0.1 does not compare; those who do compare them do not take it.
+        The frame names no receiver, so it could be replayed anywhere. But its sender is another random number than the
+        boot id in the message. Version 0.1 does not compare the two. Newer versions do, and do not accept the frame.
         """
         return self._seal(UNNAMED, self._alias, _encoder.encode(for_protocol(message, RELEASED_0_1)))
 
     def seal_to(self, receiver: bytes, protocol: int, message: msgspec.Struct) -> bytes:
-        """For a peer with whom ``protocol`` was agreed."""
+        """Returns a frame for a peer with which ``protocol`` was agreed on."""
         if protocol < NAMED_RECEIVERS:
             return self.seal_for_0_1(message)
         return self.seal(for_protocol(message, protocol), receiver)
@@ -208,7 +211,7 @@ class Sealer:
 
 @dataclass(frozen=True, slots=True)
 class Opened(Generic[T]):
-    """An authentic message, and what its frame says about it."""
+    """An authentic message with its sender."""
 
     message: T
     sender: bytes
@@ -217,7 +220,7 @@ class Opened(Generic[T]):
 
     @property
     def protocol(self) -> int:
-        """The oldest version of the protocol that has such frames."""
+        """The oldest version of the protocol that has frames of this kind."""
         return NAMED_RECEIVERS if self.named else RELEASED_0_1
 
 
@@ -225,9 +228,9 @@ class Opener(Generic[T]):
     """Verifies and decodes what one process receives on one channel.
 
     ``ordered=False`` is for channels whose frames may overtake each other (one HTTP request each): a frame is then
-    refused if that very counter was seen, or is ``WINDOW`` behind the latest one. ``lifetime_s`` gives the seconds for
-    which a message is good, beyond the ``MAX_AGE_S`` that clocks may differ by. ``receiver`` is this process's boot id;
-    without one, it takes only frames that name nobody.
+    refused if its counter was seen, or is ``WINDOW`` behind the latest one. ``lifetime_s`` returns the seconds for
+    which a message is valid, beyond the ``MAX_AGE_S`` that clocks may differ by. ``receiver`` is this process's boot
+    id. Without one, only frames that name no receiver are accepted.
     """
 
     def __init__(
@@ -251,14 +254,14 @@ class Opener(Generic[T]):
         self._senders: dict[bytes, RisingCounter | ReplayWindow] = {}
 
     def open(self, frame: bytes) -> T:
-        """The message in ``frame``. Raises as ``open_from`` does."""
+        """Returns the message in ``frame``. Raises what ``open_from`` raises."""
         return self.open_from(frame).message
 
     def open_from(self, frame: bytes) -> Opened[T]:
-        """The message in ``frame``, and from whom it is.
+        """Returns the message in ``frame`` with its sender.
 
-        Raises MalformedFrame if it is not what this channel carries (UnreadableMessage if it is authentic nonetheless),
-        AuthenticationFailed if it is not to be believed (WrongReceiver if it is authentic, but for another process).
+        Raises MalformedFrame if it is no message of this channel (UnreadableMessage if it is authentic nonetheless),
+        and AuthenticationFailed if it cannot be trusted (WrongReceiver if it is authentic, but for another process).
         """
         outer = self._authentic(frame)
         named = outer.version == NAMED

@@ -12,7 +12,7 @@
             ◀───────────────────────────── RankFailed instead of any of its other messages; the process ends
       Stop ──────────────────────────────▶
 
-What rank 0 sends is numbered from 1, over all kinds: a message that was lost or overtook another is an error.
+Rank 0's messages are numbered from 1, over all kinds. A message that was lost or overtook another is an error.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import msgspec
 
 
 class Load(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="load"):
-    """Load this rank's part of the model, with a KV cache of as many blocks as every rank has."""
+    """Load this rank's part of the model, with a KV cache of as many blocks as each other rank has."""
 
     num_blocks: int
     max_model_len: int
@@ -78,14 +78,14 @@ class UploadBlocks(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_
 
 
 class Stop(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="stop"):
-    """Exit 0."""
+    """Exit with status 0."""
 
 
 Order: TypeAlias = Load | Capture | Step | Clear | CopyBlocks | DownloadBlocks | UploadBlocks | Stop
 
 
 class Numbered(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The envelope of an order."""
+    """An order with its number."""
 
     number: int
     order: Order
@@ -95,23 +95,23 @@ class Numbered(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Arrived(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="arrived"):
-    """Ready to meet the other ranks."""
+    """The rank is ready to meet the other ranks."""
 
 
 class Loaded(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="loaded"):
-    """The weights are there."""
+    """The rank has loaded its weights."""
 
 
 class Captured(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="captured"):
-    """All decode steps are recorded."""
+    """The rank has recorded all decode steps."""
 
 
 class Written(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="written"):
-    """What ``Clear`` or ``CopyBlocks`` writes is in memory: a KV transfer may write there from now on."""
+    """A ``Clear`` or ``CopyBlocks`` has written its blocks. A KV transfer may write there from now on."""
 
 
 class RankFailed(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="failed"):
-    """The process is about to exit, with why."""
+    """The rank's process is about to exit. ``message`` says why."""
 
     message: str
 

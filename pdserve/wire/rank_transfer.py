@@ -1,8 +1,8 @@
 """Rank 0's transfer thread ↔ the transfer threads of its node's other TP ranks, over private ZMQ PAIR sockets (ipc).
 
-A channel of its own, apart from the forward pass. Rank 0 alone speaks to other nodes' control channels; each rank moves
-its own part of the KV cache. A *link* is one rank's connection to all ranks of one other engine; rank 0 numbers them.
-Blocks keep one number on all ranks.
+This channel is apart from the forward pass's. Rank 0 alone talks to other nodes' control channels, and each rank moves
+its own part of the KV cache. A *link* is one rank's connection to all ranks of one other engine. Rank 0 numbers the
+links. A block has the same number on all ranks.
 """
 
 from __future__ import annotations
@@ -25,44 +25,44 @@ class _RankMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_
 
 
 class OpenLink(_RankMessage, frozen=True, tag="open"):
-    """Answered with ``LinkOpened``."""
+    """Open a link. The answer is ``LinkOpened``."""
 
 
 class ConnectLink(_RankMessage, frozen=True, tag="connect"):
     addresses: tuple[Address, ...]
-    """Of every rank of the other engine, in rank order."""
+    """The addresses of the other engine's ranks, in rank order."""
 
 
 class CloseLink(_RankMessage, frozen=True, tag="close"):
-    """Answered with ``LinkClosed``; from then on the link touches no memory."""
+    """Close a link. The answer is ``LinkClosed``, and from then on the link touches no memory."""
 
 
 class Expect(_RankMessage, frozen=True, tag="expect"):
-    """On a decode node: let these blocks land. Answered with ``Expecting``."""
+    """Let these blocks land, on a decode node. The answer is ``Expecting``."""
 
     tag: TransferTag
     first_block: int
     block_ids: BlockIds
     digests: bool
     paced: bool = False
-    """Whether ``ExpectMore`` follows, as long as it is not forgotten."""
+    """Whether ``ExpectMore`` may follow until ``Forget``."""
 
 
 class ExpectMore(_RankMessage, frozen=True, tag="expect_more"):
-    """Of a paced transfer, let its next blocks land, too. Answered with ``Expecting``."""
+    """Let the next blocks of a paced transfer land, too. The answer is ``Expecting``."""
 
     tag: TransferTag
     block_ids: BlockIds
 
 
 class Forget(_RankMessage, frozen=True, tag="forget"):
-    """Accept no more of a transfer. Answered with ``Forgotten``."""
+    """Accept no more pieces of a transfer. The answer is ``Forgotten``."""
 
     tag: TransferTag
 
 
 class SendBlocks(_RankMessage, frozen=True, tag="send"):
-    """On a prefill node: send these final blocks, ``first_block`` and after of the prompt."""
+    """Send these final blocks, the prompt's from ``first_block`` on. This is for prefill nodes."""
 
     tag: TransferTag
     first_block: int
@@ -85,7 +85,7 @@ class LinkOpened(_RankMessage, frozen=True, tag="opened"):
 
 
 class LinkBroken(_RankMessage, frozen=True, tag="broken"):
-    """It moves nothing any more, and is to be closed."""
+    """The link moves nothing any more, and rank 0 must close it."""
 
     reason: str
 
@@ -101,11 +101,11 @@ class Expecting(_RankMessage, frozen=True, tag="expecting"):
 class PiecesLanded(_RankMessage, frozen=True, tag="landed"):
     tag: TransferTag
     indexes: tuple[int, ...]
-    """As they travelled: ``head_map.Piece.slot``."""
+    """The indexes of the pieces (see ``pieces.Piece.part``)."""
     digests: tuple[int, ...]
-    """One for each; none if none are wanted."""
+    """The digest of each piece; none if digests are not wanted."""
     size: int
-    """Bytes, of all."""
+    """The bytes of all these pieces."""
 
 
 class Forgotten(_RankMessage, frozen=True, tag="forgotten"):
@@ -120,7 +120,7 @@ class Released(_RankMessage, frozen=True, tag="released"):
 
 
 class Dropped(_RankMessage, frozen=True, tag="dropped"):
-    """Pieces that belonged to nothing were received into scratch memory."""
+    """Pieces that belong to no transfer were received into scratch memory."""
 
     count: int
 
@@ -129,11 +129,11 @@ class PiecesSent(_RankMessage, frozen=True, tag="sent"):
     tag: TransferTag
     count: int
     size: int
-    """Bytes, of all."""
+    """The bytes of all these pieces."""
 
 
 class PiecesAnnounced(_RankMessage, frozen=True, tag="announced"):
-    """What this rank sends to ``target``, one digest a block."""
+    """The digests of the pieces that this rank sends to ``target``, one for each block."""
 
     tag: TransferTag
     target: int

@@ -1,9 +1,9 @@
 """Decode engine ↔ prefill engine control messages. Sealed frames, decode DEALER to prefill ROUTER.
 
-A handshake passes on the addresses of the ranks' links as bytes; only links read them, as ``LinkAddress``.
+A handshake carries the addresses of the ranks' links as bytes. Links alone decode them, as ``LinkAddress``.
 
-``PrefillRequest`` and ``Probe`` say what to do, so fields that the receiver does not know are refused. All others say
-what is; of them it ignores what it does not know.
+``PrefillRequest`` and ``Probe`` say what to do, so a receiver refuses fields that it does not know. All others say
+what is, and in them it ignores fields that it does not know.
 
     decode                                   prefill
       Hello ─────────────────────────────▶            before anything else between two boots
@@ -45,49 +45,49 @@ from pdserve.wire.sampling_params import SampledToken, SamplingParams
 from pdserve.wire.version import PACED_TRANSFERS, RELEASED_0_1, Spoken, since
 
 LABEL_BITS = 63
-"""What a sender may label a message with; the link keeps the other bit of a UCX tag."""
+"""The bits of a message's label. The link keeps the remaining bit of a UCX tag for itself."""
 
 CELLS = 512
-"""Links that can offer one memory at once."""
+"""How many links can offer one memory at once."""
 
 LinkNumber: TypeAlias = Annotated[int, msgspec.Meta(ge=1, lt=1 << 62)]
 
 
 class MemoryOffer(msgspec.Struct, frozen=True):
-    """Where processes of the same user on the same host find a link's memory, to read it."""
+    """Tells processes of the same user on the same host where to find a link's memory, to read it."""
 
     pid: Annotated[int, msgspec.Meta(ge=1)]
     fd: Annotated[int, msgspec.Meta(ge=0)]
     name: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}$")]
-    """Random: a file of this name is the memory that is meant, on whatever host this is read."""
+    """A random name: a file of this name is the memory that is meant, on whichever host this is read."""
     nbytes: Annotated[int, msgspec.Meta(ge=1)]
     cell: Annotated[int, msgspec.Meta(ge=0, lt=CELLS)]
-    """Number of the 64 bits before the memory that hold ``nonce`` while what is read there counts."""
+    """The number of the 64-bit cell before the memory that holds ``nonce`` while reads of the memory count."""
     nonce: LinkNumber
 
 
 class LinkAddress(msgspec.Struct, frozen=True):
     worker: bytes
-    """A UCX worker's address."""
+    """The address of the link's UCX worker."""
     link: LinkNumber
-    """Random, so that each side can tell who says that it has attached."""
+    """A random number by which the other side tells which link has attached."""
     offer: MemoryOffer | None = None
 
 
 INDEX_BITS = 24
 TAG_BITS = LABEL_BITS - INDEX_BITS
-"""A piece's label is ``tag << INDEX_BITS | index``: random bits chosen by the receiver, then the block's index."""
+"""A piece's label is ``tag << INDEX_BITS | index``: random bits that the receiver chose, then the piece's index."""
 
 TransferTag: TypeAlias = Annotated[int, msgspec.Meta(ge=1, lt=1 << TAG_BITS)]
 
 
 class EngineSpec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What two engines must agree on, in the order in which a misfit is reported."""
+    """The properties in which two engines must agree, in the order in which a misfit is reported."""
 
     protocol: int
-    """The newest version that the engine speaks."""
+    """The newest version of the protocol that the engine supports."""
     fingerprint: str
-    """Of model configuration and weights."""
+    """The fingerprint of the model's configuration and weights."""
     dtype: str
     block_size: int
     num_layers: int
@@ -95,7 +95,7 @@ class EngineSpec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     head_dim: int
     tp_size: int
     oldest_protocol: Annotated[int, since(6)] = 0
-    """The oldest version that it speaks; 0 if that is ``protocol`` too."""
+    """The oldest version that it supports; 0 if that is ``protocol``, too."""
 
     @property
     def spoken(self) -> Spoken:
@@ -106,25 +106,25 @@ class Hello(msgspec.Struct, frozen=True, tag_field="kind", tag="hello"):
     boot_id: BootId
     spec: EngineSpec
     rank_addresses: list[Annotated[bytes, msgspec.Meta(max_length=65_536)]]
-    """``LinkAddress`` of each TP rank, in rank order."""
+    """The encoded ``LinkAddress`` of each TP rank, in rank order."""
 
 
 class Welcome(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="kind", tag="welcome"):
     boot_id: BootId
     spec: EngineSpec
     rank_addresses: list[Annotated[bytes, msgspec.Meta(max_length=65_536)]]
-    """As in ``Hello``: with an endpoint of its own, the receiver can end receives whose sender is gone."""
+    """As in ``Hello``. With an endpoint of its own, the receiver can end receives whose sender is gone."""
     max_prompt_tokens: Annotated[int, msgspec.Meta(ge=0), since(6)] = 0
-    """Longer prompts are refused; 0 where it does not say."""
+    """Longer prompts are refused; 0 if the sender does not say."""
     lease_ms: Annotated[int, msgspec.Meta(ge=0), since(6)] = 0
-    """For how long the decode engine may be silent while a transfer is alive; 0 if the sender does not say."""
+    """How long the decode engine may be silent while a transfer is alive; 0 if the sender does not say."""
 
 
 class Refused(msgspec.Struct, frozen=True, tag_field="kind", tag="refused"):
-    """The handshake failed: ``field`` differs. ``ours`` is the sender's value.
+    """The handshake failed because ``field`` differs. ``ours`` is the sender's value.
 
-    ``field`` ``handshake`` answers a frame of a boot that the prefill engine has no handshake with (any more), and
-    ``boot_id`` one that is for another start of it.
+    The ``field`` is ``handshake`` in the answer to a boot that the prefill engine has no handshake with (any more), and
+    ``boot_id`` in the answer to a frame for another start of the prefill engine.
     """
 
     boot_id: BootId
@@ -142,7 +142,9 @@ class PrefillRequest(
     tag="prefill",
     kw_only=True,
 ):
-    """Compute this prompt's KV cache and push blocks ``first_block`` and after (``ceil(prompt / block_size)`` in all).
+    """Asks to compute a prompt's KV cache and push its blocks from ``first_block`` on.
+
+    The prompt has ``ceil(len(token_ids) / block_size)`` blocks in all.
 
     The prefill node never learns the decode node's block ids: a block travels under its index, and the receiver alone
     decides where an index lands.
@@ -168,23 +170,23 @@ class PrefillRequest(
 
 
 class BlocksReady(msgspec.Struct, frozen=True, tag_field="kind", tag="blocks_ready"):
-    """Of a paced transfer, all wanted blocks before ``end_block`` can be sent."""
+    """All wanted blocks of a paced transfer before ``end_block`` can be sent."""
 
     transfer_id: TransferId
     end_block: Annotated[int, msgspec.Meta(ge=0)]
 
 
 class Accept(msgspec.Struct, frozen=True, tag_field="kind", tag="accept"):
-    """Of a paced transfer, all wanted blocks before ``end_block`` may be sent: there is room for them."""
+    """All wanted blocks of a paced transfer before ``end_block`` may be sent, because there is room for them."""
 
     transfer_id: TransferId
     end_block: Annotated[int, msgspec.Meta(ge=0)]
 
 
 class Digests(msgspec.Struct, frozen=True, tag_field="kind", tag="digests"):
-    """What prefill rank ``source`` sent of blocks ``first_block`` and after to decode rank ``target``.
+    """The digests of the pieces that prefill rank ``source`` sent to decode rank ``target``, from ``first_block`` on.
 
-    By ``pdserve_kvtransfer.pieces``, one a block.
+    Each block has one (see ``pdserve_kvtransfer.pieces``).
     """
 
     transfer_id: TransferId
@@ -195,12 +197,12 @@ class Digests(msgspec.Struct, frozen=True, tag_field="kind", tag="digests"):
 
 
 class PrefillLoad(msgspec.Struct, frozen=True):
-    """How a prefill engine is, as it says itself."""
+    """The load of a prefill engine, as it measures it."""
 
     queued_tokens: Annotated[int, msgspec.Meta(ge=0)] = 0
-    """Of prompts that it has accepted and not computed."""
+    """The tokens of prompts that it has accepted and not computed."""
     tokens_per_s: Annotated[float, msgspec.Meta(ge=0)] = 0.0
-    """Of prompts, as measured; 0 before it was."""
+    """How many tokens of prompts it computes a second; 0 before that was measured."""
 
 
 UNKNOWN_LOAD = PrefillLoad()
@@ -209,10 +211,10 @@ UNKNOWN_LOAD = PrefillLoad()
 class FirstToken(msgspec.Struct, frozen=True, tag_field="kind", tag="first_token"):
     transfer_id: TransferId
     tokens: Annotated[tuple[SampledToken, ...], msgspec.Meta(min_length=1)]
-    """Of the request, then of its children in order."""
+    """The request's first token, then those of its children in order."""
     cached_tokens: Annotated[int, msgspec.Meta(ge=0)]
     load: PrefillLoad = UNKNOWN_LOAD
-    """After this prompt."""
+    """The prefill engine's load after this prompt."""
 
 
 class Done(msgspec.Struct, frozen=True, tag_field="kind", tag="done"):
@@ -224,14 +226,14 @@ class Cancel(msgspec.Struct, frozen=True, tag_field="kind", tag="cancel"):
 
 
 class FailureCause(enum.Enum):
-    """Of what a failed transfer says something."""
+    """What a failed transfer tells about."""
 
     NODE = "node"
-    """Of the prefill engine: it could not go on."""
+    """The failure is the prefill engine's, which could not go on."""
     PROMPT = "prompt"
-    """Of this prompt, which the prefill engine cannot compute. It can compute others."""
+    """The failure is this prompt's, which the prefill engine cannot compute. It can compute others."""
     LOAD = "load"
-    """Of how much the prefill engine has to do."""
+    """The prefill engine has too much to do."""
     DEADLINE = "deadline"
     """The prompt was not computed in its time."""
 
@@ -241,7 +243,7 @@ class Failed(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="kind", 
     reason: Reason
     cause: Annotated[FailureCause, since(6)] = FailureCause.NODE
     load: Annotated[PrefillLoad, since(6)] = UNKNOWN_LOAD
-    """Now, where the cause is the load."""
+    """The prefill engine's load, if the cause is ``LOAD``."""
 
 
 class Ping(msgspec.Struct, frozen=True, tag_field="kind", tag="ping"):
@@ -251,12 +253,12 @@ class Ping(msgspec.Struct, frozen=True, tag_field="kind", tag="ping"):
 class Pong(msgspec.Struct, frozen=True, tag_field="kind", tag="pong"):
     boot_id: BootId
     load: PrefillLoad = UNKNOWN_LOAD
-    """Now."""
+    """The prefill engine's present load."""
 
 
 MAX_PROBE_MESSAGE_BYTES = 16 * 2**20
 MAX_PROBE_BYTES = 256 * 2**20
-"""Of all messages of one probe together."""
+"""The most bytes of all messages of one probe together."""
 
 
 class Examine(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="kind", tag="examine"):
@@ -266,31 +268,31 @@ class Examine(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="kind",
 
 
 class Examined(msgspec.Struct, frozen=True, tag_field="kind", tag="examined", kw_only=True):
-    """What a prefill engine is, told without a handshake."""
+    """The properties of a prefill engine, told without a handshake."""
 
     boot_id: BootId
     version: Annotated[str, msgspec.Meta(max_length=128)]
-    """Of pdserve."""
+    """The engine's version of pdserve."""
     spec: EngineSpec
     block_bytes: Annotated[int, msgspec.Meta(ge=1)]
-    """Of one KV block on rank 0."""
+    """The bytes of one KV block on rank 0."""
     clock_ms: int
-    """Its wall clock, milliseconds since 1970."""
+    """The engine's wall clock, in milliseconds since 1970."""
     machine: Annotated[str, msgspec.Meta(max_length=128)]
-    """The same for all processes of one running kernel."""
+    """An id that is the same for all processes of one running kernel."""
     ipc_namespace: Annotated[str, msgspec.Meta(max_length=128)]
-    """Processes of one machine that differ in it share no memory."""
+    """The IPC namespace. Processes of one machine that differ in it share no memory."""
 
 
 class Probe(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="probe", kw_only=True):
-    """Open a link for measuring: scratch memory only, bounded in bytes and in time."""
+    """Asks for a link for measuring, which uses scratch memory alone and is bounded in bytes and time."""
 
     boot_id: BootId
     address: Annotated[bytes, msgspec.Meta(max_length=65_536)]
-    """UCX worker address of the asker."""
+    """The asker's encoded ``LinkAddress``."""
     message_bytes: Annotated[int, msgspec.Meta(ge=1, le=MAX_PROBE_MESSAGE_BYTES)]
     messages: Annotated[int, msgspec.Meta(ge=1, le=65_536)]
-    """Sent to the asker when it says so over UCX."""
+    """How many messages the engine sends once the asker asks for them over UCX."""
 
 
 class ProbeOpened(msgspec.Struct, frozen=True, tag_field="kind", tag="probe_opened"):
@@ -299,7 +301,7 @@ class ProbeOpened(msgspec.Struct, frozen=True, tag_field="kind", tag="probe_open
 
 
 class ProbeRefused(msgspec.Struct, frozen=True, tag_field="kind", tag="probe_refused"):
-    """There is no such link, or not any more."""
+    """The prefill engine does not open the link of a probe, or has closed it."""
 
     boot_id: BootId
     reason: Reason

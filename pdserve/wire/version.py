@@ -1,7 +1,7 @@
-"""Which versions of the protocol between hosts this process speaks.
+"""The versions of the protocol between hosts that this process supports.
 
-A process tells its newest and its oldest version in every greeting. Two processes talk in the newest one that both
-speak; where there is none, the one that notices says so, with both ranges. ``docs/protocol.md`` has the rules by which
+A process tells its newest and its oldest version in every greeting. Two processes use the newest one that both
+support. If there is none, the one that notices says so, with both ranges. ``docs/protocol.md`` has the rules by which
 messages change from one version to the next.
 """
 
@@ -14,15 +14,15 @@ from typing import Any, Final, TypeVar, get_args, get_type_hints
 import msgspec
 
 PROTOCOL_VERSION: Final = 6
-"""What this process speaks. Every change of what hosts say to each other makes it one higher."""
+"""The newest version that this process supports. Every change of the messages between hosts makes it one higher."""
 OLDEST_PROTOCOL: Final = 5
-"""What it still speaks with hosts that are not upgraded yet: the version of the last minor release."""
+"""The oldest version, for hosts that are not upgraded yet: that of the last minor release."""
 NAMED_RECEIVERS: Final = 6
 """The first version whose frames name their receiver."""
 PACED_TRANSFERS: Final = 6
-"""The first version in which a prefill engine sends blocks as the decode engine has room for them."""
+"""The first version in which a prefill engine sends blocks only when the decode engine has room for them."""
 RELEASED_0_1: Final = 5
-"""Of pdserve 0.1. It refuses unknown fields, and its frames do not name their receiver."""
+"""The version of pdserve 0.1, which refuses unknown fields and whose frames do not name their receiver."""
 
 M = TypeVar("M", bound=msgspec.Struct)
 
@@ -33,10 +33,10 @@ class Spoken:
 
     newest: int
     oldest: int
-    """0 is the same as ``newest``."""
+    """The oldest version; 0 if that is ``newest``."""
 
     def common(self, other: Spoken) -> int | None:
-        """The newest version in both ranges, if there is one."""
+        """Returns the newest version in both ranges, if there is one."""
         common = min(self.newest, other.newest)
         return common if common >= max(self.oldest or self.newest, other.oldest or other.newest) else None
 
@@ -48,14 +48,14 @@ SPOKEN: Final = Spoken(PROTOCOL_VERSION, OLDEST_PROTOCOL)
 
 
 def since(version: int) -> msgspec.Meta:
-    """Marks a field that came with this version of the protocol. It needs a default, and its struct omits defaults."""
+    """Returns the mark of a field that this version introduced. It needs a default, and its struct omits defaults."""
     return msgspec.Meta(extra={"since": version})
 
 
 def for_protocol(message: M, protocol: int) -> M:
-    """``message`` as a peer of ``protocol`` can read it: without the fields that came later.
+    """Returns ``message`` as a peer of ``protocol`` can read it: without the fields that came later.
 
-    A field ``protocol`` says what the sender speaks: an older peer is told its own version.
+    A field ``protocol`` has the sender's newest version. An older peer gets its own version there.
     """
     if protocol >= PROTOCOL_VERSION:
         return message
@@ -71,7 +71,7 @@ def for_protocol(message: M, protocol: int) -> M:
 
 @cache
 def _later_fields(kind: type[msgspec.Struct], protocol: int) -> tuple[tuple[str, Any], ...]:
-    """Their names, with their defaults."""
+    """Returns the names and defaults of the fields that came after ``protocol``."""
     hints = get_type_hints(kind, include_extras=True)
     fields = msgspec.structs.fields(kind)
     return tuple((field.name, field.default) for field in fields if _version_of(hints[field.name]) > protocol)
