@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from tests.cluster.nodes import Cluster
+from tests.cluster.nodes import Cluster, cluster
 from tests.tiny_models import Reference
 
 NEW_TOKENS = 8
@@ -25,11 +27,36 @@ def prompt(length: int) -> list[int]:
     return random.Random(length).choices(range(3, 49_000), k=length)
 
 
-@pytest.fixture(scope="session")
-def wanted(demo_model: Path) -> dict[int, list[int]]:
-    """What transformers generates, by prompt length."""
-    reference = Reference(demo_model, NEW_TOKENS)
-    return {length: reference.answer(prompt(length)) for length in LENGTHS}
+FEW = [1, BLOCK, BLOCK + 1, 129, 300]
+
+
+@dataclass(frozen=True)
+class Served:
+    """One model, as a P/D cluster and a mixed node serve it, and as transformers answers."""
+
+    pair: Cluster
+    mixed: Cluster
+    wanted: dict[int, list[int]]
+    """By prompt length."""
+
+
+@pytest.fixture(
+    scope="module", params=["tiny", "demo", pytest.param("demo at every length", marks=pytest.mark.nightly)]
+)
+def served(request: pytest.FixtureRequest, tiny_model: Path, demo_model: Path) -> Iterator[Served]:
+    """Every length with a random model of three layers, whose tokens tell the same; some with a real one too."""
+    if request.param == "tiny":
+        flags = ("--dtype", "fp32")
+        with cluster(tiny_model, *flags) as pair, cluster(tiny_model, *flags, prefill=0, decode=0, mixed=1) as mixed:
+            yield Served(pair, mixed, answers(tiny_model, LENGTHS))
+    else:
+        wanted = answers(demo_model, FEW if request.param == "demo" else LENGTHS)
+        yield Served(request.getfixturevalue("pd_cluster"), request.getfixturevalue("mixed_cluster"), wanted)
+
+
+def answers(model: Path, lengths: list[int]) -> dict[int, list[int]]:
+    reference = Reference(model, NEW_TOKENS)
+    return {length: reference.answer(prompt(length)) for length in lengths}
 
 
 def ask(cluster: Cluster, length: int, salt: str) -> list[int]:
@@ -37,12 +64,12 @@ def ask(cluster: Cluster, length: int, salt: str) -> list[int]:
     return cluster.complete(prompt(length), NEW_TOKENS, ignore_eos=True, cache_salt=salt)
 
 
-def alone(cluster: Cluster, salt: str) -> dict[int, list[int]]:
-    return {length: ask(cluster, length, salt) for length in LENGTHS}
+def alone(cluster: Cluster, lengths: Iterable[int], salt: str) -> dict[int, list[int]]:
+    return {length: ask(cluster, length, salt) for length in lengths}
 
 
-def eight_at_a_time(cluster: Cluster, salt: str) -> dict[int, list[int]]:
-    shuffled = random.Random(0).sample(LENGTHS, len(LENGTHS))
+def eight_at_a_time(cluster: Cluster, lengths: Iterable[int], salt: str) -> dict[int, list[int]]:
+    shuffled = random.Random(0).sample(in_order := list(lengths), len(in_order))
     with ThreadPoolExecutor(8) as pool:
         answers = pool.map(lambda length: ask(cluster, length, salt), shuffled)
         return dict(zip(shuffled, answers, strict=True))
@@ -52,29 +79,34 @@ def prefills(cluster: Cluster, source: str) -> float:
     return sum(node.metric("prefills_total", source=source) for node in cluster.decode)
 
 
-@pytest.mark.timeout(600)
-def test_prefill_and_decode_nodes_alone(pd_cluster: Cluster, wanted: dict[int, list[int]]) -> None:
-    assert alone(pd_cluster, "alone") == wanted
+def salt_of(request: pytest.FixtureRequest) -> str:
+    """No other test leaves anything under it."""
+    return str(request.node.name)
 
 
 @pytest.mark.timeout(600)
-def test_prefill_and_decode_nodes_eight_at_a_time(pd_cluster: Cluster, wanted: dict[int, list[int]]) -> None:
-    pd_cluster.until_idle()  # what nodes count of earlier requests is in their figures then
-    before = prefills(pd_cluster, "remote")
-    assert eight_at_a_time(pd_cluster, "eight") == wanted
-    pd_cluster.until_idle()
+def test_prefill_and_decode_nodes_alone(served: Served, request: pytest.FixtureRequest) -> None:
+    assert alone(served.pair, served.wanted, salt_of(request)) == served.wanted
+
+
+@pytest.mark.timeout(600)
+def test_prefill_and_decode_nodes_eight_at_a_time(served: Served, request: pytest.FixtureRequest) -> None:
+    served.pair.until_idle()  # what nodes count of earlier requests is in their figures then
+    before = prefills(served.pair, "remote")
+    assert eight_at_a_time(served.pair, served.wanted, salt_of(request)) == served.wanted
+    served.pair.until_idle()
     # Every prompt of more than one block was prefilled remotely.
-    assert prefills(pd_cluster, "remote") - before == sum(length > BLOCK for length in LENGTHS)
+    assert prefills(served.pair, "remote") - before == sum(length > BLOCK for length in served.wanted)
 
 
 @pytest.mark.timeout(600)
-def test_mixed_node_alone(mixed_cluster: Cluster, wanted: dict[int, list[int]]) -> None:
-    assert alone(mixed_cluster, "alone") == wanted
+def test_mixed_node_alone(served: Served, request: pytest.FixtureRequest) -> None:
+    assert alone(served.mixed, served.wanted, salt_of(request)) == served.wanted
 
 
 @pytest.mark.timeout(600)
-def test_mixed_node_eight_at_a_time(mixed_cluster: Cluster, wanted: dict[int, list[int]]) -> None:
-    assert eight_at_a_time(mixed_cluster, "eight") == wanted
+def test_mixed_node_eight_at_a_time(served: Served, request: pytest.FixtureRequest) -> None:
+    assert eight_at_a_time(served.mixed, served.wanted, salt_of(request)) == served.wanted
 
 
 def test_a_seeded_answer_is_the_same_on_both(pd_cluster: Cluster, mixed_cluster: Cluster) -> None:
