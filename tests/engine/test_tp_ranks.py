@@ -48,7 +48,7 @@ from pdserve.wire.rank import Arrived, Capture, Captured, Clear, Load, Loaded, N
 from pdserve.wire.sampling_params import SamplingParams
 from tests.engine.test_step_loop import engine, prompt
 from tests.eventually import eventually
-from tests.faults.test_shutdown import alive
+from tests.faults.test_node_death import alive
 from tests.tiny_models import save_tiny_model
 
 TIMEOUT_MS = 1000

@@ -7,39 +7,77 @@ import signal
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from tests.cluster.nodes import MODEL, Cluster, Node, cluster, http, one_core, start_node
 from tests.eventually import eventually
+from tests.tiny_models import Reference
 
 PROMPT = [11 + i % 400 for i in range(1400)]
 NEW_TOKENS = 6
-# Without a prefix cache: every prompt has to be prefilled anew.
-FLAGS = ("--dtype", "fp32", "--max-step-tokens", "64", "--max-running", "16", "--prefix-cache", "off")
+# Without a prefix cache: every prompt has to be prefilled anew. In many steps, so that there is time between them.
+FLAGS = ("--dtype", "fp32", "--max-step-tokens", "16", "--max-running", "8", "--prefix-cache", "off")
 
 
 @pytest.fixture(scope="module")
-def expected(demo_model: Path) -> list[int]:
-    """What a healthy mixed node answers."""
-    with cluster(demo_model, "--dtype", "fp32", prefill=0, decode=0, mixed=1) as healthy:
-        return healthy.complete(PROMPT, NEW_TOKENS, ignore_eos=True)
+def expected(slow_tiny_model: Path) -> list[int]:
+    """What transformers answers."""
+    return Reference(slow_tiny_model, NEW_TOKENS).answer(PROMPT)
+
+
+@dataclass(frozen=True)
+class Broken:
+    """A prefill and a decode node that tests break and start anew."""
+
+    cluster: Cluster
+    model: Path
+    stack: ExitStack
+
+    def start(self, role: str) -> Node:
+        """One more node, which listens and is in ``cluster``."""
+        core = one_core(0 if role == "prefill" else 1)
+        process = self.stack.enter_context(start_node(role, role, self.model, self.cluster, *FLAGS, *core))
+        node = Node(role, process, process.listening().url)
+        (self.cluster.prefill if role == "prefill" else self.cluster.decode).append(node)
+        return node
+
+    def mend(self) -> None:
+        """Starts a node for each that has ended. Returns when the proxy knows those that live, and they are idle."""
+        for role, nodes in (("prefill", self.cluster.prefill), ("decode", self.cluster.decode)):
+            nodes[:] = [node for node in nodes if node.process.popen.poll() is None]
+            if not nodes:
+                self.start(role)
+        self.until_known()
+        self.cluster.until_idle()
+
+    def until_known(self) -> None:
+        """The proxy knows the living nodes and no others."""
+        living = {node.url for node in self.cluster.nodes}
+        eventually(lambda: {known["url"] for known in http(self.cluster.url + "/instances").json()} == living)
+
+
+@pytest.fixture(scope="module")
+def broken(slow_tiny_model: Path) -> Iterator[Broken]:
+    with cluster(slow_tiny_model, *FLAGS) as running, ExitStack() as stack:
+        yield Broken(running, slow_tiny_model, stack)
 
 
 @pytest.fixture
-def victims(demo_model: Path) -> Iterator[Cluster]:
-    """One prefill and one decode node that a test may break."""
-    with cluster(demo_model, *FLAGS) as running:
-        yield running
+def victims(broken: Broken) -> Cluster:
+    """One prefill and one decode node, whole, that a test may break."""
+    broken.mend()
+    return broken.cluster
 
 
 @contextmanager
 def prefilling(broken: Cluster) -> Iterator[Future[list[int]]]:
     """A request whose prompt is being computed on the prefill node."""
     with ThreadPoolExecutor(1) as pool:
-        answer = pool.submit(broken.complete, PROMPT, NEW_TOKENS, ignore_eos=True)
         steps = broken.prefill[0].metric("engine_steps_total")
+        answer = pool.submit(broken.complete, PROMPT, NEW_TOKENS, ignore_eos=True)
         eventually(lambda: broken.prefill[0].metric("engine_steps_total") > steps, "some chunks are computed")
         assert not answer.done()
         yield answer
@@ -52,12 +90,31 @@ def engine_pid(node: Node) -> int:
     return int(child)
 
 
+def alive(pid: int) -> bool:
+    try:
+        return " Z " not in Path(f"/proc/{pid}/stat").read_text()
+    except FileNotFoundError:
+        return False
+
+
+def kill(node: Node) -> None:
+    """Its API process. Its engine goes with it: the kernel sees to that."""
+    engine = engine_pid(node)
+    os.kill(node.process.pid, signal.SIGKILL)
+    eventually(lambda: not alive(engine), "the engine is gone")
+
+
+def remote(cluster: Cluster) -> float:
+    return cluster.decode[0].metric("prefills_total", source="remote")
+
+
 def until_used_again(cluster: Cluster, expected: list[int]) -> None:
     """The prefill node is asked again. Until it has answered a greeting, requests are prefilled where they decode."""
+    before = remote(cluster)
 
     def used() -> bool:
         assert cluster.complete(PROMPT, NEW_TOKENS, ignore_eos=True) == expected
-        return cluster.decode[0].metric("prefills_total", source="remote") > 0
+        return remote(cluster) > before
 
     eventually(used, "the prefill node computes prompts again")
 
@@ -66,23 +123,22 @@ def fallbacks(cluster: Cluster) -> float:
     return cluster.decode[0].metric("fallbacks_total")
 
 
-def test_prefill_node_killed_while_prefilling(victims: Cluster, expected: list[int], demo_model: Path) -> None:
+def test_prefill_node_killed_while_prefilling(broken: Broken, victims: Cluster, expected: list[int]) -> None:
+    before, fetched = fallbacks(victims), remote(victims)
     with prefilling(victims) as answer:
-        # Its engine goes with it: the kernel sees to that.
-        os.kill(victims.prefill[0].process.pid, signal.SIGKILL)
+        kill(victims.prefill.pop())
         assert answer.result(120) == expected
     decode = victims.decode[0]
     eventually(lambda: decode.idle, "all blocks of the decode node are free")
-    assert fallbacks(victims) == 1
+    assert fallbacks(victims) == before + 1
     # Without any prefill node, answers are slower but right.
-    eventually(lambda: len(http(victims.url + "/instances").json()) == 1, "the dead node is dropped")
+    broken.until_known()
     assert victims.complete(PROMPT, NEW_TOKENS, ignore_eos=True) == expected
     # A new one is used at once.
-    with start_node("prefill", "prefill-new", demo_model, victims, *FLAGS, *one_core(0)) as process:
-        process.listening()
-        eventually(lambda: len(http(victims.url + "/instances").json()) == 2, "the new node is registered")
-        assert victims.complete(PROMPT, NEW_TOKENS, ignore_eos=True) == expected
-    eventually(lambda: decode.metric("prefills_total", source="remote") == 1, "its metrics say so")
+    broken.start("prefill")
+    broken.until_known()
+    assert victims.complete(PROMPT, NEW_TOKENS, ignore_eos=True) == expected
+    eventually(lambda: remote(victims) == fetched + 1, "its metrics say so")
 
 
 def test_prefill_engine_alone_killed(victims: Cluster, expected: list[int]) -> None:
@@ -95,13 +151,14 @@ def test_prefill_engine_alone_killed(victims: Cluster, expected: list[int]) -> N
 
 def test_prefill_engine_that_hangs(victims: Cluster, expected: list[int]) -> None:
     pid = engine_pid(victims.prefill[0])
+    expired = victims.decode[0].metric("leases_expired_total")
     with prefilling(victims) as answer:
         os.kill(pid, signal.SIGSTOP)
         try:
             assert answer.result(120) == expected
         finally:
             os.kill(pid, signal.SIGCONT)
-    assert victims.decode[0].metric("leases_expired_total") == 1
+    assert victims.decode[0].metric("leases_expired_total") == expired + 1
     victims.until_idle()
     until_used_again(victims, expected)
 
@@ -109,10 +166,11 @@ def test_prefill_engine_that_hangs(victims: Cluster, expected: list[int]) -> Non
 def test_decode_engine_that_hangs(victims: Cluster, expected: list[int]) -> None:
     """The prefill node gives it up and has its blocks back; the decode node finds out when it goes on."""
     prefill, pid = victims.prefill[0], engine_pid(victims.decode[0])
+    expired = prefill.metric("leases_expired_total")
     with prefilling(victims) as answer:
         os.kill(pid, signal.SIGSTOP)
         try:
-            eventually(lambda: prefill.metric("leases_expired_total") == 1, "its lease runs out")
+            eventually(lambda: prefill.metric("leases_expired_total") == expired + 1, "its lease runs out")
             eventually(lambda: prefill.idle, "all blocks of the prefill node are free")
         finally:
             os.kill(pid, signal.SIGCONT)
@@ -121,25 +179,26 @@ def test_decode_engine_that_hangs(victims: Cluster, expected: list[int]) -> None
     until_used_again(victims, expected)
 
 
-def test_another_prefill_node_takes_over(demo_model: Path, expected: list[int]) -> None:
-    with cluster(demo_model, *FLAGS, prefill=2) as broken, ThreadPoolExecutor(1) as pool:
-        answer = pool.submit(broken.complete, PROMPT, NEW_TOKENS, ignore_eos=True)
+def test_another_prefill_node_takes_over(broken: Broken, victims: Cluster, expected: list[int]) -> None:
+    broken.start("prefill")
+    broken.until_known()
+    sent = {node.url: node.metric("kv_transfers_total", direction="sent") for node in victims.prefill}
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(victims.complete, PROMPT, NEW_TOKENS, ignore_eos=True)
 
         def busy() -> Node | None:
-            return next((node for node in broken.prefill if node.metric("num_requests_running")), None)
+            return next((node for node in victims.prefill if node.metric("num_requests_running")), None)
 
-        eventually(lambda: busy() is not None, "one of them prefills")
-        victim = busy()
-        assert victim is not None
-        os.kill(victim.process.pid, signal.SIGKILL)
+        victim = eventually(busy, "one of them prefills")
+        kill(victim)
         assert answer.result(120) == expected
-        (other,) = [node for node in broken.prefill if node is not victim]
-        eventually(lambda: broken.decode[0].idle and other.idle, "all blocks are free")
-        assert other.metric("kv_transfers_total", direction="sent") == 1
+        (other,) = [node for node in victims.prefill if node is not victim]
+        eventually(lambda: victims.decode[0].idle and other.idle, "all blocks are free")
+        assert other.metric("kv_transfers_total", direction="sent") == sent[other.url] + 1
 
 
-def test_prefill_that_misses_its_deadline(demo_model: Path, expected: list[int]) -> None:
-    with cluster(demo_model, *FLAGS, "--prefill-timeout-ms", "400") as slow:
+def test_prefill_that_misses_its_deadline(slow_tiny_model: Path, expected: list[int]) -> None:
+    with cluster(slow_tiny_model, *FLAGS, "--prefill-timeout-ms", "100") as slow:
         assert slow.complete(PROMPT, NEW_TOKENS, ignore_eos=True) == expected
         slow.until_idle()
         assert fallbacks(slow) == 1
@@ -147,11 +206,12 @@ def test_prefill_that_misses_its_deadline(demo_model: Path, expected: list[int])
 
 
 def test_decode_node_killed_mid_stream(victims: Cluster) -> None:
-    body = {"model": MODEL, "prompt": PROMPT[:100], "max_tokens": 3000, "stream": True, "ignore_eos": True}
+    body = {"model": MODEL, "prompt": PROMPT[:100], "max_tokens": 1500, "stream": True, "ignore_eos": True}
+    generated = victims.decode[0].metric("generation_tokens_total")
     with ThreadPoolExecutor(1) as pool:
         stream = pool.submit(http, victims.url + "/v1/completions", body)
-        eventually(lambda: victims.decode[0].metric("generation_tokens_total") > 5, "tokens are streamed")
-        os.kill(victims.decode[0].process.pid, signal.SIGKILL)
+        eventually(lambda: victims.decode[0].metric("generation_tokens_total") > generated + 5, "tokens are streamed")
+        kill(victims.decode[0])
         text = stream.result(60).body
     assert b'"error"' in text
     assert b"[DONE]" not in text
@@ -164,24 +224,17 @@ def test_decode_node_killed_during_prefill(victims: Cluster) -> None:
             http, victims.url + "/v1/completions", {"model": MODEL, "prompt": PROMPT, "max_tokens": NEW_TOKENS}
         )
         eventually(lambda: victims.prefill[0].metric("num_requests_running") > 0, "the prompt is computed")
-        os.kill(victims.decode[0].process.pid, signal.SIGKILL)
+        kill(victims.decode[0])
         assert reply.result(60).status in (502, 503)
     eventually(lambda: victims.prefill[0].idle, "all blocks of the prefill node are free")
 
 
 def test_restarted_decode_node_is_served_by_the_same_prefill_node(
-    victims: Cluster, expected: list[int], demo_model: Path
+    broken: Broken, victims: Cluster, expected: list[int]
 ) -> None:
     assert victims.complete(PROMPT, NEW_TOKENS, ignore_eos=True) == expected
-    os.kill(victims.decode[0].process.pid, signal.SIGKILL)
-    with ExitStack() as stack:
-        process = stack.enter_context(start_node("decode", "decode-0", demo_model, victims, *FLAGS, *one_core(1)))
-        again = Node("decode-0", process, process.listening().url)
-
-        def names_the_new_one() -> bool:
-            instances = http(victims.url + "/instances").json()
-            return [i["url"] for i in instances if i["role"] == "decode"] == [again.url]
-
-        eventually(names_the_new_one, "the proxy knows the new process only")
-        assert victims.complete(PROMPT, NEW_TOKENS, ignore_eos=True) == expected
-        eventually(lambda: again.metric("prefills_total", source="remote") == 1, "its metrics say so")
+    kill(victims.decode.pop())
+    again = broken.start("decode")
+    broken.until_known()
+    assert victims.complete(PROMPT, NEW_TOKENS, ignore_eos=True) == expected
+    eventually(lambda: again.metric("prefills_total", source="remote") == 1, "its metrics say so")
