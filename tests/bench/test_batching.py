@@ -7,18 +7,15 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from pdserve.bench.report import read_report
 from tests.processes import clean_environ
 
 SHORT = ("--max-prompt-tokens", "32", "--min-output-tokens", "2", "--max-output-tokens", "6", "--requests", "4")
 
 
-@pytest.mark.usefixtures("demo_model")
-def test_both_modes_give_the_same_tokens_in_one_table_and_one_plot(tmp_path: Path) -> None:
+def test_both_modes_give_the_same_tokens_in_one_table_and_one_plot(tiny_model: Path, tmp_path: Path) -> None:
     core = str(min(os.sched_getaffinity(0)))
-    node = ("--dtype", "fp32", "--kv-cache-mib", "64", "--cores", core)
+    node = ("--model", str(tiny_model), "--dtype", "fp32", "--kv-cache-mib", "64", "--cores", core)
     files = ("--json", "figures.json", "--plot", "plot.png")
     done = subprocess.run(
         [sys.executable, "-P", "-m", "pdserve", "bench", "batching", "--concurrency", "1,3", *SHORT, *node, *files],

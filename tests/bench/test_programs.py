@@ -18,8 +18,7 @@ async def enter(flags: list[str], timeout_s: float, **environ: str) -> str:
         return url
 
 
-@pytest.mark.usefixtures("demo_model")
-async def test_it_listens_on_loopback_whatever_the_environment_says(tmp_path: Path) -> None:
+async def test_it_listens_on_loopback_whatever_the_environment_says(tiny_model: Path, tmp_path: Path) -> None:
     environ = {
         "PDSERVE_HOST": "0.0.0.0",
         "PDSERVE_PROXY": "tcp://127.0.0.1:9",
@@ -28,7 +27,7 @@ async def test_it_listens_on_loopback_whatever_the_environment_says(tmp_path: Pa
         "PDSERVE_CORES": str(min(os.sched_getaffinity(0))),
         "XDG_STATE_HOME": str(tmp_path),
     }
-    assert (await enter([], 120.0, **environ)).startswith("http://127.0.0.1:")
+    assert (await enter(["--model", str(tiny_model)], 120.0, **environ)).startswith("http://127.0.0.1:")
 
 
 async def test_a_node_that_ends_tells_why() -> None:

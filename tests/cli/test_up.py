@@ -63,9 +63,8 @@ def test_one_question_is_answered_over_prefill_and_decode_also_where_a_key_is_wa
     wait_until_gone(str(tmp_path))
 
 
-@pytest.mark.usefixtures("demo_model")
-def test_it_serves_until_sigterm_and_outlives_a_node_that_is_not_needed(tmp_path: Path) -> None:
-    flags = ("--prefill", "0", "--decode", "0", "--mixed", "2")
+def test_it_serves_until_sigterm_and_outlives_a_node_that_is_not_needed(tiny_model: Path, tmp_path: Path) -> None:
+    flags = ("--model", str(tiny_model), "--prefill", "0", "--decode", "0", "--mixed", "2")
     with pdserve("up", *SMALL, *flags, XDG_STATE_HOME=str(tmp_path)) as up:
         url = url_of(up)
         assert nodes(url) == {"mixed-0": "mixed", "mixed-1": "mixed"}
@@ -79,9 +78,8 @@ def test_it_serves_until_sigterm_and_outlives_a_node_that_is_not_needed(tmp_path
     wait_until_gone(str(tmp_path))
 
 
-@pytest.mark.usefixtures("demo_model")
-def test_killed_it_leaves_nothing_behind(tmp_path: Path) -> None:
-    flags = ("--prefill", "0", "--decode", "0", "--mixed", "1")
+def test_killed_it_leaves_nothing_behind(tiny_model: Path, tmp_path: Path) -> None:
+    flags = ("--model", str(tiny_model), "--prefill", "0", "--decode", "0", "--mixed", "1")
     with pdserve("up", *SMALL, *flags, XDG_STATE_HOME=str(tmp_path)) as up:
         url_of(up)
         assert len(cluster_processes(str(tmp_path))) >= 4  # up, proxy, node, engine

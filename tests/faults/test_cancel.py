@@ -16,8 +16,8 @@ from tests.cluster.test_cluster import open_stream
 from tests.eventually import eventually
 from tests.faults.test_node_death import engine_pid
 
-CHUNK = 64
-LONG = [11 + i % 400 for i in range(1400)]
+CHUNK = 32
+LONG = [11 + i % 400 for i in range(2000)]
 CHUNKS_OF_LONG = -(-len(LONG) // CHUNK)
 ONE_OF_TEN = LONG[:800]
 """Ten of them fit into the decode node's KV cache at once."""
@@ -31,14 +31,14 @@ FLAGS = (
 
 
 @pytest.fixture(scope="module")
-def nodes(demo_model: Path) -> Iterator[Cluster]:
+def nodes(slow_tiny_model: Path) -> Iterator[Cluster]:
     """A decode node, and a prefill node that computes one prompt at a time."""
     with (
-        cluster(demo_model, *FLAGS, "--max-running", "16", "--kv-cache-mib", "512", prefill=0) as running,
+        cluster(slow_tiny_model, *FLAGS, "--max-running", "16", "--kv-cache-mib", "512", prefill=0) as running,
         ExitStack() as stack,
     ):
         flags = (*FLAGS, "--max-running", "1", *one_core(1))
-        process = stack.enter_context(start_node("prefill", "prefill-0", demo_model, running, *flags))
+        process = stack.enter_context(start_node("prefill", "prefill-0", slow_tiny_model, running, *flags))
         running.prefill.append(Node("prefill-0", process, process.listening().url))
         eventually(lambda: len(http(running.url + "/instances").json()) == 2, "the prefill node is registered")
         # The handshake is made once; what follows is about requests.
@@ -78,7 +78,7 @@ def test_between_two_chunks(nodes: Cluster) -> None:
 
 def test_after_its_prefill(nodes: Cluster) -> None:
     (decode,) = nodes.decode
-    with closing(open_stream(nodes, SHORT, max_tokens=4000)) as stream:
+    with closing(open_stream(nodes, SHORT, max_tokens=1500)) as stream:
         received = b""
         while received.count(b"data: ") < 3:
             received += stream.recv(4096)

@@ -17,15 +17,15 @@ from tests.cluster.nodes import MODEL, Cluster, Node, cluster
 from tests.eventually import eventually
 
 PROMPT = [11 + i % 400 for i in range(64)]
-NEW_TOKENS = 96
+NEW_TOKENS = 160
 PROXY_GIVES_UP_S = 600.0
 """After which the proxy ends a request by default: the tests are far below it."""
 
 
 @pytest.fixture(scope="module")
-def pair(demo_model: Path) -> Iterator[Cluster]:
+def pair(slow_tiny_model: Path) -> Iterator[Cluster]:
     """Two nodes that both can serve a request alone."""
-    with cluster(demo_model, "--dtype", "fp32", "--max-model-len", "512", prefill=0, decode=0, mixed=2) as running:
+    with cluster(slow_tiny_model, "--dtype", "fp32", "--max-model-len", "512", prefill=0, decode=0, mixed=2) as running:
         yield running
 
 
