@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+import random
 import select
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import msgspec
@@ -272,6 +273,17 @@ def test_transports_that_do_not_exist() -> None:
         UcxTransport("no_such_transport").open_link(memoryview(bytearray(1)))
 
 
+def free_ports(count: int) -> range:
+    """Consecutive ones on which nobody listened just now, below those that the kernel gives to connections."""
+    while True:
+        first = random.randrange(10_000, 32_000)
+        ports = range(first, first + count)
+        with ExitStack() as stack, suppress(OSError):
+            for port in ports:
+                stack.enter_context(socket.socket()).bind(("", port))
+            return ports
+
+
 def listening() -> set[tuple[str, int]]:
     """IPv4 addresses and ports that this process listens on."""
     mine = {link for fd in Path("/proc/self/fd").iterdir() if (link := _target(fd)).startswith("socket:")}
@@ -288,14 +300,14 @@ def _target(fd: Path) -> str:
 
 
 def test_blocks_use_the_devices_and_ports_of_the_settings() -> None:
-    before = listening()
-    config = TransferConfig(ucx_tls="tcp", ucx_net_devices="lo", ucx_tcp_ports="42310-42329")
+    before, ports = listening(), free_ports(20)
+    config = TransferConfig(ucx_tls="tcp", ucx_net_devices="lo", ucx_tcp_ports=f"{ports[0]}-{ports[-1]}")
     transport = configured_ucx(config)
     two = Two(transport)
     try:
         found = listening() - before
         assert len(found) == 2
-        assert all(host == "127.0.0.1" and 42310 <= port <= 42329 for host, port in found)
+        assert all(host == "127.0.0.1" and port in ports for host, port in found)
         two.pass_one(0)
     finally:
         two.close()
@@ -329,8 +341,7 @@ def test_a_prefill_engine_for_this_machine_alone_keeps_ucx_to_loopback(
 
 
 def test_a_range_with_no_port_left_is_told() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    (port,) = free_ports(1)
     transport = UcxTransport("tcp", "lo", f"{port}-{port}")
     link = transport.open_link(memoryview(bytearray(1)))
     try:
