@@ -35,6 +35,8 @@ from tests.api.scripted_engine import NEVER_READY
 from tests.eventually import eventually
 from tests.processes import SECRET, clean_environ, running
 
+pytestmark = pytest.mark.integration
+
 BODY = {"model": MODEL, "prompt": "x"}
 
 

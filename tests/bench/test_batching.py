@@ -7,8 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from pdserve.bench.report import read_report
 from tests.processes import clean_environ
+
+pytestmark = pytest.mark.integration
 
 SHORT = ("--max-prompt-tokens", "32", "--min-output-tokens", "2", "--max-output-tokens", "6", "--requests", "4")
 

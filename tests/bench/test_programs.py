@@ -12,6 +12,8 @@ from pdserve.errors import BenchError
 from pdserve.process import ChildDied
 from tests.processes import clean_environ
 
+pytestmark = pytest.mark.integration
+
 
 async def enter(flags: list[str], timeout_s: float, **environ: str) -> str:
     async with running_node("node", flags, clean_environ(**environ), timeout_s) as url:

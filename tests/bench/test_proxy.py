@@ -18,6 +18,8 @@ from pdserve.bench.proxy.proxy_clients import RawClient, Reply
 from pdserve.bench_config import BenchProxyConfig, ProxyBenchConfig
 from pdserve.errors import ConfigError
 
+pytestmark = pytest.mark.integration
+
 SMALL = ProxyBenchConfig(
     connections=4, chunks=8, seconds=0.3, repeats=1, rate=50, streams=16, gap_ms=5, idle=20, run_timeout_s=60.0
 )

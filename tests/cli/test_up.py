@@ -14,6 +14,8 @@ import pytest
 
 from tests.processes import Process, pdserve
 
+pytestmark = pytest.mark.integration
+
 SMALL = ("--port", "0", "--kv-cache-mib", "64", "--max-model-len", "512")
 QUESTION = "What is the capital of France? Answer in one sentence."
 

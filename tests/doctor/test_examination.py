@@ -18,6 +18,8 @@ from tests.cluster.nodes import Cluster, cluster, http
 from tests.processes import SECRET, clean_environ
 from tests.tiny_models import save_tiny_model
 
+pytestmark = pytest.mark.integration
+
 TIMEOUT_S = 120.0
 
 

@@ -51,6 +51,8 @@ from tests.eventually import eventually
 from tests.faults.test_node_death import alive
 from tests.tiny_models import save_tiny_model
 
+pytestmark = pytest.mark.integration
+
 TIMEOUT_MS = 1000
 BLOCKS = 16
 

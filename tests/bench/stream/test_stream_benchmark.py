@@ -13,6 +13,8 @@ from pdserve.bench.stream.figures import GAIN, NODE_COST
 from pdserve.bench.stream.variants import OFF, ON
 from tests.processes import clean_environ
 
+pytestmark = pytest.mark.integration
+
 RUN = ("--streams", "8", "--variants", "off,on,on-interval", "--seconds", "0.3", "--rate", "800")
 
 
