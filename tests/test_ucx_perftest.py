@@ -9,6 +9,8 @@ import pytest
 from pdserve.errors import BenchError
 from pdserve.ucx_perftest import Perftest, PerftestKind, PerftestResult, find_perftest, parse_result
 
+pytestmark = pytest.mark.integration
+
 SIZE, COUNT = 65_536, 200
 
 

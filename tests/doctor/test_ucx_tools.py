@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import os
 
+import pytest
+
 from pdserve.doctor.ucx_tools import UcxTools, read_tools, read_yardstick
+
+pytestmark = pytest.mark.integration
 
 
 def tools() -> UcxTools:

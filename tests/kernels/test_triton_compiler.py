@@ -21,6 +21,8 @@ from pdserve_kernels.kv_layout import KvLayout
 from pdserve_kernels.triton.cache_ops import gather_blocks, scatter_blocks
 from pdserve_kernels.triton.triton_kernels import TritonKernels
 
+pytestmark = pytest.mark.integration
+
 HOPPER = GPUTarget("cuda", 90, 32)
 PROCESSORS = 132
 SHARED_MEMORY = 227 * 1024

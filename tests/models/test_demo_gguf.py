@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 
 from pdserve.config import Dtype
@@ -11,6 +12,8 @@ from pdserve.models.checkpoint.decoder_config import read_decoder_config
 from pdserve.models.checkpoint.demo import packaged_gguf
 from pdserve.models.checkpoint.weights import Checkpoint, SafetensorsFiles
 from tests.models.greedy import greedy_tokens, small_runner
+
+pytestmark = pytest.mark.integration
 
 PROMPT = [1, 9690, 198, 2683, 359, 260, 3575, 282, 4649, 47]
 

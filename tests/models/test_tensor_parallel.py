@@ -20,6 +20,8 @@ from pdserve.models.tp.shares import TpGroup, kv_share, share, vocab_part, vocab
 from tests.models.rank_program import Case, Result
 from tests.tiny_models import VOCAB_SIZE, Reference, save_tiny_model
 
+pytestmark = pytest.mark.integration
+
 FAMILIES = ("llama", "qwen2", "qwen3", "llama-scaled", "gemma3", "qwen3-moe")
 NEW_TOKENS = 6
 PROMPTS = [random.Random(length).choices(range(3, VOCAB_SIZE), k=length) for length in (6, 17, 40)]

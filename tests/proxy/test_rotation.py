@@ -25,6 +25,8 @@ from pdserve.wire.ticket import Ticket
 from tests.proxy.cluster import HEARTBEAT_MS, node_info, registered
 from tests.proxy.fake_node import Exchange, FakeNode
 
+pytestmark = pytest.mark.integration
+
 OLD, NEW = "the-old-secret-of-the-cluster", "the-new-secret-of-the-cluster"
 ALICE, BOB = "the-key-that-alice-had", "the-key-that-bob-gets"
 AGAIN = "SIGHUP: read again: "

@@ -12,6 +12,7 @@ from contextlib import asynccontextmanager, closing
 from pathlib import Path
 
 import aiohttp
+import pytest
 
 from pdserve.config import HttpConfig
 from pdserve.http.guard import GuardedHttp
@@ -20,6 +21,8 @@ from pdserve_proxy.listening import bind_http
 from tests.proxy.cluster import Cluster, cluster, eventually, metric, node_info, proxy_config, registered
 from tests.proxy.fake_node import Exchange, FakeNode
 from tests.proxy.test_server import proxy_process
+
+pytestmark = pytest.mark.integration
 
 FLOOD_CHUNKS = 768
 CHUNK = b"data: " + b"x" * 2**17 + b"\n\n"

@@ -38,6 +38,8 @@ from pdserve_proxy.workers.worker_launch import worker_share
 from tests.proxy.cluster import SECRET, cancelled, cluster, eventually, node_info, proxy_config, registered
 from tests.proxy.fake_node import Exchange, FakeNode
 
+pytestmark = pytest.mark.integration
+
 WORKERS = 2
 
 

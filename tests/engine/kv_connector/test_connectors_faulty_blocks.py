@@ -32,6 +32,8 @@ from tests.kvtransfer.faulty import AT_RECEIVER, Fault, Injector, faulty
 from tests.kvtransfer.rig import SECRET, SPEC
 from tests.tiny_models import SHAPE, save_tiny_model
 
+pytestmark = pytest.mark.integration
+
 OWN_SPEC = msgspec.structs.replace(
     SPEC,
     dtype="fp32",

@@ -33,7 +33,7 @@ from tests.kvtransfer.fakes import FakeDecode, FakePrefill, prefill_request
 from tests.kvtransfer.program import BLOCK_BYTES, NUM_BLOCKS, pattern
 from tests.kvtransfer.rig import CONFIG, PATIENT, SPEC, WAIT_S, Engine, Pair, engine, pair
 
-pytestmark = pytest.mark.usefixtures("mapped_or_not")
+pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("mapped_or_not")]
 
 
 @contextmanager

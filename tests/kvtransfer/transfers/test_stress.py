@@ -33,6 +33,8 @@ from tests.kvtransfer.inproc import Fabric, InprocTransport
 from tests.kvtransfer.rig import Engine, Pair, compiled_poster
 from tests.kvtransfer.test_thread import open_files, transfer_threads
 
+pytestmark = pytest.mark.integration
+
 TRANSFERS = 600
 AFTER_THE_RESTART = 100
 WORKED_ON = 40

@@ -21,6 +21,8 @@ from tests.eventually import eventually
 from tests.kvtransfer.faulty import AT_RECEIVER, HARMLESS, Fault, Injector, faulty
 from tests.kvtransfer.rig import CONFIG, Engine, Pair, compiled_poster, engine
 
+pytestmark = pytest.mark.integration
+
 TRANSFERS = 30
 BLOCKS = 2
 EVERY = 13
