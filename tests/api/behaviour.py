@@ -32,11 +32,13 @@ class Behaviour(enum.IntEnum):
     STOP_TOKEN = 12_000
     """``Hello`` and one more token, which is told to be the stop token."""
     SLOW = 13_000
-    """Two tokens, half a second, then the rest of ``REPLY_TEXT``."""
+    """Two tokens, a pause, then the rest of ``REPLY_TEXT``."""
+    GATED = 14_000
+    """Two tokens, then, as soon as the test opens the gate, the rest of ``REPLY_TEXT``."""
 
     @classmethod
     def of_seed(cls, seed: int) -> Behaviour:
-        return cls(seed // 1_000 * 1_000) if seed < 14_000 else cls.REPLY
+        return cls(seed // 1_000 * 1_000) if seed < 15_000 else cls.REPLY
 
 
 REPLY_TEXT = "Hello, world! How are you?"

@@ -50,7 +50,9 @@ EOS = 2
 STEP_MS = 2
 NEVER_READY = "never-ready"
 """A file of this name beside the journal keeps the engine in its start."""
-SLOW_S = 0.5
+GATE = "gate"
+"""A file of this name beside the journal lets ``Behaviour.GATED`` go on."""
+SLOW_S = 0.05
 PREFILL = PrefillStats(
     decisions=(PrefillDecisions(PrefillSource.REMOTE, PrefillReason.CHEAPER, 5),),
     nodes=(PrefillNodeStats("prefill-7", 1700.0, 512, 0.004, 3e9),),
@@ -166,6 +168,8 @@ class ScriptedEngine:
         if kind in (Behaviour.ERROR, Behaviour.DEADLINE) or (request.sent == 2 and kind in LATE):
             return self._fail(request)
         if request.sent == 2 and kind is Behaviour.HOLD:
+            return None
+        if request.sent == 2 and kind is Behaviour.GATED and not self._journal.with_name(GATE).exists():
             return None
         request.sent += 1
         if kind is Behaviour.SLOW and request.sent == 2:

@@ -31,7 +31,7 @@ from pdserve.wire.ticket import TICKET_HEADER, PrefillTarget, Ticket
 from tests.api.behaviour import ENGINE_FAILURE, REPLY_TEXT, Behaviour
 from tests.api.node import MODEL, WAIT_S, NodeUnderTest, node_command, scripted_node
 from tests.api.plain_http import Answer, get, post
-from tests.api.scripted_engine import NEVER_READY
+from tests.api.scripted_engine import GATE, NEVER_READY
 from tests.eventually import eventually
 from tests.processes import SECRET, clean_environ, running
 
@@ -68,13 +68,14 @@ class Stream:
 
 def test_drain_lets_running_requests_finish(model_dir: Path, tmp_path: Path) -> None:
     with scripted_node(config(), model_dir, tmp_path) as node:
-        stream = Stream(node, Behaviour.SLOW)
+        stream = Stream(node, Behaviour.GATED)
         node.process.terminate()
         eventually(lambda: get(f"{node.url}/ready").status == 503)
         refused = post(f"{node.url}/v1/completions", {**BODY, "seed": 0})
         assert (refused.status, refused.json()["error"]["code"]) == (503, "draining")
         assert int(refused.headers["retry-after"]) >= 1
         assert get(f"{node.url}/health").status == 200
+        node.journal.with_name(GATE).touch()
         events = (stream.first.decode() + stream.rest()).split("\n\n")
         assert events[-2] == "data: [DONE]"
         assert texts_of("\n\n".join(events)) == REPLY_TEXT
