@@ -53,7 +53,7 @@ def demo_model() -> Path:
     So are the CPU kernels compiled: not by the first node, while a test waits for it.
     """
     # Not before: it loads torch, which many tests do not need.
-    from pdserve.engine.kernel_set import cpu_kernels
+    from pdserve.engine.runner_loading import cpu_kernels
 
     cache = cache_folder(os.environ)
     cpu_kernels(CpuKernels.AUTO, cache)
