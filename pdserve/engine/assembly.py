@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 import torch
 
 from pdserve.config import EngineConfig, KvStaging, Overlap, Switch
@@ -28,6 +30,7 @@ from pdserve.models.checkpoint.weights import fingerprint
 from pdserve.models.runner import CudaGraphs, ModelRunner, StepRow, kv_layout
 from pdserve.models.tp.shares import TpGroup
 from pdserve.wire.discovery import Role
+from pdserve.wire.engine import Ready
 from pdserve.wire.frame import Secrets
 from pdserve.wire.rank import Load, Loaded
 from pdserve.wire.transfer import EngineSpec
@@ -38,15 +41,11 @@ MIB = 2**20
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """The parts of a running engine that its process needs. The caller closes ``connector``."""
+    """The parts of an engine that its process needs. The caller sends ``ready`` and closes ``connector``."""
 
     loop: StepLoop
     connector: KvConnector
-    control: str
-    spec: EngineSpec
-    num_blocks: int
-    max_model_len: int
-    vocab_size: int
+    ready: Ready
 
 
 def assemble(
@@ -63,23 +62,12 @@ def assemble(
     ``tp`` is the group of all ranks, and ``device`` is rank 0's. Raises ModelError, ConfigError, RankLost or
     TransferError if something does not fit.
     """
-    folder = Path(config.model_dir)
-    decoder = read_decoder_config(folder)
+    decoder = read_decoder_config(Path(config.model_dir))
     block_size = config.cache.block_size
     layout = kv_layout(decoder, config.model.dtype, block_size, tp)
     num_blocks = config.cache.kv_cache_mib * MIB // (layout.block_bytes * tp.size)
     max_model_len = _max_model_len(config, decoder, num_blocks)
-    spec = EngineSpec(
-        protocol=PROTOCOL_VERSION,
-        oldest_protocol=OLDEST_PROTOCOL,
-        fingerprint=fingerprint(folder),
-        dtype=config.model.dtype.value,
-        block_size=block_size,
-        num_layers=decoder.num_layers,
-        kv_heads=decoder.kv_heads,
-        head_dim=decoder.head_dim,
-        tp_size=tp.size,
-    )
+    spec = _engine_spec(config, decoder, tp.size)
     progress("preparing kernels")
     backend = rank_backend(config, device)
     progress("loading weights")
@@ -132,7 +120,16 @@ def assemble(
         placement=placement,
         renew=secrets.renew,
     )
-    return Engine(loop, connector, control, spec, num_blocks, max_model_len, decoder.vocab_size)
+    ready = Ready(
+        control=control,
+        fingerprint=_pairing_fingerprint(spec),
+        num_blocks=num_blocks,
+        block_size=block_size,
+        max_model_len=max_model_len,
+        max_running=config.scheduler.max_running,
+        vocab_size=decoder.vocab_size,
+    )
+    return Engine(loop, connector, ready)
 
 
 def overlaps(config: EngineConfig, device: torch.device) -> bool:
@@ -161,7 +158,28 @@ def warm_up(runner: StepRunner, tokens: int, block_size: int) -> None:
     runner.clear(blocks)
 
 
+def _engine_spec(config: EngineConfig, decoder: DecoderConfig, tp_size: int) -> EngineSpec:
+    """Returns what two engines compare before they exchange KV blocks."""
+    return EngineSpec(
+        protocol=PROTOCOL_VERSION,
+        oldest_protocol=OLDEST_PROTOCOL,
+        fingerprint=fingerprint(Path(config.model_dir)),
+        dtype=config.model.dtype.value,
+        block_size=config.cache.block_size,
+        num_layers=decoder.num_layers,
+        kv_heads=decoder.kv_heads,
+        head_dim=decoder.head_dim,
+        tp_size=tp_size,
+    )
+
+
+def _pairing_fingerprint(spec: EngineSpec) -> str:
+    """Returns a hash of all of the spec but the number of ranks: engines with the same one can exchange KV blocks."""
+    return hashlib.sha256(msgspec.msgpack.encode(msgspec.structs.replace(spec, tp_size=1))).hexdigest()
+
+
 def _max_model_len(config: EngineConfig, decoder: DecoderConfig, num_blocks: int) -> int:
+    """Returns the longest context. Raises ConfigError if the cache or the model cannot hold what the settings ask."""
     asked = config.model.max_model_len
     if asked > decoder.max_positions:
         raise ConfigError(f"--max-model-len is {asked}, but the model knows only {decoder.max_positions} positions")

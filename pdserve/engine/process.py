@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import os
 import signal
@@ -21,8 +20,7 @@ from pdserve.engine.wake_up import WakeUp
 from pdserve.errors import EngineError, PdserveError
 from pdserve.process import die_with_parent
 from pdserve.signals import ignore_hangup
-from pdserve.wire.engine import EngineFailed, Ready, Starting
-from pdserve.wire.transfer import EngineSpec
+from pdserve.wire.engine import EngineFailed, Starting
 
 log = logging.getLogger("pdserve.engine")
 
@@ -103,25 +101,10 @@ def serve(launch: EngineLaunch, channel: ApiChannel) -> None:
         stack.enter_context(_stop_signals(engine.loop.stop))
         if ranks is not None:
             ranks.notify(engine.loop.stop)
-        channel.send(
-            Ready(
-                control=engine.control,
-                fingerprint=pairing_fingerprint(engine.spec),
-                num_blocks=engine.num_blocks,
-                block_size=config.cache.block_size,
-                max_model_len=engine.max_model_len,
-                max_running=config.scheduler.max_running,
-                vocab_size=engine.vocab_size,
-            )
-        )
+        channel.send(engine.ready)
         engine.loop.run()
         if ranks is not None:
             ranks.check()
-
-
-def pairing_fingerprint(spec: EngineSpec) -> str:
-    """Returns a hash of all of the spec but the number of ranks: engines with the same one can exchange KV blocks."""
-    return hashlib.sha256(msgspec.msgpack.encode(msgspec.structs.replace(spec, tp_size=1))).hexdigest()
 
 
 @contextmanager
