@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import logging
 from typing import cast
 
 import msgspec
@@ -11,20 +12,21 @@ from quart import Quart, Response, g, request
 from werkzeug.exceptions import HTTPException
 
 from pdserve.api.answers.openai_response import DetokenizeResponse, ModelCard, ModelList, TokenizeResponse
-from pdserve.api.completions import chat_route, check_model, text_route
+from pdserve.api.completions import admit_ticket, chat_route, check_model, text_route
 from pdserve.api.requests.openai_request import BodyParser, DetokenizeRequest, TokenizeRequest
 from pdserve.api.requests.preparing import Check
 from pdserve.api.requests.prompts import render_chat
-from pdserve.api.requests.tokenizer import Tokenizer
+from pdserve.api.requests.tokenizer import TemplateFailed, Tokenizer
 from pdserve.api.serving_node import ServingNode
 from pdserve.errors import InvalidRequest, NotFound, RequestError, UnsupportedMediaType
 from pdserve.http.errors import error_response, http_error, unexpected_error
 from pdserve.http.request import REQUEST_ID_HEADER, RequestOwner, request_label
-from pdserve.wire.ticket import TICKET_HEADER
+
+logger = logging.getLogger(__name__)
 
 
 def create_app(node: ServingNode) -> Quart:
-    """An ASGI application that serves ``node``."""
+    """Returns the ASGI application that serves ``node``."""
     app = Quart("pdserve", static_folder=None)
     app.url_map.merge_slashes = False
     app.config["MAX_CONTENT_LENGTH"] = node.max_body_bytes
@@ -52,6 +54,11 @@ def _add_request_ids(app: Quart) -> None:
 
 
 def _add_errors(app: Quart) -> None:
+    @app.errorhandler(TemplateFailed)
+    async def template_failed(error: TemplateFailed) -> Response:
+        logger.info("request_id=%s a chat template failed: %s", g.request_id, error.detail)
+        return error_response(error)
+
     @app.errorhandler(RequestError)
     async def refused(error: RequestError) -> Response:
         return error_response(error)
@@ -62,7 +69,7 @@ def _add_errors(app: Quart) -> None:
 
     @app.errorhandler(Exception)
     async def unexpected(error: Exception) -> Response:
-        return unexpected_error(error)
+        return unexpected_error(error, g.request_id)
 
 
 def _add_completions(app: Quart, node: ServingNode) -> None:
@@ -96,8 +103,7 @@ def _add_tokenizer(app: Quart, node: ServingNode) -> None:
     def admit() -> Tokenizer:
         if node.tokenizer is None:
             raise NotFound("this node only prefills: it has no tokenizer", code="prefill_node")
-        if node.tickets is not None:
-            g.request_id = request_label(node.tickets.admit(request.headers.get(TICKET_HEADER)).request_id)
+        admit_ticket(node)
         return node.tokenizer
 
     @app.post("/tokenize")

@@ -35,30 +35,30 @@ from pdserve.config import Switch
 from pdserve.errors import DeadlineExceeded, InvalidRequest, NotFound
 from pdserve.http.request import own, request_label
 from pdserve.wire.discovery import Role
-from pdserve.wire.ticket import TICKET_HEADER, PrefillTarget
+from pdserve.wire.ticket import TICKET_HEADER, PrefillTarget, Ticket
 
 IGNORED_HEADER = "x-pdserve-ignored"
 MAX_IGNORED = 20
 WHOLE_INTERVAL = 256
-"""Nobody waits for the text of a whole answer before its end; but all at once it would hold up others' tokens."""
+"""How many tokens of a whole answer become text at once. More would hold up the tokens of other requests."""
 
 R = TypeVar("R", bound=GenerationRequest)
 MakePrompts = Callable[[R, Tokenizer, ModelLimits, Check], list[Prompt]]
 
 
 @dataclass(frozen=True, slots=True)
-class Terms:
-    """What the ticket says, or the node's own settings where clients come without one."""
+class RequestTerms:
+    """What the ticket of a request says, or the node's own settings where requests need no ticket."""
 
     deadline: float
-    """By ``time.monotonic``."""
+    """A time of ``time.monotonic``."""
     attempt: int = 0
     prefill: tuple[PrefillTarget, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared(Generic[R]):
-    """A request's body, and all that is made of it before the engine gets it."""
+class PreparedRequest(Generic[R]):
+    """The body of a request, and all that is made of it before the engine gets it."""
 
     parsed: Parsed[R]
     prompts: list[Prompt]
@@ -67,7 +67,7 @@ class Prepared(Generic[R]):
 
 
 class CompletionRoute(Generic[R]):
-    """One of the two routes."""
+    """One of the two completion routes."""
 
     def __init__(self, node: ServingNode, body: type[R], prompts: MakePrompts[R], form: AnswerForm) -> None:
         self._node = node
@@ -77,7 +77,7 @@ class CompletionRoute(Generic[R]):
         self._plain = PlainChoices(form) if node.stream.fast_path is Switch.ON else None
 
     async def handle(self) -> Response:
-        """Answers the current request. Raises RequestError until the first byte has gone out."""
+        """Returns the response to the current request. Raises RequestError until the first byte has gone out."""
         arrived = time.monotonic()
         tokenizer = self._admit()
         terms = self._terms(arrived)
@@ -85,15 +85,15 @@ class CompletionRoute(Generic[R]):
         prepared = await self._node.preparer.run(
             len(data), lambda check: self._prepare(data, tokenizer, check), terms.deadline - time.monotonic()
         )
-        run = self._start(prepared, terms, arrived, tokenizer)
-        own(run.close)
-        response = await self._answer(run, prepared.parsed.request, prepared.prompts, tokenizer)
+        generation = self._start(prepared, terms, arrived, tokenizer)
+        own(generation.close)
+        response = await self._answer(generation, prepared.parsed.request, prepared.prompts, tokenizer)
         if prepared.parsed.ignored:
             response.headers[IGNORED_HEADER] = _header_names(prepared.parsed.ignored)
         return response
 
-    def _prepare(self, data: bytes, tokenizer: Tokenizer, check: Check) -> Prepared[R]:
-        """Knows nothing of the request but its body, and may run in a thread."""
+    def _prepare(self, data: bytes, tokenizer: Tokenizer, check: Check) -> PreparedRequest[R]:
+        """Returns what the engine needs. It knows nothing of the request but its body, and may run in a thread."""
         parsed = self._parser.parse(data)
         body = parsed.request
         _check_consistent(body)
@@ -105,7 +105,7 @@ class CompletionRoute(Generic[R]):
             parsed = replace(parsed, ignored=parsed.ignored + unread_part_fields(body.messages))
         bad_words = bad_word_tokens(body.bad_words or (), tokenizer)
         check_repeated(body, len(prompts), bad_words)
-        return Prepared(parsed, prompts, _submits(body, prompts, bad_words), StopTable(body.stops))
+        return PreparedRequest(parsed, prompts, _submits(body, prompts, bad_words), StopTable(body.stops))
 
     def _admit(self) -> Tokenizer:
         if self._node.role is Role.PREFILL or self._node.tokenizer is None:
@@ -113,14 +113,15 @@ class CompletionRoute(Generic[R]):
         self._node.check_serving()
         return self._node.tokenizer
 
-    def _terms(self, arrived: float) -> Terms:
-        if self._node.tickets is None:
-            return Terms(arrived + self._node.timeout_s)
-        ticket = self._node.tickets.admit(request.headers.get(TICKET_HEADER))
-        g.request_id = request_label(ticket.request_id)
-        return Terms(arrived + ticket.deadline_s, ticket.attempt, ticket.prefill)
+    def _terms(self, arrived: float) -> RequestTerms:
+        ticket = admit_ticket(self._node)
+        if ticket is None:
+            return RequestTerms(arrived + self._node.timeout_s)
+        return RequestTerms(arrived + ticket.deadline_s, ticket.attempt, ticket.prefill)
 
-    def _start(self, prepared: Prepared[R], terms: Terms, arrived: float, tokenizer: Tokenizer) -> TextGeneration:
+    def _start(
+        self, prepared: PreparedRequest[R], terms: RequestTerms, arrived: float, tokenizer: Tokenizer
+    ) -> TextGeneration:
         body, prompts = prepared.parsed.request, prepared.prompts
         self._node.check_serving()
         left_s = terms.deadline - time.monotonic()
@@ -142,7 +143,9 @@ class CompletionRoute(Generic[R]):
         )
         return TextGeneration(generation, texts, record, self._node.metrics)
 
-    async def _answer(self, run: TextGeneration, body: R, prompts: Sequence[Prompt], tokenizer: Tokenizer) -> Response:
+    async def _answer(
+        self, generation: TextGeneration, body: R, prompts: Sequence[Prompt], tokenizer: Tokenizer
+    ) -> Response:
         per_choice = [prompt for prompt in prompts for _ in range(body.choices)]
         options = AnswerOptions(
             model=self._node.model,
@@ -158,12 +161,12 @@ class CompletionRoute(Generic[R]):
             plain=self._plain,
         )
         # No byte goes out before the engine's first output: an error until then still has its own status.
-        first = await run.next()
-        if run.failure is not None:
-            raise run.failure
+        first = await generation.next()
+        if generation.failure is not None:
+            raise generation.failure
         if body.stream:
-            return _stream_response(streamed_answer(self._form, run, first, options))
-        answer = await whole_answer(self._form, run, first, options)
+            return _stream_response(streamed_answer(self._form, generation, first, options))
+        answer = await whole_answer(self._form, generation, first, options)
         return Response(msgspec.json.encode(answer), content_type="application/json")
 
 
@@ -175,8 +178,20 @@ def text_route(node: ServingNode) -> CompletionRoute[CompletionRequest]:
     return CompletionRoute(node, CompletionRequest, completion_prompts, TEXT_FORM)
 
 
+def admit_ticket(node: ServingNode) -> Ticket | None:
+    """Returns the ticket of the current request, which gets the ticket's label; None if the node needs no tickets.
+
+    Raises Unauthorized if the request has no ticket that is good here.
+    """
+    if node.tickets is None:
+        return None
+    ticket = node.tickets.admit(request.headers.get(TICKET_HEADER))
+    g.request_id = request_label(ticket.request_id)
+    return ticket
+
+
 def check_model(name: str | None, node: ServingNode) -> None:
-    """Raises NotFound if it is not this node's model."""
+    """Raises NotFound if ``name`` is not this node's model."""
     if name is not None and name != node.model:
         raise NotFound(
             f"the model {name[:200]!r} does not exist; this cluster serves {node.model!r}",
@@ -207,7 +222,7 @@ def _choice_text(index: int, body: GenerationRequest, tokenizer: Tokenizer, stop
 
 
 def _interval(body: GenerationRequest, default: int) -> int:
-    """How many tokens of a choice are read at once."""
+    """Returns how many tokens of a choice are read at once."""
     if body.stream:
         return body.stream_interval or default
     # A token that the engine computes in vain, past a stop string, costs far more than a look for one.
@@ -215,7 +230,7 @@ def _interval(body: GenerationRequest, default: int) -> int:
 
 
 def _turn_tokens(body: GenerationRequest) -> int:
-    """How many tokens are made text at once: fewer where each brings log probabilities."""
+    """Returns how many tokens become text at once. It is fewer where each token has log probabilities."""
     beside = body.wanted_logprobs
     return TURN_TOKENS if beside is None else TURN_TOKENS // (1 + beside)
 
@@ -240,5 +255,5 @@ def _stream_response(events: object) -> Response:
 
 
 def _header_names(names: Sequence[str]) -> str:
-    """Safe in a header, whatever clients call their fields."""
+    """Returns the names in a form that is safe in a header, whatever clients call their fields."""
     return ",".join(re.sub(r"[^A-Za-z0-9_.-]", "?", name[:64]) for name in names[:MAX_IGNORED])

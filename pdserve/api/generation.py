@@ -21,30 +21,32 @@ from pdserve.wire.engine import FinishReason, RequestOutput
 from pdserve.wire.sampling_params import TokenLogprobs
 
 
-class Reader(Protocol):
+class Wakeable(Protocol):
+    """What waits for outputs of the engine."""
+
     def wake(self) -> None:
-        """It has something to read, or had: being woken for nothing does no harm."""
+        """Tells it that it has something to read. It may have read that already."""
 
 
 class BatchNotify:
-    """First come, first woken: no more than ``size`` in one turn of the running loop, or all at once if 0.
+    """Wakes readers in the order in which they were added: ``size`` in one turn of the running loop, or all if it is 0.
 
-    It holds no outputs, so it cannot change their order: what comes for a reader that is still to be woken is read by
-    it in one.
+    It holds no outputs, so it cannot change their order. A reader takes all that has come until it is woken as one
+    output.
     """
 
     def __init__(self, size: int) -> None:
         self._size = size
         self._loop = asyncio.get_running_loop()
-        self._pending: dict[Reader, None] = {}
+        self._pending: dict[Wakeable, None] = {}
         self._scheduled = False
 
-    def add(self, reader: Reader) -> None:
-        """To be woken by ``notify``; again before that changes nothing."""
+    def add(self, reader: Wakeable) -> None:
+        """Lets ``notify`` wake this reader. Adding it twice before that changes nothing."""
         self._pending[reader] = None
 
     def notify(self) -> None:
-        """Wakes the first group, unless one was woken in this turn already; the rest follows turn by turn."""
+        """Wakes the first group, unless one was woken in this turn already. The rest follows turn by turn."""
         if not self._size:
             pending, self._pending = self._pending, {}
             for reader in pending:
@@ -62,28 +64,26 @@ class BatchNotify:
             # Behind the group's own steps, which waking has just queued.
             self._loop.call_soon(self._wake_group)
 
-    def _first(self) -> list[Reader]:
+    def _first(self) -> list[Wakeable]:
         return [reader for reader, _ in zip(self._pending, range(self._size), strict=False)]
 
 
 DEADLINE_GRACE_S = 1.0
-"""The engine ends a request at its deadline; this much later the API does it, should the engine not."""
+"""The engine ends a request at its deadline. If it does not, the API process does so this much later."""
 
 TURN_TOKENS = 1_024
 """More tokens of one request are read in several turns of the event loop."""
 
-_ANSWERS = (FinishReason.STOP, FinishReason.LENGTH)
-
 
 class ChoiceOutput(msgspec.Struct, frozen=True, gc=False):
-    """What the engine added to one choice since its last one was read."""
+    """What the engine has added to one choice since it was last read."""
 
     choice: int
     output: RequestOutput
 
 
 class UnreadOutputs:
-    """Of one choice: what came since the last time, and whether it is enough to be read."""
+    """The outputs of one choice that its reader has not taken. It knows whether they are enough to be read."""
 
     __slots__ = ("_due_at", "_interval", "_outputs", "_tokens", "choice")
 
@@ -91,28 +91,28 @@ class UnreadOutputs:
         self.choice = choice
         self._interval = interval
         self._due_at = 1
-        """Tokens; the first one is never waited with."""
+        """How many tokens are enough to be read. The first token is read at once."""
         self._tokens = 0
         self._outputs: list[RequestOutput] = []
 
     def put(self, output: RequestOutput) -> bool:
-        """True if it is to be read now: so many tokens, or the end."""
+        """Keeps ``output``. Returns whether the choice is to be read now: it has enough tokens, or has ended."""
         self._outputs.append(output)
         self._tokens += len(output.new_token_ids)
         return self._tokens >= self._due_at or output.finish is not None
 
     @property
     def failed(self) -> bool:
-        """The last of it is no answer."""
+        """Whether the choice has ended without an answer."""
         finish = self._outputs[-1].finish if self._outputs else None
-        return finish is not None and finish not in _ANSWERS
+        return finish is not None and not finish.is_answer
 
     @property
     def empty(self) -> bool:
         return not self._outputs
 
     def take(self, max_tokens: int) -> ChoiceOutput | None:
-        """The first outputs as one, up to the one that makes it ``max_tokens``; None if there is nothing."""
+        """Returns the first outputs as one, up to the one that reaches ``max_tokens``, or None if there are none."""
         if self._tokens:
             self._due_at = self._interval
         outputs, self._outputs, self._tokens = self._first(max_tokens)
@@ -121,7 +121,7 @@ class UnreadOutputs:
         return ChoiceOutput(self.choice, outputs[0] if len(outputs) == 1 else merge_outputs(outputs))
 
     def _first(self, max_tokens: int) -> tuple[list[RequestOutput], list[RequestOutput], int]:
-        """Those, the others, and how many tokens the others have."""
+        """Returns the outputs that ``take`` merges, the others, and how many tokens the others have."""
         if self._tokens <= max_tokens:
             return self._outputs, [], 0
         taken = 0
@@ -133,11 +133,12 @@ class UnreadOutputs:
 
 
 class Generation:
-    """Owned by one reader, who must ``close`` it on every path: what is unfinished then is aborted in the engine.
+    """What the engine says about one client request. Its reader must ``close`` it on every path, which aborts what is
+    unfinished.
 
     The reader is woken for the first token of a choice, for each ``interval`` tokens of one, and for an end. However
-    much comes before it runs, it is woken once, and reads what came for one choice as one output; only where that is
-    so much that it would hold up others, in several, with a turn of the event loop between them.
+    much comes before it runs, it is woken once, and reads what came for one choice as one output. If that is so much
+    that it would hold up other readers, it comes as several outputs, with a turn of the event loop between them.
     """
 
     def __init__(
@@ -148,24 +149,24 @@ class Generation:
         interval: int = 1,
         turn_tokens: int = TURN_TOKENS,
     ) -> None:
-        """``turn_tokens`` is how many tokens one ``wait`` returns, of all choices; it may be up to a step's more."""
+        """``turn_tokens`` is how many tokens of all choices one ``wait`` returns. It may be up to a step's more."""
         self._turn_tokens = turn_tokens
         self._open = {local_id: UnreadOutputs(choice, interval) for choice, local_id in enumerate(local_ids)}
         self._abort = abort
         self.failure: RequestError | None = None
-        """Why the whole generation failed, if it was not the engine that said so of a request."""
+        """Why the whole generation failed. It is None where the engine said so of one request."""
         self._due: dict[int, UnreadOutputs] = {}
-        """By choice: what the reader is to take."""
+        """The choices that the reader is to take, by their index."""
         self._left_over = False
-        """The last ``wait`` did not return all that was due."""
+        """Whether the last ``wait`` did not return all that was due."""
         self._waiter: asyncio.Future[None] | None = None
         self._loop = asyncio.get_running_loop()
         self._timer = self._loop.call_later(deadline_s + DEADLINE_GRACE_S, self._expire)
 
     def put(self, output: RequestOutput) -> bool:
-        """True if the reader is to be woken for it.
+        """Keeps an output of one of this generation's requests. Returns whether the reader is to be woken for it.
 
-        Of a request id that is this generation's; ignored once that choice is over.
+        What comes for a choice that is over is ignored.
         """
         unread = self._open.get(output.local_id)
         if unread is None:
@@ -175,23 +176,26 @@ class Generation:
             self._due[unread.choice] = unread
         if output.finish is not None:
             del self._open[output.local_id]
-            if output.finish not in _ANSWERS:
+            if not output.finish.is_answer:
                 # The whole answer ends with it, and what the other choices have said is part of that.
                 self._due.update((other.choice, other) for other in self._open.values())
         return due
 
     def wake(self) -> None:
-        """The reader, if it waits and there is something for it."""
+        """Wakes the reader if it waits and something is due."""
         if self._due and self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
     def deliver(self, output: RequestOutput) -> None:
-        """``put``, and ``wake`` where that is due."""
+        """Does ``put``, and then ``wake`` if that is due."""
         if self.put(output):
             self.wake()
 
     async def wait(self) -> list[ChoiceOutput]:
-        """What is due, at least one; bounded by the deadline. Not to be called when all is read."""
+        """Returns what is due, at least one output, and at the latest when the deadline has passed.
+
+        It must not be called when all choices are over and read.
+        """
         while not self._due:
             self._waiter = self._loop.create_future()
             try:
@@ -215,17 +219,17 @@ class Generation:
         return items
 
     def end_choice(self, choice: int) -> None:
-        """The reader needs no more of it: the engine forgets it."""
+        """Lets the engine forget a choice of which the reader needs no more."""
         self._end([local_id for local_id, unread in self._open.items() if unread.choice == choice])
 
     def fail(self, failure: RequestError) -> None:
-        """Ends every open choice with ``FinishReason.ERROR``; ``failure`` is what the client is told."""
+        """Ends every open choice with ``FinishReason.ERROR``. The client is told ``failure``."""
         self.failure = failure
         for local_id in list(self._open):
             self.deliver(RequestOutput(local_id, [], FinishReason.ERROR, None, failure.message))
 
     def close(self) -> None:
-        """Again and again, if need be."""
+        """Aborts what is unfinished. It may be called again."""
         self._timer.cancel()
         self._end(list(self._open))
 
@@ -243,7 +247,7 @@ class Generation:
 
 
 def merge_outputs(outputs: Sequence[RequestOutput]) -> RequestOutput:
-    """Consecutive outputs of one request as one. Only the last may have an end."""
+    """Returns consecutive outputs of one request as one. Only the last of them may have an end."""
     token_ids: list[int] = []
     logprobs: list[TokenLogprobs] = []
     for output in outputs:

@@ -17,7 +17,6 @@ from pdserve.wire.engine import EngineStats, PrefillNodeStats, PrefillSource, Pr
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 _TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5)
 _TAIL_SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
-_ANSWERS = (ChoiceOutcome.STOP, ChoiceOutcome.LENGTH)
 
 
 class NodeMetrics:
@@ -39,7 +38,7 @@ class NodeMetrics:
         self._success = Counter("pdserve_request_success", "answers", ["finished_reason"], registry=self._registry)
         self._failure = Counter("pdserve_request_failure", "requests without one", ["reason"], registry=self._registry)
         for outcome in ChoiceOutcome:  # so that rates start from 0 and not from nothing
-            (self._success if outcome in _ANSWERS else self._failure).labels(outcome.value)
+            (self._success if outcome.is_answer else self._failure).labels(outcome.value)
 
     def first_token(self, ttft_s: float) -> None:
         self._ttft.observe(ttft_s)
@@ -49,7 +48,7 @@ class NodeMetrics:
         self._itl.observe(gap_s, count)
 
     def choice_ended(self, outcome: ChoiceOutcome, report: RequestReport | None) -> None:
-        (self._success if outcome in _ANSWERS else self._failure).labels(outcome.value).inc()
+        (self._success if outcome.is_answer else self._failure).labels(outcome.value).inc()
         if report is not None:
             self._queue.observe(report.queue_s)
             self._prefill.observe(report.prefill_s)

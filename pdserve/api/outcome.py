@@ -1,9 +1,11 @@
-"""How a choice ends, as the API sees it."""
+"""How a choice ends, as the API process sees it."""
 
 from __future__ import annotations
 
 import enum
+from typing import cast
 
+from pdserve.api.answers.openai_response import Finish
 from pdserve.errors import DeadlineExceeded, Internal, RequestError, Unavailable
 from pdserve.wire.engine import FinishReason, RequestOutput
 
@@ -18,6 +20,15 @@ class ChoiceOutcome(enum.Enum):
     ABORT = "abort"
     """The client went away, or another choice of its request failed."""
 
+    @property
+    def is_answer(self) -> bool:
+        return self in (ChoiceOutcome.STOP, ChoiceOutcome.LENGTH)
+
+    @property
+    def finish(self) -> Finish:
+        """The ``finish_reason`` that the client reads. Only an answer has one."""
+        return cast("Finish", self.value)
+
 
 _OUTCOMES = {
     FinishReason.STOP: ChoiceOutcome.STOP,
@@ -28,16 +39,17 @@ _OUTCOMES = {
 
 
 def outcome_of(reason: FinishReason) -> ChoiceOutcome:
+    """Returns the outcome of a choice that the engine ended for ``reason``."""
     return _OUTCOMES[reason]
 
 
 def shutting_down() -> Unavailable:
-    """For requests that a drain cuts short: another node can take them at once."""
+    """Returns the error for requests that a drain cuts short. Another node can take them at once."""
     return Unavailable("this node is shutting down", code="shutting_down", retry_after_s=1)
 
 
 def failure_of(output: RequestOutput) -> RequestError | None:
-    """The client's error, where the engine's output is no answer."""
+    """Returns the client's error if the engine's output is no answer."""
     if output.finish is FinishReason.DEADLINE:
         return DeadlineExceeded(
             "the request's deadline passed before its answer was complete", code="deadline_exceeded"

@@ -37,7 +37,7 @@ from pdserve.wire.version import SPOKEN, Spoken
 MISSED_ACKS = 3
 
 
-class LinkState(enum.Enum):
+class RegistrationState(enum.Enum):
     GREETING = "greeting"
     ANNOUNCING = "announcing"
     REGISTERED = "registered"
@@ -57,7 +57,7 @@ class ProxyLink:
     """Sans-IO; times are seconds on one monotonic clock. ``heartbeat_s`` counts until the proxy has told its own."""
 
     def __init__(self, node: NodeInfo, heartbeat_s: float, load: Callable[[], NodeLoad], now: float) -> None:
-        self.state = LinkState.GREETING
+        self.state = RegistrationState.GREETING
         self.refusal = ""
         """Why the proxy does not take this node; empty if it has not said no."""
         self._node = msgspec.structs.replace(node, protocol=SPOKEN.newest, oldest_protocol=SPOKEN.oldest)
@@ -70,9 +70,9 @@ class ProxyLink:
         self._proxy: bytes | None = None
         """The boot id of the proxy; None if it is not known, or the proxy is of 0.1."""
 
-    def standing(self, *, connected: bool) -> RegistrationStatus:
+    def status(self, *, connected: bool) -> RegistrationStatus:
         """``connected`` is whether there was a connection for the last message."""
-        if self.state is LinkState.REGISTERED:
+        if self.state is RegistrationState.REGISTERED:
             return RegistrationStatus.ACCEPTED
         if not connected:
             return RegistrationStatus.UNREACHED
@@ -90,18 +90,18 @@ class ProxyLink:
         if now < self._due_s:
             return ()
         self._due_s = now + self._heartbeat_s
-        if self.state is LinkState.REGISTERED and now - self._heard_s >= MISSED_ACKS * self._heartbeat_s:
+        if self.state is RegistrationState.REGISTERED and now - self._heard_s >= MISSED_ACKS * self._heartbeat_s:
             self._greet(now)
         match self.state:
-            case LinkState.GREETING:
+            case RegistrationState.GREETING:
                 self._proxy = None
                 self._nonce = new_id()
                 hello = NodeHello(self._node.boot_id, self._nonce, SPOKEN.newest, SPOKEN.oldest)
                 return (hello, Register(self._node))
-            case LinkState.ANNOUNCING:
-                self.state = LinkState.GREETING  # again, unless it is acknowledged
+            case RegistrationState.ANNOUNCING:
+                self.state = RegistrationState.GREETING  # again, unless it is acknowledged
                 return (Register(self._node),)
-            case LinkState.REGISTERED:
+            case RegistrationState.REGISTERED:
                 return (NodeHeartbeat(self._node.boot_id, self._load()),)
 
     def seal(self, sealer: Sealer, message: ToProxy) -> bytes:
@@ -123,7 +123,7 @@ class ProxyLink:
                 self._on_ack(opened.message, opened.sender if opened.named else None, now)
             case ProxyWelcome() if opened.named and opened.message.nonce == self._nonce:
                 self._on_welcome(opened.message, opened.sender, now)
-            case ProxyRefusal(reason=reason) if opened.named and self.state is not LinkState.REGISTERED:
+            case ProxyRefusal(reason=reason) if opened.named and self.state is not RegistrationState.REGISTERED:
                 self.refusal = reason
 
     def _on_welcome(self, welcome: ProxyWelcome, proxy: bytes, now: float) -> None:
@@ -134,22 +134,22 @@ class ProxyLink:
             return
         self._proxy = proxy
         self._heartbeat_s = welcome.heartbeat_ms / 1000
-        self.state = LinkState.ANNOUNCING
+        self.state = RegistrationState.ANNOUNCING
         self._due_s = now
 
     def _on_ack(self, ack: Ack, proxy: bytes | None, now: float) -> None:
         self._turned_away = not ack.known
         if proxy == self._proxy and ack.known:
             self._heard_s = now
-            self.state = LinkState.REGISTERED
+            self.state = RegistrationState.REGISTERED
             self.refusal = ""
-        elif not ack.known and self.state is LinkState.REGISTERED:
+        elif not ack.known and self.state is RegistrationState.REGISTERED:
             # Also if another process says so: it has taken the proxy's place.
             self._greet(now)
             self._due_s = now
 
     def _greet(self, now: float) -> None:
-        self.state = LinkState.GREETING
+        self.state = RegistrationState.GREETING
         self._proxy = None
         self._heartbeat_s = self._configured_s
         self._due_s = now + self._heartbeat_s

@@ -59,8 +59,8 @@ class HeartbeatThread:
         self._pulse_s = time.monotonic()
         self._responsive = True
         self._stopping = False
-        self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._bell_lock = threading.Lock()
+        self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._wakeup_lock = threading.Lock()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._connections: list[_ProxyConnection] = []
         try:
@@ -84,9 +84,9 @@ class HeartbeatThread:
     def stop(self) -> None:
         """Say goodbye and end, within ``GOODBYE_MS``."""
         self._stopping = True
-        with self._bell_lock:
-            if self._bell >= 0:
-                os.eventfd_write(self._bell, 1)
+        with self._wakeup_lock:
+            if self._wakeup >= 0:
+                os.eventfd_write(self._wakeup, 1)
 
     def _run(self) -> None:
         try:
@@ -101,21 +101,21 @@ class HeartbeatThread:
 
     def _serve(self) -> None:
         poller = zmq.Poller()
-        poller.register(self._bell, zmq.POLLIN)
+        poller.register(self._wakeup, zmq.POLLIN)
         while not self._stopping:
             now = time.monotonic()
             self._look_at_loop(now)
             for connection in self._connections:
-                connection.speak(now, silent=not self._responsive)
-                if (standing := connection.changed()) is not None:
-                    self._tell(connection.proxy, standing)
+                connection.send_due(now, silent=not self._responsive)
+                if (status := connection.changed()) is not None:
+                    self._tell(connection.proxy, status)
                 poller.register(connection.socket, connection.awaited)
             due_s = min(connection.link.due_s for connection in self._connections)
             ready = dict(poller.poll(max(0, int((due_s - time.monotonic()) * 1000) + 1)))
             for connection in self._connections:
-                connection.listen(ready.get(connection.socket, 0), time.monotonic())
+                connection.receive(ready.get(connection.socket, 0), time.monotonic())
         for connection in self._connections:
-            connection.part()
+            connection.say_goodbye()
 
     def _look_at_loop(self, now: float) -> None:
         responsive = now - self._pulse_s < self._stuck_s
@@ -127,9 +127,9 @@ class HeartbeatThread:
         for connection in self._connections:
             connection.socket.close(linger=GOODBYE_MS)
         self._context.term()
-        with self._bell_lock:
-            os.close(self._bell)
-            self._bell = -1
+        with self._wakeup_lock:
+            os.close(self._wakeup)
+            self._wakeup = -1
 
 
 class _ProxyConnection:
@@ -146,7 +146,7 @@ class _ProxyConnection:
     ) -> None:
         self.proxy = proxy
         self.link = ProxyLink(node, heartbeat_s, load, time.monotonic())
-        self._standing: RegistrationStatus | None = None
+        self._status: RegistrationStatus | None = None
         self._boot_id = node.boot_id
         self._sealer = Sealer(secret, Purpose.DISCOVERY, node.boot_id)
         self._opener: Opener[FromProxy] = Opener(
@@ -161,13 +161,13 @@ class _ProxyConnection:
         """What to poll the socket for."""
         return zmq.POLLIN if self._sent else zmq.POLLIN | zmq.POLLOUT
 
-    def speak(self, now: float, *, silent: bool) -> None:
+    def send_due(self, now: float, *, silent: bool) -> None:
         """Send what is due, unless ``silent``."""
         messages = self.link.tick(now)
         if messages and not silent:
             self._sent = False not in [self._send(message) for message in messages]
 
-    def listen(self, ready: int, now: float) -> None:
+    def receive(self, ready: int, now: float) -> None:
         """Take what ``ready`` says that there is."""
         if ready & zmq.POLLOUT:
             self.link.unsent(now)
@@ -177,19 +177,19 @@ class _ProxyConnection:
                 self.link.answered(opened, now)
                 self._show_refusal()
 
-    def part(self) -> None:
+    def say_goodbye(self) -> None:
         self._send(Deregister(self._boot_id))
 
     def changed(self) -> RegistrationStatus | None:
         """How the proxy answers, if that is another than at the last call."""
-        before, self._standing = self._standing, self.link.standing(connected=self._sent)
-        if self._standing is before:
+        before, self._status = self._status, self.link.status(connected=self._sent)
+        if self._status is before:
             return None
-        if self._standing is RegistrationStatus.ACCEPTED:
+        if self._status is RegistrationStatus.ACCEPTED:
             log.info("registered at proxy %s", self.proxy)
         elif before is RegistrationStatus.ACCEPTED:
             log.warning("proxy %s does not answer, or no longer knows this node", self.proxy)
-        return self._standing
+        return self._status
 
     def _show_refusal(self) -> None:
         before, self._refusal = self._refusal, self.link.refusal
@@ -261,7 +261,7 @@ class Registration:
         self._load = load
         self._stuck_s = stuck_s
         self._registered = {proxy: asyncio.Event() for proxy in self._proxies}
-        self._standings = dict.fromkeys(self._proxies, RegistrationStatus.SILENT)
+        self._statuses = dict.fromkeys(self._proxies, RegistrationStatus.SILENT)
 
     @property
     def registered(self) -> Mapping[str, asyncio.Event]:
@@ -273,7 +273,7 @@ class Registration:
         """Why no proxy has this node, for people; None if one has, or if there is none to register at."""
         if not self._proxies or any(event.is_set() for event in self._registered.values()):
             return None
-        reasons = "; ".join(f"{proxy} {standing.value}" for proxy, standing in self._standings.items())
+        reasons = "; ".join(f"{proxy} {status.value}" for proxy, status in self._statuses.items())
         return f"no proxy has accepted this node: {reasons}"
 
     async def run(self) -> None:
@@ -287,8 +287,8 @@ class Registration:
             return
         loop = asyncio.get_running_loop()
 
-        def tell(proxy: str, standing: RegistrationStatus) -> None:
-            loop.call_soon_threadsafe(self._show, proxy, standing)
+        def tell(proxy: str, status: RegistrationStatus) -> None:
+            loop.call_soon_threadsafe(self._show, proxy, status)
 
         thread = HeartbeatThread(
             self._node,
@@ -311,9 +311,9 @@ class Registration:
             for proxy in self._proxies:
                 self._show(proxy, RegistrationStatus.SILENT)
 
-    def _show(self, proxy: str, standing: RegistrationStatus) -> None:
-        self._standings[proxy] = standing
-        if standing is RegistrationStatus.ACCEPTED:
+    def _show(self, proxy: str, status: RegistrationStatus) -> None:
+        self._statuses[proxy] = status
+        if status is RegistrationStatus.ACCEPTED:
             self._registered[proxy].set()
         else:
             self._registered[proxy].clear()

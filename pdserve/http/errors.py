@@ -82,7 +82,7 @@ def http_error(error: HTTPException) -> Response:
     return response
 
 
-def unexpected_error(error: Exception) -> Response:
+def unexpected_error(error: Exception, request_id: str) -> Response:
     """Of a defect: logged here, and told to the client without its details."""
-    logger.error("unexpected error in a request", exc_info=error)
+    logger.error("request_id=%s unexpected error in a request", request_id, exc_info=error)
     return error_response(Internal("internal error; the node's log has the details"))

@@ -83,6 +83,11 @@ class FinishReason(enum.Enum):
     DEADLINE = "deadline"
     ERROR = "error"
 
+    @property
+    def is_answer(self) -> bool:
+        """Whether the tokens so far are the whole answer."""
+        return self in (FinishReason.STOP, FinishReason.LENGTH)
+
 
 class PrefillSource(enum.Enum):
     """Who computed the prompt's KV cache."""

@@ -7,7 +7,7 @@ import asyncio
 import msgspec
 import pytest
 
-from pdserve.api.proxy_link import MISSED_ACKS, LinkState, ProxyLink
+from pdserve.api.proxy_link import MISSED_ACKS, ProxyLink, RegistrationState
 from pdserve.api.registration import Registration
 from pdserve.errors import ConfigError, WrongReceiver
 from pdserve.wire.discovery import (
@@ -62,7 +62,7 @@ class Proxy:
         self.welcome(greeting(self.link, now), now, heartbeat_ms)
         assert self.link.tick(now) == (REGISTER,)
         self.ack(True, now)
-        assert self.link.state is LinkState.REGISTERED
+        assert self.link.state is RegistrationState.REGISTERED
 
 
 @pytest.fixture
@@ -91,7 +91,7 @@ def test_it_greets_every_interval_and_registers_once_it_knows_the_proxy(link: Pr
     proxy.welcome(second, 1.1)
     assert link.tick(1.1) == (REGISTER,)
     proxy.ack(True, 1.2)
-    assert link.state is LinkState.REGISTERED
+    assert link.state is RegistrationState.REGISTERED
     assert link.tick(1.5) == ()
     assert link.tick(2.1) == (HEARTBEAT,)
 
@@ -111,7 +111,7 @@ def test_only_the_answer_to_its_latest_greeting_names_the_proxy(link: ProxyLink,
     proxy.welcome(late, 1.1)
     proxy.send(ProxyWelcome(new_id(), hello.nonce, SPOKEN.newest, SPOKEN.oldest, 1000), 1.1)
     proxy.send(ProxyWelcome(NODE.boot_id, hello.nonce, SPOKEN.newest, SPOKEN.oldest, 1000), 1.1, named=False)
-    assert link.state is LinkState.GREETING
+    assert link.state is RegistrationState.GREETING
     proxy.welcome(hello, 1.2)
     assert link.tick(1.2) == (REGISTER,)
     proxy.welcome(hello, 1.3)
@@ -142,7 +142,7 @@ def test_a_proxy_that_does_not_know_it_is_greeted_at_once(link: ProxyLink, proxy
 def test_a_proxy_in_the_place_of_another_is_greeted_at_once(link: ProxyLink, proxy: Proxy) -> None:
     proxy.register(0.0)
     Proxy(link, new_id()).ack(False, 0.2)
-    assert link.state is LinkState.GREETING
+    assert link.state is RegistrationState.GREETING
     greeting(link, 0.2)
 
 
@@ -152,7 +152,7 @@ def test_another_proxys_acknowledgement_counts_for_nothing(link: ProxyLink, prox
     link.tick(0.0)
     other.ack(True, 0.1)
     proxy.ack(True, 0.1, named=False)
-    assert link.state is not LinkState.REGISTERED
+    assert link.state is not RegistrationState.REGISTERED
     proxy.ack(True, 0.2)
     for second in range(1, MISSED_ACKS):
         other.ack(True, second)
@@ -173,13 +173,13 @@ def test_after_silence_it_counts_as_unregistered(link: ProxyLink, proxy: Proxy) 
     for second in range(1, MISSED_ACKS):
         assert link.tick(float(second)) == (HEARTBEAT,)
     greeting(link, float(MISSED_ACKS))
-    assert link.state is LinkState.GREETING
+    assert link.state is RegistrationState.GREETING
 
 
 def test_an_answer_about_an_earlier_boot_changes_nothing(link: ProxyLink, proxy: Proxy) -> None:
     greeting(link, 0.0)
     proxy.send(Ack(new_id(), True), 0.1, named=False)
-    assert link.state is LinkState.GREETING
+    assert link.state is RegistrationState.GREETING
 
 
 def test_a_new_connection_makes_an_unsent_message_due(link: ProxyLink) -> None:

@@ -7,7 +7,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Sequence
 
-from pdserve.api.answers.answer_form import AnswerForm, AnswerOptions, finish_of
+from pdserve.api.answers.answer_form import AnswerForm, AnswerOptions
 from pdserve.api.answers.chunks import DONE, ChunkEncoder, chunk_stream, error_event
 from pdserve.api.answers.logprobs import WholeLogprobs
 from pdserve.api.answers.openai_response import Completion, Envelope, Finish, PromptTokensDetails, Usage
@@ -18,9 +18,9 @@ logger = logging.getLogger(__name__)
 
 
 async def whole_answer(
-    form: AnswerForm, run: TextGeneration, first: Sequence[TextDelta], options: AnswerOptions
+    form: AnswerForm, generation: TextGeneration, first: Sequence[TextDelta], options: AnswerOptions
 ) -> Completion:
-    """Waits for all of it. Raises RequestError if there is no answer."""
+    """Waits for the whole answer and returns it. Raises RequestError if there is none."""
     texts = [[echo] for echo in options.echoes]
     ids: list[list[int]] = [[] for _ in texts]
     logprobs = [WholeLogprobs() for _ in texts]
@@ -33,10 +33,10 @@ async def whole_answer(
             if delta.tokens:
                 logprobs[delta.choice].add(form.logprobs(options.shown(delta.choice, delta.tokens)))
             if delta.outcome is not None:
-                finishes[delta.choice] = finish_of(delta.outcome)
-        if run.done and run.failure is None:
+                finishes[delta.choice] = delta.outcome.finish
+        if generation.done and generation.failure is None:
             break
-        deltas = await run.next()
+        deltas = await generation.next()
     choices = [
         form.choice(
             index,
@@ -50,39 +50,44 @@ async def whole_answer(
         for choice in choices:
             choice.token_ids, choice.prompt_token_ids = ids[choice.index], options.prompt_ids[choice.index]
     head = _envelope(form.id_prefix, form.object, options)
-    return Completion(head.id, head.object, head.created, head.model, head.system_fingerprint, choices, usage_of(run))
+    return Completion(
+        head.id, head.object, head.created, head.model, head.system_fingerprint, choices, usage_of(generation)
+    )
 
 
 async def streamed_answer(
-    form: AnswerForm, run: TextGeneration, first: Sequence[TextDelta], options: AnswerOptions
+    form: AnswerForm, generation: TextGeneration, first: Sequence[TextDelta], options: AnswerOptions
 ) -> AsyncIterator[bytes]:
-    """Server-sent events; one item for each time that the engine had something. ``run`` stays the caller's to close."""
+    """Yields server-sent events: one item for each time that the engine had something.
+
+    The caller still has to close ``generation``.
+    """
     encoder = ChunkEncoder(_envelope(form.id_prefix, form.chunk_object, options), include_usage=options.include_usage)
     stream = chunk_stream(form, encoder, options)
     deltas: Sequence[TextDelta] = first
     try:
         while True:
             if options.continuous_usage:
-                encoder.use(usage_of(run))
+                encoder.use(usage_of(generation))
             data = b"".join(map(stream.events, deltas))
-            if run.done and run.failure is None:
+            if generation.done and generation.failure is None:
                 break
             if data:
                 yield data
-            deltas = await run.next()
+            deltas = await generation.next()
     except RequestError as error:
         yield error_event(error)
         return
     except Exception:
         # Status 200 has gone out: the client learns of a defect here or not at all.
-        logger.exception("unexpected error in a stream")
+        logger.exception("request_id=%s unexpected error in a stream", generation.record.request_id)
         yield error_event(Internal("internal error; the node's log has the details"))
         return
-    yield data + (encoder.usage(usage_of(run)) if options.include_usage else b"") + DONE
+    yield data + (encoder.usage(usage_of(generation)) if options.include_usage else b"") + DONE
 
 
-def usage_of(run: TextGeneration) -> Usage:
-    record = run.record
+def usage_of(generation: TextGeneration) -> Usage:
+    record = generation.record
     prompt, output = record.prompt_tokens, record.output_tokens
     # Several choices of one prompt find it in the cache each; OpenAI counts a prompt once.
     cached = min(record.cached_tokens, prompt)

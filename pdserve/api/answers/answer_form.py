@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, cast
+from typing import TypeAlias
 
 import msgspec
 from msgspec import UNSET
@@ -29,23 +29,9 @@ from pdserve.api.answers.openai_response import (
 from pdserve.api.outcome import ChoiceOutcome
 
 
-class AnswerForm(Protocol):
-    """One of the two completion routes' forms."""
-
-    id_prefix: str
-    object: str
-    chunk_object: str
-
-    def logprobs(self, shown: ShownLogprobs) -> ChatLogprobs | TextLogprobs: ...
-
-    def choice(self, index: int, text: str, finish: Finish, logprobs: msgspec.Raw | None) -> Choice: ...
-
-    def chunk(self, index: int, text: str, logprobs: ShownLogprobs | None, *, first: bool) -> ChunkChoice: ...
-
-    def last_chunk(self, index: int, finish: Finish) -> ChunkChoice: ...
-
-
 class ChatForm:
+    """The form of an answer to ``/v1/chat/completions``."""
+
     id_prefix = "chatcmpl-"
     object = "chat.completion"
     chunk_object = "chat.completion.chunk"
@@ -65,6 +51,8 @@ class ChatForm:
 
 
 class TextForm:
+    """The form of an answer to ``/v1/completions``."""
+
     id_prefix = "cmpl-"
     object = "text_completion"
     chunk_object = "text_completion"
@@ -82,31 +70,28 @@ class TextForm:
         return TextChoice(index, "", finish)
 
 
-def finish_of(outcome: ChoiceOutcome) -> Finish:
-    """Of an answer."""
-    return cast("Finish", outcome.value)
+AnswerForm: TypeAlias = ChatForm | TextForm
 
-
-CHAT_FORM: AnswerForm = ChatForm()
-TEXT_FORM: AnswerForm = TextForm()
+CHAT_FORM = ChatForm()
+TEXT_FORM = TextForm()
 
 _NO_TEXT = b'""'
-"""An empty text, encoded; nothing after the text of a plain choice looks like it."""
+"""An empty text, encoded. Nothing that follows the text of a plain choice looks like it."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlainChoice:
-    """Of one index."""
+    """The encoded choices of one index."""
 
     first: tuple[bytes, bytes]
-    """What is before and after the text of its first chunk."""
+    """The bytes before and after the text of its first chunk."""
     later: tuple[bytes, bytes]
     last: dict[ChoiceOutcome, bytes]
     """The choice of the chunk with the finish reason."""
 
 
 class PlainChoices(dict[int, PlainChoice]):
-    """Of one form, by index, encoded as they are first asked for."""
+    """The plain choices of one form by index. Each is encoded when it is first asked for."""
 
     def __init__(self, form: AnswerForm) -> None:
         super().__init__()
@@ -118,7 +103,7 @@ class PlainChoices(dict[int, PlainChoice]):
             _around(form.chunk(index, "", None, first=True)),
             _around(form.chunk(index, "", None, first=False)),
             {
-                outcome: msgspec.json.encode(form.last_chunk(index, finish_of(outcome)))
+                outcome: msgspec.json.encode(form.last_chunk(index, outcome.finish))
                 for outcome in (ChoiceOutcome.STOP, ChoiceOutcome.LENGTH)
             },
         )
@@ -132,26 +117,26 @@ def _around(choice: ChunkChoice) -> tuple[bytes, bytes]:
 
 @dataclass(frozen=True, slots=True)
 class AnswerOptions:
-    """Of all choices of one request."""
+    """What the client asked for, and what the prompts of its request are."""
 
     model: str
     fingerprint: str
     prompt_ids: Sequence[list[int]]
-    """Of each choice."""
+    """Each choice has its prompt's tokens here."""
     echoes: Sequence[str]
-    """Of each choice: shown before its text."""
+    """Each choice has a text here that is shown before its own."""
     token_bytes: Callable[[int], bytes]
-    """Of one token by itself."""
+    """Returns the bytes of one token by itself."""
     logprobs: bool = False
     include_usage: bool = False
     continuous_usage: bool = False
-    """Every chunk says what was used so far."""
+    """Whether every chunk says how many tokens were used so far."""
     token_ids: bool = False
     tokens_as_ids: bool = False
-    """Log probabilities name tokens by their ids."""
+    """Whether log probabilities name tokens by their ids."""
     plain: PlainChoices | None = None
-    """The form's, for the fast path; None keeps to the full one."""
+    """The plain choices of the form, for the fast path; None if every answer takes the full one."""
 
     def shown(self, choice: int, tokens: Sequence[ShownToken]) -> ShownLogprobs:
-        """For an answer or chunk that reports these tokens."""
+        """Returns what an answer or chunk reports of these tokens."""
         return ShownLogprobs(tokens, self.token_bytes, len(self.echoes[choice]), self.tokens_as_ids)

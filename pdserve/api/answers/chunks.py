@@ -12,10 +12,9 @@ from typing import Protocol
 import msgspec
 from msgspec import UNSET
 
-from pdserve.api.answers.answer_form import AnswerForm, AnswerOptions, PlainChoices, finish_of
+from pdserve.api.answers.answer_form import AnswerForm, AnswerOptions, PlainChoices
 from pdserve.api.answers.openai_response import ChunkChoice, Envelope, Usage
 from pdserve.api.answers.text_generation import TextDelta
-from pdserve.api.outcome import ChoiceOutcome
 from pdserve.errors import RequestError
 from pdserve.http.errors import error_body
 
@@ -56,9 +55,6 @@ def error_event(error: RequestError) -> bytes:
     return b"event: error\ndata: " + error_body(error) + b"\n\n"
 
 
-_ANSWERS = (ChoiceOutcome.STOP, ChoiceOutcome.LENGTH)
-
-
 class ChunkStream(Protocol):
     """Of one response."""
 
@@ -94,8 +90,8 @@ class FullChunks:
                 chunk.token_ids = list(delta.token_ids)
                 chunk.prompt_token_ids = self._options.prompt_ids[delta.choice] if first else UNSET
             events = self._encoder.chunk(chunk)
-        if delta.outcome in _ANSWERS:
-            events += self._encoder.chunk(self._form.last_chunk(delta.choice, finish_of(delta.outcome)))
+        if delta.outcome is not None and delta.outcome.is_answer:
+            events += self._encoder.chunk(self._form.last_chunk(delta.choice, delta.outcome.finish))
         return events
 
 
@@ -117,7 +113,7 @@ class PlainChunks:
             events = around[0] + encode_text(delta.text) + around[1]
         else:
             events = b""
-        if delta.outcome in _ANSWERS:
+        if delta.outcome is not None and delta.outcome.is_answer:
             events += self._encoder.wrap(self._choices[delta.choice].last[delta.outcome])
         return events
 

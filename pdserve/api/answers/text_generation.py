@@ -187,7 +187,7 @@ class TextGeneration:
         if item.output.finish is None:
             self._generation.end_choice(item.choice)
         self._end_choice(item.choice, outcome, item.output.report)
-        if outcome not in (ChoiceOutcome.STOP, ChoiceOutcome.LENGTH) and self.failure is None:
+        if not outcome.is_answer and self.failure is None:
             self.failure = self._generation.failure or failure_of(item.output)
             self._generation.close()
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import inspect
 import json
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,7 +28,6 @@ from pdserve.models.checkpoint.gguf_file import is_gguf
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-logger = logging.getLogger(__name__)
 
 LOGGED_CHARS = 500
 MAX_CUT_CHARS = 2**20
@@ -128,17 +126,26 @@ class Tokenizer:
         return [step.get("type") for step in steps] == ["ByteLevel"]
 
 
+class TemplateFailed(InvalidRequest):
+    """A chat template cannot render a request's messages. ``detail`` is for the node's log, not for the client."""
+
+    def __init__(self, message: str, *, param: str, detail: str) -> None:
+        super().__init__(message, param=param)
+        self.detail = detail
+
+
 def _refused_by_template(error: Exception, has_kwargs: bool) -> InvalidRequest:
-    """The template's own words are for clients; those of the libraries that run it are for the log."""
+    """Returns the client's error, which has the template's own words, but not those of the libraries around it."""
     if type(error) is TemplateError:
         return InvalidRequest(f"the model's chat template refuses these messages: {error}", param="messages")
-    logger.info("a chat template failed: %s: %s", type(error).__name__, str(error)[:LOGGED_CHARS])
+    detail = f"{type(error).__name__}: {str(error)[:LOGGED_CHARS]!r}"
     if has_kwargs:
-        return InvalidRequest(
+        return TemplateFailed(
             "the model's chat template cannot render these messages with these 'chat_template_kwargs'",
             param="chat_template_kwargs",
+            detail=detail,
         )
-    return InvalidRequest("the model's chat template cannot render these messages", param="messages")
+    return TemplateFailed("the model's chat template cannot render these messages", param="messages", detail=detail)
 
 
 def load_tokenizer(model_dir: Path) -> Tokenizer:
