@@ -29,7 +29,7 @@ def test_times_and_rates(caplog: pytest.LogCaptureFixture) -> None:
     )
     record.reports.append(report)
     assert line_of(record, 12.0, caplog) == {
-        "request": "r",
+        "request_id": "r",
         "prefill": "prefill-0",
         "source": "remote",
         "decode": "decode-0",
