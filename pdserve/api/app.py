@@ -1,4 +1,4 @@
-"""The node's HTTP routes."""
+"""The HTTP routes of a node."""
 
 from __future__ import annotations
 

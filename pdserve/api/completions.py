@@ -1,4 +1,4 @@
-"""``POST /v1/chat/completions`` and ``POST /v1/completions``: from the body to the answer."""
+"""Answers ``POST /v1/chat/completions`` and ``POST /v1/completions``, from the body to the last byte."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The engine, as the HTTP routes see it: start, open a generation, stop, and notice when it is gone."""
+"""The engine process as the HTTP routes see it. They open generations; the client notices when the engine is gone."""
 
 from __future__ import annotations
 
@@ -40,19 +40,19 @@ from pdserve.wire.ticket import PrefillTarget
 logger = logging.getLogger(__name__)
 
 START_SILENCE_S = 600.0
-"""The engine may take as long as it needs to start, but not this long without a word."""
+"""An engine may take as long as it needs to start, but must not be silent for so long."""
 LAST_WORDS_S = 2.0
-"""An engine that said that it fails gets this long to exit."""
+"""How long an engine has to exit that has said that it fails."""
 RETRY_AFTER_S = 1
 
 
 @dataclass(frozen=True, slots=True)
 class PromptChoices:
-    """One prompt and its answers: at least one, which differ in nothing but their seeds."""
+    """One prompt, to which at least one answer is wanted. The answers differ in nothing but their seeds."""
 
     token_ids: Sequence[int]
     sampling: SamplingParams
-    """With the seed of the first answer."""
+    """The sampling parameters, with the seed of the first answer."""
     more_seeds: tuple[int, ...] = ()
 
     @property
@@ -81,7 +81,7 @@ class EngineClient:
         self._ids = itertools.count(1)
         self._open: dict[int, Generation] = {}
         self._unfinished: Counter[Generation] = Counter()
-        """How many of its engine requests are open, of each client request that has any."""
+        """How many engine requests are open, for each generation that has any."""
         self._readers = BatchNotify(config.stream.notify_size)
         self._idle = asyncio.Event()
         self._idle.set()
@@ -102,7 +102,7 @@ class EngineClient:
 
     @property
     def failure(self) -> EngineError | None:
-        """Why the engine is lost, if it is."""
+        """Why the engine is lost; None if it is not."""
         return self._lost.result() if self._lost.done() else None
 
     @property
@@ -111,17 +111,20 @@ class EngineClient:
 
     @property
     def pid(self) -> int | None:
-        """Of the engine process, once it runs."""
+        """The process id of the engine; None before it runs."""
         return self._process.pid if self._process else None
 
     def renew(self, secret: bytes) -> None:
-        """The engine signs with this cluster secret from now on; if it starts, from its start on."""
+        """Lets the engine sign with this cluster secret from now on, or from its start on."""
         self._renewed = Renew(secret)
         if self._state is EngineState.READY:
             self._channel.send(self._renewed)
 
     async def start(self) -> Ready:
-        """Until the engine takes requests. Raises EngineError, with the engine's own words where it had any."""
+        """Starts the engine and returns when it takes requests.
+
+        Raises EngineError, with the engine's own words where it had any.
+        """
         self._process = await EngineProcess.start(self._command, EngineLaunch(self._address, self._config))
         self._watcher = asyncio.create_task(self._watch(self._process), name="engine-watcher")
         while self._state is EngineState.STARTING:
@@ -198,11 +201,11 @@ class EngineClient:
             raise Unavailable("too many requests are waiting", code="overloaded", retry_after_s=RETRY_AFTER_S)
 
     async def wait_lost(self) -> EngineError:
-        """Until the engine has failed or died, and why; for ever if it does not."""
+        """Waits until the engine has failed or died, and returns why."""
         return await asyncio.shield(self._lost)
 
     async def wait_idle(self) -> None:
-        """Until no request is open; on a prefill node, whose requests come from other engines, until it holds none."""
+        """Waits until no request is open, or, as a prefill node's requests come from other engines, until it holds none."""
         await self._idle.wait()
 
     def fail_open(self, failure: RequestError) -> None:

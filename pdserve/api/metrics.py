@@ -44,7 +44,7 @@ class NodeMetrics:
         self._ttft.observe(ttft_s)
 
     def next_tokens(self, gap_s: float, count: int) -> None:
-        """So many at once, so long after the one before them."""
+        """Observes ``count`` tokens that came at once, ``gap_s`` after the one before them."""
         self._itl.observe(gap_s, count)
 
     def choice_ended(self, outcome: ChoiceOutcome, report: RequestReport | None) -> None:
@@ -61,7 +61,7 @@ class NodeMetrics:
             self._decode.observe(decode_s)
 
     def render(self) -> bytes:
-        """In Prometheus' text format."""
+        """Returns all metrics in Prometheus' text format."""
         return generate_latest(self._registry)
 
     def _histogram(self, name: str, help: str, buckets: tuple[float, ...]) -> Histogram:
@@ -69,7 +69,7 @@ class NodeMetrics:
 
 
 class TokenGaps(Collector):
-    """A histogram that is observed once a token and request: without locks, and several equal values in one."""
+    """A histogram that is observed at each token of each request: it has no locks, and takes equal values at once."""
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self._bounds = bounds
@@ -136,7 +136,7 @@ class EngineCollector(Collector):
 
 
 def _prefill(stats: PrefillStats) -> Iterable[Metric]:
-    """What chooses between local and remote prefill."""
+    """Yields what the choice between local and remote prefill goes by."""
     decisions = CounterMetricFamily(
         "pdserve_prefill_decisions", "prompts, by where they went first", labels=["choice", "reason"]
     )

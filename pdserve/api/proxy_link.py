@@ -44,7 +44,7 @@ class RegistrationState(enum.Enum):
 
 
 class RegistrationStatus(enum.Enum):
-    """How a proxy answers a node; the value says it to people."""
+    """How a proxy answers a node. The value says it to people."""
 
     ACCEPTED = "knows this node"
     UNREACHED = "cannot be reached: nothing that speaks pdserve's control protocol listens there"
@@ -54,7 +54,10 @@ class RegistrationStatus(enum.Enum):
 
 
 class ProxyLink:
-    """Sans-IO; times are seconds on one monotonic clock. ``heartbeat_s`` counts until the proxy has told its own."""
+    """The node's side of its registration at one proxy, without I/O. Times are seconds on one monotonic clock.
+
+    ``heartbeat_s`` counts until the proxy has told its own.
+    """
 
     def __init__(self, node: NodeInfo, heartbeat_s: float, load: Callable[[], NodeLoad], now: float) -> None:
         self.state = RegistrationState.GREETING
@@ -71,7 +74,7 @@ class ProxyLink:
         """The boot id of the proxy; None if it is not known, or the proxy is of 0.1."""
 
     def status(self, *, connected: bool) -> RegistrationStatus:
-        """``connected`` is whether there was a connection for the last message."""
+        """Returns how the proxy answers. ``connected`` says whether there was a connection for the last message."""
         if self.state is RegistrationState.REGISTERED:
             return RegistrationStatus.ACCEPTED
         if not connected:
@@ -82,11 +85,11 @@ class ProxyLink:
 
     @property
     def due_s(self) -> float:
-        """When ``tick`` has something to send next."""
+        """The time when ``tick`` has something to send next."""
         return self._due_s
 
     def tick(self, now: float) -> tuple[ToProxy, ...]:
-        """The messages to send now, if any is due."""
+        """Returns the messages that are due now."""
         if now < self._due_s:
             return ()
         self._due_s = now + self._heartbeat_s
@@ -105,17 +108,17 @@ class ProxyLink:
                 return (NodeHeartbeat(self._node.boot_id, self._load()),)
 
     def seal(self, sealer: Sealer, message: ToProxy) -> bytes:
-        """The frame of a message to this proxy."""
+        """Returns the frame of a message to this proxy."""
         if isinstance(message, NodeHello):
             return sealer.seal(message)
         return sealer.seal_for_0_1(message) if self._proxy is None else sealer.seal(message, self._proxy)
 
     def unsent(self, now: float) -> None:
-        """The last message found no connection; there is one now, so it is due again."""
+        """Makes the last message due again: it found no connection, and now there is one."""
         self._due_s = now
 
     def answered(self, opened: Opened[FromProxy], now: float) -> None:
-        """Take the proxy's answer. One about another boot of this node, or to another greeting, is ignored."""
+        """Takes the proxy's answer. An answer about another boot of this node, or to another greeting, is ignored."""
         if opened.message.boot_id != self._node.boot_id:
             return
         match opened.message:

@@ -73,16 +73,16 @@ class HeartbeatThread:
         self._thread = threading.Thread(target=self._run, name="heartbeats", daemon=True)
 
     def start(self) -> Future[None]:
-        """Begin. The future is done when the thread has let go of everything."""
+        """Begins. The future is done when the thread has let go of everything."""
         self._thread.start()
         return self._ended
 
     def pulse(self) -> None:
-        """The event loop turns."""
+        """Tells the thread that the event loop turns."""
         self._pulse_s = time.monotonic()
 
     def stop(self) -> None:
-        """Say goodbye and end, within ``GOODBYE_MS``."""
+        """Says goodbye and ends, within ``GOODBYE_MS``."""
         self._stopping = True
         with self._wakeup_lock:
             if self._wakeup >= 0:
@@ -158,17 +158,17 @@ class _ProxyConnection:
 
     @property
     def awaited(self) -> int:
-        """What to poll the socket for."""
+        """The events to poll the socket for."""
         return zmq.POLLIN if self._sent else zmq.POLLIN | zmq.POLLOUT
 
     def send_due(self, now: float, *, silent: bool) -> None:
-        """Send what is due, unless ``silent``."""
+        """Sends what is due, unless ``silent``."""
         messages = self.link.tick(now)
         if messages and not silent:
             self._sent = False not in [self._send(message) for message in messages]
 
     def receive(self, ready: int, now: float) -> None:
-        """Take what ``ready`` says that there is."""
+        """Takes what has come, according to ``ready``."""
         if ready & zmq.POLLOUT:
             self.link.unsent(now)
         if ready & zmq.POLLIN:
@@ -181,7 +181,7 @@ class _ProxyConnection:
         self._send(Deregister(self._boot_id))
 
     def changed(self) -> RegistrationStatus | None:
-        """How the proxy answers, if that is another than at the last call."""
+        """Returns how the proxy answers if that has changed since the last call."""
         before, self._status = self._status, self.link.status(connected=self._sent)
         if self._status is before:
             return None
@@ -197,7 +197,7 @@ class _ProxyConnection:
             log.error("proxy %s refuses this node: %s", self.proxy, self._refusal)
 
     def _send(self, message: ToProxy) -> bool:
-        """Send if there is a connection with room for it; a frame that waits would only be too old later."""
+        """Sends the message if a connection has room for it: a frame that waits would only be too old later."""
         try:
             self.socket.send(self.link.seal(self._sealer, message), zmq.NOBLOCK)
         except zmq.Again:
@@ -265,12 +265,12 @@ class Registration:
 
     @property
     def registered(self) -> Mapping[str, asyncio.Event]:
-        """By proxy address: set while that proxy knows this node."""
+        """An event for each proxy, by its address. It is set while that proxy knows this node."""
         return MappingProxyType(self._registered)
 
     @property
     def unaccepted(self) -> str | None:
-        """Why no proxy has this node, for people; None if one has, or if there is none to register at."""
+        """Why no proxy has this node, in words. It is None if one has, or if there is none to register at."""
         if not self._proxies or any(event.is_set() for event in self._registered.values()):
             return None
         reasons = "; ".join(f"{proxy} {status.value}" for proxy, status in self._statuses.items())

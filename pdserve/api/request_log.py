@@ -1,4 +1,4 @@
-"""One log line for each client request, when it is over."""
+"""Writes one log line for each client request when it is over."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ logger = logging.getLogger("pdserve.request")
 
 @dataclass(slots=True)
 class RequestRecord:
-    """What is known of one client request. Times in seconds by ``time.monotonic``."""
+    """What is known of one client request. Its times are those of ``time.monotonic``."""
 
     request_id: str
     node: str
-    """The node that decodes: this one."""
+    """The name of this node, which decodes."""
     arrived: float
     prompt_tokens: int = 0
     output_tokens: int = 0
     first_token: float | None = None
     last_token: float | None = None
     outcomes: list[ChoiceOutcome] = field(default_factory=list)
-    """One for each choice that is over."""
+    """The outcomes of the choices that are over."""
     reports: list[RequestReport] = field(default_factory=list)
-    """The engine's; missing for a choice that the API ended (stop string, abort)."""
+    """The engine's reports. There is none for a choice that the API process ended (stop string, abort)."""
 
     @property
     def cached_tokens(self) -> int:
@@ -38,7 +38,7 @@ class RequestRecord:
 
     @property
     def tpot_s(self) -> float | None:
-        """Mean time of an output token after the first, over all choices."""
+        """The mean time of an output token after the first, over all choices."""
         if self.first_token is None or self.last_token is None or self.output_tokens < 2:
             return None
         return (self.last_token - self.first_token) / (self.output_tokens - 1)

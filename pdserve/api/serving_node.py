@@ -28,7 +28,10 @@ MAX_TICKET_CHARS = 16_384
 
 
 class TicketGate:
-    """Checks tickets for one node. Each is good once, and until its request's deadline, however long it queued."""
+    """Checks the tickets of one node's requests.
+
+    A ticket is good once, and until its request's deadline, however long the request queued.
+    """
 
     def __init__(self, secret: bytes | Secrets, boot_id: bytes, clock: Callable[[], float] = time.time) -> None:
         self._opener = Opener(
@@ -37,7 +40,7 @@ class TicketGate:
         self._boot_id = boot_id
 
     def admit(self, header: str | None) -> Ticket:
-        """The ticket in a request's header. Raises Unauthorized with what is wrong about it."""
+        """Returns the ticket in a request's header. Raises Unauthorized, which says what is wrong about the ticket."""
         if header is None:
             raise Unauthorized(
                 "this node takes requests from its proxy only: clients talk to the proxy", code="no_ticket"
@@ -72,7 +75,7 @@ class NodePhase(enum.Enum):
 
 @dataclass(slots=True)
 class ServingNode:
-    """Made when the engine is ready; only ``phase`` changes."""
+    """A node whose engine is ready, as its routes see it. Only ``phase`` changes."""
 
     name: str
     role: Role
@@ -80,19 +83,19 @@ class ServingNode:
     engine: EngineClient
     ready: Ready
     tokenizer: Tokenizer | None
-    """None on a prefill node, which has no clients."""
+    """The tokenizer. A prefill node has none, for it has no clients."""
     tickets: TicketGate | None
-    """None where clients talk to this node directly."""
+    """The check of tickets. It is None if clients talk to this node directly."""
     metrics: NodeMetrics
     timeout_s: float
-    """Of a request without a ticket."""
+    """How many seconds a request without a ticket may take."""
     max_body_bytes: int
     stream: StreamConfig
     unaccepted: Callable[[], str | None] = lambda: None
-    """Why no proxy sends this node anything, if it belongs to one."""
+    """Returns why no proxy sends requests to this node, or None if one does, or if it belongs to none."""
     preparer: Preparer = field(default_factory=Preparer)
     started: int = field(default_factory=lambda: int(time.time()))
-    """Seconds since 1970."""
+    """The time of the start, in seconds since 1970."""
     phase: NodePhase = NodePhase.SERVING
 
     @property
@@ -105,7 +108,7 @@ class ServingNode:
 
     @property
     def unready(self) -> tuple[str, str] | None:
-        """Why no request comes to be served here, as a word and a sentence; None if one does."""
+        """Why this node serves no requests now, as a word and a sentence. It is None if the node serves them."""
         if self.phase is NodePhase.DRAINING:
             return "draining", "this node is shutting down"
         if not self.alive:
@@ -114,7 +117,7 @@ class ServingNode:
         return None if unaccepted is None else ("unregistered", unaccepted)
 
     def check_serving(self) -> None:
-        """Raises Unavailable if new requests are not taken (any more)."""
+        """Raises Unavailable if the node takes no new requests."""
         if self.phase is NodePhase.DRAINING:
             raise Unavailable("this node is shutting down", code="draining", retry_after_s=DRAIN_RETRY_AFTER_S)
         if not self.alive:

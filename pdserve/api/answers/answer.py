@@ -1,4 +1,4 @@
-"""Text deltas to the response of a completion: whole, or as a stream of events."""
+"""Makes the response of a completion out of text deltas: whole, or as a stream of events."""
 
 from __future__ import annotations
 

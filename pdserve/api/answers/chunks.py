@@ -24,12 +24,15 @@ _encoder = msgspec.json.Encoder()
 
 
 def encode_text(text: str) -> bytes:
-    """As a JSON string."""
+    """Returns ``text`` as a JSON string."""
     return _encoder.encode(text)
 
 
 class ChunkEncoder:
-    """What is around each choice. With ``include_usage`` every chunk has a ``usage``, null in all but the last."""
+    """Encodes what is around the choice of each chunk.
+
+    With ``include_usage`` every chunk has a ``usage``, which is null in all but the last.
+    """
 
     def __init__(self, envelope: Envelope, *, include_usage: bool) -> None:
         self.head = b"data: " + _encoder.encode(envelope)[:-1] + b',"choices":['
@@ -39,11 +42,11 @@ class ChunkEncoder:
         return self.wrap(_encoder.encode(choice))
 
     def wrap(self, choice: bytes) -> bytes:
-        """The chunk of a choice that is encoded already."""
+        """Returns the chunk of a choice that is encoded already."""
         return self.head + choice + self.tail
 
     def use(self, usage: Usage) -> None:
-        """What the next chunks say was used, in place of null."""
+        """Lets the next chunks say how many tokens were used, in place of null."""
         self.tail = b'],"usage":' + _encoder.encode(usage) + b"}\n\n"
 
     def usage(self, usage: Usage) -> bytes:
@@ -51,26 +54,26 @@ class ChunkEncoder:
 
 
 def error_event(error: RequestError) -> bytes:
-    """The last event of a stream that failed; no ``[DONE]`` follows."""
+    """Returns the last event of a stream that failed. No ``[DONE]`` follows it."""
     return b"event: error\ndata: " + error_body(error) + b"\n\n"
 
 
 class ChunkStream(Protocol):
-    """Of one response."""
+    """Encodes the stream of one response."""
 
     def events(self, delta: TextDelta) -> bytes:
-        """Empty if there is nothing to show: the first token always is, even with no text yet."""
+        """Returns the events of ``delta``, if it has any to show. A first token is shown even without text."""
 
 
 def chunk_stream(form: AnswerForm, encoder: ChunkEncoder, options: AnswerOptions) -> ChunkStream:
-    """The fastest that can show all that ``options`` ask for."""
+    """Returns the fastest stream that can show all that ``options`` ask for."""
     if options.plain is None or options.logprobs or options.token_ids or options.continuous_usage:
         return FullChunks(form, encoder, options)
     return PlainChunks(options.plain, encoder, options.echoes)
 
 
 class FullChunks:
-    """Each chunk is an object first."""
+    """Encodes each chunk from an object."""
 
     def __init__(self, form: AnswerForm, encoder: ChunkEncoder, options: AnswerOptions) -> None:
         self._form = form
@@ -96,14 +99,14 @@ class FullChunks:
 
 
 class PlainChunks:
-    """Text alone: the same bytes, in a tenth of the time."""
+    """Encodes chunks that have text alone: the same bytes in a tenth of the time."""
 
     def __init__(self, choices: PlainChoices, encoder: ChunkEncoder, echoes: Sequence[str]) -> None:
         self._choices = choices
         self._encoder = encoder
         self._echoes = echoes
         self._around: dict[int, tuple[bytes, bytes]] = {}
-        """Of each choice that has begun: what is before and after the text of its later chunks."""
+        """Each choice that has begun has the bytes before and after the text of its later chunks here."""
 
     def events(self, delta: TextDelta) -> bytes:
         around = self._around.get(delta.choice)

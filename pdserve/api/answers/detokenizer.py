@@ -17,21 +17,21 @@ MAX_HELD = 3
 
 
 MAX_TEXTLESS = 16
-"""Tokens without text that are decoded with the next one; of more, none are."""
+"""How many tokens without text are decoded with the next one. Where there are more, none are."""
 
 
 class Detokenizer(Protocol):
-    """Of one output."""
+    """Turns the tokens of one output into text."""
 
     def add(self, token_ids: Iterable[int]) -> str:
-        """The text that is certain now; may be empty."""
+        """Returns the text that is certain now, which may be empty."""
 
     def flush(self) -> str:
-        """What was held back, when no more tokens follow."""
+        """Returns the text that was held back, when no more tokens follow."""
 
 
 def _byte_of_char() -> dict[str, int]:
-    """The alphabet of byte-level BPE: printable Latin-1 stands for itself, the other bytes for U+0100 and after."""
+    """Returns the byte of each character of byte-level BPE. Bytes that are not printable Latin-1 are U+0100 and after."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [byte for byte in range(0x100) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
@@ -44,7 +44,7 @@ _BYTE_PIECE = re.compile("<0x([0-9A-F]{2})>")
 
 
 def byte_level_bytes(token: str) -> bytes:
-    """Of a token as a byte-level vocabulary (GPT-2's kind) writes it."""
+    """Returns the bytes of a token as a byte-level vocabulary (GPT-2's kind) writes it."""
     try:
         return bytes(_BYTE_OF_CHAR[char] for char in token)
     except KeyError:  # an added token is plain text, not in the byte alphabet
@@ -52,7 +52,7 @@ def byte_level_bytes(token: str) -> bytes:
 
 
 def piece_bytes(token: str) -> bytes:
-    """Of a token as a vocabulary of pieces (SentencePiece's kind) writes it."""
+    """Returns the bytes of a token as a vocabulary of pieces (SentencePiece's kind) writes it."""
     if byte := _BYTE_PIECE.fullmatch(token):
         return bytes.fromhex(byte[1])
     return token.replace("\u2581", " ").encode()
@@ -72,7 +72,7 @@ class TokenBytes(dict[int, bytes]):
 
 
 class BytesDetokenizer:
-    """For byte-level vocabularies (GPT-2's kind, most models today): tokens are bytes, exactly."""
+    """The detokenizer of byte-level vocabularies (GPT-2's kind, most models today), whose tokens are exactly bytes."""
 
     def __init__(self, token_bytes: TokenBytes, skip: frozenset[int]) -> None:
         self._token_bytes = token_bytes

@@ -24,7 +24,7 @@ class ShownToken:
     token_id: int
     logprobs: TokenLogprobs
     offset: int
-    """Characters of the answer before the token's own."""
+    """How many characters of the answer are before the token's own."""
 
 
 class ShownTokens:
@@ -40,7 +40,7 @@ class ShownTokens:
         self._waiting: deque[tuple[int, ShownToken]] = deque()
 
     def add(self, token_id: int, logprobs: TokenLogprobs, text: str) -> None:
-        """``text`` is what became certain with this token."""
+        """Adds a token. ``text`` is what became certain with it."""
         self._textless.append(ShownToken(token_id, logprobs, self._length))
         if text:
             self._length += len(text)
@@ -48,14 +48,14 @@ class ShownTokens:
             self._textless = []
 
     def take(self, shown: int) -> list[ShownToken]:
-        """Those whose text lies within the first ``shown`` characters, each once."""
+        """Returns each token once, as soon as its text lies within the first ``shown`` characters."""
         taken = []
         while self._waiting and self._waiting[0][0] <= shown:
             taken.append(self._waiting.popleft()[1])
         return taken
 
     def take_last(self, shown: int, *, cut: bool) -> list[ShownToken]:
-        """All that is left, when no more follows; of an answer that was cut, those that begin within what was shown."""
+        """Returns all tokens that are left. Of an answer that was cut, they begin within what was shown."""
         left = [token for _, token in self._waiting] + self._textless
         self._waiting.clear()
         self._textless = []
@@ -65,7 +65,7 @@ class ShownTokens:
 BytesOfToken: TypeAlias = Callable[[int], bytes]
 
 LEAST = -9999.0
-"""OpenAI's number for what cannot happen at all: JSON has no infinity."""
+"""What OpenAI says of a token that cannot come at all, because JSON has no infinity."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,9 +75,9 @@ class ShownLogprobs:
     tokens: Sequence[ShownToken]
     token_bytes: BytesOfToken
     offset: int = 0
-    """Characters that the client sees before the answer."""
+    """How many characters the client sees before the answer."""
     as_ids: bool = False
-    """Tokens are named by their ids."""
+    """Whether tokens are named by their ids."""
 
     def for_chat(self) -> ChatLogprobs:
         return ChatLogprobs([self._chat_token(token) for token in self.tokens])
@@ -100,7 +100,7 @@ class ShownLogprobs:
         return TopLogprob(_id_name(token_id) if self.as_ids else _escaped(data), _finite(logprob), list(data))
 
     def _by_name(self, token: ShownToken) -> dict[str, float]:
-        """The likeliest tokens and the chosen one. Where two have one name, the likelier has it."""
+        """Returns the likeliest tokens and the chosen one. Where two have one name, the likelier has it."""
         named: dict[str, float] = {}
         for token_id, logprob in (*token.logprobs.top, (token.token_id, token.logprobs.chosen)):
             named.setdefault(self._name(token_id), _finite(logprob))
@@ -121,7 +121,7 @@ class WholeLogprobs:
         self._fields: dict[str, list[bytes]] = {}
 
     def add(self, part: ChatLogprobs | TextLogprobs) -> None:
-        """Lists are continued; what is no list is the same in every part."""
+        """Adds the next part. Its lists continue those before; what is no list is the same in every part."""
         for name in part.__struct_fields__:
             value = getattr(part, name)
             pieces = self._fields.setdefault(name, [])
@@ -131,7 +131,7 @@ class WholeLogprobs:
                 pieces.append(_encoder.encode(value)[1:-1])
 
     def encoded(self, empty: ChatLogprobs | TextLogprobs) -> msgspec.Raw:
-        """As JSON; ``empty`` is what it is where there was no token."""
+        """Returns the whole as JSON, or ``empty`` as JSON if there was no token."""
         lists = {name for name in empty.__struct_fields__ if isinstance(getattr(empty, name), list)}
         self.add(empty)
         fields = [

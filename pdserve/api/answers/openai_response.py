@@ -1,4 +1,4 @@
-"""Responses in OpenAI's form."""
+"""The responses of the routes, in OpenAI's form."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class TopLogprob(msgspec.Struct):
     token: str
     logprob: float
     bytes: list[int]
-    """Of the token itself, which may be part of a character."""
+    """The bytes of the token itself, which may be part of a character."""
 
 
 class ChatTokenLogprob(msgspec.Struct):
@@ -65,7 +65,7 @@ class ChatChoice(msgspec.Struct):
     message: ChatMessage
     finish_reason: Finish
     logprobs: msgspec.Raw | None = None
-    """``ChatLogprobs``."""
+    """``ChatLogprobs`` as JSON."""
     token_ids: list[int] | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
 
@@ -88,18 +88,18 @@ class ChatChunkChoice(msgspec.Struct):
 
 
 class TextLogprobs(msgspec.Struct):
-    """One item a token in each list."""
+    """The log probabilities of a text completion. Each list has one item for each token."""
 
     tokens: list[str]
     token_logprobs: list[float]
     top_logprobs: list[dict[str, float]]
     """The chosen token is always in it."""
     text_offset: list[int]
-    """Characters of the choice's text before the token."""
+    """How many characters of the choice's text are before the token."""
 
 
 class TextChoice(msgspec.Struct):
-    """Of a whole response, and of a chunk."""
+    """A choice of a whole response, or of a chunk."""
 
     index: int
     text: str

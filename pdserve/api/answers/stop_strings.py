@@ -17,13 +17,13 @@ class _StopState:
 
     def __init__(self, length: int) -> None:
         self.after: dict[str, _StopState] = {}
-        """By the next character."""
+        """The states that follow, by the next character."""
         self.shorter: _StopState | None = None
-        """The next shorter such end; None for the empty one."""
+        """The state of the next shorter such end; None for the empty one."""
         self.matched = 0
-        """Length of the longest stop string that ends here."""
+        """The length of the longest stop string that ends here."""
         self.held = length
-        """How much of the text may still become a stop string."""
+        """How many characters of the text may still become a stop string."""
 
 
 class StopTable:
@@ -39,7 +39,7 @@ class StopTable:
         self._link()
 
     def next(self, state: _StopState, char: str) -> _StopState:
-        """Where one more character leads."""
+        """Returns the state that one more character leads to."""
         following = state.after.get(char)
         while following is None:
             if state.shorter is None:
@@ -61,7 +61,10 @@ class StopTable:
 
 
 class StopStrings:
-    """Of one output. Which stop string wins does not depend on how the text was split: the one that ends first."""
+    """Looks for stop strings in the text of one output.
+
+    The one that ends first wins, however the text is split.
+    """
 
     def __init__(self, stops: StopTable, *, include: bool = False) -> None:
         self._table = stops
@@ -72,7 +75,7 @@ class StopStrings:
 
     @property
     def wanted(self) -> bool:
-        """There is something to look for."""
+        """Whether there is something to look for."""
         return bool(self._table.start.after)
 
     def add(self, text: str, *, may_end: bool = True) -> str:
@@ -95,7 +98,7 @@ class StopStrings:
         return text[:shown]
 
     def flush(self) -> str:
-        """What was held back, when no more text follows."""
+        """Returns the text that was held back, when no more follows."""
         held, self._held = self._held, ""
         self._state = self._table.start
         return held

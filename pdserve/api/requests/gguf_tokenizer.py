@@ -34,7 +34,7 @@ PARTS = {
 
 
 def gguf_tokenizer(path: Path) -> PreTrainedTokenizerFast:
-    """Raises ModelError if the file holds no tokeniser that transformers can rebuild."""
+    """Returns the tokenizer. Raises ModelError if the file holds none that transformers can rebuild."""
     file = read_gguf(path)
     metadata = file.metadata
     parts = {name: metadata[key] for name, part in PARTS.items() if (key := f"tokenizer.ggml.{part}") in metadata}

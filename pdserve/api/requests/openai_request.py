@@ -22,11 +22,11 @@ from msgspec import Meta
 from pdserve.errors import InvalidRequest
 
 UNCOUNTED_BYTES = 100_000
-"""Shorter bodies cannot hold too many."""
+"""Shorter bodies cannot hold too many values, and are not counted."""
 MAX_CONTAINERS = 50_000
-"""Lists, objects and the entries of objects."""
+"""How many lists, objects and entries of objects a body may hold."""
 MAX_ITEMS = 500_000
-"""Values in lists and objects: the token ids of prompts, above all."""
+"""How many values the lists and objects of a body may hold. Most of them are the token ids of prompts."""
 _PIECE_BYTES = 65_536
 
 
@@ -53,7 +53,7 @@ def check_values(body: bytes) -> None:
 
 
 def _piece(body: bytes, start: int) -> bytes:
-    """The next piece, which does not end between a backslash and what that escapes."""
+    """Returns the next piece, which does not end between a backslash and what that escapes."""
     piece = body[start : start + _PIECE_BYTES]
     backslashes = len(piece) - len(piece.rstrip(b"\\"))
     return piece + body[start + len(piece) : start + len(piece) + 1] if backslashes % 2 else piece
@@ -84,7 +84,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "use_beam_search": (False,),
     "web_search_options": (),
 }
-"""Besides ``null``, the values that mean the same as leaving the field out."""
+"""For each field, the values beside ``null`` that mean the same as leaving it out."""
 
 ACCEPTED = frozenset(_NEUTRAL) | {
     "metadata",
@@ -95,7 +95,7 @@ ACCEPTED = frozenset(_NEUTRAL) | {
     "store",
     "user",
 }
-"""Fields that are no cause for a warning: they say something about the request, not about its answer."""
+"""Fields that are ignored without a warning. They say something about the request, and nothing about its answer."""
 
 
 def refuse_unsupported(fields: Mapping[str, msgspec.Raw]) -> None:
@@ -117,7 +117,7 @@ def _asks_for_nothing(raw: msgspec.Raw, neutrals: tuple[Any, ...]) -> bool:
 
 
 def _same(value: Any, neutral: Any) -> bool:
-    """Equality that tells 0 from False, as JSON does."""
+    """Returns whether the values are equal. It tells 0 from False, as JSON does."""
     return bool(value == neutral) and isinstance(value, bool) == isinstance(neutral, bool)
 
 
@@ -129,7 +129,7 @@ MAX_BIASES = 1_024
 MAX_ALLOWED = 16_384
 MAX_BAD_WORDS = 128
 SEARCHED_BYTES = 65_536
-"""Of a body that is no JSON, to say better why."""
+"""How many bytes of a body that is no JSON are searched for the reason."""
 
 T = TypeVar("T", bound=msgspec.Struct)
 Positive: TypeAlias = Annotated[int, Meta(ge=1, le=2**31 - 1)]
@@ -145,11 +145,11 @@ BadWord: TypeAlias = Annotated[str, Meta(min_length=1, max_length=256)]
 class StreamOptions(msgspec.Struct):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
-    """With ``include_usage``, every chunk says what there is so far."""
+    """Whether every chunk says how many tokens were used so far. It needs ``include_usage``."""
 
 
 class GenerationRequest(msgspec.Struct, kw_only=True):
-    """What chat and text completions share. ``None`` is OpenAI's ``null``: as if the field were not there."""
+    """The fields that chat and text completions share. ``None`` is OpenAI's ``null``, the same as no field."""
 
     model: str
     max_tokens: Positive | None = None
@@ -157,7 +157,7 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
     top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
-    """0 and -1 are no limit."""
+    """How many of the likeliest tokens may be chosen. 0 and -1 are no limit."""
     min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
@@ -175,14 +175,14 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     stream_interval: Positive | None = None
-    """Tokens in a chunk of a stream; the first one comes at once."""
+    """How many tokens a chunk of a stream has. The first token comes at once."""
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
-    """Keep only this many tokens of the prompt's end; -1 keeps as many as fit."""
+    """How many tokens of the prompt's end are kept. -1 keeps as many as fit."""
     add_special_tokens: bool | None = None
     """Those that the tokeniser puts around a text, as ``<s>``: by default around prompts, and not around chats."""
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
-    """Log probabilities name tokens ``token_id:17``."""
+    """Whether log probabilities name tokens like ``token_id:17``."""
     cache_salt: Annotated[str, Meta(max_length=1_024)] | None = None
     """Prompts find each other's blocks in prefix caches only under the same salt."""
 
@@ -200,7 +200,7 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
 
     @property
     def wanted_tokens(self) -> int | None:
-        """How many tokens the client asks for at most; None is as many as fit."""
+        """How many tokens the client asks for at most. None means as many as fit."""
         return self.max_tokens
 
     @property
@@ -209,16 +209,16 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
 
     @property
     def wanted_logprobs(self) -> int | None:
-        """How many of the likeliest tokens to report beside each chosen one; None reports nothing."""
+        """How many of the likeliest tokens are reported beside each chosen one. None reports no log probabilities."""
         return None
 
 
 class ChatRequest(GenerationRequest, kw_only=True):
-    """``POST /v1/chat/completions``. Messages are checked by ``chat_messages`` and the model's template."""
+    """The body of ``POST /v1/chat/completions``. ``chat_messages`` and the model's template check its messages."""
 
     messages: Messages
     max_completion_tokens: Positive | None = None
-    """OpenAI's newer name of ``max_tokens``, and stronger."""
+    """OpenAI's newer name of ``max_tokens``. It counts where both are given."""
     logprobs: bool | None = None
     top_logprobs: TopCount | None = None
     add_generation_prompt: bool | None = None
@@ -235,7 +235,7 @@ class ChatRequest(GenerationRequest, kw_only=True):
 
 
 class CompletionRequest(GenerationRequest, kw_only=True):
-    """``POST /v1/completions``."""
+    """The body of ``POST /v1/completions``."""
 
     prompt: str | Annotated[list[str | int | list[int]], Meta(min_length=1)]
     echo: bool | None = None
@@ -248,7 +248,7 @@ class CompletionRequest(GenerationRequest, kw_only=True):
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True):
-    """``POST /tokenize``: of ``prompt``, or of ``messages`` as the chat route would render them."""
+    """The body of ``POST /tokenize``. It has a ``prompt``, or ``messages`` that are rendered as for a chat."""
 
     model: str | None = None
     prompt: str | None = None
@@ -260,7 +260,7 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
 
 
 class DetokenizeRequest(msgspec.Struct, kw_only=True):
-    """``POST /detokenize``."""
+    """The body of ``POST /detokenize``."""
 
     tokens: list[int]
     model: str | None = None
@@ -268,7 +268,7 @@ class DetokenizeRequest(msgspec.Struct, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class Parsed(Generic[T]):
-    """A request, and the fields of its body that nothing here knows."""
+    """A request, and the names of the fields in its body that pdserve does not know."""
 
     request: T
     ignored: tuple[str, ...]
@@ -284,7 +284,7 @@ class BodyParser(Generic[T]):
         self._nested = {"stream_options": _names(StreamOptions)} if "stream_options" in self._known else {}
 
     def parse(self, body: bytes) -> Parsed[T]:
-        """Raises InvalidRequest, which names the field where one is at fault."""
+        """Returns the request in ``data``. Raises InvalidRequest, which names the field if one is at fault."""
         check_values(body)
         try:
             fields = self._fields.decode(body)
@@ -306,7 +306,7 @@ class BodyParser(Generic[T]):
         return Parsed(request, unknown + nested)
 
     def _unknown_nested(self, fields: dict[str, msgspec.Raw]) -> tuple[str, ...]:
-        """Of valid fields: those within them that nothing knows."""
+        """Returns the names of unknown fields within valid ones."""
         within = {
             name: self._fields.decode(fields[name])
             for name in self._nested.keys() & fields.keys()
@@ -325,7 +325,7 @@ _UNPAIRED_SURROGATE = re.compile(
     rb"(?<!\\)\\u[dD][89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])"
     rb"|(?<!\\u[dD][89abAB][0-9a-fA-F]{2})(?<!\\)\\u[dD][c-fC-F][0-9a-fA-F]{2}"
 )
-"""For the wording alone: msgspec calls most of these truncated input."""
+"""Finds unpaired surrogates, only to name them in the error: msgspec calls most of them truncated input."""
 _VALIDATION = re.compile(r"(?P<what>.*?)(?: - at (?:`key` in )?`\$\.?(?P<path>.*)`)?", re.DOTALL)
 _MISSING = re.compile(r"Object missing required field `(?P<field>[^`]*)`")
 

@@ -1,9 +1,9 @@
-"""Request bodies to engine requests without holding up the tokens of others: long ones in threads, in turn and bounded.
+"""Makes engine requests out of request bodies without holding up the tokens of other requests.
 
-Templates are Python, and a thread that runs them takes every other turn of the interpreter from the event loop. So
-there are few threads, whose queues are bounded by the bytes of the bodies in them; and what nobody waits for any more
-is not begun, or is given up at the next step. Huge bodies have a thread and a queue of their own, so that they keep
-out each other alone.
+Long bodies are prepared in threads. Templates are Python, and a thread that runs them takes every other turn of the
+interpreter from the event loop. So there are few threads, and the bytes of the bodies in their queues are bounded. Work
+whose client is gone is not begun, or is given up at its next step. Huge bodies have a thread and a queue of their own,
+so that they keep out nothing but each other.
 """
 
 from __future__ import annotations
@@ -18,38 +18,38 @@ from typing import Any, Generic, TypeAlias, TypeVar
 from pdserve.errors import DeadlineExceeded, Unavailable
 
 INLINE_BYTES = 3_072
-"""Longer bodies are prepared in a thread: above this they take longer than the switch."""
+"""Longer bodies are prepared in a thread. Shorter ones take less time than the switch to a thread."""
 HUGE_BYTES = 131_072
 WORKERS = 2
-"""Threads for long bodies; there is one for huge ones."""
+"""How many threads prepare long bodies. One prepares huge ones."""
 MAX_BYTES = 64 * 2**20
 RETRY_AFTER_S = 1
 
 T = TypeVar("T")
 
 Check: TypeAlias = Callable[[], None]
-"""Called between the steps of some work; raises ``Abandoned`` if nobody waits for its result any more."""
+"""Work calls it between its steps. It raises ``Abandoned`` if no request waits for the result any more."""
 
 
 class Abandoned(Exception):
-    """Ends work in its thread; nobody sees it."""
+    """Ends abandoned work in its thread, and goes no further."""
 
 
 class Preparer:
-    """Of one node. ``close`` ends its threads."""
+    """Prepares the request bodies of one node. ``close`` ends its threads."""
 
     def __init__(self, max_bytes: int = MAX_BYTES) -> None:
-        """``max_bytes`` of long bodies may be held, and as many of huge ones."""
+        """Long bodies of ``max_bytes`` together may be held, and as many bytes of huge ones."""
         self._long = _Threads(WORKERS, max_bytes)
         self._huge = _Threads(1, max_bytes)
 
     @property
     def bytes_held(self) -> int:
-        """Of bodies that wait for a thread, or are in one."""
+        """How many bytes the bodies have that wait for a thread, or are in one."""
         return self._long.bytes_held + self._huge.bytes_held
 
     async def run(self, size: int, work: Callable[[Check], T], timeout_s: float) -> T:
-        """What ``work`` makes of a body of so many bytes.
+        """Returns what ``work`` makes of a body of ``size`` bytes.
 
         Raises Unavailable if too many bytes wait, and DeadlineExceeded if it is not done in time.
         """
@@ -65,7 +65,7 @@ class Preparer:
             ) from None
 
     def close(self) -> None:
-        """What waits is not begun any more; what runs ends by itself, or with the process."""
+        """Begins none of the work that waits. What runs ends by itself, or with the process."""
         self._long.close()
         self._huge.close()
 
@@ -79,7 +79,7 @@ class _Threads:
         self._max_bytes = max_bytes
         self._started = self._closed = False
         self._waiting: OrderedDict[_Work[Any], None] = OrderedDict()
-        """In the order in which they came. Thousands may wait, and leave in any order."""
+        """The work that waits, in the order in which it came. Thousands may wait, and leave in any order."""
         self._changed = threading.Condition()
 
     async def run(self, size: int, work: Callable[[Check], T]) -> T:
@@ -110,7 +110,7 @@ class _Threads:
             threading.Thread(target=self._serve, name="preparing", daemon=True).start()
 
     def _abandon(self, work: _Work[Any]) -> None:
-        """Nobody waits for it any more: one that was not begun is let go, and its body with it."""
+        """Ends the interest in ``work``. If it was not begun, it is let go, and its body with it."""
         work.abandoned.set()
         with self._changed:
             if work in self._waiting:
@@ -125,7 +125,7 @@ class _Threads:
             del work  # its body is not kept until the next one comes
 
     def _next(self) -> _Work[Any] | None:
-        """None once it is closed."""
+        """Returns the work that is next, or None once this is closed."""
         with self._changed:
             self._changed.wait_for(lambda: self._waiting or self._closed)
             return None if self._closed else self._waiting.popitem(last=False)[0]

@@ -37,7 +37,7 @@ def plain_messages(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def unread_part_fields(messages: Sequence[dict[str, Any]]) -> tuple[str, ...]:
-    """What parts of contents say beside their text, each name once."""
+    """Returns the names of the fields that parts of contents have beside their text, each once."""
     contents = (message.get("content") for message in messages)
     parts = (part for content in contents if isinstance(content, list) for part in content)
     return tuple(f"messages.content.{name}" for name in dict.fromkeys(chain.from_iterable(parts)) if name not in _READ)
@@ -78,18 +78,18 @@ class Prompt:
     token_ids: list[int]
     max_tokens: int
     echo: str = ""
-    """Shown before the answer."""
+    """The text that is shown before the answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelLimits:
-    """What the engine said that it takes."""
+    """The lengths and token ids that the engine takes, by its own words."""
 
     max_model_len: int
     vocab_size: int
 
     def check_ids(self, token_ids: Sequence[int], param: str) -> list[int]:
-        """The ids, if the vocabulary has them all. Raises InvalidRequest."""
+        """Returns the ids if the vocabulary has them all. Raises InvalidRequest."""
         if token_ids and not (min(token_ids) >= 0 and max(token_ids) < self.vocab_size):
             wrong = next(token_id for token_id in token_ids if not 0 <= token_id < self.vocab_size)
             raise InvalidRequest(f"token id {wrong} is not in the vocabulary of {self.vocab_size} tokens", param=param)
@@ -157,7 +157,7 @@ class ModelLimits:
 
 
 def render_chat(request: ChatRequest | TokenizeRequest, tokenizer: Tokenizer) -> str:
-    """The conversation in the words of the model's template. Raises InvalidRequest."""
+    """Returns the conversation as the model's template renders it. Raises InvalidRequest."""
     continued = bool(request.continue_final_message)
     generation_prompt = not continued if request.add_generation_prompt is None else request.add_generation_prompt
     if continued and generation_prompt:
@@ -173,7 +173,7 @@ def render_chat(request: ChatRequest | TokenizeRequest, tokenizer: Tokenizer) ->
 
 
 def chat_prompts(request: ChatRequest, tokenizer: Tokenizer, limits: ModelLimits, check: Check) -> list[Prompt]:
-    """The one prompt of a chat request. Raises InvalidRequest."""
+    """Returns the one prompt of a chat request. Raises InvalidRequest."""
     text = render_chat(request, tokenizer)
     check()
     # A template writes the special tokens that the model wants; it would be given some of them twice.
@@ -186,7 +186,7 @@ def chat_prompts(request: ChatRequest, tokenizer: Tokenizer, limits: ModelLimits
 def completion_prompts(
     request: CompletionRequest, tokenizer: Tokenizer, limits: ModelLimits, check: Check
 ) -> list[Prompt]:
-    """One for each prompt of a completion request. Raises InvalidRequest."""
+    """Returns the prompts of a completion request. Raises InvalidRequest."""
     if request.best_of is not None and request.best_of != request.choices:
         raise InvalidRequest("'best_of' other than 'n' is not supported by pdserve", param="best_of")
     given = _listed(request.prompt)
@@ -210,7 +210,7 @@ def completion_prompts(
 
 
 def _listed(prompt: str | list[str | int | list[int]]) -> list[str | list[int]]:
-    """One item for each prompt, of the four forms that OpenAI takes."""
+    """Returns the prompts as a list, whichever of OpenAI's four forms they come in."""
     if isinstance(prompt, str):
         return [prompt]
     kinds = {type(item) for item in prompt}

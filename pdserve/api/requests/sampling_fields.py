@@ -18,7 +18,10 @@ TokenRuns: TypeAlias = tuple[tuple[int, ...], ...]
 
 
 def bad_word_tokens(words: Iterable[str], tokenizer: Tokenizer) -> TokenRuns:
-    """Each word as it is, and as it comes after a space. The same word cut into other tokens is not kept out."""
+    """Returns the tokens of each word as it is, and as it comes after a space.
+
+    The same word cut into other tokens is not kept out.
+    """
     runs = []
     for word in words:
         for form in (word, " " + word.lstrip()):
@@ -31,7 +34,7 @@ MAX_REPEATED_IDS = 262_144
 
 
 def choice_seeds(request: GenerationRequest) -> list[int]:
-    """One for each choice of one prompt: ``seed``, ``seed + 1`` and so on, or independent random ones."""
+    """Returns a seed for each choice of one prompt: ``seed``, ``seed + 1`` and so on, or independent random ones."""
     return [_seed(request.seed, index) for index in range(request.choices)]
 
 
@@ -61,7 +64,7 @@ def _seed(seed: int | None, index: int) -> int:
 
 
 def sampling_params(request: GenerationRequest, seed: int, max_tokens: int, bad_words: TokenRuns) -> SamplingParams:
-    """Of one choice."""
+    """Returns the sampling parameters of one choice."""
     return SamplingParams(
         max_tokens=max_tokens,
         seed=seed,

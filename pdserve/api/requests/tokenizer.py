@@ -31,11 +31,11 @@ if TYPE_CHECKING:
 
 LOGGED_CHARS = 500
 MAX_CUT_CHARS = 2**20
-"""Of a text that may be longer than any context: one to be cut, or counted."""
+"""How long a text may be that is to be cut or counted, and so may be longer than any context."""
 
 
 class Tokenizer:
-    """Encodes prompts and makes a detokenizer for each output. Shared by all requests; keeps no state of theirs."""
+    """Encodes prompts and makes a detokenizer for each output. All requests share it; it keeps no state of theirs."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
         self._chat = tokenizer
@@ -71,7 +71,7 @@ class Tokenizer:
         return list(encoding.ids)
 
     def least_tokens(self, text: str) -> int:
-        """``text`` has no fewer tokens: known without tokenising it."""
+        """Returns a number of tokens that ``text`` has at least, without tokenising it."""
         return len(text) // self._longest_token
 
     def render_chat(
@@ -109,11 +109,14 @@ class Tokenizer:
         return str(self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Of one token by itself, which may be part of a character; none if the vocabulary has no such token."""
+        """Returns the bytes of one token by itself, which may be part of a character.
+
+        There are none if the vocabulary has no such token.
+        """
         return self._token_bytes[token_id]
 
     def detokenizer(self, *, skip_special_tokens: bool) -> Detokenizer:
-        """A new one, for one output."""
+        """Returns a new detokenizer, for one output."""
         skip = self._special_ids if skip_special_tokens else frozenset()
         if self._byte_level:
             return BytesDetokenizer(self._token_bytes, skip)
@@ -149,7 +152,7 @@ def _refused_by_template(error: Exception, has_kwargs: bool) -> InvalidRequest:
 
 
 def load_tokenizer(model_dir: Path) -> Tokenizer:
-    """The tokeniser and chat template of a Hugging Face model folder, or of a GGUF file. Raises ModelError."""
+    """Returns the tokenizer, with its chat template, of a Hugging Face folder or of a GGUF file. Raises ModelError."""
     # Imported here, so that it happens while the engine loads weights, and never on a prefill node.
     if is_gguf(model_dir):
         from pdserve.api.requests.gguf_tokenizer import gguf_tokenizer
