@@ -205,7 +205,7 @@ class EngineClient:
         return await asyncio.shield(self._lost)
 
     async def wait_idle(self) -> None:
-        """Waits until no request is open, or, as a prefill node's requests come from other engines, until it holds none."""
+        """Waits until no request is open. A prefill node, with requests of other engines, waits until it holds none."""
         await self._idle.wait()
 
     def fail_open(self, failure: RequestError) -> None:

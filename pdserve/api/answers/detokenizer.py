@@ -31,7 +31,7 @@ class Detokenizer(Protocol):
 
 
 def _byte_of_char() -> dict[str, int]:
-    """Returns the byte of each character of byte-level BPE. Bytes that are not printable Latin-1 are U+0100 and after."""
+    """Returns the byte of each character of byte-level BPE: bytes that are not printable Latin-1 are U+0100 and on."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [byte for byte in range(0x100) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
