@@ -64,16 +64,16 @@ class CopyBlocks(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fi
 
 
 class DownloadBlocks(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="download"):
-    """Copy KV blocks to slots of host memory, from which they are sent; the board counts what is done."""
+    """Copy KV blocks to staging blocks, from which they are sent; the board counts what is done."""
 
     blocks: list[int]
-    slots: list[int]
+    staged: list[int] = msgspec.field(name="slots")
 
 
 class UploadBlocks(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="upload"):
-    """Copy slots, in which they were received, to KV blocks; the board counts what is done."""
+    """Copy staging blocks, in which KV blocks were received, to the cache; the board counts what is done."""
 
-    slots: list[int]
+    staged: list[int] = msgspec.field(name="slots")
     blocks: list[int]
 
 

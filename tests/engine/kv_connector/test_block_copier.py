@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from pdserve.engine.kv_connector.staging.block_copier import BlockCopier, copy_kernels
 
-NUM_BLOCKS, SLOTS = 12, 8
+NUM_BLOCKS, STAGING = 12, 8
 PATIENCE_S = 30.0
 
 
@@ -20,10 +20,10 @@ class Moving:
 
     def __init__(self) -> None:
         self.cache = torch.randn(NUM_BLOCKS, 2, 3, 5)
-        self.slots = torch.zeros(SLOTS, 2, 3, 5)
+        self.staging = torch.zeros(STAGING, 2, 3, 5)
         self._news = threading.Semaphore(0)
         self.copier: BlockCopier[int] = BlockCopier(
-            self.cache, self.slots, copy_kernels(self.cache.device), self._news.release
+            self.cache, self.staging, copy_kernels(self.cache.device), self._news.release
         )
 
     def finish(self, jobs: int) -> list[int]:
@@ -37,19 +37,19 @@ class Moving:
 
 @settings(max_examples=30, deadline=None)
 @given(
-    blocks=st.lists(st.integers(0, NUM_BLOCKS - 1), unique=True, min_size=1, max_size=SLOTS),
-    order=st.permutations(range(SLOTS)),
+    blocks=st.lists(st.integers(0, NUM_BLOCKS - 1), unique=True, min_size=1, max_size=STAGING),
+    order=st.permutations(range(STAGING)),
 )
 def test_there_and_back(blocks: list[int], order: list[int]) -> None:
     moving = Moving()
-    slots = order[: len(blocks)]
+    staged = order[: len(blocks)]
     before = moving.cache.clone()
     targets = list(reversed(blocks))
-    moving.copier.download(1, blocks, slots)
-    moving.copier.upload(2, slots, targets)
+    moving.copier.download(1, blocks, staged)
+    moving.copier.upload(2, staged, targets)
     assert moving.finish(2) == [1, 2]
     moving.copier.close(PATIENCE_S)
-    assert torch.equal(moving.slots[slots], before[blocks])
+    assert torch.equal(moving.staging[staged], before[blocks])
     wanted = before.clone()
     wanted[targets] = before[blocks]
     assert torch.equal(moving.cache, wanted)
@@ -58,15 +58,15 @@ def test_there_and_back(blocks: list[int], order: list[int]) -> None:
 def test_more_than_one_buffer_holds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pdserve.engine.kv_connector.staging.block_copier.BATCH_BYTES", 3 * 2 * 3 * 5 * 4)
     moving = Moving()
-    moving.copier.download(1, range(SLOTS), range(SLOTS))
+    moving.copier.download(1, range(STAGING), range(STAGING))
     assert moving.finish(1) == [1]
     moving.copier.close(PATIENCE_S)
-    assert torch.equal(moving.slots, moving.cache[:SLOTS])
+    assert torch.equal(moving.staging, moving.cache[:STAGING])
 
 
 def test_lists_that_do_not_fit_each_other_are_refused() -> None:
     moving = Moving()
-    with pytest.raises(ValueError, match="2 blocks do not fit 1 slots"):
+    with pytest.raises(ValueError, match="2 blocks do not fit 1 staging blocks"):
         moving.copier.download(1, [0, 1], [0])
     moving.copier.close(PATIENCE_S)
 

@@ -1,4 +1,4 @@
-"""Who may touch a slot or a block while it is copied: the staged transfers with a scripted thread and copier."""
+"""What may touch a block while it is copied: the staged transfers with a scripted thread and copier."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from pdserve_kvtransfer.events import (
 )
 from tests.engine.kv_connector.test_connectors import ScriptedThread
 
-SLOTS, BLOCK_SIZE = 6, 4
+STAGING, BLOCK_SIZE = 6, 4
 SAMPLING = SamplingParams(max_tokens=1, seed=0)
 TARGET = PrefillTarget("p", "tcp://127.0.0.1:1", new_id())
 
@@ -51,12 +51,12 @@ class ScriptedCopier:
         self._under_way: list[Any] = []
         self._done: list[Any] = []
 
-    def upload(self, key: object, slots: tuple[int, ...], blocks: tuple[int, ...]) -> None:
-        self.uploads.append((slots, blocks))
+    def upload(self, key: object, staged: tuple[int, ...], blocks: tuple[int, ...]) -> None:
+        self.uploads.append((staged, blocks))
         self._under_way.append(key)
 
-    def download(self, key: object, blocks: tuple[int, ...], slots: tuple[int, ...]) -> None:
-        self.downloads.append((blocks, slots))
+    def download(self, key: object, blocks: tuple[int, ...], staged: tuple[int, ...]) -> None:
+        self.downloads.append((blocks, staged))
         self._under_way.append(key)
 
     def finish(self, count: int = 100) -> None:
@@ -71,12 +71,12 @@ class ScriptedCopier:
 class Desk:
     """The parts."""
 
-    def __init__(self, slots: int = SLOTS) -> None:
-        self.thread, self.copier, self.slots = ScriptedThread(), ScriptedCopier(), StagingBlocks(slots)
+    def __init__(self, staging_blocks: int = STAGING) -> None:
+        self.thread, self.copier, self.staging = ScriptedThread(), ScriptedCopier(), StagingBlocks(staging_blocks)
         thread: Any = self.thread
         copier: Any = self.copier
-        self.fetches = StagedFetches(thread, copier, self.slots)
-        self.pushes = StagedPushes(thread, copier, self.slots)
+        self.fetches = StagedFetches(thread, copier, self.staging)
+        self.pushes = StagedPushes(thread, copier, self.staging)
 
     def order(self, *blocks: int, target: PrefillTarget = TARGET) -> FetchOrder:
         transfer = TransferId(new_id(), 0, b"boot")
@@ -100,8 +100,8 @@ class Desk:
 # ------------------------------------------------------------ a decode node
 
 
-def test_a_short_prompt_has_its_slots_at_once_and_is_copied_before_the_connector_hears_of_it() -> None:
-    desk = Desk(slots=12)
+def test_a_short_prompt_has_its_staging_blocks_at_once_and_is_copied_before_the_connector_hears_of_it() -> None:
+    desk = Desk(staging_blocks=12)
     order = desk.order(30, 31, 32)
     (inner,) = desk.thread.fetched
     assert (inner.block_ids, inner.paced_blocks, inner.deadline_s) == ((0, 1, 2), 3, 10.0)
@@ -114,32 +114,32 @@ def test_a_short_prompt_has_its_slots_at_once_and_is_copied_before_the_connector
     assert desk.copier.uploads == [((0, 1), (30, 31)), ((2,), (32,))]
     desk.copier.finish(1)
     assert desk.heard() == []
-    assert desk.slots.num_free == 11
+    assert desk.staging.num_free == 11
     desk.copier.finish()
     assert desk.heard() == [landed]
-    assert desk.slots.num_free == 12
+    assert desk.staging.num_free == 12
 
 
-def test_a_fetch_of_any_length_passes_through_few_slots() -> None:
-    desk = Desk(slots=2)
+def test_a_fetch_of_any_length_passes_through_few_staging_blocks() -> None:
+    desk = Desk(staging_blocks=2)
     blocks = tuple(range(100, 150))
     order = desk.order(*blocks)
     assert [inner.block_ids for inner in desk.thread.fetched] == [()], "none can be spared"
     desk.heard(BlocksComing(order.transfer_id, 20))
     desk.heard(BlocksComing(order.transfer_id, 50))
     for landed in range(1, 51):
-        assert len(desk.thread.accepted) == landed, "no more than the slots hold"
+        assert len(desk.thread.accepted) == landed, "no more than the staging blocks hold"
         desk.heard(BlocksLanded(order.transfer_id, landed))
         desk.copier.finish()
         desk.heard()
     assert [into for _, into in desk.copier.uploads] == [(block,) for block in blocks]
     ended = FetchLanded(order.transfer_id, 0.1, 100)
     assert desk.heard(ended) == [ended]
-    assert desk.slots.num_free == 2
+    assert desk.staging.num_free == 2
 
 
-def test_slots_are_held_by_what_can_move_and_by_no_prefill_node_that_does_not_send() -> None:
-    desk = Desk(slots=8)
+def test_staging_blocks_are_held_by_what_can_move_and_by_no_prefill_node_that_does_not_send() -> None:
+    desk = Desk(staging_blocks=8)
     stuck = [desk.order(*range(10 * i, 10 * i + 4)) for i in range(1, 9)]
     assert sum(len(order.block_ids) for order in desk.thread.fetched) == 2, (
         "a quarter of them, before anything is ready"
@@ -153,11 +153,11 @@ def test_slots_are_held_by_what_can_move_and_by_no_prefill_node_that_does_not_se
         desk.heard()
     ended = FetchLanded(other.transfer_id, 0.1, 1)
     assert desk.heard(ended) == [ended]
-    assert desk.slots.num_free == 6
+    assert desk.staging.num_free == 6
 
 
 def test_a_short_fetch_passes_a_long_one() -> None:
-    desk = Desk(slots=4)
+    desk = Desk(staging_blocks=4)
     long = desk.order(*range(100, 150))
     desk.heard(BlocksComing(long.transfer_id, 50))
     short = desk.order(7, 8)
@@ -171,19 +171,19 @@ def test_a_short_fetch_passes_a_long_one() -> None:
     assert desk.fetches._fetches[long.transfer_id].landed < 10
 
 
-def test_a_failed_fetch_keeps_what_landed_and_its_slots_until_they_are_safe() -> None:
-    desk = Desk(slots=16)
+def test_a_failed_fetch_keeps_what_landed_and_its_staging_blocks_until_they_are_safe() -> None:
+    desk = Desk(staging_blocks=16)
     order = desk.order(30, 31, 32, 33)
     assert desk.heard(BlocksComing(order.transfer_id, 4), BlocksLanded(order.transfer_id, 1)) == []
     assert desk.heard(FetchFailed(order.transfer_id, "lost", 2, (3,))) == []
     assert desk.copier.uploads == [((0,), (30,)), ((1,), (31,))]
-    assert desk.slots.num_free == 13
+    assert desk.staging.num_free == 13
     desk.copier.finish()
     # Of the cache itself nothing is in quarantine.
     assert desk.heard() == [FetchFailed(order.transfer_id, "lost", 2, ())]
-    assert desk.slots.num_free == 15
+    assert desk.staging.num_free == 15
     assert desk.heard(BlocksReleased((3,))) == []
-    assert desk.slots.num_free == 16
+    assert desk.staging.num_free == 16
 
 
 def test_a_fetch_that_fails_with_nothing_copies_nothing() -> None:
@@ -192,23 +192,25 @@ def test_a_fetch_that_fails_with_nothing_copies_nothing() -> None:
     failed = FetchFailed(order.transfer_id, "refused", 0, (), FailureKind.REFUSED)
     assert desk.heard(failed) == [failed]
     assert desk.copier.uploads == []
-    assert desk.slots.num_free == SLOTS
+    assert desk.staging.num_free == STAGING
 
 
 @pytest.mark.parametrize(("coming", "kind"), [(1, FailureKind.DEADLINE), (9, FailureKind.OVERLOADED)])
-def test_a_deadline_that_passed_for_want_of_slots_is_not_the_prefill_nodes(coming: int, kind: FailureKind) -> None:
-    desk = Desk(slots=2)
+def test_a_deadline_that_passed_for_want_of_staging_blocks_is_not_the_prefill_nodes(
+    coming: int, kind: FailureKind
+) -> None:
+    desk = Desk(staging_blocks=2)
     order = desk.order(*range(30, 40))
     desk.heard(BlocksComing(order.transfer_id, coming))
     (failed,) = desk.heard(FetchFailed(order.transfer_id, "deadline", 0, (), FailureKind.DEADLINE))
     assert isinstance(failed, FetchFailed)
     assert failed.kind is kind
-    assert desk.slots.num_free == 2
+    assert desk.staging.num_free == 2
 
 
 @pytest.mark.parametrize("stage", ["ordered", "wanting", "copying", "landed"])
 def test_cancel_in_every_stage(stage: str) -> None:
-    desk = Desk(slots=4)
+    desk = Desk(staging_blocks=4)
     order = desk.order(30, 31, 32)
     transfer = order.transfer_id
     if stage != "ordered":
@@ -226,7 +228,7 @@ def test_cancel_in_every_stage(stage: str) -> None:
         assert desk.heard() == []
         desk.copier.finish()
         assert desk.heard() == [FetchCancelled(transfer, ())]
-        assert desk.slots.num_free == 4
+        assert desk.staging.num_free == 4
         return
     assert desk.thread.cancelled == [transfer]
     assert desk.heard(BlocksComing(transfer, 3), BlocksLanded(transfer, 1)) == []
@@ -237,18 +239,18 @@ def test_cancel_in_every_stage(stage: str) -> None:
         desk.copier.finish()
         events = desk.heard()
     assert events == [FetchCancelled(transfer, ())]
-    assert desk.slots.num_free == 4 - len(held)
+    assert desk.staging.num_free == 4 - len(held)
     desk.heard(BlocksReleased(held))
-    assert desk.slots.num_free == 4
+    assert desk.staging.num_free == 4
     desk.fetches.cancel_fetch(transfer)
-    assert not desk.slots._holders
+    assert not desk.staging._holders
 
 
 # ------------------------------------------------------------ a prefill node
 
 
-def test_blocks_are_sent_when_they_are_in_their_slots() -> None:
-    desk = Desk(slots=12)
+def test_blocks_are_sent_when_they_are_in_their_staging_blocks() -> None:
+    desk = Desk(staging_blocks=12)
     wanted = desk.wanted(3, first_block=2)
     assert desk.pushed(wanted) == [wanted], "it is computed whether or not there is host memory"
     desk.pushes.push(wanted.transfer_id, 2, (50,))
@@ -265,17 +267,17 @@ def test_blocks_are_sent_when_they_are_in_their_slots() -> None:
     desk.pushed()
     assert desk.pushed(ended) == [ended]
     assert desk.thread.pushed == [(2, (0,)), (3, (1,)), (4, (2,))]
-    assert desk.slots.num_free == 12
+    assert desk.staging.num_free == 12
 
 
-def test_a_prompt_of_any_length_passes_through_few_slots() -> None:
-    desk = Desk(slots=2)
+def test_a_prompt_of_any_length_passes_through_few_staging_blocks() -> None:
+    desk = Desk(staging_blocks=2)
     wanted = desk.wanted(50)
     desk.pushed(wanted)
     desk.pushes.push(wanted.transfer_id, 0, tuple(range(100, 130)))
     desk.pushes.push(wanted.transfer_id, 30, tuple(range(130, 150)))
     for sent in range(1, 51):
-        assert len(desk.copier.downloads) == sent, "no more than the slots hold"
+        assert len(desk.copier.downloads) == sent, "no more than the staging blocks hold"
         desk.copier.finish()
         desk.pushed()
         assert len(desk.thread.pushed) == sent
@@ -284,11 +286,11 @@ def test_a_prompt_of_any_length_passes_through_few_slots() -> None:
     assert [index for index, _ in desk.thread.pushed] == list(range(50))
     ended = PushEnded(wanted.transfer_id, PushOutcome.DONE)
     assert desk.pushed(ended) == [ended]
-    assert desk.slots.num_free == 2
+    assert desk.staging.num_free == 2
 
 
 def test_a_short_prompt_passes_a_long_one() -> None:
-    desk = Desk(slots=2)
+    desk = Desk(staging_blocks=2)
     long, short = desk.wanted(50), desk.wanted(1)
     assert desk.pushed(long, short) == [long, short]
     desk.pushes.push(long.transfer_id, 0, tuple(range(100, 150)))
@@ -302,7 +304,7 @@ def test_a_short_prompt_passes_a_long_one() -> None:
 
 
 def test_a_push_to_a_peer_that_takes_nothing_keeps_no_other_peer_waiting() -> None:
-    desk = Desk(slots=2)
+    desk = Desk(staging_blocks=2)
     stuck, other = desk.wanted(50), desk.wanted(5, boot=b"other")
     desk.pushed(stuck, other)
     desk.pushes.push(stuck.transfer_id, 0, tuple(range(100, 150)))
@@ -315,25 +317,25 @@ def test_a_push_to_a_peer_that_takes_nothing_keeps_no_other_peer_waiting() -> No
 
 
 def test_a_push_that_ends_under_a_copy_is_over_after_it() -> None:
-    desk = Desk(slots=12)
+    desk = Desk(staging_blocks=12)
     wanted = desk.wanted(4)
     desk.pushed(wanted)
     desk.pushes.push(wanted.transfer_id, 0, (50,))
     desk.copier.finish()
     desk.pushed()
     desk.pushes.push(wanted.transfer_id, 1, (51, 52, 53))
-    assert len(desk.copier.downloads) == 3, "the last one waits for a slot"
+    assert len(desk.copier.downloads) == 3, "the last one waits for a staging block"
     cancelled, ended = PushCancelled(wanted.transfer_id), PushEnded(wanted.transfer_id, PushOutcome.CANCELLED)
     assert desk.pushed(cancelled, ended) == [cancelled]
     desk.pushes.push(wanted.transfer_id, 4, (54,))
     assert len(desk.copier.downloads) == 3
-    assert desk.slots.num_free == 10, "what was sent is not read any more"
+    assert desk.staging.num_free == 10, "what was sent is not read any more"
     desk.copier.finish(1)
     assert desk.pushed() == []
     desk.copier.finish(1)
     assert desk.pushed() == [ended]
     assert desk.thread.pushed == [(0, (0,))]
-    assert desk.slots.num_free == 12
+    assert desk.staging.num_free == 12
 
 
 def test_a_push_that_ends_before_anything_is_computed() -> None:
@@ -353,10 +355,10 @@ def test_copies_that_have_ended_for_ever_end_the_engine() -> None:
 
 
 class Wire:
-    """Two nodes with few slots each, and what their transfer threads do between them."""
+    """Two nodes with few staging blocks each, and what their transfer threads do between them."""
 
-    def __init__(self, slots: tuple[int, int], random: Random) -> None:
-        self.prefill, self.decode = Desk(slots[0]), Desk(slots[1])
+    def __init__(self, staged: tuple[int, int], random: Random) -> None:
+        self.prefill, self.decode = Desk(staged[0]), Desk(staged[1])
         self.random = random
         self.ready: dict[TransferId, int] = {}
         self.sent: dict[TransferId, int] = {}
@@ -376,7 +378,7 @@ class Wire:
             self.prefill.pushes.push(order.transfer_id, 0, order.block_ids)
 
     def turn(self) -> bool:
-        """What is in its slot and accepted moves. True if anything did."""
+        """What is in its staging block and accepted moves. True if anything did."""
         before = (list(self.sent.values()), len(self.done))
         self.prefill.copier.finish()
         self.decode.copier.finish()
@@ -409,15 +411,15 @@ class Wire:
     st.lists(st.integers(1, 40), min_size=1, max_size=12),
     st.randoms(use_true_random=False),
 )
-def test_transfers_that_hold_some_slots_each_never_wait_for_each_other(
-    slots: tuple[int, int], lengths: list[int], random: Random
+def test_transfers_that_hold_some_staging_blocks_each_never_wait_for_each_other(
+    staged: tuple[int, int], lengths: list[int], random: Random
 ) -> None:
-    """On the decode node an early one may hold slots while its blocks wait for those of the prefill node."""
-    wire = Wire(slots, random)
+    """On the decode node an early one may hold staging blocks while its blocks wait for those of the prefill node."""
+    wire = Wire(staged, random)
     for length in lengths:
         wire.start(length)
     wire.compute()
     while len(wire.done) < len(lengths):
         assert wire.turn(), "all wait for each other"
     wire.turn()
-    assert wire.decode.slots.num_free == slots[1]
+    assert wire.decode.staging.num_free == staged[1]

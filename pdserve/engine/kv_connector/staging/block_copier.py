@@ -1,4 +1,7 @@
-"""Copies KV blocks between a cache and page-locked host memory, beside the step loop, on one rank or on all."""
+"""Copies KV blocks between a cache and its staging blocks, beside the step loop, on one rank or on all.
+
+Staging blocks are page-locked host memory. ``staged`` is always a list of their ids.
+"""
 
 from __future__ import annotations
 
@@ -20,25 +23,25 @@ log = logging.getLogger(__name__)
 Key = TypeVar("Key")
 
 BATCH_BYTES = 32 * 2**20
-"""What one gather or scatter moves at most: keeps the bus busy, in a buffer that does not matter."""
+"""One gather or scatter moves at most this much: enough to keep the bus busy, with a small buffer."""
 
 
 class CopyKernels(Protocol):
-    """``reference.gather_blocks`` into a buffer and ``reference.scatter_blocks`` out of it; its first blocks count."""
+    """``reference.gather_blocks`` into the first blocks of a buffer, and ``reference.scatter_blocks`` out of them."""
 
-    def gather(self, cache: torch.Tensor, blocks: torch.Tensor, staged: torch.Tensor) -> None: ...
+    def gather(self, cache: torch.Tensor, blocks: torch.Tensor, buffer: torch.Tensor) -> None: ...
 
-    def scatter(self, cache: torch.Tensor, blocks: torch.Tensor, staged: torch.Tensor) -> None: ...
+    def scatter(self, cache: torch.Tensor, blocks: torch.Tensor, buffer: torch.Tensor) -> None: ...
 
 
 class _TorchKernels:
     @staticmethod
-    def gather(cache: torch.Tensor, blocks: torch.Tensor, staged: torch.Tensor) -> None:
-        staged[: len(blocks)] = reference.gather_blocks(cache, blocks)
+    def gather(cache: torch.Tensor, blocks: torch.Tensor, buffer: torch.Tensor) -> None:
+        buffer[: len(blocks)] = reference.gather_blocks(cache, blocks)
 
     @staticmethod
-    def scatter(cache: torch.Tensor, blocks: torch.Tensor, staged: torch.Tensor) -> None:
-        reference.scatter_blocks(cache, blocks, staged[: len(blocks)])
+    def scatter(cache: torch.Tensor, blocks: torch.Tensor, buffer: torch.Tensor) -> None:
+        reference.scatter_blocks(cache, blocks, buffer[: len(blocks)])
 
 
 class _TritonKernels:
@@ -50,18 +53,18 @@ class _TritonKernels:
 
 
 def copy_kernels(device: torch.device) -> CopyKernels:
-    """Those for a cache on this device."""
+    """Returns the kernels for a cache on this device."""
     return _TorchKernels() if device.type == "cpu" else _TritonKernels()
 
 
 @dataclass(frozen=True, slots=True)
-class _Job(Generic[Key]):
+class _Copy(Generic[Key]):
     key: Key
     blocks: tuple[int, ...]
-    slots: tuple[int, ...]
+    staged: tuple[int, ...]
     upload: bool
     after: torch.cuda.Event | None
-    """All that the engine had given the GPU to do when the job was ordered."""
+    """Is over when the GPU has done all that the engine had launched before it ordered the job."""
 
 
 class Copier(Protocol[Key]):
@@ -69,34 +72,36 @@ class Copier(Protocol[Key]):
 
     @property
     def failure(self) -> str | None:
-        """Why no job ends any more, if so."""
+        """Why no more jobs will end; None while they do."""
 
-    def download(self, key: Key, blocks: Sequence[int], slots: Sequence[int]) -> None:
-        """Copy final blocks of the cache to slots; they must stay what they are until ``done`` says ``key``."""
+    def download(self, key: Key, blocks: Sequence[int], staged: Sequence[int]) -> None:
+        """Copies final blocks of the cache to staging blocks. They must not change until ``done`` returns ``key``."""
 
-    def upload(self, key: Key, slots: Sequence[int], blocks: Sequence[int]) -> None:
-        """Copy slots to blocks of the cache that nobody else touches until ``done`` says ``key``."""
+    def upload(self, key: Key, staged: Sequence[int], blocks: Sequence[int]) -> None:
+        """Copies staging blocks to blocks of the cache, which nothing else may touch until ``done`` returns ``key``."""
 
     def done(self) -> list[Key]:
-        """Keys of the jobs that have ended since the last call, in order."""
+        """Returns the keys of the jobs that have ended since the last call, in order."""
 
     def close(self, timeout_s: float) -> None:
-        """Jobs not begun are dropped; returns when none reads or writes any more, or after ``timeout_s``."""
+        """Drops jobs that have not begun. Returns when none reads or writes any more, or after ``timeout_s``."""
 
 
 class BlockCopier(Generic[Key]):
-    """A thread with a stream of its own: neither the step loop nor the GPU's computing waits for a copy.
+    """Copies in a thread with a stream of its own: neither the step loop nor the GPU's computing waits for a copy.
 
     Satisfies ``Copier``. ``wake`` is called from the thread after ``done`` or ``failure`` has news.
     """
 
-    def __init__(self, cache: torch.Tensor, slots: torch.Tensor, copies: CopyKernels, wake: Callable[[], None]) -> None:
-        """``slots`` is host memory ``[num_slots, ...]`` with the shape and dtype of the cache's blocks."""
-        self._cache, self._slots, self._copies, self._wake = cache, slots, copies, wake
+    def __init__(
+        self, cache: torch.Tensor, staging: torch.Tensor, kernels: CopyKernels, wake: Callable[[], None]
+    ) -> None:
+        """``staging`` is host memory ``[staging blocks, ...]`` with the shape and dtype of the cache's blocks."""
+        self._cache, self._staging, self._kernels, self._wake = cache, staging, kernels, wake
         self._on_gpu = cache.device.type == "cuda"
-        self._batch = max(1, min(len(slots), BATCH_BYTES // cache[0].nbytes))
+        self._batch = max(1, min(len(staging), BATCH_BYTES // cache[0].nbytes))
         self._buffer = torch.empty(self._batch, *cache.shape[1:], dtype=cache.dtype, device=cache.device)
-        self._jobs: deque[_Job[Key]] = deque()
+        self._jobs: deque[_Copy[Key]] = deque()
         self._news = threading.Condition()
         self._done: deque[Key] = deque()
         self._closing = False
@@ -104,11 +109,11 @@ class BlockCopier(Generic[Key]):
         self._thread = threading.Thread(target=self._run, name="kv-staging", daemon=True)
         self._thread.start()
 
-    def download(self, key: Key, blocks: Sequence[int], slots: Sequence[int]) -> None:
-        self._order(key, blocks, slots, upload=False)
+    def download(self, key: Key, blocks: Sequence[int], staged: Sequence[int]) -> None:
+        self._order(key, blocks, staged, upload=False)
 
-    def upload(self, key: Key, slots: Sequence[int], blocks: Sequence[int]) -> None:
-        self._order(key, blocks, slots, upload=True)
+    def upload(self, key: Key, staged: Sequence[int], blocks: Sequence[int]) -> None:
+        self._order(key, blocks, staged, upload=True)
 
     def done(self) -> list[Key]:
         ended = []
@@ -122,15 +127,15 @@ class BlockCopier(Generic[Key]):
             self._news.notify()
         self._thread.join(timeout_s)
 
-    def _order(self, key: Key, blocks: Sequence[int], slots: Sequence[int], *, upload: bool) -> None:
-        if len(blocks) != len(slots):
-            raise ValueError(f"{len(blocks)} blocks do not fit {len(slots)} slots")
+    def _order(self, key: Key, blocks: Sequence[int], staged: Sequence[int], *, upload: bool) -> None:
+        if len(blocks) != len(staged):
+            raise ValueError(f"{len(blocks)} blocks do not fit {len(staged)} staging blocks")
         after = None
         if self._on_gpu:
             after = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch has no annotation
             after.record(torch.cuda.current_stream(self._cache.device))
         with self._news:
-            self._jobs.append(_Job(key, tuple(blocks), tuple(slots), upload, after))
+            self._jobs.append(_Copy(key, tuple(blocks), tuple(staged), upload, after))
             self._news.notify()
 
     def _run(self) -> None:
@@ -148,41 +153,45 @@ class BlockCopier(Generic[Key]):
 
     def _work(self) -> None:
         while (job := self._next()) is not None:
-            self._move(job)
+            self._carry_out(job)
             self._done.append(job.key)
             self._wake()
 
-    def _next(self) -> _Job[Key] | None:
+    def _next(self) -> _Copy[Key] | None:
         with self._news:
             self._news.wait_for(lambda: self._closing or self._jobs)
             return None if self._closing else self._jobs.popleft()
 
     @torch.inference_mode()
-    def _move(self, job: _Job[Key]) -> None:
+    def _carry_out(self, job: _Copy[Key]) -> None:
         stream = torch.cuda.current_stream(self._cache.device) if self._on_gpu else None
         if stream is not None and job.after is not None:
             stream.wait_event(job.after)
         for first in range(0, len(job.blocks), self._batch):
-            slots = job.slots[first : first + self._batch]
+            staged = job.staged[first : first + self._batch]
             blocks = torch.tensor(job.blocks[first : first + self._batch], dtype=torch.int32, device=self._cache.device)
             if job.upload:
-                for offset, run in _adjacent_runs(slots):
-                    self._buffer[offset : offset + len(run)].copy_(self._slots[run.start : run.stop], non_blocking=True)
-                self._copies.scatter(self._cache, blocks, self._buffer)
+                for offset, run in _adjacent_runs(staged):
+                    self._buffer[offset : offset + len(run)].copy_(
+                        self._staging[run.start : run.stop], non_blocking=True
+                    )
+                self._kernels.scatter(self._cache, blocks, self._buffer)
             else:
-                self._copies.gather(self._cache, blocks, self._buffer)
-                for offset, run in _adjacent_runs(slots):
-                    self._slots[run.start : run.stop].copy_(self._buffer[offset : offset + len(run)], non_blocking=True)
+                self._kernels.gather(self._cache, blocks, self._buffer)
+                for offset, run in _adjacent_runs(staged):
+                    self._staging[run.start : run.stop].copy_(
+                        self._buffer[offset : offset + len(run)], non_blocking=True
+                    )
         if stream is not None:
             stream.synchronize()
 
 
-def _adjacent_runs(slots: Sequence[int]) -> Iterator[tuple[int, range]]:
-    """Neighbouring slots as ranges, each with its place in the list."""
+def _adjacent_runs(staged: Sequence[int]) -> Iterator[tuple[int, range]]:
+    """Yields neighbouring staging blocks as ranges, each with its place in the list."""
     start = 0
-    for end in range(1, len(slots) + 1):
-        if end == len(slots) or slots[end] != slots[end - 1] + 1:
-            yield start, range(slots[start], slots[end - 1] + 1)
+    for end in range(1, len(staged) + 1):
+        if end == len(staged) or staged[end] != staged[end - 1] + 1:
+            yield start, range(staged[start], staged[end - 1] + 1)
             start = end
 
 
@@ -193,7 +202,7 @@ class RanksCopier(Generic[Key]):
     """
 
     def __init__(self, own: BlockCopier[Key], ranks: Ranks) -> None:
-        """``own`` is this object's to close."""
+        """``own`` is rank 0's copier, which this object closes."""
         self._own, self._ranks = own, ranks
         self._done_here: deque[Key] = deque()
         self._done_everywhere = 0
@@ -202,13 +211,13 @@ class RanksCopier(Generic[Key]):
     def failure(self) -> str | None:
         return self._own.failure
 
-    def download(self, key: Key, blocks: Sequence[int], slots: Sequence[int]) -> None:
-        self._ranks.tell(DownloadBlocks(list(blocks), list(slots)))
-        self._own.download(key, blocks, slots)
+    def download(self, key: Key, blocks: Sequence[int], staged: Sequence[int]) -> None:
+        self._ranks.tell(DownloadBlocks(list(blocks), list(staged)))
+        self._own.download(key, blocks, staged)
 
-    def upload(self, key: Key, slots: Sequence[int], blocks: Sequence[int]) -> None:
-        self._ranks.tell(UploadBlocks(list(slots), list(blocks)))
-        self._own.upload(key, slots, blocks)
+    def upload(self, key: Key, staged: Sequence[int], blocks: Sequence[int]) -> None:
+        self._ranks.tell(UploadBlocks(list(staged), list(blocks)))
+        self._own.upload(key, staged, blocks)
 
     def done(self) -> list[Key]:
         self._done_here += self._own.done()

@@ -1,10 +1,10 @@
 """Fetches into a KV cache that lies outside of host memory: each block lands in a staging block, then is copied.
 
-To the transfer thread the staging blocks are the engine's cache. A fetch takes staging blocks for KV blocks that the
+The transfer thread sees the staging blocks as the engine's cache. A fetch takes staging blocks for KV blocks that the
 prefill node is ready to send, by turns with the others, and gives each back when it was copied: so what waits for
-staging blocks waits for copies, and for nothing else. A fetch takes some before that only while nobody needs them,
-which saves a turn of the step loop. A peer never touches the real cache, and no block of it is ever quarantined; a
-staging block may be.
+staging blocks waits for copies, and for nothing else. A fetch takes some before that only while no other fetch needs
+them, which saves a turn of the step loop. A peer never touches the real cache, and no block of it is ever quarantined;
+a staging block may be.
 """
 
 from __future__ import annotations
@@ -33,26 +33,26 @@ from pdserve_kvtransfer.stats import TransferStats
 
 @dataclass(slots=True)
 class _StagedFetch:
-    """Counts are of blocks from the first wanted one on."""
+    """One fetch under way. Blocks are counted from the first wanted one on."""
 
     order: FetchOrder
     coming: int = 0
-    """The prefill node can send them, or they were accepted before it could."""
+    """How many the prefill node can send, or were accepted before it could."""
     accepted: int = 0
-    """They have, or had, slots."""
+    """How many have, or had, staging blocks."""
     landed: int = 0
-    slots: dict[int, int] = field(default_factory=dict)
-    """By the block's place in the order: those accepted and not copied to the cache yet."""
+    staged: dict[int, int] = field(default_factory=dict)
+    """The staging block of each place in the order that is accepted and not copied to the cache yet."""
     uploads: int = 0
-    """Copies under way, from slots to the cache's blocks."""
+    """How many copies from staging blocks to the cache are under way."""
     cancelled: bool = False
     end: TransferEvent | None = None
-    """What the connector hears after the copies."""
+    """The event that the connector gets after the copies."""
 
 
 @dataclass(frozen=True, slots=True)
 class LandedBlocks:
-    """Of blocks that have landed, by their places in the order."""
+    """Blocks of one fetch that have landed, by their places in the order."""
 
     transfer: TransferId
     places: range
@@ -61,19 +61,19 @@ class LandedBlocks:
 class StagedFetches:
     """Satisfies ``Fetches``. Used by the step loop's thread alone."""
 
-    def __init__(self, thread: PacedFetches, copier: Copier[LandedBlocks], slots: StagingBlocks) -> None:
-        """``copier`` is this object's to close."""
-        self._thread, self._copier, self._slots = thread, copier, slots
+    def __init__(self, transfers: PacedFetches, copier: Copier[LandedBlocks], staging: StagingBlocks) -> None:
+        """This object closes ``transfers`` and ``copier``."""
+        self._transfers, self._copier, self._staging = transfers, copier, staging
         self._fetches: dict[TransferId, _StagedFetch] = {}
         self._quarantined: dict[int, TransferId] = {}
-        """Slots that the transfer thread will release, by whom they are held until then."""
+        """Staging blocks that the transfer thread will release, and the transfer that holds each until then."""
         self._news: list[TransferEvent] = []
 
     def fetch(self, order: FetchOrder) -> None:
         transfer, count = order.transfer_id, len(order.block_ids)
-        slots = self._slots.spare(transfer, order.target.boot_id, count)
-        self._fetches[transfer] = _StagedFetch(order, len(slots), len(slots), slots=dict(enumerate(slots)))
-        self._thread.fetch(dataclasses.replace(order, block_ids=slots, paced_blocks=count))
+        staged = self._staging.spare(transfer, order.target.boot_id, count)
+        self._fetches[transfer] = _StagedFetch(order, len(staged), len(staged), staged=dict(enumerate(staged)))
+        self._transfers.fetch(dataclasses.replace(order, block_ids=staged, paced_blocks=count))
 
     def cancel_fetch(self, transfer_id: TransferId) -> None:
         fetch = self._fetches.get(transfer_id)
@@ -83,11 +83,11 @@ class StagedFetches:
             fetch.end = FetchCancelled(transfer_id, ())
             return
         fetch.cancelled = True
-        self._slots.withdraw(transfer_id)
-        self._thread.cancel_fetch(transfer_id)
+        self._staging.withdraw(transfer_id)
+        self._transfers.cancel_fetch(transfer_id)
 
     def events(self) -> list[TransferEvent]:
-        for event in self._thread.events():
+        for event in self._transfers.events():
             self._on_event(event)
         for upload in self._copier.done():
             self._uploaded(upload)
@@ -100,74 +100,74 @@ class StagedFetches:
     def _on_event(self, event: TransferEvent) -> None:
         match event:
             case BlocksComing(transfer, count):
-                self._want(self._fetches[transfer], count)
+                self._request_staging(self._fetches[transfer], count)
             case BlocksLanded(transfer, count):
-                self._take_in(self._fetches[transfer], count)
+                self._upload_landed(self._fetches[transfer], count)
             case FetchLanded(transfer):
                 fetch = self._fetches[transfer]
-                self._take_in(fetch, len(fetch.order.block_ids))
+                self._upload_landed(fetch, len(fetch.order.block_ids))
                 self._end(fetch, event, ())
             case FetchFailed(transfer, _, landed, quarantined, kind):
                 fetch = self._fetches[transfer]
-                self._take_in(fetch, landed)
-                if kind is FailureKind.DEADLINE and self._slots.wants(transfer):
-                    # It was this node that had no room.
+                self._upload_landed(fetch, landed)
+                if kind is FailureKind.DEADLINE and self._staging.wants(transfer):
+                    # This node had no room for the blocks.
                     kind = FailureKind.OVERLOADED
                 self._end(fetch, dataclasses.replace(event, quarantined=(), kind=kind), quarantined)
             case FetchCancelled(transfer, quarantined):
                 self._end(self._fetches[transfer], FetchCancelled(transfer, ()), quarantined)
-            case BlocksReleased(slots):
-                for slot in slots:
-                    self._slots.give_back(self._quarantined.pop(slot), (slot,))
+            case BlocksReleased(staged):
+                for staged_id in staged:
+                    self._staging.give_back(self._quarantined.pop(staged_id), (staged_id,))
             case _:
                 self._news.append(event)
 
-    def _want(self, fetch: _StagedFetch, coming: int) -> None:
+    def _request_staging(self, fetch: _StagedFetch, coming: int) -> None:
         if coming > fetch.coming and not fetch.cancelled:
             order = fetch.order
-            self._slots.want(order.transfer_id, order.target.boot_id, coming - fetch.coming)
+            self._staging.want(order.transfer_id, order.target.boot_id, coming - fetch.coming)
             fetch.coming = coming
 
     def _grant(self) -> None:
-        for transfer, slots in self._slots.granted():
+        for transfer, staged in self._staging.granted():
             fetch = self._fetches[transfer]
-            fetch.slots.update(enumerate(slots, fetch.accepted))
-            fetch.accepted += len(slots)
-            self._thread.accept_blocks(transfer, slots)
+            fetch.staged.update(enumerate(staged, fetch.accepted))
+            fetch.accepted += len(staged)
+            self._transfers.accept_blocks(transfer, staged)
 
-    def _take_in(self, fetch: _StagedFetch, landed: int) -> None:
-        """The blocks that have landed go to the cache."""
+    def _upload_landed(self, fetch: _StagedFetch, landed: int) -> None:
+        """Has the blocks that have landed copied to the cache."""
         places = range(fetch.landed, landed)
         if not places or fetch.cancelled:
             return
         fetch.landed = landed
         fetch.uploads += 1
-        slots = tuple(fetch.slots[place] for place in places)
+        staged = tuple(fetch.staged[place] for place in places)
         blocks = fetch.order.block_ids[places.start : places.stop]
-        self._copier.upload(LandedBlocks(fetch.order.transfer_id, places), slots, blocks)
+        self._copier.upload(LandedBlocks(fetch.order.transfer_id, places), staged, blocks)
 
     def _uploaded(self, upload: LandedBlocks) -> None:
         fetch = self._fetches[upload.transfer]
         fetch.uploads -= 1
-        self._slots.give_back(upload.transfer, [fetch.slots.pop(place) for place in upload.places])
-        self._finish_if_quiet(fetch)
+        self._staging.give_back(upload.transfer, [fetch.staged.pop(place) for place in upload.places])
+        self._finish_if_over(fetch)
 
     def _end(self, fetch: _StagedFetch, end: TransferEvent, quarantined: tuple[int, ...]) -> None:
         transfer, fetch.end = fetch.order.transfer_id, end
-        self._slots.withdraw(transfer)
-        rest = [fetch.slots.pop(place) for place in range(fetch.landed, fetch.accepted)]
+        self._staging.withdraw(transfer)
+        rest = [fetch.staged.pop(place) for place in range(fetch.landed, fetch.accepted)]
         self._quarantined.update(dict.fromkeys(quarantined, transfer))
-        self._slots.give_back(transfer, [slot for slot in rest if slot not in self._quarantined])
-        self._finish_if_quiet(fetch)
+        self._staging.give_back(transfer, [staged_id for staged_id in rest if staged_id not in self._quarantined])
+        self._finish_if_over(fetch)
 
-    def _finish_if_quiet(self, fetch: _StagedFetch) -> None:
+    def _finish_if_over(self, fetch: _StagedFetch) -> None:
         if fetch.end is not None and not fetch.uploads:
             del self._fetches[fetch.order.transfer_id]
             self._news.append(fetch.end)
 
     def stats(self) -> TransferStats:
-        return self._thread.stats()
+        return self._transfers.stats()
 
     def close(self, timeout_s: float) -> None:
-        self._thread.close(timeout_s)
+        self._transfers.close(timeout_s)
         self._copier.close(timeout_s)

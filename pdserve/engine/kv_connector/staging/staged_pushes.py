@@ -1,6 +1,6 @@
 """Pushes out of a KV cache that lies outside of host memory: each block is copied to a staging block, then sent.
 
-To the transfer thread the staging blocks are the engine's cache. The blocks of a chunk are copied while the next chunk
+The transfer thread sees the staging blocks as the engine's cache. The blocks of a chunk are copied while the next chunk
 computes. A push takes staging blocks for final KV blocks only, by turns with the others, and gives them back when they
 have left: its blocks in the cache stay its own until then.
 """
@@ -22,31 +22,33 @@ from pdserve_kvtransfer.stats import TransferStats
 
 @dataclass(slots=True)
 class _StagedPush:
+    """One push under way."""
+
     waiting: deque[tuple[int, int]] = field(default_factory=deque)
-    """Index and block of the cache, in order: final, and without a slot."""
+    """Index and block of each final block without a staging block, in order."""
     downloads: int = 0
-    """Copies under way, from the cache's blocks to slots."""
+    """How many copies from the cache to staging blocks are under way."""
     sending: set[int] = field(default_factory=set)
-    """Slots that the transfer thread reads."""
+    """The staging blocks that the transfer thread reads."""
     end: PushEnded | None = None
-    """What the connector hears after the copies."""
+    """The event that the connector gets after the copies."""
 
 
 @dataclass(frozen=True, slots=True)
 class BlocksToSend:
-    """Blocks that are sent when they are in their slots."""
+    """Blocks of one push that are sent once they are in their staging blocks."""
 
     transfer: TransferId
     first_index: int
-    slots: tuple[int, ...]
+    staged: tuple[int, ...]
 
 
 class StagedPushes:
     """Satisfies ``Pushes``. Used by the step loop's thread alone."""
 
-    def __init__(self, thread: Pushes, copier: Copier[BlocksToSend], slots: StagingBlocks) -> None:
-        """``thread`` reports what it has sent; ``copier`` is this object's to close."""
-        self._thread, self._copier, self._slots = thread, copier, slots
+    def __init__(self, transfers: Pushes, copier: Copier[BlocksToSend], staging: StagingBlocks) -> None:
+        """``transfers`` reports what it has sent. This object closes it and ``copier``."""
+        self._transfers, self._copier, self._staging = transfers, copier, staging
         self._pushes: dict[TransferId, _StagedPush] = {}
         self._news: list[TransferEvent] = []
 
@@ -55,22 +57,22 @@ class StagedPushes:
         if push is None or push.end is not None:
             return
         push.waiting += enumerate(block_ids, first_index)
-        self._slots.want(transfer_id, transfer_id.decode_boot, len(block_ids))
+        self._staging.want(transfer_id, transfer_id.decode_boot, len(block_ids))
         self._grant()
 
     def first_token(
         self, transfer_id: TransferId, tokens: tuple[SampledToken, ...], cached_tokens: int, load: PrefillLoad
     ) -> None:
-        self._thread.first_token(transfer_id, tokens, cached_tokens, load)
+        self._transfers.first_token(transfer_id, tokens, cached_tokens, load)
 
     def tell_load(self, load: PrefillLoad) -> None:
-        self._thread.tell_load(load)
+        self._transfers.tell_load(load)
 
     def fail_push(self, transfer_id: TransferId, reason: str, cause: FailureCause) -> None:
-        self._thread.fail_push(transfer_id, reason, cause)
+        self._transfers.fail_push(transfer_id, reason, cause)
 
     def events(self) -> list[TransferEvent]:
-        for event in self._thread.events():
+        for event in self._transfers.events():
             self._on_event(event)
         for sending in self._copier.done():
             self._downloaded(sending)
@@ -85,32 +87,32 @@ class StagedPushes:
             case PushWanted(transfer):
                 self._pushes[transfer] = _StagedPush()
                 self._news.append(event)
-            case BlocksSent(transfer, slots):
+            case BlocksSent(transfer, staged):
                 push = self._pushes.get(transfer)
                 if push is not None:
-                    push.sending.difference_update(slots)
-                    self._slots.give_back(transfer, slots)
+                    push.sending.difference_update(staged)
+                    self._staging.give_back(transfer, staged)
             case PushEnded(transfer):
                 self._end(self._pushes[transfer], event)
             case _:
                 self._news.append(event)
 
     def _grant(self) -> None:
-        for transfer, slots in self._slots.granted():
+        for transfer, staged in self._staging.granted():
             waiting = self._pushes[transfer].waiting
-            indexes, blocks = zip(*(waiting.popleft() for _ in slots), strict=True)
-            # What is pushed is pushed in order, from the first wanted block on: neighbours all.
+            indexes, blocks = zip(*(waiting.popleft() for _ in staged), strict=True)
+            # Blocks are pushed in order, from the first wanted one on, so their indexes are neighbours.
             self._pushes[transfer].downloads += 1
-            self._copier.download(BlocksToSend(transfer, indexes[0], slots), blocks, slots)
+            self._copier.download(BlocksToSend(transfer, indexes[0], staged), blocks, staged)
 
     def _downloaded(self, sending: BlocksToSend) -> None:
         push = self._pushes[sending.transfer]
         push.downloads -= 1
         if push.end is None:
-            push.sending.update(sending.slots)
-            self._thread.push(sending.transfer, sending.first_index, sending.slots)
+            push.sending.update(sending.staged)
+            self._transfers.push(sending.transfer, sending.first_index, sending.staged)
         else:
-            self._slots.give_back(sending.transfer, sending.slots)
+            self._staging.give_back(sending.transfer, sending.staged)
             self._end(push, push.end)
 
     def _end(self, push: _StagedPush, end: PushEnded) -> None:
@@ -118,17 +120,17 @@ class StagedPushes:
         if push.end is None:
             push.end = end
             push.waiting.clear()
-            self._slots.withdraw(transfer)
+            self._staging.withdraw(transfer)
             if push.sending:
-                self._slots.give_back(transfer, push.sending)
+                self._staging.give_back(transfer, push.sending)
                 push.sending = set()
         if not push.downloads:
             del self._pushes[transfer]
             self._news.append(end)
 
     def stats(self) -> TransferStats:
-        return self._thread.stats()
+        return self._transfers.stats()
 
     def close(self, timeout_s: float) -> None:
-        self._thread.close(timeout_s)
+        self._transfers.close(timeout_s)
         self._copier.close(timeout_s)

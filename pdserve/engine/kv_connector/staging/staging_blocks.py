@@ -22,10 +22,11 @@ class _Holder:
 
 
 class StagingBlocks:
-    """Transfers take slots for blocks that move now, by turns, and give each back when its block has moved on.
+    """Transfers take staging blocks for KV blocks that move now, by turns, and give each back when its block has moved.
 
-    So a prompt of any length passes through a few slots, and a short one passes a long one. No transfer has more than a
-    quarter of all slots, and those to one peer together no more than half: one that does not move keeps nobody out.
+    So a prompt of any length passes through a few staging blocks, and a short one passes a long one. No transfer has
+    more than a quarter of them, and those to one peer together no more than half: one that does not move keeps no other
+    out.
     """
 
     def __init__(self, total: int) -> None:
@@ -41,15 +42,15 @@ class StagingBlocks:
         return len(self._free)
 
     def want(self, transfer: TransferId, peer: bytes, count: int) -> None:
-        """``granted`` will give so many more, some at a time. ``peer`` is the engine at the other end."""
+        """Asks for ``count`` more, which ``granted`` will give by turns. ``peer`` is the engine at the other end."""
         self._holders.setdefault(transfer, _Holder(peer)).wanted += count
         self._queue[transfer] = None
 
     def spare(self, transfer: TransferId, peer: bytes, count: int) -> tuple[int, ...]:
-        """At once up to so many, for what cannot move yet.
+        """Returns up to ``count`` at once, for blocks that cannot move yet.
 
-        Half of all slots, and of the peer's, are kept for what can. Otherwise one transfer would hold slots here and
-        wait for some at the other end, and another the other way round.
+        Half of all staging blocks, and of the peer's, are kept for KV blocks that can move. Otherwise one transfer
+        would hold staging blocks here and wait for some at the other end, and another the other way round.
         """
         holder = self._holders.setdefault(transfer, _Holder(peer))
         of_peer = self._peer_share // 2 - self._held_by_peer[peer]
@@ -59,16 +60,19 @@ class StagingBlocks:
         return self._take(given)
 
     def wants(self, transfer: TransferId) -> bool:
-        """Whether some that it wants have not been granted."""
+        """Returns whether the transfer waits for staging blocks."""
         return transfer in self._queue
 
     def withdraw(self, transfer: TransferId) -> None:
-        """It wants no more. What it holds it still has to give back."""
+        """Ends the transfer's turns. It still has to give back what it holds."""
         self._queue.pop(transfer, None)
         self._forget_if_over(transfer)
 
     def granted(self) -> Iterator[tuple[TransferId, tuple[int, ...]]]:
-        """Whose turn it is, with slots; lowest first, so that most are neighbours and move in one copy."""
+        """Yields each transfer whose turn it is, with its new staging blocks.
+
+        The lowest ones come first, so that most are neighbours and move in one copy.
+        """
         passed = 0
         while self._free and passed < len(self._queue):
             transfer, _ = self._queue.popitem(last=False)
@@ -82,13 +86,13 @@ class StagingBlocks:
             if count:
                 yield transfer, self._take(count)
 
-    def give_back(self, transfer: TransferId, slots: Collection[int]) -> None:
-        if not slots:
+    def give_back(self, transfer: TransferId, staged: Collection[int]) -> None:
+        if not staged:
             return
         holder = self._holders[transfer]
-        self._hold(holder, -len(slots))
-        for slot in slots:
-            heapq.heappush(self._free, slot)
+        self._hold(holder, -len(staged))
+        for block in staged:
+            heapq.heappush(self._free, block)
         self._forget_if_over(transfer)
 
     def _room(self, holder: _Holder) -> int:
