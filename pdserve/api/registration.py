@@ -25,6 +25,7 @@ import zmq
 
 from pdserve.api.proxy_link import MISSED_ACKS, ProxyLink, RegistrationStatus
 from pdserve.errors import ConfigError, WireError
+from pdserve.log_throttle import LogThrottle
 from pdserve.wire.discovery import Deregister, FromProxy, NodeInfo, NodeLoad, ToProxy
 from pdserve.wire.frame import Opened, Opener, Purpose, Sealer, Secrets
 
@@ -34,6 +35,7 @@ GOODBYE_MS = 200
 """How long a ``Deregister`` may take to leave."""
 MAX_MESSAGE_BYTES = 64 * 1024
 _QUEUED_FRAMES = 4
+WARN_EVERY_S = 10.0
 
 
 class HeartbeatThread:
@@ -149,6 +151,7 @@ class _ProxyConnection:
         self._status: RegistrationStatus | None = None
         self._boot_id = node.boot_id
         self._sealer = Sealer(secret, Purpose.DISCOVERY, node.boot_id)
+        self._throttle = LogThrottle(WARN_EVERY_S)
         self._opener: Opener[FromProxy] = Opener(
             secret, Purpose.DISCOVERY, cast("type[FromProxy]", FromProxy), receiver=node.boot_id
         )
@@ -172,7 +175,7 @@ class _ProxyConnection:
         if ready & zmq.POLLOUT:
             self.link.unsent(now)
         if ready & zmq.POLLIN:
-            opened = self._opened(self.socket.recv_multipart())
+            opened = self._opened(self.socket.recv_multipart(), now)
             if opened is not None:
                 self.link.answered(opened, now)
                 self._show_refusal()
@@ -204,11 +207,12 @@ class _ProxyConnection:
             return False
         return True
 
-    def _opened(self, parts: list[bytes]) -> Opened[FromProxy] | None:
+    def _opened(self, parts: list[bytes], now: float) -> Opened[FromProxy] | None:
         try:
             return self._opener.open_from(parts[-1])
         except WireError as exc:
-            log.warning("dropped a message from proxy %s: %s", self.proxy, exc)
+            if count := self._throttle.add(now):
+                log.warning("%d messages from proxy %s dropped, the last one because: %s", count, self.proxy, exc)
             return None
 
 

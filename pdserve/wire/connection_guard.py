@@ -19,6 +19,8 @@ from dataclasses import dataclass
 
 import zmq
 
+from pdserve.log_throttle import LogThrottle
+
 log = logging.getLogger(__name__)
 
 CHECK_S = 0.5
@@ -61,7 +63,7 @@ class ConnectionGuard:
         self._connections: dict[int, _Connection] = {}
         """The connections in the order in which they were accepted."""
         self._cuts = 0
-        self._next_log = 0.0
+        self._throttle = LogThrottle(LOG_EVERY_S)
 
     @property
     def watching(self) -> bool:
@@ -128,8 +130,7 @@ class ConnectionGuard:
     def cut(self, descriptor: int, port: int, why: str) -> None:
         """Ends the connection, and logs some of the reasons. Messages that came over it before can still be read."""
         self._cuts += 1
-        if (now := time.monotonic()) >= self._next_log:
-            self._next_log = now + LOG_EVERY_S
+        if self._throttle.add(time.monotonic()):
             log.warning("a control connection is cut (%d so far): %s", self._cuts, why)
         self.ended(descriptor)
         with suppress(OSError), _duplicate(descriptor, port) as duplicate:

@@ -17,6 +17,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from pdserve.errors import TransferError, UnreadableMessage, WireError, WrongReceiver
+from pdserve.log_throttle import LogThrottle
 from pdserve.wire.connection_guard import ConnectionGuard, MessageReader, RoutedMessage
 from pdserve.wire.frame import MAX_FRAME_BYTES, Opened, Opener, Purpose, Secrets
 from pdserve_kvtransfer.stats import TransferStats
@@ -263,7 +264,7 @@ class FrameOpener(Generic[T]):
         """``boot_id`` is this engine's. Frames that name another receiver are not opened."""
         self._opener: Opener[T] = Opener(secret, Purpose.TRANSFER, messages, receiver=boot_id)
         self._stats = stats
-        self._next_log = float("-inf")
+        self._throttle = LogThrottle(_LOG_EVERY_S)
 
     def open(self, frame: bytes, now: float) -> Opened[T] | UnreadableMessage | WrongReceiver | None:
         """Returns the message of a frame. If there is none but the frame is authentic, returns why; otherwise None."""
@@ -271,7 +272,6 @@ class FrameOpener(Generic[T]):
             return self._opener.open_from(frame)
         except WireError as exc:
             self._stats.frames_dropped += 1
-            if now >= self._next_log:
-                self._next_log = now + _LOG_EVERY_S
+            if self._throttle.add(now):
                 log.warning("dropped a transfer frame (%d so far): %s", self._stats.frames_dropped, exc)
             return exc if isinstance(exc, UnreadableMessage | WrongReceiver) else None

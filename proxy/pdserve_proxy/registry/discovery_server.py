@@ -26,6 +26,7 @@ from pdserve.errors import (
     WireError,
     WrongReceiver,
 )
+from pdserve.log_throttle import LogThrottle
 from pdserve.wire.connection_guard import ConnectionGuard, MessageReader, RoutedMessage
 from pdserve.wire.discovery import (
     Ack,
@@ -78,7 +79,7 @@ class DiscoveryServer:
         self._clock = clock
         self._opener: Opener[ToProxy] = Opener(secret, Purpose.DISCOVERY, _to_proxy_type(), receiver=boot_id)
         self._sealer = Sealer(secret, Purpose.DISCOVERY, boot_id)
-        self._drops, self._refusals = _WarningThrottle(clock), _WarningThrottle(clock)
+        self._drops, self._refusals = LogThrottle(WARN_EVERY_S), LogThrottle(WARN_EVERY_S)
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._reader = MessageReader(zmq.Socket.shadow(self._socket.underlying))
@@ -257,7 +258,7 @@ class DiscoveryServer:
     def _dropped(self, exc: WireError) -> None:
         reason = "authentication" if isinstance(exc, AuthenticationFailed) else "malformed"
         self._on_dropped(reason)
-        if count := self._drops.add():
+        if count := self._drops.add(self._clock()):
             log.warning("%d discovery frames dropped, the last one because: %s", count, exc)
 
     def _log_change(self, message: ToProxy, answer: Ack | None) -> None:
@@ -265,28 +266,10 @@ class DiscoveryServer:
             case Register(node=info) if answer is not None and answer.known:
                 log.info("node %s (%s, %s, model %s) registered", info.name, info.role.value, info.url, info.model)
             case Register(node=info):
-                if count := self._refusals.add():
+                if count := self._refusals.add(self._clock()):
                     log.warning("the registry is full: %d nodes turned away, the last one is %s", count, info.name)
             case Deregister(boot_id=boot_id):
                 log.info("node %s deregistered", boot_id.hex()[:12])
-
-
-class _WarningThrottle:
-    """Counts what is to be warned of, at most every ``WARN_EVERY_S``."""
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
-        self._warned_s = -WARN_EVERY_S
-        self._count = 0
-
-    def add(self) -> int:
-        """How many there were since the last warning, if another is due; else 0."""
-        self._count += 1
-        now = self._clock()
-        if now - self._warned_s < WARN_EVERY_S:
-            return 0
-        count, self._count, self._warned_s = self._count, 0, now
-        return count
 
 
 def _bind(socket: zmq.asyncio.Socket, host: str, port: int) -> str:

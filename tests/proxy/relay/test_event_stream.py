@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
-import time
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdserve_proxy.relay.event_stream import MAX_EVENT_BYTES, WholeEvents
+from tests.cpu_time import least_cpu_s
 
 ENDINGS = (b"\n\n", b"\r\n\r\n")
 EVENTS = st.lists(
@@ -76,13 +77,11 @@ def test_the_end_of_a_huge_event_is_seen_wherever_it_is_cut(size: int, cut: int)
 
 
 def test_the_work_for_an_event_grows_as_its_size_does() -> None:
-    def cpu_s(pieces: int) -> float:
-        relay, piece = WholeEvents(), b"x" * 32
-        began = time.thread_time()
+    def feed(pieces: int) -> None:
+        events, piece = WholeEvents(), b"x" * 32
         for _ in range(pieces):
-            relay.feed(piece)
-        return time.thread_time() - began
+            events.feed(piece)
 
     whole = MAX_EVENT_BYTES // 32
-    few, many = (min(cpu_s(pieces) for _ in range(3)) for pieces in (whole // 8, whole))
+    few, many = (least_cpu_s(functools.partial(feed, pieces)) for pieces in (whole // 8, whole))
     assert many < few * 24, "8 times as much; 64 times if everything held back is looked at again"
