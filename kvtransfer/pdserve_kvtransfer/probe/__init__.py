@@ -1,5 +1,5 @@
-"""Probes: ``pdserve doctor`` examines a prefill engine and measures a link to it that knows no KV memory.
+"""Probes, with which ``pdserve doctor`` examines a prefill engine and measures a link to it without KV memory.
 
-``examiner`` is what the doctor uses; ``asker`` measures at its end of the probe's link; ``host`` is the end of the
-prefill engine.
+The doctor uses ``examiner``. ``asker`` measures at the doctor's end of the probe's link, and ``host`` is the prefill
+engine's end.
 """

@@ -1,6 +1,6 @@
-"""The asking end of a probe, and what travels on the probe's link: tags, sizes, bounds.
+"""The asking end of a probe, and the tags, sizes and bounds of messages on the probe's link.
 
-Both ends hold scratch memory only.
+Both ends have scratch memory alone.
 """
 
 from __future__ import annotations
@@ -16,33 +16,33 @@ from pdserve_kvtransfer.polling import BusyPoll
 from pdserve_kvtransfer.transport import Link
 
 PING_TAG = 1
-"""A few bytes, sent back as they are."""
+"""The tag of a ping: a few bytes that the host sends back."""
 START_TAG = 2
-"""From the asker: now send."""
+"""The tag of the asker's message that asks for the load."""
 LOAD_TAG = 3
-"""The messages that were asked for, by index."""
+"""The tag of the messages that were asked for, which have consecutive indexes."""
 
 PING_BYTES = 8
 MAX_ASKER_BYTES = 64
-"""An asker sends nothing larger; what does ends the probe."""
+"""The longest message that an asker may send. A longer one ends the probe."""
 
 PROBE_LIMIT_S = 10.0
-"""A probe is over after this, whatever its asker does."""
+"""The longest time that a probe may take."""
 PAUSE_S = 1.0
-"""Between two probes, whoever asks."""
+"""The time between two probes, even of two askers."""
 WINDOW = 32
-"""Messages on the way at once."""
+"""How many messages are on the way at once."""
 
 _PINGS = 200
 _WARM_UP_MESSAGES = 8
 _MAX_WAIT_MS = 20
 _PARTS = 4
 _MIN_PART = 3 * WINDOW
-"""Messages in a part: many times what may have arrived before its clock starts."""
+"""The messages in a part: many times the number that may have arrived before its clock starts."""
 
 
 class ProbeAsker:
-    """The asker's end of one link, which is connected. Everything it receives lands in scratch memory."""
+    """The asker's end of one connected link. Everything that it receives lands in scratch memory."""
 
     def __init__(self, link: Link, message_bytes: int, deadline: float) -> None:
         self._link = link
@@ -52,7 +52,7 @@ class ProbeAsker:
         self._poll.register(link.fileno(), select.POLLIN)
 
     def ping(self) -> float:
-        """Half a round trip in seconds. Raises PeerLost if none comes back."""
+        """Returns half the median round trip in seconds. Raises PeerLost if no ping comes back."""
         times = []
         for index in range(_PINGS):
             begun = time.perf_counter()
@@ -69,14 +69,14 @@ class ProbeAsker:
         return bool(self._link.landed())
 
     def load(self, messages: int) -> tuple[int, float]:
-        """Messages received, and bytes a second once it runs."""
+        """Returns how many messages were received, and the bytes a second once the load runs."""
         load = _Throughput(self._link, self._size, messages)
         self._link.send([0], PING_BYTES, [label_of(START_TAG, 0)])
         self._until(load.step)
         return load.landed, load.bytes_per_s
 
     def _until(self, condition: Callable[[], bool]) -> bool:
-        """Let data move as a transfer thread does, until ``condition``. False if time ran out."""
+        """Lets data move as a transfer thread does until ``condition``. Returns False if time ran out."""
         busy_poll = BusyPoll()
         while not condition():
             now = time.monotonic()
@@ -92,12 +92,12 @@ class ProbeAsker:
 
 
 def probe_memory(message_bytes: int) -> memoryview:
-    """What the asker's link is opened with; all that it sends and receives is at the start of it."""
+    """Returns the memory for the asker's link, which sends from its start and receives there."""
     return memoryview(bytearray(max(message_bytes, PING_BYTES)))
 
 
 def take(link: Link, tag: int, length: int) -> None:
-    """Receive what has arrived. Raises PeerLost if it is anything else."""
+    """Receives the messages that have arrived. Raises PeerLost if one has another tag or length."""
     arrivals = link.arrivals()
     if any(tag_of(arrival.label) != tag or arrival.length != length for arrival in arrivals):
         raise PeerLost("the probe's link carries something else")
@@ -106,13 +106,13 @@ def take(link: Link, tag: int, length: int) -> None:
 
 
 class _Throughput:
-    """Messages that arrive on a link, received as they come, one over the other."""
+    """The messages of a load, which are received as they come, all at the same place."""
 
     def __init__(self, link: Link, message_bytes: int, messages: int) -> None:
         self._link = link
         self._size = message_bytes
         self._messages = messages
-        # Connections start slowly: the clock runs from the end of this message.
+        # Connections start slowly, so the clock starts at the end of this message.
         self._warm = max(1, min(_WARM_UP_MESSAGES, messages // 2))
         self._began = time.perf_counter()
         self._times: list[float] = []
@@ -123,7 +123,7 @@ class _Throughput:
 
     @property
     def bytes_per_s(self) -> float:
-        """Of the best part of the load: others use the machine too. 0 if too little landed to tell."""
+        """The rate of the best part of the load, since others use the machine, too; 0 if too little landed to tell."""
         timed = self._times[self._warm - 1 :]
         part = max((len(timed) - 1) // _PARTS, _MIN_PART)
         starts = range(0, len(timed) - part, part)
@@ -131,16 +131,16 @@ class _Throughput:
         best = max(self._rate(times) for times in parts)
         if best or self.landed < self._messages:
             return best
-        # All of it landed in one look.
+        # All messages landed in one poll.
         return self.landed * self._size / (self._times[-1] - self._began)
 
     def _rate(self, times: list[float]) -> float:
-        """After the first time; what landed with that one took longer than is known."""
+        """Returns the rate after the first time. Messages that landed at that time took longer than is known."""
         span = times[-1] - times[0] if times else 0.0
         return sum(later > times[0] for later in times) * self._size / span if span > 0 else 0.0
 
     def step(self) -> bool:
-        """Takes what is there. True when all have landed. Raises PeerLost."""
+        """Receives the messages that have arrived. Returns whether all have landed. Raises PeerLost."""
         now = time.perf_counter()
         self._times += [now] * len(self._link.landed())
         take(self._link, LOAD_TAG, self._size)

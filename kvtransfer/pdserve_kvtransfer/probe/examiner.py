@@ -1,4 +1,4 @@
-"""What ``pdserve doctor`` asks a prefill engine, as a decode engine that has no KV memory. Calls wait, with a bound."""
+"""Asks a prefill engine what ``pdserve doctor`` wants to know, as a decode engine without KV memory would."""
 
 from __future__ import annotations
 
@@ -44,23 +44,23 @@ M = TypeVar("M")
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What a probe found."""
+    """The results of a probe."""
 
     message_bytes: int
     received: int
-    """Messages, of those asked for; fewer where time ran out."""
+    """How many of the messages arrived; fewer than were asked for if time ran out."""
     bytes_per_s: float
-    """In the best part of the load; 0 if too few came to tell."""
+    """The rate in the best part of the load; 0 if too few arrived to tell."""
     latency_s: float
     """Half the median round trip of a few bytes."""
     lanes: tuple[Lane, ...]
 
 
 class Examiner:
-    """A connection to one prefill engine; a context manager.
+    """A connection to one prefill engine. It is a context manager, and its calls wait for a bounded time.
 
-    Every method raises PeerLost where the connection breaks or the engine gives up. Raises TransferError if ``control``
-    is not an address or UCX cannot start as ``config`` says.
+    Methods raise PeerLost if the connection breaks or the engine gives up. The constructor raises TransferError if
+    ``control`` is not an address or UCX cannot start as ``config`` says.
     """
 
     def __init__(self, control: str, secret: bytes, config: TransferConfig) -> None:
@@ -70,12 +70,12 @@ class Examiner:
             secret, cast("type[ToDecode]", ToDecode), TransferStats(), self._boot_id
         )
         self._peer: bytes | None = None
-        """The boot id of the engine; None if it is not known."""
+        """The boot id of the prefill engine; None if it is not known."""
         self._protocol: int | None = None
-        """What the engine has shown that it speaks; None before its first answer."""
+        """The version of the protocol in the engine's latest answer; None before the first one."""
         self._transport = configured_ucx(config)
         self._links: list[UcxLink] = []
-        """Of handshakes: the other engine takes the end of one for this engine's death."""
+        """The links of handshakes, which stay open because the other engine takes a closed one for a death."""
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         try:
             self._client = ControlClient(self._context, control)
@@ -94,16 +94,20 @@ class Examiner:
         self._transport.close()
 
     def examine(self, timeout_s: float) -> Examined | None:
-        """None if there is no answer: another secret, clocks far apart, an older pdserve, or none at all."""
+        """Returns the engine's properties, or None without an answer.
+
+        There is none from an engine with another secret, a far-off clock or an older pdserve, or if there is no engine.
+        """
         self._send(Examine(self._boot_id, SPOKEN.newest, SPOKEN.oldest))
         examined = self._answer(Examined, timeout_s)
         self._peer = None if examined is None else examined.boot_id
         return examined
 
     def greet(self, spec: EngineSpec, boot_id: bytes, timeout_s: float) -> bool:
-        """The handshake of a decode engine with the engine of ``boot_id``. False if there is no answer.
+        """Makes the handshake of a decode engine with the engine of ``boot_id``. Returns False if there is no answer.
 
-        An engine that knows no ``Examine`` still names what differs. Raises HandshakeRefused if the engines do not fit.
+        An engine that does not know ``Examine`` still names what differs. Raises HandshakeRefused if the engines do not
+        fit.
         """
         link = self._transport.open_link(probe_memory(0))
         self._links.append(link)
@@ -118,7 +122,7 @@ class Examiner:
         return answer is not None
 
     def control_round_trip_s(self, timeout_s: float) -> float | None:
-        """Median, after a handshake; None if an answer is missing."""
+        """Returns the median of some round trips after a handshake, or None if an answer is missing."""
         times = []
         for _ in range(_CONTROL_PINGS):
             begun = time.perf_counter()
@@ -129,7 +133,7 @@ class Examiner:
         return statistics.median(times)
 
     def probe(self, message_bytes: int, messages: int, timeout_s: float) -> Measured:
-        """Measures a link that carries scratch bytes; gives up the rest of them after ``timeout_s``."""
+        """Measures a link that carries scratch bytes. It gives up the rest of them after ``timeout_s``."""
         link = self._transport.open_link(probe_memory(message_bytes))
         try:
             self._send(
@@ -153,12 +157,12 @@ class Examiner:
         if self._peer is not None and self._protocol is not None:
             self._client.send(self._sealer.seal_to(self._peer, self._protocol, message))
             return
-        # An engine takes the one that is meant for it.
+        # The engine takes the frame of its own version.
         self._client.send(self._sealer.seal(message, self._peer))
         self._client.send(self._sealer.seal_for_0_1(message))
 
     def _answer(self, kind: type[M] | tuple[type[M], ...], timeout_s: float) -> M | None:
-        """The next message of these kinds; others are passed over."""
+        """Returns the next message of these kinds, if it comes in time. It ignores others."""
         deadline = time.monotonic() + timeout_s
         poller = zmq.Poller()
         for socket in self._client.sockets:

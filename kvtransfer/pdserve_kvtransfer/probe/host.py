@@ -1,7 +1,7 @@
-"""A prefill engine's answers to ``pdserve doctor``: what it is, and a link to measure that knows no KV memory.
+"""A prefill engine's answers to ``pdserve doctor``: its properties, and a link for measuring without KV memory.
 
-One probe at a time, bounded in bytes and in time: its link has a worker and scratch memory of its own, so nothing that
-an asker sends can land in, or be sent from, a KV block.
+There is one probe at a time, bounded in bytes and time. Its link has a worker and scratch memory of its own, so nothing
+that an asker sends can land in a KV block or be sent from one.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ from pdserve_kvtransfer.transport import ArrivedMessage, MovedMessage, Transport
 log = logging.getLogger(__name__)
 
 _ASKER_MESSAGES = 64
-"""Messages of an asker at once."""
+"""How many messages an asker may send at once."""
 
 
 class _Probing:
-    """One probe under way. The constructor raises TransferError; so do methods when it is of no use any more."""
+    """One probe under way. The constructor raises TransferError, and so do methods when the probe cannot go on."""
 
     def __init__(self, transport: Transport, asked: Probe, received: RoutedMessage, protocol: int, now: float) -> None:
         self.asker = asked.boot_id
@@ -61,7 +61,7 @@ class _Probing:
         self._size = asked.message_bytes
         self._in_flight = 0
         self._unarmed: Exception | None = None
-        # The load, which is the same bytes again and again, and room for what the asker sends.
+        # The load sends the same bytes again and again. Behind them is room for what the asker sends.
         memory = memoryview(bytearray(asked.message_bytes + _ASKER_MESSAGES * MAX_ASKER_BYTES))
         self._free = [asked.message_bytes + index * MAX_ASKER_BYTES for index in range(_ASKER_MESSAGES)]
         self.link = transport.open_link(memory)
@@ -90,7 +90,7 @@ class _Probing:
         return moved or bool(arrivals)
 
     def arm(self) -> bool:
-        """As a link's; what it raises is raised by the next turn."""
+        """Arms the link. An error is raised by the next turn."""
         try:
             return self.link.arm()
         except Exception as exc:
@@ -124,7 +124,7 @@ class _Probing:
 
 
 class ProbeHost:
-    """Driven by the prefill side, like a peer."""
+    """Answers the doctor's messages. The prefill side drives it like a peer."""
 
     def __init__(self, engine: LocalEngine, server: ControlServer) -> None:
         self._engine = engine
@@ -136,11 +136,11 @@ class ProbeHost:
     def on_message(
         self, message: Examine | Probe | ProbeEnd, received: RoutedMessage, protocol: int, now: float
     ) -> None:
-        """``protocol`` is the newest that the asker is known to speak."""
+        """``protocol`` is the newest version that the asker is known to support."""
         match message:
             case Examine(boot_id, newest, oldest):
                 common = self._engine.spec.spoken.common(Spoken(newest, oldest))
-                # Without a common version it is told what is spoken here, as the oldest version would.
+                # Without a common version the asker gets an answer in its own, which tells this engine's versions.
                 self._send(received.route, boot_id, common or newest, self._examined())
             case Probe():
                 self._open(message, received, protocol, now)

@@ -60,7 +60,7 @@ def offer_of(link: UcxLink) -> MemoryOffer:
 
 
 def turns(*links: UcxLink) -> None:
-    """Enough of them for any message to be heard."""
+    """Enough turns for any message to be heard, unless the machine is busy."""
     for _ in range(300):
         for link in links:
             link.progress()
@@ -103,9 +103,15 @@ def test_a_decode_engine_may_attach_before_the_prefill_engine_has_connected(tran
     receiver.connect([sender.address])
     assert receiver.poster.attached == 1
     turns(receiver, sender)
-    before = sender.poster.attached
+    assert sender.poster.attached == 0
     sender.connect([receiver.address])
-    assert (before, sender.poster.attached) == (0, 1)
+
+    def attached() -> bool:
+        # On a busy machine the message may come only now.
+        turns(receiver, sender)
+        return sender.poster.attached == 1
+
+    eventually(attached)
     sender.close()
     receiver.close()
 
