@@ -102,10 +102,10 @@ class Request:
     prefill_node: str = ""
     cached_tokens: int = 0
     """The tokens of the prompt that no node had to compute for this request."""
-    first_tokens: tuple[SampledToken, ...] = ()
+    first_token: SampledToken | None = None
     """On a prefill node, the token that the push reports of this request."""
     admitted: float | None = None
-    first_token: float | None = None
+    first_token_at: float | None = None
     transfer_seconds: float = 0.0
 
     def __post_init__(self) -> None:
@@ -145,6 +145,6 @@ class Request:
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property
-    def num_pending_tokens(self) -> int:
+    def num_uncomputed_tokens(self) -> int:
         """The number of tokens that are known but not in the KV cache. A decoding request has 1."""
         return len(self.token_ids) - self.num_computed_tokens

@@ -157,7 +157,7 @@ class PushingConnector:
                 continue
             self._push(request, self._blocks.blocks_for(request.num_prompt_tokens))
             family = (request, *request.children)
-            tokens = tuple(token for member in family for token in member.first_tokens)
+            tokens = tuple(member.first_token for member in family if member.first_token is not None)
             self._transfers.first_token(request.transfer, tokens, request.cached_tokens, self._load(scheduler))
             scheduler.pushed_all(request)
 
@@ -210,8 +210,8 @@ def _log_end(request: Request, outcome: str, now: float) -> None:
         request.num_prompt_tokens,
         request.cached_tokens,
         _ms(request.arrived, request.admitted),
-        _ms(request.admitted, request.first_token),
-        _ms(request.first_token, now),
+        _ms(request.admitted, request.first_token_at),
+        _ms(request.first_token_at, now),
         outcome,
     )
 

@@ -55,7 +55,7 @@ class BatchAdmission:
 
     def next_in_turn(self, now: float) -> Request | None:
         """Returns the waiting request that gets the next place; requests that wait for a fetch are passed over."""
-        tries, fetches, queued = _MAX_TRIED, self._free_fetches(), self._queues.pending_prompt_tokens
+        tries, fetches, queued = _MAX_TRIED, self._free_fetches(), self._queues.uncomputed_prompt_tokens
         for request in self._queues.in_turn():
             if fetches or not request.targets:
                 return request
@@ -72,7 +72,7 @@ class BatchAdmission:
         if not self._queues.waiting or not self.has_place or (self._static and self._queues.num_admitted):
             return
         budget = self._admit_landed(plan, budget, now)
-        tries, fetches, queued = _MAX_TRIED, self._free_fetches(), self._queues.pending_prompt_tokens
+        tries, fetches, queued = _MAX_TRIED, self._free_fetches(), self._queues.uncomputed_prompt_tokens
         for request in self._queues.in_turn():
             if not self.has_place or not tries:
                 return
@@ -101,8 +101,8 @@ class BatchAdmission:
                 fetches -= 1
                 continue
             self._queues.move(request, Status.RUNNING)
-            queued += request.num_pending_tokens
-            tokens = min(request.num_pending_tokens, budget)
+            queued += request.num_uncomputed_tokens
+            tokens = min(request.num_uncomputed_tokens, budget)
             if tokens:
                 plan.work.append(Work(request, tokens))
                 budget -= tokens
@@ -186,4 +186,4 @@ class BatchAdmission:
 
 def _landed(request: Request) -> bool:
     """Returns whether a waiting request needs nothing but a place: its prompt came from a prefill node."""
-    return bool(request.block_table) and request.num_generated_tokens > 0 and request.num_pending_tokens == 1
+    return bool(request.block_table) and request.num_generated_tokens > 0 and request.num_uncomputed_tokens == 1

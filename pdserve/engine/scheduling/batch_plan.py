@@ -18,7 +18,7 @@ class Work:
     @property
     def wants_token(self) -> bool:
         """Whether it reaches the last known token, so that the next one can be sampled."""
-        return self.num_tokens == self.request.num_pending_tokens
+        return self.num_tokens == self.request.num_uncomputed_tokens
 
     @property
     def sampled_requests(self) -> list[Request]:

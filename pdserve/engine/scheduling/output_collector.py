@@ -68,6 +68,6 @@ def _report(request: Request) -> RequestReport:
         prefill_node=prompt.prefill_node,
         cached_tokens=request.cached_tokens,
         queue_s=admitted - request.arrived,
-        prefill_s=0.0 if request.first_token is None else request.first_token - admitted,
+        prefill_s=0.0 if request.first_token_at is None else request.first_token_at - admitted,
         transfer_s=prompt.transfer_seconds,
     )

@@ -38,9 +38,9 @@ class Queues:
         return len(self.running) + len(self.remote)
 
     @property
-    def pending_prompt_tokens(self) -> int:
+    def uncomputed_prompt_tokens(self) -> int:
         """The number of tokens of admitted prompts that are to be computed here."""
-        return sum(pending for request in self.running if (pending := request.num_pending_tokens) > 1)
+        return sum(tokens for request in self.running if (tokens := request.num_uncomputed_tokens) > 1)
 
     @property
     def num_children(self) -> int:
@@ -67,19 +67,19 @@ class Queues:
         """
         later: dict[GroupId, list[Request]] = {}
         for request in tuple(self.waiting):
-            whose = request.group_id
-            if whose in later or whose in self._places:
-                later.setdefault(whose, []).append(request)
+            group = request.group_id
+            if group in later or group in self._places:
+                later.setdefault(group, []).append(request)
             else:
-                later[whose] = []
+                later[group] = []
                 yield request
-        turns = [(self._places[whose], at, 0, whose) for at, whose in enumerate(later) if later[whose]]
+        turns = [(self._places[group], at, 0, group) for at, group in enumerate(later) if later[group]]
         heapify(turns)
         while turns:
-            _, at, index, whose = heappop(turns)
-            yield later[whose][index]
-            if index + 1 < len(later[whose]):
-                heappush(turns, (self._places[whose], at, index + 1, whose))
+            _, at, index, group = heappop(turns)
+            yield later[group][index]
+            if index + 1 < len(later[group]):
+                heappush(turns, (self._places[group], at, index + 1, group))
 
     def before_waiting(self, request: Request) -> bool:
         """Returns whether a place goes to this request, which is not waiting, rather than to one that is."""
@@ -87,9 +87,9 @@ class Queues:
         return all(self._places[other] >= held for other in self._waiters)
 
     @property
-    def placeless(self) -> bool:
+    def any_without_place(self) -> bool:
         """Whether a client request waits that holds no place at all."""
-        return any(whose not in self._places for whose in self._waiters)
+        return any(group not in self._places for group in self._waiters)
 
     def most_placed(self) -> Request | None:
         """Returns the youngest running request of the client request that holds the most places, if several."""
@@ -141,7 +141,7 @@ class Queues:
             _one_less(self._places, request.group_id)
 
 
-def _one_less(counts: Counter[GroupId], whose: GroupId) -> None:
-    counts[whose] -= 1
-    if not counts[whose]:
-        del counts[whose]
+def _one_less(counts: Counter[GroupId], group: GroupId) -> None:
+    counts[group] -= 1
+    if not counts[group]:
+        del counts[group]

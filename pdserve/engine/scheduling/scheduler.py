@@ -77,7 +77,9 @@ class Scheduler:
     @property
     def queued_prompt_tokens(self) -> int:
         """Returns the number of tokens of all prompts, admitted or not, that are to be computed here."""
-        return self._queues.pending_prompt_tokens + sum(request.num_pending_tokens for request in self._queues.waiting)
+        return self._queues.uncomputed_prompt_tokens + sum(
+            request.num_uncomputed_tokens for request in self._queues.waiting
+        )
 
     def live(self) -> Iterator[Request]:
         """Yields every request that has not ended, and ended parents whose children wait for the prompt."""
@@ -126,7 +128,7 @@ class Scheduler:
         requests = []
         for work in plan.work:
             request = work.request
-            if request.num_pending_tokens != 1 or request.children or request.local_id is None:
+            if request.num_uncomputed_tokens != 1 or request.children or request.local_id is None:
                 return []
             if self._stop.next_is_last(request):
                 continue
@@ -160,14 +162,14 @@ class Scheduler:
 
     def accept_token(self, request: Request, token: SampledToken, now: float) -> None:
         """Appends a sampled token, tells the client, and ends the request if this was its last token."""
-        if request.first_token is None:
-            request.first_token = now
+        if request.first_token_at is None:
+            request.first_token_at = now
             if request.parent is None:
                 self.counters.prompt_tokens += request.num_prompt_tokens
         request.token_ids.append(token.token_id)
         self.counters.generated_tokens += 1
         if request.local_id is None:
-            request.first_tokens = (token,)
+            request.first_token = token
             return
         self._collector.token(request, token)
         reason = self._stop.ending(request)
@@ -233,14 +235,14 @@ class Scheduler:
     def _schedule_running(self, plan: BatchPlan) -> int:
         """Plans work of running requests: first all that decode, then prompts in order. Returns the budget left."""
         budget, running = self._max_step_tokens, self._queues.running
-        decoding = [request for request in running if request.num_pending_tokens == 1]
-        prefilling = [request for request in running if request.num_pending_tokens > 1]
+        decoding = [request for request in running if request.num_uncomputed_tokens == 1]
+        prefilling = [request for request in running if request.num_uncomputed_tokens > 1]
         if self._static and prefilling:
             decoding = []
         for request in decoding + prefilling:
             if request.status is not Status.RUNNING or budget == 0:
                 continue
-            tokens = min(request.num_pending_tokens, budget)
+            tokens = min(request.num_uncomputed_tokens, budget)
             if self._make_room(request, request.num_computed_tokens + tokens, plan):
                 plan.work.append(Work(request, tokens))
                 budget -= tokens
@@ -268,7 +270,7 @@ class Scheduler:
         Returns None unless the next in turn has no place and cannot be admitted, while another client request has
         several places.
         """
-        if self._static or not self._queues.placeless:
+        if self._static or not self._queues.any_without_place:
             return None
         youngest = self._queues.most_placed()
         if youngest is None:

@@ -136,7 +136,7 @@ def test_blocks_land_behind_the_kernels_that_were_to_write_them_before() -> None
         return request
 
     leaving = step(14)
-    assert leaving.num_pending_tokens == 6, "there is no token that anybody would wait for"
+    assert leaving.num_uncomputed_tokens == 6, "there is no token that anybody would wait for"
     scheduler.abort(leaving)
     assert device.to_be_written == {0, 1, 2, 3}
     step(14, (PrefillTarget("p", "tcp://127.0.0.1:1", new_id()),))
