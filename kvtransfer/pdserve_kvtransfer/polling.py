@@ -3,24 +3,12 @@
 from __future__ import annotations
 
 import math
-import sys
 import time
 
 # While blocks move, sleeping this long between two polls lets a batch of UCX's fragments gather. A thread that is woken
 # for each fragment moves a tenth of the bytes a second, and one that spins takes the core from the sender.
 _PAUSE_S = 50e-6
 _BUSY_WINDOW_S = 2e-3
-
-SWITCH_S = 0.5e-3
-"""A thread that computes in Python gives the interpreter's lock away after this time, once another one waits for it."""
-
-
-def share_interpreter() -> None:
-    """Makes the other threads of this process let a transfer thread in after ``SWITCH_S`` instead of Python's 5 ms.
-
-    Each poll of a link gives the interpreter's lock away while data moves, and has to get it back.
-    """
-    sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_S))
 
 
 class BusyPoll:

@@ -15,6 +15,7 @@ import zmq
 
 from pdserve.config import TransferConfig
 from pdserve.errors import TransferError
+from pdserve.process import share_interpreter
 from pdserve.wire.discovery import Role
 from pdserve.wire.rank_transfer import (
     CloseLink,
@@ -27,7 +28,7 @@ from pdserve.wire.rank_transfer import (
     RankReport,
 )
 from pdserve_kvtransfer.fetch.port import FetchPort
-from pdserve_kvtransfer.polling import BusyPoll, share_interpreter
+from pdserve_kvtransfer.polling import BusyPoll
 from pdserve_kvtransfer.push.port import PushPort
 from pdserve_kvtransfer.ranks import MakePort, Port
 from pdserve_kvtransfer.region import KvRegion

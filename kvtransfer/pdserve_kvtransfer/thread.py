@@ -15,6 +15,7 @@ import zmq
 
 from pdserve.config import TransferConfig
 from pdserve.errors import RankLost, TransferError
+from pdserve.process import share_interpreter
 from pdserve.wire.discovery import Role
 from pdserve.wire.frame import Purpose, Sealer, Secrets
 from pdserve.wire.ids import TransferId
@@ -24,7 +25,7 @@ from pdserve_kvtransfer.control.sockets import loopback_only
 from pdserve_kvtransfer.events import EventQueue, FetchOrder, TransferEvent, TransferThreadDied
 from pdserve_kvtransfer.fetch.side import FetchSide
 from pdserve_kvtransfer.pieces import heads_of
-from pdserve_kvtransfer.polling import BusyPoll, share_interpreter
+from pdserve_kvtransfer.polling import BusyPoll
 from pdserve_kvtransfer.push.side import PushSide
 from pdserve_kvtransfer.ranks import RankChannels
 from pdserve_kvtransfer.region import KvRegion

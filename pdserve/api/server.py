@@ -6,7 +6,6 @@ import asyncio
 import gc
 import logging
 import socket
-import sys
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -27,6 +26,7 @@ from pdserve.api.serving_node import NodePhase, ServingNode, TicketGate
 from pdserve.config import EngineConfig, NodeConfig
 from pdserve.errors import PdserveError
 from pdserve.http.server import HttpServer, bind, url_of
+from pdserve.process import share_interpreter
 from pdserve.signals import StopSignals, on_hangup
 from pdserve.wire.discovery import Capacity, NodeInfo, Role
 from pdserve.wire.engine import Ready
@@ -37,9 +37,6 @@ logger = logging.getLogger(__name__)
 
 ENGINE_STOP_S = 5.0
 DEREGISTER_S = 2.0
-SWITCH_INTERVAL_S = 0.0005
-"""How long another thread may keep the interpreter from the event loop: at 5 ms, as Python has it, every token of a
-stream would be that late, and later, while long prompts are prepared."""
 EXIT_OK = 0
 EXIT_FAILED = 1
 
@@ -61,7 +58,7 @@ def serve(
     On SIGHUP, ``read_secret`` says what ``secret`` is from then on.
     """
     logging.basicConfig(level=config.log.level.value.upper(), format="%(asctime)s %(levelname)s %(name)s %(message)s")
-    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    share_interpreter()
     node = NodeServer(role, config, secret, model_dir, cache_dir, engine_command, read_secret)
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

@@ -13,10 +13,10 @@ import pytest
 
 from pdserve.config import TransferConfig
 from pdserve.errors import TransferError
+from pdserve.process import SWITCH_INTERVAL_S
 from pdserve.wire.discovery import Role
 from pdserve.wire.ids import TransferId, new_id
 from pdserve_kvtransfer.events import PushWanted, TransferThreadDied
-from pdserve_kvtransfer.polling import SWITCH_S
 from pdserve_kvtransfer.thread import TransferThread
 from tests.eventually import eventually
 from tests.kvtransfer.inproc import Fabric, InprocLink, InprocTransport
@@ -126,7 +126,7 @@ def test_a_thread_that_cannot_close_a_link_says_so_and_dies(monkeypatch: pytest.
         eventually(lambda: not rig.decode.thread.alive)
 
 
-@pytest.mark.parametrize(("before", "after"), [(5e-3, SWITCH_S), (1e-4, 1e-4)])
+@pytest.mark.parametrize(("before", "after"), [(5e-3, SWITCH_INTERVAL_S), (1e-4, 1e-4)])
 def test_a_thread_that_computes_lets_the_transfer_thread_in(before: float, after: float) -> None:
     """Sooner than Python's 5 ms a look; a still shorter time stays."""
     former = sys.getswitchinterval()
