@@ -184,10 +184,10 @@ class FetchSession:
             return []
         piece = self._pieces.get((message.source, message.target))
         for block, digest in enumerate(message.digests, message.first_block):
-            verdict = PieceCheck.CORRUPT
+            check = PieceCheck.CORRUPT
             if piece is not None:
-                verdict = self._landings.announced(message.target, block * piece.parts + piece.part, digest)
-            if verdict is PieceCheck.CORRUPT:
+                check = self._landings.announced(message.target, block * piece.parts + piece.part, digest)
+            if check is PieceCheck.CORRUPT:
                 return self._fail(FailureKind.CORRUPT, f"block {block} is not what was sent", tell=True)
         return self._finish_if_complete(now)
 

@@ -13,85 +13,86 @@
 namespace {
 
 // Marks the targets whose other side has attached. It may say so before this side has connected.
-void match(Poster &poster) {
+void mark_attached(Poster &poster) {
     for (const Attached &one : poster.attached)
         for (Target &target : poster.targets)
             if (target.link == one.link && !target.attached)
                 target.attached = true, target.source = one.source, ++poster.board.attached;
 }
 
-enum class Heard { kYes, kNotYet, kNonsense };
+enum class Handled { kDone, kTooEarly, kMalformed };
 
-Heard hear_attached(Poster &poster, const char *bytes, uint64_t length) {
+Handled handle_attached(Poster &poster, const char *bytes, uint64_t length) {
     Attached one;
-    if (length != sizeof one || poster.attached.size() == kRoom) return Heard::kNonsense;
+    if (length != sizeof one || poster.attached.size() == kRoom) return Handled::kMalformed;
     std::memcpy(&one, bytes, sizeof one);
     poster.attached.push_back(one);
-    match(poster);
-    return Heard::kYes;
+    mark_attached(poster);
+    return Handled::kDone;
 }
 
-Heard hear_notice(Poster &poster, uint64_t number, const char *bytes, uint64_t length) {
-    if (length < kNoticeHead || length > sizeof(Notice) || (length - kNoticeHead) % kNoticeEach) return Heard::kNonsense;
-    if (poster.noticed.size() > kMostNoticed) return Heard::kNonsense;
+Handled handle_notice(Poster &poster, uint64_t number, const char *bytes, uint64_t length) {
+    if (length < kNoticeHead || length > sizeof(Notice) || (length - kNoticeHead) % kNoticeEach)
+        return Handled::kMalformed;
+    if (poster.noticed.size() > kMaxNoticed) return Handled::kMalformed;
     Source &source = poster.sources[number];
     Notice notice;
     std::memcpy(&notice, bytes, length);
-    if (notice.serial > source.notices) return Heard::kNotYet;
-    if (notice.serial < source.notices) return Heard::kNonsense;
+    if (notice.serial > source.notices) return Handled::kTooEarly;
+    if (notice.serial < source.notices) return Handled::kMalformed;
     ++source.notices;
     source.target = notice.target;
     for (uint64_t i = 0; i < (length - kNoticeHead) / kNoticeEach; ++i) {
         const uint64_t label = notice.blocks[i].label, place = notice.blocks[i].place;
         if (label & kControl || place > source.size || notice.length > source.size - place)
-            return Heard::kNonsense;
+            return Handled::kMalformed;
         poster.noticed.push_back({{label, place, notice.length}, nullptr, number});
     }
-    return Heard::kYes;
+    return Handled::kDone;
 }
 
-Heard hear_acknowledgement(Poster &poster, uint64_t number, const char *bytes, uint64_t length) {
+Handled handle_acknowledgement(Poster &poster, uint64_t number, const char *bytes, uint64_t length) {
     uint64_t count;
-    if (number >= poster.targets.size() || length != sizeof count) return Heard::kNonsense;
+    if (number >= poster.targets.size() || length != sizeof count) return Handled::kMalformed;
     std::memcpy(&count, bytes, sizeof count);
     std::deque<Message> &outstanding = poster.targets[number].outstanding;
-    if (count > outstanding.size()) return Heard::kNonsense;
+    if (count > outstanding.size()) return Handled::kMalformed;
     poster.sent.insert(poster.sent.end(), outstanding.begin(), outstanding.begin() + count);
     outstanding.erase(outstanding.begin(), outstanding.begin() + count);
-    return Heard::kYes;
+    return Handled::kDone;
 }
 
-// Handles one control message. Messages without the nonce are a stranger's and are ignored: only a peer that knows the
-// nonce can send nonsense.
-Heard hear(Poster &poster, const Control &control) {
+// Handles one control message. A message without the nonce is a stranger's and is ignored, so only a peer that knows the
+// nonce can send a malformed one.
+Handled handle_control(Poster &poster, const Control &control) {
     Head head;
-    if (control.length < sizeof head) return Heard::kYes;
+    if (control.length < sizeof head) return Handled::kDone;
     std::memcpy(&head, control.bytes, sizeof head);
     const char *bytes = control.bytes + sizeof head;
     const uint64_t length = control.length - sizeof head;
     if (head.kind == Kind::kNotice) {
         if (head.number >= poster.sources.size() || poster.sources[head.number].nonce != head.nonce)
-            return Heard::kYes;
-        return hear_notice(poster, head.number, bytes, length);
+            return Handled::kDone;
+        return handle_notice(poster, head.number, bytes, length);
     }
-    if (poster.cell == nullptr || poster.nonce != head.nonce) return Heard::kYes;
-    if (head.kind == Kind::kAttached) return hear_attached(poster, bytes, length);
-    if (head.kind == Kind::kAcknowledgement) return hear_acknowledgement(poster, head.number, bytes, length);
-    return Heard::kNonsense;
+    if (poster.cell == nullptr || poster.nonce != head.nonce) return Handled::kDone;
+    if (head.kind == Kind::kAttached) return handle_attached(poster, bytes, length);
+    if (head.kind == Kind::kAcknowledgement) return handle_acknowledgement(poster, head.number, bytes, length);
+    return Handled::kMalformed;
 }
 
 // Handles the control messages that have arrived. An incomplete message is a stranger's, or it exceeds the rendezvous
 // threshold that UCX was given: later messages are handled before it.
-void hear_all(Poster &poster) {
+void handle_controls(Poster &poster) {
     for (auto control = poster.controls.begin(); control != poster.controls.end();) {
-        const Heard heard = control->complete ? hear(poster, *control) : Heard::kNotYet;
-        if (heard == Heard::kNonsense) poster.fail(kNonsense);
-        if (heard == Heard::kNotYet)
+        const Handled handled = control->complete ? handle_control(poster, *control) : Handled::kTooEarly;
+        if (handled == Handled::kMalformed) poster.fail(kMalformed);
+        if (handled == Handled::kTooEarly)
             ++control;
         else
             control = poster.controls.erase(control);
     }
-    if (poster.controls.size() > kMostControls) poster.fail(kNonsense);
+    if (poster.controls.size() > kMaxControls) poster.fail(kMalformed);
 }
 
 // Receives the control messages that have arrived. Returns whether there were any.
@@ -102,7 +103,7 @@ bool take_controls(Poster &poster) {
         any = true;
         receive_control(poster, found.length, handle);
     }
-    if (!poster.controls.empty()) hear_all(poster);
+    if (!poster.controls.empty()) handle_controls(poster);
     return any;
 }
 
@@ -125,11 +126,11 @@ bool copy_some(Poster &poster) {
         Source &source = poster.sources[one.source];
         if (one.message.place != kDiscard) {
             Message &block = one.message;
-            if (!source.stands()) return poster.fail(kWithdrawn), any;
+            if (!source.is_offered()) return poster.fail(kWithdrawn), any;
             char *to = poster.memory + block.place;
             block.digest = copy(to, source.mapping + kHead + one.from, block.length, block.label, poster.xxhash);
             std::atomic_thread_fence(std::memory_order_acquire);
-            if (!source.stands()) return poster.fail(kWithdrawn), any;
+            if (!source.is_offered()) return poster.fail(kWithdrawn), any;
             poster.landed.push_back(block);
             left -= std::min(left, block.length);
         }

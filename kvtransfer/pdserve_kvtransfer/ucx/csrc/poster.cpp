@@ -56,7 +56,7 @@ void pdserve_poster_add_endpoint(void *handle, void *endpoint, uint64_t link) {
     if (handle == nullptr) return;
     Poster &poster = *static_cast<Poster *>(handle);
     poster.targets.push_back({static_cast<ucp_ep_h>(endpoint), link, false, 0, 0, {}});
-    match(poster);
+    mark_attached(poster);
 }
 
 // Maps the memory that the other side of the endpoint offers, and tells the other side. Returns nonzero if the memory
@@ -68,7 +68,7 @@ int pdserve_poster_attach(void *handle, void *endpoint, uint64_t own, int file, 
     void *mapping = mmap(nullptr, kHead + size, PROT_READ, MAP_SHARED, file, 0);
     if (mapping == MAP_FAILED) return -1;
     const Source source{static_cast<ucp_ep_h>(endpoint), static_cast<char *>(mapping), size, cell, nonce, 0, 0, 0};
-    if (!source.stands()) {
+    if (!source.is_offered()) {
         munmap(mapping, kHead + size);
         return -1;
     }

@@ -1,7 +1,7 @@
 // The state of a poster, and how it posts a message to UCX.
 //
 // ucxx owns the worker and the endpoints. The messages belong to this folder alone: ucxx does not know of them. The
-// board reports each completed operation once. If one operation fails, the board's status says so, and everything stops.
+// board reports each completed operation once. If an operation fails, the board's status says so, and everything stops.
 
 #pragma once
 
@@ -27,13 +27,13 @@ constexpr uint64_t kRoom = 256;
 constexpr uint64_t kControl = uint64_t{1} << 63;
 
 // The poster's own statuses on the board. UCX's are negative.
-constexpr int64_t kWithdrawn = 1, kNonsense = 2;
+constexpr int64_t kWithdrawn = 1, kMalformed = 2;
 
 // A notice of so many blocks fits one fragment of any transport.
 constexpr uint64_t kNoticeRoom = 64;
-constexpr uint64_t kMostNoticed = 1 << 16;
+constexpr uint64_t kMaxNoticed = 1 << 16;
 // More control messages than this that never become complete are a stranger's attack.
-constexpr uint64_t kMostControls = 1 << 10;
+constexpr uint64_t kMaxControls = 1 << 10;
 // So many bytes are copied between two acknowledgements.
 constexpr uint64_t kCopyAtOnce = 1 << 20;
 constexpr int kCopyRounds = 8;
@@ -84,10 +84,10 @@ struct Source {
     uint64_t size;  // without the head
     uint64_t cell, nonce;
     uint64_t target;   // the number of this link among its targets
-    uint64_t notices;  // notices heard from it
+    uint64_t notices;  // notices received from it
     uint64_t copied;   // blocks copied and not acknowledged
 
-    bool stands() const {
+    bool is_offered() const {
         return __atomic_load_n(reinterpret_cast<const uint64_t *>(mapping) + cell, __ATOMIC_ACQUIRE) == nonce;
     }
 };
@@ -112,7 +112,7 @@ struct Notice {
     } blocks[kNoticeRoom];
 };
 constexpr uint64_t kNoticeHead = 3 * sizeof(uint64_t), kNoticeEach = 2 * sizeof(uint64_t);
-constexpr uint64_t kMostControl = sizeof(Head) + sizeof(Notice);
+constexpr uint64_t kMaxControl = sizeof(Head) + sizeof(Notice);
 
 // An arrival that the reader has not decided about: a message of UCX's, or a block of a source.
 struct Waiting {
@@ -131,7 +131,7 @@ struct Control {
     Board *board;
     uint64_t length;
     bool complete;
-    char bytes[kMostControl];
+    char bytes[kMaxControl];
 };
 
 struct Poster {
