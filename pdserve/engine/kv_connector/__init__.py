@@ -1,6 +1,6 @@
 """The engine's side of KV transfer: the only package of the engine that knows ``pdserve_kvtransfer``.
 
-A connector owns the question of who may still touch a request's blocks. ``release`` is called once for a request's
+A connector knows which transfers may still touch a request's blocks. ``release`` is called once for a request's
 blocks, whatever ended it; they return to the pool only when no transfer can write to them or read from them any more.
 
 ``connector`` is what the step loop sees, ``fetching_connector`` a decode node's and ``pushing_connector`` a prefill

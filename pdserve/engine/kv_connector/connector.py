@@ -1,4 +1,4 @@
-"""The KV connector as the step loop sees it, whatever the node's role, and a mixed node's, which transfers nothing."""
+"""The contract between the step loop and the KV connector, and the connector of a mixed node, which moves nothing."""
 
 from __future__ import annotations
 
@@ -16,31 +16,31 @@ CLOSE_TIMEOUT_S = 5.0
 
 
 class KvConnector(Protocol):
-    """One for each role."""
+    """Moves KV blocks to or from other nodes; each role has its own."""
 
     def poll(self, scheduler: Scheduler, now: float) -> None:
-        """Act on everything that transfers have reported."""
+        """Acts on everything that transfers have reported."""
 
     def start(self, plan: BatchPlan, now: float) -> None:
-        """Ask prefill nodes for the prompts that this plan does not compute itself."""
+        """Asks prefill nodes for the prompts that this plan does not compute itself."""
 
     def stepped(self, scheduler: Scheduler, plan: BatchPlan) -> None:
-        """A plan was computed: pass on what became final."""
+        """Passes on the blocks that became final when ``plan`` was computed."""
 
     def give_up(self, request: Request, reason: str, cause: FailureCause) -> None:
-        """The request is about to be ended by this node's own decision; ``cause`` is what a decode node is told."""
+        """Tells a decode node, with ``cause``, that this node is about to end the request by its own decision."""
 
     def release(self, request: Request) -> None:
-        """Take a request's blocks."""
+        """Takes over a request's blocks, and frees them when no transfer uses them."""
 
     def stats(self) -> TransferStats: ...
 
     def close(self) -> None:
-        """End every transfer; bounded."""
+        """Ends every transfer, within ``CLOSE_TIMEOUT_S``."""
 
 
 class NoTransferConnector:
-    """A mixed node: every prompt is computed where it is decoded."""
+    """The connector of a mixed node, which computes every prompt where it is decoded."""
 
     def __init__(self, blocks: BlockManager) -> None:
         self._blocks = blocks

@@ -1,4 +1,4 @@
-"""A decode node's connector."""
+"""The connector of a decode node."""
 
 from __future__ import annotations
 
@@ -39,19 +39,19 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class _OrderedFetch:
-    """One under way: whose prompt it is, and who gets a first token from it, in order."""
+    """A fetch under way. ``sampled_requests`` get a first token from it, in order."""
 
     request: Request
-    choosers: tuple[Request, ...]
+    sampled_requests: tuple[Request, ...]
     node: PrefillNode
-    believed: bool = True
-    """Whether what the prefill node has said makes sense. If not, the prompt is computed here when the fetch ends."""
+    credible: bool = True
+    """False once the prefill node has sent nonsense: the prompt is then computed here when the fetch ends."""
 
 
 class FetchingConnector:
-    """A decode node: prompts come from prefill nodes, or are computed here when those fail.
+    """The connector of a decode node: prompts come from prefill nodes, or are computed here when those fail.
 
-    Only blocks that the prefix cache here does not hold are asked for.
+    It asks only for blocks that the prefix cache here does not hold.
     """
 
     def __init__(
@@ -78,8 +78,8 @@ class FetchingConnector:
         self._placement = placement
         self._vocab_size = vocab_size
         self._finish_writes = finish_writes
-        self._fetching: dict[TransferId, _OrderedFetch] = {}
-        self._ending: dict[TransferId, list[int]] = {}
+        self._fetches: dict[TransferId, _OrderedFetch] = {}
+        self._cancelled_blocks: dict[TransferId, list[int]] = {}
 
     def start(self, plan: BatchPlan, now: float) -> None:
         for request in plan.fetches:
@@ -97,7 +97,7 @@ class FetchingConnector:
             time_s = self._timeout_s + self._placement.needed_s(target, missing, cached, now)
             node = self._placement.ordered(target, transfer, missing, cached, now)
             log.debug("%s transfer=%s prefill=%s missing=%d ordered", request, transfer, target.name, missing)
-            self._fetching[transfer] = _OrderedFetch(request, (request, *request.children), node)
+            self._fetches[transfer] = _OrderedFetch(request, (request, *request.children), node)
             self._finish_writes()
             self._transfers.fetch(
                 FetchOrder(
@@ -117,48 +117,21 @@ class FetchingConnector:
     def poll(self, scheduler: Scheduler, now: float) -> None:
         for event in self._transfers.events():
             match event:
-                case FirstTokenArrived(transfer, tokens, cached_tokens, load):
-                    fetch = self._fetching.get(transfer)
-                    if fetch is None:
-                        continue
-                    if not all(0 <= token.token_id < self._vocab_size for token in tokens):
-                        request, name = fetch.request, fetch.request.prefill_node
-                        log.error("%s prefill node %s sent tokens that the model lacks", request, name)
-                        self._fetching[transfer] = dataclasses.replace(fetch, believed=False)
-                    else:
-                        fetch.node.answered(transfer, cached_tokens, load, now)
-                        fetch.request.cached_tokens = cached_tokens
-                        fetch.request.prefill_source = PrefillSource.REMOTE
-                        self._accept(scheduler, fetch, tokens, now)
+                case FirstTokenArrived(transfer):
+                    fetch = self._fetches.get(transfer)
+                    if fetch is not None:
+                        self._on_first_token(scheduler, fetch, event, now)
                 case PrefillNodeMet(boot_id, max_prompt_tokens):
                     self._placement.met(boot_id, max_prompt_tokens)
                 case LoadHeard(boot_id, load):
                     self._placement.heard(boot_id, load, now)
-                case FetchLanded(transfer, tail_s=tail_s, tail_bytes=tail_bytes):
-                    landed = self._fetching.pop(transfer, None)
-                    if landed is None:
-                        self._finish_ending(transfer)
-                    elif not landed.believed:
-                        landed.node.failed(transfer, now)
-                        self._retry(scheduler, landed.request, 0, ())
-                    else:
-                        landed.node.landed(tail_bytes, tail_s)
-                        self._landed(scheduler, landed.request, tail_s)
-                case FetchFailed(transfer, reason, landed_blocks, quarantined, kind):
-                    self._blocks.quarantine(quarantined)
-                    failed = self._fetching.pop(transfer, None)
-                    if failed is not None:
-                        request, name = failed.request, failed.request.prefill_node
-                        log.info(
-                            "%s transfer=%s prefill=%s failed (%s): %s", request, transfer, name, kind.value, reason
-                        )
-                        self._judge(failed, transfer, kind, now)
-                        self._retry(scheduler, failed.request, landed_blocks, quarantined)
-                    else:
-                        self._finish_ending(transfer)
+                case FetchLanded():
+                    self._on_landed(scheduler, event, now)
+                case FetchFailed():
+                    self._on_failed(scheduler, event, now)
                 case FetchCancelled(transfer, quarantined):
                     self._blocks.quarantine(quarantined)
-                    self._finish_ending(transfer)
+                    self._free_cancelled(transfer)
                 case BlocksReleased(block_ids):
                     self._blocks.release(block_ids)
                 case TransferThreadDied(message):
@@ -166,15 +139,26 @@ class FetchingConnector:
                 case _:
                     raise EngineError(f"a decode node cannot act on {event}")
 
+    def _on_first_token(self, scheduler: Scheduler, fetch: _OrderedFetch, event: FirstTokenArrived, now: float) -> None:
+        transfer, request = event.transfer_id, fetch.request
+        if not all(0 <= token.token_id < self._vocab_size for token in event.tokens):
+            log.error("%s prefill node %s sent tokens that the model lacks", request, request.prefill_node)
+            self._fetches[transfer] = dataclasses.replace(fetch, credible=False)
+            return
+        fetch.node.answered(transfer, event.cached_tokens, event.load, now)
+        request.cached_tokens = event.cached_tokens
+        request.prefill_source = PrefillSource.REMOTE
+        self._accept(scheduler, fetch, event.tokens, now)
+
     def _accept(self, scheduler: Scheduler, fetch: _OrderedFetch, tokens: tuple[SampledToken, ...], now: float) -> None:
-        # A prefill node that sends too few leaves the rest of the family to sample here.
-        for request, token in zip(fetch.choosers, tokens, strict=False):
-            # A token that a client has is never replaced, and nobody waits for those of an ended request.
+        # If a prefill node sends too few tokens, the others are sampled here.
+        for request, token in zip(fetch.sampled_requests, tokens, strict=False):
+            # A token that a client has is never replaced, and no client waits for those of an ended request.
             if not request.ended and request.num_generated_tokens == 0:
                 scheduler.accept_token(request, token, now)
 
-    def _judge(self, fetch: _OrderedFetch, transfer: TransferId, kind: FailureKind, now: float) -> None:
-        """What a failure says of the prefill node. A prompt that nobody could have moved says nothing."""
+    def _record_failure(self, fetch: _OrderedFetch, transfer: TransferId, kind: FailureKind, now: float) -> None:
+        """Counts a failure against the prefill node, unless it could not have moved this prompt in any case."""
         out_of_time = kind is FailureKind.DEADLINE and now >= fetch.request.deadline
         if out_of_time or kind in (FailureKind.REFUSED, FailureKind.OVERLOADED, FailureKind.CLOSED):
             fetch.node.withdrawn(transfer)
@@ -183,11 +167,34 @@ class FetchingConnector:
         else:
             fetch.node.failed(transfer, now)
 
-    def _landed(self, scheduler: Scheduler, request: Request, tail_s: float) -> None:
+    def _on_landed(self, scheduler: Scheduler, event: FetchLanded, now: float) -> None:
+        fetch = self._fetches.pop(event.transfer_id, None)
+        if fetch is None:
+            self._free_cancelled(event.transfer_id)
+            return
+        if not fetch.credible:
+            fetch.node.failed(event.transfer_id, now)
+            self._retry(scheduler, fetch.request, 0, ())
+            return
+        fetch.node.landed(event.tail_bytes, event.tail_s)
+        request = fetch.request
         request.transfer = None
         request.prefill_source = PrefillSource.REMOTE
-        request.transfer_seconds = tail_s
+        request.transfer_seconds = event.tail_s
         scheduler.landed(request)
+
+    def _on_failed(self, scheduler: Scheduler, event: FetchFailed, now: float) -> None:
+        transfer = event.transfer_id
+        self._blocks.quarantine(event.quarantined)
+        fetch = self._fetches.pop(transfer, None)
+        if fetch is None:
+            self._free_cancelled(transfer)
+            return
+        request, kind = fetch.request, event.kind
+        name, reason = request.prefill_node, event.reason
+        log.info("%s transfer=%s prefill=%s failed (%s): %s", request, transfer, name, kind.value, reason)
+        self._record_failure(fetch, transfer, kind, now)
+        self._retry(scheduler, request, event.landed, event.quarantined)
 
     def _retry(self, scheduler: Scheduler, request: Request, landed_blocks: int, quarantined: tuple[int, ...]) -> None:
         request.transfer = None
@@ -209,14 +216,14 @@ class FetchingConnector:
         if request.transfer is None:
             self._blocks.free(request.block_table)
             return
-        self._fetching.pop(request.transfer).node.withdrawn(request.transfer)
-        self._ending[request.transfer] = request.block_table
+        self._fetches.pop(request.transfer).node.withdrawn(request.transfer)
+        self._cancelled_blocks[request.transfer] = request.block_table
         request.block_table = []
         self._transfers.cancel_fetch(request.transfer)
         request.transfer = None
 
-    def _finish_ending(self, transfer: TransferId) -> None:
-        self._blocks.free(self._ending.pop(transfer))
+    def _free_cancelled(self, transfer: TransferId) -> None:
+        self._blocks.free(self._cancelled_blocks.pop(transfer))
 
     def stats(self) -> TransferStats:
         return self._transfers.stats()

@@ -36,7 +36,7 @@ class PushSchedule:
     overlap: KvOverlap
 
     def early(self, tokens: int) -> bool:
-        """Whether blocks leave before the prompt is computed, where ``tokens`` of it have to be pushed."""
+        """Returns whether blocks leave before a prompt is computed, of which ``tokens`` have to be pushed."""
         match self.overlap:
             case KvOverlap.ON:
                 return True
@@ -47,7 +47,7 @@ class PushSchedule:
 
 
 class PushingConnector:
-    """A prefill node: every request comes from a decode node, and its blocks go there."""
+    """The connector of a prefill node: every request comes from a decode node, and its blocks go there."""
 
     def __init__(
         self,
@@ -59,9 +59,9 @@ class PushingConnector:
         rate: PrefillRate,
         finish_writes: Callable[[], None] = lambda: None,
     ) -> None:
-        """``misfit`` says why a request cannot be computed here, if so; ``max_waiting`` bounds the queue.
+        """``misfit`` returns why a request cannot be computed here, None if it can; ``max_waiting`` bounds the queue.
 
-        ``rate`` is what decode nodes are told of this node's speed. ``finish_writes`` returns when the kernels that
+        Decode nodes are told ``rate``, this node's speed. ``finish_writes`` returns when the kernels that
         write the blocks of a push have ended. On other ranks they come before the sums that this one has waited for.
         """
         self._blocks = blocks
@@ -71,8 +71,8 @@ class PushingConnector:
         self._schedule = schedule
         self._rate = rate
         self._finish_writes = finish_writes
-        self._pushing: dict[TransferId, Request] = {}
-        self._ending: dict[TransferId, list[int]] = {}
+        self._pushes: dict[TransferId, Request] = {}
+        self._ending_blocks: dict[TransferId, list[int]] = {}
 
     def poll(self, scheduler: Scheduler, now: float) -> None:
         for event in self._transfers.events():
@@ -80,7 +80,7 @@ class PushingConnector:
                 case PushWanted():
                     self._accept(event, scheduler, now)
                 case PushCancelled(transfer):
-                    cancelled = self._pushing.get(transfer)
+                    cancelled = self._pushes.get(transfer)
                     if cancelled is not None:
                         _log_end(cancelled, "cancelled", now)
                         scheduler.abort(cancelled)
@@ -123,18 +123,18 @@ class PushingConnector:
         )
         for seed in order.child_seeds:
             request.add_child(seed)
-        self._pushing[order.transfer_id] = request
+        self._pushes[order.transfer_id] = request
         scheduler.add(request)
 
     def _refuse(self, order: PushWanted, reason: str, cause: FailureCause) -> None:
         log.info("request_id=%s transfer=%s refused: %s", order.request_id or "-", order.transfer_id, reason)
-        self._ending[order.transfer_id] = []
+        self._ending_blocks[order.transfer_id] = []
         self._transfers.fail_push(order.transfer_id, reason, cause)
 
     def _ended(self, scheduler: Scheduler, transfer: TransferId, outcome: PushOutcome, now: float) -> None:
-        request = self._pushing.pop(transfer, None)
+        request = self._pushes.pop(transfer, None)
         if request is None:
-            self._blocks.free(self._ending.pop(transfer))
+            self._blocks.free(self._ending_blocks.pop(transfer))
             return
         _log_end(request, outcome.value, now)
         request.transfer = None
@@ -165,12 +165,12 @@ class PushingConnector:
         return PrefillLoad(scheduler.queued_prompt_tokens, self._rate.tokens_per_s if self._rate.known else 0.0)
 
     def _push_early(self, request: Request) -> None:
-        """Send what is final of a prompt that is not computed yet, if this is the time for it."""
+        """Sends what is final of a prompt that is not computed yet, if the schedule has it leave early."""
         if self._schedule.early(request.num_prompt_tokens - request.first_block * self._blocks.block_size):
             self._push(request, request.num_computed_tokens // self._blocks.block_size)
 
     def _push(self, request: Request, final: int) -> None:
-        """Send the blocks before ``final`` that are wanted and not sent yet."""
+        """Sends the blocks before ``final`` that are wanted and not sent yet."""
         first = max(request.pushed_blocks, request.first_block)
         if request.transfer is not None and final > first:
             self._finish_writes()
@@ -186,8 +186,8 @@ class PushingConnector:
         if request.transfer is None:
             self._blocks.free(request.block_table)
         elif request.status is Status.FINISHED:
-            del self._pushing[request.transfer]
-            self._ending[request.transfer] = request.block_table
+            del self._pushes[request.transfer]
+            self._ending_blocks[request.transfer] = request.block_table
             request.block_table = []
         else:
             raise EngineError("a prefill node cannot preempt: the request's blocks may be in flight")

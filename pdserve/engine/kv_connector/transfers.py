@@ -1,4 +1,4 @@
-"""What the connectors ask of transfers. Block ids are those of the engine's KV cache."""
+"""The contracts between the connectors and the transfers. Block ids are those of the engine's KV cache."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pdserve_kvtransfer.stats import TransferStats
 
 
 class Transfers(Protocol):
-    """Of either role."""
+    """The transfers of either role."""
 
     def events(self) -> list[TransferEvent]: ...
 
@@ -22,7 +22,7 @@ class Transfers(Protocol):
 
 
 class Fetches(Transfers, Protocol):
-    """A decode node's: ``TransferThread``, or ``StagedFetches`` before one."""
+    """The transfers of a decode node: ``TransferThread``, or ``StagedFetches`` before one."""
 
     def fetch(self, order: FetchOrder) -> None: ...
 
@@ -30,13 +30,13 @@ class Fetches(Transfers, Protocol):
 
 
 class PacedFetches(Fetches, Protocol):
-    """What moves a fetch a few blocks at a time: ``TransferThread``."""
+    """Fetches that can move a few blocks at a time: ``TransferThread``."""
 
     def accept_blocks(self, transfer_id: TransferId, block_ids: tuple[int, ...]) -> None: ...
 
 
 class Pushes(Transfers, Protocol):
-    """A prefill node's: ``TransferThread``, or ``StagedPushes`` before one."""
+    """The transfers of a prefill node: ``TransferThread``, or ``StagedPushes`` before one."""
 
     def push(self, transfer_id: TransferId, first_index: int, block_ids: tuple[int, ...]) -> None: ...
 

@@ -9,11 +9,11 @@ from pdserve.errors import MalformedFrame, RankLost
 from pdserve.wire.rank import FromRank, Numbered, Order
 
 QUEUE_LIMIT = 1000
-"""Orders that a rank may be behind; it computes every step together with rank 0, so it never is by more than a few."""
+"""A rank may be this many orders behind. It computes every step together with rank 0, so it is behind by a few only."""
 
 
 class RankChannel:
-    """Rank 0's end of one rank's channel. Never blocks."""
+    """Rank 0's end of the channel to one other rank. No method blocks."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str) -> None:
         self.socket = context.socket(zmq.PAIR)
@@ -22,14 +22,14 @@ class RankChannel:
         self._decoder: msgspec.msgpack.Decoder[FromRank] = msgspec.msgpack.Decoder(FromRank)
 
     def send(self, frame: bytes) -> None:
-        """A ``Numbered``, encoded once for all ranks. Raises RankLost if nobody takes it."""
+        """Sends a ``Numbered``, encoded once for all ranks. Raises RankLost if the rank takes no more."""
         try:
             self.socket.send(frame, zmq.NOBLOCK)
         except zmq.Again as exc:
             raise RankLost("a tensor-parallel rank takes no orders") from exc
 
     def receive(self) -> FromRank | None:
-        """The next message, if one is there."""
+        """Returns the next message, None if there is none."""
         try:
             frame = self.socket.recv(zmq.NOBLOCK)
         except zmq.Again:
@@ -40,12 +40,12 @@ class RankChannel:
             raise MalformedFrame(f"unexpected message from a tensor-parallel rank: {exc}") from exc
 
     def close(self, linger_s: float) -> None:
-        """Give queued messages so long to leave."""
+        """Gives queued messages ``linger_s`` to leave."""
         self.socket.close(linger=int(linger_s * 1000))
 
 
 class OrderChannel:
-    """Another rank's end."""
+    """Another rank's end of its channel to rank 0."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str) -> None:
         self._socket = context.socket(zmq.PAIR)
@@ -56,7 +56,7 @@ class OrderChannel:
         self._expected = 1
 
     def receive(self) -> Order:
-        """Blocks until there is an order; a rank that outlives rank 0 is ended by the kernel.
+        """Waits for the next order and returns it; the kernel ends a rank that outlives rank 0.
 
         Raises MalformedFrame if one was lost or is out of order.
         """
@@ -73,5 +73,5 @@ class OrderChannel:
         self._socket.send(self._encoder.encode(message))
 
     def close(self, linger_s: float) -> None:
-        """Give queued messages so long to leave."""
+        """Gives queued messages ``linger_s`` to leave."""
         self._socket.close(linger=int(linger_s * 1000))

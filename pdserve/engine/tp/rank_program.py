@@ -47,12 +47,15 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("pdserve.engine.tp.rank_program")
 
-GOODBYE_S = 1.0
+LINGER_S = 1.0
 
 
 def main() -> int:
-    """0 after Stop. After a failure, which rank 0 is told, the process ends at once with 1: a GPU may be waiting for
-    another rank, and would keep libraries from being unloaded."""
+    """Runs the rank. Returns 0 after Stop.
+
+    After a failure, which rank 0 is told, the process ends at once with 1: a GPU may be waiting for another rank, and
+    would keep libraries from being unloaded.
+    """
     # Rank 0 decides when its ranks end; a signal to a whole process group must not end them under a running step.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
@@ -76,14 +79,14 @@ def main() -> int:
             failed = RankFailed(f"{type(exc).__name__}: {exc}")
         if failed is not None:
             channel.send(failed)
-        channel.close(GOODBYE_S)
+        channel.close(LINGER_S)
     if failed is not None:
         os._exit(1)
     return 0
 
 
 def run_rank(launch: RankLaunch, channel: OrderChannel) -> None:
-    """Load this rank's part of the model and compute until rank 0 says stop.
+    """Loads this rank's part of the model and computes until rank 0 says stop.
 
     Raises PdserveError if it cannot be loaded, or another rank is lost.
     """
@@ -121,7 +124,7 @@ def run_rank(launch: RankLaunch, channel: OrderChannel) -> None:
                 capture(runner, backend, config.scheduler.max_running)
                 channel.send(Captured())
             else:
-                obey(order, runner, copies)
+                carry_out(order, runner, copies)
                 if isinstance(order, Clear | CopyBlocks):
                     if device.type == "cuda":
                         torch.cuda.synchronize(device)
@@ -130,7 +133,7 @@ def run_rank(launch: RankLaunch, channel: OrderChannel) -> None:
 
 
 def capture(runner: ModelRunner, backend: Backend, max_rows: int) -> None:
-    """Record decode steps of up to ``max_rows`` tokens. Raises EngineError if this rank has no kernels for that."""
+    """Records decode steps of up to ``max_rows`` tokens. Raises EngineError if this rank has no kernels for that."""
     from pdserve.models.runner import CudaGraphs
 
     if backend.graph_kernels is None:
@@ -138,8 +141,8 @@ def capture(runner: ModelRunner, backend: Backend, max_rows: int) -> None:
     runner.capture_decode(backend.graph_kernels, max_rows, CudaGraphs())
 
 
-def obey(order: Order, runner: ModelRunner, copies: OrderedCopies | NoCopies) -> None:
-    """Do what rank 0 does. Raises EngineError if it is out of place."""
+def carry_out(order: Order, runner: ModelRunner, copies: OrderedCopies | NoCopies) -> None:
+    """Carries out one order. Raises EngineError if it comes at the wrong time."""
     match order:
         case Step(rows):
             runner.run([StepRow(row.token_ids, row.start, row.block_table, row.wants_logits) for row in rows])

@@ -23,22 +23,33 @@ from pdserve.errors import EngineError, RankLost
 from pdserve.models.tp.rank_board import RankBoard
 from pdserve.wire.rank import Arrived, Captured, FromRank, Loaded, Numbered, Order, RankFailed, Stop, Written
 
+log = logging.getLogger(__name__)
+
+START_S = 500.0
+"""A rank may take this long to load libraries, and again to load weights."""
+STOP_S = 2.0
+LAST_MESSAGE_MS = 100
+DEATH_S = 1.0
+"""A closed connection is noticed before the end of the process that held it."""
+GRACE_S = 5.0
+"""Rank 0 has this long to end by itself once a rank is gone."""
+
 RANK_COMMAND: tuple[str, ...] = (sys.executable, "-P", "-m", "pdserve.engine.tp.rank_program")
 """``-P`` keeps the working directory off the import path, where a folder ``kernels`` would break transformers."""
 
 
 class RankProcess:
-    """A running child. Its standard output and error are this process's. ``kill`` or ``ended`` has to be called."""
+    """A running child process, which shares this process's standard output and error. ``reap`` has to be called."""
 
     def __init__(self, launch: RankLaunch, command: Sequence[str] = RANK_COMMAND) -> None:
-        """Raises EngineError if it cannot be started. The kernel ends it when the calling thread ends."""
+        """Starts the process, which ends with the calling thread. Raises EngineError if it cannot start."""
         self.rank = launch.rank
         try:
             self._process = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=(launch.board, launch.wake_fd))
         except OSError as exc:
             raise EngineError(f"cannot start tensor-parallel rank {self.rank}: {exc}") from exc
         self.pidfd = os.pidfd_open(self._process.pid)
-        """Readable once it has ended."""
+        """A descriptor that is readable once the process has ended."""
         assert self._process.stdin is not None
         try:
             # Smaller than a pipe holds: this never blocks.
@@ -52,37 +63,25 @@ class RankProcess:
         return self._process.pid
 
     def ended(self, within_s: float) -> bool:
-        """Whether it has ended, or does so in this time."""
+        """Returns whether the process has ended, or ends in this time."""
         poller = select.poll()
         poller.register(self.pidfd, select.POLLIN)
         return bool(poller.poll(int(within_s * 1000)))
 
     def end(self) -> str:
-        """How it ended, in words; only once it has."""
+        """Returns in words how the process ended; it waits until it has."""
         status = self._process.wait()
         how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
         return f"tensor-parallel rank {self.rank} (process {self.pid}) {how}"
 
     def reap(self, grace_s: float) -> None:
-        """Kills it unless it ends in this time. Afterwards it has ended."""
+        """Kills the process unless it ends in this time. Afterwards it has ended."""
         try:
             if not self.ended(grace_s):
                 self._process.kill()
             self._process.wait()
         finally:
             os.close(self.pidfd)
-
-
-log = logging.getLogger(__name__)
-
-START_S = 500.0
-"""A rank may take this long to load libraries, and again to load weights."""
-STOP_S = 2.0
-LAST_WORDS_MS = 100
-DEATH_S = 1.0
-"""A closed connection is noticed before the end of the process that held it."""
-GRACE_S = 5.0
-"""So long rank 0 has to end by itself once a rank is gone."""
 
 
 class Ranks:
@@ -97,14 +96,14 @@ class Ranks:
         wake_fd: int,
         command: Sequence[str] = RANK_COMMAND,
     ) -> None:
-        """Starts them: one for each of ``cores`` but the first, rank 0's own. ``folder`` is private to this user.
+        """Starts a rank for each of ``cores`` but the first, rank 0's own. ``folder`` is private to this user.
 
-        ``wake_fd`` is an eventfd that they write to when rank 0 should look at the board.
+        ``wake_fd`` is an eventfd that they write to when the board has news for rank 0.
         """
         self.rendezvous = Path(folder, "ranks")
         self.board = board
         self.transfer_addresses: tuple[str, ...] = ()
-        """Where the ranks from 1 on take orders for the KV transfer, once they are loaded."""
+        """The addresses at which the ranks from 1 on take orders for the KV transfer, once they are loaded."""
         self._number = 0
         self._timeout_s = config.parallel.timeout_ms / 1000
         self._encoder = msgspec.msgpack.Encoder()
@@ -144,22 +143,22 @@ class Ranks:
 
     @property
     def pids(self) -> list[int]:
-        """In rank order, from rank 1."""
+        """The process ids in rank order, from rank 1."""
         return [process.pid for process, _ in self._ranks]
 
     def tell(self, order: Order) -> None:
-        """Every rank gets it, in the order of the calls. Raises RankLost if one takes no more."""
+        """Sends ``order`` to every rank. Raises RankLost if one takes no more."""
         self._number += 1
         frame = self._encoder.encode(Numbered(self._number, order))
         for _, channel in self._ranks:
             channel.send(frame)
 
     def wait_for(self, report: type[Arrived | Loaded | Captured]) -> None:
-        """Until every rank has sent one. Raises RankLost if a rank fails, dies, or needs more than ``START_S``."""
+        """Waits until every rank has sent ``report``. Raises RankLost if one fails, dies or needs over ``START_S``."""
         self._wait_for(report, START_S, "was not ready")
 
     def wait_for_blocks(self) -> None:
-        """Until every rank has carried out the ``Clear`` or ``CopyBlocks`` that it was told last.
+        """Waits until every rank has carried out the ``Clear`` or ``CopyBlocks`` that it was told last.
 
         Raises RankLost if a rank fails, dies or hangs.
         """
@@ -176,11 +175,11 @@ class Ranks:
 
     @property
     def copied(self) -> int:
-        """How many of the ``Download`` and ``Upload`` orders every rank has carried out."""
+        """How many ``DownloadBlocks`` and ``UploadBlocks`` orders every rank has carried out."""
         return min(self.board.copied(process.rank) for process, _ in self._ranks)
 
     def notify(self, on_loss: Callable[[], None]) -> None:
-        """Have ``on_loss`` called, from another thread, when a rank has ended that should not have."""
+        """Has ``on_loss`` called, from another thread, when a rank has ended that should not have."""
         self._on_loss = on_loss
         if self._lost.is_set():
             on_loss()
@@ -191,7 +190,7 @@ class Ranks:
             raise self.explain(RankLost("a tensor-parallel rank is gone"))
 
     def explain(self, error: RankLost) -> RankLost:
-        """``error`` in the words of the ranks that died of it; as it is if it names a rank that hangs."""
+        """Returns an error that says how the ranks died, or ``error`` itself if it names a rank that hangs."""
         if error.ranks:
             return error
         poller = select.poll()
@@ -199,10 +198,10 @@ class Ranks:
             poller.register(process.pidfd, select.POLLIN)
         poller.poll(int(DEATH_S * 1000))
         dead = [rank for rank in self._ranks if rank[0].ended(0.0)]
-        return RankLost("; ".join(_obituary(*rank) for rank in dead)) if dead else error
+        return RankLost("; ".join(_how_it_ended(*rank) for rank in dead)) if dead else error
 
     def close(self, orderly: bool) -> None:
-        """Ends every rank: by an order that it gets time for, or at once."""
+        """Ends every rank: if ``orderly``, by an order that it gets time for, else at once."""
         self._closing.set()
         os.eventfd_write(self._wake, 1)
         if orderly and not self._lost.is_set():
@@ -220,7 +219,7 @@ class Ranks:
         self._context.term()
 
     def _next(self, process: RankProcess, channel: RankChannel, deadline: float) -> FromRank | None:
-        """The next message; None if there is none at ``deadline``."""
+        """Returns the next message, None if there is none at ``deadline``."""
         poller = zmq.Poller()
         poller.register(channel.socket, zmq.POLLIN)
         for any_process, _ in self._ranks:
@@ -256,7 +255,7 @@ class Ranks:
 
 @contextmanager
 def running_ranks(config: EngineConfig, folder: str, cores: Sequence[tuple[int, ...]], wake_fd: int) -> Iterator[Ranks]:
-    """Running at the start of the block, ended with it: in order if it was left so."""
+    """Runs the ranks for as long as the block; an error in the block ends them at once, its end in order."""
     board = RankBoard.create(len(cores))
     try:
         ranks = Ranks(config, folder, cores, board, wake_fd)
@@ -270,9 +269,9 @@ def running_ranks(config: EngineConfig, folder: str, cores: Sequence[tuple[int, 
         board.close()
 
 
-def _obituary(process: RankProcess, channel: RankChannel) -> str:
-    # What it sent last may still be on its way through ZMQ.
-    while channel.socket.poll(LAST_WORDS_MS):
+def _how_it_ended(process: RankProcess, channel: RankChannel) -> str:
+    # Its last message may still be on its way through ZMQ.
+    while channel.socket.poll(LAST_MESSAGE_MS):
         message = channel.receive()
         if isinstance(message, RankFailed):
             return _failed(process, message)

@@ -1,4 +1,4 @@
-"""Steps of a tensor-parallel engine: rank 0 tells the others what it does, and does it."""
+"""Runs the steps of a tensor-parallel engine: rank 0 orders the others to do what it does itself."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pdserve_kernels.contract import GraphKernels
 
 
 class TpRunner:
-    """Satisfies ``StepRunner``. Owns neither its own rank's runner nor the other ranks, nor the group of them all."""
+    """Satisfies ``StepRunner``. It closes neither rank 0's runner, nor the other ranks, nor the group of them all."""
 
     def __init__(self, own: ModelRunner, ranks: Ranks, group: TpGroup) -> None:
         self._own = own
@@ -51,27 +51,27 @@ class TpRunner:
         self._ranks.wait_for_blocks()
 
     def copy_blocks(self, sources: Sequence[int], destinations: Sequence[int]) -> None:
-        """As ``clear``."""
+        """Returns when it is done on every other rank, as ``clear`` does. Raises RankLost."""
         self._ranks.tell(CopyBlocks(list(sources), list(destinations)))
         self._own.copy_blocks(sources, destinations)
         self._ranks.wait_for_blocks()
 
     def capture_decode(self, kernels: GraphKernels, max_rows: int, make_graph: Callable[[], Graph]) -> None:
-        """Record decode steps on every rank: see ``ModelRunner.capture_decode``. Returns once all have."""
+        """Records decode steps on every rank: see ``ModelRunner.capture_decode``. Returns once all have."""
         self._ranks.tell(Capture())
         self._own.capture_decode(kernels, max_rows, make_graph)
         self._ranks.wait_for(Captured)
 
     def warmed_up(self) -> None:
-        """From now on a rank that is late hangs: what steps need is compiled."""
+        """Says that what steps need is compiled: from now on a rank that is late counts as hanging."""
         self._warming_up = False
 
 
 @contextmanager
 def joined_group(config: EngineConfig, ranks: Ranks | None, device: torch.device) -> Iterator[TpGroup]:
-    """The group of rank 0, which computes on ``device``, and its ranks, or of rank 0 alone.
+    """Opens the group of rank 0, which computes on ``device``, and its ranks, or of rank 0 alone, for the block.
 
-    Raises RankLost if they do not come, ConfigError if such ranks cannot meet.
+    Raises RankLost if a rank does not come, ConfigError if such ranks cannot meet.
     """
     group: TpGroup = ALONE
     if ranks is not None:
