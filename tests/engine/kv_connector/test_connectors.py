@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -43,6 +45,7 @@ from pdserve.wire.transfer import UNKNOWN_LOAD, EngineSpec, FailureCause, Prefil
 from pdserve.wire.version import PROTOCOL_VERSION
 from pdserve_kvtransfer.events import (
     BlocksReleased,
+    FailureKind,
     FetchCancelled,
     FetchFailed,
     FetchLanded,
@@ -264,6 +267,18 @@ def test_a_failed_fetch_goes_to_the_next_prefill_node_for_what_is_missing() -> N
     assert request.status is Status.WAITING_FOR_REMOTE_KVS
 
 
+def test_the_log_says_of_which_request_a_fetch_failed_and_why(caplog: pytest.LogCaptureFixture) -> None:
+    bench, request, order = fetching(targets=2)
+    request.request_id = "chat-1"
+    with caplog.at_level(logging.INFO, logger="pdserve.engine.kv_connector"):
+        bench.report(FetchFailed(order.transfer_id, "it fell silent", 1, (), FailureKind.LEASE_EXPIRED))
+    (line,) = caplog.messages
+    uuid = request.uuid.hex()[:12]
+    assert line.startswith(f"request_id=chat-1 uuid={uuid} transfer={uuid}/0 prefill=p0 ")
+    assert "lease_expired" in line
+    assert "it fell silent" in line
+
+
 def test_no_prefill_node_is_asked_for_one_block_or_less() -> None:
     bench, request, order = fetching(targets=2)
     bench.report(FetchFailed(order.transfer_id, "lost", 2, ()))
@@ -442,6 +457,19 @@ def test_blocks_that_the_decode_node_has_are_not_pushed() -> None:
     bench.step()
     bench.step()
     assert [first for first, _ in bench.thread.pushed] == [3]
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_a_prefill_node_logs_one_line_when_a_push_is_over(told: bool, caplog: pytest.LogCaptureFixture) -> None:
+    bench, order = Bench(Role.PREFILL), replace(wanted(), request_id="chat-1" if told else "")
+    with caplog.at_level(logging.INFO, logger="pdserve.engine.kv_connector"):
+        bench.report(order)
+        bench.step()
+        bench.report(PushCancelled(order.transfer_id))
+        bench.report(PushEnded(order.transfer_id, PushOutcome.CANCELLED))
+    (line,) = caplog.messages
+    assert line.startswith(f"request_id={'chat-1' if told else '-'} uuid=")
+    assert line.endswith(" outcome=cancelled")
 
 
 @pytest.mark.parametrize("steps", [0, 1, 2])
