@@ -9,6 +9,6 @@ from tests.kvtransfer.rig import Engine
 
 @pytest.fixture(params=[True, False], ids=["mapped", "not mapped"])
 def mapped_or_not(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Every test that uses it runs twice; also what programs that it starts are to be told."""
+    """Runs a test once with mapped blocks and once without. Returns which, for programs that the test starts."""
     monkeypatch.setattr(Engine, "shares", request.param)
     return bool(request.param)

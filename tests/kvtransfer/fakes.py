@@ -1,4 +1,4 @@
-"""The other side of a transfer, played by a test message by message."""
+"""Fake engines, whose messages a test sends one by one."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ MEMORY_BYTES = 4 * 2**20
 
 
 def boot_of(message: ToPrefill) -> bytes:
-    """Of who sends it."""
+    """Returns the boot id of the message's sender."""
     if isinstance(message, PrefillRequest | Accept | Done | Cancel):
         return message.transfer_id.decode_boot
     return message.boot_id
@@ -59,10 +59,10 @@ def prefill_request(boot_id: bytes, tokens: int = 20, first_block: int = 0) -> P
 
 
 class FakePeer:
-    """What the two fakes share: a socket, a seal, a UCX link that is progressed while waiting."""
+    """The parts that both fakes have: a socket, a sealer, and a UCX link that is progressed while waiting."""
 
     def __init__(self, kind: int, messages: Any, boot_id: bytes | None = None, shares: bool = False) -> None:
-        """``shares`` is whether the engine may map this one's memory."""
+        """With ``shares`` the engine may map this fake's memory."""
         self.boot_id = boot_id or new_id()
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.socket = self.context.socket(kind)
@@ -79,14 +79,14 @@ class FakePeer:
         self._sending = 0
 
     def post(self, payload: memoryview, tag: int, index: int) -> None:
-        """Begin to send a copy of it."""
+        """Begins to send a copy of the payload."""
         place, self._used = self._used, self._used + len(payload)
         self.memory[place : self._used] = payload
         self.link.send([place], len(payload), [label_of(tag, index)])
         self._sending += 1
 
     def finish(self) -> None:
-        """Progress until everything posted was sent."""
+        """Progresses the link until everything that was posted is sent."""
         deadline = time.monotonic() + WAIT_S
         while self._sending:
             assert time.monotonic() < deadline, "sends did not complete"
@@ -94,7 +94,7 @@ class FakePeer:
             self._sending -= len(self.link.sent())
 
     def receive(self) -> tuple[ArrivedMessage, bytes]:
-        """The next message; there must be one only."""
+        """Receives the next message. There must be only one."""
         deadline = time.monotonic() + WAIT_S
         while not (arrivals := self.link.arrivals()):
             assert time.monotonic() < deadline, "nothing arrived"
@@ -121,10 +121,10 @@ class FakePeer:
 
 
 class FakePrefill(FakePeer):
-    """A prefill engine whose every move is the test's."""
+    """A prefill engine that does only what the test says."""
 
     def __init__(self, *, released: bool = False) -> None:
-        """``released`` makes it one of pdserve 0.1."""
+        """With ``released`` it is an engine of pdserve 0.1."""
         super().__init__(zmq.ROUTER, ToPrefill)
         self.released = released
         self.port = self.socket.bind_to_random_port("tcp://127.0.0.1")
@@ -138,7 +138,7 @@ class FakePrefill(FakePeer):
         return PrefillTarget("fake", f"tcp://127.0.0.1:{self.port}", self.boot_id)
 
     def next(self, kind: type[M]) -> M:
-        """The next message, which must be of this kind; pings are answered on the way."""
+        """Returns the next message, which must be of this kind. It answers pings that come before."""
         while True:
             assert self.socket.poll(int(WAIT_S * 1000)), f"no {kind.__name__} in time"
             self.route, frame = self.socket.recv_multipart()
@@ -160,13 +160,13 @@ class FakePrefill(FakePeer):
         self.socket.send_multipart([self.route, self.sealer.seal(message, self.peer)])
 
     def announce(self, request: PrefillRequest, first_index: int, *blocks: memoryview) -> None:
-        """What these blocks, sent or not, must be."""
+        """Announces the digests of these blocks, whether they are sent or not."""
         numbered = enumerate(blocks, first_index)
         digests = tuple(digest(block, label_of(request.tag, index)) for index, block in numbered)
         self.send(Digests(request.transfer_id, 0, 0, first_index, digests))
 
     def deliver(self, request: PrefillRequest, index: int, block: memoryview) -> None:
-        """Send one block and announce it."""
+        """Sends one block and announces it."""
         self.post(block, request.tag, index)
         self.finish()
         self.announce(request, index, block)
@@ -183,7 +183,7 @@ class FakePrefill(FakePeer):
 
 
 class FakeDecode(FakePeer):
-    """A decode engine whose every move is the test's."""
+    """A decode engine that does only what the test says."""
 
     def __init__(self, control: str, *, boot_id: bytes | None = None, shares: bool = False) -> None:
         super().__init__(zmq.DEALER, ToDecode, boot_id, shares)
@@ -200,7 +200,7 @@ class FakeDecode(FakePeer):
         self.socket.send(self.seal(message))
 
     def seal(self, message: ToPrefill) -> bytes:
-        """The frame for this prefill engine."""
+        """Returns the frame of a message for this prefill engine."""
         if self.peer is None:
             self.socket.send(self.sealer.seal(Examine(self.boot_id, SPOKEN.newest, SPOKEN.oldest)))
             self.peer = self.next(Examined).boot_id

@@ -1,4 +1,4 @@
-"""A transport that misbehaves now and then: every n-th send or receive of an honest one goes wrong in a stated way."""
+"""A transport around a sound one, in which every n-th send or receive goes wrong in a stated way."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ class Fault(enum.Enum):
 
 
 HARMLESS = frozenset({Fault.DUPLICATE, Fault.REORDER})
-"""What a transfer must survive."""
+"""The faults that a transfer must survive."""
 
 
 AT_RECEIVER = frozenset({Fault.CORRUPT, Fault.RECEIVE_FAILS})
-"""What the receiving side's transport is to do."""
+"""The faults that the receiving side's transport makes."""
 
 
 @dataclass(slots=True)
 class Injector:
-    """Counts operations over all links of one transport, and says which go wrong."""
+    """Counts the operations of all links of one transport, and chooses those that go wrong."""
 
     fault: Fault
     every: int
@@ -81,7 +81,7 @@ class FaultyLink:
     injector: Injector
     held: list[Held] = field(default_factory=list)
     twice: Counter[int] = field(default_factory=Counter)
-    """Labels whose first completion is not the last."""
+    """How many completions of each label are not the last one."""
     address: bytes = field(init=False)
 
     def __post_init__(self) -> None:
@@ -117,7 +117,7 @@ class FaultyLink:
                 raise PeerLost("a send was refused")
 
     def _elsewhere(self, place: int, length: int) -> int:
-        """Some bytes of this memory that are others."""
+        """Returns the place of other bytes in this memory."""
         wanted = self.memory[place : place + length]
         others = range(0, len(self.memory) - length + 1, length)
         return next(other for other in others if self.memory[other : other + length] != wanted)

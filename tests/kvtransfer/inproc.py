@@ -1,4 +1,4 @@
-"""Blocks between engines of one process, by copying: for tests, which can also make it misbehave."""
+"""A transport between engines of one process, which copies blocks. Tests can make it misbehave."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class _Receive:
 
 @dataclass(slots=True, eq=False)
 class Fabric:
-    """What the links of one process have in common.
+    """The links of one process.
 
     While ``held``, accepted receives stay in flight, as when a sender stops in the middle of a block.
     """
@@ -45,7 +45,7 @@ class Fabric:
             self.held = True
 
     def stuck(self) -> int:
-        """Accepted receives in flight."""
+        """Returns how many accepted receives are in flight."""
         with self.lock:
             return sum(link.receiving for link in self.links.values())
 
@@ -72,7 +72,7 @@ class InprocLink:
         self._sent: list[MovedMessage] = []
         self._landed: list[MovedMessage] = []
         self.holds: Callable[[int], bool] = lambda label: False
-        """Which messages, by label, stay in flight once this link has accepted them."""
+        """Returns whether a message with a label stays in flight once this link has accepted it."""
         with fabric.lock:
             fabric.links[self.address] = self
 
@@ -117,7 +117,7 @@ class InprocLink:
             return moved or bool(due)
 
     def _due(self) -> list[_Receive]:
-        """What may land now."""
+        """Returns the receives that may land now."""
         if self._fabric.held:
             return []
         return [receive for receive in self._receives if not self.holds(receive.message.moved.label)]
@@ -168,7 +168,7 @@ class InprocLink:
         return self._broken
 
     def sever(self) -> None:
-        """As when the transport notices a dead peer."""
+        """Breaks the link, as when the transport notices a dead peer."""
         self._broken = True
         self.ring()
 

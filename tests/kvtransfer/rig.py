@@ -1,4 +1,4 @@
-"""Engines without a model: a transfer thread, some memory, and the events that it gave out."""
+"""Engines without a model, which have a transfer thread, some memory, and the thread's events."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ SPEC = EngineSpec(
 )
 CONFIG = TransferConfig(heartbeat_ms=50, lease_ms=600)
 PATIENT = TransferConfig(heartbeat_ms=100, lease_ms=60_000)
-"""A lease that no test outlives: what is noticed under it was noticed by other means."""
+"""Settings with a lease that no test outlives. A loss that is noticed under them was noticed by other means."""
 SAMPLING = SamplingParams(max_tokens=1, seed=1)
 BLOCK_BYTES = 63 * 1024
 WAIT_S = 10.0
@@ -52,13 +52,13 @@ E = TypeVar("E", bound=TransferEvent)
 
 @cache
 def compiled_poster() -> MakePoster:
-    """What engines have where there is a compiler."""
+    """Returns the maker of posters that engines use if there is a compiler."""
     return chosen_poster(UcxCalls.COMPILED, cache_folder(os.environ), digests=True)
 
 
 @dataclass
 class Engine:
-    """One engine's transfers."""
+    """An engine that only transfers blocks."""
 
     role: Role
     num_blocks: int = 32
@@ -99,13 +99,13 @@ class Engine:
         self.seen.extend(self.thread.events())
 
     def next(self, kind: type[E], timeout_s: float = WAIT_S) -> E:
-        """The next event, which must be of this kind."""
+        """Returns the next event, which must be of this kind."""
         event = self.take(timeout_s)
         assert isinstance(event, kind), f"{event} where {kind.__name__} was due"
         return event
 
     def take(self, timeout_s: float = WAIT_S) -> TransferEvent:
-        """The next event."""
+        """Returns the next event."""
         deadline = time.monotonic() + timeout_s
         while True:
             self._woken.clear()
@@ -117,23 +117,23 @@ class Engine:
             assert left > 0 and self._woken.wait(left), "no event in time"
 
     def quiet(self) -> bool:
-        """Whether every event so far was taken."""
+        """Returns whether every event so far was taken."""
         self.poll()
         return self._taken == len(self.seen)
 
     def woken_within(self, seconds: float) -> bool:
-        """Whether there is any news in this time; for showing that there is none."""
+        """Returns whether there is any news in this time. Tests use it to show that there is none."""
         self._woken.clear()
         return self._woken.wait(seconds)
 
     def fill(self, *block_ids: int) -> bytes:
-        """Random bytes in these blocks, and what they are."""
+        """Fills these blocks with random bytes and returns them."""
         for block_id in block_ids:
             self.region.block(block_id)[:] = os.urandom(self.block_bytes)
         return self.read(*block_ids)
 
     def fill_with(self, content: bytes) -> None:
-        """All blocks."""
+        """Fills all blocks."""
         self.region.bytes_at(0, len(content))[:] = content
 
     def read(self, *block_ids: int) -> bytes:
@@ -160,7 +160,7 @@ class Pair:
         deadline_s: float = 30.0,
         target: PrefillTarget | None = None,
     ) -> FetchOrder:
-        """Not placed yet. The last block is partial, as most prompts' are."""
+        """Returns an order that is not placed yet. The last block is partial, as most prompts' are."""
         return FetchOrder(
             transfer_id=TransferId(new_id(), 0, self.decode.boot_id),
             target=target or self.target,

@@ -1,4 +1,4 @@
-"""Engines of several ranks, with reports, control frames, failures and lies in any order.
+"""Transfers between engines of several ranks, with reports, control frames, failures and lies in any order.
 
 The real sides, sessions, ports and rank threads' code, driven step by step instead of by threads. Only control
 sockets are replaced, by queues that a test can delay and cut, and which fail as sockets do once they are closed.
@@ -96,7 +96,7 @@ class Connection:
 
 
 class Server:
-    """In place of ``ControlServer``."""
+    """Stands in for ``ControlServer``."""
 
     def __init__(self, net: Net) -> None:
         self.address = f"inproc://{len(net.servers)}"
@@ -132,7 +132,7 @@ class Server:
 
 
 class Client:
-    """In place of ``ControlClient``."""
+    """Stands in for ``ControlClient``."""
 
     def __init__(self, net: Net, control: str) -> None:
         self.sockets: list[Any] = []
@@ -205,7 +205,7 @@ def raised(failure: Failure) -> Exception:
 
 
 class FailingLink(InprocLink):
-    """Its next ``progress``, ``arrivals``, ``receive``, ``send`` or ``connect`` fails, once it is told so."""
+    """A link whose next ``progress``, ``arrivals``, ``receive``, ``send`` or ``connect`` fails as the test says."""
 
     failing: Exception | None = None
 
@@ -219,7 +219,7 @@ class FailingLink(InprocLink):
 
 
 class FailingTransport(InprocTransport):
-    """Opens ``FailingLink``s, or the next time none."""
+    """A transport that opens ``FailingLink``s, or fails to when the test says so."""
 
     def __init__(self, fabric: Fabric) -> None:
         super().__init__(fabric)
@@ -237,7 +237,7 @@ class FailingTransport(InprocTransport):
 
 
 class SteppedRanks(RankChannels):
-    """The other ranks' threads, which do the next thing when the test lets them."""
+    """Stands in for the other ranks' threads, which take a step when the test lets them."""
 
     def __init__(self, threads: Sequence[RankThread], transports: Sequence[FailingTransport]) -> None:
         self.sockets = []
@@ -261,7 +261,7 @@ class SteppedRanks(RankChannels):
         pass
 
     def work(self, pick: int) -> None:
-        """One rank takes its next command and looks at its links."""
+        """Has one rank take its next command and poll its links."""
         if not self.threads:
             return
         index = pick % len(self.threads)
@@ -275,7 +275,7 @@ class SteppedRanks(RankChannels):
         thread._collect_reports()
 
     def report(self, pick: int) -> None:
-        """Rank 0 hears one rank's next report."""
+        """Brings one rank's next report to rank 0."""
         if not self.threads:
             return
         index = pick % len(self.threads)
@@ -333,7 +333,7 @@ class Node:
         self.next_block = 0
 
     def take_blocks(self, count: int) -> tuple[int, ...] | None:
-        """Never used before; None if there are none left."""
+        """Returns blocks that were never used before, or None if there are too few."""
         if self.next_block + count > BLOCKS:
             return None
         first, self.next_block = self.next_block, self.next_block + count
@@ -375,7 +375,7 @@ class Pushed:
 
 
 FREE = 0xFF
-"""What blocks that nobody holds are full of."""
+"""The byte that fills the blocks that no request holds."""
 
 
 class World:
