@@ -95,7 +95,10 @@ def serve(launch: EngineLaunch, channel: ApiChannel) -> None:
             torch.set_num_threads(len(cores))
         device = rank_device(config, 0)
         group = stack.enter_context(joined_group(config, ranks, device))
-        progress: Callable[[str], None] = lambda stage: channel.send(Starting(stage))  # noqa: E731
+
+        def progress(stage: str) -> None:
+            channel.send(Starting(stage))
+
         engine = assemble(config, channel, wake_up, progress, ranks, group, device)
         stack.callback(engine.connector.close)
         stack.enter_context(_stop_signals(engine.loop.stop))
