@@ -1,9 +1,9 @@
 """A proxy's supervisor ↔ its workers, over a ZMQ ROUTER in a folder only the user can enter, so not authenticated.
 
-A worker says ``WorkerHello`` and is sent ``Nodes``, then again at every change. Once it takes connections it says
-``WorkerReady``. A worker whose event loop turns answers each ``WorkerPing`` with ``WorkerPong``.
-A worker that is asked for ``/metrics`` sends ``Scrape``; the supervisor sends ``Collect`` to every worker, adds up the
-``Counts`` that come back, and answers ``Scraped``. When it has read its files again, it sends ``Renewed``.
+A worker sends ``WorkerHello``, and gets ``Nodes`` then and at every change. When it takes connections, it sends
+``WorkerReady``. A worker whose event loop turns answers each ``WorkerPing`` with ``WorkerPong``. A worker that is asked
+for ``/metrics`` sends ``Scrape``; the supervisor sends ``Collect`` to every worker, adds up the ``Counts`` that come
+back, and answers ``Scraped``. When the supervisor has read its files again, it sends ``Renewed``.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from pdserve.wire.ids import BootId
 
 @dataclass(frozen=True, slots=True)
 class ApiKey:
-    """Of a client."""
+    """A client's API key with the name of its owner."""
 
     caller: str
-    """For limits, logs and metrics; says nothing of the key."""
+    """The owner's name in limits and logs. It tells nothing about the key."""
     key: str = field(repr=False)
 
 
 @dataclass(frozen=True, slots=True)
 class Credentials:
-    """What a proxy signs with, shows and believes."""
+    """The secrets, keys and certificates that a proxy reads again on SIGHUP."""
 
     secret: bytes = field(repr=False)
-    """What ``Secrets`` are made of."""
+    """The cluster secrets, as ``Secrets`` takes them."""
     keys: tuple[ApiKey, ...]
-    """Empty: anybody may come."""
+    """The clients' API keys. If it is empty, every client may send requests."""
     certificate: Certificate | None = None
     authorities: bytes = b""
-    """PEM, of nodes' certificates; empty for the system's."""
+    """The authorities of nodes' certificates, as PEM; empty for the system's."""
 
 
 class Renewed(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="renewed"):
@@ -48,17 +48,17 @@ class KnownNode(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     info: NodeInfo
     load: NodeLoad
     seen_s: float
-    """When its last message came, on the monotonic clock, which all processes of a host share."""
+    """When the node's last message came, on the monotonic clock, which all processes of a host share."""
 
 
 class Nodes(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="nodes"):
-    """All that are registered."""
+    """All registered nodes."""
 
     nodes: tuple[KnownNode, ...]
     prefilled: tuple[str, ...]
     """Fingerprints that have had a prefill node."""
     lost: tuple[BootId, ...]
-    """The last that were dropped for their silence. Others that are gone have said goodbye, or have been replaced."""
+    """The last nodes that were dropped for their silence. Other nodes that are gone deregistered or were replaced."""
 
 
 class Sample(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
@@ -75,7 +75,7 @@ class Family(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     name: str
     documentation: str
     kind: str
-    """As Prometheus has it: ``counter``, ``gauge``, ``histogram``."""
+    """Prometheus's word for it: ``counter``, ``gauge`` or ``histogram``."""
     samples: tuple[Sample, ...]
 
 
@@ -94,7 +94,7 @@ class WorkerPing(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fi
 
 class WorkerHello(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="hello"):
     version: str
-    """Of pdserve, when the worker started."""
+    """The version of pdserve when the worker started."""
 
 
 class WorkerReady(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="ready"):
@@ -111,7 +111,7 @@ class Scrape(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field=
 
 class Counts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="counts"):
     number: int
-    """Of the ``Collect`` that this answers."""
+    """The number of the ``Collect`` that this answers."""
     families: tuple[Family, ...]
 
 

@@ -1,4 +1,4 @@
-"""Clients' API keys, and all that a proxy reads at its start and again on SIGHUP: keys, secret, certificates."""
+"""Reads what a proxy needs at its start and again on SIGHUP: API keys, the cluster secret, and certificates."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ ANONYMOUS = ""
 
 
 class ApiKeys:
-    """Empty: anybody may come.
+    """The API keys of a proxy's clients. Without any key, every client may send requests.
 
-    Keys are found by a MAC under a secret of this process, so that neither the search nor the comparison takes a time
-    that depends on how much of a key somebody has guessed.
+    Keys are looked up by a MAC under a secret of this process, so that neither the search nor the comparison takes a
+    time that depends on how much of a key somebody has guessed.
     """
 
     def __init__(self, keys: Iterable[ApiKey]) -> None:
@@ -32,11 +32,11 @@ class ApiKeys:
         self.renew(keys)
 
     def renew(self, keys: Iterable[ApiKey]) -> None:
-        """Take these instead. What the old ones have let in goes on."""
+        """Replaces all keys by ``keys``. Requests that came with an old key go on."""
         self._callers = {self._mac(key.key): key.caller for key in keys}
 
     def caller(self, authorization: str | None) -> str:
-        """Who sent a request with this ``Authorization`` header. Raises Unauthorized."""
+        """Returns the owner of the key in a request's ``Authorization`` header. Raises Unauthorized."""
         if not self._callers:
             return ANONYMOUS
         scheme, _, key = (authorization or "").partition(" ")
@@ -55,7 +55,7 @@ class ApiKeys:
 
 
 def read_api_keys(config: AdmissionConfig) -> tuple[ApiKey, ...]:
-    """Those of ``--api-key`` and of the lines of ``--api-key-file``: a key, or a name and a key.
+    """Returns the keys of ``--api-key`` and of ``--api-key-file``, whose lines are a key, or a name and a key.
 
     Raises ConfigError, which never shows a key.
     """
@@ -99,7 +99,7 @@ def _read_key_file(path: Path) -> list[ApiKey]:
 
 
 def read_credentials(config: ProxyConfig, read_secret: Callable[[], bytes]) -> Credentials:
-    """Raises ConfigError if anything cannot be used."""
+    """Returns what ``config`` names. Raises ConfigError if any of it cannot be used."""
     tls = config.tls
     return Credentials(
         secret=read_secret(),
@@ -110,7 +110,7 @@ def read_credentials(config: ProxyConfig, read_secret: Callable[[], bytes]) -> C
 
 
 class LiveCredentials:
-    """One process's: everything that is made with them follows ``renew``."""
+    """The credentials of one process. Everything that is made with them follows ``renew``."""
 
     def __init__(self, credentials: Credentials) -> None:
         """Raises ConfigError if the certificate cannot be used."""
@@ -120,7 +120,7 @@ class LiveCredentials:
         self.trust = Trust(credentials.authorities)
 
     def renew(self, credentials: Credentials) -> None:
-        """Raises ConfigError, and changes nothing, if the certificate cannot be used."""
+        """Replaces all credentials. Raises ConfigError, and changes nothing, if the certificate cannot be used."""
         if self.tls is not None and credentials.certificate is not None:
             self.tls.renew(credentials.certificate)
         self.secrets.renew(credentials.secret)

@@ -1,6 +1,6 @@
-"""The proxy's metrics: a Prometheus registry of its own, and the sum of several processes' as Prometheus text.
+"""Holds a proxy process's metrics, and adds up those of several processes as Prometheus text.
 
-What is counted of each request is in ``relay.access_log``.
+``relay.access_log`` counts the requests themselves.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from pdserve_proxy.registry.snapshot import Snapshot
 from pdserve_proxy.relay.access_log import RequestCounts
 
 _LASTING = ("counter", "histogram")
-"""What a process that ended has counted stays true; what it held does not."""
+"""The kinds of metrics that outlive their process: its counts stay true, and its gauges do not."""
 
 
 def export_families(registry: CollectorRegistry) -> tuple[Family, ...]:
-    """All that ``registry`` holds, but for the times at which counters were made."""
+    """Returns all metrics in ``registry``, without the times at which its counters were made."""
     return tuple(
         Family(
             metric.name,
@@ -39,7 +39,7 @@ def export_families(registry: CollectorRegistry) -> tuple[Family, ...]:
 
 
 def sum_families(parts: Iterable[tuple[Family, ...]]) -> tuple[Family, ...]:
-    """The same metrics of several processes, added up sample by sample."""
+    """Returns the sums of the same metrics of several processes, sample by sample."""
     families: dict[str, Family] = {}
     sums: dict[str, dict[tuple[str, tuple[tuple[str, str], ...]], float]] = {}
     for part in parts:
@@ -61,24 +61,20 @@ def sum_families(parts: Iterable[tuple[Family, ...]]) -> tuple[Family, ...]:
 
 
 def lasting_families(families: tuple[Family, ...]) -> tuple[Family, ...]:
-    """What of a process's metrics outlives it."""
+    """Returns those of a process's metrics that outlive it."""
     return tuple(family for family in families if family.kind in _LASTING)
 
 
 def render_families(families: tuple[Family, ...]) -> bytes:
-    """Prometheus text."""
-    return prometheus_client.generate_latest(_Families(families))
+    """Returns ``families`` as Prometheus text."""
+    registry = CollectorRegistry()
+    registry.register(_FamiliesCollector(families))
+    return prometheus_client.generate_latest(registry)
 
 
-class _Families(CollectorRegistry):
-    """What ``generate_latest`` takes."""
+class _FamiliesCollector(Collector):
+    """A collector of metrics that have been collected before, perhaps in another process."""
 
-    def __init__(self, families: tuple[Family, ...]) -> None:
-        super().__init__()
-        self.register(_Collected(families))
-
-
-class _Collected(Collector):
     def __init__(self, families: tuple[Family, ...]) -> None:
         self._families = families
 
@@ -94,6 +90,8 @@ CONTENT_TYPE = prometheus_client.CONTENT_TYPE_LATEST
 
 
 class ProxyMetrics:
+    """The metrics of one proxy process, in a Prometheus registry of their own."""
+
     def __init__(self) -> None:
         registry = self.registry = CollectorRegistry()
         self.counts = RequestCounts()
@@ -111,7 +109,7 @@ class ProxyMetrics:
         self._dropped_frames.labels(reason).inc()
 
     def export_families(self, snapshot: Snapshot) -> tuple[Family, ...]:
-        """All of it, with the nodes of ``snapshot`` counted."""
+        """Returns all metrics of this process, with the nodes of ``snapshot`` counted."""
         roles = Tally(node.info.role for node in snapshot.nodes)
         for role in Role:
             self._nodes.labels(role.value).set(roles[role])

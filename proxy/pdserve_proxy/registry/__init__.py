@@ -1,3 +1,3 @@
 """Knows the nodes: the socket where they register, the registry with its mirror in worker processes, and the snapshot
-that routes are made of.
+from which the router chooses.
 """

@@ -1,7 +1,7 @@
 """Takes nodes' registrations and heartbeats from a ZMQ ROUTER socket into the registry.
 
-A proxy that is late itself drops nobody: what waits in the socket is taken before a lease may expire, and the time by
-which a turn came late counts against no node.
+A proxy that is late itself drops no node for it: it handles the messages that wait in the socket before a lease may
+expire, and extends all leases by the time by which it was late.
 """
 
 from __future__ import annotations
@@ -47,17 +47,18 @@ log = logging.getLogger(__name__)
 
 MAX_MESSAGE_BYTES = 64 * 1024
 MAX_BURST = 256
-"""Frames that are taken before the event loop gets its turn."""
+"""The number of frames that are handled before the event loop gets its turn."""
 FULL_BURSTS = MAX_NODES // MAX_BURST
-"""So many in a row, and expiry looks at the clock though more frames wait: a ROUTER takes one of each sender in turn,
-so every node had its turn by then, and no flood of messages keeps the dead in the registry. (One of messages of very
-many parts does, for as long as it lasts: nobody can be heard then.)
+"""After so many full bursts in a row leases may expire although more frames wait.
+
+A ROUTER takes a frame of each sender in turn, so every node has had its turn by then, and no flood of messages keeps
+dead nodes in the registry. (A flood of messages of very many parts does while it lasts: no node can be heard then.)
 """
 WARN_EVERY_S = 10.0
 
 
 class DiscoveryServer:
-    """Owns the control socket. Bound when made; ``run`` serves it; closed as a context manager."""
+    """The owner of the control socket: binds it when it is made, and closes it as a context manager."""
 
     def __init__(
         self,
@@ -101,7 +102,7 @@ class DiscoveryServer:
         boot_id: bytes,
         on_dropped: Callable[[str], None],
     ) -> Self:
-        """As configured. Raises ConfigError if the address cannot be bound."""
+        """Returns a server that listens as ``config`` says. Raises ConfigError if the address cannot be bound."""
         return cls(registry, secret, boot_id, on_dropped, host=config.control_host, port=config.control_port)
 
     def __enter__(self) -> Self:
@@ -119,7 +120,7 @@ class DiscoveryServer:
         self._context.term()
 
     async def run(self) -> None:
-        """Serve until cancelled."""
+        """Serves until it is cancelled."""
         guarding = asyncio.create_task(self._guard_connections())
         try:
             await self._serve()
@@ -128,7 +129,7 @@ class DiscoveryServer:
             await asyncio.wait([guarding])
 
     async def _guard_connections(self) -> None:
-        """Until cancelled."""
+        """Feeds the connection guard and lets it check, until it is cancelled."""
         next_check = 0.0
         while True:
             wait_ms = max(0, int((next_check - time.monotonic()) * 1000) + 1) if self._guard.watching else None
@@ -146,17 +147,17 @@ class DiscoveryServer:
         bursts = 0
         while True:
             now = await self._wait()
-            # Whatever the poll said: where the loop was late, its timer may have come before the news of a frame.
+            # The poll's result does not matter: if the loop was late, its timer may have fired before a frame was seen.
             bursts = 0 if await self._receive_burst() else bursts + 1
             if bursts % FULL_BURSTS == 0:
                 for node in self._registry.expire(now):
                     log.warning("node %s (%s) dropped: no heartbeat", node.info.name, node.info.url)
 
     async def _wait(self) -> float:
-        """Until a frame has come or a lease may have run out. What this took too long is forgiven. Returns now.
+        """Waits until a frame has come or a lease may have run out, and returns the time.
 
-        Never longer than half a heartbeat: when in the wait the process was stopped is not known, so that much may be
-        counted wrongly.
+        If the wait takes longer than it should, all leases are extended by the excess. A wait is at most half a
+        heartbeat long: nothing tells when in it the process was stopped, so that much may be counted wrongly.
         """
         if self._reader.dropping:
             return await self._let_others_run()
@@ -172,7 +173,7 @@ class DiscoveryServer:
         return now
 
     async def _let_others_run(self) -> float:
-        """One turn of the event loop. No node can be heard in it, so its time is forgiven. Returns now."""
+        """Gives the event loop a turn, extends the leases by it since no node can be heard, and returns the time."""
         began = self._clock()
         await asyncio.sleep(0)
         now = self._clock()
@@ -180,12 +181,12 @@ class DiscoveryServer:
         return now
 
     async def _receive_burst(self) -> bool:
-        """Whether that was all there is."""
+        """Handles the frames that wait, at most ``MAX_BURST``. Returns whether none is left."""
         for _ in range(MAX_BURST):
             began = self._clock()
             message = self._reader.read()
             if self._reader.dropping:
-                # Nobody else could be heard.
+                # No other node could be heard.
                 self._registry.extend_leases(self._clock() - began)
             if message is None:
                 return not self._reader.dropping
@@ -202,7 +203,7 @@ class DiscoveryServer:
             self._guard.trusted(message.connection)
             await self._answer(route, opened)
         except WrongReceiver as exc:
-            # Of a node that takes this process for another one, as after a restart of this proxy: it shall greet again.
+            # The node takes this process for another, as after a restart of this proxy: it has to send NodeHello again.
             self._dropped(exc)
             await self._send(route, exc.sender, Ack(exc.sender, known=False))
         except UnreadableMessage as exc:
@@ -218,8 +219,8 @@ class DiscoveryServer:
         if isinstance(message, NodeHello):
             await self._send(route, boot_id, self._answer_hello(message))
         elif opened.sender != boot_id:
-            # Of a node that is newer than pdserve 0.1, and takes this proxy for one of 0.1. Its NodeHello comes with
-            # its Register; a NodeHeartbeat comes alone, from before this proxy was upgraded.
+            # The node is newer than pdserve 0.1, and takes this proxy for one of 0.1. Its NodeHello comes with its
+            # Register; a NodeHeartbeat comes alone, and was sent before this proxy was upgraded.
             if isinstance(message, NodeHeartbeat):
                 await self._send(route, boot_id, Ack(boot_id, known=False))
         else:

@@ -1,4 +1,4 @@
-"""Holds which nodes are there: the registry, and its mirror in a worker process. Both are free of I/O.
+"""Holds the registered nodes: the registry, and its mirror in a worker process. Neither does any I/O.
 
 The registry takes discovery messages and ``now`` and returns what to answer. It drops a node when the node deregisters,
 when ``missed_heartbeats`` intervals pass without a message from it, or when another process registers under its URL
@@ -24,9 +24,9 @@ from pdserve_proxy.registry.snapshot import Reachability, RegisteredNode, Regist
 
 MAX_NODES = 4096
 MAX_LOST = 1024
-"""Lost nodes that are remembered."""
+"""The number of lost nodes that are remembered."""
 MAX_PREFILLED = 4096
-"""Fingerprints that are remembered."""
+"""The number of fingerprints that are remembered."""
 
 _LABEL = "[A-Za-z0-9_-]{1,63}"
 _URL = re.compile(
@@ -52,22 +52,22 @@ class Registry:
         self._lease_s = heartbeat_s * missed_heartbeats
         self._nodes: dict[bytes, RegisteredNode] = {}
         self._at: dict[str, bytes] = {}
-        """By URL, which has one owner."""
+        """The boot id of the node at each URL, which has one owner."""
         self._heard_s: dict[bytes, float] = {}
         """When each node's last message came, on a clock that stands still while this process does not listen."""
         self._unheard_s = 0.0
         """Seconds in which this process did not listen: the clock of ``_heard_s`` is behind by them."""
         self._lost: dict[bytes, None] = {}
-        """In the order of their losses."""
+        """The boot ids of lost nodes, in the order of their losses."""
         self._on_loss: Callable[[NodeInfo], None] | None = None
         self._prefilled: dict[str, None] = {}
-        """In the order in which they were seen first."""
+        """The fingerprints that have had a prefill node, in the order in which they came."""
         self._snapshot: Snapshot | None = None
 
     def handle(self, message: Register | NodeHeartbeat | Deregister, now: float) -> Ack | None:
-        """Take one message of a node and return the answer to it.
+        """Handles one message of a node and returns the answer to it.
 
-        Raises MalformedFrame for a registration that cannot be used; it changes nothing.
+        Raises MalformedFrame, and changes nothing, for a registration that cannot be used.
         """
         match message:
             case Register(node=info):
@@ -79,9 +79,9 @@ class Registry:
                 return None
 
     def expire(self, now: float) -> tuple[RegisteredNode, ...]:
-        """Drop the nodes that have missed too many heartbeats, and return them.
+        """Drops the nodes that have missed too many heartbeats, and returns them.
 
-        To be called when all messages that have come are taken.
+        The caller handles all messages that have come before it calls this.
         """
         silent_since = now - self._unheard_s - self._lease_s
         lost = tuple(self._nodes[boot_id] for boot_id, heard_s in self._heard_s.items() if heard_s <= silent_since)
@@ -97,7 +97,7 @@ class Registry:
         self._unheard_s += missed_s
 
     def next_expiry(self) -> float | None:
-        """When ``expire`` has to be called at the latest, if no node says anything until then."""
+        """Returns when ``expire`` has to be called if no message comes until then; None without nodes."""
         heard_s = min(self._heard_s.values(), default=None)
         return None if heard_s is None else heard_s + self._unheard_s + self._lease_s
 
@@ -204,7 +204,7 @@ def _check(info: NodeInfo) -> None:
 
 
 def _is_url(text: str) -> bool:
-    """Whether requests can be sent there: a host by name or address, a port, and perhaps the beginning of a path."""
+    """Returns whether requests can be sent to ``text``: a host, a port, and perhaps the beginning of a path."""
     if _URL.fullmatch(text) is None:
         return False
     try:
@@ -215,6 +215,8 @@ def _is_url(text: str) -> bool:
 
 
 class RegistryMirror:
+    """A copy of the supervisor's registry in a worker process."""
+
     def __init__(self, watcher: RegistryWatcher) -> None:
         self._watcher = watcher
         self._nodes: dict[bytes, RegisteredNode] = {}
@@ -223,7 +225,10 @@ class RegistryMirror:
         self._on_loss: Callable[[NodeInfo], None] | None = None
 
     def take(self, message: Nodes) -> None:
-        """What the registry holds now. What this worker found unreachable stays so until the node's next heartbeat."""
+        """Takes over what the registry holds now.
+
+        A node that this worker found unreachable stays so until the node's next heartbeat.
+        """
         before = self._nodes
         self._nodes = {entry.info.boot_id: _renewed(before.get(entry.info.boot_id), entry) for entry in message.nodes}
         self._prefilled = frozenset(message.prefilled)

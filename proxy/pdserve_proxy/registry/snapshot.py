@@ -1,4 +1,4 @@
-"""Who is there at one moment: immutable, so that a policy can index what it has just counted."""
+"""The nodes at one moment: immutable, so that a policy can index the nodes that it has just counted."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from pdserve.wire.discovery import NodeInfo, NodeLoad, Role
 class Reachability(enum.Enum):
     SERVING = "serving"
     UNREACHABLE = "unreachable"
-    """It refused a connection; left out of routes until its next heartbeat."""
+    """The node refused a connection, and gets no requests until its next heartbeat."""
 
 
 @dataclass(frozen=True, slots=True)
 class RegisteredNode:
-    """One registered node."""
+    """A registered node with what is known of it now."""
 
     info: NodeInfo
     load: NodeLoad
@@ -30,7 +30,7 @@ class RegisteredNode:
 
 @dataclass(frozen=True, slots=True)
 class Pairing:
-    """A node that can decode now, with every prefill node that fits it (none where it prefills by itself)."""
+    """A node that can decode now, with every prefill node that fits it; none if it prefills by itself."""
 
     decode: NodeInfo
     prefill: tuple[NodeInfo, ...]
@@ -42,21 +42,21 @@ class Snapshot:
 
     nodes: tuple[RegisteredNode, ...]
     models: tuple[str, ...]
-    """Every model that some node was started for, whether or not it can be served now."""
+    """Every model of a registered node, whether or not it can be served now."""
     pairings: Mapping[str, tuple[Pairing, ...]]
-    """By model. A model that cannot be served now is not in it."""
+    """The pairings of each model that can be served now."""
     loads: Mapping[bytes, NodeLoad]
-    """By boot id, as of each node's last heartbeat."""
+    """The load in each node's last heartbeat, by boot id."""
 
 
 class RegistryView(Protocol):
-    """Who knows the nodes: the registry itself, or a copy of it in another process."""
+    """The registry itself, or its copy in another process, as those who route requests see it."""
 
     def snapshot(self) -> Snapshot:
-        """As of now."""
+        """Returns the nodes as of now."""
 
     def mark_unreachable(self, boot_id: bytes) -> None:
-        """Leave a node that refused a connection out of routes until its next heartbeat."""
+        """Leaves a node that refused a connection out of routes until its next heartbeat."""
 
     def on_loss(self, callback: Callable[[NodeInfo], None]) -> None:
         """From now on calls ``callback`` with every node that is dropped because it fell silent and may be dead.
@@ -66,20 +66,21 @@ class RegistryView(Protocol):
 
 
 class RegistryWatcher(Protocol):
-    """Is told what happens in a registry."""
+    """An object that a registry calls when something happens to a node."""
 
     def heard_from(self, boot_id: bytes) -> None:
-        """The node's load was renewed."""
+        """Notes that the node's load was renewed."""
 
     def forget(self, boot_id: bytes) -> None:
-        """The node is gone."""
+        """Notes that the node is gone."""
 
 
 def take_snapshot(nodes: Iterable[RegisteredNode], prefilled: frozenset[str] = frozenset()) -> Snapshot:
-    """``prefilled`` are the fingerprints that have had a prefill node: their decode nodes serve without one too.
+    """Returns a snapshot of ``nodes``.
 
-    A decode node can compute a prompt by itself. While a cluster comes up it is not asked to, but when the last prefill
-    node is lost, slower answers are better than none.
+    ``prefilled`` are the fingerprints that have had a prefill node: their decode nodes serve without one too. A decode
+    node can compute a prompt by itself. While a cluster comes up it is not asked to, but when the last prefill node is
+    lost, slower answers are better than none.
     """
     everyone = tuple(nodes)
     serving: dict[str, list[NodeInfo]] = {node.info.model: [] for node in everyone}

@@ -1,6 +1,6 @@
-"""The body of a streamed response: whole server-sent events as they come, and an error event when the node is lost.
+"""Relays the body of a streamed response: whole server-sent events, and an error event when the node is lost.
 
-Of such an event a relay has to know only where it ends.
+The relay looks for the ends of events only and does not parse them.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ class WholeEvents:
     """Passes a byte stream on in pieces that end where an event ends.
 
     A client then never holds half an event when its stream breaks, and an error event can always follow. Nodes write
-    whole events, so nearly every piece goes through as it came. Of an event above ``MAX_EVENT_BYTES`` no more than that
-    is held back. Every byte is looked at a fixed number of times, however the stream is cut.
+    whole events, so nearly every piece passes unchanged. At most ``MAX_EVENT_BYTES`` of an event are held back. The
+    work per byte is constant, however the stream is cut.
     """
 
     def __init__(self) -> None:
         self._held: list[bytes] = []
-        """Of an event whose end has not come."""
+        """The pieces of an event whose end has not come."""
         self._held_bytes = 0
         self._tail = b""
-        """The last bytes of such an event, with which its ending may begin."""
+        """The last bytes of that event, which may be the beginning of its ending."""
         self._inside = False
-        """Whether the client has got the beginning of such an event."""
+        """Whether the client has the beginning of that event already."""
 
     def feed(self, piece: bytes) -> bytes:
-        """What can be sent on now; may be empty."""
+        """Returns the bytes that can be sent on now, which may be none."""
         seam = self._tail + piece if self._tail else piece
         if seam.endswith(_ENDINGS):
             return self._release(piece, b"")
@@ -60,16 +60,16 @@ class WholeEvents:
         return held
 
     def rest(self) -> bytes:
-        """What is held back, for a stream that ended in good order."""
+        """Returns the bytes that are held back, for a stream that ended in good order."""
         return self._take()
 
     def close_broken(self) -> bytes:
-        """What has to go before an event of our own once the stream broke. What is held back is given up."""
+        """Drops the bytes that are held back, and returns what has to precede an error event in a broken stream."""
         self._take()
         return b"\n\n" if self._inside else b""
 
     def _release(self, last: bytes, rest: bytes) -> bytes:
-        """All that is held and ``last``, with which an event ends; ``rest`` is of the next one."""
+        """Returns the held bytes and ``last``, which ends an event. ``rest`` begins the next event."""
         self._tail = rest[1 - _LONGEST_ENDING :]
         self._inside = False
         return self._take() + last if self._held else last
@@ -89,7 +89,10 @@ log = logging.getLogger(__name__)
 
 
 class EventStream:
-    """Body bytes, as they come: ``open``, then ``first``, then ``next`` until ``over``, then ``end``. One reader."""
+    """The body of one streamed response, for one reader.
+
+    The reader calls ``open``, sends ``first``, calls ``next`` until ``over`` is true, and then ``end``.
+    """
 
     def __init__(self, relayed: RelayedRequest, response: NodeResponse) -> None:
         self._relayed = relayed
@@ -97,18 +100,18 @@ class EventStream:
         self._events = WholeEvents()
         self.first = b""
         self.over = False
-        """What was given last is the end of the body."""
+        """Whether the bytes that were returned last are the end of the body."""
 
     async def open(self) -> None:
-        """Wait for the first event, so that a node lost before it can still be replaced. Raises NodeLost."""
+        """Waits for the first event, so that a node lost before it can still be replaced. Raises NodeLost."""
         while not self.first and not self.over:
             self.first = self._whole(await self._response.read())
         self._relayed.relayed_bytes += len(self.first)
 
     async def next(self, write: Callable[[bytes], bool]) -> bytes:
-        """Whole events; empty if there are none now. What a lost node leaves is an error event.
+        """Returns whole events, or nothing if there are none now; after a loss, the last event is an error event.
 
-        Events in the middle of a stream go to ``write`` as they come, without a turn of the task that waits here, until
+        Events in the middle of a stream go to ``write`` as they come, without waking the task that waits here, until
         ``write`` returns False.
         """
 
@@ -125,7 +128,7 @@ class EventStream:
         return data
 
     def end(self) -> None:
-        """The client has got all of it. Ends the request, unless a loss has."""
+        """Ends the request, whose client has the whole body, unless a loss has ended it already."""
         self._relayed.end(RelayOutcome.OK)
 
     def _whole(self, piece: bytes) -> bytes:

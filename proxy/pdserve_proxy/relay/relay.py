@@ -1,9 +1,9 @@
 """Relays a client's request to a decode node and the response back, with one upstream request per attempt.
 
-Each attempt takes a signed ticket along, in an HTTP header, that tells the decode node what the attempt is. A node that
-cannot be reached, or does not take the request (503, 401), is replaced by another as long as there is one that fits;
-one that is lost with the request, before its first byte, once. After the first byte the stream is the client's: a loss
-then ends it with an error event (``event_stream``).
+Each attempt carries a signed ticket, in an HTTP header, that describes the attempt to the decode node. Another node
+replaces one that cannot be reached or does not take the request (503, 401), as long as there is one that fits. A node
+that is lost with the request before its first byte is replaced once. After the first byte, a loss ends the client's
+stream with an error event (``event_stream``).
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ from pdserve_proxy.upstream.node_pool import NodePool
 log = logging.getLogger(__name__)
 
 MAX_ATTEMPTS = 16
-"""Of one request. Where so many nodes in a row are busy, it makes none of them less so to try the others."""
+"""The attempts at one request. Where so many nodes in a row are busy, more attempts only add to their load."""
 MAX_LOSSES = 2
-"""Nodes that may be lost with one request: it may be what they died of."""
+"""The nodes that may be lost with one request: the request may be what kills them."""
 REFUSALS = (401, 503)
 """Status codes with which a node does not take a request, or gives it back. Its own failures are 500."""
 MAX_ANSWER_BYTES = 64 * 2**20
@@ -53,7 +53,7 @@ KEPT_HEADERS = (
     "x-should-retry",
     "x-pdserve-ignored",
 )
-"""Response headers of a node's that a client gets; ``x-request-id`` is the proxy's own."""
+"""The headers of a node's response that the client gets. The proxy sets ``x-request-id`` itself."""
 
 
 class WholeResponse(msgspec.Struct, frozen=True):
@@ -74,10 +74,10 @@ class StreamedResponse:
 
 
 class AttemptFailureKind(enum.Enum):
-    """How an attempt failed."""
+    """The ways in which an attempt fails."""
 
     UNREACHABLE = "unreachable"
-    """No connection came about."""
+    """No connection could be made."""
     REFUSED = "refused"
     """The node has not begun with the request, or has given it back in good order."""
     LOST = "lost"
@@ -86,16 +86,16 @@ class AttemptFailureKind(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class AttemptFailure:
-    """An attempt that another node may make good."""
+    """A failed attempt, after which another node may serve the request."""
 
     kind: AttemptFailureKind
     error: RequestError
     answer: WholeResponse | None = None
-    """What the node itself said, where it did."""
+    """The node's own answer, if it gave one."""
 
 
 class NodeRequest(msgspec.Struct, frozen=True):
-    """What of a client's request goes to a node."""
+    """The parts of a client's request that go to a node."""
 
     path: str
     body: GenerationBody
@@ -143,7 +143,7 @@ class Relay:
         self._deadlines.close()
 
     def begin(self, request_id: str, path: str) -> RelayedRequest:
-        """Returns the relayed request of the request that the current task handles."""
+        """Begins a relayed request for the request that the current task handles, and returns it."""
         task = asyncio.current_task(self._loop)
         assert task is not None
         relayed = RelayedRequest(task, request_id, path, self._config.request.timeout_s, self._ended)
@@ -160,7 +160,7 @@ class Relay:
     async def forward(self, relayed: RelayedRequest, request: NodeRequest) -> WholeResponse | StreamedResponse:
         """Returns the response to ``request``. A streamed request ends with its stream; the caller ends any other.
 
-        Raises RequestError if no node gives one.
+        Raises RequestError if no node gives a response.
         """
         query = RouteQuery(requested_model(self._registry.snapshot(), request.body.model), request.body.prompt_start)
         tried: frozenset[bytes] = frozenset()
@@ -168,7 +168,8 @@ class Relay:
         losses = 0
         for number in range(MAX_ATTEMPTS):
             try:
-                route = self._route(query, tried)
+                snapshot = self._registry.snapshot()
+                route = self._router.choose(snapshot, query, self._attempts.loads(snapshot), tried)
             except RequestError:
                 if failure is None:
                     raise
@@ -197,10 +198,6 @@ class Relay:
             raise failure.error
         return failure.answer
 
-    def _route(self, query: RouteQuery, exclude: frozenset[bytes]) -> Route:
-        snapshot = self._registry.snapshot()
-        return self._router.choose(snapshot, query, self._attempts.loads(snapshot), exclude)
-
     async def _try_node(
         self, relayed: RelayedRequest, request: NodeRequest, route: Route, number: int
     ) -> WholeResponse | StreamedResponse | AttemptFailure:
@@ -215,7 +212,7 @@ class Relay:
         }
         if request.accept is not None:
             headers["accept"] = request.accept
-        # An answer in one piece comes when all of it is computed: silence until then is no sign; the deadline rules.
+        # An answer in one piece comes when all of it is computed: until then only the deadline bounds the silence.
         silence_s = self._config.relay.idle_timeout_s if request.body.stream else None
         try:
             response = await self._pool.post(node.url, request.path, headers, request.body.data, silence_s=silence_s)
@@ -258,7 +255,10 @@ async def _first_byte(
 
 
 def _judge(node: str, answer: WholeResponse, content_type: str) -> WholeResponse | AttemptFailure:
-    """Which of a node's answers are for the client."""
+    """Returns ``answer`` if it is for the client, and otherwise the failure that it stands for.
+
+    Raises BadUpstream for an answer that no other node would improve.
+    """
     if answer.status == 503:
         busy = Unavailable(f"node {node} takes no requests now", code="upstream_busy", retry_after_s=RETRY_AFTER_S)
         return AttemptFailure(AttemptFailureKind.REFUSED, busy, answer if content_type == "application/json" else None)
@@ -272,7 +272,7 @@ def _judge(node: str, answer: WholeResponse, content_type: str) -> WholeResponse
 
 
 async def _read_all(relayed: RelayedRequest, response: NodeResponse) -> bytes:
-    """The whole body, so that a loss inside it can still be made good: nodes send an answer when all of it is there."""
+    """Returns the whole body. The client has none of it yet: after a loss, another node can serve the request."""
     pieces = []
     size = 0
     while not response.exhausted and (piece := await response.read()):
@@ -302,7 +302,7 @@ class TicketSigner:
         self._sealer = Sealer(secret, Purpose.TICKET, boot_id)
 
     def issue(self, route: Route, *, request_id: str, attempt: int, deadline_s: float) -> str:
-        """The header's value. ``deadline_s`` counts from now."""
+        """Returns the value of the ticket's header. ``deadline_s`` counts from now."""
         ticket = Ticket(
             request_id=request_id,
             attempt=attempt,

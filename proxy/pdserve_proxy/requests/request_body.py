@@ -1,8 +1,8 @@
-"""The little that the proxy reads of a request body, and what it takes out of one.
+"""Reads the few fields of a request body that the proxy needs, and removes those that are internal to the cluster.
 
-All of it is linear in the body's size, whatever the bytes, and done by msgspec and by methods of ``bytes``: some 6 ms a
-MiB of the event loop's time at worst. Nothing here may step through a body in Python, or make an object for each of as
-many values as a client likes.
+The work is linear in the body's size, whatever its bytes, and is done by msgspec and by methods of ``bytes``: some 6 ms
+of the event loop's time per MiB at worst. No code here may step through a body in Python, nor make an object for each
+of an unbounded number of values.
 """
 
 from __future__ import annotations
@@ -14,25 +14,25 @@ import msgspec
 from pdserve.errors import InvalidRequest
 
 INTERNAL_PREFIXES = ("kv_transfer", "pdserve_", "x-pdserve")
-"""Top-level keys that begin so are between nodes, never a client's."""
+"""The beginnings of top-level keys that nodes use among themselves and that clients may not send."""
 
 PROMPT_START_BYTES = 4096
-"""Of a prompt's beginning, for a policy that looks at it."""
+"""The bytes of a prompt's beginning that routing policies see."""
 
 MAX_ANSWERS = 1024
-"""Nodes give no more answers to one request (``n`` times prompts): what is above it counts as this."""
+"""The most answers (``n`` times prompts) that nodes give to one request. A larger number counts as this one."""
 
 MAX_FIELDS = 65_536
-"""Of a body from which a field has to be taken out, nested ones and colons in texts included."""
+"""The most fields of a body from which one has to be removed; nested fields and colons in texts count too."""
 
 MAX_HITS = 1000
-"""Places that are looked at, for a key that may be an internal one."""
+"""The number of places in a body that are checked for an internal key."""
 
 _MARKERS = tuple(b'"' + prefix.encode() for prefix in INTERNAL_PREFIXES)
 _BEFORE_STRINGS = b"{, \t\r\n"
-"""What can stand before the quotation mark that opens a key. One inside a string has a backslash there."""
+"""The bytes that can precede the quotation mark that opens a key. Inside a string a backslash precedes it."""
 _ESCAPED_LETTER = re.compile(rb"\\u00(?:2[dD]|5[fF]|6[1456bBeE]|7[023468])")
-"""One of the prefixes' characters in a form that hides it. No encoder writes these so."""
+"""A character of the prefixes in an escaped form that hides it. No encoder writes these characters so."""
 
 
 class _Head(msgspec.Struct):
@@ -51,11 +51,11 @@ class GenerationBody(msgspec.Struct, frozen=True):
     model: str | None
     stream: bool
     prompt_start: bytes
-    """The first ``PROMPT_START_BYTES`` of its messages or prompt."""
+    """The first ``PROMPT_START_BYTES`` of the messages or the prompt."""
     prompts: int = 1
-    """How many it has to be computed for, at most ``MAX_ANSWERS``. What a node would refuse counts as 1."""
+    """The number of prompts, at most ``MAX_ANSWERS``. A value that a node would refuse counts as 1."""
     answers: int = 1
-    """``n`` for each prompt, at most ``MAX_ANSWERS``: the places in engines' batches that it may take."""
+    """``n`` times the prompts, at most ``MAX_ANSWERS``: the places in engines' batches that the request may take."""
 
 
 _Items = msgspec.defstruct(
@@ -64,7 +64,7 @@ _Items = msgspec.defstruct(
     array_like=True,
     forbid_unknown_fields=True,
 )
-"""A list of at most so many: decoding gives up at the first one beyond, however many there are."""
+"""A list of at most ``MAX_ANSWERS`` items: decoding stops at the first item beyond, however long the list is."""
 
 _head_decoder = msgspec.json.Decoder(_Head)
 _items_decoder = msgspec.json.Decoder(_Items)
@@ -73,7 +73,7 @@ _encoder = msgspec.json.Encoder()
 
 
 def read_body(data: bytes) -> GenerationBody:
-    """``data`` without internal fields, and what routing and admission need of it.
+    """Returns ``data`` without internal fields, with what routing and admission need to know of it.
 
     Raises InvalidRequest if it is not a JSON object, nested too deeply, or its ``model`` is not a string.
     """
@@ -84,7 +84,7 @@ def read_body(data: bytes) -> GenerationBody:
         prompts = _prompts(head.prompt) if head.prompt else 1
         answers = prompts
         if head.n or head.best_of:
-            answers = min(prompts * max(_choices(head.n), _choices(head.best_of)), MAX_ANSWERS)
+            answers = min(prompts * max(_count(head.n), _count(head.best_of)), MAX_ANSWERS)
         return GenerationBody(kept, head.model, bytes(head.stream) == b"true", prompt_start, prompts, answers)
     except msgspec.ValidationError as exc:
         raise InvalidRequest(f"request body: {exc}", param=_param(exc)) from exc
@@ -95,12 +95,12 @@ def read_body(data: bytes) -> GenerationBody:
 
 
 def _prompts(prompt: msgspec.Raw) -> int:
-    """How many prompts there are in OpenAI's four forms: a string, token ids, or a list of either."""
+    """Returns the number of prompts in any of OpenAI's four forms: a string, token ids, or a list of either."""
     text = bytes(memoryview(prompt)[:PROMPT_START_BYTES])
     if not text.startswith(b"["):
         return 1
     first = text[1:].lstrip()[:1]
-    if first == b"[":  # each with ids alone: no bracket is inside a string
+    if first == b"[":  # lists of token ids: no bracket can be inside a string
         return min(max(bytes(prompt).count(b"[") - 1, 1), MAX_ANSWERS)
     if first.isdigit():
         return 1
@@ -111,17 +111,17 @@ def _prompts(prompt: msgspec.Raw) -> int:
     return max(sum(map(bool, msgspec.structs.astuple(items))), 1)
 
 
-def _choices(value: msgspec.Raw) -> int:
+def _count(value: msgspec.Raw) -> int:
     if not value:
         return 1
     try:
         return max(min(msgspec.json.decode(bytes(memoryview(value)[:64]), type=int), MAX_ANSWERS), 1)
-    except msgspec.DecodeError:  # a node refuses it
+    except msgspec.DecodeError:  # a node will refuse it
         return 1
 
 
 def _without_internal_fields(data: bytes) -> bytes:
-    """The same bytes wherever nothing has to go."""
+    """Returns ``data`` without internal fields, and ``data`` itself if it has none."""
     if not _may_have_internal_fields(data):
         return data
     if data.count(b":") > MAX_FIELDS:
@@ -136,7 +136,7 @@ def _without_internal_fields(data: bytes) -> bytes:
 
 
 def _may_have_internal_fields(data: bytes) -> bool:
-    """Whether some string, at any depth, begins as an internal key does. True where that takes long to tell."""
+    """Returns whether a string at any depth begins as an internal key does, and True where that takes long to tell."""
     for marker in _MARKERS:
         at = data.find(marker)  # "in" would take it for a number first, and fail at that
         if at >= 0 and _opens_string(data, marker, at):
@@ -145,7 +145,7 @@ def _may_have_internal_fields(data: bytes) -> bool:
 
 
 def _opens_string(data: bytes, marker: bytes, at: int) -> bool:
-    """Whether ``marker``, found at ``at``, opens a string there or further on. True after ``MAX_HITS`` that do not."""
+    """Returns whether ``marker`` opens a string at ``at`` or further on, and True after ``MAX_HITS`` that do not."""
     for _ in range(MAX_HITS):
         if at < 0:
             return False

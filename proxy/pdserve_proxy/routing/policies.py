@@ -1,20 +1,20 @@
 """The routing policies: each chooses a node, and an alternative, among nodes that all could serve a request.
 
-A policy sees what it is given and does no I/O. To add one, write a class with the method of ``Policy``, name it in
+A policy knows only its arguments and does no I/O. To add one, write a class with the method of ``Policy``, name it in
 ``pdserve.config.RoutingPolicy``, and enter it in the table at the end.
 
 * ``RoundRobin`` is even where requests are alike.
 * ``LeastLoaded`` takes the node with the most room: the best for one proxy whose view is fresh.
 * ``TwoChoices`` takes the less loaded of two nodes drawn by chance (Mitzenmacher, "The power of two choices in
   randomized load balancing", IEEE TPDS 2001): nearly as even as the least loaded, and proxies with old views do not all
-  run to one node.
+  choose the same node.
 * ``PrefixAffinity`` sends requests whose prompts begin alike to the same node, whose prefix cache then has that
-  beginning. The proxy does not tokenise: a beginning is a chain of hashes over the prompt's leading bytes, a step
-  longer each. A request goes where the longest beginning that it shares with an earlier one went. A first one is placed
-  by rendezvous hashing (Thaler and Ravishankar 1998), so that proxies agree and a node that comes or goes moves its own
-  share only. In both cases a node takes no more than ``LOAD_FACTOR`` times its fair share of all requests; those beyond
-  go to the next node in order (consistent hashing with bounded loads: Mirrokni, Thorup and Zadimoghaddam,
-  arXiv:1608.01350).
+  beginning. The proxy does not tokenise: it hashes the prompt's first bytes in a chain, each hash over one step more
+  than the last. A request goes to the node of the longest beginning that it shares with an earlier request. The first
+  request with a beginning is placed by rendezvous hashing (Thaler and Ravishankar 1998), so that proxies agree, and a
+  node that comes or goes moves its own share only. In both cases a node takes no more than ``LOAD_FACTOR`` times its
+  fair share of all requests; requests beyond that go to the next node in order (consistent hashing with bounded loads:
+  Mirrokni, Thorup and Zadimoghaddam, arXiv:1608.01350).
 """
 
 from __future__ import annotations
@@ -30,23 +30,27 @@ from pdserve.config import RoutingPolicy
 from pdserve.wire.discovery import NodeInfo
 
 LoadOf: TypeAlias = Callable[[NodeInfo], int]
-"""How many requests are at a node, as far as this proxy can know."""
+"""Returns the number of requests at a node, as far as this proxy can know it."""
 
 
 class Policy(Protocol):
+    """A routing policy, with what it remembers of earlier requests."""
+
     def select(self, nodes: Sequence[NodeInfo], prompt_start: bytes, load: LoadOf) -> tuple[NodeInfo, ...]:
-        """Out of ``nodes`` (at least one) the node for a request, then an alternative if there is another node.
+        """Returns one of ``nodes`` (at least one) for a request, then an alternative if there is another node.
 
         ``prompt_start`` is the first bytes of the request's prompt.
         """
 
 
 def batch_share(node: NodeInfo, load: LoadOf) -> float:
-    """Requests at a node as a share of what its batch can hold, so that nodes of different sizes compare."""
+    """Returns the requests at a node as a share of its batch, so that nodes of different sizes compare."""
     return load(node) / max(node.capacity.max_running, 1)
 
 
 class RoundRobin:
+    """A policy that takes the nodes in turn."""
+
     def __init__(self) -> None:
         self._turn = 0
 
@@ -59,7 +63,10 @@ class RoundRobin:
 
 
 class LeastLoaded:
-    """Equal ones take turns. Several proxies that see the same heartbeats all run to the same node: see TwoChoices."""
+    """A policy that takes the node with the smallest share of its batch in use; equal nodes take turns.
+
+    Several proxies that see the same heartbeats all choose the same node: ``TwoChoices`` avoids that.
+    """
 
     def __init__(self) -> None:
         self._turn = 0
@@ -72,6 +79,8 @@ class LeastLoaded:
 
 
 class TwoChoices:
+    """A policy that draws two nodes by chance and takes the less loaded one."""
+
     def __init__(self, chance: random.Random | None = None) -> None:
         self._chance = chance or random.Random()  # noqa: S311 (nothing secret hangs on it)
 
@@ -85,17 +94,20 @@ STEP_BYTES = 256
 """About four blocks of 16 tokens of English text."""
 MAX_STEPS = 16
 MAX_BEGINNINGS = 65_536
-"""Remembered at most, the least recently used forgotten first; about 10 MiB."""
+"""The number of beginnings that are remembered, about 10 MiB; the least recently used is forgotten first."""
 
 
 class PrefixAffinity:
+    """A policy that sends prompts with the same beginning to the same node, as long as that has room."""
+
     def __init__(self) -> None:
-        self._places: OrderedDict[bytes, bytes] = OrderedDict()
+        self._node_of: OrderedDict[bytes, bytes] = OrderedDict()
+        """The boot id of the node that each beginning went to last."""
 
     def select(self, nodes: Sequence[NodeInfo], prompt_start: bytes, load: LoadOf) -> tuple[NodeInfo, ...]:
         beginnings = hash_chain(prompt_start)
         roomy = with_room(nodes, load)
-        chosen = self._place_of(beginnings, roomy)
+        chosen = self._remembered_node(beginnings, roomy)
         ranked = [node for node in rank(nodes, beginnings[0]) if node is not chosen]
         if chosen is None:
             chosen = next(node for node in ranked if node.boot_id in roomy)
@@ -103,24 +115,24 @@ class PrefixAffinity:
         self._remember(beginnings, chosen)
         return (chosen, *ranked[:1])
 
-    def _place_of(self, beginnings: Sequence[bytes], roomy: Mapping[bytes, NodeInfo]) -> NodeInfo | None:
-        """Where the longest of them went that is remembered, if there is room."""
+    def _remembered_node(self, beginnings: Sequence[bytes], roomy: Mapping[bytes, NodeInfo]) -> NodeInfo | None:
+        """Returns the node of the longest remembered beginning whose node has room."""
         for beginning in reversed(beginnings):
-            place = self._places.get(beginning, b"")
-            if place in roomy:
-                return roomy[place]
+            boot_id = self._node_of.get(beginning, b"")
+            if boot_id in roomy:
+                return roomy[boot_id]
         return None
 
     def _remember(self, beginnings: Sequence[bytes], node: NodeInfo) -> None:
         for beginning in beginnings:
-            self._places[beginning] = node.boot_id
-            self._places.move_to_end(beginning)
-        while len(self._places) > MAX_BEGINNINGS:
-            self._places.popitem(last=False)
+            self._node_of[beginning] = node.boot_id
+            self._node_of.move_to_end(beginning)
+        while len(self._node_of) > MAX_BEGINNINGS:
+            self._node_of.popitem(last=False)
 
 
 def hash_chain(prompt_start: bytes) -> list[bytes]:
-    """A hash for each beginning of ``prompt_start`` that is a whole number of steps long; at least one."""
+    """Returns a hash for each beginning of ``prompt_start`` that is a whole number of steps long; at least one."""
     running = hashlib.blake2b(prompt_start[:STEP_BYTES], digest_size=16)
     chain = [running.digest()]
     whole = min(len(prompt_start) // STEP_BYTES, MAX_STEPS)
@@ -131,12 +143,12 @@ def hash_chain(prompt_start: bytes) -> list[bytes]:
 
 
 def rank(nodes: Sequence[NodeInfo], key: bytes) -> list[NodeInfo]:
-    """``nodes`` in the order in which ``key`` prefers them; the others' order does not depend on any one of them."""
+    """Returns ``nodes`` in the order in which ``key`` prefers them. No node changes the order of the others."""
     return sorted(nodes, key=lambda node: hashlib.blake2b(key + node.boot_id, digest_size=8).digest())
 
 
 def with_room(nodes: Sequence[NodeInfo], load: LoadOf) -> dict[bytes, NodeInfo]:
-    """Those that stay within ``LOAD_FACTOR`` times their share, by batch size, with one request more; at least one."""
+    """Returns the nodes that one request more leaves within ``LOAD_FACTOR`` times their share; at least one."""
     loads = [load(node) for node in nodes]
     sizes = [max(node.capacity.max_running, 1) for node in nodes]
     each = LOAD_FACTOR * (sum(loads) + 1) / sum(sizes)
@@ -156,5 +168,5 @@ _POLICIES: dict[RoutingPolicy, type[RoundRobin | LeastLoaded | TwoChoices | Pref
 
 
 def make_policy(policy: RoutingPolicy) -> Policy:
-    """A new one for each set of nodes that are chosen from."""
+    """Returns a new policy object, for one set of nodes."""
     return _POLICIES[policy]()

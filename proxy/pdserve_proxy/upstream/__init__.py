@@ -1,1 +1,1 @@
-"""Speaks HTTP/1.1 to nodes: one connection, the pool of connections, and the queue in which idle ones expire."""
+"""Speaks HTTP/1.1 to nodes: a connection, the pool of connections, and the queue in which idle ones expire."""

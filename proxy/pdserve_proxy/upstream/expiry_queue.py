@@ -1,6 +1,6 @@
-"""What expires some time after it was put in, with one timer for all of it.
+"""A queue whose items expire a fixed time after they were added, with one timer for all of them.
 
-A timer of its own for each request would be made and cancelled for each, when next to none ever fires.
+A timer for each request would be made and cancelled for each, although almost none of them ever fires.
 """
 
 from __future__ import annotations
@@ -13,25 +13,25 @@ from typing import Generic, TypeVar
 T = TypeVar("T")
 
 _TICK_S = 0.001
-"""Of the event loop's clock: what is due within it is due now."""
+"""The resolution of the event loop's clock: an item that is due within it is due now."""
 
 
 class ExpiryQueue(Generic[T]):
-    """``on_expiry`` is called with what has been inside for ``after_s``; then it is inside no longer."""
+    """Items of which each is taken out after ``after_s`` and then passed to ``on_expiry``."""
 
     def __init__(self, after_s: float, on_expiry: Callable[[T], object]) -> None:
         self._after_s = after_s
         self._on_expiry = on_expiry
         self._loop = asyncio.get_running_loop()
         self._due_s: OrderedDict[T, float] = OrderedDict()
-        """In the order of both: all stay equally long."""
+        """When each item is due, in that order, which is also the order in which they were added."""
         self._timer: asyncio.TimerHandle | None = None
 
     def __len__(self) -> int:
         return len(self._due_s)
 
     def add(self, item: T) -> None:
-        """``item`` is not inside."""
+        """Adds ``item``, which must not be in the queue."""
         due_s = self._due_s[item] = self._loop.time() + self._after_s
         if self._timer is None:
             self._timer = self._loop.call_at(due_s, self._expire)
@@ -40,15 +40,15 @@ class ExpiryQueue(Generic[T]):
         self._due_s.pop(item, None)
 
     def pop_oldest(self) -> T:
-        """Raises KeyError if there is none."""
+        """Takes out the oldest item and returns it. Raises KeyError if there is none."""
         return self._due_s.popitem(last=False)[0]
 
     def pop_newest(self) -> T:
-        """Raises KeyError if there is none."""
+        """Takes out the newest item and returns it. Raises KeyError if there is none."""
         return self._due_s.popitem()[0]
 
     def close(self) -> None:
-        """Nothing inside expires any more."""
+        """Empties the queue, so that nothing expires any more."""
         self._due_s.clear()
         if self._timer is not None:
             self._timer.cancel()
@@ -59,6 +59,6 @@ class ExpiryQueue(Generic[T]):
         try:
             while self._due_s and next(iter(self._due_s.values())) <= now:
                 self._on_expiry(self.pop_oldest())
-        finally:  # also for those behind one whose expiry failed
+        finally:  # the items behind one whose expiry failed need the timer too
             first_s = next(iter(self._due_s.values()), None)
             self._timer = None if first_s is None else self._loop.call_at(first_s, self._expire)

@@ -1,10 +1,10 @@
 """One HTTP/1.1 connection to a node, one request on it at a time.
 
     FREE ──▶ request ──▶ head ──▶ body ──▶ FREE     kept for the next request
-                └─────────┴────────┴──▶ closed      lost, silent for too long, not HTTP, or given up
+                └─────────┴────────┴──▶ closed      lost, silent for too long, not HTTP, or closed by its reader
 
-Made for streams: whatever comes in one read from the socket wakes its reader once, however many chunks it is, and what
-came before a loss is handed out before the loss is told.
+Each read from the socket wakes the response's reader once, however many chunks it brings. The reader gets all bytes
+that came before a loss before it gets the loss.
 """
 
 from __future__ import annotations
@@ -16,23 +16,24 @@ from collections.abc import Callable
 import httptools
 
 HIGH_WATER_BYTES = 2**17
-"""Of a body that nobody has taken yet: from here on nothing is read from the node."""
+"""The bytes of a body that wait for their reader when the connection stops reading from the node."""
 MAX_HEAD_BYTES = 2**16
-"""Of what is not body, in a row: heads, and between chunks and behind them."""
+"""The bytes in a row that may belong to no body: heads, and what is between chunks and behind them."""
 SUSPECTED_S = 1.0
-"""Seconds without a byte after which a stream of a node that is thought dead is over."""
+"""Seconds without a byte after which a stream of a suspected node is over."""
 PROBE_S = 10
-"""Seconds of silence after which the node's kernel is asked whether it is still there, and again after as many."""
+"""Seconds of silence after which, and at which intervals, the kernel probes whether the node's host is there."""
 UNANSWERED_S = 40
-"""Seconds after which a connection ends whose other side acknowledges nothing, or has no room: longer than the event
-loop of a node that lives may stand still.
+"""Seconds after which a connection ends whose other side acknowledges nothing, or has no room.
+
+The event loop of a living node never hangs for so long.
 """
 SMALL_BYTES = 2**14
-"""Bodies below it are copied behind their head: that is less work than two buffers in one write."""
+"""A body below this size is copied behind its head, which is less work than two buffers in one write."""
 
 
 class NodeLost(Exception):
-    """The connection ended, or was given up, before the response did."""
+    """The connection ended, or its reader closed it, before the response ended."""
 
 
 class NodeClosed(NodeLost):
@@ -40,11 +41,11 @@ class NodeClosed(NodeLost):
 
 
 class NodeUnreachable(NodeLost):
-    """No connection came about."""
+    """No connection could be made."""
 
 
 class NodeResponse:
-    """What a node answers to one request. One reader. ``close`` has to be called in the end."""
+    """A node's response to one request, for one reader, who has to call ``close`` in the end."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, close: Callable[[NodeResponse], None]) -> None:
         self._loop = loop
@@ -56,14 +57,14 @@ class NodeResponse:
         self._error: NodeLost | None = None
         self._on_room: Callable[[], None] | None = None
         self.status = 0
-        """0 until the head is there."""
+        """The HTTP status; 0 until the head has come."""
         self.headers: dict[str, str] = {}
-        """Names in lower case."""
+        """The headers, whose names are in lower case."""
         self.complete = False
 
     @property
     def content_type(self) -> str:
-        """Without parameters."""
+        """The media type without its parameters."""
         return self.headers.get("content-type", "").partition(";")[0].strip().lower()
 
     @property
@@ -72,24 +73,26 @@ class NodeResponse:
         return self.complete and not self._pieces
 
     async def head(self) -> None:
-        """Wait for status and headers. Raises NodeLost."""
+        """Waits for the status and the headers. Raises NodeLost."""
         while not self.status:
-            await self._news()
+            await self._next_news()
 
     def take_whole(self) -> bytes | None:
-        """All of the body, if all of it is there and none has been read; None where it has to be waited for."""
+        """Returns the body if all of it has come and none has been read, and otherwise None."""
         return self._take() if self.complete else None
 
     async def read(self, relay: Callable[[bytes], bool] | None = None) -> bytes:
-        """What has come of the body since the last read, at least one byte; empty at its end. Raises NodeLost.
+        """Returns the bytes of the body that came since the last read, at least one; none at its end.
 
-        With ``relay``, what comes before the body's last byte is given to that instead, as it comes, and this returns
-        at the end, or with nothing once ``relay`` has returned False.
+        With ``relay``, bytes before the body's last go to it as they come, and ``read`` returns at the end, or with no
+        bytes once ``relay`` has returned False.
+
+        Raises NodeLost.
         """
         self._relay = relay
         try:
             while not self._pieces and not self.complete:
-                await self._news()
+                await self._next_news()
                 if self._relay is not relay:
                     break
         finally:
@@ -97,7 +100,7 @@ class NodeResponse:
         return self._take()
 
     def close(self) -> None:
-        """Give up what has not come yet. A read that waits fails; what has come can still be read."""
+        """Ends the response. A read that waits fails; bytes that have come can still be read."""
         self.fail(NodeLost("the proxy closed the response"))
         self._close(self)
 
@@ -108,7 +111,7 @@ class NodeResponse:
         self._held += len(piece)
 
     def is_full(self, on_room: Callable[[], None]) -> bool:
-        """Whether no more should come now; then ``on_room`` is called when it may."""
+        """Returns whether no more should come now. If so, ``on_room`` is called when more may come."""
         if self._held < HIGH_WATER_BYTES:
             return False
         self._on_room = on_room
@@ -120,7 +123,7 @@ class NodeResponse:
             self.wake()
 
     def wake(self) -> None:
-        """Something has come, or nothing more will."""
+        """Wakes the reader, because bytes have come or nothing more will."""
         if self._relay is not None and self._pieces and not self.complete and self._error is None:
             if self._relay(self._take()):
                 return
@@ -138,8 +141,8 @@ class NodeResponse:
             on_room()
         return data
 
-    def _news(self) -> asyncio.Future[None]:
-        """Done when something has come, or nothing more will."""
+    def _next_news(self) -> asyncio.Future[None]:
+        """Returns a future that is done when bytes have come or nothing more will. Raises NodeLost after a loss."""
         if self._error is not None:
             raise self._error
         self._waiter = self._loop.create_future()
@@ -147,7 +150,7 @@ class NodeResponse:
 
 
 class NodeConnection(asyncio.Protocol):
-    """``on_free`` is called with it whenever it can take a request again, ``on_lost`` once when it is closed."""
+    """A connection that calls ``on_free`` whenever it can take a request again, and ``on_lost`` when it is closed."""
 
     def __init__(self, on_free: Callable[[NodeConnection], None], on_lost: Callable[[NodeConnection], None]) -> None:
         self._on_free = on_free
@@ -159,13 +162,13 @@ class NodeConnection(asyncio.Protocol):
         self._silence_s: float | None = None
         self._heard_s = 0.0
         self._idle_bytes = 0
-        """Since the request, or the last byte of a body."""
+        """The bytes that have come since the request, or since the last byte of a body."""
         self._interim = False
         self._paused = False
         self._keep = False
 
     def request(self, head: bytes, body: bytes, silence_s: float | None) -> NodeResponse:
-        """Send a request. After ``silence_s`` without a byte the node counts as lost; None waits for ever.
+        """Sends a request. After ``silence_s`` without a byte the node counts as lost; None waits without a bound.
 
         Raises NodeLost if the connection is closed already.
         """
@@ -185,7 +188,7 @@ class NodeConnection(asyncio.Protocol):
         return self._response
 
     def suspect(self) -> None:
-        """Its node may be dead: an answer in one piece is given up, and a stream unless bytes of it go on coming."""
+        """Fails the response of a node that may be dead: a stream once it is silent, any other answer at once."""
         if self._response is None:
             self.close()
         elif self._silence is None or self._silence_s is None:
@@ -202,11 +205,11 @@ class NodeConnection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # TCP and TLS give one
         self._transport = transport
-        _watch_other_side(transport.get_extra_info("socket"))
+        _probe_other_side(transport.get_extra_info("socket"))
 
     def data_received(self, data: bytes) -> None:
         response = self._response
-        if response is None:  # a node that speaks out of turn
+        if response is None:  # the node sends bytes that no request asked for
             self.close()
             return
         if self._silence is not None:
@@ -216,14 +219,14 @@ class NodeConnection(asyncio.Protocol):
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as exc:
             self._fail(f"not HTTP/1.1: {exc}")
-            response.wake()  # where a whole answer came before it
+            response.wake()  # a whole answer may have come before it
             return
         if self._idle_bytes > MAX_HEAD_BYTES:
             self._fail(f"more than {MAX_HEAD_BYTES} bytes without any of a body")
             response.wake()
             return
         if response.complete:
-            self._over()
+            self._finish()
         elif response.is_full(self._resume):
             self._paused = True
             self._transport.pause_reading()
@@ -231,7 +234,7 @@ class NodeConnection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         response = self._response
-        self._let_go()
+        self._release()
         del self._parser  # it and this keep each other alive
         if response is not None:
             response.fail(NodeClosed("the connection ended" if exc is None else str(exc) or type(exc).__name__))
@@ -271,8 +274,8 @@ class NodeConnection(asyncio.Protocol):
 
     # ------------------------------------------------------------------ ends
 
-    def _over(self) -> None:
-        self._let_go()
+    def _finish(self) -> None:
+        self._release()
         # A node that answers before it has the whole request may never read the rest, nor what would come behind it.
         if self._keep and not self._transport.is_closing() and not self._transport.get_write_buffer_size():
             self._on_free(self)
@@ -281,17 +284,17 @@ class NodeConnection(asyncio.Protocol):
 
     def _fail(self, why: str) -> None:
         response = self._response
-        self._let_go()
+        self._release()
         self.close()
         if response is not None:
             response.fail(NodeLost(why))
 
     def _closed_by_reader(self, response: NodeResponse) -> None:
         if response is self._response:
-            self._let_go()
+            self._release()
             self.close()
 
-    def _let_go(self) -> None:
+    def _release(self) -> None:
         self._response = None
         if self._silence is not None:
             self._silence.cancel()
@@ -306,7 +309,10 @@ class NodeConnection(asyncio.Protocol):
                 self._transport.resume_reading()
 
     def _check_silence(self) -> None:
-        """One timer a request, put off by what came meanwhile. A node that is not read from is not silent."""
+        """Fails a node that is silent for too long, and otherwise sets the request's one timer again.
+
+        A node that the connection does not read from is not silent.
+        """
         assert self._silence_s is not None
         heard_s = self._loop.time() if self._paused else self._heard_s
         left_s = heard_s + self._silence_s - self._loop.time()
@@ -317,8 +323,8 @@ class NodeConnection(asyncio.Protocol):
             self._silence = self._loop.call_later(left_s, self._check_silence)
 
 
-def _watch_other_side(connection: socket.socket) -> None:
-    """A host that vanished leaves connections that nothing ends, unless the kernel asks for it now and then."""
+def _probe_other_side(connection: socket.socket) -> None:
+    """Has the kernel probe the other side: nothing else ends the connections of a host that vanished."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, PROBE_S)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, PROBE_S)

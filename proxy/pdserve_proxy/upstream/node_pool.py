@@ -1,4 +1,4 @@
-"""Connections to nodes, kept between requests."""
+"""Keeps connections to nodes between requests."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from pdserve_proxy.upstream.expiry_queue import ExpiryQueue
 from pdserve_proxy.upstream.node_connection import NodeClosed, NodeConnection, NodeLost, NodeResponse, NodeUnreachable
 
 IDLE_S = 60.0
-"""Shorter than the nodes keep idle connections, so that none is reused while its node closes it."""
+"""Seconds for which an idle connection is kept: fewer than nodes keep one, so that none is reused while it closes."""
 _NO_FILES = (errno.EMFILE, errno.ENFILE)
 
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where a node's API is."""
+    """The address of a node's API."""
 
     host: str
     port: int
     tls: bool
     authority: str
-    """For the ``Host`` header."""
+    """The value of the ``Host`` header."""
     path_prefix: str
-    """Of every path."""
+    """The beginning of every request's path."""
 
 
 @functools.lru_cache(maxsize=4096)
@@ -40,22 +40,22 @@ def origin_of(url: str) -> Origin:
 
 
 class NodePool:
-    """``close`` has to be called in the end."""
+    """The connections of one process to all nodes. The owner has to call ``close`` in the end."""
 
     def __init__(self, *, connect_timeout_s: float, max_connections: int, trust: Trust | None = None) -> None:
-        """``trust`` is asked about nodes that are reached by HTTPS; without one, the system's authorities are."""
+        """``trust`` verifies nodes that are reached by HTTPS; without it, the system's authorities do."""
         self._connect_timeout_s = connect_timeout_s
         self._max_connections = max_connections
         self._trust = trust or Trust()
         self._open: dict[NodeConnection, str] = {}
-        """With its node's URL."""
+        """The open connections, each with its node's URL."""
         self._idle: dict[str, ExpiryQueue[NodeConnection]] = {}
         self._connecting: dict[asyncio.Timeout, str] = {}
         """The bound of each attempt to connect, with its node's URL."""
         self._closed = False
 
     def close(self) -> None:
-        """Cut every connection."""
+        """Closes every connection."""
         self._closed = True
         for connection in tuple(self._open):
             connection.close()
@@ -63,7 +63,7 @@ class NodePool:
             idle.close()
 
     def suspect(self, url: str) -> None:
-        """The node there may be dead: what waits for it fails at once, and a stream unless bytes of it go on coming."""
+        """Fails what waits for the node at ``url``, which may be dead: a stream once it is silent, the rest at once."""
         for attempt in [attempt for attempt, where in self._connecting.items() if where == url]:
             del self._connecting[attempt]
             attempt.reschedule(0.0)
@@ -73,7 +73,7 @@ class NodePool:
     async def post(
         self, url: str, path: str, headers: Mapping[str, str], body: bytes, *, silence_s: float | None
     ) -> NodeResponse:
-        """The response to a request, its head there. After ``silence_s`` without a byte it fails.
+        """Returns the response to a request when its head has come. After ``silence_s`` without a byte it fails.
 
         Raises NodeUnreachable, NodeLost, or Unavailable where ``max_connections`` requests are under way or this
         process may open no more files.
@@ -86,8 +86,8 @@ class NodePool:
         try:
             return await _head_of(idle.pop_newest(), head, body, silence_s)
         except NodeClosed:
-            # Nodes close kept connections when they like. Asked once more, on a new connection, this one shows whether
-            # it lives: it may also have died of the request, and must not die of it on every connection.
+            # A node may close a kept connection at any time. A second try on a new connection shows whether the node
+            # lives; there is no third, because the request itself may be what kills the node.
             try:
                 connection = await self._connect(url)
             except NodeUnreachable as exc:
@@ -111,7 +111,7 @@ class NodePool:
                     ssl=self._trust.context if origin.tls else None,
                 )
         except (OSError, TimeoutError) as exc:
-            if exc.errno in _NO_FILES:  # which says nothing about the node
+            if exc.errno in _NO_FILES:  # this says nothing about the node
                 raise Unavailable(
                     "the proxy has as many files and connections open as it may",
                     code="no_connection_left",
@@ -158,7 +158,7 @@ class NodePool:
 
 
 async def _head_of(connection: NodeConnection, head: bytes, body: bytes, silence_s: float | None) -> NodeResponse:
-    """The response to a request, its head there. Raises NodeLost; the connection is closed then."""
+    """Returns the response to a request when its head has come. Raises NodeLost, with the connection closed."""
     response = connection.request(head, body, silence_s)
     try:
         await response.head()
@@ -170,6 +170,6 @@ async def _head_of(connection: NodeConnection, head: bytes, body: bytes, silence
 
 @functools.lru_cache(maxsize=4096)
 def _opening(url: str, path: str) -> str:
-    """The lines with which every request to one path of a node begins."""
+    """Returns the first lines of every request to one path of a node."""
     origin = origin_of(url)
     return f"POST {origin.path_prefix}{path} HTTP/1.1\r\nhost: {origin.authority}\r\n"

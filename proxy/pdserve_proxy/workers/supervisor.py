@@ -1,8 +1,8 @@
-"""Several worker processes behind one port, with one registry: nodes register here once, and every worker knows them.
+"""Runs several worker processes behind one port, with one registry: nodes register once, and every worker knows them.
 
-A worker that dies takes its own streams along and nothing else, so it is replaced; connections that wait in its
-socket wait for the next one. One that stands still is killed first. One that does not come up, or dies again and
-again, ends the proxy instead: a service manager sees that, and a half-dead proxy helps nobody.
+A worker that dies loses only its own streams, so the supervisor replaces it; connections that wait in its socket wait
+for the next worker. The supervisor kills a worker that hangs. A worker that does not come up, or dies again and again,
+ends the whole proxy: a service manager sees that, while half a proxy would fail half of its clients.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Renew: TypeAlias = Callable[[Credentials], None]
 
 START_TIMEOUT_S = 30.0
 STOP_MARGIN_S = 12.0
-"""Beyond the drain: for last error events, and for what a worker does after it."""
+"""Seconds that a worker has after the drain, for last error events and for its own end."""
 MAX_DEATHS = 5
 DEATHS_WINDOW_S = 60.0
 
@@ -55,9 +55,9 @@ async def supervise(
     command: Sequence[str] = WORKER_COMMAND,
     on_renewal: Callable[[Renew], AbstractContextManager[None]] = lambda _: nullcontext(),
 ) -> None:
-    """Run workers until ``stop`` is set and all have drained. ``listening`` is called once, when all take connections.
+    """Runs workers until ``stop`` is set and all have drained. Calls ``listening`` once, when all take connections.
 
-    ``on_renewal`` gets, as long as they run, what passes new credentials on to all of them.
+    ``on_renewal`` gets the function that passes new credentials to all workers, and is entered as long as they run.
 
     Raises ConfigError if an address cannot be bound, WorkerDied if a worker cannot be kept alive.
     """
@@ -118,7 +118,7 @@ async def supervise(
 
 
 class _WorkerProcess:
-    """Keeps one worker alive until told to stop, and then ends it."""
+    """One worker, which is started again whenever it dies, until it is told to stop."""
 
     def __init__(
         self,
@@ -138,7 +138,7 @@ class _WorkerProcess:
         self._starts = 0
         self._deaths: deque[float] = deque(maxlen=MAX_DEATHS)
         self.up = asyncio.Event()
-        """Set once its first worker takes connections."""
+        """Set when the first start of the worker takes connections."""
 
     async def run(self, stop: asyncio.Event) -> None:
         while not stop.is_set():
@@ -215,7 +215,7 @@ def _in_memory(data: bytes) -> Iterator[int]:
 
 
 async def _first(ended: asyncio.Task[int], *events: asyncio.Event, timeout_s: float | None = None) -> None:
-    """Until the process has ended, one of ``events`` is set, or the time is over."""
+    """Returns when the process has ended, one of ``events`` is set, or the time is over."""
     waits = [asyncio.create_task(event.wait()) for event in events]
     try:
         await asyncio.wait([ended, *waits], timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)

@@ -1,6 +1,7 @@
 """``python -m pdserve_proxy.workers.worker``: one of several processes that serve clients on one port.
 
-Its ``WorkerLaunch`` comes as MessagePack on standard input. It ends with its supervisor, however that ends.
+The worker reads its ``WorkerLaunch`` as MessagePack from standard input, and ends with its supervisor, however that
+ends.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ class SupervisorChannel:
         self._numbers = itertools.count(1)
         self._scrapes: dict[int, asyncio.Future[bytes]] = {}
         self.has_nodes = asyncio.Event()
-        """Set once the nodes are known."""
+        """Set when the first message with the nodes has come."""
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.set(zmq.IDENTITY, name)
@@ -85,7 +86,7 @@ class SupervisorChannel:
         self._context.term()
 
     async def run(self) -> None:
-        """Serve until cancelled."""
+        """Serves until it is cancelled."""
         await self.send(WorkerHello(importlib.metadata.version("pdserve")))
         while True:
             match _decoder.decode(await self._socket.recv()):
@@ -106,14 +107,14 @@ class SupervisorChannel:
     def _renew(self, credentials: Credentials) -> None:
         try:
             self._credentials.renew(credentials)
-        except ConfigError as exc:  # its supervisor has tried them
-            log.error("a worker of the proxy keeps what it had: %s", exc)
+        except ConfigError as exc:  # although its supervisor could use them
+            log.error("a worker of the proxy keeps its old credentials: %s", exc)
 
     async def send(self, message: ToSupervisor) -> None:
         await self._socket.send(_encoder.encode(message))
 
     async def scrape(self) -> bytes:
-        """The metrics of the whole proxy. Raises Unavailable if the supervisor does not answer."""
+        """Returns the metrics of the whole proxy. Raises Unavailable if the supervisor does not answer."""
         number = next(self._numbers)
         answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
         self._scrapes[number] = answer
@@ -128,7 +129,7 @@ class SupervisorChannel:
 
 
 async def work(launch: WorkerLaunch, stop: asyncio.Event) -> None:
-    """Serve clients until ``stop`` is set and their requests are over or cut short."""
+    """Serves clients until ``stop`` is set and their requests are over or cut short."""
     metrics, attempts = ProxyMetrics(), Attempts()
     mirror, credentials = RegistryMirror(attempts), LiveCredentials(launch.credentials)
     with (

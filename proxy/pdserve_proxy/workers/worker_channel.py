@@ -1,5 +1,6 @@
-"""The supervisor's end of the channel to its workers: sends them the nodes, adds up what they count, and sees which of
-them stand still.
+"""The supervisor's end of the channel to its workers.
+
+It sends the workers the nodes, adds up their metrics, and finds the workers that hang.
 """
 
 from __future__ import annotations
@@ -39,15 +40,15 @@ from pdserve_proxy.registry.registry import Registry
 log = logging.getLogger(__name__)
 
 PUBLISH_PAUSE_S = 0.05
-"""Between two messages of the nodes: however many heartbeats come, workers get at most 20 a second."""
+"""Seconds between two messages with the nodes: however many heartbeats come, workers get at most 20 a second."""
 COLLECT_TIMEOUT_S = 1.0
-"""That a worker gets to answer; then what it said last counts."""
+"""Seconds that a worker has to send its metrics. After that, the last ones that it sent count."""
 MAX_QUEUED = 64
 PING_S = 1.0
 MAX_UNANSWERED = 30
-"""Pings in a row, after which a worker counts as one that stands still. Bursts of thousands of requests take seconds.
+"""The unanswered pings in a row after which a worker counts as hung. Bursts of thousands of requests take seconds.
 
-Pings are counted, and not time: a supervisor that is late itself, or was stopped, has sent none meanwhile.
+The channel counts pings, not seconds, because a supervisor that is late itself, or was stopped, sends none meanwhile.
 """
 
 _decoder: msgspec.msgpack.Decoder[ToSupervisor] = msgspec.msgpack.Decoder(ToSupervisor)
@@ -56,17 +57,31 @@ _encoder = msgspec.msgpack.Encoder()
 
 @dataclass(slots=True)
 class WorkerHealth:
-    """What is known of one start of a worker."""
+    """The health of one start of a worker."""
 
     ready: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when it takes connections."""
+    """Set when the worker takes connections."""
     hung: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when its event loop has not turned for ``MAX_UNANSWERED`` pings."""
+    """Set when the worker's event loop has not turned for ``MAX_UNANSWERED`` pings."""
     unanswered: int = 0
 
 
+@dataclass(slots=True)
+class _Collection:
+    """One question to all workers for their metrics."""
+
+    missing: set[bytes]
+    """The workers that have not answered yet."""
+    done: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def answered(self, name: bytes) -> None:
+        self.missing.discard(name)
+        if not self.missing:
+            self.done.set()
+
+
 class WorkerChannel:
-    """Owns the channel. Bound when made; ``run`` serves it; closed as a context manager."""
+    """The owner of the channel: binds it when it is made, and closes it as a context manager."""
 
     def __init__(self, address: str, registry: Registry, changed: asyncio.Event, metrics: ProxyMetrics) -> None:
         """``changed`` is set at every change of ``registry``."""
@@ -74,11 +89,11 @@ class WorkerChannel:
         self._metrics = metrics
         self._changed = changed
         self._workers: dict[bytes, tuple[Family, ...]] = {}
-        """By name, with what each counted when it was asked last."""
+        """The metrics that each worker sent last, by its name."""
         self._retired: tuple[Family, ...] = ()
+        """The sums of the metrics that outlive workers that are gone."""
         self._health: dict[bytes, WorkerHealth] = {}
-        self._collecting: dict[int, set[bytes]] = {}
-        self._collected: dict[int, asyncio.Event] = {}
+        self._collections: dict[int, _Collection] = {}
         self._renewed: Renewed | None = None
         self._number = 0
         self._tasks: set[asyncio.Task[None]] = set()
@@ -102,24 +117,24 @@ class WorkerChannel:
         self._context.term()
 
     def expect(self, name: bytes) -> WorkerHealth:
-        """A worker of this name starts."""
+        """Returns the health of the worker ``name``, which is about to start."""
         return self._health.setdefault(name, WorkerHealth())
 
     def retire(self, name: bytes) -> None:
-        """The worker is gone: what it counted stays counted."""
+        """Forgets the worker ``name``, which is gone, and keeps what it counted."""
         self._health.pop(name, None)
         self._retired = sum_families([self._retired, lasting_families(self._workers.pop(name, ()))])
-        for number in tuple(self._collecting):
-            self._answered(number, name)
+        for collection in self._collections.values():
+            collection.answered(name)
 
     def renew(self, credentials: Credentials) -> None:
-        """Tell all workers, those too that are coming up."""
+        """Sends ``credentials`` to all workers, and later to those that are starting now."""
         self._renewed = Renewed(credentials)
         for name in self._workers:
             self._begin(self._send(name, self._renewed))
 
     async def run(self) -> None:
-        """Serve until cancelled."""
+        """Serves until it is cancelled."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._publish())
             tasks.create_task(self._receive())
@@ -139,7 +154,7 @@ class WorkerChannel:
             name, data = await self._socket.recv_multipart()
             health = self._health.get(name)
             if health is None:
-                continue  # of a worker that is gone
+                continue  # the worker is gone
             health.unanswered = 0
             match _decoder.decode(data):
                 case WorkerHello(version=version):
@@ -161,7 +176,8 @@ class WorkerChannel:
                     pass
                 case Counts(number=number, families=families):
                     self._workers[name] = families
-                    self._answered(number, name)
+                    if (collection := self._collections.get(number)) is not None:
+                        collection.answered(name)
                 case Scrape(number=number):
                     self._begin(self._scrape(name, number))
 
@@ -189,27 +205,19 @@ class WorkerChannel:
         await self._send(asker, Scraped(number, text))
 
     async def _collect(self) -> None:
-        """Until every worker has said what it counted, or its time is over."""
+        """Asks every worker for its metrics, and returns when all have answered or their time is over."""
         self._number += 1
         number = self._number
-        self._collecting[number] = set(self._workers)
-        done = self._collected[number] = asyncio.Event()
+        collection = self._collections[number] = _Collection(set(self._workers))
         try:
             for name in tuple(self._workers):
                 await self._send(name, Collect(number))
             async with asyncio.timeout(COLLECT_TIMEOUT_S):
-                await done.wait()
+                await collection.done.wait()
         except TimeoutError:
-            log.warning("%d workers did not say what they counted", len(self._collecting[number]))
+            log.warning("%d workers did not send their metrics", len(collection.missing))
         finally:
-            del self._collecting[number], self._collected[number]
-
-    def _answered(self, number: int, name: bytes) -> None:
-        waited_for = self._collecting.get(number)
-        if waited_for is not None:
-            waited_for.discard(name)
-            if not waited_for:
-                self._collected[number].set()
+            del self._collections[number]
 
     def _nodes(self) -> Nodes:
         entries = [KnownNode(node.info, node.load, node.seen_s) for node in self._registry.snapshot().nodes]

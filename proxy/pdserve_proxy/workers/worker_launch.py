@@ -1,4 +1,4 @@
-"""What a worker is told at its start, and its share of what the whole proxy may hold."""
+"""The message with which a worker starts, with its share of the limits of the whole proxy."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ WORKER_COMMAND: tuple[str, ...] = (sys.executable, "-P", "-m", "pdserve_proxy.wo
 
 @dataclass(frozen=True, slots=True)
 class WorkerLaunch:
-    """Written as MessagePack to a worker's standard input."""
+    """The settings of one start of a worker, which reads them as MessagePack from its standard input."""
 
     config: ProxyConfig
-    """The worker's share of it."""
+    """The configuration, in which the limits are this worker's share."""
     credentials: Credentials
     name: bytes
-    """This start of this worker, on the supervisor's channel."""
+    """The name of this start of this worker on the supervisor's channel."""
     address: str
-    """``ipc://`` path of that channel."""
+    """The ``ipc://`` address of that channel."""
     listener: int
-    """Inherited file descriptor of its listening socket."""
+    """The inherited file descriptor of the worker's listening socket."""
 
 
 def worker_share(config: ProxyConfig) -> ProxyConfig:
-    """One worker's part of the limits on requests and connections, rounded up: connections are spread evenly."""
+    """Returns ``config`` with one worker's share of the limits, rounded up: connections are spread evenly."""
     count = config.workers.count
 
     def part(limit: int) -> int:
