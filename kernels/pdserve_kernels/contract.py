@@ -1,4 +1,4 @@
-"""What a model needs of its kernels, whoever computes them: plain torch, compiled C++, or Triton.
+"""The kernels that a model needs, computed by any set of them: plain torch, compiled C++, or Triton.
 
 ``reference`` says what each op means; the sets in ``cpu`` and ``triton`` are tested against it.
 """

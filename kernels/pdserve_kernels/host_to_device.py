@@ -1,4 +1,4 @@
-"""Numbers of one step on their way to the device: one buffer, one copy, nobody waits."""
+"""Sends the numbers of one step to the device in one buffer with one copy, for which nothing waits."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ import torch
 Numbers = Sequence[int] | np.ndarray[tuple[int], np.dtype[np.int64]]
 
 ALIGNMENT = 4
-"""int32 values of 16 bytes: kernels are compiled anew for pointers that are aligned differently."""
+"""Parts begin at multiples of so many int32 values, 16 bytes: Triton compiles anew for pointers aligned otherwise."""
 
 
 def packed_starts(lengths: Sequence[int]) -> list[int]:
-    """Where parts of these lengths begin in one aligned buffer, and, last, its length."""
+    """Returns where parts of these lengths begin in one aligned buffer, and, last, its length."""
     starts = [0]
     for length in lengths:
         starts.append(starts[-1] + -(-length // ALIGNMENT) * ALIGNMENT)
     return starts
 
 
-def pack(parts: Sequence[Numbers], starts: Sequence[int], device: torch.device) -> torch.Tensor:
-    """The parts as one int32 tensor in host memory, up to the end of the last one; page-locked for a GPU.
+def packed(parts: Sequence[Numbers], starts: Sequence[int], device: torch.device) -> torch.Tensor:
+    """Returns the parts as one int32 tensor in host memory, up to the end of the last one; page-locked for a GPU.
 
     Page-locked memory comes from torch's cache, which does not give it out again before the copies from it are done.
     """
@@ -34,8 +34,8 @@ def pack(parts: Sequence[Numbers], starts: Sequence[int], device: torch.device) 
     return host
 
 
-def stage(parts: Sequence[Numbers], device: torch.device) -> list[torch.Tensor]:
-    """Each part as an int32 tensor on the device."""
+def to_device(parts: Sequence[Numbers], device: torch.device) -> list[torch.Tensor]:
+    """Returns each part as an int32 tensor on the device."""
     starts = packed_starts([len(part) for part in parts])
-    moved = pack(parts, starts, device).to(device, non_blocking=True)
+    moved = packed(parts, starts, device).to(device, non_blocking=True)
     return [moved[start : start + len(part)] for start, part in zip(starts, parts, strict=False)]

@@ -1,4 +1,4 @@
-"""Where a token's key and value live in the KV cache tensor.
+"""Says where a token's key and value live in the KV cache tensor.
 
 One tensor a rank: ``[num_blocks, kv_heads, num_layers, 2, block_size, head_dim]``. A block is one contiguous range of
 bytes over all layers (one message on the wire), a head is a contiguous part of it, and a ``[block_size, head_dim]``

@@ -32,7 +32,7 @@ from pdserve.models.tp.shares import TpGroup
 from pdserve.wire.discovery import Role
 from pdserve.wire.engine import Ready
 from pdserve.wire.frame import Secrets
-from pdserve.wire.rank import Load, Loaded
+from pdserve.wire.rank import Loaded, LoadModel
 from pdserve.wire.transfer import EngineSpec
 from pdserve.wire.version import OLDEST_PROTOCOL, PROTOCOL_VERSION
 
@@ -72,7 +72,7 @@ def assemble(
     backend = rank_backend(config, device)
     progress("loading weights")
     if ranks is not None:
-        ranks.tell(Load(num_blocks, max_model_len))
+        ranks.tell(LoadModel(num_blocks, max_model_len))
     shared = shared_memory(
         config.role, config.transfer, config.cache.kv_cache_mib, device, num_blocks * layout.block_bytes
     )

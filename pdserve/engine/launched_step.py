@@ -20,7 +20,7 @@ from pdserve.engine.sampling.sampling_row import SamplingRow
 from pdserve.engine.scheduling.batch_plan import BatchPlan, Work
 from pdserve.models.runner import StepRow
 from pdserve.wire.sampling_params import SampledToken
-from pdserve_kernels.host_to_device import stage
+from pdserve_kernels.host_to_device import to_device
 
 
 class StepRunner(Protocol):
@@ -115,7 +115,7 @@ def launch_ahead(runner: AheadRunner, step: LaunchedStep, requests: Sequence[Req
     row_of = dict(zip(step.plan.sampled_requests, step.rows, strict=True))
     sources = [row_of[request] for request in requests]
     if sources != list(range(len(tokens))):
-        tokens = tokens.index_select(0, stage([sources], tokens.device)[0].long())
+        tokens = tokens.index_select(0, to_device([sources], tokens.device)[0].long())
     return StepAhead(requests, DeviceTokens(runner.run(steps, tokens), rows))
 
 

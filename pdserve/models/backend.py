@@ -1,4 +1,4 @@
-"""What an engine computes on, and the kernels that it has there."""
+"""The device that an engine computes on, and its kernels there."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def open_backend(device: torch.device, cpu_kernels: Callable[[], Kernels]) -> Ba
 
 
 def choose_device(asked: Device, rank: int = 0, ranks: int = 1) -> torch.device:
-    """What rank ``rank`` of ``ranks`` computes on: GPU number ``rank`` of those that torch sees, or the CPU.
+    """Returns the device of rank ``rank`` of ``ranks``: GPU number ``rank`` of those that torch sees, or the CPU.
 
     Raises ConfigError if what was asked for is not there.
     """

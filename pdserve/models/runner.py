@@ -25,7 +25,7 @@ from pdserve.models.decoders.decoder import build_decoder
 from pdserve.models.decoders.layers import Building
 from pdserve.models.tp.shares import ALONE, TpGroup, kv_share, share
 from pdserve_kernels.contract import AttentionRow, DecodeTables, GraphKernels, Kernels
-from pdserve_kernels.host_to_device import pack, packed_starts, stage
+from pdserve_kernels.host_to_device import packed, packed_starts, to_device
 from pdserve_kernels.kv_layout import KvLayout
 
 
@@ -169,7 +169,7 @@ class DecodeGraphs:
         return DecodeInputs(token_ids, positions, slots, DecodeTables(context_lens, block_starts, blocks))
 
     def _fill(self, rows: Sequence[StepRow], bucket: int) -> None:
-        host = pack(padded_parts(rows, bucket, self._block_size), self._starts, self._buffer.device)
+        host = packed(padded_parts(rows, bucket, self._block_size), self._starts, self._buffer.device)
         self._buffer[: len(host)].copy_(host, non_blocking=True)
 
 
@@ -255,7 +255,7 @@ class ModelRunner:
             end += len(row.token_ids)
             if row.wants_logits:
                 last.append(end - 1)
-        token_ids, positions, wanted = stage(
+        token_ids, positions, wanted = to_device(
             [
                 [token for row in rows for token in row.token_ids],
                 [position for row in rows for position in range(row.start, row.context_len)],
@@ -272,7 +272,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def capture_decode(self, kernels: GraphKernels, max_rows: int, make_graph: Callable[[], Graph]) -> None:
-        """From now on, replay steps of up to ``max_rows`` single tokens. Stores nothing in the cache.
+        """Replays, from now on, steps of up to ``max_rows`` single tokens. Stores nothing in the cache.
 
         Does nothing if the model's steps differ with what they hold.
         """

@@ -2,7 +2,7 @@
 
     rank 0                                   rank 1, 2, …
             ◀───────────────────────────── Arrived    its libraries are loaded
-      Load ──────────────────────────────▶            after both have met in their group
+      LoadModel ─────────────────────────▶            after both have met in their group
             ◀───────────────────────────── Loaded
       Capture ───────────────────────────▶            on GPUs, once
             ◀───────────────────────────── Captured
@@ -24,7 +24,7 @@ import msgspec
 # ---------------------------------------------------------------- rank 0 → rank
 
 
-class Load(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="load"):
+class LoadModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="load"):
     """Load this rank's part of the model, with a KV cache of as many blocks as each other rank has."""
 
     num_blocks: int
@@ -81,7 +81,7 @@ class Stop(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="k
     """Exit with status 0."""
 
 
-Order: TypeAlias = Load | Capture | Step | Clear | CopyBlocks | DownloadBlocks | UploadBlocks | Stop
+Order: TypeAlias = LoadModel | Capture | Step | Clear | CopyBlocks | DownloadBlocks | UploadBlocks | Stop
 
 
 class Numbered(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

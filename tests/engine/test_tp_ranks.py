@@ -44,7 +44,7 @@ from pdserve.models.runner import StepRow
 from pdserve.models.tp.shares import ALONE
 from pdserve.settings import cache_folder
 from pdserve.wire.discovery import Role
-from pdserve.wire.rank import Arrived, Capture, Captured, Clear, Load, Loaded, Numbered, Stop
+from pdserve.wire.rank import Arrived, Capture, Captured, Clear, Loaded, LoadModel, Numbered, Stop
 from pdserve.wire.sampling_params import SamplingParams
 from tests.engine.test_step_loop import engine, prompt
 from tests.eventually import eventually
@@ -92,7 +92,7 @@ def started(config: EngineConfig) -> Iterator[Ranks]:
 def running(config: EngineConfig, blocks: int = BLOCKS, max_model_len: int = 64) -> Iterator[tuple[Ranks, TpRunner]]:
     decoder, device = read_decoder_config(Path(config.model_dir)), rank_device(config, 0)
     with started(config) as ranks, joined_group(config, ranks, device) as group:
-        ranks.tell(Load(blocks, max_model_len))
+        ranks.tell(LoadModel(blocks, max_model_len))
         own = load_runner(config, decoder, blocks, max_model_len, group, rank_backend(config, device))
         ranks.wait_for(Loaded)
         yield ranks, TpRunner(own, ranks, group)
@@ -198,7 +198,7 @@ def test_a_rank_that_cannot_load_says_why(tmp_path: Path) -> None:
         started(config) as ranks,
     ):
         ranks.wait_for(Arrived)
-        ranks.tell(Load(BLOCKS, 64))
+        ranks.tell(LoadModel(BLOCKS, 64))
         ranks.wait_for(Loaded)
 
 

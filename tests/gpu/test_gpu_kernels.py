@@ -14,7 +14,7 @@ from pdserve.models.checkpoint.decoder_config import read_decoder_config
 from pdserve.models.runner import CudaGraphs, ModelRunner, StepRow
 from pdserve_kernels import reference
 from pdserve_kernels.contract import AttentionRow
-from pdserve_kernels.host_to_device import stage
+from pdserve_kernels.host_to_device import to_device
 from pdserve_kernels.kv_layout import KvLayout
 from pdserve_kernels.triton.cache_ops import gather_blocks, scatter_blocks
 from pdserve_kernels.triton.triton_kernels import TritonKernels
@@ -98,7 +98,7 @@ def test_blocks_survive_a_trip_through_page_locked_memory(cache: torch.Tensor) -
 
 def test_page_locked_numbers_are_not_overwritten_before_they_are_copied() -> None:
     torch.cuda._sleep(200_000_000)  # type: ignore[no-untyped-call]  # torch has no annotation
-    moved = [stage([np.full(100_000, i), [i]], CUDA) for i in range(50)]
+    moved = [to_device([np.full(100_000, i), [i]], CUDA) for i in range(50)]
     assert [(int(many.min()), int(many.max()), int(one)) for many, one in moved] == [(i, i, i) for i in range(50)]
 
 

@@ -174,7 +174,7 @@ CHANNELS: list[tuple[Any, list[msgspec.Struct]]] = [
     (
         rank.Order,
         [
-            rank.Load(num_blocks=10, max_model_len=64),
+            rank.LoadModel(num_blocks=10, max_model_len=64),
             rank.Step([rank.RankRow([5, 6], 0, [3], False), rank.RankRow([7], 20, [1, 2], True)]),
             rank.Clear([1, 2]),
             rank.Capture(),

@@ -12,7 +12,7 @@ from pdserve_kernels.cpu.library import CStep, CTokens, Library
 from pdserve_kernels.kv_layout import KvLayout
 
 MAX_HEAD_DIM = 1024
-"""As in csrc/attention.h."""
+"""The same number as in csrc/attention.h."""
 
 
 class CompiledAttention:

@@ -52,7 +52,7 @@ class CompiledLinear:
 
 
 def fits(library: Library, weight: torch.Tensor) -> bool:
-    """Whether the compiled kernel computes with this weight on this CPU."""
+    """Returns whether the compiled kernel computes with this weight on this CPU."""
     return library.multiplies_pairs and weight.dtype is torch.bfloat16 and weight.shape[1] % 2 == 0
 
 

@@ -64,7 +64,7 @@ class DecodeAttention:
         for row, ids, length in zip(table, block_tables, context_lens, strict=True):
             used = -(-length // layout.block_size)
             row[:used] = torch.tensor(ids[:used])
-            # Its own block and nobody else's: what is masked is still multiplied, and another's NaN would spread.
+            # Its own block and no other's: what is masked is still multiplied, and another's NaN would spread.
             row[used:] = ids[0]
         keys = layout.tile_rows(table).transpose(0, 1)
         self._index = torch.stack((keys, keys + 1)).reshape(-1).to(cache.device)

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from pdserve_kernels.contract import AttentionRow, DecodeTables
-from pdserve_kernels.host_to_device import stage
+from pdserve_kernels.host_to_device import to_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ def plan_step(rows: Sequence[AttentionRow], block_size: int, tile_size: int, dev
     ]
     context_lens = [row.context_len for row in rows]
     block_starts = _starts([len(table) for table in tables])
-    moved = stage(
+    moved = to_device(
         [
             _slots(rows, block_size),
             context_lens[:singles],

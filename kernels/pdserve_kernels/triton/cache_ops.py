@@ -4,7 +4,7 @@
 projection to its query and its stored keys and values in one pass: heads are normalised where a model does so, then
 rotated, and keys and values go straight to their places. As ops of their own these would be up to five launches a
 layer, each reading and writing what the one before wrote. ``gather_blocks`` and ``scatter_blocks`` copy blocks to one
-contiguous buffer and back, for transfers that are staged through the host.
+contiguous buffer and back, for transfers that are buffer through the host.
 """
 
 from __future__ import annotations
@@ -190,39 +190,39 @@ def store_projected(
     return query
 
 
-CHUNK = 4096
+COPY_CHUNK = 4096
 """Elements that one program copies."""
 
 
 @triton.jit
-def _gather_kernel(cache, blocks, staged, ELEMENTS: tl.constexpr, CHUNK: tl.constexpr):
+def _gather_kernel(cache, blocks, buffer, ELEMENTS: tl.constexpr, CHUNK: tl.constexpr):
     index = tl.program_id(0).to(tl.int64)
     block = tl.load(blocks + index).to(tl.int64)
     column = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
     inside = column < ELEMENTS
-    tl.store(staged + index * ELEMENTS + column, tl.load(cache + block * ELEMENTS + column, mask=inside), mask=inside)
+    tl.store(buffer + index * ELEMENTS + column, tl.load(cache + block * ELEMENTS + column, mask=inside), mask=inside)
 
 
 @triton.jit
-def _scatter_kernel(cache, blocks, staged, ELEMENTS: tl.constexpr, CHUNK: tl.constexpr):
+def _scatter_kernel(cache, blocks, buffer, ELEMENTS: tl.constexpr, CHUNK: tl.constexpr):
     index = tl.program_id(0).to(tl.int64)
     block = tl.load(blocks + index).to(tl.int64)
     column = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
     inside = column < ELEMENTS
-    tl.store(cache + block * ELEMENTS + column, tl.load(staged + index * ELEMENTS + column, mask=inside), mask=inside)
+    tl.store(cache + block * ELEMENTS + column, tl.load(buffer + index * ELEMENTS + column, mask=inside), mask=inside)
 
 
-def gather_blocks(cache: torch.Tensor, blocks: torch.Tensor, staged: torch.Tensor) -> None:
-    """``reference.gather_blocks`` into ``staged``, which is contiguous and begins with ``len(blocks)`` blocks."""
+def gather_blocks(cache: torch.Tensor, blocks: torch.Tensor, buffer: torch.Tensor) -> None:
+    """``reference.gather_blocks`` into ``buffer``, which is contiguous and begins with ``len(blocks)`` blocks."""
     if len(blocks):
-        _gather_kernel[_grid(cache, blocks)](cache, blocks, staged, cache[0].numel(), CHUNK)
+        _gather_kernel[_copy_grid(cache, blocks)](cache, blocks, buffer, cache[0].numel(), COPY_CHUNK)
 
 
-def scatter_blocks(cache: torch.Tensor, blocks: torch.Tensor, staged: torch.Tensor) -> None:
-    """``reference.scatter_blocks`` out of ``staged``, which is contiguous and begins with ``len(blocks)`` blocks."""
+def scatter_blocks(cache: torch.Tensor, blocks: torch.Tensor, buffer: torch.Tensor) -> None:
+    """``reference.scatter_blocks`` out of ``buffer``, which is contiguous and begins with ``len(blocks)`` blocks."""
     if len(blocks):
-        _scatter_kernel[_grid(cache, blocks)](cache, blocks, staged, cache[0].numel(), CHUNK)
+        _scatter_kernel[_copy_grid(cache, blocks)](cache, blocks, buffer, cache[0].numel(), COPY_CHUNK)
 
 
-def _grid(cache: torch.Tensor, blocks: torch.Tensor) -> tuple[int, int]:
-    return len(blocks), triton.cdiv(cache[0].numel(), CHUNK)
+def _copy_grid(cache: torch.Tensor, blocks: torch.Tensor) -> tuple[int, int]:
+    return len(blocks), triton.cdiv(cache[0].numel(), COPY_CHUNK)

@@ -122,7 +122,7 @@ def rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
     return out
 
 
-BLOCK = 1024
+ACTIVATION_BLOCK = 1024
 
 
 @triton.jit
@@ -158,7 +158,7 @@ def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """``reference.silu_and_mul``."""
     gate_up, out = gate_up.contiguous(), _half(gate_up)
     if out.numel():
-        _silu_and_mul_kernel[_activation_grid(out)](gate_up, out, out.shape[1], BLOCK)
+        _silu_and_mul_kernel[_activation_grid(out)](gate_up, out, out.shape[1], ACTIVATION_BLOCK)
     return out
 
 
@@ -166,7 +166,7 @@ def gelu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """``reference.gelu_and_mul``."""
     gate_up, out = gate_up.contiguous(), _half(gate_up)
     if out.numel():
-        _gelu_and_mul_kernel[_activation_grid(out)](gate_up, out, out.shape[1], BLOCK)
+        _gelu_and_mul_kernel[_activation_grid(out)](gate_up, out, out.shape[1], ACTIVATION_BLOCK)
     return out
 
 
@@ -175,4 +175,4 @@ def _half(gate_up: torch.Tensor) -> torch.Tensor:
 
 
 def _activation_grid(out: torch.Tensor) -> tuple[int, int]:
-    return out.shape[0], triton.cdiv(out.shape[1], BLOCK)
+    return out.shape[0], triton.cdiv(out.shape[1], ACTIVATION_BLOCK)

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import torch
 
 from pdserve.wire.sampling_params import SamplingParams
-from pdserve_kernels.host_to_device import stage
+from pdserve_kernels.host_to_device import to_device
 
 BEST_FEW = 64
 """Top-p looks at so many best tokens first; a wider nucleus takes about 5 times as long."""
@@ -59,7 +59,7 @@ def _top_k(weights: torch.Tensor, logits: torch.Tensor, counts: Sequence[int]) -
         return weights
     logits = _selected(logits, rows)
     best = logits.topk(max(counts[row] for row in rows)).values
-    last = stage([[counts[row] - 1 for row in rows]], logits.device)[0].long().unsqueeze(1)
+    last = to_device([[counts[row] - 1 for row in rows]], logits.device)[0].long().unsqueeze(1)
     return _replaced(weights, rows, _selected(weights, rows) * (logits >= best.gather(1, last)))
 
 

@@ -17,7 +17,7 @@ from pdserve.engine.sampling.logit_rules import has_rules
 from pdserve.engine.sampling.sampler import GREEDY_BELOW, draw_groups, sample
 from pdserve.engine.sampling.sampling_row import SamplingRow
 from pdserve.wire.sampling_params import SampledToken
-from pdserve_kernels.host_to_device import stage
+from pdserve_kernels.host_to_device import to_device
 
 _NOT_FINITE = -1
 
@@ -59,7 +59,7 @@ class DeviceTokens:
         finite = best.values.isfinite()
         drawn = [index for index, row in enumerate(rows) if row.sampling.temperature >= GREEDY_BELOW]
         for group in draw_groups(drawn, logits):
-            places = stage([group], logits.device)[0].long()
+            places = to_device([group], logits.device)[0].long()
             # A row that is not finite draws some token all the same, which is not looked at.
             own = logits.index_select(0, places).masked_fill_(~finite.index_select(0, places).unsqueeze(1), 0.0)
             uniforms = [uniform(rows[index].sampling.seed, rows[index].position) for index in group]

@@ -30,8 +30,8 @@ from pdserve.wire.rank import (
     Clear,
     CopyBlocks,
     DownloadBlocks,
-    Load,
     Loaded,
+    LoadModel,
     Order,
     RankFailed,
     Step,
@@ -108,8 +108,8 @@ def run_rank(launch: RankLaunch, channel: OrderChannel) -> None:
         board = stack.enter_context(closing(RankBoard(launch.board)))
         group = open_group(config.parallel, launch.rank, board, Path(launch.rendezvous), device)
         load = channel.receive()
-        if not isinstance(load, Load):
-            raise EngineError(f"rank 0 sent {type(load).__name__} before Load")
+        if not isinstance(load, LoadModel):
+            raise EngineError(f"rank 0 sent {type(load).__name__} before LoadModel")
         decoder = read_decoder_config(Path(config.model_dir))
         backend = rank_backend(config, device)
         layout = kv_layout(decoder, config.model.dtype, config.cache.block_size, group)
@@ -152,7 +152,7 @@ def carry_out(order: Order, runner: ModelRunner, copies: OrderedCopies | NoCopie
             runner.copy_blocks(sources, destinations)
         case DownloadBlocks() | UploadBlocks():
             copies.order(order)
-        case Load() | Capture() | Stop():
+        case LoadModel() | Capture() | Stop():
             raise EngineError(f"rank 0 sent {type(order).__name__} at the wrong time")
 
 

@@ -101,7 +101,7 @@ def _decoder_config(
 
 
 def _outside_config(hf: PretrainedConfig, folder: Path, eos_token_ids: frozenset[int]) -> DecoderConfig:
-    """Of a decoder that transformers computes: what the KV cache and the scheduler need."""
+    """Returns what the KV cache and the scheduler need to know of a decoder that transformers computes."""
     if hf.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or hf.is_encoder_decoder:
         raise ModelError(
             f"model_type {hf.model_type!r} of {folder} is not supported; these are: {sorted(FAMILIES)}, and decoders "

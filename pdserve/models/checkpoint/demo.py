@@ -73,7 +73,7 @@ def demo_model_dir(cache_dir: Path) -> Path:
         return target
     try:
         cache_dir.mkdir(parents=True, exist_ok=True)
-        # The kernel frees it with the process: a killed converter blocks nobody.
+        # The kernel frees it with the process: a killed converter blocks no other.
         with FileLock(target.with_name(f".{target.name}.lock"), timeout=_LOCK_TIMEOUT_S):
             if not (target / "config.json").is_file():
                 _convert(gguf, target)

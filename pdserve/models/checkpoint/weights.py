@@ -26,7 +26,7 @@ class TensorFiles(Protocol):
     def names(self) -> Iterable[str]: ...
 
     def read(self, name: str, rows: slice, columns: slice, dtype: torch.dtype) -> torch.Tensor:
-        """A part of one of ``names()``. Raises ModelError if it cannot be read."""
+        """Returns a part of one of ``names()``. Raises ModelError if it cannot be read."""
 
 
 class SafetensorsFiles:

@@ -20,7 +20,7 @@ class Decoder(Protocol):
 
     @property
     def capturable(self) -> bool:
-        """Whether the same operations are done whatever the inputs hold, so that a recorded step may be replayed."""
+        """Whether a step does the same operations for all inputs, so that a recorded one may be replayed."""
 
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attention: Attention) -> torch.Tensor:
         """``[tokens]`` ids and positions to ``[tokens, hidden_size]``, before the final norm."""

@@ -22,7 +22,7 @@ from pdserve.models.tp.rank_board import RankBoard
 from pdserve.models.tp.torch_group import MEET_S, TorchCollectives
 
 # torch does not declare what these classes have.
-_torch: Any = torch.distributed
+_distributed: Any = torch.distributed
 
 WATCHDOG_S = 600.0
 """After this long torch would end the process without a word. Rank 0 is to notice first, and say who hangs."""
@@ -49,19 +49,19 @@ class NcclGroup:
 
         Raises RankLost if they do not, ConfigError if this torch has no NCCL.
         """
-        if not _torch.is_nccl_available():
+        if not _distributed.is_nccl_available():
             raise ConfigError("tensor-parallel ranks on GPUs need a torch that was built with NCCL")
         for name, value in _ENVIRONMENT.items():
             os.environ.setdefault(name, value)
         self.rank, self.size = rank, size
         self._board, self._timeout_s = board, timeout_s
         self._lost = False
-        store = _torch.FileStore(str(rendezvous), size)
+        store = _distributed.FileStore(str(rendezvous), size)
         store.set_timeout(timedelta(seconds=MEET_S))
-        options = _torch.ProcessGroupNCCL.Options()
+        options = _distributed.ProcessGroupNCCL.Options()
         options._timeout = timedelta(seconds=WATCHDOG_S)
         try:
-            self._nccl = _torch.ProcessGroupNCCL(store, rank, size, options)
+            self._nccl = _distributed.ProcessGroupNCCL(store, rank, size, options)
             self._collectives = TorchCollectives(self._nccl, rank, size)
             # Its connections are made by the first operation, which cannot be recorded.
             self.all_reduce(torch.zeros(1, device=device))

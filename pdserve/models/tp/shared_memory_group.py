@@ -1,8 +1,8 @@
 """Ranks of one host that add up their tensors in memory they share.
 
-Every rank writes its tensor into a slot of its own, counts itself on, waits until all have, and adds up all slots, in
-rank order, so that all ranks get the same bits. Slots alternate between two sets: by the time one is written again,
-every rank has counted on to the collective between, and so has read it.
+Every rank writes its tensor into an exchange area of its own, counts itself on, waits until all have, and adds up all
+areas, in rank order, so that all ranks get the same bits. Areas alternate between two sets: by the time one is written
+again, every rank has counted on to the collective between, and so has read it.
 
 Measured with two ranks, a core each: 9 µs for one row of 576 numbers, 11 µs for 16 rows, where gloo over loopback takes
 100 µs at its best. SmolLM2 adds up 61 times a step.
@@ -17,7 +17,7 @@ import time
 import torch
 
 from pdserve.errors import RankLost
-from pdserve.models.tp.rank_board import SLOT_BYTES, RankBoard
+from pdserve.models.tp.rank_board import AREA_BYTES, RankBoard
 
 _SPINS = 200
 _YIELD_S = 0.005
@@ -25,7 +25,7 @@ _NAP_S = 0.0001
 
 
 def ordered_stores() -> bool:
-    """Whether this CPU shows one core's writes to others in the order they were made; a counter is useless if not."""
+    """Returns whether this CPU shows one core's writes to others in the order they were made, as a counter needs it."""
     return platform.machine() in ("x86_64", "AMD64")
 
 
@@ -37,8 +37,8 @@ class SharedMemoryGroup:
         self.rank, self.size = rank, size
         self._board, self._timeout_s = board, timeout_s
         self._others = [other for other in range(size) if other != rank]
-        # A tensor larger than a slot goes in parts.
-        self._slots = torch.frombuffer(board.slots, dtype=torch.uint8).view(2, size, SLOT_BYTES)
+        # A tensor larger than an area goes in parts.
+        self._areas = torch.frombuffer(board.areas, dtype=torch.uint8).view(2, size, AREA_BYTES)
 
     def begin_step(self) -> None:
         """Each operation counts itself."""
@@ -46,17 +46,17 @@ class SharedMemoryGroup:
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Raises RankLost if a rank is gone or does not come."""
         flat = x.view(-1)
-        at_once = SLOT_BYTES // x.element_size()
+        at_once = AREA_BYTES // x.element_size()
         for start in range(0, flat.shape[0], at_once):
             part = flat[start : start + at_once]
-            slots = self._share(part)
+            areas = self._share(part)
             self._wait_for(self._others, self._board.progress(self.rank))
             if self.size == 2:
-                torch.add(slots[0], slots[1], out=part)
+                torch.add(areas[0], areas[1], out=part)
             else:
-                total = slots[0].to(torch.float32, copy=True)
+                total = areas[0].to(torch.float32, copy=True)
                 for other in range(1, self.size):
-                    total += slots[other]
+                    total += areas[other]
                 part.copy_(total)
         return x
 
@@ -66,33 +66,33 @@ class SharedMemoryGroup:
         if rows == 0:
             return x.new_empty(0, self.size * columns)
         out = x.new_empty(rows, self.size, columns) if self.rank == 0 else x.new_empty(rows, 0)
-        at_once = max(SLOT_BYTES // (columns * x.element_size()), 1)
+        at_once = max(AREA_BYTES // (columns * x.element_size()), 1)
         for start in range(0, rows, at_once):
             part = x[start : start + at_once].contiguous()
-            slots = self._share(part.view(-1))
+            areas = self._share(part.view(-1))
             if self.rank == 0:
                 self._wait_for(self._others, self._board.progress(0))
-                out[start : start + at_once] = slots.view(self.size, -1, columns).transpose(0, 1)
+                out[start : start + at_once] = areas.view(self.size, -1, columns).transpose(0, 1)
         return out.view(rows, -1)
 
     def finish_step(self, warming_up: bool = False) -> None:
         """Each operation has waited for itself."""
 
     def close(self) -> None:
-        del self._slots
+        del self._areas
 
     def _share(self, part: torch.Tensor) -> torch.Tensor:
-        """Put this rank's part where the others see it; all ranks' parts, ``[size, elements]``, once they are there."""
+        """Shows this rank's part to the others. Returns all parts, ``[size, elements]``, which may still come."""
         number = self._board.progress(self.rank) + 1
-        # A rank that waits for nobody, as in gather, must not run two collectives ahead of one that still reads.
+        # A rank that waits for no other, as in gather, must not run two collectives ahead of one that still reads.
         self._wait_for(self._others, number - 1)
-        slots = self._slots[number & 1][:, : part.numel() * part.element_size()].view(part.dtype)
-        slots[self.rank].copy_(part)
+        areas = self._areas[number & 1][:, : part.numel() * part.element_size()].view(part.dtype)
+        areas[self.rank].copy_(part)
         self._board.advance(self.rank)
-        return slots
+        return areas
 
     def _wait_for(self, ranks: list[int], number: int) -> None:
-        """Until all of them have begun collective ``number``."""
+        """Waits until all of ``ranks`` have begun collective ``number``."""
         for rank in ranks:
             for _ in range(_SPINS):
                 if self._board.progress(rank) >= number:

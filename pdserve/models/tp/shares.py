@@ -1,4 +1,7 @@
-"""Which part of a model one rank holds, and how ranks add up what they computed (Shoeybi et al., 2019)."""
+"""The part of a model that one rank holds, and the group in which ranks add up what they computed.
+
+Megatron-LM splits models in the same way (Shoeybi et al., 2019).
+"""
 
 from __future__ import annotations
 
@@ -19,10 +22,10 @@ class TpGroup(Protocol):
     def size(self) -> int: ...
 
     def begin_step(self) -> None:
-        """This rank begins the next step: whoever does not is the one that the others wait for."""
+        """Says that this rank begins the next step: the others wait for a rank that does not."""
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """The sum over all ranks; ``x`` may be overwritten with it."""
+        """Returns the sum over all ranks, which may overwrite ``x``."""
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
         """``[rows, n]`` of each rank to ``[rows, size * n]`` in rank order on rank 0, which alone samples; on the
@@ -38,7 +41,7 @@ class TpGroup(Protocol):
 
 
 class Alone:
-    """The group of one."""
+    """The group of a rank that computes the whole model."""
 
     rank, size = 0, 1
 
@@ -62,7 +65,7 @@ ALONE = Alone()
 
 
 def share(tp: TpGroup, total: int, what: str) -> slice:
-    """This rank's contiguous part of ``total`` equal things. Raises ModelError, which names ``what``, if uneven."""
+    """Returns this rank's contiguous part of ``total`` equal things. Raises ModelError with ``what`` if uneven."""
     if total % tp.size:
         fitting = [size for size in range(1, total + 1) if total % size == 0]
         raise ModelError(f"--tp {tp.size} does not divide the model's {total} {what}; these do: {fitting}")
@@ -71,13 +74,13 @@ def share(tp: TpGroup, total: int, what: str) -> slice:
 
 
 def vocab_share(tp: TpGroup, vocab_size: int) -> slice:
-    """This rank's part of the vocabulary. Parts are equal but for the last ones, which may be smaller, or empty."""
+    """Returns this rank's part of the vocabulary. Parts are equal but for the last ones: smaller, or empty."""
     each = vocab_part(tp, vocab_size)
     return slice(min(tp.rank * each, vocab_size), min((tp.rank + 1) * each, vocab_size))
 
 
 def vocab_part(tp: TpGroup, vocab_size: int) -> int:
-    """Entries of the largest part."""
+    """Returns how many entries the largest part of the vocabulary has."""
     return -(-vocab_size // tp.size)
 
 
@@ -92,5 +95,5 @@ def kv_share(tp: TpGroup, heads: int, kv_heads: int) -> slice:
 
 
 def spread(heads: slice, head_dim: int) -> slice:
-    """The rows of a projection that belong to these heads."""
+    """Returns the rows of a projection that belong to these heads."""
     return slice(heads.start * head_dim, heads.stop * head_dim)

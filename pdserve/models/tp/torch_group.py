@@ -18,15 +18,18 @@ from pdserve.models.tp.rank_board import RankBoard
 # torch does not declare what these classes have.
 _distributed: Any = torch.distributed
 
+MEET_S = 120.0
+"""Ranks have this long to meet: they load their libraries at different speeds."""
+
 
 class TorchCollectives:
-    """Does not own ``backend``. Raises what torch raises."""
+    """The two operations of a group on ``backend``, which it does not close. They raise what torch raises."""
 
     def __init__(self, backend: Any, rank: int, size: int) -> None:
         self._backend, self._rank, self._size = backend, rank, size
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """The sum over all ranks, in ``x``."""
+        """Puts the sum over all ranks into ``x``, and returns it."""
         self._backend.allreduce([x]).wait()
         return x
 
@@ -42,13 +45,6 @@ class TorchCollectives:
         return torch.cat(parts, 1) if parts else x.new_empty(rows, 0)
 
 
-# torch does not declare what these classes have.
-_torch: Any = torch.distributed
-
-MEET_S = 120.0
-"""Ranks load their libraries at different speeds."""
-
-
 class GlooGroup:
     """Satisfies ``shares.TpGroup``: CPU tensors, over TCP on the loopback interface."""
 
@@ -59,11 +55,13 @@ class GlooGroup:
         """
         self.rank, self.size = rank, size
         self._board, self._timeout_s = board, timeout_s
-        options = _torch.ProcessGroupGloo._Options()
-        options._devices = [_torch.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+        options = _distributed.ProcessGroupGloo._Options()
+        options._devices = [_distributed.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
         options._timeout = timedelta(seconds=MEET_S)
         try:
-            self._gloo = _torch.ProcessGroupGloo(_torch.FileStore(str(rendezvous), size), rank, size, options)
+            self._gloo = _distributed.ProcessGroupGloo(
+                _distributed.FileStore(str(rendezvous), size), rank, size, options
+            )
         except RuntimeError as exc:
             raise RankLost(f"the tensor-parallel ranks did not meet in {MEET_S:.0f} s: {exc}") from exc
         self._gloo._set_default_timeout(timedelta(seconds=timeout_s))

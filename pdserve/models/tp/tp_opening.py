@@ -1,4 +1,4 @@
-"""Which group a rank is in."""
+"""Opens the group that a rank is in."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def open_group(
 
 
 def tp_backend(asked: TpBackend, device: torch.device) -> TpBackend:
-    """The one that is meant on this kind of device: not AUTO. Raises ConfigError if it cannot be used there."""
+    """Returns the backend to use on this kind of device, never AUTO. Raises ConfigError if ``asked`` cannot be used."""
     fastest = TpBackend.NCCL if device.type == "cuda" else TpBackend.SHM if ordered_stores() else TpBackend.GLOO
     if asked is TpBackend.AUTO:
         return fastest
