@@ -541,7 +541,6 @@ class RankLaunch:
     """What rank 0, the engine process, writes as MessagePack to the standard input of each other rank's process."""
 
     rank: int
-    parent_pid: int
     address: str
     """``ipc://`` path in a private folder, where rank 0 has bound a ZMQ PAIR socket for this rank."""
     transfer_address: str

@@ -1,9 +1,9 @@
-"""Starts processes of pdserve, listens to them and ends them, and ties each process to the one that started it.
+"""Every way in which pdserve starts, hears and ends processes, and what each process sets up at its start.
 
-``ChildProcess`` reads what a child writes, learns from its ``listening`` line where it can be reached, and reaps it
-with its whole process group. ``die_with_parent`` is the other end: nothing that pdserve starts outlives what started
-it. ``partition_cores`` divides a machine's cores between processes, and ``free_port`` finds a port for a program
-that cannot take a free one by itself.
+The side that starts one: ``ChildProcess`` is a running child that may get a launch message; ``ServerProcess`` also
+relays the lines of a server and learns its addresses, and ``AnsweringProcess`` answers orders with lines.
+The side that is started: ``read_launch`` reads the launch message, ``die_with_parent`` ties the process to the one that
+started it, so that nothing outlives it, and ``set_up_logging`` and ``allow_open_files`` are for every server.
 """
 
 from __future__ import annotations
@@ -12,59 +12,190 @@ import asyncio
 import contextlib
 import ctypes
 import itertools
+import logging
 import os
 import re
+import resource
+import select
 import signal
 import socket
 import subprocess
 import sys
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import IO, Any, TypeVar
 
+import msgspec
+
+from pdserve.config import LogLevel
 from pdserve.errors import PdserveError
 
 PARENT_PID_ENV = "PDSERVE_PARENT_PID"
-"""How ``pdserve up`` tells a child whose end is to be its own."""
+"""The number of the process that started this one, if it was one of pdserve's."""
 
-_PR_SET_PDEATHSIG = 1
+Launch = TypeVar("Launch")
 
 
-def die_with_parent(parent_pid: int) -> None:
-    """Asks the kernel to kill this process (SIGKILL) when process ``parent_pid``, which started it, is gone.
+def python_program(module: str, *args: str) -> tuple[str, ...]:
+    """The command that runs ``module``.
 
-    Ends the process at once if it is gone already. Linux only; elsewhere nothing happens.
+    ``-P`` keeps the working directory off the import path, where a folder ``kernels`` would break transformers.
     """
-    if not sys.platform.startswith("linux"):
-        return
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
-    if os.getppid() != parent_pid:
-        os.kill(os.getpid(), signal.SIGKILL)
+    return (sys.executable, "-P", "-m", module, *args)
+
+
+def pdserve_command(subcommand: str, *flags: str) -> tuple[str, ...]:
+    """The command that runs this very pdserve."""
+    return python_program("pdserve", subcommand, *flags)
+
+
+# ---------------------------------------------------------------- the side that starts a process
+
+
+class ChildDied(PdserveError):
+    """A process ended, or fell silent, that should not have."""
+
+
+def exit_words(status: int) -> str:
+    """How a process ended, after its name; ``status`` is negative for a signal."""
+    return f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
+
+
+class ChildProcess:
+    """A running process. ``end`` or ``reap`` must be called in the end; afterwards it has ended.
+
+    The kernel ends a child of pdserve's own when the thread that started it ends.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        command: Sequence[str],
+        *,
+        launch: object = None,
+        environ: Mapping[str, str] | None = None,
+        stdin: int = subprocess.DEVNULL,
+        stdout: int | None = None,
+        stderr: int | None = None,
+        pass_fds: Sequence[int] = (),
+        own_session: bool = False,
+    ) -> None:
+        """Starts it; ``launch``, if any, is its standard input, as MessagePack. Raises OSError.
+
+        In a session of its own it hears no Ctrl-C in the terminal, and all that it leaves behind ends with it.
+        """
+        self.name = name
+        self._own_session = own_session
+        with _launch_file(launch) if launch is not None else contextlib.nullcontext(stdin) as standard_input:
+            self._process = subprocess.Popen(
+                list(command),
+                env={**(os.environ if environ is None else environ), PARENT_PID_ENV: str(os.getpid())},
+                stdin=standard_input,
+                stdout=stdout,
+                stderr=stderr,
+                pass_fds=pass_fds,
+                start_new_session=own_session,
+            )
+        try:
+            self.pidfd = os.pidfd_open(self._process.pid)
+            """Readable once it has ended."""
+        except OSError:
+            self._process.kill()
+            self._process.wait()
+            raise
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def ended(self, within_s: float = 0.0) -> bool:
+        """Whether it has ended, or does so in this time; blocks."""
+        if self._process.returncode is not None:
+            return True
+        poller = select.poll()
+        poller.register(self.pidfd, select.POLLIN)
+        return bool(poller.poll(int(within_s * 1000)))
+
+    def describe_end(self) -> str:
+        """Its name and how it ended; only once it has."""
+        return f"{self.name} {exit_words(self._status())}"
+
+    def terminate(self) -> None:
+        """Sends SIGTERM, unless it has ended."""
+        if self._process.returncode is None:
+            signal.pidfd_send_signal(self.pidfd, signal.SIGTERM)
+
+    def kill(self) -> None:
+        """Sends SIGKILL to it, and to the whole session if that is its own, unless it has ended."""
+        if self._process.returncode is None:
+            self._kill_session()
+            signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
+
+    async def wait(self) -> int:
+        """Returns its exit status once it has ended; negative for a signal. Safe to cancel."""
+        if self._process.returncode is None:
+            await _readable(self.pidfd)
+        return self._status()
+
+    async def end(self, grace_s: float) -> bool:
+        """Waits this long for it to end by itself, then kills it, also when cancelled. False if it had to be killed."""
+        by_itself = True
+        try:
+            async with asyncio.timeout(grace_s):
+                await self.wait()
+        except TimeoutError:
+            by_itself = False
+        finally:
+            self.kill()
+            await self.wait()
+            self._close()
+        return by_itself
+
+    def reap(self, grace_s: float) -> None:
+        """Does what ``end`` does, and blocks."""
+        try:
+            if not self.ended(grace_s):
+                self.kill()
+            self._process.wait()
+        finally:
+            self._close()
+
+    async def output(self) -> bytes:
+        """All that it writes to its standard output, a pipe, until it closes it."""
+        async with _reading(self._process.stdout) as stream:
+            return await stream.read()
+
+    def _status(self) -> int:
+        if self._process.returncode is None:
+            # Before wait() gives its number back: what else is in its session has no purpose any more.
+            self._kill_session()
+            self._process.wait()
+        return self._process.returncode
+
+    def _kill_session(self) -> None:
+        if self._own_session:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+
+    def _close(self) -> None:
+        if self.pidfd >= 0:
+            os.close(self.pidfd)
+            self.pidfd = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Listening:
+    """Where a server can be reached, from its ``listening`` line."""
+
+    url: str
+    control: str
 
 
 _LISTENING = re.compile(r"\bpdserve \w+ listening url=(?P<url>\S+)(?: control=(?P<control>\S+))?")
 _KEPT_LINES = 20
 _MAX_LINE = 64 * 1024
-
-
-def command(subcommand: str, *flags: str) -> list[str]:
-    """Runs this very pdserve. ``-P`` keeps folders of the current directory from standing in for packages."""
-    return [sys.executable, "-P", "-m", "pdserve", subcommand, *flags]
-
-
-class ChildDied(PdserveError):
-    """A process ended that should not have. Its last lines are in the message."""
-
-
-@dataclass(frozen=True, slots=True)
-class Listening:
-    """Where a process can be reached, from its ``listening`` line."""
-
-    url: str
-    control: str
 
 
 def parse_listening(line: str) -> Listening | None:
@@ -73,44 +204,34 @@ def parse_listening(line: str) -> Listening | None:
     return Listening(match["url"], match["control"] or "") if match else None
 
 
-class ChildProcess:
-    """A running process, in a process group of its own, so that Ctrl-C reaches the supervisor alone.
+class ServerProcess(ChildProcess):
+    """A server in a session of its own, so that Ctrl-C reaches its supervisor alone.
 
-    ``stop`` or ``kill`` has to be awaited in the end.
+    ``relay`` gets its name and each line that it writes.
     """
 
     def __init__(
-        self, name: str, argv: Sequence[str], environ: Mapping[str, str], relay: Callable[[str, str], None]
+        self, name: str, command: Sequence[str], environ: Mapping[str, str], relay: Callable[[str, str], None]
     ) -> None:
-        self.name = name
         self.last_line = "starting"
         self._relay = relay
         self._kept: deque[str] = deque(maxlen=_KEPT_LINES)
         self._listening: asyncio.Future[Listening] = asyncio.get_running_loop().create_future()
-        self._process = subprocess.Popen(
-            list(argv),
-            env={**environ, PARENT_PID_ENV: str(os.getpid())},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
+        super().__init__(
+            name, command, environ=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, own_session=True
         )
         self._exit = asyncio.create_task(self._run())
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
 
     @property
     def alive(self) -> bool:
         return not self._exit.done()
 
     async def wait(self) -> int:
-        """The exit status, negative for a signal. Safe to cancel."""
+        """Returns its exit status once it has ended and all its lines are relayed. Safe to cancel."""
         return await asyncio.shield(self._exit)
 
     async def listening(self) -> Listening:
-        """Where it listens, as soon as it says so. Raises ChildDied if it ends before."""
+        """Returns its addresses, as soon as it has said them. Raises ChildDied if it ends before."""
         either: list[asyncio.Future[Any]] = [self._listening, self._exit]
         await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         if not self._listening.done():
@@ -118,42 +239,25 @@ class ChildProcess:
         return self._listening.result()
 
     def died(self) -> ChildDied:
-        """What to say of its unexpected end."""
-        status = self._exit.result()
-        how = f"was ended by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
+        """An error that tells its end and its last lines; only once it has ended."""
         lines = "".join(f"\n    {line}" for line in self._kept)
-        return ChildDied(f"{self.name} {how}" + (f"; its last lines:{lines}" if lines else ""))
+        return ChildDied(self.describe_end() + (f"; its last lines:{lines}" if lines else ""))
 
     async def stop(self, grace_s: float) -> None:
-        """SIGTERM, and SIGKILL to all that is left of it after ``grace_s``."""
-        if self._process.returncode is None:
-            self._process.terminate()
-            await asyncio.wait([self._exit], timeout=grace_s)
-        await self.kill()
-
-    async def kill(self) -> None:
-        if self._process.returncode is None:
-            self._kill_group()
-        await self.wait()
+        """Sends SIGTERM, and SIGKILL to all that is left after ``grace_s``."""
+        self.terminate()
+        await self.end(grace_s)
 
     async def _run(self) -> int:
         reading = asyncio.create_task(self._read())
-        await _exited(self._process.pid)
-        # Before its number is given back by wait(): whatever else is in the group has no purpose any more.
-        self._kill_group()
-        status = self._process.wait()
+        status = await super().wait()
         await reading
         return status
 
     async def _read(self) -> None:
-        stream = asyncio.StreamReader()
-        protocol = asyncio.StreamReaderProtocol(stream)
-        transport, _ = await asyncio.get_running_loop().connect_read_pipe(lambda: protocol, self._process.stdout)
-        try:
+        async with _reading(self._process.stdout) as stream:
             async for line in _lines(stream):
                 self._take(line)
-        finally:
-            transport.close()
 
     def _take(self, line: str) -> None:
         self._kept.append(line)
@@ -163,22 +267,77 @@ class ChildProcess:
             self._listening.set_result(found)
         self._relay(self.name, line)
 
-    def _kill_group(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+
+class AnsweringProcess(ChildProcess):
+    """A child that answers each order, a line of JSON, with a line, and ends when its standard input does."""
+
+    def __init__(
+        self, name: str, command: Sequence[str], environ: Mapping[str, str], *, stderr: int | None = None
+    ) -> None:
+        super().__init__(name, command, environ=environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr)
+
+    def ask(self, order: object, within_s: float) -> bytes:
+        """Returns the answer to ``order``. Raises ChildDied if none comes in this time; blocks."""
+        orders, answers = self._process.stdin, self._process.stdout
+        assert orders is not None and answers is not None
+        try:
+            orders.write(msgspec.json.encode(order) + b"\n")
+            orders.flush()
+        except OSError as exc:
+            raise ChildDied(f"{self.name} has ended") from exc
+        if not select.select([answers], [], [], within_s)[0]:
+            raise ChildDied(f"{self.name} did not answer within {within_s:g} s")
+        line: bytes = answers.readline()
+        if not line:
+            raise ChildDied(f"{self.name} has ended")
+        return line
+
+    def reap(self, grace_s: float) -> None:
+        """Ends its standard input, waits this long for it to end, and then kills it."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        # A child that ended before it read anything leaves bytes in the buffer, and closing would write them.
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()
+        super().reap(grace_s)
+        self._process.stdout.close()
 
 
-async def _exited(pid: int) -> None:
-    """Returns when process ``pid``, a child not yet waited for, has ended; its pipes may still be open elsewhere."""
+@contextmanager
+def _launch_file(launch: object) -> Iterator[int]:
+    """A file with ``launch`` that no folder has. Unlike a pipe it never blocks, whatever the reader does."""
+    descriptor = os.memfd_create("launch")
+    try:
+        with os.fdopen(os.dup(descriptor), "wb") as file:
+            file.write(msgspec.msgpack.encode(launch))
+        os.lseek(descriptor, 0, os.SEEK_SET)
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+async def _readable(pidfd: int) -> None:
+    """Returns when the process has ended; its pipes may still be open elsewhere."""
     loop = asyncio.get_running_loop()
     ended: asyncio.Future[None] = loop.create_future()
-    descriptor = os.pidfd_open(pid)
+    # A loop has one reader of a descriptor, and several tasks may wait.
+    descriptor = os.dup(pidfd)
     try:
         loop.add_reader(descriptor, lambda: None if ended.done() else ended.set_result(None))
         await ended
     finally:
         loop.remove_reader(descriptor)
         os.close(descriptor)
+
+
+@asynccontextmanager
+async def _reading(pipe: IO[bytes] | None) -> AsyncIterator[asyncio.StreamReader]:
+    stream = asyncio.StreamReader()
+    protocol = asyncio.StreamReaderProtocol(stream)
+    transport, _ = await asyncio.get_running_loop().connect_read_pipe(lambda: protocol, pipe)
+    try:
+        yield stream
+    finally:
+        transport.close()
 
 
 async def _lines(stream: asyncio.StreamReader) -> AsyncIterator[str]:
@@ -208,11 +367,68 @@ def partition_cores(cores: Sequence[int], parts: int) -> list[tuple[int, ...]]:
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """Nobody listened on it just now; whoever is quicker may."""
+    """A port that no process listened on just now. Another one may take it first."""
     with socket.socket() as probe:
         probe.bind((host, 0))
         port: int = probe.getsockname()[1]
         return port
+
+
+# ---------------------------------------------------------------- the side that is started
+
+_PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent(environ: MutableMapping[str, str] = os.environ) -> None:
+    """Asks the kernel to kill this process (SIGKILL) when the one that started it is gone, if it was one of pdserve's.
+
+    Ends this process at once if that is gone already. Linux only; elsewhere nothing happens.
+    """
+    parent = environ.pop(PARENT_PID_ENV, "")
+    if not parent.isdecimal() or not sys.platform.startswith("linux"):
+        return
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
+    if os.getppid() != int(parent):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def read_launch(launch: type[Launch]) -> Launch:
+    """Returns the launch message on standard input. From here on this process ends with the one that started it."""
+    die_with_parent()
+    data = sys.stdin.buffer.read()
+    # The message holds the cluster secret, and an open standard input would keep it.
+    with open(os.devnull, "rb") as null:
+        os.dup2(null.fileno(), sys.stdin.fileno())
+    return msgspec.msgpack.decode(data, type=launch)
+
+
+def set_up_logging(level: LogLevel, prefix: str = "") -> None:
+    """Logs to standard error, with ``prefix`` before each message, unless logging has been set up already."""
+    logging.basicConfig(level=level.name, format=f"%(asctime)s %(levelname)s %(name)s: {prefix}%(message)s")
+    # The caller's place in the source and the numbers of its thread and process are in no line.
+    logging._srcfile = None  # as the logging documentation has it under "Optimization"
+    logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
+
+
+_SPARE_FILES = 200
+
+
+def allow_open_files(connections: int = 0) -> None:
+    """Lets this process, and those that it starts, have as many open files as the system allows.
+
+    Raises PdserveError if those are too few for ``connections``.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = connections + _SPARE_FILES if connections else 0
+    if hard != resource.RLIM_INFINITY and hard < needed:
+        raise PdserveError(
+            f"{connections} connections of one process take {needed} open files; the system allows {hard}"
+        )
+    wanted = max(soft, needed) if hard == resource.RLIM_INFINITY else hard
+    if wanted != soft:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 SWITCH_INTERVAL_S = 0.5e-3

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pdserve.errors import BenchError
-from pdserve.process import free_port
+from pdserve.process import ChildProcess, exit_words, free_port
 
 LOOPBACK = "127.0.0.1"
 _MIB = 2**20
@@ -49,11 +49,12 @@ class Perftest:
         """``base`` (``UCX_*`` settings, say), and where the program finds its libraries."""
         return {**base, "LD_LIBRARY_PATH": str(self.libraries)}
 
-    def server(self, port: int, environ: Mapping[str, str], core: int | None = None) -> subprocess.Popen[bytes]:
+    def server(self, port: int, environ: Mapping[str, str], core: int | None = None) -> ChildProcess:
         """The end that waits, on all addresses, for one ``client``. The caller ends it."""
         argv = [str(self.binary), "-p", str(port), *_pinned(core)]
         null = subprocess.DEVNULL
-        return subprocess.Popen(argv, env=self.environ(environ), stdin=null, stdout=null, stderr=null)
+        name = "the server side of ucx_perftest"
+        return ChildProcess(name, argv, environ=self.environ(environ), stdout=null, stderr=null)
 
     def client(
         self,
@@ -89,7 +90,7 @@ class Perftest:
         except subprocess.TimeoutExpired as exc:
             raise BenchError(f"ucx_perftest did not end within {timeout_s:g} s") from exc
         if done.returncode != 0:
-            raise BenchError(f"ucx_perftest ended with status {done.returncode}: {_tail(done.stderr)}")
+            raise BenchError(f"ucx_perftest {exit_words(done.returncode)}: {_tail(done.stderr)}")
         return parse_result(done.stdout.decode(errors="replace"))
 
     def pair(
@@ -125,8 +126,7 @@ class Perftest:
                 memory=memory,
             )
         finally:
-            server.kill()
-            server.wait()
+            server.reap(0.0)
 
 
 def find_perftest() -> Perftest | None:
@@ -156,12 +156,12 @@ def _pinned(core: int | None) -> list[str]:
     return [] if core is None else ["-c", str(core)]
 
 
-def _await_listening(server: subprocess.Popen[bytes], port: int) -> None:
+def _await_listening(server: ChildProcess, port: int) -> None:
     # It says nothing that is not buffered, and takes the first connection, be it a probe, for its client.
     deadline = time.monotonic() + _START_S
     while not _is_listening(port):
-        if server.poll() is not None:
-            raise BenchError(f"the server side of ucx_perftest ended with status {server.returncode}")
+        if server.ended():
+            raise BenchError(server.describe_end())
         if time.monotonic() > deadline:
             raise BenchError(f"ucx_perftest did not listen within {_START_S:g} s")
         time.sleep(_LOOK_S)

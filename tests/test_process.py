@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from pdserve.process import ChildDied, ChildProcess, Listening, parse_listening
+from pdserve.process import ChildDied, Listening, ServerProcess, parse_listening
 from tests.processes import clean_environ, running
 
 LISTENING = (
@@ -21,9 +21,9 @@ SLEEP = "time.sleep(60)\n"
 STUBBORN = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
 
 
-def start(program: str, lines: list[tuple[str, str]] | None = None) -> ChildProcess:
+def start(program: str, lines: list[tuple[str, str]] | None = None) -> ServerProcess:
     kept = [] if lines is None else lines
-    return ChildProcess(
+    return ServerProcess(
         "node", [sys.executable, "-c", program], clean_environ(), lambda name, line: kept.append((name, line))
     )
 

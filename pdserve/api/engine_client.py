@@ -8,15 +8,18 @@ import itertools
 import logging
 import tempfile
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
-from pdserve.api.engine_process import ENGINE_COMMAND, EngineChannel, EngineProcess
+import msgspec
+import zmq
+
 from pdserve.api.generation import TURN_TOKENS, BatchNotify, Generation
 from pdserve.api.outcome import shutting_down
 from pdserve.config import EngineConfig, EngineLaunch
 from pdserve.errors import EngineError, Internal, InvalidRequest, RequestError, Unavailable
+from pdserve.process import ChildProcess, python_program
 from pdserve.wire.discovery import Role
 from pdserve.wire.engine import (
     Abort,
@@ -32,6 +35,7 @@ from pdserve.wire.engine import (
     Stats,
     StepOutput,
     Submit,
+    ToEngine,
 )
 from pdserve.wire.ids import new_id
 from pdserve.wire.sampling_params import SamplingParams
@@ -39,6 +43,7 @@ from pdserve.wire.ticket import PrefillTarget
 
 logger = logging.getLogger(__name__)
 
+ENGINE_COMMAND = python_program("pdserve.engine")
 START_SILENCE_S = 600.0
 """An engine may take as long as it needs to start, but must not be silent for so long."""
 LAST_WORDS_S = 2.0
@@ -91,7 +96,7 @@ class EngineClient:
         self._folder = tempfile.TemporaryDirectory(prefix="pdserve-")
         self._address = f"ipc://{self._folder.name}/engine"
         self._channel = EngineChannel(self._address, self._handle, self._lose)
-        self._process: EngineProcess | None = None
+        self._process: ChildProcess | None = None
         self._watcher: asyncio.Task[None] | None = None
         self._renewed: Renew | None = None
         self.stats = EngineStats()
@@ -125,7 +130,12 @@ class EngineClient:
 
         Raises EngineError, with the engine's own words where it had any.
         """
-        self._process = await EngineProcess.start(self._command, EngineLaunch(self._address, self._config))
+        launch = EngineLaunch(self._address, self._config)
+        try:
+            # A session of its own: Ctrl-C in a terminal reaches this process only, which drains first.
+            self._process = ChildProcess("the engine process", self._command, launch=launch, own_session=True)
+        except OSError as exc:
+            raise EngineError(f"cannot start the engine process: {exc}") from exc
         self._watcher = asyncio.create_task(self._watch(self._process), name="engine-watcher")
         while self._state is EngineState.STARTING:
             left_s = self._heard + START_SILENCE_S - self._loop.time()
@@ -273,10 +283,10 @@ class EngineClient:
         self._lost.set_result(error)
         self.fail_open(Internal("the engine of this node failed", code="engine_error"))
 
-    async def _watch(self, process: EngineProcess) -> None:
-        how = await process.wait()
+    async def _watch(self, process: ChildProcess) -> None:
+        await process.wait()
         self._channel.drain()
-        self._lose(EngineError(f"the engine process ended: {how}"))
+        self._lose(EngineError(process.describe_end()))
 
     # ---------------------------------------------------------------- bookkeeping
 
@@ -301,3 +311,79 @@ class EngineClient:
             self._idle.clear()
         else:
             self._idle.set()
+
+
+DRAIN_AT_ONCE = 64
+"""Messages handled before other tasks get a turn."""
+
+
+class EngineChannel:
+    """The private socket to the engine, a bound ZMQ PAIR.
+
+    Sending is synchronous, so that a cancelled task can still send an abort on its way out.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        on_message: Callable[[FromEngine], None],
+        on_garbage: Callable[[EngineError], None],
+    ) -> None:
+        self._on_message = on_message
+        self._on_garbage = on_garbage
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
+        self._loop = asyncio.get_running_loop()
+        self._context = zmq.Context()
+        self._socket: zmq.Socket[bytes] = self._context.socket(zmq.PAIR)
+        # Unlimited queues: what can be in them is bounded by how many requests the client opens.
+        self._socket.setsockopt(zmq.SNDHWM, 0)
+        self._socket.setsockopt(zmq.RCVHWM, 0)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.bind(address)
+        self._fd = cast("int", self._socket.getsockopt(zmq.FD))
+        self._loop.add_reader(self._fd, self._drain)
+
+    def send(self, message: ToEngine) -> bool:
+        """False if there is no engine (any more) to take it."""
+        if self._socket.closed:
+            return False
+        try:
+            self._socket.send(self._encoder.encode(message), zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        # ZMQ's descriptor signals edges only, and sending may have swallowed one.
+        self._loop.call_soon(self._drain)
+        return True
+
+    def close(self) -> None:
+        if not self._socket.closed:
+            self._loop.remove_reader(self._fd)
+            self._socket.close()
+            self._context.term()
+
+    def drain(self) -> None:
+        """Handles what has arrived, all of it: for a process that has ended, whose last words count."""
+        while self._drain():
+            pass
+
+    def _drain(self) -> bool:
+        """True if there may be more."""
+        for _ in range(DRAIN_AT_ONCE):
+            if self._socket.closed:
+                return False
+            try:
+                frame = self._socket.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return False
+            self._handle(frame)
+        self._loop.call_soon(self._drain)
+        return True
+
+    def _handle(self, frame: bytes) -> None:
+        try:
+            message = self._decoder.decode(frame)
+        except (msgspec.DecodeError, msgspec.ValidationError) as exc:
+            self._on_garbage(EngineError(f"the engine sent a message that is none: {exc}"))
+            return
+        self._on_message(message)

@@ -16,8 +16,7 @@ from typing import Any, TypeVar
 import uvloop
 
 from pdserve.api.app import create_app
-from pdserve.api.engine_client import EngineClient
-from pdserve.api.engine_process import ENGINE_COMMAND
+from pdserve.api.engine_client import ENGINE_COMMAND, EngineClient
 from pdserve.api.metrics import NodeMetrics
 from pdserve.api.outcome import shutting_down
 from pdserve.api.registration import Registration
@@ -26,7 +25,7 @@ from pdserve.api.serving_node import NodePhase, ServingNode, TicketGate
 from pdserve.config import EngineConfig, NodeConfig
 from pdserve.errors import PdserveError
 from pdserve.http.server import HttpServer, bind, url_of
-from pdserve.process import share_interpreter
+from pdserve.process import set_up_logging, share_interpreter
 from pdserve.signals import StopSignals, on_hangup
 from pdserve.wire.discovery import Capacity, NodeInfo, Role
 from pdserve.wire.engine import Ready
@@ -57,7 +56,7 @@ def serve(
 
     On SIGHUP, ``read_secret`` says what ``secret`` is from then on.
     """
-    logging.basicConfig(level=config.log.level.value.upper(), format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    set_up_logging(config.log.level)
     share_interpreter()
     node = NodeServer(role, config, secret, model_dir, cache_dir, engine_command, read_secret)
     try:

@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from pdserve.errors import BenchError
-from pdserve.process import ChildProcess, Listening, command
+from pdserve.process import Listening, ServerProcess, pdserve_command
 
 _GRACE_S = 10.0
 _OWN = {
@@ -50,7 +50,7 @@ async def running_node(
     Raises BenchError if it is not ready in time, and ChildDied if it ends.
     """
     own = {**environ, **_OWN, "PDSERVE_SECRET": secrets.token_hex(32)}
-    async with running([Program(name, command("mixed", *flags), own)], timeout_s) as (node,):
+    async with running([Program(name, pdserve_command("mixed", *flags), own)], timeout_s) as (node,):
         yield node.listening.url
 
 
@@ -65,16 +65,16 @@ async def running(programs: Sequence[Program], timeout_s: float) -> AsyncIterato
         if " INFO " not in line:
             print(f"{name} | {line}", file=sys.stderr, flush=True)
 
-    children: list[ChildProcess] = []
+    children: list[ServerProcess] = []
     try:
         for program in programs:
-            children.append(ChildProcess(program.name, program.argv, program.environ, relay))
+            children.append(ServerProcess(program.name, program.argv, program.environ, relay))
         yield [Running(child.pid, await _listening(child, timeout_s)) for child in children]
     finally:
         await asyncio.gather(*(child.stop(_GRACE_S) for child in children))
 
 
-async def _listening(child: ChildProcess, timeout_s: float) -> Listening:
+async def _listening(child: ServerProcess, timeout_s: float) -> Listening:
     try:
         async with asyncio.timeout(timeout_s):
             # A node says that it listens once its engine is ready.

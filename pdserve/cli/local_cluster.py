@@ -18,7 +18,7 @@ import aiohttp
 
 from pdserve.cli.console import Console
 from pdserve.config import ClusterConfig, LogConfig, LogLevel, NodeConfig, UpConfig
-from pdserve.process import ChildDied, ChildProcess, command, partition_cores
+from pdserve.process import ChildDied, ServerProcess, partition_cores, pdserve_command
 from pdserve.settings import to_environ
 from pdserve.wire.discovery import Role
 
@@ -45,14 +45,14 @@ def plan_nodes(cluster: ClusterConfig, cores: Sequence[int]) -> list[NodePlan]:
     ]
 
 
-def proxy_command(config: UpConfig) -> list[str]:
+def proxy_command(config: UpConfig) -> Sequence[str]:
     port = str(config.http.port)
-    return command("proxy", "--host", config.http.host, "--port", port, "--control-port", "0")
+    return pdserve_command("proxy", "--host", config.http.host, "--port", port, "--control-port", "0")
 
 
-def node_command(node: NodePlan, control: str) -> list[str]:
+def node_command(node: NodePlan, control: str) -> Sequence[str]:
     cores = ",".join(str(core) for core in node.cores)
-    return command(node.role.value, "--name", node.name, "--proxy", control, "--cores", cores, "--port", "0")
+    return pdserve_command(node.role.value, "--name", node.name, "--proxy", control, "--cores", cores, "--port", "0")
 
 
 def child_environ(config: UpConfig, environ: Mapping[str, str], secret: str, file: str) -> dict[str, str]:
@@ -88,8 +88,8 @@ class LocalCluster:
     def __init__(self, console: Console, tls: ssl.SSLContext | None = None) -> None:
         """``tls`` is for requests to the proxy, if it serves HTTPS."""
         self._console = console
-        self._proxy: ChildProcess | None = None
-        self._nodes: dict[str, tuple[NodePlan, ChildProcess]] = {}
+        self._proxy: ServerProcess | None = None
+        self._nodes: dict[str, tuple[NodePlan, ServerProcess]] = {}
         self._tls = tls
         self.url = ""
 
@@ -99,12 +99,12 @@ class LocalCluster:
         Unbounded by itself: the caller sets the time limit.
         """
         self._console.say("starting proxy")
-        self._proxy = ChildProcess("proxy", proxy, environ, self._console.relay)
+        self._proxy = ServerProcess("proxy", proxy, environ, self._console.relay)
         found = await self._proxy.listening()
         self.url = found.url
         for node in nodes:
             self._console.say(f"starting {node.name} on cores {', '.join(map(str, node.cores))}")
-            child = ChildProcess(node.name, node_command(node, found.control), environ, self._console.relay)
+            child = ServerProcess(node.name, node_command(node, found.control), environ, self._console.relay)
             self._nodes[node.name] = (node, child)
         await self._until_ready()
         self._console.say(f"all {len(nodes)} nodes are ready")
@@ -138,13 +138,13 @@ class LocalCluster:
 
     async def kill(self) -> None:
         """Ends everything now."""
-        await asyncio.gather(*(child.kill() for child in self._children()))
+        await asyncio.gather(*(child.end(0.0) for child in self._children()))
 
-    def _children(self) -> list[ChildProcess]:
+    def _children(self) -> list[ServerProcess]:
         proxy = [self._proxy] if self._proxy is not None else []
         return [*proxy, *(child for _, child in self._nodes.values())]
 
-    def _running_proxy(self) -> ChildProcess:
+    def _running_proxy(self) -> ServerProcess:
         if self._proxy is None:
             raise ChildDied("the proxy was never started")
         return self._proxy

@@ -9,7 +9,7 @@ from collections.abc import MutableMapping, Sequence
 from importlib.metadata import version
 
 from pdserve.errors import ConfigError, ModelError, PdserveError
-from pdserve.process import PARENT_PID_ENV, die_with_parent
+from pdserve.process import die_with_parent
 from pdserve.settings.sources import suggestion
 
 SUBCOMMANDS = {
@@ -54,10 +54,8 @@ def main(argv: Sequence[str] | None = None, environ: MutableMapping[str, str] = 
 
 
 def _run(name: str, argv: Sequence[str], environ: MutableMapping[str, str]) -> int:
-    parent = environ.pop(PARENT_PID_ENV, "")
+    die_with_parent(environ)
     try:
-        if parent.isdecimal():
-            die_with_parent(int(parent))
         status: int = importlib.import_module(f"pdserve.cli.{name}").run(argv, environ)
     except (ConfigError, ModelError) as error:
         print(f"pdserve {name}: {error}", file=sys.stderr)

@@ -1,22 +1,22 @@
 """A prefill engine without a model, in a process of its own: what is probed where no peer is named.
 
-``python -m pdserve.doctor.stand_in`` reads a ``StandIn`` as MessagePack from standard input, writes its control address
-as one line, and ends when its standard input does.
+``python -m pdserve.doctor.stand_in`` reads a ``StandIn`` as a line of JSON from standard input, writes its control
+address as one line, and ends when its standard input does.
 """
 
 from __future__ import annotations
 
 import os
-import select
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 
 import msgspec
 
 from pdserve.config import TransferConfig
 from pdserve.errors import TransferError
+from pdserve.process import AnsweringProcess, ChildDied, python_program
 from pdserve.wire.discovery import Role
 from pdserve.wire.ids import new_id
 from pdserve.wire.transfer import EngineSpec
@@ -37,11 +37,10 @@ _SPEC = EngineSpec(
 )
 _START_S = 60.0
 _CLOSE_S = 5.0
-_LENGTH_BYTES = 4
 
 
 class StandIn(msgspec.Struct, frozen=True):
-    """What it is told."""
+    """What a stand-in is told at its start."""
 
     secret: bytes
     transfer: TransferConfig
@@ -50,51 +49,25 @@ class StandIn(msgspec.Struct, frozen=True):
 
 @contextmanager
 def standing_in(told: StandIn, environ: Mapping[str, str]) -> Iterator[str]:
-    """Its control address, while the block runs. Raises TransferError if it does not come up."""
-    child = subprocess.Popen(
-        [sys.executable, "-P", "-m", "pdserve.doctor.stand_in"],
-        env=dict(environ),
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-    )
-    with child:
-        try:
-            yield _address(child, told)
-        finally:
-            _end(child)
-
-
-def _address(child: subprocess.Popen[bytes], told: StandIn) -> str:
-    body = msgspec.msgpack.encode(told)
+    """The control address of a stand-in, while the block runs. Raises TransferError if it does not come up."""
     try:
-        if child.stdin is None or child.stdout is None:
-            raise TransferError("the local probe has no pipes")
-        child.stdin.write(len(body).to_bytes(_LENGTH_BYTES) + body)
-        child.stdin.flush()
-        came, _, _ = select.select([child.stdout], [], [], _START_S)
-        address = child.stdout.readline().decode().strip() if came else ""
+        child = AnsweringProcess(
+            "the local probe", python_program("pdserve.doctor.stand_in"), environ, stderr=subprocess.DEVNULL
+        )
     except OSError as exc:
-        raise TransferError(f"the local probe cannot be told what to do: {exc.strerror}") from exc
-    if not address:
-        raise TransferError("the local probe did not come up")
-    return address
-
-
-def _end(child: subprocess.Popen[bytes]) -> None:
-    if child.stdin is not None:
-        # A child that ended before it read anything leaves bytes in the buffer, and closing would write them.
-        with suppress(BrokenPipeError):
-            child.stdin.close()
+        raise TransferError(f"the local probe cannot be started: {exc}") from exc
     try:
-        child.wait(2 * _CLOSE_S)
-    except subprocess.TimeoutExpired:
-        child.kill()
+        try:
+            address = child.ask(told, _START_S).decode().strip()
+        except ChildDied as exc:
+            raise TransferError(str(exc)) from exc
+        yield address
+    finally:
+        child.reap(2 * _CLOSE_S)
 
 
 def main() -> int:
-    length = int.from_bytes(sys.stdin.buffer.read(_LENGTH_BYTES))
-    told = msgspec.msgpack.decode(sys.stdin.buffer.read(length), type=StandIn)
+    told = msgspec.json.decode(sys.stdin.buffer.readline(), type=StandIn)
     thread = TransferThread(
         role=Role.PREFILL,
         boot_id=new_id(),
@@ -106,7 +79,7 @@ def main() -> int:
     )
     try:
         print(thread.start(), flush=True)
-        # Until whoever started it is done, or gone.
+        # Returns when the process that started this one is done, or gone.
         os.read(sys.stdin.fileno(), 1)
     finally:
         thread.close(_CLOSE_S)

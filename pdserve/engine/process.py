@@ -5,11 +5,9 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 
-import msgspec
 import zmq
 
 from pdserve.config import EngineLaunch, Switch
@@ -18,7 +16,7 @@ from pdserve.engine.tp.pinning import pin, rank_cores
 from pdserve.engine.tp.tp_ranks import Ranks, running_ranks
 from pdserve.engine.wake_up import WakeUp
 from pdserve.errors import EngineError, PdserveError
-from pdserve.process import die_with_parent
+from pdserve.process import read_launch, set_up_logging
 from pdserve.signals import ignore_hangup
 from pdserve.wire.engine import EngineFailed, Starting
 
@@ -35,11 +33,8 @@ def main() -> int:
     rank that is gone, and would keep libraries from being unloaded.
     """
     ignore_hangup()
-    die_with_parent(os.getppid())
-    launch = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=EngineLaunch)
-    logging.basicConfig(
-        level=launch.config.log.level.name, format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True
-    )
+    launch = read_launch(EngineLaunch)
+    set_up_logging(launch.config.log.level)
     failed: str | None = None
     with zmq.Context() as context:
         batched = launch.config.stream.batched_dispatch is Switch.ON

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import resource
 import socket
 import sys
 from dataclasses import dataclass
@@ -79,10 +78,3 @@ def _cut_dead_clients(listener: socket.socket, timeout_s: float) -> None:
 def http_url(listener: socket.socket, tls: bool) -> str:
     host, port = listener.getsockname()[:2]
     return f"{'https' if tls else 'http'}://" + (f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
-
-
-def allow_open_files() -> None:
-    """As many as the system lets this process have: two a stream."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft < hard:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -6,20 +6,20 @@ import asyncio
 import gc
 import logging
 import signal
-import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
 import uvloop
 
-from pdserve.config import LogConfig, ProxyConfig
+from pdserve.config import ProxyConfig
 from pdserve.errors import ConfigError
+from pdserve.process import allow_open_files, set_up_logging
 from pdserve.signals import on_hangup
 from pdserve.wire.frame import Secrets
 from pdserve.wire.ids import new_id
 from pdserve_proxy.credentials import LiveCredentials, read_credentials
 from pdserve_proxy.http_server import ProcessState, serve_clients
-from pdserve_proxy.listening import Addresses, allow_open_files, bind_http, http_url
+from pdserve_proxy.listening import Addresses, bind_http, http_url
 from pdserve_proxy.metrics import ProxyMetrics, render_families
 from pdserve_proxy.registry.discovery_server import DiscoveryServer
 from pdserve_proxy.registry.registry import Registry
@@ -39,7 +39,7 @@ def serve(config: ProxyConfig, secret: bytes, read_secret: Callable[[], bytes] |
 
     Raises ConfigError if it cannot start as configured.
     """
-    configure_logging(config.log)
+    set_up_logging(config.log.level)
     allow_open_files()
     collect_rarely()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -116,16 +116,6 @@ async def run(
             listening_to_nodes = tasks.create_task(discovery.run())
             await serve_clients(config, live, state, listener, stop, lambda: announce(addresses))
             listening_to_nodes.cancel()
-
-
-def configure_logging(config: LogConfig) -> None:
-    """On stderr, unless the caller has set logging up already."""
-    logging.basicConfig(
-        stream=sys.stderr, level=config.level.name, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
-    # One line a request: the caller's place in the source and the numbers of its thread and process are in no line.
-    logging._srcfile = None  # as the logging documentation has it under "Optimization"
-    logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
 
 
 def collect_rarely() -> None:

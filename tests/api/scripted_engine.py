@@ -18,7 +18,7 @@ import zmq
 from tokenizers import Tokenizer
 
 from pdserve.config import EngineLaunch
-from pdserve.process import die_with_parent
+from pdserve.process import read_launch
 from pdserve.wire.engine import (
     Abort,
     ChildRequest,
@@ -223,8 +223,7 @@ LATE = (Behaviour.ERROR_LATE, Behaviour.DEADLINE_LATE, Behaviour.FAIL, Behaviour
 
 
 def main() -> None:
-    launch = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=EngineLaunch)
-    die_with_parent(os.getppid())
+    launch = read_launch(EngineLaunch)
     ScriptedEngine(launch, Path(sys.argv[1])).run()
 
 

@@ -138,7 +138,9 @@ async def test_a_steps_readers_are_served_in_groups_of_the_settings_size(
     assert [count for count in dict.fromkeys(counts) if count] == served
 
 
-@pytest.mark.parametrize(("behaviour", "message"), [(Behaviour.FAIL, ENGINE_FAILURE), (Behaviour.DIE, "exit status 7")])
+@pytest.mark.parametrize(
+    ("behaviour", "message"), [(Behaviour.FAIL, ENGINE_FAILURE), (Behaviour.DIE, "ended with status 7")]
+)
 async def test_death_of_the_engine_ends_every_request(
     behaviour: Behaviour, message: str, model_dir: Path, tmp_path: Path
 ) -> None:
@@ -163,7 +165,7 @@ async def test_death_of_the_engine_ends_every_request(
 @pytest.mark.parametrize(
     ("command", "message"),
     [
-        ([sys.executable, "-c", "raise SystemExit(3)"], "exit status 3"),
+        ([sys.executable, "-c", "raise SystemExit(3)"], "ended with status 3"),
         ([sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"], "SIGKILL"),
         (["/nonexistent/engine"], "cannot start"),
     ],

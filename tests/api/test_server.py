@@ -124,7 +124,9 @@ def test_second_signal_cuts_the_drain_short(model_dir: Path, tmp_path: Path) -> 
         assert node.process.wait() == 0
 
 
-@pytest.mark.parametrize(("behaviour", "message"), [(Behaviour.FAIL, ENGINE_FAILURE), (Behaviour.DIE, "exit status 7")])
+@pytest.mark.parametrize(
+    ("behaviour", "message"), [(Behaviour.FAIL, ENGINE_FAILURE), (Behaviour.DIE, "ended with status 7")]
+)
 def test_engine_death_ends_the_node(behaviour: Behaviour, message: str, model_dir: Path, tmp_path: Path) -> None:
     """What it produced reaches its readers, also what waited for an interval."""
     with scripted_node(config(stream=StreamConfig(interval=10)), model_dir, tmp_path) as node:

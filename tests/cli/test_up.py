@@ -72,7 +72,7 @@ def test_it_serves_until_sigterm_and_outlives_a_node_that_is_not_needed(tiny_mod
         assert nodes(url) == {"mixed-0": "mixed", "mixed-1": "mixed"}
         (first,) = [pid for pid in cluster_processes(str(tmp_path)) if command_has(pid, "mixed-0")]
         os.kill(first, signal.SIGKILL)
-        up.wait_for(lambda line: "mixed-0 was ended by SIGKILL" in line)
+        up.wait_for(lambda line: "mixed-0 was killed by SIGKILL" in line)
         with urllib.request.urlopen(f"{url}/live", timeout=10) as response:
             assert response.status == 200
         up.terminate()

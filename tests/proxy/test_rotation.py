@@ -220,4 +220,4 @@ async def test_a_worker_that_comes_up_later_has_what_was_read_last(tmp_path: Pat
         for child in workers_of(running.process.pid):
             os.kill(child, signal.SIGHUP)  # not theirs to act on
         assert await statuses(running.url, key=BOB) == {503}
-        assert not re.search("was ended by SIGHUP", "".join(running.lines))
+        assert not re.search("was killed by SIGHUP", "".join(running.lines))

@@ -18,7 +18,7 @@ from contextlib import suppress
 import uvloop
 
 from pdserve.api.registration import Registration
-from pdserve.process import PARENT_PID_ENV, die_with_parent
+from pdserve.process import die_with_parent
 from pdserve.wire.discovery import Capacity, NodeInfo, NodeLoad, Role
 from pdserve.wire.ids import new_id
 
@@ -152,7 +152,7 @@ def backend_command(role: Role, model: str, control: str) -> list[str]:
 
 
 def main(argv: Sequence[str], environ: MutableMapping[str, str]) -> int:
-    die_with_parent(int(environ.pop(PARENT_PID_ENV)))
+    die_with_parent(environ)
     role, model, control = argv
     with suppress(KeyboardInterrupt):
         uvloop.run(serve(Role(role), model, control, environ[SECRET_ENV].encode()))

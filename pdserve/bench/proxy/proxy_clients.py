@@ -27,9 +27,10 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from pdserve.bench.client_process import allow_open_files, serve_order
+from pdserve.bench.client_process import serve_order
 from pdserve.bench.process_usage import cpu_s, peak_mib, reset_peaks
 from pdserve.bench.streamed_answer import Distribution, distribution
+from pdserve.process import allow_open_files
 
 CHUNK_MARK = b"data: {"
 

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 from pdserve.bench.programs import Program, Running, running
 from pdserve.bench.proxy.mock_backend import SECRET_ENV, backend_command
 from pdserve.errors import BenchError, ConfigError
-from pdserve.process import ChildProcess, command, free_port
+from pdserve.process import ServerProcess, free_port, pdserve_command
 from pdserve.wire.discovery import Role
 
 MODEL = "bench"
@@ -72,7 +72,7 @@ async def running_systems(
         for role in (Role.PREFILL, Role.DECODE)
     ]
     async with (
-        _stopped_after(_child(PDSERVE, command("proxy"), own)) as proxy,
+        _stopped_after(_child(PDSERVE, pdserve_command("proxy"), own)) as proxy,
         running(programs, timeout_s) as (prefill, decode),
     ):
         systems = [_backend(decode), System(PDSERVE, LOOPBACK, port, {PDSERVE: proxy.pid})]
@@ -101,19 +101,19 @@ async def _peer(
         yield system
 
 
-def _child(name: str, argv: Sequence[str], environ: Mapping[str, str]) -> ChildProcess:
-    return ChildProcess(name, argv, environ, lambda name, line: None)
+def _child(name: str, argv: Sequence[str], environ: Mapping[str, str]) -> ServerProcess:
+    return ServerProcess(name, argv, environ, lambda name, line: None)
 
 
 @asynccontextmanager
-async def _stopped_after(child: ChildProcess) -> AsyncIterator[ChildProcess]:
+async def _stopped_after(child: ServerProcess) -> AsyncIterator[ServerProcess]:
     try:
         yield child
     finally:
         await child.stop(_GRACE_S)
 
 
-async def _until_it_answers(child: ChildProcess, system: System, timeout_s: float) -> None:
+async def _until_it_answers(child: ServerProcess, system: System, timeout_s: float) -> None:
     try:
         async with asyncio.timeout(timeout_s):
             while not await _answers(system):

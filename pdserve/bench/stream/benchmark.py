@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from pdserve.bench.client_process import allow_open_files, ask_clients
+from pdserve.bench.client_process import ask_clients
 from pdserve.bench.machine import this_machine
 from pdserve.bench.report import Figure, Report
 from pdserve.bench.stream.figures import Condition, Regime, figures_of, medians, report_rows
@@ -28,6 +28,7 @@ from pdserve.bench.stream.stream_clients import StreamLoadOrder, StreamLoadRepor
 from pdserve.bench.stream.variants import variants
 from pdserve.bench_config import BenchStreamConfig, StreamBenchConfig
 from pdserve.errors import BenchError
+from pdserve.process import allow_open_files
 from pdserve.settings import to_environ
 
 _WORDING = Wording(" the house is old and the river runs by it all day long while people walk to work", " end")

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 import sys
 import time
 from collections import deque
@@ -23,7 +22,7 @@ from pdserve.bench.stream.credit import CreditReader, credit_of
 from pdserve.config import EngineLaunch, Switch
 from pdserve.engine.api_channel import ApiChannel
 from pdserve.errors import EngineError
-from pdserve.process import die_with_parent
+from pdserve.process import read_launch, set_up_logging
 from pdserve.wire.engine import (
     Abort,
     FinishReason,
@@ -178,9 +177,8 @@ class MockServer:
 
 def main(argv: list[str]) -> int:
     """As the engine's own main: the launch message comes on standard input."""
-    die_with_parent(os.getppid())
-    launch = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=EngineLaunch)
-    logging.basicConfig(level=launch.config.log.level.name, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    launch = read_launch(EngineLaunch)
+    set_up_logging(launch.config.log.level)
     stream = launch.config.stream
     batched = stream.batched_dispatch is Switch.ON
     with zmq.Context() as context:

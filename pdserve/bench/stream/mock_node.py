@@ -14,7 +14,7 @@ from collections.abc import MutableMapping, Sequence
 from pdserve.api.server import serve
 from pdserve.config import NodeConfig
 from pdserve.models.checkpoint.demo import resolve_model, served_name
-from pdserve.process import PARENT_PID_ENV, die_with_parent
+from pdserve.process import die_with_parent
 from pdserve.settings import cache_folder, load, resolve_secret, state_folder
 from pdserve.wire.discovery import Role
 
@@ -26,7 +26,7 @@ def mock_node_command(script_file: str) -> list[str]:
 
 def main(argv: Sequence[str], environ: MutableMapping[str, str]) -> int:
     """Serves until SIGTERM or SIGINT; returns the exit status. Raises ConfigError and ModelError."""
-    die_with_parent(int(environ.pop(PARENT_PID_ENV)))
+    die_with_parent(environ)
     config = load(NodeConfig, [], environ, prog="pdserve.bench.stream.mock_node")
     secret = resolve_secret(config.security, [config.http.host], state_folder(environ))
     cache_dir = cache_folder(environ)

@@ -16,7 +16,7 @@ from pdserve.bench.programs import Program, running
 from pdserve.bench.stream.mock_node import mock_node_command
 from pdserve.bench.stream.variants import Variant
 from pdserve.errors import BenchError
-from pdserve.process import command
+from pdserve.process import pdserve_command
 
 SERVED_NAME = "mock"
 NODE, PROXY, ENGINE = "node", "proxy", "engine"
@@ -54,7 +54,9 @@ async def running_servers(
     """
     plain = {name: value for name, value in environ.items() if not name.startswith("PDSERVE_")}
     own = {**plain, **_LOOPBACK, "PDSERVE_SECRET": secrets.token_hex(32)}
-    proxies = [Program(f"proxy of {variant.name}", command("proxy"), _proxy_environ(own, streams)) for variant in found]
+    proxies = [
+        Program(f"proxy of {variant.name}", pdserve_command("proxy"), _proxy_environ(own, streams)) for variant in found
+    ]
     async with running(proxies, timeout_s) as fronts:
         nodes = [
             Program(

@@ -13,7 +13,6 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import msgspec
 import zmq
 
 from pdserve.config import RankLaunch
@@ -22,7 +21,7 @@ from pdserve.engine.tp.rank_channel import OrderChannel
 from pdserve.errors import EngineError, PdserveError
 from pdserve.models.runner import StepRow
 from pdserve.models.tp.rank_board import RankBoard
-from pdserve.process import die_with_parent
+from pdserve.process import read_launch, set_up_logging
 from pdserve.wire.rank import (
     Arrived,
     Capture,
@@ -59,13 +58,8 @@ def main() -> int:
     # Rank 0 decides when its ranks end; a signal to a whole process group must not end them under a running step.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
-    launch = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=RankLaunch)
-    die_with_parent(launch.parent_pid)
-    logging.basicConfig(
-        level=launch.config.log.level.name,
-        format=f"%(asctime)s %(levelname)s %(name)s: rank {launch.rank}: %(message)s",
-        force=True,
-    )
+    launch = read_launch(RankLaunch)
+    set_up_logging(launch.config.log.level, f"rank {launch.rank}: ")
     with zmq.Context() as context:
         channel = OrderChannel(context, launch.address)
         failed: RankFailed | None = None

@@ -5,9 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import select
-import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -21,6 +18,7 @@ from pdserve.config import EngineConfig, RankLaunch
 from pdserve.engine.tp.rank_channel import RankChannel
 from pdserve.errors import EngineError, RankLost
 from pdserve.models.tp.rank_board import RankBoard
+from pdserve.process import ChildProcess, python_program
 from pdserve.wire.rank import Arrived, Captured, FromRank, Loaded, Numbered, Order, RankFailed, Stop, Written
 
 log = logging.getLogger(__name__)
@@ -34,54 +32,21 @@ DEATH_S = 1.0
 GRACE_S = 5.0
 """Rank 0 has this long to end by itself once a rank is gone."""
 
-RANK_COMMAND: tuple[str, ...] = (sys.executable, "-P", "-m", "pdserve.engine.tp.rank_program")
-"""``-P`` keeps the working directory off the import path, where a folder ``kernels`` would break transformers."""
+RANK_COMMAND = python_program("pdserve.engine.tp.rank_program")
 
 
-class RankProcess:
-    """A running child process, which shares this process's standard output and error. ``reap`` has to be called."""
+class RankProcess(ChildProcess):
+    """A rank other than 0, which shares this process's standard output and error."""
 
     def __init__(self, launch: RankLaunch, command: Sequence[str] = RANK_COMMAND) -> None:
         """Starts the process, which ends with the calling thread. Raises EngineError if it cannot start."""
         self.rank = launch.rank
+        name = f"tensor-parallel rank {launch.rank}"
         try:
-            self._process = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=(launch.board, launch.wake_fd))
+            super().__init__(name, command, launch=launch, pass_fds=(launch.board, launch.wake_fd))
         except OSError as exc:
-            raise EngineError(f"cannot start tensor-parallel rank {self.rank}: {exc}") from exc
-        self.pidfd = os.pidfd_open(self._process.pid)
-        """A descriptor that is readable once the process has ended."""
-        assert self._process.stdin is not None
-        try:
-            # Smaller than a pipe holds: this never blocks.
-            self._process.stdin.write(msgspec.msgpack.encode(launch))
-            self._process.stdin.close()
-        except BrokenPipeError:
-            pass  # it has ended already; ``end`` will tell how
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    def ended(self, within_s: float) -> bool:
-        """Returns whether the process has ended, or ends in this time."""
-        poller = select.poll()
-        poller.register(self.pidfd, select.POLLIN)
-        return bool(poller.poll(int(within_s * 1000)))
-
-    def end(self) -> str:
-        """Returns in words how the process ended; it waits until it has."""
-        status = self._process.wait()
-        how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
-        return f"tensor-parallel rank {self.rank} (process {self.pid}) {how}"
-
-    def reap(self, grace_s: float) -> None:
-        """Kills the process unless it ends in this time. Afterwards it has ended."""
-        try:
-            if not self.ended(grace_s):
-                self._process.kill()
-            self._process.wait()
-        finally:
-            os.close(self.pidfd)
+            raise EngineError(f"cannot start {name}: {exc}") from exc
+        self.name = f"{name} (process {self.pid})"
 
 
 class Ranks:
@@ -122,7 +87,6 @@ class Ranks:
                 channel = RankChannel(self._context, address)
                 launch = RankLaunch(
                     rank=rank,
-                    parent_pid=os.getpid(),
                     address=address,
                     transfer_address=transfer_address,
                     rendezvous=str(self.rendezvous),
@@ -275,7 +239,7 @@ def _how_it_ended(process: RankProcess, channel: RankChannel) -> str:
         message = channel.receive()
         if isinstance(message, RankFailed):
             return _failed(process, message)
-    return process.end()
+    return process.describe_end()
 
 
 def _failed(process: RankProcess, last: RankFailed) -> str:

@@ -9,19 +9,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
-import signal
 import socket
 import tempfile
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import TypeAlias
-
-import msgspec
 
 from pdserve.config import ProxyConfig
 from pdserve.errors import PdserveError
+from pdserve.process import ChildProcess
 from pdserve.wire.frame import Secrets
 from pdserve.wire.ids import new_id
 from pdserve.wire.proxy_workers import Credentials
@@ -147,71 +144,40 @@ class _WorkerProcess:
 
     async def _one_life(self, name: bytes, stop: asyncio.Event) -> None:
         health = self._channel.expect(name)
-        with _in_memory(msgspec.msgpack.encode(self._launch(name, self._listener))) as launch:
-            process = await asyncio.create_subprocess_exec(
-                *self._command,
-                stdin=launch,
-                pass_fds=(self._listener.fileno(),),
-                # A session of its own: Ctrl-C in a terminal reaches the supervisor alone.
-                start_new_session=True,
-            )
+        process = ChildProcess(
+            f"worker {self._number} of the proxy",
+            self._command,
+            launch=self._launch(name, self._listener),
+            pass_fds=(self._listener.fileno(),),
+            # A session of its own: Ctrl-C in a terminal reaches the supervisor alone.
+            own_session=True,
+        )
         try:
             ended = asyncio.create_task(process.wait())
             await _first(ended, health.ready, stop, timeout_s=START_TIMEOUT_S)
             if not health.ready.is_set() and not stop.is_set():
-                raise WorkerDied(f"worker {self._number} of the proxy did not come up")
+                raise WorkerDied(f"{process.name} did not come up")
             self.up.set()
             await _first(ended, health.hung, stop)
             if health.hung.is_set() and not ended.done():
-                log.error("worker %s of the proxy hangs: it is killed", self._number)
-                with suppress(ProcessLookupError):
-                    process.kill()
+                log.error("%s hangs: it is killed", process.name)
+                process.kill()
                 await ended
             if not stop.is_set():
-                self._died(ended.result())
+                self._died(process)
         finally:
-            await self._end(process)
+            process.terminate()  # upon which it drains
+            if not await process.end(self._stop_timeout_s):
+                log.warning("%s did not end in time", process.name)
             self._channel.retire(name)
 
-    def _died(self, status: int) -> None:
-        how = f"was ended by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
+    def _died(self, process: ChildProcess) -> None:
         now = asyncio.get_running_loop().time()
         self._deaths.append(now)
+        how = process.describe_end()
         if len(self._deaths) == MAX_DEATHS and now - self._deaths[0] < DEATHS_WINDOW_S:
-            raise WorkerDied(f"worker {self._number} of the proxy {how}, the {MAX_DEATHS}th time in a minute")
-        log.error("worker %s of the proxy %s; another one is started", self._number, how)
-
-    async def _end(self, process: asyncio.subprocess.Process) -> None:
-        """SIGTERM, upon which it drains, and SIGKILL when its time is over or this task is cancelled."""
-        try:
-            if process.returncode is None:
-                with suppress(ProcessLookupError):
-                    process.terminate()
-                async with asyncio.timeout(self._stop_timeout_s):
-                    await process.wait()
-        except TimeoutError:
-            log.warning("worker %s of the proxy did not end in time", self._number)
-        finally:
-            if process.returncode is None:
-                with suppress(ProcessLookupError):
-                    process.kill()
-                await process.wait()
-
-
-@contextmanager
-def _in_memory(data: bytes) -> Iterator[int]:
-    """A file of ``data`` that no folder has, for a process to read as its standard input.
-
-    Not a pipe: a worker that ends before it has read breaks nothing here.
-    """
-    descriptor = os.memfd_create("launch")
-    try:
-        with os.fdopen(os.dup(descriptor), "wb") as file:
-            file.write(data)
-        os.lseek(descriptor, 0, os.SEEK_SET)
-        yield descriptor
-    finally:
-        os.close(descriptor)
+            raise WorkerDied(f"{how}, the {MAX_DEATHS}th time in a minute")
+        log.error("%s; another one is started", how)
 
 
 async def _first(ended: asyncio.Task[int], *events: asyncio.Event, timeout_s: float | None = None) -> None:

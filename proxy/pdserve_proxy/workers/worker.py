@@ -10,7 +10,6 @@ import asyncio
 import importlib.metadata
 import itertools
 import logging
-import os
 import signal
 import socket
 import sys
@@ -23,7 +22,7 @@ import zmq
 import zmq.asyncio
 
 from pdserve.errors import ConfigError, Unavailable
-from pdserve.process import die_with_parent
+from pdserve.process import allow_open_files, read_launch, set_up_logging
 from pdserve.signals import ignore_hangup
 from pdserve.wire.proxy_workers import (
     Collect,
@@ -42,11 +41,10 @@ from pdserve.wire.proxy_workers import (
 )
 from pdserve_proxy.credentials import LiveCredentials
 from pdserve_proxy.http_server import ProcessState, serve_clients
-from pdserve_proxy.listening import allow_open_files
 from pdserve_proxy.metrics import ProxyMetrics, export_families
 from pdserve_proxy.registry.registry import RegistryMirror
 from pdserve_proxy.routing.attempts import Attempts
-from pdserve_proxy.server import collect_rarely, configure_logging
+from pdserve_proxy.server import collect_rarely
 from pdserve_proxy.workers.worker_launch import WorkerLaunch
 
 log = logging.getLogger(__name__)
@@ -158,9 +156,8 @@ async def _main(launch: WorkerLaunch) -> None:
 
 def main() -> int:
     ignore_hangup()
-    die_with_parent(os.getppid())
-    launch = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=WorkerLaunch)
-    configure_logging(launch.config.log)
+    launch = read_launch(WorkerLaunch)
+    set_up_logging(launch.config.log.level)
     allow_open_files()
     collect_rarely()
     try:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
 from dataclasses import dataclass
 
 from pdserve.config import ProxyConfig
+from pdserve.process import python_program
 from pdserve.wire.proxy_workers import Credentials
 
-WORKER_COMMAND: tuple[str, ...] = (sys.executable, "-P", "-m", "pdserve_proxy.workers.worker")
-"""``-P`` keeps folders of the current directory from standing in for packages."""
+WORKER_COMMAND = python_program("pdserve_proxy.workers.worker")
 
 
 @dataclass(frozen=True, slots=True)

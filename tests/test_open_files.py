@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from pdserve.bench.client_process import allow_open_files
-from pdserve.errors import BenchError
+from pdserve.errors import PdserveError
+from pdserve.process import allow_open_files
 
 
 @pytest.fixture
@@ -26,6 +26,6 @@ def test_it_is_raised(few: int) -> None:
 
 
 def test_more_than_the_system_allows_is_an_error_before_anything_begins(few: int) -> None:
-    with pytest.raises(BenchError, match=f"the system allows {few}"):
+    with pytest.raises(PdserveError, match=f"the system allows {few}"):
         allow_open_files(few)
     assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] <= 512
