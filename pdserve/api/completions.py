@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import aclosing, closing
 from dataclasses import dataclass, replace
-from typing import Generic, TypeVar, cast
+from typing import Generic, TypeVar
 
 import msgspec
-from quart import Response, g, request
 
 from pdserve.api.answers.answer import streamed_answer, whole_answer
 from pdserve.api.answers.answer_form import CHAT_FORM, TEXT_FORM, AnswerForm, AnswerOptions, PlainChoices
@@ -29,19 +30,23 @@ from pdserve.api.requests.sampling_fields import (
     choice_seeds,
     sampling_params,
 )
-from pdserve.api.requests.tokenizer import Tokenizer
+from pdserve.api.requests.tokenizer import TemplateFailed, Tokenizer
 from pdserve.api.serving_node import ServingNode
 from pdserve.config import Switch
-from pdserve.errors import DeadlineExceeded, InvalidRequest, NotFound
-from pdserve.http.request import own, request_label
+from pdserve.errors import DeadlineExceeded, InvalidRequest, NotFound, UnsupportedMediaType
+from pdserve.http.request import JSON, HttpRequest, request_label
 from pdserve.wire.discovery import Role
 from pdserve.wire.ticket import TICKET_HEADER, PrefillTarget, Ticket
 
 IGNORED_HEADER = "x-pdserve-ignored"
 MAX_IGNORED = 20
+EVENT_STREAM = {"content-type": "text/event-stream", "cache-control": "no-cache", "x-accel-buffering": "no"}
 WHOLE_INTERVAL = 256
 """How many tokens of a whole answer become text at once. More would hold up the tokens of other requests."""
 
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 R = TypeVar("R", bound=GenerationRequest)
 MakePrompts = Callable[[R, Tokenizer, ModelLimits, Check], list[Prompt]]
 
@@ -76,21 +81,26 @@ class CompletionRoute(Generic[R]):
         self._form = form
         self._plain = PlainChoices(form) if node.stream.fast_path is Switch.ON else None
 
-    async def handle(self) -> Response:
-        """Returns the response to the current request. Raises RequestError until the first byte has gone out."""
+    async def handle(self, request: HttpRequest) -> None:
+        """Answers ``request``. Raises RequestError until the first byte has gone out."""
         arrived = time.monotonic()
+        UnsupportedMediaType.check_encoding(request.header(b"content-encoding"))
         tokenizer = self._admit()
-        terms = self._terms(arrived)
-        data = cast("bytes", await request.get_data(as_text=False))
-        prepared = await self._node.preparer.run(
-            len(data), lambda check: self._prepare(data, tokenizer, check), terms.deadline - time.monotonic()
+        terms = self._terms(request, arrived)
+        prepared = await self._read(request, tokenizer, terms)
+        with closing(self._start(prepared, request.label, terms, arrived, tokenizer)) as generation:
+            await self._answer(request, generation, prepared, tokenizer)
+
+    async def _read(self, request: HttpRequest, tokenizer: Tokenizer, terms: RequestTerms) -> PreparedRequest[R]:
+        # With this call ends what keeps the body in memory.
+        data = await request.body(self._node.max_body_bytes)
+        return await prepare(
+            request,
+            self._node,
+            len(data),
+            lambda check: self._prepare(data, tokenizer, check),
+            terms.deadline - time.monotonic(),
         )
-        generation = self._start(prepared, terms, arrived, tokenizer)
-        own(generation.close)
-        response = await self._answer(generation, prepared.parsed.request, prepared.prompts, tokenizer)
-        if prepared.parsed.ignored:
-            response.headers[IGNORED_HEADER] = _header_names(prepared.parsed.ignored)
-        return response
 
     def _prepare(self, data: bytes, tokenizer: Tokenizer, check: Check) -> PreparedRequest[R]:
         """Returns what the engine needs. It knows nothing of the request but its body, and may run in a thread."""
@@ -113,14 +123,14 @@ class CompletionRoute(Generic[R]):
         self._node.check_serving()
         return self._node.tokenizer
 
-    def _terms(self, arrived: float) -> RequestTerms:
-        ticket = admit_ticket(self._node)
+    def _terms(self, request: HttpRequest, arrived: float) -> RequestTerms:
+        ticket = admit_ticket(request, self._node)
         if ticket is None:
             return RequestTerms(arrived + self._node.timeout_s)
         return RequestTerms(arrived + ticket.deadline_s, ticket.attempt, ticket.prefill)
 
     def _start(
-        self, prepared: PreparedRequest[R], terms: RequestTerms, arrived: float, tokenizer: Tokenizer
+        self, prepared: PreparedRequest[R], label: str, terms: RequestTerms, arrived: float, tokenizer: Tokenizer
     ) -> TextGeneration:
         body, prompts = prepared.parsed.request, prepared.prompts
         self._node.check_serving()
@@ -130,11 +140,11 @@ class CompletionRoute(Generic[R]):
         count = len(prompts) * body.choices
         texts = [_choice_text(index, body, tokenizer, prepared.stops) for index in range(count)]
         prompt_tokens = sum(len(prompt.token_ids) for prompt in prompts)
-        record = RequestRecord(g.request_id, self._node.name, arrived, prompt_tokens)
+        record = RequestRecord(label, self._node.name, arrived, prompt_tokens)
         generation = self._node.engine.open(
             prepared.submits,
             deadline_s=left_s,
-            request_id=g.request_id,
+            request_id=label,
             attempt=terms.attempt,
             prefill=terms.prefill,
             cache_salt=body.cache_salt or "",
@@ -144,9 +154,10 @@ class CompletionRoute(Generic[R]):
         return TextGeneration(generation, texts, record, self._node.metrics)
 
     async def _answer(
-        self, generation: TextGeneration, body: R, prompts: Sequence[Prompt], tokenizer: Tokenizer
-    ) -> Response:
-        per_choice = [prompt for prompt in prompts for _ in range(body.choices)]
+        self, request: HttpRequest, generation: TextGeneration, prepared: PreparedRequest[R], tokenizer: Tokenizer
+    ) -> None:
+        body, ignored = prepared.parsed.request, prepared.parsed.ignored
+        per_choice = [prompt for prompt in prepared.prompts for _ in range(body.choices)]
         options = AnswerOptions(
             model=self._node.model,
             fingerprint=f"fp_{self._node.ready.fingerprint[:16]}",
@@ -164,10 +175,14 @@ class CompletionRoute(Generic[R]):
         first = await generation.next()
         if generation.failure is not None:
             raise generation.failure
+        named = {IGNORED_HEADER: _header_names(ignored)} if ignored else {}
         if body.stream:
-            return _stream_response(streamed_answer(self._form, generation, first, options))
-        answer = await whole_answer(self._form, generation, first, options)
-        return Response(msgspec.json.encode(answer), content_type="application/json")
+            await _send_stream(
+                request, {**EVENT_STREAM, **named}, streamed_answer(self._form, generation, first, options)
+            )
+        else:
+            answer = await whole_answer(self._form, generation, first, options)
+            await request.respond(200, {**JSON, **named}, msgspec.json.encode(answer))
 
 
 def chat_route(node: ServingNode) -> CompletionRoute[ChatRequest]:
@@ -178,16 +193,27 @@ def text_route(node: ServingNode) -> CompletionRoute[CompletionRequest]:
     return CompletionRoute(node, CompletionRequest, completion_prompts, TEXT_FORM)
 
 
-def admit_ticket(node: ServingNode) -> Ticket | None:
-    """Returns the ticket of the current request, which gets the ticket's label; None if the node needs no tickets.
+def admit_ticket(request: HttpRequest, node: ServingNode) -> Ticket | None:
+    """Returns the ticket of ``request``, which gets the ticket's label; None if the node needs no tickets.
 
     Raises Unauthorized if the request has no ticket that is good here.
     """
     if node.tickets is None:
         return None
-    ticket = node.tickets.admit(request.headers.get(TICKET_HEADER))
-    g.request_id = request_label(ticket.request_id)
+    ticket = node.tickets.admit(request.header(TICKET_HEADER.encode()))
+    request.label = request_label(ticket.request_id)
     return ticket
+
+
+async def prepare(
+    request: HttpRequest, node: ServingNode, size: int, work: Callable[[Check], T], timeout_s: float
+) -> T:
+    """Returns what ``work`` makes of the body of ``request``, as ``Preparer.run`` does; logs a failed chat template."""
+    try:
+        return await node.preparer.run(size, work, timeout_s)
+    except TemplateFailed as error:
+        logger.info("request_id=%s a chat template failed: %s", request.label, error.detail)
+        raise
 
 
 def check_model(name: str | None, node: ServingNode) -> None:
@@ -246,12 +272,13 @@ def _check_consistent(body: GenerationRequest) -> None:
     check_logprobs(body)
 
 
-def _stream_response(events: object) -> Response:
-    response = Response(events, content_type="text/event-stream")  # type: ignore[arg-type]  # Quart takes any async iterator
-    response.timeout = None
-    response.headers["Cache-Control"] = "no-cache"
-    response.headers["X-Accel-Buffering"] = "no"
-    return response
+async def _send_stream(request: HttpRequest, headers: Mapping[str, str], events: AsyncGenerator[bytes, None]) -> None:
+    async with aclosing(events):
+        await request.begin(200, headers, await anext(events), more=True)
+        async for data in events:
+            if not request.write(data):
+                await request.drain()
+    await request.send(b"", more=False)
 
 
 def _header_names(names: Sequence[str]) -> str:

@@ -119,7 +119,7 @@ class NodeServer:
         signals: StopSignals,
         secrets: Secrets,
     ) -> None:
-        url = url_of(listener, self.config.http)
+        url = self.config.http.advertise.rstrip("/") or url_of(listener, wildcard=socket.gethostname())
         info = self._info(ready, boot_id, url)
         registering = self._registration(info, engine, secrets)
         state = self._state(info, engine, ready, tokenizer, registering, secrets)
@@ -127,11 +127,11 @@ class NodeServer:
         # What is there now stays: looking through it for garbage again and again would hold tokens up.
         gc.collect()
         gc.freeze()
-        await http.start()
+        serving = await http.start()
         registration = asyncio.create_task(_registered(registering), name="registration")
         try:
             logger.info("pdserve %s listening url=%s", self.role.value, url)
-            await _first(signals.drain.wait(), engine.wait_lost(), http.wait_ended(), _ended(registration))
+            await _first(signals.drain.wait(), engine.wait_lost(), _ended(serving), _ended(registration))
             state.phase = NodePhase.DRAINING
             await _cancelled(registration)
             if signals.drain.is_set():

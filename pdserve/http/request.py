@@ -1,78 +1,188 @@
-"""The label of an HTTP request, and what the request holds until its connection is done with it.
+"""A client's request and its answer, straight over ASGI: the part of HTTP that a hot route needs, and no more.
 
-The label is the ``x-request-id`` that clients and logs see. It is never a key.
-
-``RequestOwner`` frees what a request holds, however the request ends. A handler can be cancelled, a response's
-generator may never be started (its ``finally`` then never runs), and when the server cancels the whole ASGI call
-Quart leaves the handler behind, running. The ASGI call around it all always returns.
+A request has a label, the ``x-request-id`` that clients and logs see. It is never a key.
 """
 
 from __future__ import annotations
 
 import asyncio
 import re
-import uuid
-from collections.abc import Awaitable, Callable
-from typing import Any, cast
+import secrets
+from collections.abc import Awaitable, Callable, Mapping
+from types import MappingProxyType
+from typing import Any, Protocol, TypeAlias
 
-from quart import request
+from pdserve.errors import PayloadTooLarge, RequestError, RequestTimeout
+from pdserve.http.errors import error_body, error_headers
+from pdserve.http.outlet import OUTLET, Outlet
 
+Scope: TypeAlias = Mapping[str, Any]
+Receive: TypeAlias = Callable[[], Awaitable[Any]]
+Send: TypeAlias = Callable[[Any], Awaitable[None]]
+Asgi: TypeAlias = Callable[[Any, Any, Any], Awaitable[None]]
+"""An ASGI application."""
+
+UPLOAD_TIMEOUT_S = 60.0
+PIECE_BYTES = 64 * 1024
+"""Bytes of an answer that are written at once: as many as may be unread before a connection counts as full."""
 REQUEST_ID_HEADER = "x-request-id"
-_ACCEPTABLE = re.compile(r"[\x21-\x7e]{1,128}")
+JSON = {"content-type": "application/json"}
+
+_LABEL = re.compile(r"[\x21-\x7e]{1,128}")
 
 
 def request_label(given: str | None) -> str:
-    """``given``, if it is fit for a header and a log line, or a new one."""
-    return given if given and _ACCEPTABLE.fullmatch(given) else uuid.uuid4().hex
+    """Returns ``given``, if it is fit for a header and a log line, or a new label."""
+    return given if given is not None and _LABEL.fullmatch(given) else secrets.token_hex(16)
 
 
-_KEY = "pdserve.owned"
+class ClientGone(Exception):
+    """The client left before its request was whole."""
 
-Asgi = Callable[[Any, Any, Any], Awaitable[None]]
+
+class BodyBounds(Protocol):
+    """Counts the bytes of one body as they come; may refuse more with a RequestError."""
+
+    def arrive(self) -> None:
+        """The body has to be waited for. This call comes before any of ``add``."""
+
+    def add(self, size: int) -> None:
+        """``size`` bytes have come."""
+
+    def arrived(self) -> None:
+        """All of a body that had to be waited for has come."""
 
 
-class RequestOwner:
-    """ASGI middleware: ends with each HTTP request what was given to ``own`` in it."""
+class HttpRequest:
+    """One request on a connection of ``pdserve.http.guard``. Every response carries the request's label."""
 
-    def __init__(self, app: Asgi) -> None:
-        self._app = app
+    __slots__ = ("_headers", "_outlet", "_receive", "_send", "address", "answered", "label", "method", "path", "write")
 
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        owned = scope[_KEY] = Owned()
+    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._receive = receive
+        self._send = send
+        # Of a header that comes twice, the first counts.
+        self._headers: dict[bytes, bytes] = dict(reversed(scope["headers"]))
+        self._outlet: Outlet = scope["extensions"][OUTLET]
+        self.write = self._outlet.write_chunk
+        """Writes the next part of a body at once. Returns False where ``drain`` should come before the next."""
+        client = scope["client"]
+        self.address: str = client[0] if client else ""
+        """The client's address; empty where it has none."""
+        self.method: str = scope["method"]
+        self.path: str = scope["path"]
+        self.label = request_label(self.header(b"x-request-id"))
+        self.answered = False
+        """Whether a response has begun."""
+
+    def header(self, name: bytes) -> str | None:
+        """Returns the value of the header ``name``, which is in lower case."""
+        value = self._headers.get(name)
+        return None if value is None else value.decode("latin-1")
+
+    def on_disconnect(self, callback: Callable[[], object]) -> None:
+        """Has ``callback`` called once if the client leaves before its response is over."""
+        self._outlet.on_disconnect = callback
+
+    async def body(self, max_bytes: int, bounds: BodyBounds | None = None) -> bytes:
+        """Returns the whole body. ``bounds`` are told of its bytes, and whether it has to be waited for.
+
+        Raises PayloadTooLarge, RequestTimeout, ClientGone, and what ``bounds`` raise.
+        """
+        length = self._headers.get(b"content-length")
+        # Zeros before a number are legal, and so many that int() would refuse them.
+        if length is not None and (len(digits := length.lstrip(b"0")) > 18 or int(digits or b"0") > max_bytes):
+            raise _too_large(max_bytes)
+        bounds = bounds or _NO_BOUNDS
+        whole = self._outlet.take_body()
+        if whole is not None:  # as it mostly is: then nothing has to be waited for, nor bounded
+            if len(whole) > max_bytes:
+                raise _too_large(max_bytes)
+            bounds.add(len(whole))
+            return whole
+        bounds.arrive()
         try:
-            await self._app(scope, receive, send)
-        finally:
-            owned.end()
+            async with asyncio.timeout(UPLOAD_TIMEOUT_S):
+                body = await self._receive_body(max_bytes, bounds)
+        except TimeoutError as exc:
+            raise RequestTimeout(
+                f"the request body did not come within {UPLOAD_TIMEOUT_S:g} s", code="upload_timeout"
+            ) from exc
+        bounds.arrived()
+        return body
+
+    async def _receive_body(self, max_bytes: int, bounds: BodyBounds) -> bytes:
+        # Not a list of pieces: each has a header, which is most of it where a client sends a few bytes at a time.
+        body = bytearray()
+        while True:
+            message = await self._receive()
+            if message["type"] != "http.request":
+                raise ClientGone
+            piece = message.get("body", b"")
+            if len(body) + len(piece) > max_bytes:
+                raise _too_large(max_bytes)
+            bounds.add(len(piece))
+            body += piece
+            if not message.get("more_body", False):
+                return bytes(body)
+
+    async def respond(self, status: int, headers: Mapping[str, str], body: bytes) -> None:
+        """Sends the whole response. Returns when what is unread of it fits into what one connection may have unread.
+
+        A response before it on this connection may be unread too: that is waited for as well.
+        """
+        if self._outlet.paused:
+            await self._outlet.drain()
+        if len(body) > PIECE_BYTES:
+            await self._respond_in_pieces(status, headers, body)
+            return
+        head = "".join([f"{name}: {value}\r\n" for name, value in headers.items()])
+        self.answered = True
+        fields = f"{head}{REQUEST_ID_HEADER}: {self.label}\r\ncontent-length: {len(body)}\r\n"
+        self._outlet.respond(status, fields.encode("latin-1", "replace"), body)
+
+    async def refuse(self, error: RequestError, headers: Mapping[str, str] = MappingProxyType({})) -> None:
+        """Sends ``error`` as the whole response, in OpenAI's shape; ``headers`` are added to the error's own."""
+        await self.respond(error.status, {**JSON, **error_headers(error), **headers}, error_body(error))
+
+    async def begin(self, status: int, headers: Mapping[str, str], data: bytes, *, more: bool) -> None:
+        """Sends status, headers and the first part of a body."""
+        fields = [(name.encode("latin-1"), value.encode("latin-1", "replace")) for name, value in headers.items()]
+        self.answered = True
+        fields.append((b"x-request-id", self.label.encode("latin-1")))
+        with self._outlet:
+            await self._send({"type": "http.response.start", "status": status, "headers": fields})
+            await self._send({"type": "http.response.body", "body": data, "more_body": more})
+
+    async def send(self, data: bytes, *, more: bool) -> None:
+        """Sends the next part of a body. Waits while the client has left too much of it unread."""
+        await self._send({"type": "http.response.body", "body": data, "more_body": more})
+
+    async def drain(self) -> None:
+        """Waits while the client has left too much unread."""
+        await self._outlet.drain()
+
+    async def _respond_in_pieces(self, status: int, headers: Mapping[str, str], body: bytes) -> None:
+        await self.begin(status, {**headers, "content-length": str(len(body))}, body[:PIECE_BYTES], more=True)
+        for start in range(PIECE_BYTES, len(body), PIECE_BYTES):
+            end = start + PIECE_BYTES
+            await self.send(body[start:end], more=end < len(body))
+        await self._outlet.drain()
 
 
-class Owned:
-    """What one HTTP request holds."""
+class _NoBounds:
+    def arrive(self) -> None:
+        pass
 
-    def __init__(self) -> None:
-        self._ended = False
-        self._held: list[tuple[Callable[[], None], asyncio.Task[Any] | None]] = []
+    def add(self, size: int) -> None:
+        pass
 
-    def add(self, close: Callable[[], None]) -> None:
-        """Raises CancelledError if the request is over already; ``close`` has been called then."""
-        if self._ended:
-            close()
-            raise asyncio.CancelledError
-        self._held.append((close, asyncio.current_task()))
-
-    def end(self) -> None:
-        self._ended = True
-        for close, task in self._held:
-            close()
-            if task is not None:
-                task.cancel()
+    def arrived(self) -> None:
+        pass
 
 
-def own(close: Callable[[], None]) -> None:
-    """Calls ``close`` when the current request is over, and cancels this task if it still runs then.
+_NO_BOUNDS = _NoBounds()
 
-    Only within a request.
-    """
-    cast("dict[str, Owned]", request.scope)[_KEY].add(close)
+
+def _too_large(max_bytes: int) -> PayloadTooLarge:
+    return PayloadTooLarge(f"the request body is above {max_bytes} bytes")

@@ -1,33 +1,26 @@
-"""The proxy's HTTP application: Quart with the routes that tell about the cluster, and every error in OpenAI's shape.
-
-``build_app`` puts the relayed routes in front of it, which are plain ASGI.
-"""
+"""The proxy's HTTP application: Quart with the routes that tell about the cluster, and the relayed routes before it."""
 
 from __future__ import annotations
 
 import importlib.metadata
-import logging
 import time
 from collections.abc import Awaitable, Callable
 from typing import TypeAlias
 
 import msgspec
 from quart import Quart, Response, request
-from werkzeug.exceptions import HTTPException, MethodNotAllowed
 
 from pdserve.config import ProxyConfig
-from pdserve.errors import Internal, RequestError, Unavailable
-from pdserve.http.errors import error_body, error_headers
+from pdserve.errors import Unavailable
+from pdserve.http.routes import DirectRoutes, quart_app
 from pdserve.wire.discovery import NodeLoad
 from pdserve_proxy.credentials import ApiKeys
-from pdserve_proxy.errors import from_http
 from pdserve_proxy.metrics import CONTENT_TYPE, ProxyMetrics
 from pdserve_proxy.registry.snapshot import RegisteredNode, RegistryView
 from pdserve_proxy.relay.access_log import OTHER_ROUTES
 from pdserve_proxy.relay.relay import Relay
-from pdserve_proxy.relayed_routes import AsgiApp, RelayedRoutes
+from pdserve_proxy.relayed_routes import RELAYED_ROUTES, RelayedRoutes
 from pdserve_proxy.requests.admission_queue import AdmissionController
-from pdserve_proxy.requests.client_request import REQUEST_ID_HEADER, request_id
 from pdserve_proxy.requests.held_bodies import HeldBodies
 from pdserve_proxy.routing.router import RETRY_AFTER_S, model_not_found
 
@@ -140,9 +133,6 @@ def _json(value: object) -> Response:
     return Response(_encoder.encode(value), content_type="application/json")
 
 
-log = logging.getLogger(__name__)
-
-
 def build_app(
     config: ProxyConfig,
     keys: ApiKeys,
@@ -152,39 +142,13 @@ def build_app(
     relay: Relay,
     metrics: ProxyMetrics,
     scrape: Scrape,
-) -> AsgiApp:
-    app = Quart("pdserve_proxy", static_folder=None)
-    app.url_map.merge_slashes = False
-    app.config["MAX_CONTENT_LENGTH"] = config.http.max_body_bytes
+) -> DirectRoutes:
+    """Returns the proxy's ASGI application."""
 
+    def count_error(status: int) -> None:
+        metrics.counts.requests[OTHER_ROUTES, status] += 1
+
+    app = quart_app("proxy", config.http.max_body_bytes, count_error)
     InformationRoutes(registry, scrape, keys).add_routes(app)
-
-    async def on_http_error(exc: HTTPException) -> Response:
-        error = from_http(exc)
-        metrics.counts.requests[OTHER_ROUTES, error.status] += 1
-        response = _error_response(error, _id_of_request())
-        if isinstance(exc, MethodNotAllowed) and exc.valid_methods:
-            response.headers["allow"] = ", ".join(exc.valid_methods)
-        return response
-
-    async def on_request_error(error: RequestError) -> Response:
-        metrics.counts.requests[OTHER_ROUTES, error.status] += 1
-        return _error_response(error, _id_of_request())
-
-    async def on_defect(exc: Exception) -> Response:
-        log.error("a request failed inside the proxy", exc_info=exc)
-        return await on_request_error(Internal("the proxy failed on this request"))
-
-    app.register_error_handler(HTTPException, on_http_error)
-    app.register_error_handler(RequestError, on_request_error)
-    app.register_error_handler(Exception, on_defect)
-    return RelayedRoutes(config.http.max_body_bytes, keys, bodies, admission, relay, metrics, app)
-
-
-def _error_response(error: RequestError, request_id: str) -> Response:
-    headers = {REQUEST_ID_HEADER: request_id, **error_headers(error)}
-    return Response(error_body(error), error.status, headers, content_type="application/json")
-
-
-def _id_of_request() -> str:
-    return request_id(request.headers.get(REQUEST_ID_HEADER))
+    relayed = RelayedRoutes(config.http.max_body_bytes, keys, bodies, admission, relay)
+    return DirectRoutes(dict.fromkeys(RELAYED_ROUTES, relayed.handle), app, "proxy", count_error)

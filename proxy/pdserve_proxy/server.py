@@ -13,17 +13,17 @@ import uvloop
 
 from pdserve.config import ProxyConfig
 from pdserve.errors import ConfigError
+from pdserve.http.server import bind, url_of
 from pdserve.process import allow_open_files, set_up_logging
 from pdserve.signals import on_hangup
 from pdserve.wire.frame import Secrets
 from pdserve.wire.ids import new_id
 from pdserve_proxy.credentials import LiveCredentials, read_credentials
-from pdserve_proxy.http_server import ProcessState, serve_clients
-from pdserve_proxy.listening import Addresses, bind_http, http_url
 from pdserve_proxy.metrics import ProxyMetrics, render_families
 from pdserve_proxy.registry.discovery_server import DiscoveryServer
 from pdserve_proxy.registry.registry import Registry
 from pdserve_proxy.routing.attempts import Attempts
+from pdserve_proxy.serving import Addresses, ProcessState, serve_clients
 from pdserve_proxy.workers.supervisor import Renew, supervise
 
 log = logging.getLogger(__name__)
@@ -104,13 +104,13 @@ async def run(
         return render_families(metrics.export_families(registry.snapshot()))
 
     with (
-        bind_http(config.http) as listener,
+        bind(config.http) as listener,
         DiscoveryServer.bind(
             config.registry, registry, live.secrets, new_id(), metrics.count_dropped_frame
         ) as discovery,
         on_renewal(live.renew),
     ):
-        addresses = Addresses(http_url(listener, bool(config.tls.cert)), discovery.endpoint)
+        addresses = Addresses(url_of(listener, tls=bool(config.tls.cert)), discovery.endpoint)
         state = ProcessState(registry, attempts, metrics, scrape)
         async with asyncio.TaskGroup() as tasks:
             listening_to_nodes = tasks.create_task(discovery.run())

@@ -12,10 +12,12 @@ import pytest
 from pdserve.api.answers.chunks import FullChunks, PlainChunks
 from pdserve.api.engine_client import EngineClient
 from pdserve.api.requests.tokenizer import Tokenizer
-from pdserve.config import StreamConfig, Switch
+from pdserve.config import HttpConfig, StreamConfig, Switch
 from tests.api.behaviour import Behaviour
-from tests.api.node import MODEL, WAIT_S
+from tests.api.node import MODEL
+from tests.api.plain_http import post
 from tests.api.test_disconnect import app_in_process
+from tests.http.http_serving import http_serving
 
 BODY = {"model": MODEL, "prompt": "x", "seed": Behaviour.BURST, "stream": True}
 
@@ -23,10 +25,13 @@ BODY = {"model": MODEL, "prompt": "x", "seed": Behaviour.BURST, "stream": True}
 async def ask(settings: StreamConfig, body: dict[str, Any], model_dir: Path, tokenizer: Tokenizer, folder: Path) -> str:
     """The answer of a node with these settings."""
 
-    async with app_in_process(model_dir, tokenizer, folder / "journal", settings) as (app, _):
-        answer = await asyncio.wait_for(app.test_client().post("/v1/completions", json=body), WAIT_S)
-        assert answer.status_code == 200
-        return str(await answer.get_data(as_text=True))
+    async with (
+        app_in_process(model_dir, tokenizer, folder / "journal", settings) as (app, _),
+        http_serving(app, HttpConfig()) as (host, port),
+    ):
+        answer = await asyncio.to_thread(post, f"http://{host}:{port}/v1/completions", body)
+        assert answer.status == 200
+        return answer.text
 
 
 @pytest.mark.parametrize(

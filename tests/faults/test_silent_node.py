@@ -68,7 +68,8 @@ def test_a_stream_ends_with_an_error_event(pair: Cluster) -> None:
         first = stream.readline()
         with standing_still(serving(pair)):
             rest = stream.read()
-    events = [json.loads(line.removeprefix(b"data: ")) for line in (first + rest).splitlines() if line]
+    lines = (first + rest).splitlines()
+    events = [json.loads(line.removeprefix(b"data: ")) for line in lines if line.startswith(b"data: ")]
     assert "error" not in events[0]
     assert events[-1]["error"]["code"] == "upstream_lost"
     pair.until_idle()

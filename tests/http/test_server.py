@@ -1,14 +1,19 @@
-"""A node's HTTP server does what its settings say; of idle connections, see ``tests/proxy/test_keep_alive.py``."""
+"""An HTTP server does what its settings say; of idle connections, see ``tests/proxy/test_keep_alive.py``."""
 
 from __future__ import annotations
 
 import asyncio
 import socket
+from contextlib import closing
 from typing import Any
 
+import pytest
+
 from pdserve.config import HttpConfig
-from tests.api.http_serving import http_serving
+from pdserve.errors import ConfigError
+from pdserve.http.server import HttpServer, bind, url_of
 from tests.api.node import WAIT_S
+from tests.http.http_serving import http_serving
 
 
 async def test_a_client_that_does_not_read_is_cut_off_after_the_settings_time() -> None:
@@ -50,3 +55,37 @@ async def test_a_connection_beyond_the_settings_number_is_refused() -> None:
         assert b"retry-after: 1" in said
         second.close()
         writer.close()
+
+
+def test_the_kernel_cuts_clients_that_are_gone_without_a_word() -> None:
+    with closing(bind(HttpConfig(write_timeout_s=7.0))) as listener:
+        listener.listen()
+        with (
+            closing(socket.create_connection(listener.getsockname())),
+            closing(listener.accept()[0]) as accepted,
+        ):
+            assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 7000
+            assert accepted.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+
+
+async def test_two_servers_that_start_at_once_on_one_port_are_not_both_there() -> None:
+    """Neither bind fails, because neither socket listens yet."""
+    with closing(bind(HttpConfig())) as first:
+        config = HttpConfig(port=first.getsockname()[1])
+        with closing(bind(config)) as second:
+            server = HttpServer(None, first, config)
+            await server.start()
+            with pytest.raises(ConfigError, match="cannot serve HTTP on 127"):
+                await HttpServer(None, second, config).start()
+            await server.stop()
+
+
+def test_a_url_names_the_bound_address_or_what_stands_for_all() -> None:
+    with closing(bind(HttpConfig())) as listener:
+        port = listener.getsockname()[1]
+        assert url_of(listener, wildcard="node-1") == f"http://127.0.0.1:{port}"
+        assert url_of(listener, tls=True) == f"https://127.0.0.1:{port}"
+    with closing(bind(HttpConfig(host="0.0.0.0"))) as listener:
+        port = listener.getsockname()[1]
+        assert url_of(listener) == f"http://0.0.0.0:{port}"
+        assert url_of(listener, wildcard="node-1") == f"http://node-1:{port}"

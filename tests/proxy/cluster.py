@@ -22,8 +22,8 @@ from pdserve.wire.discovery import Capacity, NodeHeartbeat, NodeInfo, NodeLoad, 
 from pdserve.wire.frame import Opener, Purpose, Sealer, Secrets
 from pdserve.wire.ids import new_id
 from pdserve.wire.ticket import TICKET_HEADER, Ticket
-from pdserve_proxy.listening import Addresses
 from pdserve_proxy.server import run
+from pdserve_proxy.serving import Addresses
 from tests.proxy.fake_node import FakeNode
 
 SECRET = b"a secret for tests"

@@ -11,8 +11,8 @@ import pytest
 from pdserve.errors import ConfigError
 from pdserve.wire.discovery import Role
 from pdserve.wire.version import SPOKEN
-from pdserve_proxy.listening import Addresses
 from pdserve_proxy.server import run
+from pdserve_proxy.serving import Addresses
 from tests.proxy.cluster import Cluster, cluster, node_info, proxy_config
 from tests.proxy.fake_node import Exchange, FakeNode
 

@@ -12,7 +12,7 @@ import pytest
 
 from pdserve.config import HttpConfig, ProxyConfig
 from pdserve_proxy.upstream.node_pool import IDLE_S
-from tests.api.http_serving import http_serving
+from tests.http.http_serving import http_serving
 from tests.proxy.cluster import cluster, proxy_config
 
 GET = b"GET /live HTTP/1.1\r\nhost: x\r\n\r\n"

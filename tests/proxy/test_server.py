@@ -88,7 +88,7 @@ async def test_a_stream_that_outlasts_the_drain_ends_with_an_error_event() -> No
         assert await response.content.readany() == b"data: 1\n\n"
         process.send_signal(signal.SIGTERM)
         body = await response.read()
-        assert body.startswith(b'data: {"error":')
+        assert body.startswith(b'event: error\ndata: {"error":')
         assert b"shutting_down" in body
         async with asyncio.timeout(5):
             assert await process.wait() == 0

@@ -14,10 +14,8 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from pdserve.config import HttpConfig
 from pdserve.http.guard import GuardedHttp
 from pdserve.wire.discovery import Role
-from pdserve_proxy.listening import bind_http
 from tests.proxy.cluster import Cluster, cluster, eventually, metric, node_info, proxy_config, registered
 from tests.proxy.fake_node import Exchange, FakeNode
 from tests.proxy.test_server import proxy_process
@@ -160,16 +158,6 @@ async def test_a_whole_answer_that_nobody_reads_is_cut_off_and_gives_its_place_b
             async with running.chat() as response:
                 assert response.status == 200
             assert await metric(running, 'pdserve_proxy_outcomes_total{outcome="client_gone"}') == 1
-
-
-def test_the_kernel_cuts_clients_that_are_gone_without_a_word() -> None:
-    with (
-        closing(bind_http(HttpConfig(write_timeout_s=7.0))) as listener,
-        closing(socket.create_connection(listener.getsockname())),
-        closing(listener.accept()[0]) as accepted,
-    ):
-        assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 7000
-        assert accepted.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
 
 
 async def test_ten_thousand_idle_connections_are_harmless() -> None:

@@ -17,10 +17,10 @@ from pdserve.cli.up import proxy_tls
 from pdserve.config import ProxyConfig, TlsConfig
 from pdserve.doctor.cluster import check_instances, read_instances
 from pdserve.errors import ConfigError
+from pdserve.http import server
 from pdserve.http.tls import Certificate, ServerTls, Trust, read_authorities, read_certificate, trusting_only
 from pdserve.settings import load
 from pdserve.wire.discovery import Role
-from pdserve_proxy import http_server
 from pdserve_proxy.upstream.node_connection import NodeUnreachable
 from pdserve_proxy.upstream.node_pool import NodePool
 from tests.proxy.cluster import cluster, node_info, proxy_config
@@ -74,7 +74,7 @@ async def test_streams_and_refusals_over_tls(authority: trustme.CA, tls: TlsConf
 async def test_a_handshake_that_is_not_finished_is_cut(
     authority: trustme.CA, tls: TlsConfig, monkeypatch: pytest.MonkeyPatch, begun: bytes
 ) -> None:
-    monkeypatch.setattr(http_server, "HANDSHAKE_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(server, "HANDSHAKE_TIMEOUT_S", 0.3)
     trusting = ssl.create_default_context()
     authority.configure_trust(trusting)
 

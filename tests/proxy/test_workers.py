@@ -25,12 +25,12 @@ from pdserve.config import AdmissionConfig, ProxyConfig, WorkersConfig
 from pdserve.errors import ConfigError
 from pdserve.wire.discovery import Deregister, NodeHeartbeat, NodeLoad, Register, Role
 from pdserve.wire.proxy_workers import Credentials, KnownNode, Nodes, WorkerHello
-from pdserve_proxy.listening import Addresses
 from pdserve_proxy.metrics import ProxyMetrics
 from pdserve_proxy.registry.registry import Registry, RegistryMirror
 from pdserve_proxy.registry.snapshot import Reachability
 from pdserve_proxy.routing.attempts import Attempts
 from pdserve_proxy.server import run
+from pdserve_proxy.serving import Addresses
 from pdserve_proxy.workers import worker_channel
 from pdserve_proxy.workers.supervisor import WorkerDied, supervise
 from pdserve_proxy.workers.worker_channel import WorkerChannel

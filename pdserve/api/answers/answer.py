@@ -5,14 +5,15 @@ from __future__ import annotations
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 
 from pdserve.api.answers.answer_form import AnswerForm, AnswerOptions
-from pdserve.api.answers.chunks import DONE, ChunkEncoder, chunk_stream, error_event
+from pdserve.api.answers.chunks import DONE, ChunkEncoder, chunk_stream
 from pdserve.api.answers.logprobs import WholeLogprobs
 from pdserve.api.answers.openai_response import Completion, Envelope, Finish, PromptTokensDetails, Usage
 from pdserve.api.answers.text_generation import TextDelta, TextGeneration
-from pdserve.errors import Internal, RequestError
+from pdserve.errors import RequestError
+from pdserve.http.errors import error_event, internal_error
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +58,7 @@ async def whole_answer(
 
 async def streamed_answer(
     form: AnswerForm, generation: TextGeneration, first: Sequence[TextDelta], options: AnswerOptions
-) -> AsyncIterator[bytes]:
+) -> AsyncGenerator[bytes, None]:
     """Yields server-sent events: one item for each time that the engine had something.
 
     The caller still has to close ``generation``.
@@ -81,7 +82,7 @@ async def streamed_answer(
     except Exception:
         # Status 200 has gone out: the client learns of a defect here or not at all.
         logger.exception("request_id=%s unexpected error in a stream", generation.record.request_id)
-        yield error_event(Internal("internal error; the node's log has the details"))
+        yield error_event(internal_error("node"))
         return
     yield data + (encoder.usage(usage_of(generation)) if options.include_usage else b"") + DONE
 

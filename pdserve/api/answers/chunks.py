@@ -15,8 +15,6 @@ from msgspec import UNSET
 from pdserve.api.answers.answer_form import AnswerForm, AnswerOptions, PlainChoices
 from pdserve.api.answers.openai_response import ChunkChoice, Envelope, Usage
 from pdserve.api.answers.text_generation import TextDelta
-from pdserve.errors import RequestError
-from pdserve.http.errors import error_body
 
 DONE = b"data: [DONE]\n\n"
 
@@ -51,11 +49,6 @@ class ChunkEncoder:
 
     def usage(self, usage: Usage) -> bytes:
         return self.head + b'],"usage":' + _encoder.encode(usage) + b"}\n\n"
-
-
-def error_event(error: RequestError) -> bytes:
-    """Returns the last event of a stream that failed. No ``[DONE]`` follows it."""
-    return b"event: error\ndata: " + error_body(error) + b"\n\n"
 
 
 class ChunkStream(Protocol):

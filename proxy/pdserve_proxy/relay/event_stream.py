@@ -9,7 +9,7 @@ import logging
 from collections.abc import Callable
 
 from pdserve.errors import BadUpstream
-from pdserve_proxy.errors import error_event
+from pdserve.http.errors import error_event
 from pdserve_proxy.relay.relayed_request import RelayedRequest, RelayOutcome
 from pdserve_proxy.upstream.node_connection import NodeLost, NodeResponse
 

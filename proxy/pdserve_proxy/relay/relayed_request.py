@@ -195,10 +195,6 @@ class RelayedRequest:
         """Returns whether only a cut has cancelled the task just now, and takes the cancellation back then."""
         return self.cut_short is not None and self._task.uncancel() == 0
 
-    def client_left(self) -> None:
-        """Cancels the task that handles the request, because the client is gone."""
-        self._task.cancel()
-
     def _fail(self, exc: BaseException | None) -> None:
         """Ends the request of a task that ended without a response, because of ``exc`` if there was one."""
         if isinstance(exc, asyncio.CancelledError):

@@ -18,14 +18,15 @@ from typing import TypeAlias
 
 from pdserve.config import ProxyConfig
 from pdserve.errors import PdserveError
+from pdserve.http.server import bind_shared, url_of
 from pdserve.process import ChildProcess
 from pdserve.wire.frame import Secrets
 from pdserve.wire.ids import new_id
 from pdserve.wire.proxy_workers import Credentials
-from pdserve_proxy.listening import Addresses, bind_shared, http_url
 from pdserve_proxy.metrics import ProxyMetrics
 from pdserve_proxy.registry.discovery_server import DiscoveryServer
 from pdserve_proxy.registry.registry import Registry
+from pdserve_proxy.serving import Addresses
 from pdserve_proxy.workers.worker_channel import WorkerChannel
 from pdserve_proxy.workers.worker_launch import WORKER_COMMAND, WorkerLaunch, worker_share
 
@@ -100,7 +101,7 @@ async def supervise(
                 running = [tasks.create_task(worker.run(stop)) for worker in workers]
                 for worker in workers:
                     await worker.up.wait()
-                listening(Addresses(http_url(listeners[0], bool(config.tls.cert)), discovery.endpoint))
+                listening(Addresses(url_of(listeners[0], tls=bool(config.tls.cert)), discovery.endpoint))
                 await stop.wait()
                 for listener in listeners:
                     listener.close()  # so that a worker that closes its own takes no more connections

@@ -40,11 +40,11 @@ from pdserve.wire.proxy_workers import (
     WorkerReady,
 )
 from pdserve_proxy.credentials import LiveCredentials
-from pdserve_proxy.http_server import ProcessState, serve_clients
 from pdserve_proxy.metrics import ProxyMetrics, export_families
 from pdserve_proxy.registry.registry import RegistryMirror
 from pdserve_proxy.routing.attempts import Attempts
 from pdserve_proxy.server import collect_rarely
+from pdserve_proxy.serving import ProcessState, serve_clients
 from pdserve_proxy.workers.worker_launch import WorkerLaunch
 
 log = logging.getLogger(__name__)

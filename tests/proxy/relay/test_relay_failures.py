@@ -8,6 +8,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 
 import pytest
 
+from pdserve.http import request as http_request
 from pdserve.http.guard import HALF_CLOSED_S
 from pdserve.http.tls import Trust
 from pdserve.wire.discovery import Register, Role
@@ -16,7 +17,6 @@ from pdserve_proxy.registry.registry import Registry
 from pdserve_proxy.relay import relay
 from pdserve_proxy.relay.access_log import RequestCounts
 from pdserve_proxy.relay.relay import NodeRequest, Relay, StreamedResponse, TicketSigner
-from pdserve_proxy.requests import client_request
 from pdserve_proxy.requests.request_body import read_body
 from pdserve_proxy.routing.attempts import Attempts
 from tests.proxy.cluster import (
@@ -397,9 +397,9 @@ async def test_a_stream_whose_node_dies_ends_with_an_error_event_and_without_don
             assert response.status == 200
             body = await response.read()
         produced = EVENTS[0] + EVENTS[1]
-        assert body.startswith(produced + b"data: ")
+        assert body.startswith(produced + b"event: error\ndata: ")
         assert body.endswith(b"\n\n")
-        error = error_of(body[len(produced) + len(b"data: ") :])
+        error = error_of(body[len(produced) + len(b"event: error\ndata: ") :])
         assert (error["type"], error["code"]) == ("server_error", "upstream_lost")
         assert other.requests == []
         assert await metric(running, 'pdserve_proxy_outcomes_total{outcome="upstream_lost"}') == 1
@@ -428,7 +428,7 @@ async def test_the_deadline_ends_a_stream_with_an_error_event_and_frees_its_node
         await running.add(node_info("x", Role.MIXED, node.url))
         async with running.chat(stream=True) as response:
             body = await response.read()
-        assert error_of(body.removeprefix(EVENTS[0] + b"data: "))["code"] == "deadline_exceeded"
+        assert error_of(body.removeprefix(EVENTS[0] + b"event: error\ndata: "))["code"] == "deadline_exceeded"
         async with asyncio.timeout(1):
             await left.wait()
 
@@ -443,11 +443,11 @@ async def test_a_stream_that_falls_silent_counts_as_lost() -> None:
         await running.add(node_info("x", Role.MIXED, node.url))
         async with running.chat(stream=True) as response:
             body = await response.read()
-        assert error_of(body.removeprefix(EVENTS[0] + b"data: "))["code"] == "upstream_lost"
+        assert error_of(body.removeprefix(EVENTS[0] + b"event: error\ndata: "))["code"] == "upstream_lost"
 
 
 async def test_an_upload_that_does_not_come_in_time_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client_request, "UPLOAD_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(http_request, "UPLOAD_TIMEOUT_S", 0.1)
 
     async with FakeNode() as node, cluster() as running:
         await running.add(node_info("x", Role.MIXED, node.url))

@@ -114,7 +114,7 @@ async def test_a_stream_that_has_begun_ends_with_an_error_event() -> None:
         silent.set()
         status, body = await asked
         assert status == 200
-        assert error_of(body.removeprefix(EVENTS[0] + b"data: "))["code"] == "upstream_lost"
+        assert error_of(body.removeprefix(EVENTS[0] + b"event: error\ndata: "))["code"] == "upstream_lost"
 
 
 async def test_a_stream_that_goes_on_shows_that_its_node_lives(monkeypatch: pytest.MonkeyPatch) -> None:

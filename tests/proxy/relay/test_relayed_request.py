@@ -117,7 +117,7 @@ async def test_a_cut_interrupts_what_is_waited_for_and_its_task_goes_on(cut: Cut
 async def test_a_client_that_leaves_as_its_request_is_cut_has_left() -> None:
     async def handler(made: RelayedRequest) -> None:
         made.cut(CutReason.DEADLINE)
-        made.client_left()
+        task.cancel()
         try:
             await asyncio.Event().wait()
         except asyncio.CancelledError:
@@ -179,7 +179,7 @@ async def test_what_came_before_a_loss_is_still_delivered() -> None:
         while not stream.over:
             rest.append(await stream.next(taken))
         assert first == events[0]
-        assert b"".join(rest).startswith(events[1] + events[2] + b'data: {"error":')
+        assert b"".join(rest).startswith(events[1] + events[2] + b'event: error\ndata: {"error":')
         assert b"half" not in b"".join(rest)
 
     seen = Seen()

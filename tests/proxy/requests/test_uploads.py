@@ -12,7 +12,7 @@ import pytest
 
 from pdserve.config import AdmissionConfig, ProxyConfig
 from pdserve.wire.discovery import Role
-from pdserve_proxy import http_server, relayed_routes
+from pdserve_proxy import relayed_routes, serving
 from pdserve_proxy.requests.held_bodies import BodyLimits, HeldBodies
 from pdserve_proxy.requests.request_body import GenerationBody, read_body
 from tests.proxy.cluster import Cluster, cancelled, cluster, error_of, eventually, node_info, proxy_config
@@ -36,7 +36,7 @@ def bodies(monkeypatch: pytest.MonkeyPatch) -> list[HeldBodies]:
             super().__init__(limits)
             made.append(self)
 
-    monkeypatch.setattr(http_server, "HeldBodies", Watched)
+    monkeypatch.setattr(serving, "HeldBodies", Watched)
     return made
 
 

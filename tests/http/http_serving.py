@@ -1,4 +1,4 @@
-"""A node's HTTP server in this process, before an application of the test's."""
+"""The HTTP server in this process, before an application of the test's."""
 
 from __future__ import annotations
 

@@ -1,0 +1,132 @@
+"""The ASGI application of a node or a proxy: hot routes of plain ASGI in front of a Quart application.
+
+Every token of every client passes the hot routes. They skip what the web framework would do for each request (its
+request and response objects, its routing, and a second task that waits for the client to leave) and for each chunk.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import http
+import logging
+from collections.abc import Awaitable, Callable, Mapping
+from typing import TypeAlias
+
+from quart import Quart, Response
+from quart import request as quart_request
+from werkzeug.exceptions import HTTPException
+
+from pdserve.errors import (
+    Internal,
+    InvalidRequest,
+    MethodNotAllowed,
+    NotFound,
+    PayloadTooLarge,
+    RequestError,
+    RequestTimeout,
+)
+from pdserve.http.errors import error_body, error_headers, internal_error
+from pdserve.http.request import REQUEST_ID_HEADER, Asgi, ClientGone, HttpRequest, Receive, Scope, Send, request_label
+
+log = logging.getLogger(__name__)
+
+Handler: TypeAlias = Callable[[HttpRequest], Awaitable[None]]
+"""Answers one request in the task that calls it. Raises RequestError where the client is to get that instead."""
+
+
+class DirectRoutes:
+    """An ASGI application: calls the handler of a path, and leaves all other paths to ``others``.
+
+    A handler runs in the task of the ASGI call, which is cancelled when the client leaves: nothing of a request
+    survives that task.
+    """
+
+    def __init__(
+        self, handlers: Mapping[str, Handler], others: Asgi, process: str, on_error: Callable[[int], None]
+    ) -> None:
+        """Errors that clients get name ``process``, which is ``node`` or ``proxy``.
+
+        ``on_error`` is called with the status of each error.
+        """
+        self._handlers = handlers
+        self._others = others
+        self._process = process
+        self._on_error = on_error
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        handler = self._handlers.get(scope["path"]) if scope["type"] == "http" else None
+        if handler is None:
+            await self._others(scope, receive, send)
+            return
+        request = HttpRequest(scope, receive, send)
+        try:
+            if request.method != "POST":
+                raise MethodNotAllowed("this route takes POST only")
+            task = asyncio.current_task()
+            assert task is not None
+            request.on_disconnect(task.cancel)
+            await handler(request)
+        except (asyncio.CancelledError, ClientGone):
+            return  # The client is gone, or the server ends.
+        except Exception as exc:
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._refuse(request, exc)
+
+    async def _refuse(self, request: HttpRequest, exc: Exception) -> None:
+        if request.answered:  # mostly because the client was gone in the middle of a write
+            log.info("request_id=%s broke off: %r", request.label, exc)
+            return
+        if not isinstance(exc, RequestError):
+            log.error("request_id=%s failed inside the %s", request.label, self._process, exc_info=exc)
+            exc = internal_error(self._process)
+        self._on_error(exc.status)
+        await request.refuse(exc, {"allow": "POST"} if isinstance(exc, MethodNotAllowed) else {})
+
+
+def quart_app(process: str, max_body_bytes: int, on_error: Callable[[int], None]) -> Quart:
+    """Returns a Quart application without routes, which answers every error in OpenAI's shape.
+
+    Every response carries the request's label. ``process`` and ``on_error`` are as ``DirectRoutes`` has them.
+    """
+    app = Quart("pdserve", static_folder=None)
+    app.url_map.merge_slashes = False
+    app.config["MAX_CONTENT_LENGTH"] = max_body_bytes
+
+    @app.after_request
+    async def label(response: Response) -> Response:
+        response.headers[REQUEST_ID_HEADER] = request_label(quart_request.headers.get(REQUEST_ID_HEADER))
+        return response
+
+    @app.errorhandler(RequestError)
+    async def refused(error: RequestError) -> Response:
+        return respond(error, error.status)
+
+    @app.errorhandler(HTTPException)
+    async def found_by_framework(found: HTTPException) -> Response:
+        status = found.code or 500
+        kind = _ERRORS.get(status, Internal if status >= 500 else InvalidRequest)
+        response = respond(kind(found.description or http.HTTPStatus(status).phrase), status)
+        if allow := dict(found.get_headers()).get("Allow"):
+            response.headers["Allow"] = allow
+        return response
+
+    @app.errorhandler(Exception)
+    async def defect(exc: Exception) -> Response:
+        log.error("a request failed inside the %s", process, exc_info=exc)
+        return await refused(internal_error(process))
+
+    def respond(error: RequestError, status: int) -> Response:
+        on_error(status)
+        return Response(error_body(error), status, error_headers(error), content_type="application/json")
+
+    return app
+
+
+_ERRORS: dict[int, type[RequestError]] = {
+    404: NotFound,
+    405: MethodNotAllowed,
+    408: RequestTimeout,
+    413: PayloadTooLarge,
+}
+"""Our errors for those that Quart finds."""

@@ -1,0 +1,96 @@
+"""Serves clients on one socket, in the proxy's only process or in one of its workers."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from pdserve.config import AdmissionConfig, ProxyConfig
+from pdserve.errors import PdserveError
+from pdserve.http.server import HttpServer
+from pdserve.wire.ids import new_id
+from pdserve_proxy.app import Scrape, build_app
+from pdserve_proxy.credentials import LiveCredentials
+from pdserve_proxy.metrics import ProxyMetrics
+from pdserve_proxy.registry.snapshot import RegistryView
+from pdserve_proxy.relay.relay import Relay, TicketSigner
+from pdserve_proxy.requests.admission_queue import AdmissionController, AdmissionLimits
+from pdserve_proxy.requests.held_bodies import BodyLimits, HeldBodies
+from pdserve_proxy.routing.attempts import Attempts
+
+log = logging.getLogger(__name__)
+
+AFTER_DRAIN_S = 8.0
+"""Seconds after the drain for last error events to leave, before connections are closed on what is left."""
+
+
+@dataclass(frozen=True, slots=True)
+class Addresses:
+    """Where clients and nodes reach the proxy."""
+
+    url: str
+    control: str
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessState:
+    """What one process of a proxy knows of the cluster and of itself."""
+
+    registry: RegistryView
+    attempts: Attempts
+    metrics: ProxyMetrics
+    scrape: Scrape
+
+
+async def serve_clients(
+    config: ProxyConfig,
+    credentials: LiveCredentials,
+    state: ProcessState,
+    listener: socket.socket,
+    stop: asyncio.Event,
+    listening: Callable[[], None],
+) -> None:
+    """Serves until ``stop`` is set and requests under way are over or cut short. ``listening`` is called once."""
+    tickets = TicketSigner(credentials.secrets, new_id())
+    metrics, drain_s = state.metrics, config.http.drain_s
+    bodies = HeldBodies(_body_limits(config))
+    admission = AdmissionController(_limits(config.admission))
+    metrics.queued.set_function(lambda: admission.waiting)
+    async with Relay(config, state.registry, state.attempts, tickets, metrics.counts, credentials.trust) as relay:
+        app = build_app(config, credentials.keys, bodies, admission, state.registry, relay, metrics, state.scrape)
+        tls = None if credentials.tls is None else credentials.tls.context
+        server = HttpServer(app, listener, config.http, tls=tls, shutdown_s=math.ceil(drain_s + AFTER_DRAIN_S))
+        stopping = asyncio.create_task(stop.wait())
+        try:
+            ended = await server.start()
+            listening()
+            await asyncio.wait([stopping, ended], return_when=asyncio.FIRST_COMPLETED)
+            if ended.done():
+                raise PdserveError("the HTTP server ended by itself")
+            log.info("pdserve proxy draining for up to %.1f s", drain_s)
+            asyncio.get_running_loop().call_later(drain_s, relay.cut_all)
+            await server.stop()
+        finally:
+            stopping.cancel()
+            server.cancel()
+
+
+def _limits(config: AdmissionConfig) -> AdmissionLimits:
+    return AdmissionLimits(
+        in_flight=config.max_in_flight,
+        per_caller=config.max_in_flight_per_key,
+        waiting=config.max_queued,
+        wait_s=config.queue_timeout_s,
+    )
+
+
+def _body_limits(config: ProxyConfig) -> BodyLimits:
+    return BodyLimits(
+        uploads=config.admission.max_uploads,
+        memory_bytes=config.admission.body_memory_mib * 2**20,
+        body_bytes=config.http.max_body_bytes,
+    )
