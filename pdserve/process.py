@@ -30,7 +30,7 @@ from typing import IO, Any, TypeVar
 import msgspec
 
 from pdserve.config import LogLevel
-from pdserve.errors import PdserveError
+from pdserve.errors import ConfigError, PdserveError
 
 PARENT_PID_ENV = "PDSERVE_PARENT_PID"
 """The number of the process that started this one, if it was one of pdserve's."""
@@ -364,6 +364,18 @@ def partition_cores(cores: Sequence[int], parts: int) -> list[tuple[int, ...]]:
     size, larger = divmod(len(cores), max(parts, 1))
     starts = [index * size + min(index, larger) for index in range(parts + 1)]
     return [tuple(cores[start:end]) for start, end in itertools.pairwise(starts)]
+
+
+def pin_to_cores(cores: Sequence[int]) -> None:
+    """Keeps this process to ``cores``, or to all that it has if there are none. Raises ConfigError if it may not.
+
+    It is called before torch is imported, which sizes its thread pool by the cores that it finds.
+    """
+    if cores:
+        try:
+            os.sched_setaffinity(0, cores)
+        except OSError as exc:
+            raise ConfigError(f"--cores: cannot run on {list(cores)}: {exc}") from exc
 
 
 def free_port(host: str = "127.0.0.1") -> int:

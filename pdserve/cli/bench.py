@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import os
 import sys
@@ -18,8 +19,9 @@ from pdserve.bench_config import (
     BenchStreamConfig,
     BenchTransferConfig,
 )
-from pdserve.config import CpuConfig, ReportConfig
+from pdserve.config import ReportConfig
 from pdserve.errors import BenchError, ConfigError
+from pdserve.process import pin_to_cores
 from pdserve.settings import cache_folder, load, load_with_file
 from pdserve.settings.sources import suggestion
 
@@ -92,8 +94,7 @@ def _batching(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     )
     _check_folder("--json", config.report.json)
     _check_folder("--plot", config.batching.plot)
-    # Before the measurement, which takes minutes.
-    write_plot = _plotter() if config.batching.plot else None
+    write_plot = _plotter("pdserve.bench.batching_plot") if config.batching.plot else None
     from pdserve.bench import batching
 
     report = batching.run(config, {**environ, "PDSERVE_CONFIG": file} if file else environ)
@@ -106,7 +107,7 @@ def _batching(argv: Sequence[str], environ: Mapping[str, str]) -> int:
 def _engine(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     config = load(BenchEngineConfig, argv, environ, prog="pdserve bench engine", description=_ENGINE)
     _check_folder("--json", config.report.json)
-    pin_to_cores(config.cpu)
+    pin_to_cores(config.cpu.cores)
     from pdserve.bench.engine import benchmark
     from pdserve.engine.runner_loading import cpu_kernels
     from pdserve.models.checkpoint.demo import resolve_model
@@ -131,8 +132,7 @@ def _stream(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     config = load(BenchStreamConfig, argv, environ, prog="pdserve bench stream", description=_STREAM)
     _check_folder("--json", config.report.json)
     _check_folder("--plot", config.streaming.plot)
-    # Before the measurement, which takes minutes.
-    write_plot = _stream_plotter() if config.streaming.plot else None
+    write_plot = _plotter("pdserve.bench.stream.stream_plot") if config.streaming.plot else None
     from pdserve.bench.stream import benchmark as stream_benchmark
 
     report = stream_benchmark.run(config, environ)
@@ -146,7 +146,7 @@ def _transfer(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     config = load(BenchTransferConfig, argv, environ, prog="pdserve bench transfer", description=_TRANSFER)
     _check_folder("--json", config.report.json)
     cores = two_cores(config.cpu.cores or tuple(sorted(os.sched_getaffinity(0))))
-    pin_to_cores(CpuConfig(cores=(cores[0],)))
+    pin_to_cores(cores[:1])
     from pdserve.bench.transfer import benchmark
     from pdserve.models.checkpoint.demo import resolve_model
 
@@ -191,15 +191,6 @@ def compare_flags(argv: Sequence[str]) -> list[str]:
     return [*given, *argv[len(names) :]]
 
 
-def pin_to_cores(cpu: CpuConfig) -> None:
-    """To the cores of ``cpu``, before torch is imported and sizes its thread pool by them. Raises ConfigError."""
-    if cpu.cores:
-        try:
-            os.sched_setaffinity(0, cpu.cores)
-        except OSError as exc:
-            raise ConfigError(f"--cores: cannot run on {list(cpu.cores)}: {exc}") from exc
-
-
 def _publish(report: Report, config: ReportConfig) -> None:
     from pdserve.bench.report import render, to_json
 
@@ -220,24 +211,15 @@ def _check_folder(flag: str, file: str) -> None:
         raise ConfigError(f"{flag}: there is no folder {str(Path(file).parent)!r}")
 
 
-def _plotter() -> Callable[[Report, Path], None]:
+def _plotter(module: str) -> Callable[[Report, Path], None]:
+    """Returns ``write_plot`` of ``module``. It is called before the measurement, which takes minutes."""
     try:
-        from pdserve.bench.batching_plot import write_plot
+        write_plot: Callable[[Report, Path], None] = importlib.import_module(module).write_plot
     except ImportError as exc:
-        raise _no_matplotlib() from exc
+        raise ConfigError(
+            "--plot takes matplotlib, which pdserve's extra 'bench' brings: pip install matplotlib"
+        ) from exc
     return write_plot
-
-
-def _stream_plotter() -> Callable[[Report, Path], None]:
-    try:
-        from pdserve.bench.stream.stream_plot import write_plot
-    except ImportError as exc:
-        raise _no_matplotlib() from exc
-    return write_plot
-
-
-def _no_matplotlib() -> ConfigError:
-    return ConfigError("--plot takes matplotlib, which pdserve's extra 'bench' brings: pip install matplotlib")
 
 
 _RUN: dict[str, Callable[[Sequence[str], Mapping[str, str]], int]] = {

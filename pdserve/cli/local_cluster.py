@@ -158,7 +158,7 @@ class LocalCluster:
                 for child in self._children():
                     if not child.alive:
                         raise child.died()
-                missing = self._nodes.keys() - await registered(session, self.url)
+                missing = self._nodes.keys() - await registered_nodes(session, self.url)
                 if not missing and await _is_ready(session, self.url):
                     return
                 if self._console.elapsed_s - reported >= _REPORT_S:
@@ -186,7 +186,7 @@ def _stage(line: str) -> str:
     return _LOG_PREFIX.sub("", line)[:80]
 
 
-async def registered(session: aiohttp.ClientSession, url: str) -> set[str]:
+async def registered_nodes(session: aiohttp.ClientSession, url: str) -> set[str]:
     """Names of the nodes that the proxy at ``url`` has now; none while it does not answer."""
     with contextlib.suppress(aiohttp.ClientError, TimeoutError):
         async with session.get(f"{url}/instances") as response:

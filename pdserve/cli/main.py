@@ -8,9 +8,11 @@ import sys
 from collections.abc import MutableMapping, Sequence
 from importlib.metadata import version
 
+from pdserve.cli.node import run_node
 from pdserve.errors import ConfigError, ModelError, PdserveError
 from pdserve.process import die_with_parent
 from pdserve.settings.sources import suggestion
+from pdserve.wire.discovery import Role
 
 SUBCOMMANDS = {
     "up": "a whole cluster on this machine",
@@ -21,6 +23,9 @@ SUBCOMMANDS = {
     "doctor": "looks at this machine and at peers, and says what to do; before calling for help",
     "bench": "measures this machine, an engine or a server; pdserve bench lists what",
 }
+
+_NODES = {role.value for role in Role}
+"""The subcommands that ``pdserve.cli.node`` runs; each other one has a module of its own."""
 
 USAGE = "\n".join(
     [
@@ -56,7 +61,10 @@ def main(argv: Sequence[str] | None = None, environ: MutableMapping[str, str] = 
 def _run(name: str, argv: Sequence[str], environ: MutableMapping[str, str]) -> int:
     die_with_parent(environ)
     try:
+        if name in _NODES:
+            return run_node(Role(name), argv, environ)
         status: int = importlib.import_module(f"pdserve.cli.{name}").run(argv, environ)
+        return status
     except (ConfigError, ModelError) as error:
         print(f"pdserve {name}: {error}", file=sys.stderr)
         return 2
@@ -65,4 +73,3 @@ def _run(name: str, argv: Sequence[str], environ: MutableMapping[str, str]) -> i
         return 1
     except KeyboardInterrupt:
         return 130
-    return status

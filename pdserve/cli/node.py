@@ -1,4 +1,4 @@
-"""What ``pdserve prefill``, ``decode`` and ``mixed`` have in common."""
+"""``pdserve prefill``, ``decode`` and ``mixed``."""
 
 from __future__ import annotations
 

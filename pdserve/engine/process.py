@@ -12,11 +12,10 @@ import zmq
 
 from pdserve.config import EngineLaunch, Switch
 from pdserve.engine.api_channel import ApiChannel
-from pdserve.engine.tp.pinning import pin, rank_cores
-from pdserve.engine.tp.tp_ranks import Ranks, running_ranks
+from pdserve.engine.tp.tp_ranks import Ranks, rank_cores, running_ranks
 from pdserve.engine.wake_up import WakeUp
 from pdserve.errors import EngineError, PdserveError
-from pdserve.process import read_launch, set_up_logging
+from pdserve.process import pin_to_cores, read_launch, set_up_logging
 from pdserve.signals import ignore_hangup
 from pdserve.wire.engine import EngineFailed, Starting
 
@@ -77,7 +76,7 @@ def serve(launch: EngineLaunch, channel: ApiChannel) -> None:
             shares = rank_cores(config)
             cores = shares[0]
             ranks = stack.enter_context(running_ranks(config, launch.folder, shares, wake_up.fd))
-        pin(cores)
+        pin_to_cores(cores)
         # torch is imported late: it sizes its thread pool by the cores that it finds then, and loading it takes seconds
         # in which the API process already waits for a message.
         import torch

@@ -12,7 +12,7 @@ import aiohttp
 import pytest
 import trustme
 
-from pdserve.cli.local_cluster import registered as registered_at
+from pdserve.cli.local_cluster import registered_nodes
 from pdserve.cli.up import proxy_tls
 from pdserve.config import ProxyConfig, TlsConfig
 from pdserve.doctor.cluster import check_instances, read_instances
@@ -115,7 +115,7 @@ async def test_the_proxys_own_certificate_is_enough_for_its_neighbours(
         own = proxy_tls(environ)
         assert own is not None
         async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(ssl=own)) as session:
-            assert await registered_at(session, url) == set()
+            assert await registered_nodes(session, url) == set()
             async with session.get(f"{url}/live") as response:
                 assert response.status == 200
         for other in (trusting_only(tls.cert), Trust(read_authorities(str(ca))).context):

@@ -16,12 +16,11 @@ from typing import TYPE_CHECKING
 import zmq
 
 from pdserve.config import RankLaunch
-from pdserve.engine.tp.pinning import pin
 from pdserve.engine.tp.rank_channel import OrderChannel
 from pdserve.errors import EngineError, PdserveError
 from pdserve.models.runner import StepRow
 from pdserve.models.tp.rank_board import RankBoard
-from pdserve.process import read_launch, set_up_logging
+from pdserve.process import pin_to_cores, read_launch, set_up_logging
 from pdserve.wire.rank import (
     Arrived,
     Capture,
@@ -84,7 +83,7 @@ def run_rank(launch: RankLaunch, channel: OrderChannel) -> None:
 
     Raises PdserveError if it cannot be loaded, or another rank is lost.
     """
-    pin(launch.cores)
+    pin_to_cores(launch.cores)
     import torch
 
     from pdserve.engine.kv_connector.tp_rank_transfer import rank_transfer

@@ -18,7 +18,7 @@ from pdserve.config import EngineConfig, RankLaunch
 from pdserve.engine.tp.rank_channel import RankChannel
 from pdserve.errors import EngineError, RankLost
 from pdserve.models.tp.rank_board import RankBoard
-from pdserve.process import ChildProcess, python_program
+from pdserve.process import ChildProcess, partition_cores, python_program
 from pdserve.wire.rank import Arrived, Captured, FromRank, Loaded, Numbered, Order, RankFailed, Stop, Written
 
 log = logging.getLogger(__name__)
@@ -215,6 +215,11 @@ class Ranks:
         if not self._closing.wait(GRACE_S):
             log.critical("a tensor-parallel rank is gone, and this process hangs because of it: it ends now")
             os._exit(1)
+
+
+def rank_cores(config: EngineConfig) -> list[tuple[int, ...]]:
+    """Returns each rank's cores: a share of ``--cores``, or of all that this process may use."""
+    return partition_cores(config.cpu.cores or sorted(os.sched_getaffinity(0)), config.parallel.tp)
 
 
 @contextmanager
