@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 
 from pdserve.config import TransferConfig
 from pdserve.doctor.finding import Finding, not_applicable, ok, problem, warning
+from pdserve.settings import is_loopback
 
 _SIOCGIFADDR = 0x8915
 _IP_MTU = 14
@@ -57,13 +58,6 @@ class RouteFacts:
 def host_of(url: str) -> str:
     """``tcp://host:port`` → host."""
     return urlsplit(url).hostname or ""
-
-
-def is_loopback(address: str) -> bool:
-    try:
-        return ipaddress.ip_address(address).is_loopback
-    except ValueError:
-        return address == "localhost"
 
 
 def read_listening(transfer: TransferConfig) -> ListenFacts:
