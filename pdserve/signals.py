@@ -19,7 +19,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class StopSignals:
-    """A context manager: while it is entered, the signals do nothing else."""
+    """A context manager, within which SIGTERM and SIGINT set events and do nothing else."""
 
     def __init__(self) -> None:
         self.drain = asyncio.Event()
@@ -47,9 +47,9 @@ log = logging.getLogger(__name__)
 
 @contextmanager
 def on_hangup(reread: Callable[[], str]) -> Iterator[None]:
-    """While this is entered, SIGHUP calls ``reread`` in the event loop that runs now.
+    """Within the block, SIGHUP calls ``reread`` in the event loop that runs now.
 
-    It returns what it has read, for the log, or raises ConfigError and has changed nothing.
+    ``reread`` returns what it has read, for the log, or raises ConfigError and has changed nothing.
     """
     loop = asyncio.get_running_loop()
 
@@ -64,10 +64,10 @@ def on_hangup(reread: Callable[[], str]) -> Iterator[None]:
         yield
     finally:
         loop.remove_signal_handler(signal.SIGHUP)
-        # Not the default, which ends the process: what is under way is ended in order.
+        # The default would end the process, and requests under way with it.
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
 
 
 def ignore_hangup() -> None:
-    """For a process whose parent reads again on SIGHUP, and tells it."""
+    """Ignores SIGHUP, in a process whose parent reads its files again and passes on what is new."""
     signal.signal(signal.SIGHUP, signal.SIG_IGN)

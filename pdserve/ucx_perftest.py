@@ -31,7 +31,7 @@ class PerftestKind(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class PerftestResult:
-    """Over the whole run."""
+    """The averages of a whole run."""
 
     microseconds: float
     """One message: time from send to send, or from end to end for ``LATENCY``."""
@@ -40,7 +40,7 @@ class PerftestResult:
 
 @dataclass(frozen=True, slots=True)
 class Perftest:
-    """The installed program."""
+    """The installed program ``ucx_perftest``."""
 
     binary: Path
     libraries: Path
@@ -50,7 +50,7 @@ class Perftest:
         return {**base, "LD_LIBRARY_PATH": str(self.libraries)}
 
     def server(self, port: int, environ: Mapping[str, str], core: int | None = None) -> ChildProcess:
-        """The end that waits, on all addresses, for one ``client``. The caller ends it."""
+        """Starts the side that waits, on all addresses, for one ``client``. The caller ends it."""
         argv = [str(self.binary), "-p", str(port), *_pinned(core)]
         null = subprocess.DEVNULL
         name = "the server side of ucx_perftest"
@@ -105,7 +105,7 @@ class Perftest:
         survivable: bool = False,
         memory: str = "host",
     ) -> PerftestResult:
-        """Both ends on this machine, each on its core of ``cores`` (server, client). Raises BenchError."""
+        """Runs both sides on this machine, each on its core of ``cores`` (server, client). Raises BenchError."""
         server_core, client_core = cores or (None, None)
         port = free_port(LOOPBACK)
         deadline = time.monotonic() + timeout_s
@@ -130,7 +130,7 @@ class Perftest:
 
 
 def find_perftest() -> Perftest | None:
-    """Of the libucx that pdserve itself uses; None if that came without the program."""
+    """Returns the program of the libucx that pdserve itself uses; None if that came without it."""
     spec = importlib.util.find_spec("libucx")
     for folder in () if spec is None else spec.submodule_search_locations or ():
         found = Perftest(Path(folder, "bin", "ucx_perftest"), Path(folder, "lib"))

@@ -34,7 +34,7 @@ async def ask_clients(module: str, order: object, report: type[Report], timeout_
 
 
 def serve_order(order: type[Order], run: Callable[[Order], object]) -> int:
-    """The exit status of a process that does what it is ordered, and ends with the one that asked."""
+    """Carries out the order on standard input and returns the exit status of this process."""
     try:
         report = run(read_launch(order))
     except (PdserveError, OSError) as exc:

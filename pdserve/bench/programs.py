@@ -1,4 +1,4 @@
-"""pdserve's processes for a benchmark, real ones."""
+"""Starts real processes of pdserve for a benchmark."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _OWN = {
     "PDSERVE_SECRET_FILE": "",
     "PDSERVE_LOG_LEVEL": "info",
 }
-"""Whatever the environment says: a node of a benchmark serves the benchmark alone, and says where it listens."""
+"""These override the environment: a benchmark's node serves the benchmark alone, and says where it listens."""
 
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """What to run: something that says where it listens, as all of pdserve's servers do."""
+    """A server to start, which writes a ``listening`` line as all of pdserve's servers do."""
 
     name: str
     argv: Sequence[str]
@@ -56,7 +56,7 @@ async def running_node(
 
 @asynccontextmanager
 async def running(programs: Sequence[Program], timeout_s: float) -> AsyncIterator[list[Running]]:
-    """All of them, started at once, each with ``timeout_s`` to be ready. What they warn of goes to standard error.
+    """Starts all ``programs`` at once, each with ``timeout_s`` to be ready. Their warnings go to standard error.
 
     Raises BenchError if one is not ready in time, and ChildDied if one ends.
     """
