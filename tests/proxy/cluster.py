@@ -45,7 +45,7 @@ async def _bounded(scenario: Coroutine[object, object, T]) -> T:
 
 
 async def eventually(condition: Callable[[], bool] | Callable[[], Awaitable[bool]], what: str) -> None:
-    """Wait for something that no event announces."""
+    """Waits for something that no event announces."""
     try:
         async with asyncio.timeout(PATIENCE_S):
             while True:
@@ -108,7 +108,7 @@ async def registered(
     heartbeat_ms: int = HEARTBEAT_MS,
     load: NodeLoad = NodeLoad(running=1),  # noqa: B008  # frozen
 ) -> AsyncIterator[Registration]:
-    """``node`` sends heartbeats to the proxies at ``controls``; entered when all of them know it."""
+    """Lets ``node`` send heartbeats to the proxies at ``controls``; entered when all of them know it."""
     registration = Registration(node, controls, secret, heartbeat_ms, lambda: load)
     task = asyncio.create_task(registration.run())
     try:
@@ -122,7 +122,7 @@ async def registered(
 
 @asynccontextmanager
 async def heard(node: NodeInfo, control: str) -> AsyncIterator[asyncio.Event]:
-    """``node`` sends heartbeats until the event is set, and then says nothing more, as if its host had vanished."""
+    """Lets ``node`` send heartbeats until the event is set, and then nothing more, as if its host had vanished."""
     silent = asyncio.Event()
     with zmq.asyncio.Context() as context, context.socket(zmq.DEALER) as socket:
         socket.set(zmq.LINGER, 0)
@@ -152,7 +152,7 @@ async def cancelled(task: asyncio.Task[None]) -> None:
 
 @dataclass
 class Cluster:
-    """A proxy, and a client of it."""
+    """A proxy with its nodes, and a client of it."""
 
     addresses: Addresses
     http: aiohttp.ClientSession
@@ -165,12 +165,12 @@ class Cluster:
             await self.nodes.enter_async_context(registered(node, self.addresses.control))
 
     async def instances(self) -> list[str]:
-        """Names of the nodes that the proxy knows."""
+        """Returns the names of the nodes that the proxy knows."""
         async with self.http.get("/instances") as response:
             return [entry["name"] for entry in await response.json()]
 
     async def known_to_all(self) -> None:
-        """Until all workers know the nodes. Which one answers is the kernel's choice: many have to say it in a row."""
+        """Waits until all workers know the nodes: the kernel chooses who answers, so many answers have to agree."""
 
         async def ready(http: aiohttp.ClientSession) -> bool:
             async with http.get("/ready") as response:
@@ -184,7 +184,7 @@ class Cluster:
         await eventually(all_ready, "every worker knows a node")
 
     async def dropped(self, name: str) -> None:
-        """Until the proxy does not know the node of this name."""
+        """Waits until the proxy has dropped the node ``name``."""
 
         async def gone() -> bool:
             return name not in await self.instances()
@@ -197,7 +197,7 @@ class Cluster:
 
 @asynccontextmanager
 async def cluster(config: ProxyConfig | None = None, secret: bytes = SECRET) -> AsyncIterator[Cluster]:
-    """A proxy that listens, with no node yet. Stopped, and waited for, on the way out."""
+    """Runs a proxy, with no node yet, and stops it at the exit."""
     stop = asyncio.Event()
     listening: asyncio.Queue[Addresses] = asyncio.Queue()
     task = asyncio.create_task(run(config or proxy_config(), secret, stop, listening.put_nowait))

@@ -1,4 +1,4 @@
-"""A node for the proxy to talk to: a small HTTP/1.1 server whose every byte, and whose death, a test decides."""
+"""A fake node: a small HTTP/1.1 server whose every byte and whose death a test decides."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Self, TypeAlias
 
 @dataclass
 class Received:
-    """One request as it arrived."""
+    """A request as it arrived."""
 
     path: str
     headers: dict[str, str]
@@ -21,7 +21,7 @@ class Received:
 
 @dataclass
 class Exchange:
-    """One request and the connection to answer it on."""
+    """A request, with the connection on which a test answers it."""
 
     request: Received
     reader: asyncio.StreamReader
@@ -44,11 +44,11 @@ class Exchange:
         await self._write(b"0\r\n\r\n")
 
     def die(self) -> None:
-        """As a killed process does: what was sent before may still arrive."""
+        """Closes the connection as a killed process does: bytes that were sent before may still arrive."""
         self.writer.transport.close()
 
     async def gone(self) -> None:
-        """Return when the other side has closed the connection."""
+        """Returns when the other side has closed the connection."""
         with contextlib.suppress(ConnectionError):
             while await self.reader.read(4096):
                 pass
@@ -80,7 +80,7 @@ async def stream_events(exchange: Exchange) -> None:
 
 @dataclass
 class FakeNode:
-    """An async context manager; ``behaviour`` answers each request."""
+    """A fake node, run as an async context manager, whose ``behaviour`` answers each request."""
 
     behaviour: Behaviour = answer_ok
     requests: list[Received] = field(default_factory=list)
@@ -99,7 +99,7 @@ class FakeNode:
         await self.stop()
 
     async def stop(self) -> None:
-        """Stop listening and break every connection."""
+        """Stops listening and breaks every connection."""
         self._server.close()
         for task in tuple(self._connections):
             task.cancel()

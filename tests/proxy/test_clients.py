@@ -1,4 +1,4 @@
-"""Keys and limits as clients meet them, through a running proxy."""
+"""A running proxy checks its clients' keys and applies its limits."""
 
 from __future__ import annotations
 

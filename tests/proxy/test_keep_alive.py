@@ -1,4 +1,4 @@
-"""Idle connections are kept, longer than those who use them keep them, and not for ever."""
+"""Servers keep idle connections longer than their clients do, and not without a bound."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ GO_S = 90
 
 
 def test_clients_and_proxies_give_idle_connections_up_before_their_server_does() -> None:
-    """Or a request could go out on a connection that is being closed."""
+    """Otherwise a request could go out on a connection that is being closed."""
     kept = HttpConfig().keep_alive_s
     assert kept == ProxyConfig().http.keep_alive_s
     assert kept >= IDLE_S + 30
@@ -47,7 +47,7 @@ async def proxy_server(config: HttpConfig) -> AsyncIterator[tuple[str, int]]:
 
 @pytest.mark.parametrize("serving", [node_server, proxy_server])
 async def test_the_setting_says_how_long_an_idle_connection_is_kept(serving: Any) -> None:
-    """Of two servers with different settings the one with the shorter time closes first, though asked last."""
+    """The server with the shorter time closes first, although it was asked last."""
 
     async def ask(address: tuple[str, int]) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         reader, writer = await asyncio.open_connection(*address)

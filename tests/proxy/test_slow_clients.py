@@ -1,4 +1,4 @@
-"""Clients that do not read, or only hold connections: they cost bounded memory, and nobody else's time."""
+"""Clients that do not read, or only hold connections: they cost bounded memory, and no time of other clients."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CHUNK = b"data: " + b"x" * 2**17 + b"\n\n"
 """96 MiB in all: more than all socket buffers on the way can hold."""
 IDLE_CONNECTIONS = 10_000
 HIGH_WATER_BYTES = 2**16
-"""Of a client's transport."""
+"""The limit of a client's transport."""
 
 
 def resident_bytes(pid: int) -> int:
@@ -78,7 +78,7 @@ async def stalled_reader(running: Cluster) -> AsyncIterator[asyncio.StreamReader
         yield reader
 
 
-async def test_a_reader_that_stops_stops_its_own_node_and_nobody_else_and_loses_nothing() -> None:
+async def test_a_reader_that_stops_stops_its_own_node_and_no_other_and_loses_nothing() -> None:
     flood = Flood()
     async with FakeNode(flood) as node, cluster() as running:
         await running.add(node_info("x", Role.MIXED, node.url))
@@ -117,12 +117,12 @@ ANSWER = b'{"text": "%b"}' % (b"x" * 24 * 2**20)
 
 
 async def large_answer(exchange: Exchange) -> None:
-    """To a body with ``stream``, which is what ``stalled_reader`` sends."""
+    """Answers a body with ``stream``, as ``stalled_reader`` sends it, with one large answer."""
     await exchange.answer(200, ANSWER if b"stream" in exchange.request.body else b"{}")
 
 
 def unread_bytes() -> int:
-    """What this process holds for the clients of its HTTP servers."""
+    """Returns the bytes that this process holds for the clients of its HTTP servers."""
     # Not isinstance: libraries have objects that answer for their class, with a warning.
     servers = [thing for thing in gc.get_objects() if issubclass(type(thing), GuardedHttp)]
     return sum(server.transport.get_write_buffer_size() for server in servers if server.transport is not None)
@@ -148,7 +148,7 @@ async def test_a_whole_answer_waits_for_its_reader_and_keeps_its_place_until_it_
             assert await metric(running, 'pdserve_proxy_outcomes_total{outcome="ok"}') == 2
 
 
-async def test_a_whole_answer_that_nobody_reads_is_cut_off_and_gives_its_place_back() -> None:
+async def test_a_whole_answer_that_is_not_read_is_cut_off_and_gives_its_place_back() -> None:
     config = proxy_config(write_timeout_s=0.3)
     config = dataclasses.replace(config, admission=dataclasses.replace(config.admission, max_in_flight=1))
     async with FakeNode(large_answer) as node, cluster(config) as running:

@@ -1,4 +1,4 @@
-"""Several workers behind one port: one registry, one set of figures, and a worker's death is its own."""
+"""Several workers behind one port share one registry and one set of metrics, and each dies alone."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def workers_config(drain_s: float = 5.0) -> ProxyConfig:
 
 
 def children() -> set[int]:
-    """Processes that this one has started and that run workers."""
+    """Returns the worker processes that this process has started."""
     pids = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
     found = set()
     for pid in pids:
@@ -67,7 +67,7 @@ class Proxy:
     stopped: asyncio.Task[None]
 
     async def ask(self, path: str = "/v1/completions") -> bytes:
-        """On a connection of its own, so that any worker may get it."""
+        """Sends a request on a connection of its own, so that any worker may get it."""
         async with aiohttp.ClientSession(self.addresses.url) as http:
             if path.startswith("/v1/"):
                 async with http.post(path, json={"stream": True}) as response:
@@ -78,7 +78,7 @@ class Proxy:
                 return await response.read()
 
     async def known_to_all(self) -> None:
-        """Until the workers know the nodes. Which one answers is the kernel's choice: many have to say it in a row."""
+        """Waits until all workers know the nodes: the kernel chooses who answers, so many answers have to agree."""
 
         async def all_ready() -> bool:
             answers = await asyncio.gather(*(self.ask("/ready") for _ in range(16)), return_exceptions=True)

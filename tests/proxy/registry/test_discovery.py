@@ -31,7 +31,7 @@ NODE = node_info("d0", Role.DECODE)
 
 
 class Ear:
-    """A proxy's discovery, and nothing else of it."""
+    """The discovery server of a proxy, with its registry."""
 
     def __init__(self, port: int, clock: Callable[[], float], heartbeat_s: float) -> None:
         self.loop = asyncio.get_running_loop()
@@ -79,7 +79,7 @@ async def listening(
 
 @asynccontextmanager
 async def raw_peer(control: str) -> AsyncIterator[zmq.asyncio.Socket]:
-    """A peer that sends what it likes."""
+    """A peer that sends any bytes."""
     with zmq.asyncio.Context() as context, context.socket(zmq.DEALER) as socket:
         socket.set(zmq.LINGER, 0)
         socket.connect(control)
@@ -88,7 +88,7 @@ async def raw_peer(control: str) -> AsyncIterator[zmq.asyncio.Socket]:
 
 @contextmanager
 def sending_from_a_thread(control: str, every_s: float, frames: Iterator[bytes]) -> Iterator[None]:
-    """A peer that no busy event loop of this process holds up."""
+    """A peer in a thread, which a busy event loop of this process cannot delay."""
     ended = threading.Event()
 
     def send() -> None:
@@ -142,7 +142,7 @@ async def test_a_node_that_falls_silent_is_dropped() -> None:
 
 
 async def test_heartbeats_that_wait_while_the_proxy_is_busy_keep_their_node() -> None:
-    """The event loop stands still for longer than a lease, again and again; the node sends all the time."""
+    """Blocks the event loop for longer than a lease, again and again, while the node keeps sending."""
 
     async with listening(heartbeat_s=0.05) as ear:
         with sending_from_a_thread(ear.control, 0.01, heartbeats()):
@@ -172,7 +172,7 @@ async def test_heartbeats_are_taken_though_the_poll_ended_before_they_came(monke
 
 @contextmanager
 def listening_in_a_thread(heartbeat_s: float) -> Iterator[Ear]:
-    """A proxy's discovery that no busy event loop of the test holds up."""
+    """A discovery server in a thread, which a busy event loop of the test cannot delay."""
     made: Future[tuple[Ear, asyncio.Event]] = Future()
 
     async def serve() -> None:
@@ -192,7 +192,7 @@ def listening_in_a_thread(heartbeat_s: float) -> Iterator[Ear]:
 
 
 async def test_a_node_whose_event_loop_is_busy_goes_on_sending_heartbeats() -> None:
-    """As when thousands of requests come at once: each turn of its loop is longer than a lease."""
+    """Each turn of the event loop takes longer than a lease, as when thousands of requests come at once."""
 
     with listening_in_a_thread(heartbeat_s=0.1) as ear:
         async with registered(NODE, ear.control):
@@ -349,7 +349,7 @@ async def test_ten_thousand_registrations_are_bounded_in_number_and_in_log_lines
     assert 1 <= len([record for record in caplog.records if "registry is full" in record.message]) <= 60
 
 
-async def test_an_oversized_frame_costs_its_sender_the_connection_and_nobody_else_anything() -> None:
+async def test_an_oversized_frame_costs_its_sender_the_connection_and_no_other_peer_anything() -> None:
     async with listening() as ear, raw_peer(ear.control) as peer, registered(NODE, ear.control):
         await peer.send(b"x" * (MAX_MESSAGE_BYTES + 1))
         seen_s = ear.registry.snapshot().nodes[0].seen_s
@@ -357,7 +357,7 @@ async def test_an_oversized_frame_costs_its_sender_the_connection_and_nobody_els
         assert ear.names() == ["d0"]
 
 
-async def test_a_message_without_end_costs_its_sender_the_connection_and_nobody_else_anything() -> None:
+async def test_a_message_without_end_costs_its_sender_the_connection_and_no_other_peer_anything() -> None:
     async with listening() as ear, registered(NODE, ear.control):
         assert not await asyncio.to_thread(sends_without_end, ear.port, MAX_MESSAGE_BYTES - 1, 20.0)
         seen_s = ear.registry.snapshot().nodes[0].seen_s
@@ -365,7 +365,7 @@ async def test_a_message_without_end_costs_its_sender_the_connection_and_nobody_
         assert ear.lost == []
 
 
-async def test_a_message_of_very_many_parts_costs_its_sender_the_connection_and_nobody_else_anything() -> None:
+async def test_a_message_of_very_many_parts_costs_its_sender_the_connection_and_no_other_peer_anything() -> None:
     async with listening() as ear, registered(NODE, ear.control):
         with many_parts(ear.port, 300_000, timeout_s=20.0) as connection:
             assert await asyncio.to_thread(is_cut, connection)
@@ -392,7 +392,7 @@ async def test_a_busy_proxy_drops_no_node_while_it_drops_a_message_of_very_many_
         assert ear.lost == []
 
 
-async def test_connections_that_come_and_go_keep_nobody_from_being_cut() -> None:
+async def test_connections_that_come_and_go_keep_no_other_from_being_cut() -> None:
     async def come_and_go(port: int) -> None:
         while True:
             _, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -427,18 +427,18 @@ async def test_an_address_in_use_is_a_configuration_error() -> None:
 
 
 async def test_a_node_says_why_no_proxy_has_accepted_it() -> None:
-    """Its readiness hangs on it: another secret, nobody there, and then one proxy that takes it."""
+    """The node meets another secret and a proxy that does not answer, and then one proxy that accepts it."""
 
-    nobody = "tcp://127.0.0.1:9"
+    unanswered = "tcp://127.0.0.1:9"
     async with listening() as ear:
-        refused = Registration(NODE, (ear.control, nobody), b"another secret", HEARTBEAT_MS, NodeLoad)
+        refused = Registration(NODE, (ear.control, unanswered), b"another secret", HEARTBEAT_MS, NodeLoad)
         node = asyncio.create_task(refused.run())
 
         def said(proxy: str, standing: RegistrationStatus) -> bool:
             return f"{proxy} {standing.value}" in (refused.unaccepted or "")
 
         await eventually(lambda: said(ear.control, RegistrationStatus.SILENT), "the silence")
-        await eventually(lambda: said(nobody, RegistrationStatus.UNREACHED), "that nobody is there")
+        await eventually(lambda: said(unanswered, RegistrationStatus.UNREACHED), "no proxy answers there")
         await cancelled(node)
         assert ear.names() == []
         async with registered(NODE, ear.control) as accepted:

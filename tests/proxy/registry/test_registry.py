@@ -1,4 +1,4 @@
-"""Registration and expiry, with time as a number."""
+"""The registry registers, drops and expires nodes; the tests set its clock."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_of_nodes_that_are_lost_only_the_last_are_remembered(monkeypatch: pytest
     assert nodes.lost == tuple(node.boot_id for node in several[1:])
 
 
-def test_time_in_which_nobody_listened_counts_against_no_node() -> None:
+def test_time_in_which_the_proxy_did_not_listen_counts_against_no_node() -> None:
     nodes = registry(NODE)
     nodes.extend_leases(60.0)
     assert nodes.next_expiry() == 63.0

@@ -194,7 +194,7 @@ async def test_what_a_proxy_cannot_take_is_said_at_the_node(caplog: pytest.LogCa
 
 @asynccontextmanager
 async def overheard(control: str) -> AsyncIterator[tuple[str, list[bytes]]]:
-    """A way to ``control`` on which every frame from a node is noted."""
+    """A connection to ``control`` that records every frame of a node."""
     heard: list[bytes] = []
     with zmq.asyncio.Context() as context, context.socket(zmq.ROUTER) as near, context.socket(zmq.DEALER) as far:
         for socket in (near, far):
@@ -267,7 +267,7 @@ async def test_a_restarted_proxy_asks_who_means_its_former_self_to_greet_again()
         assert opener.open(await node.recv()) == Ack(NODE.boot_id, known=False)
 
 
-async def test_a_greeting_registers_nobody() -> None:
+async def test_a_hello_registers_no_node() -> None:
     async with listening() as ear, raw_peer(ear.control) as node:
         sealer = Sealer(SECRET, Purpose.DISCOVERY, NODE.boot_id)
         await node.send(sealer.seal(NodeHello(NODE.boot_id, new_id(), SPOKEN.newest, SPOKEN.oldest)))

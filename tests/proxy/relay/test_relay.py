@@ -1,4 +1,4 @@
-"""From a client through a running proxy to a node and back, over real sockets, where all goes well."""
+"""Requests go from a client through a running proxy to a node and back, over real sockets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What clients get when a node, the network, a deadline or they themselves fail, over real sockets."""
+"""Clients get the right error when a node or the network fails, a deadline passes, or they leave."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ async def refuse_ticket(exchange: Exchange) -> None:
 
 
 async def stream_half(exchange: Exchange) -> None:
-    """The first event, and the rest never."""
+    """Sends the first event, and never the rest."""
     await exchange.begin_stream()
     await exchange.chunk(EVENTS[0])
     await exchange.gone()

@@ -1,4 +1,4 @@
-"""Nodes that are dropped while requests run there: those of one that fell silent end or move, those of others go on."""
+"""Requests at a node that fell silent end or move; those at a node that was dropped for another reason go on."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ async def test_a_stream_that_has_begun_ends_with_an_error_event() -> None:
 
 
 async def test_a_stream_that_goes_on_shows_that_its_node_lives(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where the network carries requests, but no heartbeats."""
+    """The network carries requests but no heartbeats."""
     monkeypatch.setattr(node_connection, "SUSPECTED_S", 0.4)
 
     dropped = asyncio.Event()
@@ -163,7 +163,7 @@ async def test_what_runs_at_a_node_that_says_goodbye_goes_on(workers: int) -> No
             asked = asyncio.create_task(ask(running))
             await eventually(lambda: bool(node.requests), "the node has it")
         await running.dropped("leaving")
-        # Whoever is lost after it was dropped: what the others have goes on.
+        # A node is lost after it was dropped: the requests at other nodes go on.
         async with heard(node_info("lost", Role.MIXED, other.url), running.addresses.control) as silent:
             silent.set()
             await running.dropped("lost")

@@ -16,7 +16,7 @@ from tests.proxy.fake_node import Exchange, FakeNode
 
 
 class Closable:
-    """An upstream response that only knows how to be closed."""
+    """A node's response that can only be closed."""
 
     def __init__(self) -> None:
         self.closed = 0
@@ -167,7 +167,7 @@ async def test_what_came_before_a_loss_is_still_delivered() -> None:
         stream = EventStream(made, response)
         await stream.open()
         go_on.set()
-        # As when the client is slow: nobody reads until the node is dead.
+        # As with a slow client, nothing is read until the node is dead.
         await eventually(lambda: response._error is not None, "the loss")
         first = stream.first
         rest: list[bytes] = []

@@ -1,4 +1,4 @@
-"""Who goes in, whatever comes in whatever order: never too many, first come, first in, and no place is lost."""
+"""The queue never admits too many requests, admits them in their order, and loses no place."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_those_behind_a_large_request_that_gives_up_go_in() -> None:
 
 
 class Room:
-    """A controller, and requests that go through it."""
+    """A controller and the requests that it admits."""
 
     def __init__(self, **limits: float) -> None:
         given = {"in_flight": 1, "per_caller": 0, "waiting": 8, "wait_s": 10.0} | limits
@@ -127,7 +127,7 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
-async def test_those_who_wait_go_in_by_turn_and_those_who_gave_up_are_passed_over() -> None:
+async def test_waiting_requests_are_admitted_in_turn_without_those_that_left() -> None:
     room, go = Room(), asyncio.Event()
     tasks = [room.send(name, go) for name in "abcd"]
     await settle()

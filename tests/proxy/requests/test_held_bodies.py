@@ -1,4 +1,4 @@
-"""How many bodies may be on their way, and what all of them may take: nobody's share is anybody else's."""
+"""The bodies on their way and the memory of all bodies are bounded, for each client and in all."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ EVENTS = st.lists(
 
 @dataclass(eq=False)
 class Model:
-    """What a body is known to be."""
+    """The state that the test expects of a body."""
 
     body: HeldBody
     client: str

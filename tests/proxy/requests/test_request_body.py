@@ -1,4 +1,4 @@
-"""What the proxy reads of a body, and what it takes out."""
+"""The proxy reads few fields of a body, in linear time, and removes internal ones."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_the_wrong_type_is_the_clients_error(data: bytes, param: str | None) -> 
 PIECES = st.sampled_from(
     [b" ", *rb"""" \" \ [ ] { } [], {"":1}, "", 1, x : \u \u00e9 \u0061 "kv_transfer":1, \"kv_transfer""".split()]
 )
-"""What bodies that are meant to be slow to read are made of."""
+"""The pieces of bodies that are meant to be slow to read."""
 
 
 def read_any(body: bytes) -> None:

@@ -1,4 +1,4 @@
-"""Bodies that come slowly, or not at all, keep nobody else out; what bodies take is bounded and given back."""
+"""Bodies that come slowly, or not at all, keep no other request out; the memory of bodies is bounded and freed."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def config_with(admission: AdmissionConfig, **fields: int) -> ProxyConfig:
 
 @pytest.fixture
 def bodies(monkeypatch: pytest.MonkeyPatch) -> list[HeldBodies]:
-    """Of the proxies that start: the last one is the running one's."""
+    """Collects the ``HeldBodies`` of every proxy that starts: the last one is that of the running proxy."""
     made: list[HeldBodies] = []
 
     class Watched(HeldBodies):
@@ -56,7 +56,7 @@ def head(length: int, *fields: str) -> bytes:
 
 
 async def answer_of(reader: asyncio.StreamReader) -> tuple[int, dict[str, object]]:
-    """Status and error of one."""
+    """Returns the status and the error of one response."""
     lines = (await reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
     length = next(int(line[16:]) for line in lines if line.startswith("content-length: "))
     return int(lines[0].split()[1]), error_of(await reader.readexactly(length))

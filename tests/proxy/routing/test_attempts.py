@@ -1,4 +1,4 @@
-"""What is known of a node's load: its heartbeat, and what went there and ended since."""
+"""A node's load is that of its last heartbeat, with the requests that began and ended there since."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ OTHERS = st.tuples(st.sampled_from(["end", "heartbeat"]), st.just(0))
 
 @given(st.lists(SEND | OTHERS, max_size=40), st.integers(0, 5))
 def test_with_heartbeats_that_tell_the_truth_the_load_is_exact(events: list[tuple[str, int]], others: int) -> None:
-    """``others`` requests came from elsewhere and stay."""
+    """Counts ``others`` requests that other proxies sent and that do not end."""
     attempts = Attempts()
     registry = Registry(1.0, 3, watcher=attempts)
     registry.handle(Register(NODE), 0.0)

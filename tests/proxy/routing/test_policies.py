@@ -1,4 +1,4 @@
-"""What each policy is for, in simulations: requests come and go, and the busiest node or the cache hits are counted."""
+"""Simulations show what each policy is for: they count the requests at the busiest node, or the cache hits."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def nodes_of(count: int) -> list[NodeInfo]:
     return [node_info(f"n{i}", Role.MIXED, boot_id=bytes([i]) * 16) for i in range(count)]
 
 
-def excess(chosen_policy: Policy, nodes: Sequence[NodeInfo], *, refresh: int, seed: int) -> int:
-    """How many requests more the busiest node ever had than an even spread would have given it at most.
+def excess(policy: Policy, nodes: Sequence[NodeInfo], *, refresh: int, seed: int) -> int:
+    """Returns how many requests more the busiest node ever had than an even spread would have given it at most.
 
     Loads are seen anew every ``refresh`` requests. They come one a tick; one in 16 is 200 times as long as the others,
     so turns alone do not make loads even.
@@ -51,7 +51,7 @@ def excess(chosen_policy: Policy, nodes: Sequence[NodeInfo], *, refresh: int, se
         if tick % refresh == 0:
             seen.clear()
             seen.update(real)
-        node = chosen_policy.select(nodes, b"", load)[0]
+        node = policy.select(nodes, b"", load)[0]
         real[node.boot_id] += 1
         peak = max(peak, real[node.boot_id])
         even = max(even, math.ceil(real.total() / len(nodes)))
@@ -82,9 +82,9 @@ def test_a_larger_node_takes_a_larger_part() -> None:
     large = node_info("large", Role.MIXED, boot_id=large.boot_id, max_running=12)
     for policy in (RoutingPolicy.LEAST_LOADED, RoutingPolicy.TWO_CHOICES, RoutingPolicy.PREFIX_AFFINITY):
         here: Counter[bytes] = Counter()
-        chosen_policy = make_policy(policy)
+        tried = make_policy(policy)
         for turn in range(64):
-            chosen = chosen_policy.select([small, large], b"%d" % turn, lambda info: here[info.boot_id])[0]  # noqa: B023
+            chosen = tried.select([small, large], b"%d" % turn, lambda info: here[info.boot_id])[0]  # noqa: B023
             here[chosen.boot_id] += 1
         assert here[large.boot_id] >= 2 * here[small.boot_id], policy
 
@@ -103,8 +103,8 @@ def conversations(count: int, turns: int, system: bytes) -> list[list[bytes]]:
     return prompts
 
 
-def repeat_rate(chosen_policy: Policy, nodes: Sequence[NodeInfo], system: bytes) -> tuple[float, int]:
-    """The share of follow-up turns that went where their conversation's turn before went, and the busiest node's load.
+def repeat_rate(policy: Policy, nodes: Sequence[NodeInfo], system: bytes) -> tuple[float, int]:
+    """Returns the share of follow-up turns that went to the node of the turn before, and the busiest node's load.
 
     All conversations are under way at once, one request each.
     """
@@ -116,7 +116,7 @@ def repeat_rate(chosen_policy: Policy, nodes: Sequence[NodeInfo], system: bytes)
         for which, talk in enumerate(talks):
             if which in place:
                 here[place[which]] -= 1
-            node = chosen_policy.select(nodes, talk[turn], lambda info: here[info.boot_id])[0]
+            node = policy.select(nodes, talk[turn], lambda info: here[info.boot_id])[0]
             here[node.boot_id] += 1
             peak = max(peak, here[node.boot_id])
             if which in place:
@@ -141,9 +141,9 @@ def test_prefix_affinity_repeats_its_nodes_and_still_bounds_their_load(system: b
 def test_one_prompt_for_all_does_not_drown_its_node() -> None:
     nodes = nodes_of(5)
     here: Counter[bytes] = Counter()
-    chosen_policy = make_policy(RoutingPolicy.PREFIX_AFFINITY)
+    policy = make_policy(RoutingPolicy.PREFIX_AFFINITY)
     for _ in range(100):
-        here[chosen_policy.select(nodes, b"the same", lambda info: here[info.boot_id])[0].boot_id] += 1
+        here[policy.select(nodes, b"the same", lambda info: here[info.boot_id])[0].boot_id] += 1
     assert max(here.values()) <= LOAD_FACTOR * 100 / 5 + 1
     assert max(here.values()) > 100 / 5
 

@@ -1,4 +1,4 @@
-"""Each policy as a running proxy applies it: what it is given of prompts, heartbeats and its own requests."""
+"""A running proxy gives each policy the prompts, the loads in heartbeats, and its own requests."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BY_LOAD = [RoutingPolicy.LEAST_LOADED, RoutingPolicy.TWO_CHOICES]
 
 @dataclass
 class HoldingNode:
-    """A node that keeps requests for ``hold`` until it is let go."""
+    """A node that holds each request whose prompt is ``hold`` until ``let_go`` is set."""
 
     served: int = 0
     held: int = 0
@@ -47,7 +47,7 @@ class Pair:
             await response.read()
 
     async def served(self, prompt: str, times: int) -> tuple[int, int]:
-        """Where so many requests went, one after the other."""
+        """Returns how many of ``times`` requests, one after the other, went to each node."""
         before = [node.served for node in self.holding]
         for _ in range(times):
             await self.ask(prompt)
@@ -57,7 +57,7 @@ class Pair:
 
 @asynccontextmanager
 async def two_nodes(policy: RoutingPolicy, heartbeat_ms: int = NEVER_MS, busy: int = 0) -> AsyncIterator[Pair]:
-    """Nodes whose heartbeats say that the first one has ``busy`` requests of somebody else's, and the other none."""
+    """Nodes whose heartbeats say that the first one has ``busy`` requests of other proxies, and the other none."""
     holding = HoldingNode(), HoldingNode()
     config = dataclasses.replace(
         proxy_config(),
@@ -81,8 +81,7 @@ async def test_round_robin_goes_in_turn_whatever_is_asked() -> None:
 
 @pytest.mark.parametrize("policy", BY_LOAD)
 async def test_a_policy_by_load_knows_the_requests_that_are_under_way_here(policy: RoutingPolicy) -> None:
-    """Without any heartbeat."""
-
+    # No heartbeat comes meanwhile.
     async with two_nodes(policy) as pair:
         held = [asyncio.create_task(pair.ask("hold"))]
         await eventually(lambda: sum(node.held for node in pair.holding) == 1, "it is at a node")

@@ -1,4 +1,4 @@
-"""Routes out of what is there: fair, whatever the policy only ever a pair that fits."""
+"""Every policy spreads requests fairly and chooses only pairs of nodes that fit."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def snapshot_of(*infos: NodeInfo) -> Snapshot:
 
 
 class Turns:
-    """A router that nothing has been sent by yet."""
+    """A router before its first request."""
 
     def __init__(self, policy: RoutingPolicy = RoutingPolicy.ROUND_ROBIN) -> None:
         self._router = Router(policy)

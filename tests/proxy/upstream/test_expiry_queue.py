@@ -1,4 +1,4 @@
-"""What stays too long expires, in order, with one timer; what is taken out or put in meanwhile is left alone."""
+"""Items that stay too long expire in order, with one timer; items that are added or taken out meanwhile do not."""
 
 from __future__ import annotations
 

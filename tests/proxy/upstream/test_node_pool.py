@@ -1,4 +1,4 @@
-"""Connections to nodes: kept, given up, lost, and never waited for without a bound."""
+"""Connections to nodes are kept, closed or lost, and every wait for one is bounded."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ async def hang(exchange: Exchange) -> None:
     await exchange.gone()
 
 
-async def test_a_connection_is_kept_once_its_response_is_complete_whoever_has_read_it() -> None:
+async def test_a_connection_is_kept_once_its_response_is_complete_however_it_was_read() -> None:
     async with node_and_pool() as (node, pool):
         first = await post(node, pool)
         await eventually(lambda: first.complete, "the answer is there")
@@ -334,7 +334,7 @@ async def test_an_idle_connection_to_a_node_in_doubt_is_closed_and_a_new_one_is_
 
 @contextmanager
 def deaf() -> Iterator[str]:
-    """The URL of a host that answers no attempt to connect: its kernel drops what does not fit into a full queue."""
+    """The URL of a host that answers no attempt to connect, because its queue of connections is full."""
     with ExitStack() as sockets:
         listener = sockets.enter_context(socket.socket())
         listener.bind(("127.0.0.1", 0))
@@ -379,7 +379,7 @@ async def test_the_kernel_looks_after_connections_that_nothing_is_heard_on() -> 
         assert UNANSWERED_S > STUCK_S
 
 
-async def test_nobody_there() -> None:
+async def test_a_host_that_refuses_connections() -> None:
     async with node_and_pool() as (node, pool):
         await node.stop()
         with pytest.raises(NodeUnreachable):
@@ -388,7 +388,7 @@ async def test_nobody_there() -> None:
 
 @contextmanager
 def no_file_left() -> Iterator[None]:
-    """This process can open no file: it has as many as it may."""
+    """Lets this process open no further file."""
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     highest = max(int(name) for name in os.listdir("/proc/self/fd"))
     with ExitStack() as files:
