@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
 import signal
 from collections.abc import Callable
@@ -14,7 +13,7 @@ import uvloop
 from pdserve.config import ProxyConfig
 from pdserve.errors import ConfigError
 from pdserve.http.server import bind, url_of
-from pdserve.process import allow_open_files, set_up_logging
+from pdserve.process import allow_open_files, collect_rarely, set_up_logging
 from pdserve.signals import on_hangup
 from pdserve.wire.frame import Secrets
 from pdserve.wire.ids import new_id
@@ -28,14 +27,11 @@ from pdserve_proxy.workers.supervisor import Renew, supervise
 
 log = logging.getLogger(__name__)
 
-GARBAGE_OBJECTS = 50_000
-"""New objects, less freed ones, from one look for reference cycles to the next. Python's own 700 are a few requests."""
-
 
 def serve(config: ProxyConfig, secret: bytes, read_secret: Callable[[], bytes] | None = None) -> int:
-    """Run a proxy until SIGTERM or SIGINT; requests under way get ``http.drain_s``. Returns the exit code.
+    """Runs a proxy until SIGTERM or SIGINT; requests under way have ``http.drain_s`` then. Returns the exit code.
 
-    On SIGHUP, ``read_secret`` says what ``secret`` is from then on, and files of keys and certificates are read again.
+    On SIGHUP the proxy calls ``read_secret`` for the secret from then on, and reads its keys and certificates again.
 
     Raises ConfigError if it cannot start as configured.
     """
@@ -68,14 +64,16 @@ async def run(
     listening: Callable[[Addresses], None] = lambda _: None,
     read_secret: Callable[[], bytes] | None = None,
 ) -> None:
-    """Run a proxy until ``stop`` is set and requests under way are over or cut short.
+    """Runs a proxy until ``stop`` is set and requests under way are over or cut short.
 
-    ``listening`` is called once, when both addresses take connections. Without ``read_secret``, which is called on
-    SIGHUP, no signal handler is installed. Raises ConfigError if the addresses cannot be bound or files cannot be used,
-    and WorkerDied if its workers do not stay alive.
+    It calls ``listening`` once, when both addresses take connections, and ``read_secret`` on SIGHUP; without
+    ``read_secret`` it installs no signal handler.
+
+    Raises ConfigError if the addresses cannot be bound or files cannot be used, and WorkerDied if its workers do not
+    stay alive.
     """
     if not secret:
-        raise ConfigError("the proxy needs a cluster secret: without one anybody could register a node")
+        raise ConfigError("the proxy needs a cluster secret: without one, any process could register a node")
     credentials = read_credentials(config, lambda: secret)
 
     def on_renewal(renew: Renew) -> AbstractContextManager[None]:
@@ -116,10 +114,3 @@ async def run(
             listening_to_nodes = tasks.create_task(discovery.run())
             await serve_clients(config, live, state, listener, stop, lambda: announce(addresses))
             listening_to_nodes.cancel()
-
-
-def collect_rarely() -> None:
-    """Look for reference cycles seldom, and never among what the imports left: requests leave next to none."""
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(GARBAGE_OBJECTS, 10, 10)

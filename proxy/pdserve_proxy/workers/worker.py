@@ -22,7 +22,7 @@ import zmq
 import zmq.asyncio
 
 from pdserve.errors import ConfigError, Unavailable
-from pdserve.process import allow_open_files, read_launch, set_up_logging
+from pdserve.process import allow_open_files, collect_rarely, read_launch, set_up_logging
 from pdserve.signals import ignore_hangup
 from pdserve.wire.proxy_workers import (
     Collect,
@@ -43,7 +43,6 @@ from pdserve_proxy.credentials import LiveCredentials
 from pdserve_proxy.metrics import ProxyMetrics, export_families
 from pdserve_proxy.registry.registry import RegistryMirror
 from pdserve_proxy.routing.attempts import Attempts
-from pdserve_proxy.server import collect_rarely
 from pdserve_proxy.serving import ProcessState, serve_clients
 from pdserve_proxy.workers.worker_launch import WorkerLaunch
 
