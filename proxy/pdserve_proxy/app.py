@@ -24,7 +24,7 @@ from pdserve_proxy.requests.admission_queue import AdmissionController
 from pdserve_proxy.requests.held_bodies import HeldBodies
 from pdserve_proxy.routing.router import RETRY_AFTER_S, model_not_found
 
-Scrape: TypeAlias = Callable[[], Awaitable[bytes]]
+RenderMetrics: TypeAlias = Callable[[], Awaitable[bytes]]
 """Gives the metrics of all of the proxy's processes as Prometheus text; may raise RequestError."""
 
 _encoder = msgspec.json.Encoder()
@@ -64,7 +64,7 @@ class ModelList(msgspec.Struct, frozen=True):
 class InformationRoutes:
     """Answers from the registry alone; asks no node."""
 
-    def __init__(self, registry: RegistryView, scrape: Scrape, keys: ApiKeys) -> None:
+    def __init__(self, registry: RegistryView, scrape: RenderMetrics, keys: ApiKeys) -> None:
         self._registry = registry
         self._scrape = scrape
         self._keys = keys
@@ -141,7 +141,7 @@ def build_app(
     registry: RegistryView,
     relay: Relay,
     metrics: ProxyMetrics,
-    scrape: Scrape,
+    scrape: RenderMetrics,
 ) -> DirectRoutes:
     """Returns the proxy's ASGI application."""
 

@@ -13,7 +13,7 @@ from pdserve.config import AdmissionConfig, ProxyConfig
 from pdserve.errors import PdserveError
 from pdserve.http.server import HttpServer
 from pdserve.wire.ids import new_id
-from pdserve_proxy.app import Scrape, build_app
+from pdserve_proxy.app import RenderMetrics, build_app
 from pdserve_proxy.credentials import LiveCredentials
 from pdserve_proxy.metrics import ProxyMetrics
 from pdserve_proxy.registry.snapshot import RegistryView
@@ -43,7 +43,7 @@ class ProcessState:
     registry: RegistryView
     attempts: Attempts
     metrics: ProxyMetrics
-    scrape: Scrape
+    scrape: RenderMetrics
 
 
 async def serve_clients(

@@ -1,3 +1,1 @@
-"""Takes a client's request in: the request over ASGI, the bound on bodies that are held, what is read of a body, and
-the queue for a place.
-"""
+"""Takes in clients' requests: the bounds on bodies, the fields that are read of a body, and the admission queue."""
