@@ -202,3 +202,11 @@ def test_every_test_that_the_pages_name_is_there() -> None:
     named = {name for page in PAGES for name in re.findall(r"`(test_[a-z_]+)`", page.read_text())}
     assert named
     assert {name for name in named if f"def {name}(" not in sources} == set()
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.name != "CHANGELOG.md"], ids=name)
+def test_every_file_that_a_page_names_is_there(page: Path) -> None:
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, check=True, capture_output=True, text=True).stdout.split()
+    there = {"/".join(parts[at:]) for path in listed for parts in [path.split("/")] for at in range(len(parts))}
+    named = set(re.findall(r"`([\w/]+\.(?:py|cpp|h))`", page.read_text()))
+    assert named <= there
