@@ -52,7 +52,8 @@ def log_request(record: RequestRecord, now: float) -> None:
     finish = "+".join(sorted({outcome.value for outcome in record.outcomes})) or "-"
     logger.info(
         "request_id=%s prefill=%s source=%s decode=%s prompt=%d cached=%d output=%d "
-        "queue_ms=%s ttft_ms=%s tpot_ms=%s total_ms=%s prompt_tok_s=%s output_tok_s=%s total_tok_s=%s finish=%s",
+        "queue_ms=%s prefill_ms=%s ttft_ms=%s tpot_ms=%s total_ms=%s "
+        "prompt_tok_s=%s output_tok_s=%s total_tok_s=%s finish=%s",
         record.request_id,
         prefill,
         source,
@@ -61,6 +62,7 @@ def log_request(record: RequestRecord, now: float) -> None:
         record.cached_tokens,
         record.output_tokens,
         _ms(max((report.queue_s for report in reports), default=None)),
+        _ms(max((report.prefill_s for report in reports), default=None)),
         _ms(record.ttft_s),
         _ms(record.tpot_s),
         _ms(now - record.arrived),

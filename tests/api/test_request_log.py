@@ -37,6 +37,7 @@ def test_times_and_rates(caplog: pytest.LogCaptureFixture) -> None:
         "cached": "16",
         "output": "21",
         "queue_ms": "250.0",
+        "prefill_ms": "200.0",
         "ttft_ms": "500.0",
         "tpot_ms": "50.0",
         "total_ms": "2000.0",
@@ -50,6 +51,7 @@ def test_times_and_rates(caplog: pytest.LogCaptureFixture) -> None:
 def test_what_is_not_known_is_a_dash(caplog: pytest.LogCaptureFixture) -> None:
     line = line_of(RequestRecord("r", "decode-0", 10.0, 100, outcomes=[ChoiceOutcome.ABORT]), 10.0, caplog)
     assert {
-        line[name] for name in ("queue_ms", "ttft_ms", "tpot_ms", "prompt_tok_s", "output_tok_s", "total_tok_s")
+        line[name]
+        for name in ("queue_ms", "prefill_ms", "ttft_ms", "tpot_ms", "prompt_tok_s", "output_tok_s", "total_tok_s")
     } == {"-"}
     assert (line["output"], line["finish"]) == ("0", "abort")

@@ -1,4 +1,10 @@
-"""The prefill side of one transfer, without I/O. Every input returns the messages to send and the events to queue."""
+"""The prefill side of one transfer, without I/O. Every input returns the messages to send and the events to queue.
+
+PUSHING ─▶ ENDED                the outcome is settled, and no send reads the engine's blocks
+PUSHING ─▶ ENDING ─▶ ENDED      the outcome is settled, but sends still read them
+
+Sends that were ordered before a cancel go on; the decode side discards what it no longer wants.
+"""
 
 from __future__ import annotations
 

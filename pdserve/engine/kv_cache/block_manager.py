@@ -132,11 +132,11 @@ class BlockManager:
             self._holders[block] = 0
             self._quarantined += 1
 
-    def release(self, blocks: Iterable[int]) -> None:
+    def end_quarantine(self, blocks: Iterable[int]) -> None:
         """Frees quarantined blocks, to which nothing can write any more."""
         for block in blocks:
             if self._state[block] != _BlockState.QUARANTINED:
-                raise EngineError(f"KV block {block} is released but was not quarantined")
+                raise EngineError(f"KV block {block} leaves quarantine but was not quarantined")
             self._quarantined -= 1
             self._let_go(block)
 

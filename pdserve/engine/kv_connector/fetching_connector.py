@@ -133,7 +133,7 @@ class FetchingConnector:
                     self._blocks.quarantine(quarantined)
                     self._free_cancelled(transfer)
                 case BlocksReleased(block_ids):
-                    self._blocks.release(block_ids)
+                    self._blocks.end_quarantine(block_ids)
                 case TransferThreadDied(message):
                     raise EngineError(f"the transfer thread died: {message}")
                 case _:
@@ -213,6 +213,7 @@ class FetchingConnector:
         pass
 
     def release(self, request: Request) -> None:
+        """Frees the request's blocks, or cancels their fetch and keeps them until that ends: ``_free_cancelled``."""
         if request.transfer is None:
             self._blocks.free(request.block_table)
             return
@@ -223,6 +224,7 @@ class FetchingConnector:
         request.transfer = None
 
     def _free_cancelled(self, transfer: TransferId) -> None:
+        """Frees a cancelled request's blocks; quarantined ones are free when ``BlocksReleased`` names them."""
         self._blocks.free(self._cancelled_blocks.pop(transfer))
 
     def stats(self) -> TransferStats:

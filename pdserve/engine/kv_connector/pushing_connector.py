@@ -72,7 +72,7 @@ class PushingConnector:
         self._rate = rate
         self._finish_writes = finish_writes
         self._pushes: dict[TransferId, Request] = {}
-        self._ending_blocks: dict[TransferId, list[int]] = {}
+        self._cancelled_blocks: dict[TransferId, list[int]] = {}
 
     def poll(self, scheduler: Scheduler, now: float) -> None:
         for event in self._transfers.events():
@@ -128,13 +128,13 @@ class PushingConnector:
 
     def _refuse(self, order: PushWanted, reason: str, cause: FailureCause) -> None:
         log.info("request_id=%s transfer=%s refused: %s", order.request_id or "-", order.transfer_id, reason)
-        self._ending_blocks[order.transfer_id] = []
+        self._cancelled_blocks[order.transfer_id] = []
         self._transfers.fail_push(order.transfer_id, reason, cause)
 
     def _ended(self, scheduler: Scheduler, transfer: TransferId, outcome: PushOutcome, now: float) -> None:
         request = self._pushes.pop(transfer, None)
         if request is None:
-            self._blocks.free(self._ending_blocks.pop(transfer))
+            self._blocks.free(self._cancelled_blocks.pop(transfer))
             return
         _log_end(request, outcome.value, now)
         request.transfer = None
@@ -183,11 +183,12 @@ class PushingConnector:
             self._transfers.fail_push(request.transfer, reason, cause)
 
     def release(self, request: Request) -> None:
+        """Frees the request's blocks, or keeps them until ``PushEnded`` says that no send reads them."""
         if request.transfer is None:
             self._blocks.free(request.block_table)
         elif request.status is Status.FINISHED:
             del self._pushes[request.transfer]
-            self._ending_blocks[request.transfer] = request.block_table
+            self._cancelled_blocks[request.transfer] = request.block_table
             request.block_table = []
         else:
             raise EngineError("a prefill node cannot preempt: the request's blocks may be in flight")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 
 from pdserve.config import Batching, SchedulerConfig
@@ -14,6 +15,8 @@ from pdserve.engine.scheduling.queues import Queues
 
 _MAX_TRIED = 32
 """The search ends after so many requests for which no fetch can be ordered now, because each step searches."""
+
+log = logging.getLogger(__name__)
 
 
 class BatchAdmission:
@@ -95,6 +98,7 @@ class BatchAdmission:
                 self._first_admission(request, now)
             if decision is not None:
                 self._placement.count(decision)
+                log.debug("%s placed=%s reason=%s", request, decision.source.value, decision.reason.value)
             if fetch:
                 self._queues.move(request, Status.WAITING_FOR_REMOTE_KVS)
                 plan.fetches.append(request)

@@ -223,7 +223,7 @@ class Scheduler:
         return True
 
     def _retire(self, request: Request) -> None:
-        """Takes an ended request out of its queue and frees its blocks."""
+        """Takes an ended request out of its queue and gives its blocks to the connector, which frees them."""
         parent = request.parent if request.status is Status.WAITING_FOR_PROMPT else None
         self._queues.move(request, Status.FINISHED)
         self._release(request)

@@ -48,7 +48,7 @@ def test_quarantined_blocks_are_not_handed_out() -> None:
     blocks.free(table)
     assert blocks.num_free == 1
     assert not blocks.grow([], 8)
-    blocks.release([quarantined])
+    blocks.end_quarantine([quarantined])
     assert blocks.num_free == 2
 
 
@@ -63,9 +63,9 @@ def test_replace_puts_free_blocks_in_the_places_of_quarantined_ones() -> None:
     assert table[1] not in (first, bad, last)
 
 
-def test_release_of_a_block_that_was_not_quarantined_is_an_error() -> None:
+def test_a_block_that_was_not_quarantined_does_not_leave_quarantine() -> None:
     with pytest.raises(EngineError, match="was not quarantined"):
-        BlockManager(1, 1).release([0])
+        BlockManager(1, 1).end_quarantine([0])
 
 
 class BlockLife(RuleBasedStateMachine):
@@ -101,7 +101,7 @@ class BlockLife(RuleBasedStateMachine):
 
     @rule()
     def release(self) -> None:
-        self.blocks.release(self.quarantined)
+        self.blocks.end_quarantine(self.quarantined)
         self.quarantined.clear()
 
     @invariant()
