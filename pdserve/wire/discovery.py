@@ -41,11 +41,12 @@ class Capacity(msgspec.Struct, frozen=True):
 
 
 class NodeLoad(msgspec.Struct, frozen=True):
-    """What a node holds now."""
+    """How busy a node is. All zeros until its first heartbeat."""
 
     running: Count = 0
     waiting: Count = 0
     free_blocks: Count = 0
+    """Idle blocks of the prefix cache count as free."""
 
 
 class NodeInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -1,4 +1,4 @@
-"""The nodes at one moment: immutable, so that a policy can index the nodes that it has just counted."""
+"""The nodes at one moment: immutable, so that their number does not change while a request's nodes are chosen."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from pdserve.wire.discovery import NodeInfo
 from pdserve_proxy.registry.snapshot import Snapshot
-from pdserve_proxy.routing.policies import LoadOf
+from pdserve_proxy.routing.policies import RequestsAt
 
 
 @dataclass(slots=True)
@@ -52,7 +52,7 @@ class Attempts:
         """Forgets the heartbeat of a node that the registry has dropped."""
         self._reported.pop(boot_id, None)
 
-    def loads(self, snapshot: Snapshot) -> LoadOf:
+    def loads(self, snapshot: Snapshot) -> RequestsAt:
         """Returns a function that counts the requests at a node of ``snapshot`` as its engine does: one an answer."""
 
         def load(node: NodeInfo) -> int:

@@ -1,10 +1,12 @@
 """The routing policies: each chooses a node, and an alternative, among nodes that all could serve a request.
 
-A policy knows only its arguments and does no I/O. To add one, write a class with the method of ``Policy``, name it in
-``pdserve.config.RoutingPolicy``, and enter it in the table at the end.
+A policy knows only its arguments and does no I/O. What it may know of a node is the node's ``NodeInfo`` and the number
+of requests there (``RequestsAt``, which ``attempts.Attempts.loads`` makes: widen it there). To add a policy, write a
+class with the method of ``Policy``, name it in ``pdserve.config.RoutingPolicy``, and enter it in the table at the end.
+Decode nodes and prefill nodes each have a policy object of their own.
 
 * ``RoundRobin`` is even where requests are alike.
-* ``LeastLoaded`` takes the node with the most room: the best for one proxy whose view is fresh.
+* ``LeastLoaded`` takes the node with the most room in its batch: the best for one proxy whose view is fresh.
 * ``TwoChoices`` takes the less loaded of two nodes drawn by chance (Mitzenmacher, "The power of two choices in
   randomized load balancing", IEEE TPDS 2001): nearly as even as the least loaded, and proxies with old views do not all
   choose the same node.
@@ -29,21 +31,21 @@ from typing import Protocol, TypeAlias
 from pdserve.config import RoutingPolicy
 from pdserve.wire.discovery import NodeInfo
 
-LoadOf: TypeAlias = Callable[[NodeInfo], int]
+RequestsAt: TypeAlias = Callable[[NodeInfo], int]
 """Returns the number of requests at a node, as far as this proxy can know it."""
 
 
 class Policy(Protocol):
     """A routing policy, with what it remembers of earlier requests."""
 
-    def select(self, nodes: Sequence[NodeInfo], prompt_start: bytes, load: LoadOf) -> tuple[NodeInfo, ...]:
+    def select(self, nodes: Sequence[NodeInfo], prompt_start: bytes, load: RequestsAt) -> tuple[NodeInfo, ...]:
         """Returns one of ``nodes`` (at least one) for a request, then an alternative if there is another node.
 
         ``prompt_start`` is the first bytes of the request's prompt.
         """
 
 
-def batch_share(node: NodeInfo, load: LoadOf) -> float:
+def batch_share(node: NodeInfo, load: RequestsAt) -> float:
     """Returns the requests at a node as a share of its batch, so that nodes of different sizes compare."""
     return load(node) / max(node.capacity.max_running, 1)
 
@@ -54,7 +56,7 @@ class RoundRobin:
     def __init__(self) -> None:
         self._turn = 0
 
-    def select(self, nodes: Sequence[NodeInfo], prompt_start: bytes, load: LoadOf) -> tuple[NodeInfo, ...]:
+    def select(self, nodes: Sequence[NodeInfo], prompt_start: bytes, load: RequestsAt) -> tuple[NodeInfo, ...]:
         first = self._turn % len(nodes)
         self._turn += 1
         if len(nodes) == 1:
@@ -71,7 +73,7 @@ class LeastLoaded:
     def __init__(self) -> None:
         self._turn = 0
 
-    def select(self, nodes: Sequence[NodeInfo], prompt_start: bytes, load: LoadOf) -> tuple[NodeInfo, ...]:
+    def select(self, nodes: Sequence[NodeInfo], prompt_start: bytes, load: RequestsAt) -> tuple[NodeInfo, ...]:
         first = self._turn % len(nodes)
         self._turn += 1
         in_turn = (*nodes[first:], *nodes[:first])
@@ -84,7 +86,7 @@ class TwoChoices:
     def __init__(self, chance: random.Random | None = None) -> None:
         self._chance = chance or random.Random()  # noqa: S311 (nothing secret hangs on it)
 
-    def select(self, nodes: Sequence[NodeInfo], prompt_start: bytes, load: LoadOf) -> tuple[NodeInfo, ...]:
+    def select(self, nodes: Sequence[NodeInfo], prompt_start: bytes, load: RequestsAt) -> tuple[NodeInfo, ...]:
         drawn = self._chance.sample(nodes, min(2, len(nodes)))
         return tuple(sorted(drawn, key=lambda node: batch_share(node, load)))
 
@@ -104,7 +106,7 @@ class PrefixAffinity:
         self._node_of: OrderedDict[bytes, bytes] = OrderedDict()
         """The boot id of the node that each beginning went to last."""
 
-    def select(self, nodes: Sequence[NodeInfo], prompt_start: bytes, load: LoadOf) -> tuple[NodeInfo, ...]:
+    def select(self, nodes: Sequence[NodeInfo], prompt_start: bytes, load: RequestsAt) -> tuple[NodeInfo, ...]:
         beginnings = hash_chain(prompt_start)
         roomy = with_room(nodes, load)
         chosen = self._remembered_node(beginnings, roomy)
@@ -147,7 +149,7 @@ def rank(nodes: Sequence[NodeInfo], key: bytes) -> list[NodeInfo]:
     return sorted(nodes, key=lambda node: hashlib.blake2b(key + node.boot_id, digest_size=8).digest())
 
 
-def with_room(nodes: Sequence[NodeInfo], load: LoadOf) -> dict[bytes, NodeInfo]:
+def with_room(nodes: Sequence[NodeInfo], load: RequestsAt) -> dict[bytes, NodeInfo]:
     """Returns the nodes that one request more leaves within ``LOAD_FACTOR`` times their share; at least one."""
     loads = [load(node) for node in nodes]
     sizes = [max(node.capacity.max_running, 1) for node in nodes]

@@ -10,7 +10,7 @@ from pdserve.config import RoutingPolicy
 from pdserve.errors import InvalidRequest, NotFound, Unavailable
 from pdserve.wire.discovery import NodeInfo
 from pdserve_proxy.registry.snapshot import Snapshot
-from pdserve_proxy.routing.policies import LoadOf, Policy, make_policy
+from pdserve_proxy.routing.policies import Policy, RequestsAt, make_policy
 
 RETRY_AFTER_S = 1
 MAX_POLICIES = 256
@@ -49,7 +49,7 @@ class Router:
         """The policy of the prefill nodes of each model and fingerprint."""
 
     def choose(
-        self, snapshot: Snapshot, query: RouteQuery, load: LoadOf, exclude: frozenset[bytes] = frozenset()
+        self, snapshot: Snapshot, query: RouteQuery, load: RequestsAt, exclude: frozenset[bytes] = frozenset()
     ) -> Route:
         """Returns a route that avoids the decode nodes in ``exclude``. ``load`` returns the requests at a node.
 
