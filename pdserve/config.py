@@ -1,7 +1,7 @@
-"""The one typed tree of settings. Units are in the names. Frozen; read once at the edge and passed down.
+"""The one typed tree of settings. It is frozen, read once at the edge and passed down; names contain their units.
 
-Each field's metadata carries its flag, help text and range: ``setting()`` below. ``pdserve.settings.load`` fills the
-tree from flags, ``PDSERVE_*`` variables and a TOML file; nothing else in pdserve reads the environment.
+Each field's metadata carries its flag, help text and range (see ``setting`` below). ``pdserve.settings.load`` fills the
+tree from flags, ``PDSERVE_*`` variables and a TOML file; no other module of pdserve reads the environment.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ def setting(
     minimum: float | None = None,
     maximum: float | None = None,
 ) -> Any:
-    """A dataclass field that users can set: ``--flag``, ``PDSERVE_FLAG``, and ``section.flag`` in TOML.
+    """Returns a dataclass field that users can set: ``--flag``, ``PDSERVE_FLAG``, and ``section.flag`` in TOML.
 
-    ``minimum`` and ``maximum`` are inclusive. ``bare`` is what the flag means where no value follows it. A ``secret``
+    ``minimum`` and ``maximum`` are inclusive. ``bare`` is the value that the flag has if none follows it. A ``secret``
     is left out of the dataclass's repr, of ``--help`` and of errors.
     """
     metadata = {
@@ -42,14 +42,14 @@ def setting(
 
 
 class Dtype(enum.Enum):
-    """Of weights, activations and KV cache."""
+    """The data type of weights, activations and KV cache."""
 
     BF16 = "bf16"
     FP32 = "fp32"
 
 
 class Device(enum.Enum):
-    """What computes."""
+    """The kind of device that computes."""
 
     AUTO = "auto"
     CPU = "cpu"
@@ -62,57 +62,57 @@ class Switch(enum.Enum):
 
 
 class Batching(enum.Enum):
-    """When waiting requests join the batch."""
+    """The time at which waiting requests join the batch."""
 
     CONTINUOUS = "continuous"
-    """At every step."""
+    """Requests join at every step."""
     STATIC = "static"
-    """When the batch before is over: the baseline of benchmarks."""
+    """Requests join when the batch before them is over; benchmarks use this as their baseline."""
 
 
 class Overlap(enum.Enum):
-    """Whether the next step is prepared while one computes."""
+    """Whether the next step is prepared while the current one computes."""
 
     AUTO = "auto"
-    """On GPUs: on a CPU both need the same cores."""
+    """Steps overlap on GPUs only: on a CPU both need the same cores."""
     ON = "on"
     OFF = "off"
 
 
 class TpBackend(enum.Enum):
-    """How tensor-parallel ranks add up their tensors."""
+    """The way in which tensor-parallel ranks add up their tensors."""
 
     AUTO = "auto"
     SHM = "shm"
-    """In memory that they share; on CPUs that keep the order of stores (x86)."""
+    """The ranks use memory that they share, on CPUs that keep the order of stores (x86)."""
     GLOO = "gloo"
-    """By torch.distributed, over TCP on the loopback interface."""
+    """The ranks use torch.distributed, over TCP on the loopback interface."""
     NCCL = "nccl"
-    """Between GPUs, one a rank."""
+    """The ranks use NCCL between GPUs, one for each rank."""
 
 
 class KvStaging(enum.Enum):
-    """When KV blocks pass through host memory of their own on their way between two caches."""
+    """Whether KV blocks pass through staging blocks in host memory on their way between two caches."""
 
     AUTO = "auto"
-    """When the cache is not in host memory."""
+    """Blocks are staged when the cache is not in host memory."""
     ON = "on"
-    """Always: to test or to measure it without a GPU."""
+    """Blocks are always staged: to test or to measure staging without a GPU."""
     OFF = "off"
-    """Never: UCX reads and writes the cache itself, also a GPU's (CUDA IPC, GPUDirect RDMA)."""
+    """Blocks are never staged: UCX reads and writes the cache itself, also a GPU's (CUDA IPC, GPUDirect RDMA)."""
 
 
 class UcxCalls(enum.Enum):
-    """What posts and completes the messages of KV blocks."""
+    """The code that posts and completes the messages of KV blocks."""
 
     AUTO = "auto"
-    """Compiled where there is a compiler, Python otherwise."""
+    """The code is compiled if there is a compiler, and Python otherwise."""
     COMPILED = "compiled"
     PYTHON = "python"
 
 
 class CpuKernels(enum.Enum):
-    """``AUTO``: compiled C++ where there is a compiler, plain torch otherwise."""
+    """The kernels of a CPU. ``AUTO`` is compiled C++ if there is a compiler, and plain torch otherwise."""
 
     AUTO = "auto"
     COMPILED = "compiled"
@@ -123,21 +123,21 @@ class Disaggregation(enum.Enum):
     """Whether a decode node has prompts computed by prefill nodes."""
 
     AUTO = "auto"
-    """Where that is estimated to be the faster way."""
+    """Prefill nodes compute a prompt where that is estimated to be the faster way."""
     ALWAYS = "always"
-    """All that lack more than one block here."""
+    """Prefill nodes compute every prompt that lacks more than one block on the decode node."""
     NEVER = "never"
 
 
 class KvOverlap(enum.Enum):
-    """When a prefill node pushes the KV blocks of a prompt that it computes in chunks."""
+    """The time at which a prefill node pushes the KV blocks of a prompt that it computes in chunks."""
 
     AUTO = "auto"
-    """Early, where the prompt is long enough for it to pay."""
+    """Blocks are pushed early if the prompt is long enough for it to pay."""
     ON = "on"
-    """Each chunk's while the next one computes."""
+    """The blocks of each chunk are pushed while the next chunk computes."""
     OFF = "off"
-    """All of them when the prompt is computed."""
+    """All blocks are pushed when the prompt is computed."""
 
 
 class LogLevel(enum.Enum):
@@ -148,7 +148,7 @@ class LogLevel(enum.Enum):
 
 
 class RoutingPolicy(enum.Enum):
-    """How the proxy chooses nodes for a request."""
+    """The way in which the proxy chooses nodes for a request."""
 
     ROUND_ROBIN = "round-robin"
     LEAST_LOADED = "least-loaded"
@@ -504,14 +504,14 @@ class LogConfig:
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """What the engine process is told at its start; sent as MessagePack, so nothing here is read from the outside."""
+    """The settings that the engine process gets as MessagePack at its start, so that it reads none from the outside."""
 
     role: Role
     boot_id: bytes
     secret: bytes = field(repr=False)
     model_dir: str
     cache_dir: str
-    """The user's folder for what can be made again."""
+    """The user's folder for files that pdserve can make again."""
     model: ModelConfig
     cache: CacheConfig
     scheduler: SchedulerConfig
@@ -524,33 +524,33 @@ class EngineConfig:
 
 @dataclass(frozen=True, slots=True)
 class EngineLaunch:
-    """What the API process writes, as MessagePack, to the standard input of the engine process that it starts."""
+    """The message that the API process writes, as MessagePack, to the standard input of the engine process."""
 
     address: str
-    """``ipc://`` path in a private folder, where the API process has bound a ZMQ PAIR socket for the engine."""
+    """The ``ipc://`` path in a private folder where the API process has bound a ZMQ PAIR socket for the engine."""
     config: EngineConfig
 
     @property
     def folder(self) -> str:
-        """The private folder. The API process removes it, with all that is in it, once the engine is ready or gone."""
+        """The private folder. The API process removes it and its content once the engine is ready or gone."""
         return self.address.removeprefix("ipc://").rpartition("/")[0]
 
 
 @dataclass(frozen=True, slots=True)
 class RankLaunch:
-    """What rank 0, the engine process, writes as MessagePack to the standard input of each other rank's process."""
+    """The message that rank 0, the engine process, writes as MessagePack to each other rank's standard input."""
 
     rank: int
     address: str
-    """``ipc://`` path in a private folder, where rank 0 has bound a ZMQ PAIR socket for this rank."""
+    """The ``ipc://`` path in a private folder where rank 0 has bound a ZMQ PAIR socket for this rank."""
     transfer_address: str
-    """``ipc://`` path in that folder, which this rank binds for its KV transfer."""
+    """The ``ipc://`` path in that folder that this rank binds for its KV transfer."""
     rendezvous: str
-    """A file that the ranks meet at: the same for all, in the same folder."""
+    """The file at which the ranks meet. It is the same for all, and in the same folder."""
     board: int
-    """Descriptor of the memory that the ranks share, inherited."""
+    """The inherited descriptor of the memory that the ranks share."""
     wake_fd: int
-    """Eventfd that wakes rank 0's step loop, inherited."""
+    """The inherited eventfd that wakes rank 0's step loop."""
     cores: tuple[int, ...]
     config: EngineConfig
 

@@ -29,7 +29,7 @@
         ├── Unavailable             503, with Retry-After
         └── DeadlineExceeded        504, not to be retried
 
-Libraries' exceptions are translated where they enter, always with ``raise … from exc``.
+Each exception of a library is translated where it enters pdserve, always with ``raise … from exc``.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from typing import ClassVar
 
 
 class PdserveError(Exception):
-    """Base of all of pdserve's own exceptions."""
+    """The base class of all exceptions that pdserve raises itself."""
 
 
 class ConfigError(PdserveError):
@@ -46,7 +46,7 @@ class ConfigError(PdserveError):
 
 
 class ModelError(PdserveError):
-    """A model cannot be loaded: what is missing or unsupported is in the message."""
+    """A model cannot be loaded. The message says what is missing or not supported."""
 
 
 class WireError(PdserveError):
@@ -70,11 +70,11 @@ class UnreadableMessage(MalformedFrame):
 
 
 class AuthenticationFailed(WireError):
-    """The frame was not made with this cluster's secret, or was seen before, or is too old."""
+    """The frame was not made with this cluster's secret, was seen before, or is too old."""
 
 
 class WrongReceiver(AuthenticationFailed):
-    """The frame was made in this cluster, but for another process. ``sender`` is the boot id of who made it."""
+    """The frame was made in this cluster, but for another process. ``sender`` is the boot id of its maker."""
 
     def __init__(self, message: str, sender: bytes) -> None:
         super().__init__(message)
@@ -82,7 +82,7 @@ class WrongReceiver(AuthenticationFailed):
 
 
 class TransferError(PdserveError):
-    """The KV cache of one request did not arrive; the request itself can still be saved."""
+    """The KV cache of one request did not arrive. The request itself can still be served."""
 
 
 class HandshakeRefused(TransferError):
@@ -112,7 +112,7 @@ class EngineError(PdserveError):
 
 
 class RankLost(EngineError):
-    """A tensor-parallel rank died, failed or hangs: the engine cannot go on. ``ranks`` are those that did not come."""
+    """A tensor-parallel rank died, failed or hangs: the engine cannot go on. ``ranks`` are those that gave no sign."""
 
     def __init__(self, message: str, ranks: tuple[int, ...] = ()) -> None:
         super().__init__(message)
@@ -120,7 +120,7 @@ class RankLost(EngineError):
 
     @classmethod
     def silent(cls, ranks: tuple[int, ...], timeout_s: float) -> RankLost:
-        """One of them kept the others waiting for longer than ``timeout_s``."""
+        """Returns the error for ``ranks``, one of which kept the others waiting for longer than ``timeout_s``."""
         names = ", ".join(map(str, ranks))
         who = f"one of the tensor-parallel ranks {names}" if len(ranks) > 1 else f"tensor-parallel rank {names}"
         return cls(f"{who} hangs: no sign of it for {timeout_s:.1f} s", ranks)
@@ -189,7 +189,7 @@ class UnsupportedMediaType(RequestError):
 
     @classmethod
     def check_encoding(cls, content_encoding: str | None) -> None:
-        """Raises itself where a request's ``Content-Encoding`` header says that its body is not plain bytes."""
+        """Raises this error if a request's ``Content-Encoding`` header says that its body is not plain bytes."""
         if content_encoding and content_encoding.strip().lower() != "identity":
             raise cls(
                 f"a request body with 'Content-Encoding: {content_encoding[:64]}' is not supported: send it as it is",

@@ -1,3 +1,3 @@
-"""The command line, one module for each subcommand: main finds it, node serves the three roles, up starts a
-local_cluster and asks it.
+"""The command line, with one module for each subcommand. ``main`` finds the subcommand, ``node`` serves the three
+roles, and ``up`` starts a ``local_cluster`` and asks it a question.
 """

@@ -1,4 +1,4 @@
-"""One question to a running cluster, as a client would ask it: streamed."""
+"""Asks a running cluster one question, as a client would, and streams the answer."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ class AskFailed(PdserveError):
 
 @dataclass(frozen=True, slots=True)
 class TimedAnswer:
-    """How an answer came. Times in seconds."""
+    """How long an answer took. Times are in seconds."""
 
     prompt_tokens: int
     completion_tokens: int
     ttft_s: float
     decode_s: float
-    """From the first piece of text to the end."""
+    """The time from the first piece of text to the end."""
 
     def __str__(self) -> str:
         rate = (self.completion_tokens - 1) / self.decode_s if self.decode_s > 0 else 0.0
@@ -50,7 +50,7 @@ async def ask(
 ) -> TimedAnswer:
     """Asks ``question`` at ``url`` and hands each piece of the answer to ``show``. Raises AskFailed.
 
-    No ``api_key`` is sent where it is empty. ``tls`` is for an HTTPS ``url``; the system's authorities without it.
+    An empty ``api_key`` is not sent. ``tls`` is for an HTTPS ``url``; without it the system's authorities count.
     """
     body = {
         "model": model,
@@ -95,7 +95,7 @@ async def _receive(response: aiohttp.ClientResponse, show: Callable[[str], None]
 
 
 async def _events(response: aiohttp.ClientResponse) -> AsyncIterator[dict[str, Any]]:
-    """The chunks of an SSE stream. Raises AskFailed if it ends before ``[DONE]``."""
+    """Yields the chunks of an SSE stream. Raises AskFailed if it ends before ``[DONE]``."""
     async for line in response.content:
         data = line.decode().strip()
         if not data.startswith("data:"):

@@ -1,4 +1,4 @@
-"""``pdserve bench <what>``: finds the benchmark, prints its table, keeps its figures."""
+"""``pdserve bench <what>`` finds the benchmark, prints its table and keeps its figures."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ def _transfer(argv: Sequence[str], environ: Mapping[str, str]) -> int:
 
 
 def two_cores(usable: Sequence[int]) -> tuple[int, int]:
-    """The decode engine's and the prefill engine's; the same one where there is no other."""
+    """Returns the cores of the decode and the prefill engine, which are the same one if there is no other."""
     return usable[0], usable[1 % len(usable)]
 
 
@@ -185,7 +185,7 @@ def _compare(argv: Sequence[str], environ: Mapping[str, str]) -> int:
 
 
 def compare_flags(argv: Sequence[str]) -> list[str]:
-    """Two leading file names as the flags that they stand for."""
+    """Returns ``argv`` with two leading file names replaced by the flags that they stand for."""
     names = list(itertools.takewhile(lambda word: not word.startswith("-"), argv[:2]))
     given = [part for pair in zip(("--old", "--new"), names, strict=False) for part in pair]
     return [*given, *argv[len(names) :]]

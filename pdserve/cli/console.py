@@ -1,4 +1,4 @@
-"""What ``pdserve up`` tells people, on stderr: its own progress, and the lines of its children."""
+"""What ``pdserve up`` prints on stderr: its own progress, and the lines of its child processes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _COLOURS = (36, 33, 32, 35, 34, 96, 93, 92)
 
 
 class Console:
-    """One line at a time, marked with the process that it is about."""
+    """Writes one line at a time, marked with the process that it is about."""
 
     def __init__(self, out: TextIO, *, colour: bool, level: LogLevel = LogLevel.INFO) -> None:
         self._out = out
@@ -31,11 +31,11 @@ class Console:
         return time.monotonic() - self._start
 
     def say(self, text: str) -> None:
-        """Progress of the cluster itself, with the time since the start."""
+        """Prints a line about the cluster itself, with the time since the start."""
         self._write(f"[{self.elapsed_s:6.1f} s] {text}")
 
     def relay(self, name: str, line: str) -> None:
-        """A line that the process ``name`` wrote, unless it is a log line below this console's level."""
+        """Prints a line that the process ``name`` wrote, unless it is a log line below this console's level."""
         found = _LEVEL.search(line)
         if found and found[0] in self._hidden:
             return

@@ -1,4 +1,4 @@
-"""``pdserve doctor``."""
+"""``pdserve doctor`` examines this machine and its peers, and prints what it found."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def run(argv: Sequence[str], environ: Mapping[str, str]) -> int:
 
 
 def _secret(config: DoctorConfig, environ: Mapping[str, str]) -> bytes | str:
-    """The secret, or why there is none: the rest of the examination needs none."""
+    """Returns the secret, or the reason why there is none: the rest of the examination does not need it."""
     from pdserve.doctor.network import host_of
 
     peers = [host_of(peer) for peer in (*config.diagnosis.peers, config.diagnosis.proxy_url) if peer]
@@ -54,7 +54,7 @@ def _secret(config: DoctorConfig, environ: Mapping[str, str]) -> bytes | str:
 
 
 def _model(config: DoctorConfig, environ: Mapping[str, str]) -> EngineSpec | None:
-    """What a decode engine here would be; None if no model is named. Raises ModelError."""
+    """Returns what a decode engine here would be; None if no model is named. Raises ModelError."""
     if not config.model.path:
         return None
     from pdserve.doctor.local_model import local_spec

@@ -24,12 +24,12 @@ from pdserve.wire.discovery import Role
 
 LOOPBACK = "127.0.0.1"
 LOOPBACK_DEVICE = "lo"
-"""UCX would listen on every network device, and it believes whoever connects."""
+"""By default UCX listens on every network device, and it does not authenticate those who connect."""
 
 
 @dataclass(frozen=True, slots=True)
 class NodePlan:
-    """One node process."""
+    """A node process that is to be started."""
 
     name: str
     role: Role
@@ -37,7 +37,7 @@ class NodePlan:
 
 
 def plan_nodes(cluster: ClusterConfig, cores: Sequence[int]) -> list[NodePlan]:
-    """The nodes of ``cluster``, prefill nodes first, with ``cores`` divided between them."""
+    """Returns the nodes of ``cluster``, prefill nodes first, with ``cores`` divided between them."""
     counts = {Role.PREFILL: cluster.prefill, Role.DECODE: cluster.decode, Role.MIXED: cluster.mixed}
     named = [(role, f"{role.value}-{index}") for role, count in counts.items() for index in range(count)]
     return [
@@ -56,9 +56,10 @@ def node_command(node: NodePlan, control: str) -> Sequence[str]:
 
 
 def child_environ(config: UpConfig, environ: Mapping[str, str], secret: str, file: str) -> dict[str, str]:
-    """What every child is given: the settings of ``config``, and of ``environ`` those that ``up`` itself has not.
+    """Returns every child's environment: ``environ`` with the settings of ``config`` in it.
 
-    Addresses are loopback and ports free ones whatever the environment says; the proxy's flags say where clients come.
+    Whatever the environment says, addresses are loopback ones and ports are free ones. The proxy's flags say where
+    clients connect.
     """
     inner = dataclasses.replace(config.http, host=LOOPBACK, port=0, advertise="")
     # The line with a process's addresses is an INFO line; the console hides what the user does not want to see.
@@ -83,7 +84,7 @@ _PROXY_GRACE_S = 3.0
 
 
 class LocalCluster:
-    """One proxy and its nodes. ``stop`` has to be awaited in the end, whatever happened before."""
+    """One proxy and its nodes. The caller has to await ``stop`` in the end, whatever happened before."""
 
     def __init__(self, console: Console, tls: ssl.SSLContext | None = None) -> None:
         """``tls`` is for requests to the proxy, if it serves HTTPS."""
@@ -96,7 +97,7 @@ class LocalCluster:
     async def start(self, proxy: Sequence[str], nodes: Sequence[NodePlan], environ: Mapping[str, str]) -> None:
         """Returns when the proxy has every node and is ready. Raises ChildDied if a process ends meanwhile.
 
-        Unbounded by itself: the caller sets the time limit.
+        This method has no time limit of its own: the caller sets one.
         """
         self._console.say("starting proxy")
         self._proxy = ServerProcess("proxy", proxy, environ, self._console.relay)
@@ -172,7 +173,7 @@ class LocalCluster:
         return "waiting for " + "; ".join(f"{name} ({_stage(self._nodes[name][1].last_line)})" for name in missing)
 
     async def _pause(self) -> None:
-        """Until it is worth to look again: a moment, or the end of a process."""
+        """Waits until it is worth looking again: for a moment, or until a process ends."""
         ends = [asyncio.create_task(child.wait()) for child in self._children()]
         try:
             await asyncio.wait(ends, timeout=_POLL_S, return_when=asyncio.FIRST_COMPLETED)
@@ -182,12 +183,12 @@ class LocalCluster:
 
 
 def _stage(line: str) -> str:
-    """What a log line says, without its time, level and logger."""
+    """Returns the text of a log line without its time, level and logger."""
     return _LOG_PREFIX.sub("", line)[:80]
 
 
 async def registered_nodes(session: aiohttp.ClientSession, url: str) -> set[str]:
-    """Names of the nodes that the proxy at ``url`` has now; none while it does not answer."""
+    """Returns the names of the nodes that the proxy at ``url`` has now; none while it does not answer."""
     with contextlib.suppress(aiohttp.ClientError, TimeoutError):
         async with session.get(f"{url}/instances") as response:
             if response.status == 200:

@@ -1,4 +1,4 @@
-"""``pdserve <subcommand>``: finds the subcommand, and turns pdserve's errors into a line and an exit status."""
+"""``pdserve <subcommand>`` finds the subcommand, and turns pdserve's errors into a line and an exit status."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SUBCOMMANDS = {
 }
 
 _NODES = {role.value for role in Role}
-"""The subcommands that ``pdserve.cli.node`` runs; each other one has a module of its own."""
+"""The subcommands that ``pdserve.cli.node`` runs. Each other subcommand has a module of its own."""
 
 USAGE = "\n".join(
     [

@@ -1,4 +1,4 @@
-"""``pdserve prefill``, ``decode`` and ``mixed``."""
+"""``pdserve prefill``, ``decode`` and ``mixed`` serve one node."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``pdserve proxy``. Imports no torch: it starts in a fraction of a second."""
+"""``pdserve proxy`` serves the proxy. It does not import torch, so that it starts in a fraction of a second."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``pdserve up``: a whole cluster on this machine, in real processes."""
+"""``pdserve up`` runs a whole cluster on this machine, in real processes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from pdserve_proxy.credentials import read_api_keys
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _STOP_MARGIN_S = 5.0
 _SAME_REQUEST_S = 0.5
-"""Some senders signal both a process and its group: a second signal this soon is the first one again."""
+"""Some senders signal both a process and its group, so a second signal that comes this soon counts as the first one."""
 _DESCRIPTION = (
     "Starts a proxy and nodes as separate processes, divides the cores between the nodes, and stops all in order. "
     "Settings of nodes and proxy that are not listed here can be given in the environment or the file of --config."
@@ -46,31 +46,32 @@ def run(argv: Sequence[str], environ: Mapping[str, str]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Access:
-    """What the proxy wants of its clients."""
+    """What the proxy requires of its clients."""
 
     key: str = field(repr=False)
-    """Empty if it wants none."""
+    """The API key; empty if the proxy requires none."""
     tls: ssl.SSLContext | None
-    """None if it serves HTTP."""
+    """The TLS context of requests to the proxy; None if it serves HTTP."""
 
 
 def api_key(environ: Mapping[str, str]) -> str:
-    """A key that a proxy with these settings takes; empty if it wants none. Raises ConfigError."""
+    """Returns a key that a proxy with these settings accepts; empty if it requires none. Raises ConfigError."""
     keys = read_api_keys(load(ProxyConfig, [], environ, prog="pdserve proxy").admission)
     return keys[0].key if keys else ""
 
 
 def proxy_tls(environ: Mapping[str, str]) -> ssl.SSLContext | None:
-    """For requests to a proxy with these settings on this machine; None if it serves no HTTPS. Raises ConfigError.
+    """Returns the TLS context for a proxy with these settings on this machine; None without HTTPS. Raises ConfigError.
 
-    Its certificate may be for another name than the loopback address, and from an authority that nobody here knows.
+    The proxy's certificate may be for another name than the loopback address, and this machine may not know its
+    authority.
     """
     certificate = load(ProxyConfig, [], environ, prog="pdserve proxy").tls.cert
     return trusting_only(certificate) if certificate else None
 
 
 def _secret(config: UpConfig, environ: Mapping[str, str]) -> str:
-    """The user's, or a new one that nobody else ever sees."""
+    """Returns the user's secret, or a new one that only this cluster knows."""
     if config.security.secret or config.security.secret_file:
         return resolve_secret(config.security, [], state_folder(environ)).decode()
     return secrets.token_hex(32)

@@ -1,5 +1,5 @@
-"""``pdserve doctor``: what a person runs before calling for help.
+"""``pdserve doctor`` checks a machine and its peers before a person has to call for help.
 
-A module a check. Each has a thin reader of the system (``read_…``) that gives facts, and a pure function (``check_…``)
-from facts to findings. ``examination`` says which are made, in which order.
+Each check has its own module, with a thin reader of the system (``read_…``) that returns facts and a pure function
+(``check_…``) that turns facts into findings. ``examination`` says which checks run, and in which order.
 """

@@ -1,4 +1,4 @@
-"""The nodes that a proxy knows, and whether they can be paired."""
+"""Checks which nodes a proxy knows, and whether they can be paired."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _MAX_BODY_BYTES = 8 * 2**20
 
 
 class ListedInstance(msgspec.Struct, frozen=True):
-    """What the doctor reads of an entry of the proxy's ``/instances``."""
+    """The part of an entry of the proxy's ``/instances`` that the doctor reads."""
 
     name: str
     role: str
@@ -27,9 +27,9 @@ class ListedInstance(msgspec.Struct, frozen=True):
 
 
 def read_instances(proxy_url: str, timeout_s: float, trust: Trust | None = None) -> list[ListedInstance] | str:
-    """What is registered, or why that cannot be said. Without ``trust``, the system's authorities count."""
+    """Returns the registered nodes, or why they are unknown. Without ``trust``, the system's authorities count."""
     url = f"{proxy_url.rstrip('/')}/instances"
-    # Not by way of the environment's HTTP proxies: the address is what it says.
+    # The environment's HTTP proxies are not used: the request has to go to the address as it is written.
     https = urllib.request.HTTPSHandler(context=(trust or Trust()).context)
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), https)
     try:
@@ -62,7 +62,7 @@ def check_instances(proxy_url: str, found: list[ListedInstance] | str) -> list[F
 
 
 def _pairs(found: Sequence[ListedInstance]) -> list[Finding]:
-    """Decode nodes for which no prefill node computes the same model."""
+    """Reports decode nodes for which no prefill node computes the same model."""
     prefill, decoding = ([instance for instance in found if instance.role == role] for role in ("prefill", "decode"))
     if not decoding:
         return []

@@ -1,4 +1,4 @@
-"""Which cores and how much memory an engine started from here would have, and who else is on them."""
+"""Checks which cores and how much memory an engine started from here would have, and which engines share them."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class CoreFacts:
     allowed: tuple[int, ...]
     machine_cores: int
     quota: float
-    """Cores' worth of time that the control group gets; 0 is no limit."""
+    """The CPU time, in cores, that the control group gets; 0 means that there is no limit."""
     governors: frozenset[str]
-    """Of the allowed cores; empty where the kernel does not show them."""
+    """The frequency governors of the allowed cores; empty where the kernel does not show them."""
     memory_total: int
     memory_available: int
     engines: tuple[RunningEngine, ...]
@@ -69,7 +69,7 @@ def _governors(cores: Sequence[int], root: Path) -> frozenset[str]:
 
 
 def _quota(root: Path) -> float:
-    """The tightest of this control group and those above it, in either version of control groups."""
+    """Returns the tightest quota of this control group and those above it, in either version of control groups."""
     quotas = []
     for line in _text(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
@@ -96,7 +96,7 @@ def _engines(root: Path) -> tuple[RunningEngine, ...]:
             words = (folder / "cmdline").read_bytes().split(b"\0")
             status = (folder / "status").read_text(errors="replace")
         except OSError:
-            # It has ended meanwhile, or belongs to somebody else.
+            # The process has ended meanwhile, or belongs to another user.
             continue
         if b"-m" in words and words[words.index(b"-m") + 1] in _ENGINE_MODULES:
             found.append(RunningEngine(int(folder.name), _cores_of(status)))

@@ -1,4 +1,4 @@
-"""All checks, in the order of the report."""
+"""Runs all checks, in the order of the report."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from pdserve_kvtransfer.probe.examiner import Examiner
 from pdserve_kvtransfer.shared_memory import machine_identity
 
 _BLOCK_BYTES = 360 * 1024
-"""A KV block of the demo model: what is probed where no peer says its own size."""
+"""The size of a KV block of the demo model, which is probed where no peer names its own block size."""
 _LOCAL = "here"
 
 
@@ -35,7 +35,7 @@ class Examination:
     version: str
     host: str
     examined: str
-    """Date and time, UTC."""
+    """The date and time of the examination, in UTC."""
     findings: tuple[Finding, ...]
     probes: tuple[probe.ProbeFacts, ...]
 
@@ -47,12 +47,12 @@ class Examination:
 def examine(
     config: DoctorConfig, environ: Mapping[str, str], secret: bytes | str, ours: EngineSpec | None
 ) -> Examination:
-    """``secret`` is the cluster's, or why there is none; ``ours`` is the model that peers have to have, if any."""
+    """Runs all checks. ``secret`` is the cluster's, or why there is none; ``ours`` is the model that peers need."""
     return _Doctor(config, environ, secret, ours).examine()
 
 
 class _Doctor:
-    """What the checks have in common, and what they found so far."""
+    """The state that the checks share, and what they have found so far."""
 
     def __init__(
         self, config: DoctorConfig, environ: Mapping[str, str], secret: bytes | str, ours: EngineSpec | None
@@ -83,7 +83,7 @@ class _Doctor:
         )
 
     def _machine(self) -> bool:
-        """False if UCX cannot be used here, and so no peer can be asked."""
+        """Returns False if UCX cannot be used here, so that no peer can be asked."""
         facts = software.read_software(self._environ)
         ports = rdma.read_rdma()
         gpus = gpu.read_gpus()
@@ -112,7 +112,7 @@ class _Doctor:
         return not error
 
     def _controls(self) -> list[str]:
-        """Of every peer, named or registered."""
+        """Returns the control address of every peer, named or registered."""
         asked = self._config.diagnosis
         controls = list(asked.peers)
         if asked.proxy_url:
@@ -194,7 +194,7 @@ class _Doctor:
 
 
 def _over_the_same_ucx(config: TransferConfig) -> TransferConfig:
-    """For a process on this machine, whatever address ``config`` is for."""
+    """Returns ``config`` for a process on this machine, whatever address ``config`` is for."""
     return TransferConfig(
         ucx_tls=config.ucx_tls, ucx_net_devices=config.ucx_net_devices, ucx_tcp_ports=config.ucx_tcp_ports
     )

@@ -1,4 +1,4 @@
-"""What a check says."""
+"""The result of one check."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 class Verdict(enum.Enum):
     OK = "ok"
     WARNING = "warning"
-    """It works, and slower or more fragile than it could."""
+    """It works, but slower or less reliably than it could."""
     PROBLEM = "problem"
     """It does not work."""
     NOT_APPLICABLE = "not applicable"
@@ -23,7 +23,7 @@ class Finding:
     verdict: Verdict
     seen: str
     advice: str = ""
-    """What to do; empty where there is nothing to do."""
+    """What the user should do; empty if there is nothing to do."""
 
 
 def ok(check: str, seen: str) -> Finding:

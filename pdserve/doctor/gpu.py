@@ -1,4 +1,4 @@
-"""The GPUs that torch finds."""
+"""Checks the GPUs that torch finds."""
 
 from __future__ import annotations
 

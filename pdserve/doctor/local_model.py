@@ -13,7 +13,7 @@ from pdserve.wire.version import OLDEST_PROTOCOL, PROTOCOL_VERSION
 
 
 def local_spec(model: ModelConfig, cache: CacheConfig, cache_dir: Path) -> EngineSpec:
-    """Of one rank. Raises ModelError if there is no such model."""
+    """Returns the specification of one rank. Raises ModelError if there is no such model."""
     folder = resolve_model(model.path, cache_dir)
     decoder = read_decoder_config(folder)
     return EngineSpec(

@@ -1,4 +1,4 @@
-"""Limits that transfers run into: shared memory, locked memory, descriptors."""
+"""Checks the limits that transfers can reach: shared memory, locked memory and descriptors."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pdserve.doctor.finding import Finding, not_applicable, ok, problem, warning
 
 _MIB = 2**20
 _MIN_SHM_BYTES = 64 * _MIB
-"""Docker's default, which several links of UCX use up."""
+"""Docker's default, which a few links of UCX use up."""
 _MIN_DESCRIPTORS = 4096
 _MIN_LOCKED_BYTES = 2**30
 _SHM = Path("/dev/shm")  # noqa: S108 — it is looked at, nothing is made there.
@@ -19,10 +19,10 @@ _SHM = Path("/dev/shm")  # noqa: S108 — it is looked at, nothing is made there
 
 @dataclass(frozen=True, slots=True)
 class LimitFacts:
-    """Bytes and counts; -1 is no limit."""
+    """The limits of this process, in bytes or as counts; -1 means that there is no limit."""
 
     shm_total: int
-    """0 if there is no such file system."""
+    """The size of the file system of shared memory; 0 if there is none."""
     shm_free: int
     locked: int
     descriptors: int

@@ -1,4 +1,4 @@
-"""The addresses of this machine's own control channel, and the way to each peer."""
+"""Checks the addresses of this machine's own control channel, and the route to each peer."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ class ListenFacts:
     host: str
     port: int
     bind_error: str
-    """Empty if it can be bound."""
+    """Why the address cannot be bound; empty if it can be."""
     in_use: bool
     advertise: str
     addresses: tuple[str, ...]
-    """What the advertised name is resolved to here; empty if to nothing."""
+    """The addresses that the advertised name resolves to on this machine; empty if it does not resolve."""
     unset: bool
-    """Whether all of it is as where nothing is set."""
+    """Whether all these settings have their defaults."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,18 +45,18 @@ class RouteFacts:
 
     host: str
     address: str
-    """Empty if the name is not known."""
+    """The address of ``host``; empty if its name does not resolve."""
     source: str
     interface: str
-    """Empty if unknown."""
+    """The interface that the route uses; empty if it is unknown."""
     mtu: int
-    """Of the route; 0 if unknown."""
+    """The MTU of the route; 0 if it is unknown."""
     mbit_per_s: int
-    """Of the interface; 0 if it does not say."""
+    """The speed of the interface; 0 if the interface does not report one."""
 
 
 def host_of(url: str) -> str:
-    """``tcp://host:port`` → host."""
+    """Returns the host of a control address: ``tcp://host:port`` → ``host``."""
     return urlsplit(url).hostname or ""
 
 
@@ -88,7 +88,7 @@ def _resolve(host: str) -> tuple[str, ...]:
 
 
 def read_route(host: str, sys: Path = Path("/sys")) -> RouteFacts:
-    """Asks the kernel; nothing is sent."""
+    """Asks the kernel for the route to ``host``, without sending anything."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as tried:
@@ -132,12 +132,12 @@ def _speed(file: Path) -> int:
     try:
         return max(0, int(file.read_text()))
     except (OSError, ValueError):
-        # Loopback and most virtual devices have none.
+        # Loopback and most virtual devices report no speed.
         return 0
 
 
 def check_listening(facts: ListenFacts, *, peers_beyond: bool) -> list[Finding]:
-    """``peers_beyond``: whether there are peers on other machines."""
+    """``peers_beyond`` says whether there are peers on other machines."""
     return [_bindable(facts), _advertised(facts, peers_beyond)]
 
 

@@ -1,4 +1,4 @@
-"""A named prefill node: reached, believed, and of the same kind."""
+"""Checks that a named prefill node can be reached, is authenticated, and fits."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _NO_MODEL = EngineSpec(
     head_dim=0,
     tp_size=1,
 )
-"""What an engine that knows no ``Examine`` is greeted with, so that it says what differs first."""
+"""The greeting of an engine that does not know ``Examine``, whose refusal then names what differs first."""
 _ADVICE = {
     "protocol": "run the same version of pdserve on both, or one that is a minor version older",
     "fingerprint": "give both the same --model in the same form: the same folder's files, or the same .gguf",
@@ -48,21 +48,21 @@ class PeerFacts:
     connect_error: str
     """Why there is no TCP connection; empty if there was one."""
     examined: Examined | None
-    """None if it gave no answer that could be believed."""
+    """The peer's authenticated answer; None if there was none."""
     refused: HandshakeRefused | None
-    """What it refused the handshake for."""
+    """The peer's refusal of the handshake; None if it did not refuse."""
     handshake: bool
-    """Whether the handshake of a decode engine stood."""
+    """Whether the handshake of a decode engine succeeded."""
     broken: str
-    """Why the conversation broke off; empty if it did not."""
+    """Why the exchange of messages broke off; empty if it did not."""
     round_trip_s: float
-    """Of a control message; 0 if unknown."""
+    """The round-trip time of a control message; 0 if it is unknown."""
     clock_ahead_s: float
-    """Of the peer's clock before ours."""
+    """How far the peer's clock is ahead of this machine's."""
 
 
 def read_peer(asker: Examiner, control: str, ours: EngineSpec | None, timeout_s: float) -> PeerFacts:
-    """``ours`` is what a decode engine here would be; None to take the peer's own, for the way alone."""
+    """``ours`` is what a decode engine here would be. If it is None, the peer's own is used, to check only the way."""
     examined: Examined | None = None
     refused: HandshakeRefused | None = None
     handshake, broken, round_trip_s, ahead_s = False, "", 0.0, 0.0
@@ -85,7 +85,7 @@ def read_peer(asker: Examiner, control: str, ours: EngineSpec | None, timeout_s:
 
 
 def _like(spec: EngineSpec) -> EngineSpec:
-    """What an engine here would be that fits."""
+    """Returns what an engine here would have to be to fit ``spec``."""
     return msgspec.structs.replace(spec, protocol=PROTOCOL_VERSION, oldest_protocol=OLDEST_PROTOCOL, tp_size=1)
 
 
@@ -105,7 +105,7 @@ def same_machine(examined: Examined, identity: MachineIdentity) -> bool:
 
 
 def check_peer(facts: PeerFacts, ours: EngineSpec | None, version: str) -> list[Finding]:
-    """``version`` is this pdserve's."""
+    """``version`` is that of this pdserve."""
     check = f"peer {facts.control.removeprefix('tcp://')}"
     if facts.connect_error:
         return [problem(check, facts.connect_error, _reach(facts))]
@@ -164,7 +164,7 @@ def _spec(examined: Examined, check: str) -> Finding:
 
 
 def _misfits(theirs: EngineSpec, ours: EngineSpec, check: str) -> list[Finding]:
-    """Every field that differs, where the handshake names the first alone."""
+    """Reports every field that differs, whereas the handshake names only the first."""
     findings = []
     for refused in misfits(ours, theirs):
         advice = _ADVICE.get(refused.field, _ADVICE["fingerprint"])
@@ -183,7 +183,7 @@ def _short(value: object) -> str:
 
 
 def _handshake(facts: PeerFacts, check: str, *, named: bool) -> list[Finding]:
-    """``named``: whether a refusal's reason is among the findings already."""
+    """``named`` says whether the reason of a refusal is among the findings already."""
     if facts.handshake:
         trip = f", {facts.round_trip_s * 1e6:.0f} µs there and back" if facts.round_trip_s else ""
         return [ok(check, f"the handshake stands{trip}")]

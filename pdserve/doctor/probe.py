@@ -1,4 +1,4 @@
-"""Bandwidth and latency between this process and a prefill engine, beside what UCX alone does here."""
+"""Measures bandwidth and latency between this process and a prefill engine, beside those of UCX alone."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pdserve_kvtransfer.ucx.ucx_library import SHARED_MEMORY, Lane
 _MIN_MESSAGES = 16
 _MAX_MESSAGES = 8192
 _LOW_SHARE = 0.3
-"""Of UCX's own figure. Machines are busy and probes are short: a half is no news."""
+"""A probe with a smaller share of UCX's own figure is reported. Machines are busy and probes short: half is normal."""
 _LOW_LINE_SHARE = 0.25
 _HIGH_LATENCY_S = 5e-3
 _SMALL_SHM_BYTES = 64 * 2**20
@@ -34,24 +34,24 @@ class ProbeFacts:
     same_machine: bool
     same_ipc_namespace: bool
     tls: str
-    """The transports that this side may use, as ``UCX_TLS`` takes them; empty if UCX chooses."""
+    """The transports that this side may use, in the form of ``UCX_TLS``; empty if UCX chooses them."""
     mbit_per_s: int
-    """Of the interface to the peer; 0 if it does not say."""
+    """The speed of the interface to the peer; 0 if the interface does not report one."""
 
 
 def message_size(block_bytes: int) -> int:
-    """A KV block, as far as probes may send one."""
+    """Returns the size of a KV block, or the largest size that a probe may send."""
     return min(block_bytes, MAX_PROBE_MESSAGE_BYTES)
 
 
 def message_count(message_bytes: int, mib: int) -> int:
-    """How many make about ``mib`` MiB."""
+    """Returns how many messages make about ``mib`` MiB."""
     wanted = max(_MIN_MESSAGES, mib * 2**20 // message_bytes)
     return max(1, min(wanted, _MAX_MESSAGES, MAX_PROBE_BYTES // message_bytes))
 
 
 def read_probe(asker: Examiner, message_bytes: int, mib: int, timeout_s: float) -> tuple[Measured | None, str]:
-    """The figures, or why there are none."""
+    """Returns the figures, or None and the reason why there are none."""
     try:
         return asker.probe(message_bytes, message_count(message_bytes, mib), timeout_s), ""
     except TransferError as exc:
@@ -59,7 +59,7 @@ def read_probe(asker: Examiner, message_bytes: int, mib: int, timeout_s: float) 
 
 
 def transports_of(lanes: Iterable[Lane]) -> str:
-    """As ``UCX_TLS`` takes them."""
+    """Returns the transports of ``lanes`` in the form of ``UCX_TLS``."""
     return ",".join(dict.fromkeys(lane.transport for lane in lanes))
 
 

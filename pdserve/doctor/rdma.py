@@ -1,4 +1,4 @@
-"""RDMA ports, as the kernel shows them below ``/sys/class/infiniband``."""
+"""Checks the RDMA ports that the kernel shows below ``/sys/class/infiniband``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _NETWORKS = "class/net"
 _ROCE_V2 = "RoCE v2"
 _ETHERNET = "Ethernet"
 _ROCE_HEADERS = 76
-"""Bytes of an Ethernet frame's payload that RoCE needs beside the RDMA MTU, at least."""
+"""The least number of bytes of an Ethernet frame's payload that RoCE needs beside the RDMA MTU."""
 _MTUS = (256, 512, 1024, 2048, 4096)
 
 
@@ -21,25 +21,25 @@ class Gid:
     index: int
     gid: str
     kind: str
-    """``IB/RoCE v1`` or ``RoCE v2``."""
+    """The GID's type: ``IB/RoCE v1`` or ``RoCE v2``."""
     net_device: str
 
 
 @dataclass(frozen=True, slots=True)
 class RdmaPort:
-    """One port of one device. Texts are the kernel's; empty where it does not say."""
+    """One port of one device. Its texts are the kernel's, and empty where the kernel does not say."""
 
     device: str
     port: int
     state: str
-    """``4: ACTIVE``."""
+    """The logical state, such as ``4: ACTIVE``."""
     phys_state: str
-    """``5: LinkUp``."""
+    """The physical state, such as ``5: LinkUp``."""
     rate: str
     link_layer: str
     gids: tuple[Gid, ...]
     net_mtu: int
-    """Of the network device that it belongs to; 0 if unknown."""
+    """The MTU of the network device that the port belongs to; 0 if it is unknown."""
 
     @property
     def name(self) -> str:
@@ -47,7 +47,7 @@ class RdmaPort:
 
 
 def read_rdma(sys: Path = Path("/sys")) -> list[RdmaPort]:
-    """Every port, in order; none where there is no RDMA."""
+    """Returns every port, in order; none where there is no RDMA."""
     folders = sorted((sys / _INFINIBAND).glob("*/ports/*"), key=lambda folder: (folder.parts[-3], int(folder.name)))
     return [_port(sys, folder) for folder in folders]
 

@@ -1,4 +1,4 @@
-"""Which software is here, and whether UCX can be loaded."""
+"""Checks which software is installed, and whether UCX can be loaded."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ class SoftwareFacts:
     python: str
     kernel: str
     packages: Mapping[str, str]
-    """Version by name; empty if it is not installed."""
+    """The version of each package; empty if the package is not installed."""
     ucx: str
-    """Version of the UCX library that ucxx has loaded."""
+    """The version of the UCX library that ucxx has loaded."""
     ucx_error: str
-    """Why it cannot be loaded; empty if it can."""
+    """Why UCX cannot be loaded; empty if it can be."""
     variables: Mapping[str, str]
-    """``UCX_*`` of the environment: nodes that are started from it obey them too."""
+    """The ``UCX_*`` variables of the environment, which nodes that are started from it obey too."""
 
 
 def read_software(environ: Mapping[str, str]) -> SoftwareFacts:
@@ -48,7 +48,7 @@ def _version(package: str) -> str:
 
 
 def _load_ucx() -> tuple[str, str]:
-    """Version and error."""
+    """Returns the version of UCX and the error; one of them is empty."""
     try:
         return ucx_version(), ""
     except TransferError as exc:

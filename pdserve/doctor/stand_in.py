@@ -1,4 +1,4 @@
-"""A prefill engine without a model, in a process of its own: what is probed where no peer is named.
+"""A prefill engine without a model, in its own process. The doctor probes it where no peer is named.
 
 ``python -m pdserve.doctor.stand_in`` reads a ``StandIn`` as a line of JSON from standard input, writes its control
 address as one line, and ends when its standard input does.
@@ -40,7 +40,7 @@ _CLOSE_S = 5.0
 
 
 class StandIn(msgspec.Struct, frozen=True):
-    """What a stand-in is told at its start."""
+    """The order that a stand-in gets at its start."""
 
     secret: bytes
     transfer: TransferConfig
@@ -49,7 +49,7 @@ class StandIn(msgspec.Struct, frozen=True):
 
 @contextmanager
 def standing_in(told: StandIn, environ: Mapping[str, str]) -> Iterator[str]:
-    """The control address of a stand-in, while the block runs. Raises TransferError if it does not come up."""
+    """Yields the control address of a stand-in that runs until the block ends. Raises TransferError if it fails."""
     try:
         child = AnsweringProcess(
             "the local probe", python_program("pdserve.doctor.stand_in"), environ, stderr=subprocess.DEVNULL
@@ -79,7 +79,7 @@ def main() -> int:
     )
     try:
         print(thread.start(), flush=True)
-        # Returns when the process that started this one is done, or gone.
+        # This returns when the process that started this one closes the pipe or ends.
         os.read(sys.stdin.fileno(), 1)
     finally:
         thread.close(_CLOSE_S)

@@ -1,4 +1,4 @@
-"""An examination as text for people, and as JSON for machines."""
+"""Renders an examination as text for people, and as JSON for programs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _PLURAL = {Verdict.PROBLEM: "problems", Verdict.WARNING: "warnings"}
 
 
 def render(examination: Examination, width: int) -> str:
-    """Lines of at most ``width`` columns, as far as words allow."""
+    """Returns lines of at most ``width`` columns, as far as the words' lengths allow."""
     findings = examination.findings
     first = max(len(finding.verdict.value) for finding in findings)
     second = min(30, max(len(finding.check) for finding in findings))
@@ -50,5 +50,5 @@ def _summary(findings: tuple[Finding, ...]) -> str:
 
 
 def to_json(examination: Examination) -> bytes:
-    """Indented."""
+    """Returns the examination as indented JSON."""
     return msgspec.json.format(msgspec.json.encode(examination), indent=1) + b"\n"

@@ -1,4 +1,4 @@
-"""Which transports and devices UCX uses, by its own word: a context as engines have it, ``ucx_info -d`` and ``-v``."""
+"""Checks which transports and devices UCX reports: a context like an engine's, and ``ucx_info -d`` and ``-v``."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ class UcxBuild:
 @dataclass(frozen=True, slots=True)
 class UcxFacts:
     tls: str
-    """As ``UCX_TLS`` takes it; empty if UCX chooses."""
+    """The transports that are set, in the form of ``UCX_TLS``; empty if UCX chooses them."""
     usable: tuple[Lane, ...]
     """Transports and devices that an engine's context has with ``tls``."""
     error: str
     """Why there is no such context; empty if there is one."""
     all_transports: frozenset[str]
-    """That this UCX finds, chosen or not."""
+    """Every transport that this UCX finds, whether ``tls`` selects it or not."""
     build: UcxBuild
     rdma_devices: tuple[str, ...]
-    """The kernel's."""
+    """The RDMA devices that the kernel shows."""
     gpus: int
 
 
 def read_ucx(config: TransferConfig) -> tuple[tuple[Lane, ...], str]:
-    """What an engine's UCX context may use, and the error if there is no context."""
+    """Returns what an engine's UCX context may use, and the error if there is no context."""
     try:
         transport = configured_ucx(config)
     except TransferError as exc:
@@ -55,12 +55,12 @@ def read_ucx(config: TransferConfig) -> tuple[tuple[Lane, ...], str]:
 
 
 def parse_transports(text: str) -> frozenset[str]:
-    """From ``ucx_info -d``."""
+    """Returns the transports that the output of ``ucx_info -d`` lists."""
     return frozenset(re.findall(r"^#\s+Transport: (\S+)$", text, re.MULTILINE))
 
 
 def parse_build(text: str) -> UcxBuild:
-    """From ``ucx_info -v``."""
+    """Returns the build that the output of ``ucx_info -v`` describes."""
     version = re.search(r"Library version: (\S+)", text)
     options = re.search(r"Configured with: (.*)", text)
     return UcxBuild(version[1] if version else "", tuple(options[1].split()) if options else ())

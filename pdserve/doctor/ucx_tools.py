@@ -1,6 +1,6 @@
-"""UCX's own programs, ``ucx_info`` and ``ucx_perftest``, as its wheel ships them.
+"""Runs UCX's own programs, ``ucx_info`` and ``ucx_perftest``, as its wheel ships them.
 
-The yardstick for a probe is the best of some runs of ``ucx_perftest`` between two processes of this machine.
+The yardstick for a probe is the best of several runs of ``ucx_perftest`` between two processes of this machine.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ _TIMEOUT_S = 30.0
 
 @dataclass(frozen=True, slots=True)
 class UcxTools:
-    """Where they are, and the libraries that they need."""
+    """The paths of UCX's programs, and the libraries that they need."""
 
     info: Path
     perftest: Path
     library: Path
 
     def environ(self, environ: Mapping[str, str], tls: str) -> dict[str, str]:
-        """For running them with the transports ``tls``, as ``UCX_TLS`` takes it; as ``environ`` says if empty."""
+        """Returns the environment that runs them with the transports ``tls``, or as ``environ`` says if it is empty."""
         chosen = {"UCX_TLS": tls} if tls else {}
         return {**environ, "LD_LIBRARY_PATH": str(self.library), "UCX_LOG_LEVEL": "error", **chosen}
 
     def ask(self, environ: Mapping[str, str], tls: str, *flags: str) -> str:
-        """What ``ucx_info`` prints; empty if it fails."""
+        """Returns what ``ucx_info`` prints; empty if it fails."""
         try:
             done = subprocess.run(
                 [self.info, *flags],
@@ -50,7 +50,7 @@ class UcxTools:
 
 
 def read_tools() -> UcxTools | None:
-    """None if the wheel does not ship them."""
+    """Returns the tools, or None if the wheel does not ship them."""
     spec = find_spec(_WHEEL)
     for place in (spec.submodule_search_locations or []) if spec else []:
         folder = Path(place)
@@ -82,17 +82,17 @@ _RUNS_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Yardstick:
-    """What UCX does here without pdserve."""
+    """What UCX achieves on this machine without pdserve."""
 
     tls: str
     message_bytes: int
     bytes_per_s: float
     latency_s: float
-    """One way, of 8 bytes."""
+    """The one-way latency of a message of 8 bytes."""
 
 
 def read_yardstick(tools: UcxTools, environ: Mapping[str, str], tls: str, message_bytes: int) -> Yardstick | None:
-    """None if ``ucx_perftest`` fails, as with transports that it does not know."""
+    """Returns None if ``ucx_perftest`` fails, for example with transports that it does not know."""
     messages = max(20, min(_MAX_MESSAGES, _LOAD_BYTES // message_bytes))
     own = tools.environ(environ, tls)
     perftest = Perftest(tools.perftest, tools.library)
@@ -108,7 +108,7 @@ def read_yardstick(tools: UcxTools, environ: Mapping[str, str], tls: str, messag
 def _runs(
     perftest: Perftest, environ: Mapping[str, str], kind: PerftestKind, size: int, count: int
 ) -> list[PerftestResult]:
-    """As many as there is time for, at least one. Raises BenchError."""
+    """Returns as many runs as there is time for, at least one. Raises BenchError."""
     deadline = time.monotonic() + _RUNS_S
     found: list[PerftestResult] = []
     while len(found) < _REPEATS and (not found or time.monotonic() < deadline):

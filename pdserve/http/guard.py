@@ -1,20 +1,21 @@
-"""What a client may do to an HTTP connection: uvicorn's protocol, with bounds on what comes before a request is whole.
+"""uvicorn's HTTP protocol with bounds on what a client may do to a connection before its request is complete.
 
     WAITING ──▶ HEAD ──▶ BODY ──▶ ANSWERING ──▶ WAITING     a connection that is kept
                   │        │          ├──▶ HALF_CLOSED      the client says no more, and may still read
                   └────────┴──────────┴──────────┴──▶ CLOSING    refused, or its last response is over
 
 uvicorn takes headers of any size for any time, and stops reading while a pipelined request waits, so that it does not
-see the client leave. Here a request's head is bounded in size, in fields and in time, and bytes that come while a
-response is under way are dropped: that response is then the connection's last. A client that does not take what it
-asked for is cut off, and connections beyond a number are refused.
+notice when the client leaves. This protocol bounds a request's head in size, in fields and in time. It drops bytes that
+come while a response is under way: that response is then the connection's last. It cuts off a client that does not take
+what it asked for, and refuses connections beyond a number.
 
-Where a request ends is never a matter of opinion: a head that two readers could read in two ways is refused, and an
-offer to go on in another protocol (``Connection: Upgrade``) is ignored, so that the body stays the body.
+The end of a request is never ambiguous: a head that two readers could read in two ways is refused, and an offer to go
+on in another protocol (``Connection: Upgrade``) is ignored, so that the body stays the body.
 
-A client that closes its half of the connection and one that is gone send the same packet. Only what the client's
-system says to bytes that nobody will read tells them apart: it resets the connection. The chunks of a response are such
-bytes. Where it has not begun, the client is sent ``100 Continue``, which means nothing to one that reads.
+A client that closes its half of the connection and one that is gone send the same packet. Only the answer of the
+client's system to bytes that no program will read tells them apart: it resets the connection. The chunks of a response
+are such bytes. If the response has not begun, the client is sent ``100 Continue``, which a client that still reads
+ignores.
 """
 
 from __future__ import annotations
@@ -45,23 +46,23 @@ MAX_HEAD_BYTES = 64 * 1024
 MAX_HEADERS = 128
 MAX_URL_BYTES = 8 * 1024
 MAX_SMALL_PIECES = 4096
-"""Of one body: chunks, or what a read brought of one. With more, they have to be of ``MIN_PIECE_BYTES`` on average."""
+"""A body may have more pieces (chunks, or parts of one as reads bring them) if they average ``MIN_PIECE_BYTES``."""
 MIN_PIECE_BYTES = 16
-"""A chunk costs the server as much as hundreds of bytes, and a client six."""
+"""A chunk costs the server as much work as hundreds of bytes, and costs a client six bytes."""
 HEAD_TIMEOUT_S = 20.0
 LINGER_S = 1.0
-"""Seconds that a refused client gets to read its answer. Closing at once, with bytes unread, would take it back."""
+"""Seconds that a refused client gets to read its answer. A close with bytes unread would discard the answer."""
 
 MAX_REFUSED = 256
-"""Connections beyond ``max_connections`` that get an answer at the same time; more are closed without one."""
+"""The number of connections beyond ``max_connections`` that get an answer at a time; more are closed without one."""
 FIRST_LOOK_S = 0.01
 MAX_LOOK_S = 1.0
-"""Between two looks for a client that has closed its half of the connection."""
+"""The longest time between two looks for a client that has closed its half of the connection."""
 ASK_EVERY_S = 30.0
-"""A client that has closed its half, and whose response has not begun, is asked so often whether it still reads."""
+"""A client that has closed its half before its response has begun is asked this often whether it still reads."""
 HALF_CLOSED_S = 1.0
-"""Where it cannot be asked (it speaks HTTP/1.0, or its response has begun), it is cut off after so long without a byte
-for it.
+"""A client that cannot be asked (it speaks HTTP/1.0, or its response has begun) is cut off when no byte has been sent
+to it for this long.
 """
 
 _BLANK = b"\r\n"
@@ -69,25 +70,25 @@ _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 _HOST = re.compile(rb"[A-Za-z0-9\-._~%!$&'()*+,;=:\[\]]*")
 _FRAMING = (b"content-length", b"transfer-encoding")
 _TCP_CLOSE = 7
-"""State of a connection that was reset, or has timed out."""
+"""The state of a connection that was reset, or has timed out."""
 _TCP_INFO = struct.Struct("=B43xI")
-"""Of Linux's ``struct tcp_info``: state, and milliseconds since data was sent last."""
+"""The fields of Linux's ``struct tcp_info`` that are read: the state, and the milliseconds since data was sent last."""
 
 
 class _Phase(enum.Enum):
     WAITING = "waiting"
-    """For the first byte of a request."""
+    """The connection waits for the first byte of a request."""
     HEAD = "head"
     BODY = "body"
-    """Headers are complete, the request is not. Its response may be over before that."""
+    """The headers are complete, and the request is not. Its response may be over before that."""
     ANSWERING = "answering"
-    """The request is complete, its response is not: what comes now is dropped."""
+    """The request is complete, and its response is not. Bytes that come now are dropped."""
     HALF_CLOSED = "half-closed"
-    """As ``ANSWERING``, and nothing more will come."""
+    """The response is under way as in ``ANSWERING``, and the client sends nothing more."""
     CLOSING = "closing"
 
 
-# In names of their own: to look a member up on its class goes through that class's __getattr__, for every callback.
+# These have names of their own because a lookup on the class would go through its __getattr__ in every callback.
 _WAITING, _HEAD, _BODY, _ANSWERING, _HALF_CLOSED, _CLOSING = _Phase
 
 
@@ -101,10 +102,10 @@ def guarded_config(
     tls: ssl.SSLContext | None = None,
     backlog: int = 2048,
 ) -> uvicorn.Config:
-    """How every HTTP server of pdserve runs: guarded, without websockets, and silent but for warnings.
+    """Returns the configuration of every HTTP server of pdserve: guarded, without websockets, logging only warnings.
 
-    ``shutdown_s`` is what running responses get once the server was told to end. ``max_connections`` and
-    ``write_timeout_s`` are as ``GuardedHttp`` has them.
+    ``shutdown_s`` is the time that running responses get once the server is told to end. ``GuardedHttp`` describes
+    ``max_connections`` and ``write_timeout_s``.
     """
 
     class Protocol(GuardedHttp):
@@ -130,32 +131,31 @@ def guarded_config(
 
 
 class GuardedHttp(HttpToolsProtocol):
-    """For uvicorn's ``http`` setting, with ``ws="none"``."""
+    """The protocol for uvicorn's ``http`` setting, together with ``ws="none"``."""
 
     max_head_bytes: ClassVar[int] = MAX_HEAD_BYTES
     head_timeout_s: ClassVar[float] = HEAD_TIMEOUT_S
     linger_s: ClassVar[float] = LINGER_S
     half_closed_s: ClassVar[float] = HALF_CLOSED_S
     max_connections: ClassVar[int] = 16_384
-    """Of one server; the next is refused with 503."""
+    """The most connections of one server; the next one is refused with 503."""
     refused: ClassVar[set[GuardedHttp]] = set()
-    """Connections of this process that were one too many, and read their refusal now."""
+    """The connections of this process that exceeded the limit, and read their refusal now."""
     write_timeout_s: ClassVar[float] = 60.0
-    """How long a client may take nothing of a response, where more than the transport's high-water mark (64 KiB) of it
-    is unread."""
+    """The longest time in which a client may take nothing while more than the high-water mark (64 KiB) is unread."""
 
     _phase = _WAITING
     _idle_bytes = 0
-    """Fed to the parser since the request began or the last byte of its body: head, chunk extensions, trailers."""
+    """What the parser got since the request or its body's last byte: head, chunk extensions, trailers, in bytes."""
     _pieces = 0
-    """Of the body, so far."""
+    """The number of pieces of the body that have come so far."""
     _body_bytes = 0
     _timer: asyncio.TimerHandle | None = None
     _write_timer: asyncio.TimerHandle | None = None
     _unread_bytes = 0
-    """When the write timer was started."""
+    """The number of unread bytes when the write timer was started."""
     _offers_upgrade = False
-    """The head under way does; its body has not been looked at yet."""
+    """Whether the current head offers an upgrade and its body has not been looked at yet."""
     _half_closed_s = 0.0
     _asked_s = float("-inf")
     _look_s = 0.0
@@ -164,10 +164,10 @@ class GuardedHttp(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn has it
         super().connection_made(transport)
-        # One for all requests: made anew for each, it and its cycle would keep each other alive.
+        # One outlet serves all requests: if each had its own, it and its cycle would keep each other alive.
         self._outlet = Outlet(transport, self.flow, self._close_behind_response)
         if len(self.connections) > self.max_connections:
-            # While it lingers it takes nobody's place.
+            # A connection that reads its refusal does not count as one of the server's.
             self.connections.discard(self)
             if len(self.refused) >= MAX_REFUSED:
                 self._phase = _CLOSING
@@ -182,7 +182,7 @@ class GuardedHttp(HttpToolsProtocol):
         self.refused.discard(self)
         self._stop_timer()
         self._stop_write_timer()
-        # Also with an exception, for which uvicorn leaves it running.
+        # uvicorn leaves this timer running if there is an exception.
         self._unset_keepalive_if_required()
         self._phase = _CLOSING
         super().connection_lost(exc)
@@ -190,7 +190,7 @@ class GuardedHttp(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         while data and self._phase is not _CLOSING and not self.transport.is_closing():
-            # Some clients end a body with a line too much. It neither begins a request nor keeps a connection.
+            # Some clients end a body with one line too many. It neither begins a request nor keeps a connection.
             if self._phase in (_WAITING, _ANSWERING) and not data.strip(_BLANK):
                 return
             if self._phase is _ANSWERING:
@@ -203,7 +203,7 @@ class GuardedHttp(HttpToolsProtocol):
             self._feed(piece)
 
     def eof_received(self) -> bool | None:  # type: ignore[override]  # uvicorn's never keeps the connection
-        """The client says no more. Keeps the connection where it may still be waiting for a response (not over TLS)."""
+        """The client has closed its half. Keeps the connection only for a response under way, and never over TLS."""
         if self._phase is _ANSWERING and self.scheme == "http":
             self.cycle.keep_alive = False
             self._phase = _HALF_CLOSED
@@ -226,7 +226,7 @@ class GuardedHttp(HttpToolsProtocol):
         self._write_timer = self.loop.call_later(self.write_timeout_s, self._check_progress)
 
     def _check_progress(self) -> None:
-        # Slow clients may go on. What is being closed has nobody left who would end it: there some speed is asked for.
+        # Slow clients may go on. A closing connection has no other time limit, so there a minimum speed is required.
         least = HIGH_WATER_LIMIT if self.transport.is_closing() else 1
         if self._outlet.unread_bytes() <= self._unread_bytes - least:
             self._start_write_timer()
@@ -261,12 +261,12 @@ class GuardedHttp(HttpToolsProtocol):
             self.send_400_response(f"this is not a proper request: {exc}")
 
     def _go_on_as_http(self, rest: bytes) -> None:
-        """Read ``rest`` as the body that the head announced. The parser took its offer of an upgrade for accepted."""
+        """Reads ``rest`` as the body that the head announced. The parser took its offer of an upgrade for accepted."""
         self._offers_upgrade = False
         self.parser = httptools.HttpRequestParser(self)
         self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn has it
         framing = [b"%b: %b\r\n" % field for field in self.headers if field[0] in _FRAMING]
-        # Of this head no callback takes notice: the request's own is complete.
+        # The callbacks ignore this head, because the request's own head is complete.
         self._parse(b"POST / HTTP/1.1\r\n%b\r\n%b" % (b"".join(framing), rest))
 
     def _begin_head(self) -> None:
@@ -278,9 +278,9 @@ class GuardedHttp(HttpToolsProtocol):
     # ------------------------------------------------------------------ the parser's callbacks
 
     def on_message_begin(self) -> None:
-        if self._phase is _ANSWERING:  # in one read with the request before it
+        if self._phase is _ANSWERING:  # both requests came in one read
             self.cycle.keep_alive = False
-        if self._phase is _WAITING:  # in one read with the end of a body whose response was over before
+        if self._phase is _WAITING:  # it came in one read with a body whose response was over before
             self._begin_head()
         if self._phase is _HEAD:
             super().on_message_begin()
@@ -297,7 +297,7 @@ class GuardedHttp(HttpToolsProtocol):
         if len(self.headers) >= MAX_HEADERS:
             self._refuse(431, f"a request may have {MAX_HEADERS} headers", "headers_too_large")
         else:
-            HttpToolsProtocol.on_header(self, name, value)  # super() is half the work of it
+            HttpToolsProtocol.on_header(self, name, value)  # super() would double its cost
 
     def on_headers_complete(self) -> None:
         if self._phase is not _HEAD:
@@ -308,13 +308,13 @@ class GuardedHttp(HttpToolsProtocol):
             self._refuse(*flaw)
         else:
             if version == "1.0":
-                self.expect_100_continue = False  # it does not know that answer
+                self.expect_100_continue = False  # HTTP/1.0 does not have that answer
             self._offers_upgrade = self.parser.should_upgrade()
             super().on_headers_complete()
-            # Before the cycle's task has begun to run.
+            # This has to happen before the cycle's task begins to run.
             self._outlet.begin(self.cycle)
-            self.cycle.transport = self._outlet  # type: ignore[assignment]  # all of a transport that a cycle uses
-            self.scope["extensions"] = {OUTLET: self._outlet}  # type: ignore[dict-item]  # of our own, not ASGI's
+            self.cycle.transport = self._outlet  # type: ignore[assignment]  # a cycle uses no more of a transport
+            self.scope["extensions"] = {OUTLET: self._outlet}  # type: ignore[dict-item]  # pdserve's own, not ASGI's
             self._stop_timer()
             self._idle_bytes = self._pieces = self._body_bytes = 0
             self._phase = _BODY
@@ -343,7 +343,7 @@ class GuardedHttp(HttpToolsProtocol):
         self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
 
     def _flaw(self, version: str) -> tuple[int, str, str] | None:
-        """Status, message and code of the refusal of a head that the parser takes and this server does not."""
+        """Returns status, message and code for refusing a head that the parser accepts; None if the head is proper."""
         if version not in ("1.0", "1.1"):
             return 505, "HTTP/1.1 and HTTP/1.0 are spoken here", "http_version_not_supported"
         names = [name for name, _ in self.headers]
@@ -379,14 +379,14 @@ class GuardedHttp(HttpToolsProtocol):
             self._start_timer(self.head_timeout_s)
 
     def send_400_response(self, msg: str) -> None:
-        """uvicorn calls it for every error of the parser's."""
+        """uvicorn calls this method for every error of the parser."""
         if self._phase is _ANSWERING:
             self.cycle.keep_alive = False
         elif self._phase is not _CLOSING:
             self._refuse(400, msg, "invalid_http")
 
     def _refuse(self, status: int, message: str, code: str) -> None:
-        """Answer in the application's place, if it has not begun to, and close."""
+        """Answers in place of the application, if it has not begun to answer, and closes the connection."""
         self._phase = _CLOSING
         self._start_timer(self.linger_s)
         if self.cycle and not self.cycle.response_complete:
@@ -404,14 +404,14 @@ class GuardedHttp(HttpToolsProtocol):
         if self._phase is not _BODY or unsent or not self.transport.can_write_eof():
             self.transport.close()
             return
-        # The client still sends: bytes that come after a close would take the response back before it is read.
+        # The client still sends, and bytes that come after a close would discard the response before it is read.
         self._phase = _CLOSING
         self._start_timer(self.linger_s)
         self.transport.write_eof()
         self.flow.resume_reading()
 
     def _disconnect(self) -> None:
-        """Tell the application that its client is gone; what it sends from here on is dropped."""
+        """Tells the application that its client is gone. What the application sends from here on is dropped."""
         self.cycle.disconnected = True
         self.cycle.waiting_for_100_continue = False
         self.cycle.message_event.set()
@@ -453,10 +453,10 @@ class GuardedHttp(HttpToolsProtocol):
             self.transport.close()
 
     def _look_for_client(self) -> None:
-        """Cut the connection off if nobody is left to read the response; come back later otherwise."""
+        """Cuts the connection off if the client does not read any more; otherwise looks again later."""
         now = self.loop.time()
         connection = self.transport.get_extra_info("socket")
-        # The transport does not say: it neither reads any more, nor writes while the application does not.
+        # The transport does not notice it: it does not read any more, and writes only when the application does.
         info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
         state, sent_ms_ago = _TCP_INFO.unpack(info)
         can_be_asked = not self.cycle.response_started and self.cycle.scope["http_version"] == "1.1"
@@ -473,7 +473,7 @@ class GuardedHttp(HttpToolsProtocol):
 
 
 def _unchunked(app: Any, cycle: RequestResponseCycle) -> Any:
-    """``app`` for HTTP/1.0, which does not know chunks: a body without a length ends with the connection."""
+    """Returns ``app`` for HTTP/1.0, which has no chunks: a body without a length ends with the connection."""
 
     async def close_delimited(scope: Any, receive: Any, send: Callable[[Any], Awaitable[None]]) -> None:
         sized = False
@@ -485,7 +485,7 @@ def _unchunked(app: Any, cycle: RequestResponseCycle) -> Any:
                 if not sized:
                     cycle.chunked_encoding = False
             elif not sized:
-                cycle.expected_content_length = len(message.get("body", b""))  # for uvicorn, which compares
+                cycle.expected_content_length = len(message.get("body", b""))  # uvicorn compares it
             await send(message)
 
         await app(scope, receive, send_plain)

@@ -1,4 +1,4 @@
-"""What an application gets of its client's connection beyond ASGI, to spare what ASGI's calls for each request cost."""
+"""An application's access to its client's connection beyond ASGI, which spares the cost of ASGI's calls per request."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 
 OUTLET = "pdserve.outlet"
-"""An ASGI extension: ``scope["extensions"][OUTLET]`` is the request's ``Outlet``."""
+"""The name of an ASGI extension: ``scope["extensions"][OUTLET]`` is the request's ``Outlet``."""
 
 
 class Cycle(Protocol):
@@ -42,25 +42,25 @@ class Flow(Protocol):
 
 
 class Outlet:
-    """The way out of one connection for one response after the other: uvicorn's transport, and more.
+    """uvicorn's transport of one connection, for one response after the other, with more operations.
 
-    As a context manager it is a cork: what is sent inside goes out in one write, so that the head of a response and its
-    body, which ASGI takes apart, are one system call and one packet.
+    As a context manager it gathers what is sent inside and writes it at once. The head of a response and its body,
+    which ASGI sends apart, are then one system call and one packet.
     """
 
     __slots__ = ("_close", "_flow", "_held", "_transport", "cycle", "is_closing", "on_disconnect")
 
     def __init__(self, transport: asyncio.Transport, flow: Flow, close: Callable[[], None]) -> None:
-        """``close`` is called behind a response that is its connection's last."""
+        """``close`` is called after a response that is its connection's last."""
         self._transport = transport
         self._close = close
         self._flow = flow
         self.cycle: Cycle | None = None
-        """Of the request that is answered now, or was last."""
+        """The cycle of the request that is answered now, or was answered last."""
         self._held: list[bytes] | None = None
         self.is_closing = transport.is_closing
         self.on_disconnect: Callable[[], object] | None = None
-        """Called once if the client leaves before its response is over: without a task that waits to be told."""
+        """Called once if the client leaves before its response is over, so that no task has to wait for this."""
 
     def __enter__(self) -> None:
         self._held = []
@@ -69,24 +69,24 @@ class Outlet:
         self._release()
 
     def take_body(self) -> bytes | None:
-        """The request's body, if all of it is there and none has been received; None where it has to be waited for."""
+        """Returns the request's body if it is complete and has not been received; None if the caller has to wait."""
         cycle = self.cycle
         if cycle is None or cycle.more_body or cycle.disconnected:
             return None
-        self._flow.resume_reading()  # which stops at a large body
+        self._flow.resume_reading()  # a large body stops the reading
         body, cycle.body = bytes(cycle.body), bytearray()
         return body
 
     @property
     def paused(self) -> bool:
-        """Whether the client has left so much unread that no more should be written before ``drain``."""
+        """Whether the client has left so much unread that the caller should ``drain`` before it writes more."""
         return self._flow.write_paused
 
     async def drain(self) -> None:
         await self._flow.drain()
 
     def unread_bytes(self) -> int:
-        """What was written and has not reached the client's system: in this process and in the kernel."""
+        """Returns how many written bytes wait, in this process and in the kernel, for the client's system."""
         unsent = self._transport.get_write_buffer_size()
         sock = self._transport.get_extra_info("socket")
         if sock is None or self._transport.is_closing():  # a socket that is closed has no number
@@ -95,7 +95,7 @@ class Outlet:
         return unsent + int.from_bytes(in_kernel, sys.byteorder)
 
     def respond(self, status: int, fields: bytes, body: bytes) -> None:
-        """A whole response: ``fields`` are lines of its head, one of them its ``content-length``, in proper form."""
+        """Sends a whole response. ``fields`` are well-formed lines of its head, one of them its ``content-length``."""
         cycle = self.cycle
         assert cycle is not None
         assert not cycle.response_started
@@ -115,12 +115,12 @@ class Outlet:
         cycle.on_response()
 
     def write_chunk(self, data: bytes) -> bool:
-        """Part of a body, at once, where a response without a length has begun and is not over.
+        """Sends a part of a body at once, where a response without a length has begun and is not over.
 
-        Returns False if the client has left so much unread that no more should come before ``send`` lets it.
+        Returns False if the client has left so much unread that no more should be written until ``send`` allows it.
         """
         if self.cycle is not None and not self.cycle.disconnected and not self._transport.is_closing():
-            # A client of HTTP/1.0 gets it as it is.
+            # A client of HTTP/1.0 gets the data without a frame.
             framed = b"%x\r\n%b\r\n" % (len(data), data) if self.cycle.chunked_encoding else data
             self._transport.write(framed)
         return not self._flow.write_paused
@@ -134,7 +134,7 @@ class Outlet:
             self._transport.write(data)
 
     def begin(self, cycle: Cycle) -> None:
-        """The next request is there."""
+        """Takes over the cycle of the next request."""
         self.cycle = cycle
         self.on_disconnect = None
 
@@ -143,7 +143,7 @@ class Outlet:
         self._close()
 
     def tell_disconnect(self) -> None:
-        """The connection is lost, or given up."""
+        """Tells the application that the connection is lost or given up."""
         callback, self.on_disconnect = self.on_disconnect, None
         if callback is not None and self.cycle is not None and not self.cycle.response_complete:
             callback()

@@ -1,4 +1,4 @@
-"""What single values cannot show: settings that contradict each other or have the wrong form."""
+"""Refuses settings that single values cannot show to be wrong: they contradict each other or have the wrong form."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One configuration out of all sources."""
+"""Builds one configuration out of all sources."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ ROOTS: tuple[type, ...] = (
     BenchProxyConfig,
     BenchCompareConfig,
 )
-"""Of every subcommand: what one of them knows is not a misspelling for the others."""
+"""The root dataclasses of all subcommands: a setting that one of them has is not a misspelling for the others."""
 
 T = TypeVar("T")
 
 
 def load(root: type[T], argv: Sequence[str], environ: Mapping[str, str], *, prog: str, description: str = "") -> T:
-    """A ``root`` filled from ``argv``, then ``PDSERVE_*`` of ``environ``, then the TOML file, then defaults.
+    """Returns a ``root`` filled from ``argv``, then ``PDSERVE_*`` of ``environ``, then the TOML file, then defaults.
 
     Prints help and exits for ``--help``. Raises ConfigError, which names the setting, where it was given, what was
     given and what would be right.
@@ -50,7 +50,7 @@ def load(root: type[T], argv: Sequence[str], environ: Mapping[str, str], *, prog
 def load_with_file(
     root: type[T], argv: Sequence[str], environ: Mapping[str, str], *, prog: str, description: str = ""
 ) -> tuple[T, str]:
-    """As ``load``, with the path of the TOML file that was read; empty if none."""
+    """Returns what ``load`` returns, and the path of the TOML file that was read; empty if there was none."""
     settings = settings_of(root)
     every = [setting for known in {root: None, **dict.fromkeys(ROOTS)} for setting in settings_of(known)]
     by_flag: dict[str, Setting] = {setting.flag: setting for setting in every}
@@ -64,7 +64,7 @@ def load_with_file(
 
 
 def to_environ(config: object) -> dict[str, str]:
-    """``PDSERVE_*`` variables that give another process the settings of ``config``, without its secrets."""
+    """Returns the ``PDSERVE_*`` variables that give another process the settings of ``config``, without its secrets."""
     return {
         setting.env: to_text(getattr(getattr(config, setting.section), setting.field))
         for setting in settings_of(type(config))

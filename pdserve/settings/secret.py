@@ -1,6 +1,6 @@
-"""The cluster secret: given, or on one machine the user's own, made at first use.
+"""The cluster secret: given by the user, or on one machine the user's own, created at first use.
 
-While it is replaced there are two, one a line: processes sign with the first, and believe both.
+While the secret is being replaced there are two, one on each line. Processes sign with the first and accept both.
 """
 
 from __future__ import annotations
@@ -22,7 +22,10 @@ _HOW = "make one with `openssl rand -hex 32` for all processes of the cluster, a
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach ``host``. A name other than ``localhost`` is not looked up: it is not."""
+    """Whether only this machine can reach ``host``.
+
+    A name other than ``localhost`` is not looked up: it counts as one that other machines can reach.
+    """
     if host == "localhost":
         return True
     try:
@@ -32,10 +35,10 @@ def is_loopback(host: str) -> bool:
 
 
 def resolve_secret(security: SecurityConfig, binds: Sequence[str], state_dir: Path) -> bytes:
-    """The secret that this process signs control messages with, and in a second line another one that it believes.
+    """Returns the secret that this process signs with, and in a second line another one that it accepts.
 
-    Taken from ``--secret``, else ``--secret-file``, else, where every host of ``binds`` is loopback, from
-    ``state_dir/secret``, which is made if it is not there. Raises ConfigError if there is none or it is too short.
+    The secret comes from ``--secret``, else from ``--secret-file``, else, if every host of ``binds`` is loopback, from
+    ``state_dir/secret``, which is created if it does not exist. Raises ConfigError if there is none or it is too short.
     """
     if security.secret:
         return _checked(security.secret, "--secret / PDSERVE_SECRET")
@@ -81,7 +84,7 @@ def _own_secret(path: Path) -> bytes:
 
 
 def _create(path: Path) -> None:
-    """Puts a new secret at ``path``, whole or not at all; another process that is faster wins."""
+    """Puts a new secret at ``path``, whole or not at all. A secret that another process puts there first stays."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     draft = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
     descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -89,7 +92,7 @@ def _create(path: Path) -> None:
         with os.fdopen(descriptor, "w") as file:
             file.write(secrets.token_hex(32) + "\n")
         try:
-            # A link, unlike a rename, never replaces the secret that somebody already started with.
+            # A link, unlike a rename, never replaces the secret that another process has already started with.
             os.link(draft, path)
         except FileExistsError:
             return

@@ -1,4 +1,4 @@
-"""The settings of one root dataclass (``NodeConfig`` and its like) as a flat list, and the way back.
+"""Lists the settings of one root dataclass (such as ``NodeConfig``), and builds the dataclass from their values.
 
 Single values are read from a flag's or variable's text or from TOML, checked against their type and range, and
 written back as text.
@@ -23,22 +23,22 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One value that users can set."""
+    """One value that the user can set."""
 
     section: str
-    """Field name in the root, and the TOML section."""
+    """The name of the field in the root, which is also the TOML section."""
     title: str
-    """First line of the section's docstring."""
+    """The first line of the section's docstring."""
     field: str
     flag: str
-    """Without the leading dashes."""
+    """The flag without its leading dashes."""
     help: str
     type: Any
-    """As the dataclass declares it: ``int``, ``tuple[str, ...]``, an enum."""
+    """The type as the dataclass declares it: ``int``, ``tuple[str, ...]``, an enum."""
     default: Any
     metavar: str | None
     bare: str | None
-    """What the flag means where no value follows it; None if one has to."""
+    """The value that the flag has if none follows it; None if one has to follow."""
     secret: bool
     minimum: float | None
     maximum: float | None
@@ -49,12 +49,12 @@ class Setting:
 
 
 def env_name(flag: str) -> str:
-    """``block-size`` → ``PDSERVE_BLOCK_SIZE``."""
+    """Returns the name of the flag's variable: ``block-size`` → ``PDSERVE_BLOCK_SIZE``."""
     return ENV_PREFIX + flag.upper().replace("-", "_")
 
 
 def settings_of(root: type) -> list[Setting]:
-    """Every setting below ``root``, in the order of declaration, with the defaults that this root gives it."""
+    """Returns every setting below ``root``, in the order of declaration, with the defaults that this root gives it."""
     defaults = root()
     found = [
         _setting(section.name, getattr(defaults, section.name), leaf)
@@ -80,7 +80,7 @@ def _setting(section: str, values: Any, leaf: dataclasses.Field[Any]) -> Setting
 
 
 def build(root: type[T], values: Mapping[str, Any]) -> T:
-    """A ``root`` with ``values`` (by flag) in place of its defaults."""
+    """Returns a ``root`` with ``values`` (by flag) in place of its defaults."""
     config: Any = root()
     by_section: dict[str, dict[str, Any]] = {}
     for setting in settings_of(root):
@@ -92,7 +92,7 @@ def build(root: type[T], values: Mapping[str, Any]) -> T:
 
 
 def from_texts(setting: Setting, texts: Sequence[str], where: str) -> Any:
-    """The value that ``texts`` mean: one text, or any number for a repeatable setting.
+    """Returns the value that ``texts`` mean: one text, or any number for a repeatable setting.
 
     Raises ConfigError that names ``where`` the value was given, what was given, and what would be right.
     """
@@ -109,7 +109,7 @@ def from_texts(setting: Setting, texts: Sequence[str], where: str) -> Any:
 
 
 def from_toml(setting: Setting, value: Any, where: str) -> Any:
-    """The value that a TOML file gives; of the setting's own type, or text as a flag would have it."""
+    """Returns the value that a TOML file gives, which has the setting's own type or is text in the form of the flag."""
     if setting.type == tuple[str, ...]:
         if isinstance(value, list) and all(isinstance(item, str) for item in value):
             return tuple(value)
@@ -126,7 +126,7 @@ def from_toml(setting: Setting, value: Any, where: str) -> Any:
 
 
 def to_text(value: Any) -> str:
-    """What a flag or variable would have to say to mean ``value``."""
+    """Returns the text that a flag or variable has to have to mean ``value``."""
     if isinstance(value, enum.Enum):
         return str(value.value)
     if isinstance(value, tuple):
@@ -135,7 +135,7 @@ def to_text(value: Any) -> str:
 
 
 def expected(setting: Setting) -> str:
-    """What may be given, for help and errors: ``a whole number from 0 to 65535``."""
+    """Returns what may be given, for help and errors, such as ``a whole number from 0 to 65535``."""
     if setting.type == tuple[str, ...]:
         return "one or more texts"
     if setting.type == tuple[int, ...]:

@@ -1,10 +1,10 @@
-"""Where settings are given: the command line, the environment, a TOML file. Each source returns values by flag.
+"""Reads settings from the command line, the environment and a TOML file. Each source returns values by flag.
 
 A name that no subcommand knows is an error in all three, with the nearest right one. A name that only another
 subcommand knows is an error as a flag, and ignored in the environment and the file, which several processes may
 share.
 
-The environment also says where the user's own folders are, by the XDG rules.
+This module also finds the user's own folders in the environment, by the XDG rules.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class CommandLine:
                 )
 
     def parse(self, argv: Sequence[str]) -> tuple[dict[str, list[str]], list[str]]:
-        """Texts by flag, and what was not understood. Exits 0 after ``--help``; raises ConfigError."""
+        """Returns texts by flag, and what was not understood. Exits 0 after ``--help``; raises ConfigError."""
         known, extra = self._parser.parse_known_args(list(argv))
         return vars(known), extra
 
@@ -95,7 +95,7 @@ CONFIG_ENV = env_name(CONFIG_FLAG)
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:
-    """``; did you mean --block-size?``, or nothing where nothing is near."""
+    """Returns ``; did you mean --block-size?``, or an empty text if no known name is similar."""
     near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
     return f"; did you mean {near[0]}?" if near else ""
 
@@ -103,14 +103,14 @@ def suggestion(name: str, known: Iterable[str]) -> str:
 def from_flags(
     command_line: CommandLine, argv: Sequence[str], elsewhere: Mapping[str, Setting]
 ) -> tuple[dict[str, Any], str]:
-    """Values of the command line, and the TOML file that it names (empty if none).
+    """Returns the values of the command line, and the TOML file that it names (empty if none).
 
     ``elsewhere`` holds the settings of all subcommands, to tell a misplaced flag from a misspelt one. Prints help and
     exits for ``--help``. Raises ConfigError.
     """
     texts, extra = command_line.parse(argv)
     if extra:
-        # Only the flag's own name: what follows it may be a misspelt flag's secret.
+        # The error shows only the flag's own name, because the text after it may be a misspelt flag's secret.
         name = next((part for part in extra if part.startswith("-")), extra[0]).partition("=")[0]
         if not name.startswith("-"):
             raise ConfigError(f"unexpected argument {name!r}; settings are given as --flag value")
@@ -126,7 +126,7 @@ def from_flags(
 def from_environ(
     settings: Sequence[Setting], environ: Mapping[str, str], elsewhere: Mapping[str, Setting]
 ) -> tuple[dict[str, Any], str]:
-    """Values of ``PDSERVE_*`` variables, and the TOML file that ``PDSERVE_CONFIG`` names (empty if none)."""
+    """Returns the values of ``PDSERVE_*`` variables, and the file that ``PDSERVE_CONFIG`` names (empty if none)."""
     known = {setting.env for setting in elsewhere.values()} | {CONFIG_ENV}
     for name in environ:
         if name.startswith(ENV_PREFIX) and name not in known:
@@ -140,7 +140,7 @@ def from_environ(
 
 
 def from_file(settings: Sequence[Setting], path: Path, elsewhere: Sequence[Setting]) -> dict[str, Any]:
-    """Values of a TOML file: a table for each section, keys named like flags, with dashes or underscores."""
+    """Returns the values of a TOML file, with a table for each section and keys like flags (dashes or underscores)."""
     document = _read(path)
     ours = {(setting.section, setting.flag): setting for setting in settings}
     every = {(setting.section, setting.flag) for setting in elsewhere}
@@ -182,16 +182,16 @@ def _key_suggestion(section: str, flag: str, keys: Sequence[str], every: set[tup
 
 
 def cache_folder(environ: Mapping[str, str]) -> Path:
-    """For what can be made again: converted models."""
+    """Returns the folder for files that pdserve can make again, such as converted models."""
     return _xdg(environ, "XDG_CACHE_HOME", ".cache")
 
 
 def state_folder(environ: Mapping[str, str]) -> Path:
-    """For what has to stay: the secret of a cluster on one machine."""
+    """Returns the folder for files that have to stay, such as the secret of a cluster on one machine."""
     return _xdg(environ, "XDG_STATE_HOME", ".local/state")
 
 
 def _xdg(environ: Mapping[str, str], variable: str, fallback: str) -> Path:
     folder = Path(environ.get(variable, ""))
-    # The XDG rules say that a relative path counts as unset.
+    # By the XDG rules a relative path counts as unset.
     return (folder if folder.is_absolute() else Path.home() / fallback) / "pdserve"
