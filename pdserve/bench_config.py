@@ -133,7 +133,7 @@ class BenchStreamConfig:
 
 
 class CacheMemory(enum.Enum):
-    """Whose memory a benchmark's KV caches are in."""
+    """The memory that holds a benchmark's KV caches."""
 
     HOST = "host"
     CUDA = "cuda"

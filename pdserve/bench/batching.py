@@ -1,7 +1,7 @@
-"""``pdserve bench batching``: continuous batching against static batching, the same requests on two real nodes.
+"""``pdserve bench batching`` compares continuous with static batching: two real nodes serve the same requests.
 
-At each concurrency both nodes get the same jobs, in turns, from a closed loop of so many clients.
-Prompts and answers differ in length, as people's do: with answers of one length a static batch would lose nothing.
+At each concurrency both nodes take turns at the same jobs, which a closed loop of that many clients sends. Prompts and
+answers differ in length, as people's do: with answers of one length a static batch would lose nothing.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ _WARM_UP = 2
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """Both modes' runs of the same jobs."""
+    """The runs of the same jobs in both modes."""
 
     concurrency: int
     runs: Mapping[Batching, Sequence[Sequence[Stream]]]
 
     @property
     def differing(self) -> int:
-        """Answers whose tokens are not the same."""
+        """Returns the number of answers whose tokens are not the same in both modes."""
         return sum(
             ours.token_ids != theirs.token_ids
             for ours, theirs in zip(
@@ -48,7 +48,7 @@ class Pair:
 
 
 def run(config: BenchBatchingConfig, environ: Mapping[str, str]) -> Report:
-    """Raises BenchError if a node does not start or a request fails."""
+    """Measures both modes and returns the report. Raises BenchError if a node does not start or a request fails."""
     pairs = asyncio.run(_measure(config, environ))
     answers = sum(len(run) for pair in pairs for run in pair.runs[Batching.STATIC])
     differing = sum(pair.differing for pair in pairs)
@@ -94,7 +94,7 @@ async def _pair(config: BenchBatchingConfig, targets: Mapping[Batching, Target],
     for turn in range(config.batching.repeats):
         for mode in sorted(targets, key=lambda mode: mode.value, reverse=turn % 2 == 0):
             print(f"{mode.value}, concurrency {concurrency}, {count} requests", file=sys.stderr, flush=True)
-            # Other prompts in each run, or a later one would find an earlier one's in the prefix cache.
+            # Each run has other prompts, or it would find those of an earlier run in the prefix cache.
             runs[mode].append(await _load(config, targets[mode], concurrency, count, f"{concurrency}:{turn}"))
     return Pair(concurrency, runs)
 
@@ -121,7 +121,7 @@ def _rows(pair: Pair) -> list[Row]:
 
 
 def compared(pair: Pair) -> Row:
-    """How many times better continuous batching is."""
+    """Returns a row that says how many times better continuous batching is."""
     ours, theirs = (summarise(*pair.runs[mode]) for mode in (Batching.CONTINUOUS, Batching.STATIC))
     figures = [
         _ratio("TTFT mean", theirs.ttft_s.mean, ours.ttft_s.mean),

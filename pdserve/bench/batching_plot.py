@@ -1,4 +1,4 @@
-"""The plot of ``pdserve bench batching``: time to first token and throughput over concurrency, both modes."""
+"""Plots ``pdserve bench batching``: time to first token and throughput over concurrency, for both modes."""
 
 from __future__ import annotations
 

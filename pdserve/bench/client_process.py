@@ -1,4 +1,4 @@
-"""A benchmark's clients as a process of their own: an order on its standard input, a report on its standard output."""
+"""Runs a benchmark's clients in their own process, which reads an order from stdin and writes a report to stdout."""
 
 from __future__ import annotations
 

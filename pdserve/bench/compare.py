@@ -1,4 +1,6 @@
-"""``pdserve bench compare``: is a new report worse than a committed one? By ratios alone, which hold on any machine."""
+"""``pdserve bench compare`` says whether a new report is worse than a committed one. It compares ratios alone, which
+hold on any machine.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ from pdserve.errors import BenchError
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """One ratio in both reports. ``new`` is None where the new report lacks it."""
+    """A ratio of the old report and its value in the new report. ``new`` is None if the new report lacks it."""
 
     name: str
     old: float
@@ -24,7 +26,7 @@ class Change:
 
 
 def changes(old: Report, new: Report, tolerance: float) -> list[Change]:
-    """Every ratio of ``old`` that has a better side, and whether it got worse by more than ``tolerance``.
+    """Returns every ratio of ``old`` that has a better side, and whether it got worse by more than ``tolerance``.
 
     Raises BenchError if the reports are not of the same benchmark, or have no such ratio.
     """

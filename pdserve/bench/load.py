@@ -1,4 +1,4 @@
-"""Load on a server that speaks OpenAI's API: pdserve, vLLM, SGLang and others.
+"""Puts load on a server that speaks OpenAI's API: pdserve, vLLM, SGLang and others.
 
 The requests are random prompts, the same for the same seed on every machine. Prompts are token ids, answers are greedy
 and run to their full length whatever the model says. The loop is closed: each of ``concurrency`` clients streams its
@@ -25,26 +25,26 @@ from pdserve.errors import BenchError
 from pdserve.settings import to_environ
 
 _FIRST_ID = 3
-"""The first few ids of most vocabularies are control tokens."""
+"""The first token id of a prompt: the ids below it are control tokens in most vocabularies."""
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One request: a prompt, and how many tokens its answer has whatever the model says."""
+    """One request: a prompt, and the number of tokens of its answer, whatever the model says."""
 
     prompt: Sequence[int]
     output_tokens: int
 
 
 def uniform_jobs(count: int, prompt_tokens: int, output_tokens: int, vocab_size: int, seed: str) -> list[Job]:
-    """Jobs of equal lengths."""
-    source = random.Random(seed)  # noqa: S311  # repeatable, not secret
+    """Returns jobs of equal lengths."""
+    source = random.Random(seed)  # noqa: S311  # the prompts must be repeatable, not secret
     return [Job(_prompt(source, prompt_tokens, vocab_size), output_tokens) for _ in range(count)]
 
 
 def mixed_jobs(workload: WorkloadConfig, count: int, seed: str) -> list[Job]:
-    """Jobs of log-uniform lengths: many short ones, few long ones, as people's are."""
-    source = random.Random(seed)  # noqa: S311  # repeatable, not secret
+    """Returns jobs of log-uniform lengths: many short ones and few long ones, as people's are."""
+    source = random.Random(seed)  # noqa: S311  # the prompts must be repeatable, not secret
     return [
         Job(
             _prompt(
@@ -83,7 +83,7 @@ class _Usage(msgspec.Struct):
 
 
 class _Chunk(msgspec.Struct):
-    """What counts here of a chunk of a text completion, or of an error event."""
+    """The part of a text completion's chunk, or of an error event, that a benchmark reads."""
 
     choices: list[_Choice] = []
     usage: _Usage | None = None
@@ -103,16 +103,16 @@ _chunks = msgspec.json.Decoder(_Chunk)
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A server and what it calls its model."""
+    """A server and the name that it gives its model."""
 
     url: str
     model: str
     token_ids: bool = False
-    """Ask for the ids of the answers' tokens, which pdserve and vLLM can tell."""
+    """Whether to ask for the token ids of the answers, which pdserve and vLLM can report."""
 
 
 def run(config: BenchLoadConfig) -> Report:
-    """``pdserve bench load``. Raises BenchError if no request could be answered."""
+    """Runs ``pdserve bench load``. Raises BenchError if no request could be answered."""
     load = config.load
     count = load.requests or 2 * load.concurrency + 6
     result = asyncio.run(_run(config, count))
@@ -125,7 +125,7 @@ def run(config: BenchLoadConfig) -> Report:
 
 
 def load_figures(result: LoadResult) -> tuple[Figure, ...]:
-    """The figures that every benchmark of a server shows."""
+    """Returns the figures that every benchmark of a server shows."""
     return measured(
         Figure("TTFT mean", result.ttft_s.mean * 1e3, Unit.MS, Better.LOWER),
         Figure("TTFT p50", result.ttft_s.p50 * 1e3, Unit.MS, Better.LOWER),
@@ -155,7 +155,7 @@ async def _run(config: BenchLoadConfig, count: int) -> LoadResult:
 
 
 async def first_model(url: str) -> str:
-    """The name of the model that the server at ``url`` lists first. Raises BenchError."""
+    """Returns the name of the model that the server at ``url`` lists first. Raises BenchError."""
     try:
         timeout = aiohttp.ClientTimeout(total=_MODELS_TIMEOUT_S)
         async with aiohttp.ClientSession(timeout=timeout) as session, session.get(f"{url}/v1/models") as response:
@@ -165,9 +165,9 @@ async def first_model(url: str) -> str:
 
 
 async def run_jobs(target: Target, jobs: Sequence[Job], concurrency: int) -> list[Stream]:
-    """Streams of all ``jobs``, in their order. A failure is in its stream's ``error``.
+    """Returns the streams of all ``jobs``, in the order of the jobs. A failure is in its stream's ``error``.
 
-    Unbounded by itself but for each request: the caller sets the time limit.
+    Each request has a time limit. The whole run has none: the caller sets it.
     """
     streams: list[Stream] = [Stream(0.0) for _ in jobs]
     queue = iter(enumerate(jobs))
@@ -232,12 +232,12 @@ async def _receive(response: aiohttp.ClientResponse, stream: Stream, job: Job) -
 
 
 def take_chunk(stream: Stream, payload: bytes, now: float) -> None:
-    """Adds what the event ``payload``, which came at ``now``, tells. Raises MsgspecError if it is no chunk."""
+    """Adds the content of the event ``payload``, which came at ``now``. Raises MsgspecError if it is not a chunk."""
     chunk = _chunks.decode(payload)
     if chunk.error:
         stream.error = bytes(chunk.error).decode(errors="replace")[:_SHOWN_ERROR]
     for choice in chunk.choices:
-        # The chunk with the reason alone is no token; one without text may be half a character.
+        # A chunk that has only the reason is no token; one without text may be half a character.
         if choice.text or choice.token_ids or choice.finish_reason is None:
             stream.arrivals.append(now)
         stream.token_ids.extend(choice.token_ids or ())

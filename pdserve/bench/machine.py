@@ -1,4 +1,4 @@
-"""The machine that figures come from: its name, cores and memory, and the accelerator that torch sees."""
+"""Describes the machine that figures come from: its name, cores and memory, and the accelerator that torch sees."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ class Machine(msgspec.Struct, frozen=True):
 
     cpu: str
     cores: int
-    """That this process may use."""
+    """The number of cores that this process may use."""
     memory_gib: float
     chip: str
-    """The accelerator; empty if there is none, or if the benchmark does not know."""
+    """The accelerator; empty if there is none, or if the benchmark does not ask for it."""
     python: str
     torch: str
     pdserve: str
     measured: str
-    """Date and time, UTC."""
+    """The date and time of the measurement, in UTC."""
 
 
 def this_machine(chip: str = "") -> Machine:
@@ -52,8 +52,8 @@ def _cpu_model() -> str:
 
 
 def chip_name() -> str:
-    """Empty where there is none."""
-    # Seconds to load, and needed by the benchmarks of an engine alone.
+    """Returns the name of the accelerator; empty if there is none."""
+    # torch takes seconds to load, and only the benchmarks of an engine need it.
     import torch
 
     return torch.cuda.get_device_name() if torch.cuda.is_available() else ""

@@ -1,4 +1,4 @@
-"""What the kernel says that processes have used: CPU time and memory."""
+"""Reads from the kernel how much CPU time and memory processes have used."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ _RESET_PEAK = "5"
 
 
 def cpu_s(pids: Mapping[str, int]) -> dict[str, float]:
-    """Seconds of CPU that each has used since its start, in all its threads, in the kernel too; to 10 ms.
+    """Returns the seconds of CPU that each process has used since its start, in all threads and the kernel, to 10 ms.
 
-    Raises BenchError if one is gone.
+    Raises BenchError if one of the processes is gone.
     """
     return {name: _cpu_s(name, pid) for name, pid in pids.items()}
 
 
 def peak_mib(pids: Mapping[str, int]) -> dict[str, float]:
-    """The most memory that each has had resident since ``reset_peaks``, in MiB. Raises BenchError if one is gone."""
+    """Returns each one's peak of resident memory since ``reset_peaks``, in MiB. Raises BenchError if one is gone."""
     return {name: _peak_mib(name, pid) for name, pid in pids.items()}
 
 
 def reset_peaks(pids: Mapping[str, int]) -> None:
-    """Raises BenchError where the kernel does not let this process do it."""
+    """Begins to watch each process's peak memory anew. Raises BenchError if the kernel does not allow it."""
     for name, pid in pids.items():
         try:
             Path(f"/proc/{pid}/clear_refs").write_text(_RESET_PEAK)
@@ -35,7 +35,7 @@ def reset_peaks(pids: Mapping[str, int]) -> None:
 
 
 def child_of(pid: int) -> int:
-    """The oldest process that the main thread of ``pid`` started. Raises BenchError if there is none."""
+    """Returns the oldest process that the main thread of ``pid`` started. Raises BenchError if there is none."""
     try:
         children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     except OSError as exc:
@@ -46,7 +46,7 @@ def child_of(pid: int) -> int:
 
 
 def _cpu_s(name: str, pid: int) -> float:
-    # The second field, the program's name in parentheses, may hold anything.
+    # The second field, the program's name in parentheses, may hold any characters.
     fields = _read(name, pid, "stat").rpartition(")")[2].split()
     user, system = fields[11:13]
     return (int(user) + int(system)) * _TICK_S

@@ -21,12 +21,12 @@ _OWN = {
     "PDSERVE_SECRET_FILE": "",
     "PDSERVE_LOG_LEVEL": "info",
 }
-"""These override the environment: a benchmark's node serves the benchmark alone, and says where it listens."""
+"""These variables override the environment: a benchmark's node serves only the benchmark, and logs where it listens."""
 
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """A server to start, which writes a ``listening`` line as all of pdserve's servers do."""
+    """A server to start, which writes a ``listening`` line like all of pdserve's servers."""
 
     name: str
     argv: Sequence[str]
@@ -45,7 +45,7 @@ class Running:
 async def running_node(
     name: str, flags: Sequence[str], environ: Mapping[str, str], timeout_s: float
 ) -> AsyncIterator[str]:
-    """The URL of a ``pdserve mixed`` that is ready, with ``flags`` and the settings of ``environ``.
+    """Yields the URL of a ready ``pdserve mixed`` with ``flags`` and the settings of ``environ``.
 
     Raises BenchError if it is not ready in time, and ChildDied if it ends.
     """
@@ -77,7 +77,7 @@ async def running(programs: Sequence[Program], timeout_s: float) -> AsyncIterato
 async def _listening(child: ServerProcess, timeout_s: float) -> Listening:
     try:
         async with asyncio.timeout(timeout_s):
-            # A node says that it listens once its engine is ready.
+            # A node writes its ``listening`` line once its engine is ready.
             return await child.listening()
     except TimeoutError as exc:
         raise BenchError(f"{child.name} was not ready after {timeout_s:g} s; its last line: {child.last_line}") from exc

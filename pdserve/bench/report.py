@@ -1,4 +1,4 @@
-"""What a benchmark found: one form for all of them, as JSON, and as text with a table for each thing measured."""
+"""The form of every benchmark's result: as JSON, and as text with a table for each thing measured."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pdserve.errors import BenchError
 
 
 class Unit(enum.Enum):
-    """Of a figure."""
+    """The unit of a figure."""
 
     MS = "ms"
     US = "µs"
@@ -27,7 +27,7 @@ class Unit(enum.Enum):
     KIB = "KiB"
     COUNT = ""
     RATIO = "×"
-    """Of two figures of the same run: the only unit that means the same on another machine."""
+    """The ratio of two figures of the same run: the only unit that means the same on another machine."""
 
 
 class Better(enum.Enum):
@@ -48,12 +48,12 @@ class Figure(msgspec.Struct, frozen=True):
 
 
 def measured(*figures: Figure) -> tuple[Figure, ...]:
-    """Those that have a value: JSON knows no NaN, and a figure that is not there is told as missing."""
+    """Returns the figures that have a value: JSON has no NaN, and ``compare`` reports an absent figure as missing."""
     return tuple(figure for figure in figures if math.isfinite(figure.value))
 
 
 class Row(msgspec.Struct, frozen=True):
-    """What was measured, under which conditions, and its figures."""
+    """What was measured, under which conditions, and the figures."""
 
     what: str
     at: dict[str, int | str]
@@ -73,9 +73,9 @@ class Report(msgspec.Struct, frozen=True):
     benchmark: str
     machine: Machine
     settings: dict[str, str]
-    """Value by environment variable."""
+    """The values by environment variable."""
     notes: tuple[str, ...]
-    """What a reader has to know to judge the figures."""
+    """The facts that a reader has to know to judge the figures."""
     rows: tuple[Row, ...]
 
     def rows_of(self, what: str) -> list[Row]:
@@ -83,12 +83,12 @@ class Report(msgspec.Struct, frozen=True):
 
 
 def to_json(report: Report) -> bytes:
-    """Indented, so that a committed report can be read and its changes seen."""
+    """Returns the report as indented JSON, so that changes of a committed report are readable."""
     return msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n"
 
 
 def read_report(path: Path) -> Report:
-    """Raises BenchError if there is none at ``path``."""
+    """Returns the report at ``path``. Raises BenchError if there is none."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=Report)
     except OSError as exc:
@@ -98,7 +98,7 @@ def read_report(path: Path) -> Report:
 
 
 def render(report: Report) -> str:
-    """The whole report: machine, notes, tables."""
+    """Returns the whole report as text: machine, notes, tables."""
     machine = report.machine
     chip = f", {machine.chip}" if machine.chip else ""
     head = (
@@ -112,7 +112,7 @@ def render(report: Report) -> str:
 
 
 def table(title: str, rows: Sequence[Row]) -> str:
-    """Rows under the same conditions' names; a figure that a row lacks is left empty."""
+    """Returns a table of rows with the same conditions' names. A figure that a row lacks is left empty."""
     names = {figure.name: _heading(figure) for row in rows for figure in row.figures}
     header = [*rows[0].at, *names.values()]
     lines = [[*(str(value) for value in row.at.values()), *(_cell(row, name) for name in names)] for row in rows]
@@ -138,7 +138,7 @@ def _cell(row: Row, name: str) -> str:
 
 
 def number(figure: Figure) -> str:
-    """Three significant digits, or all that stand before the point."""
+    """Returns the value with three significant digits, or all digits before the point."""
     value = figure.value
     if figure.unit is Unit.COUNT:
         return f"{value:.0f}"

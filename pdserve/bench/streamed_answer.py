@@ -1,4 +1,4 @@
-"""One streamed answer as its client sees it: what came when, and what that makes of TTFT, ITL and TPOT. Pure.
+"""Records one streamed answer as its client sees it, and computes TTFT, ITL and TPOT. This module does no I/O.
 
 ``EventReader`` finds server-sent events in a byte stream; ``distribution`` computes means and percentiles for every
 benchmark. The definitions are those of vLLM's ``bench serve``, so that figures can be laid side by side: TTFT ends with
@@ -19,7 +19,7 @@ from pdserve.errors import BenchError
 
 @dataclass(frozen=True, slots=True)
 class Distribution:
-    """Of measured values, in their own unit. NaN where there were none."""
+    """The distribution of measured values, in their own unit. The figures are NaN if there are no values."""
 
     count: int
     mean: float
@@ -30,7 +30,7 @@ class Distribution:
 
 
 def distribution(values: Sequence[float]) -> Distribution:
-    """Percentiles interpolate between neighbours, as numpy's do and with it most load generators'."""
+    """Returns the distribution of ``values``. Percentiles interpolate between neighbours, as numpy's do."""
     if not values:
         nan = float("nan")
         return Distribution(0, nan, nan, nan, nan, nan)
@@ -42,13 +42,13 @@ _MAX_EVENT = 8 * 2**20
 
 
 class EventReader:
-    """Takes bytes as they come, gives the data of each whole event."""
+    """Takes bytes as they come, and returns the data of each whole event."""
 
     def __init__(self) -> None:
         self._rest = b""
 
     def feed(self, data: bytes) -> list[bytes]:
-        """Data of the events that ``data`` completes. Raises BenchError for an event without an end."""
+        """Returns the data of the events that ``data`` completes. Raises BenchError for an event without an end."""
         *whole, self._rest = (self._rest + data).replace(b"\r\n", b"\n").split(b"\n\n")
         if len(self._rest) > _MAX_EVENT:
             raise BenchError(f"the server sent {len(self._rest)} bytes without the end of an event")
@@ -62,17 +62,17 @@ def _data(event: bytes) -> bytes:
 
 @dataclass(slots=True)
 class Stream:
-    """One request. Times in seconds of one monotonic clock."""
+    """One request and its answer. Times are in seconds of one monotonic clock."""
 
     started: float
     arrivals: list[float] = field(default_factory=list)
-    """Of each chunk that brought a token."""
+    """The time of each chunk that brought a token."""
     ended: float = 0.0
     output_tokens: int = 0
     token_ids: list[int] = field(default_factory=list)
-    """Where the server tells them."""
+    """The ids of the answer's tokens, if the server reports them."""
     error: str = ""
-    """Why there is no whole answer."""
+    """Why there is no whole answer; empty if there is one."""
 
     @property
     def ttft_s(self) -> float:
@@ -84,7 +84,7 @@ class Stream:
 
     @property
     def tpot_s(self) -> float | None:
-        """None for an answer of one token."""
+        """Returns the mean time of a token after the first; None for an answer of one token."""
         if self.output_tokens < 2:
             return None
         return (self.arrivals[-1] - self.arrivals[0]) / (self.output_tokens - 1)
@@ -96,14 +96,14 @@ class Stream:
 
 @dataclass(frozen=True, slots=True)
 class LoadResult:
-    """Of a whole run. Streams that failed are counted, and in none of the figures."""
+    """The figures of a whole run. Streams that failed are only counted, and are in none of the figures."""
 
     succeeded: int
     failed: int
     errors: tuple[str, ...]
-    """Each different one once."""
+    """Each different error, once."""
     duration_s: float
-    """From the first request to the end of the last answer; of several runs, the sum."""
+    """The time from the first request to the end of the last answer; the sum over several runs."""
     output_tokens: int
     ttft_s: Distribution
     tpot_s: Distribution
@@ -120,7 +120,7 @@ class LoadResult:
 
 
 def summarise(*runs: Sequence[Stream]) -> LoadResult:
-    """Figures of all streams of all ``runs``, which did not overlap, together."""
+    """Returns the figures of all streams of all ``runs`` together. The runs must not overlap."""
     streams = [stream for run in runs for stream in run]
     good = [stream for stream in streams if not stream.error]
     return LoadResult(

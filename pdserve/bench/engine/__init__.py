@@ -1,1 +1,1 @@
-"""``pdserve bench engine``: an engine's parts, timed in this process beside what the machine allows."""
+"""``pdserve bench engine`` times an engine's parts in this process, beside what the machine allows."""

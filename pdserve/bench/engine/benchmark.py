@@ -1,4 +1,4 @@
-"""All measurements of ``pdserve bench engine``, in one run."""
+"""Runs all measurements of ``pdserve bench engine``."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ _NOTES = (
 
 
 def run(config: BenchEngineConfig, folder: Path, cpu_kernels: Callable[[], Kernels]) -> Report:
-    """Measures the model of ``folder``, and where its runner computes on a GPU, an 8B-shaped one too.
+    """Measures the model of ``folder``, and if its runner computes on a GPU, an 8B-shaped model too.
 
-    ``cpu_kernels`` makes the set for a CPU.
+    ``cpu_kernels`` makes the kernel set for a CPU.
 
     Raises ModelError, and ConfigError if the model knows fewer positions than the settings ask for.
     """
@@ -58,7 +58,7 @@ def run(config: BenchEngineConfig, folder: Path, cpu_kernels: Callable[[], Kerne
 def random_model_rows(
     config: BenchEngineConfig, name: str, shape: Shape, steps: Steps, cpu_kernels: Callable[[], Kernels]
 ) -> list[Row]:
-    """The same measurements of a model of ``shape`` with random weights."""
+    """Returns the same measurements of a model of ``shape`` with random weights."""
     with tempfile.TemporaryDirectory(prefix="pdserve-bench-") as made:
         _say(f"{name}: writing random weights")
         write_random_model(shape, Path(made))

@@ -1,4 +1,4 @@
-"""What a device can do at best: the yardsticks for everything else, and how long something takes there."""
+"""Measures what a device can do at best, as yardsticks for the other figures, and how long a call takes on it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _LEAST = 3
 
 
 def seconds_of(call: Callable[[], object], device: torch.device, budget_s: float) -> float:
-    """Median time of ``call`` with all that it starts on ``device``, over at least three calls and ``budget_s``."""
+    """Returns the median time of ``call`` and its work on ``device`` over at least 3 calls and ``budget_s``."""
     for _ in range(_WARM_UP):
         call()
     _finish(device)
@@ -35,18 +35,18 @@ def _finish(device: torch.device) -> None:
 
 
 _SIDE = {"cpu": 2048, "cuda": 8192}
-"""Of the square matrices: large enough to be bound by arithmetic."""
+"""The side of the square matrices, which are large enough for arithmetic to be the limit."""
 
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """Measured limits of one device."""
+    """The measured limits of one device."""
 
     device: torch.device
     copy_bytes_per_s: float
-    """Read plus written: what a kernel that only reads could read in that time."""
+    """The bytes read plus the bytes written: a kernel that only reads could read as many in that time."""
     flops: float
-    """Of a large matrix product in the model's dtype."""
+    """The rate of a large matrix product in the model's dtype."""
 
     def row(self) -> Row:
         figures = (

@@ -1,4 +1,4 @@
-"""The parts of a step: linear layers alone, which no engine can leave out, attention over all layers, and sampling."""
+"""Times the parts of a step: linear layers alone, which every engine needs, attention over all layers, and sampling."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from pdserve.wire.sampling_params import SamplingParams
 from pdserve_kernels.contract import AttentionRow, Kernels, Linear
 
 _DISTINCT_BYTES = 2 * 2**30
-"""So many bytes of different weights are enough that no cache holds them; further layers use the same again."""
+"""No cache holds this many bytes of different weights. Layers beyond them use the same weights again."""
 
 
 @dataclass(frozen=True, slots=True)
 class LinearShapes:
-    """``(out, in)`` of each product."""
+    """The shape of each product as ``(out, in)``."""
 
     layer: tuple[tuple[int, int], ...]
     head: tuple[int, int]
@@ -35,12 +35,12 @@ class LinearShapes:
 
     @property
     def parameters(self) -> int:
-        """Of all that a decode step reads."""
+        """The number of parameters that a decode step reads."""
         return self.layers_parameters + self.head[0] * self.head[1]
 
 
 def linear_shapes(config: DecoderConfig) -> LinearShapes:
-    """Of a decoder with a gated MLP: projections that share their input are one product."""
+    """Returns the shapes of a decoder with a gated MLP: projections that share their input are one product."""
     hidden, inner = config.hidden_size, config.intermediate_size
     queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
     layer = ((queries + 2 * keys, hidden), (hidden, queries), (2 * inner, hidden), (hidden, inner))
@@ -48,7 +48,7 @@ def linear_shapes(config: DecoderConfig) -> LinearShapes:
 
 
 class LinearStack:
-    """A step's products in their order, with random weights, in plain torch and as a kernel set keeps them."""
+    """A step's products in their order, with random weights, in plain torch and in the form of a kernel set."""
 
     def __init__(self, shapes: LinearShapes, kernels: Kernels, dtype: torch.dtype, device: torch.device) -> None:
         layer_bytes = sum(out * into for out, into in shapes.layer) * dtype.itemsize
@@ -64,11 +64,11 @@ class LinearStack:
         self._dtype = dtype
 
     def plain_s(self, rows: int, budget_s: float) -> float:
-        """Time of ``torch.nn.functional.linear`` for all of them."""
+        """Returns the time of ``torch.nn.functional.linear`` for all products."""
         return self._time(self._plain, rows, budget_s)
 
     def kernel_s(self, rows: int, budget_s: float) -> float:
-        """Time of the kernel set's own products: on a CPU with packed weights."""
+        """Returns the time of the kernel set's own products, which have packed weights on a CPU."""
         return self._time(self._kernel, rows, budget_s)
 
     @torch.inference_mode()
@@ -96,10 +96,10 @@ def _random(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) ->
 
 @torch.inference_mode()
 def attention_s(subject: Subject, rows: list[StepRow], budget_s: float) -> float:
-    """Planning the attention of a step with ``rows``, and computing it in every layer.
+    """Returns the time of planning the attention of a step with ``rows`` and computing it in every layer.
 
-    Where decode steps are recorded, so are their layers here, and the time is that of a replay: launched one by one
-    they would take the host longer than the GPU.
+    Where the runner records decode steps, these layers are recorded too, and the time is that of a replay: the host
+    would take longer to launch them one by one than the GPU takes to compute them.
     """
     runner, config = subject.runner, subject.config
     spans = [AttentionRow(len(row.token_ids), row.context_len, row.block_table) for row in rows]
@@ -131,7 +131,7 @@ def attention_s(subject: Subject, rows: list[StepRow], budget_s: float) -> float
 
 @torch.inference_mode()
 def sampling_s(subject: Subject, batch: int, sampling: SamplingParams, budget_s: float) -> float:
-    """Choosing a token for each of ``batch`` requests."""
+    """Returns the time of choosing a token for each of ``batch`` requests."""
     logits = torch.randn(batch, subject.config.vocab_size, device=subject.device)
     rows = [SamplingRow(sampling, range(position), 0) for position in range(batch)]
     return seconds_of(lambda: sample(logits, rows), subject.device, budget_s)

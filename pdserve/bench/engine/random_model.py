@@ -1,4 +1,4 @@
-"""A model folder of a given shape with random weights: for timings of sizes that no demo model has."""
+"""Writes a model folder of a given shape with random weights, for timings of sizes that no demo model has."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import torch
 from safetensors.torch import save_file
 
 _PATTERN = 2**20 + 7
-"""Weights repeat after so many: drawing billions of them would take minutes. Not a multiple of any row."""
+"""The number of weights after which they repeat: drawing billions takes minutes. It is no multiple of a row."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Of a Llama, in the names of its ``config.json``."""
+    """The shape of a Llama, in the names of its ``config.json``."""
 
     hidden_size: int
     intermediate_size: int
@@ -32,7 +32,7 @@ LLAMA_8B = Shape(4096, 14_336, 32, 32, 8, 128, 128_256)
 
 
 def write_random_model(shape: Shape, folder: Path) -> None:
-    """A Hugging Face folder in bf16, one file a layer; 16 GB for ``LLAMA_8B``."""
+    """Writes a Hugging Face folder in bf16, with one file for each layer; ``LLAMA_8B`` takes 16 GB."""
     config = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",

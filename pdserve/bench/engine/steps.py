@@ -1,4 +1,4 @@
-"""Whole steps beside their parts and beside what the machine allows."""
+"""Times whole steps, beside their parts and beside what the machine allows."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class Bench:
     shapes: LinearShapes
     linears: LinearStack
     budget_s: float
-    """For each measurement."""
+    """The time that each measurement may take."""
 
 
 def linear_row(bench: Bench, batch: int) -> Row:
-    """The linear layers of a decode step: plain torch, and as the engine's kernels keep them."""
+    """Returns a row for the linear layers of a decode step: in plain torch, and with the engine's kernels."""
     plain, kernel = bench.linears.plain_s(batch, bench.budget_s), bench.linears.kernel_s(batch, bench.budget_s)
     figures = (
         _ms("plain torch", plain),
@@ -38,7 +38,7 @@ def linear_row(bench: Bench, batch: int) -> Row:
 
 
 def decode_row(bench: Bench, batch: int, context: int, linear: Row) -> Row:
-    """One decode step of ``batch`` requests; ``linear`` is the ``linear_row`` of that batch."""
+    """Returns a row for one decode step of ``batch`` requests. ``linear`` is the ``linear_row`` of that batch."""
     subject, budget_s = bench.subject, bench.budget_s
     rows = subject.decode_rows(batch, context)
     step = seconds_of(lambda: subject.runner.run(rows), subject.device, budget_s)
@@ -64,13 +64,13 @@ def decode_row(bench: Bench, batch: int, context: int, linear: Row) -> Row:
 
 
 def prefill_row(bench: Bench, chunk: int) -> Row:
-    """One whole prompt of ``chunk`` tokens in one step."""
+    """Returns a row for a whole prompt of ``chunk`` tokens in one step."""
     subject, config = bench.subject, bench.subject.config
     rows = subject.prefill_rows(chunk)
     step = seconds_of(lambda: subject.runner.run(rows), subject.device, bench.budget_s)
     attention = attention_s(subject, rows, bench.budget_s)
     head = bench.shapes.head[0] * bench.shapes.head[1]
-    # Each token attends to itself and to what is before it: half of the square, in two products.
+    # Each token attends to itself and to the tokens before it: half of the square, in two products.
     scores = config.num_layers * config.heads * config.head_dim * chunk * (chunk + 1)
     flops = 2 * (bench.shapes.layers_parameters * chunk + head + scores)
     figures = (
@@ -84,7 +84,7 @@ def prefill_row(bench: Bench, chunk: int) -> Row:
 
 
 def sampler_row(bench: Bench, batch: int) -> Row:
-    """The choice of one token for each of ``batch`` requests."""
+    """Returns a row for choosing one token for each of ``batch`` requests."""
     greedy, nucleus = (sampling_s(bench.subject, batch, how, bench.budget_s) for how in (GREEDY, NUCLEUS))
     return Row(
         "sampler", {"model": bench.subject.name, "batch": batch}, (_ms("greedy", greedy), _ms("top-p 0.9", nucleus))

@@ -1,4 +1,4 @@
-"""What is measured: a model in a runner, and the steps that it is given."""
+"""The subject of the measurements: a model in a runner, and the steps that it computes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pdserve_kernels.kv_layout import KvLayout
 
 
 class Runner(Protocol):
-    """As much of ``models.runner.ModelRunner`` as is measured."""
+    """The part of ``models.runner.ModelRunner`` that is measured."""
 
     @property
     def layout(self) -> KvLayout: ...
@@ -38,9 +38,9 @@ class Subject:
     config: DecoderConfig
     runner: Runner
     kernels: Kernels
-    """Those that the runner computes with."""
+    """The kernel set that the runner computes with."""
     graphs: Callable[[], Graph] | None = None
-    """Makes graphs where the runner replays its decode steps."""
+    """The function that makes graphs, if the runner replays its decode steps."""
 
     @property
     def device(self) -> torch.device:
@@ -55,18 +55,18 @@ class Subject:
         return self.runner.layout.block_bytes / self.runner.layout.block_size
 
     def decode_rows(self, batch: int, context: int) -> list[StepRow]:
-        """One new token for each of ``batch`` requests, as the last of ``context``, in blocks of their own."""
+        """Returns one new token for each of ``batch`` requests, as the last of ``context``, in blocks of their own."""
         blocks = -(-context // self.runner.layout.block_size)
         return [StepRow([1], context - 1, range(i * blocks, (i + 1) * blocks), True) for i in range(batch)]
 
     def prefill_rows(self, chunk: int) -> list[StepRow]:
-        """A whole prompt of ``chunk`` tokens."""
+        """Returns the rows of a whole prompt of ``chunk`` tokens."""
         return [StepRow([1] * chunk, 0, range(-(-chunk // self.runner.layout.block_size)), True)]
 
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """Which steps to time."""
+    """The steps that are timed."""
 
     batches: Sequence[int]
     contexts: Sequence[int]
@@ -77,7 +77,7 @@ class Steps:
         return max(*self.contexts, *self.chunks)
 
     def blocks(self, block_size: int) -> int:
-        """That the largest of them needs."""
+        """Returns the number of blocks that the largest step needs."""
         return max(
             max(self.batches) * -(-max(self.contexts) // block_size),
             -(-max(self.chunks) // block_size),
@@ -87,9 +87,10 @@ class Steps:
 def open_subject(
     name: str, folder: Path, model: ModelConfig, block_size: int, steps: Steps, cpu_kernels: Callable[[], Kernels]
 ) -> Subject:
-    """The model of ``folder`` with a KV cache for the largest of ``steps``. ``cpu_kernels`` makes the set for a CPU.
+    """Opens the model of ``folder`` with a KV cache for the largest of ``steps``.
 
-    Raises ModelError, and ConfigError if the model knows fewer positions or its device is not there.
+    ``cpu_kernels`` makes the kernel set for a CPU. Raises ModelError, and ConfigError if the model knows fewer
+    positions or its device is not there.
     """
     config = read_decoder_config(folder)
     if steps.longest > config.max_positions:
@@ -105,7 +106,7 @@ def open_subject(
         backend.kernels,
         backend.device,
     )
-    # Memory that was never written is one shared page of zeros, and faster to read than any cache in use.
+    # Memory that was never written is one shared page of zeros, and reading it is faster than reading a cache in use.
     runner.kv_cache.fill_(0.01)
     if backend.graph_kernels is None or model.cuda_graphs is Switch.OFF:
         return Subject(name, config, runner, backend.kernels)

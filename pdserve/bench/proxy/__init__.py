@@ -1,1 +1,1 @@
-"""``pdserve bench proxy``: clients that cost next to nothing, the proxies compared, and mock backends behind them."""
+"""``pdserve bench proxy``: cheap clients, the proxies that it compares, and mock backends behind them."""

@@ -1,4 +1,4 @@
-"""``pdserve bench proxy``: what a proxy costs, before backends that cost next to nothing; a peer in the same run."""
+"""``pdserve bench proxy`` measures what a proxy costs before backends that cost next to nothing, beside a peer."""
 
 from __future__ import annotations
 
@@ -50,11 +50,14 @@ class Case:
     repeats: int
     order: Callable[[System], ProxyLoadOrder]
     sent_chunks: int
-    """By all streams of a run that sends a set number of them, else 0."""
+    """The number of chunks in all streams of a run that sends a set number of them, else 0."""
 
 
 def run(config: BenchProxyConfig, environ: Mapping[str, str]) -> Report:
-    """Raises BenchError if a system does not come up or answers nothing, ConfigError if the peer cannot be started."""
+    """Compares the systems and returns the report.
+
+    Raises BenchError if a system does not come up or answers nothing, ConfigError if the peer cannot be started.
+    """
     rows = asyncio.run(_measure(config.proxying, environ))
     notes = [
         "medians of the repeats, which take turns; one worker; mock backends answer at once and register by the "
@@ -178,7 +181,7 @@ def _figures(case: Case, name: str, report: ProxyLoadReport) -> tuple[Figure, ..
 
 
 def _medians(runs: Sequence[tuple[Figure, ...]]) -> tuple[Figure, ...]:
-    """Of each figure over all runs."""
+    """Returns the median of each figure over all runs."""
     return tuple(
         msgspec.structs.replace(figures[0], value=statistics.median(figure.value for figure in figures))
         for figures in zip(*runs, strict=True)
@@ -186,7 +189,7 @@ def _medians(runs: Sequence[tuple[Figure, ...]]) -> tuple[Figure, ...]:
 
 
 def _ratios(rows: Sequence[Row]) -> list[Row]:
-    """What can be compared with another machine's run."""
+    """Returns the rows of ratios, which can be compared with a run on another machine."""
 
     def value(what: str, system: str, figure: str) -> float:
         for row in rows:
@@ -223,5 +226,5 @@ def _ratios(rows: Sequence[Row]) -> list[Row]:
 
 
 def _over(value: float, other: float) -> float:
-    """Their ratio; none where there is nothing to divide by, as where a peer hands out a stream in one piece."""
+    """Returns the ratio; NaN if ``other`` is 0, as for a peer that hands out a stream in one piece."""
     return value / other if other > 0 else float("nan")

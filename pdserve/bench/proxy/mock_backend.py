@@ -1,9 +1,9 @@
-"""A node that computes nothing, as a process: ``python -m pdserve.bench.proxy.mock_backend ROLE MODEL CONTROL``.
+"""A node process that computes nothing: ``python -m pdserve.bench.proxy.mock_backend ROLE MODEL CONTROL``.
 
-It registers at the proxy with the control address CONTROL as nodes do, with the cluster secret from the environment,
-and answers HTTP as cheaply as Python can, so that what is measured in front of it is the proxy. A stream has as many
-chunks as ``max_tokens`` says and the gap between them that ``user`` says (``gap-20`` for 20 ms); without a gap every
-stream sends one chunk in each turn of the event loop. Tickets are not looked at.
+It registers at the proxy with the control address CONTROL as nodes do, with the cluster secret from the environment. It
+answers HTTP as cheaply as Python can, so that the measured time is the proxy's. A stream has as many chunks as
+``max_tokens`` says and the gap between them that ``user`` says (``gap-20`` for 20 ms); without a gap every stream sends
+one chunk in each turn of the event loop. The backend does not check tickets.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ ANSWER = (
     b'"kv_transfer_params":{"do_remote_prefill":true,"do_remote_decode":false,"remote_engine_id":"bench",'
     b'"remote_block_ids":[1],"remote_host":"127.0.0.1","remote_port":1}}'
 )
-"""With what a router that sends two requests passes on from the first to the second."""
+"""It includes the fields that a router which sends two requests passes on from the first to the second."""
 
 _HEAD_END = b"\r\n\r\n"
 _LENGTH = re.compile(rb"\r\ncontent-length: *(\d+)", re.IGNORECASE)
@@ -63,7 +63,7 @@ _HEALTHY = _whole(b"{}")
 
 
 class BackendConnection(asyncio.Protocol):
-    """Requests one after the other; a stream ends before the next request is answered."""
+    """Answers requests one after the other: a stream ends before the next request is answered."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -86,7 +86,7 @@ class BackendConnection(asyncio.Protocol):
             self._answer(request)
 
     def _take_request(self) -> bytes:
-        """The next whole request, out of what has come; empty if there is none."""
+        """Returns the next whole request out of the bytes that have come; empty if there is none."""
         data = self._rest
         end = data.find(_HEAD_END)
         if end < 0:
@@ -127,7 +127,7 @@ class BackendConnection(asyncio.Protocol):
 
 
 async def serve(role: Role, model: str, control: str, secret: bytes) -> None:
-    """Until cancelled."""
+    """Serves until cancelled."""
     server = await asyncio.get_running_loop().create_server(BackendConnection, "127.0.0.1", 0, backlog=BACKLOG)
     host, port = server.sockets[0].getsockname()
     node = NodeInfo(

@@ -1,13 +1,13 @@
 """The clients of ``pdserve bench proxy``, which cost next to nothing.
 
-Sockets are polled and read as they are; a stream's chunks are counted, not parsed.
+They poll their sockets and do not parse what they read; they only count a stream's chunks.
 
-A closed loop (each client sends again as soon as it is answered) or an open one (requests at set times, whichever
-client is free; a request that has to wait for a client is late, and its wait counts). Backends write whole events, each
-in an HTTP chunk of its own, and neither pdserve's proxy nor vllm-router takes one apart: an event's first bytes are
-found where it begins.
+The loop is closed (each client sends again as soon as it is answered) or open (requests are sent at set times by any
+free client; a request that has to wait for a client is late, and its wait counts). Backends write whole events, each in
+an HTTP chunk of its own, and neither pdserve's proxy nor vllm-router splits one: an event's first bytes are found where
+it begins.
 
-They are a process of their own: ``python -m pdserve.bench.proxy.proxy_clients``, with its order on standard input.
+The clients run in a process of their own: ``python -m pdserve.bench.proxy.proxy_clients``, with an order on stdin.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ class Reply:
     """One answer. Times are seconds of one monotonic clock."""
 
     due_s: float
-    """When its request was to be sent."""
+    """The time at which its request was due."""
     ended_s: float = 0.0
     arrivals: list[tuple[float, int]] = field(default_factory=list)
-    """Of reads that brought chunks: when, and how many."""
+    """The time of each read that brought chunks, and the number of chunks."""
     error: str = ""
-    """Why it is not whole."""
+    """Why the answer is not whole; empty if it is."""
 
     @property
     def chunks(self) -> int:
@@ -58,12 +58,12 @@ class Reply:
 
 
 class RawClient:
-    """One kept connection, one request on it at a time. Sans I/O but for its socket's number."""
+    """One kept connection with one request on it at a time. It does no I/O, but knows its socket's number."""
 
     __slots__ = ("_expected", "_size", "_tail", "_whole_bytes", "connection", "reply")
 
     def __init__(self, connection: socket.socket, expected_chunks: int) -> None:
-        """``expected_chunks`` of a stream; 0 for an answer in one piece."""
+        """``expected_chunks`` is the number of chunks of a stream; 0 for an answer in one piece."""
         self.connection = connection
         self._expected = expected_chunks
         self.reply: Reply | None = None
@@ -75,7 +75,7 @@ class RawClient:
         self._whole_bytes = 0
 
     def feed(self, now: float, data: bytes) -> bool:
-        """Takes what came at ``now``, nothing for the end of the connection. Returns whether the answer is over."""
+        """Takes what a read at ``now`` brought, nothing at the connection's end. Returns whether the answer is over."""
         reply = self.reply
         assert reply is not None
         if not data:
@@ -94,7 +94,7 @@ class RawClient:
         if not self._expected:
             return self._take_whole(data)
         seen = self._tail + data
-        # Of a mark that lies across two reads, the tail has less than all.
+        # The tail is shorter than a mark, so that a mark that lies across two reads is counted once.
         count = seen.count(CHUNK_MARK)
         if count:
             reply.arrivals.append((now, count))
@@ -113,28 +113,28 @@ class RawClient:
 
 
 def connect(host: str, port: int, count: int, timeout_s: float) -> list[socket.socket]:
-    """Open connections. Raises OSError."""
+    """Returns open connections. Raises OSError."""
     return [socket.create_connection((host, port), timeout_s) for _ in range(count)]
 
 
 class ClientLoad(msgspec.Struct, frozen=True):
-    """What clients send, and for how long."""
+    """The requests that the clients send, and for how long."""
 
     request: bytes
-    """As it goes over the wire."""
+    """The bytes of the request as they go over the wire."""
     chunks: int
-    """That each answer has; 0 if it comes in one piece."""
+    """The number of chunks of each answer; 0 if an answer comes in one piece."""
     seconds: float
-    """In which requests begin; those under way are waited for."""
+    """The time in which requests begin. Requests under way at its end are finished."""
     rate: float
-    """Requests a second, at set times; 0 for a closed loop."""
+    """The requests a second, at set times; 0 for a closed loop."""
     once: bool
-    """Each client sends one request, all at once."""
+    """Whether each client sends one request, all at once."""
     timeout_s: float
 
 
 def send_load(connections: Sequence[socket.socket], load: ClientLoad) -> list[Reply]:
-    """Every reply, also those that never came whole. Raises OSError if a request cannot be sent."""
+    """Returns every reply, including incomplete ones. Raises OSError if a request cannot be sent."""
     clients = {connection.fileno(): RawClient(connection, load.chunks) for connection in connections}
     idle = deque(clients.values())
     replies: list[Reply] = []
@@ -161,7 +161,7 @@ def send_load(connections: Sequence[socket.socket], load: ClientLoad) -> list[Re
                 data = _read(client.connection)
                 now = time.perf_counter()
                 if client.reply is None:
-                    poll.unregister(number)  # an idle connection that ended
+                    poll.unregister(number)  # an idle connection ended
                 elif client.feed(now, data):
                     client.reply = None
                     under_way -= 1
@@ -178,7 +178,7 @@ def send_load(connections: Sequence[socket.socket], load: ClientLoad) -> list[Re
 
 
 def _schedule(load: ClientLoad, start: float, clients: int) -> list[float]:
-    """When the first request of each client is due, or every request of an open loop."""
+    """Returns the time of each client's first request, or of every request of an open loop."""
     if load.rate:
         return [start + index / load.rate for index in range(int(load.rate * load.seconds))]
     return [start] * clients
@@ -197,43 +197,43 @@ _LIVE = b"GET /live HTTP/1.1\r\nhost: bench\r\n\r\n"
 
 
 class ProxyLoadOrder(msgspec.Struct, frozen=True):
-    """What to do."""
+    """The order that the client process reads."""
 
     host: str
     port: int
     connections: int
     load: ClientLoad
     watched: dict[str, int]
-    """Process ids by name, of those whose CPU time is wanted."""
+    """The ids, by name, of the processes whose CPU time is measured."""
     idle: int = 0
-    """Connections that have made one request before and make none meanwhile."""
+    """The number of connections that have made one request before and make none during the run."""
     warm_up: ClientLoad | None = None
 
 
 class ProxyLoadReport(msgspec.Struct, frozen=True):
-    """What came of it."""
+    """The report that the client process writes."""
 
     answered: int
     failed: int
     errors: tuple[str, ...]
-    """Each different one once, the first few."""
+    """The first few different errors, each once."""
     chunks: int
     seconds: float
-    """From the first request to the last answer's end."""
+    """The time from the first request to the last answer's end."""
     first_s: Distribution
-    """From when a request was due to its first chunk."""
+    """The times from when a request was due to its first chunk."""
     latency_s: Distribution
-    """From when a request was due to its answer's end."""
+    """The times from when a request was due to its answer's end."""
     gaps_s: Distribution
-    """Between chunks of one stream."""
+    """The times between chunks of one stream."""
     cpu_s: dict[str, float]
     memory_mib: dict[str, float]
-    """Of each process, by which the idle connections made its peak rise."""
+    """The memory of each process by which the idle connections raised its peak."""
 
 
 def run(order: ProxyLoadOrder) -> ProxyLoadReport:
-    """Raises BenchError if a watched process is gone, or too few files may be open; OSError if the server takes too few
-    connections.
+    """Carries out the order. Raises BenchError if a watched process is gone, or too few files may be open; OSError if
+    the server takes too few connections.
     """
     allow_open_files(order.connections + order.idle)
     with ExitStack() as stack:
@@ -279,7 +279,7 @@ def _report(replies: Sequence[Reply], used_s: dict[str, float], memory_mib: dict
 
 
 def _gaps_s(reply: Reply) -> list[float]:
-    """Chunks that came in one read are 0 apart."""
+    """Returns the gaps between the reply's chunks. Chunks that came in one read are 0 apart."""
     times = [now for now, count in reply.arrivals for _ in range(count)]
     return [later - earlier for earlier, later in itertools.pairwise(times)]
 

@@ -1,5 +1,6 @@
-"""What ``pdserve bench proxy`` compares: two mock backends, asked directly, through pdserve's proxy, and
-through another program if there is one."""
+"""Starts what ``pdserve bench proxy`` compares: two mock backends, asked directly, through pdserve's proxy, and through
+another program if there is one.
+"""
 
 from __future__ import annotations
 
@@ -27,17 +28,17 @@ _GRACE_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class System:
-    """Something that takes requests."""
+    """A server that takes requests."""
 
     name: str
     host: str
     port: int
     pids: dict[str, int]
-    """Of the process whose use of CPU and memory counts, by ``name``; empty for the backend itself."""
+    """The id, by ``name``, of the process whose CPU time and memory count; empty for the backend itself."""
 
 
 def request(system: System, body: bytes) -> bytes:
-    """A text completion, as it goes over the wire."""
+    """Returns a text completion's request as it goes over the wire."""
     head = (
         "POST /v1/completions HTTP/1.1\r\nhost: %s:%d\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
     )
@@ -48,9 +49,9 @@ def request(system: System, body: bytes) -> bytes:
 async def running_systems(
     peer_command: str, environ: Mapping[str, str], timeout_s: float
 ) -> AsyncIterator[list[System]]:
-    """The backend, pdserve, and with ``peer_command`` the peer; all of them take requests.
+    """Yields the backend, pdserve, and with ``peer_command`` the peer, once all of them take requests.
 
-    Raises BenchError if one does not in ``timeout_s``, ChildDied if one ends, ConfigError for a command that is none.
+    Raises BenchError if one takes none in ``timeout_s``, ChildDied if one ends, ConfigError for an invalid command.
     """
     plain = {name: value for name, value in environ.items() if not name.startswith("PDSERVE_")}
     secret, port, control = secrets.token_hex(32), free_port(), free_port()
@@ -60,7 +61,7 @@ async def running_systems(
         "PDSERVE_HOST": LOOPBACK,
         "PDSERVE_PORT": str(port),
         "PDSERVE_CONTROL_PORT": str(control),
-        # A line a request would be measured together with whoever reads it.
+        # A log line for each request would add its reader's work to the measurement.
         "PDSERVE_LOG_LEVEL": "warning",
     }
     programs = [
@@ -143,7 +144,7 @@ def plain_body() -> bytes:
 
 
 def stream_body(chunks: int, gap_ms: int) -> bytes:
-    """Asks the backend for ``chunks`` chunks with ``gap_ms`` between them."""
+    """Returns a request for ``chunks`` chunks of the backend with ``gap_ms`` between them."""
     fields = (MODEL.encode(), chunks, gap_ms)
     return b'{"model":"%b","prompt":"hello world","max_tokens":%d,"stream":true,"user":"gap-%d"}' % fields
 

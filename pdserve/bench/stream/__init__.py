@@ -1,1 +1,1 @@
-"""``pdserve bench stream``: clients, a real proxy, a real node with a mock engine, and what a token costs each."""
+"""``pdserve bench stream`` measures a token's cost with clients, a real proxy, and a real node with a mock engine."""

@@ -1,6 +1,6 @@
-"""``pdserve bench stream``: what a token costs the node's API process and the proxy, each optimisation on and off.
+"""``pdserve bench stream`` measures what a token costs the API process and the proxy, each optimisation on and off.
 
-All variants' processes are there from the beginning, and take turns, so that all see the same disturbances.
+All variants' processes run from the beginning and take turns, so that all meet the same disturbances.
 """
 
 from __future__ import annotations
@@ -36,29 +36,32 @@ _PROMPT = "Say what you see from where you are, in words that a child would unde
 _ADMIT = 256
 _WARM_UP_STREAMS = 32
 _PACED_AHEAD = 32.0
-"""An engine that never waited would drown a node that cannot keep up, and new requests would not get in for minutes."""
+"""The limit keeps an engine from flooding a node that cannot keep up: new requests would wait for minutes."""
 _SATURATED_AHEAD = 0.5
-"""Of what is due, half may be on its way: no stream's chunks are merged while its client keeps up with the others."""
+"""Half of what is due may be on its way: no stream's chunks are merged while its client keeps up with the others."""
 _MAX_TOKENS = 2**20
-"""Of an answer that the mock engine does not end before."""
+"""The length of an answer, which the mock engine always ends before."""
 _EXIT_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
 class StreamRun:
-    """One run of any variant."""
+    """One run of a variant."""
 
     regime: Regime
     streams: int
     step_s: float
     seconds: float
-    """For which all streams are under way."""
+    """The time for which all streams are under way."""
     ahead: float
-    """Tokens a stream by which the engine may be ahead of its clients."""
+    """The tokens of each stream by which the engine may be ahead of its clients."""
 
 
 def run(config: BenchStreamConfig, environ: Mapping[str, str]) -> Report:
-    """Raises ConfigError for unknown variants, and BenchError if a process does not start or an answer is wrong."""
+    """Measures all variants and returns the report.
+
+    Raises ConfigError for unknown variants, and BenchError if a process does not start or an answer is wrong.
+    """
     found = variants(config.streaming.variants)
     allow_open_files(2 * max(config.streaming.streams))
     floor = chunk_floor()
@@ -125,7 +128,7 @@ def _plans(streaming: StreamBenchConfig) -> list[StreamRun]:
 
 
 async def _words(url: str) -> list[int]:
-    """Token ids of ``_WORDING``, that of the last word at the end."""
+    """Returns the token ids of ``_WORDING``, with that of the last word at the end."""
     text = _WORDING.period + _WORDING.last
     found = await token_ids(url, text)
     if len(found) != text.count(" "):

@@ -1,4 +1,4 @@
-"""How clients tell a mock engine what they have got, so that it need not run ahead of them: numbers through a FIFO."""
+"""Clients tell a mock engine how many tokens they have got, as numbers through a FIFO, so that it can wait for them."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from contextlib import contextmanager, suppress
 
 _NUMBER = struct.Struct("<Q")
 _READ_BYTES = 2**16
-# Open for both, so that neither side waits for the other one to come.
+# Each side opens the FIFO for both directions, so that it does not wait for the other side to open it.
 _MODE = os.O_RDWR | os.O_NONBLOCK
 
 
 class CreditReader:
-    """The engine's side."""
+    """The engine's end of the FIFO."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
@@ -24,7 +24,7 @@ class CreditReader:
         return self._descriptor
 
     def read(self) -> int:
-        """The tokens that all clients together have got, by what they have told last."""
+        """Returns the tokens that all clients together have got, by the last number that they wrote."""
         with suppress(BlockingIOError):
             data = os.read(self._descriptor, _READ_BYTES)
             (self._tokens,) = _NUMBER.unpack(data[-_NUMBER.size :])
@@ -32,14 +32,14 @@ class CreditReader:
 
 
 class CreditWriter:
-    """The clients' side."""
+    """The clients' end of the FIFO."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
         self._told = 0
 
     def tell(self, tokens: int) -> None:
-        """Of all clients together, ever growing. A number that finds no room is dropped: tell it again."""
+        """Writes the growing number of all clients' tokens. A number that finds no room is dropped: tell it again."""
         if tokens > self._told:
             with suppress(BlockingIOError):
                 os.write(self._descriptor, _NUMBER.pack(tokens))
@@ -48,7 +48,7 @@ class CreditWriter:
 
 @contextmanager
 def credit_of(file: str) -> Iterator[CreditReader | None]:
-    """None if ``file`` is empty."""
+    """Yields the engine's end of ``file``; None if ``file`` is empty."""
     if not file:
         yield None
         return
@@ -61,7 +61,7 @@ def credit_of(file: str) -> Iterator[CreditReader | None]:
 
 @contextmanager
 def credit_to(file: str) -> Iterator[CreditWriter | None]:
-    """None if ``file`` is empty."""
+    """Yields the clients' end of ``file``; None if ``file`` is empty."""
     if not file:
         yield None
         return

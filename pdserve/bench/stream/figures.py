@@ -1,4 +1,4 @@
-"""From what the clients saw and the processes used to the rows of the report. Pure."""
+"""Computes the rows of the report from what the clients saw and the processes used. This module does no I/O."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ NODE_COST, PROXY_COST = "node CPU a token", "proxy CPU a token"
 
 
 class Regime(enum.Enum):
-    """How fast the engine is."""
+    """The speed of the engine."""
 
     PACED = "paced"
-    """So that the host keeps up: what a token costs, and how late it comes."""
+    """The host keeps up: this regime shows what a token costs, and how late it comes."""
     SATURATED = "saturated"
-    """As fast as clients get its tokens: how much the host can deliver."""
+    """The engine is as fast as its clients: this regime shows how much the host can deliver."""
 
 
 @dataclass(frozen=True, slots=True)
 class Condition:
-    """Of one or more runs."""
+    """The condition of one or more runs."""
 
     regime: Regime
     streams: int
@@ -49,7 +49,7 @@ class Condition:
 
 
 def figures_of(report: StreamLoadReport) -> tuple[Figure, ...]:
-    """Of one run. Costs are of the steady part, in which there is nothing but tokens, where there was one."""
+    """Returns the figures of one run. Costs are those of its steady part, in which only tokens flow, if it had one."""
     run, steady = report.run, report.steady
     tokens = steady if steady is not None and steady.tokens else run
     return measured(
@@ -76,7 +76,7 @@ def figures_of(report: StreamLoadReport) -> tuple[Figure, ...]:
 
 
 def medians(runs: Sequence[Sequence[Figure]]) -> tuple[Figure, ...]:
-    """Figure by figure, of runs under the same condition."""
+    """Returns the median of each figure over runs under the same condition."""
     values: dict[str, list[float]] = {}
     for figures in runs:
         for figure in figures:
@@ -87,7 +87,7 @@ def medians(runs: Sequence[Sequence[Figure]]) -> tuple[Figure, ...]:
 def report_rows(
     found: Sequence[Variant], runs: Mapping[Condition, tuple[Figure, ...]], floor: ChunkFloor, way: Crossing
 ) -> tuple[Row, ...]:
-    """What was measured, what each part gains of it, and how far all of it is from the least that is possible."""
+    """Returns what was measured, what each part gains, and how far the whole is from the least that is possible."""
     measured_rows = [
         Row(at.regime.value, {"streams": at.streams, "variant": at.variant}, figures) for at, figures in runs.items()
     ]
@@ -150,7 +150,7 @@ def _gain(place: Condition, comparison: Comparison, runs: Mapping[Condition, tup
 
 @dataclass(frozen=True, slots=True)
 class _Target:
-    """What others gained by this, as pdserve is to gain."""
+    """The gain that other projects report for a part, which pdserve is meant to reach."""
 
     part: str
     figure: str
@@ -167,7 +167,7 @@ _TARGETS = (
 
 
 def _targets(gains: Sequence[Row]) -> list[Row]:
-    """Each target beside what was measured for it."""
+    """Returns each target beside the gain that was measured for it."""
     return [
         Row(
             TARGET,
@@ -194,7 +194,7 @@ def _times_better(old: Figure, new: Figure, judged: Better) -> Figure:
 
 
 def _over_floor(at: Condition, figures: Sequence[Figure], floor: ChunkFloor) -> Row:
-    """The node writes a chunk, the proxy reads and writes one: so many times what these system calls take."""
+    """Returns the cost over that of the system calls: the node writes each chunk, and the proxy reads and writes it."""
     costs = {figure.name: figure.value for figure in figures}
     return Row(
         OVER_FLOOR,

@@ -1,7 +1,7 @@
-"""What no server can save: a chunk's way through a socket of the loopback interface, and a token's to the API process.
+"""Measures what no server can save: a chunk's way through a loopback socket, and a token's way to the API process.
 
 ``chunk_floor`` writes a chunk to such a socket and reads it there. ``crossing`` sends a step's tokens from the engine
-to its API process in one message, and each in one of its own.
+to its API process in one message, and then each token in a message of its own.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ _ROUNDS = 1000
 
 @dataclass(frozen=True, slots=True)
 class ChunkFloor:
-    """CPU seconds of this process for one chunk."""
+    """The CPU seconds of this process for one chunk."""
 
     write_s: float
     read_s: float
 
 
 def chunk_floor() -> ChunkFloor:
-    """The mean of many chunks of 256 bytes, each with a system call of its own."""
+    """Returns the mean of many chunks of 256 bytes, each with a system call of its own."""
     written = read = 0.0
     with socket.create_server(("127.0.0.1", 0)) as listener:
         sender = socket.create_connection(listener.getsockname())
@@ -59,14 +59,14 @@ _GOODBYE_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Crossing:
-    """CPU seconds of the receiving thread for one token."""
+    """The CPU seconds of the receiving thread for one token."""
 
     at_once_s: float
     one_by_one_s: float
 
 
 def crossing() -> Crossing:
-    """The median over steps of 1,024 requests, over the same kind of socket as between the two processes."""
+    """Returns the median over steps of 1,024 requests, over the kind of socket that the two processes use."""
     return Crossing(_received(batched=True), _received(batched=False))
 
 

@@ -1,8 +1,7 @@
-"""An engine without a model, as a process: ``python -m pdserve.bench.stream.mock_engine SCRIPT``.
+"""An engine process without a model: ``python -m pdserve.bench.stream.mock_engine SCRIPT``.
 
-It speaks the engine's side of the private channel, through the engine's own end of it, and gives every running request
-the next word of a set text at a set pace. What it does is in the script, a file that it reads anew whenever the first
-of some requests comes.
+It uses the engine's own end of the private channel to the API process, and gives every running request the next word of
+a set text at a set pace. It reads its script from a file again whenever the first of several requests comes.
 """
 
 from __future__ import annotations
@@ -47,39 +46,39 @@ log = logging.getLogger(__name__)
 
 
 class Script(msgspec.Struct, frozen=True):
-    """What the engine does for a number of requests that belong together."""
+    """The engine's behaviour for a number of requests that belong together."""
 
     requests: int
     step_s: float
-    """From one step to the next at least. Each gives every running request a token."""
+    """The least time from one step to the next. Each step gives every running request a token."""
     seconds: float
-    """For which all requests run together, after the last one has joined; then all end."""
+    """The time for which all requests run together after the last one has joined; then all end."""
     admit: int
-    """Prompts that one step takes in."""
+    """The number of prompts that one step takes in."""
     token_ids: tuple[int, ...]
-    """Of the text that every answer repeats."""
+    """The tokens of the text that every answer repeats."""
     last_token_id: int
-    """Of every answer, and of no other place in one."""
+    """The last token of every answer, which is at no other place in an answer."""
     credit_file: str = ""
-    """A FIFO by which clients tell what they have got (``credit``). Empty: the engine does not wait for them."""
+    """The FIFO in which clients tell how many tokens came (``credit``); empty if the engine does not wait for them."""
     ahead: float = 0.0
-    """Tokens a request by which it may be ahead of its clients, beside what a node keeps of chunks in the making."""
+    """The tokens of each request that it may be ahead of its clients, beside those that a node collects for a chunk."""
 
 
 class MockEngine:
-    """What it is asked, and what a step makes of that. Sans I/O; times are seconds of one monotonic clock."""
+    """The requests, and the tokens of each step. It does no I/O; times are seconds of one monotonic clock."""
 
     def __init__(self, script: Script) -> None:
         self._script = script
-        # Made once: what a token costs here must be little beside what it costs those who are measured.
+        # These lists are made once: a token must cost little here beside what it costs the processes that are measured.
         self._tokens = [[token_id] for token_id in script.token_ids]
         self._waiting: deque[int] = deque()
         self._given: dict[int, int] = {}
-        """Tokens of each running request."""
+        """The number of tokens that each running request has got."""
         self._joined = 0
         self._over_s = math.inf
         self.tokens = 0
-        """Of all requests."""
+        """The number of tokens that all requests have got."""
 
     @property
     def idle(self) -> bool:
@@ -99,7 +98,7 @@ class MockEngine:
         return len(self._given)
 
     def step(self, now: float) -> StepOutput:
-        """The next token of every request, also of those that this step takes in."""
+        """Returns the next token of every request, including those that this step takes in."""
         for _ in range(min(self._script.admit, len(self._waiting))):
             self._given[self._waiting.popleft()] = 0
             self._joined += 1
@@ -123,16 +122,16 @@ class MockEngine:
 
 
 class MockServer:
-    """Drives it: the channel, the clock, and the clients' credit."""
+    """Drives a ``MockEngine`` with the channel's messages, the clock, and the clients' credit."""
 
     def __init__(self, channel: ApiChannel, script_file: Path, interval: int) -> None:
-        """``interval`` is how many tokens make a chunk."""
+        """``interval`` is the number of tokens of a chunk."""
         self._channel = channel
         self._script_file = script_file
         self._interval = interval
 
     def serve(self) -> None:
-        """Until the API process says Shutdown. Raises EngineError if it has stopped reading."""
+        """Serves until the API process sends Shutdown. Raises EngineError if it has stopped reading."""
         while True:
             self._channel.socket.poll()
             messages = self._channel.receive()
@@ -144,7 +143,7 @@ class MockServer:
     def _play(
         self, engine: MockEngine, script: Script, credit: CreditReader | None, messages: Sequence[ToEngine]
     ) -> bool:
-        """Until no request is left. False after Shutdown."""
+        """Runs steps until no request is left. Returns False after Shutdown."""
         poller = zmq.Poller()
         poller.register(self._channel.socket, zmq.POLLIN)
         if credit is not None:
@@ -166,7 +165,7 @@ class MockServer:
             now = time.monotonic()
             if now >= due_s and not far_ahead:
                 self._channel.send(engine.step(now))
-                # A step that comes late is late; steps that were missed altogether are not made up for.
+                # A late step stays late, and the steps that were missed are not made up for.
                 due_s = max(due_s, now - step_s) + step_s
             elif far_ahead:
                 poller.poll()
@@ -176,7 +175,7 @@ class MockServer:
 
 
 def main(argv: list[str]) -> int:
-    """As the engine's own main: the launch message comes on standard input."""
+    """Runs the engine like the engine's own main: the launch message comes on standard input."""
     launch = read_launch(EngineLaunch)
     set_up_logging(launch.config.log.level)
     stream = launch.config.stream

@@ -1,7 +1,7 @@
-"""``pdserve mixed`` with a mock engine: ``python -m pdserve.bench.stream.mock_node SCRIPT``.
+"""Runs ``pdserve mixed`` with a mock engine: ``python -m pdserve.bench.stream.mock_node SCRIPT``.
 
-Settings come from the environment. It is a program of its own, so that no setting of a real node can put another
-program in its engine's place.
+Settings come from the environment. This is a program of its own, so that no setting of a real node can replace its
+engine.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pdserve.wire.discovery import Role
 
 
 def mock_node_command(script_file: str) -> list[str]:
-    """Runs one. ``script_file`` is what its engine does (``mock_engine.Script``), as JSON."""
+    """Returns the command of a mock node. ``script_file`` is its engine's script (``mock_engine.Script``) as JSON."""
     return [sys.executable, "-P", "-m", "pdserve.bench.stream.mock_node", script_file]
 
 

@@ -1,4 +1,4 @@
-"""A streamed answer as it comes off the socket: kept as it is while the clock runs, and read afterwards. Sans I/O."""
+"""Keeps a streamed answer as bytes while the clock runs, and reads it afterwards. This module does no I/O."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SHOWN_ERROR = 300
 
 
 class RawAnswer:
-    """The bytes of one response and when they came, in seconds of one monotonic clock."""
+    """The bytes of one response and the times at which they came, in seconds of one monotonic clock."""
 
     __slots__ = ("_begun", "_tail", "ended", "pieces", "started")
 
@@ -29,9 +29,9 @@ class RawAnswer:
         self._tail = b""
 
     def feed(self, now: float, data: bytes) -> bool:
-        """True, once, if the first event has come. ``data`` is empty at the end of the connection."""
+        """Returns True, once, if the first event has come. ``data`` is empty at the end of the connection."""
         self.pieces.append((now, data))
-        # The end of a chunked body; inside one, an event ends with two newlines.
+        # These bytes end a chunked body. Inside a body, an event ends with two newlines.
         self._tail = data[-5:] if len(data) >= 5 else (self._tail + data)[-5:]
         self.ended = not data or self._tail == _LAST_CHUNK
         if self._begun or _EVENT not in data:
@@ -41,7 +41,7 @@ class RawAnswer:
 
     @property
     def last_words(self) -> int:
-        """About how many came in the last piece: nothing else in an event has a space but its beginning."""
+        """Returns about how many words came in the last piece: an event has a space for each, and at its beginning."""
         _, data = self.pieces[-1]
         if not self._begun:
             return 0
@@ -61,24 +61,24 @@ _chunks = msgspec.json.Decoder(_WordChunk)
 
 
 class Wording(msgspec.Struct, frozen=True):
-    """What every answer says; a token is a word with a space before it."""
+    """The text of every answer; a token is a word with a space before it."""
 
     period: str
-    """Again and again, from its beginning."""
+    """The text that is repeated from its beginning."""
     last: str
-    """The word at the end."""
+    """The word at the end of the answer."""
 
 
 class WordStream(msgspec.Struct):
-    """An answer in such words."""
+    """An answer in the words of a ``Wording``."""
 
     times: Stream
     words: list[int]
-    """In the chunk that came at the same place in ``times.arrivals``."""
+    """The number of words in the chunk that came at the same index of ``times.arrivals``."""
 
 
 def read_answer(raw: RawAnswer, wording: Wording) -> WordStream:
-    """What the client of ``raw`` got and when. Anything but a whole answer is an error of the stream's."""
+    """Returns what the client of ``raw`` got and when. An answer that is not whole has an error in its stream."""
     reader = _Reader()
     found = WordStream(Stream(raw.started), [])
     said: list[str] = []
@@ -118,7 +118,7 @@ def _fault(said: str, wording: Wording) -> str:
 
 
 class _Reader:
-    """Takes the framing of HTTP away, and then that of events."""
+    """Removes the framing of HTTP, and then that of events."""
 
     def __init__(self) -> None:
         self._parser = httptools.HttpResponseParser(self)
@@ -138,7 +138,7 @@ class _Reader:
         return self._events.feed(body)
 
     def refused(self) -> str:
-        """What the server said instead of an answer; empty if it gave one."""
+        """Returns what the server said in place of an answer; empty if it gave one."""
         said = b"".join(self._refusal).decode(errors="replace")
         return f"status {self._parser.get_status_code()}: {said}"[:_SHOWN_ERROR] if said else ""
 

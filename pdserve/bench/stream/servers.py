@@ -1,4 +1,4 @@
-"""What ``pdserve bench stream`` measures: for each variant a proxy and a node, real ones but for the node's engine."""
+"""Starts what ``pdserve bench stream`` measures: for each variant a real proxy, and a real node with a mock engine."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ _ASK_TIMEOUT_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """One variant, up and running."""
+    """The running servers of one variant."""
 
     variant: Variant
     url: str
-    """The proxy's."""
+    """The URL of the proxy."""
     pids: dict[str, int]
 
 
@@ -48,7 +48,7 @@ class _Tokens(msgspec.Struct):
 async def running_servers(
     found: Sequence[Variant], model: str, streams: int, script_file: str, environ: Mapping[str, str], timeout_s: float
 ) -> AsyncIterator[list[Server]]:
-    """A server for each variant, all registered, each fit for so many ``streams`` at once.
+    """Yields a server for each variant, once all are registered. Each is fit for ``streams`` streams at once.
 
     Raises BenchError if one does not come up in ``timeout_s``, and ChildDied if one ends.
     """
@@ -80,7 +80,7 @@ async def running_servers(
 
 
 async def token_ids(url: str, text: str) -> list[int]:
-    """What the tokenizer behind the proxy ``url`` makes of ``text``. Raises BenchError."""
+    """Returns the token ids of ``text`` by the tokenizer behind the proxy ``url``. Raises BenchError."""
     body = {"model": SERVED_NAME, "prompt": text, "add_special_tokens": False}
     try:
         timeout = aiohttp.ClientTimeout(total=_ASK_TIMEOUT_S)

@@ -1,7 +1,7 @@
-"""The clients of ``pdserve bench stream``, a process of their own: ``python -m pdserve.bench.stream.stream_clients``.
+"""The clients of ``pdserve bench stream``, in their own process: ``python -m pdserve.bench.stream.stream_clients``.
 
-It reads its order from standard input. A load generator beside servers on two cores must cost next to nothing: sockets
-are polled and read as they are, with one timestamp a read, and what came is understood when the last stream is over.
+They read an order from standard input. A load generator beside servers on two cores must cost next to nothing: the
+clients poll their sockets, take one timestamp for each read, and parse nothing before the last stream is over.
 """
 
 from __future__ import annotations
@@ -26,27 +26,27 @@ from pdserve.bench.stream.raw_answer import RawAnswer, Wording, WordStream, read
 from pdserve.bench.streamed_answer import Distribution, summarise
 
 CLIENTS = "clients"
-"""What this process is called beside those that it watches."""
+"""The name of this process beside those that it watches."""
 _READ_BYTES = 2**16
 _CONNECT_TIMEOUT_S = 30.0
 _TELL_AGAIN_S = 0.1
-"""Where the engine had no room for what it was told, and waits."""
+"""The time after which a number is told again that the FIFO had no room for, while the engine waits for it."""
 
 
 class StreamLoadOrder(msgspec.Struct, frozen=True):
-    """What to do: all streams at once, each one request."""
+    """The order that the client process reads: all streams begin at once, each with one request."""
 
     host: str
     port: int
     request: bytes
-    """The whole of it, as it goes over the wire."""
+    """The bytes of the whole request as they go over the wire."""
     streams: int
     wording: Wording
     watched: dict[str, int]
-    """Processes whose use of CPU and memory is wanted, by name."""
+    """The ids, by name, of the processes whose CPU time and memory are measured."""
     timeout_s: float
     credit_file: str = ""
-    """Where to tell how many tokens have come (``credit``); empty if nobody wants to know."""
+    """The FIFO in which to tell how many tokens have come (``credit``); empty if the engine does not wait for them."""
 
 
 class Span(msgspec.Struct, frozen=True):
@@ -56,27 +56,27 @@ class Span(msgspec.Struct, frozen=True):
     tokens: int
     chunks: int
     cpu_s: dict[str, float]
-    """By process."""
+    """The CPU seconds by process."""
 
 
 class StreamLoadReport(msgspec.Struct, frozen=True):
-    """What came of it."""
+    """The report that the client process writes."""
 
     failed: int
     errors: tuple[str, ...]
     run: Span
-    """From the first request to the last byte."""
+    """The time from the first request to the last byte."""
     steady: Span | None
-    """From the last stream's first token to the first stream's end: nothing but tokens. None if there was no time."""
+    """The time from the last stream's first token to the first stream's end, with only tokens; None if it is empty."""
     ttft_s: Distribution
     tpot_s: Distribution
     gaps_s: Distribution
-    """Between the chunks of a stream."""
+    """The times between the chunks of a stream."""
     peak_mib: dict[str, float]
 
 
 class Stage(enum.Enum):
-    """Where a run has got."""
+    """The stages that a run reaches."""
 
     STARTED = "started"
     ALL_BEGUN = "all begun"
@@ -86,19 +86,19 @@ class Stage(enum.Enum):
 
 
 class Marks:
-    """When the run got where, and what each process had used by then."""
+    """The time at which the run reached each stage, and the CPU time of each process by then."""
 
     def __init__(self, pids: Mapping[str, int]) -> None:
         self._pids = pids
         self._marks: dict[Stage, tuple[float, dict[str, float]]] = {}
 
     def set(self, stage: Stage) -> None:
-        """Only the first time counts."""
+        """Records the stage. Only the first call for a stage counts."""
         if stage not in self._marks:
             self._marks[stage] = time.perf_counter(), cpu_s(self._pids)
 
     def span(self, first: Stage, last: Stage, streams: Sequence[WordStream]) -> Span | None:
-        """None if the run did not get there, or not in this order."""
+        """Returns the part of the run between two stages; None if the run did not reach both in this order."""
         since, before = self._marks.get(first, (math.inf, {}))
         until, after = self._marks.get(last, (-math.inf, {}))
         if since >= until:
@@ -114,7 +114,7 @@ class Marks:
 
 
 def run(order: StreamLoadOrder) -> StreamLoadReport:
-    """Raises BenchError if a watched process is gone, and OSError if the server does not take the connections."""
+    """Carries out the order. Raises BenchError if a watched process is gone, and OSError if a connection fails."""
     pids = {**order.watched, CLIENTS: os.getpid()}
     with ExitStack() as stack:
         connections = [

@@ -1,4 +1,4 @@
-"""The plot of ``pdserve bench stream``: tokens a second, and what one costs the node and the proxy, over streams."""
+"""Plots ``pdserve bench stream``: tokens a second, and the cost of one for the node and the proxy, over streams."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _lines(axes: Axes, report: Report, regime: Regime, name: str, label: str) ->
         axes.plot(
             [str(row.at["streams"]) for row in own],
             [row.figure(name).value for row in own],
-            # Ten colours: those that leave a part out are dashed.
+            # There are only ten colours, so the variants that leave a part out are dashed.
             "o--" if str(variant).startswith("on-") else "o-",
             color=f"C{index % 10}",
             label=str(variant),

@@ -1,4 +1,4 @@
-"""Which parts of the text path are on: what ``pdserve bench stream`` compares."""
+"""The variants that ``pdserve bench stream`` compares: which parts of the text path are on."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pdserve.errors import ConfigError
 
 
 class Part(enum.Enum):
-    """One optimisation, as ``--variants`` calls it."""
+    """An optimisation, by its name in ``--variants``."""
 
     DISPATCH = "dispatch"
     NOTIFY = "notify"
@@ -24,7 +24,7 @@ _VARIABLES = {
     Part.FAST_PATH: ("PDSERVE_SSE_FAST_PATH", "off", "on"),
     Part.INTERVAL: ("PDSERVE_STREAM_INTERVAL", "1", "10"),
 }
-"""The setting of each, without it and with it."""
+"""The variable of each part, its value without the part, and its value with the part."""
 
 OFF, ON = "off", "on"
 ALL = frozenset(Part)
@@ -39,13 +39,13 @@ class Variant:
 
     @property
     def environ(self) -> dict[str, str]:
-        """Of its node."""
+        """Returns the environment of the variant's node."""
         return {name: on if part in self.parts else off for part, (name, off, on) in _VARIABLES.items()}
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """What some parts gain: two variants that differ in nothing else."""
+    """The gain of some parts: two variants that differ in nothing else."""
 
     parts: str
     others: str
@@ -55,14 +55,14 @@ class Comparison:
 
 
 def default_variants() -> list[Variant]:
-    """Nothing, each part by itself, everything, and everything without what a target is set for."""
+    """Returns variants with nothing, each part alone, everything, and everything but each part that has a target."""
     alone = ["dispatch", "notify", "fast-path", "notify+fast-path", "interval"]
     left_out = ["on-dispatch", "on-notify+fast-path", "on-interval"]
     return [variant(name) for name in (OFF, *alone, ON, *left_out)]
 
 
 def variants(names: Sequence[str]) -> list[Variant]:
-    """Those that are named, or the default ones. Raises ConfigError for an unknown name, or a variant named twice."""
+    """Returns the named variants, or the default ones. Raises ConfigError for an unknown or a repeated name."""
     found = [variant(name) for name in names] or default_variants()
     if len({one.parts for one in found}) < len(found):
         raise ConfigError("--variants: two of the names mean the same")
@@ -70,7 +70,7 @@ def variants(names: Sequence[str]) -> list[Variant]:
 
 
 def variant(name: str) -> Variant:
-    """``off``, ``on``, ``notify+fast-path`` for these alone, ``on-notify+fast-path`` for all but these.
+    """Returns a variant: ``off``, ``on``, ``notify+fast-path`` (only these parts) or ``on-notify`` (all but this part).
 
     Raises ConfigError.
     """
@@ -84,7 +84,7 @@ def variant(name: str) -> Variant:
 
 
 def comparisons(found: Sequence[Variant]) -> list[Comparison]:
-    """``off`` with each that has parts on, and each that leaves some out with ``on``."""
+    """Pairs ``off`` with each variant that has parts on, and each variant that leaves some out with ``on``."""
     by_name = {one.name: one for one in found}
     off, on = by_name.get(OFF), by_name.get(ON)
     result = []

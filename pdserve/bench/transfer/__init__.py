@@ -1,1 +1,1 @@
-"""``pdserve bench transfer``: the transfer engine itself, KV cache to KV cache between two processes."""
+"""``pdserve bench transfer`` measures the transfer engine itself, between two processes' KV caches."""

@@ -1,4 +1,4 @@
-"""The two ends of a benchmarked transfer: as much of an engine as it needs, and no model.
+"""The two ends of a benchmarked transfer. Each has as much of an engine as it needs, and no model.
 
 ``BenchEngine`` is a KV cache and a transfer thread beside it. ``FetchingEngine`` is the decode side: it fetches
 prompts, one or several at a time, and says when they have landed. ``PushingEngine`` is a prefill engine that has
@@ -39,20 +39,20 @@ CLOSE_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class CacheShape:
-    """How much KV cache, in blocks of which size. ``block_bytes`` is a multiple of 64."""
+    """The size of a KV cache: the number and the size of its blocks. ``block_bytes`` is a multiple of 64."""
 
     block_bytes: int
     blocks: int
 
     def allocate(self, device: torch.device, shared: SharedMemory | None) -> torch.Tensor:
-        """A cache in the engine's layout, every page of it written once."""
+        """Returns a cache in the engine's layout, with every page of it written once."""
         layout = KvLayout(1, 1, BLOCK_TOKENS, self.block_bytes // _TILES, torch.bfloat16)
         cache = layout.allocate(self.blocks, device) if shared is None else layout.over(shared.bytes)
         return cache.fill_(0.5)
 
     @property
     def spec(self) -> EngineSpec:
-        """What both engines agree on."""
+        """Returns the specification that both engines agree on."""
         return EngineSpec(
             protocol=PROTOCOL_VERSION,
             oldest_protocol=OLDEST_PROTOCOL,
@@ -67,7 +67,7 @@ class CacheShape:
 
 
 class BenchEngine:
-    """``close`` has to be called. Raises TransferError if its sockets or UCX cannot be opened, ConfigError."""
+    """A KV cache and its transfer thread. Its start raises TransferError or ConfigError. ``close`` has to be called."""
 
     def __init__(
         self, role: Role, boot_id: bytes, shape: CacheShape, setup: TransferSetup, wake: Callable[[], None]
@@ -90,7 +90,7 @@ class BenchEngine:
         self.control = self.thread.start()
 
     def cpu_s(self) -> float:
-        """CPU time of the transfer thread so far."""
+        """Returns the CPU time of the transfer thread so far."""
         return thread_cpu_s(os.getpid(), self.thread.native_id)
 
     def close(self) -> None:
@@ -98,7 +98,7 @@ class BenchEngine:
 
 
 def thread_cpu_s(process: int, thread: int) -> float:
-    """CPU time of any thread of this machine, in seconds, to the nanosecond where the thread is asleep."""
+    """Returns the CPU seconds of any thread of this machine, to the nanosecond if the thread is asleep."""
     return int(Path(f"/proc/{process}/task/{thread}/schedstat").read_text().split()[0]) / 1e9
 
 
@@ -107,7 +107,7 @@ _SAMPLING = SamplingParams(max_tokens=1, seed=0)
 
 
 class FetchingEngine:
-    """``close`` has to be called."""
+    """The decode side of a transfer. ``close`` has to be called."""
 
     def __init__(self, target: PrefillTarget, shape: CacheShape, setup: TransferSetup) -> None:
         """Raises TransferError if its sockets or UCX cannot be opened."""
@@ -121,7 +121,7 @@ class FetchingEngine:
 
     @property
     def open(self) -> int:
-        """Fetches under way, as of the last ``turn``."""
+        """Returns the number of fetches under way, as of the last ``turn``."""
         return self._open
 
     @property
@@ -129,7 +129,7 @@ class FetchingEngine:
         return self._engine.thread.stats().bytes_received
 
     def order(self, blocks: int) -> None:
-        """Begin to fetch so many blocks, at most those of the cache."""
+        """Begins to fetch ``blocks`` blocks, at most those of the cache."""
         transfer_id = TransferId(new_id(), 0, self._engine.boot_id)
         tokens, destinations = [0] * (blocks * BLOCK_TOKENS), tuple(range(blocks))
         order = FetchOrder(transfer_id, self._target, tokens, 0, destinations, _SAMPLING, _DEADLINE_S)
@@ -137,7 +137,7 @@ class FetchingEngine:
         self._open += 1
 
     def turn(self) -> None:
-        """See what has landed. Raises BenchError if anything failed."""
+        """Notes which fetches have landed. Raises BenchError if one failed."""
         self._woken.clear()
         for event in self._engine.thread.events():
             match event:
@@ -149,14 +149,14 @@ class FetchingEngine:
                     raise BenchError(f"the decode engine's transfer thread died: {message}")
 
     def fetch(self, blocks: int) -> float:
-        """Seconds from the order until all blocks have landed. Raises BenchError."""
+        """Returns the seconds from the order until all blocks have landed. Raises BenchError."""
         started = time.perf_counter()
         self.order(blocks)
         self.finish()
         return time.perf_counter() - started
 
     def fetch_in_a_row(self, blocks: int, count: int, ahead: int) -> float:
-        """Seconds that ``count`` fetches take of which ``ahead`` are under way at a time. Raises BenchError."""
+        """Returns the seconds that ``count`` fetches take, ``ahead`` of them under way at a time. Raises BenchError."""
         started = time.perf_counter()
         ordered = 0
         while ordered < count or self._open:
@@ -167,13 +167,13 @@ class FetchingEngine:
         return time.perf_counter() - started
 
     def finish(self) -> None:
-        """Wait for all that is under way. Raises BenchError."""
+        """Waits until no fetch is under way. Raises BenchError."""
         self.turn()
         while self._open:
             self._wait()
 
     def _wait(self) -> None:
-        """For news. Raises BenchError."""
+        """Waits for news from the transfer thread. Raises BenchError."""
         if not self._woken.wait(_DEADLINE_S):
             raise BenchError(f"no fetch landed for {_DEADLINE_S:g} s")
         self.turn()
@@ -188,7 +188,7 @@ class _ComputedPrompt:
 
 
 class PushingEngine:
-    """``wake`` is called when ``turn`` has something to do. ``close`` has to be called."""
+    """The prefill side of a transfer. It calls ``wake`` when ``turn`` has work. ``close`` has to be called."""
 
     def __init__(self, assignment: Assignment, wake: Callable[[], None]) -> None:
         self._assignment = assignment
@@ -199,7 +199,7 @@ class PushingEngine:
         self.serving = Serving(self._engine.control, self._engine.boot_id, self._engine.thread.native_id)
 
     def turn(self) -> float | None:
-        """Push what is due. Returns seconds until there is more to push; None if nothing is left."""
+        """Pushes the blocks that are due. Returns the seconds until there is more to push; None if nothing is left."""
         for event in self._engine.thread.events():
             match event:
                 case PushWanted(transfer_id, token_ids):

@@ -1,4 +1,4 @@
-"""All measurements of ``pdserve bench transfer``, in one run."""
+"""Runs all measurements of ``pdserve bench transfer``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a decode engine's steps cost while its transfer thread, on the same core, receives."""
+"""Measures a decode engine's steps while its transfer thread receives on the same core."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from pdserve.bench.transfer.prefill_process import PrefillProcess
 ROUNDS = 4
 _CHUNK_BLOCKS = 16
 _AHEAD = 6
-"""Fetches ordered ahead, so that one always moves while a step computes."""
+"""The number of fetches that are ordered ahead, so that one always moves while a step computes."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """Medians over rounds in turns."""
+    """The medians over rounds that take turns."""
 
     alone_s: float
     receiving_s: float
     bytes_per_s: float
-    """Received meanwhile."""
+    """The rate at which bytes were received meanwhile."""
 
     @property
     def slowdown(self) -> float:
@@ -40,7 +40,7 @@ def while_receiving(
     seconds: float,
     tokens_per_s: float | None,
 ) -> StepTimes:
-    """``step`` alone and with KV blocks of ``tokens_per_s`` coming in, as chunks; as fast as can be if None.
+    """Times ``step`` alone and with KV blocks coming in at ``tokens_per_s``, in chunks, or at full speed if it is None.
 
     Raises BenchError, TransferError.
     """

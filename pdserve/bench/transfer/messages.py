@@ -1,4 +1,4 @@
-"""What the benchmark and its prefill process say to each other: a JSON line each way."""
+"""The messages between the benchmark and its prefill process: one JSON line each way."""
 
 from __future__ import annotations
 
@@ -8,30 +8,30 @@ from pdserve.config import TransferConfig
 
 
 class TransferSetup(msgspec.Struct, frozen=True):
-    """What both engines are started with."""
+    """The settings that both engines are started with."""
 
     config: TransferConfig
     secret: bytes
     cache_dir: str
-    """For compiled code."""
+    """The folder for compiled code."""
     device: str = "cpu"
-    """Whose memory the caches are in, as torch names it."""
+    """The device whose memory holds the caches, by torch's name."""
 
 
 class Assignment(msgspec.Struct, frozen=True):
-    """Which cache to serve, and how."""
+    """The cache that the prefill engine serves, and how it pushes blocks."""
 
     block_bytes: int
     blocks: int
     setup: TransferSetup
     chunk_blocks: int = 0
-    """Blocks that are pushed together, as those of a prefill chunk are; 0 pushes all at once."""
+    """The number of blocks that are pushed together, like those of a prefill chunk; 0 pushes all at once."""
     chunk_s: float = 0.0
-    """From one such push to the next."""
+    """The seconds from one such push to the next."""
 
 
 class Serving(msgspec.Struct, frozen=True):
-    """Where the engine can be reached, and which thread's CPU time is its own."""
+    """The addresses of the engine, and the thread whose CPU time is its own."""
 
     control: str
     boot_id: bytes

@@ -1,4 +1,4 @@
-"""Fetches of one block size, with checksums and without, in turns."""
+"""Times fetches of one block size, with and without checksums in turns."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from pdserve.config import Switch
 _WARM_UP = 2
 _IN_A_ROW = 4
 _AHEAD = 2
-"""Under way at once, so that the order of the next one is not waited for, as on a node with more than one request."""
+"""The fetches that are under way at once, as on a node with several requests, so that none waits for its order."""
 
 
 @dataclass(frozen=True, slots=True)
 class Moves:
-    """What fetches of ``blocks`` blocks each took."""
+    """The times of fetches of ``blocks`` blocks each."""
 
     block_bytes: int
     blocks: int
     seconds: tuple[float, ...]
-    """A fetch, of several in a row."""
+    """The mean time of a fetch, for each row of several."""
     receive_cpu_s: float
-    """A block, of the receiving transfer thread."""
+    """The CPU seconds of the receiving transfer thread for a block."""
     send_cpu_s: float
 
     @property
@@ -44,7 +44,7 @@ class Moves:
 def moves(
     prefill: PrefillProcess, shape: CacheShape, blocks: int, setup: TransferSetup, repeats: int
 ) -> Mapping[Switch, Moves]:
-    """``repeats`` rows of fetches of ``blocks`` of ``shape``'s, with checksums, if there can be any, and without.
+    """Times ``repeats`` rows of fetches of ``blocks`` blocks, without checksums and, if there can be any, with them.
 
     Raises BenchError, TransferError.
     """

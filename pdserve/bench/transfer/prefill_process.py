@@ -1,4 +1,4 @@
-"""The prefill process, as the benchmark sees it."""
+"""The benchmark's handle of its prefill process."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class PrefillProcess:
 
 @contextmanager
 def prefill_process(core: int, environ: Mapping[str, str]) -> Iterator[PrefillProcess]:
-    """A prefill process on ``core``, which runs until the block ends."""
+    """Yields a prefill process on ``core``, which runs until the block ends."""
     command = python_program("pdserve.bench.transfer.prefill_program", str(core))
     process = AnsweringProcess("the prefill process of the benchmark", command, environ)
     try:

@@ -1,4 +1,4 @@
-"""The other process: ``python -m pdserve.bench.transfer.prefill_program CORE``.
+"""The prefill process of the benchmark: ``python -m pdserve.bench.transfer.prefill_program CORE``.
 
 Each line of standard input is an ``Assignment``, which replaces the one before it and is answered with a ``Serving``.
 The end of standard input ends the process.
@@ -35,7 +35,8 @@ def main(core: int) -> None:
             if bell in ready:
                 os.eventfd_read(bell)
             if orders in ready:
-                # An assignment is one write, answered before the next one comes: a line is all there is.
+                # An assignment is one write, and is answered before the next one comes, so one line is all there is to
+                # read.
                 line = sys.stdin.buffer.readline()
                 if not line:
                     return
@@ -49,7 +50,7 @@ def main(core: int) -> None:
 
 
 def _engine(line: bytes, bell: int) -> PushingEngine:
-    # Loads torch, which sizes its thread pool by the cores that it sees: after pinning.
+    # This import loads torch, which sizes its thread pool by the cores that it sees, so it has to come after pinning.
     from pdserve.bench.transfer.bench_engines import PushingEngine
 
     engine = PushingEngine(msgspec.json.decode(line, type=Assignment), lambda: os.eventfd_write(bell, 1))

@@ -1,4 +1,4 @@
-"""What was measured, as rows of a report."""
+"""Turns measurements into rows of a report."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from pdserve.config import Switch
 
 @dataclass(frozen=True, slots=True)
 class Yardsticks:
-    """At one block size; in bytes/s."""
+    """The rates of the yardsticks at one block size, in bytes/s."""
 
     perftest: float
-    """Over endpoints like pdserve's, which outlive their peer."""
+    """The rate of ``ucx_perftest`` over endpoints like pdserve's, which outlive their peer."""
     perftest_any: float
-    """Over those that UCX makes if it is not asked for that."""
+    """The rate of ``ucx_perftest`` over the endpoints that UCX makes by default."""
     nixl: NixlRate | None
     copy: float
 
 
 def transfer_rows(moved: Mapping[Switch, Moves], yardsticks: Yardsticks) -> list[Row]:
-    """The engine's rate beside the yardsticks', for each setting of ``--kv-checksums``."""
+    """Returns the engine's rate beside the yardsticks', for each setting of ``--kv-checksums``."""
     return [_transfer_row(way, found, yardsticks) for way, found in moved.items()]
 
 
@@ -54,7 +54,7 @@ def _transfer_row(way: Switch, found: Moves, yardsticks: Yardsticks) -> Row:
 
 
 def checksum_row(moved: Mapping[Switch, Moves], prefill_s: float) -> Row:
-    """What checksums add to a fetch, and to a request whose prompt takes ``prefill_s`` a block to compute."""
+    """Returns what checksums add to a fetch, and to a request whose prompt takes ``prefill_s`` a block to compute."""
     on, off = moved[Switch.ON], moved[Switch.OFF]
     cpu_s = on.receive_cpu_s - off.receive_cpu_s + on.send_cpu_s - off.send_cpu_s
     figures = (
@@ -64,14 +64,14 @@ def checksum_row(moved: Mapping[Switch, Moves], prefill_s: float) -> Row:
         _us("receive CPU added", on.receive_cpu_s - off.receive_cpu_s),
         _us("send CPU added", on.send_cpu_s - off.send_cpu_s),
         Figure("with : without", on.median_s / off.median_s, Unit.RATIO, Better.LOWER),
-        # A small difference of two figures: noise makes it anything near 0, so no report is judged by it.
+        # This is a small difference of two figures: noise makes it anything near 0, so no report is judged by it.
         Figure("both CPUs added : prefill of a block", cpu_s / prefill_s, Unit.RATIO),
     )
     return Row("checksums", {"block": block_name(on.block_bytes), "blocks": on.blocks}, figures)
 
 
 def overhead_row(moved: Mapping[Switch, Moves]) -> Row:
-    """A block's own cost, in blocks so small that copying them takes no time."""
+    """Returns the cost of a block itself, measured with blocks so small that copying them takes no time."""
     on, off = moved[Switch.ON], moved[Switch.OFF]
     figures = (
         _us("receive CPU", off.receive_cpu_s),
@@ -83,7 +83,7 @@ def overhead_row(moved: Mapping[Switch, Moves]) -> Row:
 
 
 def decode_row(model: str, batch: int, tokens_per_s: float | None, times: StepTimes) -> Row:
-    """Decode steps with KV blocks coming in, against steps without."""
+    """Returns a row of decode steps with KV blocks coming in, against steps without."""
     rate = f"{tokens_per_s:g} tok/s" if tokens_per_s else "all that can"
     figures = (
         Figure("step alone", times.alone_s * 1e3, Unit.MS, Better.LOWER),

@@ -1,4 +1,4 @@
-"""What else moves bytes between two processes of this machine: UCX's own benchmark, NIXL, and a copy in memory."""
+"""Measures other ways to move bytes between two processes: UCX's own benchmark, NIXL, and a copy in memory."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ _COPIES = 7
 
 @dataclass(frozen=True, slots=True)
 class NixlRate:
-    """In bytes/s."""
+    """Rates of NIXL, in bytes/s."""
 
     total: float
-    """With the making of descriptors and of the request, which each transfer needs anew."""
+    """The rate that includes making the descriptors and the request, which each transfer needs anew."""
     moving: float
 
 
@@ -46,9 +46,9 @@ def perftest_bytes_per_s(
     survivable: bool,
     memory: CacheMemory = CacheMemory.HOST,
 ) -> float:
-    """Of ``ucx_perftest tag_bw`` under the transfer's own settings; ``cores`` are the receiver's and the sender's.
+    """Returns the rate of ``ucx_perftest tag_bw`` with the transfer's settings. ``cores`` are for receiver and sender.
 
-    Without ``survivable`` its endpoints may use what UCX has for peers that never die, such as a receiver that copies
+    Without ``survivable`` the endpoints may use what UCX has for peers that never die, such as a receiver that copies
     out of the sender's memory. Raises BenchError.
     """
     perftest = find_perftest()
@@ -76,7 +76,7 @@ def perftest_bytes_per_s(
 
 
 def nixl_rates(command: str, environ: Mapping[str, str]) -> dict[int, NixlRate]:
-    """By block size. ``command`` prints a line like ``nixl 65536 2000 4.2 GB/s total, 5.0 xfer-only`` for each.
+    """Returns the rates by block size. ``command`` prints lines like ``nixl 65536 2000 4.2 GB/s total, 5.0 xfer-only``.
 
     Raises BenchError.
     """
@@ -105,7 +105,7 @@ def nixl_rates(command: str, environ: Mapping[str, str]) -> dict[int, NixlRate]:
 
 
 def copy_bytes_per_s(mib: int) -> float:
-    """Of one core that copies between two buffers of ``mib`` MiB."""
+    """Returns the rate of one core that copies between two buffers of ``mib`` MiB."""
     source = torch.ones(mib * 2**20, dtype=torch.uint8)
     into = torch.zeros_like(source)
     times = []
