@@ -1,5 +1,6 @@
-"""The operations that a decoder step is made of.
+"""Computes the operations that a step is made of.
 
-``reference`` says in plain torch what each op means; ``cpu`` has the forms that are fast on a CPU. Every op is tested
-against its reference.
+``kv_layout`` says where keys and values lie, ``host_to_device`` brings a step's numbers to the device, ``contract`` is
+what every set of kernels offers, and ``cpu`` and ``triton`` are the sets. ``reference`` says in plain torch what each
+operation means, and every other form is tested against it.
 """

@@ -1,6 +1,6 @@
-"""The kernels that a model needs, computed by any set of them: plain torch, compiled C++, or Triton.
+"""Says which kernels a model needs. Any set has them: plain torch, compiled C++, or Triton.
 
-``reference`` says what each op means; the sets in ``cpu`` and ``triton`` are tested against it.
+``reference`` says what each operation means; the sets in ``cpu`` and ``triton`` are tested against it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pdserve_kernels.kv_layout import KvLayout
 
 @dataclass(frozen=True, slots=True)
 class AttentionRow:
-    """One request's part of a step: the last ``new_tokens`` of ``context_len``, with blocks for all of them."""
+    """One request's part of a step: the last ``new_tokens`` of ``context_len`` tokens, and the blocks of them all."""
 
     new_tokens: int
     context_len: int
@@ -25,7 +25,7 @@ class AttentionRow:
 
 @dataclass(frozen=True, slots=True)
 class DecodeTables:
-    """What single-token rows look at, as int32 tensors on the device that holds the cache.
+    """The context of single-token rows, as int32 tensors on the device that holds the cache.
 
     Row ``i`` attends to ``context_lens[i]`` tokens, whose block ids are ``blocks[block_starts[i]:]``.
     """
@@ -37,12 +37,12 @@ class DecodeTables:
 
 class Linear(Protocol):
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """``[tokens, in]`` to ``[tokens, out]``."""
+        """Maps ``[tokens, in]`` to ``[tokens, out]``."""
 
 
 @dataclass(frozen=True, slots=True)
 class HeadNorms:
-    """Normalisation of each query and each key head, with weights ``[head_dim]``."""
+    """The normalisation of each query head and each key head, with weights ``[head_dim]``."""
 
     query: torch.Tensor
     key: torch.Tensor
@@ -50,15 +50,15 @@ class HeadNorms:
 
 
 class Attention(Protocol):
-    """The attention of one step: planned once, called once a layer."""
+    """The attention of one step. It is planned once, and called once for each layer."""
 
     def __call__(
         self, layer: int, query: torch.Tensor, key_value: torch.Tensor, window: int | None = None
     ) -> torch.Tensor:
-        """Store the new keys and values, then attend causally over each row's context.
+        """Stores the new keys and values, then attends causally to each row's context.
 
-        ``query`` is ``[tokens, heads, head_dim]``, ``key_value`` ``[2, tokens, kv_heads, head_dim]``; returns the
-        shape of ``query``. With a ``window``, a token sees itself and the ``window - 1`` tokens before it.
+        ``query`` is ``[tokens, heads, head_dim]``, and ``key_value`` is ``[2, tokens, kv_heads, head_dim]``. The result
+        has the shape of ``query``. With a ``window``, a token sees itself and the ``window - 1`` tokens before it.
         """
 
     def from_projection(
@@ -70,17 +70,17 @@ class Attention(Protocol):
         norms: HeadNorms | None = None,
         window: int | None = None,
     ) -> torch.Tensor:
-        """The same, from what the projection gives: ``reference.projected`` first, then the attention.
+        """Computes ``reference.projected`` of a projection's output, and then the attention.
 
-        ``qkv`` is ``[tokens, heads + 2 * kv_heads, head_dim]``; returns ``[tokens, heads, head_dim]``.
+        ``qkv`` is ``[tokens, heads + 2 * kv_heads, head_dim]``. Returns ``[tokens, heads, head_dim]``.
         """
 
 
 class Kernels(Protocol):
-    """One implementation of every op. Shapes are those of ``reference``."""
+    """One implementation of every operation. Shapes are those of ``reference``."""
 
     def linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
-        """A product with a weight ``[out, in]`` that never changes; it may be kept in an order of its own."""
+        """Returns the product with a weight ``[out, in]``, which never changes and may be kept in another order."""
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor: ...
 
@@ -97,7 +97,7 @@ class Kernels(Protocol):
     def plan_attention(
         self, layout: KvLayout, cache: torch.Tensor, rows: Sequence[AttentionRow], heads: int, scale: float
     ) -> Attention:
-        """Rows with one new token come before rows with several. ``scale`` multiplies the scores."""
+        """Plans a step. Rows with one new token come before rows with several. ``scale`` multiplies the scores."""
 
 
 class GraphKernels(Kernels, Protocol):
@@ -113,8 +113,8 @@ class GraphKernels(Kernels, Protocol):
         scale: float,
         max_context: int,
     ) -> Attention:
-        """Attention of ``len(slots)`` single-token rows, planned without looking into ``slots`` and ``tables``.
+        """Plans ``len(slots)`` single-token rows. The plan does not depend on the numbers in ``slots`` and ``tables``.
 
-        ``slots`` are int32 ``block * block_size + offset`` of the new tokens; no context exceeds ``max_context``. A row
-        of padding has slot -1 and no context: it stores nothing, reads nothing, and its attention is 0.
+        ``slots`` has the int32 ``block * block_size + offset`` of each new token. No context exceeds ``max_context``. A
+        row of padding has slot -1 and no context: it stores nothing, reads nothing, and its attention is 0.
         """

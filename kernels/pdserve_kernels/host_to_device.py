@@ -10,7 +10,7 @@ import torch
 Numbers = Sequence[int] | np.ndarray[tuple[int], np.dtype[np.int64]]
 
 ALIGNMENT = 4
-"""Parts begin at multiples of so many int32 values, 16 bytes: Triton compiles anew for pointers aligned otherwise."""
+"""Parts begin at multiples of so many int32 values (16 bytes): Triton compiles anew for pointers aligned otherwise."""
 
 
 def packed_starts(lengths: Sequence[int]) -> list[int]:

@@ -1,8 +1,8 @@
 """Says where a token's key and value live in the KV cache tensor.
 
-One tensor a rank: ``[num_blocks, kv_heads, num_layers, 2, block_size, head_dim]``. A block is one contiguous range of
-bytes over all layers (one message on the wire), a head is a contiguous part of it, and a ``[block_size, head_dim]``
-tile of one (block, head, layer, key or value) is contiguous: one *row* of the tile view.
+Each rank has one tensor, ``[num_blocks, kv_heads, num_layers, 2, block_size, head_dim]``. A block is one contiguous
+range of bytes over all layers (one message on the wire), and a head is a contiguous part of it. The tile of one block,
+head, layer, and key or value, ``[block_size, head_dim]``, is contiguous, too: it is one *row* of the tile view.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class KvLayout:
-    """Shape of one rank's KV cache, without the number of blocks."""
+    """The shape of one rank's KV cache, without the number of blocks."""
 
     kv_heads: int
     num_layers: int
@@ -24,32 +24,32 @@ class KvLayout:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block over all layers and heads."""
+        """The bytes of one block over all layers and heads."""
         elements = self.kv_heads * self.num_layers * 2 * self.block_size * self.head_dim
         return elements * self.dtype.itemsize
 
     def allocate(self, num_blocks: int, device: torch.device) -> torch.Tensor:
-        """A zeroed cache of ``num_blocks`` blocks."""
+        """Returns a zeroed cache of ``num_blocks`` blocks."""
         shape = (num_blocks, self.kv_heads, self.num_layers, 2, self.block_size, self.head_dim)
         return torch.zeros(shape, dtype=self.dtype, device=device)
 
     def over(self, memory: memoryview) -> torch.Tensor:
-        """A cache of as many blocks as ``memory`` holds, which it is kept in."""
+        """Returns a cache in ``memory``, of as many blocks as it holds."""
         shape = (-1, self.kv_heads, self.num_layers, 2, self.block_size, self.head_dim)
         return torch.frombuffer(memory, dtype=self.dtype).view(shape)
 
     def tiles(self, cache: torch.Tensor) -> torch.Tensor:
-        """The cache as ``[rows, block_size * head_dim]``, a row for each (block, head, layer, key or value)."""
+        """Returns the cache as ``[rows, block_size * head_dim]``: a row for each (block, head, layer, key or value)."""
         return cache.view(-1, self.block_size * self.head_dim)
 
     def tokens(self, cache: torch.Tensor) -> torch.Tensor:
-        """The cache as ``[rows * block_size, head_dim]``, a row for each token of each tile."""
+        """Returns the cache as ``[rows * block_size, head_dim]``: a row for each token of each tile."""
         return cache.view(-1, self.head_dim)
 
     def tile_rows(self, blocks: torch.Tensor) -> torch.Tensor:
-        """Row of layer 0's key tile of every head of every block: ``blocks`` ``[...]`` to ``[kv_heads, ...]``.
+        """Returns, as ``[kv_heads, ...]``, the rows of layer 0's key tiles of all heads of ``blocks``, ``[...]``.
 
-        Add 1 for the value tile and ``2 * layer`` for another layer.
+        Add 1 for the value tile, and ``2 * layer`` for another layer.
         """
         heads = torch.arange(self.kv_heads, device=blocks.device).view(-1, *([1] * blocks.dim()))
         return (blocks.unsqueeze(0) * self.kv_heads + heads) * (2 * self.num_layers)

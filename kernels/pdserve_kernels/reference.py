@@ -1,4 +1,4 @@
-"""What each op means, in plain torch. Slow and obvious; everything faster is tested against it."""
+"""Says in plain torch what each operation means. It is slow and obvious; every faster form is tested against it."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from pdserve_kernels.kv_layout import KvLayout
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Root mean square normalisation (Zhang and Sennrich, 2019) over the last dimension."""
+    """Applies root mean square normalisation (Zhang and Sennrich, 2019) over the last dimension."""
     return F.rms_norm(x, (x.shape[-1],), weight, eps)
 
 
 def add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``(rms_norm(x + residual), x + residual)``."""
+    """Returns ``(rms_norm(x + residual), x + residual)``."""
     total = x + residual
     return rms_norm(total, weight, eps), total
 
 
 def rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotary position embedding (Su et al., 2021), halves rotated against each other.
+    """Applies rotary position embedding (Su et al., 2021), which rotates the halves against each other.
 
     ``x`` is ``[tokens, heads, head_dim]``; ``cos`` and ``sin`` are ``[tokens, head_dim / 2]``.
     """
@@ -35,7 +35,7 @@ def rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
 def projected(
     qkv: torch.Tensor, kv_heads: int, cos: torch.Tensor, sin: torch.Tensor, norms: HeadNorms | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Query, and key with value, as ``contract.Attention`` takes them: heads normalised, then rotated.
+    """Returns query, and key with value, as ``contract.Attention`` takes them: heads are normalised, then rotated.
 
     ``qkv`` is ``[tokens, heads + 2 * kv_heads, head_dim]``: query heads, key heads, value heads.
     """
@@ -48,13 +48,13 @@ def projected(
 
 
 def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """``silu(gate) * up`` for ``[tokens, 2 * width]``."""
+    """Returns ``silu(gate) * up`` for ``[tokens, 2 * width]``."""
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate) * up
 
 
 def gelu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """``gelu(gate) * up`` for ``[tokens, 2 * width]``, with the tanh approximation of gelu."""
+    """Returns ``gelu(gate) * up`` for ``[tokens, 2 * width]``, with the tanh approximation of gelu."""
     gate, up = gate_up.chunk(2, dim=-1)
     return F.gelu(gate, approximate="tanh") * up
 
@@ -62,7 +62,10 @@ def gelu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
 def kv_write(
     cache: torch.Tensor, layout: KvLayout, layer: int, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor
 ) -> None:
-    """Store ``key`` and ``value`` ``[tokens, kv_heads, head_dim]`` at ``slots`` (``block * block_size + offset``)."""
+    """Stores ``key`` and ``value``, ``[tokens, kv_heads, head_dim]``.
+
+    ``slots`` has ``block * block_size + offset`` of each token.
+    """
     for i, slot in enumerate(slots.tolist()):
         block, offset = divmod(slot, layout.block_size)
         cache[block, :, layer, 0, offset] = key[i]
@@ -79,7 +82,7 @@ def paged_attention(
     scale: float | None = None,
     window: int | None = None,
 ) -> torch.Tensor:
-    """Causal grouped-query attention of one request's newest tokens over its paged context.
+    """Computes causal grouped-query attention of one request's newest tokens over its paged context.
 
     ``query`` is ``[new_tokens, heads, head_dim]``, the last ``new_tokens`` of ``context_len``, whose keys and values
     are in the cache already. Returns the same shape. ``scale`` is ``head_dim ** -0.5`` if not given; with a ``window``,
@@ -101,10 +104,10 @@ def paged_attention(
 
 
 def gather_blocks(cache: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
-    """``[len(blocks), ...]``: these blocks of the cache, one after another."""
+    """Returns these blocks of the cache, one after another, as ``[len(blocks), ...]``."""
     return cache[blocks]
 
 
 def scatter_blocks(cache: torch.Tensor, blocks: torch.Tensor, staged: torch.Tensor) -> None:
-    """Put ``staged`` ``[len(blocks), ...]`` into these blocks of the cache, which differ."""
+    """Puts ``staged``, ``[len(blocks), ...]``, into these blocks of the cache, which all differ."""
     cache[blocks] = staged

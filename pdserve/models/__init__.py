@@ -1,1 +1,5 @@
-"""Model families, their weights, and the runner that turns one scheduled step into logits."""
+"""Computes a model: turns the rows of one scheduled step into logits.
+
+``checkpoint`` reads a model's shape and weights, ``decoders`` builds the model from them, ``tp`` spreads it over ranks,
+``backend`` chooses the device and its kernels, and ``runner`` computes steps.
+"""

@@ -1,4 +1,4 @@
-"""The device that an engine computes on, and its kernels there."""
+"""Chooses the device that an engine computes on, and the kernels for it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True, slots=True)
 class Backend:
-    """A device and the kernels for it; ``graph_kernels`` are the same where decode steps can be captured."""
+    """A device and the kernels for it; ``graph_kernels`` are the same kernels if they can be captured, else None."""
 
     device: torch.device
     kernels: Kernels
@@ -24,9 +24,9 @@ class Backend:
 
 
 def open_backend(device: torch.device, cpu_kernels: Callable[[], Kernels]) -> Backend:
-    """The kernels for ``device``, which from now on is the current one if it is a GPU.
+    """Returns the kernels for ``device``, and makes it the current device if it is a GPU.
 
-    ``cpu_kernels`` makes those of a CPU where it is one. Raises ConfigError if there are none for a GPU.
+    ``cpu_kernels`` is called for the kernels of a CPU. Raises ConfigError if there are none for a GPU.
     """
     if device.type == "cpu":
         return Backend(device, cpu_kernels(), None)
@@ -34,7 +34,7 @@ def open_backend(device: torch.device, cpu_kernels: Callable[[], Kernels]) -> Ba
         from pdserve_kernels.triton.triton_kernels import TritonKernels
     except ImportError as exc:
         raise ConfigError("a GPU needs Triton: pip install 'pdserve[gpu]', or --device cpu") from exc
-    # Triton launches on the current one, wherever its arguments are.
+    # Triton launches on the current device, wherever its arguments are.
     torch.cuda.set_device(device)
     kernels = TritonKernels(torch.cuda.get_device_properties(device).multi_processor_count)
     return Backend(device, kernels, kernels)
@@ -43,7 +43,7 @@ def open_backend(device: torch.device, cpu_kernels: Callable[[], Kernels]) -> Ba
 def choose_device(asked: Device, rank: int = 0, ranks: int = 1) -> torch.device:
     """Returns the device of rank ``rank`` of ``ranks``: GPU number ``rank`` of those that torch sees, or the CPU.
 
-    Raises ConfigError if what was asked for is not there.
+    Raises ConfigError if the device that was asked for is not there.
     """
     found = torch.cuda.device_count() if torch.cuda.is_available() else 0
     own = torch.device("cuda", rank)

@@ -49,17 +49,17 @@ class StepRow:
 FEW_ROWS = (1, 2, 4)
 FINE_STEP, COARSE_STEP = 8, 64
 COARSE_ABOVE = 128
-"""Beyond so many rows a step computes enough that 64 rows of padding no longer matter."""
+"""Above this number of rows, a step computes so much that 64 rows of padding do not matter."""
 
 
 def decode_buckets(max_rows: int) -> list[int]:
-    """1, 2, 4, 8, 16, 24 and so on, the last one ``max_rows``."""
+    """Returns 1, 2, 4, 8, 16, 24 and so on, up to ``max_rows``, which is the last one."""
     sizes = [*FEW_ROWS, *range(FINE_STEP, COARSE_ABOVE, FINE_STEP), *range(COARSE_ABOVE, max_rows, COARSE_STEP)]
     return [*(size for size in sizes if size < max_rows), max_rows]
 
 
 def bucket_for(rows: int, buckets: Sequence[int]) -> int | None:
-    """The smallest bucket that holds so many rows; None if none does."""
+    """Returns the smallest bucket that holds so many rows, or None if none does."""
     at = bisect_left(buckets, rows)
     return buckets[at] if at < len(buckets) else None
 
@@ -69,7 +69,7 @@ PADDING_SLOT = -1
 
 @dataclass(frozen=True, slots=True)
 class DecodeInputs:
-    """One decode step on the device; int32, a value a row."""
+    """The inputs of one decode step on the device: int32 tensors with one value for each row."""
 
     token_ids: torch.Tensor
     positions: torch.Tensor
@@ -81,14 +81,14 @@ class Graph(Protocol):
     """A computation that is recorded once."""
 
     def capture(self, compute: Callable[[], None]) -> None:
-        """Record ``compute``, which reads and writes tensors that stay."""
+        """Records ``compute``, which reads and writes tensors that stay."""
 
     def replay(self) -> None:
-        """Run what was recorded, on whatever its inputs hold now."""
+        """Runs what was recorded, on the present contents of its inputs."""
 
 
 class CudaGraphs:
-    """Makes graphs that share one pool of memory: only one of them is used at a time."""
+    """Makes graphs that share one pool of memory. Only one of them may be used at a time."""
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
@@ -105,7 +105,7 @@ class CudaGraph:
         self._graph = torch.cuda.CUDAGraph()
 
     def capture(self, compute: Callable[[], None]) -> None:
-        # Kernels are compiled and libraries allocate on first use, which cannot be recorded.
+        # On first use kernels are compiled and libraries allocate memory, which cannot be recorded.
         side = torch.cuda.Stream()  # type: ignore[no-untyped-call]  # torch has no annotation
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
@@ -130,23 +130,23 @@ class DecodeGraphs:
         block_size: int,
         device: torch.device,
     ) -> None:
-        """Capture ``compute``, which gives one row of logits for each of its inputs, for every bucket."""
+        """Captures ``compute``, which gives one row of logits for each of its inputs, for every bucket."""
         self._compute = compute
         self._buckets = decode_buckets(max_rows)
         self._block_size = block_size
         self._starts = packed_starts([max_rows] * 5 + [max_rows * -(-max_model_len // block_size)])
         self._buffer = torch.zeros(self._starts[-1], dtype=torch.int32, device=device)
         self._fill([], max_rows)
-        # One for all graphs: their own results would take max_rows * vocab_size numbers for every bucket.
+        # All graphs share one result: results of their own would take max_rows * vocab_size numbers for every bucket.
         self._logits = torch.empty_like(compute(self._inputs(max_rows)))
-        # Largest first: the others then fit into the memory that it took.
+        # The largest comes first: the others then fit into the memory that it took.
         self._graphs = {bucket: make_graph() for bucket in reversed(self._buckets)}
         for bucket, graph in self._graphs.items():
             self._fill([], bucket)
             graph.capture(partial(self._run, bucket))
 
     def run(self, rows: Sequence[StepRow], tokens: torch.Tensor | None = None) -> torch.Tensor | None:
-        """Logits of each row, valid until the next call; None if there is no graph for such a step.
+        """Returns the logits of each row, valid until the next call, or None if there is no graph for such a step.
 
         ``tokens``, ``[rows]`` on the device, take the place of the rows' own.
         """
@@ -174,7 +174,7 @@ class DecodeGraphs:
 
 
 def padded_parts(rows: Sequence[StepRow], bucket: int, block_size: int) -> list[list[int]]:
-    """Token ids, positions, slots, context lengths, starts of block tables, and the tables, one after another."""
+    """Returns token ids, positions, slots, context lengths, starts of block tables, and the tables, in this order."""
     padding = [0] * (bucket - len(rows))
     slots: list[int] = []
     starts: list[int] = []
@@ -214,8 +214,8 @@ class ModelRunner:
     ) -> None:
         """Loads this rank's part of the model. Raises ModelError if the folder does not hold it.
 
-        ``kv_memory``, zeroed and of ``num_blocks`` blocks, is where to keep the KV cache; wherever ``device`` has it if
-        not given.
+        ``kv_memory``, zeroed and of ``num_blocks`` blocks, is where to keep the KV cache. Without it, the
+        cache is allocated on ``device``.
         """
         torch_dtype = TORCH_DTYPES[dtype]
         self.layout = kv_layout(config, dtype, block_size, tp)
@@ -232,9 +232,9 @@ class ModelRunner:
 
     @torch.inference_mode()
     def run(self, rows: Sequence[StepRow], tokens: torch.Tensor | None = None) -> torch.Tensor:
-        """Compute every row's tokens into the KV cache; single-token rows come first.
+        """Computes every row's tokens into the KV cache; single-token rows come first.
 
-        ``tokens``, ``[number of rows]`` on the device of the cache, take the place of the rows' own where all have one.
+        ``tokens``, ``[number of rows]`` on the device of the cache, take the place of the rows' own, if each has one.
 
         Returns fp32 logits ``[number of rows with wants_logits, vocab_size]``, in the order of the rows, on the device
         of the cache and valid until the next call; on ranks other than 0 ``[that number, 0]``. Does not wait for a GPU
@@ -249,7 +249,7 @@ class ModelRunner:
         return self._run(rows, tokens)
 
     def _run(self, rows: Sequence[StepRow], tokens: torch.Tensor | None) -> torch.Tensor:
-        """Any step, each kernel launched from here."""
+        """Computes any step, and launches each kernel from here."""
         last, end = [], 0
         for row in rows:
             end += len(row.token_ids)
@@ -272,9 +272,9 @@ class ModelRunner:
 
     @torch.inference_mode()
     def capture_decode(self, kernels: GraphKernels, max_rows: int, make_graph: Callable[[], Graph]) -> None:
-        """Replays, from now on, steps of up to ``max_rows`` single tokens. Stores nothing in the cache.
+        """Captures decode steps, so that steps of up to ``max_rows`` single tokens are replayed from now on.
 
-        Does nothing if the model's steps differ with what they hold.
+        Stores nothing in the cache. Does nothing if the operations of the model's steps depend on their inputs.
         """
         if not self._decoder.capturable:
             return
@@ -296,16 +296,16 @@ class ModelRunner:
         )
 
     def copy_blocks(self, sources: Sequence[int], destinations: Sequence[int]) -> None:
-        """Copy whole blocks. All sources are read before any destination is written."""
+        """Copies whole blocks. All sources are read before any destination is written."""
         self.kv_cache[list(destinations)] = self.kv_cache[list(sources)]
 
     def clear(self, blocks: Sequence[int]) -> None:
-        """Zero these blocks: what is not finite must not stay in memory that another request will own."""
+        """Zeroes these blocks: values that are not finite must not stay in memory that another request will own."""
         self.kv_cache[list(blocks)] = 0
 
 
 def kv_layout(config: DecoderConfig, dtype: Dtype, block_size: int, tp: TpGroup = ALONE) -> KvLayout:
-    """The layout of one rank's KV cache for a model. Raises ModelError if its heads cannot be split so."""
+    """Returns the layout of one rank's KV cache. Raises ModelError if the heads cannot be split over the ranks."""
     kv_heads = kv_share(tp, config.heads, config.kv_heads)
     num_kv_heads = kv_heads.stop - kv_heads.start
     return KvLayout(num_kv_heads, config.num_layers, block_size, config.head_dim, TORCH_DTYPES[dtype])

@@ -1,1 +1,5 @@
-"""The CPU kernel sets: compiled C++ (``csrc``), and plain torch where there is no compiler."""
+"""Has two kernel sets for CPUs.
+
+``compiled_kernels`` is C++ (``csrc``, which ``library`` compiles and ``compiled_attention`` plans for), and
+``torch_kernels`` is plain torch, for a machine without a compiler.
+"""

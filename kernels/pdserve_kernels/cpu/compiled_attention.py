@@ -1,4 +1,4 @@
-"""The attention of one step in compiled kernels: no gathered copy of the context, one call a layer."""
+"""Computes a step's attention with one compiled call for each layer, without a gathered copy of the context."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pdserve_kernels.cpu.library import CStep, CTokens, Library
 from pdserve_kernels.kv_layout import KvLayout
 
 MAX_HEAD_DIM = 1024
-"""The same number as in csrc/attention.h."""
+"""The same limit as ``kMaxHeadDim`` of csrc/prepare.cpp."""
 
 
 class CompiledAttention:
@@ -127,7 +127,7 @@ def _contiguous(x: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> 
 
 
 def _tables(rows: Sequence[AttentionRow], block_size: int, num_blocks: int) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """All block ids, and of each row: new tokens, context length, first token, and where its block ids begin."""
+    """Returns all block ids, and each row's new tokens, context length, first token, and start of its block ids."""
     blocks: list[int] = []
     shapes: list[tuple[int, int, int, int]] = []
     tokens = 0

@@ -1,4 +1,4 @@
-"""The compiled kernels: how they are compiled (``CPU_KERNELS``), and their functions as Python calls them.
+"""Says how the kernels are compiled (``CPU_KERNELS``), and has their functions as Python calls them.
 
 The functions trust their arguments: callers check shapes and dtypes first.
 """
@@ -19,12 +19,12 @@ CPU_KERNELS = Recipe(
         "-std=c++17",
         "-O3",
         "-march=native",
-        # Neither changes a result; both stand in the way of vector code.
+        # Neither errno nor traps change a result, and both keep the compiler from making vector code.
         "-fno-math-errno",
         "-fno-trapping-math",
-        # Tensors are memory without a C++ type.
+        # A tensor is memory without a C++ type.
         "-fno-strict-aliasing",
-        # For compiling only: torch has loaded an OpenMP, and linking a second would keep a second pool of threads.
+        # This is not a link flag: torch has loaded an OpenMP, and a second one would keep a second pool of threads.
         "-fopenmp",
         "-fPIC",
     ),
@@ -36,7 +36,7 @@ _INT = ctypes.c_int
 
 
 class CStep(ctypes.Structure):
-    """``Step`` of csrc/attention.h."""
+    """The structure ``Step`` of csrc/attention.h."""
 
     _fields_ = (
         ("cache", _POINTER),
@@ -49,7 +49,7 @@ class CStep(ctypes.Structure):
 
 
 class CTokens(ctypes.Structure):
-    """``Tokens`` of csrc/attention.h."""
+    """The structure ``Tokens`` of csrc/attention.h."""
 
     _fields_ = (
         *((name, _POINTER) for name in ("query", "key", "value")),
@@ -78,7 +78,7 @@ class Library:
     def __init__(self, path: Path) -> None:
         """Raises BuildError if ``path`` cannot be loaded."""
         try:
-            # Every symbol now: a missing OpenMP must show here and not in the first request.
+            # All symbols are resolved now: a missing OpenMP must show here, not in the first request.
             library = ctypes.CDLL(str(path), mode=os.RTLD_LOCAL | os.RTLD_NOW)
             for name, arguments in _FUNCTIONS.items():
                 function = getattr(library, name)

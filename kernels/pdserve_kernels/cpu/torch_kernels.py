@@ -1,12 +1,14 @@
-"""The kernel set of a CPU without a compiler: plain torch, with packed weights where oneDNN has them.
+"""The kernel set of a CPU without a compiler: plain torch, with packed weights if oneDNN has them.
 
 Attention is two batched products. A layer's context is gathered with one ``index_select`` over the cache's tiles, whose
 order is computed once a step, and then attended to by two ``baddbmm``/``bmm`` calls with the grouped query heads packed
-as rows. Measured on one core in bf16 against ``scaled_dot_product_attention``: 13.7 ms against 153 ms for a decode step
-of 16 requests at 320 tokens over SmolLM2's 30 layers, 0.66 ms against 1.63 ms a layer for 256 prompt tokens.
+as rows. On one core in bf16, this was measured to take 13.7 ms where ``scaled_dot_product_attention`` takes 153 ms for
+a decode step of 16 requests at 320 tokens over SmolLM2's 30 layers, and 0.66 ms where it takes 1.63 ms for one layer of
+256 prompt tokens.
 
-oneDNN wants bf16 weights in a blocked order and otherwise reorders them on every call; packed once, a product of 1 to
-16 rows takes about half the time (measured: 7.5 ms against 14.1 ms for a SmolLM2-135M step at batch 1, one core).
+oneDNN needs bf16 weights in a blocked order, and reorders others on every call. With weights that are packed once, a
+product of 1 to 16 rows takes about half the time: on one core, a SmolLM2-135M step at batch 1 was measured to take
+7.5 ms instead of 14.1 ms.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from pdserve_kernels.kv_layout import KvLayout
 
 
 class KvWrite:
-    """Where one step's tokens go, computed once and used by every layer.
+    """Stores one step's tokens. Their places are computed once and used by every layer.
 
     ``slots`` is ``[tokens]`` of ``block * block_size + offset``.
     """
@@ -37,13 +39,13 @@ class KvWrite:
         self._index = (tiles * layout.block_size + offsets).reshape(-1)
 
     def __call__(self, layer: int, key_value: torch.Tensor) -> None:
-        """``key_value`` is ``[2, tokens, kv_heads, head_dim]``."""
+        """Stores ``key_value``, ``[2, tokens, kv_heads, head_dim]``."""
         first = 2 * layer * self._layout.block_size
         self._rows[first:].index_copy_(0, self._index, key_value.reshape(-1, self._layout.head_dim))
 
 
 class DecodeAttention:
-    """One new token for each of several requests; planned once a step, called once a layer."""
+    """Attention of one new token for each of several requests. It is planned once a step and called once a layer."""
 
     def __init__(
         self,
@@ -54,7 +56,7 @@ class DecodeAttention:
         heads: int,
         scale: float,
     ) -> None:
-        """``block_tables[i]`` holds at least ``ceil(context_lens[i] / block_size)`` block ids."""
+        """Plans a step. ``block_tables[i]`` holds at least ``ceil(context_lens[i] / block_size)`` block ids."""
         self._layout = layout
         self._tiles = layout.tiles(cache)
         self._requests = len(context_lens)
@@ -64,7 +66,7 @@ class DecodeAttention:
         for row, ids, length in zip(table, block_tables, context_lens, strict=True):
             used = -(-length // layout.block_size)
             row[:used] = torch.tensor(ids[:used])
-            # Its own block and no other's: what is masked is still multiplied, and another's NaN would spread.
+            # A row is padded with a block of its own: masked values are multiplied, and NaN of others would spread.
             row[used:] = ids[0]
         keys = layout.tile_rows(table).transpose(0, 1)
         self._index = torch.stack((keys, keys + 1)).reshape(-1).to(cache.device)
@@ -75,7 +77,7 @@ class DecodeAttention:
         self._masks: dict[int | None, torch.Tensor] = {}
 
     def __call__(self, layer: int, query: torch.Tensor, window: int | None = None) -> torch.Tensor:
-        """``query`` ``[requests, heads, head_dim]`` to the same shape."""
+        """Maps ``query``, ``[requests, heads, head_dim]``, to the same shape."""
         layout = self._layout
         torch.index_select(self._tiles[2 * layer :], 0, self._index, out=self._gathered)
         keys, values = self._gathered.view(2, -1, self._context, layout.head_dim).unbind(0)
@@ -83,7 +85,7 @@ class DecodeAttention:
         return _attend(rows, keys, values, self._mask(window), self._scale).view(query.shape)
 
     def _mask(self, window: int | None) -> torch.Tensor:
-        """Added to the scores: ``[requests * kv_heads, group, context]``."""
+        """Returns what is added to the scores, ``[requests * kv_heads, group, context]``."""
         if window not in self._masks:
             key_at = torch.arange(self._context)
             hidden = key_at >= self._lengths
@@ -96,7 +98,7 @@ class DecodeAttention:
 
 
 class PrefillAttention:
-    """Several new tokens of one request; planned once a step, called once a layer."""
+    """Attention of several new tokens of one request. It is planned once a step and called once a layer."""
 
     def __init__(self, layout: KvLayout, cache: torch.Tensor, span: AttentionRow, heads: int, scale: float) -> None:
         self._layout = layout
@@ -112,7 +114,7 @@ class PrefillAttention:
         self._masks: dict[int | None, torch.Tensor] = {}
 
     def __call__(self, layer: int, query: torch.Tensor, window: int | None = None) -> torch.Tensor:
-        """``query`` ``[new_tokens, heads, head_dim]`` to the same shape."""
+        """Maps ``query``, ``[new_tokens, heads, head_dim]``, to the same shape."""
         layout = self._layout
         torch.index_select(self._tiles[2 * layer :], 0, self._index, out=self._gathered)
         context = self._gathered.view(2, layout.kv_heads, -1, layout.head_dim)[:, :, : self._context]
@@ -125,7 +127,7 @@ class PrefillAttention:
         return heads_first.transpose(0, 1)
 
     def _mask(self, window: int | None) -> torch.Tensor:
-        """Added to the scores: ``[group * new_tokens, context]``."""
+        """Returns what is added to the scores, ``[group * new_tokens, context]``."""
         if window not in self._masks:
             key_at = torch.arange(self._context)
             hidden = key_at > self._query_at
@@ -151,7 +153,7 @@ SMALLEST_BUCKET = 4
 
 
 class TorchAttention:
-    """Planned once a step for rows that are ordered single tokens first; called once a layer."""
+    """Attention of a step whose single-token rows come first. It is planned once a step and called once a layer."""
 
     def __init__(
         self, layout: KvLayout, cache: torch.Tensor, rows: Sequence[AttentionRow], heads: int, scale: float
@@ -200,10 +202,10 @@ class TorchAttention:
 
 
 def _by_context(singles: Sequence[AttentionRow], block_size: int) -> list[list[int]]:
-    """Rows in groups of similar context length.
+    """Divides rows into groups of similar context length.
 
-    A group is padded to its longest context: with one group for all, one long request would slow everybody down
-    (measured: 31 requests of 200 tokens beside one of 8,000 took 1,563 ms a step; in groups, about 70 ms).
+    A group is padded to its longest context, so with one group for all, one long request would slow all others down: a
+    step of 31 requests of 200 tokens and one of 8,000 was measured to take 1,563 ms, and about 70 ms in groups.
     """
     groups: dict[int, list[int]] = {}
     for i, row in enumerate(singles):
@@ -224,11 +226,11 @@ def _slots(rows: Sequence[AttentionRow], block_size: int) -> torch.Tensor:
 
 
 PACKED_FOR_ROWS = 16
-"""The batch that the order is chosen for. Larger ones measured no slower than with their own order."""
+"""The packed order is chosen for this number of rows. More rows were not slower with it than with their own order."""
 
 
 class PackedLinear:
-    """``x @ weight.T + bias``, with ``weight`` ``[out, in]`` packed where that is faster."""
+    """Computes ``x @ weight.T + bias``, with ``weight``, ``[out, in]``, packed if that is faster."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         self._bias = bias

@@ -1,4 +1,4 @@
-"""One step's rows as the tensors that the attention kernels read."""
+"""Turns one step's rows into the tensors that the attention kernels read."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pdserve_kernels.host_to_device import to_device
 
 @dataclass(frozen=True, slots=True)
 class SpanTables:
-    """Rows with several new tokens, and the tiles of ``tile_size`` tokens that programs take of them; all int32.
+    """Rows with several new tokens, and the tiles of ``tile_size`` tokens that programs take of them, as int32 tensors.
 
     Tile ``j`` begins at new token ``tile_tokens[j]`` of row ``tile_rows[j]``. Row ``i`` has the new tokens
     ``query_starts[i]`` to ``query_starts[i + 1]`` of the query; the rest is as in ``DecodeTables``.
@@ -31,7 +31,7 @@ class SpanTables:
 
 @dataclass(frozen=True, slots=True)
 class AttentionPlan:
-    """``singles`` rows with one token come first; ``slots`` has every new token of the step."""
+    """The tensors of one step. Its first ``singles`` rows have one token; ``slots`` has every new token of the step."""
 
     singles: int
     slots: torch.Tensor
@@ -40,13 +40,13 @@ class AttentionPlan:
 
 
 def plan_step(rows: Sequence[AttentionRow], block_size: int, tile_size: int, device: torch.device) -> AttentionPlan:
-    """Raises ValueError if a row with one token comes after one with several."""
+    """Returns the plan of a step. Raises ValueError if a row with one token comes after one with several."""
     singles = sum(row.new_tokens == 1 for row in rows)
     spans = rows[singles:]
     if any(row.new_tokens == 1 for row in spans):
         raise ValueError("rows with one token must come before rows with several")
     tables = [row.blocks[: -(-row.context_len // block_size)] for row in rows]
-    # Longest contexts first: they take longest, and nothing else should wait for them at the end.
+    # The longest contexts come first: they take longest, and nothing else should wait for them at the end.
     tiles = [
         (i, first)
         for i, row in sorted(enumerate(spans), key=lambda span: -span[1].context_len)
@@ -89,7 +89,7 @@ def _slots(rows: Sequence[AttentionRow], block_size: int) -> np.ndarray[tuple[in
     for row in rows:
         position = np.arange(row.context_len - row.new_tokens, row.context_len)
         first = int(position[0]) // block_size
-        # Only the blocks that the new tokens are in: a decode step must not copy every table twice.
+        # Only the blocks of the new tokens are taken: a decode step must not copy every table twice.
         table = np.asarray(row.blocks[first : -(-row.context_len // block_size)], dtype=np.int64)
         parts.append(table[position // block_size - first] * block_size + position % block_size)
     return np.concatenate(parts)

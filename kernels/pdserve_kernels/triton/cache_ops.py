@@ -1,10 +1,10 @@
-"""What writes to the paged KV cache, and what copies its blocks out and back.
+"""Writes to the paged KV cache, and copies its blocks out and back.
 
-``kv_write`` stores new keys and values: one program a token, all heads of both. ``store_projected`` goes from a layer's
-projection to its query and its stored keys and values in one pass: heads are normalised where a model does so, then
-rotated, and keys and values go straight to their places. As ops of their own these would be up to five launches a
-layer, each reading and writing what the one before wrote. ``gather_blocks`` and ``scatter_blocks`` copy blocks to one
-contiguous buffer and back, for transfers that are buffer through the host.
+``kv_write`` stores new keys and values, with one program for all heads of a token. ``store_projected`` goes from a
+layer's projection to its query and its stored keys and values in one pass: heads are normalised if the model does so,
+then rotated, and keys and values are stored at once. Separate operations would take up to five launches a layer, each
+of which reads what the one before wrote. ``gather_blocks`` and ``scatter_blocks`` copy blocks to one contiguous buffer
+and back, for transfers that pass through the host.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ def _kv_write_kernel(
 def kv_write(
     cache: torch.Tensor, layout: KvLayout, layer: int, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor
 ) -> None:
-    """``reference.kv_write``; the last dimension of ``key`` and ``value`` must be dense.
+    """Computes ``reference.kv_write``. The last dimension of ``key`` and ``value`` must be dense.
 
-    Slots must differ, but for those of padding, -1, where nothing is stored.
+    All slots must differ, except those of padding (-1), for which nothing is stored.
     """
     if not len(slots):
         return
@@ -79,7 +79,7 @@ def kv_write(
 
 
 BLOCK_HEADS = 8
-"""Heads of one token that one program takes."""
+"""The heads of one token that one program takes."""
 
 
 @triton.jit
@@ -131,7 +131,7 @@ def _projection_kernel(
         at += HALF
         gain_second = tl.load(query_norm + at, mask=is_query, other=0.0)
         gain_second += tl.load(key_norm + at, mask=is_key, other=0.0)
-        # Rounded in between, as the ops one after another are.
+        # The values are rounded in between, as separate operations round them.
         first = (first * scale * gain.to(tl.float32)).to(qkv.dtype.element_ty).to(tl.float32)
         second = (second * scale * gain_second.to(tl.float32)).to(qkv.dtype.element_ty).to(tl.float32)
     cosine = tl.load(cos + token * HALF + column, mask=column < HALF, other=0.0).to(tl.float32)
@@ -157,7 +157,7 @@ def store_projected(
     layer: int,
     slots: torch.Tensor,
 ) -> torch.Tensor:
-    """``reference.projected``, of which keys and values go where ``kv_write`` stores them.
+    """Computes ``reference.projected``, and stores keys and values as ``kv_write`` does.
 
     The heads of ``qkv`` are dense. Returns the query, ``[tokens, heads, head_dim]``.
     """
@@ -191,7 +191,7 @@ def store_projected(
 
 
 COPY_CHUNK = 4096
-"""Elements that one program copies."""
+"""The elements that one program copies."""
 
 
 @triton.jit
@@ -213,13 +213,13 @@ def _scatter_kernel(cache, blocks, buffer, ELEMENTS: tl.constexpr, CHUNK: tl.con
 
 
 def gather_blocks(cache: torch.Tensor, blocks: torch.Tensor, buffer: torch.Tensor) -> None:
-    """``reference.gather_blocks`` into ``buffer``, which is contiguous and begins with ``len(blocks)`` blocks."""
+    """Copies ``blocks`` of the cache to the first ``len(blocks)`` blocks of ``buffer``, which is contiguous."""
     if len(blocks):
         _gather_kernel[_copy_grid(cache, blocks)](cache, blocks, buffer, cache[0].numel(), COPY_CHUNK)
 
 
 def scatter_blocks(cache: torch.Tensor, blocks: torch.Tensor, buffer: torch.Tensor) -> None:
-    """``reference.scatter_blocks`` out of ``buffer``, which is contiguous and begins with ``len(blocks)`` blocks."""
+    """Copies the first ``len(blocks)`` blocks of ``buffer``, which is contiguous, to ``blocks`` of the cache."""
     if len(blocks):
         _scatter_kernel[_copy_grid(cache, blocks)](cache, blocks, buffer, cache[0].numel(), COPY_CHUNK)
 

@@ -1,16 +1,16 @@
-"""Attention over the paged KV cache: of one new token a request (decode), and of several (prefill).
+"""Computes attention over the paged KV cache: of one new token a request (decode), and of several (prefill).
 
 Both are flash attention (Dao et al., 2022) over keys and values that are found through the block table: a softmax that
 never sees all scores at once (Milakov and Gimelshein, 2018).
 
 Decode is flash-decoding (Dao et al., 2023). One program takes one KV head of one request and one part of its context,
 with the query heads of that KV head as the rows of its products, so that each key and value is loaded once. A second
-kernel puts the parts together. The grid depends on the number of rows and parts alone, never on the lengths, which are
-read on the device: a CUDA graph of it stays right when contexts grow.
+kernel puts the parts together. The grid depends only on the numbers of rows and parts. The lengths are read on the
+device, so a CUDA graph of the kernels stays right when contexts grow.
 
 Prefill is causal, and takes all requests in one launch. One program takes one KV head and a tile of new tokens, with
-the tokens' grouped query heads as the rows of its products. Context that was cached before is simply more keys: nothing
-is gathered.
+the tokens' grouped query heads as the rows of its products. The context that was cached before is read in place,
+like the new keys.
 """
 
 from __future__ import annotations
@@ -28,10 +28,11 @@ from pdserve_kernels.triton.attention_plan import SpanTables
 
 @triton.jit
 def softmax_step(scores, highest, total, acc):
-    """Scores ``[rows, tokens]`` in units of log 2, hidden ones -inf; ``highest``, ``total`` and ``acc`` so far.
+    """Adds the scores of some more tokens to a running softmax.
 
-    Returns the weights of these tokens and the three, rescaled to the new highest score. A row that has seen nothing
-    but hidden tokens keeps -inf, 0 and 0.
+    ``scores``, ``[rows, tokens]``, are in units of log 2, and -inf for hidden tokens. Returns the weights of these
+    tokens, and ``highest``, ``total`` and ``acc``, rescaled to the new highest score. A row that has seen only hidden
+    tokens keeps -inf, 0 and 0.
     """
     risen = tl.maximum(highest, tl.max(scores, 1))
     # -inf minus -inf would be NaN.
@@ -42,10 +43,10 @@ def softmax_step(scores, highest, total, acc):
 
 
 TILE = 64
-"""Tokens that a program looks at together."""
+"""The tokens that a program looks at together."""
 
 PROGRAMS_PER_PROCESSOR = 4
-"""Enough to hide the latency of memory; more only makes more parts to put together."""
+"""This number hides the latency of memory; a higher one only makes more parts to put together."""
 
 MAX_SPLITS = 128
 
@@ -104,7 +105,7 @@ def _decode_kernel(
         block = tl.load(table + token // BLOCK_SIZE, mask=seen, other=0).to(tl.int64)
         address = tiles + block * BLOCK_STRIDE + kv_head * HEAD_STRIDE + (token % BLOCK_SIZE) * HEAD_DIM
         loaded = seen[:, None] & (column < HEAD_DIM)[None, :]
-        # What is hidden is read as 0: a NaN in memory that is not this request's must not be multiplied.
+        # Hidden tokens are read as 0: a NaN in memory that is not this request's must not be multiplied.
         keys = tl.load(address[:, None] + column[None, :], mask=loaded, other=0.0)
         values = tl.load(address[:, None] + BLOCK_SIZE * HEAD_DIM + column[None, :], mask=loaded, other=0.0)
         scores = tl.dot(queries, tl.trans(keys), input_precision="ieee") * scale_log2
@@ -112,8 +113,8 @@ def _decode_kernel(
         weights, highest, total, acc = softmax_step(scores, highest, total, acc)
         acc += tl.dot(weights.to(values.dtype), values, input_precision="ieee")
 
-    # Without a token there is nothing to divide by: a part beyond the context, or a row of padding. A total that is
-    # NaN is not that, and must stay to be seen.
+    # A part beyond the context, or a row of padding, has no token and a total of 0, by which nothing can be divided. A
+    # total that is NaN stays, so that the engine notices it.
     none = total == 0
     some = tl.where(none, 1.0, total)
     if SPLITS == 1:
@@ -155,7 +156,7 @@ def decode_attention(
     splits: int,
     out: torch.Tensor,
 ) -> None:
-    """``reference.paged_attention`` of one token for each row of ``tables``; 0 for rows without a context.
+    """Computes ``reference.paged_attention`` of one token for each row of ``tables``, 0 for rows without a context.
 
     ``query`` is ``[rows, heads, head_dim]`` with a dense last dimension. ``splits`` is a power of two
     (``decode_splits``). ``out`` has the shape of ``query`` and is contiguous.
@@ -201,9 +202,9 @@ def decode_attention(
 
 
 def decode_splits(requests: int, kv_heads: int, max_context: int, processors: int) -> int:
-    """In how many parts to attend to each context: enough programs for all processors, none with nothing to do.
+    """Returns the number of parts of each context, so that all processors have programs and every program has work.
 
-    A power of two, so that few variants are compiled. ``max_context`` bounds the context of every row.
+    It is a power of two, so that few variants are compiled. ``max_context`` bounds the context of every row.
     """
     wanted = PROGRAMS_PER_PROCESSOR * processors // max(1, requests * kv_heads)
     useful = min(wanted, -(-max_context // TILE), MAX_SPLITS)
@@ -298,7 +299,7 @@ def _prefill_kernel(
         other=0.0,
     )
     first_position = context - new_tokens + first_new
-    # Lines beyond the tile's last token look where that one does; they are not stored.
+    # Lines beyond the tile's last token read what that one reads. They are not stored.
     position = context - new_tokens + tl.minimum(new, new_tokens - 1)
     end = tl.cdiv(tl.minimum(first_position + BLOCK_Q, context), TILE)
     if WINDOW:
@@ -335,7 +336,7 @@ def prefill_attention(
     window: int | None,
     out: torch.Tensor,
 ) -> None:
-    """``reference.paged_attention`` for each row of ``tables``.
+    """Computes ``reference.paged_attention`` for each row of ``tables``.
 
     ``query`` is ``[tokens, heads, head_dim]``, the rows' new tokens one after another, with a dense last dimension.
     ``out`` has its shape and is contiguous.
@@ -374,10 +375,10 @@ def prefill_attention(
 
 
 def lines_per_program(group: int, dtype: torch.dtype) -> int:
-    """Rows of a program's products: each is one query head of one token."""
+    """Returns the number of rows of a program's products, each of which is one query head of one token."""
     return max(_keys_per_tile(dtype) * 2, 1 << (group - 1).bit_length())
 
 
 def _keys_per_tile(dtype: torch.dtype) -> int:
-    """Keys that a program looks at together: what fits into its registers beside the sums."""
+    """Returns how many keys a program looks at together: as many as fit into its registers beside the sums."""
     return 128 // dtype.itemsize

@@ -1,7 +1,7 @@
-"""The operations on single tokens: root mean square normalisation, rotary position embedding, and the gated activation.
+"""Computes on single tokens: root mean square normalisation, rotary position embedding, and the gated activation.
 
-Normalisation also comes with the residual sum before it, in one pass. Rotary embedding is one program a token, for all
-heads. ``activation(gate) * up`` of a gated MLP makes no copy of either half.
+``add_rms_norm`` adds the residual and normalises the sum in one pass. Rotary embedding has one program for each token,
+which rotates all heads. ``activation(gate) * up`` of a gated MLP makes no copy of either half.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def _add_rms_norm_kernel(x, residual, weight, out, total, eps, WIDTH: tl.constex
     added += tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
     rounded = added.to(total.dtype.element_ty)
     tl.store(total + at, rounded, mask=inside)
-    # Of what was stored, not of what was rounded away: the next layer sees the stored sum.
+    # The stored, rounded sum is what is normalised, because the next layer sees that one.
     values = rounded.to(tl.float32)
     scale = tl.rsqrt(tl.sum(values * values, 0) / WIDTH + eps)
     gain = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
@@ -40,7 +40,7 @@ def _add_rms_norm_kernel(x, residual, weight, out, total, eps, WIDTH: tl.constex
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """``reference.rms_norm`` for two or three dimensions; the last one must be dense."""
+    """Computes ``reference.rms_norm`` for two or three dimensions. The last one must be dense."""
     width = x.shape[-1]
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if out.numel():
@@ -55,7 +55,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 def add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``reference.add_rms_norm`` for ``[tokens, width]``."""
+    """Computes ``reference.add_rms_norm`` for ``[tokens, width]``."""
     x, residual = x.contiguous(), residual.contiguous()
     out, total = torch.empty_like(x), torch.empty_like(x)
     if out.numel():
@@ -68,7 +68,7 @@ def add_rms_norm(
 
 
 def _warps(block: int) -> int:
-    """Eight elements a thread, so that a bf16 row is loaded 16 bytes at a time."""
+    """Returns so many warps that each thread has eight elements, and loads 16 bytes of bf16 at once."""
     return max(1, min(16, block // 256))
 
 
@@ -100,7 +100,7 @@ def _rotary_kernel(
 
 
 def rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """``reference.rotary``; the last dimension of ``x`` must be dense."""
+    """Computes ``reference.rotary``. The last dimension of ``x`` must be dense."""
     tokens, heads, head_dim = x.shape
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if tokens:
@@ -149,13 +149,13 @@ def _gelu_and_mul_kernel(gate_up, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr)
 
 @triton.jit
 def _sigmoid(x):
-    # Of -|x|, so that no exponential overflows.
+    # The exponential is that of -|x|, which cannot overflow.
     small = tl.exp(-tl.abs(x))
     return tl.where(x >= 0, 1.0, small) / (1.0 + small)
 
 
 def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """``reference.silu_and_mul``."""
+    """Computes ``reference.silu_and_mul``."""
     gate_up, out = gate_up.contiguous(), _half(gate_up)
     if out.numel():
         _silu_and_mul_kernel[_activation_grid(out)](gate_up, out, out.shape[1], ACTIVATION_BLOCK)
@@ -163,7 +163,7 @@ def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
 
 
 def gelu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """``reference.gelu_and_mul``."""
+    """Computes ``reference.gelu_and_mul``."""
     gate_up, out = gate_up.contiguous(), _half(gate_up)
     if out.numel():
         _gelu_and_mul_kernel[_activation_grid(out)](gate_up, out, out.shape[1], ACTIVATION_BLOCK)

@@ -1,6 +1,6 @@
-"""The kernel set of a GPU: Triton for everything but products with weights, which are the vendor's.
+"""The kernel set of a GPU. Everything is in Triton but products with weights, which the vendor's library computes.
 
-The attention of one step is one launch that stores, one for the single tokens, and one for the longer rows.
+The attention of one layer takes one launch that stores, one for the single tokens, and one for the longer rows.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pdserve_kernels.triton.token_ops import add_rms_norm, gelu_and_mul, rms_nor
 
 
 class TritonAttention:
-    """Single-token rows, then longer ones; either may be missing.
+    """Attention of single-token rows and then of longer rows. Either kind may be missing.
 
     Nothing is kept between calls, and tensors are read anew in each, so a captured call follows their contents.
     """
@@ -35,7 +35,7 @@ class TritonAttention:
         scale: float,
         splits: int,
     ) -> None:
-        """``slots`` has every new token; ``splits`` is into how many parts a single token's context is cut."""
+        """Plans a step. ``slots`` has every new token. The context of a single token is cut into ``splits`` parts."""
         self._layout, self._cache, self._slots = layout, cache, slots
         self._singles, self._spans = singles, spans
         self._scale, self._splits = scale, splits
@@ -91,7 +91,7 @@ class TritonKernels:
     gelu_and_mul = staticmethod(gelu_and_mul)
 
     def __init__(self, processors: int) -> None:
-        """``processors`` is the number of streaming multiprocessors that a launch should fill."""
+        """Makes the set for a GPU with ``processors`` streaming multiprocessors, which a launch should fill."""
         self._processors = processors
 
     def linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:

@@ -1,4 +1,4 @@
-"""The shape of a decoder, read from a Hugging Face ``config.json`` or from a GGUF file's header."""
+"""Reads the shape of a decoder from a Hugging Face ``config.json`` or from a GGUF file's header."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ WINDOW_IN_EVERY_LAYER = frozenset({"mistral", "qwen3_moe"})
 
 @dataclass(frozen=True, slots=True)
 class DecoderConfig:
-    """What every decoder needs to know; ``hf`` keeps the whole original for what only some do.
+    """What every decoder needs to know. ``hf`` is the whole configuration, for values that only some decoders need.
 
-    Of a model outside ``FAMILIES``, which transformers computes, the fields that concern the KV cache and the scheduler
-    are true, and the others say nothing.
+    For a model outside ``FAMILIES``, which transformers computes, only the fields that the KV cache and the scheduler
+    read have a meaning.
     """
 
     family: str
@@ -41,22 +41,22 @@ class DecoderConfig:
     kv_heads: int
     head_dim: int
     attention_scale: float
-    """Multiplies the scores."""
+    """The factor of the attention scores."""
     norm_eps: float
     tied_embeddings: bool
     windows: tuple[int | None, ...]
-    """How many tokens each layer sees, the newest among them; None where it sees all."""
+    """The number of tokens that each layer sees, including the newest; None for a layer that sees all."""
     max_positions: int
     eos_token_ids: frozenset[int]
     rotary_divisors: tuple[float, ...]
-    """What each rotary frequency is divided by; empty for nothing."""
+    """The divisor of each rotary frequency; empty if none is divided."""
     hf: PretrainedConfig
 
 
 def read_decoder_config(path: Path) -> DecoderConfig:
-    """Read a folder's ``config.json`` (and ``generation_config.json`` for end-of-sequence ids), or a GGUF header.
+    """Reads a folder's ``config.json`` (and ``generation_config.json`` for end-of-sequence ids), or a GGUF header.
 
-    Raises ModelError if it is missing, malformed, or of a family that cannot be computed exactly.
+    Raises ModelError if it is missing or malformed, or names a family that cannot be computed exactly.
     """
     if is_gguf(path):
         file = read_gguf(path)
@@ -139,7 +139,7 @@ def _check_activation(hf: PretrainedConfig, folder: Path) -> None:
 
 
 def _windows(hf: PretrainedConfig, folder: Path) -> tuple[int | None, ...]:
-    """As transformers reads them: by layer where the architecture knows kinds of layers, else for all."""
+    """Returns each layer's window as transformers reads it: by the layer's kind if the architecture has kinds."""
     window: int | None = getattr(hf, "sliding_window", None)
     if hf.model_type in WINDOW_IN_EVERY_LAYER:
         return (window,) * int(hf.num_hidden_layers)

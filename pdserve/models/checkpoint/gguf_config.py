@@ -1,4 +1,4 @@
-"""The Hugging Face configuration that a GGUF file's metadata amounts to."""
+"""Translates the metadata of a GGUF file into a Hugging Face configuration."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pdserve.errors import ModelError
 from pdserve.models.checkpoint.gguf_file import GgufFile
 
 MODEL_TYPES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma3": "gemma3_text"}
-"""GGUF's name of an architecture, and transformers'."""
+"""transformers' name of an architecture for each name that GGUF has."""
 
 READ = frozenset(
     {
@@ -41,17 +41,20 @@ READ = frozenset(
 WITHOUT_EFFECT = frozenset({"rope.scaling.finetuned", "tensor_data_layout"})
 
 ROTARY_DIVISORS = "rope_freqs.weight"
-"""Tensor of what each rotary frequency is divided by: Llama 3's scaling, in numbers."""
+"""The tensor with the divisor of each rotary frequency: Llama 3's scaling, in numbers."""
 
 GEMMA3_PATTERN = 6
 """Every sixth layer of a Gemma 3 sees everything; the format has no key for it."""
 GEMMA3_LOCAL_BASE = 10_000.0
 GEMMA3_27B_LAYERS = 62
-"""The one size whose queries are not scaled by their own width; the format has no key for it."""
+"""The layers of the only Gemma 3 whose queries are not scaled by their width; the format has no key for the scale."""
 
 
 def gguf_config(file: GgufFile) -> PretrainedConfig:
-    """Raises ModelError for an architecture, or a setting of one, that is not known to be computed exactly."""
+    """Returns the file's Hugging Face configuration.
+
+    Raises ModelError for an architecture, or a setting of one, that is not known to be computed exactly.
+    """
     arch = file.architecture
     if arch not in MODEL_TYPES:
         raise ModelError(
@@ -94,7 +97,7 @@ def gguf_config(file: GgufFile) -> PretrainedConfig:
 
 
 def rotary_divisors(file: GgufFile) -> tuple[float, ...]:
-    """What each rotary frequency is divided by; empty where the file has no such tensor."""
+    """Returns the divisor of each rotary frequency, or an empty tuple if the file has no such tensor."""
     tensor = file.tensors.get(ROTARY_DIVISORS)
     if tensor is None:
         return ()

@@ -1,7 +1,7 @@
-"""The header of a GGUF file: what it says of the model, and where each tensor's bytes lie.
+"""Reads the header of a GGUF file: the model's metadata, and where each tensor's bytes lie.
 
-The format is described at https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. Values are read as they are needed
-here, vocabularies of 262,144 entries among them, which the ``gguf`` package's own reader takes seconds for.
+The format is described at https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. The ``gguf``
+package has a reader, too, but that one takes seconds for a vocabulary of 262,144 entries.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ SUFFIX = ".gguf"
 MAGIC = b"GGUF"
 VERSIONS = frozenset({2, 3})
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-"""Type numbers of the format, and how ``struct`` calls them."""
+"""The format character of ``struct`` for each type number of a scalar."""
 STRING, ARRAY = 8, 9
 DEFAULT_ALIGNMENT = 32
 MAX_DIMENSIONS = 4
@@ -30,7 +30,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class GgufTensor:
-    """Where a tensor is: outermost dimension first in ``shape``; ``kind`` is ggml's number for its number format."""
+    """The place of a tensor.
+
+    ``shape`` has the outermost dimension first, and ``kind`` is ggml's number for the number format.
+    """
 
     shape: tuple[int, ...]
     kind: int
@@ -39,7 +42,7 @@ class GgufTensor:
 
 @dataclass(frozen=True, slots=True)
 class GgufFile:
-    """One file's header."""
+    """The header of one GGUF file."""
 
     path: Path
     metadata: dict[str, Value]
@@ -50,7 +53,10 @@ class GgufFile:
         return self.get("general.architecture", str)
 
     def get(self, key: str, kind: type[T], default: T | None = None) -> T:
-        """A value of the metadata; raises ModelError if it is of another type, or missing without a default."""
+        """Returns a value of the metadata.
+
+        Raises ModelError if it has another type, or is missing and has no default.
+        """
         value = self.metadata.get(key, default)
         if isinstance(value, int) and kind is float:
             value = float(value)
@@ -65,7 +71,7 @@ def is_gguf(path: Path) -> bool:
 
 
 def read_gguf(path: Path) -> GgufFile:
-    """Raises ModelError if it is not a complete GGUF file that holds a whole model."""
+    """Returns the header of a file. Raises ModelError if it is not a complete GGUF file that holds a whole model."""
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             found = _read(path, _Cursor(data))
@@ -109,7 +115,7 @@ def _read(path: Path, cursor: _Cursor) -> GgufFile:
 
 
 class _Cursor:
-    """Reads values one after another. Lengths that lie end in an exception, not in a large allocation."""
+    """Reads values one after another. A false length raises an exception, before any large allocation."""
 
     def __init__(self, data: mmap.mmap) -> None:
         self.data = data

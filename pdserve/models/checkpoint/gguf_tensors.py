@@ -1,4 +1,4 @@
-"""The tensors of a GGUF file under the names and in the order that transformers gives them, dequantised one by one."""
+"""Reads tensors of a GGUF file by transformers' names, in transformers' order, and dequantises them one by one."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ GEMMA3_INNER = INNER | {
 }
 LAYER = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
 AT_ONCE = 2**22
-"""Elements that are dequantised to fp32 together; the rest of a large tensor follows."""
+"""The most elements of a large tensor that are dequantised to fp32 at once."""
 
 
 class GgufTensors:
@@ -74,7 +74,7 @@ class GgufTensors:
         return tensor if columns == slice(None) else tensor[:, columns].contiguous()
 
     def _stored(self, name: str, tensor: GgufTensor) -> np.ndarray:
-        """The bytes as ``[rows, bytes of a row]``; a vector's elements are its rows."""
+        """Returns a tensor's bytes as ``[rows, bytes of a row]``. Each element of a vector is a row."""
         try:
             block, size = GGML_QUANT_SIZES[GGMLQuantizationType(tensor.kind)]
         except ValueError as exc:
@@ -90,25 +90,25 @@ class GgufTensors:
 
     def _plain(self, name: str, stored: np.ndarray, kind: GGMLQuantizationType) -> torch.Tensor:
         try:
-            with np.errstate(all="ignore"):  # what is not finite stays so, and the engine notices
+            with np.errstate(all="ignore"):  # values that are not finite stay so: the engine notices
                 plain = np.array(dequantize(stored, kind), dtype=np.float32)
         except NotImplementedError as exc:
             raise ModelError(f"tensor {name!r} of {self._path} is in {kind.name}, which is not supported") from exc
         tensor = torch.from_numpy(plain)
         if self._gemma and name.endswith("norm.weight"):
-            # GGUF has them as they are applied, transformers as the difference from one.
+            # GGUF stores norm weights as they are applied, transformers stores their difference from one.
             tensor = tensor - 1
         return tensor.flatten() if len(self._tensors[name].shape) == 1 else tensor
 
     def _interleaving(self, name: str, rows: int) -> np.ndarray:
-        """Which stored row each row is: GGUF's Llamas have the two halves of each head interleaved."""
+        """Returns the stored row of each row. GGUF interleaves the two halves of each head of a Llama."""
         if rows % self._head_dim:
             raise ModelError(f"tensor {name!r} of {self._path} has {rows} rows, not whole heads of {self._head_dim}")
         return np.arange(rows).reshape(-1, self._head_dim // 2, 2).swapaxes(1, 2).reshape(-1)
 
 
 def _name(name: str, inner: dict[str, str]) -> str:
-    """transformers' name for a tensor; one that has none keeps its own, and will be named as unknown."""
+    """Returns transformers' name of a tensor. A tensor without one keeps its own, which is then reported as unknown."""
     if found := LAYER.fullmatch(name):
         index, part, kind = found.groups()
         return f"model.layers.{index}.{inner.get(part, part)}.{kind}"

@@ -1,4 +1,4 @@
-"""Read a model's weights by tensor name, from a Hugging Face folder or a GGUF file."""
+"""Reads a model's weights by tensor name, from a Hugging Face folder or a GGUF file."""
 
 from __future__ import annotations
 
@@ -66,9 +66,9 @@ class Checkpoint:
         """What is left to take, and the names that the files know it by."""
 
     def take(self, name: str, rows: slice = ALL, columns: slice = ALL) -> torch.Tensor:
-        """A tensor, or a part of it, in the dtype and on the device of this checkpoint; only that part is read.
+        """Returns a tensor, or a part of it, in the dtype and on the device of this checkpoint. Only that part is read.
 
-        ``columns`` is for tensors of two dimensions. Raises ModelError if it is missing or was taken before.
+        ``columns`` is for tensors of two dimensions. Raises ModelError if the tensor is missing or was taken before.
         """
         tensor = self.take_optional(name, rows, columns)
         if tensor is None:
@@ -80,11 +80,11 @@ class Checkpoint:
         return None if stored is None else self._files.read(stored, rows, columns, self._dtype).to(self.device)
 
     def drop(self, name: str) -> None:
-        """Leave a tensor unread that the model does not need."""
+        """Marks a tensor as taken, without reading it, because the model does not need it."""
         self._left.pop(name, None)
 
     def unwrap(self, prefix: str, outside: tuple[str, ...]) -> None:
-        """Take ``prefix`` off the names of a model within another, and leave unread what is ``outside`` of it."""
+        """Takes ``prefix`` off the names of a model within another one, and leaves unread what is ``outside`` of it."""
         kept = {name: stored for name, stored in self._left.items() if not name.startswith(outside)}
         self._left = {name.removeprefix(prefix): stored for name, stored in kept.items()}
 
@@ -104,7 +104,7 @@ def _tensor_files(path: Path) -> TensorFiles:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a model folder, by its index where there is one."""
+    """Returns the safetensors files of a model folder, from its index if it has one."""
     index = folder / "model.safetensors.index.json"
     if index.exists():
         try:
@@ -121,7 +121,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def fingerprint(path: Path) -> str:
-    """Digest of the configuration and weights: equal models have equal ones, other fine-tunes have others.
+    """Returns a digest of configuration and weights. Equal models have equal digests; other fine-tunes have others.
 
     Weights are sampled (their headers, and 64 evenly spaced parts of each file), so that a model of any size is
     fingerprinted in about a second.
@@ -146,7 +146,7 @@ def fingerprint(path: Path) -> str:
 
 
 def _add_samples(digest: hashlib._Hash, path: Path) -> None:
-    """The size, and evenly spaced parts from the first byte to the last."""
+    """Adds a file's size, and evenly spaced parts from its first byte to its last."""
     size = path.stat().st_size
     digest.update(f"{size}".encode())
     with path.open("rb") as file:

@@ -1,4 +1,4 @@
-"""What a runner needs of a model, whatever its architecture, and which architecture a folder holds."""
+"""Says what a runner needs of a model of any architecture, and builds the decoder for a folder's model."""
 
 from __future__ import annotations
 
@@ -16,31 +16,31 @@ from pdserve_kernels.contract import Attention
 
 
 class Decoder(Protocol):
-    """Token ids and positions in, hidden states out; ``logits`` for the rows that need them."""
+    """Maps token ids and positions to hidden states, and hidden states to logits for the rows that need them."""
 
     @property
     def capturable(self) -> bool:
         """Whether a step does the same operations for all inputs, so that a recorded one may be replayed."""
 
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attention: Attention) -> torch.Tensor:
-        """``[tokens]`` ids and positions to ``[tokens, hidden_size]``, before the final norm."""
+        """Maps ids and positions, both ``[tokens]``, to ``[tokens, hidden_size]``, before the final norm."""
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """``[rows, hidden_size]`` to fp32 ``[rows, vocab_size]``."""
+        """Maps ``[rows, hidden_size]`` to fp32 ``[rows, vocab_size]``."""
 
 
 def build_decoder(config: DecoderConfig, building: Building, max_positions: int, dtype: torch.dtype) -> Decoder:
-    """This rank's part of the model, with a position table for ``max_positions``.
+    """Returns this rank's part of the model, for contexts of up to ``max_positions``.
 
-    Raises ModelError if the checkpoint lacks a tensor, has one too many, or cannot be split over the ranks; of a
-    model that is left to transformers, if paged attention would change its tokens.
+    Raises ModelError if the checkpoint lacks a tensor, has one too many, or cannot be split over the ranks, or if the
+    model is left to transformers and paged attention would change its tokens.
     """
     if config.family not in FAMILIES:
         if building.tp.size > 1:
             raise ModelError(f"--tp {building.tp.size} is for {sorted(FAMILIES)}; a {config.family} model has one rank")
         if building.checkpoint.device.type != "cpu":
             raise ModelError(f"a {config.family} model is computed by transformers, on a CPU alone: --device cpu")
-        # Not before: it loads the parts of transformers that compute, some 2 s that other families do not need.
+        # This import loads the parts of transformers that compute: about 2 s, and other families do not need them.
         from pdserve.models.decoders.hf_check import checked_hf_decoder
 
         return checked_hf_decoder(building.checkpoint.path, config, building.kernels, dtype)

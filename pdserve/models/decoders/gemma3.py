@@ -1,8 +1,9 @@
-"""Gemma 3 (Gemma Team, 2025), the text model: most layers see a sliding window, every few see everything.
+"""Computes the text model of Gemma 3 (Gemma Team, 2025).
 
-Every layer has four norms, whose weights are stored as the difference from one, and normalised query and key heads.
-Keys and values that have left a window stay in the cache: the layers that see everything need their blocks anyway.
-Of a model that takes images too, this is the part that reads and writes text.
+Most layers see a sliding window, and one in every few sees everything. Every layer has four norms,
+whose weights are stored as the difference from one, and normalised query and key heads. Keys and values that have left
+a window stay in the cache: the layers that see everything need their blocks anyway. For a model that takes images,
+too, this module computes only the part that reads and writes text.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class Gemma3Decoder:
     capturable = True
 
     def __init__(self, config: DecoderConfig, building: Building, max_positions: int, dtype: torch.dtype) -> None:
-        """Takes every tensor of the checkpoint; raises ModelError on a missing or unknown one."""
+        """Takes every tensor of the checkpoint. Raises ModelError on a missing or unknown one."""
         for name in ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention"):
             if getattr(config.hf, name, None):
                 raise ModelError(f"{name} of a {config.family} model is not supported")
@@ -39,7 +40,7 @@ class Gemma3Decoder:
         checkpoint.unwrap("language_model.", outside=("vision_tower.", "multi_modal_projector."))
         self._kernels, self._eps = building.kernels, config.norm_eps
         self._embedding = VocabParallelEmbedding(building, "model.embed_tokens", config.vocab_size)
-        # Rounded like the weights: the model was trained with the rounded factor.
+        # The factor is rounded like the weights, because the model was trained with the rounded one.
         self._embedding_scale = torch.tensor(config.hidden_size**0.5, dtype=dtype).item()
         self._layers = [Gemma3Layer(config, building, i) for i in range(config.num_layers)]
         self._norm = checkpoint.take("model.norm.weight") + NORM_OFFSET
@@ -69,7 +70,7 @@ class Gemma3Decoder:
 
 
 class Gemma3Layer:
-    """One block: attention and gated MLP, each between two norms, each added to the residual."""
+    """One layer: attention and gated MLP, each between two norms, and each added to the residual."""
 
     def __init__(self, config: DecoderConfig, building: Building, index: int) -> None:
         prefix = f"model.layers.{index}"
@@ -94,7 +95,7 @@ class Gemma3Layer:
         sin: torch.Tensor,
         attention: Attention,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """``(delta, residual)``: what this layer's MLP adds, not yet added, so that the next norm can fuse it."""
+        """Returns ``(delta, residual)``. This layer's MLP output is ``delta``: the next norm adds it, in one pass."""
         kernels, eps = self._kernels, self._eps
         if delta is None:
             normed = kernels.rms_norm(residual, self._before_attention, eps)

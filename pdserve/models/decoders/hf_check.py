@@ -1,7 +1,7 @@
-"""Is a transformers model the same with paged attention? Tried on a short prompt when it is loaded.
+"""Checks, when a transformers model is loaded, that paged attention gives the same logits for short prompts.
 
-What would go wrong unnoticed otherwise: masks of a model's own, caps and biases on scores, layers that mix tokens
-outside of attention, positions that are counted rather than given.
+The check finds what would otherwise go wrong unnoticed: masks of a model's own, caps and biases on scores, layers that
+mix tokens outside of attention, and positions that a model counts instead of taking those given.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from pdserve_kernels.contract import AttentionRow, Kernels
 from pdserve_kernels.kv_layout import KvLayout
 
 WINDOW = 7
-"""Windows are cut to this for the check, so that a short prompt leaves them behind."""
+"""The length of all windows during the check, so that a short prompt is longer than they are."""
 BLOCK_SIZE = 4
 LONG, SHORT = 24, 11
 CUTS: tuple[tuple[tuple[int, int], ...], ...] = (((0, 0), (0, 9)), ((0, 10), (9, 23)), ((10, 11), (23, 24)))
-"""From and to, for the short and the long prompt, step by step: chunks, two requests at once, single tokens."""
+"""The tokens (from, to) of the short and the long prompt in each step: chunks, two requests at once, single tokens."""
 TOLERANCE = 2e-3
-"""Largest difference, relative to the largest logit; rounding in fp32 stays well below a tenth of it."""
+"""The largest difference allowed, relative to the largest logit. Rounding in fp32 stays well below a tenth of it."""
 
 
 def checked_hf_decoder(folder: Path, config: DecoderConfig, kernels: Kernels, dtype: torch.dtype) -> HfDecoder:
-    """The model in ``folder``, after its logits in fp32 were found to be those of transformers.
+    """Returns the model in ``folder``, after its logits in fp32 were found to be those of transformers.
 
-    For the time of the check it is held in fp32. Raises ModelError, which says what does not fit.
+    During the check the model is held in fp32. Raises ModelError, which says what does not fit.
     """
     _refuse_what_short_prompts_hide(config)
     hf = copy.deepcopy(config.hf)
@@ -68,7 +68,7 @@ def _check(config: DecoderConfig, model: PreTrainedModel, kernels: Kernels) -> H
     except ModelError as exc:
         raise ModelError(f"a {config.family} model cannot be served: {exc}") from exc
     except Exception as exc:
-        # A model's code may raise anything where it does not find what it expects.
+        # A model's code may raise any exception if it does not find what it expects.
         raise ModelError(f"a {config.family} model cannot be served: {type(exc).__name__}: {exc}") from exc
     for ours, theirs in zip(found, wanted, strict=True):
         difference = float((ours - theirs).abs().max() / theirs.abs().max())
@@ -83,7 +83,7 @@ def _check(config: DecoderConfig, model: PreTrainedModel, kernels: Kernels) -> H
 def _in_steps(
     config: DecoderConfig, decoder: HfDecoder, prompts: Sequence[torch.Tensor], kernels: Kernels
 ) -> list[torch.Tensor]:
-    """Logits of every token of each prompt, computed as an engine would."""
+    """Returns the logits of every token of each prompt, computed in steps as an engine does."""
     layout = KvLayout(config.kv_heads, config.num_layers, BLOCK_SIZE, config.head_dim, torch.float32)
     each = -(-LONG // BLOCK_SIZE)
     cache = layout.allocate(len(prompts) * each, torch.device("cpu"))

@@ -1,11 +1,11 @@
-"""Any decoder that transformers can compute, with paged attention in place of its own.
+"""Computes any decoder that transformers has, with paged attention in place of its own.
 
-Models that follow transformers' attention interface look their attention function up by name and hand it everything
-that they were called with; the one that is registered here finds the step's attention there.
+Models that follow transformers' attention interface look their attention function up by name and pass it all keyword
+arguments of their call. The function that is registered here finds the step's attention among them.
 
 The tokens of a step run as one row, ``[1, tokens]``, with their positions given; everything but attention works
-token by token, and attention knows which tokens belong together. Whether that is true of a model is not believed but
-tried: see ``hf_check``.
+token by token, and attention knows which tokens belong together. ``hf_check`` tries out whether that is true of a
+model.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from pdserve_kernels.contract import Attention
 
 PAGED_ATTENTION = "pdserve_paged"
 STEP_KEYWORD = "paged_step"
-"""Keyword that carries a ``PagedStep`` through a model's forward."""
+"""The keyword argument that carries a ``PagedStep`` through a model's forward."""
 
 WITHOUT_MEANING_HERE = frozenset({"softcap", "s_aux", "position_bias", "head_mask", "alibi", "indices"})
-"""What a model may add to its attention and paged attention does not compute."""
+"""The arguments by which a model changes its attention in ways that paged attention does not compute."""
 
 
 class PagedStep:
-    """One step's attention, and which layers have used it with which windows."""
+    """One step's attention. It notes which layers have used it, and with which windows."""
 
     def __init__(self, attention: Attention, heads: int, kv_heads: int, head_dim: int, scale: float) -> None:
-        """``scale`` is what ``attention`` multiplies scores by."""
+        """Wraps ``attention``, which multiplies scores by ``scale``."""
         self._attention = attention
         self._query = (heads, head_dim)
         self._key_value = (kv_heads, head_dim)
@@ -53,7 +53,10 @@ class PagedStep:
         scaling: float | None,
         window: int | None,
     ) -> torch.Tensor:
-        """``[1, heads, tokens, head_dim]``, all three, to ``[1, tokens, heads, head_dim]``. Raises ModelError."""
+        """Maps query, key and value, all ``[1, heads, tokens, head_dim]``, to ``[1, tokens, heads, head_dim]``.
+
+        Raises ModelError if the module does not fit the configuration.
+        """
         layer = getattr(module, "layer_idx", None)
         if not isinstance(layer, int) or layer in self.layers:
             raise ModelError(f"its attention modules have no layer_idx of their own: {layer}")
@@ -109,7 +112,7 @@ class HfDecoder:
     capturable = False
 
     def __init__(self, config: DecoderConfig, model: PreTrainedModel) -> None:
-        """``model`` is switched to paged attention. Raises ModelError if it cannot be."""
+        """Switches ``model`` to paged attention. Raises ModelError if that cannot be done."""
         base = model.base_model
         if base is model:
             raise ModelError(f"a {config.family} model has no head apart from its layers")
@@ -129,7 +132,7 @@ class HfDecoder:
         return PagedStep(attention, config.heads, config.kv_heads, config.head_dim, config.attention_scale)
 
     def compute(self, token_ids: torch.Tensor, positions: torch.Tensor, step: PagedStep) -> torch.Tensor:
-        """``forward``, with the attention wrapped."""
+        """Does what ``forward`` does, with the attention wrapped in a ``PagedStep``."""
         output = self._base(
             input_ids=token_ids.unsqueeze(0),
             position_ids=positions.unsqueeze(0),
@@ -146,29 +149,29 @@ class HfDecoder:
 
 @dataclass
 class _HiddenStates(MoeModelOutputWithPast):
-    """All that the heads of causal models look for in what their layers return."""
+    """The output of the layers, with every field that heads of causal models read."""
 
     cross_attentions: None = None
 
 
 class _Passed(torch.nn.Module):
-    """Stands where the layers were: what comes in as embeddings goes out as hidden states."""
+    """Takes the place of the layers, and returns its input embeddings as hidden states."""
 
     def forward(self, *_: object, inputs_embeds: torch.Tensor, **__: object) -> _HiddenStates:
         return _HiddenStates(last_hidden_state=inputs_embeds)
 
 
 def _without_layers(model: PreTrainedModel) -> torch.nn.Module:
-    """The model's own way from hidden states to logits, whatever it multiplies, bends or adds there."""
+    """Returns the part of the model from hidden states to logits, with every factor, cap or bias that it applies."""
     tail = copy.copy(model)
     tail.__dict__["_modules"] = dict(model._modules) | {model.base_model_prefix: _Passed()}
     return tail
 
 
 def load_hf_model(folder: Path, hf: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """The model in ``folder`` with transformers' eager attention. Code that comes with it is never run.
+    """Returns the model in ``folder`` with transformers' eager attention. Code in the folder is never run.
 
-    Raises ModelError if transformers cannot load it, or a tensor is missing.
+    Raises ModelError if transformers cannot load the model, or a tensor is missing.
     """
     transformers: Any = importlib.import_module("transformers")
     try:
@@ -184,7 +187,7 @@ def load_hf_model(folder: Path, hf: PretrainedConfig, dtype: torch.dtype) -> Pre
         )
     except (OSError, ValueError, ImportError, RuntimeError) as exc:
         raise ModelError(f"transformers cannot load {folder}: {exc}") from exc
-    # transformers fills what is missing with random numbers.
+    # transformers fills missing tensors with random numbers.
     if lacking := sorted({str(name) for kind in ("missing_keys", "mismatched_keys") for name in report[kind]}):
         raise ModelError(f"{folder} lacks tensors, or has them in another shape: {', '.join(lacking[:5])}")
     loaded: PreTrainedModel = model.eval().requires_grad_(False)

@@ -1,4 +1,4 @@
-"""The layers that every decoder is made of, each holding its rank's part of the weights.
+"""Builds the layers that every decoder is made of. Each holds its rank's part of the weights.
 
 They are the projections, the embedding and the head, split over the ranks; the table of cosines and sines of every
 position; and, made of these, a layer's attention and its gated feed-forward part.
@@ -22,7 +22,7 @@ from pdserve_kernels.contract import Attention, HeadNorms, Kernels, Linear
 
 @dataclass(frozen=True, slots=True)
 class Building:
-    """What a layer is built from."""
+    """The checkpoint, kernels and ranks that a layer is built from."""
 
     checkpoint: Checkpoint
     kernels: Kernels
@@ -30,7 +30,10 @@ class Building:
 
 
 def column_parallel(building: Building, parts: Sequence[tuple[str, slice]]) -> Linear:
-    """One product for several projections: each a name without ``.weight``, and this rank's outputs of it."""
+    """Returns one product for several projections.
+
+    A projection is given by its name without ``.weight``, and the slice of its outputs that this rank computes.
+    """
     take = building.checkpoint
     weights = [take.take(f"{name}.weight", rows=rows) for name, rows in parts]
     found = [take.take_optional(f"{name}.bias", rows=rows) for name, rows in parts]
@@ -45,7 +48,7 @@ class RowParallel:
         weight = building.checkpoint.take(f"{name}.weight", columns=columns)
         bias = building.checkpoint.take_optional(f"{name}.bias")
         self._tp = building.tp
-        # Added once, not once a rank.
+        # Only rank 0 adds the bias, because the sum over the ranks has to have it once.
         self._linear = building.kernels.linear(weight, bias if self._tp.rank == 0 else None)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -53,7 +56,7 @@ class RowParallel:
 
 
 class VocabParallelEmbedding:
-    """Each rank knows the vectors of a part of the vocabulary."""
+    """The embedding. Each rank holds the vectors of a part of the vocabulary."""
 
     def __init__(self, building: Building, name: str, vocab_size: int) -> None:
         self._tp = building.tp
@@ -69,16 +72,16 @@ class VocabParallelEmbedding:
 
 
 class VocabParallelHead:
-    """Logits: each rank computes a part of the vocabulary's, rank 0 gets all."""
+    """The head. Each rank computes the logits of a part of the vocabulary, and rank 0 gets all of them."""
 
     def __init__(self, building: Building, weight: torch.Tensor, vocab_size: int) -> None:
-        """``weight`` holds this rank's rows of the whole."""
+        """Takes ``weight``, which is this rank's rows of the whole weight."""
         self._tp, self._vocab_size = building.tp, vocab_size
         self._padding = vocab_part(self._tp, vocab_size) - weight.shape[0]
         self._linear = building.kernels.linear(weight)
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        """``[rows, hidden_size]`` to fp32 ``[rows, vocab_size]``; on other ranks than 0, ``[rows, 0]``."""
+        """Maps ``[rows, hidden_size]`` to fp32 ``[rows, vocab_size]``, on ranks other than 0 to ``[rows, 0]``."""
         part = self._linear(hidden)
         if self._padding:
             part = F.pad(part, (0, self._padding))
@@ -86,19 +89,19 @@ class VocabParallelHead:
 
 
 def vocab_parallel_head(building: Building, name: str, vocab_size: int) -> VocabParallelHead:
-    """A head with a weight of its own, not the embedding's."""
+    """Returns a head that has a weight of its own, not the embedding's."""
     part = vocab_share(building.tp, vocab_size)
     return VocabParallelHead(building, building.checkpoint.take(f"{name}.weight", rows=part), vocab_size)
 
 
 LENGTH_DEPENDENT = frozenset({"dynamic", "longrope"})
-"""Scalings whose table changes with the context length; a table made once would be wrong for them."""
+"""The scalings whose table depends on the context length. For them, one table made in advance would be wrong."""
 
 
 def rotary_table(
     config: DecoderConfig, positions: int, dtype: torch.dtype, device: torch.device, layer_type: str | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``(cos, sin)``, each ``[positions, head_dim / 2]``. Raises ModelError for an unsupported scaling.
+    """Returns ``(cos, sin)``, each ``[positions, head_dim / 2]``. Raises ModelError for an unsupported scaling.
 
     ``layer_type`` chooses among the tables of a model that has several.
     """
@@ -123,7 +126,7 @@ class SelfAttention:
     def __init__(
         self, config: DecoderConfig, building: Building, prefix: str, index: int, norm_offset: float = 0.0
     ) -> None:
-        """``norm_offset`` is added to the weights of the query and key norms, where there are any."""
+        """Takes the layer's tensors. ``norm_offset`` is added to the weights of the query and key norms, if any."""
         checkpoint, tp = building.checkpoint, building.tp
         self._index = index
         self._window = config.windows[index]
@@ -135,7 +138,7 @@ class SelfAttention:
             building, [(f"{prefix}.q_proj", queries), (f"{prefix}.k_proj", keys), (f"{prefix}.v_proj", keys)]
         )
         self._out = RowParallel(building, f"{prefix}.o_proj", queries)
-        # Older exports carry the table that rotary_table computes.
+        # Older exports contain the frequencies that rotary_table computes.
         checkpoint.drop(f"{prefix}.rotary_emb.inv_freq")
         query_norm = checkpoint.take_optional(f"{prefix}.q_norm.weight")
         key_norm = checkpoint.take_optional(f"{prefix}.k_norm.weight")
@@ -144,7 +147,7 @@ class SelfAttention:
             self._norms = HeadNorms(query_norm + norm_offset, key_norm + norm_offset, config.norm_eps)
 
     def __call__(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attention: Attention) -> torch.Tensor:
-        """``x`` ``[tokens, hidden_size]``, normalised, to the same shape."""
+        """Maps ``x``, normalised ``[tokens, hidden_size]``, to the same shape."""
         tokens = x.shape[0]
         qkv = self._qkv(x).view(tokens, -1, self._head_dim)
         attended = attention.from_projection(self._index, qkv, cos, sin, self._norms, self._window)
@@ -152,17 +155,17 @@ class SelfAttention:
 
 
 class GatedMlp:
-    """``down(activation(gate(x)) * up(x))``, with this rank's part of the ``channels`` in between."""
+    """Computes ``down(activation(gate(x)) * up(x))``, with this rank's part of the ``channels`` in between."""
 
     def __init__(
         self, building: Building, prefix: str, channels: int, activation: Callable[[torch.Tensor], torch.Tensor]
     ) -> None:
-        """``activation`` takes gate and up side by side, as the kernels' ``silu_and_mul`` does."""
+        """Takes the tensors under ``prefix``. ``activation`` gets gate and up side by side, like ``silu_and_mul``."""
         mine = share(building.tp, channels, "MLP channels")
         self._gate_up = column_parallel(building, [(f"{prefix}.gate_proj", mine), (f"{prefix}.up_proj", mine)])
         self._down = RowParallel(building, f"{prefix}.down_proj", mine)
         self._activation = activation
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """``[tokens, hidden_size]`` to the same shape."""
+        """Maps ``[tokens, hidden_size]`` to the same shape."""
         return self._down(self._activation(self._gate_up(x)))

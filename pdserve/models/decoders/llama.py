@@ -1,6 +1,6 @@
-"""Llama-family decoder: Llama, SmolLM, Mistral, Qwen2 (biased projections), Qwen3 (normalised heads).
+"""Computes the Llama family: Llama, SmolLM, Mistral, Qwen2 (biased projections), Qwen3 (normalised heads).
 
-Qwen3-MoE is Qwen3 with another feed-forward part: see ``qwen3_moe``.
+Qwen3-MoE is Qwen3 with another feed-forward part, which ``qwen3_moe`` has.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from pdserve.models.decoders.layers import (
 from pdserve_kernels.contract import Attention
 
 FeedForward = Callable[[torch.Tensor], torch.Tensor]
-"""``[tokens, hidden_size]`` to the same shape."""
+"""Maps ``[tokens, hidden_size]`` to the same shape."""
 
 FeedForwardOf = Callable[[DecoderConfig, Building, str, int], FeedForward]
-"""Builds layer ``index``'s, whose tensors have a prefix: called with ``(config, building, prefix, index)``."""
+"""Builds a layer's feed-forward part from ``(config, building, prefix of its tensors, index of the layer)``."""
 
 
 def dense(config: DecoderConfig, building: Building, prefix: str, index: int) -> FeedForward:
-    """The same gated MLP in every layer."""
+    """Returns a gated MLP, which is the same in every layer."""
     return GatedMlp(building, prefix, config.intermediate_size, building.kernels.silu_and_mul)
 
 
@@ -44,7 +44,7 @@ class LlamaDecoder:
         dtype: torch.dtype,
         feed_forward: FeedForwardOf = dense,
     ) -> None:
-        """Takes every tensor of the checkpoint; raises ModelError on a missing or unknown one."""
+        """Takes every tensor of the checkpoint. Raises ModelError on a missing or unknown one."""
         checkpoint = building.checkpoint
         self.capturable = feed_forward is dense
         self._kernels, self._eps = building.kernels, config.norm_eps
@@ -72,7 +72,7 @@ class LlamaDecoder:
 
 
 class LlamaLayer:
-    """One block: attention and feed-forward part, each behind a norm, each added to the residual."""
+    """One layer: attention and feed-forward part, each after a norm, and each added to the residual."""
 
     def __init__(self, config: DecoderConfig, building: Building, index: int, feed_forward: FeedForwardOf) -> None:
         checkpoint = building.checkpoint
@@ -91,7 +91,7 @@ class LlamaLayer:
         sin: torch.Tensor,
         attention: Attention,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """``(delta, residual)``: what this layer's MLP adds, not yet added, so that the next norm can fuse it."""
+        """Returns ``(delta, residual)``. This layer's MLP output is ``delta``: the next norm adds it, in one pass."""
         kernels = self._kernels
         if delta is None:
             normed = kernels.rms_norm(residual, self._input_norm, self._eps)

@@ -1,4 +1,4 @@
-"""Qwen3-MoE's feed-forward part: a router sends each token to a few of many experts (Shazeer et al., 2017).
+"""Computes Qwen3-MoE's feed-forward part: a router sends each token to a few of many experts (Shazeer et al., 2017).
 
 The rest of the model is ``llama.LlamaDecoder``.
 """
@@ -18,7 +18,7 @@ from pdserve_kernels.contract import Linear
 
 
 def sparse_or_dense(config: DecoderConfig, building: Building, prefix: str, index: int) -> FeedForward:
-    """Experts, or in the layers that the configuration names, one gated MLP."""
+    """Returns experts, or one gated MLP in the layers for which the configuration says so."""
     hf = config.hf
     sparse = hf.num_experts > 0 and (index + 1) % hf.decoder_sparse_step == 0 and index not in hf.mlp_only_layers
     return Experts(config, building, prefix) if sparse else dense(config, building, prefix, index)
@@ -45,7 +45,7 @@ class Experts:
         self._experts = [_expert(building, f"{prefix}.experts.{i}", mine) for i in range(hf.num_experts)]
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """``[tokens, hidden_size]`` to the same shape."""
+        """Maps ``[tokens, hidden_size]`` to the same shape."""
         weights, experts = self._route(x)
         order = experts.flatten().argsort(stable=True)
         tokens, weights = order // self._chosen, weights.flatten()[order].unsqueeze(1)
@@ -60,7 +60,7 @@ class Experts:
         return self._tp.all_reduce(out)
 
     def _route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The weights and the numbers of each token's experts, both ``[tokens, chosen]``."""
+        """Returns the weights and the indexes of each token's experts, both ``[tokens, chosen]``."""
         probabilities = F.linear(x, self._router).softmax(-1, dtype=torch.float32)
         weights, experts = probabilities.topk(self._chosen, -1)
         if self._normalised:

@@ -1,1 +1,5 @@
-"""Tensor parallelism: which part of a model a rank holds, and the groups in which ranks add up what they computed."""
+"""Spreads one model over the ranks of a node.
+
+``shares`` says which part each rank holds and what a group of ranks does. ``tp_opening`` opens a group:
+``shared_memory_group`` (over a ``rank_board``) or ``torch_group`` on CPUs, ``nccl_group`` on GPUs.
+"""

@@ -1,9 +1,9 @@
-"""Ranks that add up their tensors on GPUs, one a rank, through NCCL.
+"""Lets ranks add up their tensors through NCCL, each on a GPU of its own.
 
-Nothing here waits for a GPU but ``finish_step``: operations are queued behind the kernels before them, and a recorded
-decode step holds them like any other kernel. A rank that does not come keeps the others' GPUs waiting without end, and
+Only ``finish_step`` waits for a GPU: operations are queued behind the kernels before them, and a recorded decode step
+holds them like any other kernel. A rank that does not come keeps the others' GPUs waiting without end, and
 no library would notice within a replayed graph. So rank 0 asks whether its GPU is done, instead of blocking until it
-is, and looks in between at the clock and at the board, where a death is announced.
+is, and looks in between at the clock and at the board, which says when a rank has ended.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ from pdserve.errors import ConfigError, RankLost
 from pdserve.models.tp.rank_board import RankBoard
 from pdserve.models.tp.torch_group import MEET_S, TorchCollectives
 
-# torch does not declare what these classes have.
+# torch declares no types for what these classes have.
 _distributed: Any = torch.distributed
 
 WATCHDOG_S = 600.0
-"""After this long torch would end the process without a word. Rank 0 is to notice first, and say who hangs."""
+"""After this time torch would end the process without a message. Rank 0 notices before, and says which rank hangs."""
 _SPIN_S = 0.02
-"""Longer than most decode steps take, for which a nap would come at the wrong moment."""
+"""Rank 0 asks without a nap for this long, which is longer than most decode steps take: a nap would make them late."""
 _NAP_S = 0.0001
 
 _ENVIRONMENT = {
     # The ranks of a node are on one host: nothing needs to listen beyond it.
     "NCCL_SOCKET_IFNAME": "lo",
-    # A thread that looks into the meeting file for ever; that file is gone once the ranks have met.
+    # This is for a thread that would read the meeting file for ever, although it is gone once the ranks have met.
     "TORCH_NCCL_ENABLE_MONITORING": "0",
 }
-"""What NCCL and torch take from nowhere else. What a user has set stays."""
+"""Settings that NCCL and torch read from the environment alone. A value that the user has set stays."""
 
 
 class NcclGroup:
-    """Satisfies ``shares.TpGroup``: tensors on this rank's own GPU, which is the current one."""
+    """Satisfies ``shares.TpGroup`` for tensors on this rank's own GPU, which is the current one."""
 
     def __init__(
         self, rendezvous: Path, board: RankBoard, rank: int, size: int, timeout_s: float, device: torch.device
@@ -63,7 +63,7 @@ class NcclGroup:
         try:
             self._nccl = _distributed.ProcessGroupNCCL(store, rank, size, options)
             self._collectives = TorchCollectives(self._nccl, rank, size)
-            # Its connections are made by the first operation, which cannot be recorded.
+            # The first operation makes NCCL's connections, which cannot be recorded.
             self.all_reduce(torch.zeros(1, device=device))
         except RuntimeError as exc:
             raise RankLost(f"the tensor-parallel ranks did not meet in {MEET_S:.0f} s: {exc}") from exc
@@ -73,14 +73,14 @@ class NcclGroup:
         self._board.advance(self.rank)
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """Queued; raises RankLost if NCCL has already noticed that a rank is gone."""
+        """Queues the operation. Raises RankLost if NCCL has already noticed that a rank is gone."""
         try:
             return self._collectives.all_reduce(x)
         except RuntimeError as exc:
             raise self._failed(f"a tensor-parallel rank is gone: {exc}") from exc
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
-        """Queued; raises RankLost if NCCL has already noticed that a rank is gone."""
+        """Queues the operation. Raises RankLost if NCCL has already noticed that a rank is gone."""
         try:
             return self._collectives.gather(x)
         except RuntimeError as exc:
@@ -90,8 +90,10 @@ class NcclGroup:
         self._wait(max(self._timeout_s, MEET_S) if warming_up else self._timeout_s)
 
     def close(self) -> None:
-        """Of this rank alone: the others may not be ready to leave. Does nothing once a rank is lost: what then waits
-        on a GPU ends with the process."""
+        """Closes this rank's part alone, because the others may not be ready to leave.
+
+        Does nothing once a rank is lost: what then waits on a GPU ends with the process.
+        """
         if not (self._lost or self._board.abandoned):
             self._nccl.abort()
 

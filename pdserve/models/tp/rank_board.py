@@ -1,4 +1,4 @@
-"""Memory that the ranks of one host share: how far each has come, and whether to give up."""
+"""Keeps, in memory that the ranks of one host share, how far each rank has come and whether to give up."""
 
 from __future__ import annotations
 
@@ -15,10 +15,13 @@ AREA_BYTES = 8 * 2**20
 
 
 class RankBoard:
-    """Two counters a rank, then two sets of exchange areas. The memory has no name: it ends with its last process."""
+    """Two counters for each rank, then two sets of exchange areas.
+
+    The memory has no name, so the kernel frees it after the last process that has mapped it.
+    """
 
     def __init__(self, descriptor: int) -> None:
-        """Maps what ``create`` has made, here or in the process that handed ``descriptor`` down."""
+        """Maps the memory that ``create`` has made, in this process or in the one that passed ``descriptor`` on."""
         self.descriptor = descriptor
         self._map = mmap.mmap(descriptor, os.fstat(descriptor).st_size)
         self._words = memoryview(self._map)[:_HEADER_BYTES].cast("q")
@@ -32,7 +35,7 @@ class RankBoard:
 
     @property
     def areas(self) -> memoryview:
-        """All exchange areas, as bytes: ``2 * size`` of ``AREA_BYTES``."""
+        """Returns all exchange areas, as bytes: ``2 * size`` of ``AREA_BYTES``."""
         return memoryview(self._map)[_HEADER_BYTES:]
 
     def advance(self, rank: int) -> int:

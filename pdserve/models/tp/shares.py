@@ -1,4 +1,4 @@
-"""The part of a model that one rank holds, and the group in which ranks add up what they computed.
+"""Says which part of a model each rank holds, and what a group of ranks can do.
 
 Megatron-LM splits models in the same way (Shoeybi et al., 2019).
 """
@@ -22,14 +22,16 @@ class TpGroup(Protocol):
     def size(self) -> int: ...
 
     def begin_step(self) -> None:
-        """Says that this rank begins the next step: the others wait for a rank that does not."""
+        """Announces that this rank begins the next step. The others wait for a rank that does not."""
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Returns the sum over all ranks, which may overwrite ``x``."""
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
-        """``[rows, n]`` of each rank to ``[rows, size * n]`` in rank order on rank 0, which alone samples; on the
-        others to ``[rows, 0]``."""
+        """Joins ``[rows, n]`` of all ranks, in rank order.
+
+        Returns ``[rows, size * n]`` on rank 0, which alone samples, and ``[rows, 0]`` on the others.
+        """
 
     def finish_step(self, warming_up: bool = False) -> None:
         """Returns once all operations are done. Raises RankLost if another rank keeps them from that for too long.
@@ -74,7 +76,7 @@ def share(tp: TpGroup, total: int, what: str) -> slice:
 
 
 def vocab_share(tp: TpGroup, vocab_size: int) -> slice:
-    """Returns this rank's part of the vocabulary. Parts are equal but for the last ones: smaller, or empty."""
+    """Returns this rank's part of the vocabulary. All parts are equal, but the last ones may be smaller, or empty."""
     each = vocab_part(tp, vocab_size)
     return slice(min(tp.rank * each, vocab_size), min((tp.rank + 1) * each, vocab_size))
 
@@ -85,8 +87,10 @@ def vocab_part(tp: TpGroup, vocab_size: int) -> int:
 
 
 def kv_share(tp: TpGroup, heads: int, kv_heads: int) -> slice:
-    """The KV heads that this rank's query heads read: a split, or, with more ranks than KV heads, one that others
-    hold as well."""
+    """Returns the KV heads that this rank's query heads read.
+
+    With more ranks than KV heads that is one head, which other ranks hold as well.
+    """
     mine = share(tp, heads, "attention heads")
     group = heads // kv_heads
     if kv_heads % tp.size and tp.size % kv_heads:

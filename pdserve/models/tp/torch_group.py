@@ -1,4 +1,4 @@
-"""Ranks that add up their tensors through torch.distributed.
+"""Lets ranks add up their tensors through torch.distributed.
 
 ``TorchCollectives`` has a group's two operations on either backend, gloo's or NCCL's; ``GlooGroup`` is a group on CPUs.
 """
@@ -15,7 +15,7 @@ import torch.distributed
 from pdserve.errors import RankLost
 from pdserve.models.tp.rank_board import RankBoard
 
-# torch does not declare what these classes have.
+# torch declares no types for what these classes have.
 _distributed: Any = torch.distributed
 
 MEET_S = 120.0
@@ -23,7 +23,7 @@ MEET_S = 120.0
 
 
 class TorchCollectives:
-    """The two operations of a group on ``backend``, which it does not close. They raise what torch raises."""
+    """The two operations of a group. They raise what torch raises. ``backend`` stays open."""
 
     def __init__(self, backend: Any, rank: int, size: int) -> None:
         self._backend, self._rank, self._size = backend, rank, size
@@ -34,7 +34,7 @@ class TorchCollectives:
         return x
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
-        """See ``shares.TpGroup``; asks the others nothing where there are no rows."""
+        """Does what ``shares.TpGroup`` says. Without rows, it does not involve the other ranks."""
         rows, columns = x.shape
         if rows == 0:
             return x.new_empty(0, self._size * columns)
@@ -46,12 +46,12 @@ class TorchCollectives:
 
 
 class GlooGroup:
-    """Satisfies ``shares.TpGroup``: CPU tensors, over TCP on the loopback interface."""
+    """Satisfies ``shares.TpGroup`` for CPU tensors, over TCP on the loopback interface."""
 
     def __init__(self, rendezvous: Path, board: RankBoard, rank: int, size: int, timeout_s: float) -> None:
         """Returns when all ranks have met at the file ``rendezvous``. Raises RankLost if they do not in time.
 
-        The default group of torch.distributed stays as it is: it would take its addresses from the environment.
+        The default group of torch.distributed is not used: it would take its addresses from the environment.
         """
         self.rank, self.size = rank, size
         self._board, self._timeout_s = board, timeout_s
@@ -68,7 +68,7 @@ class GlooGroup:
         self._collectives = TorchCollectives(self._gloo, rank, size)
 
     def begin_step(self) -> None:
-        """Each operation counts itself."""
+        """Does nothing: each operation counts itself."""
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Raises RankLost if a rank is gone or does not come."""
@@ -88,7 +88,7 @@ class GlooGroup:
             raise self._lost(exc) from exc
 
     def finish_step(self, warming_up: bool = False) -> None:
-        """Each operation has waited for itself."""
+        """Does nothing: each operation has waited until it was done."""
 
     def close(self) -> None:
         self._gloo.shutdown()

@@ -19,9 +19,12 @@ from pdserve.models.tp.torch_group import GlooGroup
 def open_group(
     config: ParallelConfig, rank: int, board: RankBoard, rendezvous: Path, device: torch.device = CPU
 ) -> TpGroup:
-    """Meets the other ranks. All give the same ``config``, ``board`` and ``rendezvous``, and the same kind of device.
+    """Opens the group, once the other ranks have come.
 
-    Raises RankLost if they do not come, ConfigError if this machine cannot do what the config asks.
+    All ranks give the same ``config``, ``board`` and ``rendezvous``, and the same kind of device.
+
+
+    Raises RankLost if the others do not come, ConfigError if this machine cannot do what the config asks.
     """
     timeout_s = config.timeout_ms / 1000
     match tp_backend(config.backend, device):

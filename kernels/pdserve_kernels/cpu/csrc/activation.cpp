@@ -1,4 +1,4 @@
-// act(gate) * up for rows of gate and up side by side.
+// Computes act(gate) * up for rows that have gate and up side by side.
 #include "lanes.h"
 
 namespace pdserve {
@@ -10,7 +10,7 @@ struct Silu {
   Lanes operator()(Lanes x) const { return x * sigmoid(x); }
 };
 
-// With the tanh approximation: (1 + tanh(u)) / 2 is sigmoid(2 u).
+// This is the tanh approximation of gelu: (1 + tanh(u)) / 2 is sigmoid(2 u).
 struct Gelu {
   Lanes operator()(Lanes x) const { return x * sigmoid(1.5957691216f * (x + 0.044715f * x * x * x)); }
 };

@@ -1,4 +1,4 @@
-// One layer's attention of one step.
+// Computes one layer's attention of one step.
 #include "attention.h"
 
 #include <algorithm>

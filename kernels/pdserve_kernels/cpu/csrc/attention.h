@@ -1,4 +1,4 @@
-// What one step's attention is given. Mirrored by the ctypes structures in attention.py.
+// The arguments of one layer's attention. The ctypes structures of library.py have the same fields.
 #pragma once
 #include <cstdlib>
 
@@ -6,7 +6,7 @@
 
 namespace pdserve {
 
-// Planned once a step. Rows with one new token come first.
+// A step is planned once, for all layers. Rows with one new token come first.
 struct Step {
   void* cache;            // [blocks, kv_heads, layers, 2, block_size, head_dim]
   const int32_t* tables;  // the rows' block ids, one row after the other
@@ -16,15 +16,15 @@ struct Step {
   float scale;
 };
 
-// One layer's tokens. Query, key and value of a token are `stride` elements from the next token's.
+// The tokens of one layer. Query, key and value of a token lie their stride in elements before the next token's.
 struct Tokens {
   const void *query, *key, *value;
   int64_t query_stride, key_stride;
-  const void *cos, *sin;              // [tokens, head_dim / 2], or null: not rotated
-  const void *query_norm, *key_norm;  // [head_dim], or null: not normalised
+  const void *cos, *sin;              // [tokens, head_dim / 2]; null if nothing is rotated
+  const void *query_norm, *key_norm;  // [head_dim]; null if nothing is normalised
   float eps;
   int32_t layer;
-  int64_t window;  // 0: none
+  int64_t window;  // 0 if there is none
   void* out;       // [tokens, heads, head_dim]
 };
 
@@ -38,7 +38,7 @@ inline Row row_of(const Step& step, long i) {
   return {row[0], row[1], row[2], step.tables + row[3]};
 }
 
-// The key tile of one block; the value tile follows it.
+// Returns the key tile of one block. The value tile follows it.
 template <class T>
 T* tile_of(const Step& step, long block, long kv_head, long layer) {
   return (T*)step.cache + ((block * step.kv_heads + kv_head) * step.layers + layer) * 2 * step.block_size * step.head_dim;
@@ -50,7 +50,7 @@ inline long first_visible(const Tokens& tokens, long position) {
 
 enum class Keep { kQuery, kParts, kPartial, kKeys, kValues, kScores, kWeights, kRows, kCount };
 
-// Memory that a thread keeps from call to call; each use has its own, which grows to the largest request.
+// Returns memory that a thread keeps from call to call. Each use has its own, which grows when more is needed.
 void* kept(Keep use, size_t bytes);
 
 template <class T>
@@ -58,19 +58,19 @@ T* kept(Keep use, long count) {
   return (T*)kept(use, size_t(count) * sizeof(T));
 }
 
-// The parts of an attention, each run by all threads of a parallel region. `query` is [tokens, heads, head_dim],
-// normalised and rotated.
+// All threads of a parallel region run each of the following parts of an attention. `query` is
+// [tokens, heads, head_dim], normalised and rotated.
 
 template <class T>
 void prepare(const Step&, const Tokens&, T* query);
 
-// Where each single token's partial results begin, and behind the last one their number. Returns that.
+// Writes where each single token's partial results begin, and after the last one their number, which it returns.
 long count_parts(const Step&, const Tokens&, long* first_part);
 long partial_floats(const Step&, long parts);
 template <class T>
 void attend_single_tokens(const Step&, const Tokens&, const T* query, float* partial, const long* first_part);
 
-// How many values `keys` and `values` each hold.
+// Returns how many values `keys` and `values` each hold.
 long panel_values(const Step&, const Tokens&, const Row&);
 template <class T>
 void attend_span(const Step&, const Tokens&, const Row&, const T* query, Operand<T>* keys, Operand<T>* values);

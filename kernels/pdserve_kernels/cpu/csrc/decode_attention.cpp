@@ -1,7 +1,7 @@
-// Attention of single tokens straight from the cache's tiles.
+// Computes the attention of single tokens straight from the cache's tiles.
 //
 // A context is cut every kPart positions, each part is attended to by itself, and the parts are added up by their
-// maxima and sums (Dao et al., "Flash-Decoding", 2023). The cuts depend on nothing but the context, so the result does not
+// maxima and sums (Dao et al., "Flash-Decoding", 2023). The cuts depend only on the context, so the result does not
 // depend on the number of threads or on what else is in the batch. All query heads of a KV head are served while a
 // part's tiles are in the first-level cache.
 #include <algorithm>
@@ -13,16 +13,17 @@ namespace {
 
 constexpr long kPart = 256;
 
-// Scores of four heads side by side, [position][4], so that all four fit one instruction; fewer heads leave some unused.
+// Scores of four heads lie side by side, [position][4], so that one instruction takes all four. Fewer heads leave some
+// of them unused.
 constexpr int kSlots = 4;
 
-// Loads that the next tile will want: tiles are far apart in memory, and no CPU guesses where.
+// Prefetches what the next tile will load: tiles are far apart in memory, and no CPU predicts where.
 template <class T>
 void fetch(const T* from, long count) {
   for (long i = 0; i < count; i += 64 / long(sizeof(T))) __builtin_prefetch(from + i);
 }
 
-// One part of a context for kHeads query heads of one KV head. kVectors lanes hold a head; 0: any head_dim.
+// One part of a context for kHeads query heads of one KV head. A head fills kVectors vectors; 0 takes any head_dim.
 template <class T, int kVectors, int kHeads>
 struct Part {
   static constexpr int kRoom = kVectors ? kVectors : 64;
@@ -50,7 +51,7 @@ struct Part {
     }
   }
 
-  // scores[i][h] = query[h] . key[i], for one tile.
+  // Computes scores[i][h] = query[h] . key[i] for one tile.
   void score(const T* query, const T* key, long count, float* scores) const {
     for (long i = 0; i < count; i++, key += dim(), scores += kSlots) {
       Lanes dots[kSlots] = {};
@@ -77,7 +78,7 @@ struct Part {
     }
   }
 
-  // acc[h] += weights[i][h] * value[i], for one tile.
+  // Computes acc[h] += weights[i][h] * value[i] for one tile.
   void gather(const float* weights, const T* value, long count, Lanes (*acc)[kRoom]) const {
     if constexpr (kVectors == 0) {
       for (long i = 0; i < count; i++) {
@@ -87,7 +88,7 @@ struct Part {
         }
       }
     } else {
-      // Four vectors of every head at a time stay in registers.
+      // Four vectors of every head stay in registers at a time.
       for (long first = 0; first < kVectors; first += 4) {
         Lanes sums[kHeads][4];
         for (int h = 0; h < kHeads; h++) {
@@ -108,7 +109,7 @@ struct Part {
     }
   }
 
-  // Scores to weights, in place; their maximum and sum of each slot.
+  // Turns scores into weights in place, and writes the maximum and the sum of each head.
   void soften(float* scores, long count, float* top, float* total) const {
     const long all = padded_to(count * kSlots, kLanes);
     for (long i = count * kSlots; i < all; i++) scores[i] = -INFINITY;
@@ -128,7 +129,7 @@ struct Part {
     for (long s = 0; s < kSlots; s++) top[s] = best[s], total[s] = sums[s] + sums[s + 4] + sums[s + 8] + sums[s + 12];
   }
 
-  // query: kHeads heads; acc[kHeads][vectors], top[kHeads] and total[kHeads] are the part's result.
+  // Takes the query of kHeads heads. The part's result is acc[kHeads][vectors], top[kHeads] and total[kHeads].
   void operator()(const T* query, Lanes* acc, float* top, float* total) const {
     alignas(64) float scores[kPart * kSlots + kLanes];
     const long tile = step.block_size * dim();
@@ -150,7 +151,7 @@ struct Part {
   }
 };
 
-// `heads` query heads of one KV head, four at a time.
+// Runs `heads` query heads of one KV head, four at a time.
 template <class T, int kVectors>
 void part(const Step& step, const Row& row, long kv_head, long layer, long low, long high, const T* query, long heads,
           Lanes* acc, float* top, float* total) {
@@ -218,7 +219,7 @@ void attend_single_tokens(const Step& step, const Tokens& tokens, const T* query
       float top = -INFINITY, total = 0;
       for (long p = first_part[i]; p < first_part[i + 1]; p++) {
         const float one = result(p)[tops + g];
-        // A comparison that what is not a number passes, so that it shows in the result.
+        // NaN passes this comparison, so that it shows in the result.
         top = one <= top ? top : one;
       }
       T* out = (T*)tokens.out + (row_of(step, i).first_token * step.heads + head) * dim;

@@ -1,5 +1,5 @@
-// Sixteen fp32 lanes, loaded from and stored to bf16 or fp32. Vector extensions of the compiler, so that any CPU runs
-// this; one with AVX-512 in one register.
+// Has sixteen fp32 lanes, loaded from and stored to bf16 or fp32. They are the compiler's vector extension, so any CPU
+// runs this code; with AVX-512, the lanes are one register.
 #pragma once
 #include <cmath>
 #include <cstdint>
@@ -46,7 +46,7 @@ inline Lanes load(const Bf16* from) {
 #endif
 }
 
-// Rounds to the nearest, ties to even; what is not a number stays one.
+// Rounds to the nearest, ties to even. NaN stays NaN.
 inline HalfBits narrow(Lanes x) {
 #if defined(__AVX512BF16__)
   const auto rounded = _mm512_cvtneps_pbh((__m512)x);
@@ -66,7 +66,7 @@ inline void store(Bf16* to, Lanes x) {
   std::memcpy(to, &bits, sizeof bits);
 }
 
-// The first n of 16; the other lanes are zero.
+// Loads the first n of 16. The other lanes are zero.
 template <class T>
 inline Lanes load_part(const T* from, long n) {
   if (n >= kLanes) return load(from);
@@ -92,7 +92,7 @@ inline float sum(Lanes x) {
 #endif
 }
 
-// The sums of four, one after the other.
+// Writes the sum of each of four vectors, in order.
 inline void sums(const Lanes* x, float* to) {
 #if defined(__AVX512F__)
   const __m512 a = (__m512)x[0], b = (__m512)x[1], c = (__m512)x[2], d = (__m512)x[3];
@@ -114,7 +114,7 @@ inline float maximum(Lanes x) {
   return best;
 }
 
-// e^x within 2 units in the last place: 2^n times a polynomial on [-ln 2 / 2, ln 2 / 2]. Not a number stays one.
+// Returns e^x within 2 units in the last place: 2^n times a polynomial on [-ln 2 / 2, ln 2 / 2]. NaN stays NaN.
 inline Lanes exponential(Lanes x) {
   x = x > 88.0f ? splat(88.0f) : x;
   x = x < -87.0f ? splat(-87.0f) : x;

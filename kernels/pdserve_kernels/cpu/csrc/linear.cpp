@@ -1,4 +1,4 @@
-// x @ weight.T + bias in bf16, for a CPU that multiplies pairs of them.
+// Computes x @ weight.T + bias in bf16, on a CPU that multiplies pairs of them.
 #include <sys/mman.h>
 
 #include "panel.h"
@@ -6,8 +6,8 @@
 namespace pdserve {
 namespace {
 
-// Where the panel's next pages are fetched from while several rows are multiplied; with one or two the loads themselves
-// keep memory busy.
+// While several rows are multiplied, the panel is prefetched so many bytes ahead. With one or two rows, the loads
+// themselves keep memory busy.
 constexpr long kAhead = 4096;
 constexpr uintptr_t kHugePage = 1 << 21;
 
@@ -50,10 +50,10 @@ void linear(const Bf16* x, const Bf16* panels, const Bf16* bias, Bf16* out, long
 }  // namespace
 }  // namespace pdserve
 
-// 1 if pdserve_linear works on this CPU.
+// Returns 1 if pdserve_linear works on this CPU.
 extern "C" int pdserve_multiplies_pairs() { return pdserve::kMultipliesPairs; }
 
-// [outer, inner] to panels, [outer padded to 32][inner padded to 2] values.
+// Packs [outer, inner] into panels of [outer padded to 32][inner padded to 2] values.
 extern "C" void pdserve_pack_linear(const void* weight, void* panels, long inner, long outer) {
   using namespace pdserve;
   const long depth = padded_to(inner, 2), count = padded_to(outer, kColumns) / kColumns;
@@ -71,7 +71,7 @@ extern "C" void pdserve_pack_linear(const void* weight, void* panels, long inner
   }
 }
 
-// [rows, inner] to [rows, outer]; inner is even, bias may be null.
+// Maps [rows, inner] to [rows, outer]. inner is even, and bias may be null.
 extern "C" void pdserve_linear(const void* x, const void* panels, const void* bias, void* out, long rows, long inner,
                                long outer) {
 #if defined(__AVX512BF16__)

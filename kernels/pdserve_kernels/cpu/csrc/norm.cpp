@@ -1,4 +1,4 @@
-// Root mean square normalisation, alone or after adding to the residual.
+// Computes root mean square normalisation, alone or after adding the residual.
 #include "lanes.h"
 
 namespace pdserve {
@@ -12,7 +12,7 @@ void norm_row(const T* x, const T* residual, const T* weight, float eps, long wi
     Lanes v = load_part(x + i, n);
     if (residual) {
       store_part(total + i, v + load_part(residual + i, n), n);
-      // What is normalised is what is stored, rounded.
+      // The stored, rounded sum is what is normalised.
       v = load_part(total + i, n);
     }
     squares += v * v;
@@ -39,7 +39,7 @@ void norm_rows(const void* x, const void* residual, const void* weight, float ep
 }  // namespace
 }  // namespace pdserve
 
-// out = norm(x) * weight; with a residual, total = x + residual and out = norm(total) * weight.
+// Computes out = norm(x) * weight. With a residual, it is total = x + residual and out = norm(total) * weight.
 extern "C" void pdserve_rms_norm(int bf16, const void* x, const void* residual, const void* weight, float eps,
                                  long rows, long width, void* out, void* total) {
   const auto run = bf16 ? pdserve::norm_rows<pdserve::Bf16> : pdserve::norm_rows<float>;

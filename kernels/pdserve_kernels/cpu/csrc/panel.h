@@ -1,4 +1,4 @@
-// The product that everything here is made of: a few rows times one panel of 32 columns.
+// Computes the product that the linear layer and attention are made of: a few rows times one panel of 32 columns.
 //
 // A panel keeps its columns side by side, [depth / pair][32][pair]: pairs of bf16 where the CPU multiplies pairs
 // (AVX512_BF16), single fp32 values otherwise. Each row's sums are taken in the same order however many rows there are, so
@@ -10,7 +10,7 @@
 
 namespace pdserve {
 
-// What values of type T are multiplied as.
+// The type as which values of type T are multiplied.
 template <class T>
 struct OperandOf {
   using Type = float;
@@ -49,8 +49,8 @@ inline Lanes multiply_add(Lanes sums, const Bf16* x, const Bf16* panel) {
 #endif
 inline Lanes multiply_add(Lanes sums, const float* x, const float* panel) { return sums + *x * load(panel); }
 
-// sums[r][v] = x[r] . panel, over `depth` (a multiple of the pair) values of each row. `ahead` > 0 prefetches the panel
-// that many bytes ahead: right when it comes from memory, which a stream of several rows leaves too idle.
+// Computes sums[r][v] = x[r] . panel, over `depth` (a multiple of the pair) values of each row. `ahead` > 0 prefetches
+// the panel so many bytes ahead, for a panel in memory: products of several rows would leave memory too idle.
 template <class E, long kRows, class Store>
 inline __attribute__((always_inline)) void product(const E* x, long row_stride, const E* panel, long depth, long ahead,
                                                    const Store& give) {
@@ -72,7 +72,7 @@ inline __attribute__((always_inline)) void product(const E* x, long row_stride, 
   for (long r = 0; r < kRows; r++) give(r, sums[r][0], sums[r][1]);
 }
 
-// The same for a number of rows, 1 to kMaxRows, that is known only now.
+// Does the same for a number of rows, 1 to kMaxRows, that is known only at run time.
 template <class E, class Store, long kRows = kMaxRows>
 inline void product_of(long rows, const E* x, long row_stride, const E* panel, long depth, long ahead,
                        const Store& give) {

@@ -1,8 +1,8 @@
-// Attention of several new tokens of one request.
+// Computes the attention of several new tokens of one request.
 //
-// A KV head's context is laid out once as panels, keys for query x key and values for weights x value; then every group
-// of kMaxRows query rows (a row is one token of one query head) takes one product, a softmax and another product, and
-// never looks further than its last token may.
+// A KV head's context is laid out once as panels, keys for query x key and values for weights x value. Then every group
+// of kMaxRows query rows (a row is one token of one query head) takes one product, a softmax and another product, over
+// no more keys than its last token sees.
 #include <algorithm>
 
 #include "attention.h"
@@ -10,8 +10,8 @@
 namespace pdserve {
 namespace {
 
-// keys: [context / 32][head_dim / pair][32][pair], values: [head_dim / 32][context / pair][32][pair], of positions from
-// `low`; zero where there is nothing.
+// Writes the positions from `low` on: keys as [context / 32][head_dim / pair][32][pair], and values as
+// [head_dim / 32][context / pair][32][pair]. Padding is zero.
 template <class T, class E>
 void lay_out(const Step& step, const Row& row, long layer, long kv_head, long low, long first, long last, E* keys,
              E* values) {
@@ -36,7 +36,7 @@ void lay_out(const Step& step, const Row& row, long layer, long kv_head, long lo
   }
 }
 
-// In place: scores to weights, zero outside [from, to). Returns their sum.
+// Turns scores into weights, which are zero outside [from, to). Returns the sum of the weights.
 template <class E>
 float soften(float* scores, long from, long to, long length, float scale, E* weights) {
   for (long i = 0; i < from; i++) scores[i] = -INFINITY;
@@ -49,7 +49,7 @@ float soften(float* scores, long from, long to, long length, float scale, E* wei
   for (long i = 0; i < length; i += kLanes) {
     Lanes x = load(scores + i);
     const Lanes weight = i < begin || i >= to ? Lanes{} : x == splat(-INFINITY) ? Lanes{} : exponential(x * scale - top);
-    // Summed as they are multiplied: rounded.
+    // The sum is that of the rounded weights, as which they are multiplied.
     store(weights + i, weight);
     sums += load(weights + i);
   }

@@ -1,4 +1,4 @@
-// New tokens on their way into attention: heads normalised and rotated, keys and values stored in the cache.
+// Prepares new tokens for attention: normalises and rotates heads, and stores keys and values in the cache.
 #include "attention.h"
 
 namespace pdserve {
