@@ -1,7 +1,7 @@
-"""C++ that is compiled once, on the machine that runs it, and kept in the user's cache.
+"""Compiles C++ once, on the machine that runs it, and keeps the library in the user's cache.
 
-What is built are plain functions over memory, called through ctypes: neither Python's nor torch's headers nor ninja are
-needed, a build takes seconds, and a library fits any version of either.
+A library has plain functions over memory, which are called through ctypes. So a build needs neither ninja nor the
+headers of Python and torch, takes seconds, and fits any version of both.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ LOCK_TIMEOUT_S = 200.0
 
 
 class BuildError(Exception):
-    """There is no compiler, or it failed, or what it made cannot be kept or loaded."""
+    """There is no compiler, or it failed, or the library cannot be kept or loaded."""
 
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """What to build."""
+    """The sources and flags of one library."""
 
     name: str
-    """Of the library's file, and of what an error speaks of, with spaces for hyphens."""
+    """The name of the library's file. Errors use it, too, with spaces for hyphens."""
     sources: Path
-    """A folder: every ``.cpp`` in it is compiled, every ``.h`` may be included."""
+    """The folder of the sources. Every ``.cpp`` in it is compiled, and every ``.h`` may be included."""
     compile_flags: tuple[str, ...]
     link_flags: tuple[str, ...] = ()
 
@@ -43,10 +43,10 @@ class Recipe:
 
 
 def built_library(recipe: Recipe, cache_dir: Path, search_path: str | None = None) -> Path:
-    """The shared library for this CPU below ``cache_dir``; compiled now if it is not there.
+    """Returns the shared library for this CPU below ``cache_dir``, and compiles it now if it is not there.
 
-    Several processes may ask at the same time: one compiles, the others wait. ``search_path`` is where the compiler is
-    looked for, ``PATH`` by default. Raises BuildError, after ``LOCK_TIMEOUT_S`` at the latest.
+    Several processes may call this at the same time: one compiles, the others wait. The compiler is looked for in
+    ``search_path``, by default in ``PATH``. Raises BuildError, after ``LOCK_TIMEOUT_S`` at the latest.
     """
     compiler = shutil.which(COMPILER, path=search_path)
     if compiler is None:
@@ -56,7 +56,7 @@ def built_library(recipe: Recipe, cache_dir: Path, search_path: str | None = Non
         if target.is_file():
             return target
         cache_dir.mkdir(parents=True, exist_ok=True)
-        # The kernel frees it with the process: a killed builder blocks nobody.
+        # The kernel frees the lock when the process ends: a builder that was killed blocks no other.
         with FileLock(target.with_suffix(".lock"), timeout=LOCK_TIMEOUT_S):
             if not target.is_file():
                 _compile(recipe, compiler, target)
@@ -68,7 +68,7 @@ def built_library(recipe: Recipe, cache_dir: Path, search_path: str | None = Non
 
 
 def _key(recipe: Recipe, compiler: str) -> str:
-    """Names everything that a library depends on, so that one made for another CPU is never loaded on this one."""
+    """Returns a hash of all that a library depends on, so that one made for another CPU is never loaded on this one."""
     digest = hashlib.sha256()
     version = subprocess.run([compiler, "--version"], capture_output=True, check=True, timeout=10)
     digest.update(version.stdout)
@@ -83,7 +83,7 @@ def _sources(recipe: Recipe) -> list[Path]:
 
 
 def _cpu() -> str:
-    """What ``-march=native`` looks at: the model of the first processor and the instructions that it knows."""
+    """Returns what ``-march=native`` depends on: the first processor's model and its instruction sets."""
     wanted = ("vendor_id", "cpu family", "model", "stepping", "flags", "CPU implementer", "CPU part", "Features")
     try:
         first = Path("/proc/cpuinfo").read_text().partition("\n\n")[0]

@@ -1,4 +1,4 @@
-"""The life of a node's API process: engine, HTTP server, registration; started in that order, ended in reverse."""
+"""Runs a node's API process: starts engine, HTTP server and registration in this order, and ends them in reverse."""
 
 from __future__ import annotations
 
@@ -52,9 +52,9 @@ def serve(
     engine_command: Sequence[str] = ENGINE_COMMAND,
     read_secret: Callable[[], bytes] | None = None,
 ) -> int:
-    """Runs one node until SIGTERM or SIGINT. The process's exit status: 0 after a drain, 1 if anything failed.
+    """Runs one node until SIGTERM or SIGINT. Returns the exit status: 0 after a drain, 1 if anything failed.
 
-    On SIGHUP, ``read_secret`` says what ``secret`` is from then on.
+    On SIGHUP it calls ``read_secret`` for the secret from then on.
     """
     set_up_logging(config.log.level)
     share_interpreter()
@@ -69,7 +69,7 @@ def serve(
 
 @dataclass(frozen=True, slots=True)
 class NodeServer:
-    """What one node is made from."""
+    """The settings that one node is made from."""
 
     role: Role
     config: NodeConfig
@@ -124,7 +124,7 @@ class NodeServer:
         registering = self._registration(info, engine, secrets)
         state = self._state(info, engine, ready, tokenizer, registering, secrets)
         http = HttpServer(create_app(state), listener, self.config.http)
-        # What is there now stays: looking through it for garbage again and again would hold tokens up.
+        # The present objects live as long as the process. To search them for garbage would delay tokens.
         gc.collect()
         gc.freeze()
         serving = await http.start()
@@ -162,7 +162,7 @@ class NodeServer:
             raise PdserveError("the HTTP server ended by itself")
 
     def _registration(self, info: NodeInfo, engine: EngineClient, secrets: Secrets) -> Registration | None:
-        """None for a node that clients talk to directly."""
+        """Returns the registration at the proxies, or None for a node that clients talk to directly."""
         discovery = self.config.discovery
         if not discovery.proxies:
             return None
@@ -229,7 +229,7 @@ class NodeServer:
 
 
 async def _registered(registration: Registration | None) -> None:
-    """For as long as the node runs."""
+    """Keeps the node registered for as long as it runs."""
     if registration is None:
         await asyncio.Event().wait()
     else:
@@ -244,7 +244,7 @@ def _renew(read_secret: Callable[[], bytes], secrets: Secrets, engine: EngineCli
 
 
 async def _first(*waits: Coroutine[Any, Any, object]) -> None:
-    """Until one of them is over; the others are cancelled."""
+    """Waits until one of ``waits`` is over, and cancels the others."""
     tasks = [asyncio.ensure_future(wait) for wait in waits]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -255,7 +255,7 @@ async def _first(*waits: Coroutine[Any, Any, object]) -> None:
 
 
 async def _unless(event: asyncio.Event, work: Coroutine[Any, Any, T]) -> T | None:
-    """The result of ``work``, or None if ``event`` came first and ``work`` was cancelled."""
+    """Returns the result of ``work``, or None if ``event`` came first and ``work`` was cancelled."""
     task = asyncio.ensure_future(work)
     await _first(event.wait(), _ended(task))
     if not task.done():
@@ -265,11 +265,11 @@ async def _unless(event: asyncio.Event, work: Coroutine[Any, Any, T]) -> T | Non
 
 
 async def _ended(task: asyncio.Task[Any]) -> None:
-    """Until it has ended, however it did; a cancelled wait leaves it running."""
+    """Waits until the task has ended, in any way. If the wait is cancelled, the task goes on."""
     await asyncio.wait([task])
 
 
 async def _cancelled(task: asyncio.Task[Any]) -> None:
-    """Cancels it and waits for its last act, though not for ever."""
+    """Cancels the task and waits for its end, for at most ``DEREGISTER_S``."""
     task.cancel()
     await asyncio.wait([task], timeout=DEREGISTER_S)

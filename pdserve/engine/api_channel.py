@@ -11,14 +11,14 @@ from pdserve.errors import EngineError, MalformedFrame
 from pdserve.wire.engine import FromEngine, RequestOutput, StepOutput, ToEngine
 
 SEND_LIMIT = 100_000
-"""The engine gives the API process up for dead when it is so many messages behind."""
+"""The engine takes the API process for hanging when it is this many messages behind."""
 
 
 class ApiChannel:
     """A connected ZMQ PAIR that carries typed MessagePack both ways. No call blocks."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str, *, batched: bool = True) -> None:
-        """Without ``batched`` each token is a message, which is what one message a step is measured against."""
+        """Connects to the API process. Without ``batched``, each token is a message, which benchmarks compare with."""
         self._batched = batched
         self._socket = context.socket(zmq.PAIR)
         self._socket.sndhwm = SEND_LIMIT

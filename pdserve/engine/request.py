@@ -71,7 +71,7 @@ class Request:
     local_id: int | None = None
     """The API process's number for the request; None on a prefill node."""
     group_id: int | bytes = b""
-    """Shared by all prompts and answers of one client request, which take turns with others as one."""
+    """The id that all prompts and answers of one client request share. They take turns with others as one."""
     transfer: TransferId | None = None
     """On a prefill node the push that the request serves; on a decode node the fetch under way."""
     first_block: int = 0
@@ -91,7 +91,7 @@ class Request:
     block_hashes: list[bytes] = field(default_factory=list)
     """The hashes of the first full blocks, as many as were needed so far."""
     counts: TokenCounts = field(default_factory=TokenCounts)
-    """How often each token occurs, for penalties."""
+    """The number of times that each token occurs, for penalties."""
     match: Match = field(default_factory=Match)
     """The blocks that the prefix cache has for ``block_hashes``, while the request waits."""
     ended: bool = False
@@ -137,7 +137,7 @@ class Request:
         self.status = status
 
     def __str__(self) -> str:
-        """How log lines name it; ``TransferId`` begins with the same digits of the uuid."""
+        """Returns the request's name in log lines. ``TransferId`` begins with the same digits of the uuid."""
         return f"request_id={self.request_id or '-'} uuid={self.uuid.hex()[:12]}"
 
     @property

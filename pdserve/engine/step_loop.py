@@ -39,7 +39,7 @@ NOT_FINITE = "the model's logits are not finite"
 
 
 class StepLoop:
-    """Ties the parts of one engine together, of which it owns only the scheduler."""
+    """Connects the parts of one engine. It owns only the scheduler."""
 
     def __init__(
         self,

@@ -1,6 +1,8 @@
-"""Every message that crosses a process boundary, typed, as MessagePack.
+"""Has every message that crosses a process boundary, typed, as MessagePack.
 
-``frame`` authenticates, ``ids`` names things, ``discovery`` is node ↔ proxy, ``proxy_workers`` is a proxy's supervisor
-↔ its workers, ``ticket`` is proxy → node over HTTP, ``engine`` is API process ↔ engine process, ``transfer`` is decode
-engine ↔ prefill engine, ``rank`` and ``rank_transfer`` are rank 0 of an engine ↔ its other tensor-parallel ranks.
+In the order in which a request meets them: ``discovery`` (node ↔ proxy), ``proxy_workers`` (a proxy's supervisor ↔ its
+workers), ``ticket`` (proxy → node over HTTP), ``engine`` (API process ↔ engine process, with ``sampling_params``),
+``rank`` (rank 0 ↔ the other ranks), ``transfer`` (decode engine ↔ prefill engine) and ``rank_transfer`` (their ranks).
+``frame`` authenticates messages between hosts, ``connection_guard`` bounds what strangers cost, ``ids`` names things,
+and ``version`` lets hosts of neighbouring versions work together.
 """

@@ -45,20 +45,20 @@ _BYTES_RECEIVED = slice(128, 136)
 @dataclass(slots=True)
 class _Connection:
     since: int = 0
-    """How many bytes it had received when its last message was seen."""
+    """The bytes that the connection had received when its last message was seen."""
     received: int = 0
-    """How many bytes it has received in all."""
+    """The bytes that the connection has received in all."""
     heard: bool = False
-    """Whether a message came over it since the last check."""
+    """Whether a message has come over the connection since the last check."""
     stranger: bool = True
-    """Whether no authentic frame has come over it."""
+    """Whether no authentic frame has come over the connection yet."""
 
 
 class ConnectionGuard:
     """Guards one listening ZMQ socket. Connections go by file descriptors, as ZMQ's monitor and ``SRCFD`` name them."""
 
     def __init__(self, limit: int) -> None:
-        """``limit`` is how many bytes one connection may have waiting: more than its whole queue of messages."""
+        """Guards a socket. One connection may have ``limit`` bytes waiting, which is more than its whole queue."""
         self._limit = limit
         self._connections: dict[int, _Connection] = {}
         """The connections in the order in which they were accepted."""
@@ -72,12 +72,12 @@ class ConnectionGuard:
 
     @property
     def check_s(self) -> float:
-        """How long after one check the next one is due."""
+        """The seconds from one check to the next."""
         strangers = any(connection.stranger for connection in self._connections.values())
         return CHECK_STRANGERS_S if strangers else CHECK_S
 
     def accepted(self, descriptor: int) -> None:
-        # The connection's first frame may have been read before its acceptance is told.
+        # The connection's first frame may have been read before ZMQ reports the connection.
         self._connections.setdefault(descriptor, _Connection())
 
     def ended(self, descriptor: int) -> None:
@@ -114,7 +114,7 @@ class ConnectionGuard:
             self.cut(descriptor, port, f"more than {MAX_STRANGERS} have said nothing authentic")
 
     def _waiting(self, descriptor: int, port: int) -> int:
-        """Returns the bytes received since its last message was seen. Drops a connection that is gone."""
+        """Returns the bytes received since the last message was seen. Forgets a connection that is gone."""
         connection = self._connections[descriptor]
         try:
             with _duplicate(descriptor, port) as duplicate:
@@ -181,7 +181,7 @@ class RoutedMessage:
     connection: int
     """The connection, as ``connection_of`` returns it."""
     too_long: bool = False
-    """Whether it has so many parts that its connection must be cut. They are dropped."""
+    """Whether the message has so many parts that its connection must be cut. The parts are dropped."""
 
 
 class MessageReader:

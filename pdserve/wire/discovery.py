@@ -1,10 +1,11 @@
-"""Node ↔ proxy: who is there. Sealed frames (see ``frame``), node DEALER to proxy ROUTER.
+"""Node ↔ proxy: nodes register. The messages are sealed frames (see ``frame``), from node DEALER to proxy ROUTER.
 
-A node does not know who listens at the address that it was given, so it begins with ``NodeHello``, which asks for
-nothing but the proxy's boot id. ``ProxyWelcome`` brings it: all that follows is sealed for that boot of that proxy, and
-good at no other. Then the node sends ``Register``, and ``NodeHeartbeat`` every interval; the proxy answers each with
-``Ack``. ``known=False`` tells a node that this proxy has not got (or has dropped) its registration: it greets again.
-``Deregister`` is a clean goodbye. What a proxy cannot accept, it answers with ``ProxyRefusal`` and why.
+A node does not know which process listens at the proxy's address, so it begins with ``NodeHello``, which asks for the
+proxy's boot id alone. ``ProxyWelcome`` brings it. All messages that follow are sealed for that start of that proxy, and
+no other process accepts them. Then the node sends ``Register``, and ``NodeHeartbeat`` at every interval. The proxy
+answers each with ``Ack``. ``known=False`` tells a node that this proxy does not have its registration (any more), and
+the node greets again. A node that ends sends ``Deregister``. A proxy answers a message that it cannot accept with
+``ProxyRefusal``, which says why.
 """
 
 from __future__ import annotations
@@ -53,30 +54,30 @@ class NodeInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One running node, as it describes itself."""
 
     name: Text
-    """For people: log lines, ``/instances``."""
+    """The name of the node for people, in log lines and in ``/instances``."""
     boot_id: BootId
     role: Role
     url: Text
-    """``http://host:port`` of its API."""
+    """The ``http://host:port`` of its API."""
     control: Text
-    """``tcp://host:port`` where a prefill engine takes transfer requests; empty for other roles."""
+    """The ``tcp://host:port`` at which a prefill engine takes transfer requests; empty for other roles."""
     model: Text
-    """The name that clients ask for."""
+    """The name of the model that clients ask for."""
     fingerprint: Text
-    """Of model configuration, weights, dtype and KV layout. Nodes pair only when it is equal."""
+    """A hash of model configuration, weights, dtype and KV layout. Nodes pair only if it is equal."""
     capacity: Capacity
     protocol: Annotated[int, since(6)] = RELEASED_0_1
-    """The newest version of the protocol that it speaks."""
+    """The newest version of the protocol that the node supports."""
     oldest_protocol: Annotated[int, since(6)] = RELEASED_0_1
-    """The oldest one that it still speaks."""
+    """The oldest version that the node supports."""
 
 
 class NodeHello(msgspec.Struct, frozen=True, tag_field="kind", tag="hello"):
-    """Who are you? Changes nothing at the proxy."""
+    """Asks a proxy for its boot id. It changes nothing at the proxy."""
 
     boot_id: BootId
     nonce: Nonce
-    """Random, and new in every ``NodeHello``: the answer to another one is not the answer to this."""
+    """A random number, new in every ``NodeHello``, so that the answer to another one is not taken for this one's."""
     protocol: int
     oldest_protocol: int
 
@@ -100,23 +101,23 @@ class Ack(msgspec.Struct, frozen=True, tag_field="kind", tag="ack"):
 
 
 class ProxyWelcome(msgspec.Struct, frozen=True, tag_field="kind", tag="welcome"):
-    """The answer to ``NodeHello``. Who sealed it is whom further messages are for."""
+    """The answer to ``NodeHello``. Further messages are for the process that sealed it."""
 
     boot_id: BootId
-    """Of the node."""
+    """The boot id of the node."""
     nonce: Nonce
-    """Of the ``NodeHello``."""
+    """The nonce of the ``NodeHello``."""
     protocol: int
     oldest_protocol: int
     heartbeat_ms: Annotated[int, msgspec.Meta(ge=1, le=3_600_000)]
-    """How often this proxy wants to hear of the node."""
+    """The interval at which this proxy expects heartbeats."""
 
 
 class ProxyRefusal(msgspec.Struct, frozen=True, tag_field="kind", tag="refused"):
     """A greeting or registration that this proxy cannot accept, however often it is repeated."""
 
     boot_id: BootId
-    """Of the node."""
+    """The boot id of the node."""
     reason: Reason
 
 

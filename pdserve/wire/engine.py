@@ -1,6 +1,7 @@
 """API process ↔ engine process of one node, over a private ZMQ PAIR socket (ipc, in a folder only the user can enter).
 
-One message a step carries the new tokens of all requests: the crossing is per step, not per token.
+One message carries the new tokens that a step has brought to all requests, so messages cost by the step, not by the
+token.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ from pdserve.wire.ticket import PrefillTarget
 
 
 class ChildRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
-    """One more answer to the same prompt, which differs in nothing but its seed."""
+    """One more answer to the same prompt. Only its seed differs."""
 
     local_id: int
     seed: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 
 
 class Submit(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="submit", kw_only=True):
-    """Generate for one prompt. ``pdserve.wire.ids`` says what the identities are.
+    """Submits one prompt. ``pdserve.wire.ids`` explains the identities.
 
     No ``local_id`` is used twice within a boot.
     """
@@ -36,27 +37,27 @@ class Submit(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field=
     token_ids: list[int]
     sampling: SamplingParams
     deadline_s: float
-    """Seconds from now; past it the request ends with ``FinishReason.DEADLINE``."""
+    """The seconds from now after which the request ends with ``FinishReason.DEADLINE``."""
     attempt: int = 0
     prefill: tuple[PrefillTarget, ...] = ()
     children: tuple[ChildRequest, ...] = ()
-    """Further answers, which share the prompt's KV blocks; each is a request of its own to Abort and in outputs."""
+    """Further answers, which share the prompt's KV blocks. Abort and outputs take each as a request of its own."""
     cache_salt: str = ""
-    """Prompts share cached blocks only under the same salt."""
+    """Prompts share cached blocks only if their salts are equal."""
     group_id: int = 0
-    """The same for all prompts of one client request, which take turns with others as one; 0: this one is alone."""
+    """The same number for all prompts of one client request, which take turns as one; 0 if this is the only one."""
     request_id: RequestId = ""
-    """The client's label, for log lines."""
+    """The client's label of the request, for log lines."""
 
 
 class Abort(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="abort"):
-    """Forget these requests and free what they hold. No output follows; unknown ids are ignored."""
+    """Ends these requests and frees what they hold. No output of them follows. Unknown ids are ignored."""
 
     local_ids: list[int]
 
 
 class Renew(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="renew"):
-    """The cluster secret has changed: what ``wire/frame.py`` makes ``Secrets`` of."""
+    """Replaces the cluster secret, in the form that ``Secrets`` of ``frame`` takes."""
 
     secret: bytes
 
@@ -65,7 +66,7 @@ class Renew(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="
 
 
 class Shutdown(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="shutdown"):
-    """Cancel everything, close all sockets, exit 0."""
+    """Ends the engine: it cancels all requests, closes all sockets, and exits with status 0."""
 
 
 ToEngine: TypeAlias = Submit | Abort | Renew | Shutdown
@@ -74,12 +75,12 @@ ToEngine: TypeAlias = Submit | Abort | Renew | Shutdown
 
 
 class FinishReason(enum.Enum):
-    """Why a request ended. Exactly one, exactly once."""
+    """Why a request ended. Each request ends once, for one reason."""
 
     STOP = "stop"
-    """An end-of-sequence or stop token id (which is the last of ``new_token_ids``)."""
+    """The last of ``new_token_ids`` is an end-of-sequence id or a stop token id."""
     LENGTH = "length"
-    """``max_tokens`` or the context length."""
+    """The answer has ``max_tokens``, or the context is full."""
     DEADLINE = "deadline"
     ERROR = "error"
 
@@ -90,34 +91,34 @@ class FinishReason(enum.Enum):
 
 
 class PrefillSource(enum.Enum):
-    """Who computed the prompt's KV cache."""
+    """Which node computed the prompt's KV cache."""
 
     LOCAL = "local"
     REMOTE = "remote"
     FALLBACK = "fallback"
-    """A prefill node was asked and did not deliver; this node did it."""
+    """A prefill node was asked and did not deliver, so this node computed the prompt."""
 
 
 class PrefillReason(enum.Enum):
-    """Why a decode node that was named a prefill node went to it or not."""
+    """Why a decode node asked the prefill node that the proxy had named, or did not ask it."""
 
     SHORT = "short"
-    """No more than one block was missing."""
+    """At most one block of the prompt was missing."""
     CHEAPER = "cheaper"
-    """By the estimate."""
+    """The estimate says that this is cheaper."""
     PROBE = "probe"
-    """Nothing was known of the prefill node, or nothing new."""
+    """Nothing was known of the prefill node, or nothing recent."""
     FAILED = "failed"
-    """Its last prompt came to nothing."""
+    """The prefill node did not deliver its last prompt."""
     UNFIT = "unfit"
     """The prefill node cannot take a prompt of that length."""
     SETTING = "setting"
-    """``--disaggregation`` says so."""
+    """The setting ``--disaggregation`` decides."""
 
 
 class PrefillDecisions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
     source: PrefillSource
-    """``LOCAL`` or ``REMOTE``."""
+    """Either ``LOCAL`` or ``REMOTE``."""
     reason: PrefillReason
     count: int
 
@@ -127,41 +128,41 @@ class PrefillNodeStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
 
     name: str
     tokens_per_s: float
-    """0 before it has said."""
+    """The rate that the prefill node has reported; 0 before it has reported one."""
     queued_tokens: int
     overhead_s: float
-    """What a first token takes beside queue and computing."""
+    """The time that a first token takes besides queue and computing."""
     bytes_per_s: float
-    """Of KV blocks that came after their first token."""
+    """The rate at which KV blocks came after their first token."""
 
 
 class PrefillStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What the choice between local and remote prefill knows, and what it chose."""
+    """What a decode node has measured for its choice between local and remote prefill, and what it chose."""
 
     decisions: tuple[PrefillDecisions, ...] = ()
-    """Counts since the start."""
+    """The decisions since the engine's start."""
     nodes: tuple[PrefillNodeStats, ...] = ()
     tokens_per_s: float = 0.0
-    """Of prompts, on this node; 0 before there was one."""
+    """The prompt tokens a second that this node computes; 0 before its first prompt."""
     decode_step_s: float = 0.0
     last_local_s: float = 0.0
-    """Costs of the prompt that was last compared."""
+    """The cost on this node of the prompt that was compared last."""
     last_remote_s: float = 0.0
 
 
 class RequestReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What the engine knows of a finished request, for the log line and the metrics. Times in seconds."""
+    """What the engine knows of a finished request, for the log line and the metrics. Times are in seconds."""
 
     prefill_source: PrefillSource
     prefill_node: str
-    """Name of the prefill node that delivered; empty if none did."""
+    """The name of the prefill node that delivered; empty if none did."""
     cached_tokens: int
-    """Tokens of the prompt that were not computed for this request; 0 for children."""
+    """The tokens of the prompt that were not computed for this request; 0 for children."""
     queue_s: float
     prefill_s: float
-    """From the end of queueing to the first token."""
+    """The time from the end of queueing to the first token."""
     transfer_s: float
-    """From the first token to the last block's arrival; 0 for local prefill."""
+    """The time from the first token to the last block's arrival; 0 for local prefill."""
 
 
 class RequestOutput(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
@@ -171,34 +172,34 @@ class RequestOutput(msgspec.Struct, frozen=True, forbid_unknown_fields=True, arr
     new_token_ids: list[int]
     finish: FinishReason | None = None
     report: RequestReport | None = None
-    """With ``finish``."""
+    """The report of the request; it comes with ``finish``."""
     error: str | None = None
-    """With ``FinishReason.ERROR``."""
+    """The message for the client; it comes with ``FinishReason.ERROR``."""
     logprobs: list[TokenLogprobs] | None = None
-    """One for each of ``new_token_ids``, if the request asked for them."""
+    """The log probabilities of each of ``new_token_ids``, if the request asked for them."""
 
 
 class EngineStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Gauges as they are, and counters since the engine's start."""
+    """Present values of gauges, and counters since the engine's start."""
 
     running: int = 0
     waiting: int = 0
-    """All that were submitted and have no place in the batch: answers that wait for their prompt, too."""
+    """The submitted requests without a place in the batch, including answers that wait for their prompt."""
     waiting_for_remote: int = 0
     total_blocks: int = 0
     free_blocks: int = 0
-    """Idle blocks of the prefix cache are free."""
+    """The blocks that can be taken now, idle ones of the prefix cache among them."""
     quarantined_blocks: int = 0
     cached_blocks: int = 0
-    """Blocks that the prefix cache can find, in use or idle."""
+    """The blocks that the prefix cache can find, in use or idle."""
     steps: int = 0
     prompt_tokens: int = 0
     generated_tokens: int = 0
     preemptions: int = 0
     prefix_cache_queries: int = 0
-    """Tokens of admitted prompts."""
+    """The tokens of admitted prompts."""
     prefix_cache_hits: int = 0
-    """Those of them that were in the prefix cache."""
+    """The tokens of admitted prompts that were in the prefix cache."""
     prefills_local: int = 0
     prefills_remote: int = 0
     prefills_fallback: int = 0
@@ -208,7 +209,7 @@ class EngineStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     transfers_received: int = 0
     transfer_seconds: float = 0.0
     transfer_failures: dict[str, int] = {}
-    """By reason."""
+    """The number of failures for each reason."""
     leases_expired: int = 0
     stale_blocks_dropped: int = 0
     prefill: PrefillStats = PrefillStats()
@@ -219,7 +220,7 @@ class EngineStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
 
 class Starting(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="starting"):
-    """Progress for people, while the engine comes up: ``loading weights``, ``warming up``."""
+    """Tells people which stage of its start the engine is at: ``loading weights``, ``warming up``."""
 
     stage: str
 
@@ -228,30 +229,30 @@ class Ready(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="
     """The engine takes requests."""
 
     control: str
-    """``tcp://host:port`` of its transfer control channel; empty unless the role is prefill."""
+    """The ``tcp://host:port`` of its transfer control channel; empty unless the role is prefill."""
     fingerprint: str
     num_blocks: int
     block_size: int
     max_model_len: int
     max_running: int
     vocab_size: int
-    """Token ids are below it."""
+    """The number of token ids of the model: every id is below it."""
 
 
 class StepOutput(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="step"):
-    """All that one engine step produced."""
+    """The new tokens and endings of all requests after one engine step."""
 
     outputs: list[RequestOutput]
 
 
 class Stats(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="stats"):
-    """Sent when something changed, at most a few times a second, and once when the engine falls idle."""
+    """The engine sends this after a change, at most a few times a second, and once when it falls idle."""
 
     stats: EngineStats
 
 
 class EngineFailed(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="failed"):
-    """The engine is about to exit, with why."""
+    """The engine is about to exit. ``message`` says why."""
 
     message: str
 

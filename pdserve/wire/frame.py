@@ -1,4 +1,4 @@
-"""Authenticated frames: every control message between hosts travels in one.
+"""Authenticates messages: every control message between hosts travels in a signed frame.
 
 A frame is a MessagePack array ``[version, sender, counter, sent_ms, body, mac]``. ``mac`` is HMAC-SHA256 with the
 cluster secret over all the rest and over the channel's purpose, so a frame of one channel is not valid on another. In
@@ -6,9 +6,9 @@ frames of version 2 the body begins with the boot id of the receiver, and no oth
 of version 1 names no receiver: a greeting of a process whose boot id is not known yet, a ticket (which names its node
 itself), and every frame from or for pdserve 0.1.
 
-Replays are refused: a sender's counter must rise (or be a new one, where frames may overtake each other), and a frame
-that is more than ``MAX_AGE_S`` old (or early) by the receiver's clock is dropped. Where frames may have to queue before
-they are opened, age alone is no sign of a replay, and messages say for how long they are valid.
+Replays are refused: a sender's counter must rise (or be a new one, if frames may overtake each other), and a frame
+that is more than ``MAX_AGE_S`` old (or early) by the receiver's clock is dropped. If frames may queue before they are
+opened, age alone is no sign of a replay, and messages say for how long they are valid.
 
 ``ReplayWindow`` remembers which of one sender's counters were used, in memory that does not grow with the number of
 frames.
@@ -220,7 +220,7 @@ class Opened(Generic[T]):
 
     @property
     def protocol(self) -> int:
-        """The oldest version of the protocol that has frames of this kind."""
+        """The oldest version of the protocol with frames of this kind."""
         return NAMED_RECEIVERS if self.named else RELEASED_0_1
 
 

@@ -1,4 +1,4 @@
-"""Identities. Each has one type, which is the same on every channel.
+"""Names things by identities. Each identity has one type, which is the same on every channel.
 
 A request has four:
 
@@ -23,7 +23,7 @@ from typing import Annotated, TypeAlias
 import msgspec
 
 BootId: TypeAlias = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
-"""One start of one node: 16 random bytes. A restarted node on the same address has another."""
+"""The identity of one start of one node: 16 random bytes. A node that restarts at the same address has another."""
 
 MAX_REQUEST_ID_CHARS = 128
 
@@ -31,16 +31,16 @@ RequestId: TypeAlias = Annotated[str, msgspec.Meta(max_length=MAX_REQUEST_ID_CHA
 """The label of a client request: visible ASCII without blanks, so that it cannot forge a field or a line of a log."""
 
 RequestUuid: TypeAlias = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
-"""One prompt of one client request."""
+"""The identity of one prompt of one client request."""
 
 
 def new_id() -> bytes:
-    """16 random bytes, for a boot id or a request uuid."""
+    """Returns 16 random bytes, for a boot id or a request uuid."""
     return secrets.token_bytes(16)
 
 
 class TransferId(msgspec.Struct, frozen=True, array_like=True):
-    """One attempt to move one request's KV cache. A retry is another transfer."""
+    """The identity of one attempt to move one request's KV cache. A retry is another transfer."""
 
     request: RequestUuid
     attempt: Annotated[int, msgspec.Meta(ge=0, le=1_000)]

@@ -1,9 +1,9 @@
-"""A proxy's supervisor ↔ its workers, over a ZMQ ROUTER in a folder only the user can enter, so not authenticated.
+"""A proxy's supervisor ↔ its workers, over a ZMQ ROUTER in a folder only the user can enter, without signatures.
 
 A worker sends ``WorkerHello``, and gets ``Nodes`` then and at every change. When it takes connections, it sends
-``WorkerReady``. A worker whose event loop turns answers each ``WorkerPing`` with ``WorkerPong``. A worker that is asked
-for ``/metrics`` sends ``Scrape``; the supervisor sends ``Collect`` to every worker, adds up the ``Counts`` that come
-back, and answers ``Scraped``. When the supervisor has read its files again, it sends ``Renewed``.
+``WorkerReady``. A worker answers each ``WorkerPing`` with ``WorkerPong``, unless its event loop hangs. A worker that is
+asked for ``/metrics`` sends ``Scrape``; the supervisor sends ``Collect`` to every worker, adds up the ``Counts`` that
+come back, and answers ``Scraped``. When the supervisor has read its files again, it sends ``Renewed``.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Nodes(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="
 
     nodes: tuple[KnownNode, ...]
     prefilled: tuple[str, ...]
-    """Fingerprints that have had a prefill node."""
+    """The fingerprints that have had a prefill node."""
     lost: tuple[BootId, ...]
     """The last nodes that were dropped for their silence. Other nodes that are gone deregistered or were replaced."""
 
@@ -75,7 +75,7 @@ class Family(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     name: str
     documentation: str
     kind: str
-    """Prometheus's word for it: ``counter``, ``gauge`` or ``histogram``."""
+    """The type of the metric in Prometheus's words: ``counter``, ``gauge`` or ``histogram``."""
     samples: tuple[Sample, ...]
 
 

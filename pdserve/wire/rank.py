@@ -25,18 +25,18 @@ import msgspec
 
 
 class LoadModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="load"):
-    """Load this rank's part of the model, with a KV cache of as many blocks as each other rank has."""
+    """Orders a rank to load its part of the model, with a KV cache of as many blocks as each other rank has."""
 
     num_blocks: int
     max_model_len: int
 
 
 class Capture(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="capture"):
-    """Record the decode steps of all batch sizes, together with the other ranks."""
+    """Orders a rank to record the decode steps of all batch sizes, together with the other ranks."""
 
 
 class RankRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
-    """``pdserve.models.runner.StepRow``."""
+    """A ``StepRow`` of ``pdserve.models.runner``."""
 
     token_ids: list[int]
     start: int
@@ -45,40 +45,40 @@ class RankRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_lik
 
 
 class Step(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="step"):
-    """Compute one step together with the other ranks."""
+    """Orders a rank to compute one step together with the other ranks."""
 
     rows: list[RankRow]
 
 
 class Clear(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="clear"):
-    """Zero these KV blocks."""
+    """Orders a rank to zero these KV blocks."""
 
     blocks: list[int]
 
 
 class CopyBlocks(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="copy"):
-    """Copy whole KV blocks; all sources are read before any destination is written."""
+    """Orders a rank to copy whole KV blocks; all sources are read before any destination is written."""
 
     sources: list[int]
     destinations: list[int]
 
 
 class DownloadBlocks(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="download"):
-    """Copy KV blocks to staging blocks, from which they are sent; the board counts what is done."""
+    """Orders a rank to copy KV blocks to staging blocks, from which they are sent; the board counts orders done."""
 
     blocks: list[int]
     staged: list[int] = msgspec.field(name="slots")
 
 
 class UploadBlocks(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="upload"):
-    """Copy staging blocks, in which KV blocks were received, to the cache; the board counts what is done."""
+    """Orders a rank to copy staging blocks, which were received, to the cache; the board counts orders done."""
 
     staged: list[int] = msgspec.field(name="slots")
     blocks: list[int]
 
 
 class Stop(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="stop"):
-    """Exit with status 0."""
+    """Orders a rank to exit with status 0."""
 
 
 Order: TypeAlias = LoadModel | Capture | Step | Clear | CopyBlocks | DownloadBlocks | UploadBlocks | Stop

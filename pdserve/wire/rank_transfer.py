@@ -25,7 +25,7 @@ class _RankMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_
 
 
 class OpenLink(_RankMessage, frozen=True, tag="open"):
-    """Open a link. The answer is ``LinkOpened``."""
+    """Orders a rank to open a link. The answer is ``LinkOpened``."""
 
 
 class ConnectLink(_RankMessage, frozen=True, tag="connect"):
@@ -34,11 +34,11 @@ class ConnectLink(_RankMessage, frozen=True, tag="connect"):
 
 
 class CloseLink(_RankMessage, frozen=True, tag="close"):
-    """Close a link. The answer is ``LinkClosed``, and from then on the link touches no memory."""
+    """Orders a rank to close a link. The answer is ``LinkClosed``. From then on the link touches no memory."""
 
 
 class Expect(_RankMessage, frozen=True, tag="expect"):
-    """Let these blocks land, on a decode node. The answer is ``Expecting``."""
+    """Orders a decode node's rank to let these blocks land. The answer is ``Expecting``."""
 
     tag: TransferTag
     first_block: int
@@ -49,20 +49,20 @@ class Expect(_RankMessage, frozen=True, tag="expect"):
 
 
 class ExpectMore(_RankMessage, frozen=True, tag="expect_more"):
-    """Let the next blocks of a paced transfer land, too. The answer is ``Expecting``."""
+    """Orders a rank to let the next blocks of a paced transfer land, too. The answer is ``Expecting``."""
 
     tag: TransferTag
     block_ids: BlockIds
 
 
 class Forget(_RankMessage, frozen=True, tag="forget"):
-    """Accept no more pieces of a transfer. The answer is ``Forgotten``."""
+    """Orders a rank to accept no more pieces of a transfer. The answer is ``Forgotten``."""
 
     tag: TransferTag
 
 
 class SendBlocks(_RankMessage, frozen=True, tag="send"):
-    """Send these final blocks, the prompt's from ``first_block`` on. This is for prefill nodes."""
+    """Orders a prefill node's rank to send these final blocks, which are the prompt's from ``first_block`` on."""
 
     tag: TransferTag
     first_block: int
@@ -71,7 +71,7 @@ class SendBlocks(_RankMessage, frozen=True, tag="send"):
 
 
 class LeaveRank(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="leave"):
-    """Close everything and end the thread."""
+    """Orders a rank to close everything and end the thread."""
 
 
 LinkCommand: TypeAlias = ConnectLink | CloseLink | Expect | ExpectMore | Forget | SendBlocks
@@ -103,7 +103,7 @@ class PiecesLanded(_RankMessage, frozen=True, tag="landed"):
     indexes: tuple[int, ...]
     """The indexes of the pieces (see ``pieces.Piece.part``)."""
     digests: tuple[int, ...]
-    """The digest of each piece; none if digests are not wanted."""
+    """The digest of each piece; empty if digests are not wanted."""
     size: int
     """The bytes of all these pieces."""
 

@@ -1,4 +1,4 @@
-"""How the next token of a request is chosen, in the form that every process of the cluster shares."""
+"""Says how the next token of a request is chosen, in the form that every process of the cluster shares."""
 
 from __future__ import annotations
 
@@ -8,55 +8,55 @@ import msgspec
 
 
 class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
-    """Validated at the API; the engine trusts it.
+    """The sampling parameters of a request. The API validates them, and the engine trusts them.
 
-    ``seed`` is always set (the API draws one where the client gave none), so that the random choice is a function of
-    the request alone: not of its batch mates, nor of which node samples it.
+    ``seed`` is always set (the API draws one if the client gave none), so that the random choice is a function of the
+    request alone. It depends neither on the other requests of the batch nor on the node that samples.
     """
 
     max_tokens: Annotated[int, msgspec.Meta(ge=1)]
     seed: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
     temperature: Annotated[float, msgspec.Meta(ge=0.0)] = 1.0
-    """0 is greedy."""
+    """The divisor of the logits; 0 means greedy sampling."""
     top_p: Annotated[float, msgspec.Meta(gt=0.0, le=1.0)] = 1.0
     top_k: Annotated[int, msgspec.Meta(ge=0)] = 0
-    """0 is no limit."""
+    """The number of likeliest tokens among which one is chosen; 0 means no limit."""
     min_p: Annotated[float, msgspec.Meta(ge=0.0, le=1.0)] = 0.0
     stop_token_ids: tuple[int, ...] = ()
-    """Besides the model's own end-of-sequence ids."""
+    """The ids that end the answer besides the model's own end-of-sequence ids."""
     ignore_eos: bool = False
-    """Generate past end-of-sequence ids; ``stop_token_ids`` still stop."""
+    """Whether the answer goes on after end-of-sequence ids. ``stop_token_ids`` end it in any case."""
     min_tokens: Annotated[int, msgspec.Meta(ge=0)] = 0
-    """Until so many are generated, nothing that would stop can be chosen."""
+    """No token that would end the answer can be chosen before this many tokens are generated."""
     presence_penalty: Annotated[float, msgspec.Meta(ge=-2.0, le=2.0)] = 0.0
-    """Taken from the logit of every token that the answer holds already."""
+    """The number subtracted from the logit of every token that the answer contains already."""
     frequency_penalty: Annotated[float, msgspec.Meta(ge=-2.0, le=2.0)] = 0.0
-    """Taken from a token's logit once for each time that the answer holds it."""
+    """The number subtracted from a token's logit once for each time that the answer contains it."""
     repetition_penalty: Annotated[float, msgspec.Meta(gt=0.0)] = 1.0
-    """Divides positive logits of tokens in prompt or answer, multiplies negative ones (Keskar et al., 2019)."""
+    """It divides positive logits of tokens in prompt or answer, and multiplies negative ones (Keskar et al., 2019)."""
     logit_bias: tuple[tuple[int, float], ...] = ()
-    """Added to the logits of these token ids; none of them twice."""
+    """Pairs of a token id and the number added to its logit. No id occurs twice."""
     allowed_token_ids: tuple[int, ...] = ()
-    """Only these can be chosen; empty means all. Stronger than ``min_tokens`` and ``bad_words``."""
+    """The only ids that can be chosen; empty means all. This prevails over ``min_tokens`` and ``bad_words``."""
     bad_words: tuple[Annotated[tuple[int, ...], msgspec.Meta(min_length=1)], ...] = ()
-    """Runs of tokens that the answer must not hold: the last one cannot be chosen after the others."""
+    """Sequences of tokens that the answer must not contain: the last one cannot be chosen after the others."""
     logprobs: Annotated[int, msgspec.Meta(ge=0)] | None = None
-    """How many of the most likely tokens to report beside each chosen one; None reports no log probabilities."""
+    """The number of likeliest tokens to report beside each chosen one; None reports no log probabilities."""
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
-    """Natural logarithms of probabilities, of the model's own distribution: before penalties, bias and temperature."""
+    """Natural logarithms of probabilities by the model's own distribution, before penalties, bias and temperature."""
 
     chosen: float
     rank: int
-    """Of the chosen token: 1 is the most likely."""
+    """The rank of the chosen token by probability; 1 is the likeliest."""
     top: tuple[tuple[int, float], ...]
-    """``(token id, log probability)``, most likely first."""
+    """Pairs of token id and log probability. The likeliest comes first."""
 
 
 class SampledToken(msgspec.Struct, frozen=True, array_like=True):
-    """One choice of the sampler."""
+    """One token that the sampler has chosen."""
 
     token_id: int
     logprobs: TokenLogprobs | None = None
-    """If ``SamplingParams.logprobs`` asks for them."""
+    """The log probabilities, if ``SamplingParams.logprobs`` asks for them."""

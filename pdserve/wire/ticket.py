@@ -1,12 +1,12 @@
-"""Proxy → decode or mixed node, in the HTTP header ``x-pdserve-ticket``: which prefill node to use, and until when.
+"""Proxy → decode or mixed node, in the HTTP header ``x-pdserve-ticket``: names prefill nodes and a deadline.
 
 The header is the sealed frame (purpose ``TICKET``) in unpadded base64url. A node that belongs to a proxy serves no
 request without one.
 
-A ticket is good once, and from when the proxy signed it until its request's deadline (give or take what the hosts'
-clocks may differ by). A request to a node that is given thousands at once may wait for minutes until its ticket is
-looked at: for a connection, in the node's sockets, or for a turn of its event loop. That wait is no replay. When the
-deadline has passed the proxy has given the request up, so refusing it then costs nobody an answer.
+A ticket is valid once, from the proxy's signature until its request's deadline (give or take the difference between the
+hosts' clocks). If a node gets thousands of requests at once, a request may wait for minutes before the node opens its
+ticket: for a connection, in the node's sockets, or for a turn of its event loop. Such a wait is no replay. After the
+deadline the proxy has given the request up, so a refusal takes no answer from any client.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pdserve.wire.ids import BootId
 
 TICKET_HEADER = "x-pdserve-ticket"
 MAX_DEADLINE_S = 86_400.0
-"""What ``--request-timeout-s`` allows at most."""
+"""The largest value of ``--request-timeout-s``."""
 
 
 class PrefillTarget(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -31,14 +31,14 @@ class PrefillTarget(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Ticket(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
-    """One attempt at one client request. It says what to do, so a field that the node does not know is refused."""
+    """A ticket for one attempt at one client request. It says what to do, so a node refuses fields it does not know."""
 
     request_id: Annotated[str, msgspec.Meta(max_length=128)]
-    """What the client sees as ``x-request-id``; a label for logs, never a key."""
+    """The label that the client sees as ``x-request-id``. It is for logs, and never a key."""
     attempt: Annotated[int, msgspec.Meta(ge=0, le=1_000)]
     node: BootId
-    """The node that it is for."""
+    """The node that the ticket is for."""
     deadline_s: Annotated[float, msgspec.Meta(gt=0, le=MAX_DEADLINE_S)]
-    """Seconds that the whole request may take from when this was signed. The ticket is good for as long."""
+    """The seconds that the whole request may take after the proxy has signed. The ticket is valid for as long."""
     prefill: tuple[PrefillTarget, ...] = ()
-    """In the order to be tried; empty means that the node prefills by itself."""
+    """The prefill nodes, in the order to be tried; empty means that the node prefills by itself."""

@@ -1,9 +1,9 @@
-"""Decode engine ↔ prefill engine control messages. Sealed frames, decode DEALER to prefill ROUTER.
+"""Decode engine ↔ prefill engine: control messages in sealed frames, between a decode DEALER and a prefill ROUTER.
 
 A handshake carries the addresses of the ranks' links as bytes. Links alone decode them, as ``LinkAddress``.
 
-``PrefillRequest`` and ``Probe`` say what to do, so a receiver refuses fields that it does not know. All others say
-what is, and in them it ignores fields that it does not know.
+``PrefillRequest`` and ``Probe`` say what to do, so a receiver refuses fields that it does not know. All others report
+facts, and a receiver ignores fields of them that it does not know.
 
     decode                                   prefill
       Hello ─────────────────────────────▶            before anything else between two boots
@@ -95,7 +95,7 @@ class EngineSpec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     head_dim: int
     tp_size: int
     oldest_protocol: Annotated[int, since(6)] = 0
-    """The oldest version that it supports; 0 if that is ``protocol``, too."""
+    """The oldest version that the engine supports; 0 if that is ``protocol``, too."""
 
     @property
     def spoken(self) -> Spoken:
@@ -113,11 +113,11 @@ class Welcome(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="kind",
     boot_id: BootId
     spec: EngineSpec
     rank_addresses: list[Annotated[bytes, msgspec.Meta(max_length=65_536)]]
-    """As in ``Hello``. With an endpoint of its own, the receiver can end receives whose sender is gone."""
+    """The addresses, as in ``Hello``. With an endpoint, a receiver can end receives whose sender is gone."""
     max_prompt_tokens: Annotated[int, msgspec.Meta(ge=0), since(6)] = 0
     """Longer prompts are refused; 0 if the sender does not say."""
     lease_ms: Annotated[int, msgspec.Meta(ge=0), since(6)] = 0
-    """How long the decode engine may be silent while a transfer is alive; 0 if the sender does not say."""
+    """The time for which a decode engine may be silent while a transfer is alive; 0 if the sender does not say."""
 
 
 class Refused(msgspec.Struct, frozen=True, tag_field="kind", tag="refused"):
@@ -202,7 +202,7 @@ class PrefillLoad(msgspec.Struct, frozen=True):
     queued_tokens: Annotated[int, msgspec.Meta(ge=0)] = 0
     """The tokens of prompts that it has accepted and not computed."""
     tokens_per_s: Annotated[float, msgspec.Meta(ge=0)] = 0.0
-    """How many tokens of prompts it computes a second; 0 before that was measured."""
+    """The prompt tokens that it computes a second; 0 before that was measured."""
 
 
 UNKNOWN_LOAD = PrefillLoad()
@@ -226,7 +226,7 @@ class Cancel(msgspec.Struct, frozen=True, tag_field="kind", tag="cancel"):
 
 
 class FailureCause(enum.Enum):
-    """What a failed transfer tells about."""
+    """What the failure of a transfer says about the prefill engine."""
 
     NODE = "node"
     """The failure is the prefill engine's, which could not go on."""
@@ -292,7 +292,7 @@ class Probe(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="
     """The asker's encoded ``LinkAddress``."""
     message_bytes: Annotated[int, msgspec.Meta(ge=1, le=MAX_PROBE_MESSAGE_BYTES)]
     messages: Annotated[int, msgspec.Meta(ge=1, le=65_536)]
-    """How many messages the engine sends once the asker asks for them over UCX."""
+    """The number of messages that the engine sends once the asker asks for them over UCX."""
 
 
 class ProbeOpened(msgspec.Struct, frozen=True, tag_field="kind", tag="probe_opened"):

@@ -1,4 +1,4 @@
-"""The versions of the protocol between hosts that this process supports.
+"""Says which versions of the protocol between hosts this process supports.
 
 A process tells its newest and its oldest version in every greeting. Two processes use the newest one that both
 support. If there is none, the one that notices says so, with both ranges. ``docs/protocol.md`` has the rules by which
@@ -29,7 +29,7 @@ M = TypeVar("M", bound=msgspec.Struct)
 
 @dataclass(frozen=True, slots=True)
 class Spoken:
-    """A range of versions."""
+    """A range of versions of the protocol."""
 
     newest: int
     oldest: int

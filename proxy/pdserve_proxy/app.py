@@ -1,4 +1,4 @@
-"""The proxy's HTTP application: Quart with the routes that tell about the cluster, and the relayed routes before it."""
+"""Builds the proxy's HTTP application: relayed routes, and behind them Quart with the routes about the cluster."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from pdserve_proxy.requests.held_bodies import HeldBodies
 from pdserve_proxy.routing.router import RETRY_AFTER_S, model_not_found
 
 RenderMetrics: TypeAlias = Callable[[], Awaitable[bytes]]
-"""Gives the metrics of all of the proxy's processes as Prometheus text; may raise RequestError."""
+"""Returns the metrics of all processes of the proxy as Prometheus text. May raise RequestError."""
 
 _encoder = msgspec.json.Encoder()
 
@@ -42,7 +42,7 @@ class Instance(msgspec.Struct, frozen=True):
     fingerprint: str
     boot_id: str
     protocol: int
-    """The newest version of the protocol between hosts that it speaks."""
+    """The newest version of the protocol between hosts that the node supports."""
     load: NodeLoad
     heartbeat_age_s: float
 
@@ -62,7 +62,7 @@ class ModelList(msgspec.Struct, frozen=True):
 
 
 class InformationRoutes:
-    """Answers from the registry alone; asks no node."""
+    """Answers requests about the cluster from the registry, without asking a node."""
 
     def __init__(self, registry: RegistryView, scrape: RenderMetrics, keys: ApiKeys) -> None:
         self._registry = registry

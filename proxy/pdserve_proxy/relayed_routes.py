@@ -1,4 +1,4 @@
-"""The routes that nodes answer: a request is admitted, relayed, and answered with what the node says."""
+"""Handles the routes that nodes answer: admits a request, relays it, and answers with the node's response."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pdserve_proxy.requests.request_body import GenerationBody, read_body
 RELAYED_ROUTES = frozenset({"/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"})
 
 LARGE_BYTES = 256 * 1024
-"""Larger bodies are read one at a time, with a turn of the event loop for everybody else before each."""
+"""Larger bodies are read one at a time, and before each one all other requests get a turn of the event loop."""
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ class RelayedRoutes:
         self._large_body = asyncio.Lock()
 
     async def handle(self, request: HttpRequest) -> None:
-        """Answers ``request``, with an error where it cannot be relayed; the relayed request ends with the answer."""
+        """Answers ``request``, with an error if it cannot be relayed. The relayed request ends with the answer."""
         with self._relay.begin(request.label, request.path) as relayed:
             await self._serve(relayed, request)
 
@@ -67,8 +67,8 @@ class RelayedRoutes:
     async def _forward(self, relayed: RelayedRequest, request: HttpRequest) -> WholeResponse | StreamedResponse:
         caller = self._keys.caller(request.header(b"authorization"))
         UnsupportedMediaType.check_encoding(request.header(b"content-encoding"))
-        # A place among the requests under way is taken when the body is there: a slow sender keeps no other out.
-        # With this call ends what keeps the body in memory: it is not there while the response goes to the client.
+        # A place among the requests under way is taken when the body is there, so a slow sender keeps no other out.
+        # Only this call keeps the body in memory, so it is gone while the response goes to the client.
         with self._bodies.hold(caller, request.address) as held:
             data = await request.body(self._max_body_bytes, held)
             body = read_body(data) if len(data) <= LARGE_BYTES else await self._read_large(data)

@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 
 def serve(config: ProxyConfig, secret: bytes, read_secret: Callable[[], bytes] | None = None) -> int:
-    """Runs a proxy until SIGTERM or SIGINT; requests under way have ``http.drain_s`` then. Returns the exit code.
+    """Runs a proxy until SIGTERM or SIGINT. Requests under way then have ``http.drain_s`` left. Returns the exit code.
 
     On SIGHUP the proxy calls ``read_secret`` for the secret from then on, and reads its keys and certificates again.
 

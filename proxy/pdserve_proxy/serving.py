@@ -25,12 +25,12 @@ from pdserve_proxy.routing.attempts import Attempts
 log = logging.getLogger(__name__)
 
 AFTER_DRAIN_S = 8.0
-"""Seconds after the drain for last error events to leave, before connections are closed on what is left."""
+"""The seconds after the drain in which last error events can leave, before all connections are closed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Addresses:
-    """Where clients and nodes reach the proxy."""
+    """The addresses at which clients and nodes reach the proxy."""
 
     url: str
     control: str
@@ -54,7 +54,7 @@ async def serve_clients(
     stop: asyncio.Event,
     listening: Callable[[], None],
 ) -> None:
-    """Serves until ``stop`` is set and requests under way are over or cut short. ``listening`` is called once."""
+    """Serves until ``stop`` is set and requests under way are over or cut short. Calls ``listening`` once."""
     tickets = TicketSigner(credentials.secrets, new_id())
     metrics, drain_s = state.metrics, config.http.drain_s
     bodies = HeldBodies(_body_limits(config))

@@ -3,9 +3,9 @@
 A connector knows which transfers may still touch a request's blocks. ``release`` is called once for a request's
 blocks, whatever ended it; they return to the pool only when no transfer can write to them or read from them any more.
 
-``connector`` is what the step loop sees, ``fetching_connector`` a decode node's and ``pushing_connector`` a prefill
-node's; both move blocks through ``transfers``, in ``transfer_memory``, by way of ``staging`` where the cache itself is
-not reached. ``opening`` puts a node's connector together, and ``tp_rank_transfer`` is the part of another rank.
+``connector`` is what the step loop sees. ``fetching_connector`` is a decode node's and ``pushing_connector`` a prefill
+node's. Both move blocks through ``transfers``, in ``transfer_memory``, and through ``staging`` if transfers do not
+reach the cache itself. ``opening`` puts a node's connector together, and ``tp_rank_transfer`` is another rank's part.
 """
 
 from pdserve.engine.kv_connector.connector import KvConnector

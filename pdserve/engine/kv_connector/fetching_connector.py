@@ -45,7 +45,7 @@ class _OrderedFetch:
     sampled_requests: tuple[Request, ...]
     node: PrefillNode
     credible: bool = True
-    """False once the prefill node has sent nonsense: the prompt is then computed here when the fetch ends."""
+    """False once the prefill node has sent a false answer: the prompt is computed here when the fetch ends."""
 
 
 class FetchingConnector:
@@ -66,7 +66,7 @@ class FetchingConnector:
     ) -> None:
         """``timeout_s`` is what a prefill node gets for one prompt beyond the time that it is estimated to need.
 
-        ``vocab_size`` is the model's: a prefill node that sends a token beyond it is not believed.
+        ``vocab_size`` is the model's: an answer of a prefill node with a token beyond it is false.
         ``finish_writes`` returns when the kernels that were to write a fetch's blocks before have ended: a chunk may
         have been launched for a request that is gone by now, and its blocks given to the next one. UCX knows nothing of
         a GPU's stream. On other ranks, those kernels come before the sums that this one has waited for.
@@ -93,7 +93,7 @@ class FetchingConnector:
             last_block = self._blocks.blocks_for(request.num_prompt_tokens)
             cached = request.num_computed_tokens
             missing = request.num_prompt_tokens - cached
-            # Before it is among the orders that it would have to wait for.
+            # The time is estimated before the order is noted, because the prompt does not wait for itself.
             time_s = self._timeout_s + self._placement.needed_s(target, missing, cached, now)
             node = self._placement.ordered(target, transfer, missing, cached, now)
             log.debug("%s transfer=%s prefill=%s missing=%d ordered", request, transfer, target.name, missing)

@@ -1,4 +1,4 @@
-"""A prefill node's connector, and when it pushes the KV blocks of a prompt: chunk by chunk, or all at the end."""
+"""A prefill node's connector, which pushes the KV blocks of a prompt chunk by chunk, or all at the end."""
 
 from __future__ import annotations
 
@@ -29,8 +29,10 @@ PAYS_FROM_TOKENS = 2048
 
 @dataclass(frozen=True, slots=True)
 class PushSchedule:
-    """A push beside the next chunk costs that chunk time, and takes its bytes out of the tail: the time between the
-    first token and the last block's landing. ``docs/benchmarks.md`` has both, for prompts of several lengths.
+    """Says when the blocks of a prompt are pushed.
+
+    A push beside the next chunk makes that chunk slower, and shortens the time from the first token to the landing of
+    the last block. ``docs/benchmarks.md`` has figures of both, for prompts of several lengths.
     """
 
     overlap: KvOverlap
@@ -98,7 +100,7 @@ class PushingConnector:
             self._refuse(order, misfit, FailureCause.PROMPT)
             return
         if scheduler.num_waiting >= self._max_waiting:
-            # What decode nodes are told of the load goes out with the refusal.
+            # The refusal carries the load to the decode node.
             self._transfers.tell_load(self._load(scheduler))
             self._refuse(order, f"overloaded: {scheduler.num_waiting} prompts are waiting", FailureCause.LOAD)
             return
@@ -143,7 +145,7 @@ class PushingConnector:
     def start(self, plan: BatchPlan, now: float) -> None:
         if plan.fetches:
             raise EngineError("a prefill node was asked to fetch a prompt")
-        # What the prefix cache holds moves while the rest is computed.
+        # Blocks from the prefix cache are sent while the rest of the prompt is computed.
         for work in plan.work:
             self._push_early(work.request)
 
@@ -201,7 +203,7 @@ class PushingConnector:
 
 
 def _log_end(request: Request, outcome: str, now: float) -> None:
-    """Writes what a prefill node says of a request when it is over: one line. Unknown values are ``-``."""
+    """Logs one line about a request that is over. Unknown values are ``-``."""
     if not log.isEnabledFor(logging.INFO):
         return
     log.info(

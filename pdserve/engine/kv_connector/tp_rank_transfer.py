@@ -91,13 +91,13 @@ class OrderedCopies:
 
 
 class NoCopies:
-    """Stands for ``OrderedCopies`` where transfers reach the cache itself, or there are none."""
+    """Takes the place of ``OrderedCopies`` if transfers reach the cache itself, or there are no transfers."""
 
     def order(self, order: DownloadBlocks | UploadBlocks) -> None:
         raise EngineError(f"rank 0 sent {type(order).__name__} to a rank whose KV blocks are not copied")
 
 
 def _end_process(reason: str) -> None:
-    """Ends the rank, which waits for rank 0's next order: so rank 0 is told."""
+    """Ends the rank's process at once, so that rank 0 notices. Its main thread waits for rank 0's next order."""
     log.critical("the KV transfer of this rank died: %s", reason)
     os._exit(1)

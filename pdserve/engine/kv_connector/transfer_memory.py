@@ -1,4 +1,4 @@
-"""The memory that KV transfers reach: the cache itself, in shared memory or on a GPU, or host memory before it."""
+"""Has the memory that KV transfers reach: the cache itself, or host memory through which its blocks pass."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ class TransferMemory:
     """One rank's memory as its KV transfers use it."""
 
     staging: torch.Tensor | None
-    """Host memory ``[staging blocks, ...]`` that blocks pass through; None where transfers reach the cache itself."""
+    """The host memory ``[staging blocks, ...]`` that blocks pass through; None if transfers reach the cache itself."""
     region: KvRegion
     """The memory that the transfer thread reads and writes: ``staging``, or else the cache."""
     transport: Callable[[], Transport]
-    """Makes the transport, in the transfer thread."""
+    """The function that makes the transport, in the transfer thread."""
     finish_writes: Callable[[], None]
-    """Returns when all kernels launched so far have ended, if transfers reach a GPU's cache; else at once."""
+    """The function that waits until all kernels launched so far have ended, if transfers reach a GPU's cache."""
 
 
 def open_memory(

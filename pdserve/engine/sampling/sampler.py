@@ -2,8 +2,8 @@
 
 A token is a function of the request's logits, its parameters, its tokens so far, its seed and the token's position, and
 of nothing else: it is the same alone or in a batch, on a prefill or a decode node. (The logits themselves can differ
-with the batch by rounding: below 1e-4 in fp32, where no answer was seen to change; in bf16 enough to tip a close call.)
-Log probabilities are by the model's own distribution.
+with the batch by rounding: below 1e-4 in fp32, with which no answer was seen to change, and in bf16 by enough to change
+a close choice.) Log probabilities are by the model's own distribution.
 
 A parameter that no request sets costs nothing: a greedy row takes part in one ``max`` over all rows.
 """

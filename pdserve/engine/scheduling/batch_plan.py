@@ -17,7 +17,7 @@ class Work:
 
     @property
     def wants_token(self) -> bool:
-        """Whether it reaches the last known token, so that the next one can be sampled."""
+        """Whether the work reaches the last known token, so that the next one can be sampled."""
         return self.num_tokens == self.request.num_uncomputed_tokens
 
     @property
@@ -40,7 +40,7 @@ class BatchPlan:
     """What one step does. Its ``copies`` are made before anything is computed."""
 
     work: list[Work] = field(default_factory=list)
-    """Work of a single token comes first."""
+    """The work of the step. Work of a single token comes first."""
     fetches: list[Request] = field(default_factory=list)
     """Requests whose prompts go to a prefill node."""
     copies: dict[int, int] = field(default_factory=dict)

@@ -9,7 +9,7 @@ change. The same happens where a client request has no place at all, and none is
 Static batching, the baseline that continuous batching is measured against, admits a batch only when the one before it
 is over, and computes all its prompts before it decodes.
 
-The scheduler only keeps books: it has no tensors, no clocks and no sockets.
+The scheduler has no tensors, no clocks and no sockets.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ class RankChannel:
             raise MalformedFrame(f"unexpected message from a tensor-parallel rank: {exc}") from exc
 
     def close(self, linger_s: float) -> None:
-        """Gives queued messages ``linger_s`` to leave."""
+        """Closes the socket. Queued messages have ``linger_s`` to leave."""
         self.socket.close(linger=int(linger_s * 1000))
 
 
@@ -73,5 +73,5 @@ class OrderChannel:
         self._socket.send(self._encoder.encode(message))
 
     def close(self, linger_s: float) -> None:
-        """Gives queued messages ``linger_s`` to leave."""
+        """Closes the socket. Queued messages have ``linger_s`` to leave."""
         self._socket.close(linger=int(linger_s * 1000))

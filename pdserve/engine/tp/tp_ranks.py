@@ -28,7 +28,7 @@ START_S = 500.0
 STOP_S = 2.0
 LAST_MESSAGE_MS = 100
 DEATH_S = 1.0
-"""A closed connection is noticed before the end of the process that held it."""
+"""After a connection has closed, rank 0 waits this long for the process to end, so that it can say how."""
 GRACE_S = 5.0
 """Rank 0 has this long to end by itself once a rank is gone."""
 
@@ -224,7 +224,7 @@ def rank_cores(config: EngineConfig) -> list[tuple[int, ...]]:
 
 @contextmanager
 def running_ranks(config: EngineConfig, folder: str, cores: Sequence[tuple[int, ...]], wake_fd: int) -> Iterator[Ranks]:
-    """Runs the ranks for as long as the block; an error in the block ends them at once, its end in order."""
+    """Runs the ranks for as long as the block. The ranks end in order after the block, and at once after an error."""
     board = RankBoard.create(len(cores))
     try:
         ranks = Ranks(config, folder, cores, board, wake_fd)
@@ -239,7 +239,7 @@ def running_ranks(config: EngineConfig, folder: str, cores: Sequence[tuple[int, 
 
 
 def _how_it_ended(process: RankProcess, channel: RankChannel) -> str:
-    # Its last message may still be on its way through ZMQ.
+    # The rank's last message may still be on its way through ZMQ.
     while channel.socket.poll(LAST_MESSAGE_MS):
         message = channel.receive()
         if isinstance(message, RankFailed):

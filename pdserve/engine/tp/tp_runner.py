@@ -27,9 +27,9 @@ class TpRunner:
         self._warming_up = True
 
     def run(self, rows: Sequence[StepRow]) -> torch.Tensor:
-        """Returns when the logits are computed, on a GPU too.
+        """Computes a step on all ranks, and returns when the logits are computed, on a GPU, too.
 
-        Raises RankLost, which says which rank and why, if one did not do its part.
+        Raises RankLost, which names the rank and says why, if a rank did not do its part.
         """
         self._ranks.tell(
             Step([RankRow(list(row.token_ids), row.start, list(row.block_table), row.wants_logits) for row in rows])
@@ -42,28 +42,29 @@ class TpRunner:
             raise self._ranks.explain(exc) from exc
 
     def clear(self, blocks: Sequence[int]) -> None:
-        """Returns when it is done on every other rank: a late one would destroy what a transfer puts there next.
+        """Zeroes these blocks on all ranks.
 
-        Raises RankLost.
+        Returns when every other rank has done so: a late one would overwrite what a transfer puts there next. Raises
+        RankLost.
         """
         self._ranks.tell(Clear(list(blocks)))
         self._own.clear(blocks)
         self._ranks.wait_for_blocks()
 
     def copy_blocks(self, sources: Sequence[int], destinations: Sequence[int]) -> None:
-        """Returns when it is done on every other rank, as ``clear`` does. Raises RankLost."""
+        """Copies whole blocks on all ranks. Returns when every other rank has done so. Raises RankLost."""
         self._ranks.tell(CopyBlocks(list(sources), list(destinations)))
         self._own.copy_blocks(sources, destinations)
         self._ranks.wait_for_blocks()
 
     def capture_decode(self, kernels: GraphKernels, max_rows: int, make_graph: Callable[[], Graph]) -> None:
-        """Records decode steps on every rank: see ``ModelRunner.capture_decode``. Returns once all have."""
+        """Records decode steps on every rank (``ModelRunner.capture_decode``). Returns when all ranks have."""
         self._ranks.tell(Capture())
         self._own.capture_decode(kernels, max_rows, make_graph)
         self._ranks.wait_for(Captured)
 
     def warmed_up(self) -> None:
-        """Says that what steps need is compiled: from now on a rank that is late counts as hanging."""
+        """Notes that all that steps need is compiled. From now on, a rank that is late counts as hanging."""
         self._warming_up = False
 
 

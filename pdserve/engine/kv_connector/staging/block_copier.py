@@ -27,7 +27,7 @@ BATCH_BYTES = 32 * 2**20
 
 
 class CopyKernels(Protocol):
-    """``reference.gather_blocks`` into the first blocks of a buffer, and ``reference.scatter_blocks`` out of them."""
+    """Copies blocks of a cache to the first blocks of a buffer (``gather``), and back (``scatter``)."""
 
     def gather(self, cache: torch.Tensor, blocks: torch.Tensor, buffer: torch.Tensor) -> None: ...
 
@@ -64,15 +64,15 @@ class _Copy(Generic[Key]):
     staged: tuple[int, ...]
     upload: bool
     after: torch.cuda.Event | None
-    """Is over when the GPU has done all that the engine had launched before it ordered the job."""
+    """The event that is over when the GPU has done all that the engine had launched before the job."""
 
 
 class Copier(Protocol[Key]):
-    """``BlockCopier``, or ``RanksCopier`` over several ranks. Jobs are done in the order in which they were given."""
+    """A ``BlockCopier``, or a ``RanksCopier`` over several ranks. It does jobs in the order in which it gets them."""
 
     @property
     def failure(self) -> str | None:
-        """Why no more jobs will end; None while they do."""
+        """The reason why no more jobs will end; None while they do."""
 
     def download(self, key: Key, blocks: Sequence[int], staged: Sequence[int]) -> None:
         """Copies final blocks of the cache to staging blocks. They must not change until ``done`` returns ``key``."""

@@ -37,14 +37,14 @@ class _StagedFetch:
 
     order: FetchOrder
     coming: int = 0
-    """How many the prefill node can send, or were accepted before it could."""
+    """The number of blocks that the prefill node can send, or that were accepted before it could."""
     accepted: int = 0
-    """How many have, or had, staging blocks."""
+    """The number of blocks that have, or had, staging blocks."""
     landed: int = 0
     staged: dict[int, int] = field(default_factory=dict)
     """The staging block of each place in the order that is accepted and not copied to the cache yet."""
     uploads: int = 0
-    """How many copies from staging blocks to the cache are under way."""
+    """The number of copies from staging blocks to the cache that are under way."""
     cancelled: bool = False
     end: TransferEvent | None = None
     """The event that the connector gets after the copies."""
@@ -59,7 +59,7 @@ class LandedBlocks:
 
 
 class StagedFetches:
-    """Satisfies ``Fetches``. Used by the step loop's thread alone."""
+    """Satisfies ``Fetches``. Only the step loop's thread uses it."""
 
     def __init__(self, transfers: PacedFetches, copier: Copier[LandedBlocks], staging: StagingBlocks) -> None:
         """This object closes ``transfers`` and ``copier``."""

@@ -25,9 +25,9 @@ class _StagedPush:
     """One push under way."""
 
     waiting: deque[tuple[int, int]] = field(default_factory=deque)
-    """Index and block of each final block without a staging block, in order."""
+    """The index and the id of each final block without a staging block, in order."""
     downloads: int = 0
-    """How many copies from the cache to staging blocks are under way."""
+    """The number of copies from the cache to staging blocks that are under way."""
     sending: set[int] = field(default_factory=set)
     """The staging blocks that the transfer thread reads."""
     end: PushEnded | None = None
@@ -44,7 +44,7 @@ class BlocksToSend:
 
 
 class StagedPushes:
-    """Satisfies ``Pushes``. Used by the step loop's thread alone."""
+    """Satisfies ``Pushes``. Only the step loop's thread uses it."""
 
     def __init__(self, transfers: Pushes, copier: Copier[BlocksToSend], staging: StagingBlocks) -> None:
         """``transfers`` reports what it has sent. This object closes it and ``copier``."""

@@ -42,12 +42,12 @@ class StagingBlocks:
         return len(self._free)
 
     def want(self, transfer: TransferId, peer: bytes, count: int) -> None:
-        """Asks for ``count`` more, which ``granted`` will give by turns. ``peer`` is the engine at the other end."""
+        """Asks for ``count`` more blocks, which ``granted`` will give by turns. ``peer`` is the other engine."""
         self._holders.setdefault(transfer, _Holder(peer)).wanted += count
         self._queue[transfer] = None
 
     def spare(self, transfer: TransferId, peer: bytes, count: int) -> tuple[int, ...]:
-        """Returns up to ``count`` at once, for blocks that cannot move yet.
+        """Returns up to ``count`` staging blocks at once, for KV blocks that cannot move yet.
 
         Half of all staging blocks, and of the peer's, are kept for KV blocks that can move. Otherwise one transfer
         would hold staging blocks here and wait for some at the other end, and another the other way round.
