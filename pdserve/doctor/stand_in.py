@@ -60,7 +60,7 @@ def standing_in(told: StandIn, environ: Mapping[str, str]) -> Iterator[str]:
         try:
             address = child.ask(told, _START_S).decode().strip()
         except ChildDied as exc:
-            raise TransferError(str(exc)) from exc
+            raise TransferError("the local probe did not come up") from exc
         yield address
     finally:
         child.reap(2 * _CLOSE_S)

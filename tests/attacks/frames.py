@@ -564,7 +564,7 @@ def _orders(names: bool) -> Iterator[FrameCase]:
     yield case("a deadline of 10^300 s", any_answers=True, deadline_s=1e300)
     yield case("a deadline of no number", any_answers=True, deadline_s=float("nan"))
     yield case("a deadline without an end", any_answers=True, deadline_s=float("inf"))
-    yield case("200 siblings", any_answers=True, sibling_seeds=tuple(range(200)))
+    yield case("200 children", any_answers=True, child_seeds=tuple(range(200)))
     yield case("a salt of 1 MiB", any_answers=True, cache_salt="x" * MIB)
     yield _transfer("an order twice", lambda known: known.seal(_hello(known), *[_order(known)] * 2), any_answers=True)
     yield _transfer(
