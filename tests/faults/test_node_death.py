@@ -199,7 +199,9 @@ def test_another_prefill_node_takes_over(broken: Broken, victims: Cluster, expec
 
 
 def test_prefill_that_misses_its_deadline(slow_tiny_model: Path, expected: list[int]) -> None:
-    with cluster(slow_tiny_model, *FLAGS, "--prefill-timeout-ms", "100") as slow:
+    # Steps of two tokens take far longer than a prompt of this length is expected to, on any machine.
+    steps = ("--max-step-tokens", "2", "--max-running", "1", "--dtype", "fp32", "--prefix-cache", "off")
+    with cluster(slow_tiny_model, *steps, "--prefill-timeout-ms", "10") as slow:
         assert slow.complete(PROMPT, NEW_TOKENS, ignore_eos=True) == expected
         slow.until_idle()
         assert fallbacks(slow) == 1
