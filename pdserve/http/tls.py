@@ -21,7 +21,7 @@ class Certificate:
 
 
 def read_certificate(chain: str, key: str) -> Certificate:
-    """Of two files. Raises ConfigError if they cannot be used."""
+    """Reads a certificate from its two files. Raises ConfigError if they cannot be used."""
     found = Certificate(_read(chain), _read(key))
     _server_context(found, f"{chain} and {key}")
     return found
@@ -31,18 +31,18 @@ class ServerTls:
     """TLS 1.2 and above, with a certificate that can be replaced."""
 
     def __init__(self, certificate: Certificate) -> None:
-        """Raises ConfigError if it cannot be used."""
+        """Raises ConfigError if ``certificate`` cannot be used."""
         self.context = _server_context(certificate, "the certificate")
         self._now = self.context
         # Into the same context an RSA certificate and an ECDSA one would both go, and clients would choose.
         self.context.sni_callback = self._choose
 
     def renew(self, certificate: Certificate) -> None:
-        """For every handshake from now on. Raises ConfigError, and changes nothing, if it cannot be used."""
+        """Has later handshakes use ``certificate``. Raises ConfigError, and changes nothing, if it cannot be used."""
         self._now = _server_context(certificate, "the certificate")
 
     def _choose(self, connection: ssl.SSLObject, name: str | None, context: ssl.SSLContext) -> None:
-        """Called in each handshake, whether or not the client says a name."""
+        """Gives a handshake the newest context. OpenSSL calls it in each, whether or not the client says a name."""
         connection.context = self._now
 
 
@@ -55,19 +55,19 @@ class Trust:
 
     @property
     def context(self) -> ssl.SSLContext:
-        """Made once, when it is needed first: the system has hundreds of authorities."""
+        """The TLS context, which is made when it is needed first: the system has hundreds of authorities."""
         if self._context is None:
             self._context = _client_context(self._authorities)
         return self._context
 
     def renew(self, authorities: bytes) -> None:
-        """For connections that are made from now on."""
+        """Has connections that are made later be checked against ``authorities``."""
         if authorities != self._authorities:
             self._authorities, self._context = authorities, None
 
 
 def read_authorities(file: str) -> bytes:
-    """For ``Trust``; empty if ``file`` is. Raises ConfigError if it cannot be used."""
+    """Returns what ``Trust`` takes; empty if ``file`` is. Raises ConfigError if ``file`` cannot be used."""
     if not file:
         return b""
     found = _read(file)

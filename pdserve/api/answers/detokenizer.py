@@ -87,10 +87,10 @@ class BytesDetokenizer:
 
 
 class WindowDetokenizer:
-    """For every other vocabulary (SentencePiece's kind): a token's text depends on the token before it.
+    """Detokenizes every other vocabulary (SentencePiece's kind), where a token's text depends on the token before it.
 
-    Decodes the last tokens with text (``window[:settled]``, known) and the new ones together, and returns what the new
-    ones add. Skipped ids never enter the window: one with no text at its start would let the decoder take the next
+    It decodes the last tokens with text (``window[:settled]``, known) and the new ones together, and returns what the
+    new ones add. Skipped ids never enter the window: one with no text at its start would let the decoder take the next
     token for the first of the output and strip its space. A run of byte tokens that is no UTF-8 may show one
     replacement character fewer than decoding at once, where part of the run was shown already.
     """
@@ -102,7 +102,7 @@ class WindowDetokenizer:
         self._settled = 0
         self._settled_text = ""
         self._with_text = 1
-        """Of the window: up to the last token that had some, or its first."""
+        """The number of tokens of the window up to the last one that had text; at least 1."""
 
     def add(self, token_ids: Iterable[int]) -> str:
         return "".join([self._add_one(i) for i in token_ids if i not in self._skip])

@@ -28,7 +28,7 @@ class ShownToken:
 
 
 class ShownTokens:
-    """Of one output, whose text is given token by token and shown later, from its beginning.
+    """Keeps the tokens of one output, whose text is given token by token and shown later, from its beginning.
 
     A token without text of its own (part of a character, or a special token that is not shown) belongs to the next one
     that has some.
@@ -115,7 +115,10 @@ class ShownLogprobs:
 
 
 class WholeLogprobs:
-    """Of one choice of a whole answer, encoded as its tokens come: all at the end would hold up others' tokens."""
+    """Encodes the log probabilities of one choice of a whole answer as its tokens come.
+
+    Encoding all of them at the end would hold up other requests' tokens.
+    """
 
     def __init__(self) -> None:
         self._fields: dict[str, list[bytes]] = {}

@@ -84,7 +84,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "use_beam_search": (False,),
     "web_search_options": (),
 }
-"""For each field, the values beside ``null`` that mean the same as leaving it out."""
+"""Each field has the values beside ``null`` that mean the same as leaving it out."""
 
 ACCEPTED = frozenset(_NEUTRAL) | {
     "metadata",
