@@ -24,6 +24,8 @@ class ChildRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, arra
 
     local_id: int
     seed: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+    emitted: tuple[int, ...] = ()
+    """The tokens of this answer that the client has."""
 
 
 class Submit(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="submit", kw_only=True):
@@ -35,6 +37,7 @@ class Submit(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field=
     local_id: int
     uuid: RequestUuid
     token_ids: list[int]
+    """The prompt."""
     sampling: SamplingParams
     deadline_s: float
     """The seconds from now after which the request ends with ``FinishReason.DEADLINE``."""
@@ -42,6 +45,8 @@ class Submit(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field=
     prefill: tuple[PrefillTarget, ...] = ()
     children: tuple[ChildRequest, ...] = ()
     """Further answers, which share the prompt's KV blocks. Abort and outputs take each as a request of its own."""
+    emitted: tuple[int, ...] = ()
+    """The tokens of this answer that the client has, when another node resumes it: the engine goes on after them."""
     cache_salt: str = ""
     """Prompts share cached blocks only if their salts are equal."""
     group_id: int = 0

@@ -16,6 +16,8 @@ from typing import Annotated
 import msgspec
 
 from pdserve.wire.ids import BootId
+from pdserve.wire.journal import DIGEST_BYTES, MAX_JOURNAL_BYTES
+from pdserve.wire.version import since
 
 TICKET_HEADER = "x-pdserve-ticket"
 MAX_DEADLINE_S = 86_400.0
@@ -30,6 +32,23 @@ class PrefillTarget(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     boot_id: BootId
 
 
+class AnswerIdentity(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What all attempts at one client request share, so that a resumed answer is the same answer."""
+
+    id: Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
+    """Random bytes. The answer's ``id`` is made of them, and the seeds of a request that names none."""
+    created: Annotated[int, msgspec.Meta(ge=0, lt=2**53)]
+    """When the proxy got the request, in seconds since 1970: the answer's ``created``."""
+
+
+class Resume(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Announces the journal that follows the client's own body in the body of the request."""
+
+    journal_bytes: Annotated[int, msgspec.Meta(ge=0, le=MAX_JOURNAL_BYTES)]
+    digest: Annotated[bytes, msgspec.Meta(min_length=DIGEST_BYTES, max_length=DIGEST_BYTES)]
+    """The journal's ``pdserve.wire.journal.digest``."""
+
+
 class Ticket(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
     """A ticket for one attempt at one client request. It says what to do, so a node refuses fields it does not know."""
 
@@ -42,3 +61,7 @@ class Ticket(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     """The seconds that the whole request may take after the proxy has signed. The ticket is valid for as long."""
     prefill: tuple[PrefillTarget, ...] = ()
     """The prefill nodes, in the order to be tried; empty means that the node prefills by itself."""
+    answer: Annotated[AnswerIdentity | None, since(6)] = None
+    """The answer's identity. With one, the node writes a journal (``pdserve.wire.journal``) into a streamed answer."""
+    resume: Annotated[Resume | None, since(6)] = None
+    """The answer goes on after the tokens of this journal. Needs ``answer``."""

@@ -13,7 +13,7 @@ from pdserve.wire import discovery, engine, proxy_workers, rank, rank_transfer, 
 from pdserve.wire import transfer as link_address
 from pdserve.wire.ids import TransferId
 from pdserve.wire.sampling_params import SampledToken, SamplingParams, TokenLogprobs
-from pdserve.wire.ticket import PrefillTarget, Ticket
+from pdserve.wire.ticket import AnswerIdentity, PrefillTarget, Resume, Ticket
 
 BOOT = bytes(range(16))
 OTHER = bytes(range(16, 32))
@@ -60,7 +60,20 @@ CHANNELS: list[tuple[Any, list[msgspec.Struct]]] = [
             discovery.ProxyRefusal(BOOT, "why"),
         ],
     ),
-    (Ticket, [Ticket(request_id="r", attempt=1, node=BOOT, deadline_s=2.5, prefill=(TARGET,))]),
+    (
+        Ticket,
+        [
+            Ticket(request_id="r", attempt=1, node=BOOT, deadline_s=2.5, prefill=(TARGET,)),
+            Ticket(
+                request_id="r",
+                attempt=2,
+                node=BOOT,
+                deadline_s=2.5,
+                answer=AnswerIdentity(OTHER, 1_800_000_000),
+                resume=Resume(7, bytes(32)),
+            ),
+        ],
+    ),
     (
         engine.ToEngine,
         [
@@ -71,7 +84,8 @@ CHANNELS: list[tuple[Any, list[msgspec.Struct]]] = [
                 sampling=SAMPLING,
                 deadline_s=9.0,
                 prefill=(TARGET,),
-                children=(engine.ChildRequest(2, 5), engine.ChildRequest(3, 6)),
+                children=(engine.ChildRequest(2, 5, (9, 8)), engine.ChildRequest(3, 6)),
+                emitted=(7,),
                 cache_salt="salt",
                 request_id="chat-1",
             ),

@@ -1,0 +1,120 @@
+"""The journal of a streamed answer: the tokens of each event, so that another node can resume the answer exactly.
+
+A node that was asked for a journal begins every event with a comment of server-sent events, its *entry*:
+
+    :0 314 8 2290         the event shows these tokens of choice 0, and those before them that had no event
+    :0 2.                 the event ends choice 0; a stop token that is not shown is counted here
+    :usage                the event is the chunk with the usage
+    :done                 the event ends the stream
+
+Entry and event are one block of lines, so a client has the event exactly if the proxy has relayed the entry. The proxy
+cuts the entries off and keeps them as bytes; nobody parses one unless the node is lost. A stream without entries is an
+ordinary one, which cannot be resumed. No line of JSON begins with a colon after an empty line, so no text of an answer
+can look like an entry.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+
+MAX_JOURNAL_BYTES = 2**26
+"""The largest journal that a ticket can announce."""
+DIGEST_BYTES = 32
+
+_ENTRY = re.compile(rb"(0|[1-9][0-9]{0,6})((?: (?:0|[1-9][0-9]{0,9}))*)(\.?)")
+_USAGE, _DONE = b"usage", b"done"
+
+USAGE_ENTRY = b":" + _USAGE + b"\n"
+DONE_ENTRY = b":" + _DONE + b"\n"
+
+
+class JournalError(ValueError):
+    """The bytes are no journal of such an answer. The message says where and why."""
+
+
+@dataclass(slots=True)
+class JournaledChoice:
+    """What a client has of one choice of an answer."""
+
+    token_ids: list[int] = field(default_factory=list)
+    over: bool = False
+    """Whether the client has the choice's finish reason."""
+
+
+@dataclass(slots=True)
+class Journal:
+    """What a client has of an answer. A choice without any event is not in ``choices``."""
+
+    choices: dict[int, JournaledChoice] = field(default_factory=dict)
+    usage: bool = False
+    """Whether the client has the chunk with the usage."""
+    done: bool = False
+    """Whether the client has the end of the stream."""
+
+
+def entry(choice: int, token_ids: Sequence[int], *, over: bool = False) -> bytes:
+    """Returns the line that begins an event of ``choice``."""
+    end = b".\n" if over else b"\n"
+    if len(token_ids) == 1:
+        return b":%d %d%b" % (choice, token_ids[0], end)
+    return b":%d%b%b" % (choice, b"".join([b" %d" % token_id for token_id in token_ids]), end)
+
+
+def cut(events: bytes) -> tuple[bytes, bytes]:
+    """Splits whole events into what the client gets and the entries, one a line, without their colons.
+
+    ``events`` begins where an event begins. An event without an entry passes as it is.
+    """
+    if events.startswith(b":"):
+        first, _, rest = events.partition(b"\n")
+        if b"\n\n:" not in rest:
+            return rest, first[1:] + b"\n"
+    # Every entry follows the empty line that ends the event before it.
+    before, *parts = (b"\n\n" + events).split(b"\n\n:")
+    shown, entries = [before], []
+    for part in parts:
+        line, _, event = part.partition(b"\n")
+        entries.append(line + b"\n")
+        shown.append(event)
+    return b"\n\n".join(shown).removeprefix(b"\n\n"), b"".join(entries)
+
+
+def parse(entries: bytes, choices: int, vocab_size: int) -> Journal:
+    """Returns what ``entries``, in the form that ``cut`` gives, say of an answer with so many choices.
+
+    Raises JournalError if they are anything else.
+    """
+    journal = Journal()
+    lines = entries.split(b"\n")
+    if lines.pop():
+        raise JournalError("the journal's last entry has no end")
+    for number, line in enumerate(lines):
+        if line == _USAGE:
+            journal.usage = True
+        elif line == _DONE:
+            journal.done = True
+        else:
+            _add(journal, line, number, choices, vocab_size)
+    return journal
+
+
+def digest(entries: bytes) -> bytes:
+    """Returns what a ticket says of a journal, so that no other one can be sent with it."""
+    return blake2b(entries, digest_size=DIGEST_BYTES).digest()
+
+
+def _add(journal: Journal, line: bytes, number: int, choices: int, vocab_size: int) -> None:
+    match = _ENTRY.fullmatch(line)
+    if match is None:
+        raise JournalError(f"entry {number} of the journal is none: {line[:80]!r}")
+    index, token_ids = int(match[1]), [int(token_id) for token_id in match[2].split()]
+    if index >= choices or max(token_ids, default=0) >= vocab_size:
+        raise JournalError(f"entry {number} of the journal names choice {index} and tokens that the request lacks")
+    choice = journal.choices.setdefault(index, JournaledChoice())
+    if choice.over:
+        raise JournalError(f"entry {number} of the journal goes on with choice {index}, which is over")
+    choice.token_ids += token_ids
+    choice.over = bool(match[3])

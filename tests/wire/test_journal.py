@@ -1,0 +1,75 @@
+"""The journal of a streamed answer: entries are cut off whole, and say which tokens a client has."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pdserve.wire.journal import (
+    DONE_ENTRY,
+    USAGE_ENTRY,
+    Journal,
+    JournaledChoice,
+    JournalError,
+    cut,
+    digest,
+    entry,
+    parse,
+)
+
+TOKENS = st.lists(st.integers(0, 99), max_size=4)
+TEXTS = st.text(alphabet=':ab \n."', max_size=8)
+
+
+def event(text: str) -> bytes:
+    """Returns an event whose text is encoded as JSON encodes it: without a line break."""
+    return b"data: " + text.replace("\n", "\\n").encode() + b"\n\n"
+
+
+def test_an_entry_names_a_choice_its_tokens_and_its_end() -> None:
+    assert entry(0, [5]) == b":0 5\n"
+    assert entry(12, [5, 0, 7], over=True) == b":12 5 0 7.\n"
+    assert entry(3, [], over=True) == b":3.\n"
+
+
+@given(st.lists(st.tuples(TEXTS, st.one_of(st.none(), st.tuples(st.integers(0, 3), TOKENS)))))
+def test_what_is_cut_off_are_the_entries_and_nothing_else(
+    events: list[tuple[str, tuple[int, list[int]] | None]],
+) -> None:
+    stream = b"".join((b"" if about is None else entry(*about)) + event(text) for text, about in events)
+    shown, entries = cut(stream)
+    assert shown == b"".join(event(text) for text, _ in events)
+    assert entries == b"".join(entry(*about)[1:] for _, about in events if about is not None)
+
+
+def test_a_journal_adds_up_what_its_entries_say() -> None:
+    lines = [entry(0, [1, 2]), entry(1, [3]), entry(0, [4], over=True), USAGE_ENTRY, DONE_ENTRY]
+    journal = parse(b"".join(line[1:] for line in lines), choices=3, vocab_size=10)
+    assert journal == Journal(
+        {0: JournaledChoice([1, 2, 4], over=True), 1: JournaledChoice([3])}, usage=True, done=True
+    )
+    assert parse(b"", choices=1, vocab_size=1) == Journal()
+
+
+@pytest.mark.parametrize(
+    ("entries", "why"),
+    [
+        (b"0 1", "has no end"),
+        (b"0 1\nhello\n", "entry 1 of the journal is none: b'hello'"),
+        (b"0 -1\n", "is none"),
+        (b"0  1\n", "is none"),
+        (b"00 1\n", "is none"),
+        (b"0 10\n", "names choice 0 and tokens that the request lacks"),
+        (b"2 1\n", "names choice 2"),
+        (b"0 1.\n0 2\n", "goes on with choice 0, which is over"),
+    ],
+)
+def test_what_is_no_journal_is_refused_with_its_place(entries: bytes, why: str) -> None:
+    with pytest.raises(JournalError, match=why):
+        parse(entries, choices=2, vocab_size=10)
+
+
+def test_another_journal_has_another_digest() -> None:
+    assert len(digest(b"")) == 32
+    assert digest(b"0 1\n") != digest(b"0 2\n")
