@@ -1,4 +1,4 @@
-"""How the scripted engine answers a request: chosen by the request's seed."""
+"""The seed of a request chooses how the scripted engine answers it."""
 
 from __future__ import annotations
 
@@ -6,35 +6,37 @@ import enum
 
 
 class Behaviour(enum.IntEnum):
-    """Choice ``i`` of a request has seed + i, so the values lie apart where choices should behave alike."""
+    """Choice ``i`` of a request has the seed + i, so the values lie apart where all choices should behave alike."""
 
     REPLY = 0
-    """``REPLY_TEXT`` a token a step, then end-of-sequence, ``STOP``. Any seed below 1,000 does the same."""
+    """The engine sends ``REPLY_TEXT``, one token a step, then the end-of-sequence token with ``STOP``. Any seed below
+    1,000 does the same.
+    """
     ENDLESS = 1_000
-    """One token a step up to ``max_tokens``, then ``LENGTH``."""
+    """The engine sends one token a step up to ``max_tokens``, then ``LENGTH``."""
     BURST = 2_000
-    """All of ``REPLY_TEXT`` and the end in one message."""
+    """The engine sends all of ``REPLY_TEXT`` and the end in one message."""
     HOLD = 3_000
-    """Two tokens, then nothing until aborted."""
+    """The engine sends two tokens, then nothing until the request is aborted."""
     SILENT = 4_000
-    """Nothing until aborted."""
+    """The engine sends nothing until the request is aborted."""
     ERROR = 5_000
     ERROR_LATE = 6_000
-    """Two tokens, then an error."""
+    """The engine sends two tokens, then an error."""
     DEADLINE = 7_000
     DEADLINE_LATE = 8_000
     FAIL = 9_000
-    """Two tokens, then ``EngineFailed`` and exit."""
+    """The engine sends two tokens, then ``EngineFailed``, and exits."""
     DIE = 10_000
-    """Two tokens, then a sudden end without a word."""
+    """The engine sends two tokens and ends suddenly, with no further message."""
     SPLIT_CHARACTER = 11_000
-    """Characters whose bytes lie in several tokens."""
+    """The engine sends characters whose bytes lie in several tokens."""
     STOP_TOKEN = 12_000
-    """``Hello`` and one more token, which is told to be the stop token."""
+    """The engine sends ``Hello`` and one more token, which it says is the stop token."""
     SLOW = 13_000
-    """Two tokens, a pause, then the rest of ``REPLY_TEXT``."""
+    """The engine sends two tokens, pauses, then sends the rest of ``REPLY_TEXT``."""
     GATED = 14_000
-    """Two tokens, then, as soon as the test opens the gate, the rest of ``REPLY_TEXT``."""
+    """The engine sends two tokens, and the rest of ``REPLY_TEXT`` as soon as the test opens the gate."""
 
     @classmethod
     def of_seed(cls, seed: int) -> Behaviour:

@@ -16,7 +16,7 @@ from tests.api.node import MODEL, NodeUnderTest, scripted_node
 
 @pytest.fixture(scope="session")
 def model_dir(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the demo model's tokenizer alone."""
+    """Returns a folder that has only the demo model's tokenizer."""
     folder = tmp_path_factory.mktemp("models") / MODEL
     folder.mkdir()
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
@@ -31,7 +31,7 @@ def tokenizer(model_dir: Path) -> Tokenizer:
 
 @pytest.fixture(scope="session")
 def node(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[NodeUnderTest]:
-    """Serves clients directly; its engine answers as ``Behaviour`` says."""
+    """Yields a node that serves clients directly, and whose engine answers as ``Behaviour`` says."""
     config = NodeConfig(
         model=ModelConfig(served_name=MODEL),
         http=HttpConfig(max_body_bytes=100_000),

@@ -1,4 +1,4 @@
-"""A node under test, as tests see it: its URL, its process, and what its engine was told."""
+"""A node under test, as tests see it: its URL, its process, and the messages that its engine received."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class NodeUnderTest:
     journal: Path
 
     def told(self) -> list[ToEngine]:
-        """Every message that the engine received so far."""
+        """Returns every message that the engine has received so far."""
         if not self.journal.exists():
             return []
         *lines, _ = self.journal.read_bytes().split(b"\n")
@@ -38,17 +38,17 @@ class NodeUnderTest:
         return [message for message in self.told() if isinstance(message, Submit)]
 
     def aborted(self) -> set[int]:
-        """Request ids."""
+        """Returns the local ids of the requests that were aborted."""
         return {i for message in self.told() if isinstance(message, Abort) for i in message.local_ids}
 
     @contextmanager
     def new_submits(self) -> Iterator[Callable[[], list[Submit]]]:
-        """Those since the beginning of the block."""
+        """Yields a function that returns the submits since the beginning of the block."""
         before = len(self.submits())
         yield lambda: self.submits()[before:]
 
     def wait_aborted(self, count: int, since: int) -> None:
-        """Until the ``count`` requests of the submits after the first ``since`` have all been aborted."""
+        """Waits until the ``count`` requests of the submits after the first ``since`` have all been aborted."""
 
         def done() -> bool:
             submits = self.submits()[since:]
@@ -60,7 +60,7 @@ class NodeUnderTest:
 
 
 def node_command(config: NodeConfig, model_dir: Path, folder: Path, role: Role = Role.MIXED) -> list[str]:
-    """Of a node with a scripted engine, whose journal is in ``folder``."""
+    """Returns the command of a node with a scripted engine, whose journal is in ``folder``."""
     encoded = msgspec.json.encode(config).decode()
     journal = str(folder / JOURNAL)
     return [sys.executable, "-m", "tests.api.scripted_node", role.value, encoded, str(model_dir), journal]
@@ -70,6 +70,6 @@ def node_command(config: NodeConfig, model_dir: Path, folder: Path, role: Role =
 def scripted_node(
     config: NodeConfig, model_dir: Path, folder: Path, role: Role = Role.MIXED
 ) -> Iterator[NodeUnderTest]:
-    """A running node, ended at the end of the block."""
+    """Yields a running node, and ends it at the end of the block."""
     with running(node_command(config, model_dir, folder, role), clean_environ()) as process:
         yield NodeUnderTest(process, process.listening().url, folder / JOURNAL)

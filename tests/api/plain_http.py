@@ -1,4 +1,4 @@
-"""The plainest HTTP client: one connection a request, the answer's bytes as they are."""
+"""A minimal HTTP client: it opens a connection for each request and returns the answer's bytes unchanged."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TIMEOUT_S = 20.0
 class Answer:
     status: int
     headers: Mapping[str, str]
-    """Names in lower case."""
+    """Field names are in lower case."""
     body: bytes
 
     @property
@@ -35,7 +35,7 @@ def send(
     content: bytes | Iterable[bytes] | None = None,
     headers: Mapping[str, str] | None = None,
 ) -> Answer:
-    """``body`` goes as JSON, ``content`` as it is."""
+    """Sends ``body`` as JSON, or ``content`` unchanged."""
     connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=TIMEOUT_S)
     try:
         data = json.dumps(body).encode() if content is None and body is not None else content
@@ -56,5 +56,5 @@ def get(url: str) -> Answer:
 
 
 def post(url: str, body: Any = None, **headers: str) -> Answer:
-    """Header names have ``_`` for ``-``."""
+    """Sends a POST request. A ``_`` in a header's name stands for ``-``."""
     return send("POST", url, body=body, headers={name.replace("_", "-"): value for name, value in headers.items()})

@@ -1,7 +1,7 @@
-"""A stand-in for the engine process: speaks its protocol, computes nothing, and writes down what it was told.
+"""A stand-in for the engine process, which speaks its protocol, computes nothing and records the messages it receives.
 
-``python -m tests.api.scripted_engine JOURNAL`` with an EngineLaunch on standard input. The journal gets one JSON line
-for each message received.
+``python -m tests.api.scripted_engine JOURNAL`` reads an EngineLaunch from standard input. It writes one JSON line into
+the journal for each message that it receives.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ MAX_MODEL_LEN = 256
 EOS = 2
 STEP_MS = 2
 NEVER_READY = "never-ready"
-"""A file of this name beside the journal keeps the engine in its start."""
+"""A file of this name beside the journal keeps the engine from becoming ready."""
 GATE = "gate"
 """A file of this name beside the journal lets ``Behaviour.GATED`` go on."""
 SLOW_S = 0.05
@@ -126,7 +126,7 @@ class ScriptedEngine:
                 for local_id in local_ids:
                     self._requests.pop(local_id, None)
             case Renew():
-                pass  # it is in the journal
+                pass  # The message is in the journal.
 
     def _reply(self, behaviour: Behaviour) -> list[int]:
         texts = {
@@ -208,7 +208,7 @@ class ScriptedEngine:
 
 
 def with_logprobs(output: RequestOutput, count: int | None) -> RequestOutput:
-    """Each token ``i`` is the second likeliest, before ``i + 1`` and after ``i + 2``."""
+    """Adds log probabilities, in which a token ``i`` is the second likeliest, after ``i + 2`` and before ``i + 1``."""
     if count is None or not output.new_token_ids:
         return output
     return msgspec.structs.replace(output, logprobs=[logprobs_of(token_id, count) for token_id in output.new_token_ids])

@@ -1,4 +1,4 @@
-"""``python -m tests.api.scripted_node ROLE CONFIG_JSON MODEL_DIR JOURNAL``: a real node on a scripted engine."""
+"""Runs a real node on a scripted engine: ``python -m tests.api.scripted_node ROLE CONFIG_JSON MODEL_DIR JOURNAL``."""
 
 from __future__ import annotations
 

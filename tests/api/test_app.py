@@ -1,4 +1,4 @@
-"""Models, tokenizer, probes, metrics."""
+"""Tests the routes for models, the tokenizer, probes and metrics."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Both completion routes, as the official client sees them."""
+"""Tests both completion routes as the official client sees them."""
 
 from __future__ import annotations
 
@@ -61,7 +61,9 @@ def test_stream_with_usage(client: openai.OpenAI) -> None:
 
 @pytest.mark.parametrize("extra", [{}, {"return_token_ids": True}])
 def test_stream_interval(extra: dict[str, Any], client: openai.OpenAI) -> None:
-    """Nine tokens, the last without text: one, four, and four with the end; fewer chunks where reading lags."""
+    """The nine tokens, of which the last has no text, come in chunks of one, four, and four with the end. A late reader
+    gets fewer chunks.
+    """
     chunks = list(
         client.completions.create(
             model=MODEL, prompt="x", seed=Behaviour.REPLY, stream=True, extra_body={"stream_interval": 4, **extra}
@@ -139,7 +141,7 @@ async def test_async_client(node: NodeUnderTest) -> None:
     assert found == [REPLY_TEXT] * 32
 
 
-# ------------------------------------------------------------------ several choices
+# ------------------------------------------------------------------ requests for several choices
 
 
 def test_n_choices_have_seeds_of_their_own(client: openai.OpenAI, node: NodeUnderTest) -> None:
@@ -206,7 +208,7 @@ def test_echo(stream: bool, client: openai.OpenAI) -> None:
     assert texts == ["one" + REPLY_TEXT, "two" + REPLY_TEXT]
 
 
-# ------------------------------------------------------------------ ends
+# ------------------------------------------------------------------ how answers end
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -255,7 +257,7 @@ def test_stop_token_is_shown_only_on_request(client: openai.OpenAI, node: NodeUn
         assert submits()[0].sampling.stop_token_ids == (28,)
 
 
-# ------------------------------------------------------------------ what reaches the engine
+# ------------------------------------------------------------------ what the engine receives
 
 
 def test_sampling_parameters_arrive(client: openai.OpenAI, node: NodeUnderTest) -> None:
@@ -381,7 +383,7 @@ def usages(events: list[dict[str, Any]]) -> list[dict[str, int]]:
 
 
 def test_special_tokens_around_prompts_and_chats(model_dir: Path, tmp_path: Path) -> None:
-    """By default around prompts and not around chats, each as the request says otherwise."""
+    """By default, prompts get special tokens and chats do not. A request may change either."""
     folder = shutil.copytree(model_dir, tmp_path / "with-bos")
     state = json.loads((folder / "tokenizer.json").read_text())
     single = [{"SpecialToken": {"id": "<|im_start|>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]

@@ -1,4 +1,4 @@
-"""A client that goes away takes everything with it that its request holds, however far the request has come."""
+"""Tests that a node frees all that a request holds when its client leaves, however far the request has come."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ from tests.eventually import eventually
 def test_closed_connection(
     behaviour: Behaviour, stream: bool, interval: int, choices: int, node: NodeUnderTest
 ) -> None:
-    """In the middle of a stream, also with tokens that wait for their interval; while a whole answer is awaited;
-    before the first byte.
+    """The client leaves in the middle of a stream (also while tokens wait for their interval), while it waits for a
+    whole answer, or before the first byte.
     """
     before = len(node.submits())
     aborts = metrics(node)['pdserve_request_failure_total{reason="abort"}']
@@ -79,7 +79,7 @@ def test_closed_connection(
 def test_a_choice_that_is_over_is_aborted_while_another_goes_on(node: NodeUnderTest) -> None:
     before = len(node.submits())
     connection = http.client.HTTPConnection(urlsplit(node.url).netloc, timeout=WAIT_S)
-    # Seeds of HOLD, whose answer a stop string ends, and of SILENT.
+    # These are seeds of HOLD, whose answer a stop string ends, and of SILENT.
     body = {"model": MODEL, "prompt": "x", "seed": Behaviour.SILENT - 1, "n": 2, "stop": ",", "stream": True}
     connection.request("POST", "/v1/completions", body=json.dumps(body))
     response = connection.getresponse()
@@ -95,7 +95,7 @@ def test_a_choice_that_is_over_is_aborted_while_another_goes_on(node: NodeUnderT
 
 
 def test_many_at_once_leave_nothing(node: NodeUnderTest) -> None:
-    """An abort storm: the node goes on serving."""
+    """The node still serves requests after many clients have left at once."""
     before = len(node.submits())
     connections = []
     for _ in range(40):
@@ -110,7 +110,7 @@ def test_many_at_once_leave_nothing(node: NodeUnderTest) -> None:
     assert get(f"{node.url}/health").status == 200
 
 
-# ------------------------------------------------------------------ in this process, step by step
+# ------------------------------------------------------------------ step by step, in this process
 
 
 def engine_config(
@@ -162,7 +162,7 @@ async def app_in_process(
 
 
 class Cycle:
-    """The server's side of a request whose body has to be received, until the client has gone."""
+    """The server's side of a request whose body is still to be received, until the client has left."""
 
     more_body = True
     disconnected = False
@@ -171,7 +171,7 @@ class Cycle:
 
 
 class Transport(asyncio.Transport):
-    """Takes everything and sends it nowhere."""
+    """A transport that accepts everything and sends nothing."""
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
         pass
@@ -233,7 +233,7 @@ async def test_gone_before_the_stream_is_read(model_dir: Path, tokenizer: Tokeni
 async def test_cancelled_at_any_time(
     behaviour: Behaviour, model_dir: Path, tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
-    """As the server does at its end."""
+    """The server cancels a request's task like this when it stops."""
     body = json.dumps({"model": MODEL, "prompt": "x", "seed": behaviour, "n": 2, "stream": True}).encode()
 
     async def receive() -> dict[str, Any]:
@@ -258,7 +258,7 @@ async def test_cancelled_at_any_time(
 async def test_gone_while_a_long_prompt_is_tokenised(
     cancelled: bool, model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What waited for a thread is never begun, and the engine hears of nothing."""
+    """Prompts that waited for a thread are never tokenised, and the engine receives no message."""
     tokenizer = load_tokenizer(model_dir)
     body = json.dumps({"model": MODEL, "prompt": ["word " * 400] * 2, "seed": 0}).encode()
     begun, go_on, calls = threading.Semaphore(0), threading.Event(), []

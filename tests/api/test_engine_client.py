@@ -1,4 +1,6 @@
-"""The client of the engine process: one wake a message, aborts on every path, bounded everything."""
+"""Tests the engine process's client: each message wakes readers once, each path aborts what it leaves, and all is
+bounded.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,7 @@ def client_of(
 
 
 async def drained(generation: Generation) -> RequestOutput:
-    """The first output with an end."""
+    """Returns the first output that ends its choice."""
     async with asyncio.timeout(WAIT_S):
         while True:
             for item in await generation.wait():
@@ -117,7 +119,7 @@ async def test_generates_and_stops(model_dir: Path, tmp_path: Path, monkeypatch:
 async def test_a_steps_readers_are_served_in_groups_of_the_settings_size(
     size: int, served: list[int], model_dir: Path, tmp_path: Path
 ) -> None:
-    """How many of ten have read their token after each turn of the loop."""
+    """``served`` says how many of the ten readers have read their token after each turn of the loop."""
 
     client = client_of(model_dir, tmp_path, stream=StreamConfig(notify_size=size))
     try:
@@ -211,7 +213,7 @@ async def test_engine_that_does_not_stop_is_killed(model_dir: Path) -> None:
 
 @pytest.mark.parametrize(("role", "waits"), [(Role.MIXED, False), (Role.PREFILL, True)])
 async def test_prefill_engine_is_idle_when_it_says_so(role: Role, waits: bool, model_dir: Path, tmp_path: Path) -> None:
-    """Its work is for other engines: what is open here says nothing."""
+    """A prefill engine works for other engines, so the requests that are open here do not show whether it is idle."""
 
     command = [sys.executable, "-m", "tests.api.scripted_engine", str(tmp_path / "journal")]
     client = EngineClient(engine_config(model_dir, role=role), command=command)
@@ -250,7 +252,8 @@ async def test_too_many_requests(model_dir: Path, tmp_path: Path) -> None:
 
 
 async def test_a_request_for_many_answers_leaves_the_places_of_others(model_dir: Path, tmp_path: Path) -> None:
-    """Its further answers are counted apart: who wants one answer is not refused for them, who wants many is."""
+    """The further answers are counted apart: a request for one answer is still accepted, and one for many is refused.
+    """
 
     client = client_of(model_dir, tmp_path, SchedulerConfig(max_running=2, max_waiting=6))
     silent, reply = PromptChoices([1], params(Behaviour.SILENT)), PromptChoices([1], params(Behaviour.REPLY))

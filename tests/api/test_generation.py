@@ -1,4 +1,4 @@
-"""When the reader of a generation is woken, and what it then reads."""
+"""Tests when the reader of a generation is woken, and what it then reads."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def generation_of(choices: int, interval: int) -> Generation:
 
 
 async def due_tokens(interval: int, count: int) -> list[int]:
-    """After which of ``count`` tokens the reader is woken, where it reads at once."""
+    """Returns after which of ``count`` tokens the reader is woken, if it reads at once."""
 
     generation, due = generation_of(1, interval), []
     for token in range(1, count + 1):
@@ -97,7 +97,7 @@ async def test_a_lost_engine_ends_all_with_what_they_have() -> None:
     st.lists(st.tuples(st.integers(0, 2), st.integers(1, 3), st.booleans()), max_size=30),
 )
 def test_nothing_is_lost_or_out_of_order(interval: int, events: list[tuple[int, int, bool]]) -> None:
-    """Outputs of one to three tokens for three choices; the reader, once woken, may take its time."""
+    """The engine sends outputs of one to three tokens for three choices, and a woken reader may be late."""
 
     async def scenario() -> None:
         generation = generation_of(3, interval)
@@ -148,7 +148,7 @@ def test_merged_outputs_keep_log_probabilities_and_the_end() -> None:
 def test_much_is_read_in_several_turns_and_a_failure_last(
     counts: list[int], turn_tokens: int, failing: int | None
 ) -> None:
-    """A client that comes back after a while, or many answers in step, do not hold up others; nothing is lost."""
+    """Neither a client that reads late nor many answers at the same step delay other clients, and nothing is lost."""
 
     async def scenario() -> None:
         generation = Generation(range(len(counts)), 60.0, lambda ids: None, 1_000, turn_tokens)

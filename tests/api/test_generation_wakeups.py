@@ -1,4 +1,4 @@
-"""Readers are woken in groups, in order, and lose nothing by it."""
+"""Tests that readers which are woken in groups run in order and lose no token."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.api.node import WAIT_S
 
 @dataclass(eq=False)
 class Recorder:
-    """Notes that it was woken, and in the loop's next turn that it ran, as a task would."""
+    """Records that it was woken, and that it ran in the loop's next turn, as a task would."""
 
     name: int
     log: list[str]
@@ -35,7 +35,7 @@ class Recorder:
 
 
 async def log_of(size: int, count: int, *, at_once: bool) -> list[str]:
-    """What happens when so many have news, told in one or one after another in the same turn."""
+    """Returns what happens when ``count`` readers have news, which are told together or one by one in the same turn."""
 
     log: list[str] = []
     notify = BatchNotify(size)
@@ -69,7 +69,7 @@ async def test_without_groups_all_are_woken_before_any_runs() -> None:
 
 
 def test_the_first_bytes_leave_before_the_last_work_begins() -> None:
-    """Over a real socket, on the loop that nodes run on."""
+    """The test uses a real socket, on the kind of event loop that nodes run on."""
     ours, theirs = socket.socketpair()
     theirs.setblocking(False)
 
@@ -101,7 +101,7 @@ def test_the_first_bytes_leave_before_the_last_work_begins() -> None:
     st.lists(st.lists(st.tuples(st.integers(0, 4), st.booleans()), max_size=6), max_size=8),
 )
 def test_every_reader_gets_its_tokens_in_order(size: int, interval: int, steps: list[list[tuple[int, bool]]]) -> None:
-    """Steps of outputs for five readers; some come together, before anybody has run."""
+    """Each step has outputs for five readers. Some steps come together, before any reader has run."""
 
     async def read(generation: Generation) -> list[int]:
         tokens: list[int] = []

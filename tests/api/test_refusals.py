@@ -1,4 +1,4 @@
-"""What is wrong with a request is said in OpenAI's form, with the field's name, and the engine never hears of it."""
+"""Tests that a wrong request gets an error in OpenAI's form that names the field, and never reaches the engine."""
 
 from __future__ import annotations
 
@@ -347,7 +347,7 @@ def test_late_failure_of_a_stream_is_an_event(seed: int, status: int, code: str,
 @pytest.mark.parametrize("interval", [1, 10])
 @pytest.mark.parametrize("seed", [Behaviour.ERROR_LATE, Behaviour.DEADLINE_LATE])
 def test_text_before_a_failure_is_not_lost(seed: int, interval: int, node: NodeUnderTest) -> None:
-    """Also what was held back as the possible beginning of a stop string, and what waits for its interval."""
+    """The client gets also text that might have begun a stop string, and text that waits for its interval."""
     body = {**TEXT, "seed": seed, "stream": True, "stop": "Hello, there", "stream_interval": interval}
     answer = post(f"{node.url}/v1/completions", body)
     texts = [line.split('"text":"')[1].split('"')[0] for line in answer.text.split("\n\n") if '"text":"' in line]
@@ -355,7 +355,7 @@ def test_text_before_a_failure_is_not_lost(seed: int, interval: int, node: NodeU
 
 
 def test_client_library_raises_for_a_failed_stream(client: openai.OpenAI) -> None:
-    # Where the reader is late it is a status still, and no event yet.
+    # A reader that is late gets a status instead of an event.
     with pytest.raises(openai.APIError, match="failed on purpose"):
         for _ in client.chat.completions.create(
             model=MODEL, messages=[{"role": "user", "content": "Hi"}], seed=Behaviour.ERROR_LATE, stream=True
@@ -365,7 +365,7 @@ def test_client_library_raises_for_a_failed_stream(client: openai.OpenAI) -> Non
 
 def test_one_failed_choice_fails_all_and_aborts_the_others(node: NodeUnderTest) -> None:
     before = len(node.submits())
-    body = {**TEXT, "seed": Behaviour.ERROR - 1, "n": 2}  # seeds of SILENT and ERROR
+    body = {**TEXT, "seed": Behaviour.ERROR - 1, "n": 2}  # These are seeds of SILENT and ERROR.
     error = refused(f"{node.url}/v1/completions", body, 500)
     assert error["code"] == "engine_error"
     silent = node.submits()[before].local_id
@@ -391,7 +391,7 @@ def test_unknown_fields_within_others_are_named(node: NodeUnderTest) -> None:
 
 @pytest.mark.parametrize("chat", [False, True])
 def test_a_text_that_no_context_holds_is_refused_before_it_is_tokenised(chat: bool, node: NodeUnderTest) -> None:
-    """256 tokens; one that is to be cut is cut."""
+    """The context has 256 tokens. A request that asks for its prompt to be cut is answered."""
     text = "word " * 15_000
     body = {**CHAT, "messages": [{"role": "user", "content": text}]} if chat else {**TEXT, "prompt": text}
     answer = post(f"{node.url}/v1/{'chat/' if chat else ''}completions", body)
@@ -403,7 +403,7 @@ def test_a_text_that_no_context_holds_is_refused_before_it_is_tokenised(chat: bo
 
 
 def test_token_ids_that_every_prompt_repeats_are_bounded_together(node: NodeUnderTest) -> None:
-    """A hundred kilobytes would otherwise be hundreds of megabytes on their way to the engine."""
+    """A body of a hundred kilobytes would otherwise become messages of hundreds of megabytes to the engine."""
     body = {**TEXT, "prompt": ["x"] * 200, "seed": 0, "allowed_token_ids": list(range(1_000, 2_500))}
     error = refused(f"{node.url}/v1/completions", body, 400)
     assert "at most 262144 together" in error["message"]

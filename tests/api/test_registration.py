@@ -1,4 +1,6 @@
-"""What a node tells one proxy, and when: without sockets. (With them: ``tests/proxy/registry/test_discovery.py``.)"""
+"""Tests, without sockets, what a node tells one proxy and when. ``tests/proxy/registry/test_discovery.py`` uses
+sockets.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,7 @@ REGISTER = Register(msgspec.structs.replace(NODE, protocol=SPOKEN.newest, oldest
 
 
 class Proxy:
-    """What a link hears."""
+    """The proxy's end of a link."""
 
     def __init__(self, link: ProxyLink, boot_id: bytes = PROXY) -> None:
         self.link = link
@@ -76,7 +78,9 @@ def proxy(link: ProxyLink) -> Proxy:
 
 
 def greeting(link: ProxyLink, now: float) -> NodeHello:
-    """Sent now, with what a proxy of pdserve 0.1 understands."""
+    """Returns the greeting that the link sends now. It sends also the registration that a proxy of pdserve 0.1
+    understands.
+    """
     hello, register = link.tick(now)
     assert isinstance(hello, NodeHello)
     assert register == REGISTER

@@ -1,4 +1,4 @@
-"""What the line of one request says."""
+"""Tests the log line of a request."""
 
 from __future__ import annotations
 

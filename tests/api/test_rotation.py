@@ -1,4 +1,4 @@
-"""A running node takes another cluster secret on SIGHUP, and so does its engine."""
+"""Tests that a running node and its engine take a new cluster secret on SIGHUP."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ OLD, NEW = "the-old-secret-of-the-cluster", "the-new-secret-of-the-cluster"
 
 
 class Ear:
-    """What a proxy of pdserve 0.1 hears of one node, as an ``Opener`` of each secret would believe it."""
+    """A proxy of pdserve 0.1 that listens to one node, with an ``Opener`` for each secret."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
         self.socket = context.socket(zmq.ROUTER)
@@ -42,7 +42,7 @@ class Ear:
         self.socket.close(linger=0)
 
     def signed_with(self) -> str:
-        """Of the next message, which is answered in kind."""
+        """Returns which secret the next message is signed with, and answers it with the same secret."""
         assert self.socket.poll(10_000)
         route, frame = self.socket.recv_multipart()
         for secret, opener in self._openers.items():

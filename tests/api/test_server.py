@@ -1,4 +1,4 @@
-"""The life of a node: from its start over a drain, or its engine's death, to its exit status."""
+"""Tests the life of a node, from its start to its exit status, through a drain or the death of its engine."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def config(drain_s: float = 10.0, proxies: tuple[str, ...] = (), stream: StreamC
 
 
 class Stream:
-    """A streamed completion that has begun: its first event is read."""
+    """A streamed completion whose first event has been read."""
 
     def __init__(self, node: NodeUnderTest, behaviour: Behaviour) -> None:
         self._connection = http.client.HTTPConnection(urlsplit(node.url).netloc, timeout=WAIT_S)
@@ -84,7 +84,7 @@ def test_drain_lets_running_requests_finish(model_dir: Path, tmp_path: Path) -> 
 
 
 def texts_of(events: str) -> str:
-    """What the chunks among them show."""
+    """Returns the text that the chunks among the events show."""
     chunks = [json.loads(event[6:]) for event in events.split("\n\n") if event.startswith("data: {")]
     return "".join(chunk["choices"][0]["text"] for chunk in chunks if "choices" in chunk)
 
@@ -128,7 +128,7 @@ def test_second_signal_cuts_the_drain_short(model_dir: Path, tmp_path: Path) -> 
     ("behaviour", "message"), [(Behaviour.FAIL, ENGINE_FAILURE), (Behaviour.DIE, "ended with status 7")]
 )
 def test_engine_death_ends_the_node(behaviour: Behaviour, message: str, model_dir: Path, tmp_path: Path) -> None:
-    """What it produced reaches its readers, also what waited for an interval."""
+    """Readers get all that the engine produced, also tokens that waited for an interval."""
     with scripted_node(config(stream=StreamConfig(interval=10)), model_dir, tmp_path) as node:
         other = Stream(node, Behaviour.HOLD)
         eventually(lambda: get(f"{node.url}/metrics").text.count("generation_tokens_total 2.0"))
@@ -145,7 +145,7 @@ def test_engine_death_ends_the_node(behaviour: Behaviour, message: str, model_di
 
 
 def test_a_node_with_all_optimisations_off(model_dir: Path, tmp_path: Path) -> None:
-    """The bytes of a stream are the same, but for what differs between any two answers."""
+    """The stream has the same bytes, except for what differs between any two answers."""
     plain = StreamConfig(batched_dispatch=Switch.OFF, notify_size=0, fast_path=Switch.OFF)
     answers = []
     for stream_config in (plain, StreamConfig()):
@@ -185,7 +185,7 @@ def test_signal_while_the_engine_starts(model_dir: Path, tmp_path: Path) -> None
 
 
 def test_engine_that_cannot_start(tmp_path: Path) -> None:
-    """The folder has no tokenizer: the scripted engine ends, or the node finds out first."""
+    """The folder has no tokenizer. Either the scripted engine ends or the node notices first."""
     with pytest.raises(AssertionError, match=r"tokenizer|exit status 1"), scripted_node(config(), tmp_path, tmp_path):
         pass
 
@@ -212,7 +212,7 @@ def test_prefill_node_serves_no_clients(model_dir: Path, tmp_path: Path) -> None
 
 
 class FakeProxy:
-    """The control socket of a proxy, and its tickets."""
+    """The control socket of a proxy, and the tickets that the proxy makes."""
 
     def __init__(self) -> None:
         self._context = zmq.Context()
@@ -225,7 +225,7 @@ class FakeProxy:
         self._opener: Opener[ToProxy] = Opener(SECRET.encode(), Purpose.DISCOVERY, ToProxy)  # type: ignore[arg-type]
 
     def receive(self, kind: type[Register] | type[Deregister]) -> Any:
-        """The next message of that kind; every one is acknowledged."""
+        """Returns the next message of this kind, and acknowledges every registration."""
         deadline = time.monotonic() + WAIT_S
         while self._socket.poll(int(max(deadline - time.monotonic(), 0) * 1000)):
             peer, frame = self._socket.recv_multipart()
@@ -316,7 +316,7 @@ def test_a_node_is_ready_while_a_proxy_has_accepted_it(proxy: FakeProxy, model_d
 
 
 def test_a_wrong_secret_or_address_keeps_a_node_from_being_ready(model_dir: Path, tmp_path: Path) -> None:
-    """What the proxy cannot read it does not answer; one good proxy is enough."""
+    """A proxy does not answer what it cannot read. The node becomes ready as soon as one proxy accepts it."""
     with contextlib.closing(FakeProxy()) as silent, contextlib.closing(FakeProxy()) as good:
         nobody = "tcp://127.0.0.1:9"
         with scripted_node(config(proxies=(silent.address, nobody)), model_dir, tmp_path, Role.DECODE) as node:
@@ -333,7 +333,7 @@ def test_a_wrong_secret_or_address_keeps_a_node_from_being_ready(model_dir: Path
 
 
 def test_others_are_answered_while_a_template_renders_for_long(model_dir: Path, tmp_path: Path) -> None:
-    """Whatever of a message makes it long: also what is not its content."""
+    """Any part of a message can make the rendering long, not only its content."""
     folder = shutil.copytree(model_dir, tmp_path / "slow")
     loops = "{% for i in range(3000) %}{% for j in range(1000) %}{% endfor %}{% endfor %}Hi"
     (folder / "chat_template.jinja").write_text(loops)

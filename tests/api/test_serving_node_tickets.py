@@ -1,4 +1,4 @@
-"""A node that belongs to a proxy serves nobody without the proxy's ticket, and a ticket is good once."""
+"""Tests that a node that belongs to a proxy serves only requests with the proxy's ticket, and each ticket only once."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Clock:
 
 
 def aged(seconds: float, deadline_s: float) -> tuple[TicketGate, str]:
-    """A gate, and a ticket of that age that it has not seen."""
+    """Returns a gate, and a ticket of this age that the gate has not seen."""
     clock = Clock()
     value = header(Sealer(SECRET, Purpose.TICKET, new_id(), clock=clock).seal(ticket(deadline_s=deadline_s)))
     clock.now += seconds

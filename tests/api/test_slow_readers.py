@@ -1,4 +1,4 @@
-"""A client of a node that does not read costs itself time, and nobody else."""
+"""Tests that a node's client that does not read delays only itself."""
 
 from __future__ import annotations
 
@@ -20,12 +20,16 @@ from tests.eventually import eventually
 
 CHOICES = 128
 TOKENS = 220
-"""Of each choice. With log probabilities their chunks are more than all socket buffers on the way can hold."""
+"""Tokens of each choice. With log probabilities, their chunks are more than all socket buffers between node and client
+can hold.
+"""
 
 
 @contextmanager
 def reader(node: NodeUnderTest) -> Iterator[socket.socket]:
-    """A client that has asked for a long stream, and takes as little of it as the kernel lets it."""
+    """Yields the socket of a client that has asked for a long stream and lets the kernel receive as little of it as
+    possible.
+    """
     body = {
         "model": MODEL,
         "messages": [{"role": "user", "content": "x"}],
@@ -53,7 +57,7 @@ def reader(node: NodeUnderTest) -> Iterator[socket.socket]:
 def test_others_go_on_and_what_was_not_read_comes_in_fewer_chunks(model_dir: Path, tmp_path: Path) -> None:
     config = NodeConfig(model=ModelConfig(served_name=MODEL))
     with scripted_node(config, model_dir, tmp_path) as node, reader(node) as client:
-        # The engine never waits for a reader: all of it is computed while nothing is read.
+        # The engine never waits for a reader: it computes all tokens while nothing is read.
         eventually(lambda: metrics(node)["pdserve_generation_tokens_total"] >= CHOICES * TOKENS)
         other = post(f"{node.url}/v1/completions", {"model": MODEL, "prompt": "x", "seed": Behaviour.REPLY})
         assert other.json()["choices"][0]["text"] == REPLY_TEXT

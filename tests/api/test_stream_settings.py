@@ -1,4 +1,4 @@
-"""What the settings of the streaming path change inside a node: that each of them is the one that counts."""
+"""Tests that each setting of the streaming path takes effect inside a node."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BODY = {"model": MODEL, "prompt": "x", "seed": Behaviour.BURST, "stream": True}
 
 
 async def ask(settings: StreamConfig, body: dict[str, Any], model_dir: Path, tokenizer: Tokenizer, folder: Path) -> str:
-    """The answer of a node with these settings."""
+    """Returns the answer of a node with these settings."""
 
     async with (
         app_in_process(model_dir, tokenizer, folder / "journal", settings) as (app, _),
@@ -52,7 +52,7 @@ async def test_chunks_take_the_way_that_the_setting_says(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Their bytes are the same, so only this can show it."""
+    """Both ways give the same bytes, so the test counts which way each chunk takes."""
     taken: Counter[str] = Counter()
     for made in (PlainChunks, FullChunks):
         plain = made.events

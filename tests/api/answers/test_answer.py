@@ -1,4 +1,5 @@
-"""Answers out of a generation: nothing that was produced is lost, however it ends and however much comes at once."""
+"""Tests that an answer loses nothing of what its generation produced, however it ends and however much comes at once.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ PIECES = [b"a", b"b", b" c", b"\xc3", b"\xa9", b"d"]
 EOS = len(PIECES)
 
 Events = list[tuple[int, str | None, str | None]]
-"""Choice, text and finish reason of each chunk; the error's code at the end, for choice -1."""
+"""Each chunk's choice, text and finish reason. An error comes last, as its code for choice -1."""
 
 
 def choice_text(choice: int, stops: Sequence[str]) -> ChoiceText:
@@ -42,7 +43,7 @@ def answer_options(choices: int, plain: PlainChoices | None = None) -> AnswerOpt
 
 
 class Rig:
-    """A request with its generation, whose engine is the test."""
+    """A request with its generation. The test plays the engine."""
 
     def __init__(self, choices: int, interval: int, stops: Sequence[str] = (), deadline_s: float = 60.0) -> None:
         self.aborted: list[int] = []
@@ -54,7 +55,7 @@ class Rig:
         self.options = answer_options(choices, PlainChoices(CHAT_FORM))
 
     async def streamed(self, first: RequestOutput, then: Callable[[], None]) -> tuple[Events, bool]:
-        """The events of a stream whose first output is read before ``then``; whether ``[DONE]`` ends it."""
+        """Returns a stream's events, and whether ``[DONE]`` ends it. The first output is read before ``then`` runs."""
         self.generation.deliver(first)
         begun = await self.run.next()
         reading = asyncio.create_task(self._read(begun))
@@ -118,7 +119,7 @@ async def test_also_where_the_engine_is_silent_past_the_deadline() -> None:
 
 
 async def test_one_choice_that_fails_takes_no_text_of_the_others_along() -> None:
-    """Not what waits for an interval, nor what might have become a stop string or a character."""
+    """The others still get text that waits for its interval or might have become part of a stop string or character."""
 
     rig = Rig(3, 10, stops=["a!"])
 
@@ -148,7 +149,7 @@ async def test_one_choice_that_fails_takes_no_text_of_the_others_along() -> None
 def test_an_answer_is_the_same_whatever_the_interval_and_the_readers_pace(
     interval: int, answers: list[list[int]], stops: list[str], pauses: list[bool]
 ) -> None:
-    """Streamed and whole: text, finish reasons and usage."""
+    """Streamed and whole answers have the same text, finish reasons and usage."""
 
     async def streamed(interval: int, pauses: list[bool]) -> tuple[dict[int, str], int]:
         rig = Rig(len(answers), interval, stops)
@@ -186,7 +187,7 @@ def test_an_answer_is_the_same_whatever_the_interval_and_the_readers_pace(
 
 
 async def test_gaps_are_counted_for_each_token() -> None:
-    """However many come in one chunk, so that their mean is the mean time of a token."""
+    """A chunk of several tokens counts as several gaps, so that the mean gap is the mean time of a token."""
 
     rig = Rig(1, 4)
     for token in range(5):

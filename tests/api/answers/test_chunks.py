@@ -1,4 +1,4 @@
-"""The fast path writes the bytes of the full one."""
+"""Tests that the fast path writes the same bytes as the full one."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_both_ways_give_the_same_bytes(
     echoes: list[str],
     events: list[tuple[int, str, ChoiceOutcome | None]],
 ) -> None:
-    """Any text, choice and order; with an echo, the first chunks' text is not the delta's alone."""
+    """This holds for any text, choice and order. With an echo, a choice's first chunk has more text than its delta."""
     encoder = ChunkEncoder(envelope, include_usage=include_usage)
     fast = chunk_stream(form, encoder, options(echoes, PLAIN[form]))
     full = chunk_stream(form, encoder, options(echoes, None))

@@ -1,4 +1,6 @@
-"""Whatever the tokens and however they come: the pieces are the whole, and no character is shown in halves."""
+"""Tests that the pieces of text add up to the whole and never cut a character, whatever the tokens and however they
+come.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ SPECIAL = 2
 
 
 def sentencepiece_like() -> Backend:
-    """Like Llama 2's: a marker for spaces, characters it lacks as byte tokens, one space stripped at the start."""
+    """Returns a backend like Llama 2's: it marks spaces, has byte tokens for characters it lacks, and strips one space
+    at the start.
+    """
     chars = [chr(code) for code in range(0x21, 0x7F)] + ["▁", "é", "漢"]
     names = ["<unk>", "<s>", "</s>", *[f"<0x{byte:02X}>" for byte in range(256)], *chars, "▁a", "▁the"]
     backend = Backend(
@@ -62,7 +66,7 @@ def window(backend: Backend, skip: frozenset[int] = frozenset()) -> Detokenizer:
 
 
 def pieces(detokenizer: Detokenizer, ids: Sequence[int], cuts: Sequence[int]) -> list[str]:
-    """What comes out for ``ids`` cut at the places ``cuts``."""
+    """Returns the pieces of text that come out for ``ids``, cut at the places ``cuts``."""
     edges = [0, *sorted({cut % (len(ids) + 1) for cut in cuts}), len(ids)]
     parts = [detokenizer.add(ids[start:end]) for start, end in itertools.pairwise(edges)]
     return [*parts, detokenizer.flush()]
@@ -82,7 +86,7 @@ def test_byte_level_text(byte_level: Backend, text: str, cuts: list[int]) -> Non
 @given(ids=st.lists(st.integers(0, 49_151), max_size=40), cuts=CUTS)
 @settings(max_examples=300, deadline=None)
 def test_byte_level_any_tokens(byte_level: Backend, ids: list[int], cuts: list[int]) -> None:
-    """Also such as are no UTF-8 together."""
+    """The ids may also be tokens whose bytes together are not valid UTF-8."""
     detokenizer = BytesDetokenizer(TokenBytes(byte_level.id_to_token, byte_level_bytes), frozenset())
     assert "".join(pieces(detokenizer, ids, cuts)) == byte_level.decode(ids, skip_special_tokens=False)
 
@@ -91,7 +95,7 @@ def test_byte_level_any_tokens(byte_level: Backend, ids: list[int], cuts: list[i
 @settings(max_examples=200, deadline=None)
 def test_window_agrees_on_byte_level_text(byte_level: Backend, text: str, cuts: list[int]) -> None:
     ids = byte_level.encode(text, add_special_tokens=False).ids
-    assume(byte_level.decode(ids) == text)  # this vocabulary lacks the tokens of a few bytes
+    assume(byte_level.decode(ids) == text)  # This vocabulary lacks the tokens of a few bytes.
     assert "".join(pieces(window(byte_level), ids, cuts)) == text
 
 
@@ -160,7 +164,7 @@ def test_work_does_not_grow_with_the_output(sentencepiece: Backend) -> None:
 
 
 def test_each_token_of_a_byte_level_vocabulary_is_looked_at_once(byte_level: Backend) -> None:
-    """And no more is kept of an output than part of a character."""
+    """The detokenizer keeps no more of an output than a part of one character."""
     looked_at: Counter[int] = Counter()
 
     class Counted(TokenBytes):
@@ -200,7 +204,7 @@ def test_bytes_of_tokens_make_up_their_text(tokenizer: Tokenizer) -> None:
 
 
 def test_tokens_without_text_are_not_decoded_again_and_again() -> None:
-    """A request may allow no other tokens than such."""
+    """A request may allow only tokens that have no text."""
     looked_at = 0
 
     def decode(ids: list[int]) -> str:

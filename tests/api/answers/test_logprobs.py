@@ -1,4 +1,4 @@
-"""Log probabilities as the official client sees them."""
+"""Tests log probabilities as the official client sees them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MESSAGES: list[ChatCompletionMessageParam] = [{"role": "user", "content": "Hi"}]
 
 
 def chat_tokens(client: openai.OpenAI, *, stream: bool, **more: Any) -> list[tuple[str, ChatCompletionTokenLogprob]]:
-    """Of one choice: each token with the content of the chunk that it came with."""
+    """Returns each token of a single choice, with the content of the chunk that it came with."""
     if not stream:
         answer = client.chat.completions.create(model=MODEL, messages=MESSAGES, logprobs=True, **more)
         [choice] = answer.choices
@@ -43,7 +43,7 @@ def test_chat(stream: bool, client: openai.OpenAI, tokenizer: Tokenizer) -> None
         likeliest = [tokenizer.token_bytes(i) for i in (token_id + 2, token_id, token_id + 1)]
         assert [bytes(top.bytes or []) for top in token.top_logprobs] == likeliest
         assert [top.logprob for top in token.top_logprobs] == [-0.5, -1.0, -9999.0]
-        # Several come with one chunk where the reader is late.
+        # Several tokens come in one chunk if the reader is late.
         assert token.token in text if stream else text == REPLY_TEXT
 
 
@@ -124,7 +124,7 @@ def test_null_unless_asked_for(node: NodeUnderTest) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_tokens_by_their_ids(stream: bool, client: openai.OpenAI, tokenizer: Tokenizer) -> None:
-    """In both forms; the bytes are still the token's own."""
+    """Both forms name tokens by their ids, and still give the tokens' own bytes."""
     by_id = {"return_tokens_as_token_ids": True}
     ids = tokenizer.encode(REPLY_TEXT, add_special_tokens=False)
     names = [f"token_id:{token_id}" for token_id in ids]

@@ -1,4 +1,4 @@
-"""Stop strings end the text, and never show through."""
+"""Tests that stop strings end the text and are never shown."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ STOPS = st.lists(st.text(ALPHABET, min_size=1, max_size=4), min_size=1, max_size
 
 
 def expected(text: str, stops: list[str], include: bool) -> tuple[str, bool]:
-    """The plain meaning: the first position at which the text so far ends with a stop string; the longest of those."""
+    """Applies the definition: the text ends where it first ends with a stop string, and the longest such string counts.
+    """
     for end in range(len(text) + 1):
         if ending := [stop for stop in stops if text[:end].endswith(stop)]:
             return text[: end if include else end - max(map(len, ending))], True
@@ -71,7 +72,7 @@ def test_without_stop_strings_text_passes() -> None:
     ],
 )
 def test_each_character_takes_the_same_few_steps_on_average(stops: list[str], unit: str) -> None:
-    """Whatever the stop strings, and wherever the text breaks off beginnings of them."""
+    """This holds for any stop strings, wherever the text breaks off the beginning of one."""
 
     class Counting(StopTable):
         looked_at = 0

@@ -1,4 +1,4 @@
-"""Tokens, their text and their log probabilities stay together, however the engine's outputs are cut."""
+"""Tests that tokens, their text and their log probabilities stay together, however the engine's outputs are cut."""
 
 from __future__ import annotations
 
@@ -30,7 +30,9 @@ def choice_text(stops: list[str], *, include: bool = False, min_tokens: int = 0)
 
 
 def deltas_of(text: ChoiceText, tokens: list[int], cuts: set[int], *, reported: bool = True) -> list[TextDelta]:
-    """Until the choice is over. Each token's log probability is its number; the last token is the stop token."""
+    """Returns the deltas until the choice is over. A token's log probability is its number, and the last token is the
+    stop token.
+    """
     edges = [0, *sorted(cut for cut in cuts if 0 < cut < len(tokens)), len(tokens)]
     deltas = []
     for start, end in pairwise(edges):
@@ -44,13 +46,13 @@ def deltas_of(text: ChoiceText, tokens: list[int], cuts: set[int], *, reported: 
 
 @dataclass
 class Meaning:
-    """What an answer is, with all of it known."""
+    """The answer that is right when all of it is known."""
 
     text: str
     tokens: list[int]
-    """By their numbers, those that are reported."""
+    """The tokens that are reported, by their numbers."""
     ends: list[float]
-    """How much of the text must be shown before each token is reported."""
+    """The length of text that must be shown before each token is reported."""
 
 
 def meaning(tokens: list[int], stops: list[str], include: bool, min_tokens: int) -> Meaning:

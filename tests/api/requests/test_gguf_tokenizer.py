@@ -1,4 +1,4 @@
-"""The tokeniser of a GGUF file is that of the folder it was converted to."""
+"""Tests that a GGUF file's tokeniser equals the tokeniser of the folder that the file was made from."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How much a body may hold, counted in linear time and without building it."""
+"""Tests that the parts of a body are counted in linear time, without building it."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def documents(draw: st.DrawFn) -> Any:
 
 
 def counts(document: Any) -> tuple[int, int]:
-    """Lists, objects and fields; commas between values."""
+    """Returns the number of lists, objects and fields, and the number of commas between values."""
     match document:
         case list():
             inner, containers, items = document, 1, len(document)
@@ -69,7 +69,7 @@ def test_values_are_counted_and_what_strings_hold_is_not(document: Any, piece: i
 
 @pytest.mark.parametrize("unit", [b"a, ", b'\\"', b"\\\\", b"\\u00e9", b"\\n", b"[{,:"], ids=str)
 def test_a_text_takes_time_in_proportion_to_its_length(unit: bytes) -> None:
-    """Also where it never ends, of backslashes and quotes alone."""
+    """This holds also for a text that never ends and consists of backslashes and quotes."""
     parser = BodyParser(CompletionRequest)
 
     def parse(size: int) -> None:

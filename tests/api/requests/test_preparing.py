@@ -1,4 +1,6 @@
-"""Long bodies are prepared beside the event loop, few at a time, no more than may wait, and not for nobody."""
+"""Tests that long bodies are prepared beside the event loop: few at a time, few waiting, and none after its client has
+left.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ WAIT_S = 20.0
 
 
 class Held:
-    """Work that goes on until it is let go, or nobody waits for it."""
+    """Work that goes on until a test lets it go or its client no longer waits for it."""
 
     def __init__(self) -> None:
         self.begun = threading.Semaphore(0)

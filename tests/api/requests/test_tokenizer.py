@@ -1,4 +1,4 @@
-"""Prompts become the same tokens as in the reference implementation, without its weight."""
+"""Tests that prompts become the same tokens as in the reference implementation, though that is not loaded."""
 
 from __future__ import annotations
 
