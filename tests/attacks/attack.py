@@ -14,14 +14,14 @@ from tests.attacks.target import Target
 
 
 class Named(Protocol):
-    """Any kind of case."""
+    """Any kind of case: it has a name."""
 
     @property
     def name(self) -> str: ...
 
 
 def attacks(cases: Iterable[Named]) -> list[Any]:
-    """One parameter of a test for each case."""
+    """Returns a test parameter for each case."""
     return [pytest.param(case, id=case.name) for case in cases]
 
 
@@ -56,7 +56,7 @@ def check_answer(answer: Answer, case: HttpCase) -> None:
 
 
 def checked_error(answer: Answer) -> dict[str, object]:
-    """The error of an answer in OpenAI's form."""
+    """Returns the error of an answer, which must be in OpenAI's form."""
     assert answer.headers["content-type"] == "application/json"
     error: dict[str, object] = json.loads(answer.body)["error"]
     assert set(error) == {"message", "type", "param", "code"}, error
@@ -66,7 +66,9 @@ def checked_error(answer: Answer) -> dict[str, object]:
 
 
 def _check_in_step(connection: Connection) -> None:
-    """Nothing of the attack counts as a request of its own: the next answer is that of the next request, if any is."""
+    """Checks that no part of the attack counts as a request: the next answer, if one comes, is that of the next
+    request.
+    """
     connection.send(head("GET", "/version"))
     answer = connection.answer("GET")
     assert answer is None or (answer.status == 200 and b'"version"' in answer.body), answer

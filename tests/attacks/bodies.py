@@ -63,7 +63,7 @@ VALUES = {
     "a million empty lists": ("[" + "[]," * 1_000_000 + "[]]", EITHER),
     "an object with its keys twice": ("{" + '"a":1,' * 50_000 + '"a":1}', EITHER),
 }
-"""Of a field that nobody knows: it is skipped, but it has to be JSON."""
+"""Values of a field that pdserve does not know. It skips the field, whose value still has to be JSON."""
 
 INTEGERS = ("max_tokens", "n", "top_k", "min_tokens", "seed", "stream_interval", "truncate_prompt_tokens")
 FLOATS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
@@ -85,7 +85,7 @@ WRONG_TYPES = {
     "stream_options": ("1", "[]", '{"include_usage": 1}', "{}"),
     "cache_salt": ("1", "[]", json.dumps("x" * 1025)),
 }
-"""Of fields that both completion routes know."""
+"""Values of the wrong type, for fields that both completion routes know."""
 BOUNDS = {
     "max_tokens": ("0", "-1", "2147483648", "2147483647"),
     "n": ("0", "-1", "129"),
@@ -215,13 +215,13 @@ TOKENS = {
 
 
 def body_cases() -> Iterator[HttpCase]:
-    """All of them."""
+    """Yields every case."""
     for path in (CHAT, TOKENIZE):
         yield from _not_json(path)
     for path in ROUTES:
         yield from _keys(path)
         yield from _sizes(path)
-    # The same code reads all bodies: one route of each kind will do.
+    # The same code reads all bodies, so one route of each kind is enough.
     for path in (CHAT, DETOKENIZE):
         for name, (text, allowed) in VALUES.items():
             yield _case(path, f"an unknown field of {name}", {"nobody_knows_it": text}, allowed)
@@ -259,7 +259,7 @@ def _not_json(path: str) -> Iterator[HttpCase]:
         "a NUL between fields": right[:-1] + b", \0}",
         "many escapes that do not end": right[:-1] + b', "x": ' + b"[" * 65 + b'"' + b'\\"' * MIB,
     }.items():
-        # msgspec does not look into what it skips: not UTF-8 there is no matter.
+        # msgspec does not check fields that it skips, so bytes that are not UTF-8 do no harm there.
         loose = name in ("a byte that is not UTF-8", "a surrogate in UTF-8", "an overlong character")
         unclear = loose or "key" in name
         yield HttpCase(f"{path}: {name}", (post(path, body),), EITHER if unclear else BAD)
@@ -293,11 +293,11 @@ def _sizes(path: str) -> Iterator[HttpCase]:
 def _fields() -> Iterator[HttpCase]:
     for at, path in enumerate(COMPLETIONS):
         for field, values in WRONG_TYPES.items():
-            # Both routes know them: one gets every other.
+            # Both routes know these fields: each gets every second value.
             for text in values[at::2]:
                 more = {"stream": "true"} if field == "stream_options" and text != "{}" else {}
                 allowed = EITHER if (field, text) == ("n", "true") else BAD
-                # What is no JSON at all has no field that is wrong.
+                # The error of a body that is not JSON names no field.
                 param = None if text in ("NaN", "Infinity", "1e400", '{"1": NaN}') else field.split("[")[0]
                 yield _case(path, f"{field} = {_short(text)}", {**more, field: text}, allowed, param)
         for field, values in BOUNDS.items():
@@ -332,7 +332,7 @@ def _fields() -> Iterator[HttpCase]:
 def _messages() -> Iterator[HttpCase]:
     for name, text in MESSAGES.items():
         yield _case(CHAT, f"messages: {name}", {"messages": text})
-        if name != "too long":  # which may well be counted
+        if name != "too long":  # The tokenizer's route may accept this message.
             allowed = EITHER if name == "as many as are taken" else BAD
             yield HttpCase(f"{TOKENIZE}: messages: {name}", (post(TOKENIZE, _tokenize_messages(text)),), allowed)
     for name, text in ODD_MESSAGES.items():
@@ -358,7 +358,7 @@ def _prompts() -> Iterator[HttpCase]:
 
 
 def _internal_fields() -> Iterator[HttpCase]:
-    """A client's own do nothing: the answer is that of the request without them."""
+    """The proxy ignores internal fields of a client's own: the answer is that of the request without them."""
     names = [prefix + "x" for prefix in INTERNAL_PREFIXES]
     names += ["kv_transfer_params", "pdserve_ticket", "x-pdserve-ticket"]
     values = {"an object": '{"do_remote_prefill": true, "remote_host": "127.0.0.1"}', "deep": "[" * 60 + "]" * 60}
@@ -384,7 +384,7 @@ def _ordinary(name: str, more: str) -> HttpCase:
 
 
 def heaviest_bodies() -> list[HttpCase]:
-    """Those that make a node take memory, which malloc keeps for later ones."""
+    """Returns the bodies for which a node allocates most memory. malloc keeps some of it for later bodies."""
     return [case for case in body_cases() if case.name.endswith(("2 MiB of text", "prompt: a million ids"))]
 
 

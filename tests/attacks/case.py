@@ -1,4 +1,4 @@
-"""An attack over HTTP as data: what is sent, and what may come back."""
+"""An attack over HTTP as data: the bytes that are sent and the answers that are allowed."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ DETOKENIZE = "/detokenize"
 BAD = frozenset({400})
 FINE = frozenset({200})
 EITHER = BAD | FINE
-"""Both are right: what matters is that somebody answers."""
+"""Both statuses are right: the server only has to answer."""
 
 
 class At(enum.Enum):
-    """Whom a case attacks."""
+    """The process that a case attacks."""
 
     PROXY = "proxy"
     DECODE = "decode-0"
@@ -29,17 +29,17 @@ class At(enum.Enum):
 
 @dataclass(frozen=True)
 class HttpCase:
-    """One request, which need not be one."""
+    """The bytes of one request, which may be wrong."""
 
     name: str
     pieces: tuple[bytes, ...]
-    """Written one after the other, each by itself."""
+    """Each piece is written by itself, one after the other."""
     allowed: frozenset[int] = BAD
-    """Statuses that the answer may have."""
+    """The statuses that the answer may have."""
     param: str | None = None
-    """What ``error.param`` begins with."""
+    """The beginning of ``error.param``."""
     closes: bool = False
-    """Whether to close the connection without an answer is right, too."""
+    """Whether the server may also close the connection without an answer."""
     tokens: bool = False
     """Whether the answer must be that of the ordinary request."""
     complete: bool = True
@@ -49,18 +49,18 @@ class HttpCase:
 
 
 def head(method: str, path: str, *fields: str, version: str = "HTTP/1.1") -> bytes:
-    """A request's head, with a Host unless ``fields`` say something about it."""
+    """Returns a request's head. It gets a Host field if ``fields`` have none."""
     host = () if any(field.lower().startswith("host") for field in fields) else ("Host: pdserve",)
     return "\r\n".join([f"{method} {path} {version}", *host, *fields, "", ""]).encode("latin-1")
 
 
 def post(path: str, body: bytes, *fields: str) -> bytes:
-    """A whole request with a JSON body."""
+    """Returns a whole request with a JSON body."""
     return head("POST", path, "Content-Type: application/json", f"Content-Length: {len(body)}", *fields) + body
 
 
 def fields_of(path: str) -> dict[str, object]:
-    """The fields of a short request that is right."""
+    """Returns the fields of a short and correct request."""
     few: dict[str, object] = {"model": MODEL, "max_tokens": 1}
     match path:
         case "/v1/chat/completions":
@@ -74,6 +74,8 @@ def fields_of(path: str) -> dict[str, object]:
 
 
 def body_with(path: str, literals: dict[str, str]) -> bytes:
-    """That request with further fields, or other ones, given as JSON text, so that it can be what JSON is not."""
+    """Returns the body of that request with these fields added or replaced. They are texts, so they can be invalid
+    JSON.
+    """
     fields = {name: json.dumps(value) for name, value in fields_of(path).items()} | literals
     return ("{" + ", ".join(f'"{name}": {text}' for name, text in fields.items()) + "}").encode()

@@ -1,4 +1,4 @@
-"""A client that sends bytes, whatever they are, and reads what HTTP answers come."""
+"""A client that sends any bytes and reads the HTTP answers that come."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from typing import Any, Self, cast
 from urllib.parse import urlsplit
 
 ANSWER_S = 10.0
-"""That an answer may take where it should take well below a second: other people use the machine too."""
+"""The seconds that an answer may take. It should take well below one second, but the machine may be busy."""
 
 
 @dataclass(frozen=True)
 class Answer:
     status: int
     headers: Mapping[str, str]
-    """Names in lower case."""
+    """Field names are in lower case."""
     body: bytes
 
 
 class _Reader(io.BufferedReader):
-    """Outlives each response that is read from it."""
+    """A reader that stays open when a response that was read from it is closed."""
 
     def close(self) -> None:
         pass
 
 
 class Connection:
-    """One TCP connection, with answers one after the other. A context manager."""
+    """One TCP connection, which reads one answer after the other. It is a context manager."""
 
     def __init__(self, url: str) -> None:
         parts = urlsplit(url)
@@ -50,28 +50,27 @@ class Connection:
         self._socket.close()
 
     def send(self, data: bytes) -> None:
-        """What a server that has closed the connection takes no more is nobody's concern."""
+        """Sends the data. Data that a server no longer accepts, because it has closed the connection, is ignored."""
         with suppress(BrokenPipeError, ConnectionResetError):
             self._socket.sendall(data)
 
     def half_close(self) -> None:
-        """Nothing more will be sent; answers are still read."""
+        """Says that no more data will be sent. Answers can still be read."""
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_WR)
 
     def reset(self) -> None:
-        """Leave as a process that crashes does."""
+        """Closes the connection as a crashed process does."""
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         self._socket.close()
 
     def read(self, size: int) -> bytes:
-        """Up to so many bytes of what comes; none at its end. Raises TimeoutError."""
+        """Returns at most ``size`` bytes, or none at the end of the connection. Raises TimeoutError."""
         return self._reader.read1(size)
 
     def answer(self, method: str = "POST") -> Answer | None:
-        """The next one; None if the connection was closed instead. Raises TimeoutError if neither happens in time.
-
-        Raises AssertionError for half an answer, and for what is none.
+        """Returns the next answer, or None if the server closed the connection instead. Raises TimeoutError if neither
+        happens in time, and AssertionError for half an answer or for data that is not an answer.
         """
         try:
             if not self._reader.peek(1):
@@ -91,7 +90,7 @@ class Connection:
 
 @dataclass(frozen=True)
 class _Wire:
-    """All of a socket that HTTPResponse uses."""
+    """The only part of a socket that HTTPResponse uses."""
 
     reader: _Reader
 

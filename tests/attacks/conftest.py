@@ -12,7 +12,7 @@ from tests.attacks.target import CONTEXT, Target, target
 from tests.tiny_models import save_tiny_chat_model
 
 VOCABULARY = 49_152
-"""The tokenizer's: what a text becomes has to be in the model."""
+"""The tokenizer's vocabulary: the model has to know every token that a text becomes."""
 
 AT_ONCE = 4
 
@@ -31,14 +31,14 @@ def pytest_runtest_makereport(
 
 @pytest.fixture
 def attacked(cluster_under_attack: Target) -> Target:
-    """For one attack."""
+    """Returns the cluster for one attack."""
     cluster_under_attack.check_worth_attacking()
     return cluster_under_attack
 
 
 @pytest.fixture(scope="session")
 def cluster_under_attack(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
-    """One cluster for all attacks."""
+    """Yields one cluster for all attacks."""
     folder = tmp_path_factory.mktemp("tiny")
     shape = {"vocab_size": VOCABULARY, "max_position_embeddings": CONTEXT}
     with target(save_tiny_chat_model(demo_model, folder, **shape)) as running:
@@ -47,7 +47,9 @@ def cluster_under_attack(demo_model: Path, tmp_path_factory: pytest.TempPathFact
 
 
 def warm_up(running: Target) -> None:
-    """So that pools have their threads, and malloc what it keeps, before anybody counts."""
+    """Sends the heaviest bodies, so that pools have their threads, and malloc the memory that it keeps, before a test
+    measures.
+    """
     with ThreadPoolExecutor(AT_ONCE) as pool:
         for done in pool.map(lambda case: carry_out(running, case), heaviest_bodies() * AT_ONCE):
             assert done is None
@@ -55,17 +57,19 @@ def warm_up(running: Target) -> None:
 
 @pytest.fixture(scope="module")
 def unharmed(cluster_under_attack: Target) -> Iterator[None]:
-    """Around the attacks of one module."""
+    """Checks that the attacks of one module leave the cluster as it was."""
     with cluster_under_attack.unharmed():
         yield
 
 
 @pytest.fixture(scope="module")
 def no_prompt_lost(cluster_under_attack: Target, unharmed: None) -> Iterator[None]:
-    """Around the attacks of one module that are none of a transfer's business: every prompt comes over as before."""
+    """Checks that a module's attacks, which should not affect transfers, let every prompt be prefilled remotely as
+    before.
+    """
     before = cluster_under_attack.lost_prefills()
     yield
     cluster_under_attack.check_worth_attacking()
-    # The count is one that the engine sends now and then, and certainly when it falls idle.
+    # The engine sends this count now and then, and always when it becomes idle.
     cluster_under_attack.cluster.until_idle()
     assert cluster_under_attack.lost_prefills() == before

@@ -1,4 +1,4 @@
-"""What may come to a control port, or any other that is not for people: bytes, ZMQ messages, frames."""
+"""Attacks on control ports and other ports that are not for clients: bytes, ZMQ messages and frames."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ CONNECTED = GREETING + READY
 
 
 def _long(kind: int, size: int) -> bytes:
-    """The beginning of a ZMTP frame that says it is so long."""
+    """Returns the beginning of a ZMTP frame that claims this size."""
     return bytes((kind,)) + size.to_bytes(8, "big")
 
 
@@ -93,7 +93,7 @@ BYTES = {
 }
 
 _MAGIC = bytes.fromhex("78563412bebafeca")
-"""What a connection of UCX over TCP begins with."""
+"""The first bytes of a UCX connection over TCP."""
 UCX_BYTES = {
     "UCX's beginning": _MAGIC,
     "half of UCX's beginning": _MAGIC[:4],
@@ -107,11 +107,11 @@ UCX_BYTES = {
 
 Messages = Sequence[Sequence[bytes]]
 Answer: TypeAlias = type[msgspec.Struct] | type[WrongReceiver]
-"""A kind of message, or WrongReceiver for one to somebody else."""
+"""A kind of message, or WrongReceiver for a frame that is meant for another process."""
 
 
 def harmless(purpose: Purpose, own: bytes) -> msgspec.Struct:
-    """A message that is answered once and changes nothing, from whoever sends it."""
+    """Returns a message that any sender may send: it is answered once and changes nothing."""
     return Examine(own) if purpose is Purpose.TRANSFER else NodeHeartbeat(own, NodeLoad())
 
 
@@ -121,22 +121,22 @@ def harmless_answer(purpose: Purpose) -> type[msgspec.Struct]:
 
 @dataclass(frozen=True)
 class Known:
-    """What a member of the cluster knows when it misbehaves."""
+    """All that a misbehaving member of the cluster knows."""
 
     purpose: Purpose
     boot: bytes
-    """Of the process that is attacked."""
+    """The boot id of the process that is attacked."""
     welcome: bytes
-    """The frame in which that process has answered a greeting."""
+    """The frame in which that process answered a greeting."""
     spec: EngineSpec
-    """Of the prefill engine."""
+    """The spec of the prefill engine."""
     node: NodeInfo
     """The decode node, as it registers."""
     address: bytes
-    """A link of UCX that can be connected to."""
+    """The address of a UCX link that accepts connections."""
     own: bytes
     sealer: Sealer
-    """Of this member."""
+    """The sealer of this member."""
     names: bool
     """Whether its frames name their receiver. Those of pdserve 0.1 do not."""
 
@@ -145,15 +145,15 @@ class Known:
         return self.boot if self.names else None
 
     def seal(self, *messages: msgspec.Struct) -> Messages:
-        """One message of one part for each, in an order that is right."""
+        """Returns a ZMQ message of one part for each message, in the right order."""
         return [[self.sealer.seal(message, self.receiver)] for message in messages]
 
     def sign(self, body: bytes) -> Messages:
-        """With a right signature over bytes that need not be a message."""
+        """Signs bytes, which need not be a message, with a correct signature."""
         return self.sign_as(NAMED, self.boot + body) if self.names else self.sign_as(UNNAMED, body)
 
     def sign_as(self, version: int, body: bytes) -> Messages:
-        """A whole body, which need not begin with a name, in a frame of this version."""
+        """Signs a whole body in a frame of this version. The body need not begin with a receiver's name."""
         return [[self.sealer._seal(version, self.own, body)]]
 
     @property
@@ -165,7 +165,7 @@ class Known:
         return msgspec.msgpack.encode(self.harmless)
 
     def frame(self, **how: Any) -> bytes:
-        """A harmless message of somebody new, sealed in some way."""
+        """Returns a harmless message of a new sender, sealed with the arguments in ``how``."""
         somebody = new_id()
         how = {"purpose": self.purpose, "receiver": self.receiver, "sender": somebody} | how
         return sealed(harmless(self.purpose, somebody), **how)
@@ -173,16 +173,16 @@ class Known:
 
 @dataclass(frozen=True)
 class FrameCase:
-    """ZMQ messages over one connection, and what they are answered with."""
+    """ZMQ messages over one connection, and the answers that they get."""
 
     name: str
     purpose: Purpose
     make: Callable[[Known], Messages]
     answers: tuple[Answer, ...] = ()
     any_answers: bool = False
-    """Whether what comes back does not matter, because more than one answer is right."""
+    """Whether any answers are right."""
     cuts: bool = False
-    """Whether the connection is given up."""
+    """Whether the server closes the connection."""
     names: bool = True
     """Whether the frames name their receiver."""
 
@@ -206,7 +206,7 @@ FORMLESS: dict[str, Callable[[Known], Messages]] = {
     "version 3, signed": lambda known: known.sign_as(3, known.harmless_body),
     "version 3 and a name, signed": lambda known: known.sign_as(3, known.boot + known.harmless_body),
 }
-"""Messages that are no frames of either form, to both control ports: none is answered."""
+"""These messages are not frames of either form. Neither control port answers them."""
 UNANSWERED: dict[str, Callable[[Known], Messages]] = {
     "a frame behind an empty part": lambda known: [[b"", known.frame()]],
     "two frames as parts": lambda known: [[known.frame(), known.frame()]],
@@ -235,7 +235,7 @@ UNANSWERED: dict[str, Callable[[Known], Messages]] = {
     "a frame of tomorrow": lambda known: [[known.frame(late_s=-86_400.0)]],
     "no message, signed": lambda known: known.sign(b""),
 }
-"""Frames of both forms, to both control ports: none is answered."""
+"""These are frames of both forms. Neither control port answers them."""
 UNREADABLE: dict[str, Callable[[Known], bytes]] = {
     "a message of no kind": lambda _: msgspec.msgpack.encode({}),
     "a message of nobody's kind": lambda _: msgspec.msgpack.encode({"kind": "wizard"}),
@@ -247,7 +247,7 @@ UNREADABLE: dict[str, Callable[[Known], bytes]] = {
     "a kind that is no UTF-8": lambda _: b"\x81\xa4kind\xa2\xff\xfe",
     "a list for the sender": lambda known: _with(known.harmless_body, b"\xa7boot_id" + NESTED),
 }
-"""Bodies that are signed for both control ports. A proxy says so to a sender who named it."""
+"""These bodies are signed for both control ports. A proxy tells a sender that named it that it cannot read them."""
 STRAY: dict[str, Callable[[Known], Messages]] = {
     "another receiver": lambda known: [[known.sealer.seal(known.harmless, new_id())]],
     "the decode node": lambda known: [[known.sealer.seal(known.harmless, known.node.boot_id)]],
@@ -259,7 +259,7 @@ STRAY: dict[str, Callable[[Known], Messages]] = {
     "all but the last byte of its receiver": lambda known: known.sign_as(NAMED, known.boot[:15]),
     "its receiver without the first byte": lambda known: known.sign_as(NAMED, known.boot[1:] + known.harmless_body),
 }
-"""Frames that name somebody else: who sent them is asked to greet."""
+"""These frames name another process. The receiver asks the sender for a greeting."""
 
 
 def _other(purpose: Purpose) -> Purpose:
@@ -267,12 +267,12 @@ def _other(purpose: Purpose) -> Purpose:
 
 
 def _with(message: bytes, field: bytes) -> bytes:
-    """A message, which is a short map, with one more field at its end."""
+    """Returns a message, which is a short map, with one more field at its end."""
     return bytes((message[0] + 1,)) + message[1:] + field
 
 
 def frame_cases() -> Iterator[FrameCase]:
-    """All of them."""
+    """Yields every case."""
     yield from _formless()
     yield from _receivers()
     yield from _greetings()
@@ -356,7 +356,7 @@ def _discovery(names: bool) -> Iterator[FrameCase]:
     def case(name: str, make: Callable[[Known], Messages], *answers: Answer) -> FrameCase:
         return FrameCase(name, Purpose.DISCOVERY, make, answers)
 
-    # What pdserve 0.1 sends gets answers that 0.1 knows, and it knows no refusal.
+    # A frame of pdserve 0.1 gets only answers that 0.1 knows, and refusals are not among them.
     refusal = (discovery.ProxyRefusal,) if names else ()
     yield case("a heartbeat of nobody", lambda known: known.seal(NodeHeartbeat(known.own, NodeLoad())), Ack)
     another = WrongReceiver
@@ -412,7 +412,7 @@ def _discovery(names: bool) -> Iterator[FrameCase]:
         "a capacity of nothing": {"capacity": Capacity(0, 0, 0, 0)},
     }
     for name, fields in odd.items():
-        # Of a role that no other node waits for, and away again at once.
+        # No other node waits for this node's role, and it deregisters at once.
         apart = {"url": "http://127.0.0.1:1", "fingerprint": "x"}
         yield case(f"a registration with {name}", _registration(apart | fields), Ack)
 
@@ -434,7 +434,7 @@ def _transfer(name: str, make: Callable[[Known], Messages], *answers: Answer, an
 
 
 def _strangers() -> Iterator[FrameCase]:
-    """Who has not greeted."""
+    """Yields messages of senders that have not greeted."""
     yield _transfer("a ping of nobody", lambda known: known.seal(Ping(known.own)), Refused)
     yield _transfer("an order of nobody", lambda known: known.seal(_order(known)), Refused)
     yield _transfer("an end of nobody's", lambda known: known.seal(Done(_transfer_id(known))))
@@ -447,7 +447,7 @@ def _strangers() -> Iterator[FrameCase]:
 
 
 def _greetings() -> Iterator[FrameCase]:
-    """Handshakes of engines that do not fit, or cannot be reached."""
+    """Yields handshakes of engines that do not fit, or that cannot be reached."""
     for name, kind in get_type_hints(EngineSpec).items():
         values = (0, -1, 2**40, 2**63) if kind is int else ("", "x", "x" * 10_000)
         for value in values:
@@ -481,7 +481,7 @@ def _greetings() -> Iterator[FrameCase]:
 
 
 FITTING = {("protocol", 2**40), ("protocol", 2**63), ("oldest_protocol", 0), ("oldest_protocol", -1)}
-"""Of an engine that speaks other versions besides one that is spoken here."""
+"""An engine with these values speaks further versions beside the one that is spoken here."""
 
 
 def _borrowed_greeting(known: Known) -> Messages:
@@ -511,7 +511,7 @@ def _offering(offer: MemoryOffer) -> Callable[[Known], Messages]:
 
 
 def _probes() -> Iterator[FrameCase]:
-    """Of what the doctor asks for."""
+    """Yields probes, which the doctor asks for."""
     for name, address in {"no address": b"", "rubbish": b"\xff" * 100, "NUL bytes": bytes(1_000)}.items():
         yield _transfer(
             f"a probe to {name}",
@@ -532,7 +532,7 @@ def _probe(known: Known, address: bytes, size: int = 1, messages: int = 1) -> Pr
 
 
 def _orders(names: bool) -> Iterator[FrameCase]:
-    """Of a decode engine that has greeted."""
+    """Yields orders of a decode engine that has greeted."""
 
     def case(name: str, *answers: Answer, any_answers: bool = False, **fields: object) -> FrameCase:
         return _transfer(
@@ -543,7 +543,7 @@ def _orders(names: bool) -> Iterator[FrameCase]:
             any_answers=any_answers,
         )
 
-    # In a frame that names nobody, what cannot be read is nobody's.
+    # An order that cannot be read, in a frame that names no receiver, gets no answer.
     unread = (Welcome, Failed) if names else (Welcome,)
     yield _transfer("an order with a field too much", _order_and(b"\xa1x\x01"), *unread)
     yield _transfer("an order with fields 30,000 deep", _order_and(b"\xa1x" + NESTED), Welcome)
@@ -601,7 +601,7 @@ IMPOSSIBLE = {
     "negative bad words": SamplingParams(**_GREEDY, bad_words=((-(10**6),),)),
     "negative stops": SamplingParams(**_GREEDY, stop_token_ids=(-(10**6),), min_tokens=1),
 }
-"""Of a greeted engine's order: refused."""
+"""A greeted engine's order with these parameters is refused."""
 ODD = {
     "a bias of no number": SamplingParams(**_GREEDY, logit_bias=((5, float("nan")),)),
     "an infinite bias": SamplingParams(**_GREEDY, logit_bias=((5, float("inf")),)),

@@ -1,4 +1,4 @@
-"""Requests whose head or framing is wrong, odd, or meant to be read in two ways."""
+"""Requests whose head or framing is wrong, unusual or ambiguous."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ ODD_HEADERS = {
     "another method": "X-HTTP-Method-Override: DELETE",
     "another path": "X-Original-URL: /instances\r\nX-Rewrite-URL: /instances",
 }
-"""On a request that is right: it is answered as if they were not there."""
+"""A correct request with these headers is answered as if they were not there."""
 UPGRADES = {
     "h2c": "Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABkAARAAAAAAAIAAAAA",
     "websocket": "Connection: Upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Key: AA==\r\nSec-WebSocket-Version: 13",
@@ -137,7 +137,7 @@ BAD_CHUNKS = {
     "a NUL in an extension": b"%x;a=\0\r\n%b\r\n" % (len(BODY), BODY) + END,
     "a line feed alone": b"%x\n%b\n0\n\n" % (len(BODY), BODY),
 }
-"""After a head that announces chunks."""
+"""Wrong bodies that follow a head which announces chunks."""
 GARBAGE = {
     "NUL bytes": bytes(200),
     "0xff bytes": b"\xff" * 200,
@@ -168,13 +168,13 @@ NOT_SPOKEN = {
     "a version of HTTP/2.0": head("GET", "/health", version="HTTP/2.0"),
     "a path with a line feed": head("GET", "/health\nX: y"),
 }
-"""The parser makes a request of another version of HTTP of these."""
+"""The parser takes these for requests of another version of HTTP."""
 LENIENT = {"two blanks": head("GET ", "/health")}
-"""The parser makes a request of these."""
+"""The parser accepts these as requests."""
 
 
 def head_cases() -> Iterator[HttpCase]:
-    """All of them."""
+    """Yields every case."""
     for table, allowed in ((GARBAGE, BAD), (NOT_SPOKEN, frozenset({505})), (LENIENT, EITHER)):
         for name, data in table.items():
             for at in (At.PROXY, At.DECODE):
@@ -195,7 +195,7 @@ def _methods() -> Iterator[HttpCase]:
             yield HttpCase(f"{method} {path}", (head(method, path),), allowed, method=method, complete=False)
     for path in ("/health", "/metrics", "/v1/models", "/instances", "/version", "/ready"):
         yield HttpCase(f"POST {path}", (post(path, b"{}"),), frozenset({405}))
-    # What it answers to a method without a meaning here is the framework's affair.
+    # The framework decides its answer to a method that has no meaning here.
     for method in ("OPTIONS", "TRACE", "DELETE"):
         yield HttpCase(f"{method} /health", (head(method, "/health"),), frozenset({200, 405}), method=method)
 
@@ -250,7 +250,7 @@ def _framing() -> Iterator[HttpCase]:
     for length in LENGTHS:
         name = f"a Content-Length of {length!r}"
         whole = head("POST", TOKENIZE, f"Content-Length: {length}".encode().decode("latin-1")) + BODY
-        # One that is a number, but no size that is taken, has its own answer.
+        # A length that is a number, but too large or otherwise unusable, gets its own answer.
         yield HttpCase(name, (whole,), frozenset({400, 413}), closes=True, complete=False)
     yield HttpCase("no Content-Length", (head("POST", TOKENIZE) + BODY,), BAD, complete=False)
     two = head("POST", TOKENIZE, LENGTH, LENGTH) + BODY
@@ -316,7 +316,7 @@ def _chunks() -> Iterator[HttpCase]:
 
 
 def _several() -> Iterator[HttpCase]:
-    """Several requests at once: the first is answered; whether others are is the server's choice, not what they are."""
+    """Yields several requests at once. The server answers the first one, and may answer the others."""
     asked = head("GET", "/version")
     yield HttpCase("two requests at once", (asked * 2,), FINE, method="GET", complete=False)
     yield HttpCase("a thousand requests at once", (asked * 1_000,), FINE, method="GET", complete=False)

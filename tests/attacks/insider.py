@@ -1,4 +1,4 @@
-"""Frames and tickets of somebody who has the cluster's secret, or almost."""
+"""Frames and tickets of a sender that has the cluster's secret, or almost has it."""
 
 from __future__ import annotations
 
@@ -27,31 +27,31 @@ def sealed(
     late_s: float = 0.0,
     sender: bytes = b"",
 ) -> bytes:
-    """A frame of a new sender's, signed so many seconds ago."""
+    """Returns a frame of a new sender, signed ``late_s`` seconds ago."""
     return Sealer(secret, purpose, sender or new_id(), clock=lambda: time.time() - late_s).seal(message, receiver)
 
 
 def changed(frame: bytes, part: int, change: Callable[[object], object]) -> bytes:
-    """A frame with one of its parts (version, sender, counter, sent_ms, body, mac) replaced, and its old signature."""
+    """Replaces one part of a frame (version, sender, counter, sent_ms, body, mac) and keeps the old signature."""
     parts = msgspec.msgpack.decode(frame)
     parts[part] = change(parts[part])
     return msgspec.msgpack.encode(parts)
 
 
 def flipped(data: object) -> bytes:
-    """Bytes with their last bit turned over."""
+    """Returns the bytes with their last bit inverted."""
     assert isinstance(data, bytes)
     return data[:-1] + bytes((data[-1] ^ 1,))
 
 
 def header(frame: bytes) -> str:
-    """A frame as a ticket's header has it."""
+    """Returns a frame in the form of a ticket's header."""
     return base64.urlsafe_b64encode(frame).rstrip(b"=").decode()
 
 
 @dataclass(frozen=True)
 class Office:
-    """Makes tickets for a node, good ones unless told otherwise."""
+    """Makes tickets for a node. They are valid unless the test says otherwise."""
 
     node: bytes
 

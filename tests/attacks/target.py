@@ -1,4 +1,4 @@
-"""The cluster under attack, and how it is told whether it is well: answers, health, memory, descriptors, threads."""
+"""The cluster under attack, and the checks that it is unharmed: answers, health, memory, descriptors, threads."""
 
 from __future__ import annotations
 
@@ -23,30 +23,33 @@ from tests.processes import Process
 
 FLAGS = (
     *("--dtype", "fp32", "--kv-cache-mib", "16"),
-    # A stranger is on the network, so that is where the blocks are to be.
+    # An attacker comes over the network, so blocks must move over it too.
     *("--ucx-tls", "tcp"),
 )
 CONTEXT = 1024
-"""Tokens of the tiny model: long enough for all that is asked, short enough for a token to cost nothing."""
+"""The context of the tiny model. It is long enough for all requests, and so short that a token costs almost nothing."""
 PROMPT = [11 + i % 400 for i in range(70)]
-"""Of more than one block, so that it is prefilled remotely."""
+"""The prompt has more than one block, so it is prefilled remotely."""
 NEW_TOKENS = 4
 PATIENCE_S = 2 * ANSWER_S
-"""That the ordinary request is waited for. Who takes longer than ``ANSWER_S`` has failed, and is told apart from
-nobody."""
+"""The seconds that the client waits for the ordinary request. An answer that takes longer than ``ANSWER_S`` is a
+failure, but still a sign of life.
+"""
 HEALTH_GAP_S = 5.0
-"""That ``/health`` may take on a busy machine with two cores. A loop that hangs takes far longer."""
+"""The seconds that ``/health`` may take on a busy machine with two cores. An event loop that hangs takes far longer."""
 MEMORY_MIB = 64
-"""That a process may have grown by at the end of a group. Bodies are up to 9 MiB, and malloc keeps some of it."""
+"""The memory by which a process may have grown at the end of a group. Bodies have up to 9 MiB, and malloc keeps some of
+it.
+"""
 WASTE_S = 60.0
-"""That failed attacks may take altogether. Who waits in vain again and again learns nothing new from it."""
+"""The seconds that failed attacks may take altogether. Further ones would show nothing new."""
 SPARE = 12
-"""Descriptors and threads that a process may keep for the next request: connections and threads of pools."""
+"""The descriptors and threads that a process may keep for later requests, in its pools of connections and threads."""
 
 
 @dataclass(frozen=True)
 class Footprint:
-    """What one process holds."""
+    """The memory, descriptors and threads of one process."""
 
     rss_mib: int
     descriptors: int
@@ -71,7 +74,7 @@ class Footprint:
 
 
 class HealthWatch:
-    """Asks one server for ``/health`` again and again, over a new connection each time, as a load balancer does."""
+    """Asks one server for ``/health`` again and again, each time over a new connection, as a load balancer does."""
 
     PAUSE_S = 0.1
 
@@ -86,7 +89,7 @@ class HealthWatch:
         self._thread.start()
 
     def gap_s(self) -> float:
-        """The longest that an answer has taken, the one that is waited for now included."""
+        """Returns the longest time that an answer has taken, including the one that is awaited now."""
         asked_at = self._asked_at
         waiting_s = 0.0 if asked_at is None else time.monotonic() - asked_at
         return max(self.longest_s, waiting_s)
@@ -119,7 +122,7 @@ class HealthWatch:
 
 
 class Target:
-    """A proxy, a prefill and a decode node, and what the ordinary request is answered with."""
+    """A proxy, a prefill node and a decode node, with the answer to the ordinary request."""
 
     def __init__(self, running: Cluster, watches: Mapping[str, HealthWatch]) -> None:
         self.cluster = running
@@ -127,14 +130,14 @@ class Target:
         (self.prefill,) = running.prefill
         (self.decode,) = running.decode
         self.wasted_s = 0.0
-        """What attacks have taken that failed."""
+        """The seconds that failed attacks have taken."""
         self._salts = count()
-        # Until the engines have greeted each other, prompts are computed where they are decoded.
+        # Until the engines have made their handshake, the decode node computes prompts itself.
         eventually(self._asked_remotely, "a prompt goes to the prefill node")
         self.tokens = self.ask()
 
     def check_worth_attacking(self) -> None:
-        """Raises AssertionError if this cluster has nobody left to harm, or only makes everybody wait."""
+        """Raises AssertionError if a process of this cluster has ended, or if failed attacks have taken too long."""
         ended = [" ".join(process.argv[4:7]) for process in self._started if process.popen.poll() is not None]
         assert not ended, f"not tried: ended before: {ended}"
         assert self.wasted_s < WASTE_S, f"not tried: attacks before it have failed for {self.wasted_s:.0f} s"
@@ -145,23 +148,23 @@ class Target:
 
     @property
     def processes(self) -> dict[str, int]:
-        """Process ids of all that could be harmed."""
+        """Returns the process ids of all processes that an attack could harm."""
         pids = {"proxy": self.cluster.proxy.pid}
         for node in self.cluster.nodes:
             pids |= {node.name: node.process.pid, f"engine of {node.name}": engine_pid(node)}
         return pids
 
     def instance(self, node: Node) -> dict[str, Any]:
-        """A node as the proxy knows it."""
+        """Returns a node as the proxy describes it."""
         known: list[dict[str, Any]] = http(self.cluster.url + "/instances").json()
         return next(instance for instance in known if instance["name"] == node.name)
 
     def salt(self) -> dict[str, object]:
-        """A field that no other request has: what is sent with it is in nobody's prefix cache."""
+        """Returns a salt that no other request has, so that no prefix cache has the request's blocks."""
         return {"cache_salt": f"salt {next(self._salts)}"}
 
     def ordinary(self, **more: object) -> dict[str, object]:
-        """The body of the ordinary request, whose prompt has to be computed and moved each time."""
+        """Returns the body of the ordinary request. Its prompt has to be computed and transferred each time."""
         return {
             "model": MODEL,
             "prompt": PROMPT,
@@ -178,11 +181,12 @@ class Target:
         return self.remote_prefills() > 0
 
     def _complete(self) -> bytes:
-        """The ordinary request's answer, which must come."""
+        """Returns the answer to the ordinary request, which must come."""
         return http(self.cluster.url + "/v1/completions", self.ordinary(), timeout_s=PATIENCE_S).body
 
     def ask(self) -> list[int]:
-        """The ordinary request, through the proxy and a transfer."""
+        """Sends the ordinary request through the proxy, checks that it was prefilled remotely, and returns its tokens.
+        """
         before = self.remote_prefills()
         tokens: list[int] = self.answer_tokens(self._complete())
         eventually(lambda: self.remote_prefills() > before, "the ordinary request was prefilled remotely")
@@ -198,11 +202,11 @@ class Target:
         return self.decode.metric("prefills_total", source="remote")
 
     def lost_prefills(self) -> float:
-        """Prompts that the prefill node was asked for, and that were computed again where they are decoded."""
+        """Returns how many prompts a prefill node was asked for and the decode node then computed itself."""
         return self.decode.metric("prefills_total", source="fallback")
 
     def check_answers(self) -> None:
-        """Whoever was attacked answers others as before."""
+        """Checks that every process still answers other clients as before."""
         for name, watch in self.watches.items():
             gap_s = watch.gap_s()
             assert gap_s < HEALTH_GAP_S, f"/health of {name} took {gap_s:.1f} s"
@@ -218,7 +222,7 @@ class Target:
 
     @contextmanager
     def unharmed(self) -> Iterator[None]:
-        """Around a group of attacks: afterwards everything is as it was before."""
+        """Checks that a group of attacks leaves everything as it was before."""
         processes, before = self.processes, self.footprints()
         answered = {name: watch.answers for name, watch in self.watches.items()}
         yield

@@ -1,4 +1,4 @@
-"""Bodies that no client should send: an error that says what is wrong, and nobody else notices."""
+"""Tests that a wrong body gets an error that says what is wrong, and that no other client notices."""
 
 from __future__ import annotations
 

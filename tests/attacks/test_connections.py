@@ -1,4 +1,4 @@
-"""Connections that are opened and not used, used slowly, or left: they take nobody's place."""
+"""Tests that connections which are unused, slow or abandoned keep no other client out."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ pytestmark = pytest.mark.usefixtures("unharmed")
 BODY = body_with(TOKENIZE, {})
 CHUNKED = head("POST", TOKENIZE, "Transfer-Encoding: chunked")
 HELD = 20
-"""Connections of each kind at once."""
+"""The number of connections of each kind that are open at once."""
 TURNS = 5
 
 
 class Stage(enum.Enum):
-    """How far a request has come. What was sent until then."""
+    """How far a request has come, as the bytes that were sent until then."""
 
     CONNECTED = b""
     METHOD = b"POST /v1/compl"
@@ -61,7 +61,7 @@ def leave(connection: Connection, leaving: Leaving) -> None:
         case Leaving.HALF:
             connection.half_close()
         case Leaving.CLOSE:
-            pass  # what the end of the block does
+            pass  # The end of the block closes the connection.
 
 
 @pytest.mark.parametrize("case", attacks(LeavingCase(stage, leaving) for stage in Stage for leaving in Leaving))
@@ -75,7 +75,7 @@ def test_a_client_that_leaves(attacked: Target, case: LeavingCase) -> None:
 
 @pytest.mark.parametrize("stage", Stage)
 def test_a_request_that_ends_too_early(attacked: Target, stage: Stage) -> None:
-    """The client says that no more will come, and waits: it is answered, or the connection is closed."""
+    """The client half-closes and waits. The proxy answers or closes the connection."""
     with Connection(attacked.cluster.url) as connection:
         connection.send(stage.value)
         connection.half_close()
@@ -88,7 +88,7 @@ def test_a_request_that_ends_too_early(attacked: Target, stage: Stage) -> None:
 @pytest.mark.parametrize("leaving", Leaving)
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_leaves_an_answer(attacked: Target, stream: bool, leaving: Leaving) -> None:
-    """After its first bytes, where it streams; while it is computed, where it does not. All blocks come back."""
+    """The client leaves after the first bytes of a stream, or while an answer is computed. All blocks become free."""
     body = attacked.ordinary(stream=stream, max_tokens=CONTEXT - 100, n=4)
     with Connection(attacked.cluster.url) as connection:
         connection.send(post(TEXT, json.dumps(body).encode()))
@@ -120,7 +120,8 @@ def test_a_client_that_has_said_all_is_answered(attacked: Target) -> None:
 
 
 def test_slow_clients_hold_up_nobody(attacked: Target) -> None:
-    """Idle ones, and such as send a byte now and then, of everything that can be sent slowly."""
+    """Some clients are idle at every stage of a request, others send a byte now and then. None delays another client.
+    """
     slow = post(TEXT, json.dumps(attacked.ordinary()).encode())
     with ExitStack() as stack:
         for stage in Stage:

@@ -1,4 +1,4 @@
-"""Heads and framing that no client should send: an error or a closed connection, and nobody else notices."""
+"""Tests that a wrong head or framing gets an error or a closed connection, and that no other client notices."""
 
 from __future__ import annotations
 

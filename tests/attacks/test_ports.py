@@ -1,4 +1,4 @@
-"""Ports that are not for clients: control channels and UCX, with bytes, messages and frames that nobody should send."""
+"""Tests that control ports and UCX ports survive any bytes, messages and frames."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ from tests.cluster.nodes import MODEL
 
 CASES = tuple(frame_cases())
 LISTENING = "0A"
-"""A state of TCP, as ``/proc`` has it."""
+"""The number of TCP's state "listening" in ``/proc``."""
 pytestmark = pytest.mark.usefixtures("no_prompt_lost")
 
 
 def control(target: Target, purpose: Purpose) -> str:
-    """Where frames of this purpose go."""
+    """Returns the control address that takes frames of this purpose."""
     if purpose is Purpose.DISCOVERY:
         return target.cluster.control
     address: str = target.instance(target.prefill)["control"]
@@ -46,15 +46,15 @@ def control(target: Target, purpose: Purpose) -> str:
 
 
 class Talk:
-    """One connection to a control port, over which somebody with a boot id of its own talks. A context manager."""
+    """One connection to a control port, from a sender with a boot id of its own. It is a context manager."""
 
     def __init__(self, address: str, purpose: Purpose) -> None:
         self.own = new_id()
         self.sealer = Sealer(SECRET, purpose, self.own)
         self.receiver = b""
-        """Boot id of who answered the greeting."""
+        """The boot id of the process that answered the greeting."""
         self.welcome = b""
-        """The frame of that answer."""
+        """The frame of that process's answer."""
         self._purpose = purpose
         messages = FromProxy if purpose is Purpose.DISCOVERY else ToDecode
         self._opener: Opener[msgspec.Struct] = Opener(SECRET, purpose, messages, receiver=self.own)  # type: ignore[arg-type]
@@ -65,7 +65,7 @@ class Talk:
         self.socket.connect(address)
 
     def greet(self) -> None:
-        """Ask who listens, in a frame that names nobody. Raises zmq.Again if there is no answer in time."""
+        """Asks who listens, in a frame that names no receiver. Raises zmq.Again if no answer comes in time."""
         greeting = NodeHello(self.own, new_id(), SPOKEN.newest, SPOKEN.oldest)
         examination = Examine(self.own, SPOKEN.newest, SPOKEN.oldest)
         self.socket.send(self.sealer.seal(greeting if self._purpose is Purpose.DISCOVERY else examination))
@@ -75,11 +75,11 @@ class Talk:
         self.receiver = opened.sender
 
     def ask(self, *, names: bool = True) -> None:
-        """A harmless question."""
+        """Sends a harmless message."""
         self.socket.send(self.sealer.seal(harmless(self._purpose, self.own), self.receiver if names else None))
 
     def next(self) -> msgspec.Struct | WrongReceiver:
-        """Raises zmq.Again if there is no answer in time."""
+        """Returns the next answer. Raises zmq.Again if none comes in time."""
         try:
             return self._opener.open(self.socket.recv())
         except WrongReceiver as exc:
@@ -94,7 +94,7 @@ class Talk:
 
 
 def check_port(target: Target, purpose: Purpose) -> None:
-    """Somebody who has done nothing wrong is answered, whether a node of today or of pdserve 0.1."""
+    """Checks that a well-behaved node is answered, of this version and of pdserve 0.1."""
     with Talk(control(target, purpose), purpose) as talk:
         talk.greet()
         for names in (True, False):
@@ -112,7 +112,7 @@ def spec(cluster_under_attack: Target) -> EngineSpec:
 
 @pytest.fixture(scope="module")
 def link() -> Iterator[UcxLink]:
-    """What an insider's address leads to."""
+    """Yields the UCX link at the address that an insider announces."""
     transport = configured_ucx(TransferConfig(ucx_tls="tcp"))
     opened = transport.open_link(probe_memory(0))
     yield opened
@@ -154,7 +154,9 @@ def test_frames_for_a_control_port(attacked: Target, spec: EngineSpec, link: Ucx
 
 
 def check_answers(talk: Talk, case: FrameCase) -> None:
-    """Reads up to the answer to the harmless frame that was sent last; what takes the engine longer comes behind it."""
+    """Reads up to the answer to the harmless frame that was sent last. Answers for which the engine takes longer may
+    come later.
+    """
     last = harmless_answer(case.purpose)
     if case.any_answers:
         while not isinstance(talk.next(), last):
@@ -168,7 +170,7 @@ def check_answers(talk: Talk, case: FrameCase) -> None:
 @pytest.mark.parametrize("names", [True, False])
 @pytest.mark.parametrize("purpose", [Purpose.DISCOVERY, Purpose.TRANSFER])
 def test_a_captured_frame_is_good_at_no_port(attacked: Target, purpose: Purpose, names: bool) -> None:
-    """It was answered once. Over another connection, to the same process or the other one, nobody answers it again."""
+    """The frame was answered once. Sent again over another connection, to either process, it gets no answer."""
     with Talk(control(attacked, purpose), purpose) as heard:
         heard.greet()
         frame = heard.sealer.seal(harmless(purpose, heard.own), heard.receiver if names else None)
@@ -199,11 +201,11 @@ def decode_node(target: Target) -> NodeInfo:
 
 @pytest.mark.parametrize("name", BYTES | UCX_BYTES)
 def test_bytes_for_every_port_of_the_engines(attacked: Target, name: str) -> None:
-    """Among them those of UCX, over which the ordinary request's blocks go."""
+    """These ports include those of UCX, over which the ordinary request's blocks move."""
     engines = [pid for process, pid in attacked.processes.items() if "engine" in process]
     reached = 0
     for address in {at for pid in engines for at in listening(pid)}:
-        # The link of a peer that was here before may just be closing.
+        # The link of a former peer may be closing at this moment.
         with suppress(ConnectionRefusedError), raw(address) as connection:
             connection.sendall((BYTES | UCX_BYTES)[name])
             reached += 1
@@ -223,10 +225,10 @@ def raw(address: str) -> Iterator[socket.socket]:
 
 
 def listening(pid: int) -> set[str]:
-    """Addresses that a process listens on, over IPv4."""
+    """Returns the IPv4 addresses that a process listens on."""
     files: set[str] = set()
     for descriptor in Path(f"/proc/{pid}/fd").iterdir():
-        with suppress(FileNotFoundError):  # closed meanwhile
+        with suppress(FileNotFoundError):  # The process has closed it meanwhile.
             files.add(descriptor.readlink().name)
     found: set[str] = set()
     for line in Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]:

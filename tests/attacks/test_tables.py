@@ -1,4 +1,4 @@
-"""The tables themselves."""
+"""Tests the tables of cases themselves."""
 
 from __future__ import annotations
 

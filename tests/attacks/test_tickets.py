@@ -1,4 +1,4 @@
-"""Requests straight to nodes, with tickets that are missing, forged, worn, or authentic and pointless."""
+"""Tests requests straight to nodes, with tickets that are missing, forged, used, or valid but useless."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ REFUSED = frozenset({401})
 
 @dataclass(frozen=True)
 class TicketCase:
-    """One request to the decode node."""
+    """One request to the decode node, with the header that this case makes."""
 
     name: str
     make: Callable[[Office], str]
-    """The header's value."""
+    """Returns the value of the ticket's header."""
 
 
 def signed_ticket(office: Office, field: bytes) -> bytes:
-    """A right ticket with one more field at its end, in a frame that is right."""
+    """Returns a valid ticket with one more field at its end, in a valid frame."""
     ticket = msgspec.msgpack.encode(office.ticket())
     sealer = Sealer(SECRET, Purpose.TICKET, new_id())
     return sealer._seal(UNNAMED, new_id(), bytes((ticket[0] + 1,)) + ticket[1:] + field)
@@ -56,7 +56,7 @@ FORGED = (
     TicketCase("a frame and more", lambda office: header(office.frame() + b"\0")),
     TicketCase("another version", lambda office: header(changed(office.frame(), 0, lambda _: 2))),
     TicketCase("version 3", lambda office: header(changed(office.frame(), 0, lambda _: 3))),
-    # Tickets name their node themselves.
+    # A ticket names its node inside itself, not in its frame.
     TicketCase(
         "a frame that names this node",
         lambda office: header(sealed(office.ticket(), Purpose.TICKET, receiver=office.node)),
@@ -118,7 +118,7 @@ def office(attacked: Target) -> Office:
 
 
 def asked(target: Target, *tickets: str) -> bytes:
-    """The ordinary request with these tickets."""
+    """Returns the ordinary request with these tickets."""
     return post(TEXT, msgspec.json.encode(target.ordinary()), *(f"X-Pdserve-Ticket: {ticket}" for ticket in tickets))
 
 
