@@ -1,4 +1,4 @@
-"""Fixtures for every test, and how tests are shared out to the processes of ``pytest -n``."""
+"""Fixtures for every test, and how ``pytest -n`` distributes tests over its processes."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from pdserve.settings import cache_folder
 
 TESTS = Path(__file__).parent
 INTEGRATION = ("attacks", "cluster", "faults", "hosts")
-"""Folders whose tests start whole clusters. Elsewhere, a module says so with ``pytestmark``."""
+"""The folders whose tests start whole clusters. In other folders, such a module has the mark in its ``pytestmark``."""
 ONE_CLUSTER = ("attacks", "cluster", "hosts")
-"""Folders whose modules share a cluster: all of them run in one process, so that it is started once."""
+"""The folders whose modules share a cluster. One process runs them all, so that the cluster starts only once."""
 
-# Threads that share a few cores with other processes would spin for cores that others have. Torch reads this when it
-# is loaded, here and in every process that a test starts.
+# Threads wait without spinning, because they share few cores with other processes. Torch reads this when it is loaded,
+# here and in every process that a test starts.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 VOCABULARY = 49_152
-"""The demo model's tokenizer's: what a text becomes has to be in the model."""
+"""The vocabulary of the demo model's tokenizer: the model has to know every token that a text becomes."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -34,7 +34,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 class ByModule(LoadScopeScheduling):  # type: ignore[misc]
-    """Runs the tests of a module, or of a folder with one cluster for all, in one process, in their order."""
+    """Runs a module's tests in one process, in their order. A folder whose tests share a cluster counts as one module.
+    """
 
     def _split_scope(self, nodeid: str) -> str:
         module = nodeid.split("::", 1)[0]
@@ -48,11 +49,12 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Callable[..., object
 
 @pytest.fixture(scope="session")
 def demo_model() -> Path:
-    """Folder of SmolLM2-135M-Instruct; converted once into the user's cache, as ``pdserve up`` would.
+    """Returns the folder of SmolLM2-135M-Instruct, which is converted once into the user's cache, as ``pdserve up``
+    does it.
 
-    So are the CPU kernels compiled: not by the first node, while a test waits for it.
+    This also compiles the CPU kernels, so that no node compiles them while a test waits for it.
     """
-    # Not before: it loads torch, which many tests do not need.
+    # The import is here because it loads torch, which many tests do not need.
     from pdserve.engine.runner_loading import cpu_kernels
 
     cache = cache_folder(os.environ)
@@ -68,18 +70,20 @@ def anyio_backend() -> str:
 
 @pytest.fixture(scope="session")
 def tiny_model(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random Llama of three layers with the demo model's tokenizer. Its nodes start and answer quickly."""
+    """Returns a random Llama of three layers with the demo model's tokenizer. Its nodes start and answer quickly."""
     return _tiny_model(demo_model, tmp_path_factory, 3)
 
 
 @pytest.fixture(scope="session")
 def slow_tiny_model(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One of many layers: its nodes start as quickly, and a step takes long enough for something to happen in it."""
+    """Returns a model of many layers. Its nodes start as quickly, and a step takes long enough for a test to act during
+    it.
+    """
     return _tiny_model(demo_model, tmp_path_factory, 48)
 
 
 def _tiny_model(tokenizer: Path, folders: pytest.TempPathFactory, layers: int) -> Path:
-    # Not before: it loads the models of transformers, which most tests do not need.
+    # The import is here because it loads the models of transformers, which most tests do not need.
     from tests.tiny_models import save_tiny_chat_model
 
     shape = {"num_hidden_layers": layers, "vocab_size": VOCABULARY, "max_position_embeddings": 2048}

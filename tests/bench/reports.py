@@ -1,4 +1,4 @@
-"""Reports and streams for tests."""
+"""Reports and streams for the benchmarks' tests."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MACHINE = Machine("a CPU", 2, 24.0, "", "3.11", "2.13", "0.1", "2026-01-01 00:00
 
 
 def stream(started: float, arrivals: Sequence[float], token_ids: Sequence[int] = ()) -> Stream:
-    """An answer of a token at each of ``arrivals``."""
+    """Returns the stream of an answer whose tokens come at ``arrivals``."""
     return Stream(started, list(arrivals), arrivals[-1], len(arrivals), list(token_ids))
 
 
@@ -28,7 +28,7 @@ def ratio(value: float, better: Better = Better.HIGHER, name: str = "TTFT mean",
 
 
 def batching_report() -> Report:
-    """Of two concurrencies, with figures that are easy to check."""
+    """Returns a report of two concurrencies, whose figures are easy to check."""
     pairs = [
         Pair(
             concurrency,

@@ -1,4 +1,4 @@
-"""``pdserve bench batching`` as a person runs it: two real nodes, the same answers from both."""
+"""Runs ``pdserve bench batching`` as a user does: two real nodes give the same answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The command ``pdserve bench``: which benchmarks there are, where figures go, what a mistake is told."""
+"""Tests the command ``pdserve bench``: its list of benchmarks, where it writes figures, and its messages for mistakes.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``pdserve bench engine`` on tiny models: every measurement is there. How fast they are is not a test's business."""
+"""Tests that ``pdserve bench engine`` takes every measurement, on tiny models. Their speed does not matter here."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_every_measurement_is_there(tiny: Path, tmp_path: Path, dtype: Dtype) ->
     decodes = [("decode step", batch, context) for batch in (1, 3) for context in (5, 40)]
     alone = [(what, batch) for what in ("linear layers alone", "sampler") for batch in (1, 3)]
     assert sorted(found, key=str) == sorted([*decodes, *alone, ("prefill step", 7), ("prefill step", 33)], key=str)
-    # A GPU that the model is not on is measured too, where there is one.
+    # Where there is a GPU, the benchmark measures it too, although the model is on the CPU.
     assert [row.at["device"] for row in report.rows_of("hardware")][:1] == ["cpu"]
     assert all(figure.value > 0 for row in report.rows for figure in row.figures)
     (tmp_path / "engine.json").write_bytes(to_json(report))
@@ -93,6 +93,6 @@ def test_attention_of_recorded_steps_is_timed_as_a_replay(tiny: Path) -> None:
     subject = replace(open_subject("tiny", tiny, model, 16, steps, TorchKernels), graphs=graphs)
     assert attention_s(subject, subject.decode_rows(3, 40), 0.0) > 0
     assert [graph.replays > 0 for graph in graphs.made] == [True]
-    # A prompt is not recorded.
+    # A prefill step is not recorded as a graph.
     assert attention_s(subject, subject.prefill_rows(33), 0.0) > 0
     assert len(graphs.made) == 1

@@ -1,4 +1,4 @@
-"""The targets on a GPU are read off a report as they are meant."""
+"""Tests that the verdict reads the targets on a GPU correctly from a report."""
 
 from __future__ import annotations
 

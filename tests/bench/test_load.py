@@ -1,4 +1,4 @@
-"""The load generator against a server of aiohttp that answers as it is told to."""
+"""Tests the load generator against an aiohttp server whose answers the test decides."""
 
 from __future__ import annotations
 
@@ -21,11 +21,12 @@ LIMIT_S = 30.0
 
 @dataclass
 class Server:
-    """Streams ``max_tokens`` chunks; keeps what it was asked and how many asked at once."""
+    """Streams ``max_tokens`` chunks, and keeps the bodies that it received and the largest number of requests at once.
+    """
 
     fault: str = ""
     gathers: int = 1
-    """So many requests have to be there before one of them is answered."""
+    """The server answers the first request when this number of requests has come."""
     bodies: list[dict[str, Any]] = field(default_factory=list)
     running: int = 0
     most: int = 0

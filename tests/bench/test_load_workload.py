@@ -1,4 +1,4 @@
-"""The same requests for the same seed, within the lengths that were asked for."""
+"""Tests that a seed always gives the same requests, with lengths within the range that was asked for."""
 
 from __future__ import annotations
 

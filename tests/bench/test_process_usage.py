@@ -1,4 +1,4 @@
-"""CPU time and memory of processes, as the kernel counts them."""
+"""Tests that the CPU time and memory of processes are those that the kernel counts."""
 
 from __future__ import annotations
 

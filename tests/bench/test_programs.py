@@ -1,4 +1,4 @@
-"""A benchmark's node: ready or refused in bounded time, and gone afterwards."""
+"""Tests that a benchmark's node is ready, or refused, in bounded time, and leaves no process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""``pdserve bench proxy``: clients that count what they read, backends that register, and a small run of all of it."""
+"""Tests ``pdserve bench proxy``: clients that count what they read, backends that register, and a small run of
+everything.
+"""
 
 from __future__ import annotations
 
@@ -53,10 +55,10 @@ Server(("127.0.0.1", int(sys.argv[2])), Peer).serve_forever()
 def test_chunks_are_counted_however_they_are_read(size: int) -> None:
     with socket.socket() as connection:
         client = RawClient(connection, 5)
-        for _ in range(2):  # one request after the other on a connection
+        for _ in range(2):  # The requests follow each other on one connection.
             client.begin(Reply(0.0))
             data = HEAD + 5 * FRAMED + END
-            # Its status is told from its first read, which has all of it whatever else is cut.
+            # The client reads the status from its first piece, so the head is never cut.
             pieces = [data[: len(HEAD)], *(data[at : at + size] for at in range(len(HEAD), len(data), size))]
             over = [client.feed(float(now), piece) for now, piece in enumerate(pieces)]
             assert over == [*(False for _ in pieces[1:]), True]

@@ -1,4 +1,4 @@
-"""Reports: as JSON and back, as tables, as a plot, and against each other."""
+"""Tests reports as JSON, as tables and as a plot, and their comparison."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From the times at which chunks came to TTFT, ITL, TPOT and the figures of a run."""
+"""Tests how the arrival times of chunks become TTFT, ITL, TPOT and the figures of a run."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_which_chunks_bring_a_token() -> None:
     answer = Stream(0.0)
     for now, payload in enumerate(
         [
-            b'{"choices": [{"index": 0, "text": "", "finish_reason": null}]}',  # half a character
+            b'{"choices": [{"index": 0, "text": "", "finish_reason": null}]}',  # This chunk has half a character.
             b'{"choices": [{"index": 0, "text": "a", "token_ids": [5, 6]}]}',
             b'{"choices": [{"index": 0, "text": "b", "finish_reason": "length", "token_ids": [7]}]}',
             b'{"choices": [{"index": 0, "text": "", "finish_reason": "length"}]}',

@@ -1,4 +1,4 @@
-"""Events come whole however the bytes are cut."""
+"""Tests that events come whole, however their bytes are cut."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""pdserve bench transfer: real transfers between two processes, and what is made of their figures."""
+"""Tests ``pdserve bench transfer``: real transfers between two processes, and the figures that it computes from them.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ def test_a_run_measures_all_and_can_be_compared(tmp_path: Path) -> None:
     flags = ("--model", str(model), "--json", str(file), "--nixl-command", f"{sys.executable} {script}")
     cores = os.sched_getaffinity(0)
     try:
-        # The benchmark pins its process, which here is the tests' own.
+        # The benchmark pins its process to cores, and here it runs in the tests' process.
         assert main(["bench", "transfer", *SMALL, *flags, "--prefill-tokens-per-s", "100000"], dict(os.environ)) == 0
     finally:
         os.sched_setaffinity(0, cores)

@@ -1,4 +1,4 @@
-"""``--ask`` against servers that answer well and badly."""
+"""Tests ``--ask`` against servers that answer correctly and servers that do not."""
 
 from __future__ import annotations
 

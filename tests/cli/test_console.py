@@ -1,4 +1,4 @@
-"""What ``pdserve up`` shows of itself and its processes."""
+"""Tests what ``pdserve up`` prints about itself and its processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The demo model's folder, and how ``--model`` finds one."""
+"""Tests the folder of the demo model, and how ``--model`` finds a folder."""
 
 from __future__ import annotations
 

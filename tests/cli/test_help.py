@@ -1,4 +1,4 @@
-"""``--help`` tells all there is to set."""
+"""Tests that ``--help`` shows every setting."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ``pdserve up`` would start."""
+"""Tests which processes ``pdserve up`` would start."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command itself, as a process: statuses, messages, and what it imports."""
+"""Runs the command as a process and tests its exit statuses, its messages, and the modules that it imports."""
 
 from __future__ import annotations
 

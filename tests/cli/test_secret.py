@@ -1,4 +1,4 @@
-"""The cluster secret: where it comes from, and who may do without."""
+"""Tests where the cluster secret comes from, and which commands may do without one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where settings come from, which source wins, and what every mistake is told."""
+"""Tests where settings come from, which source wins, and what each mistake is answered with."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_every_type(tmp_path: Path) -> None:
 
 
 def test_no_wait_may_take_days() -> None:
-    """Every setting that is a time has a bound, of a day at most."""
+    """Every setting that is a time has an upper bound of a day or less."""
     a_day = {"s": 86_400, "ms": 86_400_000}
     times = {
         setting.flag: setting

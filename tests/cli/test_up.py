@@ -1,4 +1,4 @@
-"""``pdserve up`` with the demo model: real processes, one question, and nothing left behind."""
+"""Runs ``pdserve up`` with the demo model: real processes answer a question and leave nothing behind."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ QUESTION = "What is the capital of France? Answer in one sentence."
 
 
 def cluster_processes(marker: str) -> set[int]:
-    """Processes below a ``pdserve up`` that was given ``marker`` in its environment."""
+    """Returns the processes that a ``pdserve up`` with ``marker`` in its environment has started."""
     found = set()
     for folder in Path("/proc").iterdir():
         if folder.name.isdecimal() and int(folder.name) != os.getpid():
@@ -41,7 +41,7 @@ def wait_until_gone(marker: str, timeout_s: float = 20.0) -> None:
 
 
 def url_of(up: Process) -> str:
-    """Of the cluster, once it is ready."""
+    """Returns the cluster's URL as soon as the cluster is ready."""
     line = up.wait_for(lambda line: line.startswith("OpenAI-compatible API: "))
     return line.removeprefix("OpenAI-compatible API: ").removesuffix("/v1")
 
@@ -84,7 +84,7 @@ def test_killed_it_leaves_nothing_behind(tiny_model: Path, tmp_path: Path) -> No
     flags = ("--model", str(tiny_model), "--prefill", "0", "--decode", "0", "--mixed", "1")
     with pdserve("up", *SMALL, *flags, XDG_STATE_HOME=str(tmp_path)) as up:
         url_of(up)
-        assert len(cluster_processes(str(tmp_path))) >= 4  # up, proxy, node, engine
+        assert len(cluster_processes(str(tmp_path))) >= 4  # These are up, the proxy, the node and its engine.
         up.popen.send_signal(signal.SIGKILL)
         up.popen.wait(10)
         wait_until_gone(str(tmp_path))

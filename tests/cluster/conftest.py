@@ -10,13 +10,13 @@ from tests.cluster.nodes import Cluster, cluster
 
 @pytest.fixture(scope="session")
 def pd_cluster(demo_model: Path) -> Iterator[Cluster]:
-    """Two prefill and two decode nodes in fp32, shared by every test that does not break them."""
+    """Yields two prefill and two decode nodes in fp32, which all tests share that do not break them."""
     with cluster(demo_model, "--dtype", "fp32", prefill=2, decode=2) as running:
         yield running
 
 
 @pytest.fixture(scope="session")
 def mixed_cluster(demo_model: Path) -> Iterator[Cluster]:
-    """One mixed node in fp32: the colocated baseline."""
+    """Yields one mixed node in fp32, which prefills and decodes without transfers."""
     with cluster(demo_model, "--dtype", "fp32", prefill=0, decode=0, mixed=1) as running:
         yield running

@@ -1,4 +1,6 @@
-"""A real cluster for tests: proxy, prefill, decode and mixed nodes, each its own processes, on loopback."""
+"""A real cluster for tests: proxy, prefill, decode and mixed nodes, each in processes of its own, on loopback
+addresses.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ PATIENCE_S = 60.0
 
 @dataclass(frozen=True)
 class Reply:
-    """One HTTP response, whatever its status."""
+    """One HTTP response with any status."""
 
     status: int
     headers: Mapping[str, str]
@@ -33,7 +35,7 @@ class Reply:
 
 
 def http(url: str, body: object = None, *, raw: bytes | None = None, timeout_s: float = 120.0) -> Reply:
-    """GET, or POST if there is a body."""
+    """Sends a GET request, or a POST request if there is a body."""
     data = raw if raw is not None else None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(url, data, {"content-type": "application/json"})
     try:
@@ -46,14 +48,14 @@ def http(url: str, body: object = None, *, raw: bytes | None = None, timeout_s: 
 
 @dataclass(frozen=True)
 class Node:
-    """One node process and where it listens."""
+    """One node process and its address."""
 
     name: str
     process: Process
     url: str
 
     def metric(self, name: str, **labels: str) -> float:
-        """One sample of its ``/metrics``; 0 if there is none."""
+        """Returns one sample of the node's ``/metrics``, or 0 if it has none."""
         wanted = "pdserve_" + name
         if labels:
             wanted += "{" + ",".join(f'{key}="{value}"' for key, value in labels.items()) + "}"
@@ -62,7 +64,7 @@ class Node:
 
     @property
     def idle(self) -> bool:
-        """No request, and every block free."""
+        """Whether the node has no requests and all of its blocks are free."""
         return all(
             self.metric(name) == 0
             for name in (
@@ -90,7 +92,7 @@ class Cluster:
         return self.prefill + self.decode
 
     def complete(self, prompt: Sequence[int] | str, max_tokens: int, **more: object) -> list[int]:
-        """Generated token ids of a greedy completion that must succeed."""
+        """Returns the generated token ids of a greedy completion, which must succeed."""
         body = {
             "model": MODEL,
             "prompt": prompt,
@@ -112,7 +114,7 @@ class Cluster:
 def cluster(
     model: Path | str, *node_flags: str, prefill: int = 1, decode: int = 1, mixed: int = 0
 ) -> Iterator[Cluster]:
-    """Bring it up, wait until the proxy has every node, take it down."""
+    """Starts a cluster, waits until the proxy knows every node, and stops it at the end of the block."""
     with ExitStack() as stack:
         proxy = stack.enter_context(pdserve("proxy", "--port", "0", "--control-port", "0"))
         found = proxy.listening()
@@ -134,7 +136,8 @@ def cluster(
 
 
 def one_core(index: int) -> tuple[str, str]:
-    """Engines that use all cores at the same time slow each other down many times over: one core for each."""
+    """Returns flags that give an engine one core. Engines that all use every core slow each other down many times over.
+    """
     cores = sorted(os.sched_getaffinity(0))
     return "--cores", str(cores[index % len(cores)])
 
@@ -143,7 +146,8 @@ def one_core(index: int) -> tuple[str, str]:
 def start_node(
     role: str, name: str, model: Path | str, cluster: Cluster, *flags: str, prefix: Sequence[str] = ()
 ) -> Iterator[Process]:
-    """One more node for a running cluster. Unless told otherwise it does not choose by measurements."""
+    """Starts a further node of a running cluster. Unless flags say otherwise, it has every prompt prefilled remotely.
+    """
     defaults = {"--kv-cache-mib": "256", "--disaggregation": "always"}
     more = [word for flag, value in defaults.items() if flag not in flags for word in (flag, value)]
     of_cluster = ["--model", str(model), "--served-name", MODEL, "--proxy", cluster.control]

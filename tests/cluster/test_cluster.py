@@ -1,4 +1,4 @@
-"""What the cluster does with load, bad input and clients that leave."""
+"""Tests how the cluster handles load, bad input and clients that leave."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.eventually import eventually
 def test_round_robin_shares_the_load_over_both_roles(pd_cluster: Cluster) -> None:
     before = {node.name: len(node.process.lines) for node in pd_cluster.decode}
     for i in range(8):
-        # More than one block: no prefill node is asked for less.
+        # A decode node computes a prompt of one block itself, so this one is longer.
         pd_cluster.complete(f"Number {i} is a good number because of all that was ever said and written about it:", 2)
     seen: Counter[str] = Counter()
     for node in pd_cluster.decode:
@@ -38,7 +38,7 @@ def _finished(lines: list[str]) -> int:
 
 
 def test_a_stream_with_an_interval_has_the_same_text_in_fewer_chunks(pd_cluster: Cluster) -> None:
-    """Through the proxy, whose relays know nothing of it."""
+    """The stream comes through the proxy, which does not know the interval."""
 
     def pieces(interval: int) -> list[str]:
         body = {"model": MODEL, "prompt": "Once upon a time", "max_tokens": 24, "temperature": 0, "stream": True}
@@ -129,7 +129,7 @@ def test_streams_are_event_streams(pd_cluster: Cluster) -> None:
 
 
 def open_stream(cluster: Cluster, prompt: list[int], max_tokens: int) -> socket.socket:
-    """A streamed request on a socket of its own, not read yet."""
+    """Sends a streamed request on a socket of its own, from which nothing has been read yet."""
     url = urlsplit(cluster.url)
     body = json.dumps(
         {"model": MODEL, "prompt": prompt, "max_tokens": max_tokens, "stream": True, "ignore_eos": True}

@@ -1,4 +1,4 @@
-"""Where a decode node has its prompts computed, with --disaggregation auto: real nodes, one core each."""
+"""Tests where a decode node has its prompts computed with --disaggregation auto, on real nodes with a core each."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PROMPT = 600
 
 
 def prompt(first: int) -> list[int]:
-    """One that no cache holds."""
+    """Returns a prompt that no prefix cache has."""
     return [first, *range(1000, 1000 + PROMPT - 1)]
 
 
@@ -28,7 +28,7 @@ def decisions(node: Node, choice: str, reason: str) -> float:
 
 @contextmanager
 def streams(running: Cluster) -> Iterator[None]:
-    """Several clients whose answers are being decoded; their own prompts are too short to be moved."""
+    """Keeps several answers decoding. Their own prompts are too short to be transferred."""
     decode = running.decode[0]
     with ExitStack() as stack:
         for i in range(STREAMS):
@@ -39,7 +39,7 @@ def streams(running: Cluster) -> Iterator[None]:
 
 
 def engine_pid(node: Node) -> int:
-    """The engine is the only child of a node's API process."""
+    """Returns the process id of the engine, which is the only child of a node's API process."""
     pid = node.process.pid
     (child,) = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     return int(child)

@@ -1,4 +1,4 @@
-"""The official client against the whole cluster."""
+"""Tests the whole cluster with the official client."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ QUESTION: list[ChatCompletionMessageParam] = [{"role": "user", "content": "Count
 
 @pytest.fixture(scope="session")
 def answer(pd_cluster: Cluster) -> str:
-    """The greedy answer to QUESTION, not streamed."""
+    """Returns the greedy answer to QUESTION, which is not streamed."""
     reply = http(
         pd_cluster.url + "/v1/chat/completions",
         {"model": MODEL, "messages": QUESTION, "temperature": 0, "max_tokens": 24},

@@ -1,4 +1,4 @@
-"""What the prefix caches of a whole cluster save, and that nobody can tell by the tokens."""
+"""Tests how much the prefix caches of a whole cluster save, without any change to the tokens."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ def hits(cluster: Cluster) -> float:
 
 def test_a_prompt_that_every_decode_node_has_moves_nothing(pd_cluster: Cluster) -> None:
     ids = prompt(600, seed=1)
-    # Round-robin: by now both decode nodes have fetched it, the second one from a prefill node that may have had it.
+    # Requests go round-robin: both decode nodes have fetched the prompt, the second one perhaps from a prefill node
+    # that already had it.
     answers = [pd_cluster.complete(ids, 6, ignore_eos=True) for _ in range(2)]
     pd_cluster.until_idle()
     moved, found = received(pd_cluster), hits(pd_cluster)
@@ -47,7 +48,7 @@ def test_a_longer_prompt_moves_only_what_is_new(pd_cluster: Cluster) -> None:
     pd_cluster.complete(ids[:100], 4, ignore_eos=True, cache_salt="another")
     pd_cluster.until_idle()
     whole = received(pd_cluster) - before - moved
-    # 100 tokens that follow 40 cached blocks are 7 blocks, and so are 100 tokens of which nothing is cached.
+    # The 100 tokens behind 40 cached blocks fill 7 blocks, as 100 uncached tokens do.
     assert moved == whole > 0
     assert pd_cluster.complete(long, 4, ignore_eos=True, cache_salt="fresh") == first
 

@@ -1,4 +1,4 @@
-"""The label that a client gives to its request is in the log of every process that the request reaches."""
+"""Tests that a client's request id is in the log of every process that the request reaches."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def made(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 
 
 def complete(made: Cluster, request_id: str) -> str:
-    """The label of the answer to a request with this one."""
-    # Several blocks that no node has in its prefix cache: the prompt is computed by the prefill node.
+    """Returns the request id of the answer to a request with this id."""
+    # The prompt has several blocks that no prefix cache has, so the prefill node computes it.
     prompt = [3 + len(request_id)] * 60
     body = {"model": MODEL, "prompt": prompt, "max_tokens": 4, "ignore_eos": True, "n": 2}
     headers = {"content-type": "application/json", "x-request-id": request_id}

@@ -1,4 +1,4 @@
-"""Greedy tokens of the P/D cluster = of a mixed node = of transformers, in fp32."""
+"""Tests that a P/D cluster, a mixed node and transformers give the same greedy tokens in fp32."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from tests.tiny_models import Reference
 
 NEW_TOKENS = 8
 BLOCK = 16
-# Around one block, several blocks, one step's token budget (256) and several of them, up to 1,500 tokens.
+# These are lengths around one block, several blocks, the token budget of one step (256) and several budgets, up to
+# 1,500 tokens.
 LENGTHS = [
     *(1, 2, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK - 1, 2 * BLOCK, 2 * BLOCK + 1),
     *(BLOCK - NEW_TOKENS, BLOCK - NEW_TOKENS + 1, 3 * BLOCK + 5, 63, 64, 65, 100, 127, 128, 129),
@@ -32,19 +33,21 @@ FEW = [1, BLOCK, BLOCK + 1, 129, 300]
 
 @dataclass(frozen=True)
 class Served:
-    """One model, as a P/D cluster and a mixed node serve it, and as transformers answers."""
+    """One model as a P/D cluster and a mixed node serve it, with the answers of transformers."""
 
     pair: Cluster
     mixed: Cluster
     wanted: dict[int, list[int]]
-    """By prompt length."""
+    """The answers of transformers, by prompt length."""
 
 
 @pytest.fixture(
     scope="module", params=["tiny", "demo", pytest.param("demo at every length", marks=pytest.mark.nightly)]
 )
 def served(request: pytest.FixtureRequest, tiny_model: Path, demo_model: Path) -> Iterator[Served]:
-    """Every length with a random model of three layers, whose tokens tell the same; some with a real one too."""
+    """Yields a random model of three layers, whose tokens show an error as well, with every length, and real models
+    with some or all.
+    """
     if request.param == "tiny":
         flags = ("--dtype", "fp32")
         with cluster(tiny_model, *flags) as pair, cluster(tiny_model, *flags, prefill=0, decode=0, mixed=1) as mixed:
@@ -60,7 +63,7 @@ def answers(model: Path, lengths: list[int]) -> dict[int, list[int]]:
 
 
 def ask(cluster: Cluster, length: int, salt: str) -> list[int]:
-    """Prompts find what others of the same ``salt`` left in the prefix caches."""
+    """Returns the answer to a prompt that shares cached blocks only with prompts of the same ``salt``."""
     return cluster.complete(prompt(length), NEW_TOKENS, ignore_eos=True, cache_salt=salt)
 
 
@@ -80,7 +83,7 @@ def prefills(cluster: Cluster, source: str) -> float:
 
 
 def salt_of(request: pytest.FixtureRequest) -> str:
-    """No other test leaves anything under it."""
+    """Returns a salt that no other test uses."""
     return str(request.node.name)
 
 
@@ -91,7 +94,7 @@ def test_prefill_and_decode_nodes_alone(served: Served, request: pytest.FixtureR
 
 @pytest.mark.timeout(600)
 def test_prefill_and_decode_nodes_eight_at_a_time(served: Served, request: pytest.FixtureRequest) -> None:
-    served.pair.until_idle()  # what nodes count of earlier requests is in their figures then
+    served.pair.until_idle()  # Only then do the nodes' counts include all earlier requests.
     before = prefills(served.pair, "remote")
     assert eight_at_a_time(served.pair, served.wanted, salt_of(request)) == served.wanted
     served.pair.until_idle()

@@ -1,4 +1,4 @@
-"""Sampling parameters and log probabilities are the same wherever the first token was chosen."""
+"""Tests that sampling and log probabilities are the same, whichever node samples the first token."""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ SETTINGS: list[dict[str, Any]] = [
 
 
 def answers(cluster: Cluster, **fields: Any) -> list[dict[str, Any]]:
-    """The choices of a greedy completion, unless ``fields`` say otherwise, of which no cache knows the prompt."""
+    """Returns the choices of a completion, which is greedy unless ``fields`` say otherwise. No prefix cache has its
+    prompt.
+    """
     body = {"model": MODEL, "prompt": PROMPT, "max_tokens": 8, "temperature": 0, "return_token_ids": True, **fields}
     reply = http(cluster.url + "/v1/completions", {**body, "cache_salt": uuid.uuid4().hex})
     assert reply.status == 200, reply.body
@@ -35,7 +37,7 @@ def answers(cluster: Cluster, **fields: Any) -> list[dict[str, Any]]:
 
 
 def answer(cluster: Cluster, **fields: Any) -> dict[str, Any]:
-    """The only choice."""
+    """Returns the only choice of a completion."""
     [choice] = answers(cluster, **fields)
     return choice
 
@@ -45,7 +47,7 @@ def remote_prefills(cluster: Cluster) -> float:
 
 
 def wait_remote_prefills(cluster: Cluster, count: float) -> None:
-    """Every first token of the answers since was chosen on a prefill node. Counters come a little after answers."""
+    """Waits until a prefill node has computed ``count`` prompts, since counters are a little later than answers."""
     eventually(lambda: remote_prefills(cluster) >= count, f"{count} remote prefills")
 
 

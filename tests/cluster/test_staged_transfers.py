@@ -1,4 +1,6 @@
-"""A P/D pair whose KV blocks pass through host memory, as those of GPUs do, gives the tokens of transformers."""
+"""Tests that a P/D pair whose KV blocks pass through host memory, as those of GPUs do, gives the tokens of
+transformers.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +16,12 @@ from tests.tiny_models import VOCAB_SIZE, Reference, save_tiny_chat_model
 
 NEW_TOKENS = 6
 ROUNDS = 16
-"""Of one request of each length, all at once; together they want several times the blocks that host memory has."""
+"""The number of rounds of one request of each length, all at once. Together they need several times the blocks of host
+memory.
+"""
 LENGTHS = (17, 100, 400)
 LONG = 2_400
-"""Tokens of a prompt whose blocks can never all be in the host memory."""
+"""The tokens of a prompt whose blocks never fit into host memory together."""
 FLAGS = (
     "--overlap-scheduling",
     "on",
@@ -40,7 +44,7 @@ def prompt(length: int, number: int = 0) -> list[int]:
 
 @pytest.fixture(scope="module")
 def model(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny model with the demo model's tokenizer."""
+    """Returns a tiny model with the demo model's tokenizer."""
     return save_tiny_chat_model(demo_model, tmp_path_factory.mktemp("tiny"), max_position_embeddings=4096)
 
 

@@ -1,4 +1,5 @@
-"""P/D clusters whose nodes have any numbers of tensor-parallel ranks give the tokens of transformers."""
+"""Tests that P/D clusters give the tokens of transformers, whatever numbers of tensor-parallel ranks their nodes have.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ PROMPTS = [random.Random(length).choices(range(3, VOCAB_SIZE), k=length) for len
 
 @pytest.fixture(scope="module")
 def model(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny model with the demo model's tokenizer."""
+    """Returns a tiny model with the demo model's tokenizer."""
     heads = {"num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS}
     return save_tiny_chat_model(demo_model, tmp_path_factory.mktemp("tiny"), **heads)
 
@@ -34,17 +35,21 @@ def wanted(model: Path) -> list[list[int]]:
 
 
 MAPPED = [(2, 2), (2, 1), (1, 2), (4, 2), (2, 4)]
-"""Ranks of the prefill and the decode node; of the last two pairs one has more ranks than the model has KV heads."""
-# As between GPUs: every rank's part of a block passes through host memory.
+"""The ranks of the prefill and the decode node. In the last two pairs, one node has more ranks than the model has KV
+heads.
+"""
+# As between GPUs, every rank's part of a block passes through host memory.
 STAGED = ("--kv-staging", "on", "--kv-staging-mib", "1")
-# As between hosts: no rank maps another node's memory.
+# As between hosts, no rank maps another node's memory.
 NOT_MAPPED = ("--kv-shared-cache", "off")
 FLAGS = ("--dtype", "fp32", "--kv-cache-mib", "8", "--max-step-tokens", "32", "--max-running", "8")
 
 
 @contextmanager
 def pairs(model: Path, wanted_pairs: Sequence[tuple[int, int]], *more: str) -> Iterator[dict[tuple[int, int], Cluster]]:
-    """Each pair of ranks behind a proxy of its own. Pairs share their nodes: a node registers with several proxies."""
+    """Yields a cluster for each pair of ranks, with a proxy of its own. Pairs share nodes, which register with several
+    proxies.
+    """
     with ExitStack() as stack:
         proxies = [stack.enter_context(pdserve("proxy", "--port", "0", "--control-port", "0")) for _ in wanted_pairs]
         made = {}
@@ -71,7 +76,8 @@ def pairs(model: Path, wanted_pairs: Sequence[tuple[int, int]], *more: str) -> I
 
 
 def check(cluster: Cluster, wanted: list[list[int]], maps: int) -> None:
-    """Every prompt is prefilled remotely, and ``maps`` pairs of ranks map memory for it."""
+    """Checks the answers, that every prompt is prefilled remotely, and that ``maps`` pairs of ranks map memory for it.
+    """
     (decode,) = cluster.decode
     fetched, mapped = decode.metric("prefills_total", source="remote"), maps_of(decode)
     assert [
@@ -98,7 +104,7 @@ def mapped(model: Path) -> Iterator[dict[tuple[int, int], Cluster]]:
 def test_ranks_of_both_nodes_give_the_reference_tokens(
     mapped: dict[tuple[int, int], Cluster], wanted: list[list[int]], sources: int, targets: int
 ) -> None:
-    # The ranks of both nodes that have KV heads in common are linked.
+    # Each rank is linked with the ranks of the other node that have KV heads in common with it.
     check(mapped[sources, targets], wanted, len(set(head_map(KV_HEADS, sources, targets))))
 
 

@@ -1,4 +1,4 @@
-"""The manifests say only what pdserve understands, and agree with each other. No cluster is needed to know."""
+"""Tests, without a cluster, that the manifests have only what pdserve understands and agree with each other."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PODS = ["proxy", "prefill", "decode"]
 
 
 def documents(folder: Path) -> list[dict[str, Any]]:
-    """All resources or patches that the folder's kustomization names."""
+    """Returns all resources and patches that the folder's kustomization names."""
     (kustomization,) = yaml.safe_load_all((folder / "kustomization.yaml").read_text())
     files = [name for name in kustomization.get("resources", []) if name.endswith(".yaml")]
     files += [patch["path"] for patch in kustomization.get("patches", [])]
@@ -52,7 +52,7 @@ def container(role: str) -> dict[str, Any]:
 
 
 def environ(role: str, overlay: Path | None) -> dict[str, str]:
-    """What the process of ``role`` would see, with a pod at 10.1.2.3."""
+    """Returns the environment that the process of ``role`` would have in a pod at 10.1.2.3."""
     values = dict(resource("ConfigMap", "pdserve-settings")["data"])
     entries = container(role)["env"]
     if overlay is not None:
@@ -74,7 +74,7 @@ def environ(role: str, overlay: Path | None) -> dict[str, str]:
 
 
 def configured(role: str, overlay: Path | None = None) -> Any:
-    """The configuration that the container would start with. Raises ConfigError for anything it does not know."""
+    """Returns the configuration that the container would start with. Raises ConfigError for unknown settings."""
     subcommand, *flags = container(role)["args"]
     assert subcommand == role
     root = ProxyConfig if role == "proxy" else NodeConfig
@@ -128,7 +128,7 @@ def test_probes_and_grace(role: str) -> None:
 
 @pytest.mark.parametrize("role", PODS)
 def test_kubernetes_adds_no_variables_of_its_own(role: str) -> None:
-    """A Service named pdserve would otherwise set PDSERVE_PORT to tcp://…, in every pod."""
+    """For a Service named pdserve, Kubernetes would otherwise set PDSERVE_PORT to tcp://… in every pod."""
     assert workload(role)["spec"]["template"]["spec"]["enableServiceLinks"] is False
 
 

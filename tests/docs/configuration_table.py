@@ -63,7 +63,7 @@ _ROOTS = {
 
 
 def render() -> str:
-    """The whole page."""
+    """Returns the whole page."""
     return "\n".join([_HEAD, *(_root(title, root) for title, root in _ROOTS.items())])
 
 

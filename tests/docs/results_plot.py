@@ -34,7 +34,8 @@ def draw(rows: list[Result]) -> None:
     import matplotlib
 
     matplotlib.use("svg")
-    # Text stays text, so that a reader can search it; the same figures give the same file.
+    # Text remains text in the file, so that readers can search it. A fixed salt gives the same file for the same
+    # figures.
     matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "pdserve", "font.size": 9})
     from matplotlib import pyplot
 

@@ -35,7 +35,7 @@ SHOWN = ["off", "on-interval", "on"]
 
 
 class Runs:
-    """The report's rows by what they are of."""
+    """The report's rows, by regime, number of streams and variant."""
 
     def __init__(self, report: Report) -> None:
         self._rows = {
@@ -49,25 +49,25 @@ class Runs:
         return self._rows[regime, streams, variant]
 
     def gain(self, regime: Regime, part: str, others: str, figure: str) -> str:
-        """How many times better with the part than without it."""
+        """Returns how many times better the figure is with the part than without it."""
         without, having = ("off", part) if others == "off" else (f"on-{part}", "on")
         old, new = (self.row(regime, variant).figure(figure).value for variant in (without, having))
         return f"{new / old if figure == OUTPUT else old / new:.2f}"
 
     def cost(self, regime: Regime, variant: str, streams: int = STREAMS) -> str:
-        """CPU of a token in the node and in the proxy."""
+        """Returns the CPU time of a token in the node and in the proxy."""
         row = self.row(regime, variant, streams)
         return f"{row.figure(NODE_COST).value:.1f} + {row.figure(PROXY_COST).value:.1f}"
 
 
 def tables(report: Report) -> str:
-    """As Markdown."""
+    """Returns the tables as Markdown."""
     runs = Runs(report)
     return "\n\n".join([_variants(runs), _asked(runs), _streams(runs)])
 
 
 def page_with(text: str, report: Report) -> str:
-    """``text`` with the tables of ``report`` where its own are."""
+    """Returns ``text`` with its tables replaced by those of ``report``."""
     before, _, rest = text.partition(BEGIN)
     _, _, after = rest.partition(END)
     return f"{before}{BEGIN}\n\n{tables(report)}\n\n{END}{after}"

@@ -1,4 +1,4 @@
-"""The documentation says what is so: settings, commands, fields, messages, metrics, links."""
+"""Tests that the documentation is true: settings, commands, fields, messages, metrics and links."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def name(path: Path) -> str:
 
 
 def commands() -> list[tuple[str, list[str]]]:
-    """Every shell command of every page: where it is, and its words."""
+    """Returns every shell command of every page, as the page's name and the command's words."""
     found = []
     for page in PAGES:
         for block in re.findall(r"```sh\n(.*?)```", page.read_text(), re.DOTALL):
@@ -144,7 +144,7 @@ def test_the_plot_shows_every_row_of_the_results() -> None:
 
 
 def worsened(report: Report, times: float) -> Report:
-    """The same with every ratio so many times worse."""
+    """Returns the report with every ratio worse by this factor."""
     rows = []
     for row in report.rows:
         figures = []
@@ -160,7 +160,7 @@ def worsened(report: Report, times: float) -> Report:
 
 @pytest.mark.parametrize("path", REPORTS, ids=name)
 def test_a_new_run_can_be_compared_with_the_committed_figures(path: Path) -> None:
-    """And one that is worse is found out, by every ratio."""
+    """The comparison finds every ratio that has become worse."""
     report = read_report(path)
     assert not any(change.worse for change in changes(report, report, 0.0))
     assert not any(change.worse for change in changes(report, worsened(report, 1.2), 0.2))

@@ -1,4 +1,4 @@
-"""What a proxy's list of nodes says."""
+"""Tests how the doctor reads a proxy's list of nodes."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def proxy(body: bytes) -> Iterator[str]:
 
 
 def test_the_list_is_read() -> None:
-    # As the proxy writes it: with more than the doctor reads.
+    # The proxy's list has more fields than the doctor reads.
     more = [{**msgspec.to_builtins(one), "boot_id": "00", "load": {"running": 1}} for one in (PREFILL, DECODE)]
     with proxy(msgspec.json.encode(more)) as url:
         assert read_instances(url + "/", 5.0) == [PREFILL, DECODE]

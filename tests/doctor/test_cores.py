@@ -1,4 +1,4 @@
-"""Cores, quota, memory and neighbours, from made-up ``/proc`` and ``/sys``."""
+"""Tests cores, quota, memory and neighbours with made-up ``/proc`` and ``/sys`` files."""
 
 from __future__ import annotations
 

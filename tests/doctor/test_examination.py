@@ -1,4 +1,4 @@
-"""``pdserve doctor`` as people run it: alone, and against a real proxy and prefill node."""
+"""Runs ``pdserve doctor`` as users do: alone, and against a real proxy and prefill node."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TIMEOUT_S = 120.0
 
 @dataclass(frozen=True)
 class Running:
-    """A cluster, its model, and where its prefill node is asked."""
+    """A cluster, its model, and its prefill node's control address."""
 
     cluster: Cluster
     model: Path
@@ -47,7 +47,7 @@ class Examined:
     report: dict[str, Any]
 
     def seen(self, check: str, verdict: str) -> list[str]:
-        """What findings of this kind say, of checks whose name begins so."""
+        """Returns what the findings with this verdict say, of checks whose names begin with ``check``."""
         return [
             found["seen"]
             for found in self.report["findings"]
@@ -60,7 +60,7 @@ Doctor: TypeAlias = Callable[..., Examined]
 
 @pytest.fixture
 def doctor(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Doctor:
-    """Runs it in this process."""
+    """Returns a function that runs the doctor in this process."""
 
     def run(*flags: str, secret: str = SECRET) -> Examined:
         file = tmp_path / "report.json"

@@ -1,4 +1,4 @@
-"""GPUs as torch finds them."""
+"""Tests GPUs as torch reports them."""
 
 from __future__ import annotations
 

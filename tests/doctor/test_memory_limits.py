@@ -1,4 +1,4 @@
-"""Shared memory, locked memory and descriptors."""
+"""Tests the limits of shared memory, locked memory and descriptors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Own addresses, and routes as the kernel gives them."""
+"""Tests the host's own addresses, and routes as the kernel gives them."""
 
 from __future__ import annotations
 

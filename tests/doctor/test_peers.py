@@ -1,4 +1,4 @@
-"""A peer that fits, one that does not, one with another secret, an older one, and nobody."""
+"""Tests peers that fit, do not fit, have another secret, are older, or do not answer."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_nobody_listens() -> None:
 def test_an_older_pdserve_is_named_by_what_it_refuses() -> None:
     with FakePrefill(released=True) as old, ThreadPoolExecutor(1) as pool:
         asking = pool.submit(asked, old.target.control, SPEC, timeout_s=0.3)
-        # It drops what it does not know.
+        # An older peer drops messages that it does not know.
         old.next(Examine)
         old.next(Hello)
         old.send(Refused(old.boot_id, "protocol", "1", "2"))

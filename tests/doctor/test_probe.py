@@ -1,4 +1,4 @@
-"""How a probe's figures are judged."""
+"""Tests how the doctor judges a probe's figures."""
 
 from __future__ import annotations
 

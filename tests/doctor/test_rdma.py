@@ -1,4 +1,4 @@
-"""RDMA ports, from a made-up ``/sys``."""
+"""Tests RDMA ports with made-up ``/sys`` files."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def sysfs(root: Path, files: Mapping[str, str]) -> Path:
 
 
 def findings(root: Path, **changed: str) -> dict[str, Finding]:
-    """Of the RoCE port with these files, by the end of their names, changed."""
+    """Returns the findings of the RoCE port. ``changed`` replaces files, which it names by the end of their paths."""
     files = {
         name: next((text for end, text in changed.items() if name.endswith(end.replace("__", "/"))), text)
         for name, text in ROCE.items()

@@ -1,4 +1,4 @@
-"""Versions, and whether UCX loads."""
+"""Tests which versions the doctor reports, and whether it can load UCX."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The local process that is probed where no peer is named."""
+"""Tests the local process that the doctor probes when the user names no peer."""
 
 from __future__ import annotations
 

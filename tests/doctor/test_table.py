@@ -1,4 +1,4 @@
-"""The report as people and machines read it."""
+"""Tests the report that users and machines read."""
 
 from __future__ import annotations
 

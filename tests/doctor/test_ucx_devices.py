@@ -1,4 +1,4 @@
-"""What UCX's own words say about transports."""
+"""Tests how the doctor reads UCX's own list of transports."""
 
 from __future__ import annotations
 

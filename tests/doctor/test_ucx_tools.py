@@ -1,4 +1,4 @@
-"""UCX's own yardstick, run for real and read."""
+"""Runs UCX's own benchmark and tests how the doctor reads it."""
 
 from __future__ import annotations
 

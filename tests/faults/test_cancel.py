@@ -1,4 +1,6 @@
-"""A client that leaves at any step of a request frees everything on both nodes, and costs the next one nothing."""
+"""Tests that a client that leaves at any step of a request frees everything on both nodes and does not delay the next
+request.
+"""
 
 from __future__ import annotations
 
@@ -20,19 +22,19 @@ CHUNK = 32
 LONG = [11 + i % 400 for i in range(2000)]
 CHUNKS_OF_LONG = -(-len(LONG) // CHUNK)
 ONE_OF_TEN = LONG[:800]
-"""Ten of them fit into the decode node's KV cache at once."""
+"""Ten prompts of this length fit into the decode node's KV cache at once."""
 SHORT = LONG[: 2 * CHUNK]
 CHUNKS_OF_SHORT = 2
 FLAGS = (
     *("--dtype", "fp32", "--max-step-tokens", str(CHUNK), "--prefix-cache", "off"),
-    # So that a node that a test has stopped does not count as dead.
+    # With this lease, a node that a test has stopped is not taken for dead.
     *("--transfer-lease-ms", "60000"),
 )
 
 
 @pytest.fixture(scope="module")
 def nodes(slow_tiny_model: Path) -> Iterator[Cluster]:
-    """A decode node, and a prefill node that computes one prompt at a time."""
+    """Yields a decode node, and a prefill node that computes one prompt at a time."""
     with (
         cluster(slow_tiny_model, *FLAGS, "--max-running", "16", "--kv-cache-mib", "512", prefill=0) as running,
         ExitStack() as stack,
@@ -41,7 +43,7 @@ def nodes(slow_tiny_model: Path) -> Iterator[Cluster]:
         process = stack.enter_context(start_node("prefill", "prefill-0", slow_tiny_model, running, *flags))
         running.prefill.append(Node("prefill-0", process, process.listening().url))
         eventually(lambda: len(http(running.url + "/instances").json()) == 2, "the prefill node is registered")
-        # The handshake is made once; what follows is about requests.
+        # The first request makes the handshake, which is not what the tests are about.
         running.complete(SHORT, 2)
         yield running
 
@@ -89,7 +91,7 @@ def test_after_its_prefill(nodes: Cluster) -> None:
 
 
 def test_ten_that_are_cancelled_before_the_prefill_node_has_seen_them(nodes: Cluster) -> None:
-    """It computes at most a chunk of one of them, and then the next request's own."""
+    """The prefill node computes at most a chunk of one of them, and then the next request's prompt."""
     (prefill,), (decode,) = nodes.prefill, nodes.decode
     wanted = nodes.complete(SHORT, 3)
     nodes.until_idle()
@@ -122,5 +124,5 @@ def test_ten_that_are_cancelled_while_they_are_computed(nodes: Cluster) -> None:
         eventually(lambda: prefill.metric("num_requests_waiting") > 0, "one is computed, others wait")
     assert nodes.complete(SHORT, 3) == wanted
     nodes.until_idle()
-    # Some chunks of the first ones were computed before they were cancelled; how many, nobody can say from outside.
+    # Some chunks of the first prompts were computed before their clients left; a test cannot tell how many.
     assert steps(prefill) - before < 5 * len(ONE_OF_TEN) / CHUNK

@@ -1,4 +1,4 @@
-"""Processes that die, hang and restart under a running request."""
+"""Tests processes that die, hang or restart while a request runs."""
 
 from __future__ import annotations
 
@@ -18,26 +18,27 @@ from tests.tiny_models import Reference
 
 PROMPT = [11 + i % 400 for i in range(1400)]
 NEW_TOKENS = 6
-# Without a prefix cache: every prompt has to be prefilled anew. In many steps, so that there is time between them.
+# Without a prefix cache, every prompt has to be prefilled again. It takes many steps, so that a test can act between
+# them.
 FLAGS = ("--dtype", "fp32", "--max-step-tokens", "16", "--max-running", "8", "--prefix-cache", "off")
 
 
 @pytest.fixture(scope="module")
 def expected(slow_tiny_model: Path) -> list[int]:
-    """What transformers answers."""
+    """Returns the answer of transformers."""
     return Reference(slow_tiny_model, NEW_TOKENS).answer(PROMPT)
 
 
 @dataclass(frozen=True)
 class Broken:
-    """A prefill and a decode node that tests break and start anew."""
+    """A prefill and a decode node that tests break and replace."""
 
     cluster: Cluster
     model: Path
     stack: ExitStack
 
     def start(self, role: str) -> Node:
-        """One more node, which listens and is in ``cluster``."""
+        """Starts a further node, waits until it listens, and adds it to ``cluster``."""
         core = one_core(0 if role == "prefill" else 1)
         process = self.stack.enter_context(start_node(role, role, self.model, self.cluster, *FLAGS, *core))
         node = Node(role, process, process.listening().url)
@@ -45,7 +46,7 @@ class Broken:
         return node
 
     def mend(self) -> None:
-        """Starts a node for each that has ended. Returns when the proxy knows those that live, and they are idle."""
+        """Replaces nodes that have ended. Returns when the proxy knows the living nodes and they are idle."""
         for role, nodes in (("prefill", self.cluster.prefill), ("decode", self.cluster.decode)):
             nodes[:] = [node for node in nodes if node.process.popen.poll() is None]
             if not nodes:
@@ -54,7 +55,7 @@ class Broken:
         self.cluster.until_idle()
 
     def until_known(self) -> None:
-        """The proxy knows the living nodes and no others."""
+        """Waits until the proxy knows the living nodes and no others."""
         living = {node.url for node in self.cluster.nodes}
         eventually(lambda: {known["url"] for known in http(self.cluster.url + "/instances").json()} == living)
 
@@ -67,14 +68,14 @@ def broken(slow_tiny_model: Path) -> Iterator[Broken]:
 
 @pytest.fixture
 def victims(broken: Broken) -> Cluster:
-    """One prefill and one decode node, whole, that a test may break."""
+    """Returns one prefill and one decode node, both unharmed, which a test may break."""
     broken.mend()
     return broken.cluster
 
 
 @contextmanager
 def prefilling(broken: Cluster) -> Iterator[Future[list[int]]]:
-    """A request whose prompt is being computed on the prefill node."""
+    """Yields the answer to a request whose prompt the prefill node is computing."""
     with ThreadPoolExecutor(1) as pool:
         steps = broken.prefill[0].metric("engine_steps_total")
         answer = pool.submit(broken.complete, PROMPT, NEW_TOKENS, ignore_eos=True)
@@ -84,7 +85,7 @@ def prefilling(broken: Cluster) -> Iterator[Future[list[int]]]:
 
 
 def engine_pid(node: Node) -> int:
-    """The engine is the only child of a node's API process."""
+    """Returns the process id of the engine, which is the only child of a node's API process."""
     pid = node.process.pid
     (child,) = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     return int(child)
@@ -98,7 +99,7 @@ def alive(pid: int) -> bool:
 
 
 def kill(node: Node) -> None:
-    """Its API process. Its engine goes with it: the kernel sees to that."""
+    """Kills the node's API process. The kernel then ends its engine."""
     engine = engine_pid(node)
     os.kill(node.process.pid, signal.SIGKILL)
     eventually(lambda: not alive(engine), "the engine is gone")
@@ -109,7 +110,9 @@ def remote(cluster: Cluster) -> float:
 
 
 def until_used_again(cluster: Cluster, expected: list[int]) -> None:
-    """The prefill node is asked again. Until it has answered a greeting, requests are prefilled where they decode."""
+    """Waits until the prefill node is used again. Until it has answered a greeting, the decode node prefills requests
+    itself.
+    """
     before = remote(cluster)
 
     def used() -> bool:
@@ -131,10 +134,10 @@ def test_prefill_node_killed_while_prefilling(broken: Broken, victims: Cluster, 
     decode = victims.decode[0]
     eventually(lambda: decode.idle, "all blocks of the decode node are free")
     eventually(lambda: fallbacks(victims) == before + 1, "its metrics say so")
-    # Without any prefill node, answers are slower but right.
+    # Without a prefill node, answers are slower but correct.
     broken.until_known()
     assert victims.complete(PROMPT, NEW_TOKENS, ignore_eos=True) == expected
-    # A new one is used at once.
+    # A new prefill node is used at once.
     broken.start("prefill")
     broken.until_known()
     assert victims.complete(PROMPT, NEW_TOKENS, ignore_eos=True) == expected
@@ -164,7 +167,9 @@ def test_prefill_engine_that_hangs(victims: Cluster, expected: list[int]) -> Non
 
 
 def test_decode_engine_that_hangs(victims: Cluster, expected: list[int]) -> None:
-    """The prefill node gives it up and has its blocks back; the decode node finds out when it goes on."""
+    """The prefill node ends the decode node's lease and frees its own blocks. The decode node notices when it
+    continues.
+    """
     prefill, pid = victims.prefill[0], engine_pid(victims.decode[0])
     expired = prefill.metric("leases_expired_total")
     with prefilling(victims) as answer:
@@ -199,7 +204,7 @@ def test_another_prefill_node_takes_over(broken: Broken, victims: Cluster, expec
 
 
 def test_prefill_that_misses_its_deadline(slow_tiny_model: Path, expected: list[int]) -> None:
-    # Steps of two tokens take far longer than a prompt of this length is expected to, on any machine.
+    # On any machine, steps of two tokens take far longer than the time that a prompt of this length may take.
     steps = ("--max-step-tokens", "2", "--max-running", "1", "--dtype", "fp32", "--prefix-cache", "off")
     with cluster(slow_tiny_model, *steps, "--prefill-timeout-ms", "10") as slow:
         assert slow.complete(PROMPT, NEW_TOKENS, ignore_eos=True) == expected

@@ -1,4 +1,4 @@
-"""A node of several ranks: its tokens are right, and no rank ends or hangs without the whole node ending."""
+"""Tests that a node of several ranks gives the right tokens, and that the whole node ends when a rank ends or hangs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ __all__ = ["own_temporary_folder"]
 PROMPT = list(range(3, 40))
 NEW_TOKENS = 12
 LONG_ANSWER = 6000
-"""Tokens; seconds of work, also for a tiny model."""
+"""The tokens of an answer that takes seconds, even with a tiny model."""
 FLAGS = (
     "--served-name",
     "tiny",
@@ -46,14 +46,14 @@ FLAGS = (
 
 @pytest.fixture(scope="module")
 def model(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny model with the demo model's tokenizer."""
+    """Returns a tiny model with the demo model's tokenizer."""
     positions = 2 * LONG_ANSWER
     return save_tiny_chat_model(demo_model, tmp_path_factory.mktemp("tiny"), max_position_embeddings=positions)
 
 
 @dataclass(frozen=True)
 class Ranks(Node):
-    """A mixed node and its processes."""
+    """A mixed node, with the processes of its further ranks."""
 
     followers: list[int]
 
@@ -63,7 +63,7 @@ class Ranks(Node):
 
     @contextmanager
     def streaming(self) -> Iterator[Callable[[], bytes]]:
-        """An answer of seconds whose first token has been read; what returns the rest of it."""
+        """Streams an answer that takes seconds, reads its first token, and yields a function that returns the rest."""
         body = {"model": "tiny", "prompt": PROMPT, "ignore_eos": True, "max_tokens": LONG_ANSWER, "stream": True}
         request = urllib.request.Request(
             self.url + "/v1/completions", json.dumps(body).encode(), {"content-type": "application/json"}
@@ -95,7 +95,7 @@ def test_two_ranks_answer_as_one_idle_for_nothing_and_leave_nothing(model: Path,
     with ranks(model) as node:
         assert node.complete(max_tokens=NEW_TOKENS).json()["choices"][0]["token_ids"] == wanted(model)
         started, before = time.monotonic(), sum(map(cpu_seconds, node.followers))
-        time.sleep(1.5)  # nothing happens in it: that is what is measured
+        time.sleep(1.5)  # The test measures a time in which nothing happens.
         share = (sum(map(cpu_seconds, node.followers)) - before) / (time.monotonic() - started)
         assert share < 0.05
         node.process.terminate()

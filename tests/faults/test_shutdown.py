@@ -1,4 +1,4 @@
-"""A cluster that ends, and one that does nothing, leave no trace."""
+"""Tests that a cluster that ends leaves nothing behind, and that an idle one uses no CPU time."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SHARED_MEMORY = Path("/dev/shm")
 
 @pytest.fixture
 def own_temporary_folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Where the processes that a test starts, and no others, put their sockets."""
+    """Yields the folder where the processes that a test starts, and no others, put their sockets."""
     with tempfile.TemporaryDirectory() as folder:
         monkeypatch.setenv("TMPDIR", folder)
         yield Path(folder)
@@ -33,7 +33,7 @@ def cpu_seconds(pid: int) -> float:
 
 
 def unowned(files: set[Path]) -> set[Path]:
-    """Those that no living process has open or mapped. Other tests may run beside this one."""
+    """Returns the files that no living process has open or mapped. Other tests may run at the same time."""
     if not files:
         return files
     used: set[str] = set()
@@ -51,7 +51,7 @@ def test_idle_engines_use_no_cpu_and_sigterm_leaves_nothing(tiny_model: Path, ow
         made.until_idle()
         engines = [engine_pid(node) for node in made.nodes]
         start, before = time.monotonic(), sum(map(cpu_seconds, engines))
-        time.sleep(3)  # nothing happens in it: that is what is measured
+        time.sleep(3)  # The test measures a time in which nothing happens.
         share = (sum(map(cpu_seconds, engines)) - before) / (time.monotonic() - start)
         assert share < 0.05
         pids = [made.proxy.pid, *(node.process.pid for node in made.nodes), *engines]
@@ -61,6 +61,6 @@ def test_idle_engines_use_no_cpu_and_sigterm_leaves_nothing(tiny_model: Path, ow
         made.proxy.terminate()
         assert made.proxy.wait() == 0
         eventually(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), "no process is left")
-    # torch leaves an empty cache folder of its own there.
+    # Torch leaves an empty cache folder there.
     assert [path for path in own_temporary_folder.iterdir() if not path.name.startswith("torchinductor")] == []
     eventually(lambda: not unowned(set(SHARED_MEMORY.iterdir()) - shared_memory), "no shared memory is left")

@@ -1,4 +1,4 @@
-"""A node that stands still while it serves, as one whose host has vanished: its requests do not wait for it."""
+"""Tests that requests do not wait for a serving node that hangs like one whose host has vanished."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from tests.eventually import eventually
 PROMPT = [11 + i % 400 for i in range(64)]
 NEW_TOKENS = 160
 PROXY_GIVES_UP_S = 600.0
-"""After which the proxy ends a request by default: the tests are far below it."""
+"""The seconds after which the proxy ends a request by default. The tests take far less."""
 
 
 @pytest.fixture(scope="module")
 def pair(slow_tiny_model: Path) -> Iterator[Cluster]:
-    """Two nodes that both can serve a request alone."""
+    """Yields two nodes, each of which can serve a request alone."""
     with cluster(slow_tiny_model, "--dtype", "fp32", "--max-model-len", "512", prefill=0, decode=0, mixed=2) as running:
         yield running
 
 
 def serving(running: Cluster) -> Node:
-    """The node at which the one request runs that was sent."""
+    """Returns the node that serves the only request."""
 
     def busy() -> Node | None:
         return next((node for node in running.nodes if node.metric("num_requests_running") > 0), None)
@@ -40,7 +40,7 @@ def serving(running: Cluster) -> Node:
 
 @contextmanager
 def standing_still(node: Node) -> Iterator[None]:
-    """Its API process, and with it heartbeats and answers."""
+    """Stops the node's API process, so that it sends no heartbeats and no answers."""
     os.kill(node.process.pid, signal.SIGSTOP)
     try:
         yield

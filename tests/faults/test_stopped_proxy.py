@@ -1,5 +1,6 @@
-"""A proxy that stood still, as in a suspended virtual machine or behind a debugger, drops no node that lives, nor what
-runs there."""
+"""Tests that a proxy that was stopped (by a suspended virtual machine, or a debugger) keeps living nodes and their
+requests.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from tests.proxy.fake_node import Exchange, FakeNode, answer_ok
 
 HEARTBEAT_MS = 200
 STOPPED_S = 1.5
-"""More than two leases."""
+"""The proxy is stopped for more than two leases."""
 
 
 class Instance(msgspec.Struct):
@@ -70,7 +71,9 @@ async def scenario(proxy: Process, url: str, control: str) -> None:
 
 
 async def until_known(ask: Callable[[], Awaitable[bytes]]) -> bytes:
-    """What ``ask`` gives once it is not refused: a worker may know the node a little later than its supervisor."""
+    """Returns the first answer of ``ask`` that is not refused, since a worker may know the node later than its
+    supervisor does.
+    """
     while b"no_nodes" in (body := await ask()):
         continue
     return body

@@ -1,4 +1,4 @@
-"""Hundreds of requests at once over real nodes, of which some are left by their clients and one node is killed."""
+"""Tests hundreds of requests at once over real nodes. Some clients leave, and one node is killed."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ def prompt(number: int) -> list[int]:
 
 @pytest.fixture(scope="module")
 def model(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny model with the demo model's tokenizer."""
+    """Returns a tiny model with the demo model's tokenizer."""
     return save_tiny_chat_model(demo_model, tmp_path_factory.mktemp("tiny"))
 
 
 @pytest.fixture(scope="module")
 def wanted(model: Path) -> list[list[int]]:
-    """What transformers answers."""
+    """Returns the answers of transformers."""
     reference = Reference(model, NEW_TOKENS)
     return [reference.answer(prompt(number)) for number in range(PROMPTS)]
 
@@ -62,7 +62,7 @@ def nodes(model: Path) -> Iterator[Cluster]:
 
 @dataclass(frozen=True)
 class Held:
-    """What an engine process holds that would grow if something was forgotten."""
+    """The descriptors and threads of an engine process, which would grow if it forgot to free any."""
 
     files: int
     threads: int
@@ -83,7 +83,9 @@ async def ask(session: aiohttp.ClientSession, url: str, number: int) -> list[int
 
 
 class Crowd:
-    """Clients who all ask at once, some of whom leave while others are answered. ``run`` is for a thread of its own."""
+    """Clients that all ask at once, and some of which leave while others are answered. ``run`` needs a thread of its
+    own.
+    """
 
     def __init__(self, url: str, wanted: list[list[int]]) -> None:
         self.answered = 0
@@ -94,7 +96,7 @@ class Crowd:
         self._dice = random.Random(0)
 
     def run(self) -> None:
-        """Returns when nobody waits any more. Raises AssertionError for a wrong answer, or none."""
+        """Returns when no client waits any more. Raises AssertionError if an answer is wrong or missing."""
         try:
             asyncio.run(self._ask())
         finally:
@@ -121,13 +123,13 @@ class Crowd:
 
 
 def instance(node: Node, nodes: Cluster) -> dict[str, str]:
-    """What the proxy knows of it."""
+    """Returns a node as the proxy describes it."""
     (known,) = [i for i in http(nodes.url + "/instances").json() if i["url"] == node.url]
     return cast(dict[str, str], known)
 
 
 def restart(victim: Node, known: dict[str, str], nodes: Cluster, model: Path, stack: ExitStack) -> Node:
-    """Start a prefill node at the addresses of a dead one. Returns when the proxy knows it."""
+    """Starts a prefill node at the addresses of a dead one. Returns when the proxy knows it."""
     ports = ("--port", str(urlsplit(victim.url).port), "--transfer-port", str(urlsplit(known["control"]).port))
     process = stack.enter_context(start_node("prefill", victim.name, model, nodes, *FLAGS, *ports, *one_core(1)))
     again = Node(victim.name, process, process.listening().url)
@@ -141,13 +143,13 @@ def restart(victim: Node, known: dict[str, str], nodes: Cluster, model: Path, st
 
 
 def failures(decode: Node) -> float:
-    """Transfers that were lost with a dead node, noticed by its connection or by its silence."""
+    """Returns how many transfers were lost with a dead node, noticed by its connection or by its silence."""
     return sum(decode.metric("kv_transfer_failures_total", reason=reason) for reason in ("peer_lost", "lease_expired"))
 
 
 @contextmanager
 def stopped(nodes: list[Node]) -> Iterator[None]:
-    """Their engines do nothing for a while."""
+    """Stops the engines of these nodes during the block."""
     engines = [engine_pid(node) for node in nodes]
     for engine in engines:
         os.kill(engine, signal.SIGSTOP)

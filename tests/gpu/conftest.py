@@ -1,4 +1,4 @@
-"""What only a GPU can show. ``tests/kernels/triton`` runs its cases on one too, where there is one."""
+"""These tests need a GPU. ``tests/kernels/triton`` also runs on a GPU where there is one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two ranks on two GPUs, one of which gets a signal under recorded steps: prints what rank 0 says of it."""
+"""Runs two ranks on two GPUs, sends one of them a signal during recorded steps, and prints what rank 0 reports."""
 
 from __future__ import annotations
 

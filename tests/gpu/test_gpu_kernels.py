@@ -1,4 +1,4 @@
-"""The kernels at the size of an 8B model in bf16, and captured decode steps, on a real GPU."""
+"""Tests the kernels at the size of an 8B model in bf16, and captured decode steps, on a real GPU."""
 
 from __future__ import annotations
 

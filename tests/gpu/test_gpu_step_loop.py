@@ -1,4 +1,6 @@
-"""The whole engine loop on a GPU: steps launched ahead of their tokens, recorded ones among them, change no answer."""
+"""Tests on a GPU that steps which are launched ahead of their tokens, also recorded ones, change no answer of the
+engine.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ PARAMETERS: list[dict[str, Any]] = [
     {"temperature": 1.2, "top_k": 40, "min_p": 0.02},
 ]
 RULED: list[dict[str, Any]] = [{"temperature": 0.0, "repetition_penalty": 1.3}, {"temperature": 0.9, "logprobs": 2}]
-"""Need their tokens on the host: steps with them are not launched ahead."""
+"""These parameters need their tokens on the host, so steps with them are not launched ahead."""
 
 
 def make_runner(folder: Path, captured: bool) -> ModelRunner:

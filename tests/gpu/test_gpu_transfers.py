@@ -1,4 +1,4 @@
-"""A prefill and a decode node that compute on the GPU give the tokens of transformers."""
+"""Tests that a prefill and a decode node that compute on the GPU give the tokens of transformers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""NCCL with one rank, all that one GPU has room for: its operations run, are recorded, and can be waited for."""
+"""Tests NCCL with one rank, which is all that fits on one GPU: its operations run, are recorded and can be waited for.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tensor parallelism over NCCL: rank 0 in this process, rank 1 in a real one, a GPU each."""
+"""Tests tensor parallelism over NCCL: rank 0 runs in this process, rank 1 in another one, each on its own GPU."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_tokens_are_those_of_one_rank(folder: Path) -> None:
     ],
 )
 def test_a_lost_rank_is_named(folder: Path, signal: str, why: str) -> None:
-    # In a process of its own: what then waits on its GPU ends with it.
+    # The program has a process of its own, so that work that waits on its GPU ends with it.
     command = [sys.executable, "-m", "tests.gpu.loss_program", str(folder), signal]
     found = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=200, check=True)
     assert re.search(why, found.stdout)

@@ -1,6 +1,7 @@
-"""What ``pdserve bench engine`` and ``pdserve bench transfer`` found on a GPU, beside what it is to reach.
+"""Compares the figures of ``pdserve bench engine`` and ``pdserve bench transfer`` on a GPU with their targets.
 
-``python -m tests.gpu.verdict FILE…``, of their reports: exit status 1 if a target is missed, or was not measured.
+``python -m tests.gpu.verdict FILE…`` takes their reports. It exits with status 1 if a target is missed or was not
+measured.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ MODEL = "8B-shaped"
 
 @dataclass(frozen=True)
 class Target:
-    """A ratio of the report, and what it has to be at least or at most."""
+    """A ratio of the report, with its lower or upper bound."""
 
     name: str
     what: str
@@ -75,7 +76,7 @@ TARGETS = (
 
 
 def judged(*reports: Report) -> list[tuple[str, bool]]:
-    """A line for each target, and whether it was met."""
+    """Returns a line for each target, and whether the target is met."""
     lines = []
     for target in TARGETS:
         rows = [row for report in reports for row in report.rows_of(target.what)]

@@ -1,4 +1,4 @@
-"""A cluster whose proxy, prefill nodes and decode node are hosts of their own."""
+"""A cluster whose proxy, prefill nodes and decode node each run on a host of their own."""
 
 from __future__ import annotations
 
@@ -18,20 +18,22 @@ from tests.tiny_models import VOCAB_SIZE, save_tiny_chat_model
 NEW_TOKENS = 8
 PROMPT_TOKENS = 900
 BLOCK_BYTES = 16 * 4 * 2 * 2 * 32 * 4
-"""Of the model below: tokens, layers, KV heads, keys and values, head size, fp32."""
+"""The bytes of a block of the model below: tokens, layers, KV heads, keys and values, head size, fp32."""
 FLAGS = (
     *("--dtype", "fp32", "--kv-cache-mib", "64", "--max-step-tokens", "64", "--max-running", "16"),
-    # Without a prefix cache every prompt has to move anew.
+    # Without a prefix cache, every prompt has to be transferred again.
     *("--prefix-cache", "off", "--transfer-lease-ms", "2000", "--transfer-heartbeat-ms", "200"),
-    # Blocks are on their way also while later chunks compute.
+    # Blocks are sent while later chunks are still computed.
     *("--kv-overlap", "on"),
-    # UCX would find the shared memory that hosts of this kind have in common, and real ones do not.
+    # These hosts share memory that UCX would find, and real hosts do not.
     *("--ucx-tls", "tcp"),
 )
 
 
 def tiny_model(demo_model: Path, folder: Path) -> Path:
-    """A model that computes in no time and whose prompts are megabytes of KV cache, with the demo model's tokenizer."""
+    """Returns a model that computes almost instantly, with prompts of megabytes of KV cache and the demo model's
+    tokenizer.
+    """
     return save_tiny_chat_model(demo_model, folder, num_hidden_layers=4, head_dim=32, max_position_embeddings=2048)
 
 
@@ -41,7 +43,7 @@ def prompt(seed: int, length: int = PROMPT_TOKENS) -> list[int]:
 
 @dataclass
 class Hosts:
-    """The running cluster, and the network under it. Its URLs lead somewhere only inside the client's host."""
+    """The running cluster and its network. Its URLs can be reached only from the client's host."""
 
     model: Path
     network: Network
@@ -60,7 +62,7 @@ class Hosts:
         return self.cluster.complete(prompt(seed), NEW_TOKENS, ignore_eos=True)
 
     def instances(self) -> set[tuple[str, str]]:
-        """Name and boot of every node that the proxy knows."""
+        """Returns the name and boot id of every node that the proxy knows."""
         return {(instance["name"], instance["boot_id"]) for instance in http(self.cluster.url + "/instances").json()}
 
     def names(self) -> set[str]:
@@ -70,7 +72,7 @@ class Hosts:
         return self.decode.metric("prefills_total", source=source)
 
     def launch(self, role: str) -> Process:
-        """A node on the host of its role's name, always at the same ports."""
+        """Starts a node on the host that is named like its role, always at the same ports."""
         host = self.network.hosts[role]
         transfer = ("--transfer-host", host.address, "--transfer-port", "9100") if role == "prefill" else ()
         core = one_core(0 if role == "prefill" else 1)
@@ -78,7 +80,9 @@ class Hosts:
         return self.stack.enter_context(start_node(role, role, self.model, self.cluster, *flags, prefix=host.prefix))
 
     def relaunch(self, role: str) -> None:
-        """A new process at the address of one that has ended; the proxy knows it instead of the old one."""
+        """Starts a new process at the address of one that has ended. Returns when the proxy knows it in place of the
+        old one.
+        """
         known = self.instances()
         process = self.launch(role)
         nodes = self.cluster.prefill if role == "prefill" else self.cluster.decode
@@ -88,7 +92,7 @@ class Hosts:
 
 @contextmanager
 def cluster_over(network: Network, model: Path) -> Iterator[Hosts]:
-    """Over hosts named client, proxy, prefill and decode."""
+    """Yields a cluster over hosts named client, proxy, prefill and decode."""
     proxy: Host = network.hosts["proxy"]
     with ExitStack() as stack:
         flags = ("--host", proxy.address, "--port", "8000", "--control-host", proxy.address, "--control-port", "8100")
@@ -104,10 +108,10 @@ def cluster_over(network: Network, model: Path) -> Iterator[Hosts]:
 
 
 def open_files(node: Node) -> int:
-    """Descriptors of a node's engine."""
+    """Returns the number of open descriptors of a node's engine."""
     return len(list(Path(f"/proc/{engine_pid(node)}/fd").iterdir()))
 
 
 def threads(node: Node) -> int:
-    """Of a node's engine."""
+    """Returns the number of threads of a node's engine."""
     return len(list(Path(f"/proc/{engine_pid(node)}/task").iterdir()))

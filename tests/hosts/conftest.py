@@ -1,4 +1,4 @@
-"""Hosts for tests, made where the machine allows it; CI has to."""
+"""Makes hosts for tests where the machine allows it. CI must allow it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.tiny_models import Reference
 
 @pytest.fixture(scope="session")
 def possible() -> None:
-    """Skips, with the reason, where there can be no network namespaces; fails there in CI."""
+    """Skips a test, with the reason, where network namespaces are impossible, and fails it there in CI."""
     reason = why_impossible()
     if reason is not None:
         (pytest.fail if os.environ.get("CI") else pytest.skip)(reason)
@@ -45,7 +45,7 @@ def running(joined: Network, model: Path) -> Iterator[Hosts]:
 
 @pytest.fixture
 def hosts(running: Hosts) -> Iterator[Hosts]:
-    """The cluster, whole before and after; this thread is on the client's host."""
+    """Yields the cluster, with this thread on the client's host. The cluster is unharmed before and after the test."""
     with running.network.hosts["client"].inside():
         yield running
         running.network.wire.mend()

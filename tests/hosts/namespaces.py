@@ -1,6 +1,6 @@
-"""Hosts of one machine: network namespaces that see each other over a ``Wire`` and nothing else.
+"""Several hosts on one machine: network namespaces that reach each other only over a ``Wire``.
 
-Needs root, because the kernel does.
+They need root, because the kernel does.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def _ip(*commands: str, within: str = "") -> None:
 
 
 def why_impossible() -> str | None:
-    """Why this machine cannot have such hosts; None if it can."""
+    """Returns why this machine cannot have such hosts, or None if it can."""
     if shutil.which("ip") is None:
         return "needs iproute2 (apt-get install iproute2)"
     if os.geteuid() != 0:
@@ -58,12 +58,13 @@ class Host:
 
     @property
     def prefix(self) -> Sequence[str]:
-        """Of the command line of a program that is to run there."""
+        """Returns the beginning of the command line of a program that is to run on this host."""
         return "ip", "netns", "exec", self.namespace
 
     @contextmanager
     def inside(self) -> Iterator[None]:
-        """This thread, and the threads and processes that it starts, have their sockets there."""
+        """During the block, this thread, and the threads and processes that it starts, have their sockets on this host.
+        """
         with open(_OF_THIS_THREAD) as home:
             _enter(Path("/run/netns", self.namespace))
             try:
@@ -81,7 +82,7 @@ def _enter(namespace: Path) -> None:
 
 @dataclass(frozen=True)
 class Network:
-    """Some hosts and what joins them."""
+    """Some hosts and the wire between them."""
 
     hosts: Mapping[str, Host]
     wire: Wire
@@ -89,7 +90,7 @@ class Network:
 
 @contextmanager
 def network(*names: str) -> Iterator[Network]:
-    """Hosts of these names, gone at the end of the block with all that still runs in them."""
+    """Yields hosts with these names. At the end of the block they end, with all that still runs on them."""
     _remove_leftovers()
     switch = f"{_PREFIX}-{os.getpid()}"
     hosts = {name: Host(name, f"{switch}-{name}", f"{_NETWORK}.{i}") for i, name in enumerate(names, 1)}
@@ -101,7 +102,7 @@ def network(*names: str) -> Iterator[Network]:
             _ip(f"netns add {inner}")
             _ip(f"link add {port} type veth peer name eth0 netns {inner} address {macs[name]}", within=switch)
             _ip(
-                # One packet a frame, as on a real wire, so that loss takes single packets.
+                # Each frame has one packet, as on a real wire, so that a loss takes single packets.
                 "link set eth0 gso_max_segs 1",
                 f"address add {host.address}/24 dev eth0",
                 "link set lo up",
@@ -110,7 +111,7 @@ def network(*names: str) -> Iterator[Network]:
             )
             _ip(f"link set {port} up", within=switch)
             with host.inside():
-                # Of those that every kernel has, and unlike BBR not misled by a delay that a test has changed.
+                # Every kernel has reno, and a delay that a test changes does not mislead it, as it would mislead BBR.
                 Path("/proc/sys/net/ipv4/tcp_congestion_control").write_text("reno")
         with Host("switch", switch, "").inside():
             ports = [open_port(name, macs[name], f"port{i}") for i, name in enumerate(names, 1)]
@@ -124,7 +125,7 @@ def network(*names: str) -> Iterator[Network]:
 
 
 def _remove_leftovers() -> None:
-    """Of test runs that were killed."""
+    """Removes the namespaces of test runs that were killed."""
     _remove(
         [
             path.name

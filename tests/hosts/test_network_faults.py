@@ -1,4 +1,4 @@
-"""Proxy, prefill and decode node on hosts of their own, and a network between them that delays, loses and is cut.
+"""Tests proxy, prefill and decode node on hosts of their own, over a network that delays, loses or is cut.
 
 An answer always comes, is always that of transformers, and leaves every block free on both nodes.
 """
@@ -25,7 +25,7 @@ TIMEOUT_S = 60
 
 
 def to_decode(hosts: Hosts) -> Path:
-    """The way that KV blocks take."""
+    """Returns the path on which KV blocks move."""
     return hosts.network.wire.path("prefill", "decode")
 
 
@@ -57,7 +57,7 @@ def test_lost_packets_never_become_tokens(hosts: Hosts, reference: Reference, lo
 
 
 def cut_in_the_middle(hosts: Hosts, seed: int, pool: ThreadPoolExecutor, *ways: tuple[str, str]) -> Future[list[int]]:
-    """A request of whose blocks some have gone when these ways are cut."""
+    """Starts a request and cuts these ways when some of its blocks have been sent."""
     path = to_decode(hosts)
     path.cut_after(IN_THE_MIDDLE)
     answer = pool.submit(hosts.ask, seed)
@@ -82,9 +82,9 @@ def test_a_cut_in_the_middle_of_a_transfer(hosts: Hosts, reference: Reference, w
         answer = cut_in_the_middle(hosts, 30, pool, *ways)
         assert answer.result(TIMEOUT_S) == reference.answer(prompt(30))
     assert hosts.decode.metric("fallbacks_total") == fallbacks + 1
-    # Neither side needs the other to get its blocks back.
+    # Each side gets its blocks back without the other.
     hosts.cluster.until_idle()
-    # While it lasts, the next one is answered too, and does not wait for another lease to run out.
+    # During the cut, the next request is answered too, without waiting for another lease to run out.
     expired = hosts.decode.metric("leases_expired_total")
     assert hosts.ask(31) == reference.answer(prompt(31))
     assert hosts.decode.metric("leases_expired_total") == expired
@@ -106,7 +106,7 @@ def test_a_cut_that_heals_in_time_is_only_a_delay(hosts: Hosts, reference: Refer
 
 
 def test_a_cut_between_two_requests(hosts: Hosts, reference: Reference) -> None:
-    """Neither node can know of it when the next one comes."""
+    """Neither node can have noticed the cut when the next request comes."""
     assert hosts.ask(50) == reference.answer(prompt(50))
     remote = hosts.prefills("remote")
     for path in hosts.network.wire.between("prefill", "decode"):
@@ -159,7 +159,7 @@ def test_cuts_leave_nothing_open(hosts: Hosts, reference: Reference) -> None:
         remote = hosts.prefills("remote")
         eventually(lambda: hosts.ask(70) == wanted and hosts.prefills("remote") > remote, "healed")
 
-    cut_and_heal()  # Whatever is opened once for all is open now.
+    cut_and_heal()  # Now everything is open that is opened only once.
     before = {node.name: (open_files(node), threads(node)) for node in hosts.cluster.nodes}
     for _ in range(2):
         cut_and_heal()
@@ -170,7 +170,7 @@ def test_cuts_leave_nothing_open(hosts: Hosts, reference: Reference) -> None:
 
 
 def test_a_prefill_host_that_dies_and_comes_back_at_the_same_address(hosts: Hosts, reference: Reference) -> None:
-    """Nobody says goodbye: the host is cut off before its processes are killed."""
+    """No side can say goodbye: the host is cut off before its processes are killed."""
     with ThreadPoolExecutor(1) as pool:
         answer = cut_in_the_middle(hosts, 80, pool, ("prefill", "decode"))
         for path in hosts.network.wire.around("prefill"):
@@ -200,7 +200,7 @@ def test_a_decode_host_that_dies_frees_the_prefill_node_and_ends_requests(hosts:
             lambda: hosts.prefill.metric("leases_expired_total") == expired + 1, "the decode node's lease has expired"
         )
         eventually(lambda: hosts.prefill.idle, "every block of the prefill node is free")
-        # Nothing says so to the proxy, but that heartbeats end.
+        # The proxy can notice this only by missing heartbeats.
         assert lost.result(TIMEOUT_S).status == 502
         hosts.network.wire.mend()
     hosts.relaunch("decode")

@@ -1,7 +1,7 @@
-"""A network between namespaces that a test can slow down, make lossy, cut and mend, each direction by itself.
+"""A network between namespaces that a test can slow down, make lossy, cut and mend, in each direction separately.
 
-Every host's veth pair ends here, in a packet socket; a thread passes each frame on to the host that it is addressed to.
-So faults need nothing of the kernel but veth (netem is missing from many), and what has passed can be counted.
+Each host's veth pair ends here, in a packet socket. A thread passes each frame on to the host that it is addressed to.
+So faults need no kernel feature but veth (many kernels lack netem), and frames can be counted.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 
 _ALL_PROTOCOLS = 0x0003
 _SOL_PACKET = 263
-# With it a frame keeps the kernel's note that its checksum is still to be filled in.
+# With this option, a frame keeps the kernel's note that its checksum is still missing.
 _PACKET_VNET_HDR = 15
 _VNET_HDR_BYTES = 10
 _PACKET_IGNORE_OUTGOING = 23
@@ -36,19 +36,19 @@ class Path:
 
     delay_s: float = 0.0
     loss: float = 0.0
-    """Share of frames that vanish."""
+    """The share of frames that are lost."""
     cut: bool = False
     passed: int = 0
-    """Bytes of frames, since the start."""
+    """The bytes of frames that have passed since the start."""
     lost: int = 0
-    """Frames, likewise."""
+    """The number of frames that were lost since the start."""
     cut_at: float = math.inf
-    """How much may pass before the path is cut by itself."""
+    """The value of ``passed`` at which the path is cut."""
     was_cut: threading.Event = field(default_factory=threading.Event)
-    """Set when ``cut_at`` was reached."""
+    """This event is set when ``passed`` has reached ``cut_at``."""
 
     def cut_after(self, size: int) -> None:
-        """Cut it once so many more bytes have passed."""
+        """Cuts the path after this many more bytes have passed."""
         self.was_cut.clear()
         self.cut_at = self.passed + size
 
@@ -56,7 +56,7 @@ class Path:
         self.cut_at, self.cut, self.loss, self.delay_s = math.inf, False, 0.0, 0.0
 
     def passes(self, size: int, dice: random.Random) -> bool:
-        """Whether a frame of this size gets through."""
+        """Decides whether a frame of this size passes, and counts it."""
         if self.passed >= self.cut_at:
             self.cut, self.cut_at = True, math.inf
             self.was_cut.set()
@@ -69,7 +69,7 @@ class Path:
 
 @dataclass(frozen=True, slots=True)
 class Port:
-    """Where a host is plugged in."""
+    """A host's connection to the wire."""
 
     host: str
     mac: bytes
@@ -77,7 +77,7 @@ class Port:
 
 
 def open_port(host: str, mac: str, interface: str) -> Port:
-    """To be called inside the namespace where ``interface``, the outer end of the host's veth pair, is."""
+    """Opens the outer end of a host's veth pair. The calling thread must be in the namespace of ``interface``."""
     opened = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, 0)
     opened.setsockopt(_SOL_PACKET, _PACKET_VNET_HDR, 1)
     opened.setsockopt(_SOL_PACKET, _PACKET_IGNORE_OUTGOING, 1)
@@ -107,11 +107,11 @@ class Wire:
         return self._paths[source, target]
 
     def between(self, one: str, other: str) -> tuple[Path, Path]:
-        """Both directions."""
+        """Returns the paths between two hosts, in both directions."""
         return self.path(one, other), self.path(other, one)
 
     def around(self, host: str) -> list[Path]:
-        """Everything to and from a host."""
+        """Returns all paths to and from a host."""
         return [path for ends, path in self._paths.items() if host in ends]
 
     def mend(self) -> None:
@@ -167,6 +167,6 @@ class Wire:
 
 
 def _put(target: Port, frame: bytes) -> None:
-    # A full queue drops, as any switch does.
+    # A full queue drops frames, as a switch does.
     with contextlib.suppress(BlockingIOError, OSError):
         target.socket.send(frame)

@@ -1,4 +1,4 @@
-"""What clients tell the mock engine arrives, the last number counts, and nobody waits for anybody."""
+"""Tests that the mock engine gets the credit that clients report, takes the last number, and blocks no client."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The mock engine keeps to its script, and to the engine's protocol as the API process knows it."""
+"""Tests that the mock engine follows its script and speaks the engine's protocol as the API process knows it."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ async def test_as_a_process_it_answers_one_script_after_the_other(tmp_path: Path
 async def test_with_credit_it_is_no_more_than_a_chunk_ahead(tmp_path: Path) -> None:
     fifo = tmp_path / "credit"
     os.mkfifo(fifo)
-    # It asks for more requests than come, so that nothing but credit holds the engine back.
+    # The script has more requests than come, so that only credit holds the engine back.
     script = msgspec.structs.replace(SCRIPT, requests=2, credit_file=str(fifo), ahead=0.5)
 
     engine = client(tmp_path, script, StreamConfig(interval=3))

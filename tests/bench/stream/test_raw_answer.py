@@ -1,4 +1,6 @@
-"""Bytes off a socket become chunks with their times, however they are cut, and anything but a whole answer is told."""
+"""Tests that bytes from a socket become chunks with their times, however they are cut, and that an incomplete answer is
+an error.
+"""
 
 from __future__ import annotations
 

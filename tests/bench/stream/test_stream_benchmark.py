@@ -1,4 +1,6 @@
-"""``pdserve bench stream`` as a user runs it: real node and proxy processes, the mock engine, every answer checked."""
+"""Runs ``pdserve bench stream`` as a user does: with real node and proxy processes and the mock engine, and checks
+every answer.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory, demo_model: Path) -> Repo
     done = subprocess.run(
         [sys.executable, "-P", "-m", "pdserve", "bench", "stream", "--model", str(demo_model), *RUN, *files],
         cwd=folder,
-        # Settings of the user's own node and proxy are none of the benchmark's.
+        # The benchmark ignores settings for the user's own node and proxy.
         env=clean_environ(PDSERVE_STREAM_INTERVAL="3", PDSERVE_API_KEY="k" * 40, PDSERVE_HOST="192.0.2.1"),
         capture_output=True,
         text=True,
@@ -45,7 +47,7 @@ def test_every_variant_runs_in_both_regimes(measured: Report) -> None:
         for row in rows:
             for name in ("TTFT p50", "TPOT p99", "gap p99", "steady output", "node peak", "proxy peak"):
                 assert row.figure(name).value > 0
-    # The kernel counts in hundredths of a second, which one of these runs may not take.
+    # The kernel counts in hundredths of a second, and a single run may take less than one.
     assert sum(row.figure(NODE_COST).value for row in measured.rows_of("saturated")) > 0
 
 

@@ -1,4 +1,4 @@
-"""From what clients saw and processes used to figures, gains and the targets beside them."""
+"""Tests how times of clients and costs of processes become figures, gains and their targets."""
 
 from __future__ import annotations
 

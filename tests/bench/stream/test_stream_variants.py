@@ -1,4 +1,4 @@
-"""The names of variants, their settings, and which of them are compared."""
+"""Tests the names of variants, their settings, and which variants are compared."""
 
 from __future__ import annotations
 
