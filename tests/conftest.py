@@ -34,8 +34,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 class ByModule(LoadScopeScheduling):  # type: ignore[misc]
-    """Runs a module's tests in one process, in their order. A folder whose tests share a cluster counts as one module.
-    """
+    """Runs a module's tests in one process, in their order. A folder that shares a cluster counts as one module."""
 
     def _split_scope(self, nodeid: str) -> str:
         module = nodeid.split("::", 1)[0]
@@ -76,9 +75,7 @@ def tiny_model(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
 
 @pytest.fixture(scope="session")
 def slow_tiny_model(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Returns a model of many layers. Its nodes start as quickly, and a step takes long enough for a test to act during
-    it.
-    """
+    """Returns a model of many layers. Its nodes start as quickly, and a test can act during one of its steps."""
     return _tiny_model(demo_model, tmp_path_factory, 48)
 
 

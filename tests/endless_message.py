@@ -1,4 +1,4 @@
-"""Whoever can connect to a ZMQ socket, with no secret, and sends a message without end, or of very many parts."""
+"""A client without the secret, which sends a ZMQ socket a message without end, or one of very many parts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _LONG = 0x02
 
 
 def sends_without_end(port: int, part_bytes: int, timeout_s: float) -> bool:
-    """Whether it was still being listened to after ``timeout_s``; False if it was cut before."""
+    """Returns whether the other side still read after ``timeout_s``. It may have closed the connection before."""
     part = bytes([_MORE | _LONG]) + struct.pack(">Q", part_bytes) + bytes(part_bytes)
     with _connected(port, timeout_s) as connection:
         until = time.monotonic() + timeout_s
@@ -29,7 +29,7 @@ def sends_without_end(port: int, part_bytes: int, timeout_s: float) -> bool:
 
 
 def is_cut(connection: socket.socket) -> bool:
-    """Whether the other side ends it, within the connection's timeout."""
+    """Returns whether the other side closes the connection within its timeout."""
     try:
         while connection.recv(65_536):
             pass
@@ -42,7 +42,7 @@ def is_cut(connection: socket.socket) -> bool:
 
 @contextmanager
 def many_parts(port: int, parts: int, timeout_s: float) -> Iterator[socket.socket]:
-    """A connection that has sent one message of so many empty parts, whole."""
+    """Yields a connection that has sent one whole message of this many empty parts."""
     with _connected(port, timeout_s) as connection:
         connection.sendall(bytes([_MORE, 0]) * (parts - 1) + bytes([_LAST, 0]))
         yield connection

@@ -1,4 +1,4 @@
-"""Waiting for what no event announces."""
+"""Waits for what no event announces."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 def eventually(probe: Callable[[], T | None], what: str = "", timeout_s: float = TIMEOUT_S) -> T:
-    """The first true value of ``probe``. Fails the test if none comes in ``timeout_s``."""
+    """Returns the first true value of ``probe``. Fails the test if none comes in ``timeout_s``."""
     deadline = time.monotonic() + timeout_s
     while not (value := probe()):
         if time.monotonic() > deadline:

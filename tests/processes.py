@@ -1,4 +1,4 @@
-"""Real pdserve processes for tests: started, listened to, and always reaped."""
+"""Real pdserve processes for tests: they are started, read from, and always ended."""
 
 from __future__ import annotations
 
@@ -50,9 +50,9 @@ class Process:
             return "\n".join(self.lines)
 
     def wait_for(self, wanted: Callable[[str], object], timeout_s: float = START_TIMEOUT_S) -> str:
-        """The first line, of those so far and those to come, for which ``wanted`` is true.
+        """Returns the first line, of those so far and those to come, for which ``wanted`` is true.
 
-        Fails the test if the output ends or time runs out before.
+        Fails the test if the output ends first or time runs out.
         """
         deadline = time.monotonic() + timeout_s
         seen = 0
@@ -68,7 +68,7 @@ class Process:
                     raise AssertionError(f"{self.argv}: no such line in {timeout_s} s:\n" + "\n".join(self.lines))
 
     def listening(self, timeout_s: float = START_TIMEOUT_S) -> Listening:
-        """Its addresses, as soon as it has said them."""
+        """Returns the process's addresses as soon as it has printed them."""
         found = parse_listening(self.wait_for(parse_listening, timeout_s))
         assert found is not None
         return found
@@ -77,7 +77,7 @@ class Process:
         self.popen.send_signal(signal.SIGTERM)
 
     def wait(self, timeout_s: float = STOP_TIMEOUT_S) -> int:
-        """The exit status. Fails the test if it does not end in time."""
+        """Returns the exit status. Fails the test if the process does not end in time."""
         try:
             status = self.popen.wait(timeout_s)
         except subprocess.TimeoutExpired as exc:
@@ -86,7 +86,7 @@ class Process:
         return status
 
     def reap(self) -> None:
-        """Ends it and all of its process group, whatever state they are in."""
+        """Ends the process and all of its process group, whatever state they are in."""
         if self.popen.poll() is None:
             self.terminate()
             with suppress(subprocess.TimeoutExpired):
@@ -110,7 +110,7 @@ class Process:
 
 
 def end_together(processes: Sequence[Process]) -> None:
-    """Ends them at the same time, which is quicker than one after the other. Their own blocks reap what is left."""
+    """Ends processes together, which is quicker than one after the other. Their own blocks end those that are left."""
     for process in processes:
         process.terminate()
     deadline = time.monotonic() + STOP_TIMEOUT_S
@@ -120,13 +120,13 @@ def end_together(processes: Sequence[Process]) -> None:
 
 
 def clean_environ(**more: str) -> dict[str, str]:
-    """This process's environment without any ``PDSERVE_*``, plus ``more``."""
+    """Returns this process's environment without any ``PDSERVE_*`` variable, plus ``more``."""
     return {name: value for name, value in os.environ.items() if not name.startswith("PDSERVE_")} | more
 
 
 @contextmanager
 def running(argv: Sequence[str], environ: Mapping[str, str]) -> Iterator[Process]:
-    """Any program, ended at the end of the block."""
+    """Runs a program, and ends it at the end of the block."""
     process = Process(argv, environ)
     try:
         yield process
@@ -136,9 +136,9 @@ def running(argv: Sequence[str], environ: Mapping[str, str]) -> Iterator[Process
 
 @contextmanager
 def pdserve(*argv: str, prefix: Sequence[str] = (), **environ: str) -> Iterator[Process]:
-    """``pdserve <argv>`` with the tests' secret, tied to this process, ended at the end of the block.
+    """Runs ``pdserve <argv>`` with the tests' secret, and ends it at the end of the block or with this process.
 
-    ``prefix`` is a command that becomes the one after it, as ``ip netns exec`` does.
+    ``prefix`` is a command such as ``ip netns exec``, which replaces itself by the command that follows.
     """
     own = {"PDSERVE_SECRET": SECRET, PARENT_PID_ENV: str(os.getpid())}
     command = [*prefix, sys.executable, "-P", "-m", "pdserve", *argv]

@@ -1,4 +1,4 @@
-"""Compiling at run time: once, whoever asks at the same time, and without harm where it cannot be done."""
+"""Tests compiling at run time: once, even if several processes ask together, and harmless where it is impossible."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SOURCES = {"one.cpp": 'extern "C" int one() { return 1; }\n', "two.cpp": 'extern
 
 @pytest.fixture
 def recipe(tmp_path: Path) -> Recipe:
-    """Something that compiles in no time."""
+    """Returns the recipe of a library that compiles almost instantly."""
     folder = tmp_path / "csrc"
     folder.mkdir()
     for name, text in SOURCES.items():
@@ -29,7 +29,7 @@ def recipe(tmp_path: Path) -> Recipe:
 
 
 def fake_compiler(folder: Path, script: str) -> str:
-    """A folder to search for a compiler in, which holds this one."""
+    """Returns a folder in which a search for a compiler finds this script."""
     folder.mkdir()
     program = folder / COMPILER
     program.write_text(f"#!/bin/sh\n{script}\n")

@@ -1,4 +1,4 @@
-"""Everything that the packages import is declared, so that a fresh install works."""
+"""Tests that everything the packages import is declared, so that a fresh install works."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 OURS = {"pdserve", "pdserve_proxy", "pdserve_kvtransfer", "pdserve_kernels", "tests"}
-# What a dependency exposes in its own interface, and so brings with it.
+# A dependency exposes these packages in its own interface, and so installs them.
 BROUGHT = {
     "uvloop": "uvicorn",
     "huggingface_hub": "transformers",

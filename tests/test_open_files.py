@@ -1,4 +1,4 @@
-"""The limit is raised as far as a benchmark needs, or it says so before it begins."""
+"""Tests that the limit is raised as far as a benchmark needs, or that an error comes before the benchmark begins."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pdserve.process import allow_open_files
 
 @pytest.fixture
 def few() -> Iterator[int]:
-    """A low limit, and how far this process may raise it."""
+    """Sets a low limit, and yields how far this process may raise it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(512, soft), hard))
     yield hard

@@ -1,4 +1,4 @@
-"""What no single test can see of the packages: nothing in them is left over, and nothing profiles."""
+"""Tests the packages as a whole: every module is used, and no module profiles."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PROFILERS = {"cProfile", "profile", "tracemalloc", "pyinstrument", "yappi", "tor
 
 
 def modules() -> dict[str, ast.Module]:
-    """By full name; those that only make a package or a program of others are left out."""
+    """Returns the modules of all packages, by their full names."""
     return {
         ".".join(path.relative_to(folder).with_suffix("").parts): ast.parse(path.read_text())
         for package, folder in PACKAGES.items()
@@ -28,7 +28,7 @@ def modules() -> dict[str, ast.Module]:
 
 
 def mentioned(tree: ast.Module) -> Iterator[str]:
-    """What a module imports, and names of modules that it starts as programs."""
+    """Yields the modules that a module imports, and those that it starts as programs."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -40,7 +40,7 @@ def mentioned(tree: ast.Module) -> Iterator[str]:
 
 
 def test_every_module_is_used() -> None:
-    """By another one, or as a program of its own: no second implementation lies beside the one that runs."""
+    """Another module uses it or it is a program, so no second implementation lies beside the one that runs."""
     trees = modules()
     used = {name for module, tree in trees.items() for name in mentioned(tree) if name != module}
     used |= {f"pdserve.cli.{command}" for command in SUBCOMMANDS}

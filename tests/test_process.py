@@ -1,4 +1,4 @@
-"""Processes of ``pdserve up``, with small programs in place of nodes."""
+"""Tests the processes of ``pdserve up``, with small programs in place of nodes."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ async def test_one_that_ignores_sigterm_is_killed() -> None:
 
 
 async def test_its_own_children_end_with_it_and_do_not_hold_it_up() -> None:
-    """The grandchild keeps the pipe open; the end of the child is noticed all the same."""
+    """The grandchild keeps the pipe open, and the end of the child is noticed anyway."""
     program = (
         "import subprocess, sys, os, signal\n"
         "inner = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])\n"

@@ -1,4 +1,4 @@
-"""pdserve.ucx_perftest: the installed program, run for a moment, and what it may say."""
+"""Tests pdserve.ucx_perftest: it runs the installed program for a moment and reads its output."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""GGUF files of the tiny models, as llama.cpp's converter would write them."""
+"""Writes GGUF files of the tiny models, as llama.cpp's converter would write them."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ def save_tiny_gguf(
     quantized: GGMLQuantizationType | None = None,
     rope_freqs: list[float] | None = None,
 ) -> Path:
-    """The tiny model in ``folder`` as one GGUF file.
+    """Saves the tiny model in ``folder`` as one GGUF file.
 
-    ``extra`` is added to the metadata. ``quantized`` is the format of what has rows of 96 elements, which is the
-    down projection; the rest is fp32.
+    ``extra`` is added to the metadata. ``quantized`` is the format of the tensors whose rows have 96 elements, which
+    are those of the down projection. All others are fp32.
     """
     config = json.loads((folder / "config.json").read_text())
     gemma = config["model_type"] == "gemma3_text"

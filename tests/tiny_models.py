@@ -34,7 +34,7 @@ SHAPE: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
     "pad_token_id": 2,
-    # Large enough that the logits of a random model differ well beyond rounding.
+    # With this range, the logits of a random model differ far more than rounding does.
     "initializer_range": 0.4,
 }
 LLAMA3_ROPE = {
@@ -46,7 +46,7 @@ LLAMA3_ROPE = {
     "original_max_position_embeddings": 64,
 }
 WINDOW = 5
-"""Small enough that the tests' contexts leave it behind."""
+"""The window is so small that the tests' contexts are longer."""
 LINEAR = {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 4.0}
 FAMILIES: dict[str, PretrainedConfig] = {
     "llama": LlamaConfig(**SHAPE, tie_word_embeddings=True),
@@ -55,7 +55,7 @@ FAMILIES: dict[str, PretrainedConfig] = {
     "qwen2": Qwen2Config(**SHAPE),
     "qwen3": Qwen3Config(**SHAPE),
     "mistral-window": MistralConfig(**SHAPE, sliding_window=WINDOW),
-    # Its first layer sees everything, the others a window.
+    # The first layer sees the whole context, the others a window.
     "qwen2-window": Qwen2Config(**SHAPE, use_sliding_window=True, sliding_window=WINDOW, max_window_layers=1),
     "qwen3-window": Qwen3Config(
         **SHAPE,
@@ -63,7 +63,7 @@ FAMILIES: dict[str, PretrainedConfig] = {
         sliding_window=WINDOW,
         layer_types=["sliding_attention", "full_attention", "sliding_attention"],
     ),
-    # Two layers of experts, one without.
+    # Two layers have experts, one has none.
     "qwen3-moe": Qwen3MoeConfig(
         **SHAPE,
         num_experts=8,
@@ -91,7 +91,7 @@ FAMILIES: dict[str, PretrainedConfig] = {
 }
 
 OTHERS: dict[str, PretrainedConfig] = {
-    # As a GGUF file can say it: scores scaled by the head size, every sixth layer sees everything.
+    # A GGUF file can describe this shape: scores scaled by the head size, and every sixth layer with the whole context.
     "gemma3-pattern": Gemma3TextConfig(
         **SHAPE | {"num_hidden_layers": 7},
         sliding_window=WINDOW,
@@ -108,7 +108,7 @@ OTHERS: dict[str, PretrainedConfig] = {
 
 
 def save_tiny_chat_model(tokenizer: Path, folder: Path, **shape: int) -> Path:
-    """A random Llama that a node can serve, with the tokenizer and chat template in the folder ``tokenizer``."""
+    """Saves a random Llama that a node can serve, with the tokenizer and chat template in the folder ``tokenizer``."""
     save_tiny_model("llama", folder, **shape)
     for path in (*tokenizer.glob("*token*"), *tokenizer.glob("chat_template*")):
         shutil.copy(path, folder)
@@ -116,7 +116,7 @@ def save_tiny_chat_model(tokenizer: Path, folder: Path, **shape: int) -> Path:
 
 
 def save_tiny_model(family: str, folder: Path, **shape: int) -> Path:
-    """Write a random model of ``family`` to ``folder``; the same every time. ``shape`` overrides parts of ``SHAPE``."""
+    """Saves a random model of ``family`` in ``folder``, always the same one. ``shape`` overrides ``SHAPE``."""
     torch.manual_seed(sum(family.encode()))
     auto: Any = AutoModelForCausalLM
     config = (FAMILIES | OTHERS)[family]
@@ -130,18 +130,18 @@ def save_tiny_model(family: str, folder: Path, **shape: int) -> Path:
 
 
 def reference_logits(folder: Path, token_ids: Sequence[int]) -> torch.Tensor:
-    """fp32 logits ``[tokens, vocab]`` of transformers."""
+    """Returns the fp32 logits ``[tokens, vocab]`` of transformers."""
     return _logits(_reference(folder), token_ids)
 
 
 def reference_last_logits(folder: Path, prompts: Sequence[Sequence[int]]) -> list[torch.Tensor]:
-    """fp32 logits ``[vocab]`` of transformers after the last token of each prompt."""
+    """Returns the fp32 logits ``[vocab]`` of transformers after the last token of each prompt."""
     model = _reference(folder)
     return [_logits(model, prompt)[-1] for prompt in prompts]
 
 
 class Reference:
-    """What transformers answers with a model: greedy, in fp32, ``new_tokens`` whatever they are."""
+    """A model of transformers, which answers greedily, in fp32, with ``new_tokens`` tokens whatever they are."""
 
     def __init__(self, folder: Path, new_tokens: int) -> None:
         self._new_tokens = new_tokens

@@ -9,9 +9,7 @@ class Behaviour(enum.IntEnum):
     """Choice ``i`` of a request has the seed + i, so the values lie apart where all choices should behave alike."""
 
     REPLY = 0
-    """The engine sends ``REPLY_TEXT``, one token a step, then the end-of-sequence token with ``STOP``. Any seed below
-    1,000 does the same.
-    """
+    """The engine sends ``REPLY_TEXT`` a token a step, then end-of-sequence, ``STOP``. So does any seed below 1,000."""
     ENDLESS = 1_000
     """The engine sends one token a step up to ``max_tokens``, then ``LENGTH``."""
     BURST = 2_000

@@ -61,9 +61,7 @@ def test_stream_with_usage(client: openai.OpenAI) -> None:
 
 @pytest.mark.parametrize("extra", [{}, {"return_token_ids": True}])
 def test_stream_interval(extra: dict[str, Any], client: openai.OpenAI) -> None:
-    """The nine tokens, of which the last has no text, come in chunks of one, four, and four with the end. A late reader
-    gets fewer chunks.
-    """
+    """Nine tokens, the last without text, come as one, four, and four with the end. A late reader gets fewer chunks."""
     chunks = list(
         client.completions.create(
             model=MODEL, prompt="x", seed=Behaviour.REPLY, stream=True, extra_body={"stream_interval": 4, **extra}

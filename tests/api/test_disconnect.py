@@ -57,9 +57,7 @@ from tests.eventually import eventually
 def test_closed_connection(
     behaviour: Behaviour, stream: bool, interval: int, choices: int, node: NodeUnderTest
 ) -> None:
-    """The client leaves in the middle of a stream (also while tokens wait for their interval), while it waits for a
-    whole answer, or before the first byte.
-    """
+    """The client leaves in a stream (with or without tokens that wait), during an answer, or before its first byte."""
     before = len(node.submits())
     aborts = metrics(node)['pdserve_request_failure_total{reason="abort"}']
     connection = http.client.HTTPConnection(urlsplit(node.url).netloc, timeout=WAIT_S)

@@ -1,6 +1,4 @@
-"""Tests the engine process's client: each message wakes readers once, each path aborts what it leaves, and all is
-bounded.
-"""
+"""Tests the client of the engine process: one wake a message, aborts on every path, and bounds for everything."""
 
 from __future__ import annotations
 
@@ -252,8 +250,7 @@ async def test_too_many_requests(model_dir: Path, tmp_path: Path) -> None:
 
 
 async def test_a_request_for_many_answers_leaves_the_places_of_others(model_dir: Path, tmp_path: Path) -> None:
-    """The further answers are counted apart: a request for one answer is still accepted, and one for many is refused.
-    """
+    """Further answers are counted apart: a request for one answer is still accepted, and one for many is refused."""
 
     client = client_of(model_dir, tmp_path, SchedulerConfig(max_running=2, max_waiting=6))
     silent, reply = PromptChoices([1], params(Behaviour.SILENT)), PromptChoices([1], params(Behaviour.REPLY))

@@ -1,5 +1,6 @@
-"""Tests, without sockets, what a node tells one proxy and when. ``tests/proxy/registry/test_discovery.py`` uses
-sockets.
+"""Tests without sockets what a node tells one proxy, and when.
+
+``tests/proxy/registry/test_discovery.py`` tests it with sockets.
 """
 
 from __future__ import annotations
@@ -78,9 +79,7 @@ def proxy(link: ProxyLink) -> Proxy:
 
 
 def greeting(link: ProxyLink, now: float) -> NodeHello:
-    """Returns the greeting that the link sends now. It sends also the registration that a proxy of pdserve 0.1
-    understands.
-    """
+    """Returns the greeting that the link sends now, together with a registration that pdserve 0.1 understands."""
     hello, register = link.tick(now)
     assert isinstance(hello, NodeHello)
     assert register == REGISTER

@@ -20,16 +20,12 @@ from tests.eventually import eventually
 
 CHOICES = 128
 TOKENS = 220
-"""Tokens of each choice. With log probabilities, their chunks are more than all socket buffers between node and client
-can hold.
-"""
+"""Tokens of each choice. With log probabilities, their chunks are more than all socket buffers can hold."""
 
 
 @contextmanager
 def reader(node: NodeUnderTest) -> Iterator[socket.socket]:
-    """Yields the socket of a client that has asked for a long stream and lets the kernel receive as little of it as
-    possible.
-    """
+    """Yields the socket of a client that has asked for a long stream and reads nothing by itself."""
     body = {
         "model": MODEL,
         "messages": [{"role": "user", "content": "x"}],

@@ -66,9 +66,7 @@ def checked_error(answer: Answer) -> dict[str, object]:
 
 
 def _check_in_step(connection: Connection) -> None:
-    """Checks that no part of the attack counts as a request: the next answer, if one comes, is that of the next
-    request.
-    """
+    """Checks that no part of the attack counts as a request: an answer that comes next is that of the next request."""
     connection.send(head("GET", "/version"))
     answer = connection.answer("GET")
     assert answer is None or (answer.status == 200 and b'"version"' in answer.body), answer

@@ -74,8 +74,6 @@ def fields_of(path: str) -> dict[str, object]:
 
 
 def body_with(path: str, literals: dict[str, str]) -> bytes:
-    """Returns the body of that request with these fields added or replaced. They are texts, so they can be invalid
-    JSON.
-    """
+    """Returns the body of that request with these fields set. Their values are texts, which may be invalid JSON."""
     fields = {name: json.dumps(value) for name, value in fields_of(path).items()} | literals
     return ("{" + ", ".join(f'"{name}": {text}' for name, text in fields.items()) + "}").encode()

@@ -47,9 +47,7 @@ def cluster_under_attack(demo_model: Path, tmp_path_factory: pytest.TempPathFact
 
 
 def warm_up(running: Target) -> None:
-    """Sends the heaviest bodies, so that pools have their threads, and malloc the memory that it keeps, before a test
-    measures.
-    """
+    """Sends the heaviest bodies, so that pools and malloc have grown before a test measures."""
     with ThreadPoolExecutor(AT_ONCE) as pool:
         for done in pool.map(lambda case: carry_out(running, case), heaviest_bodies() * AT_ONCE):
             assert done is None
@@ -64,9 +62,7 @@ def unharmed(cluster_under_attack: Target) -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def no_prompt_lost(cluster_under_attack: Target, unharmed: None) -> Iterator[None]:
-    """Checks that a module's attacks, which should not affect transfers, let every prompt be prefilled remotely as
-    before.
-    """
+    """Checks that the attacks of a module, which should not affect transfers, cost no remote prefill."""
     before = cluster_under_attack.lost_prefills()
     yield
     cluster_under_attack.check_worth_attacking()

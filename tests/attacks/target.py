@@ -32,15 +32,11 @@ PROMPT = [11 + i % 400 for i in range(70)]
 """The prompt has more than one block, so it is prefilled remotely."""
 NEW_TOKENS = 4
 PATIENCE_S = 2 * ANSWER_S
-"""The seconds that the client waits for the ordinary request. An answer that takes longer than ``ANSWER_S`` is a
-failure, but still a sign of life.
-"""
+"""The seconds that the client waits for the ordinary request. More than ``ANSWER_S`` counts as a failure."""
 HEALTH_GAP_S = 5.0
 """The seconds that ``/health`` may take on a busy machine with two cores. An event loop that hangs takes far longer."""
 MEMORY_MIB = 64
-"""The memory by which a process may have grown at the end of a group. Bodies have up to 9 MiB, and malloc keeps some of
-it.
-"""
+"""The memory by which a process may have grown after a group. Bodies have up to 9 MiB, and malloc keeps some."""
 WASTE_S = 60.0
 """The seconds that failed attacks may take altogether. Further ones would show nothing new."""
 SPARE = 12
@@ -185,8 +181,7 @@ class Target:
         return http(self.cluster.url + "/v1/completions", self.ordinary(), timeout_s=PATIENCE_S).body
 
     def ask(self) -> list[int]:
-        """Sends the ordinary request through the proxy, checks that it was prefilled remotely, and returns its tokens.
-        """
+        """Sends the ordinary request, checks that it was prefilled remotely, and returns its tokens."""
         before = self.remote_prefills()
         tokens: list[int] = self.answer_tokens(self._complete())
         eventually(lambda: self.remote_prefills() > before, "the ordinary request was prefilled remotely")

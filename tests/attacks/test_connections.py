@@ -120,8 +120,7 @@ def test_a_client_that_has_said_all_is_answered(attacked: Target) -> None:
 
 
 def test_slow_clients_hold_up_nobody(attacked: Target) -> None:
-    """Some clients are idle at every stage of a request, others send a byte now and then. None delays another client.
-    """
+    """Some clients are idle at every stage of a request, others send a byte now and then. None delays others."""
     slow = post(TEXT, json.dumps(attacked.ordinary()).encode())
     with ExitStack() as stack:
         for stage in Stage:

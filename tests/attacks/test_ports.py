@@ -154,9 +154,7 @@ def test_frames_for_a_control_port(attacked: Target, spec: EngineSpec, link: Ucx
 
 
 def check_answers(talk: Talk, case: FrameCase) -> None:
-    """Reads up to the answer to the harmless frame that was sent last. Answers for which the engine takes longer may
-    come later.
-    """
+    """Reads up to the answer to the harmless frame, which was sent last. Slow answers of the engine may come later."""
     last = harmless_answer(case.purpose)
     if case.any_answers:
         while not isinstance(talk.next(), last):

@@ -1,5 +1,4 @@
-"""Tests the command ``pdserve bench``: its list of benchmarks, where it writes figures, and its messages for mistakes.
-"""
+"""Tests the command ``pdserve bench``: its list of benchmarks, its output files, and its messages for mistakes."""
 
 from __future__ import annotations
 

@@ -21,8 +21,7 @@ LIMIT_S = 30.0
 
 @dataclass
 class Server:
-    """Streams ``max_tokens`` chunks, and keeps the bodies that it received and the largest number of requests at once.
-    """
+    """Streams ``max_tokens`` chunks. It keeps the bodies that it received, and the most requests at once."""
 
     fault: str = ""
     gathers: int = 1

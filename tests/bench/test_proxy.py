@@ -1,6 +1,4 @@
-"""Tests ``pdserve bench proxy``: clients that count what they read, backends that register, and a small run of
-everything.
-"""
+"""Tests ``pdserve bench proxy``: clients that count what they read, backends that register, and a small run."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Tests ``pdserve bench transfer``: real transfers between two processes, and the figures that it computes from them.
-"""
+"""Tests ``pdserve bench transfer``: real transfers between two processes, and the figures computed from them."""
 
 from __future__ import annotations
 

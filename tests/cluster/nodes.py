@@ -1,6 +1,4 @@
-"""A real cluster for tests: proxy, prefill, decode and mixed nodes, each in processes of its own, on loopback
-addresses.
-"""
+"""A real cluster for tests: proxy, prefill, decode and mixed nodes, each with its own processes, on loopback."""
 
 from __future__ import annotations
 
@@ -136,8 +134,7 @@ def cluster(
 
 
 def one_core(index: int) -> tuple[str, str]:
-    """Returns flags that give an engine one core. Engines that all use every core slow each other down many times over.
-    """
+    """Returns flags that give an engine one core. Engines that all use every core slow each other down."""
     cores = sorted(os.sched_getaffinity(0))
     return "--cores", str(cores[index % len(cores)])
 
@@ -146,8 +143,7 @@ def one_core(index: int) -> tuple[str, str]:
 def start_node(
     role: str, name: str, model: Path | str, cluster: Cluster, *flags: str, prefix: Sequence[str] = ()
 ) -> Iterator[Process]:
-    """Starts a further node of a running cluster. Unless flags say otherwise, it has every prompt prefilled remotely.
-    """
+    """Starts a further node of a running cluster. By default, it has every prompt prefilled remotely."""
     defaults = {"--kv-cache-mib": "256", "--disaggregation": "always"}
     more = [word for flag, value in defaults.items() if flag not in flags for word in (flag, value)]
     of_cluster = ["--model", str(model), "--served-name", MODEL, "--proxy", cluster.control]

@@ -45,9 +45,7 @@ class Served:
     scope="module", params=["tiny", "demo", pytest.param("demo at every length", marks=pytest.mark.nightly)]
 )
 def served(request: pytest.FixtureRequest, tiny_model: Path, demo_model: Path) -> Iterator[Served]:
-    """Yields a random model of three layers, whose tokens show an error as well, with every length, and real models
-    with some or all.
-    """
+    """Yields a tiny model, whose tokens show an error as well, with every length, and real ones with some or all."""
     if request.param == "tiny":
         flags = ("--dtype", "fp32")
         with cluster(tiny_model, *flags) as pair, cluster(tiny_model, *flags, prefill=0, decode=0, mixed=1) as mixed:

@@ -26,9 +26,7 @@ SETTINGS: list[dict[str, Any]] = [
 
 
 def answers(cluster: Cluster, **fields: Any) -> list[dict[str, Any]]:
-    """Returns the choices of a completion, which is greedy unless ``fields`` say otherwise. No prefix cache has its
-    prompt.
-    """
+    """Returns the choices of a completion, greedy unless ``fields`` say otherwise. No prefix cache has its prompt."""
     body = {"model": MODEL, "prompt": PROMPT, "max_tokens": 8, "temperature": 0, "return_token_ids": True, **fields}
     reply = http(cluster.url + "/v1/completions", {**body, "cache_salt": uuid.uuid4().hex})
     assert reply.status == 200, reply.body

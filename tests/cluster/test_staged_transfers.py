@@ -1,6 +1,4 @@
-"""Tests that a P/D pair whose KV blocks pass through host memory, as those of GPUs do, gives the tokens of
-transformers.
-"""
+"""Tests that a P/D pair whose KV blocks pass through host memory, as on GPUs, gives the tokens of transformers."""
 
 from __future__ import annotations
 
@@ -16,9 +14,7 @@ from tests.tiny_models import VOCAB_SIZE, Reference, save_tiny_chat_model
 
 NEW_TOKENS = 6
 ROUNDS = 16
-"""The number of rounds of one request of each length, all at once. Together they need several times the blocks of host
-memory.
-"""
+"""The number of rounds, each of one request of each length. Together they need several times the host memory."""
 LENGTHS = (17, 100, 400)
 LONG = 2_400
 """The tokens of a prompt whose blocks never fit into host memory together."""

@@ -1,5 +1,4 @@
-"""Tests that P/D clusters give the tokens of transformers, whatever numbers of tensor-parallel ranks their nodes have.
-"""
+"""Tests that P/D clusters with any numbers of tensor-parallel ranks give the tokens of transformers."""
 
 from __future__ import annotations
 
@@ -35,9 +34,7 @@ def wanted(model: Path) -> list[list[int]]:
 
 
 MAPPED = [(2, 2), (2, 1), (1, 2), (4, 2), (2, 4)]
-"""The ranks of the prefill and the decode node. In the last two pairs, one node has more ranks than the model has KV
-heads.
-"""
+"""Ranks of the prefill and the decode node. In the last two pairs, one node has more ranks than there are KV heads."""
 # As between GPUs, every rank's part of a block passes through host memory.
 STAGED = ("--kv-staging", "on", "--kv-staging-mib", "1")
 # As between hosts, no rank maps another node's memory.
@@ -47,9 +44,7 @@ FLAGS = ("--dtype", "fp32", "--kv-cache-mib", "8", "--max-step-tokens", "32", "-
 
 @contextmanager
 def pairs(model: Path, wanted_pairs: Sequence[tuple[int, int]], *more: str) -> Iterator[dict[tuple[int, int], Cluster]]:
-    """Yields a cluster for each pair of ranks, with a proxy of its own. Pairs share nodes, which register with several
-    proxies.
-    """
+    """Yields a cluster with its own proxy for each pair. Pairs share nodes, which register with several proxies."""
     with ExitStack() as stack:
         proxies = [stack.enter_context(pdserve("proxy", "--port", "0", "--control-port", "0")) for _ in wanted_pairs]
         made = {}
@@ -76,8 +71,7 @@ def pairs(model: Path, wanted_pairs: Sequence[tuple[int, int]], *more: str) -> I
 
 
 def check(cluster: Cluster, wanted: list[list[int]], maps: int) -> None:
-    """Checks the answers, that every prompt is prefilled remotely, and that ``maps`` pairs of ranks map memory for it.
-    """
+    """Checks the answers, that every prompt is prefilled remotely, and that ``maps`` pairs of ranks map memory."""
     (decode,) = cluster.decode
     fetched, mapped = decode.metric("prefills_total", source="remote"), maps_of(decode)
     assert [

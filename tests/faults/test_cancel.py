@@ -1,6 +1,4 @@
-"""Tests that a client that leaves at any step of a request frees everything on both nodes and does not delay the next
-request.
-"""
+"""Tests that a client that leaves at any step frees everything on both nodes and does not delay the next request."""
 
 from __future__ import annotations
 

@@ -110,9 +110,7 @@ def remote(cluster: Cluster) -> float:
 
 
 def until_used_again(cluster: Cluster, expected: list[int]) -> None:
-    """Waits until the prefill node is used again. Until it has answered a greeting, the decode node prefills requests
-    itself.
-    """
+    """Waits until the prefill node is used again. Before it answers a greeting, the decode node prefills itself."""
     before = remote(cluster)
 
     def used() -> bool:
@@ -167,9 +165,7 @@ def test_prefill_engine_that_hangs(victims: Cluster, expected: list[int]) -> Non
 
 
 def test_decode_engine_that_hangs(victims: Cluster, expected: list[int]) -> None:
-    """The prefill node ends the decode node's lease and frees its own blocks. The decode node notices when it
-    continues.
-    """
+    """The prefill node ends the decode node's lease and frees its blocks. The decode node notices it afterwards."""
     prefill, pid = victims.prefill[0], engine_pid(victims.decode[0])
     expired = prefill.metric("leases_expired_total")
     with prefilling(victims) as answer:

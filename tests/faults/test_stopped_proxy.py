@@ -1,6 +1,4 @@
-"""Tests that a proxy that was stopped (by a suspended virtual machine, or a debugger) keeps living nodes and their
-requests.
-"""
+"""Tests that a proxy that was stopped, as in a suspended virtual machine, keeps living nodes and their requests."""
 
 from __future__ import annotations
 
@@ -71,9 +69,7 @@ async def scenario(proxy: Process, url: str, control: str) -> None:
 
 
 async def until_known(ask: Callable[[], Awaitable[bytes]]) -> bytes:
-    """Returns the first answer of ``ask`` that is not refused, since a worker may know the node later than its
-    supervisor does.
-    """
+    """Returns the first answer that is not refused, since a worker may know the node later than its supervisor."""
     while b"no_nodes" in (body := await ask()):
         continue
     return body

@@ -83,9 +83,7 @@ async def ask(session: aiohttp.ClientSession, url: str, number: int) -> list[int
 
 
 class Crowd:
-    """Clients that all ask at once, and some of which leave while others are answered. ``run`` needs a thread of its
-    own.
-    """
+    """Clients that all ask at once, and some of which leave early. ``run`` needs a thread of its own."""
 
     def __init__(self, url: str, wanted: list[list[int]]) -> None:
         self.answered = 0

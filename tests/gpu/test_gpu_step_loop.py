@@ -1,6 +1,4 @@
-"""Tests on a GPU that steps which are launched ahead of their tokens, also recorded ones, change no answer of the
-engine.
-"""
+"""Tests on a GPU that steps which are launched ahead of their tokens, also recorded ones, change no answer."""
 
 from __future__ import annotations
 

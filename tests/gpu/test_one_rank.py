@@ -1,5 +1,4 @@
-"""Tests NCCL with one rank, which is all that fits on one GPU: its operations run, are recorded and can be waited for.
-"""
+"""Tests NCCL with one rank, the most that one GPU has room for: its operations run, are recorded, and end."""
 
 from __future__ import annotations
 

@@ -31,9 +31,7 @@ FLAGS = (
 
 
 def tiny_model(demo_model: Path, folder: Path) -> Path:
-    """Returns a model that computes almost instantly, with prompts of megabytes of KV cache and the demo model's
-    tokenizer.
-    """
+    """Returns a model that computes almost instantly, though its prompts have megabytes of KV cache."""
     return save_tiny_chat_model(demo_model, folder, num_hidden_layers=4, head_dim=32, max_position_embeddings=2048)
 
 
@@ -80,9 +78,7 @@ class Hosts:
         return self.stack.enter_context(start_node(role, role, self.model, self.cluster, *flags, prefix=host.prefix))
 
     def relaunch(self, role: str) -> None:
-        """Starts a new process at the address of one that has ended. Returns when the proxy knows it in place of the
-        old one.
-        """
+        """Starts a new process at the address of one that has ended, and waits until the proxy knows it."""
         known = self.instances()
         process = self.launch(role)
         nodes = self.cluster.prefill if role == "prefill" else self.cluster.decode

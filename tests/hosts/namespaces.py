@@ -63,8 +63,7 @@ class Host:
 
     @contextmanager
     def inside(self) -> Iterator[None]:
-        """During the block, this thread, and the threads and processes that it starts, have their sockets on this host.
-        """
+        """During the block, this thread, and the threads and processes that it starts, have their sockets here."""
         with open(_OF_THIS_THREAD) as home:
             _enter(Path("/run/netns", self.namespace))
             try:

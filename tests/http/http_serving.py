@@ -1,4 +1,4 @@
-"""The HTTP server in this process, before an application of the test's."""
+"""Runs the HTTP server in this process, in front of an application of the test's."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pdserve.http.server import HttpServer, bind
 
 @asynccontextmanager
 async def http_serving(app: Any, config: HttpConfig) -> AsyncIterator[tuple[str, int]]:
-    """Its address."""
+    """Yields the server's address."""
     with closing(bind(config)) as listener:
         server = HttpServer(app, listener, config)
         await server.start()

@@ -1,4 +1,4 @@
-"""The one shape of all errors, byte for byte."""
+"""Tests the one form of all errors, byte by byte."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Heads that are too large or never end, against a real server."""
+"""Tests heads that are too large or never end, against a real server."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ async def app(
         await endless(receive, send)
         return
     if scope["path"] == "/slow":
-        await asyncio.sleep(3 * Hasty.head_timeout_s)  # longer than the guard's patience: that is the test
+        await asyncio.sleep(3 * Hasty.head_timeout_s)  # This is longer than the guard waits for a head.
     more = True
     while more:
         more = (await receive()).get("more_body", False)
@@ -59,7 +59,7 @@ async def endless(receive: Callable[[], Awaitable[Any]], send: Callable[[dict[st
 
 class Server(uvicorn.Server):
     def install_signal_handlers(self) -> None:
-        """Tests have their own."""
+        """Leaves signals alone, since tests have handlers of their own."""
 
 
 @asynccontextmanager
@@ -76,7 +76,7 @@ async def serving(protocol: type[GuardedHttp]) -> AsyncIterator[int]:
 
 
 async def answer(port: int, *parts: bytes) -> bytes:
-    """Everything that the server says until it closes the connection, or resets it over what it did not read."""
+    """Returns all that the server sends until it closes the connection, or resets it because of unread bytes."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     said = b""
     try:

@@ -1,4 +1,4 @@
-"""What a guarded connection makes of pipelined requests, odd bodies and clients that leave, on real sockets."""
+"""Tests how a guarded connection handles pipelined requests, unusual bodies and clients that leave, on real sockets."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Hasty(GuardedHttp):
 
 
 class Watched(GuardedHttp):
-    """Tells the application of a second read."""
+    """A connection that tells the application of a second read."""
 
     _reads = 0
 
@@ -48,7 +48,7 @@ class Watched(GuardedHttp):
 
 
 class App:
-    """Answers ``ok`` at once, whatever the body; ``/held`` when it is let go, or not at all."""
+    """Answers ``ok`` at once, whatever the body. It answers ``/held`` when the test allows it, or never."""
 
     def __init__(self) -> None:
         self.calls: list[Any] = []
@@ -117,7 +117,7 @@ async def connected(app: App, protocol: type[GuardedHttp]) -> AsyncIterator[tupl
 
 @pytest.fixture(params=[asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
 def talk(request: pytest.FixtureRequest) -> Callable[..., App]:
-    """Runs a client against a server, on both event loops. Nothing may be logged as an error."""
+    """Returns a function that runs a client against a server, on both event loops, and checks for logged errors."""
 
     def run(client: Client, protocol: type[GuardedHttp] = GuardedHttp) -> App:
         async def scenario() -> App:
@@ -277,7 +277,7 @@ def test_the_rest_of_a_body_may_come_after_its_response(talk: Callable[..., App]
 def test_the_proxy_frees_what_a_client_held_that_pipelined_and_left(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(GuardedHttp, "half_closed_s", 0.2)  # the stream is silent, so that no chunk tells
+    monkeypatch.setattr(GuardedHttp, "half_closed_s", 0.2)  # The stream is silent, so no chunk shows it.
 
     async def scenario() -> None:
         gone = asyncio.Event()
@@ -312,7 +312,7 @@ def test_a_write_to_a_closed_connection_is_a_client_that_left() -> None:
             address = urlsplit(node.url)
             _, writer = await asyncio.open_connection(address.hostname, address.port)
             writer.transport.abort()
-            await asyncio.sleep(0)  # the loop closes the handle
+            await asyncio.sleep(0)  # The event loop closes the handle.
 
             async def handler() -> None:
                 task = asyncio.current_task()

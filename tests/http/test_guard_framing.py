@@ -1,4 +1,4 @@
-"""Where a request ends: offers of other protocols, heads that can be read in two ways, clients of HTTP/1.0."""
+"""Tests where a request ends: offers of other protocols, heads with two meanings, and clients of HTTP/1.0."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ UPGRADES = {
     "anything": b"connection: keep-alive, Upgrade\r\nupgrade: some/1.0, other\r\n",
 }
 NESTED = b"GET /smuggled HTTP/1.1\r\nhost: x\r\n\r\n"
-"""A body that would be a request if it were not read as a body."""
+"""This body would be a request if it were not read as a body."""
 BODIES = {
     "content-length": (b"content-length: %d\r\n\r\n" % len(NESTED), NESTED),
     "chunked": (
@@ -98,7 +98,7 @@ async def send_all(writer: Writer, packets: Iterable[bytes]) -> None:
     for packet in packets:
         writer.write(packet)
         await writer.drain()
-        await asyncio.sleep(0)  # so that they arrive apart; whether they do changes nothing
+        await asyncio.sleep(0)  # The packets should arrive separately, but nothing changes if they do not.
 
 
 @pytest.fixture(params=[asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
@@ -109,9 +109,9 @@ def run(request: pytest.FixtureRequest) -> Iterator[Run]:
 
 @pytest.fixture
 def talk(run: Run) -> Talk:
-    """Sends each one's packets on a connection of its own.
+    """Sends each client's packets over a connection of its own.
 
-    Returns, of each, the paths that the application was called for, and all that the server said.
+    Returns, for each client, the paths of the requests that the application received, and all that the server sent.
     """
 
     def run_all(*clients: Sequence[bytes]) -> list[tuple[list[str], bytes]]:
@@ -134,7 +134,7 @@ def talk(run: Run) -> Talk:
 
 
 def answered(said: bytes) -> list[bytes]:
-    """The bodies of the answers, which are all in angle brackets."""
+    """Returns the bodies of the answers, which are all in angle brackets."""
     return [part.partition(b">")[0] for part in said.split(b"<")[1:]]
 
 

@@ -1,4 +1,4 @@
-"""Clients that close their half: those that still read get their answer, and those that left are noticed."""
+"""Tests clients that half-close: those that still read get their answers, and those that have left are noticed."""
 
 from __future__ import annotations
 
@@ -20,16 +20,17 @@ HELD_1_0 = b"GET /held HTTP/1.0\r\n\r\n"
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 LARGE = b"x" * 2**25
-"""More than the kernel's buffers hold."""
+"""This is more than the kernel's buffers hold."""
 LOOKS = 10
 
 Client: TypeAlias = Callable[["Guarded", Reader, Writer], Coroutine[Any, Any, None]]
 
 
 class Guarded(App):
-    """Also has ``/stream``, which sends its last chunk when it is let go, and tells when a client says no more.
+    """Also answers ``/stream``, whose last chunk comes when the test allows it, and tells when a client has
+    half-closed.
 
-    ``/large`` is more than a client can leave unread.
+    The answer to ``/large`` is more than a client can leave unread.
     """
 
     def __init__(self) -> None:
@@ -78,7 +79,7 @@ class Impatient(Telling):
 
 
 class Looking(Impatient):
-    """Tells the application when it has looked for its client for longer than a silent one may take."""
+    """A connection that tells the application when it has looked for its client longer than a silent one may take."""
 
     _looks = 0
 
@@ -110,7 +111,7 @@ def test_a_half_closed_client_gets_its_answer_and_at_most_a_word_before(talk: Ca
         await app.started.wait()
         writer.write_eof()
         assert await reader.readexactly(len(CONTINUE)) == CONTINUE
-        await asyncio.sleep(0.3)  # several looks: asked once is enough for a long time
+        await asyncio.sleep(0.3)  # The server looks several times, and asks only once.
         app.let_go.set()
         said = await reader.read()
         assert said.startswith(b"HTTP/1.1 200 ")

@@ -1,4 +1,4 @@
-"""What an application gets of its connection beyond ASGI, against a real server."""
+"""Tests what an application gets from its connection beyond ASGI, against a real server."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ async def against(
     write_timeout_s: float = 5.0,
     receive_bytes: int = 2**18,
 ) -> None:
-    """``receive_bytes`` is what the client's system takes of a response before the client reads it."""
+    """Runs a client against a server. Its system takes ``receive_bytes`` of a response before the client reads."""
     config = guarded_config(app, keep_alive_s=60, shutdown_s=5, max_connections=10, write_timeout_s=write_timeout_s)
     listener = socket.create_server(("127.0.0.1", 0))
     port = listener.getsockname()[1]
@@ -195,7 +195,7 @@ async def test_a_client_that_reads_slowly_is_not_cut_off_however_long_it_takes(c
 
     async def app(scope: Any, receive: Receive, send: Send) -> None:
         await send({**START, "headers": [(b"content-length", b"%d" % size)]})
-        await send(body(b"x" * size, more=False))  # all at once, as a web framework does
+        await send(body(b"x" * size, more=False))  # The application sends all at once, as a web framework does.
 
     async def client(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(REQUEST.replace(b"\r\n\r\n", b"\r\nconnection: close\r\n\r\n") if closing else REQUEST)
@@ -213,14 +213,14 @@ async def test_a_client_that_reads_nothing_for_the_write_timeout_is_cut_off() ->
     async def app(scope: Any, receive: Receive, send: Send) -> None:
         await send(START)
         await send(body(b"x" * 12 * 2**20, more=True))
-        await send(body(b"", more=True))  # waits until it is read, or the connection is lost
+        await send(body(b"", more=True))  # This waits until the client reads or the connection is lost.
         over.set()
 
     over = asyncio.Event()
 
     async def client(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(REQUEST)
-        await reader.readexactly(2**18)  # some of it: that counts once
+        await reader.readexactly(2**18)  # Reading some of it extends the wait once.
         await over.wait()
         with pytest.raises((ConnectionResetError, asyncio.IncompleteReadError)):
             await reader.readexactly(12 * 2**20)
@@ -262,7 +262,7 @@ async def test_a_client_that_leaves_is_told_once_and_only_while_it_is_answered()
 
 
 async def test_requests_leave_nothing_for_the_collector() -> None:
-    """What has to be collected stays in memory until then: a proxy that collects seldom would grow and slow down."""
+    """Objects that wait for the collector stay in memory: a proxy that collects seldom would grow and slow down."""
 
     async def app(scope: Any, receive: Receive, send: Send) -> None:
         with scope["extensions"][OUTLET]:

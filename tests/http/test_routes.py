@@ -1,4 +1,4 @@
-"""What all routes of a node and a proxy have in common: labels, refusals, and requests that end with their client."""
+"""Tests what all routes of nodes and proxies share: request ids, refusals, and requests that end with their client."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ WAIT_S = 10.0
 
 
 class Application:
-    """Direct routes and one of Quart's, and the statuses of the errors that they answered with."""
+    """An application with direct routes and one route of Quart's, which records the statuses of its errors."""
 
     def __init__(self) -> None:
         self.errors: list[int] = []

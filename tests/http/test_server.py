@@ -1,4 +1,4 @@
-"""An HTTP server does what its settings say; of idle connections, see ``tests/proxy/test_keep_alive.py``."""
+"""Tests that an HTTP server follows its settings. ``tests/proxy/test_keep_alive.py`` tests idle connections."""
 
 from __future__ import annotations
 

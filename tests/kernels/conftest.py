@@ -1,4 +1,4 @@
-"""The compiled CPU kernels, built once for all tests."""
+"""Builds the compiled CPU kernels once for all tests."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pdserve_kernels.cpu.torch_kernels import TorchKernels
 
 @pytest.fixture(scope="session", params=["torch", "compiled"])
 def kernels(request: pytest.FixtureRequest) -> Kernels:
-    """Each CPU kernel set. A machine that runs the tests has a compiler."""
+    """Returns each CPU kernel set in turn. A machine that runs the tests has a compiler."""
     if request.param == "torch":
         return TorchKernels()
     return CompiledKernels(cache_folder(os.environ))

@@ -1,8 +1,9 @@
-"""A step of the demo model with each CPU kernel set, and its linear layers alone, in turns in one run.
+"""Measures a step of the demo model, and its linear layers alone, with each CPU kernel set in turn.
 
     taskset -c 0 python -m tests.kernels.cpu_benchmark
 
-Uses as many threads as it has cores. Each line: median (fastest) milliseconds, and ratios of the medians.
+It uses as many threads as it has cores. Each line shows the median (and fastest) milliseconds, and ratios of the
+medians.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ MAX_ROUNDS = 40
 
 
 def linear_layers(config: DecoderConfig, kernels: Kernels) -> Callable[[int, int], None]:
-    """All the model's products one after the other, for a number of tokens and of rows with logits."""
+    """Returns a function that computes the model's products, for numbers of tokens and of rows with logits."""
 
     def random(outer: int, inner: int) -> Linear:
         return kernels.linear((torch.randn(outer, inner) * 0.02).bfloat16())
@@ -66,7 +67,7 @@ def step_rows(batch: int, context: int, new: int) -> list[StepRow]:
 
 
 def measure(runs: dict[str, Callable[[], object]]) -> dict[str, list[float]]:
-    """Milliseconds of each, in turns."""
+    """Returns the milliseconds of each run. The runs take turns."""
     times: dict[str, list[float]] = {name: [] for name in runs}
     for run in runs.values():
         run()

@@ -1,4 +1,4 @@
-"""The compiled CPU kernels: chosen where they can be had, and refusing what does not fit."""
+"""Tests that the compiled CPU kernels are used where they can be built, and refuse inputs that do not fit."""
 
 from __future__ import annotations
 

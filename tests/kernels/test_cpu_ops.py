@@ -1,4 +1,4 @@
-"""Each CPU op against its plain meaning, over random shapes."""
+"""Tests each CPU op against its definition, with random shapes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Both CPU kernel sets against the plain meaning of each op: random shapes, both dtypes, edges."""
+"""Tests both CPU kernel sets against the definition of each op: random shapes, both dtypes, edge cases."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ many = settings(max_examples=60, deadline=None)
 
 
 def close(got: torch.Tensor, wanted: torch.Tensor, dtype: torch.dtype, scale: float = 1.0) -> None:
-    """bf16 may differ by its rounding, at several places on the way."""
+    """Checks that two results are close. In bf16 they may differ by several roundings."""
     assert got.shape == wanted.shape
     assert got.dtype == dtype
     rtol, atol = (3e-2, 3e-2) if dtype is torch.bfloat16 else (1e-4, 2e-5)
@@ -99,7 +99,7 @@ def layouts(draw: st.DrawFn) -> KvLayout:
 
 @st.composite
 def steps(draw: st.DrawFn, block_size: int) -> list[AttentionRow]:
-    """Rows of requests that share no block; some contexts are longer than one part of the decode kernel."""
+    """Draws rows of requests that share no block. Some contexts are longer than one part of the decode kernel."""
     free = draw(st.permutations(range(NUM_BLOCKS)))
     contexts = draw(st.lists(st.integers(1, 40) | st.integers(1, 600), min_size=1, max_size=4))
     rows: list[AttentionRow] = []
@@ -134,7 +134,7 @@ def test_attention_of_a_step(
     rows, heads, dtype = data.draw(steps(layout.block_size)), layout.kv_heads * group, layout.dtype
     cache = torch.randn_like(layout.allocate(NUM_BLOCKS, CPU))
     expected = cache.clone()
-    # Blocks of nobody are poison: what leaks from them shows.
+    # Blocks that no request holds are NaN, so that reading one spoils the result.
     owned = {block for row in rows for block in row.blocks}
     poison = [block for block in range(NUM_BLOCKS) if block not in owned]
     cache[poison] = float("nan")

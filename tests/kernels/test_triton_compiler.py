@@ -1,6 +1,6 @@
-"""What is launched for real models builds for a data-centre GPU, down to its machine code, with no GPU in the machine.
+"""Tests that the kernels for real models build for a data-centre GPU, down to machine code, without a GPU.
 
-The launches are recorded instead of made, and what was recorded is compiled.
+The launches are recorded instead of made, and the recorded launches are compiled.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.integration
 HOPPER = GPUTarget("cuda", 90, 32)
 PROCESSORS = 132
 SHARED_MEMORY = 227 * 1024
-"""Bytes that one program may have on that target."""
+"""The bytes of shared memory that one program may have on that GPU."""
 
 POINTERS = {
     torch.bfloat16: "*bf16",
@@ -78,7 +78,7 @@ def launches(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Launch]:
 
 
 def check(launches: list[Launch]) -> dict[str, Any]:
-    """Build them all. Returns what was built by kernel."""
+    """Builds all launches and returns the built kernels by name."""
     built = {}
     for launch in launches:
         kernel = launch.build()
@@ -89,7 +89,7 @@ def check(launches: list[Launch]) -> dict[str, Any]:
 
 
 def step(layout: KvLayout, heads: int, window: int | None, norms: bool = False) -> None:
-    """The attention of a step with rows of every kind, alone and in a batch that needs no parts."""
+    """Launches the attention of a step with rows of every kind, alone and in a batch that needs no parts."""
     cache = layout.allocate(13, torch.device("cpu"))
     for rows in ([AttentionRow(1, 200, range(13)), AttentionRow(3, 200, range(13))], [AttentionRow(1, 1, [0])]):
         tokens = sum(row.new_tokens for row in rows)
@@ -117,7 +117,7 @@ def test_every_op_of_an_8b_model(launches: list[Launch]) -> None:
     scatter_blocks(cache, blocks, cache)
     built = check(launches)
     assert len(built) == 12
-    # Long prompts are bound by their products: those must run on this target's own kind of tensor core.
+    # The products limit the speed of long prompts, so they must run on the kind of tensor core that this GPU has.
     assert "wgmma" in built["_prefill_kernel"].asm["ptx"]
     assert "mma" in built["_decode_kernel"].asm["ptx"]
     assert "cp.async" in built["_decode_kernel"].asm["ptx"]

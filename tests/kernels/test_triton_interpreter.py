@@ -1,4 +1,4 @@
-"""The tests of ``tests/kernels/triton`` on a CPU, in a process that had no other triton before."""
+"""Runs the tests of ``tests/kernels/triton`` on a CPU, in a process that has not imported triton before."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FOLDER = Path(__file__).parent / "triton"
 
 
 TIMEOUT_S = 900
-"""Many times what it takes: only a run that hangs is to be ended, and busy machines are slow."""
+"""This is many times what the tests take: only a run that hangs should end here, even on a busy machine."""
 
 
 @pytest.mark.timeout(TIMEOUT_S + 30)

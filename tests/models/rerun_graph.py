@@ -1,4 +1,4 @@
-"""Stands in for a CUDA graph where there is no GPU: a replay computes again what was captured."""
+"""A stand-in for a CUDA graph where there is no GPU: a replay computes again what was captured."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 
 class RerunGraph:
-    """Satisfies ``runner.Graph``."""
+    """A graph in the sense of ``runner.Graph``."""
 
     replays = 0
 
@@ -19,7 +19,7 @@ class RerunGraph:
 
 
 class RerunGraphs:
-    """Makes them and knows all that it made, in the order of capture."""
+    """Makes graphs and keeps all of them in the order of capture."""
 
     def __init__(self) -> None:
         self.made: list[RerunGraph] = []

@@ -1,4 +1,4 @@
-"""What an engine computes on, and how its ranks add up there."""
+"""Tests which device an engine computes on, and how its ranks add up their results there."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pdserve_kernels.triton.triton_kernels import TritonKernels
 
 
 def machine(monkeypatch: pytest.MonkeyPatch, gpus: int) -> list[torch.device]:
-    """One with so many GPUs. Which of them were made the current one."""
+    """Pretends that this machine has this number of GPUs. Returns the devices that were made the current one."""
     current: list[torch.device] = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
@@ -35,7 +35,7 @@ def machine(monkeypatch: pytest.MonkeyPatch, gpus: int) -> list[torch.device]:
         (Device.CUDA, 1, 0, 1, "cuda:0"),
         (Device.AUTO, 4, 3, 4, "cuda:3"),
         (Device.CUDA, 4, 1, 2, "cuda:1"),
-        # Ranks of one node all compute on the same kind of device.
+        # All ranks of a node compute on the same kind of device.
         (Device.AUTO, 1, 0, 2, "cpu"),
         (Device.AUTO, 1, 1, 2, "cpu"),
     ],

@@ -1,4 +1,4 @@
-"""A real GGUF file, SmolLM2's in Q4_1, against the folder that transformers converted it to."""
+"""Tests a real GGUF file, SmolLM2's in Q4_1, against the folder that transformers converted it to."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""GGUF files load directly: the same logits as the folder that they were made from, and clear refusals."""
+"""Tests that GGUF files load directly, with the logits of the folder that they were made from, or are refused."""
 
 from __future__ import annotations
 

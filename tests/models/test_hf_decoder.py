@@ -1,4 +1,4 @@
-"""Decoders that transformers computes with our attention: tokens as ``generate`` gives them, and safe refusals."""
+"""Tests decoders that transformers computes with our attention: they give the tokens of ``generate`` or are refused."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ GPT2_SHAPE: dict[str, Any] = {
     "eos_token_id": None,
 }
 FAMILIES: dict[str, PretrainedConfig] = {
-    # Absolute positions, and scores that are scaled differently in each layer.
+    # GPT-2 has absolute positions, and scales scores differently in each layer.
     "gpt2": GPT2Config(**GPT2_SHAPE, scale_attn_by_inverse_layer_idx=True),
     "gpt-neox": GPTNeoXConfig(**MULTI_HEAD),
     "phi3": Phi3Config(**SHAPE, sliding_window=None),

@@ -1,4 +1,4 @@
-"""The group of ranks on GPUs, with gloo in NCCL's place and events that are done when the test says so."""
+"""Tests the group of ranks on GPUs, with gloo in place of NCCL and events that are done when the test says so."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TIMEOUT_S = 0.2
 
 
 class FakeNccl:
-    """``torch.distributed.ProcessGroupNCCL`` as far as it is used, on CPU tensors."""
+    """The part of ``torch.distributed.ProcessGroupNCCL`` that is used, on CPU tensors."""
 
     class Options:
         _timeout = timedelta()
@@ -45,7 +45,7 @@ class FakeNccl:
 
 
 class Gpu:
-    """What ``torch.cuda.Event`` says of it."""
+    """A GPU as ``torch.cuda.Event`` reports it."""
 
     def __init__(self) -> None:
         self.busy = threading.Event()
@@ -69,7 +69,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", FakeNccl, raising=False)
     monkeypatch.setattr(torch.cuda, "Event", gpu.make_event)
     monkeypatch.setattr(FakeNccl, "aborts", 0)
-    # It sets some: they are gone after the test.
+    # The group sets these variables; monkeypatch restores them after the test.
     for name in ("NCCL_SOCKET_IFNAME", "TORCH_NCCL_ENABLE_MONITORING"):
         monkeypatch.setenv(name, "left as it is")
     return gpu
@@ -82,7 +82,7 @@ def board() -> Iterator[RankBoard]:
 
 
 def opened(board: RankBoard, folder: Path, size: int) -> list[NcclGroup]:
-    """All ranks, in this process: each needs a thread to meet the others in."""
+    """Opens all ranks in this process. Each needs a thread, because they wait for each other."""
     with ThreadPoolExecutor(size) as pool:
         ranks = [pool.submit(NcclGroup, folder / "ranks", board, rank, size, TIMEOUT_S, CPU) for rank in range(size)]
         return [rank.result(30) for rank in ranks]
@@ -97,7 +97,7 @@ def test_ranks_add_up_and_rank_0_gathers(gpu: Gpu, board: RankBoard, tmp_path: P
     groups = opened(board, tmp_path, 3)
     sums = together(groups, lambda group: group.all_reduce(torch.tensor([[1.0, group.rank]])))
     assert [x.tolist() for x in sums] == [[[3.0, 3.0]]] * 3
-    # Not contiguous, as a part of a larger tensor is not.
+    # The parts are not contiguous, as parts of a larger tensor are not.
     parts = together(groups, lambda group: group.gather(torch.full((4, 2), float(group.rank))[::2]))
     assert parts[0].tolist() == [[0, 0, 1, 1, 2, 2]] * 2
     assert [part.shape for part in parts[1:]] == [(2, 0)] * 2
@@ -118,7 +118,7 @@ def test_a_rank_that_has_not_begun_the_step_is_the_one_that_hangs(gpu: Gpu, boar
     with pytest.raises(RankLost, match=r"rank 1 hangs: no sign of it for 0\.2 s") as lost:
         groups[0].finish_step()
     assert lost.value.ranks == (1,)
-    # What waits on its GPU would make an orderly end wait, too.
+    # The rank that hangs would also make an orderly end wait.
     groups[0].close()
     assert FakeNccl.aborts == 0
 

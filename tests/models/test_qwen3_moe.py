@@ -1,4 +1,4 @@
-"""Experts: what the ranks of a tensor-parallel group compute adds up to what one computes alone."""
+"""Tests experts: the results of the ranks of a tensor-parallel group add up to the result of a single rank."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.tiny_models import save_tiny_model
 
 @dataclass(frozen=True)
 class Unsummed:
-    """A rank whose sums are left to the test."""
+    """A rank whose results the test adds up."""
 
     rank: int
     size: int

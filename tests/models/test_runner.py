@@ -1,4 +1,4 @@
-"""Logits of the runner against transformers, in fp32, for every family and however a prompt is cut into steps."""
+"""Tests the runner's logits against transformers, in fp32, for every family and however a prompt is cut into steps."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MakeRunner = Callable[..., ModelRunner]
 
 @pytest.fixture(scope="module", params=KERNELS)
 def make_runner(request: pytest.FixtureRequest) -> MakeRunner:
-    """Runners with each CPU kernel set."""
+    """Returns a function that makes runners with one of the CPU kernel sets."""
     kernels = TorchKernels() if request.param == "torch" else CompiledKernels(cache_folder(os.environ))
 
     def make(folder: Path, dtype: Dtype = Dtype.FP32, num_blocks: int = 64) -> ModelRunner:

@@ -1,4 +1,4 @@
-"""Which captured step serves which rows, and what reaches its inputs. The graphs here compute again on the CPU."""
+"""Tests which captured step serves which rows, and what its inputs receive. A replay computes again on the CPU."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_the_bucket_is_the_smallest_that_fits(max_rows: int, rows: int) -> None:
 
 
 def step_row(token: int, start: int, first_block: int) -> StepRow:
-    # Tables are longer than the context where blocks were reserved ahead.
+    # A block table is longer than the context if blocks were reserved ahead.
     return StepRow([token], start, list(range(first_block, first_block + start // BLOCK_SIZE + 2)), True)
 
 
@@ -50,7 +50,7 @@ def test_rows_are_padded_with_rows_that_store_and_read_nothing() -> None:
 
 
 def echo(inputs: DecodeInputs) -> torch.Tensor:
-    """ "Logits" that show everything that a row was given."""
+    """Returns "logits" that show all that a row received."""
     tables = inputs.tables
     first = tables.blocks[tables.block_starts]
     last = tables.blocks[tables.block_starts + ((tables.context_lens - 1).clamp(0) // BLOCK_SIZE)]

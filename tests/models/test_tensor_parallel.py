@@ -1,4 +1,4 @@
-"""One model on several ranks gives the tokens that one rank gives, and transformers."""
+"""Tests that a model on several ranks gives the tokens that it gives on one rank and with transformers."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_what_does_not_divide_is_named() -> None:
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("models")
     made = {family: save_tiny_model(family, root / family) for family in FAMILIES}
-    # Three KV heads, and a vocabulary that neither 2 nor 3 nor 6 divides.
+    # This model has three KV heads, and neither 2 nor 3 nor 6 divides its vocabulary.
     made["llama-3"] = save_tiny_model("llama", root / "llama-3", num_key_value_heads=3, vocab_size=511)
     return made
 

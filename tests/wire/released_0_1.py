@@ -1,7 +1,7 @@
-"""What pdserve 0.1 says to other hosts, and what it takes from them: its structs and its frames, as they were.
+"""The structs and frames of pdserve 0.1 for messages between hosts, as they were.
 
-Kept beside today's so that tests can play a host that is not upgraded yet. Never changed; the next minor release gets a
-file of its own.
+They are kept beside today's so that tests can play a host that is not upgraded yet. They never change. The next minor
+release gets a file of its own.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Sealer:
 
 
 class Refusal(Exception):
-    """0.1 drops the frame."""
+    """pdserve 0.1 drops a frame for which this is raised."""
 
 
 class Opener:

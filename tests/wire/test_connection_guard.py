@@ -1,4 +1,4 @@
-"""Connections that fill the memory, over real sockets without ZMQ: it is the kernel that counts their bytes."""
+"""Tests connections that fill the memory, over real sockets without ZMQ, because the kernel counts their bytes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Listener:
         self.guard = ConnectionGuard(LIMIT)
 
     def connected(self) -> tuple[socket.socket, socket.socket]:
-        """A client, and this side's end, which is guarded."""
+        """Returns a client's socket, and this side's socket, which is guarded."""
         client = self._owned.enter_context(socket.create_connection(("127.0.0.1", self.port), 5))
         here, _ = self._socket.accept()
         self._owned.enter_context(here)
@@ -33,7 +33,7 @@ class Listener:
         return client, here
 
     def took(self, client: socket.socket, here: socket.socket, size: int) -> None:
-        """``size`` bytes came, and lie in this process."""
+        """Sends ``size`` bytes and reads them, so that they are in this process."""
         client.sendall(bytes(size))
         while size:
             size -= len(here.recv(size))
@@ -84,7 +84,7 @@ def test_the_oldest_of_too_many_strangers_are_cut(listener: Listener, monkeypatc
     monkeypatch.setattr(connection_guard, "MAX_STRANGERS", 2)
     peers = [listener.connected() for _ in range(5)]
     listener.guard.trusted(peers[0][1].fileno())
-    # Junk makes nobody known.
+    # Junk does not make a connection known.
     listener.guard.heard(peers[1][1].fileno())
     listener.guard.check(listener.port)
     assert [is_cut(client) for client, _ in peers] == [False, True, True, False, False]

@@ -1,4 +1,4 @@
-"""A frame is believed only if this cluster made it, for this channel, just now, and for the first time."""
+"""Tests that a frame is accepted only if it is this cluster's, for this channel, recent and new."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ def test_a_little_skew_is_accepted(shift_s: float) -> None:
 def test_a_replay_is_refused_for_as_long_as_its_age_would_be_accepted() -> None:
     clock = Clock()
     receiver, sender = opener(clock, ordered=False, lifetime_s=1_000.0), sealer(clock)
-    clock.now += MAX_AGE_S - 1  # the sender's clock is ahead
+    clock.now += MAX_AGE_S - 1  # The sender's clock is ahead.
     frame = sender.seal(ACK)
     clock.now -= MAX_AGE_S - 1
     receiver.open(frame)

@@ -1,4 +1,4 @@
-"""Against a set that forgets nothing."""
+"""Tests the replay window against a set that forgets nothing."""
 
 from __future__ import annotations
 

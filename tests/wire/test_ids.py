@@ -1,4 +1,4 @@
-"""Identities are one type everywhere, and fresh."""
+"""Tests that ids have one type everywhere and that each new id differs."""
 
 from __future__ import annotations
 

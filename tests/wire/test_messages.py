@@ -1,4 +1,4 @@
-"""Every message survives the wire, reads as plain MessagePack, and says no to what it does not know."""
+"""Tests that every message survives encoding, reads as plain MessagePack, and is refused with unknown content."""
 
 from __future__ import annotations
 
@@ -275,7 +275,7 @@ def test_comes_back_as_it_went(channel: Any, message: msgspec.Struct) -> None:
 
 
 def _left_out(message: msgspec.Struct, field: msgspec.structs.FieldInfo) -> bool:
-    """Where a message may leave out what has its default, so that an older peer understands it."""
+    """Returns whether the message leaves out this field, which has its default, for older peers that do not know it."""
     return message.__struct_config__.omit_defaults and getattr(message, field.name) == field.default
 
 
@@ -291,7 +291,7 @@ def test_is_plain_messagepack_with_its_fields_by_name(channel: Any, message: msg
 
 BETWEEN_HOSTS = ("pdserve.wire.discovery", "pdserve.wire.transfer", "pdserve.wire.transfer")
 ORDERS = (transfer.PrefillRequest, transfer.Probe)
-"""What says what to do, not what is."""
+"""These messages say what to do. The others say what is."""
 
 
 @pytest.mark.parametrize(("channel", "message"), MESSAGES)

@@ -1,4 +1,4 @@
-"""Hosts of two versions: what each reads of the other, with the schema of the last release kept beside today's."""
+"""Tests what hosts of two versions read of each other, with the schema of the last release beside today's."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ RELEASED: dict[Any, Any] = {
     transfer.ToDecode: released.ToDecode,
 }
 NEW_KINDS = (discovery.NodeHello, discovery.ProxyWelcome, discovery.ProxyRefusal, transfer.Accept, transfer.BlocksReady)
-"""Not sent to a host of 0.1, but where it is not known that it is one."""
+"""These are not sent to a host of 0.1, except where its version is not known yet."""
 
 SENT = [
     pytest.param(channel, message, id=type(message).__name__)

@@ -1,5 +1,4 @@
-"""Tests that an answer loses nothing of what its generation produced, however it ends and however much comes at once.
-"""
+"""Tests that an answer loses nothing that its generation produced, however it ends and however much comes at once."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Tests that the pieces of text add up to the whole and never cut a character, whatever the tokens and however they
-come.
-"""
+"""Tests that pieces of text add up to the whole and never cut a character, whatever the tokens and the cuts."""
 
 from __future__ import annotations
 
@@ -30,9 +28,7 @@ SPECIAL = 2
 
 
 def sentencepiece_like() -> Backend:
-    """Returns a backend like Llama 2's: it marks spaces, has byte tokens for characters it lacks, and strips one space
-    at the start.
-    """
+    """Returns a backend like Llama 2's: it marks spaces, has tokens for single bytes, and strips the first space."""
     chars = [chr(code) for code in range(0x21, 0x7F)] + ["▁", "é", "漢"]
     names = ["<unk>", "<s>", "</s>", *[f"<0x{byte:02X}>" for byte in range(256)], *chars, "▁a", "▁the"]
     backend = Backend(

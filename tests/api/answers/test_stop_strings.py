@@ -13,8 +13,7 @@ STOPS = st.lists(st.text(ALPHABET, min_size=1, max_size=4), min_size=1, max_size
 
 
 def expected(text: str, stops: list[str], include: bool) -> tuple[str, bool]:
-    """Applies the definition: the text ends where it first ends with a stop string, and the longest such string counts.
-    """
+    """Applies the definition: the text ends where it first ends with a stop string, and the longest one counts."""
     for end in range(len(text) + 1):
         if ending := [stop for stop in stops if text[:end].endswith(stop)]:
             return text[: end if include else end - max(map(len, ending))], True

@@ -30,9 +30,7 @@ def choice_text(stops: list[str], *, include: bool = False, min_tokens: int = 0)
 
 
 def deltas_of(text: ChoiceText, tokens: list[int], cuts: set[int], *, reported: bool = True) -> list[TextDelta]:
-    """Returns the deltas until the choice is over. A token's log probability is its number, and the last token is the
-    stop token.
-    """
+    """Returns the deltas of a choice. A token's log probability is its number; the last token is the stop token."""
     edges = [0, *sorted(cut for cut in cuts if 0 < cut < len(tokens)), len(tokens)]
     deltas = []
     for start, end in pairwise(edges):

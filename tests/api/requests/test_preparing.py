@@ -1,6 +1,4 @@
-"""Tests that long bodies are prepared beside the event loop: few at a time, few waiting, and none after its client has
-left.
-"""
+"""Tests that long bodies are prepared beside the event loop: few at a time, few waiting, none without a client."""
 
 from __future__ import annotations
 

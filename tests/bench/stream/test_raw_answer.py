@@ -1,6 +1,4 @@
-"""Tests that bytes from a socket become chunks with their times, however they are cut, and that an incomplete answer is
-an error.
-"""
+"""Tests that bytes from a socket become chunks with their times, however cut, and an incomplete answer an error."""
 
 from __future__ import annotations
 

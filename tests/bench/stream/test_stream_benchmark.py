@@ -1,6 +1,4 @@
-"""Runs ``pdserve bench stream`` as a user does: with real node and proxy processes and the mock engine, and checks
-every answer.
-"""
+"""Runs ``pdserve bench stream`` as a user does, with real processes and the mock engine, and checks every answer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the kernels under test run, and how near their results must come to the reference."""
+"""The device where the kernels under test run, and how close their results must be to the reference."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ RELATIVE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 
 
 def assert_near(got: torch.Tensor, wanted: torch.Tensor, steps: float = 1.0) -> None:
-    """Equal to ``steps`` roundings of their dtype."""
+    """Checks that two results differ by no more than ``steps`` roundings of their dtype."""
     assert got.dtype == wanted.dtype
     tolerance = RELATIVE[wanted.dtype] * steps
     torch.testing.assert_close(got.cpu().float(), wanted.float(), rtol=tolerance, atol=tolerance)

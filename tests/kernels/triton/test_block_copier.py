@@ -1,4 +1,4 @@
-"""Transfers of a GPU's KV cache through host memory: the mover with the kernels, streams and events of a GPU."""
+"""Tests that a GPU's KV cache passes through host memory: the copier with a GPU's kernels, streams and events."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_blocks_go_to_the_host_and_back_while_the_device_computes() -> None:
     mover: BlockCopier[int] = BlockCopier(cache, slots, GpuCopies(), news.release)
     sources, targets = range(SLOTS), range(NUM_BLOCKS - SLOTS, NUM_BLOCKS)
     for job in range(JOBS):
-        # Given to the device before the copy is ordered: the copy has to see it.
+        # The device gets this addition before the copy is ordered, so the copy has to see its result.
         cache[sources.start : sources.stop] += 1
         mover.download(2 * job, sources, sources)
         mover.upload(2 * job + 1, sources, targets)

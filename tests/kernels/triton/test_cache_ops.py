@@ -1,4 +1,4 @@
-"""Writing into the paged cache, and copying its blocks."""
+"""Tests the ops that write into the cache's blocks and copy them."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_kv_write(layout: KvLayout, data: st.DataObject, seed: int) -> None:
     )
     layer = data.draw(st.integers(0, layout.num_layers - 1), label="layer")
     cache = random_cache(layout)
-    # As views into one projection, which is how a decoder has them.
+    # Keys and values are views into one projection, as in a decoder.
     projection = torch.randn(len(slots), 2 * layout.kv_heads + 1, layout.head_dim).to(layout.dtype)
     got, moved = cache.to(DEVICE, copy=True), projection.to(DEVICE)
     kv_write(
@@ -107,7 +107,7 @@ def test_gather_and_scatter(layout: KvLayout, blocks: list[int], seed: int) -> N
     torch.manual_seed(seed)
     cache, other = random_cache(layout), random_cache(layout)
     ids = torch.tensor(blocks, dtype=torch.int32, device=DEVICE)
-    # Longer than needed: a staging buffer is made once, for the largest transfer.
+    # The buffer is longer than needed, like a staging buffer, which is made once for the largest transfer.
     staged = torch.zeros(len(blocks) + 1, *cache.shape[1:], dtype=layout.dtype, device=DEVICE)
     gather_blocks(cache.to(DEVICE), ids, staged)
     wanted = reference.gather_blocks(cache, torch.tensor(blocks, dtype=torch.int64))

@@ -1,4 +1,4 @@
-"""Attention over the paged cache against its plain meaning, whatever rows share a step."""
+"""Tests attention over the cache's blocks against its definition, whatever rows share a step."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.kernels.triton.device import CPU, DEVICE, PRODUCT_DTYPES, SEEDS, asse
 
 @dataclass(frozen=True)
 class Step:
-    """Rows ``(new_tokens, context_len)`` of one step and the shape of their model."""
+    """The rows ``(new_tokens, context_len)`` of one step, and the shape of their model."""
 
     layout: KvLayout
     group: int
@@ -61,7 +61,7 @@ def step(rows: list[tuple[int, int]], block_size: int = 16, window: int | None =
 
 
 def check(case: Step, seed: int, processors: int) -> None:
-    """The kernels' attention of a step equals the reference's; memory of nobody in the step is NaN."""
+    """Checks that the kernels' attention of a step equals the reference's. Memory that the step does not own is NaN."""
     torch.manual_seed(seed)
     layout, heads = case.layout, case.layout.kv_heads * case.group
     needed = [math.ceil(context / layout.block_size) for _, context in case.rows]
@@ -71,12 +71,12 @@ def check(case: Step, seed: int, processors: int) -> None:
     rows, first = [], 0
     for (new, context), count in zip(case.rows, needed, strict=True):
         blocks = order[first : first + count]
-        # What lies beyond the context in the last block is another request's past, and so is what comes after it.
+        # The last block may still hold another request's tokens behind this context, and so may the block after it.
         cache[blocks[-1], :, :, :, context - (count - 1) * layout.block_size :] = float("nan")
         rows.append(AttentionRow(new, context, [*blocks, order[-1]]))
         first += count
     tokens = sum(row.new_tokens for row in rows)
-    # The query is a view, as the rotary's output is: keys follow in the same rows.
+    # The query is a view, as the rotary embedding's output is: keys follow in the same rows.
     query = torch.randn(tokens, heads + 1, layout.head_dim).to(layout.dtype)
     key_value = torch.randn(2, tokens, layout.kv_heads, layout.head_dim).to(layout.dtype)
     moved = cache.to(DEVICE, copy=True)
@@ -94,7 +94,7 @@ def check(case: Step, seed: int, processors: int) -> None:
         key, value = key_value[:, mine]
         reference.kv_write(cache, layout, case.layer, torch.tensor(slots), key, value)
         blocks = list(row.blocks[:-1])
-        # The reference multiplies what it hides, so it must be given a cache without NaN.
+        # The reference also multiplies masked values, so its cache must have no NaN.
         clean = cache.nan_to_num(0.0)
         wanted.append(
             reference.paged_attention(

@@ -1,4 +1,4 @@
-"""The ops on single tokens against their plain meaning."""
+"""Tests the ops on single tokens against their definitions."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_add_rms_norm(tokens: int, width: int, dtype: torch.dtype, seed: int) ->
     weight = torch.randn(width).to(dtype)
     wanted, wanted_sum = reference.add_rms_norm(x, residual, weight, EPS)
     got, got_sum = add_rms_norm(x.to(DEVICE), residual.to(DEVICE), weight.to(DEVICE), EPS)
-    # The interpreter cuts bf16 off where hardware rounds it, so not equal there.
+    # The interpreter truncates to bf16 where hardware rounds, so the results are not equal there.
     assert_near(got_sum, wanted_sum)
     assert_near(got, wanted, 2)
 

@@ -1,4 +1,4 @@
-"""A whole model through the Triton kernels: logits as on the CPU, launched one by one and captured."""
+"""Tests a whole model through the Triton kernels: its logits are the CPU's, with single and with captured steps."""
 
 from __future__ import annotations
 
@@ -57,7 +57,8 @@ def test_captured_decode_steps(tmp_path: Path) -> None:
     check([StepRow(prompt, 0, table, True) for prompt, table in zip(prompts, tables, strict=True)], runner, peer)
     rerun = RerunGraphs()
     runner.capture_decode(KERNELS, 4, CudaGraphs() if DEVICE.type == "cuda" else rerun)
-    # Capturing stored nothing, which check sees in the cache; three rows of a bucket of four leave one of padding.
+    # Capturing stores nothing, which ``check`` sees in the cache. Three rows in a bucket of four leave one row of
+    # padding.
     for i in range(2):
         rows = [
             StepRow([5 + i], len(prompt) + i, table, wants)
