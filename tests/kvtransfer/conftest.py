@@ -1,4 +1,4 @@
-"""Both ways in which blocks move between engines on one host."""
+"""Runs tests with both ways in which blocks move between engines on one host."""
 
 from __future__ import annotations
 

@@ -145,11 +145,11 @@ class FakePrefill(FakePeer):
             try:
                 opened = self.opener.open_from(frame)
             except AuthenticationFailed:
-                # Of a former connection, and overtaken by the next one's first.
+                # The frame is of a former connection, and the first frame of the next one has overtaken it.
                 continue
             message = opened.message
             if self.released is (opened.named or opened.sender == boot_of(message)):
-                # What is said in two forms: the other one is for a prefill engine of another version.
+                # The message came in two forms, and this one is for a prefill engine of another version.
                 continue
             self.peer = None if self.released else opened.sender
             if kind is Ping or not isinstance(message, Ping):

@@ -150,9 +150,9 @@ class FaultyLink:
         return [self._corrupted(moved) if self.injector.strikes() else moved for moved in landed]
 
     def _corrupted(self, moved: MovedMessage) -> MovedMessage:
-        # The highest bit of a number's exponent, in fp32 and bf16: unnoticed, it would be a wrong token.
+        # This is the highest bit of a number's exponent, in fp32 and bf16. Unnoticed, it would cause a wrong token.
         self.memory[moved.place + (moved.length // 2 | 3)] ^= 0x40
-        # That of the bytes that came; these are to have come so.
+        # The digest is that of the former bytes; without it, the corrupted ones seem to have come.
         return msgspec.structs.replace(moved, digest=None)
 
     def progress(self) -> bool:

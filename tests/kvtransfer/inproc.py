@@ -125,7 +125,7 @@ class InprocLink:
     def _land(self, receive: _Receive) -> None:
         message, place = receive.message, receive.place
         if not message.sender._open:
-            # Its memory is no longer ours to read, and nobody will end this receive.
+            # The sender's memory must not be read any more, and nothing else would end this receive.
             self._failed |= place != DISCARD
             return
         if place != DISCARD:

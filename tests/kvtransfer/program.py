@@ -1,10 +1,12 @@
-"""An engine in a process of its own: ``python -m tests.kvtransfer.program WAY ROLE …``; every answer is one line.
+"""An engine in a process of its own, each of whose answers is one line: ``python -m tests.kvtransfer.program WAY ROLE
+…``.
 
-The way is ``mapped`` or ``copied``, as blocks are where they can be mapped.
+The way is ``mapped`` or ``copied``, which is how blocks move that could be mapped.
 
-``prefill MANNER`` prints ``CONTROL BOOT`` and pushes what it is asked for: block i is filled with ``pattern(i)``. Its
-manner is ``all``; or ``drip``, a block at a time; or ``stall``, the first half only, and no first token.
-``decode CONTROL BOOT`` fetches a prompt of all its blocks, and prints ``receiving`` once some have landed.
+``prefill MANNER`` prints ``CONTROL BOOT`` and pushes the blocks that it is asked for: block i is filled with
+``pattern(i)``. The manner ``all`` pushes all blocks at once, and ``drip`` one at a time. ``stall`` pushes only the
+first half, and no first token. ``decode CONTROL BOOT`` fetches a prompt that has all blocks, and prints ``receiving``
+when some have landed.
 """
 
 from __future__ import annotations

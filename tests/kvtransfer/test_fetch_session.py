@@ -1,4 +1,4 @@
-"""The decode side's session, in every order of events, on one rank and on two."""
+"""Tests the decode side's session with every order of events, on one rank and on two."""
 
 from __future__ import annotations
 
@@ -185,7 +185,7 @@ def test_digests_that_contradict_each_other_or_the_head_map_end_the_transfer(wro
 
 @dataclass
 class Story:
-    """One session over some ranks, and what may be true of it."""
+    """One session over some ranks, and the state that the test expects of it."""
 
     ranks: int
     checked: bool
@@ -239,7 +239,8 @@ class Story:
             case "expecting":
                 self.note(fetch.expecting(rank, now))
             case "land":
-                # A report may be late: what came in before the rank was told to forget still says that it landed.
+                # A report may be late: blocks that came before the rank was told to forget are still reported as
+                # landed.
                 if fetch.state is FetchState.MOVING:
                     self.landed.add((rank, index))
                 self.note(fetch.landed(rank, (index,), (0,) if self.checked else (), now))
@@ -265,7 +266,7 @@ class Story:
                 self.writing.setdefault(rank, written)
                 self.note(fetch.forgotten(rank, tuple(written)))
             case "released" if self.writing.get(rank) and not self.closed:
-                # Perhaps before another rank has said what it is still writing.
+                # Another rank may not have reported yet which blocks are still written.
                 block = self.writing[rank].pop()
                 self.note(fetch.released(rank, (block,)))
 
@@ -306,7 +307,7 @@ def test_every_order_of_events_has_one_end(ranks: int, checked: bool, steps: lis
 def test_news_of_late_ranks_come_twice_and_in_any_order_around_an_end(
     ranks: int, checked: bool, data: st.DataObject
 ) -> None:
-    """All that can be said of a transfer, with an end somewhere in it: what comes after that end is of no account."""
+    """Anything may be reported about a transfer, with an end somewhere. Reports after the end have no effect."""
     pieces = range(ranks * len(BLOCK_IDS))
     news = [("land", number) for number in pieces] + [("token", 0)]
     news += [("announce", number) for number in pieces] if checked else []

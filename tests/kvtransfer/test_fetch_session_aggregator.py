@@ -1,4 +1,4 @@
-"""Completion over all ranks, in every order of reports."""
+"""Tests that a transfer is complete when all ranks are, in every order of reports."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every head of every decode rank comes from one prefill rank that holds it."""
+"""Tests that each head of each decode rank comes from exactly one prefill rank that holds it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Probes of ``pdserve doctor``: measured over real UCX, without a byte of KV memory read or written."""
+"""Tests the probes of ``pdserve doctor``: they measure real UCX, and read and write no byte of KV memory."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def opened(asker: FakeDecode) -> ProbeOpened:
 
 
 def is_opened(asker: FakeDecode) -> bool:
-    """Whether a probe that it asks for now is not refused."""
+    """Returns whether the engine opens a probe that this asker now asks for."""
     asker.send(probe_of(asker))
     assert asker.socket.poll(int(WAIT_S * 1000))
     return isinstance(asker.opener.open(asker.socket.recv()), ProbeOpened)

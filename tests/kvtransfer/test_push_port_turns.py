@@ -1,4 +1,4 @@
-"""Pushes share a link by turns: a short one does not wait for the end of a huge one."""
+"""Tests that pushes take turns on a link, so that a short one does not wait for the end of a huge one."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ A_PORTION = 32
 
 
 class RecordingLink(InprocLink):
-    """Notes whose blocks are sent, in their order."""
+    """A link that records the tags of the blocks that it sends, in their order."""
 
     def send(self, places: Sequence[int], length: int, labels: Sequence[int], to: int = 0) -> None:
         self.tags += map(tag_of, labels)
@@ -69,7 +69,7 @@ def test_a_short_push_beside_a_huge_one_ends_after_as_many_blocks_of_it(short: i
         receiver.progress()
 
     port.handle(order(HUGE, 0, BLOCKS - 1000))
-    # A later portion of the huge one is of its turn, not of one more.
+    # A later portion of the huge push shares its turn and gets no further one.
     port.handle(order(HUGE, BLOCKS - 1000, 100))
     for _ in range(5):
         move()
@@ -97,7 +97,7 @@ def test_a_short_push_beside_a_huge_one_ends_after_as_many_blocks_of_it(short: i
 
 @pytest.mark.parametrize("decode_nodes", [1, 2])
 def test_a_short_push_lands_beside_a_huge_one_to_the_same_or_another_node(decode_nodes: int) -> None:
-    """Over the real thread: counted in the huge one's blocks that were sent meanwhile."""
+    """With the real thread, the test counts the huge push's blocks that are sent before the short one lands."""
     fabric = Fabric()
     transports: list[RecordingTransport] = []
 

@@ -1,4 +1,4 @@
-"""The prefill side's session, in every order of events."""
+"""Tests the prefill side's session with every order of events."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def test_a_settled_outcome_stays_when_the_link_closes() -> None:
 
 @dataclass
 class Story:
-    """One session, and what may be true of it."""
+    """One session, and the state that the test expects of it."""
 
     push: PushSession = field(default_factory=unopened)
     effects: list[PushEffect] = field(default_factory=list)

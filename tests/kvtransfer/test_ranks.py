@@ -1,4 +1,4 @@
-"""Nodes of several TP ranks: every head of every block ends where its decode rank wants it, over real UCX and ZMQ."""
+"""Tests nodes of several TP ranks: each head of each block reaches its decode rank, over real UCX and ZMQ."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class Node:
         self.regions.insert(0, self.engine.region)
 
     def head(self, head: int, block: int) -> list[memoryview]:
-        """The memory of one KV head of a block, on every rank that holds it."""
+        """Returns the memory of one KV head of a block, on every rank that holds the head."""
         found = []
         for rank, region in enumerate(self.regions):
             heads = heads_of(rank, self.ranks, self.kv_heads)
@@ -80,7 +80,7 @@ class Node:
         return found
 
     def fill(self, block: int) -> list[bytes]:
-        """The same random bytes for a head on every rank that holds it."""
+        """Fills a block with random bytes, which are the same for a head on every rank that holds it."""
         contents = [os.urandom(HEAD_BYTES) for _ in range(self.kv_heads)]
         for head, content in enumerate(contents):
             for memory in self.head(head, block):
@@ -143,7 +143,7 @@ def test_every_head_arrives_where_it_belongs(sources: int, targets: int, kv_head
 
 
 def stopped_in_the_middle(both: Nodes, fabric: Fabric) -> TransferId:
-    """A transfer with pieces accepted on both decode ranks that do not land."""
+    """Starts a transfer whose pieces both decode ranks accept, and which do not land."""
     order = both.rig.order((3, 8))
     both.decode.engine.thread.fetch(order)
     both.prefill.engine.next(PushWanted)
@@ -223,7 +223,7 @@ def test_a_paced_transfer_lands_on_every_rank_as_there_is_room(
         decode.thread.fetch(order)
         prefill.next(PushWanted)
         prefill.thread.push(transfer, 2, (5, 1, 9))
-        # In any order: the first block has its place.
+        # Both orders are right, because the first block already has its place.
         assert {decode.take(), decode.take()} == {BlocksComing(transfer, 3), BlocksLanded(transfer, 1)}
         assert both.decode.holds(3, contents[0])
         decode.thread.accept_blocks(transfer, (3,))

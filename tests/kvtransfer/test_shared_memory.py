@@ -1,4 +1,4 @@
-"""What a process may map of another's memory, and what it refuses."""
+"""Tests which of another process's memory a process may map, and what it refuses."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_memory_that_can_be_shortened_is_not_opened(seals: int) -> None:
 
 
 def test_memory_of_huge_pages_is_not_opened() -> None:
-    """Its pages may not be there when they are read, which would end the reader with SIGBUS."""
+    """Pages of such memory may be missing when they are read, which would end the reader with SIGBUS."""
     nbytes = 2**21 - HEAD_BYTES
     for huge in (0, os.MFD_HUGETLB):
         name = secrets.token_hex(16)

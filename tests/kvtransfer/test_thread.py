@@ -1,4 +1,4 @@
-"""The life of a transfer thread."""
+"""Tests the life of a transfer thread."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ def close_in_the_middle() -> None:
 
 
 def test_close_with_live_transfers_leaves_nothing() -> None:
-    close_in_the_middle()  # Whatever libraries open once for all, they have opened now.
+    close_in_the_middle()  # Now everything is open that libraries open only once.
     before = open_files()
     for _ in range(5):
         close_in_the_middle()
     assert not transfer_threads()
-    # A link is a dozen files. UCX's own thread, which may stay once a worker was destroyed by force, is five, once.
+    # A link has a dozen files. UCX's own thread may stay after a worker was destroyed by force, with five files in all.
     eventually(lambda: open_files() <= before + 5)
 
 
@@ -109,7 +109,7 @@ def test_orders_that_contradict_themselves_are_refused() -> None:
 
 
 def test_a_thread_that_cannot_close_a_link_says_so_and_dies(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody knows then who touches the engine's memory."""
+    """It is then unknown whether anything still writes to the engine's memory."""
 
     def breaks(link: InprocLink) -> bool:
         raise RuntimeError("a bug")
@@ -128,7 +128,7 @@ def test_a_thread_that_cannot_close_a_link_says_so_and_dies(monkeypatch: pytest.
 
 @pytest.mark.parametrize(("before", "after"), [(5e-3, SWITCH_INTERVAL_S), (1e-4, 1e-4)])
 def test_a_thread_that_computes_lets_the_transfer_thread_in(before: float, after: float) -> None:
-    """Sooner than Python's 5 ms a look; a still shorter time stays."""
+    """The engine shortens Python's switch interval of 5 ms, and keeps one that is shorter still."""
     former = sys.getswitchinterval()
     sys.setswitchinterval(before)
     try:

@@ -1,4 +1,4 @@
-"""Which connection a control frame came over, when descriptors pass from one connection to the next."""
+"""Tests which connection a control frame came over when a new connection gets a former one's descriptor."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ def with_frames(server: ControlServer) -> ControlBatch:
 
 
 def test_a_number_that_passed_to_a_newer_connection_is_not_gone(context: zmq.Context[zmq.Socket[bytes]]) -> None:
-    """The end of the former connection and the first frame of the newer one are seen in one look."""
+    """The server sees the end of the former connection together with the first frame of the newer one."""
     with served(context) as server, ExitStack() as stack:
         for _ in range(50):
             former = client(context, server)
             (first,) = with_frames(server).frames
             former.close(0)
-            # Its end waits to be read, and so does the next one's greeting.
+            # The server has not read that end yet, nor the greeting of the next connection.
             assert server.sockets[1].poll(10_000)
             newer = stack.enter_context(client(context, server))
             assert server.sockets[0].poll(10_000)
@@ -68,7 +68,7 @@ def test_a_connection_that_ended_with_its_frame_is_gone(context: zmq.Context[zmq
         only = client(context, server)
         assert server.sockets[0].poll(10_000)
         only.close(0)
-        # Accepted, and disconnected.
+        # The server's socket has reported that it was accepted and disconnected.
         eventually(lambda: server.sockets[1].poll(0))
         seen: list[ControlBatch] = []
 

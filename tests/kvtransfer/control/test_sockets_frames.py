@@ -1,4 +1,4 @@
-"""Control frames, as others can read them, and as this package survives them."""
+"""Tests control frames as others can read them, and that this package survives wrong ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Connections to the control channel that do not have the cluster secret."""
+"""Tests connections to the control channel that do not have the cluster secret."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def stranger(control: str, route: bytes = b"") -> Iterator[zmq.Socket[bytes]]:
 
 @contextmanager
 def flood(control: str) -> Iterator[None]:
-    """Junk as fast as it is taken, while the body runs."""
+    """Sends junk as fast as the engine takes it, during the block."""
     over = threading.Event()
 
     def send() -> None:
@@ -57,7 +57,7 @@ def flood(control: str) -> Iterator[None]:
 
 @contextmanager
 def messages_of_many_parts(control: str) -> Iterator[None]:
-    """Thirty in a second, of little more than is dropped at once, while the body runs."""
+    """Sends thirty messages a second during the block, each with a few more parts than are dropped at once."""
     over = threading.Event()
 
     def send() -> None:
@@ -104,7 +104,7 @@ def test_knowing_a_boot_id_does_not_give_its_frames() -> None:
                 thief.send(JUNK)
             eventually(lambda: rig.prefill.thread.stats().frames_dropped >= 1)
             transfer_lands(rig)
-            # Whatever was on its way to a thief was sent before this answer.
+            # Anything on its way to a thief was sent before this answer.
             with FakeDecode(rig.prefill.address) as other:
                 other.greet()
                 other.send(Ping(other.boot_id))

@@ -1,7 +1,7 @@
-"""Transfers between engines of several ranks, with reports, control frames, failures and lies in any order.
+"""Tests transfers between engines of several ranks, with reports, control frames, failures and lies in any order.
 
-The real sides, sessions, ports and rank threads' code, driven step by step instead of by threads. Only control
-sockets are replaced, by queues that a test can delay and cut, and which fail as sockets do once they are closed.
+The sides, sessions, ports and rank threads are real, and are driven step by step instead of by threads. Only control
+sockets are replaced: by queues that a test can delay and cut, and which fail as sockets do when they are closed.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ HEADS = 2
 HEAD_BYTES = 8
 BLOCKS = 96
 A_PROMPT = 3
-"""Blocks."""
+"""The blocks of a prompt."""
 LEASE_S = CONFIG.lease_ms / 1000
 
 
@@ -81,7 +81,7 @@ LEASE_S = CONFIG.lease_ms / 1000
 
 @dataclass
 class Connection:
-    """Between one client socket and a server, with what is under way in both directions."""
+    """A connection between a client socket and a server, with the frames that are under way in both directions."""
 
     number: int
     up: deque[bytes] = field(default_factory=deque)
@@ -366,7 +366,7 @@ class Asked:
 
 @dataclass
 class Pushed:
-    """The same as its prefill engine sees it."""
+    """A push as its prefill engine sees it."""
 
     wanted: PushWanted
     blocks: list[int] = field(default_factory=list)
@@ -393,7 +393,7 @@ class World:
     def nodes(self) -> list[Node]:
         return [*self.prefills, *self.decodes]
 
-    # ------------------------------------------------------------ what engines want
+    # ------------------------------------------------------------ requests of the engines
 
     def fetch(self, pick: int) -> None:
         decode, prefill = self.decodes[pick % 2], self.prefills[pick // 2 % 2]
@@ -427,7 +427,7 @@ class World:
         return next(node for node in self.decodes if node.boot_id == transfer.decode_boot)
 
     def push(self, pick: int) -> None:
-        """The next block of one push; after the last one the first token, and late ones after that."""
+        """Pushes the next block of a push, and after the last one its first token. Later calls repeat the token."""
         if not self.pushed:
             return
         transfer, pushed = list(self.pushed.items())[pick % len(self.pushed)]
@@ -452,7 +452,7 @@ class World:
         boot = self.asked[transfer].order.target.boot_id
         return next(node for node in self.prefills if node.boot_id == boot)
 
-    # ------------------------------------------------------------ what happens
+    # ------------------------------------------------------------ ordinary events
 
     def turn(self, pick: int) -> None:
         node = self.nodes[pick % 4]
@@ -477,7 +477,7 @@ class World:
     def release(self, _: int) -> None:
         self.fabric.release()
 
-    # ------------------------------------------------------------ what goes wrong
+    # ------------------------------------------------------------ faults
 
     def links(self) -> list[InprocLink]:
         return [link for node in self.nodes for transport in node.transports for link in transport.links if link._open]
@@ -497,7 +497,7 @@ class World:
         node.transports[pick // 4 % node.ranks].refuse = list(Failure)[pick % 2]
 
     def lie_to_decode(self, pick: int) -> None:
-        """An authentic prefill engine says what it should not."""
+        """Lets a prefill engine with the secret send a message that it should not."""
         open_ones = [(c, s) for c, s in self.net.connections if not c.closed and not c.cut]
         if not open_ones:
             return
@@ -519,7 +519,7 @@ class World:
             FirstToken(transfer, (SampledToken(7),), -5),
             Pong(new_id()),
         ]
-        # One of them has this connection; the other one's frames are for somebody else.
+        # One of the two decode engines has this connection. Frames for the other one name a wrong receiver.
         decode = self.decodes[pick // 3 % 2]
         connection.inbox.append(prefill.sealer.seal(lies[pick // 7 % len(lies)], decode.boot_id))
 
@@ -549,7 +549,7 @@ class World:
         frame = decode.sealer.seal(lie, None if isinstance(lie, Hello) else prefill.boot_id)
         server.inbox.append(RoutedMessage(connection.route, frame, connection.number))
 
-    # ------------------------------------------------------------ what engines hear
+    # ------------------------------------------------------------ events for the engines
 
     def look(self, node: Node) -> None:
         for event in node.event_queue.drain():
@@ -573,7 +573,7 @@ class World:
             case PushWanted(transfer):
                 ours = transfer in self.asked and self.prefill_of(transfer) is node
                 known = self.pushed.get(transfer) if ours else None
-                # A liar's may come after its end.
+                # A request in a lie may come after the end of the real one.
                 assert known is None or known.ended, "it is wanted twice"
                 if ours and known is None:
                     self.pushed[transfer] = Pushed(event)
@@ -609,7 +609,7 @@ class World:
     # ------------------------------------------------------------ the end
 
     def settle(self) -> None:
-        """Nothing goes wrong any more, and everybody gets the time to notice what did."""
+        """Lets nothing more go wrong, and gives every engine the time to notice what did."""
         self.fabric.release()
         for node in self.nodes:
             for transport in node.transports:
@@ -719,7 +719,7 @@ def test_every_transfer_ends_once_and_every_block_is_free_again(prefill_ranks: i
 def test_long_runs_in_which_little_goes_wrong(
     prefill_ranks: int, decode_ranks: int, harm: Callable[[World, int], None] | None
 ) -> None:
-    """Seeded: many transfers get far, and then something happens."""
+    """The runs are seeded. Many transfers get far before something happens."""
     source = random.Random(f"{prefill_ranks} {decode_ranks} {getattr(harm, '__name__', harm)}")
     landed = 0
     for _ in range(4):

@@ -1,4 +1,5 @@
-"""A peer that is alive, and neither finishes what it began to send nor takes what is sent to it, is lost in the end.
+"""Tests that a living peer is lost in the end if it does not finish a send that it began, or takes nothing that is sent
+to it.
 
 Time and network are those of ``test_any_order``.
 """
@@ -24,7 +25,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
 
 
 def live(made: World, seconds: float, *never_give_up: Node) -> None:
-    """Time passes, in which everybody pings and is heard; for those who never give up it does not count."""
+    """Lets time pass, in which engines ping and hear each other. Leases of those that never give up do not expire."""
     end = made.now + seconds
     while made.now < end:
         made.now = min(made.now + LEASE_S / 6, end)
@@ -43,7 +44,7 @@ def fetch(made: World, pick: int) -> Asked:
 
 
 def stick(made: World) -> Asked:
-    """A cancelled fetch of decode engine 0 from prefill engine 0, whose last block is accepted and does not land."""
+    """Returns a cancelled fetch of decode engine 0, whose last block is accepted and does not land."""
     asked = fetch(made, 0)
     at = len(made.pushed) - 1
     link = made.decodes[0].transports[0].links[-1]

@@ -1,4 +1,4 @@
-"""Engines that die, restart, freeze or were never there."""
+"""Tests engines that die, restart, freeze or never existed."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_a_killed_prefill_process_is_noticed_without_a_lease(tls: str) -> None:
     config = TransferConfig(heartbeat_ms=100, lease_ms=60_000, ucx_tls=tls)
     with prefill_program("drip") as (process, target), engine_of(big_decode(config)) as decode:
         decode.thread.fetch(Pair(decode, decode).order(block_ids, target=target))
-        # A block counts when its digest is there, too: that of the first came before the third block was pushed.
+        # A block counts when its digest is there too. That of the first block came before the third block was pushed.
         eventually(lambda: decode.thread.stats().bytes_received >= 3 * BLOCK_BYTES)
         process.kill()
         failed = decode.next(FetchFailed)
@@ -114,7 +114,7 @@ def test_a_killed_prefill_process_fails_a_transfer_that_was_waiting() -> None:
         process.kill()
         failed = decode.next(FetchFailed)
         assert failed.kind is FailureKind.PEER_LOST
-        # A block counts with its digest, and those may have died with it.
+        # A block counts only with its digest, and a digest may have been lost with the process.
         assert failed.landed <= NUM_BLOCKS // 2
         assert landed_blocks_are_right(decode, block_ids, failed.landed)
 
@@ -127,7 +127,7 @@ def test_a_frozen_prefill_process_runs_out_of_its_lease() -> None:
         process.send_signal(signal.SIGSTOP)
         failed = decode.next(FetchFailed)
         assert failed.kind is FailureKind.LEASE_EXPIRED
-        # A block counts with its digest, and those may have stopped with it.
+        # A block counts only with its digest, and the process may have stopped before sending it.
         assert failed.landed <= NUM_BLOCKS // 2
         assert landed_blocks_are_right(decode, block_ids, failed.landed)
         assert decode.thread.stats().leases_expired == 1
@@ -172,14 +172,14 @@ def test_a_decode_engine_that_stays_silent_loses_its_lease() -> None:
         assert prefill.next(PushCancelled).transfer_id == wanted.transfer_id
         assert prefill.next(PushEnded).outcome is PushOutcome.LEASE_EXPIRED
         assert prefill.thread.stats().leases_expired == 1
-        # It is told at once, and when it comes back.
+        # The decode engine is told at once, and again when it comes back.
         decode.send(Ping(decode.boot_id))
         answers = [type(decode.next(object)).__name__ for _ in range(4)]
         assert answers == ["Digests", "Failed", "Refused", "Refused"]
 
 
 def test_a_decode_engine_that_greets_anew_ends_what_it_had() -> None:
-    """As one does that took this engine for dead: nothing of the former handshake keeps its blocks."""
+    """An engine that took this one for dead greets like this. No transfer of the former handshake keeps its blocks."""
     with engine(Role.PREFILL, config=PATIENT) as prefill, FakeDecode(prefill.address) as decode:
         decode.greet()
         decode.send(prefill_request(decode.boot_id))
@@ -195,12 +195,12 @@ def test_a_decode_engine_that_greets_anew_ends_what_it_had() -> None:
 
 
 def test_a_decode_engine_that_goes_between_transfers_is_forgotten() -> None:
-    """Nothing is kept for it: one that restarts now and then would otherwise leave a link each time."""
+    """Nothing is kept for it. An engine that restarts now and then would otherwise leave a link each time."""
     with engine(Role.PREFILL, config=PATIENT) as prefill:
         with FakeDecode(prefill.address) as decode:
             decode.greet()
         with FakeDecode(prefill.address, boot_id=decode.boot_id) as same:
-            # Newer than what that boot has said.
+            # Frames of this sealer are newer than those that the boot has sent.
             same.sealer = decode.sealer
 
             def unknown() -> bool:
@@ -236,7 +236,7 @@ def test_a_prefill_engine_that_fell_silent_is_not_waited_for_again_until_it_answ
             decode.thread.fetch(rig.order((block,), target=prefill.target))
             failed = decode.next(FetchFailed)
             assert (failed.kind, failed.reason) == (FailureKind.PEER_LOST, "it fell silent, and has not answered since")
-        # It was greeted without anybody's order, and is good as soon as it answers.
+        # The decode engine greets it without an order, and uses it as soon as it answers.
         prefill.next(Hello)
         prefill.send(Welcome(prefill.boot_id, SPEC, [prefill.link.address]))
 
@@ -352,7 +352,7 @@ def test_closing_the_decode_engine_tells_the_prefill_engine() -> None:
 
 
 def test_a_decode_engine_that_was_frozen_recovers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its own pause is no reason to give up a prefill engine that lives."""
+    """The decode engine does not give up a living prefill engine because of its own pause."""
     with pair() as rig:
         transfer = rig.fetch((0, 1))
         rig.prefill.next(PushWanted)

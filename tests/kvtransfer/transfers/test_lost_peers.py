@@ -1,4 +1,4 @@
-"""What one peer does, or what becomes of it, ends that peer's transfers; the thread and everybody else's go on."""
+"""Tests that a fault of one peer ends only that peer's transfers: the thread and the others' transfers go on."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def lands(rig: Pair) -> None:
 
 
 def of_another_ucx(address: bytes) -> bytes:
-    """An address in a form that this UCX does not know."""
+    """Returns an address in a form that this version of UCX does not know."""
     known = msgspec.msgpack.decode(address, type=LinkAddress)
     worker = bytes([known.worker[0] ^ 0x0F]) + known.worker[1:]
     return msgspec.msgpack.encode(msgspec.structs.replace(known, worker=worker))
@@ -81,7 +81,7 @@ def test_more_ranks_than_any_node_has_are_refused_without_counting_to_them() -> 
 
 
 class ScriptedTransport(InprocTransport):
-    """Each link that it opens is first shown to ``on_open``, which may raise or tamper with it."""
+    """Shows each link that it opens to ``on_open``, which may raise or change it."""
 
     def __init__(self, fabric: Fabric, on_open: Callable[[InprocLink, int], None]) -> None:
         super().__init__(fabric)
@@ -94,7 +94,7 @@ class ScriptedTransport(InprocTransport):
 
 
 def test_a_defect_in_one_peers_handling_ends_that_peer_and_is_logged(caplog: pytest.LogCaptureFixture) -> None:
-    """On both sides: the links that are opened second look at nothing but fail."""
+    """This holds on both sides: the second link that an engine opens fails at every look."""
     fabric = Fabric()
 
     def second_fails(link: InprocLink, number: int) -> None:
@@ -127,7 +127,7 @@ def test_a_link_that_cannot_be_opened_on_one_rank_fails_one_peer(tmp_path: Path)
     with nodes(2, 2, 2, tmp_path, Fabric()) as both:
         for node in (both.decode, both.prefill):
             for thread in node.threads:
-                transport = thread._make_transport  # for the rank's next link
+                transport = thread._make_transport  # This is for the rank's next link.
                 assert transport is not None
         broken = both.decode.threads[0]
         opened = broken._make_port

@@ -1,4 +1,4 @@
-"""Blocks whose receive was accepted are nobody's until it is over."""
+"""Tests that blocks whose receive was accepted belong to no request until the receive is over."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def rig(fabric: Fabric) -> Iterator[Pair]:
 
 
 def stop_in_the_middle(rig: Pair, fabric: Fabric) -> PushWanted:
-    """A transfer of which block 0 has landed, and the other two are accepted and stuck."""
+    """Starts a transfer whose block 0 has landed, and whose other two blocks are accepted and do not land."""
     rig.fetch(BLOCKS)
     wanted = rig.prefill.next(PushWanted)
     rig.prefill.thread.push(wanted.transfer_id, 0, (0,))
@@ -138,7 +138,7 @@ def test_blocks_that_a_peer_which_pings_for_ever_holds_back_are_free_again(fabri
 
 
 class TestOverUcx:
-    """A sender that stops: it has announced its block, and D has accepted, but no byte of it moves."""
+    """The sender has announced its block and the decode engine has accepted it, but the sender moves no byte of it."""
 
     @pytest.fixture
     def prefill(self) -> Iterator[FakePrefill]:
@@ -157,7 +157,7 @@ class TestOverUcx:
         order = Pair(decode, decode).order(block_ids, target=prefill.target)
         decode.thread.fetch(order)
         request = prefill.welcome_and_take()
-        # Blocks of no transfer, before it so that UCX is connected, and behind it to see that it was looked at.
+        # These blocks belong to no transfer: the first connects UCX, and the last shows that the one between was seen.
         block = memoryview(b"s" * decode.block_bytes)
         prefill.post(block, request.tag ^ 1, 0)
         prefill.finish()
@@ -179,7 +179,7 @@ class TestOverUcx:
     def test_beside_a_block_that_is_still_written_no_other_one_lands(
         self, prefill: FakePrefill, decode: Engine
     ) -> None:
-        """Block 7 is free from the end on, while the transfer is remembered for the sake of block 5."""
+        """Block 7 is free from the end on, although the transfer is remembered for the sake of block 5."""
         request = self.stop_in_the_middle(prefill, decode, (5, 7))
         before = decode.read(7)
         decode.thread.cancel_fetch(request.transfer_id)

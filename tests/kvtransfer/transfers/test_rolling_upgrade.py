@@ -1,4 +1,4 @@
-"""Engines of two versions over real sockets: one is a real engine, the other speaks as another release does."""
+"""Tests engines of two versions over real sockets: one is a real engine, the other speaks as another release does."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ OLD_SPEC = msgspec.convert(
 
 
 class ReleasedWords:
-    """Seals and opens as pdserve 0.1 does; what it cannot read is dropped and noted."""
+    """Seals and opens frames as pdserve 0.1 does. It drops and records frames that it cannot read."""
 
     def __init__(self, boot_id: bytes, messages: Any) -> None:
         self._sealer = released.Sealer(SECRET, TRANSFER, boot_id)
@@ -136,7 +136,7 @@ def test_todays_decode_engine_fetches_from_a_prefill_engine_of_the_last_release(
 
 
 def test_what_passes_through_host_memory_is_not_ordered_from_a_prefill_engine_of_the_last_release() -> None:
-    """It would send all blocks at once, and there is room for a few."""
+    """That engine would send all blocks at once, and there is room for only a few."""
     with FakePrefill(released=True) as prefill, engine(Role.DECODE, config=PATIENT) as decode:
         words = ReleasedWords(prefill.boot_id, released.ToPrefill)
         order = Pair(decode, decode).order((), target=prefill.target)
@@ -235,7 +235,7 @@ def test_frames_for_one_prefill_engine_are_good_at_no_other() -> None:
         for socket in (thief.socket, decode.socket):
             socket.send(hello)
         assert thief.socket.poll(int(WAIT_S * 1000))
-        thief.socket.recv()  # The other engine's refusal, which names the decode engine, not the thief.
+        thief.socket.recv()  # This is the other engine's refusal, which names the decode engine and not the thief.
         decode.next(Welcome)
         assert other.thread.stats().handshakes == 0
         assert other.thread.stats().frames_dropped == 1
@@ -262,14 +262,14 @@ def test_an_engine_that_greeted_in_todays_form_is_not_heard_in_the_last_releases
         decode.socket.send(decode.sealer.seal(Ping(decode.boot_id)))
         decode.socket.send(decode.sealer.seal_for_0_1(Ping(decode.boot_id)))
         decode.send(Examine(decode.boot_id, SPOKEN.newest, SPOKEN.oldest))
-        decode.next(Examined)  # And nothing before it.
+        decode.next(Examined)  # Nothing may come before it.
 
 
 # ------------------------------------------------------------ heartbeats
 
 
 def test_a_decode_engine_pings_as_often_as_the_prefill_engines_lease_needs() -> None:
-    # By its own setting the first one would come too late for this test.
+    # By its own setting, the engine would send its first ping too late for this test.
     slow = TransferConfig(heartbeat_ms=30_000, lease_ms=60_000)
     with FakePrefill() as prefill, engine(Role.DECODE, config=slow) as decode:
         decode.thread.fetch(Pair(decode, decode).order((0,), target=prefill.target))

@@ -1,4 +1,4 @@
-"""No arrival touches memory unless it belongs there: a prefill engine that sends what it should not."""
+"""Tests that blocks which a prefill engine should not send never reach memory where they do not belong."""
 
 from __future__ import annotations
 
@@ -82,9 +82,9 @@ def finish_well(attack: Attack) -> None:
 
 
 def test_a_block_of_a_size_that_no_engine_has_ends_the_link(attack: Attack, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody makes this engine take memory for it, not even to throw it away."""
+    """The engine allocates no memory for such a block, not even to discard it."""
     monkeypatch.setattr("pdserve_kvtransfer.fetch.port.MAX_PIECE_BYTES", 2 * BLOCK_BYTES)
-    attack.send(BAD, attack.request.tag ^ 1, 4)  # UCX is connected now.
+    attack.send(BAD, attack.request.tag ^ 1, 4)  # Now UCX is connected.
     attack.prefill.post(memoryview(b"b" * (2 * BLOCK_BYTES + 1)), attack.request.tag, 4)
     failed = attack.decode.next(FetchFailed)
     assert (failed.kind, failed.landed, failed.quarantined) == (FailureKind.PEER_LOST, 0, ())

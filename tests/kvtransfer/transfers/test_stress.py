@@ -1,4 +1,4 @@
-"""Hundreds of transfers alive at once, some of them cancelled, refused, disturbed or left by a node that restarts."""
+"""Tests hundreds of transfers at once: some are cancelled, refused, disturbed, or lost with a node that restarts."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ PATIENCE_S = 60.0
 
 @dataclass
 class Server:
-    """A prefill engine that does what it is asked, in small parts, and sometimes not."""
+    """A prefill engine that pushes what it is asked for in small parts, and sometimes refuses."""
 
     engine: Engine
     dice: random.Random
@@ -58,7 +58,7 @@ class Server:
     pushed: dict[TransferId, int] = field(default_factory=dict)
 
     def look(self) -> None:
-        """Take what has happened."""
+        """Handles the events that have come."""
         self.engine.poll()
         while not self.engine.quiet():
             event = self.engine.take()
@@ -70,7 +70,7 @@ class Server:
                     self.over.add(transfer)
 
     def go_on(self) -> None:
-        """Push some more blocks of the oldest, and the first token with the last; refuse some."""
+        """Pushes further blocks of the oldest transfers, with the first token after the last block. Refuses some."""
         going, self.wanted = self.wanted[:WORKED_ON], self.wanted[WORKED_ON:]
         left = []
         for wanted in going:
@@ -96,12 +96,12 @@ class Server:
 
 
 def source(number: int, index: int) -> int:
-    """Which block of a prefill engine is block ``index`` of transfer ``number``."""
+    """Returns which block of a prefill engine is block ``index`` of transfer ``number``."""
     return (number * 7 + index) % SOURCES
 
 
 class Client:
-    """A decode engine, what it has ordered, and how that ended."""
+    """A decode engine, with the transfers that it has ordered and their ends."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
@@ -119,7 +119,7 @@ class Client:
         self.engine.thread.fetch(order)
 
     def retry(self, server: Server) -> None:
-        """Order again what was lost, unless its blocks may still be written to."""
+        """Orders lost transfers again, unless their blocks may still be written to."""
         again, self.lost = self.lost, []
         for number in again:
             if self.attempts[number] < ATTEMPTS and not self.quarantined.intersection(self.places(number)):
@@ -158,12 +158,12 @@ class Client:
 
 @pytest.fixture
 def nothing_left() -> Iterator[None]:
-    """No thread and no descriptor stays."""
-    Engine(Role.DECODE, block_bytes=BLOCK_BYTES).close()  # Whatever libraries open once for all is open now.
+    """Checks that no thread and no descriptor is left."""
+    Engine(Role.DECODE, block_bytes=BLOCK_BYTES).close()  # Now everything is open that libraries open only once.
     before = open_files()
     yield
     assert not transfer_threads()
-    # UCX's own thread, which may stay once a worker was destroyed by force, is five, once.
+    # UCX's own thread may stay after a worker was destroyed by force, with five files in all.
     eventually(lambda: open_files() <= before + 5)
 
 
@@ -207,7 +207,7 @@ def test_whatever_happens_to_hundreds_of_transfers(
 
         for number in range(TRANSFERS):
             client.order(number, dice.choice(servers))
-        # Before anything is pushed, so many are alive on both sides.
+        # Nothing has been pushed yet, so this number of transfers is alive on both sides.
         eventually(lambda: look() and sum(len(server.wanted) for server in servers) == TRANSFERS, timeout_s=PATIENCE_S)
         client.cancel(dice.sample(list(client.numbers), 40))
 
@@ -220,7 +220,7 @@ def test_whatever_happens_to_hundreds_of_transfers(
             return client.settled and all(server.settled for server in servers)
 
         eventually(lambda: turn() or len(client.ends) > TRANSFERS // 4, timeout_s=PATIENCE_S)
-        # One node is replaced by its next boot, at the same address, in the middle of all that.
+        # In the middle of all that, a node is replaced by its next boot at the same address.
         former = servers[1]
         former.engine.close()
         former.look()

@@ -1,4 +1,4 @@
-"""Whole transfers between two engines: real ZMQ, real UCX."""
+"""Tests whole transfers between two engines over real ZMQ and real UCX."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ from tests.kvtransfer.rig import BLOCK_BYTES, CONFIG, PATIENT, SAMPLING, SECRET,
 pytestmark = pytest.mark.usefixtures("mapped_or_not")
 
 QUIET = TransferConfig(heartbeat_ms=60_000, lease_ms=600_000)
-"""No ping in the time of a test: no load is heard but in answers."""
+"""The engines send no ping during a test, so a load comes only with an answer."""
 
 
 def complete(rig: Pair, block_ids: tuple[int, ...], *, first_block: int = 0) -> bytes:
-    """One transfer from its order to its end. Returns what the prefill side sent."""
+    """Carries out one transfer from its order to its end. Returns the bytes that the prefill side sent."""
     order = rig.order(block_ids, first_block=first_block)
     local = tuple(range(len(block_ids)))
     sent = rig.prefill.fill(*local)
@@ -90,7 +90,7 @@ def test_a_prompt_arrives_in_scattered_blocks() -> None:
 
 
 def test_the_prefill_engine_is_told_all_that_the_answer_depends_on() -> None:
-    """The salt above all: without it, prompts of one tenant would find those of another in the cache there."""
+    """The salt matters most: without it, prompts of one tenant would match those of another in the cache there."""
     with pair() as rig:
         order = replace(rig.order((7, 1, 5), first_block=2), child_seeds=(4, 2**63 - 1), cache_salt="tenant")
         rig.decode.thread.fetch(order)
@@ -275,7 +275,7 @@ def test_the_deadline_ends_both_sides() -> None:
         assert failed.kind is FailureKind.DEADLINE
         assert "deadline" in failed.reason
         assert rig.prefill.next(PushCancelled).transfer_id == transfer
-        # On a busy machine the prefill engine's own deadline may pass before it reads the decode engine's Cancel.
+        # On a busy machine, the prefill engine's own deadline may pass before it reads the decode engine's Cancel.
         assert rig.prefill.next(PushEnded).outcome in (PushOutcome.CANCELLED, PushOutcome.FAILED)
 
 
@@ -389,7 +389,7 @@ class TestCancel:
 
 
 def complete_after_cancel(rig: Pair) -> None:
-    """The engines still work, and the cancelled transfer has no second end."""
+    """Checks that the engines still work and that the cancelled transfer has no second end."""
     assert rig.decode.quiet() and rig.prefill.quiet()
     sent = complete(rig, (6, 7))
     assert rig.decode.read(6, 7) == sent

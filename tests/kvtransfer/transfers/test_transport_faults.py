@@ -1,4 +1,4 @@
-"""Whatever the transport does to blocks, no fetch lands with other bytes than were sent, and every one ends."""
+"""Tests that every fetch ends, and lands only with the bytes that were sent, whatever the transport does to blocks."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ TRANSFERS = 30
 BLOCKS = 2
 EVERY = 13
 ONLY_CHECKSUMS = frozenset({Fault.CORRUPT, Fault.SWAP, Fault.FOREIGN})
-"""Blocks of the right size under a tag and an index that are wanted: nothing else tells them from right ones."""
+"""The blocks have the right size, tag and index, so only their digests show that they are wrong."""
 
 
 def serve(prefill: Engine, source: tuple[int, ...]) -> Counter[type]:
-    """Act on what decode engines ask for. Returns how often what happened."""
+    """Carries out the requests of decode engines. Returns how often each event came."""
     prefill.poll()
     seen: Counter[type] = Counter()
     while not prefill.quiet():
@@ -45,7 +45,7 @@ def serve(prefill: Engine, source: tuple[int, ...]) -> Counter[type]:
 
 @pytest.fixture(params=["mapped", "compiled", "python"])
 def make(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Callable[[], Transport]:
-    """The transport beneath the faults."""
+    """Returns the maker of the transport beneath the faults."""
     monkeypatch.setattr(Engine, "shares", request.param == "mapped")
     return partial(UcxTransport, "", make_poster=UcxxPoster if request.param == "python" else compiled_poster())
 

@@ -1,4 +1,4 @@
-"""Links whose receiver has mapped the sender's memory: who may say what, and what a copy is worth."""
+"""Tests links whose receiver has mapped the sender's memory: which messages count, and when a copy does."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def offer_of(link: UcxLink) -> MemoryOffer:
 
 
 def turns(*links: UcxLink) -> None:
-    """Enough turns for any message to be heard, unless the machine is busy."""
+    """Lets links take enough turns to receive any message, unless the machine is busy."""
     for _ in range(300):
         for link in links:
             link.progress()
@@ -107,7 +107,7 @@ def test_a_decode_engine_may_attach_before_the_prefill_engine_has_connected(tran
     sender.connect([receiver.address])
 
     def attached() -> bool:
-        # On a busy machine the message may come only now.
+        # On a busy machine, the message may arrive only now.
         turns(receiver, sender)
         return sender.poster.attached == 1
 
@@ -117,12 +117,12 @@ def test_a_decode_engine_may_attach_before_the_prefill_engine_has_connected(tran
 
 
 def test_each_of_several_receivers_and_senders_has_its_own(transport: UcxTransport) -> None:
-    """As the ranks of two engines have: two senders, two receivers."""
+    """The ranks of two engines are linked like this: two senders, two receivers."""
     memories = [SharedMemory(16) for _ in range(2)]
     into = [bytearray(64) for _ in range(2)]
     senders = [transport.open_link(memory) for memory in memories]
     receivers = [transport.open_link(memoryview(memory)) for memory in into]
-    # Each calls the other's links by numbers of its own.
+    # Each receiver numbers the senders' links in its own way.
     receivers[0].connect([sender.address for sender in senders])
     receivers[1].connect([sender.address for sender in reversed(senders)])
     for number, (memory, sender) in enumerate(zip(memories, senders, strict=True)):
@@ -172,12 +172,12 @@ def test_more_links_than_cells(transport: UcxTransport) -> None:
 
 
 def test_what_is_copied_while_the_sender_closes_does_not_count(transport: UcxTransport) -> None:
-    """Links are closed in the middle of a copy, until one was."""
+    """The test closes links during a copy until one was really closed in the middle."""
     eventually(lambda: closed_in_the_middle(transport), "a link that was closed in the middle of a copy")
 
 
 def closed_in_the_middle(transport: UcxTransport) -> bool:
-    """Whether the receiver had begun before the sender closed, and not ended."""
+    """Returns whether the receiver had begun the copy, and not ended it, when the sender closed."""
     two = Two(transport, LARGE, shared=True)
     two.attach()
     two.source[:] = b"s" * LARGE
@@ -190,7 +190,7 @@ def closed_in_the_middle(transport: UcxTransport) -> bool:
             pass
         begun = two.memory[0] == ord("s")
         two.sender.close()
-        # Nobody else may write: it is the sender's again.
+        # The sender owns the memory again: no other process may write to it.
         two.source[:] = b"r" * LARGE
         try:
             copying.result()
@@ -243,7 +243,7 @@ def test_what_is_copied_is_what_was_there_and_its_digest_is_that_of_python(diges
     two = Two(transport, SIZE, shared=True)
     two.attach()
     two.source[:] = random.Random(1).randbytes(SIZE)
-    # Of a bytearray's memory, the start is aligned to 16 bytes at least.
+    # The start of a bytearray's memory is aligned to 16 bytes at least.
     start = -ctypes.addressof(ctypes.c_char.from_buffer(two.memory)) % 64 + (0 if aligned else 1)
     for label, length in enumerate(LENGTHS, 2**62):
         two.memory[:] = bytes(SIZE)
@@ -278,7 +278,7 @@ def control(kind: int, nonce: int, number: int, *numbers: int) -> bytes:
 
 
 def say(transport: UcxTransport, to: UcxLink, message: bytes) -> None:
-    """As any process can that knows the link's UCX address."""
+    """Sends the message as any process can that knows the link's UCX address."""
     stranger = transport.open_link(memoryview(bytearray(message)))
     stranger.connect([to.address])
     stranger.send([0], len(message), [CONTROL])
@@ -287,7 +287,7 @@ def say(transport: UcxTransport, to: UcxLink, message: bytes) -> None:
 
 
 def notice(nonce: int, *blocks: int, length: int = 8, serial: int = 1, source: int = 0) -> bytes:
-    """The second one; ``blocks`` are labels and places in turn."""
+    """Returns the bytes of a notice, by default the second one. ``blocks`` are labels and places in turn."""
     return control(NOTICE, nonce, source, 0, length, serial, *blocks)
 
 
@@ -348,7 +348,7 @@ def test_nonsense_of_one_who_was_told_the_nonce_ends_the_link(transport: UcxTran
 
 
 def test_notices_are_heard_in_their_order(transport: UcxTransport, two: Two) -> None:
-    """They could overtake each other where UCX is told to send even small messages by rendezvous."""
+    """Notices could overtake each other if UCX is told to send even small messages by rendezvous."""
     nonce = offer_of(two.sender).nonce
     two.source[:24] = b"earliestmiddle..latest.."
     for serial, place in ((2, 16), (1, 8)):
@@ -359,14 +359,14 @@ def test_notices_are_heard_in_their_order(transport: UcxTransport, two: Two) -> 
 
 
 def stalled(transport: UcxTransport, to: UcxLink, label: int, length: int = 4 * 2**20) -> UcxLink:
-    """One that has begun to send so many bytes, and does not go on."""
+    """Returns a link that has begun to send ``length`` bytes and does not continue."""
     stranger = transport.open_link(memoryview(bytearray(length)))
     stranger.connect([to.address])
     stranger.send([0], length, [label])
     poster = to.poster
     assert isinstance(poster, CompiledPoster)
     deadline = time.monotonic() + WAIT_S
-    # What is under kControl is received at once.
+    # A message under kControl is received at once.
     while not (poster._board.in_flight if label == CONTROL else to.arrivals()):
         assert time.monotonic() < deadline
         stranger.progress()
@@ -389,7 +389,7 @@ def test_a_receiver_that_closes_copies_nothing_more_whatever_is_stuck(transport:
 
 @pytest.fixture
 def rendezvous(monkeypatch: pytest.MonkeyPatch) -> Iterator[UcxTransport]:
-    """The receiver of a message has to ask for it, however small it is."""
+    """Yields a transport whose receivers have to ask for every message, however small it is."""
     with monkeypatch.context() as patch:
         patch.setenv("UCX_RNDV_THRESH", "1")
         made = UcxTransport("", make_poster=compiled_poster())
@@ -470,7 +470,7 @@ def test_nothing_stays_mapped_or_open(transport: UcxTransport) -> None:
     for link in (two.sender, two.receiver):
         turns(two.sender, two.receiver)
         assert isinstance(link.poster, CompiledPoster) and not link.poster._board.in_flight
-    # The memory, and its mapping; mmap has a descriptor of its own.
+    # These are the memory and its mapping; mmap has a descriptor of its own.
     assert held() == (before[0] + 2, before[1] + 2)
     two.receiver.close()
     assert held() == (before[0] + 1, before[1] + 2)

@@ -1,4 +1,4 @@
-"""Which code posts KV blocks, where there is a compiler and where there is none."""
+"""Tests which code posts KV blocks, with and without a compiler."""
 
 from __future__ import annotations
 

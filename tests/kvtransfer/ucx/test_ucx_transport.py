@@ -1,4 +1,4 @@
-"""What the UCX transport promises a link's owner."""
+"""Tests what the UCX transport promises to a link's owner."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def by_label(moved: MovedMessage) -> int:
 
 
 class Two:
-    """Links with memories of their own; the receiver may have mapped a ``shared`` one of the sender's."""
+    """Two links with memories of their own. The receiver may have mapped a ``shared`` memory of the sender's."""
 
     def __init__(self, transport: UcxTransport, size: int = 4 * SIZE, shared: bool = False) -> None:
         self.memory = bytearray(size)
@@ -48,7 +48,7 @@ class Two:
         self.landed: list[MovedMessage] = []
 
     def attach(self) -> None:
-        """Until the sender knows that the receiver has mapped its memory."""
+        """Waits until the sender knows that the receiver has mapped its memory."""
         deadline = time.monotonic() + WAIT_S
         while not self.sender.poster.attached:
             assert time.monotonic() < deadline
@@ -70,14 +70,14 @@ class Two:
         self.landed += self.receiver.landed()
 
     def finish(self, sent: int, landed: int) -> None:
-        """Until so many in all have."""
+        """Waits until this many blocks have been sent and have landed in all."""
         deadline = time.monotonic() + WAIT_S
         while (len(self.sent), len(self.landed)) != (sent, landed):
             assert time.monotonic() < deadline
             self.turn()
 
     def pass_one(self, label: int) -> None:
-        """From and to the start of the memories."""
+        """Passes one block from the start of one memory to the start of the other."""
         sent, landed = len(self.sent) + 1, len(self.landed) + 1
         self.sender.send([0], 1, [label])
         self.arrivals()
@@ -96,7 +96,7 @@ def poster(request: pytest.FixtureRequest) -> MakePoster:
 
 @pytest.fixture(params=["shared memory", "tcp", "mapped"])
 def two(request: pytest.FixtureRequest, poster: MakePoster) -> Iterator[Two]:
-    """Mapped where posters can: ``UcxxPoster`` does as it does with any memory."""
+    """Yields two links, mapped where posters can do that. ``UcxxPoster`` treats mapped memory like any other."""
     transport = UcxTransport("tcp,self" if request.param == "tcp" else "", make_poster=poster)
     made = Two(transport, shared=request.param == "mapped")
     if made.shared is not None and poster is not UcxxPoster:
@@ -274,7 +274,7 @@ def test_transports_that_do_not_exist() -> None:
 
 
 def free_ports(count: int) -> range:
-    """Consecutive ones on which nobody listened just now, below those that the kernel gives to connections."""
+    """Returns consecutive ports that were free just now, below those that the kernel gives to connections."""
     while True:
         first = random.randrange(10_000, 32_000)
         ports = range(first, first + count)
@@ -285,7 +285,7 @@ def free_ports(count: int) -> range:
 
 
 def listening() -> set[tuple[str, int]]:
-    """IPv4 addresses and ports that this process listens on."""
+    """Returns the IPv4 addresses and ports on which this process listens."""
     mine = {link for fd in Path("/proc/self/fd").iterdir() if (link := _target(fd)).startswith("socket:")}
     rows = (line.split() for line in Path("/proc/self/net/tcp").read_text().splitlines()[1:])
     ends = [row[1].split(":") for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in mine]
@@ -353,7 +353,7 @@ def test_a_range_with_no_port_left_is_told() -> None:
 
 
 def test_an_address_that_was_cut_off_is_refused() -> None:
-    """Wherever that was, and although UCX is not told how long it is."""
+    """It is refused wherever it was cut off, although UCX does not know the address's length."""
     transport = UcxTransport("")
     memory = memoryview(bytearray(SIZE))
     other = transport.open_link(memory)
@@ -380,7 +380,7 @@ def test_an_address_that_was_cut_off_is_refused() -> None:
     ],
 )
 def test_cuda_ipc_is_not_among_the_transports(asked: str, taken: str) -> None:
-    """Its receiver goes on reading the sender's blocks after their lease."""
+    """With cuda_ipc, a receiver would go on reading the sender's blocks after their lease."""
     assert allowed_transports(asked) == taken
 
 

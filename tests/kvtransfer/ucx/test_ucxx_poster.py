@@ -1,4 +1,4 @@
-"""Operations in flight: all that ended are found, in order, without a look at each in every turn."""
+"""Tests that operations which ended are all found, in order, without a look at every operation in each turn."""
 
 from __future__ import annotations
 
