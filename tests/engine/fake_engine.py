@@ -180,7 +180,7 @@ class FakeEngine:
     def run(self, limit: int = 3000) -> None:
         """Steps until nothing is left to do."""
         for _ in range(limit):
-            # All that a step launched ahead decodes may have ended in the one before.
+            # Everything that a step launched ahead decodes may have ended in the step before it.
             was_ahead = self._ahead is not None
             if not self.step().work and not was_ahead:
                 return
@@ -188,5 +188,5 @@ class FakeEngine:
 
     @property
     def idle(self) -> bool:
-        """Whether no request lives and every block is free."""
+        """Returns whether no request lives and every block is free."""
         return not list(self.scheduler.live()) and self.blocks.num_free == self.blocks.num_blocks

@@ -1,8 +1,8 @@
-"""A model and a KV cache that holds, for every token, which tokens it was computed from, and under which salt.
+"""A model and a KV cache that knows, for each token, from which tokens and under which salt it was computed.
 
 A slot holds a digest of all tokens up to its own, computed from the slot before it, as real keys and values depend on
-all tokens before them. A step first checks its whole context: a block that was shared, moved, evicted or overwritten
-wrongly fails an assertion at once, and so does one of a request with another salt, though its tokens are the same.
+all tokens before them. A step first checks its whole context. A block that was shared, moved, evicted or overwritten
+wrongly fails an assertion at once, and so does a block of a request with another salt, even if its tokens are the same.
 """
 
 from __future__ import annotations

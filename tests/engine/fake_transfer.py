@@ -27,7 +27,7 @@ from tests.engine.fake_model import FakeModel
 
 @dataclass
 class Transfer:
-    """One transfer under way."""
+    """A transfer that is under way."""
 
     order: FetchOrder
     sending: list[tuple[int, int]] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""Rank 0 in this process, the other ranks in real ones: what they compute, and how rank 0 hears of their end."""
+"""Tests ranks, rank 0 in this process and the others in real ones: their results, and how their end is noticed."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def test_steps_copies_and_clearings_are_those_of_one_rank_and_a_death_is_heard_o
 
 @pytest.mark.parametrize("goes_on", [True, False])
 def test_blocks_are_written_on_every_rank_before_anybody_can_give_them_away(folder: Path, goes_on: bool) -> None:
-    """Otherwise a rank that is late would destroy what a KV transfer has put into them meanwhile."""
+    """Otherwise a late rank would destroy what a KV transfer has put into them meanwhile."""
     written = threading.Event()
     config = engine_config(folder)
 

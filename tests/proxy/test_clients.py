@@ -195,7 +195,7 @@ async def test_beyond_the_limit_requests_wait_and_beyond_the_queue_they_get_503(
         await eventually(lambda: waiting(2), "two wait")
         await eventually(lambda: held.entered == 1, "one is at the node")
         assert await send() == (503, "1")
-        leaver = tasks.pop()  # of those that wait, one leaves: its place is free again
+        leaver = tasks.pop()  # One of the waiting requests leaves, so its place is free again.
         leaver.cancel()
         await eventually(lambda: waiting(1), "one waits")
         tasks.append(asyncio.create_task(send()))

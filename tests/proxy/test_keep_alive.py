@@ -51,7 +51,7 @@ async def test_the_setting_says_how_long_an_idle_connection_is_kept(serving: Any
 
     async def ask(address: tuple[str, int]) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         reader, writer = await asyncio.open_connection(*address)
-        for _ in range(2):  # an answer does not end it
+        for _ in range(2):  # An answer does not end the connection.
             writer.write(GET)
             await reader.readuntil(b"\r\n\r\n")
             await reader.readuntil(b"}")

@@ -126,7 +126,7 @@ async def test_api_keys_are_replaced_in_every_process_and_a_broken_file_changes_
         running.write("keys", f"bob {BOB}\n")
         assert "1 API key" in await running.hang_up()
         while await statuses(running.url, key=BOB) != {503}:
-            pass  # workers are told on their own channel
+            pass  # Workers get the new secret on their own channel.
         assert await statuses(running.url, key=ALICE) == {401}
         for broken in ("", "short", f"{BOB}\n{BOB}"):
             running.write("keys", broken)
@@ -180,10 +180,10 @@ async def test_the_secret_is_replaced_in_three_steps_while_a_node_serves(tmp_pat
         async with proxy(tmp_path, workers) as running, registered(info, running.control, secret=secrets) as known:
 
             async def serves() -> None:
-                await asyncio.sleep(6 * HEARTBEAT_MS / 1000)  # after three unanswered heartbeats it would not know
+                await asyncio.sleep(6 * HEARTBEAT_MS / 1000)  # Three unanswered heartbeats clear the event.
                 assert known.registered[running.control].is_set()
                 while await statuses(running.url) != {200}:
-                    pass  # workers hear of a node later than it does of its proxy
+                    pass  # Workers learn of a node later than the node learns of its proxy.
 
             await serves()
             for step, signed_with in ((f"{OLD}\n{NEW}\n", OLD), (f"{NEW}\n\n{OLD}", NEW), (NEW, NEW)):
@@ -218,6 +218,6 @@ async def test_a_worker_that_comes_up_later_has_what_was_read_last(tmp_path: Pat
         assert await statuses(running.url, key=BOB) == {503}
         assert await statuses(running.url, key=ALICE) == {401}
         for child in workers_of(running.process.pid):
-            os.kill(child, signal.SIGHUP)  # not theirs to act on
+            os.kill(child, signal.SIGHUP)  # A worker does not act on this signal.
         assert await statuses(running.url, key=BOB) == {503}
         assert not re.search("was killed by SIGHUP", "".join(running.lines))

@@ -65,7 +65,7 @@ async def test_streams_and_refusals_over_tls(authority: trustme.CA, tls: TlsConf
                 await distrusting.get("/live")
         host, _, port = url.removeprefix("https://").partition(":")
         reader, writer = await asyncio.open_connection(host, int(port))
-        writer.write(b"GET /live HTTP/1.1\r\nhost: x\r\n\r\n")  # not in the clear
+        writer.write(b"GET /live HTTP/1.1\r\nhost: x\r\n\r\n")  # This request is not encrypted.
         assert b"200" not in await reader.read()
         writer.close()
 
@@ -91,10 +91,10 @@ async def test_a_handshake_that_is_not_finished_is_cut(
         url = running.addresses.url
         host, _, port = url.removeprefix("https://").partition(":")
         reader, writer = await asyncio.open_connection(host, int(port), ssl=trusting)
-        async with asyncio.timeout(20):  # the event loop's own timeout is 60 s
+        async with asyncio.timeout(20):  # The event loop's own timeout is 60 s.
             await asyncio.gather(*(cut(host, int(port)) for _ in range(20)))
         writer.write(b"GET /live HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
-        assert (await reader.read()).startswith(b"HTTP/1.1 200")  # its handshake was over
+        assert (await reader.read()).startswith(b"HTTP/1.1 200")  # The handshake of this connection was over.
         writer.close()
 
 

@@ -131,7 +131,7 @@ async def test_a_node_registers_once_and_every_worker_serves_it_and_figures_are_
         assert len(children()) == WORKERS
         await running.known_to_all()
         assert await asyncio.gather(*(running.ask() for _ in range(40))) == [WHOLE] * 40
-        # Whichever worker is asked, and though each has had some of the forty only.
+        # This holds for every worker, although each has had only some of the forty requests.
         assert [await running.metric(OK) for _ in range(6)] == [40.0] * 6
         assert await running.metric('pdserve_proxy_nodes{role="mixed"}') == 1
         assert await running.metric("pdserve_proxy_requests_in_flight") == 0
@@ -150,7 +150,7 @@ async def test_every_worker_asks_for_the_keys() -> None:
             ):
                 return response.status
 
-        # Each on a connection of its own, so that all workers have some.
+        # Each request has a connection of its own, so that all workers have some.
         assert await asyncio.gather(*(status({}) for _ in range(16))) == [401] * 16
         right = {"authorization": "Bearer a-key-of-a-client-0123"}
         assert await asyncio.gather(*(status(right) for _ in range(16))) == [503] * 16, "let in, and no node there"

@@ -1,4 +1,4 @@
-"""Tests what the prefix cache finds, what is shared, what is evicted, and what never is."""
+"""Tests what the prefix cache finds, shares and evicts, and what it never does."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ def test_a_preempted_request_finds_its_own_blocks_again() -> None:
         if engine.scheduler.counters.preemptions:
             again += [work for work in plan.work if work.request is young]
     assert engine.scheduler.counters.preemptions == 1
-    # At least its first block is still cached: the other request needed no more than a few.
+    # Its first block, at least, is still cached, because the other request needed only a few blocks.
     assert 1 < again[0].num_tokens < len(young.token_ids) - BLOCK_SIZE
     assert [engine.outputs[i] for i in range(2)] == [answer(prompts[i], seeds[i], 14, 32) for i in range(2)]
 
@@ -202,7 +202,7 @@ class CountingDict(dict[bytes, int]):
 
 
 def test_who_waits_looks_up_only_what_the_cache_has_learnt_since(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One prompt uses all budgets; the others could go to a prefill node, but too much of them is cached for that."""
+    """One prompt uses all budgets. The others could go to a prefill node, but too much of them is cached for that."""
     engine = FakeEngine(num_blocks=200, max_len=200, max_step_tokens=4)
     engine.add(1, PROMPT, max_tokens=1)
     engine.run()

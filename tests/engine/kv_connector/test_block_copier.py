@@ -1,4 +1,4 @@
-"""Blocks that go through host memory come out the same."""
+"""Tests that blocks which go through host memory come out the same."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PATIENCE_S = 30.0
 
 
 class Moving:
-    """A copier, and a wait for what it says."""
+    """A copier, and a wait for its copies."""
 
     def __init__(self) -> None:
         self.cache = torch.randn(NUM_BLOCKS, 2, 3, 5)

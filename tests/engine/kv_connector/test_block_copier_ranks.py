@@ -1,4 +1,4 @@
-"""A copy is done when every rank has done it."""
+"""Tests that a copy is done when every rank has done it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.engine.kv_connector.test_staged_transfers import ScriptedCopier
 
 
 class ScriptedRanks:
-    """Other ranks that are as far as a test says."""
+    """Further ranks, whose progress the test decides."""
 
     def __init__(self) -> None:
         self.told: list[Order] = []

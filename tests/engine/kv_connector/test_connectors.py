@@ -1,4 +1,4 @@
-"""Who may touch a request's blocks: the connectors with a scripted transfer thread, in every order of events."""
+"""Tests what may touch a request's blocks: the connectors with a scripted transfer thread, in every order of events."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ BOOT = new_id()
 
 
 class ScriptedThread:
-    """Stands in for TransferThread: remembers what it is told, reports what a test says."""
+    """Stands in for TransferThread: it records its commands and reports the events that a test gives it."""
 
     def __init__(self) -> None:
         self.fetched: list[FetchOrder] = []
@@ -99,11 +99,11 @@ class ScriptedThread:
         self._sent_of.setdefault(transfer_id, []).extend(block_ids)
 
     def pushed_of(self, transfer_id: TransferId) -> list[int]:
-        """Blocks, in order."""
+        """Returns the blocks that were pushed, in order."""
         return self._sent_of.get(transfer_id, [])
 
     def accepted_of(self, transfer_id: TransferId) -> int:
-        """How many of its blocks may land."""
+        """Returns how many blocks of a transfer may land."""
         ordered = sum(len(order.block_ids) for order in self.fetched if order.transfer_id == transfer_id)
         return ordered + sum(len(blocks) for accepted, blocks in self.accepted if accepted == transfer_id)
 
@@ -392,7 +392,7 @@ def test_without_overlap_all_blocks_are_pushed_when_the_prompt_is_computed(overl
 
 
 def test_what_decides_is_how_much_has_to_be_pushed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not how long the prompt is: most of it may be there already."""
+    """The length of the prompt does not decide, since the decode node may have most of its blocks already."""
     monkeypatch.setattr("pdserve.engine.kv_connector.pushing_connector.PAYS_FROM_TOKENS", 12)
     bench = Bench(Role.PREFILL, KvOverlap.AUTO)
     bench.report(wanted(prompt=14, first_block=1))
@@ -428,7 +428,7 @@ def test_the_placement_is_asked_with_what_is_cached_queued_and_running(monkeypat
     bench.step()
     bench.request(prompt=16)
     bench.step()
-    # The first one has computed two blocks, which the second one's begin with, and has six tokens left to compute.
+    # The first prompt has two computed blocks, with which the second one begins, and six tokens left to compute.
     assert asked == [PromptSize(missing_tokens=8, cached_tokens=8, queued_tokens=6, streams=1)]
 
 

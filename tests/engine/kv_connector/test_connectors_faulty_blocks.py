@@ -1,4 +1,4 @@
-"""From a faulty transport to tokens: two engines with a real (tiny) model, and real UCX between them."""
+"""Tests that a faulty transport causes no wrong token: two engines with a tiny model, and real UCX between them."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def wanted(folder: Path) -> dict[int, list[int]]:
-    """What one engine by itself answers."""
+    """Returns the answers of a single engine."""
     with engine(folder, overlap=False) as mixed:
         return {length: mixed.ask(prompt(length), [length])[0] for length in LENGTHS}
 
@@ -96,7 +96,7 @@ class Threads:
 
 @contextmanager
 def engines(folder: Path, fault: Fault, injector: Injector) -> Iterator[tuple[Client, TransferThread]]:
-    """The decode engine of a pair whose blocks pass through the injector."""
+    """Yields the decode engine of a pair whose blocks pass through the injector."""
     bad, good = faulty(lambda: UcxTransport(""), injector), lambda: UcxTransport("")
     at_receiver = fault in AT_RECEIVER
     threads = Threads()
@@ -116,10 +116,10 @@ def test_no_faulty_block_becomes_a_token(folder: Path, wanted: dict[int, list[in
     with engines(folder, fault, injector) as (decode, transfers):
         for attempt in range(2):
             for length in LENGTHS:
-                # A salt of its own: nothing is in the prefix cache, every block has to come.
+                # Each request has a salt of its own, so no prefix cache has its blocks and all have to come.
                 assert decode.ask(prompt(length), [length], f"{attempt} {length}") == [wanted[length]]
         assert injector.injected > 0
-        # A link that broke is made anew while the next prompts are computed here.
+        # While a broken link is made anew, the decode engine computes the next prompts itself.
         least = 1 if fault in BREAKS_LINKS else len(LENGTHS) + 1
         assert transfers.stats().transfers_received >= least, "blocks came from the prefill engine all the same"
         eventually(lambda: transfers.stats().quarantined_blocks == 0, "nothing is in quarantine")

@@ -1,4 +1,4 @@
-"""When blocks of a prompt leave before all of it is computed."""
+"""Tests when blocks of a prompt leave before the whole prompt is computed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What may touch a block while it is copied: the staged transfers with a scripted thread and copier."""
+"""Tests what may touch a block while it is copied: the staged transfers with a scripted thread and copier."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ TARGET = PrefillTarget("p", "tcp://127.0.0.1:1", new_id())
 
 
 class ScriptedCopier:
-    """Says that a copy is done when a test does."""
+    """Finishes a copy when the test says so."""
 
     def __init__(self) -> None:
         self.uploads: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
@@ -69,7 +69,7 @@ class ScriptedCopier:
 
 
 class Desk:
-    """The parts."""
+    """The staged transfers of one node, with their thread, copier and staging blocks."""
 
     def __init__(self, staging_blocks: int = STAGING) -> None:
         self.thread, self.copier, self.staging = ScriptedThread(), ScriptedCopier(), StagingBlocks(staging_blocks)
@@ -179,7 +179,7 @@ def test_a_failed_fetch_keeps_what_landed_and_its_staging_blocks_until_they_are_
     assert desk.copier.uploads == [((0,), (30,)), ((1,), (31,))]
     assert desk.staging.num_free == 13
     desk.copier.finish()
-    # Of the cache itself nothing is in quarantine.
+    # No block of the cache itself is in quarantine.
     assert desk.heard() == [FetchFailed(order.transfer_id, "lost", 2, ())]
     assert desk.staging.num_free == 15
     assert desk.heard(BlocksReleased((3,))) == []
@@ -355,7 +355,7 @@ def test_copies_that_have_ended_for_ever_end_the_engine() -> None:
 
 
 class Wire:
-    """Two nodes with few staging blocks each, and what their transfer threads do between them."""
+    """Two nodes with few staging blocks each, and the messages between their transfer threads."""
 
     def __init__(self, staged: tuple[int, int], random: Random) -> None:
         self.prefill, self.decode = Desk(staged[0]), Desk(staged[1])
@@ -373,12 +373,12 @@ class Wire:
         self.prefill.pushed(wanted)
 
     def compute(self) -> None:
-        """All prompts, in any order."""
+        """Computes all prompts, in any order."""
         for order in self.random.sample(self.orders, len(self.orders)):
             self.prefill.pushes.push(order.transfer_id, 0, order.block_ids)
 
     def turn(self) -> bool:
-        """What is in its staging block and accepted moves. True if anything did."""
+        """Moves each block that has a staging block and is accepted. Returns whether any block moved."""
         before = (list(self.sent.values()), len(self.done))
         self.prefill.copier.finish()
         self.decode.copier.finish()
@@ -414,7 +414,7 @@ class Wire:
 def test_transfers_that_hold_some_staging_blocks_each_never_wait_for_each_other(
     staged: tuple[int, int], lengths: list[int], random: Random
 ) -> None:
-    """On the decode node an early one may hold staging blocks while its blocks wait for those of the prefill node."""
+    """An early transfer may hold staging blocks on the decode node while it waits for those of the prefill node."""
     wire = Wire(staged, random)
     for length in lengths:
         wire.start(length)

@@ -1,4 +1,4 @@
-"""Host memory for transfers is given out by turns, and comes back."""
+"""Tests that requests take turns to get host memory for transfers, and give it back."""
 
 from __future__ import annotations
 

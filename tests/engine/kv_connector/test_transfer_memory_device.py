@@ -1,4 +1,4 @@
-"""A GPU's KV cache moved by UCX itself, as far as that shows without one."""
+"""Tests, as far as that works without a GPU, how UCX itself moves a GPU's KV cache."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ TRANSFER = TransferId(new_id(), 0, new_id())
 
 
 def gpu_cache() -> torch.Tensor:
-    """Returns as much of one as is looked at."""
+    """Returns the part of a GPU's cache that is looked at."""
     return cast(torch.Tensor, SimpleNamespace(device=torch.device("cuda", 0)))
 
 
@@ -99,7 +99,7 @@ def test_blocks_leave_when_the_kernels_that_write_them_are_over() -> None:
 
 
 class FakeDevice:
-    """A GPU whose kernels write when they are waited for."""
+    """A GPU whose kernels have written when the engine has waited for them."""
 
     def __init__(self) -> None:
         self.to_be_written: set[int] = set()

@@ -1,4 +1,4 @@
-"""Which KV caches decode engines may map."""
+"""Tests which KV caches decode engines may map."""
 
 from __future__ import annotations
 

@@ -102,7 +102,7 @@ def test_top_p_is_what_sorting_gives(
 ) -> None:
     torch.manual_seed(torch_seed)
     logits = torch.randn(len(shares), size) * spread
-    if coarse:  # many tokens that are equal, as bf16 makes them
+    if coarse:  # Many tokens are equal then, as in bf16.
         logits = logits.bfloat16().float()
     weights = logits.softmax(-1)
     kept = drawing.top_p(weights.clone(), shares)

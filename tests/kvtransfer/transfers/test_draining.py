@@ -1,5 +1,4 @@
-"""Tests that a living peer is lost in the end if it does not finish a send that it began, or takes nothing that is sent
-to it.
+"""Tests that a living peer is lost in the end if it does not finish a send, or takes nothing that is sent to it.
 
 Time and network are those of ``test_any_order``.
 """

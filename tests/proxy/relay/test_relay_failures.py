@@ -83,7 +83,7 @@ async def test_a_client_that_leaves_closes_the_upstream_at_once(stream: bool, he
             await entered.wait()
         client.cancel()
         await asyncio.gather(client, return_exceptions=True)
-        # A stream tells by its next chunk; one that is silent, like this one, by its silence.
+        # A stream shows this with its next chunk, and a silent one, like this, with its silence.
         async with asyncio.timeout(1 if not headers_sent else 1 + 2 * HALF_CLOSED_S):
             await left.wait()
         assert await metric(running, "pdserve_proxy_requests_in_flight") == 0
@@ -227,7 +227,7 @@ async def test_a_request_that_nodes_die_of_is_given_to_two_also_over_kept_connec
                 await answer_ok(exchange)
                 return
             asked.append(made[number])
-            made[number]._server.close()  # a process that is dead takes no new connection
+            made[number]._server.close()  # A dead process accepts no new connection.
             exchange.die()
 
         return die_of_poison
@@ -302,7 +302,7 @@ async def test_after_a_retry_the_load_is_where_the_request_is(failing: Behaviour
             with made.begin("r", "/v1/completions") as exchange:
                 call = NodeRequest("/v1/completions", read_body(b'{"model": "m", "stream": true}'), None)
                 assert isinstance(await made.forward(exchange, call), StreamedResponse)
-                # The prompt is computed: the prefill node has nothing to do with it any more.
+                # The prompt is computed, so the prefill node is no longer needed.
                 assert sorted(load(info) for info in decode) == [0, 1]
                 assert load(prefill) == 0
             assert [load(info) for info in decode] == [0, 0]

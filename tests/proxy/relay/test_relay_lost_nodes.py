@@ -126,7 +126,7 @@ async def test_a_stream_that_goes_on_shows_that_its_node_lives(monkeypatch: pyte
     async def flow(exchange: Exchange) -> None:
         await exchange.begin_stream()
         after = 0
-        while after < 10:  # each 0.1 s: longer together than a silence may be
+        while after < 10:  # Ten events take longer than a silence may.
             await exchange.chunk(EVENTS[0])
             await asyncio.sleep(0.1)
             after += dropped.is_set()

@@ -144,7 +144,7 @@ async def test_one_that_is_cancelled_just_when_its_turn_came_passes_it_on() -> N
     tasks = [room.send("a", first), room.send("b", rest), room.send("c", rest)]
     await settle()
     first.set()
-    await tasks[0]  # b has its turn, and has not run yet
+    await tasks[0]  # It is b's turn, but b has not run yet.
     tasks[1].cancel()
     await settle()
     assert room.entered[-1] == "c"

@@ -65,7 +65,7 @@ def test_limits_hold_and_nothing_is_left(
             except (TooManyRequests, Unavailable):
                 assert one.size + int(which) > small
                 assert large(one.client) + one.size + int(which) > max(memory // 2 // SHARES, body_bytes)
-                one.body.__exit__(None, None, None)  # a body that is refused is given up
+                one.body.__exit__(None, None, None)  # A body that is refused is given up.
                 there.remove(one)
             else:
                 one.size += int(which)

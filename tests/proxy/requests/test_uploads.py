@@ -105,7 +105,7 @@ async def test_a_client_has_its_share_of_the_bodies_on_their_way_and_others_have
         await upload(BOB)
         await eventually(lambda: bodies[-1].total.uploads == 3, "another key's is on its way")
         assert await ordinary(running, BOB) == 200
-        slow[0][1].close()  # who leaves gives the place back
+        slow[0][1].close()  # A client that leaves gives its place back.
         await eventually(lambda: bodies[-1].total.uploads == 2, "one is gone")
         await upload(ALICE)
         await eventually(lambda: bodies[-1].total.uploads == 3, "its place is taken again")

@@ -32,7 +32,7 @@ async def test_each_item_has_its_own_time() -> None:
 
     def expire(item: int) -> None:
         stayed_s.append(loop.time() - added_s[item])
-        if item < 3:  # again and again, from inside
+        if item < 3:  # The callback does this again and again.
             add(item + 10)
 
     def add(item: int) -> None:
@@ -42,7 +42,7 @@ async def test_each_item_has_its_own_time() -> None:
     queue: ExpiryQueue[int] = ExpiryQueue(0.03, expire)
     for item in range(3):
         add(item)
-        await asyncio.sleep(0.01)  # apart in time: that is the test
+        await asyncio.sleep(0.01)  # The items must come at different times.
     await eventually(lambda: len(stayed_s) == 6, "all have expired")
     assert min(stayed_s) >= 0.028
 

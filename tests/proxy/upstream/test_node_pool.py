@@ -257,7 +257,7 @@ async def test_a_node_that_is_not_read_from_is_not_silent() -> None:
     async with node_and_pool(much) as (node, pool):
         response = await post(node, pool, silence_s=0.1)
         await eventually(lambda: response._held >= HIGH_WATER_BYTES, "it has taken as much as it may")
-        await asyncio.sleep(0.3)  # longer than silence is borne: that is the test
+        await asyncio.sleep(0.3)  # This is longer than a node may be silent.
         assert response._held < size // 2
         assert len(await read_all(response)) == size
 
@@ -353,7 +353,7 @@ async def test_who_connects_to_a_node_in_doubt_waits_no_longer() -> None:
             done, _waiting = await asyncio.wait([posting], timeout=0.2)
             assert not done
             pool.suspect(url)
-            async with asyncio.timeout(3):  # of the 5 that connecting may take
+            async with asyncio.timeout(3):  # Connecting may take 5 s.
                 with pytest.raises(NodeUnreachable):
                     await posting
 
@@ -403,7 +403,7 @@ def no_file_left() -> Iterator[None]:
 @pytest.mark.parametrize("name", ["127.0.0.1", "localhost", "node.invalid"])
 async def test_a_lack_of_files_is_not_taken_for_an_unreachable_node(name: str) -> None:
     async with node_and_pool() as (node, pool):
-        with suppress(NodeUnreachable):  # so that the resolver's threads and libraries are there
+        with suppress(NodeUnreachable):  # This loads the resolver's threads and libraries.
             await pool.post("http://localhost:1", "/x", {}, b"", silence_s=None)
         url = node.url.replace("127.0.0.1", name)
         with no_file_left():
