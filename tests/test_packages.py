@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 from pdserve.cli.main import SUBCOMMANDS
@@ -18,15 +19,6 @@ PACKAGES = {
 PROFILERS = {"cProfile", "profile", "tracemalloc", "pyinstrument", "yappi", "torch.profiler", "torch.autograd.profiler"}
 
 
-def modules() -> dict[str, ast.Module]:
-    """Returns the modules of all packages, by their full names."""
-    return {
-        ".".join(path.relative_to(folder).with_suffix("").parts): ast.parse(path.read_text())
-        for package, folder in PACKAGES.items()
-        for path in (folder / package).rglob("*.py")
-    }
-
-
 def mentioned(tree: ast.Module) -> Iterator[str]:
     """Yields the modules that a module imports, and those that it starts as programs."""
     for node in ast.walk(tree):
@@ -39,16 +31,23 @@ def mentioned(tree: ast.Module) -> Iterator[str]:
             yield node.value
 
 
+@cache
+def mentions() -> dict[str, set[str]]:
+    """Returns what each module mentions, by its full name."""
+    return {
+        ".".join(path.relative_to(folder).with_suffix("").parts): set(mentioned(ast.parse(path.read_text())))
+        for package, folder in PACKAGES.items()
+        for path in (folder / package).rglob("*.py")
+    }
+
+
 def test_every_module_is_used() -> None:
     """Another module uses it or it is a program, so no second implementation lies beside the one that runs."""
-    trees = modules()
-    used = {name for module, tree in trees.items() for name in mentioned(tree) if name != module}
+    used = {name for module, names in mentions().items() for name in names if name != module}
     used |= {f"pdserve.cli.{command}" for command in SUBCOMMANDS}
-    unused = {name for name in trees if name not in used and not name.endswith(("__init__", "__main__"))}
+    unused = {name for name in mentions() if name not in used and not name.endswith(("__init__", "__main__"))}
     assert unused == set()
 
 
 def test_nothing_profiles() -> None:
-    assert {
-        (name, found) for name, tree in modules().items() for found in mentioned(tree) if found in PROFILERS
-    } == set()
+    assert {(module, name) for module, names in mentions().items() for name in names & PROFILERS} == set()

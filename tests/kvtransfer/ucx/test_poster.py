@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 import logging
+import os
 from pathlib import Path
 
 import pytest
 
 from pdserve.config import UcxCalls
 from pdserve.errors import ConfigError
+from pdserve.settings import cache_folder
 from pdserve_kvtransfer.ucx.compiled_poster import CompiledPoster
 from pdserve_kvtransfer.ucx.poster import chosen_poster
 from pdserve_kvtransfer.ucx.ucx_transport import UcxTransport
 from pdserve_kvtransfer.ucx.ucxx_poster import UcxxPoster
 
 
-def test_with_a_compiler(tmp_path: Path) -> None:
+def test_with_a_compiler() -> None:
     for choice, kind in (
         (UcxCalls.AUTO, CompiledPoster),
         (UcxCalls.COMPILED, CompiledPoster),
         (UcxCalls.PYTHON, UcxxPoster),
     ):
-        transport = UcxTransport("", make_poster=chosen_poster(choice, tmp_path))
+        transport = UcxTransport("", make_poster=chosen_poster(choice, cache_folder(os.environ)))
         link = transport.open_link(memoryview(bytearray(1)))
         assert isinstance(link.poster, kind)
         link.close()
