@@ -17,6 +17,8 @@ WORKERS ?= 2
 # In the order of their names: what takes long does not begin last.
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --no-loadscope-reorder
 STAMP := $(VENV)/.installed
+# Hundreds of test processes load the same modules. Python compiles them once, even where the environment forbids it.
+unexport PYTHONDONTWRITEBYTECODE
 # One that the small demo model answers by a wide margin, in any number format.
 QUESTION ?= What is the capital of France? Answer in one sentence.
 
