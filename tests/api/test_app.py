@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import json
 
 import openai
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from pdserve.api.requests.tokenizer import Tokenizer
 from tests.api.behaviour import Behaviour
 from tests.api.node import MODEL, NodeUnderTest
-from tests.api.plain_http import get, post
+from tests.api.plain_http import Answer, get, post
 from tests.eventually import eventually
 
 
@@ -83,12 +84,25 @@ def metrics(node: NodeUnderTest) -> dict[str, float]:
     return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines)}
 
 
+def first_tokens(stream: Answer) -> list[int]:
+    """Returns how many tokens each choice's first chunk has: more than one where the node read them late."""
+    first: dict[int, int] = {}
+    for line in stream.text.splitlines():
+        if line.startswith("data: {"):
+            for choice in json.loads(line.removeprefix("data: "))["choices"]:
+                first.setdefault(choice["index"], len(choice.get("token_ids", ())))
+    return list(first.values())
+
+
 def test_metrics_count_requests(node: NodeUnderTest) -> None:
     before = metrics(node)
     body = {"model": MODEL, "prompt": "x"}
-    post(f"{node.url}/v1/completions", {**body, "seed": Behaviour.REPLY})
-    post(f"{node.url}/v1/completions", {**body, "seed": Behaviour.ENDLESS, "max_tokens": 4, "n": 2})
+    streamed = {**body, "stream": True, "return_token_ids": True}
+    reply = post(f"{node.url}/v1/completions", {**streamed, "seed": Behaviour.REPLY})
+    endless = post(f"{node.url}/v1/completions", {**streamed, "seed": Behaviour.ENDLESS, "max_tokens": 4, "n": 2})
     post(f"{node.url}/v1/completions", {**body, "seed": Behaviour.ERROR})
+    first = [*first_tokens(reply), *first_tokens(endless)]
+    assert len(first) == 3
 
     def grown(name: str) -> float:
         return metrics(node)[name] - before[name]
@@ -98,7 +112,8 @@ def test_metrics_count_requests(node: NodeUnderTest) -> None:
     assert grown('pdserve_request_success_total{finished_reason="length"}') == 2
     assert grown('pdserve_request_failure_total{reason="error"}') == 1
     assert grown("pdserve_time_to_first_token_seconds_count") == 2
-    assert grown("pdserve_inter_token_latency_seconds_count") == 8 + 2 * 3
+    # There is a gap before each token but those that came first.
+    assert grown("pdserve_inter_token_latency_seconds_count") == 9 + 2 * 4 - sum(first)
     assert grown("pdserve_request_queue_time_seconds_count") == 4
     assert grown("pdserve_request_queue_time_seconds_sum") == pytest.approx(0.04)
     assert grown("pdserve_request_prefill_time_seconds_count") == 4
