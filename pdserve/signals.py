@@ -1,6 +1,6 @@
 """Turns signals into events of a process's asyncio loop.
 
-The first SIGTERM or SIGINT asks a node to drain, and a second one to hurry. SIGHUP makes a process read its files of
+The first SIGTERM or SIGINT asks a process to drain, and a second one to hurry. SIGHUP makes a process read its files of
 secrets, keys and certificates again, without a restart.
 """
 
@@ -8,41 +8,53 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import TracebackType
+from dataclasses import dataclass, field
 
 from pdserve.errors import ConfigError
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT)
-
-
-class StopSignals:
-    """A context manager, within which SIGTERM and SIGINT set events and do nothing else."""
-
-    def __init__(self) -> None:
-        self.drain = asyncio.Event()
-        self.hurry = asyncio.Event()
-
-    def __enter__(self) -> StopSignals:
-        loop = asyncio.get_running_loop()
-        for number in SIGNALS:
-            loop.add_signal_handler(number, self._received)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        loop = asyncio.get_running_loop()
-        for number in SIGNALS:
-            loop.remove_signal_handler(number)
-
-    def _received(self) -> None:
-        (self.hurry if self.drain.is_set() else self.drain).set()
-
-
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class StopSignals:
+    """The signals that have come."""
+
+    drain: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set at the first signal."""
+    hurry: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set at a signal that comes when ``drain`` is set."""
+
+
+@contextmanager
+def stop_signals(*others: signal.Signals, apart_s: float = 0.0) -> Iterator[StopSignals]:
+    """Within the block, SIGTERM, SIGINT and ``others`` set the events that it yields, and do nothing else.
+
+    A second signal counts only if it comes ``apart_s`` after the first one or later.
+    """
+    signals = StopSignals()
+    loop = asyncio.get_running_loop()
+    first_s = -math.inf
+
+    def received() -> None:
+        nonlocal first_s
+        if not signals.drain.is_set():
+            first_s = loop.time()
+            signals.drain.set()
+        elif loop.time() - first_s >= apart_s:
+            signals.hurry.set()
+
+    numbers = (signal.SIGTERM, signal.SIGINT, *others)
+    for number in numbers:
+        loop.add_signal_handler(number, received)
+    try:
+        yield signals
+    finally:
+        for number in numbers:
+            loop.remove_signal_handler(number)
 
 
 @contextmanager

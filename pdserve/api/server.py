@@ -26,7 +26,7 @@ from pdserve.config import EngineConfig, NodeConfig
 from pdserve.errors import PdserveError
 from pdserve.http.server import HttpServer, bind, url_of
 from pdserve.process import set_up_logging, share_interpreter
-from pdserve.signals import StopSignals, on_hangup
+from pdserve.signals import StopSignals, on_hangup, stop_signals
 from pdserve.wire.discovery import Capacity, NodeInfo, Role
 from pdserve.wire.engine import Ready
 from pdserve.wire.frame import Secrets
@@ -81,7 +81,7 @@ class NodeServer:
 
     async def run(self) -> int:
         """Raises PdserveError if the node cannot start, or its engine dies."""
-        with StopSignals() as signals, bind(self.config.http) as listener, ExitStack() as stack:
+        with stop_signals() as signals, bind(self.config.http) as listener, ExitStack() as stack:
             boot_id, secrets = new_id(), Secrets(self.secret)
             engine = EngineClient(self._engine_config(boot_id), command=self.engine_command)
             if self.read_secret is not None:

@@ -19,11 +19,11 @@ from pdserve.http.tls import trusting_only
 from pdserve.models.checkpoint.demo import resolve_model, served_name
 from pdserve.process import ChildDied
 from pdserve.settings import cache_folder, load, load_with_file, resolve_secret, state_folder
+from pdserve.signals import stop_signals
 from pdserve_proxy.credentials import read_api_keys
 
-_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _STOP_MARGIN_S = 5.0
-_SAME_REQUEST_S = 0.5
+_APART_S = 0.5
 """Some senders signal both a process and its group, so a second signal that comes this soon counts as the first one."""
 _DESCRIPTION = (
     "Starts a proxy and nodes as separate processes, divides the cores between the nodes, and stops all in order. "
@@ -79,38 +79,33 @@ def _secret(config: UpConfig, environ: Mapping[str, str]) -> str:
 
 async def _serve(config: UpConfig, environ: Mapping[str, str], access: _Access, console: Console) -> int:
     cluster = LocalCluster(console, access.tls)
-    work = asyncio.create_task(_work(cluster, config, environ, access, console))
-    stopping = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    asked = 0.0
+    with stop_signals(signal.SIGHUP, apart_s=_APART_S) as signals:
+        work = asyncio.create_task(_work(cluster, config, environ, access, console))
+        stop = asyncio.create_task(signals.drain.wait())
+        try:
+            await asyncio.wait([work, stop], return_when=asyncio.FIRST_COMPLETED)
+            if work.done():
+                return work.result()
+            return 130 if config.cluster.ask else 0
+        finally:
+            # From here on, every signal means to hurry.
+            signals.drain.set()
+            work.cancel()
+            stop.cancel()
+            await asyncio.gather(work, stop, return_exceptions=True)
+            await _stop(cluster, config.http.drain_s + _STOP_MARGIN_S, signals.hurry, console)
 
-    def on_signal() -> None:
-        nonlocal asked
-        if not stopping.is_set():
-            asked = loop.time()
-            stopping.set()
-        elif loop.time() - asked > _SAME_REQUEST_S:
-            console.say("killing")
-            killing.append(asyncio.create_task(cluster.kill()))
 
-    killing: list[asyncio.Task[None]] = []
-    for number in _STOP_SIGNALS:
-        loop.add_signal_handler(number, on_signal)
-    stop = asyncio.create_task(stopping.wait())
-    try:
-        await asyncio.wait([work, stop], return_when=asyncio.FIRST_COMPLETED)
-        stopping.set()
-        if work.done():
-            return work.result()
-        return 130 if config.cluster.ask else 0
-    finally:
-        work.cancel()
-        stop.cancel()
-        await asyncio.gather(work, stop, return_exceptions=True)
-        await cluster.stop(config.http.drain_s + _STOP_MARGIN_S)
-        await asyncio.gather(*killing)
-        for number in _STOP_SIGNALS:
-            loop.remove_signal_handler(number)
+async def _stop(cluster: LocalCluster, grace_s: float, hurry: asyncio.Event, console: Console) -> None:
+    """Stops the cluster, or kills it as soon as ``hurry`` is set."""
+    stopping = asyncio.create_task(cluster.stop(grace_s))
+    hurrying = asyncio.create_task(hurry.wait())
+    await asyncio.wait([stopping, hurrying], return_when=asyncio.FIRST_COMPLETED)
+    if hurry.is_set():
+        console.say("killing")
+        await cluster.kill()
+    hurrying.cancel()
+    await stopping
 
 
 async def _work(

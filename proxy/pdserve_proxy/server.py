@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import signal
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
@@ -14,7 +13,7 @@ from pdserve.config import ProxyConfig
 from pdserve.errors import ConfigError
 from pdserve.http.server import bind, url_of
 from pdserve.process import allow_open_files, collect_rarely, set_up_logging
-from pdserve.signals import on_hangup
+from pdserve.signals import on_hangup, stop_signals
 from pdserve.wire.frame import Secrets
 from pdserve.wire.ids import new_id
 from pdserve_proxy.credentials import LiveCredentials, read_credentials
@@ -43,12 +42,9 @@ def serve(config: ProxyConfig, secret: bytes, read_secret: Callable[[], bytes] |
 
 
 async def _serve(config: ProxyConfig, secret: bytes, read_secret: Callable[[], bytes] | None) -> int:
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
     try:
-        await run(config, secret, stop, read_secret=read_secret)
+        with stop_signals() as signals:
+            await run(config, secret, signals.drain, read_secret=read_secret)
     except ConfigError:
         raise
     except Exception:
