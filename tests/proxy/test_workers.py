@@ -32,9 +32,8 @@ from pdserve_proxy.routing.attempts import Attempts
 from pdserve_proxy.server import run
 from pdserve_proxy.serving import Addresses
 from pdserve_proxy.workers import worker_channel
-from pdserve_proxy.workers.supervisor import WorkerDied, supervise
+from pdserve_proxy.workers.supervisor import WorkerDied, supervise, worker_share
 from pdserve_proxy.workers.worker_channel import WorkerChannel
-from pdserve_proxy.workers.worker_launch import worker_share
 from tests.proxy.cluster import SECRET, cancelled, cluster, eventually, node_info, proxy_config, registered
 from tests.proxy.fake_node import Exchange, FakeNode
 

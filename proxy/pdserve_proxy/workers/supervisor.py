@@ -8,6 +8,7 @@ ends the whole proxy: a service manager sees that, while half a proxy would fail
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 import socket
 import tempfile
@@ -27,8 +28,8 @@ from pdserve_proxy.metrics import ProxyMetrics
 from pdserve_proxy.registry.discovery_server import DiscoveryServer
 from pdserve_proxy.registry.registry import Registry
 from pdserve_proxy.serving import Addresses
+from pdserve_proxy.workers.worker import WORKER_COMMAND, WorkerLaunch
 from pdserve_proxy.workers.worker_channel import WorkerChannel
-from pdserve_proxy.workers.worker_launch import WORKER_COMMAND, WorkerLaunch, worker_share
 
 log = logging.getLogger(__name__)
 
@@ -113,6 +114,28 @@ async def supervise(
         # Not in the block above: some versions of Python 3.11 wrap what is raised there.
         if died is not None:
             raise WorkerDied(str(died.exceptions[0])) from died
+
+
+def worker_share(config: ProxyConfig) -> ProxyConfig:
+    """Returns ``config`` with one worker's share of the limits, rounded up: connections are spread evenly."""
+    count = config.workers.count
+
+    def part(limit: int) -> int:
+        return -(-limit // count)
+
+    admission, http = config.admission, config.http
+    return dataclasses.replace(
+        config,
+        admission=dataclasses.replace(
+            admission,
+            max_in_flight=part(admission.max_in_flight),
+            max_in_flight_per_key=part(admission.max_in_flight_per_key),
+            max_queued=part(admission.max_queued),
+            max_uploads=part(admission.max_uploads),
+            body_memory_mib=part(admission.body_memory_mib),
+        ),
+        http=dataclasses.replace(http, max_client_connections=part(http.max_client_connections)),
+    )
 
 
 class _WorkerProcess:

@@ -10,9 +10,9 @@ import asyncio
 import importlib.metadata
 import itertools
 import logging
-import signal
 import socket
 import sys
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
@@ -21,9 +21,10 @@ import uvloop
 import zmq
 import zmq.asyncio
 
+from pdserve.config import ProxyConfig
 from pdserve.errors import ConfigError, Unavailable
-from pdserve.process import allow_open_files, collect_rarely, read_launch, set_up_logging
-from pdserve.signals import ignore_hangup
+from pdserve.process import allow_open_files, collect_rarely, python_program, read_launch, set_up_logging
+from pdserve.signals import ignore_hangup, stop_signals
 from pdserve.wire.proxy_workers import (
     Collect,
     Counts,
@@ -44,14 +45,29 @@ from pdserve_proxy.metrics import ProxyMetrics, export_families
 from pdserve_proxy.registry.registry import RegistryMirror
 from pdserve_proxy.routing.attempts import Attempts
 from pdserve_proxy.serving import ProcessState, serve_clients
-from pdserve_proxy.workers.worker_launch import WorkerLaunch
 
 log = logging.getLogger(__name__)
 
+WORKER_COMMAND = python_program("pdserve_proxy.workers.worker")
 SUPERVISOR_TIMEOUT_S = 5.0
 
 _decoder: msgspec.msgpack.Decoder[ToWorker] = msgspec.msgpack.Decoder(ToWorker)
 _encoder = msgspec.msgpack.Encoder()
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLaunch:
+    """The settings of one start of a worker."""
+
+    config: ProxyConfig
+    """The configuration, in which the limits are this worker's share."""
+    credentials: Credentials
+    name: bytes
+    """The name of this start of this worker on the supervisor's channel."""
+    address: str
+    """The ``ipc://`` address of that channel."""
+    listener: int
+    """The inherited file descriptor of the worker's listening socket."""
 
 
 class SupervisorChannel:
@@ -148,9 +164,8 @@ async def work(launch: WorkerLaunch, stop: asyncio.Event) -> None:
 
 
 async def _main(launch: WorkerLaunch) -> None:
-    stop = asyncio.Event()
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
-    await work(launch, stop)
+    with stop_signals() as signals:
+        await work(launch, signals.drain)
 
 
 def main() -> int:
