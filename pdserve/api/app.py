@@ -9,7 +9,7 @@ import msgspec
 from prometheus_client import CONTENT_TYPE_LATEST
 from quart import Quart, Response
 
-from pdserve.api.answers.openai_response import DetokenizeResponse, ModelCard, ModelList, TokenizeResponse
+from pdserve.api.answers.openai_response import DetokenizeResponse, TokenizeResponse
 from pdserve.api.completions import admit_ticket, chat_route, check_model, prepare, text_route
 from pdserve.api.requests.openai_request import BodyParser, DetokenizeRequest, TokenizeRequest
 from pdserve.api.requests.preparing import Check
@@ -17,6 +17,7 @@ from pdserve.api.requests.prompts import render_chat
 from pdserve.api.requests.tokenizer import Tokenizer
 from pdserve.api.serving_node import ServingNode
 from pdserve.errors import InvalidRequest, NotFound, UnsupportedMediaType
+from pdserve.http.model_list import ModelCard, ModelList
 from pdserve.http.request import JSON, HttpRequest
 from pdserve.http.routes import DirectRoutes, quart_app
 

@@ -12,6 +12,7 @@ from quart import Quart, Response, request
 
 from pdserve.config import ProxyConfig
 from pdserve.errors import Unavailable
+from pdserve.http.model_list import ModelCard, ModelList
 from pdserve.http.routes import DirectRoutes, quart_app
 from pdserve.wire.discovery import NodeLoad
 from pdserve_proxy.credentials import ApiKeys
@@ -45,20 +46,6 @@ class Instance(msgspec.Struct, frozen=True):
     """The newest version of the protocol between hosts that the node supports."""
     load: NodeLoad
     heartbeat_age_s: float
-
-
-class ModelCard(msgspec.Struct, frozen=True):
-    """OpenAI's ``model`` object."""
-
-    id: str
-    created: int
-    object: str = "model"
-    owned_by: str = "pdserve"
-
-
-class ModelList(msgspec.Struct, frozen=True):
-    data: list[ModelCard]
-    object: str = "list"
 
 
 class InformationRoutes:

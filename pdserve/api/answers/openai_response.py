@@ -128,19 +128,6 @@ class Completion(msgspec.Struct):
 # ------------------------------------------------------------------ the other routes
 
 
-class ModelCard(msgspec.Struct):
-    id: str
-    created: int
-    max_model_len: int
-    object: str = "model"
-    owned_by: str = "pdserve"
-
-
-class ModelList(msgspec.Struct):
-    data: list[ModelCard]
-    object: str = "list"
-
-
 class TokenizeResponse(msgspec.Struct):
     count: int
     max_model_len: int
