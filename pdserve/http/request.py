@@ -56,9 +56,25 @@ class BodyBounds(Protocol):
 class HttpRequest:
     """One request on a connection of ``pdserve.http.guard``. Every response carries the request's label."""
 
-    __slots__ = ("_headers", "_outlet", "_receive", "_send", "address", "answered", "label", "method", "path", "write")
+    __slots__ = (
+        "_headers",
+        "_outlet",
+        "_receive",
+        "_send",
+        "address",
+        "answered",
+        "label",
+        "method",
+        "path",
+        "task",
+        "write",
+    )
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """The current task is the one that handles the request."""
+        task = asyncio.current_task()
+        assert task is not None
+        self.task = task
         self._receive = receive
         self._send = send
         # Of a header that comes twice, the first counts.
@@ -80,9 +96,9 @@ class HttpRequest:
         value = self._headers.get(name)
         return None if value is None else value.decode("latin-1")
 
-    def on_disconnect(self, callback: Callable[[], object]) -> None:
-        """Has ``callback`` called once if the client leaves before its response is over."""
-        self._outlet.on_disconnect = callback
+    def cancel_on_disconnect(self) -> None:
+        """Has ``task`` cancelled if the client leaves before its response is over."""
+        self._outlet.on_disconnect = self.task.cancel
 
     async def body(self, max_bytes: int, bounds: BodyBounds | None = None) -> bytes:
         """Returns the whole body. ``bounds`` are told of its bytes, and whether it has to be waited for.

@@ -63,9 +63,7 @@ class DirectRoutes:
         try:
             if request.method != "POST":
                 raise MethodNotAllowed("this route takes POST only")
-            task = asyncio.current_task()
-            assert task is not None
-            request.on_disconnect(task.cancel)
+            request.cancel_on_disconnect()
             await handler(request)
         except (asyncio.CancelledError, ClientGone):
             return  # The client is gone, or the server ends.

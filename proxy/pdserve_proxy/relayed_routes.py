@@ -43,7 +43,7 @@ class RelayedRoutes:
 
     async def handle(self, request: HttpRequest) -> None:
         """Answers ``request``, with an error if it cannot be relayed. The relayed request ends with the answer."""
-        with self._relay.begin(request.label, request.path) as relayed:
+        with self._relay.begin(request.task, request.label, request.path) as relayed:
             await self._serve(relayed, request)
 
     async def _serve(self, relayed: RelayedRequest, request: HttpRequest) -> None:

@@ -21,6 +21,7 @@ import msgspec
 
 from pdserve.config import ProxyConfig
 from pdserve.errors import BadUpstream, RequestError, Unavailable
+from pdserve.http.request import JSON, REQUEST_ID_HEADER
 from pdserve.http.tls import Trust
 from pdserve.wire.frame import Purpose, Sealer, Secrets
 from pdserve.wire.ticket import TICKET_HEADER, PrefillTarget, Ticket
@@ -125,7 +126,6 @@ class Relay:
 
     async def __aenter__(self) -> Self:
         relay = self._config.relay
-        self._loop = asyncio.get_running_loop()
         self._pool = NodePool(
             connect_timeout_s=relay.connect_timeout_s, max_connections=relay.max_connections, trust=self._trust
         )
@@ -142,10 +142,8 @@ class Relay:
         self._pool.close()
         self._deadlines.close()
 
-    def begin(self, request_id: str, path: str) -> RelayedRequest:
-        """Begins a relayed request for the request that the current task handles, and returns it."""
-        task = asyncio.current_task(self._loop)
-        assert task is not None
+    def begin(self, task: asyncio.Task[None], request_id: str, path: str) -> RelayedRequest:
+        """Begins a relayed request for the request that ``task`` handles, and returns it."""
         relayed = RelayedRequest(task, request_id, path, self._config.request.timeout_s, self._ended)
         self._active.add(relayed)
         self._deadlines.add(relayed)
@@ -168,28 +166,21 @@ class Relay:
         losses = 0
         for number in range(MAX_ATTEMPTS):
             try:
-                snapshot = self._registry.snapshot()
-                route = self._router.choose(snapshot, query, self._attempts.loads(snapshot), tried)
+                route = self._choose(query, tried)
             except RequestError:
                 if failure is None:
                     raise
                 break
             if number:
                 self._counts.retried()
-            # A prefill node computes a prompt once, for however many answers.
-            prefill = [(node, request.body.prompts) for node in route.prefill[:1]]
-            relayed.begin_attempt(route, self._attempts.begin((route.decode, request.body.answers), *prefill))
+            self._begin_attempt(relayed, request.body, route)
             result = await self._try_node(relayed, request, route, number)
             if not isinstance(result, AttemptFailure):
                 return result
             failure = result
             tried |= {route.decode.boot_id}
-            level = logging.INFO if failure.kind is AttemptFailureKind.REFUSED else logging.WARNING
-            name = route.decode.name
-            log.log(level, "request_id=%s attempt=%d decode=%s: %s", relayed.request_id, number, name, failure.error)
-            if failure.kind is AttemptFailureKind.UNREACHABLE:
-                self._registry.mark_unreachable(route.decode.boot_id)
-            elif failure.kind is AttemptFailureKind.LOST:
+            self._note_failure(relayed, route, number, failure)
+            if failure.kind is AttemptFailureKind.LOST:
                 losses += 1
                 if losses == MAX_LOSSES:
                     break
@@ -198,6 +189,23 @@ class Relay:
             raise failure.error
         return failure.answer
 
+    def _choose(self, query: RouteQuery, tried: frozenset[bytes]) -> Route:
+        """Returns a route by what is known of the nodes now. Raises Unavailable if there is none."""
+        snapshot = self._registry.snapshot()
+        return self._router.choose(snapshot, query, self._attempts.loads(snapshot), tried)
+
+    def _begin_attempt(self, relayed: RelayedRequest, body: GenerationBody, route: Route) -> None:
+        # A prefill node computes a prompt once, for however many answers.
+        prefill = [(node, body.prompts) for node in route.prefill[:1]]
+        relayed.begin_attempt(route, self._attempts.begin((route.decode, body.answers), *prefill))
+
+    def _note_failure(self, relayed: RelayedRequest, route: Route, number: int, failure: AttemptFailure) -> None:
+        level = logging.INFO if failure.kind is AttemptFailureKind.REFUSED else logging.WARNING
+        name = route.decode.name
+        log.log(level, "request_id=%s attempt=%d decode=%s: %s", relayed.request_id, number, name, failure.error)
+        if failure.kind is AttemptFailureKind.UNREACHABLE:
+            self._registry.mark_unreachable(route.decode.boot_id)
+
     async def _try_node(
         self, relayed: RelayedRequest, request: NodeRequest, route: Route, number: int
     ) -> WholeResponse | StreamedResponse | AttemptFailure:
@@ -205,11 +213,7 @@ class Relay:
         ticket = self._tickets.issue(
             route, request_id=relayed.request_id, attempt=number, deadline_s=relayed.remaining_s
         )
-        headers = {
-            "content-type": "application/json",
-            "x-request-id": relayed.request_id,
-            TICKET_HEADER: ticket,
-        }
+        headers = {**JSON, REQUEST_ID_HEADER: relayed.request_id, TICKET_HEADER: ticket}
         if request.accept is not None:
             headers["accept"] = request.accept
         # An answer in one piece comes when all of it is computed: until then only the deadline bounds the silence.

@@ -298,8 +298,10 @@ async def test_after_a_retry_the_load_is_where_the_request_is(failing: Behaviour
             registry.handle(Register(info), 0.0)
         tickets, counts = TicketSigner(SECRET, new_id()), RequestCounts()
         load = attempts.loads(registry.snapshot())
+        task = asyncio.current_task()
+        assert task is not None
         async with Relay(config, registry, attempts, tickets, counts, Trust()) as made:
-            with made.begin("r", "/v1/completions") as exchange:
+            with made.begin(task, "r", "/v1/completions") as exchange:
                 call = NodeRequest("/v1/completions", read_body(b'{"model": "m", "stream": true}'), None)
                 assert isinstance(await made.forward(exchange, call), StreamedResponse)
                 # The prompt is computed, so the prefill node is no longer needed.
