@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pdserve.cli.report_output import check_folder, publish
 from pdserve.config import DoctorConfig
 from pdserve.errors import ConfigError
 from pdserve.settings import cache_folder, load, resolve_secret, state_folder
@@ -26,19 +26,13 @@ _WIDTH = 120
 def run(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     """Returns the exit status. Raises ConfigError or ModelError for settings that cannot be used."""
     config = load(DoctorConfig, argv, environ, prog="pdserve doctor", description=_DESCRIPTION)
-    _check_folder(config.report.json)
+    check_folder("--json", config.report.json)
     from pdserve.doctor.examination import Examination, examine
     from pdserve.doctor.table import render, to_json
 
     # A copy: ucxx puts variables of its own into the environment when it is imported.
     found: Examination = examine(config, dict(environ), _secret(config, environ), _model(config, environ))
-    to_file = config.report.json
-    text = render(found, _width())
-    print(text, file=sys.stderr if to_file == "-" else sys.stdout)
-    if to_file == "-":
-        print(to_json(found).decode(), end="")
-    elif to_file:
-        _write(Path(to_file), to_json(found))
+    publish(render(found, _width()), to_json(found), config.report.json)
     return 0 if found.healthy else 1
 
 
@@ -67,15 +61,3 @@ def _width() -> int:
         return os.get_terminal_size(sys.stdout.fileno()).columns
     except (OSError, ValueError):
         return _WIDTH
-
-
-def _check_folder(file: str) -> None:
-    if file and file != "-" and not Path(file).parent.is_dir():
-        raise ConfigError(f"--json: there is no folder {str(Path(file).parent)!r}")
-
-
-def _write(file: Path, content: bytes) -> None:
-    try:
-        file.write_bytes(content)
-    except OSError as exc:
-        raise ConfigError(f"--json: cannot write {file}: {exc.strerror}") from exc

@@ -9,7 +9,7 @@ import pytest
 
 from pdserve.bench.report import Report, read_report
 from pdserve.bench_config import BenchEngineConfig
-from pdserve.cli.bench import BENCHMARKS, compare_flags
+from pdserve.cli.bench import BENCHMARKS, COMPARE, compare_flags
 from pdserve.cli.main import main
 from pdserve.settings import load
 from tests.tiny_models import save_tiny_model
@@ -20,7 +20,7 @@ SMALL = ("--batches", "1", "--contexts", "8", "--chunks", "8", "--seconds", "0",
 def test_help_lists_the_benchmarks(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "--help"], {}) == 0
     text = capsys.readouterr().out
-    assert all(f"  {name} " in text for name in BENCHMARKS)
+    assert all(f"  {name} " in text for name in (*BENCHMARKS, COMPARE))
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from pdserve.bench_config import (
     BenchStreamConfig,
     BenchTransferConfig,
 )
-from pdserve.cli.bench import BENCHMARKS
+from pdserve.cli.bench import BENCHMARKS, COMPARE
 from pdserve.cli.main import SUBCOMMANDS, main
 from pdserve.config import DoctorConfig, NodeConfig, ProxyConfig, UpConfig
 from pdserve.settings import ROOTS
@@ -69,6 +69,6 @@ def test_no_secret_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_every_subcommand_is_known_to_the_loader() -> None:
-    benchmarks = {f"bench {name}" for name in BENCHMARKS}
+    benchmarks = {f"bench {name}" for name in (*BENCHMARKS, COMPARE)}
     assert set(ROOT_OF) == set(SUBCOMMANDS) - {"bench"} | benchmarks
     assert set(ROOT_OF.values()) == set(ROOTS)
