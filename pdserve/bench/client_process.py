@@ -1,8 +1,12 @@
-"""Runs a benchmark's clients in their own process, which reads an order from stdin and writes a report to stdout."""
+"""Runs a benchmark's clients in their own process, which reads an order from stdin and writes a report to stdout.
+
+``connect`` and ``receive`` are for clients that poll their sockets themselves.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,6 +16,8 @@ import msgspec
 
 from pdserve.errors import BenchError, PdserveError
 from pdserve.process import ChildProcess, python_program, read_launch
+
+_CONNECT_TIMEOUT_S = 30.0
 
 Order = TypeVar("Order")
 Report = TypeVar("Report")
@@ -42,3 +48,16 @@ def serve_order(order: type[Order], run: Callable[[Order], object]) -> int:
         return 1
     sys.stdout.buffer.write(msgspec.msgpack.encode(report))
     return 0
+
+
+def connect(host: str, port: int) -> socket.socket:
+    """Returns an open connection. Raises OSError."""
+    return socket.create_connection((host, port), _CONNECT_TIMEOUT_S)
+
+
+def receive(connection: socket.socket, most: int) -> bytes:
+    """Returns the bytes that have come, at most ``most``; none if the connection has ended, in whatever way."""
+    try:
+        return connection.recv(most)
+    except ConnectionError:
+        return b""

@@ -19,7 +19,7 @@ import msgspec
 
 from pdserve.bench.machine import this_machine
 from pdserve.bench.report import Better, Figure, Report, Row, Unit, measured
-from pdserve.bench.streamed_answer import EventReader, LoadResult, Stream, summarise
+from pdserve.bench.streamed_answer import DONE, SHOWN_ERROR, EventReader, LoadResult, Stream, read_chunk, summarise
 from pdserve.bench_config import BenchLoadConfig, WorkloadConfig
 from pdserve.errors import BenchError
 from pdserve.settings import to_environ
@@ -66,28 +66,8 @@ def _log_uniform(source: random.Random, least: int, most: int) -> int:
     return min(most, round(math.exp(source.uniform(math.log(least), math.log(most)))))
 
 
-_DONE = b"[DONE]"
 _REQUEST_TIMEOUT_S = 600.0
 _MODELS_TIMEOUT_S = 30.0
-_SHOWN_ERROR = 300
-
-
-class _Choice(msgspec.Struct):
-    text: str = ""
-    token_ids: list[int] | None = None
-    finish_reason: str | None = None
-
-
-class _Usage(msgspec.Struct):
-    completion_tokens: int = 0
-
-
-class _Chunk(msgspec.Struct):
-    """The part of a text completion's chunk, or of an error event, that a benchmark reads."""
-
-    choices: list[_Choice] = []
-    usage: _Usage | None = None
-    error: msgspec.Raw = msgspec.Raw()
 
 
 class _Model(msgspec.Struct):
@@ -96,9 +76,6 @@ class _Model(msgspec.Struct):
 
 class _Models(msgspec.Struct):
     data: list[_Model]
-
-
-_chunks = msgspec.json.Decoder(_Chunk)
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,7 +181,7 @@ async def _stream(session: aiohttp.ClientSession, target: Target, job: Job) -> S
     try:
         async with session.post(f"{target.url}/v1/completions", json=body) as response:
             if response.status != 200:
-                stream.error = f"status {response.status}: {(await response.text())[:_SHOWN_ERROR]}"
+                stream.error = f"status {response.status}: {(await response.text())[:SHOWN_ERROR]}"
             else:
                 await _receive(response, stream, job)
     except (aiohttp.ClientError, TimeoutError, BenchError, msgspec.MsgspecError) as exc:
@@ -219,7 +196,7 @@ async def _receive(response: aiohttp.ClientResponse, stream: Stream, job: Job) -
     async for data in response.content.iter_any():
         now = time.perf_counter()
         for payload in reader.feed(data):
-            if payload == _DONE:
+            if payload == DONE:
                 done = True
             else:
                 take_chunk(stream, payload, now)
@@ -233,9 +210,9 @@ async def _receive(response: aiohttp.ClientResponse, stream: Stream, job: Job) -
 
 def take_chunk(stream: Stream, payload: bytes, now: float) -> None:
     """Adds the content of the event ``payload``, which came at ``now``. Raises MsgspecError if it is not a chunk."""
-    chunk = _chunks.decode(payload)
+    chunk = read_chunk(payload)
     if chunk.error:
-        stream.error = bytes(chunk.error).decode(errors="replace")[:_SHOWN_ERROR]
+        stream.error = bytes(chunk.error).decode(errors="replace")[:SHOWN_ERROR]
     for choice in chunk.choices:
         # A chunk that has only the reason is no token; one without text may be half a character.
         if choice.text or choice.token_ids or choice.finish_reason is None:

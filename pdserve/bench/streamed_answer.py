@@ -1,9 +1,9 @@
 """Records one streamed answer as its client sees it, and computes TTFT, ITL and TPOT. This module does no I/O.
 
-``EventReader`` finds server-sent events in a byte stream; ``distribution`` computes means and percentiles for every
-benchmark. The definitions are those of vLLM's ``bench serve``, so that figures can be laid side by side: TTFT ends with
-the first chunk that has a token, each gap between two such chunks is an ITL, and TPOT is the mean time of a token after
-the first.
+``EventReader`` finds server-sent events in a byte stream, and ``read_chunk`` reads what is in one; ``distribution``
+computes means and percentiles for every benchmark. The definitions are those of vLLM's ``bench serve``, so that figures
+can be laid side by side: TTFT ends with the first chunk that has a token, each gap between two such chunks is an ITL,
+and TPOT is the mean time of a token after the first.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
 
 from pdserve.errors import BenchError
@@ -38,6 +39,10 @@ def distribution(values: Sequence[float]) -> Distribution:
     return Distribution(len(values), float(np.mean(values)), p50, p90, p99, float(max(values)))
 
 
+DONE = b"[DONE]"
+"""The data of the last event."""
+SHOWN_ERROR = 300
+"""The characters of a server's error that a benchmark shows."""
 _MAX_EVENT = 8 * 2**20
 
 
@@ -58,6 +63,32 @@ class EventReader:
 def _data(event: bytes) -> bytes:
     lines = [line[5:].removeprefix(b" ") for line in event.split(b"\n") if line.startswith(b"data:")]
     return b"\n".join(lines)
+
+
+class _Choice(msgspec.Struct):
+    text: str = ""
+    token_ids: list[int] | None = None
+    finish_reason: str | None = None
+
+
+class _Usage(msgspec.Struct):
+    completion_tokens: int = 0
+
+
+class Chunk(msgspec.Struct):
+    """The part of a text completion's chunk, or of an error event, that a benchmark reads."""
+
+    choices: list[_Choice] = []
+    usage: _Usage | None = None
+    error: msgspec.Raw = msgspec.Raw()
+
+
+_chunks = msgspec.json.Decoder(Chunk)
+
+
+def read_chunk(payload: bytes) -> Chunk:
+    """Returns the chunk in the data of an event. Raises MsgspecError if it is none."""
+    return _chunks.decode(payload)
 
 
 @dataclass(slots=True)

@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from pdserve.bench.client_process import serve_order
+from pdserve.bench.client_process import connect, receive, serve_order
 from pdserve.bench.process_usage import cpu_s, peak_mib, reset_peaks
 from pdserve.bench.streamed_answer import Distribution, distribution
 from pdserve.process import allow_open_files
@@ -112,11 +112,6 @@ class RawClient:
         return self._size >= self._whole_bytes
 
 
-def connect(host: str, port: int, count: int, timeout_s: float) -> list[socket.socket]:
-    """Returns open connections. Raises OSError."""
-    return [socket.create_connection((host, port), timeout_s) for _ in range(count)]
-
-
 class ClientLoad(msgspec.Struct, frozen=True):
     """The requests that the clients send, and for how long."""
 
@@ -158,7 +153,7 @@ def send_load(connections: Sequence[socket.socket], load: ClientLoad) -> list[Re
             until = min(limit, schedule[0]) if schedule and idle else limit
             for number, _ in poll.poll(max(0.0, until - time.perf_counter())):
                 client = clients[number]
-                data = _read(client.connection)
+                data = receive(client.connection, _READ_BYTES)
                 now = time.perf_counter()
                 if client.reply is None:
                     poll.unregister(number)  # an idle connection ended
@@ -184,14 +179,6 @@ def _schedule(load: ClientLoad, start: float, clients: int) -> list[float]:
     return [start] * clients
 
 
-def _read(connection: socket.socket) -> bytes:
-    try:
-        return connection.recv(_READ_BYTES)
-    except ConnectionError:
-        return b""
-
-
-_CONNECT_TIMEOUT_S = 30.0
 _SHOWN_ERRORS = 5
 _LIVE = b"GET /live HTTP/1.1\r\nhost: bench\r\n\r\n"
 
@@ -237,17 +224,14 @@ def run(order: ProxyLoadOrder) -> ProxyLoadReport:
     """
     allow_open_files(order.connections + order.idle)
     with ExitStack() as stack:
-        connections = connect(order.host, order.port, order.connections, _CONNECT_TIMEOUT_S)
-        for connection in connections:
-            stack.enter_context(connection)
+        connections = [stack.enter_context(connect(order.host, order.port)) for _ in range(order.connections)]
         gc.disable()
         if order.warm_up is not None:
             send_load(connections, order.warm_up)
         reset_peaks(order.watched)
         before_mib = peak_mib(order.watched)
         for _ in range(order.idle):
-            (connection,) = connect(order.host, order.port, 1, _CONNECT_TIMEOUT_S)
-            stack.enter_context(connection)
+            connection = stack.enter_context(connect(order.host, order.port))
             connection.sendall(_LIVE)
             connection.recv(4096)
         after_mib = peak_mib(order.watched)

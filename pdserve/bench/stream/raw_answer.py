@@ -7,13 +7,11 @@ from collections.abc import Sequence
 import httptools
 import msgspec
 
-from pdserve.bench.streamed_answer import EventReader, Stream
+from pdserve.bench.streamed_answer import DONE, SHOWN_ERROR, EventReader, Stream, read_chunk
 from pdserve.errors import BenchError
 
 _LAST_CHUNK = b"0\r\n\r\n"
 _EVENT = b"data: "
-_DONE = b"[DONE]"
-_SHOWN_ERROR = 300
 
 
 class RawAnswer:
@@ -48,18 +46,6 @@ class RawAnswer:
         return data.count(b" ", data.find(_EVENT)) - data.count(_EVENT)
 
 
-class _WordChoice(msgspec.Struct):
-    text: str = ""
-    finish_reason: str | None = None
-
-
-class _WordChunk(msgspec.Struct):
-    choices: list[_WordChoice] = []
-
-
-_chunks = msgspec.json.Decoder(_WordChunk)
-
-
 class Wording(msgspec.Struct, frozen=True):
     """The text of every answer; a token is a word with a space before it."""
 
@@ -87,10 +73,10 @@ def read_answer(raw: RawAnswer, wording: Wording) -> WordStream:
     try:
         for now, data in raw.pieces:
             for payload in reader.feed(data):
-                if payload == _DONE:
+                if payload == DONE:
                     done = True
                     continue
-                for choice in _chunks.decode(payload).choices:
+                for choice in read_chunk(payload).choices:
                     finish = choice.finish_reason or finish
                     if choice.text:
                         found.times.arrivals.append(now)
@@ -98,7 +84,7 @@ def read_answer(raw: RawAnswer, wording: Wording) -> WordStream:
                         said.append(choice.text)
             found.times.ended = now
     except (httptools.HttpParserError, msgspec.MsgspecError, BenchError) as exc:
-        found.times.error = f"not a stream of events: {exc}"[:_SHOWN_ERROR]
+        found.times.error = f"not a stream of events: {exc}"[:SHOWN_ERROR]
         return found
     found.times.output_tokens = sum(found.words)
     found.times.error = reader.refused() or _fault("".join(said), wording)
@@ -140,7 +126,7 @@ class _Reader:
     def refused(self) -> str:
         """Returns what the server said in place of an answer; empty if it gave one."""
         said = b"".join(self._refusal).decode(errors="replace")
-        return f"status {self._parser.get_status_code()}: {said}"[:_SHOWN_ERROR] if said else ""
+        return f"status {self._parser.get_status_code()}: {said}"[:SHOWN_ERROR] if said else ""
 
     def on_body(self, body: bytes) -> None:
         self._bodies.append(body)

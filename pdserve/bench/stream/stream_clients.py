@@ -19,7 +19,7 @@ from contextlib import ExitStack
 
 import msgspec
 
-from pdserve.bench.client_process import serve_order
+from pdserve.bench.client_process import connect, receive, serve_order
 from pdserve.bench.process_usage import cpu_s, peak_mib, reset_peaks
 from pdserve.bench.stream.credit import CreditWriter, credit_to
 from pdserve.bench.stream.raw_answer import RawAnswer, Wording, WordStream, read_answer
@@ -28,7 +28,6 @@ from pdserve.bench.streamed_answer import Distribution, summarise
 CLIENTS = "clients"
 """The name of this process beside those that it watches."""
 _READ_BYTES = 2**16
-_CONNECT_TIMEOUT_S = 30.0
 _TELL_AGAIN_S = 0.1
 """The time after which a number is told again that the FIFO had no room for, while the engine waits for it."""
 
@@ -117,10 +116,7 @@ def run(order: StreamLoadOrder) -> StreamLoadReport:
     """Carries out the order. Raises BenchError if a watched process is gone, and OSError if a connection fails."""
     pids = {**order.watched, CLIENTS: os.getpid()}
     with ExitStack() as stack:
-        connections = [
-            stack.enter_context(socket.create_connection((order.host, order.port), _CONNECT_TIMEOUT_S))
-            for _ in range(order.streams)
-        ]
+        connections = [stack.enter_context(connect(order.host, order.port)) for _ in range(order.streams)]
         reset_peaks(order.watched)
         marks = Marks(pids)
         gc.disable()
@@ -162,7 +158,7 @@ def _exchange(
         while by_number and (left_s := deadline - time.perf_counter()) > 0:
             for number, _ in poll.poll(min(left_s, _TELL_AGAIN_S)):
                 connection, answer = by_number[number]
-                data = _read(connection)
+                data = receive(connection, _READ_BYTES)
                 silent -= answer.feed(time.perf_counter(), data)
                 if not silent:
                     marks.set(Stage.ALL_BEGUN)
@@ -176,13 +172,6 @@ def _exchange(
                 credit.tell(tokens)
         marks.set(Stage.OVER)
     return answers
-
-
-def _read(connection: socket.socket) -> bytes:
-    try:
-        return connection.recv(_READ_BYTES)
-    except ConnectionError:
-        return b""
 
 
 if __name__ == "__main__":
