@@ -44,7 +44,7 @@ EVENT_STREAM = {"content-type": "text/event-stream", "cache-control": "no-cache"
 WHOLE_INTERVAL = 256
 """How many tokens of a whole answer become text at once. More would hold up the tokens of other requests."""
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 R = TypeVar("R", bound=GenerationRequest)
@@ -212,7 +212,7 @@ async def prepare(
     try:
         return await node.preparer.run(size, work, timeout_s)
     except TemplateFailed as error:
-        logger.info("request_id=%s a chat template failed: %s", request.label, error.detail)
+        log.info("request_id=%s a chat template failed: %s", request.label, error.detail)
         raise
 
 

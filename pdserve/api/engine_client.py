@@ -1,4 +1,4 @@
-"""The engine process as the HTTP routes see it. They open generations; the client notices when the engine is gone."""
+"""Owns the engine process for the HTTP routes, which open generations at it, and notices when the engine is gone."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from pdserve.wire.ids import new_id
 from pdserve.wire.sampling_params import SamplingParams
 from pdserve.wire.ticket import PrefillTarget
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 ENGINE_COMMAND = python_program("pdserve.engine")
 START_SILENCE_S = 600.0
@@ -200,8 +200,11 @@ class EngineClient:
         return generation
 
     def _check_room(self, count: int) -> None:
-        """First answers and further ones (prompts times ``n``) are counted apart, so that a request for hundreds of
-        answers takes no place of those who want one."""
+        """Raises InvalidRequest or Unavailable if ``count`` answers are too many, for this node or for now.
+
+        First answers and further ones (prompts times ``n``) are counted apart, so that a request for hundreds of
+        answers takes no place of those who want one.
+        """
         if count - 1 > self._max_open:
             raise InvalidRequest(
                 f"prompts times 'n' may be at most {self._max_open + 1} on this node; {count} were asked for", param="n"
@@ -252,7 +255,7 @@ class EngineClient:
                 self.stats = stats
                 self._note_idle()
             case Starting(stage):
-                logger.info("engine: %s", stage)
+                log.info("engine: %s", stage)
             case Ready():
                 self._become_ready(message)
             case EngineFailed(text):
@@ -270,7 +273,7 @@ class EngineClient:
     def _become_ready(self, ready: Ready) -> None:
         if self._state is EngineState.STARTING:
             self._state = EngineState.READY
-            # Connected: the socket's name has served its purpose, and nothing is left behind even by a SIGKILL.
+            # The engine is connected and needs the socket's name no more. Now not even a SIGKILL leaves a file behind.
             self._folder.cleanup()
             if self._renewed is not None:
                 self._channel.send(self._renewed)
@@ -314,7 +317,7 @@ class EngineClient:
 
 
 DRAIN_AT_ONCE = 64
-"""Messages handled before other tasks get a turn."""
+"""The number of messages that are handled before other tasks get a turn."""
 
 
 class EngineChannel:
@@ -345,7 +348,7 @@ class EngineChannel:
         self._loop.add_reader(self._fd, self._drain)
 
     def send(self, message: ToEngine) -> bool:
-        """False if there is no engine (any more) to take it."""
+        """Sends ``message``. Returns False if there is no engine (any more) to take it."""
         if self._socket.closed:
             return False
         try:
@@ -363,12 +366,12 @@ class EngineChannel:
             self._context.term()
 
     def drain(self) -> None:
-        """Handles what has arrived, all of it: for a process that has ended, whose last words count."""
+        """Handles all that has arrived from a process that has ended: its last words count."""
         while self._drain():
             pass
 
     def _drain(self) -> bool:
-        """True if there may be more."""
+        """Handles what has arrived, at most ``DRAIN_AT_ONCE`` messages. Returns whether there may be more."""
         for _ in range(DRAIN_AT_ONCE):
             if self._socket.closed:
                 return False

@@ -281,7 +281,7 @@ class Registration:
         return f"no proxy has accepted this node: {reasons}"
 
     async def run(self) -> None:
-        """Register and send heartbeats until cancelled; then say goodbye, within ``GOODBYE_MS``.
+        """Registers and sends heartbeats until it is cancelled, and then says goodbye, within ``GOODBYE_MS``.
 
         Returns at once if there is no proxy to register at.
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pdserve.api.outcome import ChoiceOutcome
 from pdserve.wire.engine import RequestReport
 
-logger = logging.getLogger("pdserve.request")
+log = logging.getLogger("pdserve.request")
 
 
 @dataclass(slots=True)
@@ -50,7 +50,7 @@ def log_request(record: RequestRecord, now: float) -> None:
     prefill = "+".join(sorted({report.prefill_node or record.node for report in reports})) or "-"
     source = "+".join(sorted({report.prefill_source.value for report in reports})) or "-"
     finish = "+".join(sorted({outcome.value for outcome in record.outcomes})) or "-"
-    logger.info(
+    log.info(
         "request_id=%s prefill=%s source=%s decode=%s prompt=%d cached=%d output=%d "
         "queue_ms=%s prefill_ms=%s ttft_ms=%s tpot_ms=%s total_ms=%s "
         "prompt_tok_s=%s output_tok_s=%s total_tok_s=%s finish=%s",

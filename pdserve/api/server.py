@@ -32,7 +32,7 @@ from pdserve.wire.engine import Ready
 from pdserve.wire.frame import Secrets
 from pdserve.wire.ids import new_id
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 ENGINE_STOP_S = 5.0
 DEREGISTER_S = 2.0
@@ -63,7 +63,7 @@ def serve(
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(node.run())
     except PdserveError as exc:
-        logger.error("%s", exc)
+        log.error("%s", exc)
         return EXIT_FAILED
 
 
@@ -130,7 +130,7 @@ class NodeServer:
         serving = await http.start()
         registration = asyncio.create_task(_registered(registering), name="registration")
         try:
-            logger.info("pdserve %s listening url=%s", self.role.value, url)
+            log.info("pdserve %s listening url=%s", self.role.value, url)
             await _first(signals.drain.wait(), engine.wait_lost(), _ended(serving), _ended(registration))
             state.phase = NodePhase.DRAINING
             await _cancelled(registration)
@@ -148,12 +148,12 @@ class NodeServer:
             state.preparer.close()
 
     async def _drain(self, engine: EngineClient, signals: StopSignals) -> None:
-        logger.info("draining: what runs has %.1f s to finish", self.config.http.drain_s)
+        log.info("draining: what runs has %.1f s to finish", self.config.http.drain_s)
         try:
             async with asyncio.timeout(self.config.http.drain_s):
                 await _first(engine.wait_idle(), signals.hurry.wait(), engine.wait_lost())
         except TimeoutError:
-            logger.warning("drain: not everything finished in time")
+            log.warning("drain: not everything finished in time")
 
     def _raise_failure(self, engine: EngineClient, registration: asyncio.Task[None]) -> None:
         if registration.done() and not registration.cancelled() and (error := registration.exception()) is not None:

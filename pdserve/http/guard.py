@@ -203,7 +203,7 @@ class GuardedHttp(HttpToolsProtocol):
             self._feed(piece)
 
     def eof_received(self) -> bool | None:  # type: ignore[override]  # uvicorn's never keeps the connection
-        """The client has closed its half. Keeps the connection only for a response under way, and never over TLS."""
+        """Keeps a connection whose client has closed its half if a response is under way, but never one over TLS."""
         if self._phase is _ANSWERING and self.scheme == "http":
             self.cycle.keep_alive = False
             self._phase = _HALF_CLOSED

@@ -44,13 +44,13 @@ class BodyBounds(Protocol):
     """Counts the bytes of one body as they come; may refuse more with a RequestError."""
 
     def arrive(self) -> None:
-        """The body has to be waited for. This call comes before any of ``add``."""
+        """Notes, before the first ``add``, that the body has to be waited for."""
 
     def add(self, size: int) -> None:
-        """``size`` bytes have come."""
+        """Counts ``size`` bytes that have come."""
 
     def arrived(self) -> None:
-        """All of a body that had to be waited for has come."""
+        """Notes that all of a body that had to be waited for has come."""
 
 
 class HttpRequest:

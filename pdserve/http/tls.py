@@ -81,7 +81,7 @@ def read_authorities(file: str) -> bytes:
 
 
 def trusting_only(chain: str) -> ssl.SSLContext:
-    """For a client of the very server that shows the certificate in the file ``chain``, whatever name it is for.
+    """Returns a client's context that trusts only the certificate in the file ``chain``, whatever name it is for.
 
     Raises ConfigError if the file cannot be used.
     """
@@ -121,7 +121,7 @@ def _server_context(certificate: Certificate, what: str) -> ssl.SSLContext:
 
 @contextmanager
 def _file_of(data: bytes) -> Iterator[str]:
-    """A path in memory: Python takes certificates from files alone."""
+    """Yields the path of a file in memory with ``data``: Python takes certificates from files alone."""
     descriptor = os.memfd_create("pem")
     try:
         os.write(descriptor, data)

@@ -15,7 +15,7 @@ from pdserve.api.answers.text_generation import TextDelta, TextGeneration
 from pdserve.errors import RequestError
 from pdserve.http.errors import error_event, internal_error
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 
 async def whole_answer(
@@ -81,7 +81,7 @@ async def streamed_answer(
         return
     except Exception:
         # Status 200 has gone out: the client learns of a defect here or not at all.
-        logger.exception("request_id=%s unexpected error in a stream", generation.record.request_id)
+        log.exception("request_id=%s unexpected error in a stream", generation.record.request_id)
         yield error_event(internal_error("node"))
         return
     yield data + (encoder.usage(usage_of(generation)) if options.include_usage else b"") + DONE

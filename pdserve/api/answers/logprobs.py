@@ -152,7 +152,7 @@ def _id_name(token_id: int) -> str:
 
 
 def _escaped(data: bytes) -> str:
-    r"""Text, with ``\xe2`` and the like for bytes that are only part of a character."""
+    r"""Returns the text, with ``\xe2`` and the like for bytes that are only part of a character."""
     return data.decode(errors="backslashreplace")
 
 

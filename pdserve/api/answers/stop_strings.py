@@ -79,9 +79,9 @@ class StopStrings:
         return bool(self._table.start.after)
 
     def add(self, text: str, *, may_end: bool = True) -> str:
-        """The text that may be shown now. After ``found`` the output is over.
+        """Returns the text that may be shown now. After ``found`` the output is over.
 
-        Where it may not end, no stop string is found, but one may begin that ends later.
+        Unless ``may_end``, no stop string is found in ``text``, but one may begin there that ends later.
         """
         if not self.wanted or self.found:
             return "" if self.found else text

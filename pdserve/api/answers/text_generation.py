@@ -30,13 +30,13 @@ class TextDelta(msgspec.Struct, frozen=True, gc=False):
     text: str
     token_ids: Sequence[int]
     outcome: ChoiceOutcome | None
-    """Set once, on the last one."""
+    """How the choice ended, in its last delta; None in all others."""
     tokens: Sequence[ShownToken] = ()
-    """Those that ``text`` is made of, with their log probabilities, if the request asked for them."""
+    """The tokens that ``text`` is made of, with their log probabilities, if the request asked for them."""
 
 
 class ChoiceText:
-    """Detokenizer, stop strings and stop tokens of one choice."""
+    """The text of one choice, with its detokenizer, stop strings and stop tokens."""
 
     def __init__(
         self,
@@ -60,9 +60,9 @@ class ChoiceText:
         self._shown_tokens = ShownTokens()
 
     def add(self, output: RequestOutput) -> TextDelta:
-        """``outcome`` is ``STOP`` also when a stop string was found, with the engine still at work on the choice.
+        """Returns what ``output`` adds to the answer. Tokens after a stop string are not part of it.
 
-        Tokens after a stop string are not part of the answer, and not of the delta.
+        The delta's outcome is ``STOP`` also when a stop string was found and the engine is still at work on the choice.
         """
         token_ids, finish, logprobs = output.new_token_ids, output.finish, output.logprobs
         if finish is None and logprobs is None and not self._stop_strings.wanted:
@@ -81,15 +81,15 @@ class ChoiceText:
         return TextDelta(self._choice, text, token_ids, outcome, self._reported(over=outcome is not None))
 
     def break_off(self) -> TextDelta:
-        """What was held back, of an answer that will not be complete."""
+        """Returns the text that was held back, for an answer that will not be complete."""
         text = self._rest()
         self._num_chars += len(text)
         return TextDelta(self._choice, text, (), None, self._reported(over=True))
 
     def _until_stop(self, token_ids: list[int], logprobs: list[TokenLogprobs] | None) -> tuple[str, int]:
-        """The text up to the first stop string, and how many tokens it took to find that.
+        """Returns the text up to the first stop string, and how many tokens it is made of.
 
-        One by one, so that what is an answer's does not depend on how many tokens come at once.
+        It takes the tokens one by one, so that the answer does not depend on how many of them come at once.
         """
         text = ""
         for index, token_id in enumerate(token_ids):
@@ -128,7 +128,7 @@ class ChoiceText:
 
 
 class TextGeneration:
-    """Owned by the HTTP request: ``close`` must be called on every path, and may be called again."""
+    """The texts of one client request, which must call ``close`` on every path, and may call it again."""
 
     def __init__(
         self, generation: Generation, choices: Sequence[ChoiceText], record: RequestRecord, metrics: NodeMetrics
@@ -140,11 +140,11 @@ class TextGeneration:
         self._metrics = metrics
         self._closed = False
         self.failure: RequestError | None = None
-        """Why there will be no answer, as soon as that is known."""
+        """The reason why there will be no answer, as soon as that is known."""
 
     @property
     def done(self) -> bool:
-        """Every choice has an answer."""
+        """Whether every choice is over."""
         return not self._choices
 
     @property
@@ -152,7 +152,7 @@ class TextGeneration:
         return self._record
 
     async def next(self) -> list[TextDelta]:
-        """What the steps since the last call have added. Raises ``failure``, after all text before it was returned."""
+        """Returns what the steps since the last call have added. Raises ``failure`` after all text before it."""
         if self.failure is not None:
             raise self.failure
         items = await self._generation.wait()
@@ -192,7 +192,7 @@ class TextGeneration:
             self._generation.close()
 
     def _held(self) -> list[TextDelta]:
-        """What the choices that end with another one's failure have not shown yet."""
+        """Returns what the choices that end with another one's failure have not shown yet."""
         return [delta for choice in self._choices.values() if (delta := choice.break_off()).text]
 
     def _time_tokens(self, choice: int, count: int, now: float) -> None:

@@ -1,6 +1,6 @@
-"""The tokeniser and chat template out of a GGUF file.
+"""Reads the tokenizer and the chat template of a GGUF file.
 
-transformers rebuilds the tokeniser; its own reader of the file is not used, because it imports torch, which the API
+transformers rebuilds the tokenizer; its own reader of the file is not used, because it imports torch, which the API
 process can do without.
 """
 
@@ -38,7 +38,7 @@ def gguf_tokenizer(path: Path) -> PreTrainedTokenizerFast:
     file = read_gguf(path)
     metadata = file.metadata
     parts = {name: metadata[key] for name, part in PARTS.items() if (key := f"tokenizer.ggml.{part}") in metadata}
-    # Untyped, and its package loads lazily.
+    # The module has no types, and its package loads it lazily.
     conversion: Any = importlib.import_module("transformers.integrations.gguf")
     build: Any = PreTrainedTokenizerFast
     try:

@@ -29,7 +29,7 @@ _READ = ("type", "text")
 
 
 def plain_messages(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The messages with their content as one string. Which roles there are is for the template to say.
+    """Returns the messages with their contents as single strings. The template decides which roles there are.
 
     Raises InvalidRequest that names the message and the field.
     """
@@ -98,7 +98,7 @@ class ModelLimits:
     def encode(
         self, text: str, tokenizer: Tokenizer, param: str, *, add_special_tokens: bool, cut: bool = False
     ) -> list[int]:
-        """The ids of a text that fits into the context, or that is to be ``cut`` or counted.
+        """Returns the ids of a text that fits into the context, or that is to be ``cut`` or counted.
 
         Raises InvalidRequest for a text that is longer than that, as soon as it is known.
         """
@@ -124,7 +124,7 @@ class ModelLimits:
             )
 
     def fit(self, token_ids: list[int], request: GenerationRequest, param: str) -> tuple[list[int], int]:
-        """The prompt, cut where the client asked for that, and how many tokens may be generated.
+        """Returns the prompt, cut if the client asked for that, and the number of tokens that may be generated.
 
         Raises InvalidRequest if prompt and output do not fit.
         """
@@ -203,7 +203,7 @@ def completion_prompts(
             token_ids = item
         fitted, max_tokens = limits.fit(token_ids, request, param)
         if not isinstance(item, str):
-            # Only now, when there are no more than the context holds.
+            # Before ``fit`` there could be more ids than any context holds.
             limits.check_ids(fitted, param)
         prompts.append(Prompt(fitted, max_tokens, _echo(request, item, fitted, len(token_ids), tokenizer)))
     return prompts

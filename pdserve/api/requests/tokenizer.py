@@ -1,4 +1,4 @@
-"""Text to token ids and back, for one model.
+"""Turns text into token ids and back, for one model.
 
 Only ``PreTrainedTokenizerFast`` is used of transformers: it reads the same files as ``AutoTokenizer`` and renders chat
 templates with the same code, but does not import torch (0.6 s and 120 MB against 2.3 s and 600 MB).
@@ -61,7 +61,7 @@ class Tokenizer:
     def encode(
         self, text: str, *, add_special_tokens: bool, check: Callable[[int], None] = lambda _: None
     ) -> list[int]:
-        """Token ids of ``text``; special tokens written in it count as such.
+        """Returns the token ids of ``text``. Special tokens that are written in it count as such.
 
         ``check`` is told how many there are, and may raise, before they are listed, which lets nothing else run.
         """
@@ -82,7 +82,7 @@ class Tokenizer:
         continue_final_message: bool,
         template_kwargs: Mapping[str, Any],
     ) -> str:
-        """The conversation in the form that the model was trained on.
+        """Returns the conversation in the form that the model was trained on.
 
         Raises InvalidRequest where the model has no template, or the template refuses the messages.
         """
