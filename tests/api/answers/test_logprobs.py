@@ -95,7 +95,10 @@ def test_a_stop_string_cuts_them_with_the_text(stream: bool, client: openai.Open
     tokens = chat_tokens(client, stream=stream, seed=0, stop="rld! H")
     assert [token.token for _, token in tokens] == ["Hello", ",", " world"], "of which the last is half shown"
     if stream:
-        assert [text for text, _ in tokens] == ["Hello", ",", ""], "it is reported when its fate is known"
+        *whole, (text, _) = tokens
+        assert all(token.token in shown for shown, token in whole)
+        # Several tokens come in one chunk if the reader is late.
+        assert text == "" or text.endswith(" wo"), "it is reported when its fate is known"
 
 
 def test_a_stop_token_is_reported_if_it_is_shown(client: openai.OpenAI) -> None:
