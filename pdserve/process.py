@@ -41,7 +41,7 @@ Launch = TypeVar("Launch")
 
 
 def python_program(module: str, *args: str) -> tuple[str, ...]:
-    """The command that runs ``module``.
+    """Returns the command that runs ``module``.
 
     ``-P`` keeps the working directory off the import path, where a folder ``kernels`` would break transformers.
     """
@@ -49,7 +49,7 @@ def python_program(module: str, *args: str) -> tuple[str, ...]:
 
 
 def pdserve_command(subcommand: str, *flags: str) -> tuple[str, ...]:
-    """The command that runs this very pdserve."""
+    """Returns the command that runs this very pdserve."""
     return python_program("pdserve", subcommand, *flags)
 
 
@@ -61,7 +61,7 @@ class ChildDied(PdserveError):
 
 
 def exit_words(status: int) -> str:
-    """How a process ended, after its name; ``status`` is negative for a signal."""
+    """Returns the words about a process's end that follow its name. ``status`` is negative for a signal."""
     return f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
 
 
@@ -84,7 +84,7 @@ class ChildProcess:
         pass_fds: Sequence[int] = (),
         own_session: bool = False,
     ) -> None:
-        """Starts it; ``launch``, if any, is its standard input, as MessagePack. Raises OSError.
+        """Starts the process. Its standard input is ``launch`` as MessagePack, if that is given. Raises OSError.
 
         In a session of its own it hears no Ctrl-C in the terminal, and all that it leaves behind ends with it.
         """
@@ -102,7 +102,7 @@ class ChildProcess:
             )
         try:
             self.pidfd = os.pidfd_open(self._process.pid)
-            """Readable once it has ended."""
+            """A descriptor that is readable once the process has ended."""
         except OSError:
             self._process.kill()
             self._process.wait()
@@ -113,7 +113,7 @@ class ChildProcess:
         return self._process.pid
 
     def ended(self, within_s: float = 0.0) -> bool:
-        """Whether it has ended, or does so in this time; blocks."""
+        """Returns whether the process has ended, or ends within this time, for which it blocks."""
         if self._process.returncode is not None:
             return True
         poller = select.poll()
@@ -121,28 +121,31 @@ class ChildProcess:
         return bool(poller.poll(int(within_s * 1000)))
 
     def describe_end(self) -> str:
-        """Its name and how it ended; only once it has."""
+        """Returns the process's name and how it ended. The process must have ended."""
         return f"{self.name} {exit_words(self._status())}"
 
     def terminate(self) -> None:
-        """Sends SIGTERM, unless it has ended."""
+        """Sends SIGTERM, unless the process has ended."""
         if self._process.returncode is None:
             signal.pidfd_send_signal(self.pidfd, signal.SIGTERM)
 
     def kill(self) -> None:
-        """Sends SIGKILL to it, and to the whole session if that is its own, unless it has ended."""
+        """Sends SIGKILL to the process, and to the whole session if that is its own, unless the process has ended."""
         if self._process.returncode is None:
             self._kill_session()
             signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
 
     async def wait(self) -> int:
-        """Returns its exit status once it has ended; negative for a signal. Safe to cancel."""
+        """Returns the exit status once the process has ended; negative for a signal. Safe to cancel."""
         if self._process.returncode is None:
             await _readable(self.pidfd)
         return self._status()
 
     async def end(self, grace_s: float) -> bool:
-        """Waits this long for it to end by itself, then kills it, also when cancelled. False if it had to be killed."""
+        """Waits this long for the process to end by itself, then kills it, also if the wait is cancelled.
+
+        Returns whether the process ended by itself.
+        """
         by_itself = True
         try:
             async with asyncio.timeout(grace_s):
@@ -156,7 +159,7 @@ class ChildProcess:
         return by_itself
 
     def reap(self, grace_s: float) -> None:
-        """Does what ``end`` does, and blocks."""
+        """Does what ``end`` does, but blocks meanwhile."""
         try:
             if not self.ended(grace_s):
                 self.kill()
@@ -165,7 +168,7 @@ class ChildProcess:
             self._close()
 
     async def output(self) -> bytes:
-        """All that it writes to its standard output, a pipe, until it closes it."""
+        """Returns all that the process writes to its standard output, a pipe, until it closes that."""
         async with _reading(self._process.stdout) as stream:
             return await stream.read()
 
@@ -189,7 +192,7 @@ class ChildProcess:
 
 @dataclass(frozen=True, slots=True)
 class Listening:
-    """Where a server can be reached, from its ``listening`` line."""
+    """The addresses of a server, from its ``listening`` line."""
 
     url: str
     control: str
@@ -201,7 +204,7 @@ _MAX_LINE = 64 * 1024
 
 
 def parse_listening(line: str) -> Listening | None:
-    """The addresses in ``pdserve <role> listening url=… [control=…]``; None for any other line."""
+    """Returns the addresses in ``pdserve <role> listening url=… [control=…]``; None for any other line."""
     match = _LISTENING.search(line)
     return Listening(match["url"], match["control"] or "") if match else None
 
@@ -209,7 +212,7 @@ def parse_listening(line: str) -> Listening | None:
 class ServerProcess(ChildProcess):
     """A server in a session of its own, so that Ctrl-C reaches its supervisor alone.
 
-    ``relay`` gets its name and each line that it writes.
+    ``relay`` gets the server's name and each line that it writes.
     """
 
     def __init__(
@@ -229,11 +232,11 @@ class ServerProcess(ChildProcess):
         return not self._exit.done()
 
     async def wait(self) -> int:
-        """Returns its exit status once it has ended and all its lines are relayed. Safe to cancel."""
+        """Returns the exit status once the server has ended and all its lines are relayed. Safe to cancel."""
         return await asyncio.shield(self._exit)
 
     async def listening(self) -> Listening:
-        """Returns its addresses, as soon as it has said them. Raises ChildDied if it ends before."""
+        """Returns the server's addresses as soon as it has said them. Raises ChildDied if it ends before."""
         either: list[asyncio.Future[Any]] = [self._listening, self._exit]
         await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         if not self._listening.done():
@@ -241,12 +244,12 @@ class ServerProcess(ChildProcess):
         return self._listening.result()
 
     def died(self) -> ChildDied:
-        """An error that tells its end and its last lines; only once it has ended."""
+        """Returns an error that tells the server's end and its last lines. The server must have ended."""
         lines = "".join(f"\n    {line}" for line in self._kept)
         return ChildDied(self.describe_end() + (f"; its last lines:{lines}" if lines else ""))
 
     async def stop(self, grace_s: float) -> None:
-        """Sends SIGTERM, and SIGKILL to all that is left after ``grace_s``."""
+        """Sends SIGTERM, and after ``grace_s`` SIGKILL to all that is left."""
         self.terminate()
         await self.end(grace_s)
 
@@ -295,7 +298,7 @@ class AnsweringProcess(ChildProcess):
         return line
 
     def reap(self, grace_s: float) -> None:
-        """Ends its standard input, waits this long for it to end, and then kills it."""
+        """Ends the child's standard input, waits this long for the child to end, and then kills it."""
         assert self._process.stdin is not None and self._process.stdout is not None
         # A child that ended before it read anything leaves bytes in the buffer, and closing would write them.
         with contextlib.suppress(BrokenPipeError):
@@ -306,7 +309,7 @@ class AnsweringProcess(ChildProcess):
 
 @contextmanager
 def _launch_file(launch: object) -> Iterator[int]:
-    """A file with ``launch`` that no folder has. Unlike a pipe it never blocks, whatever the reader does."""
+    """Yields a file in no folder that holds ``launch``. Unlike a pipe it never blocks, whatever the reader does."""
     descriptor = os.memfd_create("launch")
     try:
         with os.fdopen(os.dup(descriptor), "wb") as file:
@@ -343,7 +346,7 @@ async def _reading(pipe: IO[bytes] | None) -> AsyncIterator[asyncio.StreamReader
 
 
 async def _lines(stream: asyncio.StreamReader) -> AsyncIterator[str]:
-    """Lines of any length, cut at ``_MAX_LINE``."""
+    """Yields lines; those above ``_MAX_LINE`` bytes are cut."""
     rest = b""
     while chunk := await stream.read(_MAX_LINE):
         *whole, rest = (rest + chunk).split(b"\n")
@@ -357,7 +360,7 @@ async def _lines(stream: asyncio.StreamReader) -> AsyncIterator[str]:
 
 
 def partition_cores(cores: Sequence[int], parts: int) -> list[tuple[int, ...]]:
-    """``cores`` in ``parts`` shares as even as possible, larger ones first; round-robin where there are too few.
+    """Returns ``parts`` shares of ``cores``, as even as possible, larger ones first; in turns where cores are too few.
 
     Two processes that compute on one core cost each other far more than half their speed: shares overlap only then.
     """
@@ -381,7 +384,7 @@ def pin_to_cores(cores: Sequence[int]) -> None:
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """A port that no process listened on just now. Another one may take it first."""
+    """Returns a port that no process listened on just now. Another process may take it first."""
     with socket.socket() as probe:
         probe.bind((host, 0))
         port: int = probe.getsockname()[1]

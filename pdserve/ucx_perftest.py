@@ -46,7 +46,7 @@ class Perftest:
     libraries: Path
 
     def environ(self, base: Mapping[str, str]) -> dict[str, str]:
-        """``base`` (``UCX_*`` settings, say), and where the program finds its libraries."""
+        """Returns ``base`` with the folder in which the program finds its libraries."""
         return {**base, "LD_LIBRARY_PATH": str(self.libraries)}
 
     def server(self, port: int, environ: Mapping[str, str], core: int | None = None) -> ChildProcess:
@@ -140,7 +140,7 @@ def find_perftest() -> Perftest | None:
 
 
 def parse_result(output: str) -> PerftestResult:
-    """The CSV line of ``-f -v``: count, µs (median, average, overall), MiB/s and messages/s (average, overall)."""
+    """Reads the CSV line of ``-f -v``: count, µs (median, average, overall), MiB/s, messages/s (average, overall)."""
     for line in reversed(output.splitlines()):
         columns = line.split(",")
         try:
