@@ -9,7 +9,9 @@ from hypothesis import strategies as st
 
 from pdserve_kernels import reference
 from pdserve_kernels.contract import AttentionRow, HeadNorms, Kernels
+from pdserve_kernels.cpu.compiled_kernels import CompiledKernels
 from pdserve_kernels.kv_layout import KvLayout
+from tests.kernels.shared_tables import check_shared_table
 
 CPU = torch.device("cpu")
 NUM_BLOCKS = 40
@@ -167,6 +169,21 @@ def test_attention_of_a_step(
         again = attention(layer, query, key_value, window)
         close(again, wanted, dtype, scale=2)
     assert cache[poison].isnan().all()
+
+
+@many
+@given(
+    layouts(), st.sampled_from([1, 2, 3, 4, 7]), st.integers(0, 40) | st.integers(0, 600), st.integers(1, 20),
+    st.none() | st.integers(1, 300), SEEDS,
+)  # fmt: skip
+def test_rows_that_share_a_block_table(
+    kernels: Kernels, layout: KvLayout, group: int, past: int, new: int, window: int | None, seed: int
+) -> None:
+    torch.manual_seed(seed)
+    difference = check_shared_table(kernels, layout, group, past, new, window)
+    if isinstance(kernels, CompiledKernels):
+        assert difference == 0, "a row depends on nothing else in its step"
+    assert difference <= (5e-2 if layout.dtype is torch.bfloat16 else 1e-5)
 
 
 def plain_attention(

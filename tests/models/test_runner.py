@@ -14,7 +14,7 @@ from pdserve.config import Dtype
 from pdserve.models.checkpoint.decoder_config import read_decoder_config
 from pdserve.models.runner import ModelRunner, StepRow
 from pdserve.settings import cache_folder
-from pdserve_kernels.cpu.compiled_kernels import CompiledKernels
+from pdserve_kernels.cpu.compiled_kernels import CompiledKernels, CompiledLinear
 from pdserve_kernels.cpu.torch_kernels import TorchKernels
 from tests.tiny_models import FAMILIES, VOCAB_SIZE, reference_last_logits, reference_logits, save_tiny_model
 
@@ -89,6 +89,25 @@ def test_the_text_part_of_a_model_that_takes_images(make_runner: MakeRunner, tmp
     folder = save_tiny_model("gemma3-images", tmp_path)
     logits = make_runner(folder).run([StepRow(PROMPT, 0, range(10), True)])
     torch.testing.assert_close(logits, reference_logits(folder, PROMPT)[-1:], rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("dtype", Dtype)
+def test_tokens_replayed_in_one_step_are_those_of_one_step_each(
+    make_runner: MakeRunner, folder: Path, dtype: Dtype
+) -> None:
+    replaying, decoding = make_runner(folder, dtype), make_runner(folder, dtype)
+    blocks, answer = random.Random(1).sample(range(64), 20), random_prompt(31, seed=4)
+    for runner in (replaying, decoding):
+        runner.run([StepRow(PROMPT, 0, blocks, False)])
+    steps = [StepRow([token], len(PROMPT) + i, blocks, i == 30) for i, token in enumerate(answer)]
+    got, wanted = replaying.run(steps).clone(), [decoding.run([step]).clone() for step in steps][-1]
+    bf16_linear = replaying._kernels.linear(torch.zeros(2, 2, dtype=torch.bfloat16))
+    if dtype is Dtype.BF16 and isinstance(bf16_linear, CompiledLinear):
+        assert torch.equal(replaying.kv_cache, decoding.kv_cache)
+        assert torch.equal(got, wanted)
+    rtol, atol = (1e-4, 1e-3) if dtype is Dtype.FP32 else (0.1, 0.5)
+    torch.testing.assert_close(replaying.kv_cache, decoding.kv_cache, rtol=rtol, atol=atol)
+    torch.testing.assert_close(got, wanted, rtol=rtol, atol=atol)
 
 
 def test_only_rows_that_want_logits_give_them(make_runner: MakeRunner, tmp_path: Path) -> None:

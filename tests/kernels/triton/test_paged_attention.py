@@ -15,6 +15,7 @@ from pdserve_kernels.contract import AttentionRow, DecodeTables
 from pdserve_kernels.kv_layout import KvLayout
 from pdserve_kernels.triton.paged_attention import MAX_SPLITS, TILE, decode_splits
 from pdserve_kernels.triton.triton_kernels import TritonKernels
+from tests.kernels.shared_tables import check_shared_table
 from tests.kernels.triton.device import CPU, DEVICE, PRODUCT_DTYPES, SEEDS, assert_near
 
 
@@ -121,6 +122,16 @@ def test_a_step(case: Step, seed: int) -> None:
 @pytest.mark.parametrize("processors", [1, 2, 8])
 def test_a_long_context_in_parts(processors: int, window: int | None) -> None:
     check(step([(1, 700), (1, 3)], window=window), seed=processors, processors=processors)
+
+
+@pytest.mark.parametrize("window", [None, 30])
+@pytest.mark.parametrize("processors", [1, 2, 64])
+def test_rows_that_share_a_block_table(processors: int, window: int | None) -> None:
+    torch.manual_seed(processors)
+    layout = KvLayout(2, 2, 16, 32, torch.float32)
+    kernels = TritonKernels(processors)
+    # With more processors a context is cut into more parts, and into fewer if there are more rows.
+    assert check_shared_table(kernels, layout, 3, past=150, new=7, window=window, device=DEVICE) <= 1e-5
 
 
 @pytest.mark.parametrize("processors", [1, 8])

@@ -51,6 +51,23 @@ def test_chunks_mixed_steps_and_decode_steps(family: str, tmp_path: Path) -> Non
     check([StepRow(other, 0, tables[2], True)], runner, peer)
 
 
+@pytest.mark.parametrize("captured", [False, True])
+def test_tokens_replayed_in_one_step(captured: bool, tmp_path: Path) -> None:
+    runner, peer = make_runners(save_tiny_model("llama", tmp_path))
+    (prompt, other, _), tables = prompts_and_tables()
+    check([StepRow(prompt, 0, tables[0], False), StepRow(other, 0, tables[1], True)], runner, peer)
+    if captured:
+        runner.capture_decode(KERNELS, 8, CudaGraphs() if DEVICE.type == "cuda" else RerunGraphs())
+    answer = [7, 9, 11, 13, 15]
+    for token in answer[:-1]:
+        peer.run([StepRow([token], len(prompt) + token // 2 - 3, tables[0], False)])
+    decoding = StepRow([8], 5, tables[1], True)
+    replayed = [StepRow([t], len(prompt) + i, tables[0], t == answer[-1]) for i, t in enumerate(answer)]
+    got, wanted = runner.run([decoding, *replayed]), peer.run([decoding, replayed[-1]])
+    torch.testing.assert_close(got.cpu(), wanted, rtol=1e-4, atol=1e-3)
+    torch.testing.assert_close(runner.kv_cache.cpu(), peer.kv_cache, rtol=1e-4, atol=1e-4)
+
+
 def test_captured_decode_steps(tmp_path: Path) -> None:
     runner, peer = make_runners(save_tiny_model("llama", tmp_path))
     prompts, tables = prompts_and_tables()

@@ -1,0 +1,43 @@
+"""Checks rows of one step that share a block table, each with its own length: replayed tokens of one answer."""
+
+from __future__ import annotations
+
+import torch
+
+from pdserve_kernels.contract import AttentionRow, Kernels
+from pdserve_kernels.kv_layout import KvLayout
+
+CPU = torch.device("cpu")
+
+
+def check_shared_table(
+    kernels: Kernels, layout: KvLayout, group: int, past: int, new: int, window: int | None, device: torch.device = CPU
+) -> float:
+    """Computes ``new`` tokens behind ``past`` ones as rows of one step, and one step after another.
+
+    The cache has to be the same, and no row may read what a later one stores. Returns by how much the attention differs
+    at most.
+    """
+    blocks = torch.randperm(-(-(past + new) // layout.block_size) + 1).tolist()
+    before = torch.randn_like(layout.allocate(len(blocks), CPU)).to(device)
+    # The block that is not in the table must stay as it is.
+    before[blocks.pop()] = float("nan")
+    heads, scale = layout.kv_heads * group, layout.head_dim**-0.5
+    query = torch.randn(new, heads, layout.head_dim).to(device, layout.dtype)
+    key_value = torch.randn(2, new, layout.kv_heads, layout.head_dim).to(device, layout.dtype)
+    rows = [AttentionRow(1, past + i + 1, blocks) for i in range(new)]
+
+    def attend(cache: torch.Tensor, some: slice, key_value: torch.Tensor = key_value) -> torch.Tensor:
+        attention = kernels.plan_attention(layout, cache, rows[some], heads, scale)
+        return torch.stack(
+            [attention(layer, query[some], key_value[:, some], window) for layer in range(layout.num_layers)]
+        )
+
+    together, apart, spoilt = before.clone(), before.clone(), before.clone()
+    got = attend(together, slice(0, new))
+    wanted = torch.cat([attend(apart, slice(i, i + 1)) for i in range(new)], 1)
+    assert torch.equal(together.nan_to_num(7.0), apart.nan_to_num(7.0))
+    other = key_value.clone()
+    other[:, new // 2 :] *= 1000
+    assert torch.equal(attend(spoilt, slice(0, new), other)[:, : new // 2], got[:, : new // 2])
+    return (got.float() - wanted.float()).abs().max().item()
