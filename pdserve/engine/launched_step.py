@@ -87,13 +87,10 @@ def decodes_on(request: Request) -> bool:
 
 def launch(runner: StepRunner, plan: BatchPlan, eos_token_ids: Set[int], on_device: bool) -> LaunchedStep:
     """Computes a plan's work and samples its tokens: ``on_device``, if that can be done, for a step launched ahead."""
-    steps = []
-    for work in plan.work:
-        request, start = work.request, work.request.num_computed_tokens
-        new = request.token_ids[start : start + work.num_tokens]
-        steps.append(StepRow(new, start, request.block_table, work.wants_token))
-    logits = _logits_to_sample(runner.run(steps), plan)
-    rows = [SamplingRow.of(request) for request in plan.sampled_requests]
+    sampled = [work.sampled_requests for work in plan.work]
+    steps = [row for work, requests in zip(plan.work, sampled, strict=True) for row in _step_rows(work, bool(requests))]
+    logits = _logits_to_sample(runner.run(steps), sampled)
+    rows = [SamplingRow.of(request) for requests in sampled for request in requests]
     pending: PendingTokens
     if on_device and all(can_sample_on_device(row) for row in rows):
         pending = DeviceTokens(logits, rows)
@@ -119,9 +116,23 @@ def launch_ahead(runner: AheadRunner, step: LaunchedStep, requests: Sequence[Req
     return StepAhead(requests, DeviceTokens(runner.run(steps, tokens), rows))
 
 
-def _logits_to_sample(logits: torch.Tensor, plan: BatchPlan) -> torch.Tensor:
-    """Returns a row for each sampled request from a row for each work: children are sampled from the same logits."""
-    wanting = [work for work in plan.work if work.wants_token]
-    rows = [row for row, work in enumerate(wanting) for _ in work.sampled_requests]
+def _step_rows(work: Work, wants_logits: bool) -> list[StepRow]:
+    """Returns the rows of one work: a row for each token that is replayed, otherwise one row."""
+    request, start = work.request, work.request.num_computed_tokens
+    end = start + work.num_tokens
+    if not work.replays:
+        return [StepRow(request.token_ids[start:end], start, request.block_table, wants_logits)]
+    return [
+        StepRow([request.token_ids[at]], at, request.block_table, wants_logits and at == end - 1)
+        for at in range(start, end)
+    ]
+
+
+def _logits_to_sample(logits: torch.Tensor, sampled: Sequence[Sequence[Request]]) -> torch.Tensor:
+    """Returns a row for each sampled request from a row for each work that has one.
+
+    ``sampled`` has the requests of each work: children are sampled from the same logits.
+    """
+    rows = [row for row, requests in enumerate(filter(None, sampled)) for _ in requests]
     # The rows are nearly always the same, and a copy of all logits takes milliseconds.
     return logits if rows == list(range(len(logits))) else logits[rows]

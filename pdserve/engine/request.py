@@ -10,7 +10,9 @@
     (any)   ─▶ FINISHED                                         aborted, past its deadline, or failed
 
 A prompt that is being prefilled and an answer that is being decoded are the same thing here: tokens whose keys and
-values are not computed yet. ``num_computed_tokens`` says how far the cache is; a step advances it.
+values are not computed yet. ``num_computed_tokens`` says how far the cache is; a step advances it. Several tokens of an
+answer that are not computed yet are *replayed* (``scheduling.batch_plan``): those of a preempted request, and *emitted*
+ones, which another node has generated.
 
 Several answers to one prompt (``n``) are several requests: one, the *parent*, computes or fetches the prompt, and its
 *children* wait for that. A parent whose own answer ends before then goes on for its children.
@@ -19,6 +21,7 @@ Several answers to one prompt (``n``) are several requests: one, the *parent*, c
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -80,6 +83,8 @@ class Request:
     """The prefill nodes that were not tried yet."""
     attempts: int = 0
     cache_salt: str = ""
+    num_emitted_tokens: int = 0
+    """The number of the answer's first tokens that came with the request: its client has them from another node."""
     children: list[Request] = field(default_factory=list)
     """The requests that wait for this one's prompt."""
     parent: Request | None = None
@@ -111,11 +116,11 @@ class Request:
     def __post_init__(self) -> None:
         self.group_id = self.group_id or self.uuid
 
-    def add_child(self, seed: int, local_id: int | None = None) -> Request:
-        """Adds and returns a request for one more answer to this prompt, which differs in nothing but its seed."""
+    def add_child(self, seed: int, local_id: int | None = None, emitted: Sequence[int] = ()) -> Request:
+        """Adds and returns a request for one more answer to this prompt, with a seed and emitted tokens of its own."""
         child = Request(
             uuid=self.uuid,
-            token_ids=list(self.token_ids),
+            token_ids=[*self.token_ids[: self.num_prompt_tokens], *emitted],
             num_prompt_tokens=self.num_prompt_tokens,
             sampling=msgspec.structs.replace(self.sampling, seed=seed),
             arrived=self.arrived,
@@ -124,6 +129,7 @@ class Request:
             local_id=local_id,
             group_id=self.group_id,
             cache_salt=self.cache_salt,
+            num_emitted_tokens=len(emitted),
             parent=self,
             status=Status.WAITING_FOR_PROMPT,
         )
@@ -143,6 +149,11 @@ class Request:
     @property
     def num_generated_tokens(self) -> int:
         return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def prompt_is_computed(self) -> bool:
+        """Whether the whole prompt is in the KV cache, so that only tokens of the answer are left to compute."""
+        return self.num_computed_tokens >= self.num_prompt_tokens
 
     @property
     def num_uncomputed_tokens(self) -> int:

@@ -139,7 +139,7 @@ class StepLoop:
         now = time.monotonic()
         request = Request(
             uuid=submit.uuid,
-            token_ids=list(submit.token_ids),
+            token_ids=[*submit.token_ids, *submit.emitted],
             num_prompt_tokens=len(submit.token_ids),
             sampling=submit.sampling,
             arrived=now,
@@ -149,16 +149,26 @@ class StepLoop:
             group_id=submit.group_id,
             targets=submit.prefill,
             cache_salt=submit.cache_salt,
+            num_emitted_tokens=len(submit.emitted),
         )
-        family = [request, *(request.add_child(child.seed, child.local_id) for child in submit.children)]
+        children = [request.add_child(child.seed, child.local_id, child.emitted) for child in submit.children]
+        family = [request, *children]
         log.debug(
-            "%s local_id=%d prompt=%d answers=%d queued", request, submit.local_id, len(submit.token_ids), len(family)
+            "%s local_id=%d prompt=%d answers=%d emitted=%d queued",
+            request,
+            submit.local_id,
+            len(submit.token_ids),
+            len(family),
+            sum(member.num_emitted_tokens for member in family),
         )
         self._scheduler.add(request)
-        misfit = self._prompts.misfit(submit.token_ids, submit.sampling)
-        if misfit is not None:
-            for member in family:
+        emitted = [submit.emitted, *(child.emitted for child in submit.children)]
+        misfit = self._prompts.misfit(submit.token_ids, submit.sampling, emitted)
+        for member in family:
+            if misfit is not None:
                 self._scheduler.finish(member, FinishReason.ERROR, misfit)
+            elif member.num_emitted_tokens:
+                self._scheduler.finish_if_over(member)
 
     def _abort(self, local_id: int) -> None:
         request = self._scheduler.find(local_id)
@@ -199,7 +209,8 @@ class StepLoop:
         sampled = step.read()
         self._steps += 1
         now = time.monotonic()
-        self._placement.rate.step(step.plan.num_prompt_tokens, step.plan.num_decoding, now - began, now)
+        if not step.plan.replays:
+            self._placement.rate.step(step.plan.num_prompt_tokens, step.plan.num_decoding, now - began, now)
         for request in self._scheduler.postprocess(step.plan, sampled, now):
             self._connector.give_up(request, NOT_FINITE, FailureCause.PROMPT)
             self._blocks.taint(request.block_table)

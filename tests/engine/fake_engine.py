@@ -105,11 +105,16 @@ class FakeEngine:
         salt: str = "",
         remote: bool = False,
         group_id: int = 0,
+        emitted: Sequence[Sequence[int]] = (),
     ) -> Request:
-        """Adds one prompt. Its answers are ``local_id``, ``local_id + 1`` and so on, one for each seed."""
+        """Adds one prompt. Its answers are ``local_id``, ``local_id + 1`` and so on, one for each seed.
+
+        ``emitted`` has the tokens that each answer's client has from another node.
+        """
+        own, *others = emitted or [()] * len(seeds)
         request = Request(
             uuid=new_id(),
-            token_ids=list(prompt),
+            token_ids=[*prompt, *own],
             num_prompt_tokens=len(prompt),
             sampling=SamplingParams(max_tokens=max_tokens, seed=seeds[0]),
             arrived=self.now,
@@ -118,10 +123,14 @@ class FakeEngine:
             group_id=group_id or b"",
             cache_salt=salt,
             targets=(TARGET, TARGET) if remote else (),
+            num_emitted_tokens=len(own),
         )
-        for i, seed in enumerate(seeds[1:], 1):
-            request.add_child(seed, local_id + i)
+        for i, (seed, tokens) in enumerate(zip(seeds[1:], others, strict=True), 1):
+            request.add_child(seed, local_id + i, tokens)
         self.scheduler.add(request)
+        for member in [request, *request.children]:
+            if member.num_emitted_tokens:
+                self.scheduler.finish_if_over(member)
         return request
 
     def step(self) -> BatchPlan:
@@ -164,6 +173,7 @@ class FakeEngine:
         end = start + len(known)
         assert end <= len(request.block_table) * BLOCK_SIZE
         assert end <= self.max_len
+        assert not work.is_chunk or end <= request.num_prompt_tokens, "a chunk has tokens of an answer"
         for block in request.block_table[start // BLOCK_SIZE : -(-end // BLOCK_SIZE)]:
             assert self.blocks.num_holders(block) == 1, "a step writes to a shared block"
         digests = self.model.run(request.token_ids, start, known, request.block_table, request.cache_salt)

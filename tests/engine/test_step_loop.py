@@ -120,15 +120,24 @@ class Client:
                 self.preemptions = message.stats.preemptions
 
     def together(
-        self, asked: Sequence[tuple[Sequence[int], SamplingParams, Sequence[int]]], salt: str = ""
+        self,
+        asked: Sequence[tuple[Sequence[int], SamplingParams, Sequence[int]]],
+        salt: str = "",
+        emitted: Sequence[Sequence[Sequence[int]]] = (),
     ) -> dict[int, Answer]:
-        """Returns the answers by local id to prompts that come at once, each with parameters and seeds of children."""
+        """Returns the answers by local id to prompts that come at once, each with parameters and seeds of children.
+
+        ``emitted`` has, for each prompt, the tokens of each answer that the client has from another node.
+        """
         answers: dict[int, Answer] = {}
-        for prompt, sampling, seeds in asked:
+        known = emitted or [[()] * (1 + len(seeds)) for _, _, seeds in asked]
+        for (prompt, sampling, seeds), (own, *others) in zip(asked, known, strict=True):
             ids = range(self._next, self._next + 1 + len(seeds))
             self._next += len(ids)
             answers.update((i, Answer()) for i in ids)
-            children = tuple(ChildRequest(i, seed) for i, seed in zip(ids[1:], seeds, strict=True))
+            children = tuple(
+                ChildRequest(i, seed, tuple(tokens)) for i, seed, tokens in zip(ids[1:], seeds, others, strict=True)
+            )
             self.send(
                 Submit(
                     local_id=ids[0],
@@ -137,6 +146,7 @@ class Client:
                     sampling=sampling,
                     deadline_s=60.0,
                     children=children,
+                    emitted=tuple(own),
                     prefill=self.targets,
                     cache_salt=salt,
                 )
@@ -162,11 +172,12 @@ def engine(
     several_ranks: StepRunner | None = None,
     connect: Callable[[ModelRunner, BlockManager, WakeUp], KvConnector] | None = None,
     own_runner: ModelRunner | None = None,
+    prefix_cache: bool = True,
 ) -> Iterator[Client]:
     """Runs a mixed node's engine, or one with the connector of ``connect``, on the CPU or with an ``own_runner``."""
     config = read_decoder_config(folder)
     runner = own_runner or ModelRunner(folder, config, Dtype.FP32, BLOCK_SIZE, num_blocks, MAX_LEN, TorchKernels())
-    blocks = BlockManager(num_blocks, BLOCK_SIZE)
+    blocks = BlockManager(num_blocks, BLOCK_SIZE, prefix_cache=prefix_cache)
     with zmq.Context() as context:
         socket = context.socket(zmq.PAIR)
         socket.bind("inproc://engine")

@@ -29,7 +29,7 @@ class Traffic:
         self._random = random
         self._remote = remote
         self._client_requests = 0
-        self._requests: dict[int, Request] = {}
+        self._requests: dict[int | None, Request] = {}
 
     def arrive(self) -> None:
         """Adds a client request of up to three prompts, with up to four answers each."""
@@ -44,6 +44,10 @@ class Traffic:
         max_tokens, seeds = random.randint(1, 20), random.sample(range(60), random.choice((1, 1, 2, 4)))
         local_id = len(self.wanted)
         salt = random.choice(("", "", "salt"))
+        answers = [answer(prompt, seed, max_tokens, engine.max_len) for seed in seeds]
+        # Some were begun by another node, each answer up to another token.
+        resumed = random.random() < 0.3
+        emitted = [tokens[: random.randint(0, len(tokens)) if resumed else 0] for tokens in answers]
         request = engine.add(
             local_id,
             prompt,
@@ -52,16 +56,18 @@ class Traffic:
             salt=salt,
             remote=self._remote and random.random() < 0.8,
             group_id=self._client_requests,
+            emitted=emitted,
         )
-        for i, (member, seed) in enumerate(zip((request, *request.children), seeds, strict=True)):
-            self.wanted[local_id + i] = answer(prompt, seed, max_tokens, engine.max_len)
-            self._requests[local_id + i] = member
+        for i, (tokens, known) in enumerate(zip(answers, emitted, strict=True)):
+            self.wanted[local_id + i] = tokens[len(known) :]
+        # An answer that was over when it came is not among them.
+        self._requests.update((member.local_id, member) for member in (request, *request.children))
 
     def leave(self) -> None:
         """Lets a client give up, or its time run out."""
         local_id = self._random.choice(list(self.wanted))
-        request = self._requests[local_id]
-        if request.ended:
+        request = self._requests.get(local_id)
+        if request is None or request.ended:
             return
         self.given_up.add(local_id)
         if self._random.random() < 0.5:

@@ -75,13 +75,14 @@ class BlockTables:
     def fork(self, parent: Request, child: Request) -> bool:
         """Gives a child its parent's computed prompt: full blocks are shared, the partial last one is copied.
 
-        Returns False, and changes nothing, if no block is free.
+        Returns False, and changes nothing, if too few blocks are free for the child's known tokens but the last one.
         """
         full, rest = divmod(parent.num_prompt_tokens, self.block_size)
-        if rest and not self._pool.num_free:
+        known = len(child.token_ids) - 1
+        if self._pool.blocks_for(known) - full > self._pool.num_free:
             return False
         self._pool.share(child.block_table, parent.block_table[:full])
-        self._pool.grow(child.block_table, parent.num_prompt_tokens)
+        self._pool.grow(child.block_table, known)
         if rest:
             # The key is the destination: a block that is freed and taken again before the copies is written once.
             self._copies[child.block_table[full]] = parent.block_table[full]

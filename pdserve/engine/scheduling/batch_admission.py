@@ -106,13 +106,13 @@ class BatchAdmission:
                 continue
             self._queues.move(request, Status.RUNNING)
             queued += request.num_uncomputed_tokens
-            tokens = min(request.num_uncomputed_tokens, budget)
-            if tokens:
-                plan.work.append(Work(request, tokens))
-                budget -= tokens
+            if budget:
+                work = Work.next_of(request, budget)
+                plan.work.append(work)
+                budget -= work.num_tokens
 
     def _admit_landed(self, plan: BatchPlan, budget: int, now: float) -> int:
-        """Admits requests with all but one of their tokens in their blocks. Returns the budget left.
+        """Admits requests whose whole prompts are in their blocks. Returns the budget left.
 
         They need few blocks or none, so they do not wait behind a request for which there are not enough. They do wait
         for their turn behind a request that can begin now.
@@ -128,8 +128,9 @@ class BatchAdmission:
             if self._has_room(request, ()):
                 self._blocks.admit(request, ())
                 self._queues.move(request, Status.RUNNING)
-                plan.work.append(Work(request, 1))
-                budget -= 1
+                work = Work.next_of(request, budget)
+                plan.work.append(work)
+                budget -= work.num_tokens
         return budget
 
     def _comes_before(self, first: Request, landed: Request) -> bool:
@@ -163,13 +164,17 @@ class BatchAdmission:
     def _first_admission(self, request: Request, now: float) -> None:
         request.admitted = now
         if request.parent is None:
-            request.cached_tokens = request.num_computed_tokens
+            # The blocks that were found may hold a part of an answer that another node has begun.
+            request.cached_tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
             self._counters.prefix_cache_queries += request.num_prompt_tokens
-            self._counters.prefix_cache_hits += request.num_computed_tokens
+            self._counters.prefix_cache_hits += request.cached_tokens
 
     def _place(self, request: Request, found: Sequence[int], queued: int, now: float) -> PlacementDecision | None:
-        """Decides where a prompt is computed. Returns None if no prefill node is left to be tried."""
-        if not request.targets or request.num_generated_tokens:
+        """Decides where a prompt is computed.
+
+        Returns None if no prefill node is left to be tried, or this node has given tokens of the answer already.
+        """
+        if not request.targets or request.num_generated_tokens > request.num_emitted_tokens:
             return None
         computed = max(request.num_computed_tokens, len(found) * self._blocks.block_size)
         missing = request.num_prompt_tokens - computed
@@ -190,4 +195,4 @@ class BatchAdmission:
 
 def _landed(request: Request) -> bool:
     """Returns whether a waiting request needs nothing but a place: its prompt came from a prefill node."""
-    return bool(request.block_table) and request.num_generated_tokens > 0 and request.num_uncomputed_tokens == 1
+    return bool(request.block_table) and request.prompt_is_computed

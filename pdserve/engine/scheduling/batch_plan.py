@@ -1,4 +1,10 @@
-"""Holds what one engine step does, and counts what all steps have done."""
+"""Holds what one engine step does, and counts what all steps have done.
+
+A prompt is computed in *chunks*, and a token of an answer as a row of its own. This holds for tokens that are computed
+again, too, after a preemption or on another node: they are *replayed* as many rows of one step, each with its own
+context length, over the same blocks. So they pass the same kernels as when they were generated, and the answer goes on
+as if it had not been interrupted. A chunk would store keys and values that are rounded differently.
+"""
 
 from __future__ import annotations
 
@@ -10,27 +16,37 @@ from pdserve.wire.engine import PrefillSource
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """The next ``num_tokens`` uncomputed tokens of one request."""
+    """The next ``num_tokens`` uncomputed tokens of one request, either of its prompt or of its answer."""
 
     request: Request
     num_tokens: int
+    replays: bool = False
+    """Whether these are several tokens of the answer, each of which is a row of its own."""
+
+    @classmethod
+    def next_of(cls, request: Request, budget: int) -> Work:
+        """Returns the work that a request with uncomputed tokens has for a step, of at most ``budget`` tokens."""
+        if not request.prompt_is_computed:
+            return cls(request, min(request.num_prompt_tokens - request.num_computed_tokens, budget))
+        tokens = min(request.num_uncomputed_tokens, budget)
+        return cls(request, tokens, replays=tokens > 1)
 
     @property
-    def wants_token(self) -> bool:
-        """Whether the work reaches the last known token, so that the next one can be sampled."""
-        return self.num_tokens == self.request.num_uncomputed_tokens
+    def is_chunk(self) -> bool:
+        """Whether the work is several tokens of a prompt, which are one row."""
+        return self.num_tokens > 1 and not self.replays
 
     @property
     def sampled_requests(self) -> list[Request]:
         """The requests whose next token is sampled from the logits after this work's last token.
 
-        Usually this is the request itself; at the end of a prompt, its children without a token come after it.
+        Usually this is the request itself, if that is its last known token; at the end of a prompt, its children
+        without a token come after it.
         """
         request = self.request
-        if not self.wants_token:
-            return []
-        requests = [] if request.ended else [request]
-        if request.num_generated_tokens == 0:
+        end = request.num_computed_tokens + self.num_tokens
+        requests = [request] if end == len(request.token_ids) and not request.ended else []
+        if end == request.num_prompt_tokens:
             requests += [child for child in request.children if child.num_generated_tokens == 0]
         return requests
 
@@ -40,7 +56,7 @@ class BatchPlan:
     """What one step does. Its ``copies`` are made before anything is computed."""
 
     work: list[Work] = field(default_factory=list)
-    """The work of the step. Work of a single token comes first."""
+    """The work of the step. Chunks come last."""
     fetches: list[Request] = field(default_factory=list)
     """Requests whose prompts go to a prefill node."""
     copies: dict[int, int] = field(default_factory=dict)
@@ -48,13 +64,18 @@ class BatchPlan:
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Returns the number of tokens of prompts, and of requests that are computed again."""
-        return sum(work.num_tokens for work in self.work if work.num_tokens > 1)
+        """Returns the number of tokens in chunks of prompts."""
+        return sum(work.num_tokens for work in self.work if work.is_chunk)
 
     @property
     def num_decoding(self) -> int:
         """Returns the number of requests of which a single token is computed."""
         return sum(work.num_tokens == 1 for work in self.work)
+
+    @property
+    def replays(self) -> bool:
+        """Whether tokens of answers are replayed, so that the step's time is neither a prompt's nor a decode step's."""
+        return any(work.replays for work in self.work)
 
     @property
     def sampled_requests(self) -> list[Request]:

@@ -39,7 +39,7 @@ class Queues:
 
     @property
     def uncomputed_prompt_tokens(self) -> int:
-        """The number of tokens of admitted prompts that are to be computed here."""
+        """The number of tokens of admitted prompts, and of answers that are replayed, that are to be computed here."""
         return sum(tokens for request in self.running if (tokens := request.num_uncomputed_tokens) > 1)
 
     @property

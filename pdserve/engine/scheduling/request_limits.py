@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -22,15 +23,32 @@ class PromptRule:
         """The length of the longest prompt: one token of output has to fit, too."""
         return self.max_model_len - 1
 
-    def misfit(self, token_ids: list[int], sampling: SamplingParams) -> str | None:
-        """Returns why this engine cannot compute the request, or None if it can."""
+    def misfit(
+        self, token_ids: list[int], sampling: SamplingParams, emitted: Sequence[Sequence[int]] = ()
+    ) -> str | None:
+        """Returns why this engine cannot compute the request, or None if it can.
+
+        ``emitted`` has the tokens of each answer that its client has from another node.
+        """
         if not token_ids:
             return "the prompt is empty"
         if len(token_ids) > self.max_prompt_tokens:
             return f"the prompt has {len(token_ids)} tokens; with one of output, at most {self.max_model_len} fit"
         if min(token_ids) < 0 or max(token_ids) >= self.vocab_size:
             return f"a token id is outside 0 to {self.vocab_size - 1}"
+        for answer in emitted:
+            misfit = self._answer_misfit(len(token_ids), answer, sampling)
+            if misfit is not None:
+                return misfit
         return self._sampling_misfit(sampling)
+
+    def _answer_misfit(self, prompt_tokens: int, emitted: Sequence[int], sampling: SamplingParams) -> str | None:
+        room = min(sampling.max_tokens, self.max_model_len - prompt_tokens)
+        if len(emitted) > room:
+            return f"{len(emitted)} tokens of the answer were emitted, but at most {room} fit"
+        if min(emitted, default=0) < 0 or max(emitted, default=0) >= self.vocab_size:
+            return f"an emitted token id is outside 0 to {self.vocab_size - 1}"
+        return None
 
     def _sampling_misfit(self, sampling: SamplingParams) -> str | None:
         looked_up = [*sampling.allowed_token_ids, *(token for token, _ in sampling.logit_bias)]

@@ -1,10 +1,11 @@
 """Decides which tokens the next step computes: the continuous batch.
 
 ``schedule`` plans a step, the step loop runs it, and ``postprocess`` takes its tokens. Decoding requests come first
-(one token each), then prompts in chunks, within ``max_step_tokens``; then waiting requests are admitted while blocks
-last. When a running request needs a block and none is free, a running request is preempted, the youngest of the client
-request that holds the most places: its blocks go back and its tokens are computed again later, so its answer does not
-change. The same happens where a client request has no place at all, and none is free, while another one has several.
+(one token each), then answers that are replayed, then prompts in chunks, within ``max_step_tokens``; then waiting
+requests are admitted while blocks last. When a running request needs a block and none is free, a running request is
+preempted, the youngest of the client request that holds the most places: its blocks go back, and later its prompt is
+computed again and its answer replayed (``batch_plan``), so the answer does not change. The same happens where a client
+request has no place at all, and none is free, while another one has several.
 
 Static batching, the baseline that continuous batching is measured against, admits a batch only when the one before it
 is over, and computes all its prompts before it decodes.
@@ -112,7 +113,7 @@ class Scheduler:
         # What was just preempted is not admitted again at once, unless nothing else is left to do.
         if self.counters.preemptions == preemptions or not plan.work:
             self._admission.admit(plan, budget, now)
-        plan.work.sort(key=lambda work: work.num_tokens > 1)
+        plan.work.sort(key=lambda work: work.is_chunk)
         return plan
 
     def decoding_on(self, plan: BatchPlan) -> list[Request]:
@@ -172,21 +173,21 @@ class Scheduler:
             request.first_token = token
             return
         self._collector.token(request, token)
-        reason = self._stop.ending(request)
-        if reason is not None:
-            self.finish(request, reason)
+        self.finish_if_over(request)
 
     # ------------------------------------------------------------ remote prefill
 
     def landed(self, request: Request) -> None:
-        """Lets a request decode, or wait for a place, once its fetched prompt is in the cache and its token known."""
+        """Lets a request go on, or wait for a place, once its fetched prompt is in the cache and its token known."""
         self._blocks.computed(request, request.num_prompt_tokens)
         self._queues.move(request, Status.RUNNING if self._admission.has_place else Status.WAITING)
         self._settle_children(request)
 
     def requeue(self, request: Request, computed_tokens: int) -> None:
         """Queues a request again whose fetch has failed after ``computed_tokens``; the request keeps its blocks."""
-        self._blocks.computed(request, min(computed_tokens, len(request.token_ids) - 1))
+        # The last block that a fetch brings holds nothing of the answer, though there is room in it.
+        fetched = min(computed_tokens, request.num_prompt_tokens)
+        self._blocks.computed(request, min(fetched, len(request.token_ids) - 1))
         self._queues.move(request, Status.WAITING)
 
     def pushed_all(self, request: Request) -> None:
@@ -194,6 +195,12 @@ class Scheduler:
         self._queues.move(request, Status.PUSHING)
 
     # ------------------------------------------------------------ endings
+
+    def finish_if_over(self, request: Request) -> None:
+        """Ends a request if the last token of its answer ends it."""
+        reason = self._stop.ending(request)
+        if reason is not None:
+            self.finish(request, reason)
 
     def finish(self, request: Request, reason: FinishReason, error: str | None = None) -> None:
         """Ends a request and tells its client why."""
@@ -233,19 +240,21 @@ class Scheduler:
     # ------------------------------------------------------------ running requests
 
     def _schedule_running(self, plan: BatchPlan) -> int:
-        """Plans work of running requests: first all that decode, then prompts in order. Returns the budget left."""
+        """Plans work of running requests: all that decode, then replays, then prompts. Returns the budget left."""
         budget, running = self._max_step_tokens, self._queues.running
         decoding = [request for request in running if request.num_uncomputed_tokens == 1]
-        prefilling = [request for request in running if request.num_uncomputed_tokens > 1]
-        if self._static and prefilling:
+        others = [request for request in running if request.num_uncomputed_tokens > 1]
+        # A client who has read a part of its answer waits longest for the rest.
+        others.sort(key=lambda request: not request.prompt_is_computed)
+        if self._static and others:
             decoding = []
-        for request in decoding + prefilling:
+        for request in decoding + others:
             if request.status is not Status.RUNNING or budget == 0:
                 continue
-            tokens = min(request.num_uncomputed_tokens, budget)
-            if self._make_room(request, request.num_computed_tokens + tokens, plan):
-                plan.work.append(Work(request, tokens))
-                budget -= tokens
+            work = Work.next_of(request, budget)
+            if self._make_room(request, request.num_computed_tokens + work.num_tokens, plan):
+                plan.work.append(work)
+                budget -= work.num_tokens
         return budget
 
     def _make_room(self, request: Request, tokens: int, plan: BatchPlan) -> bool:
@@ -290,7 +299,7 @@ class Scheduler:
 
     def _settle_children(self, parent: Request) -> None:
         """Makes children requests like any other once their parent's prompt is in the cache."""
-        if not parent.children or parent.local_id is None or parent.num_computed_tokens < parent.num_prompt_tokens:
+        if not parent.children or parent.local_id is None or not parent.prompt_is_computed:
             return
         for child in list(parent.children):
             ready = child.num_generated_tokens and self._admission.has_place and self._queues.before_waiting(child)

@@ -63,10 +63,11 @@ class Bench:
         max_tokens: int = 4,
         targets: tuple[PrefillTarget, ...] = (),
         group_id: int | bytes = b"",
+        emitted: int = 0,
     ) -> Request:
         request = Request(
             uuid=new_id(),
-            token_ids=[100] * prompt,
+            token_ids=[100] * prompt + expected(prompt, emitted),
             num_prompt_tokens=prompt,
             sampling=SamplingParams(max_tokens=max_tokens, seed=0),
             arrived=self.now,
@@ -74,6 +75,7 @@ class Bench:
             local_id=local_id,
             group_id=group_id,
             targets=targets,
+            num_emitted_tokens=emitted,
         )
         self.scheduler.add(request)
         return request
@@ -260,7 +262,9 @@ def test_a_failed_fetch_after_the_first_token_does_not_repeat_it() -> None:
     bench.step()
     bench.scheduler.accept_token(request, SampledToken(20), bench.now)
     bench.scheduler.requeue(request, computed_tokens=0)
-    assert sizes(bench.step()) == [11]
+    assert sizes(bench.step()) == [10]
+    assert bench.outputs == {1: [20]}
+    assert sizes(bench.step()) == [1]
     assert bench.outputs == {1: [20, 21]}
 
 

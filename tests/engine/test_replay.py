@@ -1,0 +1,292 @@
+"""Tests that an engine goes on after tokens that another one has generated, as if it had generated them itself."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pdserve.config import Dtype
+from pdserve.models.checkpoint.decoder_config import read_decoder_config
+from pdserve.models.runner import ModelRunner
+from pdserve.settings import cache_folder
+from pdserve.wire.engine import FinishReason, PrefillSource
+from pdserve.wire.sampling_params import SamplingParams
+from pdserve_kernels.contract import Kernels
+from pdserve_kernels.cpu.compiled_kernels import CompiledKernels, CompiledLinear
+from pdserve_kernels.cpu.torch_kernels import TorchKernels
+from tests.engine.fake_engine import FakeEngine
+from tests.engine.fake_model import answer, talkative
+from tests.engine.scheduling.test_scheduler import TARGET, Bench, expected
+from tests.engine.scheduling.test_scheduler_children import Pair
+from tests.engine.test_launched_step import PARAMETERS
+from tests.engine.test_step_loop import BLOCK_SIZE, MAX_LEN, Answer, engine, prompt
+from tests.tiny_models import save_tiny_model
+
+TOKENS = 40
+NUM_BLOCKS = 200
+EVERYTHING: dict[str, Any] = {
+    "temperature": 1.1,
+    "top_k": 60,
+    "top_p": 0.95,
+    "min_p": 0.001,
+    "presence_penalty": 0.6,
+    "frequency_penalty": 0.4,
+    "repetition_penalty": 1.2,
+    "logit_bias": ((7, 2.0), (9, -3.0)),
+    "bad_words": ((3,), (5, 6)),
+    "min_tokens": 20,
+    "stop_token_ids": (11, 12),
+    "logprobs": 3,
+}
+FEATURES = PARAMETERS | {"everything": EVERYTHING}
+
+Asked = tuple[Sequence[int], SamplingParams, Sequence[int]]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model("llama", tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture(scope="module")
+def runner(folder: Path) -> ModelRunner:
+    return make_runner(folder, Dtype.FP32, TorchKernels())
+
+
+def make_runner(folder: Path, dtype: Dtype, kernels: Kernels) -> ModelRunner:
+    return ModelRunner(folder, read_decoder_config(folder), dtype, BLOCK_SIZE, NUM_BLOCKS, MAX_LEN, kernels)
+
+
+def asked(name: str, seed: int = 1, length: int = 18, max_tokens: int = TOKENS) -> Asked:
+    """A request of one answer that has all of its tokens, unless a stop token ends it."""
+    more = FEATURES[name]
+    ignore_eos = "stop_token_ids" not in more
+    return prompt(length), SamplingParams(max_tokens=max_tokens, seed=seed, **{"ignore_eos": ignore_eos} | more), ()
+
+
+def check_rest(got: Answer, whole: Answer, known: int, logprobs_within: float = 1e-3) -> None:
+    """Checks that an answer is what the unbroken one has after its first ``known`` tokens."""
+    assert got.tokens == whole.tokens[known:]
+    assert got.end.finish is whole.end.finish
+    rest = whole.logprobs[known:]
+    for mine, wanted in zip(got.logprobs, rest, strict=True):
+        assert mine.chosen == pytest.approx(wanted.chosen, abs=logprobs_within)
+        assert [logprob for _, logprob in mine.top] == pytest.approx(
+            [logprob for _, logprob in wanted.top], abs=logprobs_within
+        )
+
+
+def only(answers: dict[int, Answer]) -> Answer:
+    (answer,) = answers.values()
+    return answer
+
+
+# ---------------------------------------------------------------- every cut
+
+
+@pytest.mark.parametrize("name", FEATURES)
+def test_an_answer_goes_on_after_any_number_of_its_tokens(folder: Path, runner: ModelRunner, name: str) -> None:
+    with engine(folder, False, NUM_BLOCKS, own_runner=runner) as client:
+        whole = only(client.together([asked(name)]))
+        assert len(whole.tokens) > 5 or name == "stop token"
+        for known in range(len(whole.tokens) + 1):
+            # A salt of its own makes the engine a fresh one.
+            got = only(client.together([asked(name)], f"{known}", [[whole.tokens[:known]]]))
+            check_rest(got, whole, known)
+
+
+@pytest.mark.parametrize("prefix_cache", [False, True])
+@pytest.mark.parametrize("overlap", [False, True])
+def test_answers_go_on_beside_each_other(folder: Path, runner: ModelRunner, overlap: bool, prefix_cache: bool) -> None:
+    """The cache finds blocks of the unbroken answers, and of those that were resumed before."""
+    everything = [asked(name, seed, length=9 + 2 * seed) for seed, name in enumerate(FEATURES)]
+    with engine(folder, overlap, NUM_BLOCKS, own_runner=runner, prefix_cache=prefix_cache) as client:
+        whole = list(client.together(everything).values())
+        for start in range(0, TOKENS, 7):
+            cuts = [min((start + 5 * i) % TOKENS, len(one.tokens)) for i, one in enumerate(whole)]
+            emitted = [[one.tokens[:cut]] for one, cut in zip(whole, cuts, strict=True)]
+            for got, one, cut in zip(client.together(everything, "", emitted).values(), whole, cuts, strict=True):
+                check_rest(got, one, cut)
+
+
+def test_answers_go_on_though_they_are_preempted(folder: Path) -> None:
+    several = [
+        asked(name, seed, length=20, max_tokens=60) for seed, name in enumerate(PARAMETERS) if "stop" not in name
+    ]
+    with engine(folder, False, NUM_BLOCKS) as roomy:
+        whole = list(roomy.together(several).values())
+    with engine(folder, False, num_blocks=40) as tight:
+        got = tight.together(several, "", [[one.tokens[: 3 + 4 * i]] for i, one in enumerate(whole)])
+        tight.wait_for_a_preemption()
+    for i, (mine, one) in enumerate(zip(got.values(), whole, strict=True)):
+        check_rest(mine, one, min(3 + 4 * i, len(one.tokens)))
+
+
+def test_bf16_answers_of_the_compiled_kernels_are_bitwise_the_same(folder: Path) -> None:
+    """The set computes a row alike in any step, if the CPU has the instructions for its products."""
+    compiled = CompiledKernels(cache_folder(os.environ))
+    if not isinstance(compiled.linear(torch.zeros(32, 32, dtype=torch.bfloat16)), CompiledLinear):
+        pytest.skip("this CPU has no products of bf16 pairs")
+    bf16 = make_runner(folder, Dtype.BF16, compiled)
+    with engine(folder, False, NUM_BLOCKS, own_runner=bf16) as client:
+        whole = only(client.together([asked("everything")]))
+        for known in range(len(whole.tokens)):
+            got = only(client.together([asked("everything")], f"{known}", [[whole.tokens[:known]]]))
+            assert (got.tokens, got.logprobs) == (whole.tokens[known:], whole.logprobs[known:])
+
+
+# ---------------------------------------------------------------- several answers
+
+
+@pytest.mark.parametrize("prefix_cache", [False, True])
+@pytest.mark.parametrize("length", [16, 17, 19])
+def test_each_answer_to_one_prompt_goes_on_after_its_own_tokens(
+    folder: Path, runner: ModelRunner, length: int, prefix_cache: bool
+) -> None:
+    sampling = SamplingParams(max_tokens=TOKENS, seed=1, temperature=0.9, ignore_eos=True, frequency_penalty=0.5)
+    family = [(prompt(length), sampling, (2, 3))]
+    with engine(folder, False, NUM_BLOCKS, own_runner=runner, prefix_cache=prefix_cache) as client:
+        whole = list(client.together(family).values())
+        for cuts in ((0, 0, 0), (5, 0, 0), (0, 5, 9), (30, 1, 0), (1, 30, 39), (7, 7, 7), (40, 0, 3), (40, 40, 40)):
+            emitted = [[one.tokens[:cut] for one, cut in zip(whole, cuts, strict=True)]]
+            got = client.together(family, str(cuts), emitted)
+            for mine, one, cut in zip(got.values(), whole, cuts, strict=True):
+                check_rest(mine, one, cut)
+
+
+# ---------------------------------------------------------------- prefill nodes
+
+
+def test_a_fetched_prompt_brings_no_first_token_to_an_answer_that_goes_on() -> None:
+    pair = Pair()
+    emitted = [WHOLE[:cut] for cut in (20, 0, 3)]
+    parent = pair.decode.add(0, PROMPT, 40, [SEED] * 3, remote=True, emitted=emitted)
+    pair.finish()
+    assert pair.decode.outputs == {i: WHOLE[len(known) :] for i, known in enumerate(emitted)}
+    assert parent.prefill_source is PrefillSource.REMOTE
+    assert pair.wire.moved == 3, "the blocks of the prompt"
+
+
+def test_a_second_prefill_node_is_asked_before_any_token_is_given() -> None:
+    pair = Pair()
+    parent = pair.decode.add(0, PROMPT, 40, [SEED], remote=True, emitted=[WHOLE[:20]])
+    # The blocks come but for the last one, and the order that they belong to fails after its first token.
+    pair.turn(share=0.7)
+    pair.decode.step()
+    pair.wire.lose()
+    pair.finish()
+    assert parent.attempts == 2
+    assert pair.decode.outputs == {0: WHOLE[20:]}
+
+
+def test_what_a_failed_fetch_has_brought_is_no_token_of_the_answer() -> None:
+    """There is room for two of them behind the prompt, in the last block that came."""
+    bench = Bench()
+    request = bench.add(1, prompt=10, max_tokens=30, targets=(TARGET,), emitted=20)
+    assert bench.step().fetches == [request]
+    bench.scheduler.requeue(request, computed_tokens=3 * BLOCK_SIZE)
+    assert request.num_computed_tokens == 10
+    bench.run()
+    assert bench.outputs == {1: expected(30, 10)}
+
+
+def test_what_has_landed_without_a_place_is_replayed_when_there_is_one() -> None:
+    bench = Bench(num_blocks=64, max_running=1, max_step_tokens=8)
+    resumed = bench.add(1, prompt=10, max_tokens=30, targets=(TARGET,), emitted=20)
+    bench.step()
+    bench.add(0, prompt=3, max_tokens=6)
+    bench.step()
+    bench.scheduler.landed(resumed)
+    assert bench.scheduler.num_waiting == 1
+    plan = bench.step()
+    while resumed not in {work.request for work in plan.work}:
+        plan = bench.step()
+    assert [(work.request, work.num_tokens, work.replays) for work in plan.work] == [(resumed, 8, True)]
+    bench.run()
+    assert bench.outputs == {0: expected(3, 6), 1: expected(30, 10)}
+    assert bench.blocks.num_free == 64
+
+
+# ---------------------------------------------------------------- ends
+
+
+@pytest.mark.parametrize(
+    ("more", "emitted", "finish"),
+    [
+        ({"max_tokens": 3}, (7, 8, 9), FinishReason.LENGTH),
+        ({"max_tokens": 200}, (7,) * (MAX_LEN - 9), FinishReason.LENGTH),
+        ({"max_tokens": 9, "stop_token_ids": (8,)}, (7, 8), FinishReason.STOP),
+        ({"max_tokens": 9}, (7, 2), FinishReason.STOP),
+    ],
+)
+def test_tokens_that_end_the_answer_end_it_at_once(
+    folder: Path, runner: ModelRunner, more: dict[str, Any], emitted: Sequence[int], finish: FinishReason
+) -> None:
+    with engine(folder, False, NUM_BLOCKS, own_runner=runner) as client:
+        end = only(client.together([(prompt(9), SamplingParams(seed=1, **more), ())], "", [[emitted]])).end
+        assert (end.new_token_ids, end.finish) == ([], finish)
+
+
+@pytest.mark.parametrize(
+    ("emitted", "why"),
+    [
+        ([(7, 8, 9, 10), ()], "at most 3 fit"),
+        ([(), (7, 8, 9, 10)], "at most 3 fit"),
+        ([(512,), ()], "outside 0 to 511"),
+        ([(), (-1,)], "outside 0 to 511"),
+    ],
+)
+def test_tokens_that_the_request_cannot_have_are_an_error(
+    folder: Path, runner: ModelRunner, emitted: Sequence[Sequence[int]], why: str
+) -> None:
+    with engine(folder, False, NUM_BLOCKS, own_runner=runner) as client:
+        family = [(prompt(9), SamplingParams(max_tokens=3, seed=1), (2,))]
+        for got in client.together(family, "", [emitted]).values():
+            assert got.end.finish is FinishReason.ERROR
+            assert why in (got.end.error or "")
+
+
+# ---------------------------------------------------------------- steps
+
+PROMPT = list(range(100, 110))
+SEED = talkative(PROMPT, 40)
+WHOLE = answer(PROMPT, SEED, 40, 64)
+
+
+def test_a_replay_is_spread_over_steps_after_those_that_decode_and_before_prompts() -> None:
+    engine = FakeEngine(max_step_tokens=12)
+    decoding = engine.add(0, PROMPT, 40, [SEED])
+    engine.step()
+    resumed = engine.add(1, PROMPT, 40, [SEED], emitted=[WHOLE[:20]], salt="other")
+    assert [(work.request, work.num_tokens) for work in engine.step().work] == [(decoding, 1), (resumed, 10)]
+    waiting = engine.add(2, PROMPT, 40, [SEED], salt="a third")
+    plan = engine.step()
+    assert [(work.request, work.num_tokens, work.replays) for work in plan.work] == [
+        (decoding, 1, False),
+        (resumed, 11, True),
+    ]
+    plan = engine.step()
+    assert [(work.request, work.num_tokens) for work in plan.work] == [(decoding, 1), (resumed, 9), (waiting, 2)]
+    assert engine.outputs[1] == WHOLE[20:21]
+    assert (plan.replays, plan.num_prompt_tokens, plan.num_decoding) == (True, 2, 1)
+    engine.run()
+    assert engine.outputs == {0: WHOLE, 1: WHOLE[20:], 2: WHOLE}
+    assert engine.idle
+
+
+def test_an_answer_that_this_engine_has_kept_is_not_replayed_again() -> None:
+    engine = FakeEngine()
+    engine.add(0, PROMPT, 40, [SEED])
+    engine.run()
+    resumed = engine.add(1, PROMPT, 40, [SEED], emitted=[WHOLE[:20]])
+    (work,) = engine.step().work
+    # Seven full blocks of thirty tokens are found.
+    assert work.num_tokens == 2
+    assert resumed.cached_tokens == len(PROMPT), "what is reported counts no token of the answer"
+    engine.run()
+    assert engine.outputs[1] == WHOLE[20:]
