@@ -158,42 +158,63 @@ class RoutingPolicy(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """Which model, and how it is held."""
+    """The model and the device that computes it."""
 
-    path: str = setting("model", "Hugging Face folder, .gguf file, or 'demo' for SmolLM2-135M-Instruct", "demo")
-    served_name: str = setting("served-name", "name that clients ask for; the folder's name if empty", "")
-    dtype: Dtype = setting("dtype", "number format of weights and KV cache", Dtype.BF16)
-    max_model_len: int = setting(
-        "max-model-len", "longest prompt plus output in tokens; 0 takes the model's own", 0, minimum=0
+    path: str = setting(
+        "model", "The model is a Hugging Face folder, a .gguf file, or 'demo' for SmolLM2-135M-Instruct.", "demo"
     )
-    device: Device = setting("device", "what computes; auto takes a GPU if there is one, and else the CPU", Device.AUTO)
+    served_name: str = setting(
+        "served-name",
+        "Clients ask for the model by this name. If it is empty, they use the name of the folder or file.",
+        "",
+    )
+    dtype: Dtype = setting("dtype", "Weights and KV cache have this number format.", Dtype.BF16)
+    max_model_len: int = setting(
+        "max-model-len",
+        "A prompt and its output have at most this many tokens together. 0 takes the model's own limit.",
+        0,
+        minimum=0,
+    )
+    device: Device = setting(
+        "device",
+        "This kind of device computes. 'auto' takes a GPU if there is one, and otherwise the CPU.",
+        Device.AUTO,
+    )
     cuda_graphs: Switch = setting(
-        "cuda-graphs", "record decode steps once and replay them; off launches each kernel (on a GPU)", Switch.ON
+        "cuda-graphs", "A GPU's decode steps are recorded once and replayed. 'off' launches each kernel.", Switch.ON
     )
 
 
 @dataclass(frozen=True, slots=True)
 class CacheConfig:
-    """The paged KV cache."""
+    """The KV cache, which is divided into blocks."""
 
-    block_size: int = setting("block-size", "tokens in one KV block; equal on all nodes", 16, minimum=1, maximum=1024)
-    kv_cache_mib: int = setting("kv-cache-mib", "memory for the KV cache, all ranks together, in MiB", 1024, minimum=1)
-    prefix_cache: Switch = setting("prefix-cache", "keep KV blocks for later prompts that begin alike", Switch.ON)
+    block_size: int = setting(
+        "block-size", "A KV block holds this many tokens. All nodes need the same value.", 16, minimum=1, maximum=1024
+    )
+    kv_cache_mib: int = setting(
+        "kv-cache-mib", "The KV caches of all ranks together take this much memory, in MiB.", 1024, minimum=1
+    )
+    prefix_cache: Switch = setting(
+        "prefix-cache", "The node keeps KV blocks for later prompts that begin alike.", Switch.ON
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class ParallelConfig:
-    """Tensor parallelism: the processes of one node, on one host, that together compute the model."""
+    """Tensor parallelism: the ranks of one node, on one host, that compute the model together."""
 
-    tp: int = setting("tp", "ranks that the model is split over, each a process", 1, minimum=1, maximum=64)
+    tp: int = setting(
+        "tp", "The model is split over this many ranks, each of which is a process.", 1, minimum=1, maximum=64
+    )
     backend: TpBackend = setting(
         "tp-backend",
-        "how ranks add up: on CPUs shm (x86) or gloo, on GPUs nccl; auto takes the fastest",
+        "Ranks add up their results in this way: on CPUs shm (x86) or gloo, on GPUs nccl. 'auto' takes the fastest.",
         TpBackend.AUTO,
     )
     timeout_ms: int = setting(
         "tp-timeout-ms",
-        "time that one rank may keep the others waiting before the node ends",
+        "One rank may keep the others waiting for this many milliseconds before the node ends.",
         10_000,
         minimum=100,
         maximum=3_600_000,
@@ -202,24 +223,30 @@ class ParallelConfig:
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
-    """What one engine step may hold."""
+    """The requests and tokens of an engine's steps."""
 
-    max_running: int = setting("max-running", "requests that one step may hold", 64, minimum=1)
+    max_running: int = setting("max-running", "One step has at most this many requests.", 64, minimum=1)
     max_step_tokens: int = setting(
-        "max-step-tokens", "tokens that one step may compute; longer prompts go in chunks", 256, minimum=1
+        "max-step-tokens",
+        "One step computes at most this many tokens. Longer prompts are computed in chunks.",
+        256,
+        minimum=1,
     )
     max_waiting: int = setting(
         "max-waiting",
-        "requests that may queue before new ones get 503; their further answers are counted apart",
+        "This many requests may wait before new ones get 503. Their further answers are counted apart.",
         1024,
         minimum=0,
     )
     batching: Batching = setting(
-        "batching", "when waiting requests join the batch; static is for benchmarks", Batching.CONTINUOUS
+        "batching",
+        "Waiting requests join the batch at every step (continuous) or when it is over (static, for benchmarks).",
+        Batching.CONTINUOUS,
     )
     overlap: Overlap = setting(
         "overlap-scheduling",
-        "launch a decode step before the tokens of the last one are known (nodes of one rank); auto on GPUs",
+        "A decode step is launched before the tokens of the last one are known (on nodes of one rank). "
+        "'auto' does so on GPUs.",
         Overlap.AUTO,
     )
 
@@ -228,155 +255,193 @@ class SchedulerConfig:
 class TransferConfig:
     """KV transfer between a decode and a prefill engine."""
 
-    host: str = setting("transfer-host", "address that a prefill engine binds its control channel to", "127.0.0.1")
-    port: int = setting("transfer-port", "port of that channel; 0 takes a free one", 0, minimum=0, maximum=65535)
+    host: str = setting("transfer-host", "A prefill engine binds its control channel to this address.", "127.0.0.1")
+    port: int = setting(
+        "transfer-port", "The control channel has this port. 0 takes a free one.", 0, minimum=0, maximum=65535
+    )
     advertise: str = setting(
-        "transfer-advertise", "host name or address that decode engines reach it by; the bound one if empty", ""
+        "transfer-advertise",
+        "Decode engines reach the control channel at this host name or address. If it is empty, they use "
+        "the bound one.",
+        "",
     )
     heartbeat_ms: int = setting(
-        "transfer-heartbeat-ms", "pause between pings while transfers are alive", 500, minimum=10, maximum=60_000
+        "transfer-heartbeat-ms",
+        "Engines pause for this many milliseconds between pings while transfers are alive.",
+        500,
+        minimum=10,
+        maximum=60_000,
     )
     lease_ms: int = setting(
-        "transfer-lease-ms", "silence after which the other engine counts as dead", 3000, minimum=20, maximum=600_000
+        "transfer-lease-ms",
+        "An engine counts as dead when it has been silent for this many milliseconds.",
+        3000,
+        minimum=20,
+        maximum=600_000,
     )
     prefill_timeout_ms: int = setting(
         "prefill-timeout-ms",
-        "time that a prefill node gets for one prompt, beyond what its queue and the prompt's length need, "
-        "before the decode node prefills itself",
+        "A prefill node gets this many milliseconds for one prompt, beyond what its queue and the prompt's "
+        "length need. Then the decode node prefills the prompt itself.",
         30_000,
         minimum=1,
         maximum=3_600_000,
     )
     disaggregation: Disaggregation = setting(
         "disaggregation",
-        "which prompts a decode node gives to prefill nodes; auto those that they are estimated to be faster with",
+        "A decode node gives these prompts to prefill nodes. 'auto' gives those that are estimated to be faster there.",
         Disaggregation.AUTO,
     )
     stall_weight: float = setting(
         "stall-weight",
-        "seconds of waiting for a first token that one second of a stalled stream counts for, in that estimate",
+        "In that estimate, a stream that stalls for a second counts as much as this many seconds of "
+        "waiting for a first token.",
         2.0,
         minimum=0,
         maximum=1000,
     )
-    checksums: Switch = setting(
-        "kv-checksums", "whether a decode engine checks every KV block that it receives", Switch.ON
-    )
+    checksums: Switch = setting("kv-checksums", "A decode engine checks every KV block that it receives.", Switch.ON)
     overlap: KvOverlap = setting(
-        "kv-overlap", "push KV blocks while the rest of the prompt computes; auto for long prompts only", KvOverlap.AUTO
+        "kv-overlap",
+        "A prefill node pushes KV blocks while the rest of the prompt is computed. 'auto' does so for long "
+        "prompts only.",
+        KvOverlap.AUTO,
     )
     staging: KvStaging = setting(
         "kv-staging",
-        "when KV blocks are copied through host memory; auto: where the cache is a GPU's; off needs no checksums there",
+        "KV blocks are copied through host memory. 'auto' copies those of a GPU's cache. On a GPU, 'off' "
+        "needs --kv-checksums off.",
         KvStaging.AUTO,
     )
     staging_mib: int = setting(
-        "kv-staging-mib", "that host memory, page-locked; transfers share it by turns", 4096, minimum=1
+        "kv-staging-mib",
+        "Staging takes this much page-locked host memory, in MiB. Transfers share it by turns.",
+        4096,
+        minimum=1,
     )
     shared_cache: Switch = setting(
         "kv-shared-cache",
-        "let decode engines of the same user on the same host map a prefill engine's KV cache (on a CPU), to read it",
+        "Decode engines of the same user on the same host may map a prefill engine's KV cache (on a CPU) and read it.",
         Switch.ON,
     )
     ucx_calls: UcxCalls = setting(
         "ucx-calls",
-        "what posts the messages of KV blocks: compiled C++ (once, by g++), Python, or the better that there is",
+        "This code posts the messages of KV blocks: C++, which g++ compiles once, or Python. 'auto' takes "
+        "C++ if it can.",
         UcxCalls.AUTO,
     )
-    ucx_tls: str = setting("ucx-tls", "UCX transports, as UCX_TLS takes them; UCX chooses if empty", "")
+    ucx_tls: str = setting(
+        "ucx-tls", "UCX uses these transports, which are written as in UCX_TLS. If it is empty, UCX chooses.", ""
+    )
     ucx_net_devices: str = setting(
-        "ucx-net-devices", "network devices that KV blocks may use, as UCX_NET_DEVICES takes them; all if empty", ""
+        "ucx-net-devices",
+        "KV blocks use these network devices, which are written as in UCX_NET_DEVICES. If it is empty, they use all.",
+        "",
     )
     ucx_tcp_ports: str = setting(
-        "ucx-tcp-ports", "ports for KV blocks over TCP, as 42000-42999; the system chooses if empty", ""
+        "ucx-tcp-ports",
+        "KV blocks over TCP use these ports, for example 42000-42999. If it is empty, the system chooses.",
+        "",
     )
 
 
 @dataclass(frozen=True, slots=True)
 class HttpConfig:
-    """One HTTP server."""
+    """The HTTP server."""
 
-    host: str = setting("host", "address to serve HTTP on", "127.0.0.1")
-    port: int = setting("port", "port to serve HTTP on; 0 takes a free one", 0, minimum=0, maximum=65535)
+    host: str = setting("host", "The server listens on this address.", "127.0.0.1")
+    port: int = setting("port", "The server listens on this port. 0 takes a free one.", 0, minimum=0, maximum=65535)
     advertise: str = setting(
-        "advertise", "URL that the proxy reaches this server by; made from host and port if empty", ""
+        "advertise", "The proxy reaches this server at this URL. If it is empty, it is made from host and port.", ""
     )
     keep_alive_s: int = setting(
         "keep-alive-s",
-        "seconds that an idle client connection is kept; longer than clients' pools",
+        "An idle client connection is kept for this many seconds, longer than clients' own pools keep it.",
         120,
         minimum=1,
         maximum=86_400,
     )
     max_client_connections: int = setting(
-        "max-client-connections", "connections held at once; more are refused with 503", 16_384, minimum=1
+        "max-client-connections",
+        "The server has at most this many connections at once, and refuses more with 503.",
+        16_384,
+        minimum=1,
     )
     write_timeout_s: float = setting(
         "write-timeout-s",
-        "seconds that a client may take nothing of a response before it is cut off",
+        "A client is cut off when it has taken nothing of a response for this many seconds.",
         60.0,
         minimum=0.1,
         maximum=86_400,
     )
-    max_body_bytes: int = setting("max-body-bytes", "largest request body that is read", 8 * 2**20, minimum=1024)
+    max_body_bytes: int = setting(
+        "max-body-bytes", "A request body has at most this many bytes.", 8 * 2**20, minimum=1024
+    )
     drain_s: float = setting(
-        "drain-s", "seconds that running requests get to finish on SIGTERM", 10.0, minimum=0, maximum=86_400
+        "drain-s", "On SIGTERM, running requests get this many seconds to finish.", 10.0, minimum=0, maximum=86_400
     )
 
 
 @dataclass(frozen=True, slots=True)
 class StreamConfig:
-    """How tokens get from a node's engine to its clients. Each part can be turned off, to measure what it gains."""
+    """The way of tokens from a node's engine to its clients.
+
+    Each part can be turned off, to measure what it gains.
+    """
 
     batched_dispatch: Switch = setting(
-        "batched-dispatch", "one message from the engine a step; off sends one for each token", Switch.ON
+        "batched-dispatch", "The engine sends one message a step. 'off' sends one for each token.", Switch.ON
     )
     notify_size: int = setting(
         "batch-notify-size",
-        "requests that are woken before others get a turn; 0 wakes all of a step at once",
+        "This many requests are woken before others get a turn. 0 wakes all requests of a step at once.",
         16,
         minimum=0,
     )
     fast_path: Switch = setting(
-        "sse-fast-path", "write plain chunks from encoded parts; off builds each as an object", Switch.ON
+        "sse-fast-path", "Plain chunks are written from encoded parts. 'off' builds each chunk as an object.", Switch.ON
     )
     interval: int = setting(
-        "stream-interval", "tokens in a chunk of a stream; the first one comes at once", 1, minimum=1
+        "stream-interval", "A chunk of a stream has this many tokens. The first token comes at once.", 1, minimum=1
     )
 
 
 @dataclass(frozen=True, slots=True)
 class RequestConfig:
-    """Bounds on one client request."""
+    """The limits of one client request."""
 
     timeout_s: float = setting(
-        "request-timeout-s", "seconds that a whole request may take", 600.0, minimum=0.1, maximum=86_400
+        "request-timeout-s", "A whole request may take this many seconds.", 600.0, minimum=0.1, maximum=86_400
     )
 
 
 @dataclass(frozen=True, slots=True)
 class DiscoveryConfig:
-    """A node's side of discovery."""
+    """The node's side of discovery."""
 
     proxies: tuple[str, ...] = setting(
-        "proxy", "control address of a proxy, tcp://host:port; may be given more than once", ()
+        "proxy",
+        "The node registers at this control address of a proxy, tcp://host:port. It may be given more than once.",
+        (),
     )
     heartbeat_ms: int = setting(
         "heartbeat-ms",
-        "pause between greetings of a proxy until it answers; then the proxy tells its own interval",
+        "Until a proxy answers, the node greets it at this interval, in milliseconds. Then the proxy tells its own.",
         1000,
         minimum=10,
         maximum=60_000,
     )
-    name: str = setting("name", "this node's name in logs; made from role and host if empty", "")
+    name: str = setting("name", "Logs call the node by this name. If it is empty, it is made from role and host.", "")
 
 
 @dataclass(frozen=True, slots=True)
 class TlsConfig:
     """TLS towards clients."""
 
-    cert: str = setting("tls-cert", "PEM file of a certificate and its chain; serves HTTPS if given", "")
-    key: str = setting("tls-key", "PEM file of its private key, without a passphrase", "")
+    cert: str = setting(
+        "tls-cert", "This PEM file has a certificate and its chain. If it is given, the proxy serves HTTPS.", ""
+    )
+    key: str = setting("tls-key", "This PEM file has the certificate's private key, without a passphrase.", "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -384,7 +449,10 @@ class TrustConfig:
     """TLS towards nodes and proxies."""
 
     authorities: str = setting(
-        "tls-ca", "PEM file of the certificate authorities of https:// nodes and proxies; the system's if empty", ""
+        "tls-ca",
+        "This PEM file has the certificate authorities of https:// nodes and proxies. If it is empty, the "
+        "system's are used.",
+        "",
     )
 
 
@@ -392,15 +460,23 @@ class TrustConfig:
 class RegistryConfig:
     """The proxy's side of discovery."""
 
-    control_host: str = setting("control-host", "address to take registrations on", "127.0.0.1")
+    control_host: str = setting("control-host", "The proxy takes registrations on this address.", "127.0.0.1")
     control_port: int = setting(
-        "control-port", "port to take registrations on; 0 takes a free one", 8100, minimum=0, maximum=65535
+        "control-port",
+        "The proxy takes registrations on this port. 0 takes a free one.",
+        8100,
+        minimum=0,
+        maximum=65535,
     )
     heartbeat_ms: int = setting(
-        "heartbeat-ms", "pause between heartbeats, which nodes are told and keep", 1000, minimum=10, maximum=60_000
+        "heartbeat-ms",
+        "Nodes send heartbeats this many milliseconds apart. The proxy tells them so.",
+        1000,
+        minimum=10,
+        maximum=60_000,
     )
     missed_heartbeats: int = setting(
-        "missed-heartbeats", "heartbeats missed in a row before a node is dropped", 3, minimum=1
+        "missed-heartbeats", "A node is dropped when it has missed this many heartbeats in a row.", 3, minimum=1
     )
 
 
@@ -408,51 +484,66 @@ class RegistryConfig:
 class WorkersConfig:
     """The proxy's processes."""
 
-    count: int = setting("workers", "processes that serve clients on the one port", 1, minimum=1, maximum=64)
+    count: int = setting("workers", "This many processes serve clients on the one port.", 1, minimum=1, maximum=64)
 
 
 @dataclass(frozen=True, slots=True)
 class RoutingConfig:
-    """Which nodes the proxy chooses."""
+    """The way to choose nodes for a request."""
 
-    policy: RoutingPolicy = setting("policy", "how nodes are chosen for a request", RoutingPolicy.ROUND_ROBIN)
+    policy: RoutingPolicy = setting(
+        "policy", "The proxy chooses the nodes for a request in this way.", RoutingPolicy.ROUND_ROBIN
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class AdmissionConfig:
-    """Which clients the proxy serves, and how many requests at once."""
+    """The clients that the proxy serves, and how many requests it takes at once."""
 
     api_keys: tuple[str, ...] = setting(
-        "api-key", "key that clients have to send; may be given more than once; better in a file", (), secret=True
+        "api-key",
+        "Clients have to send this key. It may be given more than once. A file is a better place for it.",
+        (),
+        secret=True,
     )
-    api_key_file: str = setting("api-key-file", "file of keys that clients may send, one a line, or NAME KEY", "")
+    api_key_file: str = setting(
+        "api-key-file", "Clients may send the keys in this file. Each line is a key, or a name and a key.", ""
+    )
     max_in_flight: int = setting(
         "max-in-flight",
-        "answers under way at once, n times prompts of each request; more wait; 0 for any number",
+        "At most this many answers are under way at once, and more requests wait. A request counts n times "
+        "its prompts. 0 allows any number.",
         4096,
         minimum=0,
     )
     max_in_flight_per_key: int = setting(
         "max-in-flight-per-key",
-        "answers to one API key, under way or waiting, n times prompts of each request; 0 for any number",
+        "At most this many answers to one API key are under way or waiting. A request counts n times its "
+        "prompts. 0 allows any number.",
         0,
         minimum=0,
     )
-    max_queued: int = setting("max-queued", "requests that wait at once; more get 503", 1024, minimum=0)
+    max_queued: int = setting("max-queued", "At most this many requests wait at once. More get 503.", 1024, minimum=0)
     max_uploads: int = setting(
         "max-uploads",
-        "request bodies that may be on their way at once, a quarter of them from one API key or else client address",
+        "At most this many request bodies are on their way at once, a quarter of them from one API key "
+        "(or, without keys, client address).",
         1024,
         minimum=1,
     )
     body_memory_mib: int = setting(
         "body-memory-mib",
-        "memory for request bodies above 64 KiB until a node answers, in MiB; half for one API key or else address",
+        "Request bodies above 64 KiB take at most this much memory, in MiB, until a node answers. Half of "
+        "it is for one API key (or, without keys, client address).",
         1024,
         minimum=1,
     )
     queue_timeout_s: float = setting(
-        "queue-timeout-s", "seconds that a request waits for its turn", 30.0, minimum=0.01, maximum=3600
+        "queue-timeout-s",
+        "A request waits for its turn for at most this many seconds.",
+        30.0,
+        minimum=0.01,
+        maximum=3600,
     )
 
 
@@ -461,45 +552,52 @@ class RelayConfig:
     """The proxy's connections to nodes."""
 
     connect_timeout_s: float = setting(
-        "connect-timeout-s", "seconds to connect to a node", 5.0, minimum=0.1, maximum=600
+        "connect-timeout-s", "Connecting to a node may take this many seconds.", 5.0, minimum=0.1, maximum=600
     )
     idle_timeout_s: float = setting(
         "idle-timeout-s",
-        "seconds without a byte from a node before it counts as stuck",
+        "A node counts as stuck when it has sent no byte for this many seconds.",
         120.0,
         minimum=0.1,
         maximum=86_400,
     )
-    max_connections: int = setting("max-connections", "upstream connections kept at most", 8192, minimum=1)
+    max_connections: int = setting(
+        "max-connections", "The proxy keeps at most this many connections to nodes.", 8192, minimum=1
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class SecurityConfig:
-    """What makes a control message believable."""
+    """The cluster secret, which signs control messages."""
 
     secret: str = setting(
-        "secret", "cluster secret; better in PDSERVE_SECRET or --secret-file than on a command line", "", secret=True
+        "secret",
+        "This is the cluster secret. PDSERVE_SECRET or --secret-file is a better place for it than a command line.",
+        "",
+        secret=True,
     )
-    secret_file: str = setting("secret-file", "file that holds the cluster secret", "")
+    secret_file: str = setting("secret-file", "This file holds the cluster secret.", "")
 
 
 @dataclass(frozen=True, slots=True)
 class CpuConfig:
-    """Which cores the engine may use, and what it computes with on them."""
+    """The cores that the engine may use, and its kernels on them."""
 
-    cores: tuple[int, ...] = setting("cores", "cores that the engine is pinned to, as 0,1,4-7; all if empty", ())
+    cores: tuple[int, ...] = setting(
+        "cores", "The engine is pinned to these cores, for example 0,1,4-7. If it is empty, it may use all.", ()
+    )
     kernels: CpuKernels = setting(
         "cpu-kernels",
-        "CPU kernels: compiled C++ (once, by g++), plain torch, or the better that there is",
+        "The CPU computes with C++ kernels, which g++ compiles once, or with plain torch. 'auto' takes C++ if it can.",
         CpuKernels.AUTO,
     )
 
 
 @dataclass(frozen=True, slots=True)
 class LogConfig:
-    """What is written to stderr."""
+    """The log, which goes to stderr."""
 
-    level: LogLevel = setting("log-level", "least severe message that is logged", LogLevel.INFO)
+    level: LogLevel = setting("log-level", "Messages below this level are not logged.", LogLevel.INFO)
 
 
 @dataclass(frozen=True, slots=True)
@@ -557,7 +655,7 @@ class RankLaunch:
 
 @dataclass(frozen=True, slots=True)
 class NodeConfig:
-    """``pdserve prefill``, ``pdserve decode``, ``pdserve mixed``."""
+    """The settings of ``pdserve prefill``, ``pdserve decode`` and ``pdserve mixed``."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
@@ -575,7 +673,7 @@ class NodeConfig:
 
 @dataclass(frozen=True, slots=True)
 class ProxyConfig:
-    """``pdserve proxy``."""
+    """The settings of ``pdserve proxy``."""
 
     http: HttpConfig = field(default_factory=lambda: HttpConfig(port=8000))
     tls: TlsConfig = field(default_factory=TlsConfig)
@@ -592,20 +690,25 @@ class ProxyConfig:
 
 @dataclass(frozen=True, slots=True)
 class ClusterConfig:
-    """How many nodes of each role ``pdserve up`` starts, and what for."""
+    """The nodes that ``pdserve up`` starts, and the question that it asks them."""
 
-    prefill: int = setting("prefill", "prefill nodes", 1, minimum=0, maximum=256)
-    decode: int = setting("decode", "decode nodes", 1, minimum=0, maximum=256)
-    mixed: int = setting("mixed", "nodes that prefill and decode in one engine", 0, minimum=0, maximum=256)
-    ask: str = setting("ask", "ask this one question, print the answer, and stop", "", metavar="TEXT")
+    prefill: int = setting("prefill", "The cluster has this many prefill nodes.", 1, minimum=0, maximum=256)
+    decode: int = setting("decode", "The cluster has this many decode nodes.", 1, minimum=0, maximum=256)
+    mixed: int = setting(
+        "mixed", "The cluster has this many nodes that prefill and decode in one engine.", 0, minimum=0, maximum=256
+    )
+    ask: str = setting("ask", "pdserve asks this one question, prints the answer, and stops.", "", metavar="TEXT")
     startup_timeout_s: float = setting(
-        "startup-timeout-s", "seconds that all nodes get to come up", 300.0, minimum=1, maximum=86_400
+        "startup-timeout-s", "All nodes together get this many seconds to start.", 300.0, minimum=1, maximum=86_400
     )
 
 
 @dataclass(frozen=True, slots=True)
 class UpConfig:
-    """``pdserve up``: a whole cluster on this machine. ``http`` is the proxy's; the rest goes to every process."""
+    """The settings of ``pdserve up``, a whole cluster on this machine.
+
+    ``http`` is the proxy's. The other sections go to every process.
+    """
 
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -621,33 +724,41 @@ class UpConfig:
 
 @dataclass(frozen=True, slots=True)
 class ReportConfig:
-    """Where the figures go, beside the table that is printed."""
+    """The file for the figures, which are also printed as a table."""
 
     json: str = setting(
-        "json", "file for the figures as JSON; - or nothing is standard output", "", metavar="FILE", bare="-"
+        "json", "The figures go to this file as JSON. '-' or no value is standard output.", "", metavar="FILE", bare="-"
     )
 
 
 @dataclass(frozen=True, slots=True)
 class DiagnosisConfig:
-    """What the doctor asks and measures."""
+    """The peers that the doctor asks, and what it measures."""
 
     peers: tuple[str, ...] = setting(
-        "peer", "transfer control address of a prefill node, tcp://host:port; may be given more than once", ()
+        "peer",
+        "The doctor asks the prefill node at this transfer control address, tcp://host:port. It may be "
+        "given more than once.",
+        (),
     )
-    proxy_url: str = setting("proxy-url", "a proxy, http://host:port, whose prefill nodes are asked too", "")
+    proxy_url: str = setting("proxy-url", "The doctor also asks the prefill nodes of this proxy, http://host:port.", "")
     probe: Switch = setting(
-        "probe", "measure bandwidth and latency to each peer, or between two processes here if there is none", Switch.ON
+        "probe",
+        "The doctor measures bandwidth and latency to each peer, or between two processes here if there is none.",
+        Switch.ON,
     )
-    probe_mib: int = setting("probe-mib", "what one probe moves, in MiB", 128, minimum=1, maximum=256)
+    probe_mib: int = setting("probe-mib", "One probe moves this much memory, in MiB.", 128, minimum=1, maximum=256)
     timeout_s: float = setting(
-        "peer-timeout-s", "seconds that a peer gets for each answer", 3.0, minimum=0.1, maximum=60
+        "peer-timeout-s", "A peer gets this many seconds for each answer.", 3.0, minimum=0.1, maximum=60
     )
 
 
 @dataclass(frozen=True, slots=True)
 class DoctorConfig:
-    """``pdserve doctor``. A model is compared with those of the peers only if it is named."""
+    """The settings of ``pdserve doctor``.
+
+    A model is compared with those of the peers only if it is named.
+    """
 
     diagnosis: DiagnosisConfig = field(default_factory=DiagnosisConfig)
     trust: TrustConfig = field(default_factory=TrustConfig)

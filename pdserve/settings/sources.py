@@ -23,8 +23,8 @@ from pdserve.settings.setting import ENV_PREFIX, Setting, env_name, expected, fr
 CONFIG_FLAG = "config"
 
 _EPILOG = (
-    "A flag wins over its environment variable (in parentheses), that over the file of --config, "
-    "that over the default [in brackets]."
+    "A flag wins over its environment variable (in parentheses), the variable wins over the file of --config, "
+    "and the file wins over the default [in brackets]."
 )
 
 
@@ -53,7 +53,7 @@ class CommandLine:
             f"--{CONFIG_FLAG}",
             action="append",
             metavar="FILE",
-            help="TOML file with a table for each group below [none] (PDSERVE_CONFIG)",
+            help="This TOML file has a table for each group below. [none] (PDSERVE_CONFIG)",
         )
         for (section, title), group in groupby(settings, key=lambda setting: (setting.section, setting.title)):
             arguments = self._parser.add_argument_group(f"[{section}] {title}")

@@ -60,8 +60,8 @@ def test_every_setting_is_there_with_its_flag_variable_and_meaning(
 
 
 def test_defaults_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "port to serve HTTP on; 0 takes a free one [8000]" in help_of("proxy", capsys)
-    assert "port to serve HTTP on; 0 takes a free one [0]" in help_of("decode", capsys)
+    assert "The server listens on this port. 0 takes a free one. [8000]" in help_of("proxy", capsys)
+    assert "The server listens on this port. 0 takes a free one. [0]" in help_of("decode", capsys)
 
 
 def test_no_secret_is_shown(capsys: pytest.CaptureFixture[str]) -> None:

@@ -21,10 +21,10 @@ PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"
 
 _HEAD = """# Configuration
 
-A flag wins over its environment variable, that over the TOML file of `--config` (or `PDSERVE_CONFIG`), that over the
-default. A misspelt flag, variable, section or key is an error that names the nearest right one. Variables and file may
-hold settings of other subcommands, so all processes of a host can share them; every name that begins with `PDSERVE_` is
-reserved.
+A flag wins over its environment variable, the variable wins over the TOML file of `--config` (or `PDSERVE_CONFIG`),
+and the file wins over the default. A misspelt flag, variable, section or key is an error, which names the nearest
+right one. The variables and the file may have settings of other subcommands, so all processes of a host can share
+them. Every name that begins with `PDSERVE_` is reserved.
 
 ```toml
 # pdserve decode --config decode.toml
