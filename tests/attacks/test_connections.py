@@ -24,7 +24,7 @@ TURNS = 5
 
 
 class Stage(enum.Enum):
-    """How far a request has come, as the bytes that were sent until then."""
+    """The stage that a request has reached, as the bytes that were sent until then."""
 
     CONNECTED = b""
     METHOD = b"POST /v1/compl"

@@ -27,8 +27,8 @@ Client: TypeAlias = Callable[["Guarded", Reader, Writer], Coroutine[Any, Any, No
 
 
 class Guarded(App):
-    """Also answers ``/stream``, whose last chunk comes when the test allows it, and tells when a client has
-    half-closed.
+    """An ``App`` that also answers ``/stream``, whose last chunk comes when the test allows it, and tells when a client
+    has half-closed.
 
     The answer to ``/large`` is more than a client can leave unread.
     """

@@ -81,7 +81,7 @@ class FaultyLink:
     injector: Injector
     held: list[Held] = field(default_factory=list)
     twice: Counter[int] = field(default_factory=Counter)
-    """How many completions of each label are not the last one."""
+    """The number of completions of each label that are not the last one."""
     address: bytes = field(init=False)
 
     def __post_init__(self) -> None:

@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 
 def run_async(scenario: Coroutine[object, object, T]) -> T:
-    """Run one scenario on the event loop that the proxy uses in production."""
+    """Runs one scenario on the event loop that the proxy uses in production."""
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(_bounded(scenario))
 

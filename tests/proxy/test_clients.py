@@ -241,7 +241,7 @@ async def test_beyond_the_settings_number_connections_are_refused() -> None:
 
 
 def test_neither_search_nor_comparison_sees_a_key() -> None:
-    """What is looked up and compared is a MAC under a secret of the process: no key, and nothing a client can steer."""
+    """The proxy looks up and compares a MAC under a secret of the process: no key, and nothing a client chooses."""
     given = [ApiKey("alice", ALICE), ApiKey("bob", BOB)]
     one, other = ApiKeys(given), ApiKeys(given)
     held = [set(keys._callers) for keys in (one, other)]

@@ -17,7 +17,7 @@ from tests.proxy.cluster import cluster, proxy_config
 
 GET = b"GET /live HTTP/1.1\r\nhost: x\r\n\r\n"
 GO_S = 90
-"""How long Go's HTTP client keeps an idle connection: the longest of the usual ones (aiohttp 15, httpx 5)."""
+"""The seconds for which Go's HTTP client keeps an idle connection. Other clients keep it less (aiohttp 15, httpx 5)."""
 
 
 def test_clients_and_proxies_give_idle_connections_up_before_their_server_does() -> None:

@@ -169,10 +169,7 @@ async def stream_half(exchange: Exchange) -> None:
 
 @asynccontextmanager
 async def nodes(running: Cluster, *behaviours: Behaviour) -> AsyncIterator[list[Received]]:
-    """As many mixed nodes: whichever is asked first behaves as the first of ``behaviours``, and none is asked twice.
-
-    Yields what they were asked.
-    """
+    """Runs nodes, the first of which to be asked behaves as the first of ``behaviours``, and yields their requests."""
     asked: list[Received] = []
 
     async def behave(exchange: Exchange) -> None:
