@@ -13,7 +13,6 @@ from concurrent.futures import Future
 import msgspec
 import zmq
 
-from pdserve.config import TransferConfig
 from pdserve.errors import TransferError
 from pdserve.process import share_interpreter
 from pdserve.wire.discovery import Role
@@ -33,7 +32,6 @@ from pdserve_kvtransfer.push.port import PushPort
 from pdserve_kvtransfer.ranks import MakePort, Port
 from pdserve_kvtransfer.region import KvRegion
 from pdserve_kvtransfer.transport import Transport
-from pdserve_kvtransfer.ucx.ucx_transport import configured_ucx
 
 log = logging.getLogger(__name__)
 
@@ -53,21 +51,20 @@ class RankThread:
         ranks: int,
         kv_heads: int,
         region: KvRegion,
-        config: TransferConfig,
+        transport: Callable[[], Transport],
         died: Callable[[str], None],
-        transport: Callable[[], Transport] | None = None,
     ) -> None:
         """The thread binds ``address`` (``ipc://`` in a private folder), and rank 0 connects to it.
 
+        ``transport`` makes the transport inside the thread.
         The thread calls ``died`` with the reason if it ends for any other reason than ``LeaveRank`` and ``close``.
-        ``transport`` makes the transport inside the thread. If it is None, the thread uses UCX as configured.
         """
         self._make_port: MakePort = PushPort if role is Role.PREFILL else FetchPort
         self._address = address
         self._rank, self._ranks, self._kv_heads = rank, ranks, kv_heads
         self._region = region
         self._died = died
-        self._make_transport = transport or (lambda: configured_ucx(config, role=role))
+        self._make_transport = transport
         self._ports: dict[int, Port] = {}
         self._unsent: deque[bytes] = deque()
         self._encoder = msgspec.msgpack.Encoder()

@@ -1,7 +1,7 @@
 """What the two sides have in common.
 
-``LocalEngine`` is this engine as both sides know it, a ``Command`` is what the engine wants of a side, and ``Side`` is
-the interface through which the transfer thread drives either.
+``LocalEngine`` is this engine as both sides know it, and has their ``SideSettings``. A ``Command`` is what the engine
+wants of a side, and ``Side`` is the interface through which the transfer thread drives either.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from typing import Protocol, TypeAlias
 
 import zmq
 
-from pdserve.config import TransferConfig
 from pdserve.wire.frame import Sealer, Secrets
 from pdserve.wire.ids import TransferId
 from pdserve.wire.sampling_params import SampledToken
@@ -28,6 +27,37 @@ _DRAIN_LEASES = 3
 
 
 @dataclass(frozen=True, slots=True)
+class SideSettings:
+    """How long a peer is given, what is checked, and where a prefill engine is reached."""
+
+    lease_ms: int
+    heartbeat_ms: int
+    checksums: bool
+    """Whether a decode engine checks every block that it receives."""
+    host: str = "127.0.0.1"
+    """The address that a prefill engine binds its control channel to."""
+    port: int = 0
+    """The port of that channel; 0 takes a free one."""
+    advertise: str = ""
+    """The host name or address that decode engines reach it by; the bound one if empty."""
+
+    @property
+    def lease_s(self) -> float:
+        """How long a peer may be silent while a transfer with it is alive."""
+        return self.lease_ms / 1000
+
+    @property
+    def drain_s(self) -> float:
+        """How long a peer that is alive may move nothing while blocks of ended transfers are still in use."""
+        return _DRAIN_LEASES * self.lease_s
+
+    @property
+    def heartbeat_s(self) -> float:
+        """How often a decode engine pings a prefill engine while a transfer with it is alive."""
+        return self.heartbeat_ms / 1000
+
+
+@dataclass(frozen=True, slots=True)
 class LocalEngine:
     """This engine, as both sides know it. All but the event queue belong to the transfer thread."""
 
@@ -35,7 +65,7 @@ class LocalEngine:
     secret: bytes | Secrets
     spec: EngineSpec
     region: KvRegion
-    config: TransferConfig
+    settings: SideSettings
     transport: Transport
     zmq_context: zmq.Context[zmq.Socket[bytes]]
     sealer: Sealer
@@ -48,21 +78,6 @@ class LocalEngine:
     """The longest prompt that a prefill engine takes; 0 if decode engines are not told."""
     reports_sent: bool
     """Whether a prefill engine gets ``BlocksSent``."""
-
-    @property
-    def lease_s(self) -> float:
-        """How long a peer may be silent while a transfer with it is alive."""
-        return self.config.lease_ms / 1000
-
-    @property
-    def drain_s(self) -> float:
-        """How long a peer that is alive may move nothing while blocks of ended transfers are still in use."""
-        return _DRAIN_LEASES * self.lease_s
-
-    @property
-    def heartbeat_s(self) -> float:
-        """How often a decode engine pings a prefill engine while a transfer with it is alive."""
-        return self.config.heartbeat_ms / 1000
 
     @property
     def block_bytes(self) -> int:

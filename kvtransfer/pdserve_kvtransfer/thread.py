@@ -13,7 +13,6 @@ from concurrent.futures import Future
 
 import zmq
 
-from pdserve.config import TransferConfig
 from pdserve.errors import RankLost, TransferError
 from pdserve.process import share_interpreter
 from pdserve.wire.discovery import Role
@@ -38,10 +37,10 @@ from pdserve_kvtransfer.sides import (
     LocalEngine,
     PushBlocks,
     Side,
+    SideSettings,
 )
 from pdserve_kvtransfer.stats import TransferStats
 from pdserve_kvtransfer.transport import Transport
-from pdserve_kvtransfer.ucx.ucx_transport import configured_ucx
 
 log = logging.getLogger(__name__)
 
@@ -54,8 +53,8 @@ class TransferThread:
     return at once.
 
     The transfer thread calls ``wake`` after it has queued events; it must not block.
+    ``transport`` makes the transport inside the thread.
     ``ranks`` has the addresses of the ``RankThread``s of this node's other ranks, in rank order.
-    ``transport`` makes the transport inside the thread. If it is None, the thread uses UCX as configured.
     With ``reports_sent`` a prefill engine gets ``BlocksSent``.
     A prefill engine tells decode engines its ``max_prompt_tokens``, or nothing if it is 0.
     The constructor raises ValueError if ``region`` and ``spec`` contradict each other.
@@ -69,10 +68,10 @@ class TransferThread:
         secret: bytes | Secrets,
         spec: EngineSpec,
         region: KvRegion,
-        config: TransferConfig,
-        ranks: tuple[str, ...] = (),
+        settings: SideSettings,
+        transport: Callable[[], Transport],
         wake: Callable[[], None],
-        transport: Callable[[], Transport] | None = None,
+        ranks: tuple[str, ...] = (),
         max_prompt_tokens: int = 0,
         reports_sent: bool = False,
     ) -> None:
@@ -83,12 +82,12 @@ class TransferThread:
         self._secret = secret
         self._spec = spec
         self._region = region
-        self._config = config
+        self._settings = settings
         self._ranks = ranks
         self._max_prompt_tokens = max_prompt_tokens
         self._reports_sent = reports_sent
         self._wake = wake
-        self._make_transport = transport or (lambda: configured_ucx(config, role=role))
+        self._make_transport = transport
         self._event_queue = EventQueue()
         self._stats = TransferStats()
         self._load = UNKNOWN_LOAD
@@ -105,8 +104,8 @@ class TransferThread:
 
         A decode engine's is empty. Raises TransferError if the control channel cannot be bound or UCX cannot start.
         """
-        if self._role is Role.PREFILL and not self._secret and not loopback_only(self._config.host):
-            raise TransferError(f"binding {self._config.host} beyond this machine needs a cluster secret")
+        if self._role is Role.PREFILL and not self._secret and not loopback_only(self._settings.host):
+            raise TransferError(f"binding {self._settings.host} beyond this machine needs a cluster secret")
         share_interpreter()
         self._thread.start()
         return self._started.result()
@@ -253,7 +252,7 @@ class TransferThread:
             secret=self._secret,
             spec=self._spec,
             region=self._region,
-            config=self._config,
+            settings=self._settings,
             transport=transport,
             zmq_context=context,
             sealer=Sealer(self._secret, Purpose.TRANSFER, self._boot_id),
@@ -271,7 +270,7 @@ class TransferThread:
         busy_poll = BusyPoll()
         while not self._closing:
             now = time.monotonic()
-            if now > expected + self._config.lease_ms / 2000:
+            if now > expected + self._settings.lease_s / 2:
                 side.renew_leases(now)
             while self._commands:
                 side.handle(self._commands.popleft(), now)

@@ -20,6 +20,7 @@ from pdserve.doctor.ucx_tools import UcxTools, Yardstick
 from pdserve.errors import TransferError
 from pdserve.http.tls import Trust, read_authorities
 from pdserve.wire.transfer import EngineSpec, Examined
+from pdserve_kvtransfer.configuration import configured_ucx
 from pdserve_kvtransfer.probe.examiner import Examiner
 from pdserve_kvtransfer.shared_memory import machine_identity
 
@@ -143,7 +144,7 @@ class _Doctor:
     def _peer(self, control: str, secret: bytes) -> None:
         asked = self._config.diagnosis
         try:
-            with Examiner(control, secret, self._config.transfer) as asker:
+            with Examiner(control, secret, configured_ucx(self._config.transfer)) as asker:
                 facts = read_peer(asker, control, self._ours, asked.timeout_s)
                 self._findings += check_peer(facts, self._ours, version("pdserve"))
                 if facts.examined is not None and asked.probe is Switch.ON:
@@ -157,7 +158,10 @@ class _Doctor:
             return
         told = StandIn(secrets.token_hex(32).encode(), _over_the_same_ucx(transfer), _BLOCK_BYTES)
         try:
-            with standing_in(told, self._environ) as control, Examiner(control, told.secret, transfer) as asker:
+            with (
+                standing_in(told, self._environ) as control,
+                Examiner(control, told.secret, configured_ucx(transfer)) as asker,
+            ):
                 found = asker.examine(self._config.diagnosis.timeout_s)
                 if found is None:
                     raise TransferError("the local probe does not answer")

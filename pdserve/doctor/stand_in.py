@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 
 import msgspec
 
@@ -21,6 +22,7 @@ from pdserve.wire.discovery import Role
 from pdserve.wire.ids import new_id
 from pdserve.wire.transfer import EngineSpec
 from pdserve.wire.version import OLDEST_PROTOCOL, PROTOCOL_VERSION
+from pdserve_kvtransfer.configuration import configured_ucx, side_settings
 from pdserve_kvtransfer.region import KvRegion
 from pdserve_kvtransfer.thread import TransferThread
 
@@ -74,7 +76,8 @@ def main() -> int:
         secret=told.secret,
         spec=_SPEC,
         region=KvRegion(memoryview(bytearray(told.block_bytes)), told.block_bytes),
-        config=told.transfer,
+        settings=side_settings(told.transfer),
+        transport=partial(configured_ucx, told.transfer, role=Role.PREFILL),
         wake=lambda: None,
     )
     try:

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pdserve.config import TransferConfig
 from pdserve.doctor.finding import Finding, not_applicable, ok, problem, warning
 from pdserve.errors import TransferError
+from pdserve_kvtransfer.configuration import configured_ucx
 from pdserve_kvtransfer.ucx.ucx_library import SHARED_MEMORY, Lane
-from pdserve_kvtransfer.ucx.ucx_transport import configured_ucx
 
 MEMORY_TRANSPORTS = SHARED_MEMORY | {"self", "cma", "knem", "cuda_copy", "cuda_ipc", "gdr_copy"}
 _RDMA_FAMILIES = frozenset({"rc", "ud", "dc", "ib"})

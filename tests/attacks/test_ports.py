@@ -14,7 +14,6 @@ import msgspec
 import pytest
 import zmq
 
-from pdserve.config import TransferConfig
 from pdserve.errors import WrongReceiver
 from pdserve.wire.discovery import Capacity, FromProxy, NodeHello, NodeInfo, ProxyWelcome, Role
 from pdserve.wire.frame import Opener, Purpose, Sealer
@@ -23,7 +22,7 @@ from pdserve.wire.transfer import EngineSpec, Examine, Examined, ToDecode
 from pdserve.wire.version import SPOKEN
 from pdserve_kvtransfer.probe.asker import probe_memory
 from pdserve_kvtransfer.probe.examiner import Examiner
-from pdserve_kvtransfer.ucx.ucx_transport import UcxLink, configured_ucx
+from pdserve_kvtransfer.ucx.ucx_transport import UcxLink, UcxTransport
 from tests.attacks.attack import attacks
 from tests.attacks.client import ANSWER_S
 from tests.attacks.frames import BYTES, UCX_BYTES, FrameCase, Known, frame_cases, harmless, harmless_answer
@@ -104,7 +103,7 @@ def check_port(target: Target, purpose: Purpose) -> None:
 
 @pytest.fixture(scope="module")
 def spec(cluster_under_attack: Target) -> EngineSpec:
-    with Examiner(control(cluster_under_attack, Purpose.TRANSFER), SECRET, TransferConfig()) as examiner:
+    with Examiner(control(cluster_under_attack, Purpose.TRANSFER), SECRET, UcxTransport("")) as examiner:
         examined = examiner.examine(ANSWER_S)
     assert examined is not None
     return examined.spec
@@ -113,7 +112,7 @@ def spec(cluster_under_attack: Target) -> EngineSpec:
 @pytest.fixture(scope="module")
 def link() -> Iterator[UcxLink]:
     """Yields the UCX link at the address that an insider announces."""
-    transport = configured_ucx(TransferConfig(ucx_tls="tcp"))
+    transport = UcxTransport("tcp")
     opened = transport.open_link(probe_memory(0))
     yield opened
     opened.close()

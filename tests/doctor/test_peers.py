@@ -8,13 +8,13 @@ from dataclasses import replace
 
 import msgspec
 
-from pdserve.config import TransferConfig
 from pdserve.doctor.finding import Finding, Verdict
 from pdserve.doctor.peers import PeerFacts, check_peer, read_peer, same_machine
 from pdserve.wire.discovery import Role
 from pdserve.wire.transfer import EngineSpec, Examine, Examined, Hello, Refused
 from pdserve_kvtransfer.probe.examiner import Examiner
 from pdserve_kvtransfer.shared_memory import MachineIdentity, machine_identity
+from pdserve_kvtransfer.ucx.ucx_transport import UcxTransport
 from tests.kvtransfer.fakes import FakePrefill
 from tests.kvtransfer.rig import SECRET, SPEC, WAIT_S, engine
 
@@ -41,7 +41,7 @@ FITTING = PeerFacts(
 
 
 def asked(control: str, ours: EngineSpec | None, secret: bytes = SECRET, timeout_s: float = WAIT_S) -> PeerFacts:
-    with Examiner(control, secret, TransferConfig()) as asker:
+    with Examiner(control, secret, UcxTransport("")) as asker:
         return read_peer(asker, control, ours, timeout_s)
 
 

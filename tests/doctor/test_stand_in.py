@@ -11,6 +11,7 @@ from pdserve.config import TransferConfig
 from pdserve.doctor.stand_in import StandIn, standing_in
 from pdserve.errors import PeerLost, TransferError
 from pdserve_kvtransfer.probe.examiner import Examiner
+from pdserve_kvtransfer.ucx.ucx_transport import UcxTransport
 
 SECRET = b"the secret of one probe, 32 byte"
 WAIT_S = 10.0
@@ -18,12 +19,12 @@ WAIT_S = 10.0
 
 def test_it_is_probed_and_ends() -> None:
     told = StandIn(SECRET, TransferConfig(), 64 * 1024)
-    with standing_in(told, os.environ) as control, Examiner(control, SECRET, TransferConfig()) as asker:
+    with standing_in(told, os.environ) as control, Examiner(control, SECRET, UcxTransport("")) as asker:
         found = asker.examine(WAIT_S)
         assert found is not None and found.block_bytes == 64 * 1024
         assert asker.probe(64 * 1024, 32, WAIT_S).received == 32
     begun = time.monotonic()
-    with Examiner(control, SECRET, TransferConfig()) as asker, pytest.raises(PeerLost):
+    with Examiner(control, SECRET, UcxTransport("")) as asker, pytest.raises(PeerLost):
         asker.examine(WAIT_S)
     assert time.monotonic() - begun < WAIT_S, "it noticed that nobody is there any more"
 

@@ -20,13 +20,13 @@ from pdserve.wire.sampling_params import SamplingParams
 from pdserve.wire.ticket import PrefillTarget
 from pdserve.wire.transfer import EngineSpec
 from pdserve.wire.version import OLDEST_PROTOCOL, PROTOCOL_VERSION
+from pdserve_kvtransfer.configuration import chosen_poster, configured_ucx, side_settings
 from pdserve_kvtransfer.events import FetchOrder, TransferEvent
 from pdserve_kvtransfer.region import KvRegion, Memory
 from pdserve_kvtransfer.shared_memory import SharedMemory
 from pdserve_kvtransfer.thread import TransferThread
 from pdserve_kvtransfer.transport import Transport
-from pdserve_kvtransfer.ucx.poster import MakePoster, chosen_poster
-from pdserve_kvtransfer.ucx.ucx_transport import configured_ucx
+from pdserve_kvtransfer.ucx.poster import MakePoster
 
 SECRET = b"the secret of a test cluster"
 SPEC = EngineSpec(
@@ -87,10 +87,10 @@ class Engine:
             secret=self.secret,
             spec=self.spec,
             region=self.region,
-            config=self.config,
-            ranks=self.ranks,
-            wake=self._woken.set,
+            settings=side_settings(self.config),
             transport=self.transport or partial(configured_ucx, self.config, compiled_poster()),
+            wake=self._woken.set,
+            ranks=self.ranks,
             max_prompt_tokens=self.max_prompt_tokens,
         )
         self.address = self.thread.start()

@@ -8,7 +8,6 @@ from concurrent.futures import ThreadPoolExecutor
 import msgspec
 import pytest
 
-from pdserve.config import TransferConfig
 from pdserve.errors import HandshakeRefused, PeerLost
 from pdserve.wire.discovery import Role
 from pdserve.wire.sampling_params import SampledToken
@@ -36,6 +35,7 @@ from pdserve_kvtransfer.probe.asker import (
 )
 from pdserve_kvtransfer.probe.examiner import Examiner
 from pdserve_kvtransfer.shared_memory import machine_identity
+from pdserve_kvtransfer.ucx.ucx_transport import UcxTransport
 from tests.eventually import eventually
 from tests.kvtransfer.fakes import FakeDecode, FakePrefill
 from tests.kvtransfer.inproc import Fabric, InprocTransport
@@ -64,7 +64,7 @@ def is_opened(asker: FakeDecode) -> bool:
 
 
 def examiner(of: Engine, secret: bytes = SECRET, tls: str = "") -> Examiner:
-    return Examiner(of.address, secret, TransferConfig(ucx_tls=tls))
+    return Examiner(of.address, secret, UcxTransport(tls))
 
 
 def test_an_engine_says_what_it_is() -> None:
@@ -93,7 +93,7 @@ def test_another_secret_gets_no_answer() -> None:
 
 def test_nobody_there_is_noticed_at_once() -> None:
     with (
-        Examiner("tcp://127.0.0.1:1", SECRET, TransferConfig()) as asker,
+        Examiner("tcp://127.0.0.1:1", SECRET, UcxTransport("")) as asker,
         pytest.raises(PeerLost, match="cannot be connected"),
     ):
         asker.examine(WAIT_S)
@@ -212,7 +212,8 @@ def test_a_peer_that_ucx_does_not_reach_is_said_in_time() -> None:
     with FakePrefill() as silent, ThreadPoolExecutor(1) as pool:
 
         def ask() -> str:
-            with Examiner(silent.target.control, SECRET, TransferConfig()) as asker, pytest.raises(PeerLost) as caught:
+            transport = UcxTransport("")
+            with Examiner(silent.target.control, SECRET, transport) as asker, pytest.raises(PeerLost) as caught:
                 asker.probe(MESSAGE_BYTES, MESSAGES, 0.5)
             return str(caught.value)
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -14,6 +15,7 @@ import pytest
 from pdserve.wire.discovery import Role
 from pdserve.wire.ids import TransferId
 from pdserve.wire.sampling_params import SampledToken
+from pdserve_kvtransfer.configuration import configured_ucx
 from pdserve_kvtransfer.events import (
     BlocksComing,
     BlocksLanded,
@@ -45,7 +47,7 @@ class Node:
         spec = msgspec.structs.replace(SPEC, kv_heads=kv_heads, tp_size=ranks)
         self.kv_heads, self.ranks = kv_heads, ranks
         self.deaths: list[str] = []
-        make = None if transport is None else lambda: InprocTransport(transport)
+        make: Callable[[], Transport] | None = None if transport is None else partial(InprocTransport, transport)
         block_bytes = HEAD_BYTES * len(heads_of(0, ranks, kv_heads))
         addresses = tuple(f"ipc://{folder}/{role.value}-{rank}" for rank in range(1, ranks))
         self.regions: list[KvRegion] = []
@@ -60,9 +62,8 @@ class Node:
                 ranks=ranks,
                 kv_heads=kv_heads,
                 region=region,
-                config=CONFIG,
+                transport=make or partial(configured_ucx, CONFIG, role=role),
                 died=self.deaths.append,
-                transport=make,
             )
             thread.start()
             self.threads.append(thread)
@@ -203,9 +204,8 @@ def test_the_transport_of_a_rank_that_cannot_start_is_an_error(tmp_path: Path) -
         ranks=2,
         kv_heads=2,
         region=KvRegion(memoryview(bytearray(64)), 8),
-        config=CONFIG,
-        died=print,
         transport=broken,
+        died=print,
     )
     with pytest.raises(Exception, match="no such device"):
         thread.start()

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
@@ -16,6 +17,7 @@ from pdserve.errors import TransferError
 from pdserve.process import SWITCH_INTERVAL_S
 from pdserve.wire.discovery import Role
 from pdserve.wire.ids import TransferId, new_id
+from pdserve_kvtransfer.configuration import configured_ucx, side_settings
 from pdserve_kvtransfer.events import PushWanted, TransferThreadDied
 from pdserve_kvtransfer.thread import TransferThread
 from tests.eventually import eventually
@@ -162,7 +164,8 @@ def test_wake_is_called_after_events_were_queued() -> None:
             secret=SECRET,
             spec=SPEC,
             region=prefill.region,
-            config=CONFIG,
+            settings=side_settings(CONFIG),
+            transport=partial(configured_ucx, CONFIG),
             wake=wake,
         )
         thread.start()

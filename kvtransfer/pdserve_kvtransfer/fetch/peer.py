@@ -83,9 +83,9 @@ class FetchPeer:
         self._pieces: tuple[Piece, ...] = ()
         self._lost: tuple[FailureKind, str] | None = None
         self._arrived = now
-        self._ping_timer = PingTimer(engine.heartbeat_s)
-        self.lease = Lease(engine.lease_s)
-        self._draining = Lease(engine.drain_s)
+        self._ping_timer = PingTimer(engine.settings.heartbeat_s)
+        self.lease = Lease(engine.settings.lease_s)
+        self._draining = Lease(engine.settings.drain_s)
         """Runs while blocks of ended fetches are still written. Each landed piece renews it."""
         self._client = ControlClient(engine.zmq_context, target.control)
         try:
@@ -275,7 +275,7 @@ class FetchPeer:
         """Returns when to give up blocks that were sent. The peer is only slow if blocks of other transfers land."""
         if session.over or session.all_sent is None or not session.outstanding:
             return None
-        return max(session.all_sent, session.accepted_at, self._arrived) + self._engine.lease_s
+        return max(session.all_sent, session.accepted_at, self._arrived) + self._engine.settings.lease_s
 
     def next_timer(self) -> float | None:
         live = [session for session in self._sessions.values() if not session.over]

@@ -9,7 +9,6 @@ from contextlib import ExitStack
 from functools import partial
 from typing import cast
 
-from pdserve.config import Switch
 from pdserve.errors import HandshakeRefused, PeerLost, RankLost, TransferError
 from pdserve.wire.ids import TransferId
 from pdserve.wire.ticket import PrefillTarget
@@ -63,7 +62,7 @@ class FetchSide:
             log.exception("prefill node %s cannot be met", order.target.name)
             self._cannot_fetch(order, f"{type(exc).__name__}: {exc}")
             return
-        checked = self._engine.config.checksums is Switch.ON
+        checked = self._engine.settings.checksums
         tag, size = self._new_tag(peer), self._engine.block_bytes
         session = FetchSession(order, tag, peer.link.number, size, now, checked=checked)
         self._try(peer, partial(peer.fetch, session, now), now)

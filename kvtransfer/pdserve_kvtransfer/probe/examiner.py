@@ -10,7 +10,6 @@ from typing import TypeVar, cast
 
 import zmq
 
-from pdserve.config import TransferConfig
 from pdserve.errors import PeerLost
 from pdserve.wire.frame import Opened, Purpose, Sealer
 from pdserve.wire.ids import new_id
@@ -35,7 +34,7 @@ from pdserve_kvtransfer.control.sockets import ControlClient, FrameOpener
 from pdserve_kvtransfer.probe.asker import ProbeAsker, probe_memory
 from pdserve_kvtransfer.stats import TransferStats
 from pdserve_kvtransfer.ucx.ucx_library import Lane
-from pdserve_kvtransfer.ucx.ucx_transport import UcxLink, configured_ucx
+from pdserve_kvtransfer.ucx.ucx_transport import UcxLink, UcxTransport
 
 _CONTROL_PINGS = 20
 
@@ -59,11 +58,11 @@ class Measured:
 class Examiner:
     """A connection to one prefill engine. It is a context manager, and its calls wait for a bounded time.
 
-    Methods raise PeerLost if the connection breaks or the engine gives up. The constructor raises TransferError if
-    ``control`` is not an address or UCX cannot start as ``config`` says.
+    Methods raise PeerLost if the connection breaks or the engine gives up.
     """
 
-    def __init__(self, control: str, secret: bytes, config: TransferConfig) -> None:
+    def __init__(self, control: str, secret: bytes, transport: UcxTransport) -> None:
+        """The examiner closes ``transport``. Raises TransferError if ``control`` is not an address."""
         self._boot_id = new_id()
         self._sealer = Sealer(secret, Purpose.TRANSFER, self._boot_id)
         self._opener: FrameOpener[ToDecode] = FrameOpener(
@@ -73,7 +72,7 @@ class Examiner:
         """The boot id of the prefill engine; None if it is not known."""
         self._protocol: int | None = None
         """The version of the protocol in the engine's latest answer; None before the first one."""
-        self._transport = configured_ucx(config)
+        self._transport = transport
         self._links: list[UcxLink] = []
         """The links of handshakes, which stay open because the other engine takes a closed one for a death."""
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -81,6 +80,7 @@ class Examiner:
             self._client = ControlClient(self._context, control)
         except BaseException:
             self._context.term()
+            transport.close()
             raise
 
     def __enter__(self) -> Examiner:

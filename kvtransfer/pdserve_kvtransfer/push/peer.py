@@ -73,8 +73,8 @@ class PushPeer:
         self.route = b""
         self.connection = -1
         """The TCP connection of its latest frame."""
-        self.lease = Lease(engine.lease_s)
-        self._draining = Lease(engine.drain_s)
+        self.lease = Lease(engine.settings.lease_s)
+        self._draining = Lease(engine.settings.drain_s)
         """Runs while blocks of ended pushes are still read. Each sent piece renews it."""
         self._any_sent = False
         """Whether a piece was sent since the last tick."""
@@ -144,7 +144,7 @@ class PushPeer:
             engine.spec.block_size,
             self._pieces,
             now,
-            engine.heartbeat_s,
+            engine.settings.heartbeat_s,
             reports_sent=engine.reports_sent,
         )
         log.debug("%s begins", session)
@@ -207,7 +207,7 @@ class PushPeer:
         addresses = [self._addresses[rank] for rank in range(self.link.ranks)]
         engine = self._engine
         welcome = Welcome(
-            engine.boot_id, engine.spec, addresses, engine.max_prompt_tokens, lease_ms=engine.config.lease_ms
+            engine.boot_id, engine.spec, addresses, engine.max_prompt_tokens, lease_ms=engine.settings.lease_ms
         )
         self._send(welcome)
 

@@ -52,12 +52,12 @@ class PushSide:
     """
 
     def __init__(self, engine: LocalEngine) -> None:
-        config = engine.config
+        settings = engine.settings
         self._engine = engine
         self._opener: FrameOpener[ToPrefill] = FrameOpener(
             engine.secret, cast("type[ToPrefill]", ToPrefill), engine.stats, engine.boot_id
         )
-        self._server = ControlServer(engine.zmq_context, config.host, config.port, config.advertise)
+        self._server = ControlServer(engine.zmq_context, settings.host, settings.port, settings.advertise)
         self._probes = ProbeHost(engine, self._server)
         self._peers: dict[bytes, PushPeer] = {}
         self._closing: list[PushPeer] = []
@@ -200,7 +200,7 @@ class PushSide:
             if peer.idle:
                 self._lose(peer, PushOutcome.PEER_LOST, "the decode engine closed the connection")
             else:
-                peer.lease.shorten(now + 2 * self._engine.heartbeat_s)
+                peer.lease.shorten(now + 2 * self._engine.settings.heartbeat_s)
 
     def tick(self, now: float) -> None:
         for peer in list(self._peers.values()):

@@ -1,26 +1,17 @@
-"""The contract between a UCX link and the poster of its messages, and the choice between the two posters.
+"""The contract between a UCX link and the poster of its messages.
 
-Compiled code posts a batch of messages in one call. ucxx's Python objects need five calls for each message, but no
+``CompiledPoster`` posts a batch of messages in one call. ``UcxxPoster`` needs five calls for each message, but no
 compiler.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
-from pdserve.compiled_library import BuildError
-from pdserve.config import UcxCalls
-from pdserve.errors import ConfigError
 from pdserve.wire.transfer import LinkAddress, MemoryOffer
 from pdserve_kvtransfer.region import Memory
 from pdserve_kvtransfer.transport import ArrivedMessage, MovedMessage
-from pdserve_kvtransfer.ucx.compiled_poster import PosterLibrary
-from pdserve_kvtransfer.ucx.ucxx_poster import UcxxPoster
-
-log = logging.getLogger(__name__)
 
 
 class Poster(Protocol):
@@ -70,22 +61,3 @@ class Poster(Protocol):
 
 MakePoster: TypeAlias = Callable[[Any, Memory], Poster]
 """Makes a poster of ``(worker, memory)``. It raises TransferError if the poster cannot reach that kind of memory."""
-
-
-def chosen_poster(choice: UcxCalls, cache_dir: Path, *, digests: bool = False) -> MakePoster:
-    """Returns the maker of posters, compiled now, in about a second, if that is chosen and not yet below ``cache_dir``.
-
-    With ``digests`` a compiled poster computes the digests of landed blocks at once, while they are in a cache.
-
-    Raises ConfigError if compiled code was asked for by name and cannot be had; if it is only the better choice, the
-    log says so.
-    """
-    if choice is UcxCalls.PYTHON:
-        return UcxxPoster
-    try:
-        return PosterLibrary(cache_dir, digests).poster
-    except BuildError as exc:
-        if choice is UcxCalls.COMPILED:
-            raise ConfigError(f"--ucx-calls compiled: {exc}") from exc
-        log.warning("KV blocks are posted from Python instead of compiled code, which costs less CPU time: %s", exc)
-        return UcxxPoster

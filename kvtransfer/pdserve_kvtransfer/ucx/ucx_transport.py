@@ -16,11 +16,8 @@ from typing import Any
 
 import msgspec
 
-from pdserve.config import TransferConfig
 from pdserve.errors import TransferError
-from pdserve.wire.discovery import Role
 from pdserve.wire.transfer import LinkAddress
-from pdserve_kvtransfer.control.sockets import loopback_only
 from pdserve_kvtransfer.region import Memory
 from pdserve_kvtransfer.ucx.poster import MakePoster
 from pdserve_kvtransfer.ucx.ucx_library import LIBUCP, SHARED_MEMORY, Lane, lanes_of, load_ucxx, parse_resources
@@ -28,7 +25,6 @@ from pdserve_kvtransfer.ucx.ucxx_poster import UcxxPoster
 
 log = logging.getLogger(__name__)
 
-LOOPBACK_DEVICE = "lo"
 _CLOSE_WAIT_NS = 100_000_000
 
 _PAST_THE_END = bytes(65_536)
@@ -197,17 +193,3 @@ class UcxTransport:
 
     def close(self) -> None:
         self._context = None
-
-
-def configured_ucx(
-    config: TransferConfig, make_poster: MakePoster = UcxxPoster, *, role: Role = Role.DECODE
-) -> UcxTransport:
-    """Makes the transport that the settings describe. Raises TransferError.
-
-    UCX trusts whoever reaches its ports, and it listens on every network device by default. If only this machine can
-    reach the control channel of a prefill engine, its UCX uses the loopback device alone.
-    """
-    devices = config.ucx_net_devices
-    if role is Role.PREFILL and not config.advertise and loopback_only(config.host):
-        devices = devices or os.environ.get("UCX_NET_DEVICES", "") or LOOPBACK_DEVICE
-    return UcxTransport(config.ucx_tls, devices, config.ucx_tcp_ports, make_poster=make_poster)

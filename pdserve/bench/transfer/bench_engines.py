@@ -28,6 +28,7 @@ from pdserve.wire.ticket import PrefillTarget
 from pdserve.wire.transfer import EngineSpec
 from pdserve.wire.version import OLDEST_PROTOCOL, PROTOCOL_VERSION
 from pdserve_kernels.kv_layout import KvLayout
+from pdserve_kvtransfer.configuration import side_settings
 from pdserve_kvtransfer.events import FetchFailed, FetchLanded, FetchOrder, PushWanted, TransferThreadDied
 from pdserve_kvtransfer.shared_memory import SharedMemory
 from pdserve_kvtransfer.thread import TransferThread
@@ -83,9 +84,9 @@ class BenchEngine:
             secret=setup.secret,
             spec=shape.spec,
             region=region_of(self.cache, shared),
-            config=setup.config,
-            wake=wake,
+            settings=side_settings(setup.config),
             transport=transport_for(role, setup.config, Path(setup.cache_dir), device),
+            wake=wake,
         )
         self.control = self.thread.start()
 

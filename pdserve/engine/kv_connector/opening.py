@@ -27,6 +27,7 @@ from pdserve.engine.tp.tp_ranks import Ranks
 from pdserve.wire.discovery import Role
 from pdserve.wire.frame import Secrets
 from pdserve.wire.transfer import EngineSpec
+from pdserve_kvtransfer.configuration import side_settings
 from pdserve_kvtransfer.shared_memory import SharedMemory
 from pdserve_kvtransfer.thread import TransferThread
 
@@ -61,10 +62,10 @@ def open_connector(
         secret=secrets,
         spec=spec,
         region=memory.region,
-        config=config.transfer,
-        ranks=() if ranks is None else ranks.transfer_addresses,
-        wake=wake,
+        settings=side_settings(config.transfer),
         transport=memory.transport,
+        wake=wake,
+        ranks=() if ranks is None else ranks.transfer_addresses,
         max_prompt_tokens=prompts.max_prompt_tokens,
         reports_sent=staging is not None,
     )

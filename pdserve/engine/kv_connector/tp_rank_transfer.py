@@ -46,9 +46,8 @@ def rank_transfer(
         ranks=config.parallel.tp,
         kv_heads=kv_heads,
         region=memory.region,
-        config=config.transfer,
-        died=_end_process,
         transport=memory.transport,
+        died=_end_process,
     )
     thread.start()
     try:

@@ -12,11 +12,10 @@ import torch
 from pdserve.config import KvStaging, Switch, TransferConfig, UcxCalls
 from pdserve.errors import ConfigError
 from pdserve.wire.discovery import Role
+from pdserve_kvtransfer.configuration import chosen_poster, configured_ucx
 from pdserve_kvtransfer.region import DeviceMemory, KvRegion
 from pdserve_kvtransfer.shared_memory import SharedMemory
 from pdserve_kvtransfer.transport import Transport
-from pdserve_kvtransfer.ucx.poster import chosen_poster
-from pdserve_kvtransfer.ucx.ucx_transport import configured_ucx
 
 MIB = 2**20
 

@@ -22,6 +22,7 @@ from pdserve.models.runner import ModelRunner
 from pdserve.wire.discovery import Role
 from pdserve.wire.ids import new_id
 from pdserve.wire.ticket import PrefillTarget
+from pdserve_kvtransfer.configuration import side_settings
 from pdserve_kvtransfer.thread import TransferThread
 from pdserve_kvtransfer.transport import Transport
 from pdserve_kvtransfer.ucx.ucx_transport import UcxTransport
@@ -79,9 +80,9 @@ class Threads:
                 secret=SECRET,
                 spec=OWN_SPEC,
                 region=region,
-                config=CONFIG,
-                wake=wake_up.set,
+                settings=side_settings(CONFIG),
                 transport=transport,
+                wake=wake_up.set,
             )
             control = thread.start()
             if role is Role.PREFILL:

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -43,6 +44,7 @@ from pdserve.wire.transfer import (
     ToPrefill,
     Welcome,
 )
+from pdserve_kvtransfer.configuration import side_settings
 from pdserve_kvtransfer.control.sockets import ControlBatch
 from pdserve_kvtransfer.events import (
     BlocksReleased,
@@ -304,9 +306,8 @@ class Node:
                 ranks=ranks,
                 kv_heads=HEADS,
                 region=self.regions[rank],
-                config=CONFIG,
+                transport=partial(InprocTransport, fabric),
                 died=print,
-                transport=None,
             )
             for rank in range(1, ranks)
         ]
@@ -318,7 +319,7 @@ class Node:
             secret=SECRET,
             spec=spec,
             region=self.regions[0],
-            config=CONFIG,
+            settings=side_settings(CONFIG),
             transport=self.transports[0],
             zmq_context=net,  # type: ignore[arg-type]
             sealer=self.sealer,

@@ -19,10 +19,11 @@ from pdserve.errors import PeerLost, TransferError
 from pdserve.settings import cache_folder
 from pdserve.wire.discovery import Role
 from pdserve.wire.transfer import LABEL_BITS, LinkAddress
+from pdserve_kvtransfer.configuration import chosen_poster, configured_ucx
 from pdserve_kvtransfer.shared_memory import SharedMemory
 from pdserve_kvtransfer.transport import DISCARD, ArrivedMessage, MovedMessage
-from pdserve_kvtransfer.ucx.poster import MakePoster, chosen_poster
-from pdserve_kvtransfer.ucx.ucx_transport import UcxLink, UcxTransport, allowed_transports, configured_ucx
+from pdserve_kvtransfer.ucx.poster import MakePoster
+from pdserve_kvtransfer.ucx.ucx_transport import UcxLink, UcxTransport, allowed_transports
 from pdserve_kvtransfer.ucx.ucxx_poster import UcxxPoster
 from tests.kvtransfer.rig import WAIT_S
 

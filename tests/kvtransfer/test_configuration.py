@@ -11,8 +11,8 @@ import pytest
 from pdserve.config import UcxCalls
 from pdserve.errors import ConfigError
 from pdserve.settings import cache_folder
+from pdserve_kvtransfer.configuration import chosen_poster
 from pdserve_kvtransfer.ucx.compiled_poster import CompiledPoster
-from pdserve_kvtransfer.ucx.poster import chosen_poster
 from pdserve_kvtransfer.ucx.ucx_transport import UcxTransport
 from pdserve_kvtransfer.ucx.ucxx_poster import UcxxPoster
 

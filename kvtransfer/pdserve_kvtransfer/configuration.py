@@ -1,0 +1,67 @@
+"""Makes of the settings of KV transfers what this package needs. No other module of it knows ``pdserve.config``."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+
+from pdserve.compiled_library import BuildError
+from pdserve.config import Switch, TransferConfig, UcxCalls
+from pdserve.errors import ConfigError
+from pdserve.wire.discovery import Role
+from pdserve_kvtransfer.control.sockets import loopback_only
+from pdserve_kvtransfer.sides import SideSettings
+from pdserve_kvtransfer.ucx.compiled_poster import PosterLibrary
+from pdserve_kvtransfer.ucx.poster import MakePoster
+from pdserve_kvtransfer.ucx.ucx_transport import UcxTransport
+from pdserve_kvtransfer.ucx.ucxx_poster import UcxxPoster
+
+log = logging.getLogger(__name__)
+
+LOOPBACK_DEVICE = "lo"
+
+
+def side_settings(config: TransferConfig) -> SideSettings:
+    """Returns the settings of a transfer thread."""
+    return SideSettings(
+        lease_ms=config.lease_ms,
+        heartbeat_ms=config.heartbeat_ms,
+        checksums=config.checksums is Switch.ON,
+        host=config.host,
+        port=config.port,
+        advertise=config.advertise,
+    )
+
+
+def chosen_poster(choice: UcxCalls, cache_dir: Path, *, digests: bool = False) -> MakePoster:
+    """Returns the maker of posters, compiled now, in about a second, if that is chosen and not yet below ``cache_dir``.
+
+    With ``digests`` a compiled poster computes the digests of landed blocks at once, while they are in a cache.
+
+    Raises ConfigError if compiled code was asked for by name and cannot be had; if it is only the better choice, the
+    log says so.
+    """
+    if choice is UcxCalls.PYTHON:
+        return UcxxPoster
+    try:
+        return PosterLibrary(cache_dir, digests).poster
+    except BuildError as exc:
+        if choice is UcxCalls.COMPILED:
+            raise ConfigError(f"--ucx-calls compiled: {exc}") from exc
+        log.warning("KV blocks are posted from Python instead of compiled code, which costs less CPU time: %s", exc)
+        return UcxxPoster
+
+
+def configured_ucx(
+    config: TransferConfig, make_poster: MakePoster = UcxxPoster, *, role: Role = Role.DECODE
+) -> UcxTransport:
+    """Makes the transport that the settings describe. Raises TransferError.
+
+    UCX trusts whoever reaches its ports, and it listens on every network device by default. If only this machine can
+    reach the control channel of a prefill engine, its UCX uses the loopback device alone.
+    """
+    devices = config.ucx_net_devices
+    if role is Role.PREFILL and not config.advertise and loopback_only(config.host):
+        devices = devices or os.environ.get("UCX_NET_DEVICES", "") or LOOPBACK_DEVICE
+    return UcxTransport(config.ucx_tls, devices, config.ucx_tcp_ports, make_poster=make_poster)
