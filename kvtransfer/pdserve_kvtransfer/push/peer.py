@@ -228,7 +228,7 @@ class PushPeer:
         if self._any_sent:
             self._draining.renew(now)
             self._any_sent = False
-        draining = any(session.state is PushState.ENDING for session in self._sessions.values())
+        draining = any(session.state is PushState.DRAINING for session in self._sessions.values())
         if self._draining.expired_while(draining, now):
             raise PeerLost("it does not take blocks of transfers that have ended")
 

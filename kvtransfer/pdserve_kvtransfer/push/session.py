@@ -1,7 +1,7 @@
 """The prefill side of one transfer, without I/O. Every input returns the messages to send and the events to queue.
 
-PUSHING ─▶ ENDED                the outcome is settled, and no send reads the engine's blocks
-PUSHING ─▶ ENDING ─▶ ENDED      the outcome is settled, but sends still read them
+PUSHING ─▶ ENDED                  the outcome is settled, and no send reads the engine's blocks
+PUSHING ─▶ DRAINING ─▶ ENDED      the outcome is settled, but sends still read them
 
 Sends that were ordered before a cancel go on; the decode side discards what it no longer wants.
 """
@@ -33,8 +33,8 @@ PushEffect: TypeAlias = SendBlocks | BlocksReady | FirstToken | Failed | PushEve
 
 class PushState(enum.Enum):
     PUSHING = "pushing"
-    ENDING = "ending"
-    """The push's outcome is settled, but sends in flight still read the engine's blocks."""
+    DRAINING = "draining"
+    """Its outcome is settled, and is reported when no send in flight reads the engine's blocks any more."""
     ENDED = "ended"
 
 
@@ -193,11 +193,11 @@ class PushSession:
         if self.state is not PushState.PUSHING:
             return []
         self.outcome = outcome
-        self.state = PushState.ENDING
+        self.state = PushState.DRAINING
         return self._end_if_quiet()
 
     def _end_if_quiet(self) -> list[PushEffect]:
-        if self.state is not PushState.ENDING or self._in_flight or self.outcome is None:
+        if self.state is not PushState.DRAINING or self._in_flight or self.outcome is None:
             return []
         self.state = PushState.ENDED
         return [PushEnded(self.transfer_id, self.outcome)]
