@@ -238,19 +238,15 @@ class NodeLink:
     ) -> None:
         """Raises TransferError if the transport cannot open it."""
         self._channels = channels
-        self._number = channels.open()
+        self.number = channels.open()
         self._closed_ranks: set[int] = set()
         try:
-            self._port = make_port(self._number, 0, channels.ranks, kv_heads, region, transport)
+            self._port = make_port(self.number, 0, channels.ranks, kv_heads, region, transport)
         except BaseException:
-            channels.send(CloseLink(self._number))
-            channels.forget(self._number)
+            channels.send(CloseLink(self.number))
+            channels.forget(self.number)
             raise
         self._closing = False
-
-    @property
-    def number(self) -> int:
-        return self._number
 
     @property
     def ranks(self) -> int:
@@ -272,14 +268,14 @@ class NodeLink:
             return self._note(Reported(0, self._port.reports.pop(0)))
         if self.closed:
             return None
-        found = self._channels.take(self._number)
+        found = self._channels.take(self.number)
         return None if found is None else self._note(found)
 
     def _note(self, reported: Reported) -> Reported:
         if isinstance(reported.report, LinkClosed):
             self._closed_ranks.add(reported.rank)
             if self.closed:
-                self._channels.forget(self._number)
+                self._channels.forget(self.number)
         return reported
 
     def turn(self) -> bool:
@@ -289,13 +285,13 @@ class NodeLink:
         """Begins to close the link. ``closed`` is true once every rank's report of that has been taken."""
         if not self._closing:
             self._closing = True
-            self.command(CloseLink(self._number))
+            self.command(CloseLink(self.number))
 
     def moving(self) -> bool:
         return self._port.moving()
 
     def arm(self) -> bool:
-        unread = bool(self._port.reports) or self._channels.waiting(self._number)
+        unread = bool(self._port.reports) or self._channels.waiting(self.number)
         return not unread and (self._closing or self._port.arm())
 
     def pollables(self) -> list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import secrets
 
 from pdserve.errors import HandshakeRefused, PeerLost
 from pdserve.wire.frame import Opened
@@ -22,6 +23,7 @@ from pdserve.wire.rank_transfer import (
 )
 from pdserve.wire.ticket import PrefillTarget
 from pdserve.wire.transfer import (
+    TAG_BITS,
     UNKNOWN_LOAD,
     Accept,
     BlocksReady,
@@ -48,6 +50,7 @@ from pdserve_kvtransfer.events import (
     FetchCancelled,
     FetchFailed,
     FetchLanded,
+    FetchOrder,
     LoadHeard,
     PrefillNodeMet,
 )
@@ -55,7 +58,7 @@ from pdserve_kvtransfer.fetch.port import FetchPort
 from pdserve_kvtransfer.fetch.session import FetchEffect, FetchSession, FetchState
 from pdserve_kvtransfer.pieces import Piece, head_map
 from pdserve_kvtransfer.ranks import NodeLink, Reported
-from pdserve_kvtransfer.sides import LocalEngine, Pollable, earliest
+from pdserve_kvtransfer.sides import AcceptBlocks, CancelFetch, LocalEngine, Pollable, earliest
 
 log = logging.getLogger(__name__)
 
@@ -106,19 +109,28 @@ class FetchPeer:
         """Whether the handshake is complete and fetches from this peer are under way."""
         return self.welcomed and bool(self._sessions)
 
-    def has_tag(self, tag: int) -> bool:
-        return tag in self._tags
+    def has(self, transfer_id: TransferId) -> bool:
+        """Returns whether a fetch from this peer has this id."""
+        return transfer_id in self._sessions
 
-    def fetch(self, session: FetchSession, now: float) -> None:
+    def fetch(self, order: FetchOrder, now: float) -> None:
         """Begins a fetch. If it raises PeerLost, ``end`` fails this fetch like the others."""
+        size, checked = self._engine.block_bytes, self._engine.settings.checksums
+        session = FetchSession(order, self._new_tag(), self.link.number, size, now, checked=checked)
         log.debug("%s from %s begins", session, self.target.name)
-        self._sessions[session.order.transfer_id] = session
+        self._sessions[order.transfer_id] = session
         self._tags[session.tag] = session
         self.lease.hold(now)
         self._ping_timer.run(now)
         if self._handshake.complete:
             self._prepare(session)
         self._read_ranks(now)
+
+    def _new_tag(self) -> int:
+        while True:
+            tag = secrets.randbits(TAG_BITS)
+            if tag and tag not in self._tags:
+                return tag
 
     def _prepare(self, session: FetchSession) -> None:
         """Prepares a fetch once the handshake is complete.
@@ -131,20 +143,14 @@ class FetchPeer:
             raise HandshakeRefused("protocol", needed, str(protocol))
         self._apply(session, session.prepare(self._pieces, self.link.ranks))
 
-    def has(self, transfer_id: TransferId) -> bool:
-        """Returns whether a fetch from this peer has this id."""
-        return transfer_id in self._sessions
-
-    def cancel(self, transfer_id: TransferId, now: float) -> None:
-        """Cancels a fetch that this peer has."""
-        session = self._sessions[transfer_id]
-        self._apply(session, session.cancel())
-        self._read_ranks(now)
-
-    def accept(self, transfer_id: TransferId, block_ids: tuple[int, ...], now: float) -> None:
-        """Gives destinations for the next blocks of a fetch that this peer has."""
-        session = self._sessions[transfer_id]
-        self._apply(session, session.accept(block_ids, now))
+    def on_command(self, command: AcceptBlocks | CancelFetch, now: float) -> None:
+        """Carries out a command for a fetch that this peer has."""
+        session = self._sessions[command.transfer_id]
+        match command:
+            case AcceptBlocks(_, block_ids):
+                self._apply(session, session.accept(block_ids, now))
+            case CancelFetch():
+                self._apply(session, session.cancel())
         self._read_ranks(now)
 
     def turn(self, now: float) -> bool:
@@ -281,12 +287,6 @@ class FetchPeer:
         live = [session for session in self._sessions.values() if not session.over]
         timers = (time for session in live for time in (session.deadline, self._stalls_at(session)))
         return earliest((self.lease.until, self._draining.until, self._ping_timer.next, *timers))
-
-    def moving(self) -> bool:
-        return self.link.moving()
-
-    def arm(self) -> bool:
-        return self.link.arm()
 
     def pollables(self) -> list[Pollable]:
         return [*self._client.sockets, *self.link.pollables()]

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import logging
-import secrets
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from typing import cast
 
 from pdserve.errors import HandshakeRefused, PeerLost, RankLost, TransferError
-from pdserve.wire.ids import TransferId
 from pdserve.wire.ticket import PrefillTarget
-from pdserve.wire.transfer import TAG_BITS, ToDecode
+from pdserve.wire.transfer import ToDecode
 from pdserve_kvtransfer.control.sockets import FrameOpener
 from pdserve_kvtransfer.events import FailureKind, FetchFailed, FetchOrder
 from pdserve_kvtransfer.fetch.peer import FetchPeer
-from pdserve_kvtransfer.fetch.session import FetchSession
 from pdserve_kvtransfer.sides import AcceptBlocks, CancelFetch, Command, LocalEngine, Pollable, earliest
 
 log = logging.getLogger(__name__)
@@ -39,12 +36,10 @@ class FetchSide:
         match command:
             case FetchOrder():
                 self._start_fetch(command, now)
-            case AcceptBlocks(transfer_id, block_ids):
-                self._accept(transfer_id, block_ids, now)
-            case CancelFetch(transfer_id):
+            case AcceptBlocks(transfer_id) | CancelFetch(transfer_id):
                 for peer in list(self._peers.values()):
                     if peer.has(transfer_id):
-                        self._try(peer, partial(peer.cancel, transfer_id, now), now)
+                        self._try(peer, partial(peer.on_command, command, now), now)
             case _:
                 raise TypeError(f"a decode engine has no {type(command).__name__}")
 
@@ -62,10 +57,7 @@ class FetchSide:
             log.exception("prefill node %s cannot be met", order.target.name)
             self._cannot_fetch(order, f"{type(exc).__name__}: {exc}")
             return
-        checked = self._engine.settings.checksums
-        tag, size = self._new_tag(peer), self._engine.block_bytes
-        session = FetchSession(order, tag, peer.link.number, size, now, checked=checked)
-        self._try(peer, partial(peer.fetch, session, now), now)
+        self._try(peer, partial(peer.fetch, order, now), now)
 
     def _cannot_fetch(self, order: FetchOrder, reason: str) -> None:
         self._engine.stats.failures[FailureKind.PEER_LOST] += 1
@@ -89,11 +81,6 @@ class FetchSide:
             self._lose(peer, FailureKind.PEER_LOST, f"{type(exc).__name__}: {exc}", now)
         return True
 
-    def _accept(self, transfer_id: TransferId, block_ids: tuple[int, ...], now: float) -> None:
-        for peer in list(self._peers.values()):
-            if peer.has(transfer_id):
-                self._try(peer, partial(peer.accept, transfer_id, block_ids, now), now)
-
     def _peer_for(self, target: PrefillTarget, now: float) -> FetchPeer:
         for known in list(self._peers.values()):
             if known.target.control == target.control:
@@ -104,12 +91,6 @@ class FetchSide:
         peer = FetchPeer(self._engine, target, self._opener, now)
         self._peers[target.boot_id] = peer
         return peer
-
-    def _new_tag(self, peer: FetchPeer) -> int:
-        while True:
-            tag = secrets.randbits(TAG_BITS)
-            if tag and not peer.has_tag(tag):
-                return tag
 
     def turn(self, now: float) -> bool:
         more = self._engine.ranks.receive()
@@ -154,10 +135,10 @@ class FetchSide:
         return earliest(peer.next_timer() for peer in self._peers.values())
 
     def moving(self) -> bool:
-        return any(peer.moving() for peer in self._peers.values())
+        return any(peer.link.moving() for peer in self._peers.values())
 
     def arm(self) -> bool:
-        return all(peer.arm() for peer in self._peers.values())
+        return all(peer.link.arm() for peer in self._peers.values())
 
     def pollables(self) -> list[Pollable]:
         peers = [pollable for peer in self._peers.values() for pollable in peer.pollables()]

@@ -236,9 +236,6 @@ class PushPeer:
         pushing = (s.deadline for s in self._sessions.values() if s.state is PushState.PUSHING)
         return earliest((self.lease.until, self._draining.until, *pushing))
 
-    def moving(self) -> bool:
-        return self.link.moving()
-
     # ------------------------------------------------------------ the end
 
     def end(self, outcome: PushOutcome, reason: str) -> None:

@@ -235,7 +235,7 @@ class PushSide:
         )
 
     def moving(self) -> bool:
-        return self._probes.moving() or any(peer.moving() for peer in self._peers.values())
+        return self._probes.moving() or any(peer.link.moving() for peer in self._peers.values())
 
     def arm(self) -> bool:
         return self._probes.arm() and all(peer.link.arm() for peer in self._peers.values())
