@@ -30,7 +30,7 @@ class FetchOrder:
     child_seeds: tuple[int, ...] = ()
     cache_salt: str = ""
     request_id: str = ""
-    """The client's label, for log lines; empty if it is not known."""
+    """The request's ``x-request-id``, for log lines; empty if it is not known."""
     paced_blocks: int = 0
     """The number of wanted blocks of a paced fetch; 0 if the fetch is not paced.
 
@@ -186,7 +186,7 @@ class PushWanted:
     child_seeds: tuple[int, ...] = ()
     cache_salt: str = ""
     request_id: str = ""
-    """The client's label, for log lines; empty if it is not known."""
+    """The request's ``x-request-id``, for log lines; empty if it is not known."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,12 +1,22 @@
 """The pieces that blocks travel in: which ranks send which KV heads to which other ranks, their labels and digests.
 
-A rank holds a run of KV heads, or, if there are more ranks than KV heads, one head that other ranks hold too. In a
-block's layout a run of heads is one run of bytes, so each piece is one message and nothing is repacked.
+These words mean the same in the whole package:
 
-Each message has a label: its transfer's tag, then the piece's index. The sender announces each piece's digest on the
-authenticated channel, and the receiver compares it with the digest of what landed. The digest is the 64-bit checksum
-XXH3 (Collet, 2019). It needs no key, because the expected value comes in a signed frame. It is seeded with the label,
-so a piece of another transfer, or of another index, does not match either.
+* A block has a *number*, which counts the blocks of its prompt and which both engines know (``first_block``), and an
+  *id* in the KV cache of each engine, which the other engine is not told (``block_ids``).
+* A *piece* is the bytes of one block that one prefill rank sends to one decode rank, in one message.
+* A *part* counts the pieces that make one block on the decode rank.
+* An *index* counts the pieces of a whole prompt on the decode rank.
+* A *tag* names a transfer on its link. It is random, and the decode engine chooses it.
+* A *label* is what a message carries: the tag of its transfer, then the index of its piece. A UCX tag consists of the
+  label and of one more bit, which the link keeps for itself.
+
+A rank holds a run of KV heads, or, if there are more ranks than KV heads, one head that other ranks hold too. In a
+block's layout a run of heads is one run of bytes, so nothing is repacked.
+
+The sender announces each piece's *digest* on the authenticated channel, and the receiver compares it with the digest of
+what landed. The digest is the 64-bit checksum XXH3 (Collet, 2019). It needs no key, because the expected value comes in
+a signed frame. It is seeded with the label, so a piece of another transfer, or of another index, does not match either.
 """
 
 from __future__ import annotations
@@ -22,7 +32,7 @@ from pdserve.wire.transfer import INDEX_BITS
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A run of heads of every block, from one prefill rank to one decode rank. Heads count from the rank's first."""
+    """The run of heads in each piece from one prefill rank to one decode rank. Heads count from the rank's first."""
 
     source: int
     target: int
@@ -30,9 +40,12 @@ class Piece:
     target_head: int
     heads: int
     part: int
-    """Counts the pieces of one block on the target: piece ``part`` of block b has the index ``b * parts + part``."""
     parts: int
     """The number of pieces that make one block on the target."""
+
+    def index(self, block: int) -> int:
+        """Returns the index of this piece of the prompt's block with this number."""
+        return block * self.parts + self.part
 
 
 MAX_RANKS = 256

@@ -88,7 +88,7 @@ class LocalEngine:
 
 @dataclass(frozen=True, slots=True)
 class AcceptBlocks:
-    """Let the next blocks of a paced fetch land in these local blocks."""
+    """Lets the next blocks of a paced fetch land in these local blocks."""
 
     transfer_id: TransferId
     block_ids: tuple[int, ...]
@@ -96,23 +96,23 @@ class AcceptBlocks:
 
 @dataclass(frozen=True, slots=True)
 class CancelFetch:
-    """End a fetch that the engine does not want any more."""
+    """Ends a fetch that the engine does not want any more."""
 
     transfer_id: TransferId
 
 
 @dataclass(frozen=True, slots=True)
 class PushBlocks:
-    """Send these final blocks of a push, which have consecutive indexes from ``first_index`` on."""
+    """Sends these final blocks of a push, which are the prompt's from ``first_block`` on."""
 
     transfer_id: TransferId
-    first_index: int
+    first_block: int
     block_ids: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class GiveFirstToken:
-    """Tell the decode engine the first token of a push, whose blocks have all been given."""
+    """Tells the decode engine the first token of a push, whose blocks have all been given."""
 
     transfer_id: TransferId
     tokens: tuple[SampledToken, ...]
@@ -122,7 +122,7 @@ class GiveFirstToken:
 
 @dataclass(frozen=True, slots=True)
 class FailPush:
-    """Refuse a push or give it up."""
+    """Refuses a push or gives it up."""
 
     transfer_id: TransferId
     reason: str

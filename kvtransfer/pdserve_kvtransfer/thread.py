@@ -133,13 +133,13 @@ class TransferThread:
         if self._event_queue.cancel(transfer_id):
             self._command(CancelFetch(transfer_id))
 
-    def push(self, transfer_id: TransferId, first_index: int, block_ids: tuple[int, ...]) -> None:
-        """Sends these final blocks under consecutive indexes. It is ignored if the push is over.
+    def push(self, transfer_id: TransferId, first_block: int, block_ids: tuple[int, ...]) -> None:
+        """Sends these final blocks, which are the prompt's from ``first_block`` on. It is ignored if the push is over.
 
         Raises ValueError if there is no such block.
         """
         self._region.check(*block_ids)
-        self._command(PushBlocks(transfer_id, first_index, block_ids))
+        self._command(PushBlocks(transfer_id, first_block, block_ids))
 
     def first_token(
         self,

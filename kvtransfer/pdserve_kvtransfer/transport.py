@@ -24,7 +24,7 @@ class ArrivedMessage(msgspec.Struct, frozen=True, gc=False):
     """A message that has arrived and is not received yet."""
 
     label: int
-    """The ``LABEL_BITS`` bits that its sender gave it."""
+    """The label that its sender gave it (see ``pdserve_kvtransfer.pieces``)."""
     length: int
     """The number of its bytes."""
 
@@ -36,7 +36,7 @@ class MovedMessage(msgspec.Struct, frozen=True, gc=False):
     place: int
     length: int
     digest: int | None = None
-    """The digest of a landed piece (see ``pdserve_kvtransfer.pieces``), if the link computed it on the way."""
+    """The digest of a landed piece, if the link computed it on the way."""
 
 
 class Link(Protocol):

@@ -101,7 +101,7 @@ class Expecting(_RankMessage, frozen=True, tag="expecting"):
 class PiecesLanded(_RankMessage, frozen=True, tag="landed"):
     tag: TransferTag
     indexes: tuple[int, ...]
-    """The indexes of the pieces (see ``pieces.Piece.part``)."""
+    """The indexes of the pieces (see ``pdserve_kvtransfer.pieces``)."""
     digests: tuple[int, ...]
     """The digest of each piece; empty if digests are not wanted."""
     size: int

@@ -11,7 +11,7 @@ facts, and a receiver ignores fields of them that it does not know.
       PrefillRequest ────────────────────▶
             ◀───────────────────────────── BlocksReady    if the request is paced
       Accept ────────────────────────────▶            there is room for so many of them
-            ◀═════════ KV blocks (UCX) ═══            as chunks finish, tagged (tag, index)
+            ◀═════════ KV blocks (UCX) ═══            as chunks finish, each with its label
             ◀───────────────────────────── Digests    what those blocks must be
             ◀───────────────────────────── FirstToken    with the prefill engine's load
       Done ──────────────────────────────▶            all blocks landed: the prefill node may free
@@ -45,7 +45,7 @@ from pdserve.wire.sampling_params import SampledToken, SamplingParams
 from pdserve.wire.version import PACED_TRANSFERS, RELEASED_0_1, Spoken, since
 
 LABEL_BITS = 63
-"""The bits of a message's label. The link keeps the remaining bit of a UCX tag for itself."""
+"""The bits of a message's label (see ``pdserve_kvtransfer.pieces``)."""
 
 CELLS = 512
 """How many links can offer one memory at once."""
@@ -76,7 +76,7 @@ class LinkAddress(msgspec.Struct, frozen=True):
 
 INDEX_BITS = 24
 TAG_BITS = LABEL_BITS - INDEX_BITS
-"""A piece's label is ``tag << INDEX_BITS | index``: random bits that the receiver chose, then the piece's index."""
+"""A label is ``tag << INDEX_BITS | index``."""
 
 TransferTag: TypeAlias = Annotated[int, msgspec.Meta(ge=1, lt=1 << TAG_BITS)]
 
@@ -146,8 +146,8 @@ class PrefillRequest(
 
     The prompt has ``ceil(len(token_ids) / block_size)`` blocks in all.
 
-    The prefill node never learns the decode node's block ids: a block travels under its index, and the receiver alone
-    decides where an index lands.
+    The prefill node never learns the decode node's block ids: a piece of a block travels under its index, and the
+    receiver alone decides where an index lands.
     """
 
     transfer_id: TransferId
@@ -166,7 +166,7 @@ class PrefillRequest(
     paced: Annotated[bool, since(PACED_TRANSFERS)] = False
     """Whether each block needs an ``Accept`` before it is sent: the decode node has room for a few at a time."""
     request_id: Annotated[RequestId, since(6)] = ""
-    """The client's label of the request, for the prefill node's log; empty where the decode node does not say it."""
+    """The request's ``x-request-id``, for the prefill node's log; empty where the decode node does not say it."""
 
 
 class BlocksReady(msgspec.Struct, frozen=True, tag_field="kind", tag="blocks_ready"):
@@ -186,7 +186,7 @@ class Accept(msgspec.Struct, frozen=True, tag_field="kind", tag="accept"):
 class Digests(msgspec.Struct, frozen=True, tag_field="kind", tag="digests"):
     """The digests of the pieces that prefill rank ``source`` sent to decode rank ``target``, from ``first_block`` on.
 
-    Each block has one (see ``pdserve_kvtransfer.pieces``).
+    Each block has one of these pieces (see ``pdserve_kvtransfer.pieces``).
     """
 
     transfer_id: TransferId

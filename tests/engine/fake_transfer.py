@@ -31,7 +31,7 @@ class Transfer:
 
     order: FetchOrder
     sending: list[tuple[int, int]] = field(default_factory=list)
-    """Each block's index and the prefill engine's block, which is read only when it is delivered."""
+    """Each block's number in the prompt and the prefill engine's block, which is read only when it is delivered."""
     landed: set[int] = field(default_factory=set)
     first_token: bool = False
 
@@ -64,8 +64,8 @@ class PrefillThread:
         self._wire = wire
         self.pending: list[TransferEvent] = []
 
-    def push(self, transfer_id: TransferId, first_index: int, block_ids: tuple[int, ...]) -> None:
-        self._wire.send(transfer_id, first_index, block_ids)
+    def push(self, transfer_id: TransferId, first_block: int, block_ids: tuple[int, ...]) -> None:
+        self._wire.send(transfer_id, first_block, block_ids)
 
     def tell_load(self, load: PrefillLoad) -> None:
         pass
@@ -108,11 +108,11 @@ class Wire:
             )
         )
 
-    def send(self, transfer_id: TransferId, first_index: int, block_ids: tuple[int, ...]) -> None:
+    def send(self, transfer_id: TransferId, first_block: int, block_ids: tuple[int, ...]) -> None:
         transfer = self._transfers.get(transfer_id)
         if transfer is not None:
-            assert first_index >= transfer.order.first_block
-            transfer.sending += enumerate(block_ids, first_index)
+            assert first_block >= transfer.order.first_block
+            transfer.sending += enumerate(block_ids, first_block)
 
     def first_token(
         self, transfer_id: TransferId, tokens: tuple[SampledToken, ...], cached_tokens: int, load: PrefillLoad
@@ -147,12 +147,12 @@ class Wire:
         """Delivers each block that was sent with probability ``share``."""
         for transfer_id, transfer in list(self._transfers.items()):
             order = transfer.order
-            for index, block in list(transfer.sending):
+            for number, block in list(transfer.sending):
                 if self._random.random() < share:
-                    transfer.sending.remove((index, block))
-                    place = order.block_ids[index - order.first_block]
+                    transfer.sending.remove((number, block))
+                    place = order.block_ids[number - order.first_block]
                     destination.memory[place] = list(source.memory[block])
-                    transfer.landed.add(index)
+                    transfer.landed.add(number)
                     self.moved += 1
             if transfer.first_token and len(transfer.landed) == len(order.block_ids):
                 del self._transfers[transfer_id]
@@ -161,7 +161,7 @@ class Wire:
 
     def _still_written(self, transfer: Transfer) -> tuple[int, ...]:
         order = transfer.order
-        blocks = [order.block_ids[index - order.first_block] for index, _ in transfer.sending]
+        blocks = [order.block_ids[number - order.first_block] for number, _ in transfer.sending]
         return tuple(block for block in blocks if self._random.random() < 0.5)
 
     def _end(self, transfer_id: TransferId, late: tuple[int, ...], outcome: PushOutcome) -> None:

@@ -159,11 +159,11 @@ class FakePrefill(FakePeer):
     def send(self, message: ToDecode) -> None:
         self.socket.send_multipart([self.route, self.sealer.seal(message, self.peer)])
 
-    def announce(self, request: PrefillRequest, first_index: int, *blocks: memoryview) -> None:
+    def announce(self, request: PrefillRequest, first_block: int, *blocks: memoryview) -> None:
         """Announces the digests of these blocks, whether they are sent or not."""
-        numbered = enumerate(blocks, first_index)
+        numbered = enumerate(blocks, first_block)
         digests = tuple(digest(block, label_of(request.tag, index)) for index, block in numbered)
-        self.send(Digests(request.transfer_id, 0, 0, first_index, digests))
+        self.send(Digests(request.transfer_id, 0, 0, first_block, digests))
 
     def deliver(self, request: PrefillRequest, index: int, block: memoryview) -> None:
         """Sends one block and announces it."""

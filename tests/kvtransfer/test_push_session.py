@@ -66,9 +66,9 @@ def test_blocks_are_sent_under_their_indexes() -> None:
     assert push.first_token((SampledToken(5),), 16) == [FirstToken(TRANSFER, (SampledToken(5),), 16)]
 
 
-@pytest.mark.parametrize(("first_index", "count"), [(0, 1), (3, 2), (4, 1)])
-def test_blocks_out_of_range_fail_the_push(first_index: int, count: int) -> None:
-    failed, cancelled, ended = opened().push(first_index, tuple(range(count)))
+@pytest.mark.parametrize(("first_block", "count"), [(0, 1), (3, 2), (4, 1)])
+def test_blocks_out_of_range_fail_the_push(first_block: int, count: int) -> None:
+    failed, cancelled, ended = opened().push(first_block, tuple(range(count)))
     assert isinstance(failed, Failed)
     assert (cancelled, ended) == (PushCancelled(TRANSFER), PushEnded(TRANSFER, PushOutcome.FAILED))
 

@@ -186,7 +186,7 @@ class FetchSession:
         for block, digest in enumerate(message.digests, message.first_block):
             check = PieceCheck.CORRUPT
             if piece is not None:
-                check = self._landings.announced(message.target, block * piece.parts + piece.part, digest)
+                check = self._landings.announced(message.target, piece.index(block), digest)
             if check is PieceCheck.CORRUPT:
                 return self._fail(FailureKind.CORRUPT, f"block {block} is not what was sent", tell=True)
         return self._finish_if_complete(now)

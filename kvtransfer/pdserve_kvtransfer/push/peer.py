@@ -159,8 +159,8 @@ class PushPeer:
             log.debug("transfer=%s: late %s", command.transfer_id, type(command).__name__)
             return
         match command:
-            case PushBlocks(_, first_index, block_ids):
-                self._apply(session, session.push(first_index, block_ids))
+            case PushBlocks(_, first_block, block_ids):
+                self._apply(session, session.push(first_block, block_ids))
             case GiveFirstToken(_, tokens, cached_tokens, load):
                 self._apply(session, session.first_token(tokens, cached_tokens, load))
             case FailPush(_, reason, cause):

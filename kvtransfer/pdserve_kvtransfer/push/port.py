@@ -104,7 +104,7 @@ class PushPort:
         first, length = piece.source_head * self._head_bytes, piece.heads * self._head_bytes
         places = [region.place(block_id, first) for block_id in command.block_ids[progress.posted : end]]
         blocks = range(command.first_block + progress.posted, command.first_block + end)
-        labels = [label_of(command.tag, block * piece.parts + piece.part) for block in blocks]
+        labels = [label_of(command.tag, piece.index(block)) for block in blocks]
         self._link.transport_link.send(places, length, labels, to)
         self._in_flight += len(places)
         if command.digests:

@@ -69,11 +69,11 @@ class PushSession:
         self._request = request
         self._link = link
         self._pieces = pieces
-        self._end_index = -(-len(request.token_ids) // block_size)
+        self._end_block = -(-len(request.token_ids) // block_size)
         self._in_flight = 0
         self._reports_sent = reports_sent
         self._held: deque[tuple[int, tuple[int, ...]]] = deque()
-        self._accepted = 0 if request.paced else self._end_index
+        self._accepted = 0 if request.paced else self._end_block
         self._sending: list[int] = []
 
     def __str__(self) -> str:
@@ -82,9 +82,9 @@ class PushSession:
     def open(self) -> list[PushEffect]:
         """Returns the first effects: a ``PushWanted``, or the refusal of a request that makes no sense."""
         request = self._request
-        if request.first_block >= self._end_index:
+        if request.first_block >= self._end_block:
             self.state = PushState.ENDED
-            reason = f"no block {request.first_block} in a prompt of {self._end_index}"
+            reason = f"no block {request.first_block} in a prompt of {self._end_block}"
             return [Failed(self.transfer_id, reason, FailureCause.PROMPT)]
         wanted = PushWanted(
             self.transfer_id,
@@ -98,16 +98,16 @@ class PushSession:
         )
         return [wanted]
 
-    def push(self, first_index: int, block_ids: tuple[int, ...]) -> list[PushEffect]:
+    def push(self, first_block: int, block_ids: tuple[int, ...]) -> list[PushEffect]:
         """The engine has computed these blocks. Each block that is sent counts as in flight until ``sent``."""
         if self.state is not PushState.PUSHING or not block_ids:
             return []
-        if first_index < self._request.first_block or first_index + len(block_ids) > self._end_index:
+        if first_block < self._request.first_block or first_block + len(block_ids) > self._end_block:
             return self._give_up("the prefill engine computed blocks that were not asked for")
         if not self._request.paced:
-            return [self._send(first_index, block_ids)]
-        self._held.append((first_index, block_ids))
-        return [BlocksReady(self.transfer_id, first_index + len(block_ids)), *self._send_accepted()]
+            return [self._send(first_block, block_ids)]
+        self._held.append((first_block, block_ids))
+        return [BlocksReady(self.transfer_id, first_block + len(block_ids)), *self._send_accepted()]
 
     def on_accept(self, message: Accept) -> list[PushEffect]:
         """The decode engine has room for more blocks."""
@@ -126,11 +126,11 @@ class PushSession:
                 self._held.appendleft((first + count, block_ids[count:]))
         return effects
 
-    def _send(self, first_index: int, block_ids: tuple[int, ...]) -> SendBlocks:
+    def _send(self, first_block: int, block_ids: tuple[int, ...]) -> SendBlocks:
         self._in_flight += len(block_ids) * self._pieces
         if self._reports_sent:
             self._sending += block_ids
-        return SendBlocks(self._link, self.tag, first_index, block_ids, self._request.digests)
+        return SendBlocks(self._link, self.tag, first_block, block_ids, self._request.digests)
 
     def sent(self, count: int) -> list[PushEffect]:
         """``count`` pieces were sent."""

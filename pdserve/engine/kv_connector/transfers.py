@@ -38,7 +38,7 @@ class PacedFetches(Fetches, Protocol):
 class Pushes(Transfers, Protocol):
     """The transfers of a prefill node: ``TransferThread``, or ``StagedPushes`` before one."""
 
-    def push(self, transfer_id: TransferId, first_index: int, block_ids: tuple[int, ...]) -> None: ...
+    def push(self, transfer_id: TransferId, first_block: int, block_ids: tuple[int, ...]) -> None: ...
 
     def first_token(
         self, transfer_id: TransferId, tokens: tuple[SampledToken, ...], cached_tokens: int, load: PrefillLoad

@@ -94,8 +94,8 @@ class ScriptedThread:
     def cancel_fetch(self, transfer_id: TransferId) -> None:
         self.cancelled.append(transfer_id)
 
-    def push(self, transfer_id: TransferId, first_index: int, block_ids: tuple[int, ...]) -> None:
-        self.pushed.append((first_index, block_ids))
+    def push(self, transfer_id: TransferId, first_block: int, block_ids: tuple[int, ...]) -> None:
+        self.pushed.append((first_block, block_ids))
         self._sent_of.setdefault(transfer_id, []).extend(block_ids)
 
     def pushed_of(self, transfer_id: TransferId) -> list[int]:

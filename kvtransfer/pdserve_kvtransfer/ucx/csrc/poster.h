@@ -23,7 +23,7 @@ namespace {
 constexpr uint64_t kDiscard = UINT64_MAX;
 constexpr uint64_t kRoom = 256;
 
-// Bit 63 of a UCX tag. The bits below it are a block's label.
+// Bit 63 of a UCX tag. The bits below it are a message's label.
 constexpr uint64_t kControl = uint64_t{1} << 63;
 
 // The poster's own statuses on the board. UCX's are negative.

@@ -25,7 +25,7 @@ class _StagedPush:
     """One push under way."""
 
     waiting: deque[tuple[int, int]] = field(default_factory=deque)
-    """The index and the id of each final block without a staging block, in order."""
+    """The number in the prompt and the id of each final block without a staging block, in order."""
     downloads: int = 0
     """The number of copies from the cache to staging blocks that are under way."""
     sending: set[int] = field(default_factory=set)
@@ -39,7 +39,7 @@ class BlocksToSend:
     """Blocks of one push that are sent once they are in their staging blocks."""
 
     transfer: TransferId
-    first_index: int
+    first_block: int
     staged: tuple[int, ...]
 
 
@@ -52,11 +52,11 @@ class StagedPushes:
         self._pushes: dict[TransferId, _StagedPush] = {}
         self._news: list[TransferEvent] = []
 
-    def push(self, transfer_id: TransferId, first_index: int, block_ids: tuple[int, ...]) -> None:
+    def push(self, transfer_id: TransferId, first_block: int, block_ids: tuple[int, ...]) -> None:
         push = self._pushes.get(transfer_id)
         if push is None or push.end is not None:
             return
-        push.waiting += enumerate(block_ids, first_index)
+        push.waiting += enumerate(block_ids, first_block)
         self._staging.want(transfer_id, transfer_id.decode_boot, len(block_ids))
         self._grant()
 
@@ -100,17 +100,17 @@ class StagedPushes:
     def _grant(self) -> None:
         for transfer, staged in self._staging.granted():
             waiting = self._pushes[transfer].waiting
-            indexes, blocks = zip(*(waiting.popleft() for _ in staged), strict=True)
-            # Blocks are pushed in order, from the first wanted one on, so their indexes are neighbours.
+            numbers, blocks = zip(*(waiting.popleft() for _ in staged), strict=True)
+            # Blocks are pushed in order, from the first wanted one on, so their numbers are consecutive.
             self._pushes[transfer].downloads += 1
-            self._copier.download(BlocksToSend(transfer, indexes[0], staged), blocks, staged)
+            self._copier.download(BlocksToSend(transfer, numbers[0], staged), blocks, staged)
 
     def _downloaded(self, sending: BlocksToSend) -> None:
         push = self._pushes[sending.transfer]
         push.downloads -= 1
         if push.end is None:
             push.sending.update(sending.staged)
-            self._transfers.push(sending.transfer, sending.first_index, sending.staged)
+            self._transfers.push(sending.transfer, sending.first_block, sending.staged)
         else:
             self._staging.give_back(sending.transfer, sending.staged)
             self._end(push, push.end)
