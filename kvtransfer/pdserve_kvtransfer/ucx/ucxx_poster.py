@@ -92,6 +92,13 @@ class _Operation:
     def done(self) -> bool:
         return bool(self._request.completed)
 
+    def keep_request(self) -> None:
+        """Keeps the request for ever, because the worker is destroyed and the request's finaliser would touch it.
+
+        The memory is free: nothing reads or writes it without the worker.
+        """
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._request))
+
     def check(self, what: str) -> None:
         """Raises PeerLost if the operation ended without moving the bytes."""
         try:
@@ -208,7 +215,6 @@ class UcxxPoster:
         return False
 
     def free(self) -> None:
-        # The finalisers of these operations would touch the worker, which does not exist any more.
         for operation in self._in_flight:
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(operation))
+            operation.keep_request()
         self._in_flight = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import select
@@ -200,6 +201,21 @@ def test_closing_the_sender_ends_what_it_sends(two: Two) -> None:
             landed += two.receiver.landed()
     assert b"r" not in two.memory, "memory was read after the link was closed"
     assert not landed
+
+
+def test_a_closed_link_keeps_no_memory(poster: MakePoster) -> None:
+    """What it was still sending, for which its worker is destroyed by force, keeps none either."""
+    transport = UcxTransport("", make_poster=poster)
+    two = Two(transport, shared=True)
+    assert two.shared is not None and (offer := two.shared.offer()) is not None
+    two.sender.send([0] * 64, SIZE, range(64))
+    two.sender.progress()
+    assert offer.name in Path("/proc/self/maps").read_text()
+    two.close()
+    transport.close()
+    del two
+    gc.collect()
+    assert offer.name not in Path("/proc/self/maps").read_text()
 
 
 def test_a_closed_link_does_nothing(two: Two) -> None:
