@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Container, Mapping, Sequence
 from contextlib import aclosing, closing
 from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
@@ -16,12 +16,13 @@ from pdserve.api.answers.answer import streamed_answer, whole_answer
 from pdserve.api.answers.answer_form import CHAT_FORM, TEXT_FORM, AnswerForm, AnswerOptions, PlainChoices
 from pdserve.api.answers.stop_strings import StopStrings, StopTable
 from pdserve.api.answers.text_generation import ChoiceText, TextGeneration
-from pdserve.api.engine_client import PromptChoices
+from pdserve.api.engine_client import PromptChoices, WantedChoice
 from pdserve.api.generation import TURN_TOKENS
 from pdserve.api.request_log import RequestRecord
 from pdserve.api.requests.openai_request import BodyParser, ChatRequest, CompletionRequest, GenerationRequest, Parsed
 from pdserve.api.requests.preparing import Check
 from pdserve.api.requests.prompts import ModelLimits, Prompt, chat_prompts, completion_prompts, unread_part_fields
+from pdserve.api.requests.resumed_answer import read_journal, resume_texts, split_body
 from pdserve.api.requests.sampling_fields import (
     TokenRuns,
     bad_word_tokens,
@@ -36,7 +37,9 @@ from pdserve.config import Switch
 from pdserve.errors import DeadlineExceeded, InvalidRequest, NotFound, UnsupportedMediaType
 from pdserve.http.request import JSON, HttpRequest, request_label
 from pdserve.wire.discovery import Role
-from pdserve.wire.ticket import TICKET_HEADER, PrefillTarget, Ticket
+from pdserve.wire.ids import new_id
+from pdserve.wire.journal import Journal
+from pdserve.wire.ticket import TICKET_HEADER, AnswerIdentity, PrefillTarget, Resume, Ticket
 
 IGNORED_HEADER = "x-pdserve-ignored"
 MAX_IGNORED = 20
@@ -57,8 +60,17 @@ class RequestTerms:
 
     deadline: float
     """A time of ``time.monotonic``."""
+    answer: AnswerIdentity
     attempt: int = 0
     prefill: tuple[PrefillTarget, ...] = ()
+    journaled: bool = False
+    """Whether a streamed answer has a journal."""
+    resume: Resume | None = None
+
+    @property
+    def journal_bytes(self) -> int:
+        """How many bytes follow the client's body."""
+        return 0 if self.resume is None else self.resume.journal_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +79,11 @@ class PreparedRequest(Generic[R]):
 
     parsed: Parsed[R]
     prompts: list[Prompt]
+    texts: dict[int, ChoiceText]
+    """The choices that are not over, by their numbers."""
     submits: list[PromptChoices]
-    stops: StopTable
+    journal: Journal
+    """What the client has from other nodes."""
 
 
 class CompletionRoute(Generic[R]):
@@ -88,22 +103,23 @@ class CompletionRoute(Generic[R]):
         tokenizer = self._admit()
         terms = self._terms(request, arrived)
         prepared = await self._read(request, tokenizer, terms)
-        with closing(self._start(prepared, request.label, terms, arrived, tokenizer)) as generation:
-            await self._answer(request, generation, prepared, tokenizer)
+        with closing(self._start(prepared, request.label, terms, arrived)) as generation:
+            await self._answer(request, generation, prepared, terms, tokenizer)
 
     async def _read(self, request: HttpRequest, tokenizer: Tokenizer, terms: RequestTerms) -> PreparedRequest[R]:
         # With this call ends what keeps the body in memory.
-        data = await request.body(self._node.max_body_bytes)
+        data = await request.body(self._node.max_body_bytes + terms.journal_bytes)
         return await prepare(
             request,
             self._node,
             len(data),
-            lambda check: self._prepare(data, tokenizer, check),
+            lambda check: self._prepare(data, terms, tokenizer, check),
             terms.deadline - time.monotonic(),
         )
 
-    def _prepare(self, data: bytes, tokenizer: Tokenizer, check: Check) -> PreparedRequest[R]:
-        """Returns what the engine needs. It knows nothing of the request but its body, and may run in a thread."""
+    def _prepare(self, data: bytes, terms: RequestTerms, tokenizer: Tokenizer, check: Check) -> PreparedRequest[R]:
+        """Returns what the engine needs. It knows of the request its body and its terms, and may run in a thread."""
+        data, entries = (data, b"") if terms.resume is None else split_body(data, terms.resume)
         parsed = self._parser.parse(data)
         body = parsed.request
         _check_consistent(body)
@@ -115,7 +131,14 @@ class CompletionRoute(Generic[R]):
             parsed = replace(parsed, ignored=parsed.ignored + unread_part_fields(body.messages))
         bad_words = bad_word_tokens(body.bad_words or (), tokenizer)
         check_repeated(body, len(prompts), bad_words)
-        return PreparedRequest(parsed, prompts, _submits(body, prompts, bad_words), StopTable(body.stops))
+        vocab_size, journaled = self._node.ready.vocab_size, terms.journaled and bool(body.stream)
+        journal = Journal() if terms.resume is None else read_journal(entries, body, prompts, vocab_size)
+        check()
+        texts = _choice_texts(body, len(prompts), tokenizer, journal, resumable=journaled)
+        resume_texts(texts, journal, logprobs=body.wanted_logprobs is not None)
+        wanted = {number for number, text in texts.items() if not text.stopped}
+        submits = _submits(body, prompts, bad_words, terms.answer.id, wanted, journal)
+        return PreparedRequest(parsed, prompts, texts, submits, journal)
 
     def _admit(self) -> Tokenizer:
         if self._node.role is Role.PREFILL or self._node.tokenizer is None:
@@ -126,21 +149,26 @@ class CompletionRoute(Generic[R]):
     def _terms(self, request: HttpRequest, arrived: float) -> RequestTerms:
         ticket = admit_ticket(request, self._node)
         if ticket is None:
-            return RequestTerms(arrived + self._node.timeout_s)
-        return RequestTerms(arrived + ticket.deadline_s, ticket.attempt, ticket.prefill)
+            return RequestTerms(arrived + self._node.timeout_s, _new_answer())
+        return RequestTerms(
+            arrived + ticket.deadline_s,
+            ticket.answer or _new_answer(),
+            ticket.attempt,
+            ticket.prefill,
+            journaled=ticket.answer is not None,
+            resume=ticket.resume,
+        )
 
-    def _start(
-        self, prepared: PreparedRequest[R], label: str, terms: RequestTerms, arrived: float, tokenizer: Tokenizer
-    ) -> TextGeneration:
+    def _start(self, prepared: PreparedRequest[R], label: str, terms: RequestTerms, arrived: float) -> TextGeneration:
         body, prompts = prepared.parsed.request, prepared.prompts
         self._node.check_serving()
         left_s = terms.deadline - time.monotonic()
         if left_s <= 0:
             raise DeadlineExceeded("the request's deadline passed before it could start", code="deadline_exceeded")
-        count = len(prompts) * body.choices
-        texts = [_choice_text(index, body, tokenizer, prepared.stops) for index in range(count)]
         prompt_tokens = sum(len(prompt.token_ids) for prompt in prompts)
         record = RequestRecord(label, self._node.name, arrived, prompt_tokens)
+        if terms.resume is not None:
+            record.resumed_tokens = sum(len(choice.token_ids) for choice in prepared.journal.choices.values())
         generation = self._node.engine.open(
             prepared.submits,
             deadline_s=left_s,
@@ -151,14 +179,20 @@ class CompletionRoute(Generic[R]):
             interval=_interval(body, self._node.stream.interval),
             turn_tokens=_turn_tokens(body),
         )
-        return TextGeneration(generation, texts, record, self._node.metrics)
+        return TextGeneration(generation, prepared.texts, record, self._node.metrics)
 
     async def _answer(
-        self, request: HttpRequest, generation: TextGeneration, prepared: PreparedRequest[R], tokenizer: Tokenizer
+        self,
+        request: HttpRequest,
+        generation: TextGeneration,
+        prepared: PreparedRequest[R],
+        terms: RequestTerms,
+        tokenizer: Tokenizer,
     ) -> None:
         body, ignored = prepared.parsed.request, prepared.parsed.ignored
         per_choice = [prompt for prompt in prepared.prompts for _ in range(body.choices)]
         options = AnswerOptions(
+            answer=terms.answer,
             model=self._node.model,
             fingerprint=f"fp_{self._node.ready.fingerprint[:16]}",
             prompt_ids=[prompt.token_ids for prompt in per_choice],
@@ -170,6 +204,8 @@ class CompletionRoute(Generic[R]):
             token_ids=bool(body.return_token_ids),
             tokens_as_ids=bool(body.return_tokens_as_token_ids),
             plain=self._plain,
+            journaled=terms.journaled,
+            journal=prepared.journal,
         )
         # No byte goes out before the engine's first output: an error until then still has its own status.
         first = await generation.next()
@@ -226,25 +262,51 @@ def check_model(name: str | None, node: ServingNode) -> None:
         )
 
 
-def _submits(body: GenerationRequest, prompts: Sequence[Prompt], bad_words: TokenRuns) -> list[PromptChoices]:
+def _new_answer() -> AnswerIdentity:
+    return AnswerIdentity(new_id(), int(time.time()))
+
+
+def _choice_texts(
+    body: GenerationRequest, prompts: int, tokenizer: Tokenizer, journal: Journal, *, resumable: bool
+) -> dict[int, ChoiceText]:
+    """Returns the texts of all choices but those of which the client has the end."""
+    stops, include = StopTable(body.stops), bool(body.include_stop_str_in_output)
+    over = {number for number, choice in journal.choices.items() if choice.over}
+    return {
+        number: ChoiceText(
+            number,
+            tokenizer.detokenizer(skip_special_tokens=body.skip_special_tokens is not False),
+            StopStrings(stops, include=include),
+            frozenset(body.stop_token_ids or ()) if include else frozenset(),
+            body.min_tokens or 0,
+            resumable=resumable,
+        )
+        for number in range(prompts * body.choices)
+        if number not in over
+    }
+
+
+def _submits(
+    body: GenerationRequest,
+    prompts: Sequence[Prompt],
+    bad_words: TokenRuns,
+    answer_id: bytes,
+    wanted: Container[int],
+    journal: Journal,
+) -> list[PromptChoices]:
+    """Returns the prompts that have any of the choices whose numbers are ``wanted``."""
     common = sampling_params(body, 0, 1, bad_words)
     submits = []
-    for prompt in prompts:
-        seed, *more = choice_seeds(body)
-        sampling = msgspec.structs.replace(common, seed=seed, max_tokens=prompt.max_tokens)
-        submits.append(PromptChoices(prompt.token_ids, sampling, tuple(more)))
+    for number, prompt in enumerate(prompts):
+        choices = tuple(
+            WantedChoice(index, seed, journal.emitted(index))
+            for index, seed in enumerate(choice_seeds(body, answer_id, number), number * body.choices)
+            if index in wanted
+        )
+        if choices:
+            sampling = msgspec.structs.replace(common, max_tokens=prompt.max_tokens)
+            submits.append(PromptChoices(prompt.token_ids, sampling, choices))
     return submits
-
-
-def _choice_text(index: int, body: GenerationRequest, tokenizer: Tokenizer, stops: StopTable) -> ChoiceText:
-    include = bool(body.include_stop_str_in_output)
-    return ChoiceText(
-        index,
-        tokenizer.detokenizer(skip_special_tokens=body.skip_special_tokens is not False),
-        StopStrings(stops, include=include),
-        frozenset(body.stop_token_ids or ()) if include else frozenset(),
-        body.min_tokens or 0,
-    )
 
 
 def _interval(body: GenerationRequest, default: int) -> int:

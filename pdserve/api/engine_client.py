@@ -52,17 +52,24 @@ RETRY_AFTER_S = 1
 
 
 @dataclass(frozen=True, slots=True)
+class WantedChoice:
+    """One choice that the engine is to generate, or to go on with."""
+
+    index: int
+    """The number of the choice among all choices of the client's request."""
+    seed: int
+    emitted: tuple[int, ...] = ()
+    """The tokens that the client has from another node."""
+
+
+@dataclass(frozen=True, slots=True)
 class PromptChoices:
-    """One prompt, to which at least one answer is wanted. The answers differ in nothing but their seeds."""
+    """One prompt, to which at least one choice is wanted."""
 
     token_ids: Sequence[int]
     sampling: SamplingParams
-    """The sampling parameters, with the seed of the first answer."""
-    more_seeds: tuple[int, ...] = ()
-
-    @property
-    def seeds(self) -> tuple[int, ...]:
-        return (self.sampling.seed, *self.more_seeds)
+    """The sampling parameters of all choices. Each choice has its own seed in place of this one."""
+    choices: tuple[WantedChoice, ...]
 
 
 class EngineState(enum.Enum):
@@ -159,7 +166,7 @@ class EngineClient:
         interval: int = 1,
         turn_tokens: int = TURN_TOKENS,
     ) -> Generation:
-        """Submits all ``prompts``, whose choices are numbered through; the caller owns the result and must close it.
+        """Submits all ``prompts``; the caller owns the result and must close it. Without any prompt it has no outputs.
 
         ``request_id`` is the client's label, for the log lines of other processes. The result is woken for each
         ``interval`` tokens of a choice, and reads about ``turn_tokens`` of all at once.
@@ -171,25 +178,28 @@ class EngineClient:
             raise Unavailable(
                 f"the engine is {self._state.value}", code="engine_unavailable", retry_after_s=RETRY_AFTER_S
             )
-        count = sum(len(prompt.seeds) for prompt in prompts)
-        self._check_room(count)
-        local_ids = [next(self._ids) for _ in range(count)]
-        generation = Generation(local_ids, deadline_s, self._abort, interval, turn_tokens)
-        numbers = iter(local_ids)
+        wanted = [choice for prompt in prompts for choice in prompt.choices]
+        self._check_room(len(wanted))
+        local_ids = [next(self._ids) for _ in wanted]
+        numbers = {local_id: choice.index for local_id, choice in zip(local_ids, wanted, strict=True)}
+        generation = Generation(numbers, deadline_s, self._abort, interval, turn_tokens)
+        unused = iter(local_ids)
         for prompt in prompts:
-            family = [ChildRequest(next(numbers), seed) for seed in prompt.seeds]
+            family = [ChildRequest(next(unused), choice.seed, choice.emitted) for choice in prompt.choices]
+            parent, *children = family
             self._open.update((member.local_id, generation) for member in family)
             self._unfinished[generation] += len(family)
             self._note_idle()
             submit = Submit(
-                local_id=family[0].local_id,
+                local_id=parent.local_id,
                 uuid=new_id(),
                 token_ids=list(prompt.token_ids),
-                sampling=prompt.sampling,
+                sampling=msgspec.structs.replace(prompt.sampling, seed=parent.seed),
                 deadline_s=deadline_s,
                 attempt=attempt,
                 prefill=prefill,
-                children=tuple(family[1:]),
+                children=tuple(children),
+                emitted=parent.emitted,
                 cache_salt=cache_salt,
                 group_id=local_ids[0],
                 request_id=request_id,
@@ -209,6 +219,8 @@ class EngineClient:
             raise InvalidRequest(
                 f"prompts times 'n' may be at most {self._max_open + 1} on this node; {count} were asked for", param="n"
             )
+        if not count:
+            return
         further = self.open_requests - len(self._unfinished)
         if len(self._unfinished) >= self._max_open or further + count - 1 > self._max_open:
             raise Unavailable("too many requests are waiting", code="overloaded", retry_after_s=RETRY_AFTER_S)

@@ -10,7 +10,7 @@ before any other connection gets a turn. In groups the first one's bytes are on 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
 from typing import Protocol
 
@@ -143,15 +143,18 @@ class Generation:
 
     def __init__(
         self,
-        local_ids: Sequence[int],
+        choices: Mapping[int, int],
         deadline_s: float,
         abort: Callable[[Sequence[int]], None],
         interval: int = 1,
         turn_tokens: int = TURN_TOKENS,
     ) -> None:
-        """``turn_tokens`` is how many tokens of all choices one ``wait`` returns. It may be up to a step's more."""
+        """``choices`` has the number of each choice by the ``local_id`` of its engine request.
+
+        ``turn_tokens`` is how many tokens of all choices one ``wait`` returns. It may be up to a step's more.
+        """
         self._turn_tokens = turn_tokens
-        self._open = {local_id: UnreadOutputs(choice, interval) for choice, local_id in enumerate(local_ids)}
+        self._open = {local_id: UnreadOutputs(choice, interval) for local_id, choice in choices.items()}
         self._abort = abort
         self.failure: RequestError | None = None
         """Why the whole generation failed. It is None where the engine said so of one request."""

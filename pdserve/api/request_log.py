@@ -21,12 +21,20 @@ class RequestRecord:
     arrived: float
     prompt_tokens: int = 0
     output_tokens: int = 0
+    """The tokens that this node has generated."""
     first_token: float | None = None
     last_token: float | None = None
     outcomes: list[ChoiceOutcome] = field(default_factory=list)
     """The outcomes of the choices that are over."""
     reports: list[RequestReport] = field(default_factory=list)
     """The engine's reports. There is none for a choice that the API process ended (stop string, abort)."""
+    resumed_tokens: int | None = None
+    """The tokens of the answer that the client had from other nodes; None if this node began the answer."""
+
+    @property
+    def answer_tokens(self) -> int:
+        """The tokens of the whole answer so far, whichever node has generated them."""
+        return self.output_tokens + (self.resumed_tokens or 0)
 
     @property
     def cached_tokens(self) -> int:
@@ -53,7 +61,7 @@ def log_request(record: RequestRecord, now: float) -> None:
     log.info(
         "request_id=%s prefill=%s source=%s decode=%s prompt=%d cached=%d output=%d "
         "queue_ms=%s prefill_ms=%s ttft_ms=%s tpot_ms=%s total_ms=%s "
-        "prompt_tok_s=%s output_tok_s=%s total_tok_s=%s finish=%s",
+        "prompt_tok_s=%s output_tok_s=%s total_tok_s=%s finish=%s%s",
         record.request_id,
         prefill,
         source,
@@ -70,6 +78,7 @@ def log_request(record: RequestRecord, now: float) -> None:
         _rate(1, record.tpot_s),
         _rate(record.prompt_tokens + record.output_tokens, now - record.arrived),
         finish,
+        "" if record.resumed_tokens is None else f" resumed={record.resumed_tokens}",
     )
 
 

@@ -51,6 +51,8 @@ class TicketGate:
             raise Unauthorized(f"the proxy's ticket is not acceptable: {exc}", code="bad_ticket") from exc
         if ticket.node != self._boot_id:
             raise Unauthorized("the proxy's ticket is for another start of this node", code="wrong_node")
+        if ticket.resume is not None and ticket.answer is None:
+            raise Unauthorized("the proxy's ticket resumes an answer without naming it", code="bad_ticket")
         return ticket
 
 

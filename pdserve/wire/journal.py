@@ -3,9 +3,12 @@
 A node that was asked for a journal begins every event with a comment of server-sent events, its *entry*:
 
     :0 314 8 2290         the event shows these tokens of choice 0, and those before them that had no event
-    :0 2.                 the event ends choice 0; a stop token that is not shown is counted here
+    :0.                   the event ends choice 0; tokens that had no event are here
     :usage                the event is the chunk with the usage
     :done                 the event ends the stream
+
+If a choice's last tokens have an event before that of its end, all of them are in that event's entry, with a stop token
+that is not shown. So a choice whose tokens end it by the engine's rules has shown all its text, whatever was held back.
 
 Entry and event are one block of lines, so a client has the event exactly if the proxy has relayed the entry. The proxy
 cuts the entries off and keeps them as bytes; nobody parses one unless the node is lost. A stream without entries is an
@@ -53,6 +56,10 @@ class Journal:
     """Whether the client has the chunk with the usage."""
     done: bool = False
     """Whether the client has the end of the stream."""
+
+    def emitted(self, choice: int) -> tuple[int, ...]:
+        """Returns the tokens that the client has of ``choice``."""
+        return tuple(self.choices[choice].token_ids) if choice in self.choices else ()
 
 
 def entry(choice: int, token_ids: Sequence[int], *, over: bool = False) -> bytes:

@@ -118,9 +118,10 @@ class ScriptedEngine:
     def _take(self, message: Submit | Abort | Renew) -> None:
         match message:
             case Submit():
-                for member in (ChildRequest(message.local_id, message.sampling.seed), *message.children):
+                parent = ChildRequest(message.local_id, message.sampling.seed, message.emitted)
+                for member in (parent, *message.children):
                     behaviour = Behaviour.of_seed(member.seed)
-                    running = Running(member.local_id, message, behaviour, self._reply(behaviour))
+                    running = Running(member.local_id, message, behaviour, self._reply(behaviour), len(member.emitted))
                     self._requests[member.local_id] = running
             case Abort(local_ids):
                 for local_id in local_ids:
@@ -162,9 +163,13 @@ class ScriptedEngine:
         kind, local_id = request.behaviour, request.local_id
         if kind is Behaviour.SILENT or time.monotonic() < request.resume_at:
             return None
+        if (finish := self._finish(request)) is not None:
+            # The tokens that were emitted elsewhere end the answer.
+            request.ended = True
+            return RequestOutput(local_id, [], finish, REPORT)
         if kind is Behaviour.BURST:
             request.ended = True
-            return RequestOutput(local_id, [*request.text_ids, EOS], FinishReason.STOP, REPORT)
+            return RequestOutput(local_id, [*request.text_ids, EOS][request.sent :], FinishReason.STOP, REPORT)
         if kind in (Behaviour.ERROR, Behaviour.DEADLINE) or (request.sent == 2 and kind in LATE):
             return self._fail(request)
         if request.sent == 2 and kind is Behaviour.HOLD:
@@ -177,19 +182,25 @@ class ScriptedEngine:
         return self._next_token(request)
 
     def _next_token(self, request: Running) -> RequestOutput:
-        local_id, index = request.local_id, request.sent - 1
-        if request.behaviour is Behaviour.ENDLESS:
-            token_id = request.text_ids[0]
-        else:
-            token_id = request.text_ids[index] if index < len(request.text_ids) else EOS
-        last_stop = request.behaviour is Behaviour.STOP_TOKEN and request.sent == len(request.text_ids)
-        finish = None
-        if token_id == EOS or last_stop:
-            finish = FinishReason.STOP
-        elif request.sent >= request.submit.sampling.max_tokens:
-            finish = FinishReason.LENGTH
+        finish = self._finish(request)
         request.ended = finish is not None
-        return RequestOutput(local_id, [token_id], finish, REPORT if finish else None)
+        return RequestOutput(request.local_id, [self._last_token(request)], finish, REPORT if finish else None)
+
+    def _last_token(self, request: Running) -> int:
+        """The last of the tokens that were sent."""
+        index = request.sent - 1
+        if request.behaviour is Behaviour.ENDLESS:
+            return request.text_ids[0]
+        return request.text_ids[index] if index < len(request.text_ids) else EOS
+
+    def _finish(self, request: Running) -> FinishReason | None:
+        """Why the tokens that were sent end the answer; None if they do not."""
+        if not request.sent:
+            return None
+        last_stop = request.behaviour is Behaviour.STOP_TOKEN and request.sent == len(request.text_ids)
+        if self._last_token(request) == EOS or last_stop:
+            return FinishReason.STOP
+        return FinishReason.LENGTH if request.sent >= request.submit.sampling.max_tokens else None
 
     def _fail(self, request: Running) -> RequestOutput:
         request.ended = True

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from pdserve.api.engine_client import EngineClient, EngineState, PromptChoices
+from pdserve.api.engine_client import EngineClient, EngineState, PromptChoices, WantedChoice
 from pdserve.api.generation import DEADLINE_GRACE_S, Generation
 from pdserve.config import SchedulerConfig, StreamConfig
 from pdserve.errors import EngineError, InvalidRequest, Unavailable
@@ -24,8 +24,10 @@ from tests.api.node import WAIT_S
 from tests.api.test_disconnect import engine_config
 
 
-def params(behaviour: Behaviour, max_tokens: int = 50) -> SamplingParams:
-    return SamplingParams(max_tokens=max_tokens, seed=behaviour)
+def prompt(behaviour: Behaviour, first: int = 0, count: int = 1) -> PromptChoices:
+    """A prompt with ``count`` choices that behave alike, numbered from ``first``."""
+    choices = tuple(WantedChoice(first + i, behaviour + i) for i in range(count))
+    return PromptChoices([1], SamplingParams(max_tokens=50, seed=0), choices)
 
 
 def client_of(
@@ -48,7 +50,7 @@ async def drained(generation: Generation) -> RequestOutput:
 
 
 async def test_outputs_that_pile_up_are_read_at_once() -> None:
-    generation = Generation([7, 8], 60.0, lambda ids: None)
+    generation = Generation({7: 0, 8: 1}, 60.0, lambda ids: None)
     reader = asyncio.create_task(generation.wait())
     await asyncio.sleep(0)
     for local_id in (7, 8, 7):
@@ -61,7 +63,7 @@ async def test_outputs_that_pile_up_are_read_at_once() -> None:
 async def test_the_end_of_a_choice_comes_once_and_close_aborts_the_rest() -> None:
     aborted: list[Sequence[int]] = []
 
-    generation = Generation([1, 2, 3], 60.0, aborted.append)
+    generation = Generation({1: 0, 2: 1, 3: 2}, 60.0, aborted.append)
     generation.deliver(RequestOutput(1, [], FinishReason.STOP))
     generation.deliver(RequestOutput(1, [], FinishReason.LENGTH))
     generation.deliver(RequestOutput(99, []))
@@ -75,7 +77,7 @@ async def test_the_end_of_a_choice_comes_once_and_close_aborts_the_rest() -> Non
 async def test_a_silent_engine_does_not_outlast_the_deadline() -> None:
     aborted: list[Sequence[int]] = []
 
-    generation = Generation([1], -DEADLINE_GRACE_S, aborted.append)
+    generation = Generation({1: 0}, -DEADLINE_GRACE_S, aborted.append)
     output = await drained(generation)
     generation.close()
     assert output.finish is FinishReason.DEADLINE
@@ -95,7 +97,7 @@ async def test_generates_and_stops(model_dir: Path, tmp_path: Path, monkeypatch:
         assert not any(name.startswith("pdserve-") for name in os.listdir(tmp_path)), (
             "the socket's folder is gone as soon as it is connected"
         )
-        generation = client.open([PromptChoices([1, 2], params(Behaviour.REPLY))], deadline_s=10.0)
+        generation = client.open([prompt(Behaviour.REPLY)], deadline_s=10.0)
         assert client.open_requests == 1
         output = await drained(generation)
         generation.close()
@@ -122,7 +124,7 @@ async def test_a_steps_readers_are_served_in_groups_of_the_settings_size(
     client = client_of(model_dir, tmp_path, stream=StreamConfig(notify_size=size))
     try:
         await client.start()
-        silent = [PromptChoices([1], params(Behaviour.SILENT))]
+        silent = [prompt(Behaviour.SILENT)]
         generations = [client.open(silent, deadline_s=60.0) for _ in range(10)]
         readers = [asyncio.create_task(generation.wait()) for generation in generations]
         await asyncio.sleep(0)
@@ -147,8 +149,8 @@ async def test_death_of_the_engine_ends_every_request(
     client = client_of(model_dir, tmp_path)
     try:
         await client.start()
-        silent = client.open([PromptChoices([1], params(Behaviour.SILENT))] * 2, deadline_s=60.0)
-        fatal = client.open([PromptChoices([1], params(behaviour))], deadline_s=60.0)
+        silent = client.open([prompt(Behaviour.SILENT), prompt(Behaviour.SILENT, 1)], deadline_s=60.0)
+        fatal = client.open([prompt(behaviour)], deadline_s=60.0)
         for generation in (silent, fatal):
             output = await drained(generation)
             assert output.finish is FinishReason.ERROR
@@ -156,7 +158,7 @@ async def test_death_of_the_engine_ends_every_request(
         assert message in str(await asyncio.wait_for(client.wait_lost(), WAIT_S))
         assert client.open_requests == 0
         with pytest.raises(Unavailable):
-            client.open([PromptChoices([1], params(Behaviour.REPLY))], deadline_s=1.0)
+            client.open([prompt(Behaviour.REPLY)], deadline_s=1.0)
     finally:
         await client.stop(5.0)
     assert client.state is EngineState.LOST
@@ -217,7 +219,7 @@ async def test_prefill_engine_is_idle_when_it_says_so(role: Role, waits: bool, m
     client = EngineClient(engine_config(model_dir, role=role), command=command)
     try:
         await client.start()
-        held = client.open([PromptChoices([1], params(Behaviour.HOLD))], deadline_s=60.0)
+        held = client.open([prompt(Behaviour.HOLD)], deadline_s=60.0)
         async with asyncio.timeout(WAIT_S):
             while client.stats.running == 0:
                 await held.wait()
@@ -225,7 +227,7 @@ async def test_prefill_engine_is_idle_when_it_says_so(role: Role, waits: bool, m
         idle = asyncio.create_task(client.wait_idle())
         await asyncio.sleep(0)
         assert idle.done() is not waits
-        last = client.open([PromptChoices([1], params(Behaviour.REPLY))], deadline_s=60.0)
+        last = client.open([prompt(Behaviour.REPLY)], deadline_s=60.0)
         await drained(last)
         last.close()
         await asyncio.wait_for(idle, WAIT_S)
@@ -237,12 +239,12 @@ async def test_too_many_requests(model_dir: Path, tmp_path: Path) -> None:
     client = client_of(model_dir, tmp_path, SchedulerConfig(max_running=1, max_waiting=2))
     try:
         await client.start()
-        held = [client.open([PromptChoices([1], params(Behaviour.SILENT))], deadline_s=60.0) for _ in range(3)]
+        held = [client.open([prompt(Behaviour.SILENT)], deadline_s=60.0) for _ in range(3)]
         with pytest.raises(Unavailable, match="too many") as raised:
-            client.open([PromptChoices([1], params(Behaviour.REPLY))], deadline_s=60.0)
+            client.open([prompt(Behaviour.REPLY)], deadline_s=60.0)
         assert raised.value.retry_after_s is not None
         held[0].close()
-        generation = client.open([PromptChoices([1], params(Behaviour.REPLY))], deadline_s=60.0)
+        generation = client.open([prompt(Behaviour.REPLY)], deadline_s=60.0)
         assert (await drained(generation)).finish is FinishReason.STOP
         generation.close()
     finally:
@@ -253,15 +255,14 @@ async def test_a_request_for_many_answers_leaves_the_places_of_others(model_dir:
     """Further answers are counted apart: a request for one answer is still accepted, and one for many is refused."""
 
     client = client_of(model_dir, tmp_path, SchedulerConfig(max_running=2, max_waiting=6))
-    silent, reply = PromptChoices([1], params(Behaviour.SILENT)), PromptChoices([1], params(Behaviour.REPLY))
-    seeds = tuple(range(Behaviour.SILENT + 1, Behaviour.SILENT + 4))
-    four = PromptChoices([1], params(Behaviour.SILENT), seeds)
+    reply = prompt(Behaviour.REPLY)
+    four, next_four = (prompt(Behaviour.SILENT, first, 4) for first in (0, 4))
     try:
         await client.start()
         with pytest.raises(InvalidRequest, match="at most 9") as refused:
-            client.open([silent] * 10, deadline_s=60.0)
+            client.open([prompt(Behaviour.SILENT, i) for i in range(10)], deadline_s=60.0)
         assert refused.value.param == "n"
-        big = client.open([four, four], deadline_s=60.0)
+        big = client.open([four, next_four], deadline_s=60.0)
         others = [client.open([reply], deadline_s=60.0) for _ in range(7)]
         with pytest.raises(Unavailable, match="too many"):
             client.open([reply], deadline_s=60.0)

@@ -15,7 +15,7 @@ from tests.api.node import WAIT_S
 
 
 def generation_of(choices: int, interval: int) -> Generation:
-    return Generation(range(choices), 60.0, lambda ids: None, interval)
+    return Generation({i: i for i in range(choices)}, 60.0, lambda ids: None, interval)
 
 
 async def due_tokens(interval: int, count: int) -> list[int]:
@@ -151,7 +151,7 @@ def test_much_is_read_in_several_turns_and_a_failure_last(
     """Neither a client that reads late nor many answers at the same step delay other clients, and nothing is lost."""
 
     async def scenario() -> None:
-        generation = Generation(range(len(counts)), 60.0, lambda ids: None, 1_000, turn_tokens)
+        generation = Generation({i: i for i in range(len(counts))}, 60.0, lambda ids: None, 1_000, turn_tokens)
         failed = None if failing is None else failing % len(counts)
         for choice in sorted(range(len(counts)), key=lambda choice: choice != failed):
             for token in range(counts[choice]):

@@ -114,7 +114,7 @@ def test_every_reader_gets_its_tokens_in_order(size: int, interval: int, steps: 
 
     async def scenario() -> None:
         notify = BatchNotify(size)
-        generations = [Generation([i], 60.0, lambda ids: None, interval) for i in range(5)]
+        generations = [Generation({i: 0}, 60.0, lambda ids: None, interval) for i in range(5)]
         readers = [asyncio.create_task(read(generation)) for generation in generations]
         sent: list[list[int]] = [[] for _ in generations]
 
@@ -139,7 +139,7 @@ def test_every_reader_gets_its_tokens_in_order(size: int, interval: int, steps: 
 
 async def test_a_reader_that_leaves_or_fails_while_it_is_to_be_woken() -> None:
     notify = BatchNotify(1)
-    generations = [Generation([i], 60.0, lambda ids: None) for i in range(3)]
+    generations = [Generation({i: 0}, 60.0, lambda ids: None) for i in range(3)]
     readers = [asyncio.create_task(generation.wait()) for generation in generations]
     await asyncio.sleep(0)
     for index, generation in enumerate(generations):

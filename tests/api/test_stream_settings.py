@@ -55,13 +55,13 @@ async def test_chunks_take_the_way_that_the_setting_says(
     """Both ways give the same bytes, so the test counts which way each chunk takes."""
     taken: Counter[str] = Counter()
     for made in (PlainChunks, FullChunks):
-        plain = made.events
+        plain = made.text
 
-        def events(self: Any, delta: Any, plain: Any = plain, name: str = made.__name__) -> bytes:
+        def counted(self: Any, delta: Any, plain: Any = plain, name: str = made.__name__) -> bytes:
             taken[name] += 1
             return bytes(plain(self, delta))
 
-        monkeypatch.setattr(made, "events", events)
+        monkeypatch.setattr(made, "text", counted)
     text = await ask(StreamConfig(fast_path=switch), {**BODY, **extra}, model_dir, tokenizer, tmp_path)
     assert text.endswith("data: [DONE]\n\n")
     assert list(taken) == [way]

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
-import uuid
 from collections.abc import AsyncGenerator, Sequence
 
 from pdserve.api.answers.answer_form import AnswerForm, AnswerOptions
@@ -14,6 +12,7 @@ from pdserve.api.answers.openai_response import Completion, Envelope, Finish, Pr
 from pdserve.api.answers.text_generation import TextDelta, TextGeneration
 from pdserve.errors import RequestError
 from pdserve.http.errors import error_event, internal_error
+from pdserve.wire.journal import DONE_ENTRY, USAGE_ENTRY
 
 log = logging.getLogger(__name__)
 
@@ -61,8 +60,9 @@ async def streamed_answer(
 ) -> AsyncGenerator[bytes, None]:
     """Yields server-sent events: one item for each time that the engine had something.
 
-    The caller still has to close ``generation``.
+    The caller still has to close ``generation``. Raises RequestError if there is no answer and no event before that.
     """
+    journaled, has, begun = options.journaled, options.journal, False
     encoder = ChunkEncoder(_envelope(form.id_prefix, form.chunk_object, options), include_usage=options.include_usage)
     stream = chunk_stream(form, encoder, options)
     deltas: Sequence[TextDelta] = first
@@ -74,26 +74,36 @@ async def streamed_answer(
             if generation.done and generation.failure is None:
                 break
             if data:
+                begun = True
                 yield data
             deltas = await generation.next()
     except RequestError as error:
-        yield error_event(error)
+        if not begun:
+            raise
+        # A journaled stream that ends without its end is one that another node is to go on with.
+        if not (journaled and generation.node_failed):
+            yield error_event(error)
         return
     except Exception:
         # Status 200 has gone out: the client learns of a defect here or not at all.
         log.exception("request_id=%s unexpected error in a stream", generation.record.request_id)
         yield error_event(internal_error("node"))
         return
-    yield data + (encoder.usage(usage_of(generation)) if options.include_usage else b"") + DONE
+    if options.include_usage and not has.usage:
+        data += (USAGE_ENTRY if journaled else b"") + encoder.usage(usage_of(generation))
+    if not has.done:
+        data += (DONE_ENTRY if journaled else b"") + DONE
+    yield data
 
 
 def usage_of(generation: TextGeneration) -> Usage:
     record = generation.record
-    prompt, output = record.prompt_tokens, record.output_tokens
+    prompt, output = record.prompt_tokens, record.answer_tokens
     # Several choices of one prompt find it in the cache each; OpenAI counts a prompt once.
     cached = min(record.cached_tokens, prompt)
     return Usage(prompt, output, prompt + output, PromptTokensDetails(cached))
 
 
 def _envelope(id_prefix: str, kind: str, options: AnswerOptions) -> Envelope:
-    return Envelope(id_prefix + uuid.uuid4().hex, kind, int(time.time()), options.model, options.fingerprint)
+    answer = options.answer
+    return Envelope(id_prefix + answer.id.hex(), kind, answer.created, options.model, options.fingerprint)

@@ -7,7 +7,7 @@ in every response.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 import msgspec
@@ -27,6 +27,8 @@ from pdserve.api.answers.openai_response import (
     TextLogprobs,
 )
 from pdserve.api.outcome import ChoiceOutcome
+from pdserve.wire.journal import Journal
+from pdserve.wire.ticket import AnswerIdentity
 
 
 class ChatForm:
@@ -117,8 +119,9 @@ def _around(choice: ChunkChoice) -> tuple[bytes, bytes]:
 
 @dataclass(frozen=True, slots=True)
 class AnswerOptions:
-    """What the client asked for, and what the prompts of its request are."""
+    """What the client asked for, what the prompts of its request are, and what it has of the answer already."""
 
+    answer: AnswerIdentity
     model: str
     fingerprint: str
     prompt_ids: Sequence[list[int]]
@@ -136,6 +139,10 @@ class AnswerOptions:
     """Whether log probabilities name tokens by their ids."""
     plain: PlainChoices | None = None
     """The plain choices of the form, for the fast path; None if every answer takes the full one."""
+    journaled: bool = False
+    """Whether each event of a stream begins with an entry of the journal."""
+    journal: Journal = field(default_factory=Journal)
+    """What the client has from other nodes."""
 
     def shown(self, choice: int, tokens: Sequence[ShownToken]) -> ShownLogprobs:
         """Returns what an answer or chunk reports of these tokens."""

@@ -1,12 +1,13 @@
 """Turns text deltas into the chunks of a streamed answer, as server-sent events.
 
 What all chunks of a response share is encoded once. A delta goes one of two ways: ``FullChunks`` encodes an object
-for each chunk, and ``PlainChunks`` puts parts together that are encoded already.
+for each chunk, and ``PlainChunks`` puts parts together that are encoded already. ``JournaledStream`` writes before each
+event what another node needs to go on after it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Protocol
 
 import msgspec
@@ -15,15 +16,12 @@ from msgspec import UNSET
 from pdserve.api.answers.answer_form import AnswerForm, AnswerOptions, PlainChoices
 from pdserve.api.answers.openai_response import ChunkChoice, Envelope, Usage
 from pdserve.api.answers.text_generation import TextDelta
+from pdserve.api.outcome import ChoiceOutcome
+from pdserve.wire.journal import entry
 
 DONE = b"data: [DONE]\n\n"
 
 _encoder = msgspec.json.Encoder()
-
-
-def encode_text(text: str) -> bytes:
-    """Returns ``text`` as a JSON string."""
-    return _encoder.encode(text)
 
 
 class ChunkEncoder:
@@ -51,18 +49,70 @@ class ChunkEncoder:
         return self.head + b'],"usage":' + _encoder.encode(usage) + b"}\n\n"
 
 
+class Chunks(Protocol):
+    """Encodes the chunks of one response. Each is an event."""
+
+    def text(self, delta: TextDelta) -> bytes:
+        """Returns the event of what ``delta`` shows, if it shows anything. A first token is shown even without text."""
+
+    def finish(self, choice: int, outcome: ChoiceOutcome) -> bytes:
+        """Returns the event of the choice's end. ``outcome`` is an answer."""
+
+
 class ChunkStream(Protocol):
     """Encodes the stream of one response."""
 
+    chunks: Chunks
+
     def events(self, delta: TextDelta) -> bytes:
-        """Returns the events of ``delta``, if it has any to show. A first token is shown even without text."""
+        """Returns the events of ``delta``, if it has any to show."""
 
 
 def chunk_stream(form: AnswerForm, encoder: ChunkEncoder, options: AnswerOptions) -> ChunkStream:
     """Returns the fastest stream that can show all that ``options`` ask for."""
+    chunks: Chunks
     if options.plain is None or options.logprobs or options.token_ids or options.continuous_usage:
-        return FullChunks(form, encoder, options)
-    return PlainChunks(options.plain, encoder, options.echoes)
+        chunks = FullChunks(form, encoder, options)
+    else:
+        chunks = PlainChunks(options.plain, encoder, options.echoes, options.journal.choices)
+    return JournaledStream(chunks) if options.journaled else PlainStream(chunks)
+
+
+class PlainStream:
+    """Encodes a stream that has nothing but chunks."""
+
+    def __init__(self, chunks: Chunks) -> None:
+        self.chunks = chunks
+        self._text, self._finish = chunks.text, chunks.finish
+
+    def events(self, delta: TextDelta) -> bytes:
+        text, outcome = self._text(delta), delta.outcome
+        if outcome is not None and outcome.is_answer:
+            return text + self._finish(delta.choice, outcome)
+        return text
+
+
+class JournaledStream:
+    """Encodes a stream whose events begin with their entries (``pdserve.wire.journal``)."""
+
+    def __init__(self, chunks: Chunks) -> None:
+        self.chunks = chunks
+        self._text, self._finish = chunks.text, chunks.finish
+        self._unwritten: dict[int, list[int]] = {}
+        """The tokens of each choice that no entry has yet, because no event shows them."""
+
+    def events(self, delta: TextDelta) -> bytes:
+        choice, token_ids, outcome = delta.choice, delta.token_ids, delta.outcome
+        if self._unwritten and choice in self._unwritten:
+            token_ids = [*self._unwritten.pop(choice), *token_ids]
+        events = self._text(delta)
+        if events:
+            events, token_ids = entry(choice, token_ids) + events, ()
+        if outcome is not None and outcome.is_answer:
+            return events + entry(choice, token_ids, over=True) + self._finish(choice, outcome)
+        if token_ids:
+            self._unwritten[choice] = list(token_ids)
+        return events
 
 
 class FullChunks:
@@ -72,50 +122,54 @@ class FullChunks:
         self._form = form
         self._encoder = encoder
         self._options = options
-        self._begun: set[int] = set()
+        self._begun = set(options.journal.choices)
 
-    def events(self, delta: TextDelta) -> bytes:
+    def text(self, delta: TextDelta) -> bytes:
         first = delta.choice not in self._begun
-        events = b""
-        if first or delta.text or delta.tokens or (self._options.token_ids and delta.token_ids):
-            self._begun.add(delta.choice)
-            text = self._options.echoes[delta.choice] + delta.text if first else delta.text
-            logprobs = self._options.shown(delta.choice, delta.tokens) if delta.tokens else None
-            chunk = self._form.chunk(delta.choice, text, logprobs, first=first)
-            if self._options.token_ids:
-                chunk.token_ids = list(delta.token_ids)
-                chunk.prompt_token_ids = self._options.prompt_ids[delta.choice] if first else UNSET
-            events = self._encoder.chunk(chunk)
-        if delta.outcome is not None and delta.outcome.is_answer:
-            events += self._encoder.chunk(self._form.last_chunk(delta.choice, delta.outcome.finish))
-        return events
+        if not (first or delta.text or delta.tokens or (self._options.token_ids and delta.token_ids)):
+            return b""
+        self._begun.add(delta.choice)
+        text = self._options.echoes[delta.choice] + delta.text if first else delta.text
+        logprobs = self._options.shown(delta.choice, delta.tokens) if delta.tokens else None
+        chunk = self._form.chunk(delta.choice, text, logprobs, first=first)
+        if self._options.token_ids:
+            chunk.token_ids = list(delta.token_ids)
+            chunk.prompt_token_ids = self._options.prompt_ids[delta.choice] if first else UNSET
+        return self._encoder.chunk(chunk)
+
+    def finish(self, choice: int, outcome: ChoiceOutcome) -> bytes:
+        return self._encoder.chunk(self._form.last_chunk(choice, outcome.finish))
 
 
 class PlainChunks:
     """Encodes chunks that have text alone: the same bytes in a tenth of the time."""
 
-    def __init__(self, choices: PlainChoices, encoder: ChunkEncoder, echoes: Sequence[str]) -> None:
+    def __init__(
+        self, choices: PlainChoices, encoder: ChunkEncoder, echoes: Sequence[str], begun: Collection[int] = ()
+    ) -> None:
+        """``begun`` are the choices whose first chunk the client has from another node."""
         self._choices = choices
         self._encoder = encoder
         self._echoes = echoes
-        self._around: dict[int, tuple[bytes, bytes]] = {}
+        self._around = {choice: self._around_later(choice) for choice in begun}
         """Each choice that has begun has the bytes before and after the text of its later chunks here."""
 
-    def events(self, delta: TextDelta) -> bytes:
+    def text(self, delta: TextDelta) -> bytes:
         around = self._around.get(delta.choice)
         if around is None:
-            events = self._begin(delta)
-        elif delta.text:
-            events = around[0] + encode_text(delta.text) + around[1]
-        else:
-            events = b""
-        if delta.outcome is not None and delta.outcome.is_answer:
-            events += self._encoder.wrap(self._choices[delta.choice].last[delta.outcome])
-        return events
+            return self._begin(delta)
+        if delta.text:
+            return around[0] + _encoder.encode(delta.text) + around[1]
+        return b""
+
+    def finish(self, choice: int, outcome: ChoiceOutcome) -> bytes:
+        return self._encoder.wrap(self._choices[choice].last[outcome])
 
     def _begin(self, delta: TextDelta) -> bytes:
-        choice = self._choices[delta.choice]
-        before, after = choice.later
-        self._around[delta.choice] = (self._encoder.head + before, after + self._encoder.tail)
-        before, after = choice.first
-        return self._encoder.wrap(before + encode_text(self._echoes[delta.choice] + delta.text) + after)
+        self._around[delta.choice] = self._around_later(delta.choice)
+        before, after = self._choices[delta.choice].first
+        return self._encoder.wrap(before + _encoder.encode(self._echoes[delta.choice] + delta.text) + after)
+
+    def _around_later(self, choice: int) -> tuple[bytes, bytes]:
+        before, after = self._choices[choice].later
+        return self._encoder.head + before, after + self._encoder.tail

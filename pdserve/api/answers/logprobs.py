@@ -36,6 +36,8 @@ class ShownTokens:
 
     def __init__(self) -> None:
         self._length = 0
+        self.taken_chars = 0
+        """How many characters the tokens have that were taken, and those before them."""
         self._textless: list[ShownToken] = []
         self._waiting: deque[tuple[int, ShownToken]] = deque()
 
@@ -47,11 +49,16 @@ class ShownTokens:
             self._waiting.extend((self._length, token) for token in self._textless)
             self._textless = []
 
+    def skip(self, chars: int) -> None:
+        """Begins after the tokens of the first ``chars`` characters, which another node has shown."""
+        self._length = self.taken_chars = chars
+
     def take(self, shown: int) -> list[ShownToken]:
         """Returns each token once, as soon as its text lies within the first ``shown`` characters."""
         taken = []
         while self._waiting and self._waiting[0][0] <= shown:
-            taken.append(self._waiting.popleft()[1])
+            self.taken_chars, token = self._waiting.popleft()
+            taken.append(token)
         return taken
 
     def take_last(self, shown: int, *, cut: bool) -> list[ShownToken]:

@@ -97,6 +97,11 @@ class StopStrings:
         self._held = text[shown:]
         return text[:shown]
 
+    @property
+    def held_chars(self) -> int:
+        """How many characters are held back."""
+        return len(self._held)
+
     def flush(self) -> str:
         """Returns the text that was held back, when no more follows."""
         held, self._held = self._held, ""

@@ -7,7 +7,7 @@ generation of one client request, and keeps its times, metrics and log line.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
@@ -45,19 +45,52 @@ class ChoiceText:
         stop_strings: StopStrings,
         shown_stop_ids: frozenset[int],
         min_tokens: int = 0,
+        *,
+        resumable: bool = False,
     ) -> None:
         """``shown_stop_ids`` are the stop tokens whose text belongs to the answer.
 
-        No stop string ends with the text of the first ``min_tokens`` tokens.
+        No stop string ends with the text of the first ``min_tokens`` tokens. Where another node may go on with a choice
+        that fails here (``resumable``), the failure does not show what is held back.
         """
         self._choice = choice
         self._detokenizer = detokenizer
         self._stop_strings = stop_strings
         self._shown_stop_ids = shown_stop_ids
         self._min_tokens = min_tokens
+        self._resumable = resumable
         self._num_tokens = 0
+        self._resumed = False
+        self._known_chars = 0
+        """How many characters the stop strings hold back though the client has them, of a choice that was resumed."""
         self._num_chars = 0
+        """How many characters the deltas had. It is counted where tokens have log probabilities."""
         self._shown_tokens = ShownTokens()
+        self._held_text = ""
+        self._held_ids: list[int] = []
+        """The tokens of a resumable choice whose log probabilities are not reported. ``_held_text`` is their text."""
+
+    def resume(self, token_ids: Sequence[int], *, logprobs: bool) -> int:
+        """Takes the tokens that the client has from another node, which make no delta.
+
+        ``logprobs`` says whether log probabilities are reported: then the client has all text of these tokens. Returns
+        how many tokens were read: up to the one with which a stop string has ended the choice.
+        """
+        self._resumed = True
+        if self._stop_strings.wanted:
+            text, read = self._until_stop(token_ids, None)
+        else:
+            text, read = self._detokenizer.add(token_ids), len(token_ids)
+        if logprobs:
+            self._known_chars = self._stop_strings.held_chars
+            self._num_chars = len(text) + self._known_chars
+            self._shown_tokens.skip(self._num_chars)
+        return read
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop string has ended the choice."""
+        return self._stop_strings.found
 
     def add(self, output: RequestOutput) -> TextDelta:
         """Returns what ``output`` adds to the answer. Tokens after a stop string are not part of it.
@@ -74,19 +107,25 @@ class ChoiceText:
                 token_ids = token_ids[:read]
         else:
             text = self._detokenize(shown, logprobs)
-        if finish is not None and not self._stop_strings.found:
+        last = finish is not None and (finish.is_answer or not self._resumable)
+        if last and not self._stop_strings.found:
             text += self._rest()
+        over = last or self._stop_strings.found
         outcome = ChoiceOutcome.STOP if self._stop_strings.found else outcome_of(finish) if finish else None
-        self._num_chars += len(text)
-        return TextDelta(self._choice, text, token_ids, outcome, self._reported(over=outcome is not None))
+        if over and self._resumed and not output.new_token_ids:
+            # The tokens that the client has end the answer: the last text was shown with them.
+            return TextDelta(self._choice, "", (), outcome)
+        if over or logprobs is not None:
+            return self._reported(text, token_ids, outcome, over=over)
+        return TextDelta(self._choice, text, token_ids, outcome)
 
     def break_off(self) -> TextDelta:
         """Returns the text that was held back, for an answer that will not be complete."""
-        text = self._rest()
-        self._num_chars += len(text)
-        return TextDelta(self._choice, text, (), None, self._reported(over=True))
+        if self._resumable:
+            return TextDelta(self._choice, "", (), None)
+        return self._reported(self._rest(), (), None, over=True)
 
-    def _until_stop(self, token_ids: list[int], logprobs: list[TokenLogprobs] | None) -> tuple[str, int]:
+    def _until_stop(self, token_ids: Sequence[int], logprobs: list[TokenLogprobs] | None) -> tuple[str, int]:
         """Returns the text up to the first stop string, and how many tokens it is made of.
 
         It takes the tokens one by one, so that the answer does not depend on how many of them come at once.
@@ -104,13 +143,28 @@ class ChoiceText:
         may_end = self._num_tokens > self._min_tokens
         return self._stop_strings.add(self._detokenizer.flush(), may_end=may_end) + self._stop_strings.flush()
 
-    def _reported(self, *, over: bool) -> list[ShownToken]:
-        tokens = self._shown_tokens.take(self._num_chars)
-        if over:
-            tokens += self._shown_tokens.take_last(self._num_chars, cut=self._stop_strings.found)
-        return tokens
+    def _reported(self, text: str, token_ids: Sequence[int], outcome: ChoiceOutcome | None, *, over: bool) -> TextDelta:
+        """Returns the delta with the log probabilities of the tokens whose text is complete; at the end, of all tokens.
 
-    def _detokenize(self, token_ids: list[int], logprobs: list[TokenLogprobs] | None) -> str:
+        Where the choice is resumable, it has these tokens and their text alone. Another node that resumes the choice
+        gets log probabilities of no tokens but those that it generates.
+        """
+        known = min(self._known_chars, len(text))
+        self._known_chars -= known
+        text, token_ids = self._held_text + text[known:], [*self._held_ids, *token_ids]
+        end = self._num_chars + len(text)
+        tokens = self._shown_tokens.take(end)
+        if over:
+            tokens += self._shown_tokens.take_last(end, cut=self._stop_strings.found)
+        if over or not self._resumable:
+            chars, count = len(text), len(token_ids)
+        else:
+            chars, count = self._shown_tokens.taken_chars - self._num_chars, len(tokens)
+        self._num_chars += chars
+        self._held_text, self._held_ids = text[chars:], token_ids[count:]
+        return TextDelta(self._choice, text[:chars], token_ids[:count], outcome, tokens)
+
+    def _detokenize(self, token_ids: Sequence[int], logprobs: list[TokenLogprobs] | None) -> str:
         if logprobs is None:
             return self._detokenizer.add(token_ids)
         pieces = []
@@ -131,10 +185,19 @@ class TextGeneration:
     """The texts of one client request, which must call ``close`` on every path, and may call it again."""
 
     def __init__(
-        self, generation: Generation, choices: Sequence[ChoiceText], record: RequestRecord, metrics: NodeMetrics
+        self,
+        generation: Generation,
+        choices: Mapping[int, ChoiceText],
+        record: RequestRecord,
+        metrics: NodeMetrics,
     ) -> None:
+        """``choices`` has the choices by their numbers, those that are over for the client left out.
+
+        One that a stop string has ended already, with tokens from another node, ends without the engine.
+        """
         self._generation = generation
-        self._choices = dict(enumerate(choices))
+        self._choices = dict(choices)
+        self._stopped = [number for number, choice in choices.items() if choice.stopped]
         self._last_token: dict[int, float] = {}
         self._record = record
         self._metrics = metrics
@@ -148,6 +211,11 @@ class TextGeneration:
         return not self._choices
 
     @property
+    def node_failed(self) -> bool:
+        """Whether there will be no answer because of this node, and not because of the request."""
+        return self._generation.failure is not None
+
+    @property
     def record(self) -> RequestRecord:
         return self._record
 
@@ -155,9 +223,12 @@ class TextGeneration:
         """Returns what the steps since the last call have added. Raises ``failure`` after all text before it."""
         if self.failure is not None:
             raise self.failure
+        deltas = self._end_stopped() if self._stopped else []
+        if self.done:
+            return deltas
         items = await self._generation.wait()
         now = time.monotonic()
-        deltas = [delta for item in items if (delta := self._take(item, now)) is not None]
+        deltas += [delta for item in items if (delta := self._take(item, now)) is not None]
         return deltas if self.failure is None else deltas + self._held()
 
     def close(self) -> None:
@@ -171,6 +242,12 @@ class TextGeneration:
         first = self._record.first_token
         self._metrics.request_ended(now - self._record.arrived, None if first is None else now - first)
         log_request(self._record, now)
+
+    def _end_stopped(self) -> list[TextDelta]:
+        stopped, self._stopped = self._stopped, []
+        for number in stopped:
+            self._end_choice(number, ChoiceOutcome.STOP, None)
+        return [TextDelta(number, "", (), ChoiceOutcome.STOP) for number in stopped]
 
     def _take(self, item: ChoiceOutput, now: float) -> TextDelta | None:
         choice = self._choices.get(item.choice)
@@ -202,7 +279,8 @@ class TextGeneration:
             self._metrics.next_tokens(now - last, count)
         elif record.first_token is None:
             record.first_token = now
-            self._metrics.first_token(now - record.arrived)
+            if record.resumed_tokens is None:
+                self._metrics.first_token(now - record.arrived)
         self._last_token[choice] = record.last_token = now
         record.output_tokens += count
 

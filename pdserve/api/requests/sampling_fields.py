@@ -5,8 +5,8 @@ Words that an answer must not hold become the runs of tokens that the engine kee
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Iterable
+from hashlib import blake2b
 from typing import TypeAlias
 
 from pdserve.api.requests.openai_request import ChatRequest, CompletionRequest, GenerationRequest
@@ -33,9 +33,12 @@ SEED_MASK = 2**63 - 1
 MAX_REPEATED_IDS = 262_144
 
 
-def choice_seeds(request: GenerationRequest) -> list[int]:
-    """Returns a seed for each choice of one prompt: ``seed``, ``seed + 1`` and so on, or independent random ones."""
-    return [_seed(request.seed, index) for index in range(request.choices)]
+def choice_seeds(request: GenerationRequest, answer_id: bytes, prompt: int) -> list[int]:
+    """Returns a seed for each choice of the prompt of that number: ``seed``, ``seed + 1`` and so on.
+
+    Without ``seed`` they are made of the answer's random id, so that all nodes make the same ones.
+    """
+    return [_seed(request.seed, answer_id, prompt, index) for index in range(request.choices)]
 
 
 def check_logprobs(request: GenerationRequest) -> None:
@@ -59,8 +62,11 @@ def check_repeated(request: GenerationRequest, prompts: int, bad_words: TokenRun
         )
 
 
-def _seed(seed: int | None, index: int) -> int:
-    return secrets.randbits(63) if seed is None else (seed + index) & SEED_MASK
+def _seed(seed: int | None, answer_id: bytes, prompt: int, index: int) -> int:
+    if seed is None:
+        place = blake2b(b"%d %d" % (prompt, index), key=answer_id, digest_size=8)
+        return int.from_bytes(place.digest()) & SEED_MASK
+    return (seed + index) & SEED_MASK
 
 
 def sampling_params(request: GenerationRequest, seed: int, max_tokens: int, bad_words: TokenRuns) -> SamplingParams:

@@ -22,6 +22,7 @@ from pdserve.api.outcome import shutting_down
 from pdserve.api.request_log import RequestRecord
 from pdserve.errors import Internal
 from pdserve.wire.engine import EngineStats, FinishReason, RequestOutput
+from pdserve.wire.ticket import AnswerIdentity
 from tests.api.node import WAIT_S
 
 PIECES = [b"a", b"b", b" c", b"\xc3", b"\xa9", b"d"]
@@ -38,7 +39,9 @@ def choice_text(choice: int, stops: Sequence[str]) -> ChoiceText:
 
 
 def answer_options(choices: int, plain: PlainChoices | None = None) -> AnswerOptions:
-    return AnswerOptions("m", "fp", [[1]] * choices, [""] * choices, lambda _: b"", plain=plain)
+    return AnswerOptions(
+        AnswerIdentity(bytes(16), 1), "m", "fp", [[1]] * choices, [""] * choices, lambda _: b"", plain=plain
+    )
 
 
 class Rig:
@@ -46,10 +49,10 @@ class Rig:
 
     def __init__(self, choices: int, interval: int, stops: Sequence[str] = (), deadline_s: float = 60.0) -> None:
         self.aborted: list[int] = []
-        self.generation = Generation(range(choices), deadline_s, self.aborted.extend, interval)
+        self.generation = Generation({i: i for i in range(choices)}, deadline_s, self.aborted.extend, interval)
         self.metrics = NodeMetrics(EngineStats)
         self.record = RequestRecord("r", "n", 0.0)
-        texts = [choice_text(choice, stops) for choice in range(choices)]
+        texts = {choice: choice_text(choice, stops) for choice in range(choices)}
         self.run = TextGeneration(self.generation, texts, self.record, self.metrics)
         self.options = answer_options(choices, PlainChoices(CHAT_FORM))
 

@@ -18,6 +18,7 @@ from pdserve.api.answers.openai_response import Envelope
 from pdserve.api.answers.text_generation import TextDelta
 from pdserve.api.outcome import ChoiceOutcome
 from pdserve.wire.sampling_params import TokenLogprobs
+from pdserve.wire.ticket import AnswerIdentity
 
 SURFACES = st.sampled_from([CHAT_FORM, TEXT_FORM])
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=20) | st.sampled_from(
@@ -31,6 +32,7 @@ def options(
     echoes: Sequence[str], plain: PlainChoices | None, *, logprobs: bool = False, ids: bool = False
 ) -> AnswerOptions:
     return AnswerOptions(
+        AnswerIdentity(bytes(16), 1),
         model="m",
         fingerprint="fp",
         prompt_ids=[[1]] * len(echoes),
@@ -67,8 +69,8 @@ def test_both_ways_give_the_same_bytes(
     encoder = ChunkEncoder(envelope, include_usage=include_usage)
     fast = chunk_stream(form, encoder, options(echoes, PLAIN[form]))
     full = chunk_stream(form, encoder, options(echoes, None))
-    assert isinstance(fast, PlainChunks)
-    assert isinstance(full, FullChunks)
+    assert isinstance(fast.chunks, PlainChunks)
+    assert isinstance(full.chunks, FullChunks)
     for choice, text, outcome in events:
         delta = TextDelta(choice % len(echoes), text, [1], outcome)
         data = fast.events(delta)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from pdserve.api.answers.detokenizer import BytesDetokenizer, TokenBytes, byte_level_bytes
+from pdserve.api.answers.detokenizer import BytesDetokenizer, TokenBytes, WindowDetokenizer, byte_level_bytes
 from pdserve.api.answers.stop_strings import StopStrings, StopTable
 from pdserve.api.answers.text_generation import ChoiceText, TextDelta
 from pdserve.api.outcome import ChoiceOutcome
@@ -21,25 +21,27 @@ PIECES = [b"a", b"b", b"ab", b"ba", b" ", "é".encode(), b"\xc3", b"\xa9", b"\xa
 EOS = len(PIECES)
 
 
-def choice_text(stops: list[str], *, include: bool = False, min_tokens: int = 0) -> ChoiceText:
+def choice_text(
+    stops: list[str], *, include: bool = False, min_tokens: int = 0, resumable: bool = False, windows: bool = False
+) -> ChoiceText:
     known = TokenBytes(lambda _: None, byte_level_bytes)
     known.update(enumerate(PIECES))
+    detokenizer = WindowDetokenizer(
+        lambda ids: b"".join(known[i] for i in ids).decode(errors="replace"), frozenset({EOS})
+    )
     return ChoiceText(
-        0, BytesDetokenizer(known, frozenset()), StopStrings(StopTable(stops), include=include), frozenset(), min_tokens
+        0,
+        detokenizer if windows else BytesDetokenizer(known, frozenset({EOS})),
+        StopStrings(StopTable(stops), include=include),
+        frozenset(),
+        min_tokens,
+        resumable=resumable,
     )
 
 
 def deltas_of(text: ChoiceText, tokens: list[int], cuts: set[int], *, reported: bool = True) -> list[TextDelta]:
     """Returns the deltas of a choice. A token's log probability is its number; the last token is the stop token."""
-    edges = [0, *sorted(cut for cut in cuts if 0 < cut < len(tokens)), len(tokens)]
-    deltas = []
-    for start, end in pairwise(edges):
-        finish = FinishReason.STOP if end == len(tokens) else None
-        logprobs = [TokenLogprobs(float(i), 1, ()) for i in range(start, end)] if reported else None
-        deltas.append(text.add(RequestOutput(0, tokens[start:end], finish, logprobs=logprobs)))
-        if deltas[-1].outcome is not None:
-            break
-    return deltas
+    return rest_of(text, tokens, 0, cuts, reported)
 
 
 @dataclass
@@ -122,6 +124,67 @@ def test_an_answer_does_not_depend_on_how_many_tokens_come_at_once(
         return "".join(delta.text for delta in deltas), token_ids, deltas[-1].outcome
 
     assert answer_of(cuts) == answer_of(set(range(1, 15)))
+
+
+@settings(max_examples=400, deadline=None)
+@given(
+    st.lists(st.integers(0, len(PIECES) - 1), max_size=14),
+    st.lists(st.sampled_from(["a", "ab", "bb", "aab", "é", "aé", "\ufffd"]), max_size=2),
+    st.booleans(),
+    st.integers(0, 6),
+    st.sets(st.integers(1, 14)),
+    st.booleans(),
+    st.booleans(),
+)
+@example([0, 6], ["ab"], False, 0, {1, 2}, True, False)
+@example([2, 0], ["aé", "ab"], False, 0, {1, 2}, True, False)
+def test_another_node_goes_on_after_any_delta(
+    answer: list[int], stops: list[str], include: bool, min_tokens: int, cuts: set[int], reported: bool, windows: bool
+) -> None:
+    """The client has some deltas of one node: what another node makes of the tokens after theirs is the rest."""
+
+    def new_text() -> ChoiceText:
+        return choice_text(stops, include=include, min_tokens=min_tokens, resumable=True, windows=windows)
+
+    tokens = [*answer, EOS]
+    deltas = deltas_of(new_text(), tokens, cuts, reported=reported)
+    for count in range(1, len(deltas) + 1):
+        has = [token_id for delta in deltas[:count] for token_id in delta.token_ids]
+        text = new_text()
+        assert text.resume(has, logprobs=reported) == len(has)
+        rest = [] if text.stopped else rest_of(text, tokens, len(has), cuts, reported)
+        assert "".join(delta.text for delta in rest) == "".join(delta.text for delta in deltas[count:])
+        ids, later_ids = (
+            [token_id for delta in part for token_id in delta.token_ids] for part in (rest, deltas[count:])
+        )
+        assert ids == later_ids
+        shown, later_shown = ([token for delta in part for token in delta.tokens] for part in (rest, deltas[count:]))
+        assert shown == later_shown
+        assert text.stopped or rest[-1].outcome == deltas[-1].outcome
+
+
+def rest_of(text: ChoiceText, tokens: list[int], start: int, cuts: set[int], reported: bool) -> list[TextDelta]:
+    """The deltas after the first ``start`` tokens, which end the answer if they are all."""
+    if start == len(tokens):
+        return [text.add(RequestOutput(0, [], FinishReason.STOP))]
+    edges = [start, *sorted(cut for cut in cuts if start < cut < len(tokens)), len(tokens)]
+    deltas = []
+    for begin, end in pairwise(edges):
+        finish = FinishReason.STOP if end == len(tokens) else None
+        logprobs = [TokenLogprobs(float(i), 1, ()) for i in range(begin, end)] if reported else None
+        deltas.append(text.add(RequestOutput(0, tokens[begin:end], finish, logprobs=logprobs)))
+        if deltas[-1].outcome is not None:
+            break
+    return deltas
+
+
+@pytest.mark.parametrize("held", [[0], [6], [0, 6]])
+def test_a_resumable_choice_that_fails_shows_nothing_that_was_held_back(held: list[int]) -> None:
+    """Another node has that text in the same state, and may show it with what follows."""
+    text = choice_text(["ab"], resumable=True)
+    assert text.add(RequestOutput(0, held)).text == ""
+    assert text.add(RequestOutput(0, [], FinishReason.ERROR)).text == ""
+    assert text.break_off().text == ""
 
 
 @pytest.mark.parametrize("held", [[0], [6], [0, 6]])

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 
-from pdserve.api.engine_client import EngineClient, PromptChoices
+from pdserve.api.engine_client import EngineClient, PromptChoices, WantedChoice
 from pdserve.api.generation import Generation
 from pdserve.bench.stream.credit import credit_to
 from pdserve.bench.stream.mock_engine import MockEngine, Script
@@ -20,6 +20,7 @@ from pdserve.wire.sampling_params import SamplingParams
 from tests.api.test_disconnect import engine_config
 
 SAMPLING = SamplingParams(max_tokens=1000, seed=0)
+PROMPT = PromptChoices([1], SAMPLING, (WantedChoice(0, 0),))
 SCRIPT = Script(requests=3, step_s=0.0, seconds=2.0, admit=2, token_ids=(10, 11), last_token_id=99)
 WAIT_S = 30.0
 
@@ -82,7 +83,7 @@ async def test_as_a_process_it_answers_one_script_after_the_other(tmp_path: Path
     try:
         async with asyncio.timeout(WAIT_S):
             await engine.start()
-            found = [await text_of(engine.open([PromptChoices([1], SAMPLING)], deadline_s=60.0)) for _ in range(2)]
+            found = [await text_of(engine.open([PROMPT], deadline_s=60.0)) for _ in range(2)]
     finally:
         await engine.stop(5.0)
         assert engine.failure is None
@@ -101,7 +102,7 @@ async def test_with_credit_it_is_no_more_than_a_chunk_ahead(tmp_path: Path) -> N
     try:
         async with asyncio.timeout(WAIT_S):
             await engine.start()
-            generation = engine.open([PromptChoices([1], SAMPLING)], deadline_s=60.0)
+            generation = engine.open([PROMPT], deadline_s=60.0)
             with credit_to(str(fifo)) as credit:
                 assert credit is not None
                 first = await text_of(generation, stop_after=3)

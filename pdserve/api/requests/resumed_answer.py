@@ -1,0 +1,65 @@
+"""Resumes a streamed answer that another node has begun: reads the journal of what the client has.
+
+The journal follows the client's own body, and the proxy's ticket announces it. The answer then goes on as if this node
+had generated all of it: the text of the journal's tokens is made once more, so that it ends in the same state, and is
+thrown away.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from hmac import compare_digest
+
+from pdserve.api.answers.text_generation import ChoiceText
+from pdserve.api.requests.openai_request import GenerationRequest
+from pdserve.api.requests.prompts import Prompt
+from pdserve.errors import InvalidRequest, Unauthorized
+from pdserve.wire.journal import Journal, JournalError, digest, parse
+from pdserve.wire.ticket import Resume
+
+
+def split_body(data: bytes, resume: Resume) -> tuple[bytes, bytes]:
+    """Returns the client's body and the journal behind it. Raises Unauthorized if that is not the ticket's journal."""
+    end = len(data) - resume.journal_bytes
+    entries = data[max(end, 0) :]
+    if end < 0 or not compare_digest(digest(entries), resume.digest):
+        raise Unauthorized("the proxy's ticket is for another journal than the request has", code="bad_ticket")
+    return data[:end], entries
+
+
+def read_journal(entries: bytes, request: GenerationRequest, prompts: Sequence[Prompt], vocab_size: int) -> Journal:
+    """Returns what the client has of the answer to ``request``.
+
+    Raises InvalidRequest if the request has no streamed answer, or none of which ``entries`` can be the journal.
+    """
+    if not request.stream:
+        raise InvalidRequest("only a streamed answer can be resumed", param="stream", code="bad_journal")
+    try:
+        journal = parse(entries, len(prompts) * request.choices, vocab_size)
+    except JournalError as exc:
+        raise _foreign(str(exc)) from exc
+    for number, choice in journal.choices.items():
+        most = prompts[number // request.choices].max_tokens
+        if len(choice.token_ids) > most:
+            raise _foreign(f"choice {number} has {len(choice.token_ids)} tokens, of at most {most}")
+    open_choices = len(prompts) * request.choices - sum(choice.over for choice in journal.choices.values())
+    if (journal.usage or journal.done) and open_choices:
+        raise _foreign(f"the answer ends with {open_choices} choices that do not")
+    if journal.usage and not request.include_usage:
+        raise _foreign("the answer has a usage that the request does not ask for")
+    return journal
+
+
+def resume_texts(texts: Mapping[int, ChoiceText], journal: Journal, *, logprobs: bool) -> None:
+    """Takes each choice of ``texts`` to where the client's text ends. ``logprobs`` says whether those are reported.
+
+    Raises InvalidRequest if a choice goes on behind a stop string.
+    """
+    for number, text in texts.items():
+        journaled = journal.choices.get(number)
+        if journaled is not None and text.resume(journaled.token_ids, logprobs=logprobs) < len(journaled.token_ids):
+            raise _foreign(f"choice {number} goes on behind a stop string")
+
+
+def _foreign(why: str) -> InvalidRequest:
+    return InvalidRequest(f"the journal is not one of this request: {why}", code="bad_journal")

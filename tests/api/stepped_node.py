@@ -1,0 +1,271 @@
+"""A node in this process whose engine computes tokens from prompt, seed and position, a group of them a step.
+
+Its answers are the same bytes in every run: the engine makes a step when the reader has taken the one before.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import zlib
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+from pdserve.api.app import create_app
+from pdserve.api.engine_client import EngineClient, EngineState, PromptChoices
+from pdserve.api.generation import Generation
+from pdserve.api.metrics import NodeMetrics
+from pdserve.api.requests.tokenizer import Tokenizer
+from pdserve.api.serving_node import ServingNode, TicketGate
+from pdserve.config import StreamConfig
+from pdserve.errors import Internal
+from pdserve.http.outlet import OUTLET, Outlet
+from pdserve.http.routes import DirectRoutes
+from pdserve.wire.discovery import Role
+from pdserve.wire.engine import EngineStats, FinishReason, PrefillSource, Ready, RequestOutput, RequestReport
+from pdserve.wire.frame import Purpose, Sealer
+from pdserve.wire.ids import new_id
+from pdserve.wire.journal import digest
+from pdserve.wire.ticket import TICKET_HEADER, AnswerIdentity, Resume, Ticket
+from tests.api.node import MODEL, WAIT_S
+from tests.api.scripted_engine import EOS, MAX_MODEL_LEN, logprobs_of
+
+SECRET = b"the secret of a stepped node"
+VOCAB_SIZE = 49_152
+MAX_BODY_BYTES = 10_000
+ANSWER = AnswerIdentity(bytes(range(16)), 1_700_000_000)
+TURNS = 8
+"""The turns of the event loop that a reader needs at most to take a step."""
+REPORT = RequestReport(
+    prefill_source=PrefillSource.LOCAL, prefill_node="", cached_tokens=0, queue_s=0.0, prefill_s=0.0, transfer_s=0.0
+)
+
+
+@dataclass
+class Running:
+    """One choice under way."""
+
+    prompt: PromptChoices
+    seed: int
+    token_ids: list[int]
+
+
+@dataclass
+class SteppedEngine:
+    """The part of an ``EngineClient`` that a node's routes use."""
+
+    alphabet: Sequence[int]
+    """The tokens that answers are made of."""
+    group: int = 1
+    """A step brings a choice to the next multiple of so many tokens."""
+    fail_after: int | None = None
+    """The number of steps after which every choice ends with an error."""
+    lost_after: int | None = None
+    """The number of steps after which the engine is lost."""
+    state: EngineState = EngineState.READY
+    opened: list[Sequence[PromptChoices]] = field(default_factory=list)
+
+    def open(
+        self, prompts: Sequence[PromptChoices], *, deadline_s: float, interval: int, turn_tokens: int, **_: Any
+    ) -> Generation:
+        self.opened.append(prompts)
+        choices = [(prompt, choice) for prompt in prompts for choice in prompt.choices]
+        running = {
+            local_id: Running(prompt, choice.seed, list(choice.emitted))
+            for local_id, (prompt, choice) in enumerate(choices, 1)
+        }
+
+        def abort(local_ids: Sequence[int]) -> None:
+            for local_id in local_ids:
+                running.pop(local_id, None)
+
+        numbers = {local_id: choice.index for local_id, (_, choice) in enumerate(choices, 1)}
+        generation = Generation(numbers, deadline_s, abort, interval, turn_tokens)
+        self._run = asyncio.create_task(self._steps(generation, running))
+        return generation
+
+    async def _steps(self, generation: Generation, running: dict[int, Running]) -> None:
+        step = 0
+        while running:
+            if step == self.lost_after:
+                generation.fail(Internal("the engine of this node failed", code="engine_error"))
+                return
+            step += 1
+            for local_id, choice in list(running.items()):
+                failed = self.fail_after is not None and step > self.fail_after
+                output = RequestOutput(local_id, [], FinishReason.ERROR) if failed else self._step(local_id, choice)
+                if output.finish is not None:
+                    del running[local_id]
+                generation.put(output)
+            generation.wake()
+            for _ in range(TURNS):
+                await asyncio.sleep(0)
+
+    def _step(self, local_id: int, choice: Running) -> RequestOutput:
+        finish = self._finish(choice) if choice.token_ids else None
+        if finish is not None:
+            return RequestOutput(local_id, [], finish, REPORT)
+        new: list[int] = []
+        while finish is None and (not new or len(choice.token_ids) % self.group):
+            new.append(self._token(choice))
+            choice.token_ids.append(new[-1])
+            finish = self._finish(choice)
+        count = choice.prompt.sampling.logprobs
+        logprobs = None if count is None else [logprobs_of(token_id, count) for token_id in new]
+        return RequestOutput(local_id, new, finish, REPORT if finish else None, logprobs=logprobs)
+
+    def _token(self, choice: Running) -> int:
+        place = f"{choice.prompt.token_ids} {choice.seed} {len(choice.token_ids)}"
+        return self.alphabet[zlib.crc32(place.encode()) % len(self.alphabet)]
+
+    def _finish(self, choice: Running) -> FinishReason | None:
+        """Why the choice's tokens end it."""
+        sampling, count = choice.prompt.sampling, len(choice.token_ids)
+        ends = (*sampling.stop_token_ids, *(() if sampling.ignore_eos else (EOS,)))
+        if choice.token_ids[-1] in ends and count > sampling.min_tokens:
+            return FinishReason.STOP
+        return FinishReason.LENGTH if count >= sampling.max_tokens else None
+
+
+class Cycle:
+    """The server's side of a request and its response."""
+
+    more_body = True
+    disconnected = False
+    response_started = response_complete = False
+    chunked_encoding = False
+    keep_alive = True
+    waiting_for_100_continue = False
+    scope: Any = {"method": "POST"}  # noqa: RUF012  # as uvicorn has it
+    default_headers: Sequence[tuple[bytes, bytes]] = ()
+
+    def on_response(self) -> None:
+        pass
+
+
+class Transport(asyncio.Transport):
+    """Keeps what is written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.written = b""
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        self.written += data
+
+    def is_closing(self) -> bool:
+        return False
+
+
+class Flow:
+    """The flow control of a client that reads everything at once."""
+
+    write_paused = False
+
+    async def drain(self) -> None:
+        pass
+
+    def resume_reading(self) -> None:
+        pass
+
+
+@dataclass(frozen=True)
+class Reply:
+    """A whole response."""
+
+    status: int
+    body: bytes
+
+    @property
+    def error(self) -> dict[str, Any]:
+        return cast("dict[str, Any]", json.loads(self.body)["error"])
+
+
+@dataclass
+class SteppedNode:
+    """A node that takes requests with tickets alone."""
+
+    app: DirectRoutes
+    engine: SteppedEngine
+    metrics: NodeMetrics
+    boot_id: bytes
+    sealer: Sealer = field(default_factory=lambda: Sealer(SECRET, Purpose.TICKET, new_id()))
+
+    def ticket(self, **more: Any) -> Ticket:
+        return Ticket(request_id="r", attempt=0, node=self.boot_id, deadline_s=60.0, **more)
+
+    async def begin(self, path: str, body: dict[str, Any], answer: AnswerIdentity | None = ANSWER) -> Reply:
+        """Asks for an answer from its beginning."""
+        return await self.ask(path, json.dumps(body).encode(), self.ticket(answer=answer))
+
+    async def resume(self, path: str, body: dict[str, Any], journal: bytes, **more: Any) -> Reply:
+        """Asks for what follows ``journal``."""
+        resume = Resume(len(journal), digest(journal))
+        ticket = self.ticket(**{"answer": ANSWER, "resume": resume, **more})
+        return await self.ask(path, json.dumps(body).encode() + journal, ticket)
+
+    async def ask(self, path: str, data: bytes, ticket: Ticket | None) -> Reply:
+        sealed = b"" if ticket is None else base64.urlsafe_b64encode(self.sealer.seal(ticket)).rstrip(b"=")
+        transport, begun, body = Transport(), [], []
+        outlet = Outlet(transport, Flow(), lambda: None)
+        outlet.begin(cast("Any", Cycle()))
+        scope = {
+            "type": "http",
+            "method": "POST",
+            "path": path,
+            "headers": [] if ticket is None else [(TICKET_HEADER.encode(), sealed)],
+            "client": ("127.0.0.1", 1),
+            "extensions": {OUTLET: outlet},
+        }
+
+        async def receive() -> dict[str, Any]:
+            return {"type": "http.request", "body": data, "more_body": False}
+
+        async def send(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                begun.append(message["status"])
+            else:
+                transport.write(message["body"])
+                body.append(message["more_body"])
+
+        await asyncio.wait_for(self.app(scope, receive, send), WAIT_S)
+        if begun:
+            assert body[-1] is False, "the response is whole"
+            return Reply(begun[0], transport.written)
+        head, _, content = transport.written.partition(b"\r\n\r\n")
+        return Reply(int(head.split()[1]), content)
+
+
+@asynccontextmanager
+async def stepped_node(
+    tokenizer: Tokenizer, alphabet: Sequence[int], group: int = 1, **engine_fields: Any
+) -> AsyncIterator[SteppedNode]:
+    engine, boot_id = SteppedEngine(alphabet, group, **engine_fields), new_id()
+    node = ServingNode(
+        name="stepped",
+        role=Role.DECODE,
+        model=MODEL,
+        engine=cast("EngineClient", engine),
+        ready=Ready(
+            control="",
+            fingerprint="f" * 32,
+            num_blocks=100,
+            block_size=16,
+            max_model_len=MAX_MODEL_LEN,
+            max_running=8,
+            vocab_size=VOCAB_SIZE,
+        ),
+        tokenizer=tokenizer,
+        tickets=TicketGate(SECRET, boot_id),
+        metrics=NodeMetrics(EngineStats),
+        timeout_s=60.0,
+        max_body_bytes=MAX_BODY_BYTES,
+        stream=StreamConfig(),
+    )
+    try:
+        yield SteppedNode(create_app(node), engine, node.metrics, boot_id)
+    finally:
+        node.preparer.close()
