@@ -6,6 +6,7 @@ import random
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import TypeAlias
 
 import pytest
 
@@ -37,28 +38,33 @@ MAPPED = [(2, 2), (2, 1), (1, 2), (4, 2), (2, 4)]
 """Ranks of the prefill and the decode node. In the last two pairs, one node has more ranks than there are KV heads."""
 # As between GPUs, every rank's part of a block passes through host memory.
 STAGED = ("--kv-staging", "on", "--kv-staging-mib", "1")
-# As between hosts, no rank maps another node's memory.
+# As between hosts, no rank maps another node's memory: a prefill node decides that alone.
 NOT_MAPPED = ("--kv-shared-cache", "off")
 FLAGS = ("--dtype", "fp32", "--kv-cache-mib", "8", "--max-step-tokens", "32", "--max-running", "8")
 
+Ranks: TypeAlias = tuple[int, tuple[str, ...]]
+"""A node's number of ranks, and its flags besides ``FLAGS``."""
+Pair: TypeAlias = tuple[Ranks, Ranks]
+"""A prefill and a decode node."""
+
 
 @contextmanager
-def pairs(model: Path, wanted_pairs: Sequence[tuple[int, int]], *more: str) -> Iterator[dict[tuple[int, int], Cluster]]:
+def clusters(model: Path, pairs: Sequence[Pair]) -> Iterator[dict[Pair, Cluster]]:
     """Yields a cluster with its own proxy for each pair. Pairs share nodes, which register with several proxies."""
     with ExitStack() as stack:
-        proxies = [stack.enter_context(pdserve("proxy", "--port", "0", "--control-port", "0")) for _ in wanted_pairs]
+        proxies = [stack.enter_context(pdserve("proxy", "--port", "0", "--control-port", "0")) for _ in pairs]
         made = {}
-        for pair, proxy in zip(wanted_pairs, proxies, strict=True):
+        for pair, proxy in zip(pairs, proxies, strict=True):
             found = proxy.listening()
             made[pair] = Cluster(found.url, proxy, found.control)
         starting: list[tuple[Process, list[list[Node]]]] = []
         for side, role in enumerate(("prefill", "decode")):
-            for ranks in sorted({pair[side] for pair in wanted_pairs}):
-                clusters = [made[pair] for pair in wanted_pairs if pair[side] == ranks]
-                others = [flag for cluster in clusters[1:] for flag in ("--proxy", cluster.control)]
+            for ranks, more in sorted({pair[side] for pair in pairs}):
+                joined = [made[pair] for pair in pairs if pair[side] == (ranks, more)]
+                others = [flag for cluster in joined[1:] for flag in ("--proxy", cluster.control)]
                 flags = (*FLAGS, *more, "--tp", str(ranks), *others)
-                process = stack.enter_context(start_node(role, f"{role}-of-{ranks}", model, clusters[0], *flags))
-                starting.append((process, [[cluster.prefill, cluster.decode][side] for cluster in clusters]))
+                process = stack.enter_context(start_node(role, f"{role}-of-{ranks}", model, joined[0], *flags))
+                starting.append((process, [[cluster.prefill, cluster.decode][side] for cluster in joined]))
         for process, places in starting:
             for place in places:
                 place.append(Node("", process, process.listening().url))
@@ -88,23 +94,33 @@ def maps_of(decode: Node) -> int:
     return decode.process.output.count("are copied out of its memory")
 
 
+def pair(sources: int, targets: int, *prefill_flags: str) -> Pair:
+    return (sources, prefill_flags), (targets, ())
+
+
 @pytest.fixture(scope="module")
-def mapped(model: Path) -> Iterator[dict[tuple[int, int], Cluster]]:
-    with pairs(model, MAPPED) as made:
+def made(model: Path) -> Iterator[dict[Pair, Cluster]]:
+    with clusters(model, [*(pair(*ranks) for ranks in MAPPED), pair(2, 2, *NOT_MAPPED)]) as made:
         yield made
 
 
 @pytest.mark.parametrize(("sources", "targets"), MAPPED)
 def test_ranks_of_both_nodes_give_the_reference_tokens(
-    mapped: dict[tuple[int, int], Cluster], wanted: list[list[int]], sources: int, targets: int
+    made: dict[Pair, Cluster], wanted: list[list[int]], sources: int, targets: int
 ) -> None:
     # Each rank is linked with the ranks of the other node that have KV heads in common with it.
-    check(mapped[sources, targets], wanted, len(set(head_map(KV_HEADS, sources, targets))))
+    check(made[pair(sources, targets)], wanted, len(set(head_map(KV_HEADS, sources, targets))))
 
 
-@pytest.mark.parametrize("more", [STAGED, NOT_MAPPED], ids=["staged", "not mapped"])
 def test_ranks_whose_memory_is_not_mapped_give_the_reference_tokens(
-    model: Path, wanted: list[list[int]], more: tuple[str, ...]
+    made: dict[Pair, Cluster], wanted: list[list[int]]
 ) -> None:
-    with pairs(model, [(2, 2)], *more) as made:
-        check(made[2, 2], wanted, 0)
+    check(made[pair(2, 2, *NOT_MAPPED)], wanted, 0)
+
+
+def test_ranks_whose_blocks_pass_through_host_memory_give_the_reference_tokens(
+    model: Path, wanted: list[list[int]]
+) -> None:
+    staged: Pair = (2, STAGED), (2, STAGED)
+    with clusters(model, [staged]) as made:
+        check(made[staged], wanted, 0)
