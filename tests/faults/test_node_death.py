@@ -24,9 +24,14 @@ FLAGS = ("--dtype", "fp32", "--max-step-tokens", "16", "--max-running", "8", "--
 
 
 @pytest.fixture(scope="module")
-def expected(slow_tiny_model: Path) -> list[int]:
+def reference(slow_tiny_model: Path) -> Reference:
+    return Reference(slow_tiny_model, NEW_TOKENS)
+
+
+@pytest.fixture(scope="module")
+def expected(reference: Reference) -> list[int]:
     """Returns the answer of transformers."""
-    return Reference(slow_tiny_model, NEW_TOKENS).answer(PROMPT)
+    return reference.answer(PROMPT)
 
 
 @dataclass(frozen=True)
@@ -199,11 +204,12 @@ def test_another_prefill_node_takes_over(broken: Broken, victims: Cluster, expec
         eventually(lambda: other.metric("kv_transfers_total", direction="sent") == wanted, "its metrics say so")
 
 
-def test_prefill_that_misses_its_deadline(slow_tiny_model: Path, expected: list[int]) -> None:
+def test_prefill_that_misses_its_deadline(slow_tiny_model: Path, reference: Reference) -> None:
+    prompt = PROMPT[:350]
     # On any machine, steps of two tokens take far longer than the time that a prompt of this length may take.
     steps = ("--max-step-tokens", "2", "--max-running", "1", "--dtype", "fp32", "--prefix-cache", "off")
     with cluster(slow_tiny_model, *steps, "--prefill-timeout-ms", "10") as slow:
-        assert slow.complete(PROMPT, NEW_TOKENS, ignore_eos=True) == expected
+        assert slow.complete(prompt, NEW_TOKENS, ignore_eos=True) == reference.answer(prompt)
         slow.until_idle()
         assert fallbacks(slow) == 1
         assert slow.decode[0].metric("kv_transfer_failures_total", reason="deadline") == 1
