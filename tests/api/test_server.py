@@ -144,15 +144,15 @@ def test_engine_death_ends_the_node(behaviour: Behaviour, message: str, model_di
         assert any("ERROR" in line and message in line for line in node.process.lines)
 
 
-def test_a_node_with_all_optimisations_off(model_dir: Path, tmp_path: Path) -> None:
+def test_a_node_with_all_optimisations_off(node: NodeUnderTest, model_dir: Path, tmp_path: Path) -> None:
     """The stream has the same bytes, except for what differs between any two answers."""
     plain = StreamConfig(batched_dispatch=Switch.OFF, notify_size=0, fast_path=Switch.OFF)
-    answers = []
-    for stream_config in (plain, StreamConfig()):
-        with scripted_node(config(stream=stream_config), model_dir, tmp_path) as node:
-            body = {**BODY, "seed": Behaviour.BURST, "n": 3, "stream": True, "stream_options": {"include_usage": True}}
-            answer = post(f"{node.url}/v1/completions", body)
-            answers.append(re.sub(r'"id":"cmpl-\w+"|"created":\d+', "", answer.text))
+    body = {**BODY, "seed": Behaviour.BURST, "n": 3, "stream": True, "stream_options": {"include_usage": True}}
+    with scripted_node(config(stream=plain), model_dir, tmp_path) as unoptimised:
+        answers = [
+            re.sub(r'"id":"cmpl-\w+"|"created":\d+', "", post(f"{url}/v1/completions", body).text)
+            for url in (unoptimised.url, node.url)
+        ]
     assert answers[0] == answers[1]
     assert answers[0].endswith("data: [DONE]\n\n")
 
@@ -190,13 +190,12 @@ def test_engine_that_cannot_start(tmp_path: Path) -> None:
         pass
 
 
-def test_port_in_use(model_dir: Path, tmp_path: Path) -> None:
-    with scripted_node(config(), model_dir, tmp_path) as node:
-        taken = urlsplit(node.url).port
-        assert taken is not None
-        second = NodeConfig(http=HttpConfig(port=taken))
-        with pytest.raises(AssertionError, match="cannot serve HTTP"), scripted_node(second, model_dir, tmp_path):
-            pass
+def test_port_in_use(node: NodeUnderTest, model_dir: Path, tmp_path: Path) -> None:
+    taken = urlsplit(node.url).port
+    assert taken is not None
+    second = NodeConfig(http=HttpConfig(port=taken))
+    with pytest.raises(AssertionError, match="cannot serve HTTP"), scripted_node(second, model_dir, tmp_path):
+        pass
 
 
 def test_prefill_node_serves_no_clients(model_dir: Path, tmp_path: Path) -> None:
