@@ -20,3 +20,10 @@ def mixed_cluster(demo_model: Path) -> Iterator[Cluster]:
     """Yields one mixed node in fp32, which prefills and decodes without transfers."""
     with cluster(demo_model, "--dtype", "fp32", prefill=0, decode=0, mixed=1) as running:
         yield running
+
+
+@pytest.fixture(scope="session")
+def tiny_pair(tiny_model: Path) -> Iterator[Cluster]:
+    """Yields a prefill and a decode node of a tiny model, in fp32, with all that they log."""
+    with cluster(tiny_model, "--dtype", "fp32", "--log-level", "debug") as running:
+        yield running

@@ -4,32 +4,20 @@ from __future__ import annotations
 
 import json
 import urllib.request
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-from tests.cluster.nodes import MODEL, Cluster, cluster
+from tests.cluster.nodes import MODEL, Cluster
 from tests.processes import Process
-from tests.tiny_models import save_tiny_chat_model
-
-FLAGS = ("--dtype", "fp32", "--kv-cache-mib", "8", "--log-level", "debug")
 
 
-@pytest.fixture(scope="module")
-def made(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    model = save_tiny_chat_model(demo_model, tmp_path_factory.mktemp("tiny"))
-    with cluster(model, *FLAGS) as running:
-        yield running
-
-
-def complete(made: Cluster, request_id: str) -> str:
+def complete(pair: Cluster, request_id: str) -> str:
     """Returns the request id of the answer to a request with this id."""
     # The prompt has several blocks that no prefix cache has, so the prefill node computes it.
     prompt = [3 + len(request_id)] * 60
     body = {"model": MODEL, "prompt": prompt, "max_tokens": 4, "ignore_eos": True, "n": 2}
     headers = {"content-type": "application/json", "x-request-id": request_id}
-    request = urllib.request.Request(made.url + "/v1/completions", json.dumps(body).encode(), headers)
+    request = urllib.request.Request(pair.url + "/v1/completions", json.dumps(body).encode(), headers)
     with urllib.request.urlopen(request, timeout=60.0) as response:
         assert len(json.loads(response.read())["choices"]) == 2
         return str(response.headers["x-request-id"])
@@ -40,11 +28,11 @@ def wait_for_line(process: Process, logger: str, request_id: str) -> None:
     process.wait_for(lambda line: all(word in line for word in words), 20.0)
 
 
-def test_one_grep_finds_a_request_in_every_process(made: Cluster) -> None:
+def test_one_grep_finds_a_request_in_every_process(tiny_pair: Cluster) -> None:
     label = "chat-17/eu"
-    assert complete(made, label) == label
-    (prefill,), (decode,) = made.prefill, made.decode
-    wait_for_line(made.proxy, "pdserve_proxy.requests", label)
+    assert complete(tiny_pair, label) == label
+    (prefill,), (decode,) = tiny_pair.prefill, tiny_pair.decode
+    wait_for_line(tiny_pair.proxy, "pdserve_proxy.requests", label)
     wait_for_line(decode.process, "pdserve.request", label)
     wait_for_line(decode.process, "pdserve.engine.step_loop", label)
     wait_for_line(decode.process, "pdserve.engine.kv_connector", label)
@@ -56,10 +44,10 @@ def test_one_grep_finds_a_request_in_every_process(made: Cluster) -> None:
 
 
 @pytest.mark.parametrize("forged", ["mine outcome=ok", "x" * 129])
-def test_a_label_that_could_forge_a_log_line_is_replaced(forged: str, made: Cluster) -> None:
-    label = complete(made, forged)
+def test_a_label_that_could_forge_a_log_line_is_replaced(forged: str, tiny_pair: Cluster) -> None:
+    label = complete(tiny_pair, forged)
     assert label != forged
-    (prefill,), (decode,) = made.prefill, made.decode
-    for process in (made.proxy, decode.process, prefill.process):
+    (prefill,), (decode,) = tiny_pair.prefill, tiny_pair.decode
+    for process in (tiny_pair.proxy, decode.process, prefill.process):
         process.wait_for(lambda line: f"request_id={label} " in line, 20.0)
         assert forged not in process.output

@@ -47,9 +47,8 @@ class Served:
 def served(request: pytest.FixtureRequest, tiny_model: Path, demo_model: Path) -> Iterator[Served]:
     """Yields a tiny model, whose tokens show an error as well, with every length, and real ones with some or all."""
     if request.param == "tiny":
-        flags = ("--dtype", "fp32")
-        with cluster(tiny_model, *flags) as pair, cluster(tiny_model, *flags, prefill=0, decode=0, mixed=1) as mixed:
-            yield Served(pair, mixed, answers(tiny_model, LENGTHS))
+        with cluster(tiny_model, "--dtype", "fp32", prefill=0, decode=0, mixed=1) as mixed:
+            yield Served(request.getfixturevalue("tiny_pair"), mixed, answers(tiny_model, LENGTHS))
     else:
         wanted = answers(demo_model, FEW if request.param == "demo" else LENGTHS)
         yield Served(request.getfixturevalue("pd_cluster"), request.getfixturevalue("mixed_cluster"), wanted)
