@@ -9,6 +9,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
@@ -127,35 +128,30 @@ def test_steps_copies_and_clearings_are_those_of_one_rank_and_a_death_is_heard_o
         ranks.check()
 
 
-@pytest.mark.parametrize("goes_on", [True, False])
-def test_blocks_are_written_on_every_rank_before_anybody_can_give_them_away(folder: Path, goes_on: bool) -> None:
-    """Otherwise a late rank would destroy what a KV transfer has put into them meanwhile."""
-    written = threading.Event()
-    config = engine_config(folder)
+@contextmanager
+def stopped(pid: int) -> Iterator[None]:
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
 
-    with running(config) as (ranks, runner):
+
+def test_blocks_are_written_on_every_rank_before_anybody_can_give_them_away(folder: Path) -> None:
+    """Otherwise a late rank would destroy what a KV transfer has put into them meanwhile."""
+    with running(engine_config(folder)) as (ranks, runner), ThreadPoolExecutor(1) as pool:
 
         def write() -> None:
-            try:
-                runner.clear([0])
-                runner.copy_blocks([1], [2])
-            except RankLost as exc:
-                lost.append(exc)
-            written.set()
+            runner.clear([0])
+            runner.copy_blocks([1], [2])
 
-        lost: list[RankLost] = []
-        writer = threading.Thread(target=write)
-        os.kill(ranks.pids[0], signal.SIGSTOP)
-        try:
-            writer.start()
-            assert not written.wait(TIMEOUT_MS / 4000)
-            if not goes_on:
-                assert written.wait(30)
-        finally:
-            os.kill(ranks.pids[0], signal.SIGCONT)
-        writer.join()
-    assert bool(lost) is not goes_on
-    assert goes_on or "did not write its KV blocks" in str(lost[0])
+        with stopped(ranks.pids[0]):
+            late = pool.submit(write)
+            with pytest.raises(TimeoutError):
+                late.result(TIMEOUT_MS / 4000)
+        late.result(30)
+        with stopped(ranks.pids[0]), pytest.raises(RankLost, match="did not write its KV blocks"):
+            pool.submit(write).result(30)
 
 
 def test_choices_and_penalties_are_those_of_one_rank_and_a_cpu_records_no_steps(folder: Path) -> None:
