@@ -11,11 +11,13 @@ import msgspec
 
 from pdserve.wire.frame import Purpose, Sealer
 from pdserve.wire.ids import new_id
-from pdserve.wire.ticket import PrefillTarget, Ticket
+from pdserve.wire.journal import digest
+from pdserve.wire.ticket import AnswerIdentity, PrefillTarget, Resume, Ticket
 from tests.processes import SECRET as CLUSTER_SECRET
 
 SECRET = CLUSTER_SECRET.encode()
 FOREIGN = b"the secret of another cluster"
+ANSWER = AnswerIdentity(bytes(16), 1_700_000_000)
 
 
 def sealed(
@@ -55,10 +57,28 @@ class Office:
 
     node: bytes
 
-    def ticket(self, *prefill: PrefillTarget, deadline_s: float = 60.0, node: bytes = b"") -> Ticket:
+    def ticket(
+        self,
+        *prefill: PrefillTarget,
+        deadline_s: float = 60.0,
+        node: bytes = b"",
+        answer: AnswerIdentity | None = None,
+        resume: Resume | None = None,
+    ) -> Ticket:
         return Ticket(
-            request_id="attack", attempt=0, node=node or self.node, deadline_s=deadline_s, prefill=tuple(prefill)
+            request_id="attack",
+            attempt=0,
+            node=node or self.node,
+            deadline_s=deadline_s,
+            prefill=tuple(prefill),
+            answer=answer,
+            resume=resume,
         )
+
+    def resuming(self, journal: bytes) -> str:
+        """Returns a header that announces ``journal``."""
+        resume = Resume(len(journal), digest(journal))
+        return header(sealed(self.ticket(answer=ANSWER, resume=resume), Purpose.TICKET))
 
     def frame(self, *prefill: PrefillTarget, late_s: float = 0.0, deadline_s: float = 60.0) -> bytes:
         return sealed(self.ticket(*prefill, deadline_s=deadline_s), Purpose.TICKET, late_s=late_s)

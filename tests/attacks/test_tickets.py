@@ -11,11 +11,12 @@ import pytest
 from pdserve.wire.discovery import NodeHeartbeat, NodeLoad
 from pdserve.wire.frame import UNNAMED, Purpose, Sealer
 from pdserve.wire.ids import new_id
-from pdserve.wire.ticket import PrefillTarget
+from pdserve.wire.journal import cut, digest, parse
+from pdserve.wire.ticket import AnswerIdentity, PrefillTarget, Resume
 from tests.attacks.attack import attacks, carry_out, check_answer
-from tests.attacks.case import CHAT, DETOKENIZE, EITHER, FINE, TEXT, TOKENIZE, At, HttpCase, body_with, head, post
+from tests.attacks.case import BAD, CHAT, DETOKENIZE, EITHER, FINE, TEXT, TOKENIZE, At, HttpCase, body_with, head, post
 from tests.attacks.client import Connection
-from tests.attacks.insider import FOREIGN, SECRET, Office, changed, flipped, header, sealed
+from tests.attacks.insider import ANSWER, FOREIGN, SECRET, Office, changed, flipped, header, sealed
 from tests.attacks.target import Target
 
 pytestmark = pytest.mark.usefixtures("unharmed")
@@ -37,6 +38,11 @@ def signed_ticket(office: Office, field: bytes) -> bytes:
     ticket = msgspec.msgpack.encode(office.ticket())
     sealer = Sealer(SECRET, Purpose.TICKET, new_id())
     return sealer._seal(UNNAMED, new_id(), bytes((ticket[0] + 1,)) + ticket[1:] + field)
+
+
+def with_fields(name: str, answer: AnswerIdentity | None = None, resume: Resume | None = None) -> TicketCase:
+    """Returns a signed ticket with these fields."""
+    return TicketCase(name, lambda office: header(sealed(office.ticket(answer=answer, resume=resume), Purpose.TICKET)))
 
 
 FORGED = (
@@ -95,6 +101,15 @@ FORGED = (
         "a deadline of no number", lambda office: header(sealed(office.ticket(deadline_s=float("nan")), Purpose.TICKET))
     ),
     TicketCase("another node", lambda office: header(sealed(office.ticket(node=new_id()), Purpose.TICKET))),
+    with_fields("a short name of an answer", answer=AnswerIdentity(bytes(15), 1)),
+    with_fields("an answer of 2^53 seconds", answer=AnswerIdentity(bytes(16), 2**53)),
+    with_fields("a journal without an answer", resume=Resume(0, digest(b""))),
+    with_fields("a journal that is not there", answer=ANSWER, resume=Resume(5, digest(b"0 33\n"))),
+    with_fields("a journal of 2^26 bytes that is not there", answer=ANSWER, resume=Resume(2**26, digest(b""))),
+    with_fields("a journal of 2^40 bytes", answer=ANSWER, resume=Resume(2**40, digest(b""))),
+    with_fields("a journal of -1 bytes", answer=ANSWER, resume=Resume(-1, digest(b""))),
+    with_fields("a short digest", answer=ANSWER, resume=Resume(0, bytes(31))),
+    with_fields("another digest", answer=ANSWER, resume=Resume(0, bytes(32))),
     TicketCase(
         "an attempt of 2^40",
         lambda office: header(sealed(msgspec.structs.replace(office.ticket(), attempt=2**40), Purpose.TICKET)),
@@ -172,6 +187,61 @@ def test_nodes_serve_nobody_without_a_ticket(attacked: Target, case: HttpCase) -
 def test_routes_that_are_none(attacked: Target, at: At, path: str) -> None:
     allowed = FINE if (at, path) == (At.PROXY, "/instances") else frozenset({404})
     carry_out(attacked, HttpCase(path, (head("GET", path),), allowed, method="GET", at=at))
+
+
+def streamed(target: Target, journal: bytes, ticket: str = "") -> bytes:
+    """Returns the ordinary request for a stream, with a journal behind its body."""
+    body = msgspec.json.encode(target.ordinary(stream=True)) + journal
+    return post(TEXT, body, *([f"X-Pdserve-Ticket: {ticket}"] if ticket else []))
+
+
+JOURNALS = {
+    "no entries": b"x",
+    "a choice that is none": b"7 5\n",
+    "a choice of seven digits": b"9999999 5\n",
+    "a token that is none": b"0 4000000000\n",
+    "a million tokens": b"0" + b" 5" * 1_000_000 + b"\n",
+    "a million entries": b"0\n" * 1_000_000 + b"x",
+    "an end and more": b"0.\n0 5\n",
+    "NULs": bytes(100_000),
+    "JSON": b'{"stream": false}',
+    "no UTF-8": b"\xff\xfe\n",
+    "numbers of other scripts": "0 \u0663\n".encode(),
+}
+
+
+@pytest.mark.parametrize("name", JOURNALS)
+def test_a_journal_that_is_none(attacked: Target, office: Office, name: str) -> None:
+    request = streamed(attacked, JOURNALS[name], office.resuming(JOURNALS[name]))
+    carry_out(attacked, HttpCase(name, (request,), BAD, at=At.DECODE))
+    attacked.check_answers()
+
+
+def test_a_client_cannot_resume(attacked: Target, office: Office) -> None:
+    """Neither the proxy nor a node takes a journal that no ticket announces."""
+    journal = b"0 5 5\n"
+    carry_out(attacked, HttpCase("at the proxy", (streamed(attacked, journal),), BAD))
+    carry_out(attacked, HttpCase("with a ticket", (streamed(attacked, journal, office.resuming(journal)),), BAD))
+    carry_out(attacked, HttpCase("without", (streamed(attacked, journal),), REFUSED, at=At.DECODE))
+    named = header(sealed(office.ticket(answer=ANSWER), Purpose.TICKET))
+    carry_out(attacked, HttpCase("unannounced", (streamed(attacked, journal, named),), BAD, at=At.DECODE))
+    attacked.check_answers()
+
+
+def test_a_journal_is_good_with_its_ticket(attacked: Target, office: Office) -> None:
+    """The engine goes on after the journal's tokens: the attacks above fail for what is wrong about them alone."""
+    journal = b"0 %d %d\n" % tuple(attacked.tokens[:2])
+    with Connection(attacked.decode.url) as connection:
+        connection.send(streamed(attacked, journal, office.resuming(journal)))
+        answer = connection.answer()
+    assert answer is not None
+    shown, entries = cut(answer.body)
+    chunks = [msgspec.json.decode(event[6:]) for event in shown.split(b"\n\n") if event.startswith(b"data: {")]
+    choices = [choice for chunk in chunks for choice in chunk["choices"]]
+    assert [token_id for choice in choices for token_id in choice.get("token_ids", ())] == attacked.tokens[2:]
+    assert choices[-1]["finish_reason"] == "length"
+    assert parse(journal + entries, 1, 10**6).emitted(0) == tuple(attacked.tokens)
+    attacked.check_answers()
 
 
 def test_of_two_tickets_one_counts(attacked: Target, office: Office) -> None:
