@@ -23,12 +23,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
+import msgspec
+
 MAX_JOURNAL_BYTES = 2**26
 """The largest journal that a ticket can announce."""
 DIGEST_BYTES = 32
 
 _ENTRY = re.compile(rb"(0|[1-9][0-9]{0,6})((?: (?:0|[1-9][0-9]{0,9}))*)(\.?)")
 _USAGE, _DONE = b"usage", b"done"
+_SIGNS = bytes.maketrans(b"[,", b": ")
+_encode = msgspec.json.Encoder().encode
 
 USAGE_ENTRY = b":" + _USAGE + b"\n"
 DONE_ENTRY = b":" + _DONE + b"\n"
@@ -64,10 +68,8 @@ class Journal:
 
 def entry(choice: int, token_ids: Sequence[int], *, over: bool = False) -> bytes:
     """Returns the line that begins an event of ``choice``."""
-    end = b".\n" if over else b"\n"
-    if len(token_ids) == 1:
-        return b":%d %d%b" % (choice, token_ids[0], end)
-    return b":%d%b%b" % (choice, b"".join([b" %d" % token_id for token_id in token_ids]), end)
+    # A JSON list with other signs: nothing writes many numbers faster, and every event of every stream has an entry.
+    return _encode((choice, *token_ids)).translate(_SIGNS, b"]") + (b".\n" if over else b"\n")
 
 
 def cut(events: bytes) -> tuple[bytes, bytes]:
