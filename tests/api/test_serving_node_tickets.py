@@ -12,7 +12,8 @@ from pdserve.api.serving_node import TicketGate
 from pdserve.errors import Unauthorized
 from pdserve.wire.frame import Purpose, Sealer
 from pdserve.wire.ids import new_id
-from pdserve.wire.ticket import PrefillTarget, Ticket
+from pdserve.wire.journal import digest
+from pdserve.wire.ticket import AnswerIdentity, PrefillTarget, Resume, Ticket
 
 SECRET = b"a cluster secret"
 NODE = new_id()
@@ -90,6 +91,14 @@ def test_no_ticket_is_good_for_longer_than_a_request_may_take() -> None:
 
 def test_ticket_for_another_node() -> None:
     assert refusal(TicketGate(SECRET, NODE), sealed(ticket(new_id()))).code == "wrong_node"
+
+
+def test_a_ticket_resumes_no_nameless_answer() -> None:
+    answer, resume = AnswerIdentity(bytes(16), 1), Resume(0, digest(b""))
+    named = msgspec.structs.replace(ticket(), answer=answer, resume=resume)
+    assert TicketGate(SECRET, NODE).admit(sealed(named)) == named
+    nameless = msgspec.structs.replace(ticket(), resume=resume)
+    assert refusal(TicketGate(SECRET, NODE), sealed(nameless)).code == "bad_ticket"
 
 
 @pytest.mark.parametrize(
