@@ -11,13 +11,13 @@ import pytest
 from pdserve.wire.discovery import NodeHeartbeat, NodeLoad
 from pdserve.wire.frame import UNNAMED, Purpose, Sealer
 from pdserve.wire.ids import new_id
-from pdserve.wire.journal import cut, digest, parse
+from pdserve.wire.journal import cut, digest, entry, parse
 from pdserve.wire.ticket import AnswerIdentity, PrefillTarget, Resume
 from tests.attacks.attack import attacks, carry_out, check_answer
 from tests.attacks.case import BAD, CHAT, DETOKENIZE, EITHER, FINE, TEXT, TOKENIZE, At, HttpCase, body_with, head, post
 from tests.attacks.client import Connection
 from tests.attacks.insider import ANSWER, FOREIGN, SECRET, Office, changed, flipped, header, sealed
-from tests.attacks.target import Target
+from tests.attacks.target import NEW_TOKENS, Target
 
 pytestmark = pytest.mark.usefixtures("unharmed")
 
@@ -228,9 +228,10 @@ def test_a_client_cannot_resume(attacked: Target, office: Office) -> None:
     attacked.check_answers()
 
 
-def test_a_journal_is_good_with_its_ticket(attacked: Target, office: Office) -> None:
+@pytest.mark.parametrize("count", [1, NEW_TOKENS - 1, NEW_TOKENS])
+def test_a_journal_is_good_with_its_ticket(attacked: Target, office: Office, count: int) -> None:
     """The engine goes on after the journal's tokens: the attacks above fail for what is wrong about them alone."""
-    journal = b"0 %d %d\n" % tuple(attacked.tokens[:2])
+    journal = entry(0, attacked.tokens[:count])[1:]
     with Connection(attacked.decode.url) as connection:
         connection.send(streamed(attacked, journal, office.resuming(journal)))
         answer = connection.answer()
@@ -238,7 +239,7 @@ def test_a_journal_is_good_with_its_ticket(attacked: Target, office: Office) -> 
     shown, entries = cut(answer.body)
     chunks = [msgspec.json.decode(event[6:]) for event in shown.split(b"\n\n") if event.startswith(b"data: {")]
     choices = [choice for chunk in chunks for choice in chunk["choices"]]
-    assert [token_id for choice in choices for token_id in choice.get("token_ids", ())] == attacked.tokens[2:]
+    assert [token_id for choice in choices for token_id in choice.get("token_ids", ())] == attacked.tokens[count:]
     assert choices[-1]["finish_reason"] == "length"
     assert parse(journal + entries, 1, 10**6).emitted(0) == tuple(attacked.tokens)
     attacked.check_answers()
