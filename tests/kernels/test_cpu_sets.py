@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest.mock import patch
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -9,6 +11,7 @@ from hypothesis import strategies as st
 
 from pdserve_kernels import reference
 from pdserve_kernels.contract import AttentionRow, HeadNorms, Kernels
+from pdserve_kernels.cpu import torch_kernels
 from pdserve_kernels.cpu.compiled_kernels import CompiledKernels
 from pdserve_kernels.kv_layout import KvLayout
 from tests.kernels.shared_tables import check_shared_table
@@ -180,7 +183,9 @@ def test_rows_that_share_a_block_table(
     kernels: Kernels, layout: KvLayout, group: int, past: int, new: int, window: int | None, seed: int
 ) -> None:
     torch.manual_seed(seed)
-    difference = check_shared_table(kernels, layout, group, past, new, window)
+    # A few rows with long contexts are gathered in turns.
+    with patch.object(torch_kernels, "GATHERED_TOKENS", 1000):
+        difference = check_shared_table(kernels, layout, group, past, new, window)
     if isinstance(kernels, CompiledKernels):
         assert difference == 0, "a row depends on nothing else in its step"
     assert difference <= (5e-2 if layout.dtype is torch.bfloat16 else 1e-5)
