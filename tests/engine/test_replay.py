@@ -11,6 +11,8 @@ import pytest
 import torch
 
 from pdserve.config import Dtype
+from pdserve.engine.placement.prefill_rate import PrefillRate
+from pdserve.engine.request import Status
 from pdserve.models.checkpoint.decoder_config import read_decoder_config
 from pdserve.models.runner import ModelRunner
 from pdserve.settings import cache_folder
@@ -26,6 +28,10 @@ from tests.engine.scheduling.test_scheduler_children import Pair
 from tests.engine.test_launched_step import PARAMETERS
 from tests.engine.test_step_loop import BLOCK_SIZE, MAX_LEN, Answer, engine, prompt
 from tests.tiny_models import save_tiny_model
+
+PROMPT = list(range(100, 110))
+SEED = talkative(PROMPT, 40)
+WHOLE = answer(PROMPT, SEED, 40, 64)
 
 TOKENS = 40
 NUM_BLOCKS = 200
@@ -159,6 +165,26 @@ def test_each_answer_to_one_prompt_goes_on_after_its_own_tokens(
                 check_rest(mine, one, cut)
 
 
+def test_an_answer_without_a_token_begins_where_the_prompt_of_the_others_ends() -> None:
+    engine = FakeEngine(prefix_cache=False)
+    engine.add(0, PROMPT, 40, [SEED] * 2, emitted=[WHOLE[:20], ()])
+    plan = engine.step()
+    assert [(work.request.local_id, work.num_tokens) for work in plan.work] == [(0, 10)]
+    assert engine.outputs == {1: WHOLE[:1]}
+    engine.run()
+    assert engine.outputs == {0: WHOLE[20:], 1: WHOLE}
+    assert engine.scheduler.counters.prompt_tokens == len(PROMPT)
+
+
+@pytest.mark.parametrize("num_blocks", [8, 9, 12])
+def test_an_answer_for_whose_tokens_there_are_not_enough_blocks_waits(num_blocks: int) -> None:
+    engine = FakeEngine(num_blocks=num_blocks, max_len=32)
+    engine.add(0, PROMPT, 40, [SEED] * 2, emitted=[WHOLE[:2], WHOLE[:20]])
+    engine.run()
+    assert engine.outputs == {0: WHOLE[2:22], 1: WHOLE[20:22]}
+    assert engine.idle
+
+
 # ---------------------------------------------------------------- prefill nodes
 
 
@@ -212,6 +238,39 @@ def test_what_has_landed_without_a_place_is_replayed_when_there_is_one() -> None
     assert bench.blocks.num_free == 64
 
 
+def test_what_has_landed_does_not_wait_behind_a_request_that_finds_no_blocks() -> None:
+    bench = Bench(num_blocks=13, max_running=2)
+    bench.now = 50.0
+    resumed = bench.add(1, prompt=10, max_tokens=30, targets=(TARGET,), emitted=20)
+    bench.step()
+    for local_id, max_tokens in ((2, 3), (3, 6)):
+        bench.add(local_id, prompt=3, max_tokens=max_tokens)
+    bench.step()
+    bench.now = 0.0
+    # It came first, but the blocks of the resumed request are not to be had.
+    large = bench.add(4, prompt=30)
+    bench.scheduler.landed(resumed)
+    while 2 not in bench.endings:
+        bench.step()
+    bench.step()
+    assert (resumed.status, large.status) == (Status.RUNNING, Status.WAITING)
+    assert 3 not in bench.endings, "there is a place, but the blocks are not free"
+    bench.run()
+    assert bench.outputs[1] == expected(30, 10)
+    assert bench.outputs[4] == expected(30, 4)
+
+
+def test_a_replay_comes_before_prompts_that_came_first() -> None:
+    bench = Bench(num_blocks=64, max_step_tokens=16)
+    resumed = bench.add(1, prompt=10, max_tokens=30, targets=(TARGET,), emitted=20)
+    bench.step()
+    first = bench.add(2, prompt=40)
+    bench.step()
+    bench.scheduler.landed(resumed)
+    works = [[(work.request, work.num_tokens) for work in bench.step().work] for _ in range(2)]
+    assert works == [[(resumed, 16)], [(resumed, 4), (first, 12)]]
+
+
 # ---------------------------------------------------------------- ends
 
 
@@ -253,9 +312,19 @@ def test_tokens_that_the_request_cannot_have_are_an_error(
 
 # ---------------------------------------------------------------- steps
 
-PROMPT = list(range(100, 110))
-SEED = talkative(PROMPT, 40)
-WHOLE = answer(PROMPT, SEED, 40, 64)
+
+def test_a_step_that_replays_is_no_measure_of_others(
+    folder: Path, runner: ModelRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured: list[tuple[int, int]] = []
+
+    def step(rate: PrefillRate, prompt_tokens: int, decoding: int, seconds: float, now: float) -> None:
+        measured.append((prompt_tokens, decoding))
+
+    monkeypatch.setattr(PrefillRate, "step", step)
+    with engine(folder, False, NUM_BLOCKS, own_runner=runner) as client:
+        client.together([asked("greedy", max_tokens=13)], "", [[(7,) * 10]])
+    assert measured == [(16, 0), (2, 0), (0, 1), (0, 1)]
 
 
 def test_a_replay_is_spread_over_steps_after_those_that_decode_and_before_prompts() -> None:
