@@ -549,7 +549,7 @@ class AdmissionConfig:
 
 @dataclass(frozen=True, slots=True)
 class RelayConfig:
-    """The proxy's connections to nodes."""
+    """The proxy's connections to nodes, and what becomes of a stream whose node is lost."""
 
     connect_timeout_s: float = setting(
         "connect-timeout-s", "Connecting to a node may take this many seconds.", 5.0, minimum=0.1, maximum=600
@@ -563,6 +563,24 @@ class RelayConfig:
     )
     max_connections: int = setting(
         "max-connections", "The proxy keeps at most this many connections to nodes.", 8192, minimum=1
+    )
+    resume: Switch = setting("resume", "When a stream's node is lost, another node goes on with the answer.", Switch.ON)
+    resume_wait_s: float = setting(
+        "resume-wait-s",
+        "A stream whose node is lost waits for its turn and for another node for this many seconds.",
+        10.0,
+        minimum=0.0,
+        maximum=86_400,
+    )
+    max_resumes: int = setting(
+        "max-resumes", "At most this many streams are being resumed at once; others wait for their turn.", 32, minimum=1
+    )
+    journal_mib: int = setting(
+        "journal-mib",
+        "The journals of each process of the proxy, from which streams are resumed, take at most this much memory, in "
+        "MiB. A stream beyond it is not resumed.",
+        64,
+        minimum=1,
     )
 
 

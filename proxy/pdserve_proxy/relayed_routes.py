@@ -9,13 +9,14 @@ from pdserve.errors import RequestError, UnsupportedMediaType
 from pdserve.http.errors import internal_error
 from pdserve.http.request import ClientGone, HttpRequest
 from pdserve_proxy.credentials import ApiKeys
-from pdserve_proxy.relay.relay import NodeRequest, Relay, StreamedResponse, WholeResponse
+from pdserve_proxy.relay.dispatch import NodeRequest
+from pdserve_proxy.relay.relay import COMPLETION_ROUTES, Relay, StreamedResponse, WholeResponse
 from pdserve_proxy.relay.relayed_request import RelayedRequest, RelayOutcome
 from pdserve_proxy.requests.admission_queue import AdmissionController
 from pdserve_proxy.requests.held_bodies import HeldBodies
 from pdserve_proxy.requests.request_body import GenerationBody, read_body
 
-RELAYED_ROUTES = frozenset({"/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"})
+RELAYED_ROUTES = COMPLETION_ROUTES | {"/tokenize", "/detokenize"}
 
 LARGE_BYTES = 256 * 1024
 """Larger bodies are read one at a time, and before each one all other requests get a turn of the event loop."""
@@ -68,7 +69,7 @@ class RelayedRoutes:
         caller = self._keys.caller(request.header(b"authorization"))
         UnsupportedMediaType.check_encoding(request.header(b"content-encoding"))
         # A place among the requests under way is taken when the body is there, so a slow sender keeps no other out.
-        # Only this call keeps the body in memory, so it is gone while the response goes to the client.
+        # Only this call and the journal of a stream keep the body: it is gone while an answer in one piece leaves.
         with self._bodies.hold(caller, request.address) as held:
             data = await request.body(self._max_body_bytes, held)
             body = read_body(data) if len(data) <= LARGE_BYTES else await self._read_large(data)

@@ -22,6 +22,7 @@ from pdserve.wire.discovery import Capacity, NodeHeartbeat, NodeInfo, NodeLoad, 
 from pdserve.wire.frame import Opener, Purpose, Sealer, Secrets
 from pdserve.wire.ids import new_id
 from pdserve.wire.ticket import TICKET_HEADER, Ticket
+from pdserve.wire.version import RELEASED_0_1
 from pdserve_proxy.server import run
 from pdserve_proxy.serving import Addresses
 from tests.proxy.fake_node import FakeNode
@@ -66,7 +67,9 @@ def node_info(
     fingerprint: str = "f",
     boot_id: bytes | None = None,
     max_running: int = 4,
+    protocol: int = RELEASED_0_1,
 ) -> NodeInfo:
+    """Returns a node's description of itself. ``Registration`` puts today's protocol into it."""
     return NodeInfo(
         name=name,
         boot_id=boot_id or new_id(),
@@ -76,6 +79,7 @@ def node_info(
         model=model,
         fingerprint=fingerprint,
         capacity=Capacity(max_running=max_running, num_blocks=16, block_size=16, max_model_len=256),
+        protocol=protocol,
     )
 
 

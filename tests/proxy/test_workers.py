@@ -345,7 +345,8 @@ async def test_a_worker_of_another_version_is_named(
 ) -> None:
     address = f"ipc://{tmp_path}/channel"
     changed = asyncio.Event()
-    registry = Registry(1.0, missed_heartbeats=3, on_change=changed.set)
+    registry = Registry(1.0, missed_heartbeats=3)
+    registry.on_change(changed.set)
     with WorkerChannel(address, registry, changed, ProxyMetrics()) as serving_hub, zmq.asyncio.Context() as context:
         serving_hub.expect(b"0.1")
         serving = asyncio.create_task(serving_hub.run())

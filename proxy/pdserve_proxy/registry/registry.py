@@ -43,9 +43,7 @@ class Registry:
         missed_heartbeats: int,
         max_nodes: int = MAX_NODES,
         watcher: RegistryWatcher | None = None,
-        on_change: Callable[[], None] | None = None,
     ) -> None:
-        self._on_change = on_change
         self._watcher = watcher
         self._max_nodes = max_nodes
         self.heartbeat_s = heartbeat_s
@@ -60,6 +58,7 @@ class Registry:
         self._lost: dict[bytes, None] = {}
         """The boot ids of lost nodes, in the order of their losses."""
         self._on_loss: Callable[[NodeInfo], None] | None = None
+        self._on_change: Callable[[], object] | None = None
         self._prefilled: dict[str, None] = {}
         """The fingerprints that have had a prefill node, in the order in which they came."""
         self._snapshot: Snapshot | None = None
@@ -108,6 +107,9 @@ class Registry:
 
     def on_loss(self, callback: Callable[[NodeInfo], None]) -> None:
         self._on_loss = callback
+
+    def on_change(self, callback: Callable[[], object]) -> None:
+        self._on_change = callback
 
     @property
     def lost(self) -> tuple[bytes, ...]:
@@ -223,6 +225,7 @@ class RegistryMirror:
         self._prefilled: frozenset[str] = frozenset()
         self._snapshot: Snapshot | None = None
         self._on_loss: Callable[[NodeInfo], None] | None = None
+        self._on_change: Callable[[], object] | None = None
 
     def take(self, message: Nodes) -> None:
         """Takes over what the registry holds now.
@@ -232,7 +235,7 @@ class RegistryMirror:
         before = self._nodes
         self._nodes = {entry.info.boot_id: _renewed(before.get(entry.info.boot_id), entry) for entry in message.nodes}
         self._prefilled = frozenset(message.prefilled)
-        self._snapshot = None
+        self._changed()
         for boot_id, known in before.items():
             node = self._nodes.get(boot_id)
             if node is None:
@@ -250,11 +253,19 @@ class RegistryMirror:
     def on_loss(self, callback: Callable[[NodeInfo], None]) -> None:
         self._on_loss = callback
 
+    def on_change(self, callback: Callable[[], object]) -> None:
+        self._on_change = callback
+
     def mark_unreachable(self, boot_id: bytes) -> None:
         node = self._nodes.get(boot_id)
         if node is not None:
             self._nodes[boot_id] = dataclasses.replace(node, state=Reachability.UNREACHABLE)
-            self._snapshot = None
+            self._changed()
+
+    def _changed(self) -> None:
+        self._snapshot = None
+        if self._on_change is not None:
+            self._on_change()
 
 
 def _renewed(known: RegisteredNode | None, entry: KnownNode) -> RegisteredNode:

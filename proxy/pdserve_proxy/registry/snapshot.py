@@ -64,6 +64,9 @@ class RegistryView(Protocol):
         A node that deregisters is not lost, since what runs there goes on. A lost node may come back.
         """
 
+    def on_change(self, callback: Callable[[], object]) -> None:
+        """From now on calls ``callback`` whenever the next snapshot may be another than the last."""
+
 
 class RegistryWatcher(Protocol):
     """An object that a registry calls when something happens to a node."""

@@ -15,12 +15,14 @@ from prometheus_client import Metric
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 
-from pdserve_proxy.relay.relayed_request import RelayedRequest, RelayOutcome
+from pdserve_proxy.relay.journal import JournalBudget
+from pdserve_proxy.relay.relayed_request import RelayedRequest, RelayOutcome, ResumeOutcome
 
 # The log keeps the name that operators have set levels for, whatever the module is called.
 log = logging.getLogger("pdserve_proxy.requests")
 
 FIRST_BYTE_BOUNDS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
+GAP_BOUNDS_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 3.0, 5.0, 10.0, 20.0, 30.0, 60.0)
 OTHER_ROUTES = "other"
 """The label under which errors outside the relayed routes are counted."""
 
@@ -38,14 +40,23 @@ class RequestCounts(Collector):
         self.requests: Counter[tuple[str, int]] = Counter()
         """The number of requests that have ended, by route and status."""
         self.outcomes = {outcome.value: 0 for outcome in RelayOutcome}
-        self._first_bytes = [0] * (len(FIRST_BYTE_BOUNDS_S) + 1)
-        self._first_bytes_s = 0.0
+        self.resumes = {outcome.value: 0 for outcome in ResumeOutcome}
+        self.journals = JournalBudget(0)
+        """The budget of the relay's journals, which the relay puts here."""
+        self._first_bytes = _Durations(FIRST_BYTE_BOUNDS_S)
+        self._gaps = _Durations(GAP_BOUNDS_S)
 
     def began(self) -> None:
         self.in_flight += 1
 
     def retried(self) -> None:
         self.retries += 1
+
+    def resume_ended(self, outcome: ResumeOutcome, gap_s: float | None = None) -> None:
+        """Counts an attempt to resume a stream; if it was resumed, with the time in which its client got nothing."""
+        self.resumes[outcome] += 1
+        if gap_s is not None:
+            self._gaps.add(gap_s)
 
     def ended(self, relayed: RelayedRequest) -> None:
         """Counts ``relayed``, which has ended, and writes its line in the access log."""
@@ -55,8 +66,7 @@ class RequestCounts(Collector):
         self.relayed_bytes += relayed.relayed_bytes
         self.outcomes[relayed.outcome] += 1
         if relayed.first_byte_s is not None:
-            self._first_bytes[bisect_left(FIRST_BYTE_BOUNDS_S, relayed.first_byte_s)] += 1
-            self._first_bytes_s += relayed.first_byte_s
+            self._first_bytes.add(relayed.first_byte_s)
         if log.isEnabledFor(logging.INFO):  # the line's fields cost more than all the counting
             _write_line(relayed)
 
@@ -80,17 +90,50 @@ class RequestCounts(Collector):
         yield CounterMetricFamily(
             "pdserve_proxy_relayed_bytes", "Body bytes that were relayed to clients.", self.relayed_bytes
         )
-        yield HistogramMetricFamily(
-            "pdserve_proxy_time_to_first_byte_seconds",
-            "From a request's arrival to the first body byte from its node.",
-            buckets=list(self._buckets()),
-            sum_value=self._first_bytes_s,
+        yield self._first_bytes.histogram(
+            "pdserve_proxy_time_to_first_byte_seconds", "From a request's arrival to the first body byte from its node."
         )
+        resumes = CounterMetricFamily(
+            "pdserve_proxy_resumes", "Streams whose node was lost, by what became of them.", labels=["outcome"]
+        )
+        for outcome, count in self.resumes.items():
+            resumes.add_metric([outcome], count)
+        yield resumes
+        yield self._gaps.histogram(
+            "pdserve_proxy_resume_gap_seconds", "From a node's loss to the next event of a stream that was resumed."
+        )
+        yield GaugeMetricFamily(
+            "pdserve_proxy_journal_bytes",
+            "Memory taken for what streams can be resumed from.",
+            self.journals.taken_bytes,
+        )
+        dropped = CounterMetricFamily(
+            "pdserve_proxy_journals_dropped", "Streams that could not be resumed any more.", labels=["reason"]
+        )
+        for reason, count in self.journals.dropped.items():
+            dropped.add_metric([reason.value], count)
+        yield dropped
+
+
+class _Durations:
+    """The counts of a histogram of times."""
+
+    def __init__(self, bounds_s: tuple[float, ...]) -> None:
+        self._bounds_s = bounds_s
+        self._counts = [0] * (len(bounds_s) + 1)
+        self._sum_s = 0.0
+
+    def add(self, seconds: float) -> None:
+        self._counts[bisect_left(self._bounds_s, seconds)] += 1
+        self._sum_s += seconds
+
+    def histogram(self, name: str, documentation: str) -> HistogramMetricFamily:
+        return HistogramMetricFamily(name, documentation, buckets=list(self._buckets()), sum_value=self._sum_s)
 
     def _buckets(self) -> Iterator[tuple[str, float]]:
         """Returns Prometheus's cumulative buckets: each counts what the buckets below it count too."""
         within = 0
-        for bound, count in zip((*FIRST_BYTE_BOUNDS_S, float("inf")), self._first_bytes, strict=True):
+        for bound, count in zip((*self._bounds_s, float("inf")), self._counts, strict=True):
             within += count
             yield "+Inf" if bound == float("inf") else str(bound), within
 

@@ -2,16 +2,16 @@
 
 Each attempt carries a signed ticket, in an HTTP header, that describes the attempt to the decode node. Another node
 replaces one that cannot be reached or does not take the request (503, 401), as long as there is one that fits. A node
-that is lost with the request before its first byte is replaced once. After the first byte, a loss ends the client's
-stream with an error event (``event_stream``).
+that is lost with the request before its first byte is replaced once. After the first byte, another node goes on with
+the client's stream (``resume``), or the stream ends with an error event (``event_stream``).
 """
 
 from __future__ import annotations
 
 import asyncio
-import base64
 import enum
 import logging
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import TracebackType
@@ -19,19 +19,20 @@ from typing import Self
 
 import msgspec
 
-from pdserve.config import ProxyConfig
+from pdserve.config import ProxyConfig, Switch
 from pdserve.errors import BadUpstream, RequestError, Unavailable
-from pdserve.http.request import JSON, REQUEST_ID_HEADER
 from pdserve.http.tls import Trust
-from pdserve.wire.frame import Purpose, Sealer, Secrets
-from pdserve.wire.ticket import TICKET_HEADER, PrefillTarget, Ticket
+from pdserve.wire.ids import new_id
+from pdserve.wire.ticket import AnswerIdentity
 from pdserve_proxy.registry.snapshot import RegistryView
 from pdserve_proxy.relay.access_log import RequestCounts
+from pdserve_proxy.relay.dispatch import REFUSALS, Dispatch, NodeRequest, TicketSigner, writes_journals
 from pdserve_proxy.relay.event_stream import EventStream
+from pdserve_proxy.relay.journal import JournalBudget, RelayJournal
 from pdserve_proxy.relay.relayed_request import CutReason, RelayedRequest
-from pdserve_proxy.requests.request_body import GenerationBody
+from pdserve_proxy.relay.resume import Resumes, Resumption
 from pdserve_proxy.routing.attempts import Attempts
-from pdserve_proxy.routing.router import RETRY_AFTER_S, Route, RouteQuery, Router, requested_model
+from pdserve_proxy.routing.router import RETRY_AFTER_S, Route, RouteQuery, requested_model
 from pdserve_proxy.upstream.expiry_queue import ExpiryQueue
 from pdserve_proxy.upstream.node_connection import NodeLost, NodeResponse, NodeUnreachable
 from pdserve_proxy.upstream.node_pool import NodePool
@@ -42,8 +43,7 @@ MAX_ATTEMPTS = 16
 """The attempts at one request. Where so many nodes in a row are busy, more attempts only add to their load."""
 MAX_LOSSES = 2
 """The nodes that may be lost with one request: the request may be what kills them."""
-REFUSALS = (401, 503)
-"""Status codes with which a node does not take a request, or gives it back. Its own failures are 500."""
+COMPLETION_ROUTES = frozenset({"/v1/chat/completions", "/v1/completions"})
 MAX_ANSWER_BYTES = 64 * 2**20
 KEPT_HEADERS = (
     "content-type",
@@ -95,14 +95,6 @@ class AttemptFailure:
     """The node's own answer, if it gave one."""
 
 
-class NodeRequest(msgspec.Struct, frozen=True):
-    """The parts of a client's request that go to a node."""
-
-    path: str
-    body: GenerationBody
-    accept: str | None
-
-
 class Relay:
     """Owns the connections to nodes and the relayed requests under way. Used as an async context manager."""
 
@@ -119,9 +111,9 @@ class Relay:
         self._config = config
         self._registry = registry
         self._attempts = attempts
-        self._router = Router(config.routing.policy)
         self._tickets = tickets
         self._counts = counts
+        self._journals = counts.journals = JournalBudget(config.relay.journal_mib * 2**20)
         self._active: set[RelayedRequest] = set()
 
     async def __aenter__(self) -> Self:
@@ -129,6 +121,8 @@ class Relay:
         self._pool = NodePool(
             connect_timeout_s=relay.connect_timeout_s, max_connections=relay.max_connections, trust=self._trust
         )
+        self._dispatch = Dispatch(self._config, self._registry, self._attempts, self._tickets, self._pool)
+        self._resumes = Resumes(relay, self._registry, self._dispatch, self._counts)
         self._registry.on_loss(lambda node: self._pool.suspect(node.url))
         self._deadlines: ExpiryQueue[RelayedRequest] = ExpiryQueue(
             self._config.request.timeout_s, lambda relayed: relayed.cut(CutReason.DEADLINE)
@@ -160,21 +154,22 @@ class Relay:
 
         Raises RequestError if no node gives a response.
         """
+        request = self._with_identity(request)
         query = RouteQuery(requested_model(self._registry.snapshot(), request.body.model), request.body.prompt_start)
         tried: frozenset[bytes] = frozenset()
         failure: AttemptFailure | None = None
         losses = 0
         for number in range(MAX_ATTEMPTS):
             try:
-                route = self._choose(query, tried)
+                route = self._dispatch.choose(query, tried)
             except RequestError:
                 if failure is None:
                     raise
                 break
             if number:
                 self._counts.retried()
-            self._begin_attempt(relayed, request.body, route)
-            result = await self._try_node(relayed, request, route, number)
+            self._dispatch.begin(relayed, request.body, route)
+            result = await self._try_node(relayed, request, query, route)
             if not isinstance(result, AttemptFailure):
                 return result
             failure = result
@@ -189,16 +184,6 @@ class Relay:
             raise failure.error
         return failure.answer
 
-    def _choose(self, query: RouteQuery, tried: frozenset[bytes]) -> Route:
-        """Returns a route by what is known of the nodes now. Raises Unavailable if there is none."""
-        snapshot = self._registry.snapshot()
-        return self._router.choose(snapshot, query, self._attempts.loads(snapshot), tried)
-
-    def _begin_attempt(self, relayed: RelayedRequest, body: GenerationBody, route: Route) -> None:
-        # A prefill node computes a prompt once, for however many answers.
-        prefill = [(node, body.prompts) for node in route.prefill[:1]]
-        relayed.begin_attempt(route, self._attempts.begin((route.decode, body.answers), *prefill))
-
     def _note_failure(self, relayed: RelayedRequest, route: Route, number: int, failure: AttemptFailure) -> None:
         level = logging.INFO if failure.kind is AttemptFailureKind.REFUSED else logging.WARNING
         name = route.decode.name
@@ -207,19 +192,11 @@ class Relay:
             self._registry.mark_unreachable(route.decode.boot_id)
 
     async def _try_node(
-        self, relayed: RelayedRequest, request: NodeRequest, route: Route, number: int
+        self, relayed: RelayedRequest, request: NodeRequest, query: RouteQuery, route: Route
     ) -> WholeResponse | StreamedResponse | AttemptFailure:
         node = route.decode
-        ticket = self._tickets.issue(
-            route, request_id=relayed.request_id, attempt=number, deadline_s=relayed.remaining_s
-        )
-        headers = {**JSON, REQUEST_ID_HEADER: relayed.request_id, TICKET_HEADER: ticket}
-        if request.accept is not None:
-            headers["accept"] = request.accept
-        # An answer in one piece comes when all of it is computed: until then only the deadline bounds the silence.
-        silence_s = self._config.relay.idle_timeout_s if request.body.stream else None
         try:
-            response = await self._pool.post(node.url, request.path, headers, request.body.data, silence_s=silence_s)
+            response = await self._dispatch.post(relayed, request, route)
         except NodeUnreachable:
             error = Unavailable(
                 f"node {node.name} cannot be reached", code="upstream_unreachable", retry_after_s=RETRY_AFTER_S
@@ -229,9 +206,35 @@ class Relay:
             return _lost(node.name, exc)
         relayed.own_response(response)
         try:
-            return await _first_byte(relayed, response)
+            if response.status == 200 and response.content_type == "text/event-stream":
+                return await self._stream(relayed, request, query, response)
+            return await _whole_answer(relayed, response)
         except NodeLost as exc:
             return _lost(node.name, exc)
+
+    async def _stream(
+        self, relayed: RelayedRequest, request: NodeRequest, query: RouteQuery, response: NodeResponse
+    ) -> StreamedResponse:
+        stream = EventStream(relayed, response, self._resumption(relayed, request, query))
+        await stream.open()
+        relayed.got_byte()
+        relayed.begin_relaying(response.status)
+        return StreamedResponse(response.status, _kept(response.headers), stream)
+
+    def _resumption(self, relayed: RelayedRequest, request: NodeRequest, query: RouteQuery) -> Resumption | None:
+        if request.answer is None or relayed.route is None:
+            return None
+        journal = None
+        if writes_journals(relayed.route.decode):
+            journal = RelayJournal(self._journals, request)
+            relayed.own_journal(journal)
+        return Resumption(self._resumes, relayed, query, journal)
+
+    def _with_identity(self, request: NodeRequest) -> NodeRequest:
+        """Returns ``request`` with an identity of its answer, if there is one that other nodes may go on with."""
+        if self._config.relay.resume is Switch.OFF or request.path not in COMPLETION_ROUTES:
+            return request
+        return msgspec.structs.replace(request, answer=AnswerIdentity(new_id(), int(time.time())))
 
     def _ended(self, relayed: RelayedRequest) -> None:
         self._active.discard(relayed)
@@ -239,23 +242,14 @@ class Relay:
         self._counts.ended(relayed)
 
 
-async def _first_byte(
-    relayed: RelayedRequest, response: NodeResponse
-) -> WholeResponse | StreamedResponse | AttemptFailure:
-    headers, content_type = _kept(response.headers), response.content_type
-    if response.status == 200 and content_type == "text/event-stream":
-        stream = EventStream(relayed, response)
-        await stream.open()
-        relayed.got_byte()
-        relayed.begin_relaying(response.status)
-        return StreamedResponse(response.status, headers, stream)
+async def _whole_answer(relayed: RelayedRequest, response: NodeResponse) -> WholeResponse | AttemptFailure:
     body = response.take_whole()
     if body is None:
         body = await _read_all(relayed, response)
     elif body and response.status not in REFUSALS:
         relayed.got_byte()
-    answer = WholeResponse(response.status, headers, body)
-    return _judge(relayed.decode_name, answer, content_type)
+    answer = WholeResponse(response.status, _kept(response.headers), body)
+    return _judge(relayed.decode_name, answer, response.content_type)
 
 
 def _judge(node: str, answer: WholeResponse, content_type: str) -> WholeResponse | AttemptFailure:
@@ -297,21 +291,3 @@ def _lost(node: str, exc: NodeLost) -> AttemptFailure:
     return AttemptFailure(
         AttemptFailureKind.LOST, BadUpstream(f"node {node} was lost before it answered: {exc}", code="upstream_lost")
     )
-
-
-class TicketSigner:
-    """Signs the tickets of one proxy process."""
-
-    def __init__(self, secret: bytes | Secrets, boot_id: bytes) -> None:
-        self._sealer = Sealer(secret, Purpose.TICKET, boot_id)
-
-    def issue(self, route: Route, *, request_id: str, attempt: int, deadline_s: float) -> str:
-        """Returns the value of the ticket's header. ``deadline_s`` counts from now."""
-        ticket = Ticket(
-            request_id=request_id,
-            attempt=attempt,
-            node=route.decode.boot_id,
-            deadline_s=deadline_s,
-            prefill=tuple([PrefillTarget(info.name, info.control, info.boot_id) for info in route.prefill]),
-        )
-        return base64.urlsafe_b64encode(self._sealer.seal(ticket)).rstrip(b"=").decode("ascii")

@@ -1,10 +1,13 @@
 """One client request that is relayed to nodes, from its arrival to its last byte.
 
-    OPENING ──▶ RELAYING ──▶ ENDED        a stream
-    OPENING ───────────────▶ ENDED        a response in one piece, or an error
+    OPENING ──▶ RELAYING ───────────────▶ ENDED     a stream
+                  │  ▲                      ▲
+                  ▼  │                      │
+                RESUMING ───────────────────┘       its node was lost; another one goes on, or none
+    OPENING ────────────────────────────▶ ENDED     a response in one piece, or an error
 
 The task that handles the request enters its ``RelayedRequest`` with ``with``. However the task leaves it, the node's
-response is closed, and the request has ended exactly once.
+response is closed, its journal is freed, and the request has ended exactly once.
 """
 
 from __future__ import annotations
@@ -26,11 +29,12 @@ CUT_GRACE_S = 5.0
 class RelayPhase(enum.Enum):
     OPENING = "opening"
     RELAYING = "relaying"
+    RESUMING = "resuming"
     ENDED = "ended"
 
 
 # The members have names of their own because a look-up on the enum's class costs a call for every request.
-_OPENING, _RELAYING, _ENDED = RelayPhase
+_OPENING, _RELAYING, _RESUMING, _ENDED = RelayPhase
 
 
 class RelayOutcome(enum.StrEnum):
@@ -43,6 +47,17 @@ class RelayOutcome(enum.StrEnum):
     SHUT_DOWN = "shut_down"
     FAILED = "failed"
     """A defect of the proxy ended the request."""
+
+
+class ResumeOutcome(enum.StrEnum):
+    """What became of a stream whose node was lost."""
+
+    RESUMED = "resumed"
+    NO_NODE = "no_node"
+    """There was no turn or no node for it in time."""
+    NOT_RESUMABLE = "not_resumable"
+    """There was no whole journal of it."""
+    FAILED = "failed"
 
 
 class CutReason(enum.Enum):
@@ -69,11 +84,18 @@ class Closable(Protocol):
         """Closes its connection now, and fails a read that waits on it."""
 
 
+class Freeable(Protocol):
+    """The journal of a stream, as far as a relayed request needs to know it."""
+
+    def free(self) -> None:
+        """Frees the memory that it takes."""
+
+
 class RelayedRequest:
     """One request, used as a context manager in the task that handles it.
 
-    While there is no response yet, a cut cancels that task; ``takes_cancel_as_cut`` tells a cut from a client that has
-    left.
+    While there is no response, because none has come yet or its node was lost, a cut cancels that task;
+    ``takes_cancel_as_cut`` tells a cut from a client that has left.
     """
 
     def __init__(
@@ -93,12 +115,16 @@ class RelayedRequest:
         self._ended_s = self._started_s
         self._grace_timer: asyncio.TimerHandle | None = None
         self._response: Closable | None = None
+        self._journal: Freeable | None = None
         self.phase = _OPENING
         self.cut_short: CutReason | None = None
         self.request_id = request_id
         self.path = path
-        self._route: Route | None = None
+        self.route: Route | None = None
+        """The nodes of the last attempt that has begun."""
         self._attempt: Attempt | None = None
+        self.attempts = 0
+        """The number of attempts that have begun."""
         self._release_place: Callable[[], None] | None = None
         self.status = 0
         self.outcome: RelayOutcome | None = None
@@ -119,11 +145,11 @@ class RelayedRequest:
 
     @property
     def decode_name(self) -> str:
-        return self._route.decode.name if self._route is not None else "-"
+        return self.route.decode.name if self.route is not None else "-"
 
     @property
     def prefill_name(self) -> str:
-        return self._route.prefill[0].name if self._route is not None and self._route.prefill else "-"
+        return self.route.prefill[0].name if self.route is not None and self.route.prefill else "-"
 
     @property
     def remaining_s(self) -> float:
@@ -140,6 +166,12 @@ class RelayedRequest:
             self._response.close()
         self._response = response
 
+    def own_journal(self, journal: Freeable) -> None:
+        """Frees ``journal`` at the end, or when the next one is passed."""
+        if self._journal is not None:
+            self._journal.free()
+        self._journal = journal
+
     def hold_place(self, release: Callable[[], None]) -> None:
         """Holds a place among the admitted requests until the end, which calls ``release``."""
         self._release_place = release
@@ -147,18 +179,31 @@ class RelayedRequest:
     def begin_attempt(self, route: Route, attempt: Attempt) -> None:
         """Ends the attempt before this one, if there is one, and begins ``attempt``."""
         self._end_attempt()
-        self._route, self._attempt = route, attempt
-        self.first_byte_s = None
+        self.route, self._attempt = route, attempt
+        self.attempts += 1
+        if self.phase is _OPENING:
+            self.first_byte_s = None
 
     def got_byte(self) -> None:
+        """Notes that bytes for the client came from the node, which needs its prefill node no more."""
         if self.first_byte_s is None:
             self.first_byte_s = self._loop.time() - self._started_s
-            if self._route is not None and self._attempt is not None:
-                self._attempt.end_at(*[info.boot_id for info in self._route.prefill])
+        elif self.phase is not _RESUMING:
+            return
+        if self.route is not None and self._attempt is not None:
+            self._attempt.end_at(*[info.boot_id for info in self.route.prefill])
 
     def begin_relaying(self, status: int) -> None:
         self.phase = _RELAYING
         self.status = status
+
+    def begin_resuming(self) -> None:
+        """Closes the lost node's response, so that nothing it still says is relayed, and ends the attempt there."""
+        self.phase = _RESUMING
+        if self._response is not None:
+            self._response.close()
+            self._response = None
+        self._end_attempt()
 
     def end(self, outcome: RelayOutcome, status: int | None = None) -> None:
         """Ends the request; every call but the first does nothing."""
@@ -171,6 +216,9 @@ class RelayedRequest:
         if self._response is not None:
             self._response.close()
             self._response = None
+        if self._journal is not None:
+            self._journal.free()
+            self._journal = None
         self._end_attempt()
         if self._release_place is not None:
             self._release_place()
@@ -186,7 +234,7 @@ class RelayedRequest:
             return
         self.cut_short = why
         self._grace_timer = self._loop.call_later(CUT_GRACE_S, self.cut, why)
-        if self.phase is _OPENING:
+        if self.phase is not _RELAYING:
             self._task.cancel()
         elif self._response is not None:
             self._response.close()

@@ -65,9 +65,8 @@ async def supervise(
         folder = owned.enter_context(tempfile.TemporaryDirectory(prefix="pdserve-proxy-"))
         address = f"ipc://{folder}/workers"
         changed = asyncio.Event()
-        registry = Registry(
-            config.registry.heartbeat_ms / 1000, config.registry.missed_heartbeats, on_change=changed.set
-        )
+        registry = Registry(config.registry.heartbeat_ms / 1000, config.registry.missed_heartbeats)
+        registry.on_change(changed.set)
         channel = owned.enter_context(WorkerChannel(address, registry, changed, metrics))
         listeners = bind_shared(config.http, config.workers.count)
         for listener in listeners:
@@ -135,6 +134,7 @@ def worker_share(config: ProxyConfig) -> ProxyConfig:
             body_memory_mib=part(admission.body_memory_mib),
         ),
         http=dataclasses.replace(http, max_client_connections=part(http.max_client_connections)),
+        relay=dataclasses.replace(config.relay, max_resumes=part(config.relay.max_resumes)),
     )
 
 

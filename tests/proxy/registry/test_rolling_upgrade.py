@@ -30,7 +30,7 @@ from pdserve.wire.discovery import (
 from pdserve.wire.frame import NAMED, Opener, Purpose, Sealer
 from pdserve.wire.ids import new_id
 from pdserve.wire.version import SPOKEN
-from pdserve_proxy.relay.relay import TicketSigner
+from pdserve_proxy.relay.dispatch import TicketSigner
 from pdserve_proxy.routing.router import Route
 from tests.proxy.cluster import HEARTBEAT_MS, SECRET, cancelled, eventually, node_info, registered
 from tests.proxy.registry.test_discovery import listening, raw_peer

@@ -16,7 +16,8 @@ from pdserve.wire.ids import new_id
 from pdserve_proxy.registry.registry import Registry
 from pdserve_proxy.relay import relay
 from pdserve_proxy.relay.access_log import RequestCounts
-from pdserve_proxy.relay.relay import NodeRequest, Relay, StreamedResponse, TicketSigner
+from pdserve_proxy.relay.dispatch import NodeRequest, TicketSigner
+from pdserve_proxy.relay.relay import Relay, StreamedResponse
 from pdserve_proxy.requests.request_body import read_body
 from pdserve_proxy.routing.attempts import Attempts
 from tests.proxy.cluster import (

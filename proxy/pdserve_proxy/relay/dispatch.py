@@ -1,0 +1,129 @@
+"""Sends one attempt at a request to a node: chooses the route, signs the ticket, and opens the one upstream request."""
+
+from __future__ import annotations
+
+import base64
+
+import msgspec
+
+from pdserve.config import ProxyConfig
+from pdserve.http.request import JSON, REQUEST_ID_HEADER
+from pdserve.wire.discovery import NodeInfo
+from pdserve.wire.frame import Purpose, Sealer, Secrets
+from pdserve.wire.journal import digest
+from pdserve.wire.ticket import TICKET_HEADER, AnswerIdentity, PrefillTarget, Resume, Ticket
+from pdserve.wire.version import RESUMED_ANSWERS
+from pdserve_proxy.registry.snapshot import RegistryView
+from pdserve_proxy.relay.relayed_request import RelayedRequest
+from pdserve_proxy.requests.request_body import GenerationBody
+from pdserve_proxy.routing.attempts import Attempts
+from pdserve_proxy.routing.router import Route, RouteQuery, Router
+from pdserve_proxy.upstream.node_connection import NodeResponse
+from pdserve_proxy.upstream.node_pool import NodePool
+
+REFUSALS = (401, 503)
+"""Status codes with which a node does not take a request, or gives it back. Its own failures are 500."""
+
+
+class NodeRequest(msgspec.Struct, frozen=True):
+    """The parts of a client's request that go to a node."""
+
+    path: str
+    body: GenerationBody
+    accept: str | None
+    answer: AnswerIdentity | None = None
+    """The answer's identity, the same in all attempts; None if no other node is to go on with the answer."""
+
+
+class Dispatch:
+    """Sends the attempts of one proxy process to nodes."""
+
+    def __init__(
+        self,
+        config: ProxyConfig,
+        registry: RegistryView,
+        attempts: Attempts,
+        tickets: TicketSigner,
+        pool: NodePool,
+    ) -> None:
+        self._idle_timeout_s = config.relay.idle_timeout_s
+        self._registry = registry
+        self._attempts = attempts
+        self._router = Router(config.routing.policy)
+        self._tickets = tickets
+        self._pool = pool
+
+    def choose(self, query: RouteQuery, excluded: frozenset[bytes]) -> Route:
+        """Returns a route by what is known of the nodes now. Raises Unavailable if there is none."""
+        snapshot = self._registry.snapshot()
+        return self._router.choose(snapshot, query, self._attempts.loads(snapshot), excluded)
+
+    def begin(self, relayed: RelayedRequest, body: GenerationBody, route: Route) -> None:
+        """Begins an attempt, which counts as load of its nodes until the next one, or until the request's end."""
+        # A prefill node computes a prompt once, for however many answers.
+        prefill = [(node, body.prompts) for node in route.prefill[:1]]
+        relayed.begin_attempt(route, self._attempts.begin((route.decode, body.answers), *prefill))
+
+    async def post(
+        self, relayed: RelayedRequest, request: NodeRequest, route: Route, entries: bytes | None = None
+    ) -> NodeResponse:
+        """Returns the node's response to the attempt that has begun last, when its head has come.
+
+        With the ``entries`` of a journal the node is asked to go on behind them.
+
+        Raises what ``NodePool.post`` does.
+        """
+        node = route.decode
+        body = request.body.data
+        resume = None
+        if entries is not None:
+            body += entries
+            resume = Resume(len(entries), digest(entries))
+        ticket = self._tickets.issue(
+            route,
+            request_id=relayed.request_id,
+            attempt=relayed.attempts - 1,
+            deadline_s=relayed.remaining_s,
+            answer=request.answer if writes_journals(node) else None,
+            resume=resume,
+        )
+        headers = {**JSON, REQUEST_ID_HEADER: relayed.request_id, TICKET_HEADER: ticket}
+        if request.accept is not None:
+            headers["accept"] = request.accept
+        # An answer in one piece comes when all of it is computed: until then only the deadline bounds the silence.
+        silence_s = self._idle_timeout_s if request.body.stream else None
+        return await self._pool.post(node.url, request.path, headers, body, silence_s=silence_s)
+
+
+def writes_journals(node: NodeInfo) -> bool:
+    """Returns whether ``node`` writes journals, and goes on with answers."""
+    return node.protocol >= RESUMED_ANSWERS
+
+
+class TicketSigner:
+    """Signs the tickets of one proxy process."""
+
+    def __init__(self, secret: bytes | Secrets, boot_id: bytes) -> None:
+        self._sealer = Sealer(secret, Purpose.TICKET, boot_id)
+
+    def issue(
+        self,
+        route: Route,
+        *,
+        request_id: str,
+        attempt: int,
+        deadline_s: float,
+        answer: AnswerIdentity | None = None,
+        resume: Resume | None = None,
+    ) -> str:
+        """Returns the value of the ticket's header. ``deadline_s`` counts from now."""
+        ticket = Ticket(
+            request_id=request_id,
+            attempt=attempt,
+            node=route.decode.boot_id,
+            deadline_s=deadline_s,
+            prefill=tuple([PrefillTarget(info.name, info.control, info.boot_id) for info in route.prefill]),
+            answer=answer,
+            resume=resume,
+        )
+        return base64.urlsafe_b64encode(self._sealer.seal(ticket)).rstrip(b"=").decode("ascii")

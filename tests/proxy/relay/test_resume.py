@@ -1,0 +1,521 @@
+"""A stream whose node is lost goes on at another node, and its client sees nothing of that."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import io
+import logging
+import re
+from typing import Any
+
+import pytest
+
+from pdserve.config import ProxyConfig, Switch
+from pdserve.http.guard import HALF_CLOSED_S
+from pdserve.http.tls import Trust
+from pdserve.wire.discovery import Register, Role
+from pdserve.wire.ids import new_id
+from pdserve.wire.journal import cut
+from pdserve.wire.version import PROTOCOL_VERSION, RELEASED_0_1
+from pdserve_proxy.registry.registry import Registry
+from pdserve_proxy.relay import resume
+from pdserve_proxy.relay.access_log import RequestCounts
+from pdserve_proxy.relay.dispatch import NodeRequest, TicketSigner
+from pdserve_proxy.relay.relay import Relay, StreamedResponse
+from pdserve_proxy.requests.request_body import read_body
+from pdserve_proxy.routing.attempts import Attempts
+from tests.proxy.cluster import SECRET, Cluster, cluster, error_of, eventually, heard, metric, node_info, proxy_config
+from tests.proxy.fake_node import Behaviour, Exchange, FakeNode, answer_ok
+from tests.proxy.relay.journaling_nodes import (
+    ANSWER,
+    SHOWN,
+    answer_up_to,
+    begin_and_die,
+    complete,
+    die_at_once,
+    dies_at,
+    hangs_at,
+    nodes,
+    refuses,
+    split,
+    ticket_in,
+)
+
+ERROR = b"event: error\ndata: "
+
+
+def config(*, base: ProxyConfig | None = None, **relay: Any) -> ProxyConfig:
+    base = base or proxy_config()
+    return dataclasses.replace(base, relay=dataclasses.replace(base.relay, **relay))
+
+
+NO_WAIT = config(resume_wait_s=0.05)
+
+
+async def ask(running: Cluster, **fields: object) -> bytes:
+    async with running.chat(stream=True, **fields) as response:
+        assert response.status == 200
+        return await response.read()
+
+
+def shown(count: int) -> bytes:
+    """Returns the first events of the answer as a client gets them."""
+    return cut(b"".join(ANSWER[:count]))[0]
+
+
+def broken(body: bytes, count: int) -> object:
+    """Returns the code of the error event that follows the answer's first events."""
+    begin = shown(count) + ERROR
+    assert body.startswith(begin)
+    return error_of(body[len(begin) :])["code"]
+
+
+async def resumes(running: Cluster, outcome: str) -> float:
+    return await metric(running, f'pdserve_proxy_resumes_total{{outcome="{outcome}"}}')
+
+
+async def nothing_is_left(running: Cluster) -> None:
+    async def none() -> bool:
+        return (
+            await metric(running, "pdserve_proxy_requests_in_flight") == 0
+            and await metric(running, "pdserve_proxy_journal_bytes") == 0
+        )
+
+    await eventually(none, "nothing is left of the requests")
+
+
+@pytest.mark.parametrize("more", [b"", ANSWER[-1][:-1], b":0 10", b":0 105\ndata: {"])
+@pytest.mark.parametrize("end", range(1, len(ANSWER)))
+async def test_the_stream_goes_on_wherever_its_node_dies(end: int, more: bytes) -> None:
+    async with cluster() as running, nodes(running, dies_at(end, more), complete) as asked:
+        headers = {"x-request-id": "req-7"}
+        async with running.http.post("/v1/completions", json={"model": "m", "stream": True}, headers=headers) as got:
+            assert await got.read() == SHOWN
+        first, second = asked.tickets
+        assert (first.attempt, second.attempt) == (0, 1)
+        assert first.answer == second.answer is not None
+        assert (first.resume, first.request_id, second.request_id) == (None, "req-7", "req-7")
+        assert split(asked.asked[1]) == (asked.asked[0].body, cut(b"".join(ANSWER[:end]))[1])
+        assert await resumes(running, "resumed") == 1
+        assert await metric(running, "pdserve_proxy_resume_gap_seconds_count") == 1
+        assert await metric(running, 'pdserve_proxy_outcomes_total{outcome="ok"}') == 1
+        assert await metric(running, "pdserve_proxy_relayed_bytes_total") == len(SHOWN)
+        await nothing_is_left(running)
+
+
+async def test_a_whole_answer_is_enough_whatever_its_node_does_then() -> None:
+    async with cluster() as running, nodes(running, dies_at(len(ANSWER)), complete) as asked:
+        assert await ask(running) == SHOWN
+        assert len(asked.asked) == 1
+        assert await metric(running, 'pdserve_proxy_outcomes_total{outcome="ok"}') == 1
+
+
+@pytest.mark.parametrize("end", [1, 3, len(ANSWER) - 1])
+async def test_a_stream_that_ends_too_early_in_good_order_goes_on(end: int) -> None:
+    async def end_early(exchange: Exchange) -> None:
+        await answer_up_to(exchange, end, more=b"data: half")
+        await exchange.finish()
+
+    async with cluster() as running, nodes(running, end_early, complete):
+        assert await ask(running) == SHOWN
+
+
+async def test_a_stream_that_its_node_ends_with_an_error_is_over() -> None:
+    error = ERROR + b'{"error": {"message": "m", "type": "t", "param": null, "code": "c"}}\n\n'
+
+    async def fail(exchange: Exchange) -> None:
+        await answer_up_to(exchange, 2, more=error)
+        await exchange.finish()
+
+    async with cluster() as running, nodes(running, fail, complete) as asked:
+        assert await ask(running) == shown(2) + error
+        assert len(asked.asked) == 1
+        await nothing_is_left(running)
+
+
+async def test_several_entries_in_one_chunk_and_chunks_that_end_within_an_entry() -> None:
+    data = b"".join(ANSWER[:5])
+
+    async def die(exchange: Exchange) -> None:
+        await exchange.begin_stream()
+        for start in range(0, len(data), 7):
+            await exchange.chunk(data[start : start + 7])
+        exchange.die()
+
+    async def rest_at_once(exchange: Exchange) -> None:
+        await exchange.begin_stream()
+        await exchange.chunk(b"".join(ANSWER[split(exchange.request)[1].count(b"\n") :]))
+        await exchange.finish()
+
+    async with cluster() as running, nodes(running, die, rest_at_once) as asked:
+        assert await ask(running) == SHOWN
+        assert split(asked.asked[1])[1] == cut(data)[1]
+
+
+@pytest.mark.parametrize("falls_silent", [True, False])
+async def test_a_node_that_hangs_is_left_and_nothing_of_what_it_still_says_is_relayed(falls_silent: bool) -> None:
+    left = asyncio.Event()
+
+    async def hang(exchange: Exchange) -> None:
+        await answer_up_to(exchange, 2)
+        await exchange.gone()
+        left.set()
+
+    async def go_on(exchange: Exchange) -> None:
+        await left.wait()  # the old connection is closed before the new request is sent
+        await complete(exchange)
+
+    wanted = config(idle_timeout_s=600.0 if falls_silent else 0.3)
+    async with (
+        FakeNode(hang) as stuck,
+        FakeNode(go_on) as other,
+        cluster(wanted) as running,
+        heard(
+            node_info("stuck", Role.MIXED, stuck.url, protocol=PROTOCOL_VERSION), running.addresses.control
+        ) as silent,
+    ):
+        asked = asyncio.create_task(ask(running))
+        await eventually(lambda: bool(stuck.requests), "the node has it")
+        await running.add(node_info("other", Role.MIXED, other.url))
+        if falls_silent:
+            silent.set()
+        assert await asked == SHOWN
+
+
+async def test_a_stream_is_resumed_as_often_as_its_nodes_say_something() -> None:
+    behaviours = [dies_at(1), dies_at(2), dies_at(4), dies_at(6), complete]
+    async with cluster() as running, nodes(running, *behaviours, count=2) as asked:
+        assert await ask(running) == SHOWN
+        assert [ticket.attempt for ticket in asked.tickets] == [0, 1, 2, 3, 4]
+        assert len({ticket.answer for ticket in asked.tickets}) == 1
+        assert [ticket.node for ticket in asked.tickets[:2]] * 2 == [ticket.node for ticket in asked.tickets[:4]]
+        assert await resumes(running, "resumed") == 4
+
+
+async def test_a_stream_is_not_resumed_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resume, "MAX_RESUMES_OF_ONE", 2)
+    behaviours = [dies_at(1), dies_at(2), dies_at(3), complete]
+    async with cluster() as running, nodes(running, *behaviours) as asked:
+        assert broken(await ask(running), 3) == "upstream_lost"
+        assert len(asked.asked) == 3
+        assert (await resumes(running, "resumed"), await resumes(running, "failed")) == (2, 1)
+
+
+@pytest.mark.parametrize("second", [die_at_once, begin_and_die, dies_at(2, ANSWER[2][:-1])])
+async def test_a_stream_with_which_two_nodes_in_a_row_were_lost_goes_to_no_third(second: Behaviour) -> None:
+    async with cluster() as running, nodes(running, dies_at(2), second, complete) as asked:
+        assert broken(await ask(running), 2) == "upstream_lost"
+        assert len(asked.asked) == 2
+        assert await resumes(running, "failed") == 1
+        assert await metric(running, 'pdserve_proxy_outcomes_total{outcome="upstream_lost"}') == 1
+        await nothing_is_left(running)
+
+
+@pytest.mark.parametrize("answer", [refuses(400), refuses(404), refuses(500), refuses(504), answer_ok])
+async def test_an_answer_that_no_other_node_would_improve_ends_the_stream(answer: Behaviour) -> None:
+    async with cluster() as running, nodes(running, dies_at(2), answer, complete) as asked:
+        assert broken(await ask(running), 2) == "upstream_lost"
+        assert len(asked.asked) == 2
+        assert await resumes(running, "failed") == 1
+
+
+async def test_nodes_that_do_not_take_it_are_passed_over() -> None:
+    behaviours = [dies_at(2), refuses(503), refuses(401), complete]
+    async with cluster() as running, nodes(running, *behaviours) as asked:
+        assert await ask(running) == SHOWN
+        assert [ticket.attempt for ticket in asked.tickets] == [0, 1, 2, 3]
+        assert len({ticket.node for ticket in asked.tickets}) == 4
+
+
+async def test_a_node_that_is_busy_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resume, "RETRY_AFTER_S", 0.05)
+    behaviours = [dies_at(2), refuses(503), refuses(503), complete]
+    async with cluster() as running, nodes(running, *behaviours, count=2) as asked:
+        assert await ask(running) == SHOWN
+        lost, *others = [ticket.node for ticket in asked.tickets]
+        assert len(set(others)) == 1
+        assert lost not in others
+
+
+async def test_a_node_that_cannot_be_reached_is_passed_over() -> None:
+    async with cluster() as running, FakeNode() as gone:
+        await gone.stop()
+        async with nodes(running, dies_at(2), complete) as asked:
+            # Of three nodes that take turns, this one is chosen once in two requests.
+            await running.add(node_info("gone", Role.MIXED, gone.url))
+            asked.behaviours = [dies_at(2), complete] * 3
+            for _ in range(3):
+                assert await ask(running) == SHOWN
+
+
+async def test_a_stream_waits_for_a_node_that_comes() -> None:
+    async with FakeNode(complete) as late, cluster() as running, nodes(running, dies_at(3)) as asked:
+        waiting = asyncio.create_task(ask(running))
+        await eventually(lambda: bool(asked.asked), "the first node has it")
+        await running.add(node_info("late", Role.MIXED, late.url))
+        assert await waiting == SHOWN
+
+
+async def test_without_another_node_it_ends_when_the_wait_is_over() -> None:
+    async with cluster(NO_WAIT) as running, nodes(running, dies_at(3), complete, count=1) as asked:
+        assert broken(await ask(running), 3) == "upstream_lost"
+        assert len(asked.asked) == 1  # the lost node lives on, and is not asked
+        assert await resumes(running, "no_node") == 1
+        assert await metric(running, "pdserve_proxy_resume_gap_seconds_count") == 0
+        await nothing_is_left(running)
+
+
+@pytest.mark.parametrize("unfit", [{"protocol": RELEASED_0_1}, {"fingerprint": "another"}, {"model": "another"}])
+async def test_only_a_node_that_can_go_on_exactly_is_asked(unfit: dict[str, Any]) -> None:
+    go_on = asyncio.Event()
+
+    async def die(exchange: Exchange) -> None:
+        await answer_up_to(exchange, 3)
+        await go_on.wait()
+        exchange.die()
+
+    async with FakeNode(complete) as other, cluster(NO_WAIT) as running, nodes(running, die) as asked:
+        waiting = asyncio.create_task(ask(running))
+        await eventually(lambda: bool(asked.asked), "the first node has it")
+        info = node_info("unfit", Role.MIXED, other.url, **{"protocol": PROTOCOL_VERSION, **unfit})
+        async with heard(info, running.addresses.control):
+            go_on.set()
+            assert broken(await waiting, 3) == "upstream_lost"
+        assert other.requests == []
+
+
+async def test_an_old_node_gets_the_ticket_that_it_knows_and_its_stream_ends_with_it() -> None:
+    event = b"data: {}\n\n"
+
+    async def die(exchange: Exchange) -> None:
+        await exchange.begin_stream()
+        await exchange.chunk(event)
+        exchange.die()
+
+    async with (
+        FakeNode(die) as old,
+        FakeNode(complete) as other,
+        cluster() as running,
+        heard(node_info("old", Role.MIXED, old.url, protocol=RELEASED_0_1), running.addresses.control),
+    ):
+        asked = asyncio.create_task(ask(running))
+        await eventually(lambda: bool(old.requests), "the node has it")
+        await running.add(node_info("other", Role.MIXED, other.url))
+        body = await asked
+        assert error_of(body.removeprefix(event + ERROR))["code"] == "upstream_lost"
+        assert ticket_in(old.requests[0]).answer is None
+        assert other.requests == []
+        assert await resumes(running, "not_resumable") == 1
+
+
+async def test_switched_off_everything_is_as_if_there_were_no_journals() -> None:
+    event = b"data: {}\n\n"
+
+    async def die(exchange: Exchange) -> None:
+        await exchange.begin_stream()
+        await exchange.chunk(event)
+        exchange.die()
+
+    async with cluster(config(resume=Switch.OFF)) as running, nodes(running, die, complete) as asked:
+        assert error_of((await ask(running)).removeprefix(event + ERROR))["code"] == "upstream_lost"
+        (ticket,) = asked.tickets
+        assert (ticket.answer, ticket.resume) == (None, None)
+        assert await resumes(running, "not_resumable") == 0
+
+
+async def test_a_stream_without_entries_ends_with_its_node() -> None:
+    async def die(exchange: Exchange) -> None:
+        await exchange.begin_stream()
+        await exchange.chunk(cut(ANSWER[0])[0])
+        exchange.die()
+
+    async with cluster() as running, nodes(running, die, complete) as asked:
+        assert broken(await ask(running), 1) == "upstream_lost"
+        assert len(asked.asked) == 1
+        assert await resumes(running, "not_resumable") == 1
+
+
+async def test_what_is_no_completion_has_no_identity() -> None:
+    async with cluster() as running, nodes(running, answer_ok) as asked:
+        async with running.http.post("/tokenize", json={"model": "m"}) as response:
+            assert response.status == 200
+        assert asked.tickets[0].answer is None
+
+
+async def test_an_answer_in_one_piece_begins_again_with_the_same_identity() -> None:
+    async with cluster() as running, nodes(running, die_at_once, answer_ok) as asked:
+        async with running.chat() as response:
+            assert await response.read() == b'{"ok": true}'
+        first, second = asked.tickets
+        assert first.answer == second.answer is not None
+        assert (first.resume, second.resume) == (None, None)
+
+
+async def test_so_many_are_resumed_at_a_time_and_the_others_wait_for_their_turn() -> None:
+    go_on, resuming, most = asyncio.Event(), 0, 0
+
+    async def behave(exchange: Exchange) -> None:
+        nonlocal resuming, most
+        if ticket_in(exchange.request).resume is None:
+            await dies_at(1)(exchange)
+            return
+        resuming += 1
+        most = max(most, resuming)
+        await go_on.wait()
+        resuming -= 1
+        await complete(exchange)
+
+    async with cluster(config(max_resumes=2)) as running, nodes(running, *[behave] * 10, count=2) as asked:
+        waiting = [asyncio.create_task(ask(running)) for _ in range(5)]
+        await eventually(lambda: resuming == 2 and len(asked.asked) == 7, "two are resumed and the others wait")
+        go_on.set()
+        assert await asyncio.gather(*waiting) == [SHOWN] * 5
+        assert most == 2
+
+
+async def test_a_stream_whose_turn_does_not_come_ends() -> None:
+    async def behave(exchange: Exchange) -> None:
+        await (dies_at(1) if ticket_in(exchange.request).resume is None else hangs_at(1))(exchange)
+
+    wanted = config(max_resumes=1, resume_wait_s=0.2)
+    async with cluster(wanted) as running, nodes(running, *[behave] * 4, count=2):
+        first = asyncio.create_task(ask(running))
+        second = asyncio.create_task(ask(running))
+        done, (other,) = await asyncio.wait([first, second], return_when=asyncio.FIRST_COMPLETED)
+        assert broken(done.pop().result(), 1) == "upstream_lost"
+        other.cancel()
+        await asyncio.wait([other])
+        await nothing_is_left(running)
+
+
+@pytest.mark.parametrize("second", [None, hangs_at(2)])
+async def test_a_client_that_leaves_meanwhile_leaves_nothing_behind(second: Behaviour | None) -> None:
+    behaviours = [dies_at(2)] if second is None else [dies_at(2), second]
+    async with cluster() as running, nodes(running, *behaviours) as asked:
+        async with running.chat(stream=True) as response:
+            assert await response.content.readexactly(len(shown(2))) == shown(2)
+            await eventually(lambda: len(asked.asked) == len(behaviours), "the nodes have it")
+            response.close()
+        async with asyncio.timeout(5 + 2 * HALF_CLOSED_S):
+            await nothing_is_left(running)
+        assert await metric(running, 'pdserve_proxy_outcomes_total{outcome="client_gone"}') == 1
+        assert [await resumes(running, outcome) for outcome in ("resumed", "no_node", "failed")] == [0, 0, 0]
+        for node in asked.made:
+            await eventually(lambda node=node: not node._connections, "its connection is closed")
+
+
+@pytest.mark.parametrize("second", [None, hangs_at(2)])
+async def test_the_deadline_ends_a_stream_that_is_being_resumed(second: Behaviour | None) -> None:
+    behaviours = [dies_at(2)] if second is None else [dies_at(2), second]
+    wanted = config(base=proxy_config(timeout_s=0.4))
+    async with cluster(wanted) as running, nodes(running, *behaviours):
+        assert broken(await ask(running), 2) == "deadline_exceeded"
+        assert await resumes(running, "failed") == 1
+        assert await metric(running, 'pdserve_proxy_outcomes_total{outcome="timed_out"}') == 1
+        await nothing_is_left(running)
+
+
+@pytest.mark.parametrize("second", [None, hangs_at(2)])
+async def test_a_proxy_that_stops_ends_a_stream_that_is_being_resumed(second: Behaviour | None) -> None:
+    behaviours = [dies_at(2)] if second is None else [dies_at(2), second]
+    wanted = config(base=proxy_config(drain_s=0.2))
+    async with cluster(wanted) as running, nodes(running, *behaviours) as asked:
+        waiting = asyncio.create_task(ask(running))
+        await eventually(lambda: len(asked.asked) == len(behaviours), "the nodes have it")
+        running.stop.set()
+        assert broken(await waiting, 2) == "shutting_down"
+
+
+async def test_a_stream_that_is_resumed_meets_its_deadline_later_as_any_other() -> None:
+    wanted = config(base=proxy_config(timeout_s=0.5))
+    async with cluster(wanted) as running, nodes(running, dies_at(2), hangs_at(4)):
+        assert broken(await ask(running), 4) == "deadline_exceeded"
+        assert await resumes(running, "resumed") == 1
+
+
+async def test_a_stream_whose_journal_does_not_fit_is_not_resumed() -> None:
+    large = "a" * (700 * 2**10)
+    go_on = asyncio.Event()
+
+    async def behave(exchange: Exchange) -> None:
+        if ticket_in(exchange.request).resume is not None:
+            await complete(exchange)
+            return
+        await answer_up_to(exchange, 1)
+        await go_on.wait()
+        exchange.die()
+
+    async with cluster(config(journal_mib=1)) as running, nodes(running, *[behave] * 10, count=2):
+        async with running.chat(stream=True, user=large) as first, running.chat(stream=True, user=large) as second:
+            async with running.chat(stream=True) as small:
+                assert 700 * 2**10 < await metric(running, "pdserve_proxy_journal_bytes") < 2**20
+                go_on.set()
+                assert await first.read() == await small.read() == SHOWN
+            assert broken(await second.read(), 1) == "upstream_lost"
+        assert await resumes(running, "resumed") == 2
+        assert await resumes(running, "not_resumable") == 1
+        assert await metric(running, 'pdserve_proxy_journals_dropped_total{reason="budget"}') == 1
+        await nothing_is_left(running)
+
+
+@pytest.mark.parametrize("end", [3, len(ANSWER)])
+async def test_a_stream_without_a_journal_that_breaks_off_does_not_look_complete(end: int) -> None:
+    """A node that drains ends its streams in good order, and leaves the error event to the proxy."""
+
+    async def end_early(exchange: Exchange) -> None:
+        await answer_up_to(exchange, end, pause=True)
+        await exchange.finish()
+
+    wanted = config(base=proxy_config(max_body_bytes=2**22), journal_mib=1)
+    async with cluster(wanted) as running, nodes(running, end_early, complete) as asked:
+        large = b'{"model": "m", "stream": true, "user": "%b"}' % (b"a" * 2**21)
+        async with running.http.post("/v1/completions", data=io.BytesIO(large)) as response:
+            body = await response.read()
+        assert body == SHOWN if end == len(ANSWER) else broken(body, end) == "upstream_lost"
+        assert len(asked.asked) == 1
+        assert await metric(running, 'pdserve_proxy_journals_dropped_total{reason="budget"}') == 1
+        assert await resumes(running, "not_resumable") == (end < len(ANSWER))
+
+
+async def test_the_log_says_from_where_to_where(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="pdserve_proxy.relay.resume"):
+        async with cluster() as running, nodes(running, dies_at(3), complete):
+            assert await ask(running) == SHOWN
+    (line,) = [record.getMessage() for record in caplog.records if " resumed " in record.getMessage()]
+    assert re.fullmatch(r"request_id=[0-9a-f]{32} resumed from=n[01] to=n[01] events=3 gap_s=\d+\.\d{3}", line)
+
+
+async def test_the_load_is_where_the_stream_is() -> None:
+    behaviours = [dies_at(1), hangs_at(2)]
+
+    async def behave(exchange: Exchange) -> None:
+        await behaviours.pop(0)(exchange)
+
+    async with FakeNode(behave) as one, FakeNode(behave) as other:
+        attempts, wanted = Attempts(), proxy_config()
+        registry = Registry(1.0, 3, watcher=attempts)
+        decode = [
+            node_info(name, Role.DECODE, node.url, protocol=PROTOCOL_VERSION)
+            for name, node in (("one", one), ("other", other))
+        ]
+        prefill = node_info("p", Role.PREFILL)
+        for info in (*decode, prefill):
+            registry.handle(Register(info), 0.0)
+        load = attempts.loads(registry.snapshot())
+        tickets, counts = TicketSigner(SECRET, new_id()), RequestCounts()
+        task = asyncio.current_task()
+        assert task is not None
+        async with Relay(wanted, registry, attempts, tickets, counts, Trust()) as made:
+            with made.begin(task, "r", "/v1/completions") as relayed:
+                call = NodeRequest("/v1/completions", read_body(b'{"model": "m", "stream": true}'), None)
+                response = await made.forward(relayed, call)
+                assert isinstance(response, StreamedResponse)
+                assert response.body.first + await response.body.next(lambda _: False) == shown(2)
+                assert counts.resumes["resumed"] == 1
+                # The prompt is computed again: the prefill node has nothing to do with it any more.
+                assert sorted(load(info) for info in decode) == [0, 1]
+                assert load(prefill) == 0
+                assert counts.journals.taken_bytes > 0
+            assert [load(info) for info in decode] == [0, 0]
+            assert counts.journals.taken_bytes == 0
