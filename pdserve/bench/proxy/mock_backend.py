@@ -3,7 +3,8 @@
 It registers at the proxy with the control address CONTROL as nodes do, with the cluster secret from the environment. It
 answers HTTP as cheaply as Python can, so that the measured time is the proxy's. A stream has as many chunks as
 ``max_tokens`` says and the gap between them that ``user`` says (``gap-20`` for 20 ms); without a gap every stream sends
-one chunk in each turn of the event loop. The backend does not check tickets.
+one chunk in each turn of the event loop. Every stream has journal entries, as if its ticket had asked for them: the
+backend does not look at tickets.
 """
 
 from __future__ import annotations
@@ -21,11 +22,12 @@ from pdserve.api.registration import Registration
 from pdserve.process import die_with_parent
 from pdserve.wire.discovery import Capacity, NodeInfo, NodeLoad, Role
 from pdserve.wire.ids import new_id
+from pdserve.wire.journal import DONE_ENTRY, entry
 
 SECRET_ENV = "PDSERVE_SECRET"  # noqa: S105 (a name)
 HEARTBEAT_MS = 1000
 BACKLOG = 4096
-CHUNK = (
+CHUNK = entry(0, [31415]) + (
     b'data: {"id":"cmpl-0","object":"text_completion","created":1,"model":"bench",'
     b'"choices":[{"index":0,"text":" word","logprobs":null,"finish_reason":null}]}\n\n'
 )
@@ -57,7 +59,7 @@ _STREAM_HEAD = (
     b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\ntransfer-encoding: chunked\r\n\r\n"
 )
 _STREAM_CHUNK = _framed(CHUNK)
-_STREAM_END = _framed(b"data: [DONE]\n\n") + b"0\r\n\r\n"
+_STREAM_END = _framed(DONE_ENTRY + b"data: [DONE]\n\n") + b"0\r\n\r\n"
 _WHOLE_ANSWER = _whole(ANSWER)
 _HEALTHY = _whole(b"{}")
 
