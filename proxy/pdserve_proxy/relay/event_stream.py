@@ -50,9 +50,11 @@ class EventStream:
         ``write`` returns False.
         """
 
+        feed, relayed = self._events.feed, self._relayed
+
         def relay(piece: bytes) -> bool:
-            data = self._events.feed(piece)
-            self._relayed.relayed_bytes += len(data)
+            data = feed(piece)
+            relayed.relayed_bytes += len(data)
             return not data or write(data)
 
         try:

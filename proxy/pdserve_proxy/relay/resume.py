@@ -117,7 +117,7 @@ class Resumption:
             raise ResumeFailed(ResumeOutcome.NOT_RESUMABLE, "there is no whole journal of it")
         if self._count == MAX_RESUMES_OF_ONE:
             raise ResumeFailed(ResumeOutcome.FAILED, f"it was resumed {MAX_RESUMES_OF_ONE} times already")
-        return LostStream(self._relayed, journal.request, self._query, bytes(journal.entries), route.decode)
+        return LostStream(self._relayed, journal.request, self._query, journal.lines(), route.decode)
 
 
 class Resumes:
