@@ -253,16 +253,19 @@ class SchedulerConfig:
 
 @dataclass(frozen=True, slots=True)
 class TransferConfig:
-    """KV transfer between a decode and a prefill engine."""
+    """KV transfer between engines, each of which may fetch from any other."""
 
-    host: str = setting("transfer-host", "A prefill engine binds its control channel to this address.", "127.0.0.1")
+    host: str = setting(
+        "transfer-host",
+        "The engine binds its control channel, where others fetch from it, to this address.",
+        "127.0.0.1",
+    )
     port: int = setting(
         "transfer-port", "The control channel has this port. 0 takes a free one.", 0, minimum=0, maximum=65535
     )
     advertise: str = setting(
         "transfer-advertise",
-        "Decode engines reach the control channel at this host name or address. If it is empty, they use "
-        "the bound one.",
+        "Other engines reach the control channel at this host name or address. If it is empty, they use the bound one.",
         "",
     )
     heartbeat_ms: int = setting(
@@ -300,7 +303,7 @@ class TransferConfig:
         minimum=0,
         maximum=1000,
     )
-    checksums: Switch = setting("kv-checksums", "A decode engine checks every KV block that it receives.", Switch.ON)
+    checksums: Switch = setting("kv-checksums", "The engine checks every KV block that it receives.", Switch.ON)
     overlap: KvOverlap = setting(
         "kv-overlap",
         "A prefill node pushes KV blocks while the rest of the prompt is computed. 'auto' does so for long "
@@ -315,13 +318,13 @@ class TransferConfig:
     )
     staging_mib: int = setting(
         "kv-staging-mib",
-        "Staging takes this much page-locked host memory, in MiB. Transfers share it by turns.",
+        "Staging takes this much page-locked host memory, in MiB: half for fetches and half for pushes, by turns.",
         4096,
         minimum=1,
     )
     shared_cache: Switch = setting(
         "kv-shared-cache",
-        "Decode engines of the same user on the same host may map a prefill engine's KV cache (on a CPU) and read it.",
+        "Other engines of the same user on the same host may map the KV cache (on a CPU) and read it.",
         Switch.ON,
     )
     ucx_calls: UcxCalls = setting(
@@ -636,6 +639,8 @@ class EngineConfig:
     log: LogConfig
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     stream: StreamConfig = field(default_factory=StreamConfig)
+    has_peers: bool = True
+    """Whether the node belongs to a proxy, so that it can fetch KV blocks from other nodes and be fetched from."""
 
 
 @dataclass(frozen=True, slots=True)

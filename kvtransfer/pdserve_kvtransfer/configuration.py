@@ -9,7 +9,6 @@ from pathlib import Path
 from pdserve.compiled_library import BuildError
 from pdserve.config import Switch, TransferConfig, UcxCalls
 from pdserve.errors import ConfigError
-from pdserve.wire.discovery import Role
 from pdserve_kvtransfer.control.sockets import loopback_only
 from pdserve_kvtransfer.sides import SideSettings
 from pdserve_kvtransfer.ucx.compiled_poster import PosterLibrary
@@ -53,15 +52,20 @@ def chosen_poster(choice: UcxCalls, cache_dir: Path, *, digests: bool = False) -
         return UcxxPoster
 
 
+def bound_to_loopback(config: TransferConfig) -> bool:
+    """Returns whether only this machine can reach the control channel."""
+    return not config.advertise and loopback_only(config.host)
+
+
 def configured_ucx(
-    config: TransferConfig, make_poster: MakePoster = UcxxPoster, *, role: Role = Role.DECODE
+    config: TransferConfig, make_poster: MakePoster = UcxxPoster, *, loopback: bool = False
 ) -> UcxTransport:
     """Makes the transport that the settings describe. Raises TransferError.
 
-    UCX trusts whoever reaches its ports, and it listens on every network device by default. If only this machine can
-    reach the control channel of a prefill engine, its UCX uses the loopback device alone.
+    UCX trusts whoever reaches its ports, and it listens on every network device by default. With ``loopback`` it uses
+    the loopback device alone, unless the settings or the environment name devices.
     """
     devices = config.ucx_net_devices
-    if role is Role.PREFILL and not config.advertise and loopback_only(config.host):
+    if loopback:
         devices = devices or os.environ.get("UCX_NET_DEVICES", "") or LOOPBACK_DEVICE
     return UcxTransport(config.ucx_tls, devices, config.ucx_tcp_ports, make_poster=make_poster)

@@ -15,9 +15,9 @@ import zmq
 
 from pdserve.errors import TransferError
 from pdserve.process import share_interpreter
-from pdserve.wire.discovery import Role
 from pdserve.wire.rank_transfer import (
     CloseLink,
+    Direction,
     LeaveRank,
     LinkBroken,
     LinkClosed,
@@ -38,6 +38,8 @@ log = logging.getLogger(__name__)
 LINGER_MS = 500
 GIVE_UP_MS = 5_000
 
+_MAKE_PORT: dict[Direction, MakePort] = {Direction.FETCH: FetchPort, Direction.PUSH: PushPort}
+
 
 class RankThread:
     """Owns the ports of one rank. The thread ends on ``LeaveRank`` or ``close``."""
@@ -45,7 +47,6 @@ class RankThread:
     def __init__(
         self,
         *,
-        role: Role,
         address: str,
         rank: int,
         ranks: int,
@@ -59,7 +60,6 @@ class RankThread:
         ``transport`` makes the transport inside the thread.
         The thread calls ``died`` with the reason if it ends for any other reason than ``LeaveRank`` and ``close``.
         """
-        self._make_port: MakePort = PushPort if role is Role.PREFILL else FetchPort
         self._address = address
         self._rank, self._ranks, self._kv_heads = rank, ranks, kv_heads
         self._region = region
@@ -138,8 +138,8 @@ class RankThread:
 
     def _handle(self, command: OpenLink | LinkCommand, transport: Transport) -> None:
         match command:
-            case OpenLink(link):
-                self._open(link, transport)
+            case OpenLink(link, direction):
+                self._open(link, _MAKE_PORT[direction], transport)
             case _ if command.link in self._ports:
                 self._ports[command.link].handle(command)
             case CloseLink(link):
@@ -148,8 +148,7 @@ class RankThread:
             case _:
                 log.debug("%s for a link that is not open", type(command).__name__)
 
-    def _open(self, link: int, transport: Transport) -> None:
-        make = self._make_port
+    def _open(self, link: int, make: MakePort, transport: Transport) -> None:
         try:
             self._ports[link] = make(link, self._rank, self._ranks, self._kv_heads, self._region, transport)
         except TransferError as exc:

@@ -1,4 +1,4 @@
-"""A link to another engine over the TP ranks of this node.
+"""A link to another engine, in one direction, over the TP ranks of this node.
 
 Each rank has a port, which has a ``RankLink`` of its own. Rank 0's transfer thread drives its own port directly, and
 those of the other ranks over ``RankChannels``. A ``NodeLink`` is all of them together.
@@ -19,6 +19,7 @@ import zmq
 from pdserve.errors import PeerLost, RankLost, TransferError
 from pdserve.wire.rank_transfer import (
     CloseLink,
+    Direction,
     LeaveRank,
     LinkBroken,
     LinkClosed,
@@ -149,7 +150,7 @@ class RankChannels:
 
     def check_ranks(self, within_s: float) -> None:
         """Has every other rank open and close a link, to see that it can. Raises TransferError if one cannot."""
-        number = self.open()
+        number = self.open(Direction.FETCH)
         deadline = time.monotonic() + within_s
         opened: set[int] = set()
         while len(opened) < len(self.sockets):
@@ -164,11 +165,11 @@ class RankChannels:
         self.send(CloseLink(number))
         self.forget(number)
 
-    def open(self) -> int:
+    def open(self, direction: Direction) -> int:
         """Tells every other rank to open a link. Returns the link's number."""
         number = next(self._numbers)
         self._queues[number] = deque()
-        self.send(OpenLink(number))
+        self.send(OpenLink(number, direction))
         return number
 
     def send(self, command: RankCommand) -> None:
@@ -234,11 +235,17 @@ class NodeLink:
     """One link to another engine, over all ranks of this node."""
 
     def __init__(
-        self, channels: RankChannels, make_port: MakePort, kv_heads: int, region: KvRegion, transport: Transport
+        self,
+        channels: RankChannels,
+        direction: Direction,
+        make_port: MakePort,
+        kv_heads: int,
+        region: KvRegion,
+        transport: Transport,
     ) -> None:
-        """Raises TransferError if the transport cannot open it."""
+        """``make_port`` makes this rank's port for the direction. Raises TransferError if it cannot be opened."""
         self._channels = channels
-        self.number = channels.open()
+        self.number = channels.open(direction)
         self._closed_ranks: set[int] = set()
         try:
             self._port = make_port(self.number, 0, channels.ranks, kv_heads, region, transport)

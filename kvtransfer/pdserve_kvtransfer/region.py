@@ -49,6 +49,11 @@ class KvRegion:
         self.num_blocks = memory.nbytes // block_bytes
 
     @property
+    def unshared_memory(self) -> Memory:
+        """The same memory without the means to let other processes map it."""
+        return self.memory if self._bytes is None else self._bytes
+
+    @property
     def readable(self) -> bool:
         """Whether this process can read blocks, and so can check them."""
         return self._bytes is not None

@@ -1,7 +1,7 @@
 """What the two sides have in common.
 
 ``LocalEngine`` is this engine as both sides know it, and has their ``SideSettings``. A ``Command`` is what the engine
-wants of a side, and ``Side`` is the interface through which the transfer thread drives either.
+wants of a side, and ``Side`` is the interface through which the transfer thread drives both.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ _DRAIN_LEASES = 3
 
 @dataclass(frozen=True, slots=True)
 class SideSettings:
-    """How long a peer is given, what is checked, and where a prefill engine is reached."""
+    """How long a peer is given, what is checked, and where other engines reach this one."""
 
     lease_ms: int
     heartbeat_ms: int
     checksums: bool
-    """Whether a decode engine checks every block that it receives."""
+    """Whether the engine checks every block that it receives."""
     host: str = "127.0.0.1"
-    """The address that a prefill engine binds its control channel to."""
+    """The address that the engine binds its control channel to."""
     port: int = 0
     """The port of that channel; 0 takes a free one."""
     advertise: str = ""
-    """The host name or address that decode engines reach it by; the bound one if empty."""
+    """The host name or address that other engines reach it by; the bound one if empty."""
 
     @property
     def lease_s(self) -> float:
@@ -53,7 +53,7 @@ class SideSettings:
 
     @property
     def heartbeat_s(self) -> float:
-        """How often a decode engine pings a prefill engine while a transfer with it is alive."""
+        """How often the engine pings another one while a fetch from that one is alive."""
         return self.heartbeat_ms / 1000
 
 
@@ -73,11 +73,11 @@ class LocalEngine:
     event_queue: EventQueue
     stats: TransferStats
     load: Callable[[], PrefillLoad]
-    """Returns the load that a prefill engine told last."""
+    """Returns the load that this engine told last."""
     max_prompt_tokens: int
-    """The longest prompt that a prefill engine takes; 0 if decode engines are not told."""
+    """The longest prompt that this engine takes; 0 if other engines are not told."""
     reports_sent: bool
-    """Whether a prefill engine gets ``BlocksSent``."""
+    """Whether this engine gets ``BlocksSent``."""
 
     @property
     def block_bytes(self) -> int:
@@ -135,7 +135,10 @@ Pollable: TypeAlias = zmq.Socket[bytes] | int
 
 
 class Side(Protocol):
-    """All transfers of one engine in one role. The transfer thread alone uses it; times are ``time.monotonic()``."""
+    """All fetches of one engine, or all its pushes, or both together.
+
+    The transfer thread alone uses it; times are ``time.monotonic()``.
+    """
 
     def handle(self, command: Command, now: float) -> None:
         """Carries out a command of the engine."""

@@ -15,17 +15,15 @@ import zmq
 
 from pdserve.errors import RankLost, TransferError
 from pdserve.process import share_interpreter
-from pdserve.wire.discovery import Role
 from pdserve.wire.frame import Purpose, Sealer, Secrets
 from pdserve.wire.ids import TransferId
 from pdserve.wire.sampling_params import SampledToken
 from pdserve.wire.transfer import UNKNOWN_LOAD, EngineSpec, FailureCause, PrefillLoad
+from pdserve_kvtransfer.both_sides import BothSides
 from pdserve_kvtransfer.control.sockets import loopback_only
 from pdserve_kvtransfer.events import EventQueue, FetchOrder, TransferEvent, TransferThreadDied
-from pdserve_kvtransfer.fetch.side import FetchSide
 from pdserve_kvtransfer.pieces import heads_of
 from pdserve_kvtransfer.polling import BusyPoll
-from pdserve_kvtransfer.push.side import PushSide
 from pdserve_kvtransfer.ranks import RankChannels
 from pdserve_kvtransfer.region import KvRegion
 from pdserve_kvtransfer.sides import (
@@ -36,7 +34,6 @@ from pdserve_kvtransfer.sides import (
     GiveFirstToken,
     LocalEngine,
     PushBlocks,
-    Side,
     SideSettings,
 )
 from pdserve_kvtransfer.stats import TransferStats
@@ -49,21 +46,21 @@ RANK_CHECK_S = 60.0
 
 
 class TransferThread:
-    """Owns all transfers of one engine. One other thread may call any method, and all but ``start`` and ``close``
-    return at once.
+    """Owns all transfers of one engine: its fetches from any other engines, and its pushes to them.
+
+    One other thread may call any method, and all but ``start`` and ``close`` return at once.
 
     The transfer thread calls ``wake`` after it has queued events; it must not block.
     ``transport`` makes the transport inside the thread.
     ``ranks`` has the addresses of the ``RankThread``s of this node's other ranks, in rank order.
-    With ``reports_sent`` a prefill engine gets ``BlocksSent``.
-    A prefill engine tells decode engines its ``max_prompt_tokens``, or nothing if it is 0.
+    With ``reports_sent`` the engine gets ``BlocksSent``.
+    Engines that fetch from this one are told its ``max_prompt_tokens``, or nothing if it is 0.
     The constructor raises ValueError if ``region`` and ``spec`` contradict each other.
     """
 
     def __init__(
         self,
         *,
-        role: Role,
         boot_id: bytes,
         secret: bytes | Secrets,
         spec: EngineSpec,
@@ -77,7 +74,6 @@ class TransferThread:
     ) -> None:
         if region.block_bytes % len(heads_of(0, spec.tp_size, spec.kv_heads)):
             raise ValueError(f"a block of {region.block_bytes} bytes is not a whole number of KV heads")
-        self._role = role
         self._boot_id = boot_id
         self._secret = secret
         self._spec = spec
@@ -100,11 +96,11 @@ class TransferThread:
         self._thread = threading.Thread(target=self._run, name="kv-transfer", daemon=True)
 
     def start(self) -> str:
-        """Starts the thread. Returns a prefill engine's control address, ``tcp://host:port``, to be advertised.
+        """Starts the thread. Returns the engine's control address, ``tcp://host:port``, to be advertised.
 
-        A decode engine's is empty. Raises TransferError if the control channel cannot be bound or UCX cannot start.
+        Raises TransferError if the control channel cannot be bound or UCX cannot start.
         """
-        if self._role is Role.PREFILL and not self._secret and not loopback_only(self._settings.host):
+        if not self._secret and not loopback_only(self._settings.host):
             raise TransferError(f"binding {self._settings.host} beyond this machine needs a cluster secret")
         share_interpreter()
         self._thread.start()
@@ -158,7 +154,7 @@ class TransferThread:
         self._command(FailPush(transfer_id, reason, cause))
 
     def tell_load(self, load: PrefillLoad) -> None:
-        """Sets this prefill engine's load, which decode engines hear with their next ping."""
+        """Sets this engine's load, which engines that fetch from it hear with their next ping."""
         self._load = load
 
     def events(self) -> list[TransferEvent]:
@@ -226,28 +222,30 @@ class TransferThread:
     def _serve(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
         transport = self._make_transport()
         try:
-            side = self._open_side(transport, context)
+            sides = self._open_sides(transport, context)
             try:
-                self._loop(side)
+                self._loop(sides)
             finally:
-                side.close(max(0.0, min(LINGER_S, self._close_by - time.monotonic())))
+                sides.close(max(0.0, min(LINGER_S, self._close_by - time.monotonic())))
                 self._wake_engine()
         finally:
             transport.close()
 
-    def _open_side(self, transport: Transport, context: zmq.Context[zmq.Socket[bytes]]) -> Side:
+    def _open_sides(self, transport: Transport, context: zmq.Context[zmq.Socket[bytes]]) -> BothSides:
         ranks = RankChannels(context, self._ranks)
         try:
             ranks.check_ranks(RANK_CHECK_S)
-            side = self._make_side(transport, context, ranks)
+            sides = BothSides(self._local_engine(transport, context, ranks))
         except BaseException:
             ranks.close(0.0)
             raise
-        self._started.set_result(side.address if isinstance(side, PushSide) else "")
-        return side
+        self._started.set_result(sides.address)
+        return sides
 
-    def _make_side(self, transport: Transport, context: zmq.Context[zmq.Socket[bytes]], ranks: RankChannels) -> Side:
-        local = LocalEngine(
+    def _local_engine(
+        self, transport: Transport, context: zmq.Context[zmq.Socket[bytes]], ranks: RankChannels
+    ) -> LocalEngine:
+        return LocalEngine(
             boot_id=self._boot_id,
             secret=self._secret,
             spec=self._spec,
@@ -263,34 +261,33 @@ class TransferThread:
             max_prompt_tokens=self._max_prompt_tokens,
             reports_sent=self._reports_sent,
         )
-        return PushSide(local) if self._role is Role.PREFILL else FetchSide(local)
 
-    def _loop(self, side: Side) -> None:
+    def _loop(self, sides: BothSides) -> None:
         expected = math.inf
         busy_poll = BusyPoll()
         while not self._closing:
             now = time.monotonic()
             if now > expected + self._settings.lease_s / 2:
-                side.renew_leases(now)
+                sides.renew_leases(now)
             while self._commands:
-                side.handle(self._commands.popleft(), now)
-            moved = side.turn(now)
-            side.tick(now)
+                sides.handle(self._commands.popleft(), now)
+            moved = sides.turn(now)
+            sides.tick(now)
             self._wake_engine()
-            expected = now if busy_poll.again(moved, side.moving(), now) else self._wait(side, now)
+            expected = now if busy_poll.again(moved, sides.moving(), now) else self._wait(sides, now)
 
     def _wake_engine(self) -> None:
         if self._event_queue.take_news():
             self._wake()
 
-    def _wait(self, side: Side, now: float) -> float:
+    def _wait(self, sides: BothSides, now: float) -> float:
         """Sleeps until there is news or a timer is due. Returns when the sleep should have ended at the latest."""
-        if not side.arm():
+        if not sides.arm():
             return now
-        timer = side.next_timer()
+        timer = sides.next_timer()
         timeout_ms = None if timer is None else max(0, math.ceil((timer - now) * 1000))
         poller = zmq.Poller()
-        for pollable in (self._wakeup, *side.pollables()):
+        for pollable in (self._wakeup, *sides.pollables()):
             poller.register(pollable, zmq.POLLIN)
         ready = dict(poller.poll(timeout_ms))
         if self._wakeup in ready:

@@ -20,7 +20,6 @@ from pdserve.api.outcome import shutting_down
 from pdserve.config import EngineConfig, EngineLaunch
 from pdserve.errors import EngineError, Internal, InvalidRequest, RequestError, Unavailable
 from pdserve.process import ChildProcess, python_program
-from pdserve.wire.discovery import Role
 from pdserve.wire.engine import (
     Abort,
     ChildRequest,
@@ -321,7 +320,8 @@ class EngineClient:
 
     def _note_idle(self) -> None:
         load = self.stats.load
-        busy = self._config.role is Role.PREFILL and load.running + load.waiting > 0
+        # Other nodes' prompts, which no client of this node waits for, count too.
+        busy = self._config.has_peers and load.running + load.waiting > 0
         if self._open or busy:
             self._idle.clear()
         else:

@@ -184,6 +184,7 @@ class NodeServer:
             log=config.log,
             parallel=config.parallel,
             stream=config.stream,
+            has_peers=bool(config.discovery.proxies),
         )
 
     def _info(self, ready: Ready, boot_id: bytes, url: str) -> NodeInfo:

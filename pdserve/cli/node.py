@@ -26,7 +26,7 @@ def run_node(role: Role, argv: Sequence[str], environ: Mapping[str, str]) -> int
     """Serves until SIGTERM or SIGINT; returns the exit status. Raises ConfigError and ModelError."""
     config = load(NodeConfig, argv, environ, prog=f"pdserve {role.value}", description=_DESCRIPTIONS[role])
     _check(role, config)
-    read_secret = partial(resolve_secret, config.security, _binds(role, config), state_folder(environ))
+    read_secret = partial(resolve_secret, config.security, _binds(config), state_folder(environ))
     secret = read_secret()
 
     from pdserve.models.checkpoint.demo import resolve_model, served_name
@@ -50,5 +50,6 @@ def _check(role: Role, config: NodeConfig) -> None:
         raise ConfigError(f"--cores: {missing} are not among the cores of this process, {sorted(allowed)}")
 
 
-def _binds(role: Role, config: NodeConfig) -> list[str]:
-    return [config.http.host, config.transfer.host] if role is Role.PREFILL else [config.http.host]
+def _binds(config: NodeConfig) -> list[str]:
+    """Returns the addresses that the node listens at. Nobody fetches from a node that belongs to no proxy."""
+    return [config.http.host, config.transfer.host] if config.discovery.proxies else [config.http.host]

@@ -18,11 +18,10 @@ import msgspec
 from pdserve.config import TransferConfig
 from pdserve.errors import TransferError
 from pdserve.process import AnsweringProcess, ChildDied, python_program
-from pdserve.wire.discovery import Role
 from pdserve.wire.ids import new_id
 from pdserve.wire.transfer import EngineSpec
 from pdserve.wire.version import OLDEST_PROTOCOL, PROTOCOL_VERSION
-from pdserve_kvtransfer.configuration import configured_ucx, side_settings
+from pdserve_kvtransfer.configuration import bound_to_loopback, configured_ucx, side_settings
 from pdserve_kvtransfer.region import KvRegion
 from pdserve_kvtransfer.thread import TransferThread
 
@@ -71,13 +70,12 @@ def standing_in(told: StandIn, environ: Mapping[str, str]) -> Iterator[str]:
 def main() -> int:
     told = msgspec.json.decode(sys.stdin.buffer.readline(), type=StandIn)
     thread = TransferThread(
-        role=Role.PREFILL,
         boot_id=new_id(),
         secret=told.secret,
         spec=_SPEC,
         region=KvRegion(memoryview(bytearray(told.block_bytes)), told.block_bytes),
         settings=side_settings(told.transfer),
-        transport=partial(configured_ucx, told.transfer, role=Role.PREFILL),
+        transport=partial(configured_ucx, told.transfer, loopback=bound_to_loopback(told.transfer)),
         wake=lambda: None,
     )
     try:

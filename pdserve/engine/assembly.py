@@ -73,9 +73,9 @@ def assemble(
     progress("loading weights")
     if ranks is not None:
         ranks.tell(LoadModel(num_blocks, max_model_len))
-    shared = shared_memory(
-        config.role, config.transfer, config.cache.kv_cache_mib, device, num_blocks * layout.block_bytes
-    )
+    shared = None
+    if config.has_peers:
+        shared = shared_memory(config.transfer, config.cache.kv_cache_mib, device, num_blocks * layout.block_bytes)
     kv_memory = None if shared is None else shared.bytes
     own = load_runner(config, decoder, num_blocks, max_model_len, tp, backend, kv_memory)
     runner: ModelRunner | TpRunner = own
@@ -136,11 +136,13 @@ def overlaps(config: EngineConfig, device: torch.device) -> bool:
     """Returns whether decode steps are launched ahead.
 
     They are only where no transfer writes to the KV cache by itself and no other rank has to be told. Blocks that a
-    transfer brings through host memory are copied to the cache behind all steps that were launched before.
+    transfer brings through host memory are copied to the cache behind all steps that were launched before. A prefill
+    node has no steps that only decode.
     """
     staging = config.transfer.staging
     staged = staging is KvStaging.ON or (staging is KvStaging.AUTO and device.type == "cuda")
-    alone = config.parallel.tp == 1 and (config.role is Role.MIXED or (config.role is Role.DECODE and staged))
+    decodes = config.role is not Role.PREFILL
+    alone = config.parallel.tp == 1 and decodes and (staged or not config.has_peers)
     match config.scheduler.overlap:
         case Overlap.AUTO:
             return alone and device.type == "cuda"

@@ -1,10 +1,10 @@
 """One request inside the engine, and the states that it goes through.
 
-    WAITING ─▶ WAITING_FOR_REMOTE_KVS ─▶ RUNNING ─▶ FINISHED    on a decode node
+    WAITING ─▶ WAITING_FOR_REMOTE_KVS ─▶ RUNNING ─▶ FINISHED    prefilled by another node
     WAITING ◀─ WAITING_FOR_REMOTE_KVS                           the fetch failed, or there is no place for it yet
     WAITING ─▶ RUNNING ─▶ FINISHED                              prefilled where it is decoded
     WAITING ◀─ RUNNING                                          preempted: its blocks were needed
-    WAITING ─▶ RUNNING ─▶ PUSHING ─▶ FINISHED                   on a prefill node
+    WAITING ─▶ RUNNING ─▶ PUSHING ─▶ FINISHED                   prefilled for another node
     WAITING_FOR_PROMPT ─▶ RUNNING ─▶ FINISHED                   a child: its parent's prompt is in the cache
     WAITING_FOR_PROMPT ─▶ WAITING                               the same, but no block is free for it
     (any)   ─▶ FINISHED                                         aborted, past its deadline, or failed
@@ -72,11 +72,11 @@ class Request:
     request_id: str = ""
     """The client's label, for log lines; empty if it is not known. ``pdserve.wire.ids`` explains the identities."""
     local_id: int | None = None
-    """The API process's number for the request; None on a prefill node."""
+    """The API process's number for the request; None if another node ordered the prompt."""
     group_id: int | bytes = b""
     """The id that all prompts and answers of one client request share. They take turns with others as one."""
     transfer: TransferId | None = None
-    """On a prefill node the push that the request serves; on a decode node the fetch under way."""
+    """The push that the request serves, if another node ordered it, and otherwise the fetch under way."""
     first_block: int = 0
     """The first block that the transfer moves; the decode node has the blocks before it."""
     targets: tuple[PrefillTarget, ...] = ()
@@ -108,7 +108,7 @@ class Request:
     cached_tokens: int = 0
     """The tokens of the prompt that no node had to compute for this request."""
     first_token: SampledToken | None = None
-    """On a prefill node, the token that the push reports of this request."""
+    """The token that the push reports of this request, if it serves one."""
     admitted: float | None = None
     first_token_at: float | None = None
     transfer_seconds: float = 0.0
@@ -141,6 +141,11 @@ class Request:
         if status not in _NEXT[self.status]:
             raise EngineError(f"{self}: a request cannot go from {self.status.name} to {status.name}")
         self.status = status
+
+    @property
+    def serves_push(self) -> bool:
+        """Whether another node ordered this prompt. Its blocks go there, so it cannot be preempted."""
+        return self.local_id is None
 
     def __str__(self) -> str:
         """Returns the request's name in log lines. ``TransferId`` begins with the same digits of the uuid."""

@@ -36,6 +36,7 @@ log = logging.getLogger(__name__)
 STATS_INTERVAL_S = 0.25
 
 NOT_FINITE = "the model's logits are not finite"
+NO_BLOCKS = "overloaded: all blocks wait for prompts that other nodes compute"
 
 
 class StepLoop:
@@ -189,6 +190,9 @@ class StepLoop:
         if plan.copies:
             self._runner.copy_blocks(list(plan.copies.values()), list(plan.copies))
         self._connector.start(plan, now)
+        for request in plan.refused:
+            self._connector.give_up(request, NO_BLOCKS, FailureCause.LOAD)
+            self._scheduler.abort(request)
         return plan
 
     def _launch(self, plan: BatchPlan) -> LaunchedStep | None:

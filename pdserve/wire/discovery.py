@@ -25,7 +25,7 @@ Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 
 
 class Role(enum.Enum):
-    """What a node does. ``MIXED`` prefills and decodes in one engine, without a transfer."""
+    """What the proxy routes to a node. Every engine can do all of it; ``MIXED`` prefills and decodes each request."""
 
     PREFILL = "prefill"
     DECODE = "decode"
@@ -60,7 +60,7 @@ class NodeInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     url: Text
     """The ``http://host:port`` of its API."""
     control: Text
-    """The ``tcp://host:port`` at which a prefill engine takes transfer requests; empty for other roles."""
+    """The ``tcp://host:port`` at which the engine takes transfer requests. Older decode and mixed nodes have none."""
     model: Text
     """The name of the model that clients ask for."""
     fingerprint: Text

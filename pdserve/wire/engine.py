@@ -234,7 +234,7 @@ class Ready(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="
     """The engine takes requests."""
 
     control: str
-    """The ``tcp://host:port`` of its transfer control channel; empty unless the role is prefill."""
+    """The ``tcp://host:port`` of its transfer control channel; empty if the node belongs to no proxy."""
     fingerprint: str
     num_blocks: int
     block_size: int

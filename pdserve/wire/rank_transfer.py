@@ -7,6 +7,7 @@ links. A block has the same number on all ranks.
 
 from __future__ import annotations
 
+import enum
 from typing import Annotated, TypeAlias
 
 import msgspec
@@ -24,8 +25,19 @@ class _RankMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_
 # ---------------------------------------------------------------- rank 0 → rank
 
 
+class Direction(enum.Enum):
+    """What a link is for. Two engines that fetch from each other have a link for each direction."""
+
+    FETCH = "fetch"
+    """This engine receives the other engine's blocks over it."""
+    PUSH = "push"
+    """This engine sends its own blocks over it."""
+
+
 class OpenLink(_RankMessage, frozen=True, tag="open"):
     """Orders a rank to open a link. The answer is ``LinkOpened``."""
+
+    direction: Direction
 
 
 class ConnectLink(_RankMessage, frozen=True, tag="connect"):
@@ -38,7 +50,7 @@ class CloseLink(_RankMessage, frozen=True, tag="close"):
 
 
 class Expect(_RankMessage, frozen=True, tag="expect"):
-    """Orders a decode node's rank to let these blocks land. The answer is ``Expecting``."""
+    """Orders a rank of a fetching engine to let these blocks land. The answer is ``Expecting``."""
 
     tag: TransferTag
     first_block: int
@@ -62,7 +74,7 @@ class Forget(_RankMessage, frozen=True, tag="forget"):
 
 
 class SendBlocks(_RankMessage, frozen=True, tag="send"):
-    """Orders a prefill node's rank to send these final blocks, which are the prompt's from ``first_block`` on."""
+    """Orders a rank of a pushing engine to send these final blocks, which are the prompt's from ``first_block`` on."""
 
     tag: TransferTag
     first_block: int

@@ -112,13 +112,10 @@ def test_many_at_once_leave_nothing(node: NodeUnderTest) -> None:
 
 
 def engine_config(
-    model_dir: Path,
-    scheduler: SchedulerConfig | None = None,
-    role: Role = Role.MIXED,
-    stream: StreamConfig | None = None,
+    model_dir: Path, scheduler: SchedulerConfig | None = None, stream: StreamConfig | None = None
 ) -> EngineConfig:
     return EngineConfig(
-        role=role,
+        role=Role.MIXED,
         boot_id=new_id(),
         secret=b"",
         model_dir=str(model_dir),

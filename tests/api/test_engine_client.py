@@ -8,6 +8,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,6 @@ from pdserve.api.engine_client import EngineClient, EngineState, PromptChoices, 
 from pdserve.api.generation import DEADLINE_GRACE_S, Generation
 from pdserve.config import SchedulerConfig, StreamConfig
 from pdserve.errors import EngineError, InvalidRequest, Unavailable
-from pdserve.wire.discovery import Role
 from pdserve.wire.engine import FinishReason, RequestOutput, StepOutput
 from pdserve.wire.sampling_params import SamplingParams
 from tests.api.behaviour import ENGINE_FAILURE, Behaviour
@@ -211,12 +211,12 @@ async def test_engine_that_does_not_stop_is_killed(model_dir: Path) -> None:
         os.kill(pid, 0)
 
 
-@pytest.mark.parametrize(("role", "waits"), [(Role.MIXED, False), (Role.PREFILL, True)])
-async def test_prefill_engine_is_idle_when_it_says_so(role: Role, waits: bool, model_dir: Path, tmp_path: Path) -> None:
-    """A prefill engine works for other engines, so the requests that are open here do not show whether it is idle."""
+@pytest.mark.parametrize("has_peers", [False, True])
+async def test_an_engine_with_peers_is_idle_when_it_says_so(has_peers: bool, model_dir: Path, tmp_path: Path) -> None:
+    """It works for other engines, too, so the requests that are open here do not show whether it is idle."""
 
     command = [sys.executable, "-m", "tests.api.scripted_engine", str(tmp_path / "journal")]
-    client = EngineClient(engine_config(model_dir, role=role), command=command)
+    client = EngineClient(replace(engine_config(model_dir), has_peers=has_peers), command=command)
     try:
         await client.start()
         held = client.open([prompt(Behaviour.HOLD)], deadline_s=60.0)
@@ -226,7 +226,7 @@ async def test_prefill_engine_is_idle_when_it_says_so(role: Role, waits: bool, m
         held.close()
         idle = asyncio.create_task(client.wait_idle())
         await asyncio.sleep(0)
-        assert idle.done() is not waits
+        assert idle.done() is not has_peers
         last = client.open([prompt(Behaviour.REPLY)], deadline_s=60.0)
         await drained(last)
         last.close()

@@ -131,7 +131,7 @@ class Known:
     spec: EngineSpec
     """The spec of the prefill engine."""
     node: NodeInfo
-    """The decode node, as it registers."""
+    """A node that is not the one under attack, as it registers."""
     address: bytes
     """The address of a UCX link that accepts connections."""
     own: bytes
@@ -250,7 +250,7 @@ UNREADABLE: dict[str, Callable[[Known], bytes]] = {
 """These bodies are signed for both control ports. A proxy tells a sender that named it that it cannot read them."""
 STRAY: dict[str, Callable[[Known], Messages]] = {
     "another receiver": lambda known: [[known.sealer.seal(known.harmless, new_id())]],
-    "the decode node": lambda known: [[known.sealer.seal(known.harmless, known.node.boot_id)]],
+    "another node": lambda known: [[known.sealer.seal(known.harmless, known.node.boot_id)]],
     "a receiver of NUL bytes": lambda known: [[known.sealer.seal(known.harmless, bytes(16))]],
     "its sender": lambda known: [[known.sealer.seal(known.harmless, known.own)]],
     "nobody, though its version does": lambda known: known.sign_as(NAMED, known.harmless_body),
@@ -397,6 +397,8 @@ def _discovery(names: bool) -> Iterator[FrameCase]:
         "a URL that is none": {"url": "x"},
         "a model with a NUL": {"model": "x\0"},
         "a prefill node without a control address": {"role": Role.PREFILL, "control": ""},
+        "a decode node whose control address is none": {"role": Role.DECODE, "control": "x"},
+        "a mixed node whose control address is a file": {"role": Role.MIXED, "control": "ipc:///tmp/x"},
         "a name of 1,000 characters": {"name": "x" * 1_000},
         "a boot of one byte": {"boot_id": b"x"},
         "a negative capacity": {"capacity": Capacity(-1, -1, -1, -1)},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import socket
 from collections import Counter
 from collections.abc import Iterator
@@ -36,18 +37,34 @@ LISTENING = "0A"
 pytestmark = pytest.mark.usefixtures("no_prompt_lost")
 
 
-def control(target: Target, purpose: Purpose) -> str:
-    """Returns the control address that takes frames of this purpose."""
-    if purpose is Purpose.DISCOVERY:
-        return target.cluster.control
-    address: str = target.instance(target.prefill)["control"]
-    return address
+class Port(enum.Enum):
+    """A control port, with the purpose of its frames. Every node has one for transfers, whatever its role."""
+
+    PROXY = "proxy"
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+    @property
+    def purpose(self) -> Purpose:
+        return Purpose.DISCOVERY if self is Port.PROXY else Purpose.TRANSFER
+
+    def address(self, target: Target) -> str:
+        if self is Port.PROXY:
+            return target.cluster.control
+        address: str = target.instance(target.prefill if self is Port.PREFILL else target.decode)["control"]
+        return address
+
+
+PORTS = {
+    purpose: [port for port in Port if port.purpose is purpose] for purpose in (Purpose.DISCOVERY, Purpose.TRANSFER)
+}
 
 
 class Talk:
     """One connection to a control port, from a sender with a boot id of its own. It is a context manager."""
 
-    def __init__(self, address: str, purpose: Purpose) -> None:
+    def __init__(self, target: Target, port: Port) -> None:
+        purpose = port.purpose
         self.own = new_id()
         self.sealer = Sealer(SECRET, purpose, self.own)
         self.receiver = b""
@@ -61,7 +78,7 @@ class Talk:
         self.socket = self._context.socket(zmq.DEALER)
         self.socket.linger = 0
         self.socket.set(zmq.RCVTIMEO, int(ANSWER_S * 1000))
-        self.socket.connect(address)
+        self.socket.connect(port.address(target))
 
     def greet(self) -> None:
         """Asks who listens, in a frame that names no receiver. Raises zmq.Again if no answer comes in time."""
@@ -92,18 +109,18 @@ class Talk:
         self._context.term()
 
 
-def check_port(target: Target, purpose: Purpose) -> None:
+def check_port(target: Target, port: Port) -> None:
     """Checks that a well-behaved node is answered, of this version and of pdserve 0.1."""
-    with Talk(control(target, purpose), purpose) as talk:
+    with Talk(target, port) as talk:
         talk.greet()
         for names in (True, False):
             talk.ask(names=names)
-            assert isinstance(talk.next(), harmless_answer(purpose))
+            assert isinstance(talk.next(), harmless_answer(port.purpose))
 
 
 @pytest.fixture(scope="module")
 def spec(cluster_under_attack: Target) -> EngineSpec:
-    with Examiner(control(cluster_under_attack, Purpose.TRANSFER), SECRET, UcxTransport("")) as examiner:
+    with Examiner(Port.PREFILL.address(cluster_under_attack), SECRET, UcxTransport("")) as examiner:
         examined = examiner.examine(ANSWER_S)
     assert examined is not None
     return examined.spec
@@ -120,24 +137,29 @@ def link() -> Iterator[UcxLink]:
 
 
 @pytest.mark.parametrize("name", BYTES)
-@pytest.mark.parametrize("purpose", [Purpose.DISCOVERY, Purpose.TRANSFER])
-def test_bytes_for_a_control_port(attacked: Target, purpose: Purpose, name: str) -> None:
-    with raw(control(attacked, purpose)) as connection:
+@pytest.mark.parametrize("port", Port)
+def test_bytes_for_a_control_port(attacked: Target, port: Port, name: str) -> None:
+    with raw(port.address(attacked)) as connection:
         connection.sendall(BYTES[name])
-        check_port(attacked, purpose)
+        check_port(attacked, port)
     attacked.check_answers()
 
 
 @pytest.mark.parametrize("case", attacks(CASES))
 def test_frames_for_a_control_port(attacked: Target, spec: EngineSpec, link: UcxLink, case: FrameCase) -> None:
-    with Talk(control(attacked, case.purpose), case.purpose) as talk:
+    for port in PORTS[case.purpose]:
+        attack_port(attacked, port, spec, link, case)
+
+
+def attack_port(attacked: Target, port: Port, spec: EngineSpec, link: UcxLink, case: FrameCase) -> None:
+    with Talk(attacked, port) as talk:
         talk.greet()
         known = Known(
             purpose=case.purpose,
             boot=talk.receiver,
             welcome=talk.welcome,
             spec=spec,
-            node=decode_node(attacked),
+            node=other_node(attacked, port),
             address=link.address,
             own=talk.own,
             sealer=talk.sealer,
@@ -148,7 +170,7 @@ def test_frames_for_a_control_port(attacked: Target, spec: EngineSpec, link: Ucx
         if not case.cuts:
             talk.ask(names=case.names)
             check_answers(talk, case)
-    check_port(attacked, case.purpose)
+    check_port(attacked, port)
     attacked.check_answers()
 
 
@@ -165,25 +187,31 @@ def check_answers(talk: Talk, case: FrameCase) -> None:
 
 
 @pytest.mark.parametrize("names", [True, False])
-@pytest.mark.parametrize("purpose", [Purpose.DISCOVERY, Purpose.TRANSFER])
-def test_a_captured_frame_is_good_at_no_port(attacked: Target, purpose: Purpose, names: bool) -> None:
-    """The frame was answered once. Sent again over another connection, to either process, it gets no answer."""
-    with Talk(control(attacked, purpose), purpose) as heard:
+@pytest.mark.parametrize("port", Port)
+def test_a_captured_frame_is_good_at_no_port(attacked: Target, port: Port, names: bool) -> None:
+    """The frame was answered once. Sent again over another connection, to any process, it gets no answer."""
+    with Talk(attacked, port) as heard:
         heard.greet()
-        frame = heard.sealer.seal(harmless(purpose, heard.own), heard.receiver if names else None)
+        frame = heard.sealer.seal(harmless(port.purpose, heard.own), heard.receiver if names else None)
         heard.socket.send(frame)
-        assert isinstance(heard.next(), harmless_answer(purpose))
-        for at in (Purpose.DISCOVERY, Purpose.TRANSFER):
-            with Talk(control(attacked, at), at) as thief:
+        assert isinstance(heard.next(), harmless_answer(port.purpose))
+        for at in Port:
+            other = at is not port and at.purpose is port.purpose
+            if other and not names:
+                continue  # A frame that names no receiver is good once at each process.
+            with Talk(attacked, at) as thief:
                 thief.greet()
                 thief.socket.send(frame)
                 thief.ask()
-                assert isinstance(thief.next(), harmless_answer(at))
+                # The other node tells the sender that it is not the node that was meant.
+                assert not other or isinstance(thief.next(), WrongReceiver)
+                assert isinstance(thief.next(), harmless_answer(at.purpose))
     attacked.check_answers()
 
 
-def decode_node(target: Target) -> NodeInfo:
-    known = target.instance(target.decode)
+def other_node(target: Target, port: Port) -> NodeInfo:
+    """Returns a node whose port this is not."""
+    known = target.instance(target.prefill if port is Port.DECODE else target.decode)
     return NodeInfo(
         name=known["name"],
         boot_id=bytes.fromhex(known["boot_id"]),

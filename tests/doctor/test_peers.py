@@ -10,7 +10,6 @@ import msgspec
 
 from pdserve.doctor.finding import Finding, Verdict
 from pdserve.doctor.peers import PeerFacts, check_peer, read_peer, same_machine
-from pdserve.wire.discovery import Role
 from pdserve.wire.transfer import EngineSpec, Examine, Examined, Hello, Refused
 from pdserve_kvtransfer.probe.examiner import Examiner
 from pdserve_kvtransfer.shared_memory import MachineIdentity, machine_identity
@@ -50,7 +49,7 @@ def problems(facts: PeerFacts, ours: EngineSpec | None = SPEC) -> list[Finding]:
 
 
 def test_a_peer_that_fits() -> None:
-    with engine(Role.PREFILL) as prefill:
+    with engine() as prefill:
         named, unnamed = asked(prefill.address, SPEC), asked(prefill.address, None)
     for facts in (named, unnamed):
         assert facts.handshake and facts.examined is not None and facts.round_trip_s > 0
@@ -63,7 +62,7 @@ def test_a_peer_that_fits() -> None:
 
 def test_every_field_that_differs_is_named_with_both_values() -> None:
     ours = msgspec.structs.replace(SPEC, fingerprint="b" * 64, dtype="fp32", block_size=32, tp_size=4)
-    with engine(Role.PREFILL) as prefill:
+    with engine() as prefill:
         facts = asked(prefill.address, ours)
     assert facts.refused is not None and facts.refused.field == "fingerprint"
     found = problems(facts, ours)
@@ -82,7 +81,7 @@ def test_every_field_that_differs_is_named_with_both_values() -> None:
 
 
 def test_another_secret() -> None:
-    with engine(Role.PREFILL) as prefill:
+    with engine() as prefill:
         facts = asked(prefill.address, SPEC, b"another secret, of another cluster", timeout_s=0.3)
     (found,) = problems(facts)
     assert "does not answer signed messages" in found.seen

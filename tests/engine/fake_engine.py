@@ -12,6 +12,7 @@ from pdserve.engine.kv_connector import KvConnector
 from pdserve.engine.kv_connector.connector import NoTransferConnector
 from pdserve.engine.kv_connector.fetching_connector import FetchingConnector
 from pdserve.engine.kv_connector.pushing_connector import PushingConnector, PushSchedule
+from pdserve.engine.kv_connector.transfer_connector import TransferConnector
 from pdserve.engine.launched_step import decodes_on
 from pdserve.engine.placement.prefill_rate import PrefillRate
 from pdserve.engine.request import Request
@@ -19,11 +20,11 @@ from pdserve.engine.scheduling.batch_plan import BatchPlan, Work
 from pdserve.engine.scheduling.output_collector import OutputCollector
 from pdserve.engine.scheduling.request_limits import StopRule
 from pdserve.engine.scheduling.scheduler import Scheduler
-from pdserve.wire.discovery import Role
 from pdserve.wire.engine import RequestOutput
 from pdserve.wire.ids import new_id
 from pdserve.wire.sampling_params import SampledToken, SamplingParams
 from pdserve.wire.ticket import PrefillTarget
+from pdserve.wire.transfer import FailureCause
 from tests.engine.fake_model import EOS, FakeModel, choose
 from tests.engine.placements import make_placement
 
@@ -57,7 +58,6 @@ class FakeEngine:
 
     def __init__(
         self,
-        role: Role = Role.MIXED,
         *,
         thread: Any = None,
         num_blocks: int = 32,
@@ -72,14 +72,14 @@ class FakeEngine:
         self.model = FakeModel(num_blocks, BLOCK_SIZE)
         placement = make_placement(BLOCK_SIZE)
         self.connector: KvConnector
-        if role is Role.MIXED:
+        if thread is None:
             self.connector = NoTransferConnector(self.blocks)
-        elif role is Role.PREFILL:
-            self.connector = PushingConnector(
+        else:
+            pushing = PushingConnector(
                 self.blocks, thread, lambda ids, sampling: None, 1000, PushSchedule(KvOverlap.ON), PrefillRate()
             )
-        else:
-            self.connector = FetchingConnector(self.blocks, thread, 30.0, BOOT, placement)
+            fetching = FetchingConnector(self.blocks, thread, 30.0, BOOT, placement)
+            self.connector = TransferConnector(thread, fetching, pushing)
         self.collector = OutputCollector()
         self.max_len = max_len
         config = SchedulerConfig(
@@ -147,6 +147,9 @@ class FakeEngine:
         plan = self.scheduler.schedule(self.now)
         self.model.copy(plan.copies)
         self.connector.start(plan, self.now)
+        for request in plan.refused:
+            self.connector.give_up(request, "overloaded", FailureCause.LOAD)
+            self.scheduler.abort(request)
         return FakeLaunchedStep(plan, [token for work in plan.work for token in self._compute(work)])
 
     def _launch_ahead(self, plan: BatchPlan, sampled: list[SampledToken]) -> FakeStepAhead | None:

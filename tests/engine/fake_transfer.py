@@ -7,9 +7,11 @@ from random import Random
 
 from pdserve.wire.ids import TransferId
 from pdserve.wire.sampling_params import SampledToken
-from pdserve.wire.transfer import PrefillLoad
+from pdserve.wire.transfer import FailureCause, PrefillLoad
 from pdserve_kvtransfer.events import (
+    KIND_OF_CAUSE,
     BlocksReleased,
+    FailureKind,
     FetchCancelled,
     FetchFailed,
     FetchLanded,
@@ -75,9 +77,28 @@ class PrefillThread:
     ) -> None:
         self._wire.first_token(transfer_id, tokens, cached_tokens, load)
 
+    def fail_push(self, transfer_id: TransferId, reason: str, cause: FailureCause) -> None:
+        self._wire.refuse(transfer_id, reason, KIND_OF_CAUSE[cause])
+
     def events(self) -> list[TransferEvent]:
         pending, self.pending = self.pending, []
         return pending
+
+    def stats(self) -> TransferStats:
+        return TransferStats()
+
+
+class NodeThread:
+    """The transfers of an engine that fetches over one wire and pushes over another one."""
+
+    def __init__(self, fetches: DecodeThread, pushes: PrefillThread) -> None:
+        self._fetches, self._pushes = fetches, pushes
+        self.fetch, self.cancel_fetch = fetches.fetch, fetches.cancel_fetch
+        self.push, self.first_token = pushes.push, pushes.first_token
+        self.fail_push, self.tell_load = pushes.fail_push, pushes.tell_load
+
+    def events(self) -> list[TransferEvent]:
+        return self._fetches.events() + self._pushes.events()
 
     def stats(self) -> TransferStats:
         return TransferStats()
@@ -130,6 +151,14 @@ class Wire:
         late = self._still_written(transfer)
         self.decode.pending.append(FetchCancelled(transfer_id, late))
         self._end(transfer_id, late, PushOutcome.CANCELLED)
+
+    def refuse(self, transfer_id: TransferId, reason: str, kind: FailureKind) -> None:
+        """Ends a transfer, of which nothing was sent, by the prefill engine's decision."""
+        transfer = self._transfers.pop(transfer_id, None)
+        if transfer is not None:
+            assert not transfer.sending and not transfer.landed
+            self.decode.pending.append(FetchFailed(transfer_id, reason, 0, (), kind))
+            self.prefill.pending.append(PushEnded(transfer_id, PushOutcome.FAILED))
 
     def lose(self) -> None:
         """Lets one transfer fail, if there is one."""

@@ -247,22 +247,27 @@ def test_tokens_sampled_on_the_device_are_those_of_the_sampler(seed: int) -> Non
 
 
 @pytest.mark.parametrize(
-    ("asked", "device", "role", "tp", "wanted"),
+    ("asked", "device", "role", "has_peers", "tp", "wanted"),
     [
-        (Overlap.AUTO, "cuda", Role.MIXED, 1, True),
-        (Overlap.AUTO, "cpu", Role.MIXED, 1, False),
-        (Overlap.ON, "cpu", Role.MIXED, 1, True),
-        (Overlap.OFF, "cuda", Role.MIXED, 1, False),
+        (Overlap.AUTO, "cuda", Role.MIXED, False, 1, True),
+        (Overlap.AUTO, "cpu", Role.MIXED, False, 1, False),
+        (Overlap.ON, "cpu", Role.MIXED, False, 1, True),
+        (Overlap.OFF, "cuda", Role.MIXED, False, 1, False),
         # A transfer may write to blocks that a surplus row still writes to, unless they come through host memory.
-        (Overlap.ON, "cpu", Role.DECODE, 1, False),
-        (Overlap.AUTO, "cuda", Role.DECODE, 1, True),
-        (Overlap.AUTO, "cuda", Role.DECODE, 2, False),
-        (Overlap.ON, "cpu", Role.PREFILL, 1, False),
+        (Overlap.ON, "cpu", Role.MIXED, True, 1, False),
+        (Overlap.AUTO, "cuda", Role.MIXED, True, 1, True),
+        (Overlap.ON, "cpu", Role.DECODE, True, 1, False),
+        (Overlap.ON, "cpu", Role.DECODE, False, 1, True),
+        (Overlap.AUTO, "cuda", Role.DECODE, True, 1, True),
+        (Overlap.AUTO, "cuda", Role.DECODE, True, 2, False),
+        (Overlap.ON, "cpu", Role.PREFILL, True, 1, False),
         # The other ranks are told tokens by the host.
-        (Overlap.AUTO, "cuda", Role.MIXED, 2, False),
+        (Overlap.AUTO, "cuda", Role.MIXED, False, 2, False),
     ],
 )
-def test_where_steps_are_launched_ahead(asked: Overlap, device: str, role: Role, tp: int, wanted: bool) -> None:
+def test_where_steps_are_launched_ahead(
+    asked: Overlap, device: str, role: Role, has_peers: bool, tp: int, wanted: bool
+) -> None:
     config = EngineConfig(
         role=role,
         boot_id=bytes(16),
@@ -276,5 +281,6 @@ def test_where_steps_are_launched_ahead(asked: Overlap, device: str, role: Role,
         cpu=CpuConfig(),
         log=LogConfig(),
         parallel=ParallelConfig(tp=tp),
+        has_peers=has_peers,
     )
     assert overlaps(config, torch.device(device)) is wanted

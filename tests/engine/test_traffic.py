@@ -10,11 +10,10 @@ from hypothesis import strategies as st
 
 from pdserve.config import Batching
 from pdserve.engine.request import Request
-from pdserve.wire.discovery import Role
 from pdserve.wire.engine import FinishReason
 from tests.engine.fake_engine import BLOCK_SIZE, FakeEngine
 from tests.engine.fake_model import answer
-from tests.engine.fake_transfer import Wire
+from tests.engine.fake_transfer import NodeThread, Wire
 
 MAX_LEN = 44
 
@@ -158,17 +157,16 @@ def test_every_answer_is_right_on_a_prefill_and_a_decode_node(
     wire = Wire(random)
     decode, prefill = (
         FakeEngine(
-            role,
             thread=thread,
             num_blocks=num_blocks[i],
             max_running=max_running[i],
             max_step_tokens=max_step_tokens[i],
             max_len=MAX_LEN,
             prefix_cache=prefix_cache[i],
-            batching=batching if role is Role.DECODE else Batching.CONTINUOUS,
-            overlap=overlap and role is Role.DECODE,
+            batching=batching if thread is wire.decode else Batching.CONTINUOUS,
+            overlap=overlap and thread is wire.decode,
         )
-        for i, (role, thread) in enumerate(((Role.DECODE, wire.decode), (Role.PREFILL, wire.prefill)))
+        for i, thread in enumerate((wire.decode, wire.prefill))
     )
     traffic = Traffic(decode, random, remote=True)
 
@@ -193,3 +191,67 @@ def test_every_answer_is_right_on_a_prefill_and_a_decode_node(
     assert decode.idle
     assert prefill.idle
     traffic.check()
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    num_blocks=st.tuples(*[st.integers(MAX_LEN // BLOCK_SIZE, 40)] * 2),
+    max_running=st.tuples(*[st.integers(1, 6)] * 2),
+    max_step_tokens=st.tuples(*[st.integers(1, 24)] * 2),
+    prefix_cache=st.booleans(),
+    losses=st.sampled_from([0.0, 0.0, 0.05, 0.3]),
+    share=st.sampled_from([1.0, 0.3, 0.05]),
+    batching=st.sampled_from(Batching),
+    overlap=st.booleans(),
+)
+def test_every_answer_is_right_on_two_nodes_that_fetch_from_each_other(
+    seed: int,
+    num_blocks: tuple[int, int],
+    max_running: tuple[int, int],
+    max_step_tokens: tuple[int, int],
+    prefix_cache: bool,
+    losses: float,
+    share: float,
+    batching: Batching,
+    overlap: bool,
+) -> None:
+    """Both nodes decode and push at once, so they run out of blocks while others' prompts hold some."""
+    random = Random(seed)
+    wires = Wire(random), Wire(random)
+    engines = [
+        FakeEngine(
+            thread=NodeThread(wires[i].decode, wires[1 - i].prefill),
+            num_blocks=num_blocks[i],
+            max_running=max_running[i],
+            max_step_tokens=max_step_tokens[i],
+            max_len=MAX_LEN,
+            prefix_cache=prefix_cache,
+            batching=batching,
+            overlap=overlap,
+        )
+        for i in range(2)
+    ]
+    traffics = [Traffic(engine, random, remote=True) for engine in engines]
+
+    def turn() -> None:
+        for i, engine in enumerate(engines):
+            engine.step()
+            wires[i].deliver(engines[1 - i].model, engine.model, share)
+            wires[1 - i].deliver(engine.model, engines[1 - i].model, share)
+        if random.random() < losses:
+            random.choice(wires).lose()
+
+    for _ in range(random.randint(1, 12)):
+        random.choice(traffics).arrive()
+        for _ in range(random.randint(0, 9)):
+            turn()
+            if random.random() < 0.1 and (begun := [traffic for traffic in traffics if traffic.wanted]):
+                random.choice(begun).leave()
+    for _ in range(6000):
+        if all(engine.idle for engine in engines):
+            break
+        turn()
+    assert all(engine.idle for engine in engines)
+    for traffic in traffics:
+        traffic.check()

@@ -14,7 +14,6 @@ from __future__ import annotations
 import sys
 import time
 
-from pdserve.wire.discovery import Role
 from pdserve.wire.sampling_params import SampledToken
 from pdserve.wire.ticket import PrefillTarget
 from pdserve_kvtransfer.events import PushWanted
@@ -32,7 +31,7 @@ def pattern(index: int) -> int:
 
 
 def _prefill(manner: str) -> None:
-    engine = Engine(Role.PREFILL, num_blocks=NUM_BLOCKS, block_bytes=BLOCK_BYTES)
+    engine = Engine(num_blocks=NUM_BLOCKS, block_bytes=BLOCK_BYTES)
     for index in range(NUM_BLOCKS):
         engine.region.block(index)[:] = bytes([pattern(index)]) * BLOCK_BYTES
     print(engine.address, engine.boot_id.hex(), flush=True)
@@ -57,7 +56,7 @@ def _push(engine: Engine, wanted: PushWanted, manner: str) -> None:
 
 
 def _decode(control: str, boot: str) -> None:
-    engine = Engine(Role.DECODE, num_blocks=NUM_BLOCKS, block_bytes=BLOCK_BYTES)
+    engine = Engine(num_blocks=NUM_BLOCKS, block_bytes=BLOCK_BYTES)
     target = PrefillTarget("p", control, bytes.fromhex(boot))
     engine.thread.fetch(Pair(engine, engine).order(tuple(range(NUM_BLOCKS)), target=target))
     eventually(lambda: engine.thread.stats().bytes_received > 0)

@@ -13,7 +13,6 @@ from typing import Any, ClassVar, TypeVar
 
 from pdserve.config import TransferConfig, UcxCalls
 from pdserve.settings import cache_folder
-from pdserve.wire.discovery import Role
 from pdserve.wire.frame import Secrets
 from pdserve.wire.ids import TransferId, new_id
 from pdserve.wire.sampling_params import SamplingParams
@@ -60,7 +59,6 @@ def compiled_poster() -> MakePoster:
 class Engine:
     """An engine that only transfers blocks."""
 
-    role: Role
     num_blocks: int = 32
     block_bytes: int = BLOCK_BYTES
     secret: bytes | Secrets = SECRET
@@ -71,18 +69,16 @@ class Engine:
     ranks: tuple[str, ...] = ()
     max_prompt_tokens: int = 0
     shares: ClassVar[bool] = True
-    """Whether decode engines may map the memory of prefill engines; ``mapped_or_not`` changes it."""
+    """Whether engines may map each other's memory; ``mapped_or_not`` changes it."""
 
     def __post_init__(self) -> None:
         size = self.num_blocks * self.block_bytes
-        offers = self.shares and self.role is Role.PREFILL
-        memory: Memory = SharedMemory(size) if offers else memoryview(bytearray(size))
+        memory: Memory = SharedMemory(size) if self.shares else memoryview(bytearray(size))
         self.region = KvRegion(memory, self.block_bytes)
         self.seen: list[TransferEvent] = []
         self._taken = 0
         self._woken = threading.Event()
         self.thread = TransferThread(
-            role=self.role,
             boot_id=self.boot_id,
             secret=self.secret,
             spec=self.spec,
@@ -178,8 +174,8 @@ class Pair:
 
 
 @contextmanager
-def engine(role: Role, **settings: Any) -> Iterator[Engine]:
-    made = Engine(role, **settings)
+def engine(**settings: Any) -> Iterator[Engine]:
+    made = Engine(**settings)
     try:
         yield made
     finally:
@@ -196,7 +192,7 @@ def pair(
     transport: Callable[[], Transport] | None = None,
 ) -> Iterator[Pair]:
     with (
-        engine(Role.PREFILL, config=config, transport=transport, secret=prefill_secret) as prefill,
-        engine(Role.DECODE, config=config, transport=transport, secret=decode_secret, spec=decode_spec) as decode,
+        engine(config=config, transport=transport, secret=prefill_secret) as prefill,
+        engine(config=config, transport=transport, secret=decode_secret, spec=decode_spec) as decode,
     ):
         yield Pair(prefill, decode)

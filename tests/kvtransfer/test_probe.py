@@ -9,7 +9,6 @@ import msgspec
 import pytest
 
 from pdserve.errors import HandshakeRefused, PeerLost
-from pdserve.wire.discovery import Role
 from pdserve.wire.sampling_params import SampledToken
 from pdserve.wire.transfer import (
     MAX_PROBE_BYTES,
@@ -68,7 +67,7 @@ def examiner(of: Engine, secret: bytes = SECRET, tls: str = "") -> Examiner:
 
 
 def test_an_engine_says_what_it_is() -> None:
-    with engine(Role.PREFILL) as prefill, examiner(prefill) as asker:
+    with engine() as prefill, examiner(prefill) as asker:
         found = asker.examine(WAIT_S)
         assert found is not None
         assert (found.spec, found.boot_id) == (SPEC, prefill.boot_id)
@@ -77,16 +76,16 @@ def test_an_engine_says_what_it_is() -> None:
 
 
 def test_the_handshake_is_a_decode_engines() -> None:
-    with engine(Role.PREFILL) as prefill, examiner(prefill) as asker:
+    with engine() as prefill, examiner(prefill) as asker:
         assert asker.greet(SPEC, prefill.boot_id, WAIT_S)
         round_trip_s = asker.control_round_trip_s(WAIT_S)
         assert round_trip_s is not None and round_trip_s > 0
-    with engine(Role.PREFILL) as prefill, examiner(prefill) as asker, pytest.raises(HandshakeRefused, match="dtype"):
+    with engine() as prefill, examiner(prefill) as asker, pytest.raises(HandshakeRefused, match="dtype"):
         asker.greet(msgspec.structs.replace(SPEC, dtype="fp32"), prefill.boot_id, WAIT_S)
 
 
 def test_another_secret_gets_no_answer() -> None:
-    with engine(Role.PREFILL) as prefill, examiner(prefill, b"another secret") as asker:
+    with engine() as prefill, examiner(prefill, b"another secret") as asker:
         assert asker.examine(0.3) is None
         eventually(lambda: prefill.thread.stats().frames_dropped == 2)
 
@@ -101,7 +100,7 @@ def test_nobody_there_is_noticed_at_once() -> None:
 
 @pytest.mark.parametrize(("tls", "transport"), [("", "memory"), ("tcp", "tcp")])
 def test_a_probe_measures_and_leaves_kv_memory_alone(tls: str, transport: str) -> None:
-    with engine(Role.PREFILL) as prefill, examiner(prefill, tls=tls) as asker:
+    with engine() as prefill, examiner(prefill, tls=tls) as asker:
         blocks = tuple(range(prefill.num_blocks))
         before = prefill.fill(*blocks)
         found = asker.probe(MESSAGE_BYTES, MESSAGES, WAIT_S)
@@ -140,7 +139,7 @@ def test_transfers_go_on_during_a_probe() -> None:
 
 
 def test_one_probe_at_a_time_and_a_pause_between() -> None:
-    with engine(Role.PREFILL) as prefill, FakeDecode(prefill.address) as first, FakeDecode(prefill.address) as second:
+    with engine() as prefill, FakeDecode(prefill.address) as first, FakeDecode(prefill.address) as second:
         opened(first)
         second.send(probe_of(second))
         assert "another probe" in second.next(ProbeRefused).reason
@@ -152,7 +151,7 @@ def test_one_probe_at_a_time_and_a_pause_between() -> None:
 
 
 def test_only_its_asker_ends_a_probe() -> None:
-    with engine(Role.PREFILL) as prefill, FakeDecode(prefill.address) as asker, FakeDecode(prefill.address) as other:
+    with engine() as prefill, FakeDecode(prefill.address) as asker, FakeDecode(prefill.address) as other:
         opened(asker)
         other.send(ProbeEnd(other.boot_id))
         other.send(Examine(other.boot_id))
@@ -164,7 +163,7 @@ def test_only_its_asker_ends_a_probe() -> None:
 
 
 def test_more_than_the_bound_is_refused() -> None:
-    with engine(Role.PREFILL) as prefill, FakeDecode(prefill.address) as asker:
+    with engine() as prefill, FakeDecode(prefill.address) as asker:
         size = MAX_PROBE_MESSAGE_BYTES
         asker.send(probe_of(asker, message_bytes=size, messages=MAX_PROBE_BYTES // size + 1))
         assert str(MAX_PROBE_BYTES) in asker.next(ProbeRefused).reason
@@ -175,7 +174,7 @@ def test_more_than_the_bound_is_refused() -> None:
 
 
 def test_an_asker_that_sends_much_ends_its_probe() -> None:
-    with engine(Role.PREFILL) as prefill, FakeDecode(prefill.address) as asker:
+    with engine() as prefill, FakeDecode(prefill.address) as asker:
         before = prefill.fill(*range(prefill.num_blocks))
         opened(asker)
         asker.post(memoryview(bytearray(MAX_ASKER_BYTES + 1)), PING_TAG, 0)
@@ -185,7 +184,7 @@ def test_an_asker_that_sends_much_ends_its_probe() -> None:
 
 
 def test_an_asker_that_is_gone_holds_nothing() -> None:
-    with engine(Role.PREFILL) as prefill, FakeDecode(prefill.address) as second:
+    with engine() as prefill, FakeDecode(prefill.address) as second:
         with FakeDecode(prefill.address) as first:
             opened(first)
 
@@ -193,7 +192,7 @@ def test_an_asker_that_is_gone_holds_nothing() -> None:
 
 
 def test_an_engine_closes_during_a_probe() -> None:
-    with engine(Role.PREFILL) as prefill, FakeDecode(prefill.address) as asker:
+    with engine() as prefill, FakeDecode(prefill.address) as asker:
         opened(asker)
         asker.post(memoryview(b"go"), START_TAG, 0)
         asker.finish()
@@ -203,7 +202,7 @@ def test_an_engine_closes_during_a_probe() -> None:
 
 def test_a_probe_that_nobody_ends_is_over_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probe_host, "PROBE_LIMIT_S", 0.1)
-    with engine(Role.PREFILL) as prefill, FakeDecode(prefill.address) as asker:
+    with engine() as prefill, FakeDecode(prefill.address) as asker:
         opened(asker)
         assert "takes at most" in asker.next(ProbeRefused).reason
 

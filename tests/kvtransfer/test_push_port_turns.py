@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 import pytest
 
-from pdserve.wire.discovery import Role
 from pdserve.wire.rank_transfer import ConnectLink, PiecesAnnounced, PiecesSent, SendBlocks
 from pdserve.wire.sampling_params import SampledToken
 from pdserve_kvtransfer.events import FetchLanded, FirstTokenArrived, PushWanted
@@ -107,9 +106,9 @@ def test_a_short_push_lands_beside_a_huge_one_to_the_same_or_another_node(decode
 
     blocks = 3 * BLOCK_BYTES
     with (
-        engine(Role.PREFILL, num_blocks=BLOCKS, block_bytes=blocks, config=PATIENT, transport=transport) as prefill,
-        engine(Role.DECODE, num_blocks=BLOCKS, block_bytes=blocks, config=PATIENT, transport=transport) as first,
-        engine(Role.DECODE, num_blocks=BLOCKS, block_bytes=blocks, config=PATIENT, transport=transport) as second,
+        engine(num_blocks=BLOCKS, block_bytes=blocks, config=PATIENT, transport=transport) as prefill,
+        engine(num_blocks=BLOCKS, block_bytes=blocks, config=PATIENT, transport=transport) as first,
+        engine(num_blocks=BLOCKS, block_bytes=blocks, config=PATIENT, transport=transport) as second,
     ):
         sent = transports[0].tags
         to = (first, second)[decode_nodes - 1]

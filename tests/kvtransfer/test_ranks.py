@@ -12,7 +12,6 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from pdserve.wire.discovery import Role
 from pdserve.wire.ids import TransferId
 from pdserve.wire.sampling_params import SampledToken
 from pdserve_kvtransfer.configuration import configured_ucx
@@ -43,31 +42,30 @@ NUM_BLOCKS = 16
 class Node:
     """One engine of several ranks, all in this process."""
 
-    def __init__(self, role: Role, ranks: int, kv_heads: int, folder: Path, transport: Fabric | None) -> None:
+    def __init__(self, name: str, ranks: int, kv_heads: int, folder: Path, transport: Fabric | None) -> None:
         spec = msgspec.structs.replace(SPEC, kv_heads=kv_heads, tp_size=ranks)
         self.kv_heads, self.ranks = kv_heads, ranks
         self.deaths: list[str] = []
         make: Callable[[], Transport] | None = None if transport is None else partial(InprocTransport, transport)
         block_bytes = HEAD_BYTES * len(heads_of(0, ranks, kv_heads))
-        addresses = tuple(f"ipc://{folder}/{role.value}-{rank}" for rank in range(1, ranks))
+        addresses = tuple(f"ipc://{folder}/{name}-{rank}" for rank in range(1, ranks))
         self.regions: list[KvRegion] = []
         self.threads: list[RankThread] = []
         for rank, address in enumerate(addresses, 1):
             region = KvRegion(memoryview(bytearray(NUM_BLOCKS * block_bytes)), block_bytes)
             self.regions.append(region)
             thread = RankThread(
-                role=role,
                 address=address,
                 rank=rank,
                 ranks=ranks,
                 kv_heads=kv_heads,
                 region=region,
-                transport=make or partial(configured_ucx, CONFIG, role=role),
+                transport=make or partial(configured_ucx, CONFIG),
                 died=self.deaths.append,
             )
             thread.start()
             self.threads.append(thread)
-        self.engine = Engine(role, NUM_BLOCKS, block_bytes, spec=spec, config=PATIENT, transport=make, ranks=addresses)
+        self.engine = Engine(NUM_BLOCKS, block_bytes, spec=spec, config=PATIENT, transport=make, ranks=addresses)
         self.regions.insert(0, self.engine.region)
 
     def head(self, head: int, block: int) -> list[memoryview]:
@@ -114,8 +112,8 @@ class Nodes:
 def nodes(sources: int, targets: int, kv_heads: int, folder: Path, fabric: Fabric | None = None) -> Iterator[Nodes]:
     with ExitStack() as stack:
         made = []
-        for role, ranks in ((Role.PREFILL, sources), (Role.DECODE, targets)):
-            node = Node(role, ranks, kv_heads, folder, fabric)
+        for name, ranks in (("prefill", sources), ("decode", targets)):
+            node = Node(name, ranks, kv_heads, folder, fabric)
             stack.callback(node.close)
             made.append(node)
         yield Nodes(*made)
@@ -198,7 +196,6 @@ def test_the_transport_of_a_rank_that_cannot_start_is_an_error(tmp_path: Path) -
         raise RuntimeError("no such device")
 
     thread = RankThread(
-        role=Role.DECODE,
         address=f"ipc://{tmp_path}/rank",
         rank=1,
         ranks=2,

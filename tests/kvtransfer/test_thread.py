@@ -15,7 +15,6 @@ import pytest
 from pdserve.config import TransferConfig
 from pdserve.errors import TransferError
 from pdserve.process import SWITCH_INTERVAL_S
-from pdserve.wire.discovery import Role
 from pdserve.wire.ids import TransferId, new_id
 from pdserve_kvtransfer.configuration import configured_ucx, side_settings
 from pdserve_kvtransfer.events import PushWanted, TransferThreadDied
@@ -51,7 +50,7 @@ def test_close_with_live_transfers_leaves_nothing() -> None:
 
 
 def test_close_is_idempotent() -> None:
-    made = Engine(Role.PREFILL)
+    made = Engine()
     made.close()
     made.close()
 
@@ -69,35 +68,30 @@ def test_a_taken_port_is_an_error_of_ours() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         config = TransferConfig(port=taken.getsockname()[1])
         with pytest.raises(TransferError, match=f"cannot bind .* 127.0.0.1:{config.port}"):
-            Engine(Role.PREFILL, config=config)
+            Engine(config=config)
     eventually(lambda: not transfer_threads())
 
 
 def test_unknown_transports_are_an_error_of_ours() -> None:
     with pytest.raises(TransferError):
-        Engine(Role.DECODE, config=TransferConfig(ucx_tls="no_such_transport"))
+        Engine(config=TransferConfig(ucx_tls="no_such_transport"))
     eventually(lambda: not transfer_threads())
 
 
 def test_beyond_this_machine_needs_a_secret() -> None:
     with pytest.raises(TransferError, match="secret"):
-        Engine(Role.PREFILL, config=TransferConfig(host="0.0.0.0"), secret=b"")
+        Engine(config=TransferConfig(host="0.0.0.0"), secret=b"")
 
 
 def test_the_advertised_name_is_used() -> None:
-    with engine(Role.PREFILL, config=TransferConfig(host="localhost", advertise="prefill-0.example")) as prefill:
+    with engine(config=TransferConfig(host="localhost", advertise="prefill-0.example")) as prefill:
         host, _, port = prefill.address.rpartition(":")
         assert host == "tcp://prefill-0.example"
         assert int(port) > 0
 
 
-def test_a_decode_engine_advertises_nothing() -> None:
-    with engine(Role.DECODE) as decode:
-        assert decode.address == ""
-
-
 def test_orders_that_contradict_themselves_are_refused() -> None:
-    with engine(Role.PREFILL) as prefill, engine(Role.DECODE, num_blocks=8) as decode:
+    with engine() as prefill, engine(num_blocks=8) as decode:
         rig = Pair(prefill, decode)
         for block_ids in ((), (0, 0), (8,), (-1,)):
             with pytest.raises(ValueError):
@@ -134,7 +128,7 @@ def test_a_thread_that_computes_lets_the_transfer_thread_in(before: float, after
     former = sys.getswitchinterval()
     sys.setswitchinterval(before)
     try:
-        with engine(Role.DECODE):
+        with engine():
             assert sys.getswitchinterval() == pytest.approx(after, rel=0.05)
     finally:
         sys.setswitchinterval(former)
@@ -157,9 +151,8 @@ def test_wake_is_called_after_events_were_queued() -> None:
     def wake() -> None:
         seen.append(len(thread.events()))
 
-    with engine(Role.PREFILL) as prefill:
+    with engine() as prefill:
         thread = TransferThread(
-            role=Role.DECODE,
             boot_id=b"d" * 16,
             secret=SECRET,
             spec=SPEC,

@@ -212,7 +212,7 @@ CHANNELS: list[tuple[Any, list[msgspec.Struct]]] = [
     (
         rank_transfer.RankCommand,
         [
-            rank_transfer.OpenLink(1),
+            *[rank_transfer.OpenLink(1, direction) for direction in rank_transfer.Direction],
             rank_transfer.ConnectLink(1, (b"a", b"b")),
             rank_transfer.CloseLink(1),
             rank_transfer.Expect(1, 9, 2, (5, 3), True),

@@ -1,4 +1,4 @@
-"""The control channel's sockets. A prefill engine binds one; a decode engine connects one to each prefill engine.
+"""The control channel's sockets. Every engine binds one, and connects one to each engine that it fetches from.
 
 Frames are opened without trust. A frame that is not authentic is dropped and counted, and some are logged.
 """

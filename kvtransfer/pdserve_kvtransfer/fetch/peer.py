@@ -10,6 +10,7 @@ from pdserve.wire.frame import Opened
 from pdserve.wire.ids import TransferId
 from pdserve.wire.rank_transfer import (
     ConnectLink,
+    Direction,
     Dropped,
     Expect,
     Expecting,
@@ -92,7 +93,9 @@ class FetchPeer:
         """Runs while blocks of ended fetches are still written. Each landed piece renews it."""
         self._client = ControlClient(engine.zmq_context, target.control)
         try:
-            self.link = NodeLink(engine.ranks, FetchPort, engine.spec.kv_heads, engine.region, engine.transport)
+            self.link = NodeLink(
+                engine.ranks, Direction.FETCH, FetchPort, engine.spec.kv_heads, engine.region, engine.transport
+            )
         except BaseException:
             self._client.close(0.0)
             raise

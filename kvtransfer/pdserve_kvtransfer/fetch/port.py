@@ -90,11 +90,11 @@ class _Landing:
 
 
 class FetchPort:
-    """A ``ranks.Port`` of a decode rank."""
+    """A ``ranks.Port`` for ``Direction.FETCH``. It does not offer its memory to the other engine, which sends only."""
 
     def __init__(self, link: int, rank: int, ranks: int, kv_heads: int, region: KvRegion, transport: Transport) -> None:
         """Opens the link. Raises TransferError if the transport cannot."""
-        self._link = RankLink(link, transport, region.memory)
+        self._link = RankLink(link, transport, region.unshared_memory)
         self._rank, self._ranks, self._kv_heads = rank, ranks, kv_heads
         self._region = region
         self._head_bytes = region.block_bytes // len(heads_of(rank, ranks, kv_heads))

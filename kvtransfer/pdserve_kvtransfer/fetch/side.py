@@ -1,4 +1,4 @@
-"""The decode side's driver, which has one peer for each prefill boot that it fetches from."""
+"""The driver of an engine's fetches, which has one peer for each boot that the engine fetches from."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 
 class FetchSide:
-    """All fetches of a decode engine. It is a ``sides.Side``."""
+    """All fetches of an engine, from any others. It is a ``sides.Side``."""
 
     def __init__(self, engine: LocalEngine) -> None:
         self._engine = engine
@@ -41,10 +41,12 @@ class FetchSide:
                     if peer.has(transfer_id):
                         self._try(peer, partial(peer.on_command, command, now), now)
             case _:
-                raise TypeError(f"a decode engine has no {type(command).__name__}")
+                raise TypeError(f"no fetch has a {type(command).__name__}")
 
     def _start_fetch(self, order: FetchOrder, now: float) -> None:
         try:
+            if order.target.boot_id == self._engine.boot_id:
+                raise TransferError("an engine does not fetch from itself")
             peer = self._peers.get(order.target.boot_id) or self._peer_for(order.target, now)
             if self._silent.get(peer.target.control) == peer.target.boot_id and not peer.welcomed:
                 raise PeerLost("it fell silent, and has not answered since")
@@ -93,7 +95,7 @@ class FetchSide:
         return peer
 
     def turn(self, now: float) -> bool:
-        more = self._engine.ranks.receive()
+        more = False
         self._closing = [peer for peer in self._closing if not peer.closed(now)]
         for peer in list(self._peers.values()):
             more |= self._try(peer, partial(peer.turn, now), now)
@@ -141,13 +143,11 @@ class FetchSide:
         return all(peer.link.arm() for peer in self._peers.values())
 
     def pollables(self) -> list[Pollable]:
-        peers = [pollable for peer in self._peers.values() for pollable in peer.pollables()]
-        return [*self._engine.ranks.sockets, *peers]
+        return [pollable for peer in self._peers.values() for pollable in peer.pollables()]
 
     def close(self, linger_s: float) -> None:
         peers = list(self._peers.values())
         self._peers.clear()
         with ExitStack() as stack:
-            stack.callback(self._engine.ranks.close, linger_s)
             for peer in peers:
                 stack.callback(peer.abandon, "the decode engine is closing", linger_s)

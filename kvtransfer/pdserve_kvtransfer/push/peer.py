@@ -9,7 +9,15 @@ import msgspec
 from pdserve.errors import PeerLost, UnreadableMessage
 from pdserve.wire.frame import MAX_REASON_CHARS, UNDECODABLE
 from pdserve.wire.ids import TransferId
-from pdserve.wire.rank_transfer import ConnectLink, LinkBroken, LinkOpened, PiecesAnnounced, PiecesSent, SendBlocks
+from pdserve.wire.rank_transfer import (
+    ConnectLink,
+    Direction,
+    LinkBroken,
+    LinkOpened,
+    PiecesAnnounced,
+    PiecesSent,
+    SendBlocks,
+)
 from pdserve.wire.transfer import (
     UNKNOWN_LOAD,
     Accept,
@@ -86,7 +94,9 @@ class PushPeer:
         self._sessions: dict[TransferId, PushSession] = {}
         self._tags: dict[int, PushSession] = {}
         self._lost = False
-        self.link = NodeLink(engine.ranks, PushPort, engine.spec.kv_heads, engine.region, engine.transport)
+        self.link = NodeLink(
+            engine.ranks, Direction.PUSH, PushPort, engine.spec.kv_heads, engine.region, engine.transport
+        )
 
     @property
     def idle(self) -> bool:

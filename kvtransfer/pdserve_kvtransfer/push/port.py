@@ -45,7 +45,7 @@ class _PostProgress:
 
 
 class PushPort:
-    """A ``ranks.Port`` of a prefill rank."""
+    """A ``ranks.Port`` for ``Direction.PUSH``."""
 
     def __init__(self, link: int, rank: int, ranks: int, kv_heads: int, region: KvRegion, transport: Transport) -> None:
         """Opens the link. Raises TransferError if the transport cannot."""

@@ -1,4 +1,4 @@
-"""The prefill side's driver, which has one control socket and one peer for each decode boot that has sent ``Hello``."""
+"""The driver of an engine's pushes, which has a control socket and one peer for each boot that has sent ``Hello``."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ log = logging.getLogger(__name__)
 
 
 class PushSide:
-    """All pushes of a prefill engine. It is a ``sides.Side``.
+    """All pushes of an engine, to any others. It is a ``sides.Side``.
 
     The constructor raises TransferError if the control channel cannot be bound.
     """
@@ -78,7 +78,7 @@ class PushSide:
                     return
                 self._try(peer, partial(peer.on_command, command))
             case _:
-                raise TypeError(f"a prefill engine has no {type(command).__name__}")
+                raise TypeError(f"no push has a {type(command).__name__}")
 
     def _try(self, peer: PushPeer, action: Callable[[], bool | None]) -> bool:
         """Does ``action``, which concerns this peer alone: whatever it raises, this peer is lost, and no other.
@@ -97,14 +97,13 @@ class PushSide:
         return True
 
     def turn(self, now: float) -> bool:
-        reported = self._engine.ranks.receive()
         self._closing = [peer for peer in self._closing if not peer.closed()]
         if self._blocked_since is not None:
             for peer in self._peers.values():
                 peer.lease.extend(now - self._blocked_since)
         batch = self._server.receive()
         self._blocked_since = now if batch.blocked else None
-        more = batch.more or reported
+        more = batch.more
         for connection in batch.ended:
             self._on_disconnect(connection, now)
         for received in batch.frames:
@@ -242,7 +241,7 @@ class PushSide:
 
     def pollables(self) -> list[Pollable]:
         links = [pollable for peer in self._peers.values() for pollable in peer.link.pollables()]
-        return [*self._server.sockets, *self._engine.ranks.sockets, *links, *self._probes.pollables()]
+        return [*self._server.sockets, *links, *self._probes.pollables()]
 
     def close(self, linger_s: float) -> None:
         if self._closed:
@@ -250,7 +249,6 @@ class PushSide:
         self._closed = True
         with ExitStack() as stack:
             stack.callback(self._server.close, linger_s)
-            stack.callback(self._engine.ranks.close, linger_s)
             stack.callback(self._probes.close)
             stack.callback(self._forget_all)
             for peer in self._peers.values():

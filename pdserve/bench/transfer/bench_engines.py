@@ -21,14 +21,13 @@ from pdserve.bench.transfer.messages import Assignment, Serving, TransferSetup
 from pdserve.config import Switch
 from pdserve.engine.kv_connector.transfer_memory import region_of, transport_for
 from pdserve.errors import BenchError
-from pdserve.wire.discovery import Role
 from pdserve.wire.ids import TransferId, new_id
 from pdserve.wire.sampling_params import SampledToken, SamplingParams
 from pdserve.wire.ticket import PrefillTarget
 from pdserve.wire.transfer import EngineSpec
 from pdserve.wire.version import OLDEST_PROTOCOL, PROTOCOL_VERSION
 from pdserve_kernels.kv_layout import KvLayout
-from pdserve_kvtransfer.configuration import side_settings
+from pdserve_kvtransfer.configuration import bound_to_loopback, side_settings
 from pdserve_kvtransfer.events import FetchFailed, FetchLanded, FetchOrder, PushWanted, TransferThreadDied
 from pdserve_kvtransfer.shared_memory import SharedMemory
 from pdserve_kvtransfer.thread import TransferThread
@@ -70,22 +69,21 @@ class CacheShape:
 class BenchEngine:
     """A KV cache and its transfer thread. Its start raises TransferError or ConfigError. ``close`` has to be called."""
 
-    def __init__(
-        self, role: Role, boot_id: bytes, shape: CacheShape, setup: TransferSetup, wake: Callable[[], None]
-    ) -> None:
+    def __init__(self, boot_id: bytes, shape: CacheShape, setup: TransferSetup, wake: Callable[[], None]) -> None:
         self.boot_id = boot_id
         device = torch.device(setup.device)
-        shares = role is Role.PREFILL and device.type == "cpu" and setup.config.shared_cache is Switch.ON
+        shares = device.type == "cpu" and setup.config.shared_cache is Switch.ON
         shared = SharedMemory(shape.block_bytes * shape.blocks) if shares else None
         self.cache = shape.allocate(device, shared)
         self.thread = TransferThread(
-            role=role,
             boot_id=boot_id,
             secret=setup.secret,
             spec=shape.spec,
             region=region_of(self.cache, shared),
             settings=side_settings(setup.config),
-            transport=transport_for(role, setup.config, Path(setup.cache_dir), device),
+            transport=transport_for(
+                setup.config, Path(setup.cache_dir), device, loopback=bound_to_loopback(setup.config)
+            ),
             wake=wake,
         )
         self.control = self.thread.start()
@@ -116,7 +114,7 @@ class FetchingEngine:
         self._woken = threading.Event()
         self._open = 0
         self._blocks = shape.blocks
-        self._engine = BenchEngine(Role.DECODE, new_id(), shape, setup, self._woken.set)
+        self._engine = BenchEngine(new_id(), shape, setup, self._woken.set)
         self.cpu_s = self._engine.cpu_s
         self.close = self._engine.close
 
@@ -196,7 +194,7 @@ class PushingEngine:
         self._blocks = assignment.blocks
         self._pushes: deque[_ComputedPrompt] = deque()
         shape = CacheShape(assignment.block_bytes, assignment.blocks)
-        self._engine = BenchEngine(Role.PREFILL, new_id(), shape, assignment.setup, wake)
+        self._engine = BenchEngine(new_id(), shape, assignment.setup, wake)
         self.serving = Serving(self._engine.control, self._engine.boot_id, self._engine.thread.native_id)
 
     def turn(self) -> float | None:

@@ -1,4 +1,4 @@
-"""The contract between the step loop and the KV connector, and the connector of a mixed node, which moves nothing."""
+"""The contract between the step loop and the KV connector, and the connector of a node without peers."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ CLOSE_TIMEOUT_S = 5.0
 
 
 class KvConnector(Protocol):
-    """Moves KV blocks to or from other nodes; each role has its own."""
+    """Moves KV blocks to and from other nodes."""
 
     def poll(self, scheduler: Scheduler, now: float) -> None:
         """Acts on everything that transfers have reported."""
 
     def start(self, plan: BatchPlan, now: float) -> None:
-        """Asks prefill nodes for the prompts that this plan does not compute itself."""
+        """Asks prefill nodes for the prompts that this plan does not compute itself, and sends final blocks."""
 
     def stepped(self, scheduler: Scheduler, plan: BatchPlan) -> None:
         """Passes on the blocks that became final when ``plan`` was computed."""
@@ -40,7 +40,11 @@ class KvConnector(Protocol):
 
 
 class NoTransferConnector:
-    """The connector of a mixed node, which computes every prompt where it is decoded."""
+    """The connector of a node that belongs to no proxy, which computes every prompt where it is decoded.
+
+    No ticket names peers to such a node, and none of them knows its address. So it spares the memory of UCX, a port
+    that somebody could attack, and the thread.
+    """
 
     def __init__(self, blocks: BlockManager) -> None:
         self._blocks = blocks
@@ -50,7 +54,7 @@ class NoTransferConnector:
 
     def start(self, plan: BatchPlan, now: float) -> None:
         if plan.fetches:
-            raise EngineError("a mixed node was asked to fetch a prompt")
+            raise EngineError("a node without peers was asked to fetch a prompt")
 
     def stepped(self, scheduler: Scheduler, plan: BatchPlan) -> None:
         pass

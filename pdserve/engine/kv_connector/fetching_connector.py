@@ -1,4 +1,4 @@
-"""The connector of a decode node."""
+"""The part of a connector that fetches: it has the prompts of this node's clients computed by other nodes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from pdserve.engine.kv_cache.block_manager import BlockManager
-from pdserve.engine.kv_connector.connector import CLOSE_TIMEOUT_S
 from pdserve.engine.kv_connector.transfers import Fetches
 from pdserve.engine.placement.placement import Placement
 from pdserve.engine.placement.prefill_node import PrefillNode
@@ -19,20 +18,18 @@ from pdserve.errors import EngineError
 from pdserve.wire.engine import PrefillSource
 from pdserve.wire.ids import TransferId
 from pdserve.wire.sampling_params import SampledToken
-from pdserve.wire.transfer import FailureCause
 from pdserve_kvtransfer.events import (
     BlocksReleased,
     FailureKind,
     FetchCancelled,
+    FetchEvent,
     FetchFailed,
     FetchLanded,
     FetchOrder,
     FirstTokenArrived,
     LoadHeard,
     PrefillNodeMet,
-    TransferThreadDied,
 )
-from pdserve_kvtransfer.stats import TransferStats
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +46,7 @@ class _OrderedFetch:
 
 
 class FetchingConnector:
-    """The connector of a decode node: prompts come from prefill nodes, or are computed here when those fail.
+    """Prompts come from prefill nodes, or are computed here when those fail.
 
     It asks only for blocks that the prefix cache here does not hold.
     """
@@ -82,6 +79,7 @@ class FetchingConnector:
         self._cancelled_blocks: dict[TransferId, list[int]] = {}
 
     def start(self, plan: BatchPlan, now: float) -> None:
+        """Asks prefill nodes for the prompts that this plan does not compute itself."""
         for request in plan.fetches:
             target, *others = request.targets
             request.targets = tuple(others)
@@ -114,30 +112,27 @@ class FetchingConnector:
                 )
             )
 
-    def poll(self, scheduler: Scheduler, now: float) -> None:
-        for event in self._transfers.events():
-            match event:
-                case FirstTokenArrived(transfer):
-                    fetch = self._fetches.get(transfer)
-                    if fetch is not None:
-                        self._on_first_token(scheduler, fetch, event, now)
-                case PrefillNodeMet(boot_id, max_prompt_tokens):
-                    self._placement.met(boot_id, max_prompt_tokens)
-                case LoadHeard(boot_id, load):
-                    self._placement.heard(boot_id, load, now)
-                case FetchLanded():
-                    self._on_landed(scheduler, event, now)
-                case FetchFailed():
-                    self._on_failed(scheduler, event, now)
-                case FetchCancelled(transfer, quarantined):
-                    self._blocks.quarantine(quarantined)
-                    self._free_cancelled(transfer)
-                case BlocksReleased(block_ids):
-                    self._blocks.end_quarantine(block_ids)
-                case TransferThreadDied(message):
-                    raise EngineError(f"the transfer thread died: {message}")
-                case _:
-                    raise EngineError(f"a decode node cannot act on {event}")
+    def on_event(self, scheduler: Scheduler, event: FetchEvent, now: float) -> None:
+        match event:
+            case FirstTokenArrived(transfer):
+                fetch = self._fetches.get(transfer)
+                if fetch is not None:
+                    self._on_first_token(scheduler, fetch, event, now)
+            case PrefillNodeMet(boot_id, max_prompt_tokens):
+                self._placement.met(boot_id, max_prompt_tokens)
+            case LoadHeard(boot_id, load):
+                self._placement.heard(boot_id, load, now)
+            case FetchLanded():
+                self._on_landed(scheduler, event, now)
+            case FetchFailed():
+                self._on_failed(scheduler, event, now)
+            case FetchCancelled(transfer, quarantined):
+                self._blocks.quarantine(quarantined)
+                self._free_cancelled(transfer)
+            case BlocksReleased(block_ids):
+                self._blocks.end_quarantine(block_ids)
+            case _:
+                raise EngineError(f"no fetch without pace has {event}")
 
     def _on_first_token(self, scheduler: Scheduler, fetch: _OrderedFetch, event: FirstTokenArrived, now: float) -> None:
         transfer, request = event.transfer_id, fetch.request
@@ -206,12 +201,6 @@ class FetchingConnector:
             landed_blocks = 0
         scheduler.requeue(request, landed_blocks * self._blocks.block_size)
 
-    def stepped(self, scheduler: Scheduler, plan: BatchPlan) -> None:
-        pass
-
-    def give_up(self, request: Request, reason: str, cause: FailureCause) -> None:
-        pass
-
     def release(self, request: Request) -> None:
         """Frees the request's blocks, or cancels their fetch and keeps them until that ends: ``_free_cancelled``."""
         if request.transfer is None:
@@ -226,9 +215,3 @@ class FetchingConnector:
     def _free_cancelled(self, transfer: TransferId) -> None:
         """Frees a cancelled request's blocks; quarantined ones are free when ``BlocksReleased`` names them."""
         self._blocks.free(self._cancelled_blocks.pop(transfer))
-
-    def stats(self) -> TransferStats:
-        return self._transfers.stats()
-
-    def close(self) -> None:
-        self._transfers.close(CLOSE_TIMEOUT_S)

@@ -1,4 +1,4 @@
-"""A prefill node's connector, which pushes the KV blocks of a prompt chunk by chunk, or all at the end."""
+"""The part of a connector that pushes: it computes prompts for other nodes, and sends their KV blocks there."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 from pdserve.config import KvOverlap
 from pdserve.engine.kv_cache.block_manager import BlockManager
-from pdserve.engine.kv_connector.connector import CLOSE_TIMEOUT_S
 from pdserve.engine.kv_connector.transfers import Pushes
 from pdserve.engine.placement.prefill_rate import PrefillRate
 from pdserve.engine.request import Request, Status
@@ -19,8 +18,7 @@ from pdserve.errors import EngineError
 from pdserve.wire.ids import TransferId
 from pdserve.wire.sampling_params import SamplingParams
 from pdserve.wire.transfer import FailureCause, PrefillLoad
-from pdserve_kvtransfer.events import PushCancelled, PushEnded, PushOutcome, PushWanted, TransferThreadDied
-from pdserve_kvtransfer.stats import TransferStats
+from pdserve_kvtransfer.events import PushCancelled, PushEnded, PushEvent, PushOutcome, PushWanted
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +47,7 @@ class PushSchedule:
 
 
 class PushingConnector:
-    """The connector of a prefill node: every request comes from a decode node, and its blocks go there."""
+    """Orders of other nodes become requests, whose blocks go there chunk by chunk, or all at the end."""
 
     def __init__(
         self,
@@ -76,22 +74,27 @@ class PushingConnector:
         self._pushes: dict[TransferId, Request] = {}
         self._cancelled_blocks: dict[TransferId, list[int]] = {}
 
-    def poll(self, scheduler: Scheduler, now: float) -> None:
-        for event in self._transfers.events():
-            match event:
-                case PushWanted():
-                    self._accept(event, scheduler, now)
-                case PushCancelled(transfer):
-                    cancelled = self._pushes.get(transfer)
-                    if cancelled is not None:
-                        _log_end(cancelled, "cancelled", now)
-                        scheduler.abort(cancelled)
-                case PushEnded(transfer, outcome):
-                    self._ended(scheduler, transfer, outcome, now)
-                case TransferThreadDied(message):
-                    raise EngineError(f"the transfer thread died: {message}")
-                case _:
-                    raise EngineError(f"a prefill node cannot act on {event}")
+    @property
+    def busy(self) -> bool:
+        """Whether there are pushes under way."""
+        return bool(self._pushes)
+
+    def on_event(self, scheduler: Scheduler, event: PushEvent, now: float) -> None:
+        match event:
+            case PushWanted():
+                self._accept(event, scheduler, now)
+            case PushCancelled(transfer):
+                cancelled = self._pushes.get(transfer)
+                if cancelled is not None:
+                    _log_end(cancelled, "cancelled", now)
+                    scheduler.abort(cancelled)
+            case PushEnded(transfer, outcome):
+                self._ended(scheduler, transfer, outcome, now)
+            case _:
+                raise EngineError(f"no push without staging blocks has {event}")
+
+    def tell_load(self, scheduler: Scheduler) -> None:
+        """Tells the nodes whose prompts are computed here how busy this one is."""
         self._transfers.tell_load(self._load(scheduler))
 
     def _accept(self, order: PushWanted, scheduler: Scheduler, now: float) -> None:
@@ -101,7 +104,7 @@ class PushingConnector:
             return
         if scheduler.num_waiting >= self._max_waiting:
             # The refusal carries the load to the decode node.
-            self._transfers.tell_load(self._load(scheduler))
+            self.tell_load(scheduler)
             self._refuse(order, f"overloaded: {scheduler.num_waiting} prompts are waiting", FailureCause.LOAD)
             return
         request = Request(
@@ -142,17 +145,21 @@ class PushingConnector:
         request.transfer = None
         scheduler.abort(request)
 
-    def start(self, plan: BatchPlan, now: float) -> None:
-        if plan.fetches:
-            raise EngineError("a prefill node was asked to fetch a prompt")
-        # Blocks from the prefix cache are sent while the rest of the prompt is computed.
+    def start(self, plan: BatchPlan) -> None:
+        """Sends blocks that come from the prefix cache while the rest of the prompt is computed."""
+        if not self._pushes:
+            return
         for work in plan.work:
-            self._push_early(work.request)
+            if work.request.serves_push:
+                self._push_early(work.request)
 
     def stepped(self, scheduler: Scheduler, plan: BatchPlan) -> None:
+        """Passes on the blocks that became final when ``plan`` was computed."""
+        if not self._pushes:
+            return
         for work in plan.work:
             request = work.request
-            if request.transfer is None or request.status is not Status.RUNNING:
+            if not request.serves_push or request.transfer is None or request.status is not Status.RUNNING:
                 continue
             if request.num_generated_tokens == 0:
                 self._push_early(request)
@@ -180,6 +187,7 @@ class PushingConnector:
             request.pushed_blocks = final
 
     def give_up(self, request: Request, reason: str, cause: FailureCause) -> None:
+        """Tells the decode node, with ``cause``, that this node is about to end the request by its own decision."""
         if request.transfer is not None:
             _log_end(request, f"failed ({reason})", time.monotonic())
             self._transfers.fail_push(request.transfer, reason, cause)
@@ -193,13 +201,7 @@ class PushingConnector:
             self._cancelled_blocks[request.transfer] = request.block_table
             request.block_table = []
         else:
-            raise EngineError("a prefill node cannot preempt: the request's blocks may be in flight")
-
-    def stats(self) -> TransferStats:
-        return self._transfers.stats()
-
-    def close(self) -> None:
-        self._transfers.close(CLOSE_TIMEOUT_S)
+            raise EngineError("a request that serves a push was preempted: its blocks may be in flight")
 
 
 def _log_end(request: Request, outcome: str, now: float) -> None:

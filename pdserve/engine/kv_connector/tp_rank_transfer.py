@@ -12,11 +12,11 @@ import torch
 
 from pdserve.config import RankLaunch
 from pdserve.engine.kv_connector.connector import CLOSE_TIMEOUT_S
+from pdserve.engine.kv_connector.opening import on_loopback
 from pdserve.engine.kv_connector.staging.block_copier import BlockCopier, copy_kernels
 from pdserve.engine.kv_connector.transfer_memory import open_memory
 from pdserve.errors import EngineError
 from pdserve.models.tp.rank_board import RankBoard
-from pdserve.wire.discovery import Role
 from pdserve.wire.rank import DownloadBlocks, UploadBlocks
 from pdserve_kvtransfer.rank_thread import RankThread
 from pdserve_kvtransfer.shared_memory import SharedMemory
@@ -28,19 +28,25 @@ log = logging.getLogger(__name__)
 def rank_transfer(
     launch: RankLaunch, kv_heads: int, kv_cache: torch.Tensor, board: RankBoard, shared: SharedMemory | None
 ) -> Iterator[OrderedCopies | NoCopies]:
-    """Runs this rank's transfer thread inside the block; on a mixed node there is none.
+    """Runs this rank's transfer thread inside the block; on a node without peers there is none.
 
-    ``shared`` is the memory that holds ``kv_cache``, if decode engines may map it.
+    ``shared`` is the memory that holds ``kv_cache``, if other engines may map it.
 
     Raises TransferError if the thread cannot start, ConfigError if its memory or compiled code cannot be had.
     """
     config = launch.config
-    if config.role is Role.MIXED:
+    if not config.has_peers:
         yield NoCopies()
         return
-    memory = open_memory(config.role, config.transfer, Path(config.cache_dir), config.parallel.tp, kv_cache, shared)
+    memory = open_memory(
+        config.transfer,
+        Path(config.cache_dir),
+        config.parallel.tp,
+        kv_cache,
+        shared,
+        loopback=on_loopback(config),
+    )
     thread = RankThread(
-        role=config.role,
         address=launch.transfer_address,
         rank=launch.rank,
         ranks=config.parallel.tp,

@@ -11,7 +11,6 @@ import torch
 
 from pdserve.config import KvStaging, Switch, TransferConfig, UcxCalls
 from pdserve.errors import ConfigError
-from pdserve.wire.discovery import Role
 from pdserve_kvtransfer.configuration import chosen_poster, configured_ucx
 from pdserve_kvtransfer.region import DeviceMemory, KvRegion
 from pdserve_kvtransfer.shared_memory import SharedMemory
@@ -35,14 +34,17 @@ class TransferMemory:
 
 
 def open_memory(
-    role: Role,
     settings: TransferConfig,
     cache_dir: Path,
     tp_size: int,
     kv_cache: torch.Tensor,
     shared: SharedMemory | None,
+    *,
+    loopback: bool,
 ) -> TransferMemory:
     """Returns what one of ``tp_size`` ranks transfers from and to. ``shared`` is the memory of ``kv_cache``, if any.
+
+    ``loopback`` is for ``configured_ucx``.
 
     Raises ConfigError if the staging memory or compiled code cannot be had.
     """
@@ -51,7 +53,7 @@ def open_memory(
     return TransferMemory(
         staging=staging,
         region=region_of(reached, shared),
-        transport=transport_for(role, settings, cache_dir, reached.device),
+        transport=transport_for(settings, cache_dir, reached.device, loopback=loopback),
         finish_writes=partial(torch.cuda.synchronize, reached.device) if reached.device.type == "cuda" else _nothing,
     )
 
@@ -61,15 +63,15 @@ def _nothing() -> None:
 
 
 def shared_memory(
-    role: Role, settings: TransferConfig, kv_cache_mib: int, device: torch.device, nbytes: int
+    settings: TransferConfig, kv_cache_mib: int, device: torch.device, nbytes: int
 ) -> SharedMemory | None:
-    """Returns ``nbytes`` of memory for one rank's cache that decode engines may map; None if they are not to map it.
+    """Returns ``nbytes`` of memory for one rank's cache that other engines may map; None if they are not to map it.
 
     Raises ConfigError if there is not so much; ``kv_cache_mib`` is the setting that the error names.
     """
     reads_cache = device.type == "cpu" and settings.staging is not KvStaging.ON
     shares = settings.shared_cache is Switch.ON and settings.ucx_calls is not UcxCalls.PYTHON
-    if role is not Role.PREFILL or not reads_cache or not shares:
+    if not reads_cache or not shares:
         return None
     try:
         return SharedMemory(nbytes)
@@ -80,7 +82,8 @@ def shared_memory(
 def staging_memory(settings: TransferConfig, tp_size: int, cache: torch.Tensor) -> torch.Tensor | None:
     """Returns ``[staging blocks, ...]``, as many on each of ``tp_size`` ranks; None where transfers reach the cache.
 
-    Raises ConfigError if it would not hold a block, or if blocks cannot be checked without it.
+    Raises ConfigError if it would not hold a block for fetches and one for pushes, or if blocks cannot be checked
+    without it.
     """
     on_gpu, staging = cache.device.type == "cuda", settings.staging
     if on_gpu and staging is KvStaging.OFF and settings.checksums is Switch.ON:
@@ -88,8 +91,8 @@ def staging_memory(settings: TransferConfig, tp_size: int, cache: torch.Tensor) 
     if staging is KvStaging.OFF or (not on_gpu and staging is KvStaging.AUTO):
         return None
     count = settings.staging_mib * MIB // (cache[0].nbytes * tp_size)
-    if not count:
-        raise ConfigError(f"--kv-staging-mib {settings.staging_mib} does not hold one KV block")
+    if count < 2:
+        raise ConfigError(f"--kv-staging-mib {settings.staging_mib} does not hold two KV blocks")
     return torch.empty(count, *cache.shape[1:], dtype=cache.dtype, pin_memory=on_gpu)
 
 
@@ -104,7 +107,7 @@ def region_of(kv_cache: torch.Tensor, shared: SharedMemory | None = None) -> KvR
 
 
 def transport_for(
-    role: Role, settings: TransferConfig, cache_dir: Path, device: torch.device
+    settings: TransferConfig, cache_dir: Path, device: torch.device, *, loopback: bool
 ) -> Callable[[], Transport]:
     """Returns what makes the transport of a transfer thread that moves memory of ``device``; it is called there.
 
@@ -113,7 +116,7 @@ def transport_for(
     on_gpu = device.type == "cuda"
     calls = UcxCalls.COMPILED if on_gpu else settings.ucx_calls
     poster = chosen_poster(calls, cache_dir, digests=settings.checksums is Switch.ON and not on_gpu)
-    make = partial(configured_ucx, settings, poster, role=role)
+    make = partial(configured_ucx, settings, poster, loopback=loopback)
     return partial(_with_device, device, make) if on_gpu else make
 
 

@@ -11,18 +11,8 @@ from pdserve_kvtransfer.events import FetchOrder, TransferEvent
 from pdserve_kvtransfer.stats import TransferStats
 
 
-class Transfers(Protocol):
-    """The transfers of either role."""
-
-    def events(self) -> list[TransferEvent]: ...
-
-    def stats(self) -> TransferStats: ...
-
-    def close(self, timeout_s: float) -> None: ...
-
-
-class Fetches(Transfers, Protocol):
-    """The transfers of a decode node: ``TransferThread``, or ``StagedFetches`` before one."""
+class Fetches(Protocol):
+    """The fetches of an engine: ``TransferThread``, or ``StagedFetches`` before one."""
 
     def fetch(self, order: FetchOrder) -> None: ...
 
@@ -35,8 +25,8 @@ class PacedFetches(Fetches, Protocol):
     def accept_blocks(self, transfer_id: TransferId, block_ids: tuple[int, ...]) -> None: ...
 
 
-class Pushes(Transfers, Protocol):
-    """The transfers of a prefill node: ``TransferThread``, or ``StagedPushes`` before one."""
+class Pushes(Protocol):
+    """The pushes of an engine: ``TransferThread``, or ``StagedPushes`` before one."""
 
     def push(self, transfer_id: TransferId, first_block: int, block_ids: tuple[int, ...]) -> None: ...
 
@@ -47,3 +37,17 @@ class Pushes(Transfers, Protocol):
     def tell_load(self, load: PrefillLoad) -> None: ...
 
     def fail_push(self, transfer_id: TransferId, reason: str, cause: FailureCause) -> None: ...
+
+
+class Transfers(Protocol):
+    """Fetches and pushes together: ``TransferThread``, or ``StagedTransfers`` before one."""
+
+    def events(self) -> list[TransferEvent]: ...
+
+    def stats(self) -> TransferStats: ...
+
+    def close(self, timeout_s: float) -> None: ...
+
+
+class PacedTransfers(Transfers, PacedFetches, Pushes, Protocol):
+    """All that ``StagedTransfers`` needs of a ``TransferThread``."""

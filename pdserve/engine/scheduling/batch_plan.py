@@ -59,6 +59,8 @@ class BatchPlan:
     """The work of the step. Chunks come last."""
     fetches: list[Request] = field(default_factory=list)
     """Requests whose prompts go to a prefill node."""
+    refused: list[Request] = field(default_factory=list)
+    """Orders of other nodes that are not computed, because this node's fetches hold the blocks that they need."""
     copies: dict[int, int] = field(default_factory=dict)
     """KV blocks to be copied: the source of each destination."""
 

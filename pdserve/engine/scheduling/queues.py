@@ -92,10 +92,14 @@ class Queues:
         return any(group not in self._places for group in self._waiters)
 
     def most_placed(self) -> Request | None:
-        """Returns the youngest running request of the client request that holds the most places, if several."""
+        """Returns the youngest running request of the client request that holds the most places, if several.
+
+        Requests that serve a push are left out, because none of them can be preempted.
+        """
         if max(self._places.values(), default=0) < 2:
             return None
-        youngest = max(reversed(self.running), key=self.places_of, default=None)
+        own = (request for request in reversed(self.running) if not request.serves_push)
+        youngest = max(own, key=self.places_of, default=None)
         return youngest if youngest is not None and self.places_of(youngest) > 1 else None
 
     # ------------------------------------------------------------ moves

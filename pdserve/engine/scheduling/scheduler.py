@@ -114,7 +114,18 @@ class Scheduler:
         if self.counters.preemptions == preemptions or not plan.work:
             self._admission.admit(plan, budget, now)
         plan.work.sort(key=lambda work: work.is_chunk)
+        plan.refused.extend(self._orders_without_blocks())
         return plan
+
+    def _orders_without_blocks(self) -> list[Request]:
+        """Returns the waiting orders of other nodes for which only fetches of this node hold blocks.
+
+        Those nodes may wait for blocks in the same way, with this node's fetches among their orders: none would end.
+        """
+        queues = self._queues
+        if not queues.remote or queues.running or queues.pushing:
+            return []
+        return [request for request in queues.waiting if request.serves_push]
 
     def decoding_on(self, plan: BatchPlan) -> list[Request]:
         """Returns the requests of a step under way that decode on in the next step, whatever tokens this one gives.
@@ -260,13 +271,16 @@ class Scheduler:
     def _make_room(self, request: Request, tokens: int, plan: BatchPlan) -> bool:
         """Grows a running request's block table; blocks come from waiting requests, then from the youngest running.
 
-        Returns False if the request itself had to be preempted.
+        A request that serves a push got all its blocks when it was admitted, and gives none away: it ends by itself
+        when the other node has them. Returns False if the request itself had to be preempted.
         """
         while not self._blocks.reserve(request, tokens):
             if self._admission.take_back_blocks(keep=request):
                 continue
             planned = {work.request for work in plan.work}
-            others = (other for other in reversed(self._queues.running) if other not in planned)
+            others = (
+                other for other in reversed(self._queues.running) if other not in planned and not other.serves_push
+            )
             victim = max(others, key=self._queues.places_of, default=request)
             self._preempt(victim)
             if victim is request:

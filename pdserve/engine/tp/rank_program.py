@@ -107,7 +107,9 @@ def run_rank(launch: RankLaunch, channel: OrderChannel) -> None:
         backend = rank_backend(config, device)
         layout = kv_layout(decoder, config.model.dtype, config.cache.block_size, group)
         kv_bytes = load.num_blocks * layout.block_bytes
-        shared = shared_memory(config.role, config.transfer, config.cache.kv_cache_mib, device, kv_bytes)
+        shared = None
+        if config.has_peers:
+            shared = shared_memory(config.transfer, config.cache.kv_cache_mib, device, kv_bytes)
         kv_memory = None if shared is None else shared.bytes
         runner = load_runner(config, decoder, load.num_blocks, load.max_model_len, group, backend, kv_memory)
         copies = stack.enter_context(rank_transfer(launch, decoder.kv_heads, runner.kv_cache, board, shared))

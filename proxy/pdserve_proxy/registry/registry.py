@@ -198,9 +198,11 @@ def _check(info: NodeInfo) -> None:
         raise MalformedFrame(
             f"node {info.name} registered with {info.url!r} as its URL; it must be http://host:port or https://host:port"
         )
-    if info.role is Role.PREFILL and not info.control.startswith("tcp://"):
+    # Decode and mixed nodes of older versions have none, and nor has a node whose engine cannot be fetched from.
+    needs_control = info.role is Role.PREFILL or info.control
+    if needs_control and not info.control.startswith("tcp://"):
         raise MalformedFrame(
-            f"prefill node {info.name} registered with {info.control!r} as its control address; "
+            f"{info.role.value} node {info.name} registered with {info.control!r} as its control address; "
             "it must be tcp://host:port"
         )
 

@@ -21,10 +21,11 @@ from pdserve.config import (
     TransferConfig,
 )
 from pdserve.engine.kv_cache.block_manager import BlockManager
-from pdserve.engine.kv_connector import KvConnector, open_connector
+from pdserve.engine.kv_connector import open_connector
 from pdserve.engine.kv_connector.connector import NoTransferConnector
 from pdserve.engine.kv_connector.fetching_connector import FetchingConnector
 from pdserve.engine.kv_connector.pushing_connector import PushingConnector, PushSchedule
+from pdserve.engine.kv_connector.transfer_connector import TransferConnector
 from pdserve.engine.placement.placement import PlacementDecision
 from pdserve.engine.placement.prefill_cost import PromptSize
 from pdserve.engine.placement.prefill_rate import PrefillRate
@@ -136,17 +137,15 @@ def too_long(token_ids: list[int], sampling: SamplingParams) -> str | None:
 class Bench:
     """One connector with its scheduler and blocks."""
 
-    def __init__(self, role: Role, overlap: KvOverlap = KvOverlap.ON) -> None:
+    def __init__(self, overlap: KvOverlap = KvOverlap.ON) -> None:
         self.thread = ScriptedThread()
         thread: Any = self.thread
         self.blocks = BlockManager(NUM_BLOCKS, BLOCK_SIZE)
         self.rate = PrefillRate()
         self.placement = make_placement(BLOCK_SIZE, rate=self.rate)
-        self.connector: KvConnector
-        if role is Role.DECODE:
-            self.connector = FetchingConnector(self.blocks, thread, TIMEOUT_S, BOOT, self.placement, VOCAB)
-        else:
-            self.connector = PushingConnector(self.blocks, thread, too_long, 3, PushSchedule(overlap), self.rate)
+        fetching = FetchingConnector(self.blocks, thread, TIMEOUT_S, BOOT, self.placement, VOCAB)
+        pushing = PushingConnector(self.blocks, thread, too_long, 3, PushSchedule(overlap), self.rate)
+        self.connector = TransferConnector(thread, fetching, pushing)
         self.collector = OutputCollector()
         self.scheduler = Scheduler(
             self.blocks,
@@ -192,7 +191,7 @@ class Bench:
 
 
 def fetching(targets: int = 1) -> tuple[Bench, Request, FetchOrder]:
-    bench = Bench(Role.DECODE)
+    bench = Bench()
     request = bench.request(targets=targets)
     bench.step()
     (order,) = bench.thread.fetched
@@ -350,7 +349,7 @@ def test_a_token_that_the_client_has_is_not_repeated_by_the_second_node() -> Non
 
 def test_a_dead_transfer_thread_ends_the_engine() -> None:
     with pytest.raises(EngineError, match="oops"):
-        Bench(Role.DECODE).report(TransferThreadDied("oops"))
+        Bench().report(TransferThreadDied("oops"))
 
 
 def wanted(prompt: int = 10, first_block: int = 0) -> PushWanted:
@@ -360,7 +359,7 @@ def wanted(prompt: int = 10, first_block: int = 0) -> PushWanted:
 
 
 def test_blocks_are_pushed_as_chunks_fill_them_and_the_last_one_partial() -> None:
-    bench, order = Bench(Role.PREFILL), wanted(prompt=14)
+    bench, order = Bench(), wanted(prompt=14)
     bench.report(order)
     bench.step()
     (request,) = bench.scheduler.live()
@@ -377,7 +376,7 @@ def test_blocks_are_pushed_as_chunks_fill_them_and_the_last_one_partial() -> Non
 
 @pytest.mark.parametrize("overlap", [KvOverlap.OFF, KvOverlap.AUTO])
 def test_without_overlap_all_blocks_are_pushed_when_the_prompt_is_computed(overlap: KvOverlap) -> None:
-    bench, order = Bench(Role.PREFILL, overlap), wanted(prompt=14, first_block=1)
+    bench, order = Bench(overlap), wanted(prompt=14, first_block=1)
     bench.report(order)
     bench.step()
     assert bench.thread.pushed == []
@@ -394,18 +393,18 @@ def test_without_overlap_all_blocks_are_pushed_when_the_prompt_is_computed(overl
 def test_what_decides_is_how_much_has_to_be_pushed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The length of the prompt does not decide, since the decode node may have most of its blocks already."""
     monkeypatch.setattr("pdserve.engine.kv_connector.pushing_connector.PAYS_FROM_TOKENS", 12)
-    bench = Bench(Role.PREFILL, KvOverlap.AUTO)
+    bench = Bench(KvOverlap.AUTO)
     bench.report(wanted(prompt=14, first_block=1))
     bench.step()
     assert bench.thread.pushed == [], "ten tokens"
-    bench = Bench(Role.PREFILL, KvOverlap.AUTO)
+    bench = Bench(KvOverlap.AUTO)
     bench.report(wanted(prompt=14))
     bench.step()
     assert len(bench.thread.pushed) == 1, "fourteen"
 
 
 def test_the_first_token_says_how_fast_the_node_is_and_what_else_it_has_to_do() -> None:
-    bench, order = Bench(Role.PREFILL), wanted(prompt=8)
+    bench, order = Bench(), wanted(prompt=8)
     bench.rate.step(256, 0, 0.128, 1.0)
     bench.report(order, wanted(prompt=14), wanted(prompt=9))
     assert bench.thread.told == PrefillLoad(8 + 14 + 9, 2000.0), "to those who wait, while they wait"
@@ -416,7 +415,7 @@ def test_the_first_token_says_how_fast_the_node_is_and_what_else_it_has_to_do() 
 
 
 def test_the_placement_is_asked_with_what_is_cached_queued_and_running(monkeypatch: pytest.MonkeyPatch) -> None:
-    bench, asked = Bench(Role.DECODE), []
+    bench, asked = Bench(), []
     decide = bench.placement.decide
 
     def spy(prompt: PromptSize, target: PrefillTarget, now: float) -> PlacementDecision:
@@ -452,7 +451,7 @@ def test_what_becomes_of_an_order_is_learnt() -> None:
 
 
 def test_blocks_that_the_decode_node_has_are_not_pushed() -> None:
-    bench, order = Bench(Role.PREFILL), wanted(prompt=14, first_block=3)
+    bench, order = Bench(), wanted(prompt=14, first_block=3)
     bench.report(order)
     bench.step()
     bench.step()
@@ -461,7 +460,7 @@ def test_blocks_that_the_decode_node_has_are_not_pushed() -> None:
 
 @pytest.mark.parametrize("told", [True, False])
 def test_a_prefill_node_logs_one_line_when_a_push_is_over(told: bool, caplog: pytest.LogCaptureFixture) -> None:
-    bench, order = Bench(Role.PREFILL), replace(wanted(), request_id="chat-1" if told else "")
+    bench, order = Bench(), replace(wanted(), request_id="chat-1" if told else "")
     with caplog.at_level(logging.INFO, logger="pdserve.engine.kv_connector"):
         bench.report(order)
         bench.step()
@@ -474,7 +473,7 @@ def test_a_prefill_node_logs_one_line_when_a_push_is_over(told: bool, caplog: py
 
 @pytest.mark.parametrize("steps", [0, 1, 2])
 def test_a_cancelled_push_keeps_its_blocks_until_no_send_reads_them(steps: int) -> None:
-    bench, order = Bench(Role.PREFILL), wanted(prompt=14)
+    bench, order = Bench(), wanted(prompt=14)
     bench.report(order)
     for _ in range(steps):
         bench.step()
@@ -487,7 +486,7 @@ def test_a_cancelled_push_keeps_its_blocks_until_no_send_reads_them(steps: int) 
 
 
 def test_cached_blocks_are_pushed_before_the_rest_is_computed() -> None:
-    bench, order = Bench(Role.PREFILL), wanted(prompt=14)
+    bench, order = Bench(), wanted(prompt=14)
     bench.report(order)
     while bench.step().work:
         pass
@@ -507,7 +506,7 @@ def test_cached_blocks_are_pushed_before_the_rest_is_computed() -> None:
 
 
 def test_a_prompt_that_does_not_fit_is_refused() -> None:
-    bench, order = Bench(Role.PREFILL), wanted(prompt=41)
+    bench, order = Bench(), wanted(prompt=41)
     bench.report(order)
     assert (bench.thread.failed, bench.thread.causes) == (["too long"], [FailureCause.PROMPT])
     bench.report(PushEnded(order.transfer_id, PushOutcome.FAILED))
@@ -515,7 +514,7 @@ def test_a_prompt_that_does_not_fit_is_refused() -> None:
 
 
 def test_a_full_queue_refuses_more() -> None:
-    bench = Bench(Role.PREFILL)
+    bench = Bench()
     orders = [wanted() for _ in range(4)]
     bench.report(*orders)
     assert bench.scheduler.num_waiting == 3
@@ -525,7 +524,7 @@ def test_a_full_queue_refuses_more() -> None:
 
 
 def test_waiting_prompts_survive_while_an_ended_one_still_holds_its_blocks() -> None:
-    bench = Bench(Role.PREFILL)
+    bench = Bench()
     first, second, third = wanted(prompt=40), wanted(prompt=40), wanted(prompt=40)
     bench.report(first, second, third)
     bench.step()
@@ -537,7 +536,7 @@ def test_waiting_prompts_survive_while_an_ended_one_still_holds_its_blocks() -> 
 
 
 def test_a_prefill_node_gives_up_at_the_deadline() -> None:
-    bench, order = Bench(Role.PREFILL), wanted()
+    bench, order = Bench(), wanted()
     bench.report(order)
     bench.step()
     (request,) = bench.scheduler.expired(1000.0)
@@ -549,11 +548,46 @@ def test_a_prefill_node_gives_up_at_the_deadline() -> None:
     assert bench.all_free
 
 
+def steps(bench: Bench, count: int) -> None:
+    for _ in range(count):
+        bench.step()
+
+
+@pytest.mark.parametrize("prompt", [23, 16], ids=["while the order is computed", "while the order is pushed"])
+def test_a_request_that_needs_a_block_leaves_those_of_orders_alone(prompt: int) -> None:
+    """The order has nine of sixteen blocks. The node's own request waits until they are free again, and goes on."""
+    bench = Bench()
+    own = bench.request(prompt=prompt, targets=0, max_tokens=20)
+    steps(bench, 3)
+    order = replace(wanted(), token_ids=[8] * 36)
+    bench.report(order)
+    steps(bench, 20)
+    assert own.status is Status.WAITING
+    assert bench.scheduler.counters.preemptions >= 1
+    assert len(bench.thread.pushed_of(order.transfer_id)) == 9
+    assert len(bench.thread.first_tokens) == 1
+    bench.report(PushEnded(order.transfer_id, PushOutcome.DONE))
+    steps(bench, 30)
+    assert own.num_generated_tokens == 20
+    assert bench.all_free
+
+
+def test_a_node_fetches_and_is_fetched_from_at_once() -> None:
+    bench, request, order = fetching()
+    bench.report(wanted(prompt=8))
+    steps(bench, 2)
+    assert len(bench.thread.first_tokens) == 1
+    assert request.status is Status.WAITING_FOR_REMOTE_KVS
+    bench.report(FirstTokenArrived(order.transfer_id, (SampledToken(50),), 0), FetchLanded(order.transfer_id, 0.1, 1))
+    bench.step()
+    assert request.num_generated_tokens == 2
+
+
 @pytest.mark.parametrize(
-    ("role", "kind"),
-    [(Role.PREFILL, PushingConnector), (Role.DECODE, FetchingConnector), (Role.MIXED, NoTransferConnector)],
+    ("has_peers", "kind"), [(True, TransferConnector), (False, NoTransferConnector)], ids=["peers", "no peers"]
 )
-def test_each_role_has_its_own_connector(role: Role, kind: type) -> None:
+@pytest.mark.parametrize("role", Role)
+def test_a_node_of_any_role_transfers_if_it_has_peers(role: Role, has_peers: bool, kind: type) -> None:
     config = EngineConfig(
         role=role,
         boot_id=BOOT,
@@ -566,6 +600,7 @@ def test_each_role_has_its_own_connector(role: Role, kind: type) -> None:
         transfer=TransferConfig(),
         cpu=CpuConfig(),
         log=LogConfig(),
+        has_peers=has_peers,
     )
     spec = EngineSpec(
         protocol=PROTOCOL_VERSION,
@@ -592,6 +627,6 @@ def test_each_role_has_its_own_connector(role: Role, kind: type) -> None:
     )
     try:
         assert type(connector) is kind
-        assert bool(control) == (role is Role.PREFILL)
+        assert bool(control) == has_peers
     finally:
         connector.close()

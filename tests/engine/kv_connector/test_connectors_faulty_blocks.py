@@ -15,11 +15,11 @@ from pdserve.engine.kv_cache.block_manager import BlockManager
 from pdserve.engine.kv_connector import KvConnector
 from pdserve.engine.kv_connector.fetching_connector import FetchingConnector
 from pdserve.engine.kv_connector.pushing_connector import PushingConnector, PushSchedule
+from pdserve.engine.kv_connector.transfer_connector import TransferConnector
 from pdserve.engine.kv_connector.transfer_memory import region_of
 from pdserve.engine.placement.prefill_rate import PrefillRate
 from pdserve.engine.wake_up import WakeUp
 from pdserve.models.runner import ModelRunner
-from pdserve.wire.discovery import Role
 from pdserve.wire.ids import new_id
 from pdserve.wire.ticket import PrefillTarget
 from pdserve_kvtransfer.configuration import side_settings
@@ -69,13 +69,12 @@ class Threads:
     decode: TransferThread | None = None
 
     def connector(
-        self, role: Role, transport: Callable[[], Transport]
+        self, prefills: bool, transport: Callable[[], Transport]
     ) -> Callable[[ModelRunner, BlockManager, WakeUp], KvConnector]:
         def connect(runner: ModelRunner, blocks: BlockManager, wake_up: WakeUp) -> KvConnector:
             boot = new_id()
             region = region_of(runner.kv_cache)
             thread = TransferThread(
-                role=role,
                 boot_id=boot,
                 secret=SECRET,
                 spec=OWN_SPEC,
@@ -85,12 +84,15 @@ class Threads:
                 wake=wake_up.set,
             )
             control = thread.start()
-            if role is Role.PREFILL:
+            if prefills:
                 self.target = PrefillTarget("p", control, boot)
-                schedule = PushSchedule(KvOverlap.ON)
-                return PushingConnector(blocks, thread, lambda ids, sampling: None, 100, schedule, PrefillRate())
-            self.decode = thread
-            return FetchingConnector(blocks, thread, CONFIG.prefill_timeout_ms / 1000, boot, make_placement(BLOCK_SIZE))
+            else:
+                self.decode = thread
+            schedule = PushSchedule(KvOverlap.ON)
+            pushing = PushingConnector(blocks, thread, lambda ids, sampling: None, 100, schedule, PrefillRate())
+            timeout_s = CONFIG.prefill_timeout_ms / 1000
+            fetching = FetchingConnector(blocks, thread, timeout_s, boot, make_placement(BLOCK_SIZE))
+            return TransferConnector(thread, fetching, pushing)
 
         return connect
 
@@ -102,8 +104,8 @@ def engines(folder: Path, fault: Fault, injector: Injector) -> Iterator[tuple[Cl
     at_receiver = fault in AT_RECEIVER
     threads = Threads()
     with (
-        engine(folder, overlap=False, connect=threads.connector(Role.PREFILL, good if at_receiver else bad)),
-        engine(folder, overlap=False, connect=threads.connector(Role.DECODE, bad if at_receiver else good)) as decode,
+        engine(folder, overlap=False, connect=threads.connector(True, good if at_receiver else bad)),
+        engine(folder, overlap=False, connect=threads.connector(False, bad if at_receiver else good)) as decode,
     ):
         assert threads.target is not None
         assert threads.decode is not None

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from pdserve.wire.discovery import Role
 from pdserve.wire.engine import PrefillSource
 from pdserve.wire.sampling_params import SamplingParams
 from pdserve_kvtransfer.ucx.ucx_transport import UcxTransport
@@ -27,8 +26,8 @@ def test_answers_to_a_fetched_prompt_go_on(length: int, tmp_path: Path) -> None:
         whole = list(mixed.together(family).values())
     threads = Threads()
     with (
-        engine(folder, overlap=False, connect=threads.connector(Role.PREFILL, lambda: UcxTransport(""))),
-        engine(folder, overlap=False, connect=threads.connector(Role.DECODE, lambda: UcxTransport(""))) as decode,
+        engine(folder, overlap=False, connect=threads.connector(True, lambda: UcxTransport(""))),
+        engine(folder, overlap=False, connect=threads.connector(False, lambda: UcxTransport(""))) as decode,
     ):
         assert threads.target is not None
         decode.targets = (threads.target,)

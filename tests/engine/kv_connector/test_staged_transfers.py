@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdserve.engine.kv_connector.staging.staged_fetches import StagedFetches
-from pdserve.engine.kv_connector.staging.staged_pushes import StagedPushes
+from pdserve.engine.kv_connector.staging.staged_transfers import StagedTransfers
 from pdserve.engine.kv_connector.staging.staging_blocks import StagingBlocks
 from pdserve.wire.ids import TransferId, new_id
 from pdserve.wire.sampling_params import SampledToken, SamplingParams
@@ -72,11 +71,13 @@ class Desk:
     """The staged transfers of one node, with their thread, copier and staging blocks."""
 
     def __init__(self, staging_blocks: int = STAGING) -> None:
-        self.thread, self.copier, self.staging = ScriptedThread(), ScriptedCopier(), StagingBlocks(staging_blocks)
+        self.thread, self.copier = ScriptedThread(), ScriptedCopier()
+        self.staging = StagingBlocks(range(staging_blocks))
+        self.push_staging = StagingBlocks(range(staging_blocks))
         thread: Any = self.thread
         copier: Any = self.copier
-        self.fetches = StagedFetches(thread, copier, self.staging)
-        self.pushes = StagedPushes(thread, copier, self.staging)
+        self.transfers = StagedTransfers(thread, copier, self.staging, self.push_staging)
+        self.fetches, self.pushes = self.transfers.fetches, self.transfers.pushes
 
     def order(self, *blocks: int, target: PrefillTarget = TARGET) -> FetchOrder:
         transfer = TransferId(new_id(), 0, b"boot")
@@ -86,7 +87,7 @@ class Desk:
 
     def heard(self, *events: TransferEvent) -> list[TransferEvent]:
         self.thread.pending += events
-        return self.fetches.events()
+        return self.transfers.events()
 
     def wanted(self, blocks: int, first_block: int = 0, boot: bytes = b"boot") -> PushWanted:
         transfer = TransferId(new_id(), 0, boot)
@@ -94,7 +95,7 @@ class Desk:
 
     def pushed(self, *events: TransferEvent) -> list[TransferEvent]:
         self.thread.pending += events
-        return self.pushes.events()
+        return self.transfers.events()
 
 
 # ------------------------------------------------------------ a decode node
@@ -267,7 +268,7 @@ def test_blocks_are_sent_when_they_are_in_their_staging_blocks() -> None:
     desk.pushed()
     assert desk.pushed(ended) == [ended]
     assert desk.thread.pushed == [(2, (0,)), (3, (1,)), (4, (2,))]
-    assert desk.staging.num_free == 12
+    assert desk.push_staging.num_free == 12
 
 
 def test_a_prompt_of_any_length_passes_through_few_staging_blocks() -> None:
@@ -286,7 +287,7 @@ def test_a_prompt_of_any_length_passes_through_few_staging_blocks() -> None:
     assert [index for index, _ in desk.thread.pushed] == list(range(50))
     ended = PushEnded(wanted.transfer_id, PushOutcome.DONE)
     assert desk.pushed(ended) == [ended]
-    assert desk.staging.num_free == 2
+    assert desk.push_staging.num_free == 2
 
 
 def test_a_short_prompt_passes_a_long_one() -> None:
@@ -329,13 +330,13 @@ def test_a_push_that_ends_under_a_copy_is_over_after_it() -> None:
     assert desk.pushed(cancelled, ended) == [cancelled]
     desk.pushes.push(wanted.transfer_id, 4, (54,))
     assert len(desk.copier.downloads) == 3
-    assert desk.staging.num_free == 10, "what was sent is not read any more"
+    assert desk.push_staging.num_free == 10, "what was sent is not read any more"
     desk.copier.finish(1)
     assert desk.pushed() == []
     desk.copier.finish(1)
     assert desk.pushed() == [ended]
     assert desk.thread.pushed == [(0, (0,))]
-    assert desk.staging.num_free == 12
+    assert desk.push_staging.num_free == 12
 
 
 def test_a_push_that_ends_before_anything_is_computed() -> None:
@@ -355,10 +356,10 @@ def test_copies_that_have_ended_for_ever_end_the_engine() -> None:
 
 
 class Wire:
-    """Two nodes with few staging blocks each, and the messages between their transfer threads."""
+    """The transfers in one direction between two nodes with few staging blocks, and their threads' messages."""
 
-    def __init__(self, staged: tuple[int, int], random: Random) -> None:
-        self.prefill, self.decode = Desk(staged[0]), Desk(staged[1])
+    def __init__(self, prefill: Desk, decode: Desk, random: Random) -> None:
+        self.prefill, self.decode = prefill, decode
         self.random = random
         self.ready: dict[TransferId, int] = {}
         self.sent: dict[TransferId, int] = {}
@@ -415,7 +416,7 @@ def test_transfers_that_hold_some_staging_blocks_each_never_wait_for_each_other(
     staged: tuple[int, int], lengths: list[int], random: Random
 ) -> None:
     """An early transfer may hold staging blocks on the decode node while it waits for those of the prefill node."""
-    wire = Wire(staged, random)
+    wire = Wire(Desk(staged[0]), Desk(staged[1]), random)
     for length in lengths:
         wire.start(length)
     wire.compute()
@@ -423,3 +424,27 @@ def test_transfers_that_hold_some_staging_blocks_each_never_wait_for_each_other(
         assert wire.turn(), "all wait for each other"
     wire.turn()
     assert wire.decode.staging.num_free == staged[1]
+
+
+@settings(deadline=None)
+@given(
+    st.tuples(st.integers(1, 24), st.integers(1, 24)),
+    st.lists(st.integers(1, 40), min_size=1, max_size=12),
+    st.randoms(use_true_random=False),
+)
+def test_two_nodes_that_fetch_from_each_other_never_wait_for_each_other(
+    staged: tuple[int, int], lengths: list[int], random: Random
+) -> None:
+    """If fetches and pushes shared staging blocks, both nodes' pushes could hold all, and no fetch could land."""
+    one, other = Desk(staged[0]), Desk(staged[1])
+    wires = Wire(one, other, random), Wire(other, one, random)
+    for length in lengths:
+        random.choice(wires).start(length)
+    for wire in wires:
+        wire.compute()
+    while sum(len(wire.done) for wire in wires) < len(lengths):
+        moved = [wire.turn() for wire in wires]
+        assert any(moved), "all wait for each other"
+    for wire in wires:
+        wire.turn()
+    assert (one.staging.num_free, other.staging.num_free) == staged

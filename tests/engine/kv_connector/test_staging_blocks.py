@@ -22,7 +22,7 @@ def taken(staging: StagingBlocks) -> list[tuple[TransferId, int]]:
 
 
 def test_staging_blocks_come_by_turns() -> None:
-    staging = StagingBlocks(32)
+    staging = StagingBlocks(range(32))
     long, short = transfer(), transfer()
     staging.want(long, HERE, 1000)
     staging.want(short, THERE, 3)
@@ -31,7 +31,7 @@ def test_staging_blocks_come_by_turns() -> None:
 
 
 def test_no_transfer_and_no_peer_keeps_the_others_out() -> None:
-    staging = StagingBlocks(32)
+    staging = StagingBlocks(range(32))
     stuck = [transfer() for _ in range(5)]
     for one in stuck:
         staging.want(one, HERE, 1000)
@@ -44,7 +44,7 @@ def test_no_transfer_and_no_peer_keeps_the_others_out() -> None:
 
 
 def test_who_wants_no_more_gets_none_and_gives_back_what_it_has() -> None:
-    staging = StagingBlocks(4)
+    staging = StagingBlocks(range(4))
     first, second = transfer(), transfer()
     staging.want(first, HERE, 9)
     ((_, own),) = staging.granted()
@@ -66,7 +66,7 @@ def test_who_wants_no_more_gets_none_and_gives_back_what_it_has() -> None:
 def test_no_staging_block_has_two_owners_and_all_are_served(
     total: int, wanted: list[tuple[int, int]], random: Random
 ) -> None:
-    staging = StagingBlocks(total)
+    staging = StagingBlocks(range(total))
     left = {}
     for count, peer in wanted:
         left[transfer()] = count

@@ -21,7 +21,6 @@ from pdserve.engine.scheduling.output_collector import OutputCollector
 from pdserve.engine.scheduling.request_limits import StopRule
 from pdserve.engine.scheduling.scheduler import Scheduler
 from pdserve.errors import ConfigError, TransferError
-from pdserve.wire.discovery import Role
 from pdserve.wire.ids import TransferId, new_id
 from pdserve.wire.sampling_params import SampledToken
 from pdserve.wire.ticket import PrefillTarget
@@ -54,7 +53,7 @@ def test_without_staging_a_gpu_needs_checksums_to_be_off() -> None:
 def test_a_gpu_needs_compiled_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ConfigError, match="there is no g"):
-        transport_for(Role.DECODE, TransferConfig(), tmp_path, gpu_cache().device)
+        transport_for(TransferConfig(), tmp_path, gpu_cache().device, loopback=True)
     with pytest.raises(TransferError, match="compiled calls only"):
         UcxxPoster(None, DeviceMemory(4096, 64))
 
@@ -88,10 +87,9 @@ def test_blocks_leave_when_the_kernels_that_write_them_are_over() -> None:
         connector.release,
         make_placement(4),
     )
-    transfers.pending.append(PushWanted(TRANSFER, [7] * 8, 0, SAMPLING, 5.0))
-    connector.poll(scheduler, 1.0)
+    connector.on_event(scheduler, PushWanted(TRANSFER, [7] * 8, 0, SAMPLING, 5.0), 1.0)
     plan = scheduler.schedule(1.0)
-    connector.start(plan, 1.0)
+    connector.start(plan)
     assert seen == [], "nothing is final yet"
     scheduler.postprocess(plan, [SampledToken(1)], 1.0)
     connector.stepped(scheduler, plan)
@@ -145,7 +143,7 @@ def test_blocks_land_behind_the_kernels_that_were_to_write_them_before() -> None
 
 def test_a_decode_node_that_wants_checksums_is_told_that_there_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(KvRegion, "readable", False)
-    with engine(Role.PREFILL) as prefill, FakeDecode(prefill.address) as decode:
+    with engine() as prefill, FakeDecode(prefill.address) as decode:
         decode.greet()
         decode.send(
             PrefillRequest(

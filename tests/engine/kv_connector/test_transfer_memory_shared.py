@@ -1,4 +1,4 @@
-"""Tests which KV caches decode engines may map."""
+"""Tests which KV caches other engines may map."""
 
 from __future__ import annotations
 
@@ -11,17 +11,16 @@ from pdserve.config import KvStaging, Switch, TransferConfig, UcxCalls
 from pdserve.engine.kv_connector.transfer_memory import region_of, shared_memory
 from pdserve.errors import ConfigError
 from pdserve.models.backend import CPU
-from pdserve.wire.discovery import Role
 from pdserve_kernels.kv_layout import KvLayout
 from pdserve_kvtransfer.shared_memory import SharedMemory
 
 
-def shared(nbytes: int = 4096, role: Role = Role.PREFILL, device: torch.device = CPU, **transfer: Any) -> bool:
+def shared(nbytes: int = 4096, device: torch.device = CPU, **transfer: Any) -> bool:
     """Returns whether a rank's cache of ``nbytes`` is in shared memory under these settings."""
-    return shared_memory(role, TransferConfig(**transfer), 1024, device, nbytes) is not None
+    return shared_memory(TransferConfig(**transfer), 1024, device, nbytes) is not None
 
 
-def test_a_prefill_engine_s_cache_in_host_memory_is_shared() -> None:
+def test_a_cache_in_host_memory_is_shared() -> None:
     assert shared()
     assert shared(staging=KvStaging.OFF, ucx_calls=UcxCalls.COMPILED)
 
@@ -29,14 +28,12 @@ def test_a_prefill_engine_s_cache_in_host_memory_is_shared() -> None:
 @pytest.mark.parametrize(
     "otherwise",
     [
-        {"role": Role.DECODE},
-        {"role": Role.MIXED},
         {"device": torch.device("cuda", 0)},
         {"staging": KvStaging.ON},
         {"shared_cache": Switch.OFF},
         {"ucx_calls": UcxCalls.PYTHON},
     ],
-    ids=["decode", "mixed", "GPU", "staging", "off", "calls from Python"],
+    ids=["GPU", "staging", "off", "calls from Python"],
 )
 def test_no_other_is(otherwise: dict[str, Any]) -> None:
     assert not shared(**otherwise)

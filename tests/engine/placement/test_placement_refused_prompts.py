@@ -21,7 +21,7 @@ from pdserve.wire.ids import new_id
 from pdserve.wire.sampling_params import SamplingParams
 from pdserve.wire.ticket import PrefillTarget
 from pdserve.wire.transfer import PrefillLoad
-from pdserve_kvtransfer.events import FailureKind, FetchFailed, LoadHeard, PrefillNodeMet, TransferEvent
+from pdserve_kvtransfer.events import FailureKind, FetchEvent, FetchFailed, LoadHeard, PrefillNodeMet
 from tests.engine.kv_connector.test_connectors import ScriptedThread
 from tests.engine.placements import make_placement
 
@@ -64,9 +64,9 @@ class Node:
         self.connector.start(self.scheduler.schedule(self.now), self.now)
         return request
 
-    def hears(self, *events: TransferEvent) -> None:
-        self.thread.pending += events
-        self.connector.poll(self.scheduler, self.now)
+    def hears(self, *events: FetchEvent) -> None:
+        for event in events:
+            self.connector.on_event(self.scheduler, event, self.now)
 
     def fails(self, kind: FailureKind, after_s: float = 0.01, deadline_s: float = 600.0) -> None:
         """Orders the next prompt from the prefill node and lets the fetch fail."""

@@ -6,7 +6,6 @@ from random import Random
 
 import pytest
 
-from pdserve.wire.discovery import Role
 from tests.engine.fake_engine import FakeEngine
 from tests.engine.fake_model import answer
 from tests.engine.fake_transfer import Wire
@@ -24,8 +23,8 @@ def test_ten_cancelled_long_prompts_cost_the_next_one_no_chunk(computed: int, ma
     """Only the step that is under way when they are cancelled still computes them."""
     wire = Wire(Random(0))
     decode, prefill = (
-        FakeEngine(role, thread=thread, num_blocks=400, max_running=places, max_step_tokens=CHUNK, max_len=MAX_LEN)
-        for role, thread, places in ((Role.DECODE, wire.decode, 20), (Role.PREFILL, wire.prefill, max_running))
+        FakeEngine(thread=thread, num_blocks=400, max_running=places, max_step_tokens=CHUNK, max_len=MAX_LEN)
+        for thread, places in ((wire.decode, 20), (wire.prefill, max_running))
     )
 
     long = [decode.add(local_id, [40 + local_id] * 100, remote=True) for local_id in range(LONG)]

@@ -7,7 +7,6 @@ from random import Random
 import pytest
 
 from pdserve.engine.request import Status
-from pdserve.wire.discovery import Role
 from pdserve.wire.engine import FinishReason, PrefillSource
 from tests.engine.fake_engine import FakeEngine
 from tests.engine.fake_model import EOS, answer, talkative
@@ -139,8 +138,8 @@ class Pair:
 
     def __init__(self) -> None:
         self.wire = Wire(Random(0))
-        self.decode = FakeEngine(Role.DECODE, thread=self.wire.decode)
-        self.prefill = FakeEngine(Role.PREFILL, thread=self.wire.prefill)
+        self.decode = FakeEngine(thread=self.wire.decode)
+        self.prefill = FakeEngine(thread=self.wire.prefill)
 
     def turn(self, share: float = 1.0) -> None:
         self.decode.step()

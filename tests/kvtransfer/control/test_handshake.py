@@ -7,7 +7,6 @@ import msgspec
 import pytest
 
 from pdserve.errors import HandshakeRefused, PeerLost
-from pdserve.wire.discovery import Role
 from pdserve.wire.ids import new_id
 from pdserve.wire.transfer import Hello, PrefillRequest, Refused, Welcome
 from pdserve_kvtransfer.control.handshake import Handshake, answer, misfit
@@ -82,7 +81,7 @@ def test_a_refusal_after_the_welcome_is_a_lost_handshake(handshake: Handshake) -
 
 
 def test_waiting_for_a_handshake_costs_no_cpu() -> None:
-    with FakePrefill() as silent, engine(Role.DECODE, config=PATIENT) as decode:
+    with FakePrefill() as silent, engine(config=PATIENT) as decode:
         decode.thread.fetch(Pair(decode, decode).order((0,), target=silent.target))
         hello = silent.next(Hello)
         start, used = time.monotonic(), time.process_time()

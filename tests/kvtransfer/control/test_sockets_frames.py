@@ -12,7 +12,6 @@ from typing import cast
 import msgpack
 import pytest
 
-from pdserve.wire.discovery import Role
 from pdserve.wire.frame import Purpose, Sealer
 from pdserve.wire.ids import TransferId, new_id
 from pdserve.wire.transfer import Failed, Hello, Ping, ToPrefill, Welcome
@@ -83,7 +82,7 @@ def test_rubbish_on_the_control_channel_changes_nothing() -> None:
         replayed,
         replayed,
     ]
-    with engine(Role.PREFILL) as prefill, FakeDecode(prefill.address) as decode:
+    with engine() as prefill, FakeDecode(prefill.address) as decode:
         for frame in rubbish:
             decode.socket.send(frame)
         decode.socket.send_multipart([b"two", b"parts"])

@@ -9,7 +9,6 @@ from contextlib import ExitStack, contextmanager
 
 import zmq
 
-from pdserve.wire.discovery import Role
 from pdserve.wire.sampling_params import SampledToken
 from pdserve.wire.transfer import Ping, Pong
 from pdserve_kvtransfer.events import FetchLanded, FirstTokenArrived, PushCancelled, PushEnded, PushOutcome, PushWanted
@@ -130,7 +129,7 @@ def test_a_message_of_very_many_parts_costs_its_sender_the_connection_and_nobody
 
 
 def test_messages_of_many_parts_do_not_keep_a_dead_decode_engine_alive() -> None:
-    with engine(Role.PREFILL) as prefill, FakeDecode(prefill.address) as dead, messages_of_many_parts(prefill.address):
+    with engine() as prefill, FakeDecode(prefill.address) as dead, messages_of_many_parts(prefill.address):
         dead.greet()
         dead.send(prefill_request(dead.boot_id))
         prefill.next(PushWanted)

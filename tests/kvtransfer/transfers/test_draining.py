@@ -46,7 +46,7 @@ def stick(made: World) -> Asked:
     """Returns a cancelled fetch of decode engine 0, whose last block is accepted and does not land."""
     asked = fetch(made, 0)
     at = len(made.pushed) - 1
-    link = made.decodes[0].transports[0].links[-1]
+    link = made.nodes[0].transports[0].links[-1]
     link.holds = lambda label: index_of(label) == LAST
     for _ in range(LAST + 1):
         made.push(at)
@@ -69,7 +69,7 @@ def lands(made: World, asked: Asked) -> None:
 def test_a_prefill_engine_that_never_finishes_a_block_is_lost_and_the_block_is_free(made: World) -> None:
     other = fetch(made, 2)
     asked = stick(made)
-    decode, prefill = made.decodes[0], made.prefills[0]
+    decode, prefill = made.nodes[0], made.nodes[2]
     live(made, BOUND_S * 0.9, prefill)
     assert asked.quarantined, "an honest peer has some time"
     live(made, BOUND_S * 0.2, prefill)
@@ -86,7 +86,7 @@ def test_a_prefill_engine_that_never_finishes_a_block_is_lost_and_the_block_is_f
 def test_a_decode_engine_that_never_takes_a_block_is_lost_and_the_block_is_free(made: World) -> None:
     other = fetch(made, 1)
     asked = stick(made)
-    decode, prefill = made.decodes[0], made.prefills[0]
+    decode, prefill = made.nodes[0], made.nodes[2]
     live(made, BOUND_S * 0.9, decode)
     assert not made.pushed[asked.order.transfer_id].ended, "an honest peer has some time"
     live(made, BOUND_S * 0.2, decode)
@@ -115,7 +115,7 @@ def test_while_other_blocks_move_on_the_link_a_slow_peer_is_not_lost(made: World
 
 def test_time_in_which_this_process_did_not_listen_does_not_count(made: World) -> None:
     asked = stick(made)
-    live(made, 3 * BOUND_S, made.decodes[0], made.prefills[0])
+    live(made, 3 * BOUND_S, made.nodes[0], made.nodes[2])
     assert asked.quarantined
     assert not made.pushed[asked.order.transfer_id].ended
 
@@ -123,10 +123,10 @@ def test_time_in_which_this_process_did_not_listen_does_not_count(made: World) -
 def test_a_block_that_lands_in_time_keeps_the_link(made: World) -> None:
     asked = stick(made)
     live(made, BOUND_S * 0.9)
-    (link,) = made.decodes[0].transports[0].links
+    (link,) = made.nodes[0].transports[0].links
     link.holds = lambda label: False
     live(made, BOUND_S * 2)
     assert not asked.quarantined
     assert made.pushed[asked.order.transfer_id].ended
-    assert made.links() == [*made.prefills[0].transports[0].links, *made.decodes[0].transports[0].links]
+    assert made.links() == [*made.nodes[0].transports[0].links, *made.nodes[2].transports[0].links]
     lands(made, fetch(made, 0))

@@ -13,7 +13,6 @@ import msgspec
 import pytest
 
 from pdserve.config import TransferConfig
-from pdserve.wire.discovery import Role
 from pdserve.wire.ids import TransferId, new_id
 from pdserve.wire.sampling_params import SampledToken
 from pdserve.wire.ticket import PrefillTarget
@@ -63,7 +62,7 @@ def prefill_program(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], Pr
 
 
 def big_decode(config: TransferConfig) -> Engine:
-    return Engine(Role.DECODE, num_blocks=NUM_BLOCKS, block_bytes=BLOCK_BYTES, config=config)
+    return Engine(num_blocks=NUM_BLOCKS, block_bytes=BLOCK_BYTES, config=config)
 
 
 def landed_blocks_are_right(decode: Engine, block_ids: tuple[int, ...], landed: int) -> bool:
@@ -134,7 +133,7 @@ def test_a_frozen_prefill_process_runs_out_of_its_lease() -> None:
 
 
 def test_a_killed_decode_process_ends_the_push() -> None:
-    prefill = Engine(Role.PREFILL, num_blocks=NUM_BLOCKS, block_bytes=BLOCK_BYTES, config=PATIENT)
+    prefill = Engine(num_blocks=NUM_BLOCKS, block_bytes=BLOCK_BYTES, config=PATIENT)
     with engine_of(prefill), program("decode", prefill.address, prefill.boot_id.hex()) as process:
         wanted = prefill.next(PushWanted)
         prefill.thread.push(wanted.transfer_id, 0, tuple(range(NUM_BLOCKS)))
@@ -147,7 +146,7 @@ def test_a_killed_decode_process_ends_the_push() -> None:
 
 def test_a_closed_connection_ends_what_a_former_boot_left() -> None:
     with (
-        engine(Role.PREFILL, config=PATIENT) as prefill,
+        engine(config=PATIENT) as prefill,
         FakeDecode(prefill.address) as former,
         FakeDecode(prefill.address) as restarted,
     ):
@@ -164,7 +163,7 @@ def test_a_closed_connection_ends_what_a_former_boot_left() -> None:
 
 
 def test_a_decode_engine_that_stays_silent_loses_its_lease() -> None:
-    with engine(Role.PREFILL) as prefill, FakeDecode(prefill.address) as decode:
+    with engine() as prefill, FakeDecode(prefill.address) as decode:
         decode.greet()
         decode.send(prefill_request(decode.boot_id))
         wanted = prefill.next(PushWanted)
@@ -180,7 +179,7 @@ def test_a_decode_engine_that_stays_silent_loses_its_lease() -> None:
 
 def test_a_decode_engine_that_greets_anew_ends_what_it_had() -> None:
     """An engine that took this one for dead greets like this. No transfer of the former handshake keeps its blocks."""
-    with engine(Role.PREFILL, config=PATIENT) as prefill, FakeDecode(prefill.address) as decode:
+    with engine(config=PATIENT) as prefill, FakeDecode(prefill.address) as decode:
         decode.greet()
         decode.send(prefill_request(decode.boot_id))
         former = prefill.next(PushWanted).transfer_id
@@ -196,7 +195,7 @@ def test_a_decode_engine_that_greets_anew_ends_what_it_had() -> None:
 
 def test_a_decode_engine_that_goes_between_transfers_is_forgotten() -> None:
     """Nothing is kept for it. An engine that restarts now and then would otherwise leave a link each time."""
-    with engine(Role.PREFILL, config=PATIENT) as prefill:
+    with engine(config=PATIENT) as prefill:
         with FakeDecode(prefill.address) as decode:
             decode.greet()
         with FakeDecode(prefill.address, boot_id=decode.boot_id) as same:
@@ -211,7 +210,7 @@ def test_a_decode_engine_that_goes_between_transfers_is_forgotten() -> None:
 
 
 def test_a_request_that_comes_twice_is_computed_once() -> None:
-    with engine(Role.PREFILL, config=PATIENT) as prefill, FakeDecode(prefill.address) as decode:
+    with engine(config=PATIENT) as prefill, FakeDecode(prefill.address) as decode:
         decode.greet()
         request = prefill_request(decode.boot_id)
         same_tag = msgspec.structs.replace(request, transfer_id=TransferId(new_id(), 0, decode.boot_id))
@@ -227,7 +226,7 @@ def test_a_request_that_comes_twice_is_computed_once() -> None:
 
 
 def test_a_prefill_engine_that_fell_silent_is_not_waited_for_again_until_it_answers() -> None:
-    with FakePrefill() as prefill, engine(Role.DECODE) as decode:
+    with FakePrefill() as prefill, engine() as decode:
         rig = Pair(decode, decode)
         decode.thread.fetch(rig.order((0,), target=prefill.target))
         prefill.welcome_and_take()
@@ -248,14 +247,14 @@ def test_a_prefill_engine_that_fell_silent_is_not_waited_for_again_until_it_answ
 
 
 def test_a_prefill_engine_without_the_handshake_says_so() -> None:
-    with engine(Role.PREFILL) as prefill, FakeDecode(prefill.address) as decode:
+    with engine() as prefill, FakeDecode(prefill.address) as decode:
         decode.send(prefill_request(decode.boot_id))
         assert decode.next(Refused).field == "handshake"
         assert prefill.quiet()
 
 
 def test_a_request_that_makes_no_sense_is_refused() -> None:
-    with engine(Role.PREFILL) as prefill, FakeDecode(prefill.address) as decode:
+    with engine() as prefill, FakeDecode(prefill.address) as decode:
         decode.greet()
         decode.send(prefill_request(decode.boot_id, tokens=16, first_block=1))
         assert type(decode.next(object)).__name__ == "Failed"
@@ -265,7 +264,7 @@ def test_a_request_that_makes_no_sense_is_refused() -> None:
 
 
 def test_a_lost_handshake_fails_transfers_and_is_made_again() -> None:
-    with FakePrefill() as prefill, engine(Role.DECODE, config=PATIENT) as decode:
+    with FakePrefill() as prefill, engine(config=PATIENT) as decode:
         rig = Pair(decode, decode)
         decode.thread.fetch(rig.order((0,), target=prefill.target))
         prefill.welcome_and_take()
@@ -285,7 +284,7 @@ def test_a_prefill_node_that_has_restarted_says_so() -> None:
 
 
 def test_a_released_prefill_node_that_has_restarted_is_not_used() -> None:
-    with FakePrefill(released=True) as prefill, engine(Role.DECODE, config=PATIENT) as decode:
+    with FakePrefill(released=True) as prefill, engine(config=PATIENT) as decode:
         former = PrefillTarget("p", prefill.target.control, new_id())
         decode.thread.fetch(Pair(decode, decode).order((0,), target=former))
         prefill.next(Hello)
@@ -295,7 +294,7 @@ def test_a_released_prefill_node_that_has_restarted_is_not_used() -> None:
 
 
 def test_a_new_boot_at_a_known_address_replaces_the_old_one() -> None:
-    with FakePrefill() as prefill, engine(Role.DECODE, config=PATIENT) as decode:
+    with FakePrefill() as prefill, engine(config=PATIENT) as decode:
         rig = Pair(decode, decode)
         former = PrefillTarget("p", prefill.target.control, new_id())
         decode.thread.fetch(rig.order((0,), target=former))
@@ -311,7 +310,7 @@ def test_a_new_boot_at_a_known_address_replaces_the_old_one() -> None:
 
 
 def test_an_order_for_a_boot_of_the_past_harms_only_itself() -> None:
-    with FakePrefill() as prefill, engine(Role.DECODE, config=PATIENT) as decode:
+    with FakePrefill() as prefill, engine(config=PATIENT) as decode:
         rig = Pair(decode, decode)
         decode.thread.fetch(rig.order((0,), target=prefill.target))
         request = prefill.welcome_and_take()
@@ -326,7 +325,7 @@ def test_an_order_for_a_boot_of_the_past_harms_only_itself() -> None:
 
 @pytest.mark.parametrize("control", ["tcp://127.0.0.1:1", "not an address", "tcp://no.such.host.invalid:80"])
 def test_a_prefill_node_that_is_not_there_fails_at_once(control: str) -> None:
-    with engine(Role.DECODE, config=PATIENT) as decode:
+    with engine(config=PATIENT) as decode:
         decode.thread.fetch(Pair(decode, decode).order((0, 1), target=PrefillTarget("p", control, new_id())))
         assert decode.next(FetchFailed).kind is FailureKind.PEER_LOST
 

@@ -9,9 +9,10 @@ import msgspec
 import pytest
 
 from pdserve.errors import TransferError
-from pdserve.wire.discovery import Role
+from pdserve.wire.rank_transfer import Direction
 from pdserve.wire.sampling_params import SampledToken
 from pdserve.wire.transfer import Hello, LinkAddress, Ping, Pong, Refused, Welcome
+from pdserve_kvtransfer import rank_thread
 from pdserve_kvtransfer.events import FailureKind, FetchFailed, FetchLanded, FirstTokenArrived, PushEnded, PushWanted
 from pdserve_kvtransfer.region import Memory
 from tests.kvtransfer.fakes import FakeDecode, FakePrefill
@@ -64,7 +65,7 @@ def test_a_decode_node_that_ucx_cannot_reach_is_told_and_harms_nobody() -> None:
 
 @pytest.mark.parametrize("tp_size", [0, -1, 2**40])
 def test_a_decode_node_of_an_impossible_number_of_ranks_is_refused(tp_size: int) -> None:
-    with engine(Role.PREFILL, config=PATIENT) as prefill, FakeDecode(prefill.address) as stranger:
+    with engine(config=PATIENT) as prefill, FakeDecode(prefill.address) as stranger:
         stranger.send(Hello(stranger.boot_id, msgspec.structs.replace(SPEC, tp_size=tp_size), []))
         stranger.next(Refused)
         with FakeDecode(prefill.address) as other:
@@ -74,7 +75,7 @@ def test_a_decode_node_of_an_impossible_number_of_ranks_is_refused(tp_size: int)
 
 
 def test_more_ranks_than_any_node_has_are_refused_without_counting_to_them() -> None:
-    with engine(Role.PREFILL, config=PATIENT) as prefill, FakeDecode(prefill.address) as stranger:
+    with engine(config=PATIENT) as prefill, FakeDecode(prefill.address) as stranger:
         many = 3 * 300_000
         stranger.send(Hello(stranger.boot_id, msgspec.structs.replace(SPEC, tp_size=many), [b""] * many))
         assert stranger.next(Refused).field == "tp_size"
@@ -108,10 +109,10 @@ def test_a_defect_in_one_peers_handling_ends_that_peer_and_is_logged(caplog: pyt
         return ScriptedTransport(fabric, second_fails)
 
     with (
-        engine(Role.PREFILL, config=PATIENT, transport=transport) as prefill,
-        engine(Role.DECODE, config=PATIENT, transport=transport) as decode,
-        engine(Role.PREFILL, config=PATIENT, transport=transport) as other_prefill,
-        engine(Role.DECODE, config=PATIENT, transport=transport) as other_decode,
+        engine(config=PATIENT, transport=transport) as prefill,
+        engine(config=PATIENT, transport=transport) as decode,
+        engine(config=PATIENT, transport=transport) as other_prefill,
+        engine(config=PATIENT, transport=transport) as other_decode,
     ):
         lands(Pair(prefill, decode))
         other_decode.thread.fetch(Pair(prefill, other_decode).order((1,)))
@@ -123,22 +124,18 @@ def test_a_defect_in_one_peers_handling_ends_that_peer_and_is_logged(caplog: pyt
     assert sum("a defect" in str(record.exc_info) for record in caplog.records) >= 2
 
 
-def test_a_link_that_cannot_be_opened_on_one_rank_fails_one_peer(tmp_path: Path) -> None:
+def test_a_link_that_cannot_be_opened_on_one_rank_fails_one_peer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with nodes(2, 2, 2, tmp_path, Fabric()) as both:
-        for node in (both.decode, both.prefill):
-            for thread in node.threads:
-                transport = thread._make_transport  # This is for the rank's next link.
-                assert transport is not None
-        broken = both.decode.threads[0]
-        opened = broken._make_port
 
         def refuse(*_: object) -> object:
             raise TransferError("no descriptors are left")
 
-        broken._make_port = refuse  # type: ignore[assignment]
-        order = both.rig.order((3, 8))
-        both.decode.engine.thread.fetch(order)
-        assert "no descriptors" in both.decode.engine.next(FetchFailed).reason
-        broken._make_port = opened
+        with monkeypatch.context() as patch:
+            patch.setitem(rank_thread._MAKE_PORT, Direction.FETCH, refuse)
+            order = both.rig.order((3, 8))
+            both.decode.engine.thread.fetch(order)
+            assert "no descriptors" in both.decode.engine.next(FetchFailed).reason
         both.decode.engine.thread.fetch(both.rig.order((3, 8)))
         both.prefill.engine.next(PushWanted)

@@ -9,7 +9,6 @@ from functools import partial
 import pytest
 
 from pdserve.errors import PeerLost
-from pdserve.wire.discovery import Role
 from pdserve.wire.sampling_params import SampledToken
 from pdserve.wire.transfer import PrefillRequest
 from pdserve_kvtransfer.events import (
@@ -110,9 +109,9 @@ def test_pings_go_on_while_blocks_are_quarantined(rig: Pair, fabric: Fabric) -> 
 def test_blocks_that_a_peer_which_pings_for_ever_holds_back_are_free_again(fabric: Fabric) -> None:
     transport = partial(InprocTransport, fabric)
     with (
-        engine(Role.PREFILL, config=PATIENT, transport=transport) as liar,
-        engine(Role.PREFILL, transport=transport) as honest,
-        engine(Role.DECODE, transport=transport) as decode,
+        engine(config=PATIENT, transport=transport) as liar,
+        engine(transport=transport) as honest,
+        engine(transport=transport) as decode,
     ):
         rig, other = Pair(liar, decode), Pair(honest, decode)
         beside = other.fetch((10, 11))
@@ -147,7 +146,7 @@ class TestOverUcx:
 
     @pytest.fixture
     def decode(self) -> Iterator[Engine]:
-        with engine(Role.DECODE, config=PATIENT) as made:
+        with engine(config=PATIENT) as made:
             made.fill(*range(made.num_blocks))
             yield made
 

@@ -10,7 +10,6 @@ import msgspec
 import pytest
 
 from pdserve.config import TransferConfig
-from pdserve.wire.discovery import Role
 from pdserve.wire.frame import NAMED, Purpose, Sealer
 from pdserve.wire.ids import TransferId, new_id
 from pdserve.wire.sampling_params import SampledToken
@@ -60,7 +59,7 @@ class ReleasedWords:
 
 
 def test_a_decode_engine_of_the_last_release_fetches_from_todays_prefill_engine() -> None:
-    with engine(Role.PREFILL) as prefill, FakeDecode(prefill.address) as decode:
+    with engine() as prefill, FakeDecode(prefill.address) as decode:
         words = ReleasedWords(decode.boot_id, released.ToDecode)
 
         def hear(kind: type[Any]) -> Any:
@@ -99,7 +98,7 @@ def test_a_decode_engine_of_the_last_release_fetches_from_todays_prefill_engine(
 
 
 def test_todays_decode_engine_fetches_from_a_prefill_engine_of_the_last_release() -> None:
-    with FakePrefill() as prefill, engine(Role.DECODE, config=PATIENT) as decode:
+    with FakePrefill() as prefill, engine(config=PATIENT) as decode:
         words = ReleasedWords(prefill.boot_id, released.ToPrefill)
 
         def hear(kind: type[Any]) -> Any:
@@ -137,7 +136,7 @@ def test_todays_decode_engine_fetches_from_a_prefill_engine_of_the_last_release(
 
 def test_what_passes_through_host_memory_is_not_ordered_from_a_prefill_engine_of_the_last_release() -> None:
     """That engine would send all blocks at once, and there is room for only a few."""
-    with FakePrefill(released=True) as prefill, engine(Role.DECODE, config=PATIENT) as decode:
+    with FakePrefill(released=True) as prefill, engine(config=PATIENT) as decode:
         words = ReleasedWords(prefill.boot_id, released.ToPrefill)
         order = Pair(decode, decode).order((), target=prefill.target)
         decode.thread.fetch(dataclasses.replace(order, token_ids=[1] * 13, paced_blocks=1))
@@ -164,7 +163,7 @@ class NextRequest(PrefillRequest, frozen=True, kw_only=True, omit_defaults=True,
 
 
 def test_a_newer_decode_engine_is_served_and_what_only_it_knows_is_refused_by_name() -> None:
-    with engine(Role.PREFILL) as prefill, FakeDecode(prefill.address) as decode:
+    with engine() as prefill, FakeDecode(prefill.address) as decode:
         decode.send(NextHello(decode.boot_id, NEXT_SPEC, [decode.link.address]))
         decode.link.connect(decode.next(Welcome).rank_addresses)
         transfers = [TransferId(new_id(), 0, decode.boot_id) for _ in range(2)]
@@ -187,7 +186,7 @@ def test_a_newer_decode_engine_is_served_and_what_only_it_knows_is_refused_by_na
 
 
 def test_an_order_that_nobody_can_decode_ends_nothing() -> None:
-    with engine(Role.PREFILL) as prefill, FakeDecode(prefill.address) as decode:
+    with engine() as prefill, FakeDecode(prefill.address) as decode:
         decode.greet()
         assert decode.peer is not None
         nested = b"\x82\xa4kind\xa7prefill\xa1x" + b"\x91" * 100_000 + b"\xc0"
@@ -197,7 +196,7 @@ def test_an_order_that_nobody_can_decode_ends_nothing() -> None:
 
 
 def test_a_newer_prefill_engine_is_fetched_from() -> None:
-    with FakePrefill() as prefill, engine(Role.DECODE, config=PATIENT) as decode:
+    with FakePrefill() as prefill, engine(config=PATIENT) as decode:
         decode.thread.fetch(Pair(decode, decode).order((0,), target=prefill.target))
         hello = prefill.next(Hello)
         prefill.link.connect(hello.rank_addresses)
@@ -208,11 +207,11 @@ def test_a_newer_prefill_engine_is_fetched_from() -> None:
 @pytest.mark.parametrize("newer", [1, 3])
 def test_engines_without_a_common_version_say_so_on_both_sides(newer: int) -> None:
     far = msgspec.structs.replace(SPEC, protocol=SPOKEN.newest + newer + 1, oldest_protocol=SPOKEN.newest + newer)
-    with engine(Role.PREFILL) as prefill, FakeDecode(prefill.address) as decode:
+    with engine() as prefill, FakeDecode(prefill.address) as decode:
         decode.send(Hello(decode.boot_id, far, [decode.link.address]))
         refused = decode.next(Refused)
         assert (refused.field, refused.ours, refused.theirs) == ("protocol", str(SPOKEN), str(far.spoken))
-    with FakePrefill() as there, engine(Role.DECODE, config=PATIENT) as here:
+    with FakePrefill() as there, engine(config=PATIENT) as here:
         here.thread.fetch(Pair(here, here).order((0,), target=there.target))
         there.next(Hello)
         there.send(Welcome(there.boot_id, far, [there.link.address]))
@@ -226,8 +225,8 @@ def test_engines_without_a_common_version_say_so_on_both_sides(newer: int) -> No
 
 def test_frames_for_one_prefill_engine_are_good_at_no_other() -> None:
     with (
-        engine(Role.PREFILL) as meant,
-        engine(Role.PREFILL) as other,
+        engine() as meant,
+        engine() as other,
         FakeDecode(meant.address) as decode,
         FakeDecode(other.address) as thief,
     ):
@@ -242,7 +241,7 @@ def test_frames_for_one_prefill_engine_are_good_at_no_other() -> None:
 
 
 def test_frames_for_one_decode_engine_are_good_at_no_other() -> None:
-    with FakePrefill() as prefill, engine(Role.DECODE, config=PATIENT) as decode:
+    with FakePrefill() as prefill, engine(config=PATIENT) as decode:
         decode.thread.fetch(Pair(decode, decode).order((0,), target=prefill.target))
         prefill.welcome()
         request = prefill.next(PrefillRequest)
@@ -257,7 +256,7 @@ def test_frames_for_one_decode_engine_are_good_at_no_other() -> None:
 
 
 def test_an_engine_that_greeted_in_todays_form_is_not_heard_in_the_last_releases() -> None:
-    with engine(Role.PREFILL) as prefill, FakeDecode(prefill.address) as decode:
+    with engine() as prefill, FakeDecode(prefill.address) as decode:
         decode.greet()
         decode.socket.send(decode.sealer.seal(Ping(decode.boot_id)))
         decode.socket.send(decode.sealer.seal_for_0_1(Ping(decode.boot_id)))
@@ -271,7 +270,7 @@ def test_an_engine_that_greeted_in_todays_form_is_not_heard_in_the_last_releases
 def test_a_decode_engine_pings_as_often_as_the_prefill_engines_lease_needs() -> None:
     # By its own setting, the engine would send its first ping too late for this test.
     slow = TransferConfig(heartbeat_ms=30_000, lease_ms=60_000)
-    with FakePrefill() as prefill, engine(Role.DECODE, config=slow) as decode:
+    with FakePrefill() as prefill, engine(config=slow) as decode:
         decode.thread.fetch(Pair(decode, decode).order((0,), target=prefill.target))
         hello = prefill.next(Hello)
         prefill.link.connect(hello.rank_addresses)
@@ -282,5 +281,5 @@ def test_a_decode_engine_pings_as_often_as_the_prefill_engines_lease_needs() -> 
 
 
 def test_a_prefill_engine_says_how_long_its_lease_is() -> None:
-    with engine(Role.PREFILL, config=PATIENT) as prefill, FakeDecode(prefill.address) as decode:
+    with engine(config=PATIENT) as prefill, FakeDecode(prefill.address) as decode:
         assert decode.greet().lease_ms == PATIENT.lease_ms

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import pytest
 
-from pdserve.wire.discovery import Role
 from pdserve.wire.sampling_params import SampledToken
 from pdserve.wire.transfer import Cancel, Done, Failed, FirstToken, PrefillRequest
 from pdserve_kvtransfer.events import FailureKind, FetchFailed, FetchLanded, FirstTokenArrived
@@ -43,7 +42,7 @@ class Attack:
 
 @pytest.fixture
 def attack() -> Iterator[Attack]:
-    with FakePrefill() as prefill, engine(Role.DECODE, config=PATIENT) as decode:
+    with FakePrefill() as prefill, engine(config=PATIENT) as decode:
         before = decode.fill(*range(decode.num_blocks))
         decode.thread.fetch(Pair(decode, decode).order(BLOCKS, first_block=4, target=prefill.target))
         yield Attack(prefill, decode, prefill.welcome_and_take(), before)
@@ -145,7 +144,7 @@ def test_nothing_counts_that_was_not_announced(attack: Attack) -> None:
 
 @pytest.mark.parametrize("shares", [True, False], ids=["mapped", "not mapped"])
 def test_a_decode_engine_that_sends_blocks_is_not_waited_for(shares: bool) -> None:
-    with engine(Role.PREFILL, config=PATIENT) as prefill, FakeDecode(prefill.address, shares=shares) as decode:
+    with engine(config=PATIENT) as prefill, FakeDecode(prefill.address, shares=shares) as decode:
         before = prefill.fill(*range(prefill.num_blocks))
         decode.greet()
         eventually(lambda: decode.link.progress() or decode.link.poster.attached == 2 * shares)

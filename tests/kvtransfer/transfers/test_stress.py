@@ -12,7 +12,6 @@ from functools import partial
 import pytest
 
 from pdserve.config import TransferConfig
-from pdserve.wire.discovery import Role
 from pdserve.wire.ids import TransferId
 from pdserve.wire.sampling_params import SampledToken
 from pdserve_kvtransfer.events import (
@@ -159,7 +158,7 @@ class Client:
 @pytest.fixture
 def nothing_left() -> Iterator[None]:
     """Checks that no thread and no descriptor is left."""
-    Engine(Role.DECODE, block_bytes=BLOCK_BYTES).close()  # Now everything is open that libraries open only once.
+    Engine(block_bytes=BLOCK_BYTES).close()  # Now everything is open that libraries open only once.
     before = open_files()
     yield
     assert not transfer_threads()
@@ -189,13 +188,13 @@ def test_whatever_happens_to_hundreds_of_transfers(
     make, injector = transports(kind)
     with ExitStack() as stack:
 
-        def engine(role: Role, blocks: int, config: TransferConfig = CONFIG) -> Engine:
-            made = Engine(role, num_blocks=blocks, block_bytes=BLOCK_BYTES, config=config, transport=make)
+        def engine(blocks: int, config: TransferConfig = CONFIG) -> Engine:
+            made = Engine(num_blocks=blocks, block_bytes=BLOCK_BYTES, config=config, transport=make)
             stack.callback(made.close)
             return made
 
-        client = Client(engine(Role.DECODE, (TRANSFERS + AFTER_THE_RESTART) * BLOCKS))
-        servers = [Server(engine(Role.PREFILL, SOURCES), dice) for _ in range(2)]
+        client = Client(engine((TRANSFERS + AFTER_THE_RESTART) * BLOCKS))
+        servers = [Server(engine(SOURCES), dice) for _ in range(2)]
         content = servers[0].engine.fill(*range(SOURCES))
         servers[1].engine.fill_with(content)
 
@@ -226,7 +225,7 @@ def test_whatever_happens_to_hundreds_of_transfers(
         former.look()
         assert former.settled
         port = int(former.engine.address.rpartition(":")[2])
-        servers[1] = Server(engine(Role.PREFILL, SOURCES, replace(CONFIG, port=port)), dice)
+        servers[1] = Server(engine(SOURCES, replace(CONFIG, port=port)), dice)
         servers[1].engine.fill_with(content)
         for number in range(TRANSFERS, TRANSFERS + AFTER_THE_RESTART):
             client.order(number, servers[1])

@@ -8,7 +8,6 @@ import msgspec
 import pytest
 
 from pdserve.config import TransferConfig
-from pdserve.wire.discovery import Role
 from pdserve.wire.frame import Secrets
 from pdserve.wire.sampling_params import SampledToken
 from pdserve.wire.transfer import FailureCause, Hello, PrefillLoad, PrefillRequest, Welcome
@@ -248,7 +247,7 @@ def test_a_paced_transfer_that_nobody_has_room_for_ends_at_its_deadline() -> Non
 
 
 def test_a_prefill_engine_says_which_prompts_it_takes() -> None:
-    with engine(Role.PREFILL, max_prompt_tokens=127) as prefill, engine(Role.DECODE) as decode:
+    with engine(max_prompt_tokens=127) as prefill, engine() as decode:
         rig = Pair(prefill, decode)
         rig.fetch((0, 1))
         assert decode.next(PrefillNodeMet) == PrefillNodeMet(prefill.boot_id, 127)
@@ -332,7 +331,7 @@ def test_heartbeats_say_how_busy_the_prefill_engine_is() -> None:
 
 class TestCancel:
     def test_before_welcome(self) -> None:
-        with FakePrefill() as prefill, engine(Role.DECODE, config=PATIENT) as decode:
+        with FakePrefill() as prefill, engine(config=PATIENT) as decode:
             rig = Pair(decode, decode)
             first, second = rig.order((0, 1), target=prefill.target), rig.order((2, 3), target=prefill.target)
             decode.thread.fetch(first)

@@ -10,7 +10,6 @@ from functools import partial
 import pytest
 
 from pdserve.config import Switch, TransferConfig
-from pdserve.wire.discovery import Role
 from pdserve.wire.ids import TransferId
 from pdserve.wire.sampling_params import SampledToken
 from pdserve_kvtransfer.events import BlocksReleased, FailureKind, FetchFailed, FetchLanded, PushEnded, PushWanted
@@ -66,8 +65,8 @@ def nothing_else_lands(fault: Fault, config: TransferConfig, make: Callable[[], 
     at_receiver = fault in AT_RECEIVER
     blocks = TRANSFERS * BLOCKS
     with (
-        engine(Role.PREFILL, config=config, transport=None if at_receiver else bad) as prefill,
-        engine(Role.DECODE, config=config, transport=bad if at_receiver else None, num_blocks=blocks) as decode,
+        engine(config=config, transport=None if at_receiver else bad) as prefill,
+        engine(config=config, transport=bad if at_receiver else None, num_blocks=blocks) as decode,
     ):
         rig = Pair(prefill, decode)
         source = (5, 2)

@@ -18,9 +18,8 @@ import pytest
 from pdserve.config import TransferConfig, UcxCalls
 from pdserve.errors import PeerLost, TransferError
 from pdserve.settings import cache_folder
-from pdserve.wire.discovery import Role
 from pdserve.wire.transfer import LABEL_BITS, LinkAddress
-from pdserve_kvtransfer.configuration import chosen_poster, configured_ucx
+from pdserve_kvtransfer.configuration import bound_to_loopback, chosen_poster, configured_ucx
 from pdserve_kvtransfer.shared_memory import SharedMemory
 from pdserve_kvtransfer.transport import DISCARD, ArrivedMessage, MovedMessage
 from pdserve_kvtransfer.ucx.poster import MakePoster
@@ -341,14 +340,14 @@ def test_blocks_use_the_devices_and_ports_of_the_settings() -> None:
         (TransferConfig(), "^docker0", False),
     ],
 )
-def test_a_prefill_engine_for_this_machine_alone_keeps_ucx_to_loopback(
+def test_an_engine_for_this_machine_alone_keeps_ucx_to_loopback(
     config: TransferConfig, environment: str, kept: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("UCX_NET_DEVICES", raising=False)
     if environment:
         monkeypatch.setenv("UCX_NET_DEVICES", environment)
     monkeypatch.setenv("UCX_TLS", "tcp")
-    prefill, decode = configured_ucx(config, role=Role.PREFILL), configured_ucx(config)
+    prefill, decode = configured_ucx(config, loopback=bound_to_loopback(config)), configured_ucx(config)
     try:
         everything = {lane.device for lane in decode.resources()}
         assert {lane.device for lane in prefill.resources()} == ({"lo"} if kept else everything)

@@ -26,8 +26,8 @@ def registry(*nodes: NodeInfo) -> Registry:
     return made
 
 
-def prefill_at(control: str) -> NodeInfo:
-    return msgspec.structs.replace(node_info("p0", Role.PREFILL), control=control)
+def node_at(control: str, role: Role = Role.PREFILL) -> NodeInfo:
+    return msgspec.structs.replace(node_info("p0", role), control=control)
 
 
 def names(of: Registry) -> list[str]:
@@ -165,8 +165,8 @@ def test_a_snapshot_is_taken_once_per_change() -> None:
         (node_info("d0", Role.DECODE, model="a\x00b"), "model"),
         (node_info("d0", Role.DECODE, fingerprint="a\nb"), "fingerprint"),
         (node_info("d0", Role.DECODE, "http://a:1\r\nx: y"), "url"),
-        (prefill_at("ipc:///run/other"), "control"),
-        (prefill_at(""), "control"),
+        *[(node_at("ipc:///run/other", role), "control") for role in Role],
+        (node_at(""), "control"),
     ],
 )
 def test_unusable_registrations_are_refused(node: NodeInfo, names_the_field: str) -> None:
@@ -223,6 +223,13 @@ def test_a_url_to_which_no_request_can_be_sent_is_refused(url: str) -> None:
 )  # fmt: skip
 def test_every_url_to_which_requests_can_be_sent_is_taken(url: str) -> None:
     assert names(registry(node_info("d0", Role.DECODE, url))) == ["d0"]
+
+
+@pytest.mark.parametrize("role", [Role.DECODE, Role.MIXED])
+@pytest.mark.parametrize("control", ["", "tcp://10.0.0.3:8200"])
+def test_a_node_that_answers_clients_may_have_a_control_address(role: Role, control: str) -> None:
+    """Such nodes of older versions have none."""
+    assert names(registry(node_at(control, role))) == ["p0"]
 
 
 def test_a_boot_id_belongs_to_one_process_as_long_as_it_is_known() -> None:

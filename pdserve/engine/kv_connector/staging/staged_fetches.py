@@ -10,7 +10,9 @@ a staging block may be.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from pdserve.engine.kv_connector.staging.block_copier import Copier
 from pdserve.engine.kv_connector.staging.staging_blocks import StagingBlocks
@@ -22,13 +24,12 @@ from pdserve_kvtransfer.events import (
     BlocksReleased,
     FailureKind,
     FetchCancelled,
+    FetchEvent,
     FetchFailed,
     FetchLanded,
     FetchOrder,
     TransferEvent,
-    TransferThreadDied,
 )
-from pdserve_kvtransfer.stats import TransferStats
 
 
 @dataclass(slots=True)
@@ -59,15 +60,20 @@ class LandedBlocks:
 
 
 class StagedFetches:
-    """Satisfies ``Fetches``. Only the step loop's thread uses it."""
+    """Satisfies ``Fetches``. ``StagedTransfers`` tells it what transfers and copies report."""
 
-    def __init__(self, transfers: PacedFetches, copier: Copier[LandedBlocks], staging: StagingBlocks) -> None:
-        """This object closes ``transfers`` and ``copier``."""
-        self._transfers, self._copier, self._staging = transfers, copier, staging
+    def __init__(
+        self,
+        transfers: PacedFetches,
+        copier: Copier[Any],
+        staging: StagingBlocks,
+        report: Callable[[TransferEvent], None],
+    ) -> None:
+        """``report`` is called with each event for the connector."""
+        self._transfers, self._copier, self._staging, self._report = transfers, copier, staging, report
         self._fetches: dict[TransferId, _StagedFetch] = {}
         self._quarantined: dict[int, TransferId] = {}
         """Staging blocks that the transfer thread will release, and the transfer that holds each until then."""
-        self._news: list[TransferEvent] = []
 
     def fetch(self, order: FetchOrder) -> None:
         transfer, count = order.transfer_id, len(order.block_ids)
@@ -86,18 +92,7 @@ class StagedFetches:
         self._staging.withdraw(transfer_id)
         self._transfers.cancel_fetch(transfer_id)
 
-    def events(self) -> list[TransferEvent]:
-        for event in self._transfers.events():
-            self._on_event(event)
-        for upload in self._copier.done():
-            self._uploaded(upload)
-        if self._copier.failure is not None:
-            self._news.append(TransferThreadDied(self._copier.failure))
-        self._grant()
-        events, self._news = self._news, []
-        return events
-
-    def _on_event(self, event: TransferEvent) -> None:
+    def on_event(self, event: FetchEvent) -> None:
         match event:
             case BlocksComing(transfer, count):
                 self._request_staging(self._fetches[transfer], count)
@@ -120,7 +115,7 @@ class StagedFetches:
                 for staged_id in staged:
                     self._staging.give_back(self._quarantined.pop(staged_id), (staged_id,))
             case _:
-                self._news.append(event)
+                self._report(event)
 
     def _request_staging(self, fetch: _StagedFetch, coming: int) -> None:
         if coming > fetch.coming and not fetch.cancelled:
@@ -128,7 +123,8 @@ class StagedFetches:
             self._staging.want(order.transfer_id, order.target.boot_id, coming - fetch.coming)
             fetch.coming = coming
 
-    def _grant(self) -> None:
+    def grant(self) -> None:
+        """Gives staging blocks to the fetches whose turn it is."""
         for transfer, staged in self._staging.granted():
             fetch = self._fetches[transfer]
             fetch.staged.update(enumerate(staged, fetch.accepted))
@@ -146,7 +142,8 @@ class StagedFetches:
         blocks = fetch.order.block_ids[places.start : places.stop]
         self._copier.upload(LandedBlocks(fetch.order.transfer_id, places), staged, blocks)
 
-    def _uploaded(self, upload: LandedBlocks) -> None:
+    def uploaded(self, upload: LandedBlocks) -> None:
+        """A copy to the cache is over."""
         fetch = self._fetches[upload.transfer]
         fetch.uploads -= 1
         self._staging.give_back(upload.transfer, [fetch.staged.pop(place) for place in upload.places])
@@ -163,11 +160,4 @@ class StagedFetches:
     def _finish_if_over(self, fetch: _StagedFetch) -> None:
         if fetch.end is not None and not fetch.uploads:
             del self._fetches[fetch.order.transfer_id]
-            self._news.append(fetch.end)
-
-    def stats(self) -> TransferStats:
-        return self._transfers.stats()
-
-    def close(self, timeout_s: float) -> None:
-        self._transfers.close(timeout_s)
-        self._copier.close(timeout_s)
+            self._report(fetch.end)

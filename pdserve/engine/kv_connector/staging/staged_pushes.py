@@ -8,7 +8,9 @@ have left: its blocks in the cache stay its own until then.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from pdserve.engine.kv_connector.staging.block_copier import Copier
 from pdserve.engine.kv_connector.staging.staging_blocks import StagingBlocks
@@ -16,8 +18,7 @@ from pdserve.engine.kv_connector.transfers import Pushes
 from pdserve.wire.ids import TransferId
 from pdserve.wire.sampling_params import SampledToken
 from pdserve.wire.transfer import FailureCause, PrefillLoad
-from pdserve_kvtransfer.events import BlocksSent, PushEnded, PushWanted, TransferEvent, TransferThreadDied
-from pdserve_kvtransfer.stats import TransferStats
+from pdserve_kvtransfer.events import BlocksSent, PushEnded, PushEvent, PushWanted, TransferEvent
 
 
 @dataclass(slots=True)
@@ -44,13 +45,14 @@ class BlocksToSend:
 
 
 class StagedPushes:
-    """Satisfies ``Pushes``. Only the step loop's thread uses it."""
+    """Satisfies ``Pushes``. ``StagedTransfers`` tells it what transfers and copies report."""
 
-    def __init__(self, transfers: Pushes, copier: Copier[BlocksToSend], staging: StagingBlocks) -> None:
-        """``transfers`` reports what it has sent. This object closes it and ``copier``."""
-        self._transfers, self._copier, self._staging = transfers, copier, staging
+    def __init__(
+        self, transfers: Pushes, copier: Copier[Any], staging: StagingBlocks, report: Callable[[TransferEvent], None]
+    ) -> None:
+        """``report`` is called with each event for the connector."""
+        self._transfers, self._copier, self._staging, self._report = transfers, copier, staging, report
         self._pushes: dict[TransferId, _StagedPush] = {}
-        self._news: list[TransferEvent] = []
 
     def push(self, transfer_id: TransferId, first_block: int, block_ids: tuple[int, ...]) -> None:
         push = self._pushes.get(transfer_id)
@@ -58,7 +60,7 @@ class StagedPushes:
             return
         push.waiting += enumerate(block_ids, first_block)
         self._staging.want(transfer_id, transfer_id.decode_boot, len(block_ids))
-        self._grant()
+        self.grant()
 
     def first_token(
         self, transfer_id: TransferId, tokens: tuple[SampledToken, ...], cached_tokens: int, load: PrefillLoad
@@ -71,22 +73,11 @@ class StagedPushes:
     def fail_push(self, transfer_id: TransferId, reason: str, cause: FailureCause) -> None:
         self._transfers.fail_push(transfer_id, reason, cause)
 
-    def events(self) -> list[TransferEvent]:
-        for event in self._transfers.events():
-            self._on_event(event)
-        for sending in self._copier.done():
-            self._downloaded(sending)
-        if self._copier.failure is not None:
-            self._news.append(TransferThreadDied(self._copier.failure))
-        self._grant()
-        events, self._news = self._news, []
-        return events
-
-    def _on_event(self, event: TransferEvent) -> None:
+    def on_event(self, event: PushEvent) -> None:
         match event:
             case PushWanted(transfer):
                 self._pushes[transfer] = _StagedPush()
-                self._news.append(event)
+                self._report(event)
             case BlocksSent(transfer, staged):
                 push = self._pushes.get(transfer)
                 if push is not None:
@@ -95,9 +86,10 @@ class StagedPushes:
             case PushEnded(transfer):
                 self._end(self._pushes[transfer], event)
             case _:
-                self._news.append(event)
+                self._report(event)
 
-    def _grant(self) -> None:
+    def grant(self) -> None:
+        """Gives staging blocks to the pushes whose turn it is."""
         for transfer, staged in self._staging.granted():
             waiting = self._pushes[transfer].waiting
             numbers, blocks = zip(*(waiting.popleft() for _ in staged), strict=True)
@@ -105,7 +97,8 @@ class StagedPushes:
             self._pushes[transfer].downloads += 1
             self._copier.download(BlocksToSend(transfer, numbers[0], staged), blocks, staged)
 
-    def _downloaded(self, sending: BlocksToSend) -> None:
+    def downloaded(self, sending: BlocksToSend) -> None:
+        """A copy to staging blocks is over."""
         push = self._pushes[sending.transfer]
         push.downloads -= 1
         if push.end is None:
@@ -126,11 +119,4 @@ class StagedPushes:
                 push.sending = set()
         if not push.downloads:
             del self._pushes[transfer]
-            self._news.append(end)
-
-    def stats(self) -> TransferStats:
-        return self._transfers.stats()
-
-    def close(self, timeout_s: float) -> None:
-        self._transfers.close(timeout_s)
-        self._copier.close(timeout_s)
+            self._report(end)

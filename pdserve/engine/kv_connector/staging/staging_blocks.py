@@ -29,10 +29,11 @@ class StagingBlocks:
     out.
     """
 
-    def __init__(self, total: int) -> None:
-        self.total = total
+    def __init__(self, ids: range) -> None:
+        """``ids`` are the staging blocks that are given out here."""
+        self.total = total = len(ids)
         self._turn, self._share, self._peer_share = (max(1, total // of) for of in (_TURNS, _TRANSFERS, _PEERS))
-        self._free = list(range(total))
+        self._free = list(ids)
         self._holders: dict[TransferId, _Holder] = {}
         self._queue: OrderedDict[TransferId, None] = OrderedDict()
         self._held_by_peer: Counter[bytes] = Counter()

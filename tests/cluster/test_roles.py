@@ -1,0 +1,78 @@
+"""Tests that a role only says what the proxy routes to a node: each pair of nodes fetches prompts from each other."""
+
+from __future__ import annotations
+
+import json
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from itertools import permutations
+from pathlib import Path
+
+from pdserve.wire.ticket import TICKET_HEADER, PrefillTarget
+from tests.attacks.insider import Office, header
+from tests.cluster.nodes import MODEL, Cluster, Node, cluster, http
+from tests.cluster.test_same_tokens import answers, prompt
+from tests.eventually import eventually
+
+LENGTHS = [17, 129, 300]
+
+
+class Pairing:
+    """A node that answers requests, and one that it is told to have their prompts computed by."""
+
+    def __init__(self, running: Cluster, answering: Node, computing: Node) -> None:
+        known = {instance["name"]: instance for instance in http(running.url + "/instances").json()}
+        self.answering = answering
+        self._office = Office(bytes.fromhex(known[answering.name]["boot_id"]))
+        other = known[computing.name]
+        self._target = PrefillTarget(computing.name, other["control"], bytes.fromhex(other["boot_id"]))
+
+    def __str__(self) -> str:
+        return f"{self.answering.name} from {self._target.name}"
+
+    def ask(self, length: int, max_tokens: int) -> list[int]:
+        """Returns the tokens of an answer to a prompt that no prefix cache has."""
+        body = {
+            "model": MODEL,
+            "prompt": prompt(length),
+            "max_tokens": max_tokens,
+            "temperature": 0,
+            "return_token_ids": True,
+            "cache_salt": str(self),
+        }
+        request = urllib.request.Request(
+            self.answering.url + "/v1/completions",
+            json.dumps(body).encode(),
+            {"content-type": "application/json", TICKET_HEADER: header(self._office.frame(self._target))},
+        )
+        with urllib.request.urlopen(request, timeout=120.0) as response:
+            ids: list[int] = json.loads(response.read())["choices"][0]["token_ids"]
+        return ids
+
+
+def test_every_node_fetches_from_every_other_one(tiny_model: Path) -> None:
+    wanted = answers(tiny_model, LENGTHS)
+    with cluster(tiny_model, "--dtype", "fp32", "--kv-cache-mib", "16", decode=2, mixed=1) as running:
+        # The prefill node has no tokenizer and answers nobody, so it is only fetched from.
+        pairings = [Pairing(running, *two) for two in permutations(running.decode, 2)]
+        pairings += [Pairing(running, node, running.prefill[0]) for node in running.decode]
+        before = {node.name: node.metric("prefills_total", source="remote") for node in running.decode}
+        # All of them at once: each node answers, computes and pushes.
+        with ThreadPoolExecutor(len(pairings) * len(LENGTHS)) as pool:
+            asked = [
+                (pairing, length, pool.submit(pairing.ask, length, len(wanted[length])))
+                for length in LENGTHS
+                for pairing in pairings
+            ]
+            for pairing, length, answer in asked:
+                assert answer.result() == wanted[length], f"{pairing}, {length} tokens"
+        running.until_idle()
+        for node in running.decode:
+            partners = sum(pairing.answering is node for pairing in pairings)
+            eventually(
+                lambda node=node, partners=partners: (  # type: ignore[misc]
+                    node.metric("prefills_total", source="remote") == before[node.name] + partners * len(LENGTHS)
+                ),
+                f"{node.name} fetched every prompt",
+            )
+            assert node.metric("kv_transfers_total", direction="sent") > 0

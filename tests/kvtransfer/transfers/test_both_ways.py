@@ -1,0 +1,177 @@
+"""Tests engines that fetch from each other at the same time, over real UCX and ZMQ."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from pdserve.wire.ids import TransferId, new_id
+from pdserve.wire.sampling_params import SampledToken
+from pdserve.wire.ticket import PrefillTarget
+from pdserve_kvtransfer.events import (
+    FailureKind,
+    FetchFailed,
+    FetchLanded,
+    FetchOrder,
+    FirstTokenArrived,
+    PushCancelled,
+    PushEnded,
+    PushOutcome,
+    PushWanted,
+    TransferEvent,
+)
+from tests.eventually import eventually
+from tests.kvtransfer.rig import CONFIG, SAMPLING, SPEC, Engine, engine
+from tests.kvtransfer.test_ranks import nodes
+
+TRANSFERS = 20
+SOURCES = (0, 1, 2)
+
+
+class TwoWay:
+    """An engine that answers every order from its first blocks, and counts what has ended."""
+
+    def __init__(self, of: Engine) -> None:
+        self.engine = of
+        self.landed: list[TransferId] = []
+        self.failed: list[FetchFailed] = []
+        self.pushed: list[PushEnded] = []
+        self.wanted: list[PushWanted] = []
+        self.answers = True
+
+    def order(self, other: TwoWay, block_ids: tuple[int, ...]) -> FetchOrder:
+        made = FetchOrder(
+            transfer_id=TransferId(new_id(), 0, self.engine.boot_id),
+            target=PrefillTarget("other", other.engine.address, other.engine.boot_id),
+            token_ids=list(range(len(block_ids) * SPEC.block_size)),
+            first_block=0,
+            block_ids=block_ids,
+            sampling=SAMPLING,
+            deadline_s=30.0,
+        )
+        self.engine.thread.fetch(made)
+        return made
+
+    def look(self) -> None:
+        seen = len(self.engine.seen)
+        self.engine.poll()
+        for event in self.engine.seen[seen:]:
+            self._on_event(event)
+
+    def _on_event(self, event: TransferEvent) -> None:
+        match event:
+            case PushWanted(transfer):
+                self.wanted.append(event)
+                if self.answers:
+                    self.engine.thread.push(transfer, 0, SOURCES)
+                    self.engine.thread.first_token(transfer, (SampledToken(1),), 0)
+            case FetchLanded(transfer):
+                self.landed.append(transfer)
+            case FetchFailed():
+                self.failed.append(event)
+            case PushEnded():
+                self.pushed.append(event)
+            case FirstTokenArrived() | PushCancelled():
+                pass
+            case _:
+                raise AssertionError(f"unexpected: {event}")
+
+
+def until(done: Callable[[], bool], *ends: TwoWay) -> None:
+    def turn() -> bool:
+        for end in ends:
+            end.look()
+        return done()
+
+    eventually(turn)
+
+
+def places(number: int) -> tuple[int, ...]:
+    return tuple(len(SOURCES) * (number + 1) + at for at in range(len(SOURCES)))
+
+
+def test_two_engines_fetch_from_each_other(mapped_or_not: bool) -> None:
+    size = len(SOURCES) * (TRANSFERS + 1)
+    with engine(num_blocks=size) as one, engine(num_blocks=size) as other:
+        ends = TwoWay(one), TwoWay(other)
+        contents = [end.engine.fill(*SOURCES) for end in ends]
+        for number in range(TRANSFERS):
+            ends[0].order(ends[1], places(number))
+            ends[1].order(ends[0], places(number))
+        until(lambda: all(len(end.landed) == len(end.pushed) == TRANSFERS for end in ends), *ends)
+        for i, end in enumerate(ends):
+            assert all(end.engine.read(*places(number)) == contents[1 - i] for number in range(TRANSFERS))
+            assert end.engine.read(*SOURCES) == contents[i], "a fetch does not touch the blocks that are pushed"
+            assert {ended.outcome for ended in end.pushed} == {PushOutcome.DONE}
+            stats = end.engine.thread.stats()
+            assert (stats.transfers_sent, stats.transfers_received) == (TRANSFERS, TRANSFERS)
+            assert stats.handshakes == 2, "each direction has one handshake"
+
+
+@pytest.mark.parametrize(("ranks", "other_ranks"), [(2, 1), (1, 2)])
+def test_nodes_of_unequal_ranks_fetch_from_each_other(ranks: int, other_ranks: int, tmp_path: Path) -> None:
+    with nodes(ranks, other_ranks, 4, tmp_path) as both:
+        pair = both.prefill, both.decode
+        ends = [TwoWay(node.engine) for node in pair]
+        contents = [[node.fill(block) for block in SOURCES] for node in pair]
+        for number in range(3):
+            ends[0].order(ends[1], places(number))
+            ends[1].order(ends[0], places(number))
+        until(lambda: all(len(end.landed) == len(end.pushed) == 3 for end in ends), *ends)
+        for i, node in enumerate(pair):
+            for number in range(3):
+                for block, content in zip(places(number), contents[1 - i], strict=True):
+                    assert node.holds(block, content)
+
+
+def test_a_peer_that_dies_ends_the_transfers_in_both_directions(mapped_or_not: bool) -> None:
+    with engine() as one, engine() as other, engine() as third:
+        ends = TwoWay(one), TwoWay(other)
+        for end in ends:
+            end.answers = False
+        order = ends[0].order(ends[1], places(0))
+        ends[1].order(ends[0], places(0))
+        until(lambda: all(end.wanted for end in ends), *ends)
+        one.thread.push(ends[0].wanted[0].transfer_id, 0, SOURCES[:1])
+        other.close()
+        until(lambda: bool(ends[0].failed and ends[0].pushed), ends[0])
+        assert ends[0].failed[0].transfer_id == order.transfer_id
+        # The engine goes on in both directions with others.
+        rest = TwoWay(third)
+        ends[0].answers = True
+        content = one.fill(*SOURCES), third.fill(*SOURCES)
+        ends[0].order(rest, places(1))
+        rest.order(ends[0], places(1))
+        until(lambda: len(ends[0].landed) == len(rest.landed) == 1, ends[0], rest)
+        assert (third.read(*places(1)), one.read(*places(1))) == content
+
+
+def test_a_peer_that_falls_silent_loses_its_leases_in_both_directions(monkeypatch: pytest.MonkeyPatch) -> None:
+    with engine() as one, engine() as other:
+        ends = TwoWay(one), TwoWay(other)
+        for end in ends:
+            end.answers = False
+        ends[0].order(ends[1], places(0))
+        ends[1].order(ends[0], places(0))
+        until(lambda: all(end.wanted for end in ends), *ends)
+
+        def lost() -> bool:
+            return bool(ends[0].failed and ends[0].pushed)
+
+        # The other thread hangs: it neither pings nor answers.
+        monkeypatch.setattr(other.thread, "_wake_engine", lambda: eventually(lost))
+        until(lost, ends[0])
+        assert ends[0].failed[0].kind is FailureKind.LEASE_EXPIRED
+        assert ends[0].pushed[0].outcome is PushOutcome.LEASE_EXPIRED
+        assert one.thread.stats().leases_expired >= 2
+
+
+def test_an_engine_does_not_fetch_from_itself() -> None:
+    with engine(config=CONFIG) as one:
+        end = TwoWay(one)
+        end.order(end, places(0))
+        until(lambda: bool(end.failed), end)
+        assert "itself" in end.failed[0].reason
+        assert not end.wanted
