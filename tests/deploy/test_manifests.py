@@ -103,7 +103,7 @@ def test_ports_are_those_that_are_listened_to(role: str) -> None:
     expected = {"http": config.http.port}
     if role == "proxy":
         expected["control"] = config.registry.control_port
-    if role == "prefill":
+    if role != "proxy":
         expected["transfer"] = config.transfer.port
         assert config.transfer.host == "0.0.0.0"
         assert config.transfer.advertise == "10.1.2.3"
