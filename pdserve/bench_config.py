@@ -263,6 +263,40 @@ class BenchProxyConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class FailoverBenchConfig:
+    """A cluster on this machine, whose decode nodes are killed or stopped under running streams."""
+
+    rounds: int = setting("rounds", "faults, one after the other", 20, minimum=1)
+    faults: tuple[str, ...] = setting(
+        "faults", "what happens to a decode node, in turns: kill (SIGKILL) or hang (SIGSTOP)", ("kill", "hang")
+    )
+    prefill: int = setting("prefill", "prefill nodes", 1, minimum=0)
+    decode: int = setting("decode", "decode nodes", 2, minimum=2)
+    clients: int = setting("clients", "streams in each round", 4, minimum=1)
+    prompt_tokens: int = setting("prompt-tokens", "tokens of each prompt", 256, minimum=1)
+    output_tokens: int = setting("output-tokens", "tokens of each answer", 128, minimum=2)
+    vocab_size: int = setting(
+        "prompt-vocab", "prompts are made of token ids below this; at most the model's own", 32_000, minimum=4
+    )
+    seed: int = setting("seed", "of the prompts and the faults", 0, minimum=0)
+    startup_timeout_s: float = setting(
+        "startup-timeout-s", "seconds that all nodes get to come up", 300.0, minimum=1, maximum=86_400
+    )
+    limit_s: float = setting("round-timeout-s", "seconds that one round may take", 120.0, minimum=1, maximum=86_400)
+
+
+@dataclass(frozen=True, slots=True)
+class BenchFailoverConfig:
+    """``pdserve bench failover``."""
+
+    report: ReportConfig = field(default_factory=ReportConfig)
+    failover: FailoverBenchConfig = field(default_factory=FailoverBenchConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    cpu: CpuConfig = field(default_factory=CpuConfig)
+
+
+@dataclass(frozen=True, slots=True)
 class CompareConfig:
     """The two reports of one benchmark."""
 

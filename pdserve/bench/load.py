@@ -11,8 +11,8 @@ import asyncio
 import math
 import random
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import aiohttp
 import msgspec
@@ -34,6 +34,8 @@ class Job:
 
     prompt: Sequence[int]
     output_tokens: int
+    sampling: Mapping[str, object] = field(default_factory=dict)
+    """Fields of the request about sampling; without any, the answer is greedy."""
 
 
 def uniform_jobs(count: int, prompt_tokens: int, output_tokens: int, vocab_size: int, seed: str) -> list[Job]:
@@ -163,10 +165,11 @@ async def _client(
     session: aiohttp.ClientSession, target: Target, queue: Iterator[tuple[int, Job]], streams: list[Stream]
 ) -> None:
     for index, job in queue:
-        streams[index] = await _stream(session, target, job)
+        await run_job(session, target, job, streams[index])
 
 
-async def _stream(session: aiohttp.ClientSession, target: Target, job: Job) -> Stream:
+async def run_job(session: aiohttp.ClientSession, target: Target, job: Job, stream: Stream) -> Stream:
+    """Sends one request and records its answer in ``stream``, also while it comes. Returns ``stream``."""
     body = {
         "model": target.model,
         "prompt": list(job.prompt),
@@ -176,8 +179,9 @@ async def _stream(session: aiohttp.ClientSession, target: Target, job: Job) -> S
         "stream": True,
         "stream_options": {"include_usage": True},
         **({"return_token_ids": True} if target.token_ids else {}),
+        **job.sampling,
     }
-    stream = Stream(time.perf_counter())
+    stream.started = time.perf_counter()
     try:
         async with session.post(f"{target.url}/v1/completions", json=body) as response:
             if response.status != 200:
@@ -218,5 +222,6 @@ def take_chunk(stream: Stream, payload: bytes, now: float) -> None:
         if choice.text or choice.token_ids or choice.finish_reason is None:
             stream.arrivals.append(now)
         stream.token_ids.extend(choice.token_ids or ())
+        stream.text += choice.text
     if chunk.usage is not None:
         stream.output_tokens = chunk.usage.completion_tokens

@@ -102,6 +102,7 @@ class Stream:
     output_tokens: int = 0
     token_ids: list[int] = field(default_factory=list)
     """The ids of the answer's tokens, if the server reports them."""
+    text: str = ""
     error: str = ""
     """Why there is no whole answer; empty if there is one."""
 

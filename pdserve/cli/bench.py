@@ -14,6 +14,7 @@ from pdserve.bench_config import (
     BenchBatchingConfig,
     BenchCompareConfig,
     BenchEngineConfig,
+    BenchFailoverConfig,
     BenchLoadConfig,
     BenchProxyConfig,
     BenchStreamConfig,
@@ -144,6 +145,12 @@ def _proxy(config: BenchProxyConfig, environ: Mapping[str, str]) -> Report:
     return benchmark.run(config, environ)
 
 
+def _failover(config: BenchFailoverConfig, environ: Mapping[str, str]) -> Report:
+    from pdserve.bench import failover
+
+    return failover.run(config, environ)
+
+
 BENCHMARKS = {
     "batching": Benchmark(
         "continuous against static batching, on two real nodes",
@@ -190,6 +197,13 @@ BENCHMARKS = {
         "streams at once, idle connections. With --peer-command the same on another router, in the same run.",
         BenchProxyConfig,
         _proxy,
+    ),
+    "failover": Benchmark(
+        "decode nodes that die or hang under running streams",
+        "A cluster on this machine, whose decode nodes are killed or stopped while they stream, one after the other: "
+        "how many streams went on elsewhere, how long that took, and whether each answer is the one without a fault.",
+        BenchFailoverConfig,
+        _failover,
     ),
 }
 

@@ -10,6 +10,7 @@ from pdserve.bench_config import (
     BenchBatchingConfig,
     BenchCompareConfig,
     BenchEngineConfig,
+    BenchFailoverConfig,
     BenchLoadConfig,
     BenchProxyConfig,
     BenchStreamConfig,
@@ -31,6 +32,7 @@ ROOTS: tuple[type, ...] = (
     BenchStreamConfig,
     BenchTransferConfig,
     BenchProxyConfig,
+    BenchFailoverConfig,
     BenchCompareConfig,
 )
 """The root dataclasses of all subcommands: a setting that one of them has is not a misspelling for the others."""

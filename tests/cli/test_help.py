@@ -4,36 +4,24 @@ from __future__ import annotations
 
 import pytest
 
-from pdserve.bench_config import (
-    BenchBatchingConfig,
-    BenchCompareConfig,
-    BenchEngineConfig,
-    BenchLoadConfig,
-    BenchProxyConfig,
-    BenchStreamConfig,
-    BenchTransferConfig,
-)
+from pdserve.bench_config import BenchCompareConfig
 from pdserve.cli.bench import BENCHMARKS, COMPARE
 from pdserve.cli.main import SUBCOMMANDS, main
 from pdserve.config import DoctorConfig, NodeConfig, ProxyConfig, UpConfig
 from pdserve.settings import ROOTS
 from pdserve.settings.setting import settings_of
 
-ROOT_OF = {
+ROOT_OF: dict[str, type] = {
     "up": UpConfig,
     "proxy": ProxyConfig,
     "prefill": NodeConfig,
     "decode": NodeConfig,
     "mixed": NodeConfig,
     "doctor": DoctorConfig,
-    "bench batching": BenchBatchingConfig,
-    "bench engine": BenchEngineConfig,
-    "bench load": BenchLoadConfig,
-    "bench stream": BenchStreamConfig,
-    "bench proxy": BenchProxyConfig,
-    "bench compare": BenchCompareConfig,
-    "bench transfer": BenchTransferConfig,
+    f"bench {COMPARE}": BenchCompareConfig,
+    **{f"bench {name}": benchmark.config for name, benchmark in BENCHMARKS.items()},
 }
+"""The settings of each subcommand."""
 
 
 def help_of(subcommand: str, capsys: pytest.CaptureFixture[str], **environ: str) -> str:

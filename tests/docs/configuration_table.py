@@ -9,6 +9,7 @@ from pdserve.bench_config import (
     BenchBatchingConfig,
     BenchCompareConfig,
     BenchEngineConfig,
+    BenchFailoverConfig,
     BenchLoadConfig,
     BenchProxyConfig,
     BenchStreamConfig,
@@ -58,6 +59,7 @@ _ROOTS = {
     "`pdserve bench stream`": BenchStreamConfig,
     "`pdserve bench transfer`": BenchTransferConfig,
     "`pdserve bench proxy`": BenchProxyConfig,
+    "`pdserve bench failover`": BenchFailoverConfig,
     "`pdserve bench compare`": BenchCompareConfig,
 }
 

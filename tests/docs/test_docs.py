@@ -16,44 +16,21 @@ from pdserve.api.metrics import NodeMetrics
 from pdserve.api.requests.openai_request import ChatRequest, CompletionRequest
 from pdserve.bench.compare import changes
 from pdserve.bench.report import Better, Report, Unit, read_report
-from pdserve.bench_config import (
-    BenchBatchingConfig,
-    BenchCompareConfig,
-    BenchEngineConfig,
-    BenchLoadConfig,
-    BenchProxyConfig,
-    BenchStreamConfig,
-    BenchTransferConfig,
-)
 from pdserve.cli.bench import compare_flags
 from pdserve.cli.main import SUBCOMMANDS
-from pdserve.config import DoctorConfig, NodeConfig, ProxyConfig, UpConfig
+from pdserve.config import NodeConfig
 from pdserve.settings import ROOTS, load
 from pdserve.settings.setting import settings_of
 from pdserve.wire import discovery, engine, proxy_workers, rank, rank_transfer, transfer
 from pdserve.wire.engine import EngineStats
 from pdserve_proxy.metrics import ProxyMetrics
+from tests.cli.test_help import ROOT_OF
 from tests.docs import results_plot, stream_tables
 from tests.docs.configuration_table import PAGE, render
 
 ROOT = Path(__file__).parents[2]
 REPORTS = sorted(ROOT.glob("docs/benchmarks/*.json"))
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
-ROOT_OF = {
-    "up": UpConfig,
-    "proxy": ProxyConfig,
-    "prefill": NodeConfig,
-    "decode": NodeConfig,
-    "mixed": NodeConfig,
-    "doctor": DoctorConfig,
-    "bench batching": BenchBatchingConfig,
-    "bench engine": BenchEngineConfig,
-    "bench load": BenchLoadConfig,
-    "bench stream": BenchStreamConfig,
-    "bench proxy": BenchProxyConfig,
-    "bench compare": BenchCompareConfig,
-    "bench transfer": BenchTransferConfig,
-}
 
 
 def name(path: Path) -> str:

@@ -1,0 +1,38 @@
+"""``pdserve bench failover`` as a person runs it: decode nodes are killed and stopped, and no answer changes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pdserve.bench.report import read_report
+from tests.processes import clean_environ
+
+pytestmark = pytest.mark.integration
+
+# In bf16, the default: its compiled kernels give the same bits in every batch.
+SMALL = ("--clients", "3", "--prompt-tokens", "40", "--output-tokens", "160", "--kv-cache-mib", "64")
+
+
+@pytest.mark.parametrize("rounds", [2, pytest.param(200, marks=[pytest.mark.nightly, pytest.mark.timeout(7200)])])
+def test_streams_go_on_when_their_nodes_die_or_hang(slow_tiny_model: Path, tmp_path: Path, rounds: int) -> None:
+    flags = ("--rounds", str(rounds), "--model", str(slow_tiny_model), *SMALL, "--json", "figures.json")
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "pdserve", "bench", "failover", *flags],
+        cwd=tmp_path,
+        env=clean_environ(XDG_STATE_HOME=str(tmp_path)),
+        capture_output=True,
+        text=True,
+        timeout=60 + 35 * rounds,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    rows = {str(row.at["fault"]): row for row in read_report(tmp_path / "figures.json").rows_of("failover")}
+    assert set(rows) == {"kill", "hang"}
+    for row in rows.values():
+        assert row.figure("faults").value == rounds / 2
+        assert row.figure("resumed").value > 0, done.stderr
+        assert (row.figure("wrong").value, row.figure("lost").value) == (0, 0), done.stderr
