@@ -156,6 +156,10 @@ class NodeConnection(asyncio.Protocol):
         self._on_free = on_free
         self._on_lost = on_lost
         self._loop = asyncio.get_running_loop()
+        self._arrived: list[bytes] = []
+        """The parts of a body that the parser has found in the bytes that it was given last."""
+        # The parser appends each part itself: a method of Python's would be a call for every token of every client.
+        self.on_body = self._arrived.append
         self._parser = httptools.HttpResponseParser(self)
         self._response: NodeResponse | None = None
         self._silence: asyncio.TimerHandle | None = None
@@ -218,9 +222,11 @@ class NodeConnection(asyncio.Protocol):
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as exc:
+            self._pass_on_body(response)
             self._fail(f"not HTTP/1.1: {exc}")
             response.wake()  # a whole answer may have come before it
             return
+        self._pass_on_body(response)
         if self._idle_bytes > MAX_HEAD_BYTES:
             self._fail(f"more than {MAX_HEAD_BYTES} bytes without any of a body")
             response.wake()
@@ -259,11 +265,6 @@ class NodeConnection(asyncio.Protocol):
         else:
             self._response.status = status
 
-    def on_body(self, body: bytes) -> None:
-        assert self._response is not None
-        self._idle_bytes = 0
-        self._response.feed(body)
-
     def on_message_complete(self) -> None:
         assert self._response is not None
         if self._interim:
@@ -271,6 +272,13 @@ class NodeConnection(asyncio.Protocol):
             return
         self._response.complete = True
         self._keep = self._parser.should_keep_alive()  # known here only
+
+    def _pass_on_body(self, response: NodeResponse) -> None:
+        arrived = self._arrived
+        if arrived:
+            self._idle_bytes = 0
+            response.feed(arrived[0] if len(arrived) == 1 else b"".join(arrived))
+            arrived.clear()
 
     # ------------------------------------------------------------------ ends
 
