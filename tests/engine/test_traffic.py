@@ -5,7 +5,7 @@ from __future__ import annotations
 from random import Random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from pdserve.config import Batching
@@ -88,6 +88,8 @@ class Traffic:
 
 @pytest.mark.parametrize("batching", Batching)
 @settings(max_examples=250, deadline=None)
+# In a static batch the only request that has more than one token to compute finds no blocks.
+@example(seed=10828657, num_blocks=17, max_running=5, max_step_tokens=7, prefix_cache=True, overlap=False)
 @given(
     seed=st.integers(0, 2**32),
     num_blocks=st.integers(MAX_LEN // BLOCK_SIZE, 40),

@@ -257,15 +257,17 @@ class Scheduler:
         others = [request for request in running if request.num_uncomputed_tokens > 1]
         # A client who has read a part of its answer waits longest for the rest.
         others.sort(key=lambda request: not request.prompt_is_computed)
-        if self._static and others:
-            decoding = []
-        for request in decoding + others:
-            if request.status is not Status.RUNNING or budget == 0:
-                continue
-            work = Work.next_of(request, budget)
-            if self._make_room(request, request.num_computed_tokens + work.num_tokens, plan):
-                plan.work.append(work)
-                budget -= work.num_tokens
+        # A static batch decodes when nothing else is left to compute, or there are no blocks for it.
+        for turn in (others, decoding) if self._static else (decoding + others,):
+            if self._static and plan.work:
+                break
+            for request in turn:
+                if request.status is not Status.RUNNING or budget == 0:
+                    continue
+                work = Work.next_of(request, budget)
+                if self._make_room(request, request.num_computed_tokens + work.num_tokens, plan):
+                    plan.work.append(work)
+                    budget -= work.num_tokens
         return budget
 
     def _make_room(self, request: Request, tokens: int, plan: BatchPlan) -> bool:
