@@ -28,6 +28,7 @@ _NAME = "pdserve-kv-"
 _TMPFS = 0x01021994
 _NEEDED_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
 _F_SEAL_FUTURE_WRITE = 0x10
+_MADV_POPULATE_WRITE = 23
 _SEALS = _NEEDED_SEALS | fcntl.F_SEAL_GROW | _F_SEAL_FUTURE_WRITE
 _KERNEL_BOOT = Path("/proc/sys/kernel/random/boot_id")
 _IPC_NAMESPACE = Path("/proc/self/ns/ipc")
@@ -36,7 +37,7 @@ _IPC_NAMESPACE = Path("/proc/self/ns/ipc")
 class SharedMemory:
     """Zeroed memory, freed with the last reference to it or to its ``bytes``.
 
-    A page takes memory when it is first written. The constructor raises OSError if the machine has less memory.
+    All of it is taken from the machine at once. The constructor raises OSError if the machine has less memory.
     """
 
     def __init__(self, nbytes: int) -> None:
@@ -52,6 +53,9 @@ class SharedMemory:
         with contextlib.suppress(OSError):
             # A kernel without huge pages for shared memory raises an error.
             mapping.madvise(mmap.MADV_HUGEPAGE)
+        with contextlib.suppress(OSError):
+            # Memory that is not there shows now, and not when the cache fills. A kernel before 5.14 raises an error.
+            mapping.madvise(_MADV_POPULATE_WRITE)
         self.bytes = memoryview(mapping)[HEAD_BYTES:]
         self._free_cells = list(reversed(range(CELLS)))
 

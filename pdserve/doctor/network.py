@@ -169,7 +169,9 @@ def _advertised(facts: ListenFacts, peers_beyond: bool) -> Finding:
         if not peers_beyond:
             return ok(check, f"{seen}, local")
         if facts.unset:
-            return not_applicable(check, f"{seen}: a prefill node here needs --transfer-host, a decode node does not")
+            return not_applicable(
+                check, f"{seen}: a prefill node here needs --transfer-host, a decode node does not yet"
+            )
         advice = "give --transfer-host 0.0.0.0 and --transfer-advertise the address that peers reach this machine by"
         return warning(check, f"{seen} is reached from this machine alone", advice)
     if any(ipaddress.ip_address(address.partition("%")[0]).is_unspecified for address in facts.addresses):

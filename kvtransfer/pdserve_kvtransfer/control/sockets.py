@@ -123,7 +123,9 @@ class ControlServer:
             self._socket.bind(f"tcp://{_bracketed(_resolved(host))}:{port}")
         except (zmq.ZMQError, OSError) as exc:
             self.close(0.0)
-            raise TransferError(f"cannot bind the transfer control channel to {host}:{port}: {exc}") from exc
+            raise TransferError(
+                f"cannot bind the transfer control channel to {host}:{port}, which is each node's own: {exc}"
+            ) from exc
         endpoint = self._socket.get_string(zmq.LAST_ENDPOINT)
         self._port = int(endpoint.rpartition(":")[2])
         self.address = f"tcp://{_bracketed(advertise or host)}:{self._port}"

@@ -10,7 +10,7 @@ from pdserve.engine.kv_cache.block_tables import BlockTables
 from pdserve.engine.placement.placement import Placement, PlacementDecision
 from pdserve.engine.placement.prefill_cost import PromptSize
 from pdserve.engine.request import Request, Status
-from pdserve.engine.scheduling.batch_plan import BatchPlan, SchedulerCounters, Work
+from pdserve.engine.scheduling.batch_plan import BatchPlan, SchedulerCounters
 from pdserve.engine.scheduling.queues import Queues
 
 _MAX_TRIED = 32
@@ -106,8 +106,7 @@ class BatchAdmission:
                 continue
             self._queues.move(request, Status.RUNNING)
             queued += request.num_uncomputed_tokens
-            if budget:
-                work = Work.next_of(request, budget)
+            if budget and (work := plan.next_work(request, budget)) is not None:
                 plan.work.append(work)
                 budget -= work.num_tokens
 
@@ -128,9 +127,9 @@ class BatchAdmission:
             if self._has_room(request, ()):
                 self._blocks.admit(request, ())
                 self._queues.move(request, Status.RUNNING)
-                work = Work.next_of(request, budget)
-                plan.work.append(work)
-                budget -= work.num_tokens
+                if (work := plan.next_work(request, budget)) is not None:
+                    plan.work.append(work)
+                    budget -= work.num_tokens
         return budget
 
     def _comes_before(self, first: Request, landed: Request) -> bool:

@@ -13,6 +13,12 @@ from dataclasses import dataclass, field
 from pdserve.engine.request import Request
 from pdserve.wire.engine import PrefillSource
 
+REPLAY_ROWS = 64
+"""The replayed tokens of one step, at most: prompts find a place in it, too."""
+REPLAY_CONTEXT = 2**15
+"""The tokens that all replayed rows of one step read, at most, unless it has a single row. Each row reads its own whole
+context, and requests that decode wait for the step."""
+
 
 @dataclass(frozen=True, slots=True)
 class Work:
@@ -21,15 +27,7 @@ class Work:
     request: Request
     num_tokens: int
     replays: bool = False
-    """Whether these are several tokens of the answer, each of which is a row of its own."""
-
-    @classmethod
-    def next_of(cls, request: Request, budget: int) -> Work:
-        """Returns the work that a request with uncomputed tokens has for a step, of at most ``budget`` tokens."""
-        if not request.prompt_is_computed:
-            return cls(request, min(request.num_prompt_tokens - request.num_computed_tokens, budget))
-        tokens = min(request.num_uncomputed_tokens, budget)
-        return cls(request, tokens, replays=tokens > 1)
+    """Whether these are tokens of the answer that are computed again, each of which is a row of its own."""
 
     @property
     def is_chunk(self) -> bool:
@@ -63,6 +61,27 @@ class BatchPlan:
     """Orders of other nodes that are not computed, because this node's fetches hold the blocks that they need."""
     copies: dict[int, int] = field(default_factory=dict)
     """KV blocks to be copied: the source of each destination."""
+
+    def next_work(self, request: Request, budget: int) -> Work | None:
+        """Returns the work that a request with uncomputed tokens has for this step, of at most ``budget`` tokens.
+
+        Returns None if the step replays as many tokens as it may already.
+        """
+        if not request.prompt_is_computed:
+            return Work(request, min(request.num_prompt_tokens - request.num_computed_tokens, budget))
+        if request.num_uncomputed_tokens == 1:
+            return Work(request, 1)
+        tokens = min(request.num_uncomputed_tokens, budget, self._replay_rows_left(len(request.token_ids)))
+        return Work(request, tokens, replays=True) if tokens else None
+
+    def _replay_rows_left(self, context: int) -> int:
+        """Returns how many more tokens the step may replay, of a request of ``context`` tokens."""
+        replays = [work for work in self.work if work.replays]
+        if not replays:
+            return max(1, min(REPLAY_ROWS, REPLAY_CONTEXT // context))
+        rows = sum(work.num_tokens for work in replays)
+        read = sum(work.num_tokens * len(work.request.token_ids) for work in replays)
+        return max(0, min(REPLAY_ROWS - rows, (REPLAY_CONTEXT - read) // context))
 
     @property
     def num_prompt_tokens(self) -> int:

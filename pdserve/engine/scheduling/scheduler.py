@@ -23,7 +23,7 @@ from pdserve.engine.kv_cache.block_tables import BlockTables
 from pdserve.engine.placement.placement import Placement
 from pdserve.engine.request import Request, Status
 from pdserve.engine.scheduling.batch_admission import BatchAdmission
-from pdserve.engine.scheduling.batch_plan import BatchPlan, SchedulerCounters, Work
+from pdserve.engine.scheduling.batch_plan import BatchPlan, SchedulerCounters
 from pdserve.engine.scheduling.output_collector import OutputCollector
 from pdserve.engine.scheduling.queues import Queues
 from pdserve.engine.scheduling.request_limits import StopRule
@@ -264,7 +264,9 @@ class Scheduler:
             for request in turn:
                 if request.status is not Status.RUNNING or budget == 0:
                     continue
-                work = Work.next_of(request, budget)
+                work = plan.next_work(request, budget)
+                if work is None:
+                    continue
                 if self._make_room(request, request.num_computed_tokens + work.num_tokens, plan):
                     plan.work.append(work)
                     budget -= work.num_tokens
@@ -293,7 +295,7 @@ class Scheduler:
         """Returns the request that has to give its place and blocks to a client request that has no place.
 
         Returns None unless the next in turn has no place and cannot be admitted, while another client request has
-        several places.
+        several places. Nothing that runs here gives way to another node's order.
         """
         if self._static or not self._queues.any_without_place:
             return None
@@ -301,7 +303,7 @@ class Scheduler:
         if youngest is None:
             return None
         first = self._admission.next_in_turn(now)
-        if first is None or self._queues.places_of(first) or self._admission.can_admit(first):
+        if first is None or first.serves_push or self._queues.places_of(first) or self._admission.can_admit(first):
             return None
         return youngest
 
