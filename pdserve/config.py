@@ -570,7 +570,7 @@ class RelayConfig:
     resume: Switch = setting("resume", "When a stream's node is lost, another node goes on with the answer.", Switch.ON)
     resume_wait_s: float = setting(
         "resume-wait-s",
-        "A stream whose node is lost waits for its turn and for another node for this many seconds.",
+        "A stream whose node is lost waits for another node for this many seconds.",
         10.0,
         minimum=0.0,
         maximum=86_400,
@@ -581,7 +581,7 @@ class RelayConfig:
     journal_mib: int = setting(
         "journal-mib",
         "The journals of each process of the proxy, from which streams are resumed, take at most this much memory, in "
-        "MiB. A stream beyond it is not resumed.",
+        "MiB, and each stream's at most a 32nd of that. A stream beyond it is not resumed.",
         64,
         minimum=1,
     )

@@ -67,6 +67,7 @@ def node_info(
     fingerprint: str = "f",
     boot_id: bytes | None = None,
     max_running: int = 4,
+    max_model_len: int = 256,
     protocol: int = RELEASED_0_1,
 ) -> NodeInfo:
     """Returns a node's description of itself. ``Registration`` puts today's protocol into it."""
@@ -78,7 +79,7 @@ def node_info(
         control=f"tcp://{name}.invalid:2" if role is Role.PREFILL else "",
         model=model,
         fingerprint=fingerprint,
-        capacity=Capacity(max_running=max_running, num_blocks=16, block_size=16, max_model_len=256),
+        capacity=Capacity(max_running=max_running, num_blocks=16, block_size=16, max_model_len=max_model_len),
         protocol=protocol,
     )
 

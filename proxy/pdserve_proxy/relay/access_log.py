@@ -41,7 +41,7 @@ class RequestCounts(Collector):
         """The number of requests that have ended, by route and status."""
         self.outcomes = {outcome.value: 0 for outcome in RelayOutcome}
         self.resumes = {outcome.value: 0 for outcome in ResumeOutcome}
-        self.journals = JournalBudget(0)
+        self.journals = JournalBudget(0, 0)
         """The budget of the relay's journals, which the relay puts here."""
         self._first_bytes = _Durations(FIRST_BYTE_BOUNDS_S)
         self._gaps = _Durations(GAP_BOUNDS_S)

@@ -14,6 +14,8 @@ from pdserve.wire.journal import DONE_ENTRY, MAX_JOURNAL_BYTES, cut
 from pdserve_proxy.relay.dispatch import NodeRequest
 from pdserve_proxy.relay.whole_events import WholeEvents
 
+LARGEST_SHARE = 32
+"""One journal may take this part of the budget, so that a few requests with large bodies do not take it all."""
 GROWTH_BYTES = 1024
 """The budget that a journal takes at once: the entries of some hundred events."""
 
@@ -32,8 +34,10 @@ class DropReason(enum.StrEnum):
 class JournalBudget:
     """The memory that the journals of one process may take."""
 
-    def __init__(self, limit_bytes: int) -> None:
+    def __init__(self, limit_bytes: int, most_bytes: int) -> None:
+        """``most_bytes`` is what one journal may take."""
         self._limit_bytes = limit_bytes
+        self.most_bytes = most_bytes
         self.taken_bytes = 0
         self.dropped = dict.fromkeys(DropReason, 0)
         """The number of journals that were dropped."""
@@ -98,7 +102,8 @@ class RelayJournal:
             self.entries.clear()
             return
         size = len(self.request.body.data) + len(self.request.body.prompt_start) + len(self.entries) + GROWTH_BYTES
-        if len(self.entries) > MAX_JOURNAL_BYTES or not self._budget.take(size - self._taken):
+        too_large = len(self.entries) > MAX_JOURNAL_BYTES or size > self._budget.most_bytes
+        if too_large or not self._budget.take(size - self._taken):
             self.drop(DropReason.BUDGET)
             return
         self._taken = size

@@ -28,7 +28,7 @@ from pdserve_proxy.registry.snapshot import RegistryView
 from pdserve_proxy.relay.access_log import RequestCounts
 from pdserve_proxy.relay.dispatch import REFUSALS, Dispatch, NodeRequest, TicketSigner, writes_journals
 from pdserve_proxy.relay.event_stream import EventStream
-from pdserve_proxy.relay.journal import JournalBudget, RelayJournal
+from pdserve_proxy.relay.journal import LARGEST_SHARE, JournalBudget, RelayJournal
 from pdserve_proxy.relay.relayed_request import CutReason, RelayedRequest
 from pdserve_proxy.relay.resume import Resumes, Resumption
 from pdserve_proxy.routing.attempts import Attempts
@@ -113,7 +113,8 @@ class Relay:
         self._attempts = attempts
         self._tickets = tickets
         self._counts = counts
-        self._journals = counts.journals = JournalBudget(config.relay.journal_mib * 2**20)
+        budget = config.relay.journal_mib * 2**20
+        self._journals = counts.journals = JournalBudget(budget, budget // LARGEST_SHARE)
         self._active: set[RelayedRequest] = set()
 
     async def __aenter__(self) -> Self:
@@ -224,10 +225,8 @@ class Relay:
     def _resumption(self, relayed: RelayedRequest, request: NodeRequest, query: RouteQuery) -> Resumption | None:
         if request.answer is None or relayed.route is None:
             return None
-        journal = None
-        if writes_journals(relayed.route.decode):
-            journal = RelayJournal(self._journals, request)
-            relayed.own_journal(journal)
+        journal = RelayJournal(self._journals, request) if writes_journals(relayed.route.decode) else None
+        relayed.own_journal(journal)
         return Resumption(self._resumes, relayed, query, journal)
 
     def _with_identity(self, request: NodeRequest) -> NodeRequest:

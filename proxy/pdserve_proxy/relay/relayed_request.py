@@ -166,8 +166,8 @@ class RelayedRequest:
             self._response.close()
         self._response = response
 
-    def own_journal(self, journal: Freeable) -> None:
-        """Frees ``journal`` at the end, or when the next one is passed."""
+    def own_journal(self, journal: Freeable | None) -> None:
+        """Frees ``journal``, if there is one, at the end, or when the next one or None is passed."""
         if self._journal is not None:
             self._journal.free()
         self._journal = journal

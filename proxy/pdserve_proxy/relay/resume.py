@@ -1,8 +1,8 @@
 """Has another node go on with a stream whose node was lost.
 
-    RELAYING ──▶ lost ──▶ a turn ──▶ a node ──▶ its first events ──▶ RELAYING
-                             │         │             └──▶ it is lost too, or gives an unfit answer: failed
-                             └─────────┴──▶ no turn or no node in time: no_node
+    RELAYING ──▶ lost ──▶ a node ──▶ a turn ──▶ its first events ──▶ RELAYING
+                             │                       └──▶ it is lost too, or gives an unfit answer: failed
+                             └──▶ no node in time: no_node
 
 The node gets the request as the first one did, with the journal of what the client has, and goes on behind that.
 """
@@ -32,9 +32,9 @@ log = logging.getLogger(__name__)
 
 MAX_RESUMES_OF_ONE = 8
 """The times that one request is resumed."""
-MAX_REFUSALS = 16
-"""The attempts to resume a request once. Where so many nodes are busy, more attempts only add to their load."""
-PAUSE_S = 0.02
+REFUSALS_IN_A_ROW = 4
+"""After so many nodes have refused a stream, it waits: where so many are busy, more attempts only add to their load."""
+PAUSE_S = 0.1
 """Seconds between a change of the registry and the next look at it: changes of many nodes come together."""
 
 Begin: TypeAlias = Callable[[NodeResponse], Awaitable[bytes]]
@@ -123,8 +123,9 @@ class Resumption:
 class Resumes:
     """Finds the nodes that go on with the streams of one proxy process, for so many streams at a time.
 
-    A stream waits for its turn and for a node, both together for ``resume_wait_s``. A request with which a second node
-    is lost before it has said anything goes to no third one: it may be what they died of.
+    A stream waits for a node for ``resume_wait_s``. When there is one, it waits for its turn until the request's
+    deadline, which does not count: others are being resumed meanwhile. A request with which a second node is lost
+    before it has said anything goes to no third one: it may be what they died of.
     """
 
     def __init__(self, config: RelayConfig, registry: RegistryView, dispatch: Dispatch, counts: RequestCounts) -> None:
@@ -141,21 +142,20 @@ class Resumes:
     async def resume(self, stream: LostStream, begin: Begin) -> bytes:
         """Returns the first events of the node that goes on with ``stream``. Raises ResumeFailed."""
         until_s = self._loop.time() + self._wait_s
-        try:
-            async with asyncio.timeout_at(until_s):
-                await self._turns.acquire()
-        except TimeoutError as exc:
-            raise ResumeFailed(ResumeOutcome.NO_NODE, f"its turn did not come within {self._wait_s:g} s") from exc
-        try:
-            return await self._ask_nodes(stream, until_s, begin)
-        finally:
-            self._turns.release()
-
-    async def _ask_nodes(self, stream: LostStream, until_s: float, begin: Begin) -> bytes:
         asked_again_s = {stream.node.boot_id: math.inf}
-        for _ in range(MAX_REFUSALS):
+        refusals = 0
+        while True:
             route = await self._route(stream, asked_again_s, until_s)
-            answer = await self._ask(stream, route, begin)
+            # A stream that no node can go on with takes no turn from others.
+            waits, began_s = self._turns.locked(), self._loop.time()
+            async with self._turns:
+                if waits:
+                    until_s += self._loop.time() - began_s
+                    found = self._choose(stream, asked_again_s)
+                    if found is None:
+                        continue
+                    route = found
+                answer = await self._ask(stream, route, begin)
             if isinstance(answer, bytes):
                 return answer
             node = route.decode
@@ -163,7 +163,11 @@ class Resumes:
             request_id = stream.relayed.request_id
             log.info("request_id=%s decode=%s does not resume: %s", request_id, node.name, answer.why)
             stream.relayed.begin_resuming()
-        raise ResumeFailed(ResumeOutcome.NO_NODE, f"{MAX_REFUSALS} attempts were refused")
+            refusals += 1
+            if refusals % REFUSALS_IN_A_ROW == 0:
+                await asyncio.sleep(RETRY_AFTER_S)
+            if self._loop.time() >= until_s:
+                raise ResumeFailed(ResumeOutcome.NO_NODE, f"{refusals} attempts were refused in {self._wait_s:g} s")
 
     async def _ask(self, stream: LostStream, route: Route, begin: Begin) -> bytes | Refused:
         """Returns the first events of the node of ``route``, or why it does not go on and another one may.
@@ -191,22 +195,37 @@ class Resumes:
     async def _route(self, stream: LostStream, asked_again_s: Mapping[bytes, float], until_s: float) -> Route:
         """Returns a route to a node that may be asked now, when there is one. Raises ResumeFailed."""
         while True:
-            now_s = self._loop.time()
-            excluded = frozenset(boot_id for boot_id, at_s in asked_again_s.items() if at_s > now_s)
             self._changed.clear()
-            try:
-                return self._dispatch.choose(stream.query, excluded | self._unfit(stream))
-            except Unavailable as exc:
-                if now_s >= until_s:
-                    why = f"no other node could go on within {self._wait_s:g} s"
-                    raise ResumeFailed(ResumeOutcome.NO_NODE, why) from exc
+            route = self._choose(stream, asked_again_s)
+            if route is not None:
+                return route
+            now_s = self._loop.time()
+            if now_s >= until_s:
+                raise ResumeFailed(ResumeOutcome.NO_NODE, f"no other node could go on within {self._wait_s:g} s")
+            later_s = [at_s for at_s in asked_again_s.values() if at_s > now_s]
             with suppress(TimeoutError):
-                async with asyncio.timeout_at(min(until_s, *(asked_again_s[boot_id] for boot_id in excluded))):
+                async with asyncio.timeout_at(min(until_s, *later_s)):
                     await self._changed.wait()
                     await asyncio.sleep(PAUSE_S)
 
+    def _choose(self, stream: LostStream, asked_again_s: Mapping[bytes, float]) -> Route | None:
+        """Returns a route to a node that may be asked now, if there is one."""
+        now_s = self._loop.time()
+        excluded = frozenset(boot_id for boot_id, at_s in asked_again_s.items() if at_s > now_s)
+        try:
+            return self._dispatch.choose(stream.query, excluded | self._unfit(stream))
+        except Unavailable:
+            return None
+
     def _unfit(self, stream: LostStream) -> frozenset[bytes]:
-        """Returns the decode nodes that cannot go on exactly where the lost node was."""
+        """Returns the decode nodes that cannot go on exactly where the lost node was.
+
+        Nodes of other context lengths would cut a prompt elsewhere, or end the answer elsewhere.
+        """
         nodes = [pair.decode for pair in self._registry.snapshot().pairings.get(stream.query.model, ())]
-        fingerprint = stream.node.fingerprint
-        return frozenset(node.boot_id for node in nodes if node.fingerprint != fingerprint or not writes_journals(node))
+        return frozenset(node.boot_id for node in nodes if not _goes_on_like(stream.node, node))
+
+
+def _goes_on_like(lost: NodeInfo, node: NodeInfo) -> bool:
+    same_length = node.capacity.max_model_len == lost.capacity.max_model_len
+    return node.fingerprint == lost.fingerprint and same_length and writes_journals(node)

@@ -144,7 +144,8 @@ class NodeResponse:
     def _next_news(self) -> asyncio.Future[None]:
         """Returns a future that is done when bytes have come or nothing more will. Raises NodeLost after a loss."""
         if self._error is not None:
-            raise self._error
+            # A new error: the one that is kept would keep alive what its readers have in their frames, and they this.
+            raise type(self._error)(str(self._error))
         self._waiter = self._loop.create_future()
         return self._waiter
 

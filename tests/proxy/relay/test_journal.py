@@ -35,7 +35,7 @@ EVENTS = st.lists(
 
 
 def new_journal(limit: int = 2**20) -> RelayJournal:
-    return RelayJournal(JournalBudget(limit), REQUEST)
+    return RelayJournal(JournalBudget(limit, limit), REQUEST)
 
 
 @given(events=EVENTS, cuts=st.lists(st.integers(0, 200)))
@@ -84,7 +84,7 @@ def test_an_event_too_large_to_be_held_back_drops_the_journal_and_shows_no_entry
 
 
 def test_a_huge_event_is_counted_and_its_rest_too_when_the_stream_ends_with_it() -> None:
-    budget = JournalBudget(2**20)
+    budget = JournalBudget(2**20, 2**20)
     journal = RelayJournal(budget, REQUEST)
     stream = JournaledEvents(journal)
     begin = entry(0, [1]) + b"data: " + b"x" * MAX_EVENT_BYTES
@@ -105,7 +105,7 @@ def test_a_client_has_all_exactly_if_it_has_the_end(end: int) -> None:
 
 
 def test_journals_share_the_budget_and_give_all_of_it_back() -> None:
-    budget = JournalBudget(4 * GROWTH_BYTES)
+    budget = JournalBudget(4 * GROWTH_BYTES, 4 * GROWTH_BYTES)
     journals = [RelayJournal(budget, REQUEST), RelayJournal(budget, REQUEST)]
     streams = [JournaledEvents(journal) for journal in journals]
     assert budget.taken_bytes == 0
@@ -122,6 +122,16 @@ def test_journals_share_the_budget_and_give_all_of_it_back() -> None:
         journal.free()
     assert budget.taken_bytes == 0
     assert budget.dropped[DropReason.BUDGET] == 1
+
+
+def test_one_journal_takes_only_its_part_of_the_budget() -> None:
+    budget = JournalBudget(64 * GROWTH_BYTES, 3 * GROWTH_BYTES)
+    journal = RelayJournal(budget, REQUEST)
+    stream, most = JournaledEvents(journal), 0
+    while not stream.feed(TOKEN) or journal.resumable:
+        most = max(most, budget.taken_bytes)
+    assert GROWTH_BYTES < most <= 3 * GROWTH_BYTES
+    assert (budget.taken_bytes, budget.dropped[DropReason.BUDGET]) == (0, 1)
 
 
 def test_a_journal_is_never_larger_than_a_ticket_can_announce(monkeypatch: pytest.MonkeyPatch) -> None:

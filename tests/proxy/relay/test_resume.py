@@ -266,7 +266,9 @@ async def test_without_another_node_it_ends_when_the_wait_is_over() -> None:
         await nothing_is_left(running)
 
 
-@pytest.mark.parametrize("unfit", [{"protocol": RELEASED_0_1}, {"fingerprint": "another"}, {"model": "another"}])
+@pytest.mark.parametrize(
+    "unfit", [{"protocol": RELEASED_0_1}, {"fingerprint": "another"}, {"model": "another"}, {"max_model_len": 128}]
+)
 async def test_only_a_node_that_can_go_on_exactly_is_asked(unfit: dict[str, Any]) -> None:
     go_on = asyncio.Event()
 
@@ -374,19 +376,43 @@ async def test_so_many_are_resumed_at_a_time_and_the_others_wait_for_their_turn(
         assert most == 2
 
 
-async def test_a_stream_whose_turn_does_not_come_ends() -> None:
+async def test_a_stream_waits_for_its_turn_until_its_deadline() -> None:
     async def behave(exchange: Exchange) -> None:
         await (dies_at(1) if ticket_in(exchange.request).resume is None else hangs_at(1))(exchange)
 
-    wanted = config(max_resumes=1, resume_wait_s=0.2)
-    async with cluster(wanted) as running, nodes(running, *[behave] * 4, count=2):
-        first = asyncio.create_task(ask(running))
-        second = asyncio.create_task(ask(running))
-        done, (other,) = await asyncio.wait([first, second], return_when=asyncio.FIRST_COMPLETED)
-        assert broken(done.pop().result(), 1) == "upstream_lost"
-        other.cancel()
-        await asyncio.wait([other])
+    wanted = config(base=proxy_config(timeout_s=0.6), max_resumes=1, resume_wait_s=0.1)
+    async with cluster(wanted) as running, nodes(running, *[behave] * 4, count=2) as asked:
+        for body in await asyncio.gather(ask(running), ask(running)):
+            assert broken(body, 1) == "deadline_exceeded"
+        assert len(asked.asked) == 3
         await nothing_is_left(running)
+
+
+async def test_a_stream_without_a_node_to_go_to_takes_no_turn() -> None:
+    wanted = config(max_resumes=1, resume_wait_s=60.0)
+    async with (
+        FakeNode(dies_at(1)) as lonely,
+        cluster(wanted) as running,
+        nodes(running, dies_at(1), complete),
+        heard(
+            node_info("lonely", Role.MIXED, lonely.url, model="other", protocol=PROTOCOL_VERSION),
+            running.addresses.control,
+        ),
+    ):
+        stuck = asyncio.create_task(ask(running, model="other"))
+        await eventually(lambda: bool(lonely.requests), "the only node of its model has it, and dies")
+        assert await ask(running) == SHOWN
+        assert not stuck.done()
+        stuck.cancel()
+        await asyncio.wait([stuck])
+
+
+async def test_many_busy_nodes_are_asked_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resume, "RETRY_AFTER_S", 0.05)
+    behaviours = [dies_at(2), *[refuses(503)] * 20, complete]
+    async with cluster() as running, nodes(running, *behaviours, count=8):
+        assert await ask(running) == SHOWN
+        assert await resumes(running, "resumed") == 1
 
 
 @pytest.mark.parametrize("second", [None, hangs_at(2)])
@@ -435,7 +461,7 @@ async def test_a_stream_that_is_resumed_meets_its_deadline_later_as_any_other() 
 
 
 async def test_a_stream_whose_journal_does_not_fit_is_not_resumed() -> None:
-    large = "a" * (700 * 2**10)
+    large = "a" * 2**15
     go_on = asyncio.Event()
 
     async def behave(exchange: Exchange) -> None:
@@ -447,13 +473,12 @@ async def test_a_stream_whose_journal_does_not_fit_is_not_resumed() -> None:
         exchange.die()
 
     async with cluster(config(journal_mib=1)) as running, nodes(running, *[behave] * 10, count=2):
-        async with running.chat(stream=True, user=large) as first, running.chat(stream=True, user=large) as second:
-            async with running.chat(stream=True) as small:
-                assert 700 * 2**10 < await metric(running, "pdserve_proxy_journal_bytes") < 2**20
-                go_on.set()
-                assert await first.read() == await small.read() == SHOWN
-            assert broken(await second.read(), 1) == "upstream_lost"
-        assert await resumes(running, "resumed") == 2
+        async with running.chat(stream=True, user=large) as huge, running.chat(stream=True) as small:
+            assert 0 < await metric(running, "pdserve_proxy_journal_bytes") < 2**15
+            go_on.set()
+            assert await small.read() == SHOWN
+            assert broken(await huge.read(), 1) == "upstream_lost"
+        assert await resumes(running, "resumed") == 1
         assert await resumes(running, "not_resumable") == 1
         assert await metric(running, 'pdserve_proxy_journals_dropped_total{reason="budget"}') == 1
         await nothing_is_left(running)
