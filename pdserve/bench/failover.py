@@ -100,6 +100,7 @@ def _row(fault: Fault, outcome: Outcome) -> Row:
             Figure("gap p50", gap.p50 * 1e3, Unit.MS, Better.LOWER),
             Figure("gap p99", gap.p99 * 1e3, Unit.MS, Better.LOWER),
             Figure("ITL p50", itl.p50 * 1e3, Unit.MS, Better.LOWER),
+            Figure("gap p50 : ITL p50", gap.p50 / itl.p50, Unit.RATIO, Better.LOWER),
         ),
     )
 
