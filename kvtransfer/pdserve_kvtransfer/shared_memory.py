@@ -53,9 +53,12 @@ class SharedMemory:
         with contextlib.suppress(OSError):
             # A kernel without huge pages for shared memory raises an error.
             mapping.madvise(mmap.MADV_HUGEPAGE)
-        with contextlib.suppress(OSError):
-            # Memory that is not there shows now, and not when the cache fills. A kernel before 5.14 raises an error.
+        try:
+            # Memory that is not there shows now, and not when the cache fills.
             mapping.madvise(_MADV_POPULATE_WRITE)
+        except OSError as exc:
+            if exc.errno != errno.EINVAL:  # A kernel before 5.14 does not know the advice.
+                raise
         self.bytes = memoryview(mapping)[HEAD_BYTES:]
         self._free_cells = list(reversed(range(CELLS)))
 

@@ -27,6 +27,7 @@ import msgspec
 
 from pdserve.bench.load import Job, Target, first_model, run_job, uniform_jobs
 from pdserve.bench.machine import chip_name, this_machine
+from pdserve.bench.programs import OWN_SETTINGS
 from pdserve.bench.report import Better, Figure, Report, Row, Unit, measured
 from pdserve.bench.streamed_answer import Stream, distribution
 from pdserve.bench_config import BenchFailoverConfig
@@ -36,7 +37,7 @@ from pdserve.settings import to_environ
 from pdserve.wire.discovery import Role
 
 _SAMPLING = {"temperature": 0.8, "top_k": 20}
-"""Of few tokens each: where logits differ with the batch by rounding, that seldom decides such a draw."""
+"""Each token is drawn of few: where logits differ with the batch by rounding, that seldom decides such a draw."""
 _GRACE_S = 10.0
 _POLL_S = 0.005
 _ASKING_S = 0.1
@@ -62,7 +63,7 @@ class Outcome:
     wrong: int = 0
     lost: int = 0
     gaps_s: list[float] = field(default_factory=list)
-    """For each resumed stream the time from its last chunk before the fault to its first one after it."""
+    """Each resumed stream has here the time from its last chunk before the fault to its first one after it."""
     itls_s: list[float] = field(default_factory=list)
     """The other gaps between chunks."""
 
@@ -215,8 +216,8 @@ class _Cluster:
 
     def __init__(self, config: BenchFailoverConfig, environ: Mapping[str, str]) -> None:
         self._timeout_s = config.failover.startup_timeout_s
-        own = {"PDSERVE_SECRET": secrets.token_hex(32), "PDSERVE_SECRET_FILE": "", "PDSERVE_LOG_LEVEL": "info"}
-        self._environ = {**environ, **to_environ(config), **own}
+        secret = {"PDSERVE_SECRET": secrets.token_hex(32)}
+        self._environ = {**environ, **to_environ(config), **OWN_SETTINGS, **secret}
         roles = [(Role.PREFILL, config.failover.prefill), (Role.DECODE, config.failover.decode)]
         named = [(role, f"{role.value}-{index}") for role, count in roles for index in range(count)]
         cores = partition_cores(sorted(os.sched_getaffinity(0)), len(named))
@@ -227,8 +228,7 @@ class _Cluster:
         self.url = self._control = ""
 
     async def start(self) -> None:
-        flags = ("--host", "127.0.0.1", "--port", "0", "--control-port", "0")
-        proxy = self._server("proxy", pdserve_command("proxy", *flags))
+        proxy = self._server("proxy", pdserve_command("proxy", "--control-port", "0"))
         async with asyncio.timeout(self._timeout_s):
             found = await proxy.listening()
             self.url, self._control = found.url, found.control
@@ -270,7 +270,7 @@ class _Cluster:
     def _start_node(self, name: str) -> None:
         role, cores = self._planned[name]
         listed = ",".join(map(str, cores))
-        flags = ("--name", name, "--proxy", self._control, "--cores", listed, "--host", "127.0.0.1", "--port", "0")
+        flags = ("--name", name, "--proxy", self._control, "--cores", listed)
         self._nodes[name] = self._server(name, pdserve_command(role.value, *flags))
 
     def _server(self, name: str, command: Sequence[str]) -> ServerProcess:

@@ -13,7 +13,7 @@ from pdserve.errors import BenchError
 from pdserve.process import Listening, ServerProcess, pdserve_command
 
 _GRACE_S = 10.0
-_OWN = {
+OWN_SETTINGS = {
     "PDSERVE_HOST": "127.0.0.1",
     "PDSERVE_PORT": "0",
     "PDSERVE_ADVERTISE": "",
@@ -21,7 +21,7 @@ _OWN = {
     "PDSERVE_SECRET_FILE": "",
     "PDSERVE_LOG_LEVEL": "info",
 }
-"""These variables override the environment: a benchmark's node serves only the benchmark, and logs where it listens."""
+"""These variables override the environment: a benchmark's nodes serve only the benchmark, and log where they listen."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ async def running_node(
 
     Raises BenchError if it is not ready in time, and ChildDied if it ends.
     """
-    own = {**environ, **_OWN, "PDSERVE_SECRET": secrets.token_hex(32)}
+    own = {**environ, **OWN_SETTINGS, "PDSERVE_SECRET": secrets.token_hex(32)}
     async with running([Program(name, pdserve_command("mixed", *flags), own)], timeout_s) as (node,):
         yield node.listening.url
 

@@ -77,10 +77,6 @@ def cut(events: bytes) -> tuple[bytes, bytes]:
 
     ``events`` begins where an event begins. An event without an entry passes as it is.
     """
-    if events.startswith(b":"):
-        first, _, rest = events.partition(b"\n")
-        if b"\n\n:" not in rest:
-            return rest, first[1:] + b"\n"
     # Every entry follows the empty line that ends the event before it.
     before, *parts = (b"\n\n" + events).split(b"\n\n:")
     shown, entries = [before], []

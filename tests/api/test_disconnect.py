@@ -40,6 +40,7 @@ from pdserve.wire.ids import new_id
 from tests.api.behaviour import Behaviour
 from tests.api.node import MODEL, WAIT_S, NodeUnderTest
 from tests.api.plain_http import get
+from tests.api.stepped_node import Flow
 from tests.api.test_app import metrics
 from tests.eventually import eventually
 
@@ -173,18 +174,6 @@ class Transport(asyncio.Transport):
 
     def is_closing(self) -> bool:
         return False
-
-
-class Flow:
-    """The flow control of a client that reads everything at once."""
-
-    write_paused = False
-
-    async def drain(self) -> None:
-        pass
-
-    def resume_reading(self) -> None:
-        pass
 
 
 def new_outlet() -> Outlet:

@@ -128,7 +128,7 @@ def test_probes_and_grace(role: str) -> None:
 
 @pytest.mark.parametrize("role", PODS)
 def test_kubernetes_adds_no_variables_of_its_own(role: str) -> None:
-    """For a Service named pdserve, Kubernetes would otherwise set PDSERVE_PORT to tcp://… in every pod."""
+    """Kubernetes would otherwise set PDSERVE_PORT to tcp://… in every pod, because of the Service named pdserve."""
     assert workload(role)["spec"]["template"]["spec"]["enableServiceLinks"] is False
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from random import Random
+from typing import Any
 
 import pytest
 from hypothesis import example, given, settings
@@ -16,6 +17,17 @@ from tests.engine.fake_model import answer
 from tests.engine.fake_transfer import NodeThread, Wire
 
 MAX_LEN = 44
+TWO_NODES: dict[str, st.SearchStrategy[Any]] = {
+    "seed": st.integers(0, 2**32),
+    "num_blocks": st.tuples(*[st.integers(MAX_LEN // BLOCK_SIZE, 40)] * 2),
+    "max_running": st.tuples(*[st.integers(1, 6)] * 2),
+    "max_step_tokens": st.tuples(*[st.integers(1, 24)] * 2),
+    "losses": st.sampled_from([0.0, 0.0, 0.05, 0.3]),
+    "share": st.sampled_from([1.0, 0.3, 0.05]),
+    "batching": st.sampled_from(Batching),
+    "overlap": st.booleans(),
+}
+"""What two nodes that exchange blocks may be like, and the wire between them."""
 
 
 class Traffic:
@@ -132,17 +144,7 @@ def test_every_answer_is_right_on_a_mixed_node(
 
 
 @settings(max_examples=300, deadline=None)
-@given(
-    seed=st.integers(0, 2**32),
-    num_blocks=st.tuples(*[st.integers(MAX_LEN // BLOCK_SIZE, 40)] * 2),
-    max_running=st.tuples(*[st.integers(1, 6)] * 2),
-    max_step_tokens=st.tuples(*[st.integers(1, 24)] * 2),
-    prefix_cache=st.tuples(st.booleans(), st.booleans()),
-    losses=st.sampled_from([0.0, 0.0, 0.05, 0.3]),
-    share=st.sampled_from([1.0, 0.3, 0.05]),
-    batching=st.sampled_from(Batching),
-    overlap=st.booleans(),
-)
+@given(prefix_cache=st.tuples(st.booleans(), st.booleans()), **TWO_NODES)
 def test_every_answer_is_right_on_a_prefill_and_a_decode_node(
     seed: int,
     num_blocks: tuple[int, int],
@@ -196,17 +198,7 @@ def test_every_answer_is_right_on_a_prefill_and_a_decode_node(
 
 
 @settings(max_examples=300, deadline=None)
-@given(
-    seed=st.integers(0, 2**32),
-    num_blocks=st.tuples(*[st.integers(MAX_LEN // BLOCK_SIZE, 40)] * 2),
-    max_running=st.tuples(*[st.integers(1, 6)] * 2),
-    max_step_tokens=st.tuples(*[st.integers(1, 24)] * 2),
-    prefix_cache=st.booleans(),
-    losses=st.sampled_from([0.0, 0.0, 0.05, 0.3]),
-    share=st.sampled_from([1.0, 0.3, 0.05]),
-    batching=st.sampled_from(Batching),
-    overlap=st.booleans(),
-)
+@given(prefix_cache=st.booleans(), **TWO_NODES)
 def test_every_answer_is_right_on_two_nodes_that_fetch_from_each_other(
     seed: int,
     num_blocks: tuple[int, int],

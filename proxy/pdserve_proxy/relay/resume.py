@@ -63,7 +63,7 @@ class LostStream:
 
 
 @dataclass(frozen=True, slots=True)
-class Refused:
+class Declined:
     """A node does not go on with a stream; another one may."""
 
     why: str
@@ -169,7 +169,7 @@ class Resumes:
             if self._loop.time() >= until_s:
                 raise ResumeFailed(ResumeOutcome.NO_NODE, f"{refusals} attempts were refused in {self._wait_s:g} s")
 
-    async def _ask(self, stream: LostStream, route: Route, begin: Begin) -> bytes | Refused:
+    async def _ask(self, stream: LostStream, route: Route, begin: Begin) -> bytes | Declined:
         """Returns the first events of the node of ``route``, or why it does not go on and another one may.
 
         Raises ResumeFailed if no other one should.
@@ -183,14 +183,14 @@ class Resumes:
                 return await begin(response)
         except NodeUnreachable as exc:
             self._registry.mark_unreachable(node.boot_id)
-            return Refused(f"it cannot be reached: {exc}")
+            return Declined(f"it cannot be reached: {exc}")
         except NodeLost as exc:
             raise ResumeFailed(ResumeOutcome.FAILED, f"node {node.name} was lost with it too: {exc}") from exc
         except Unavailable as exc:  # which says nothing about the node
-            return Refused(exc.message)
+            return Declined(exc.message)
         if response.status not in REFUSALS:
             raise ResumeFailed(ResumeOutcome.FAILED, f"node {node.name} answered with status {response.status}")
-        return Refused(f"it answered with status {response.status}")
+        return Declined(f"it answered with status {response.status}")
 
     async def _route(self, stream: LostStream, asked_again_s: Mapping[bytes, float], until_s: float) -> Route:
         """Returns a route to a node that may be asked now, when there is one. Raises ResumeFailed."""
