@@ -264,11 +264,13 @@ class BenchProxyConfig:
 
 @dataclass(frozen=True, slots=True)
 class FailoverBenchConfig:
-    """A cluster on this machine, whose decode nodes are killed or stopped under running streams."""
+    """A cluster on this machine, whose decode nodes are killed, stopped or drained under running streams."""
 
     rounds: int = setting("rounds", "faults, one after the other", 20, minimum=1)
     faults: tuple[str, ...] = setting(
-        "faults", "what happens to a decode node, in turns: kill (SIGKILL) or hang (SIGSTOP)", ("kill", "hang")
+        "faults",
+        "what happens to a decode node, in turns: kill (SIGKILL), hang (SIGSTOP) or drain (SIGTERM)",
+        ("kill", "hang"),
     )
     prefill: int = setting("prefill", "prefill nodes", 1, minimum=0)
     decode: int = setting("decode", "decode nodes", 2, minimum=2)
@@ -291,6 +293,112 @@ class BenchFailoverConfig:
 
     report: ReportConfig = field(default_factory=ReportConfig)
     failover: FailoverBenchConfig = field(default_factory=FailoverBenchConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    cpu: CpuConfig = field(default_factory=CpuConfig)
+
+
+@dataclass(frozen=True, slots=True)
+class RolesBenchConfig:
+    """Three nodes whose steps wait, under a load that shifts between long prompts and long answers."""
+
+    splits: tuple[str, ...] = setting(
+        "splits",
+        "These clusters are measured, one after the other: PREFILL+DECODE numbers of nodes, or auto.",
+        ("1+2", "2+1", "auto"),
+    )
+    cycles: int = setting("cycles", "A phase of long prompts and one of long answers come this often.", 1, minimum=1)
+    phase_s: float = setting(
+        "phase-s", "Each phase has requests for this many seconds.", 60.0, minimum=0.1, maximum=86_400
+    )
+    prompt_rate: float = setting(
+        "prompt-rate", "In a phase of long prompts, this many requests come in a second.", 1.1, minimum=0.01
+    )
+    long_prompt: int = setting("long-prompt", "A long prompt has this many tokens.", 1024, minimum=1)
+    short_answer: int = setting("short-answer", "The answer to it has this many tokens.", 16, minimum=1)
+    answer_rate: float = setting(
+        "answer-rate", "In a phase of long answers, this many requests come in a second.", 1.3, minimum=0.01
+    )
+    short_prompt: int = setting("short-prompt", "A short prompt has this many tokens.", 64, minimum=1)
+    long_answer: int = setting("long-answer", "The answer to it has this many tokens.", 128, minimum=2)
+    ttft_ms: float = setting(
+        "bench-ttft-ms", "A good request has its first token in this time.", 5000.0, minimum=1, maximum=86_400_000
+    )
+    itl_ms: float = setting(
+        "bench-itl-ms",
+        "A good request has its other tokens this far apart, in the mean.",
+        80.0,
+        minimum=0.1,
+        maximum=86_400_000,
+    )
+    step_ms: float = setting("step-ms", "Each step takes this many milliseconds,", 15.0, minimum=0, maximum=60_000)
+    row_ms: float = setting(
+        "row-ms", "and this many more for each request that decodes,", 5.0, minimum=0, maximum=60_000
+    )
+    prompt_tokens_per_s: float = setting(
+        "pace-tokens-per-s", "and the time in which so many tokens of prompts take a second.", 800.0, minimum=1
+    )
+    max_running: int = setting("bench-max-running", "One step has at most this many requests.", 32, minimum=1)
+    seed: int = setting("seed", "The prompts and the times of the requests follow from this seed.", 0, minimum=0)
+    vocab_size: int = setting("prompt-vocab", "Prompts are made of token ids below this number.", 1000, minimum=4)
+    startup_timeout_s: float = setting(
+        "startup-timeout-s",
+        "All nodes of a cluster together get this many seconds to start.",
+        300.0,
+        minimum=1,
+        maximum=86_400,
+    )
+    limit_s: float = setting(
+        "run-timeout-s",
+        "After the last phase, answers have this many seconds to end.",
+        120.0,
+        minimum=1,
+        maximum=86_400,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class BenchRolesConfig:
+    """The settings of ``pdserve bench roles``."""
+
+    report: ReportConfig = field(default_factory=ReportConfig)
+    splits: RolesBenchConfig = field(default_factory=RolesBenchConfig)
+
+
+@dataclass(frozen=True, slots=True)
+class TurnsBenchConfig:
+    """Conversations with two clusters on this machine, one of which returns the KV blocks of answers."""
+
+    conversations: int = setting("conversations", "Each cluster has so many conversations.", 6, minimum=1)
+    turns: int = setting("turns", "A conversation has so many turns.", 5, minimum=1)
+    decode: int = setting("decode", "Each cluster has so many decode nodes, beside one prefill node.", 1, minimum=1)
+    first_tokens: int = setting("first-tokens", "The first prompt has this many tokens.", 256, minimum=1)
+    new_tokens: int = setting("new-tokens", "Each later turn adds this many tokens.", 32, minimum=1)
+    output_tokens: int = setting("output-tokens", "Each answer has this many tokens.", 192, minimum=2)
+    pause_s: float = setting(
+        "pause-s", "A client waits for so many seconds between two turns.", 0.5, minimum=0, maximum=86_400
+    )
+    vocab_size: int = setting(
+        "prompt-vocab",
+        "Prompts are made of token ids below this number. The model's vocabulary must not be smaller.",
+        32_000,
+        minimum=4,
+    )
+    seed: int = setting("seed", "Prompts follow from this seed.", 0, minimum=0)
+    startup_timeout_s: float = setting(
+        "startup-timeout-s", "All nodes get this many seconds to come up.", 300.0, minimum=1, maximum=86_400
+    )
+    limit_s: float = setting(
+        "answer-timeout-s", "One answer may take this many seconds.", 120.0, minimum=1, maximum=86_400
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class BenchTurnsConfig:
+    """The settings of ``pdserve bench turns``."""
+
+    report: ReportConfig = field(default_factory=ReportConfig)
+    turns: TurnsBenchConfig = field(default_factory=TurnsBenchConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
     cpu: CpuConfig = field(default_factory=CpuConfig)

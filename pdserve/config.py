@@ -129,6 +129,15 @@ class Disaggregation(enum.Enum):
     NEVER = "never"
 
 
+class KvReturn(enum.Enum):
+    """Whether decode nodes return the KV blocks of answers to prefill nodes."""
+
+    AUTO = "auto"
+    """They do, unless the prefix cache is off."""
+    ON = "on"
+    OFF = "off"
+
+
 class KvOverlap(enum.Enum):
     """The time at which a prefill node pushes the KV blocks of a prompt that it computes in chunks."""
 
@@ -140,11 +149,29 @@ class KvOverlap(enum.Enum):
     """All blocks are pushed when the prompt is computed."""
 
 
+class Drain(enum.Enum):
+    """What becomes of the answers of a node that is asked to end."""
+
+    MIGRATE = "migrate"
+    """Other nodes go on with them."""
+    FINISH = "finish"
+    """The node finishes them."""
+
+
 class LogLevel(enum.Enum):
     DEBUG = "debug"
     INFO = "info"
     WARNING = "warning"
     ERROR = "error"
+
+
+class RoleChoice(enum.Enum):
+    """Who decides which nodes prefill and which decode."""
+
+    FIXED = "fixed"
+    """Nodes have the roles that they were started with, or that ``pdserve role`` gave them."""
+    AUTO = "auto"
+    """The proxy moves nodes between roles by what they measure."""
 
 
 class RoutingPolicy(enum.Enum):
@@ -310,6 +337,12 @@ class TransferConfig:
         "prompts only.",
         KvOverlap.AUTO,
     )
+    kv_return: KvReturn = setting(
+        "kv-return",
+        "Prefill nodes fetch the KV blocks of answers from decode nodes, into free memory of their prefix caches. "
+        "'on' needs --prefix-cache on; 'auto' does so if that is on.",
+        KvReturn.AUTO,
+    )
     staging: KvStaging = setting(
         "kv-staging",
         "KV blocks are copied through host memory. 'auto' copies those of a GPU's cache. On a GPU, 'off' "
@@ -377,6 +410,12 @@ class HttpConfig:
         minimum=0.1,
         maximum=86_400,
     )
+    cors_origins: tuple[str, ...] = setting(
+        "cors-origins",
+        "Scripts of web pages of these origins may use the server, for example https://chat.example.com. '*' allows "
+        "all. Requests of other pages are refused.",
+        (),
+    )
     max_body_bytes: int = setting(
         "max-body-bytes", "A request body has at most this many bytes.", 8 * 2**20, minimum=1024
     )
@@ -435,6 +474,11 @@ class DiscoveryConfig:
         maximum=60_000,
     )
     name: str = setting("name", "Logs call the node by this name. If it is empty, it is made from role and host.", "")
+    drain: Drain = setting(
+        "drain",
+        "On SIGTERM, 'migrate' moves running streams to other nodes. 'finish' lets the node finish them.",
+        Drain.MIGRATE,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -496,6 +540,48 @@ class RoutingConfig:
 
     policy: RoutingPolicy = setting(
         "policy", "The proxy chooses the nodes for a request in this way.", RoutingPolicy.ROUND_ROBIN
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class RolesConfig:
+    """The nodes' roles, and the targets by which the proxy moves nodes between them."""
+
+    roles: RoleChoice = setting(
+        "roles",
+        "'auto' moves nodes between prefill and decode by load. Of several proxies of a cluster, one does so.",
+        RoleChoice.FIXED,
+    )
+    target_ttft_ms: float = setting(
+        "target-ttft-ms",
+        "With --roles auto, prompts should wait for less than this many milliseconds.",
+        1000.0,
+        minimum=1,
+        maximum=600_000,
+    )
+    target_itl_ms: float = setting(
+        "target-itl-ms",
+        "With --roles auto, decode steps should take less than this many milliseconds.",
+        100.0,
+        minimum=0.1,
+        maximum=60_000,
+    )
+    interval_ms: int = setting(
+        "roles-interval-ms",
+        "With --roles auto, the proxy looks at the nodes at this interval, in milliseconds.",
+        1000,
+        minimum=10,
+        maximum=600_000,
+    )
+    looks: int = setting(
+        "roles-looks", "A node changes its role when so many looks in a row call for it.", 5, minimum=1, maximum=1000
+    )
+    rest_s: float = setting(
+        "roles-rest-s",
+        "After such a change, nodes keep their roles for this many seconds.",
+        30.0,
+        minimum=0,
+        maximum=86_400,
     )
 
 
@@ -577,6 +663,12 @@ class RelayConfig:
     )
     max_resumes: int = setting(
         "max-resumes", "At most this many streams are being resumed at once; others wait for their turn.", 32, minimum=1
+    )
+    max_moves: int = setting(
+        "max-moves",
+        "At most this many answers move away from nodes that drain at once; others wait for their turn.",
+        4,
+        minimum=1,
     )
     journal_mib: int = setting(
         "journal-mib",
@@ -704,6 +796,7 @@ class ProxyConfig:
     workers: WorkersConfig = field(default_factory=WorkersConfig)
     registry: RegistryConfig = field(default_factory=RegistryConfig)
     routing: RoutingConfig = field(default_factory=RoutingConfig)
+    roles: RolesConfig = field(default_factory=RolesConfig)
     admission: AdmissionConfig = field(default_factory=AdmissionConfig)
     relay: RelayConfig = field(default_factory=RelayConfig)
     request: RequestConfig = field(default_factory=RequestConfig)
@@ -791,3 +884,58 @@ class DoctorConfig:
     transfer: TransferConfig = field(default_factory=TransferConfig)
     security: SecurityConfig = field(default_factory=SecurityConfig)
     cpu: CpuConfig = field(default_factory=CpuConfig)
+
+
+@dataclass(frozen=True, slots=True)
+class CommandConfig:
+    """The node that a command is for, and where it is found."""
+
+    node: str = setting("node", "The command is for the node of this name or URL.", "")
+    proxy_url: str = setting("proxy-url", "This proxy knows the node, http://host:port.", "http://127.0.0.1:8000")
+    timeout_s: float = setting(
+        "command-timeout-s",
+        "The proxy and the node get this many seconds for each answer.",
+        10.0,
+        minimum=0.1,
+        maximum=600,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class NewRoleConfig:
+    """The role that the node gets."""
+
+    role: str = setting("role", "The node gets this role: prefill, decode or mixed.", "")
+
+
+@dataclass(frozen=True, slots=True)
+class RoleConfig:
+    """The settings of ``pdserve role``."""
+
+    command: CommandConfig = field(default_factory=CommandConfig)
+    new_role: NewRoleConfig = field(default_factory=NewRoleConfig)
+    trust: TrustConfig = field(default_factory=TrustConfig)
+    security: SecurityConfig = field(default_factory=SecurityConfig)
+
+
+@dataclass(frozen=True, slots=True)
+class DrainWaitConfig:
+    """The wait for a node that drains."""
+
+    wait_s: float = setting(
+        "drain-wait-s",
+        "The command waits for so many seconds until the node has ended. 0 does not wait.",
+        60.0,
+        minimum=0,
+        maximum=86_400,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class DrainConfig:
+    """The settings of ``pdserve drain``."""
+
+    command: CommandConfig = field(default_factory=CommandConfig)
+    drain: DrainWaitConfig = field(default_factory=DrainWaitConfig)
+    trust: TrustConfig = field(default_factory=TrustConfig)
+    security: SecurityConfig = field(default_factory=SecurityConfig)

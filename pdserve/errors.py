@@ -187,15 +187,6 @@ class UnsupportedMediaType(RequestError):
     status = 415
     type = "invalid_request_error"
 
-    @classmethod
-    def check_encoding(cls, content_encoding: str | None) -> None:
-        """Raises this error if a request's ``Content-Encoding`` header says that its body is not plain bytes."""
-        if content_encoding and content_encoding.strip().lower() != "identity":
-            raise cls(
-                f"a request body with 'Content-Encoding: {content_encoding[:64]}' is not supported: send it as it is",
-                code="unsupported_content_encoding",
-            )
-
 
 class TooManyRequests(RequestError):
     status = 429

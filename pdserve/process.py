@@ -3,8 +3,9 @@
 The side that starts one: ``ChildProcess`` is a running child that may get a launch message; ``ServerProcess`` also
 relays the lines of a server and learns its addresses, and ``AnsweringProcess`` answers orders with lines.
 The side that is started: ``read_launch`` reads the launch message, ``die_with_parent`` ties the process to the one that
-started it, so that nothing outlives it, ``set_up_logging`` and ``allow_open_files`` are for every server, and
-``collect_rarely`` is for a server that leaves next to no reference cycles.
+started it, so that nothing outlives it, ``set_up_logging`` and ``allow_open_files`` are for every server,
+``loading_libraries`` is for one that loads large ones, and ``collect_rarely`` for one that leaves next to no reference
+cycles.
 """
 
 from __future__ import annotations
@@ -459,6 +460,20 @@ def share_interpreter() -> None:
     the lock away at each poll of a link while data moves, gets it back in time.
     """
     sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_INTERVAL_S))
+
+
+@contextmanager
+def loading_libraries() -> Iterator[None]:
+    """Keeps Python from looking for garbage while libraries load, and afterwards from ever looking at them again.
+
+    The search takes a tenth of the time that loading torch takes. Later it would delay tokens, and find nothing.
+    """
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 GARBAGE_OBJECTS = 50_000

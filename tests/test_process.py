@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
 import sys
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from pdserve.process import ChildDied, Listening, ServerProcess, parse_listening
+from pdserve.process import ChildDied, Listening, ServerProcess, loading_libraries, parse_listening
 from tests.processes import clean_environ, running
 
 LISTENING = (
@@ -126,3 +127,12 @@ def test_a_killed_parent_takes_its_pdserve_along() -> None:
         process.listening()
         os.kill(process.pid, signal.SIGKILL)
         assert gone(pid)
+
+
+def test_what_libraries_leave_is_never_searched_for_garbage() -> None:
+    frozen = gc.get_freeze_count()
+    with pytest.raises(ImportError), loading_libraries():
+        assert not gc.isenabled()
+        raise ImportError
+    assert gc.isenabled()
+    assert gc.get_freeze_count() > frozen

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 
-from pdserve_kvtransfer.events import FetchOrder
+from pdserve_kvtransfer.events import CachedFetchOrder, FetchOrder
 from pdserve_kvtransfer.fetch.side import FetchSide
 from pdserve_kvtransfer.push.side import PushSide
 from pdserve_kvtransfer.sides import (
@@ -19,7 +19,9 @@ from pdserve_kvtransfer.sides import (
     Command,
     FailPush,
     GiveFirstToken,
+    GiveHeld,
     LocalEngine,
+    OfferBlocks,
     Pollable,
     PushBlocks,
     earliest,
@@ -35,7 +37,7 @@ class BothSides:
     def __init__(self, engine: LocalEngine) -> None:
         self._ranks = engine.ranks
         self._push = PushSide(engine)
-        self._fetch = FetchSide(engine)
+        self._fetch = FetchSide(engine, self._push.address)
 
     @property
     def address(self) -> str:
@@ -44,9 +46,9 @@ class BothSides:
 
     def handle(self, command: Command, now: float) -> None:
         match command:
-            case FetchOrder() | AcceptBlocks() | CancelFetch():
+            case FetchOrder() | CachedFetchOrder() | AcceptBlocks() | CancelFetch() | OfferBlocks():
                 self._fetch.handle(command, now)
-            case PushBlocks() | GiveFirstToken() | FailPush():
+            case PushBlocks() | GiveFirstToken() | GiveHeld() | FailPush():
                 self._push.handle(command, now)
 
     def turn(self, now: float) -> bool:

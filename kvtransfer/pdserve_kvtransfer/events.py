@@ -1,4 +1,4 @@
-"""The order for a fetch, the events that a transfer thread gives to its engine, and the queue that brings them."""
+"""The orders for fetches, the events that a transfer thread gives to its engine, and the queue that brings them."""
 
 from __future__ import annotations
 
@@ -43,6 +43,32 @@ class FetchOrder:
         return self.paced_blocks or len(self.block_ids)
 
 
+@dataclass(frozen=True, slots=True)
+class CachedFetchOrder:
+    """An order to fetch the blocks with these hashes from ``target``, as far as it has them from the first one on."""
+
+    transfer_id: TransferId
+    target: PrefillTarget
+    hashes: tuple[bytes, ...]
+    block_ids: tuple[int, ...]
+    """The local destinations: entry i takes the block of ``hashes[i]``."""
+    deadline_s: float
+    """The fetch fails after this many seconds from now."""
+    request_id: str = ""
+    """The request's ``x-request-id``, for log lines; empty if it is not known."""
+    paced_blocks: int = 0
+    """As in ``FetchOrder``."""
+
+    @property
+    def first_block(self) -> int:
+        return 0
+
+    @property
+    def num_blocks(self) -> int:
+        """The number of wanted blocks."""
+        return self.paced_blocks or len(self.block_ids)
+
+
 class FailureKind(enum.Enum):
     """Why a transfer failed, as metrics count it."""
 
@@ -59,7 +85,7 @@ class FailureKind(enum.Enum):
     FAILED = "failed"
     """The prefill engine gave the transfer up."""
     CORRUPT = "corrupt"
-    """A block landed that differs from the one that was sent."""
+    """What landed or was announced differs from what was sent or asked for."""
     STALLED = "stalled"
     """All blocks were sent, but some did not arrive, and nothing arrives any more."""
     DEADLINE = "deadline"
@@ -134,7 +160,7 @@ class BlocksLanded:
 
 @dataclass(frozen=True, slots=True)
 class FetchLanded:
-    """Every block is in its place and the first token is known. This ends the fetch."""
+    """The fetch is complete: the blocks are in their places, and a prompt's first token is known. This ends it."""
 
     transfer_id: TransferId
     seconds: float
@@ -144,6 +170,9 @@ class FetchLanded:
     """The time from the first token to the last block."""
     tail_bytes: int = 0
     """The bytes that landed in that time."""
+    num_blocks: int = 0
+    """How many blocks from the first on landed: all that a ``FetchOrder`` wants. For a ``CachedFetchOrder`` it is the
+    number that the other engine had of them, which may be 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,8 +219,35 @@ class PushWanted:
 
 
 @dataclass(frozen=True, slots=True)
+class CachedWanted:
+    """Another engine asks for the blocks with these hashes, as far as the prefix cache has them from the first one on.
+
+    The engine answers with ``push`` of those blocks, where the block of ``hashes[i]`` has the number i, and then
+    ``held``; or with ``fail_push``.
+    """
+
+    transfer_id: TransferId
+    hashes: tuple[bytes, ...]
+    deadline_s: float
+    request_id: str = ""
+    """The request's ``x-request-id``, for log lines; empty if it is not known."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksOffered:
+    """Another engine has the blocks with these hashes now, and can be asked for them. It is no part of any transfer."""
+
+    holder: PrefillTarget
+    hashes: tuple[bytes, ...]
+    """The hashes of a text's blocks, from its first block on."""
+    request_id: str = ""
+    """The ``x-request-id`` of the request whose text this is, for log lines; empty if it is not known."""
+
+
+@dataclass(frozen=True, slots=True)
 class PushCancelled:
-    """The prompt is not wanted any more, so the engine stops computing it. Its blocks stay held until ``PushEnded``."""
+    """The prompt or the blocks are not wanted any more. An engine stops computing the prompt, and its blocks stay held
+    until ``PushEnded``."""
 
     transfer_id: TransferId
 
@@ -206,7 +262,7 @@ class BlocksSent:
 
 @dataclass(frozen=True, slots=True)
 class PushEnded:
-    """No block of this push is read any more. Each ``PushWanted`` is followed by one such event."""
+    """No block of this push is read any more. Each ``PushWanted`` or ``CachedWanted`` is followed by one such event."""
 
     transfer_id: TransferId
     outcome: PushOutcome
@@ -230,7 +286,7 @@ FetchEvent: TypeAlias = (
     | FetchCancelled
     | BlocksReleased
 )
-PushEvent: TypeAlias = PushWanted | PushCancelled | BlocksSent | PushEnded
+PushEvent: TypeAlias = PushWanted | CachedWanted | PushCancelled | BlocksSent | PushEnded | BlocksOffered
 TransferEvent: TypeAlias = FetchEvent | PushEvent | TransferThreadDied
 
 

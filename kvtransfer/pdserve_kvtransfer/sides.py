@@ -15,8 +15,9 @@ import zmq
 from pdserve.wire.frame import Sealer, Secrets
 from pdserve.wire.ids import TransferId
 from pdserve.wire.sampling_params import SampledToken
+from pdserve.wire.ticket import PrefillTarget
 from pdserve.wire.transfer import EngineSpec, FailureCause, PrefillLoad
-from pdserve_kvtransfer.events import EventQueue, FetchOrder
+from pdserve_kvtransfer.events import CachedFetchOrder, EventQueue, FetchOrder
 from pdserve_kvtransfer.pieces import heads_of
 from pdserve_kvtransfer.ranks import RankChannels
 from pdserve_kvtransfer.region import KvRegion
@@ -102,6 +103,15 @@ class CancelFetch:
 
 
 @dataclass(frozen=True, slots=True)
+class OfferBlocks:
+    """Tells ``target`` that this engine has the blocks with these hashes."""
+
+    target: PrefillTarget
+    hashes: tuple[bytes, ...]
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
 class PushBlocks:
     """Sends these final blocks of a push, which are the prompt's from ``first_block`` on."""
 
@@ -121,6 +131,14 @@ class GiveFirstToken:
 
 
 @dataclass(frozen=True, slots=True)
+class GiveHeld:
+    """Tells the asker how many of the blocks that it asked for are sent, which have all been given."""
+
+    transfer_id: TransferId
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
 class FailPush:
     """Refuses a push or gives it up."""
 
@@ -129,7 +147,9 @@ class FailPush:
     cause: FailureCause
 
 
-Command: TypeAlias = FetchOrder | AcceptBlocks | CancelFetch | PushBlocks | GiveFirstToken | FailPush
+FetchCommand: TypeAlias = FetchOrder | CachedFetchOrder | AcceptBlocks | CancelFetch | OfferBlocks
+PushCommand: TypeAlias = PushBlocks | GiveFirstToken | GiveHeld | FailPush
+Command: TypeAlias = FetchCommand | PushCommand
 
 Pollable: TypeAlias = zmq.Socket[bytes] | int
 

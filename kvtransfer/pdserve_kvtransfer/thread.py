@@ -18,10 +18,18 @@ from pdserve.process import share_interpreter
 from pdserve.wire.frame import Purpose, Sealer, Secrets
 from pdserve.wire.ids import TransferId
 from pdserve.wire.sampling_params import SampledToken
-from pdserve.wire.transfer import UNKNOWN_LOAD, EngineSpec, FailureCause, PrefillLoad
+from pdserve.wire.ticket import PrefillTarget
+from pdserve.wire.transfer import (
+    BLOCK_HASH_BYTES,
+    MAX_HASHES,
+    UNKNOWN_LOAD,
+    EngineSpec,
+    FailureCause,
+    PrefillLoad,
+)
 from pdserve_kvtransfer.both_sides import BothSides
 from pdserve_kvtransfer.control.sockets import loopback_only
-from pdserve_kvtransfer.events import EventQueue, FetchOrder, TransferEvent, TransferThreadDied
+from pdserve_kvtransfer.events import CachedFetchOrder, EventQueue, FetchOrder, TransferEvent, TransferThreadDied
 from pdserve_kvtransfer.pieces import heads_of
 from pdserve_kvtransfer.polling import BusyPoll
 from pdserve_kvtransfer.ranks import RankChannels
@@ -32,7 +40,9 @@ from pdserve_kvtransfer.sides import (
     Command,
     FailPush,
     GiveFirstToken,
+    GiveHeld,
     LocalEngine,
+    OfferBlocks,
     PushBlocks,
     SideSettings,
 )
@@ -106,18 +116,34 @@ class TransferThread:
         self._thread.start()
         return self._started.result()
 
-    def fetch(self, order: FetchOrder) -> None:
-        """Orders a prompt's KV blocks. Raises ValueError if the order contradicts itself or is alive already."""
+    def fetch(self, order: FetchOrder | CachedFetchOrder) -> None:
+        """Orders KV blocks. Raises ValueError if the order contradicts itself or is alive already."""
         if order.transfer_id.decode_boot != self._boot_id:
             raise ValueError("a transfer is named for the boot that fetches it")
         self._region.check(*order.block_ids)
-        expected = -(-len(order.token_ids) // self._spec.block_size) - order.first_block
+        expected = self._wanted(order)
         if not order.num_blocks or order.num_blocks != expected or len(order.block_ids) > expected:
             raise ValueError(f"{order.num_blocks} destinations for {expected} blocks")
         if len(set(order.block_ids)) != len(order.block_ids):
             raise ValueError("a block is a destination twice")
         self._event_queue.open(order.transfer_id)
         self._command(order)
+
+    def _wanted(self, order: FetchOrder | CachedFetchOrder) -> int:
+        match order:
+            case FetchOrder():
+                return -(-len(order.token_ids) // self._spec.block_size) - order.first_block
+            case CachedFetchOrder():
+                _check_hashes(order.hashes)
+                return len(order.hashes)
+
+    def offer(self, target: PrefillTarget, hashes: tuple[bytes, ...], request_id: str = "") -> None:
+        """Tells ``target`` that this engine has the blocks with these hashes, which are a text's from the first one on.
+
+        Nothing comes of an offer that cannot be delivered soon. Raises ValueError if there are no hashes, or too many.
+        """
+        _check_hashes(hashes)
+        self._command(OfferBlocks(target, hashes, request_id))
 
     def accept_blocks(self, transfer_id: TransferId, block_ids: tuple[int, ...]) -> None:
         """Gives destinations for the next coming blocks of a paced fetch. It is ignored if the fetch is over."""
@@ -146,6 +172,12 @@ class TransferThread:
     ) -> None:
         """Gives a push its first token, after all its blocks. It is ignored if the push is over."""
         self._command(GiveFirstToken(transfer_id, tokens, cached_tokens, load))
+
+    def held(self, transfer_id: TransferId, count: int) -> None:
+        """Answers ``CachedWanted``, after all blocks: the first ``count`` of the wanted ones are sent. It is ignored if
+        the push is over.
+        """
+        self._command(GiveHeld(transfer_id, count))
 
     def fail_push(self, transfer_id: TransferId, reason: str, cause: FailureCause = FailureCause.NODE) -> None:
         """Refuses a push or gives it up. ``PushEnded`` follows without ``PushCancelled``. It is ignored if the push is
@@ -293,3 +325,10 @@ class TransferThread:
         if self._wakeup in ready:
             os.eventfd_read(self._wakeup)
         return math.inf if timer is None else max(now, timer)
+
+
+def _check_hashes(hashes: tuple[bytes, ...]) -> None:
+    if not 0 < len(hashes) <= MAX_HASHES:
+        raise ValueError(f"{len(hashes)} hashes, which are 1 to {MAX_HASHES}")
+    if any(len(block_hash) != BLOCK_HASH_BYTES for block_hash in hashes):
+        raise ValueError(f"a hash does not have {BLOCK_HASH_BYTES} bytes")

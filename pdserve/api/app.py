@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import time
 from collections.abc import Callable
 
 import msgspec
@@ -10,23 +11,22 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from quart import Quart, Response
 
 from pdserve.api.answers.openai_response import DetokenizeResponse, TokenizeResponse
+from pdserve.api.commands import NodeCommands
 from pdserve.api.completions import admit_ticket, chat_route, check_model, prepare, text_route
 from pdserve.api.requests.openai_request import BodyParser, DetokenizeRequest, TokenizeRequest
 from pdserve.api.requests.preparing import Check
 from pdserve.api.requests.prompts import render_chat
 from pdserve.api.requests.tokenizer import Tokenizer
 from pdserve.api.serving_node import ServingNode
-from pdserve.errors import InvalidRequest, NotFound, UnsupportedMediaType
+from pdserve.errors import InvalidRequest
 from pdserve.http.model_list import ModelCard, ModelList
 from pdserve.http.request import JSON, HttpRequest
 from pdserve.http.routes import DirectRoutes, quart_app
+from pdserve.wire.command import COMMAND_PATH
 
 
-def create_app(node: ServingNode) -> DirectRoutes:
-    """Returns an ASGI application that serves ``node``."""
-    app = quart_app("node", node.max_body_bytes, _ignore)
-    _add_models(app, node)
-    _add_probes(app, node)
+def create_app(node: ServingNode, commands: NodeCommands | None = None) -> DirectRoutes:
+    """Returns an ASGI application that serves ``node``. Without ``commands``, the node takes none."""
     chat, text, tokenizing = chat_route(node), text_route(node), TokenizerRoutes(node)
     handlers = {
         "/v1/chat/completions": chat.handle,
@@ -34,6 +34,11 @@ def create_app(node: ServingNode) -> DirectRoutes:
         "/tokenize": tokenizing.tokenize,
         "/detokenize": tokenizing.detokenize,
     }
+    app = quart_app("node", node.max_body_bytes, _ignore, (*handlers, "/v1/models"))
+    _add_models(app, node)
+    _add_probes(app, node)
+    if commands is not None:
+        handlers[COMMAND_PATH] = commands.handle
     return DirectRoutes(handlers, app, "node", _ignore)
 
 
@@ -42,9 +47,10 @@ def _ignore(status: int) -> None:
 
 
 def _add_models(app: Quart, node: ServingNode) -> None:
-    card = ModelCard(node.model, node.started, node.ready.max_model_len)
+    card = ModelCard(node.model, node.started, node.model, node.ready.max_model_len)
 
     @app.get("/v1/models")
+    @app.get("/v1/models/")
     async def models() -> Response:
         return _json(ModelList([card]))
 
@@ -62,6 +68,7 @@ def _add_probes(app: Quart, node: ServingNode) -> None:
         return _json({"status": "live"})
 
     @app.get("/health")
+    @app.get("/ping")
     async def health() -> Response:
         return _json({"status": "healthy" if node.alive else "engine lost"}, 200 if node.alive else 503)
 
@@ -98,11 +105,13 @@ class TokenizerRoutes:
             if (body.prompt is None) == (body.messages is None):
                 raise InvalidRequest("give either 'prompt' or 'messages'", param="prompt")
             check()
-            text = render_chat(body, encoder) if body.prompt is None else body.prompt
+            text = render_chat(body, encoder, int(time.time())) if body.prompt is None else body.prompt
             special = body.prompt is not None if body.add_special_tokens is None else body.add_special_tokens
             param = "messages" if body.prompt is None else "prompt"
             token_ids = self._node.limits.encode(text, encoder, param, add_special_tokens=special, cut=True)
-            return msgspec.json.encode(TokenizeResponse(len(token_ids), self._node.ready.max_model_len, token_ids))
+            strings = encoder.token_strings(token_ids) if body.return_token_strs else None
+            length = self._node.ready.max_model_len
+            return msgspec.json.encode(TokenizeResponse(len(token_ids), length, token_ids, strings))
 
         await self._respond(request, len(data), work)
 
@@ -122,9 +131,7 @@ class TokenizerRoutes:
         await self._respond(request, len(data), work)
 
     def _admit(self, request: HttpRequest) -> Tokenizer:
-        UnsupportedMediaType.check_encoding(request.header(b"content-encoding"))
-        if self._node.tokenizer is None:
-            raise NotFound("this node only prefills: it has no tokenizer", code="prefill_node")
+        request.check_body_form()
         admit_ticket(request, self._node)
         return self._node.tokenizer
 

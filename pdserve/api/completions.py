@@ -12,12 +12,14 @@ from typing import Generic, TypeVar
 
 import msgspec
 
-from pdserve.api.answers.answer import streamed_answer, whole_answer
+from pdserve.api.answers.answer import WholeAnswer, streamed_answer, whole_answer
 from pdserve.api.answers.answer_form import CHAT_FORM, TEXT_FORM, AnswerForm, AnswerOptions, PlainChoices
+from pdserve.api.answers.journaled_answer import respond_journaled
 from pdserve.api.answers.stop_strings import StopStrings, StopTable
 from pdserve.api.answers.text_generation import ChoiceText, TextGeneration
 from pdserve.api.engine_client import PromptChoices, WantedChoice
-from pdserve.api.generation import TURN_TOKENS
+from pdserve.api.generation import TURN_TOKENS, Generation
+from pdserve.api.outcome import failure_of
 from pdserve.api.request_log import RequestRecord
 from pdserve.api.requests.openai_request import BodyParser, ChatRequest, CompletionRequest, GenerationRequest, Parsed
 from pdserve.api.requests.preparing import Check
@@ -34,9 +36,8 @@ from pdserve.api.requests.sampling_fields import (
 from pdserve.api.requests.tokenizer import TemplateFailed, Tokenizer
 from pdserve.api.serving_node import ServingNode
 from pdserve.config import Switch
-from pdserve.errors import DeadlineExceeded, InvalidRequest, NotFound, UnsupportedMediaType
+from pdserve.errors import DeadlineExceeded, InvalidRequest, NotFound
 from pdserve.http.request import JSON, HttpRequest, request_label
-from pdserve.wire.discovery import Role
 from pdserve.wire.ids import new_id
 from pdserve.wire.journal import Journal
 from pdserve.wire.ticket import TICKET_HEADER, AnswerIdentity, PrefillTarget, Resume, Ticket
@@ -51,7 +52,8 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 R = TypeVar("R", bound=GenerationRequest)
-MakePrompts = Callable[[R, Tokenizer, ModelLimits, Check], list[Prompt]]
+MakePrompts = Callable[[R, Tokenizer, ModelLimits, int, Check], list[Prompt]]
+"""The fourth argument is when the answer was asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +66,10 @@ class RequestTerms:
     attempt: int = 0
     prefill: tuple[PrefillTarget, ...] = ()
     journaled: bool = False
-    """Whether a streamed answer has a journal."""
+    """Whether the answer has a journal."""
     resume: Resume | None = None
+    holders: tuple[PrefillTarget, ...] = ()
+    """The engines that may hold blocks of the answer's KV cache."""
 
     @property
     def journal_bytes(self) -> int:
@@ -83,7 +87,13 @@ class PreparedRequest(Generic[R]):
     """The choices that are not over, by their numbers."""
     submits: list[PromptChoices]
     journal: Journal
-    """What the client has from other nodes."""
+    """What other nodes have generated. The client of a stream has it, any other one has nothing."""
+
+
+class Prepared(msgspec.Struct, frozen=True):
+    """The response to a ticket with ``Resume.prepare``."""
+
+    prepared: bool = True
 
 
 class CompletionRoute(Generic[R]):
@@ -99,10 +109,13 @@ class CompletionRoute(Generic[R]):
     async def handle(self, request: HttpRequest) -> None:
         """Answers ``request``. Raises RequestError until the first byte has gone out."""
         arrived = time.monotonic()
-        UnsupportedMediaType.check_encoding(request.header(b"content-encoding"))
+        request.check_body_form()
         tokenizer = self._admit()
         terms = self._terms(request, arrived)
         prepared = await self._read(request, tokenizer, terms)
+        if terms.resume is not None and terms.resume.prepare:
+            await self._fetch(request, prepared, terms)
+            return
         with closing(self._start(prepared, request.label, terms, arrived)) as generation:
             await self._answer(request, generation, prepared, terms, tokenizer)
 
@@ -125,7 +138,7 @@ class CompletionRoute(Generic[R]):
         _check_consistent(body)
         check_model(body.model, self._node)
         check()
-        prompts = self._prompts(body, tokenizer, self._node.limits, check)
+        prompts = self._prompts(body, tokenizer, self._node.limits, terms.answer.created, check)
         check()
         if isinstance(body, ChatRequest):
             parsed = replace(parsed, ignored=parsed.ignored + unread_part_fields(body.messages))
@@ -135,14 +148,13 @@ class CompletionRoute(Generic[R]):
         journal = Journal() if terms.resume is None else read_journal(entries, body, prompts, vocab_size)
         check()
         texts = _choice_texts(body, len(prompts), tokenizer, journal, resumable=journaled)
-        resume_texts(texts, journal, logprobs=body.wanted_logprobs is not None)
+        if body.stream:
+            resume_texts(texts, journal, logprobs=body.wanted_logprobs is not None)
         wanted = {number for number, text in texts.items() if not text.stopped}
         submits = _submits(body, prompts, bad_words, terms.answer.id, wanted, journal)
         return PreparedRequest(parsed, prompts, texts, submits, journal)
 
     def _admit(self) -> Tokenizer:
-        if self._node.role is Role.PREFILL or self._node.tokenizer is None:
-            raise NotFound("this node only prefills: it serves no clients", code="prefill_node")
         self._node.check_serving()
         return self._node.tokenizer
 
@@ -157,29 +169,53 @@ class CompletionRoute(Generic[R]):
             ticket.prefill,
             journaled=ticket.answer is not None,
             resume=ticket.resume,
+            holders=ticket.holders,
         )
 
     def _start(self, prepared: PreparedRequest[R], label: str, terms: RequestTerms, arrived: float) -> TextGeneration:
-        body, prompts = prepared.parsed.request, prepared.prompts
+        generation = self._open(prepared, label, terms)
+        prompt_tokens = sum(len(prompt.token_ids) for prompt in prepared.prompts)
+        record = RequestRecord(label, self._node.name, arrived, prompt_tokens)
+        if terms.resume is not None:
+            record.resumed_tokens = sum(len(choice.token_ids) for choice in prepared.journal.choices.values())
+        generated = prepared.journal.choices.items()
+        unshown = {} if prepared.parsed.request.stream else {number: choice.token_ids for number, choice in generated}
+        return TextGeneration(generation, prepared.texts, record, self._node.metrics, unshown)
+
+    def _open(
+        self, prepared: PreparedRequest[R], label: str, terms: RequestTerms, *, fetch_only: bool = False
+    ) -> Generation:
+        body = prepared.parsed.request
         self._node.check_serving()
         left_s = terms.deadline - time.monotonic()
         if left_s <= 0:
             raise DeadlineExceeded("the request's deadline passed before it could start", code="deadline_exceeded")
-        prompt_tokens = sum(len(prompt.token_ids) for prompt in prompts)
-        record = RequestRecord(label, self._node.name, arrived, prompt_tokens)
-        if terms.resume is not None:
-            record.resumed_tokens = sum(len(choice.token_ids) for choice in prepared.journal.choices.values())
-        generation = self._node.engine.open(
+        return self._node.engine.open(
             prepared.submits,
             deadline_s=left_s,
             request_id=label,
             attempt=terms.attempt,
             prefill=terms.prefill,
+            holders=terms.holders,
+            fetch_only=fetch_only,
             cache_salt=body.cache_salt or "",
             interval=_interval(body, self._node.stream.interval),
             turn_tokens=_turn_tokens(body),
         )
-        return TextGeneration(generation, prepared.texts, record, self._node.metrics)
+
+    async def _fetch(self, request: HttpRequest, prepared: PreparedRequest[R], terms: RequestTerms) -> None:
+        """Has the engine fetch the KV cache of an answer that another node is generating, and says when it has it."""
+        missing = {choice.index for submit in prepared.submits for choice in submit.choices}
+        with closing(self._open(prepared, request.label, terms, fetch_only=True)) as generation:
+            while missing:
+                for item in await generation.wait():
+                    if (failure := generation.failure or failure_of(item.output)) is not None:
+                        raise failure
+                    generation.end_choice(item.choice)
+                    missing.discard(item.choice)
+        self._node.check_serving()
+        log.info("request_id=%s prepared: the answer can go on here", request.label)
+        await request.respond(200, JSON, msgspec.json.encode(Prepared()))
 
     async def _answer(
         self,
@@ -216,6 +252,8 @@ class CompletionRoute(Generic[R]):
             await _send_stream(
                 request, {**EVENT_STREAM, **named}, streamed_answer(self._form, generation, first, options)
             )
+        elif terms.journaled and not options.logprobs:
+            await respond_journaled(request, named, generation, first, WholeAnswer(self._form, options))
         else:
             answer = await whole_answer(self._form, generation, first, options)
             await request.respond(200, {**JSON, **named}, msgspec.json.encode(answer))
@@ -226,7 +264,12 @@ def chat_route(node: ServingNode) -> CompletionRoute[ChatRequest]:
 
 
 def text_route(node: ServingNode) -> CompletionRoute[CompletionRequest]:
-    return CompletionRoute(node, CompletionRequest, completion_prompts, TEXT_FORM)
+    return CompletionRoute(
+        node,
+        CompletionRequest,
+        lambda body, tokenizer, limits, _, check: completion_prompts(body, tokenizer, limits, check),
+        TEXT_FORM,
+    )
 
 
 def admit_ticket(request: HttpRequest, node: ServingNode) -> Ticket | None:
@@ -271,14 +314,16 @@ def _choice_texts(
 ) -> dict[int, ChoiceText]:
     """Returns the texts of all choices but those of which the client has the end."""
     stops, include = StopTable(body.stops), bool(body.include_stop_str_in_output)
+    stop_ids = frozenset(body.stop_token_ids or ())
     over = {number for number, choice in journal.choices.items() if choice.over}
     return {
         number: ChoiceText(
             number,
             tokenizer.detokenizer(skip_special_tokens=body.skip_special_tokens is not False),
             StopStrings(stops, include=include),
-            frozenset(body.stop_token_ids or ()) if include else frozenset(),
+            stop_ids if include else frozenset(),
             body.min_tokens or 0,
+            stop_ids=stop_ids,
             resumable=resumable,
         )
         for number in range(prompts * body.choices)

@@ -9,6 +9,7 @@ import logging
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -96,6 +97,8 @@ class EngineClient:
         self._readers = BatchNotify(config.stream.notify_size)
         self._idle = asyncio.Event()
         self._idle.set()
+        self._busy = asyncio.Event()
+        """Set while ``_idle`` is not."""
         self._ready: asyncio.Future[Ready] = self._loop.create_future()
         self._lost: asyncio.Future[EngineError] = self._loop.create_future()
         self._heard = self._loop.time()
@@ -161,12 +164,16 @@ class EngineClient:
         request_id: str = "",
         attempt: int = 0,
         prefill: tuple[PrefillTarget, ...] = (),
+        holders: tuple[PrefillTarget, ...] = (),
+        fetch_only: bool = False,
         cache_salt: str = "",
         interval: int = 1,
         turn_tokens: int = TURN_TOKENS,
     ) -> Generation:
         """Submits all ``prompts``; the caller owns the result and must close it. Without any prompt it has no outputs.
 
+        ``holders`` are asked for blocks of the prompts and of what was emitted. With ``fetch_only`` nothing is
+        computed: each choice ends, with ``FinishReason.LENGTH``, when the prefix cache has what they have.
         ``request_id`` is the client's label, for the log lines of other processes. The result is woken for each
         ``interval`` tokens of a choice, and reads about ``turn_tokens`` of all at once.
 
@@ -197,6 +204,8 @@ class EngineClient:
                 deadline_s=deadline_s,
                 attempt=attempt,
                 prefill=prefill,
+                holders=holders,
+                fetch_only=fetch_only,
                 children=tuple(children),
                 emitted=parent.emitted,
                 cache_salt=cache_salt,
@@ -228,9 +237,16 @@ class EngineClient:
         """Waits until the engine has failed or died, and returns why."""
         return await asyncio.shield(self._lost)
 
-    async def wait_idle(self) -> None:
-        """Waits until no request is open. A prefill node, with requests of other engines, waits until it holds none."""
-        await self._idle.wait()
+    async def wait_idle(self, quiet_s: float = 0.0) -> None:
+        """Waits until no request is open. A prefill node, with requests of other engines, waits until it holds none.
+
+        If there are any now, it waits until there have been none for ``quiet_s``.
+        """
+        while self._busy.is_set():
+            await self._idle.wait()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(quiet_s):
+                    await self._busy.wait()
 
     def fail_open(self, failure: RequestError) -> None:
         """Ends every open request with this error."""
@@ -321,10 +337,12 @@ class EngineClient:
     def _note_idle(self) -> None:
         load = self.stats.load
         # Other nodes' prompts, which no client of this node waits for, count too.
-        busy = self._config.has_peers and load.running + load.waiting > 0
+        busy = self._config.has_peers and load.running + load.waiting + self.stats.pushing > 0
         if self._open or busy:
             self._idle.clear()
+            self._busy.set()
         else:
+            self._busy.clear()
             self._idle.set()
 
 

@@ -163,6 +163,8 @@ class Generation:
         self._left_over = False
         """Whether the last ``wait`` did not return all that was due."""
         self._waiter: asyncio.Future[None] | None = None
+        self._hurried = False
+        """Whether ``wait`` returns without anything that is due."""
         self._loop = asyncio.get_running_loop()
         self._timer = self._loop.call_later(deadline_s + DEADLINE_GRACE_S, self._expire)
 
@@ -194,17 +196,20 @@ class Generation:
         if self.put(output):
             self.wake()
 
-    async def wait(self) -> list[ChoiceOutput]:
+    async def wait(self, within_s: float | None = None) -> list[ChoiceOutput]:
         """Returns what is due, at least one output, and at the latest when the deadline has passed.
 
-        It must not be called when all choices are over and read.
+        After ``within_s`` it returns what there is, due or not, and be it nothing. It must not be called when all
+        choices are over and read.
         """
-        while not self._due:
-            self._waiter = self._loop.create_future()
+        if not self._due:
+            timer = None if within_s is None else self._loop.call_later(within_s, self._hurry)
             try:
-                await self._waiter
+                await self._until_due()
             finally:
-                self._waiter = None
+                self._hurried = False
+                if timer is not None:
+                    timer.cancel()
         if self._left_over:
             await asyncio.sleep(0)
         items, left = [], self._turn_tokens
@@ -235,6 +240,21 @@ class Generation:
         """Aborts what is unfinished. It may be called again."""
         self._timer.cancel()
         self._end(list(self._open))
+
+    async def _until_due(self) -> None:
+        while not (self._due or self._hurried):
+            self._waiter = self._loop.create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+
+    def _hurry(self) -> None:
+        """Makes all that has come due, and wakes the reader."""
+        self._due.update((unread.choice, unread) for unread in self._open.values() if not unread.empty)
+        self._hurried = True
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
     def _expire(self) -> None:
         open_ids = list(self._open)

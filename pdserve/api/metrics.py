@@ -102,6 +102,7 @@ class EngineCollector(Collector):
         yield _gauge("num_requests_running", "in the running batch", stats.running)
         yield _gauge("num_requests_waiting", "queued in the engine", stats.waiting)
         yield _gauge("num_requests_waiting_for_remote_kvs", "prompt computed elsewhere", stats.waiting_for_remote)
+        yield _gauge("prompt_queue_seconds", "that a prompt waits which comes now, estimated", stats.queue_s)
         yield _gauge("kv_cache_usage_perc", "share of KV blocks in use, 0 to 1", used)
         yield _gauge("quarantined_blocks", "KV blocks held until a receive completes", stats.quarantined_blocks)
         yield _gauge("cached_blocks", "KV blocks in the prefix cache, in use or idle", stats.cached_blocks)
@@ -113,6 +114,14 @@ class EngineCollector(Collector):
             "prefix_cache_queries", "prompt tokens looked up in the prefix cache", stats.prefix_cache_queries
         )
         yield _counter("prefix_cache_hits", "prompt tokens found in the prefix cache", stats.prefix_cache_hits)
+        yield _counter(
+            "resume_blocks_wanted", "full KV blocks of resumed answers and their prompts", stats.resume_blocks_wanted
+        )
+        yield _counter(
+            "resume_blocks_reused", "those of them that were here or came from a holder", stats.resume_blocks_reused
+        )
+        yield _counter("kv_blocks_returned", "KV blocks of answers that decode nodes returned", stats.blocks_returned)
+        yield _counter("kv_offers_dropped", "offers of KV blocks without room for them", stats.offers_dropped)
         yield _by_label(
             "prefills",
             "prompts, by who computed them",

@@ -6,6 +6,9 @@
     ANNOUNCING ──an interval──▶ GREETING       no answer, or the registry is full
     REGISTERED ──Ack(not known)──▶ GREETING    the proxy was restarted, or dropped us: NodeHello at once
     REGISTERED ──silence──▶ GREETING           ``MISSED_ACKS`` intervals without an answer
+    REGISTERED ──a drain, proxy of 0.1──▶ LEFT ``Deregister``: it knows no nodes that drain
+
+When the node's role changes, a heartbeat that names it is due at once, and all later ones name it too.
 
 A node cannot know whether the proxy is of pdserve 0.1, which has no ``NodeHello``. So while it greets, it sends with
 every ``NodeHello`` a ``Register`` as 0.1 reads it; each proxy answers the one that is meant for it.
@@ -15,11 +18,13 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import msgspec
 
 from pdserve.wire.discovery import (
     Ack,
+    Deregister,
     FromProxy,
     NodeHeartbeat,
     NodeHello,
@@ -28,6 +33,7 @@ from pdserve.wire.discovery import (
     ProxyRefusal,
     ProxyWelcome,
     Register,
+    Role,
     ToProxy,
 )
 from pdserve.wire.frame import Opened, Sealer
@@ -41,6 +47,7 @@ class RegistrationState(enum.Enum):
     GREETING = "greeting"
     ANNOUNCING = "announcing"
     REGISTERED = "registered"
+    LEFT = "left"
 
 
 class RegistrationStatus(enum.Enum):
@@ -53,6 +60,19 @@ class RegistrationStatus(enum.Enum):
     REFUSED = "refuses this node, and the node's log says why"
 
 
+@dataclass(frozen=True, slots=True)
+class ProxyView:
+    """How one proxy sees a node."""
+
+    status: RegistrationStatus
+    role: Role | None = None
+    """The role by which the proxy routes, if the node has told it one."""
+
+    @property
+    def accepted(self) -> bool:
+        return self.status is RegistrationStatus.ACCEPTED
+
+
 class ProxyLink:
     """The node's side of its registration at one proxy, without I/O. Times are seconds on one monotonic clock.
 
@@ -63,19 +83,24 @@ class ProxyLink:
         self.state = RegistrationState.GREETING
         self.refusal = ""
         """Why the proxy does not take this node; empty if it has not said no."""
+        self.known_role: Role | None = None
+        """The role by which the proxy routes, as it has said since the role changed; None if it has not."""
+        self._role: Role | None = None
+        """The present role; None if it is still that of the start."""
         self._node = msgspec.structs.replace(node, protocol=SPOKEN.newest, oldest_protocol=SPOKEN.oldest)
         self._configured_s = self._heartbeat_s = heartbeat_s
         self._load = load
         self._due_s = now
         self._heard_s = now
         self._turned_away = False
+        self._draining = False
         self._nonce = b""
         self._proxy: bytes | None = None
         """The boot id of the proxy; None if it is not known, or the proxy is of 0.1."""
 
     def status(self, *, connected: bool) -> RegistrationStatus:
         """Returns how the proxy answers. ``connected`` says whether there was a connection for the last message."""
-        if self.state is RegistrationState.REGISTERED:
+        if self.state in (RegistrationState.REGISTERED, RegistrationState.LEFT):
             return RegistrationStatus.ACCEPTED
         if not connected:
             return RegistrationStatus.UNREACHED
@@ -87,6 +112,19 @@ class ProxyLink:
     def due_s(self) -> float:
         """The time when ``tick`` has something to send next."""
         return self._due_s
+
+    def announce(self, role: Role, now: float) -> None:
+        """Makes this the role that the proxy hears of, at once if the node is registered there."""
+        self._role, self.known_role = role, None
+        self._node = msgspec.structs.replace(self._node, role=role)
+        if self.state is RegistrationState.REGISTERED:
+            self._due_s = now
+
+    def drain(self, now: float) -> None:
+        """Tells the proxy, now and in every heartbeat, that this node takes no new work. A second call does nothing."""
+        if not self._draining:
+            self._draining = True
+            self._due_s = now
 
     def tick(self, now: float) -> tuple[ToProxy, ...]:
         """Returns the messages that are due now."""
@@ -104,8 +142,13 @@ class ProxyLink:
             case RegistrationState.ANNOUNCING:
                 self.state = RegistrationState.GREETING  # again, unless it is acknowledged
                 return (Register(self._node),)
+            case RegistrationState.REGISTERED if self._draining and self._proxy is None:
+                self.state = RegistrationState.LEFT
+                return (Deregister(self._node.boot_id),)
             case RegistrationState.REGISTERED:
-                return (NodeHeartbeat(self._node.boot_id, self._load()),)
+                return (NodeHeartbeat(self._node.boot_id, self._load(), self._role, self._draining),)
+            case RegistrationState.LEFT:
+                return ()
 
     def seal(self, sealer: Sealer, message: ToProxy) -> bytes:
         """Returns the frame of a message to this proxy."""
@@ -144,6 +187,9 @@ class ProxyLink:
         self._turned_away = not ack.known
         if proxy == self._proxy and ack.known:
             self._heard_s = now
+            self.known_role = ack.role
+            if self._draining and self.state is not RegistrationState.REGISTERED:
+                self._due_s = now  # the registration did not say so
             self.state = RegistrationState.REGISTERED
             self.refusal = ""
         elif not ack.known and self.state is RegistrationState.REGISTERED:
@@ -153,6 +199,6 @@ class ProxyLink:
 
     def _greet(self, now: float) -> None:
         self.state = RegistrationState.GREETING
-        self._proxy = None
+        self._proxy = self.known_role = None
         self._heartbeat_s = self._configured_s
         self._due_s = now + self._heartbeat_s

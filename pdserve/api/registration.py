@@ -18,15 +18,17 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from contextlib import suppress
 from types import MappingProxyType
 from typing import cast
 
+import msgspec
 import zmq
 
-from pdserve.api.proxy_link import MISSED_ACKS, ProxyLink, RegistrationStatus
+from pdserve.api.proxy_link import MISSED_ACKS, ProxyLink, ProxyView, RegistrationStatus
 from pdserve.errors import ConfigError, WireError
 from pdserve.log_throttle import LogThrottle
-from pdserve.wire.discovery import Deregister, FromProxy, NodeInfo, NodeLoad, ToProxy
+from pdserve.wire.discovery import Deregister, FromProxy, NodeInfo, NodeLoad, Role, ToProxy
 from pdserve.wire.frame import Opened, Opener, Purpose, Sealer, Secrets
 
 log = logging.getLogger(__name__)
@@ -50,9 +52,9 @@ class HeartbeatThread:
         heartbeat_s: float,
         stuck_s: float,
         load: Callable[[], NodeLoad],
-        tell: Callable[[str, RegistrationStatus], None],
+        tell: Callable[[str, ProxyView], None],
     ) -> None:
-        """``load``, and ``tell`` with a proxy and how it answers now, are called in the thread.
+        """``load``, and ``tell`` with a proxy and how it sees the node now, are called in the thread.
 
         Raises ConfigError for an address that is none.
         """
@@ -61,6 +63,11 @@ class HeartbeatThread:
         self._pulse_s = time.monotonic()
         self._responsive = True
         self._stopping = False
+        self._draining = False
+        self._role: Role | None = None
+        """The role that was announced last."""
+        self._passed_on: Role | None = None
+        """The role that all links have."""
         self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._wakeup_lock = threading.Lock()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -83,9 +90,22 @@ class HeartbeatThread:
         """Tells the thread that the event loop turns."""
         self._pulse_s = time.monotonic()
 
+    def announce(self, role: Role) -> None:
+        """Tells every proxy the node's new role, at once."""
+        self._role = role
+        self._wake()
+
     def stop(self) -> None:
         """Says goodbye and ends, within ``GOODBYE_MS``."""
         self._stopping = True
+        self._wake()
+
+    def drain(self) -> None:
+        """Tells the proxies, at once, that the node takes no new work."""
+        self._draining = True
+        self._wake()
+
+    def _wake(self) -> None:
         with self._wakeup_lock:
             if self._wakeup >= 0:
                 os.eventfd_write(self._wakeup, 1)
@@ -107,17 +127,30 @@ class HeartbeatThread:
         while not self._stopping:
             now = time.monotonic()
             self._look_at_loop(now)
+            self._pass_on_role(now)
             for connection in self._connections:
+                if self._draining:
+                    connection.link.drain(now)
                 connection.send_due(now, silent=not self._responsive)
-                if (status := connection.changed()) is not None:
-                    self._tell(connection.proxy, status)
+                if (view := connection.changed()) is not None:
+                    self._tell(connection.proxy, view)
                 poller.register(connection.socket, connection.awaited)
             due_s = min(connection.link.due_s for connection in self._connections)
             ready = dict(poller.poll(max(0, int((due_s - time.monotonic()) * 1000) + 1)))
+            if self._wakeup in ready:
+                os.eventfd_read(self._wakeup)
             for connection in self._connections:
                 connection.receive(ready.get(connection.socket, 0), time.monotonic())
         for connection in self._connections:
             connection.say_goodbye()
+
+    def _pass_on_role(self, now: float) -> None:
+        role = self._role
+        if role is None or role is self._passed_on:
+            return
+        self._passed_on = role
+        for connection in self._connections:
+            connection.link.announce(role, now)
 
     def _look_at_loop(self, now: float) -> None:
         responsive = now - self._pulse_s < self._stuck_s
@@ -148,7 +181,7 @@ class _ProxyConnection:
     ) -> None:
         self.proxy = proxy
         self.link = ProxyLink(node, heartbeat_s, load, time.monotonic())
-        self._status: RegistrationStatus | None = None
+        self._view: ProxyView | None = None
         self._boot_id = node.boot_id
         self._sealer = Sealer(secret, Purpose.DISCOVERY, node.boot_id)
         self._throttle = LogThrottle(WARN_EVERY_S)
@@ -183,16 +216,18 @@ class _ProxyConnection:
     def say_goodbye(self) -> None:
         self._send(Deregister(self._boot_id))
 
-    def changed(self) -> RegistrationStatus | None:
-        """Returns how the proxy answers if that has changed since the last call."""
-        before, self._status = self._status, self.link.status(connected=self._sent)
-        if self._status is before:
+    def changed(self) -> ProxyView | None:
+        """Returns how the proxy sees the node if that has changed since the last call."""
+        before, view = self._view, ProxyView(self.link.status(connected=self._sent), self.link.known_role)
+        if view == before:
             return None
-        if self._status is RegistrationStatus.ACCEPTED:
+        self._view = view
+        known, known_before = (seen is not None and seen.accepted for seen in (view, before))
+        if known and not known_before:
             log.info("registered at proxy %s", self.proxy)
-        elif before is RegistrationStatus.ACCEPTED:
+        elif known_before and not known:
             log.warning("proxy %s does not answer, or no longer knows this node", self.proxy)
-        return self._status
+        return view
 
     def _show_refusal(self) -> None:
         before, self._refusal = self._refusal, self.link.refusal
@@ -264,8 +299,12 @@ class Registration:
         self._heartbeat_s = heartbeat_ms / 1000
         self._load = load
         self._stuck_s = stuck_s
+        self._thread: HeartbeatThread | None = None
+        """The thread that talks to the proxies, while ``run`` runs."""
         self._registered = {proxy: asyncio.Event() for proxy in self._proxies}
-        self._statuses = dict.fromkeys(self._proxies, RegistrationStatus.SILENT)
+        self._views = dict.fromkeys(self._proxies, ProxyView(RegistrationStatus.SILENT))
+        self._news = asyncio.Event()
+        """Set whenever a proxy sees the node in another way."""
 
     @property
     def registered(self) -> Mapping[str, asyncio.Event]:
@@ -277,8 +316,29 @@ class Registration:
         """Why no proxy has this node, in words. It is None if one has, or if there is none to register at."""
         if not self._proxies or any(event.is_set() for event in self._registered.values()):
             return None
-        reasons = "; ".join(f"{proxy} {status.value}" for proxy, status in self._statuses.items())
+        reasons = "; ".join(f"{proxy} {view.status.value}" for proxy, view in self._views.items())
         return f"no proxy has accepted this node: {reasons}"
+
+    def drain(self) -> None:
+        """Tells the proxies, at once, that this node takes no new work, so that what runs here moves to other nodes."""
+        if self._thread is not None:
+            self._thread.drain()
+
+    async def announce(self, role: Role, timeout_s: float) -> tuple[str, ...]:
+        """Tells every proxy the node's new role, and waits until those that know the node have taken it.
+
+        Returns the proxies that have not within ``timeout_s``. They get the role with the next heartbeat that reaches
+        them, or with the node's registration.
+        """
+        self._node = msgspec.structs.replace(self._node, role=role)
+        if self._thread is not None:
+            self._thread.announce(role)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while any(view.accepted and view.role is not role for view in self._views.values()):
+                    self._news.clear()
+                    await self._news.wait()
+        return tuple(proxy for proxy, view in self._views.items() if view.role is not role)
 
     async def run(self) -> None:
         """Registers and sends heartbeats until it is cancelled, and then says goodbye, within ``GOODBYE_MS``.
@@ -291,8 +351,8 @@ class Registration:
             return
         loop = asyncio.get_running_loop()
 
-        def tell(proxy: str, status: RegistrationStatus) -> None:
-            loop.call_soon_threadsafe(self._show, proxy, status)
+        def tell(proxy: str, view: ProxyView) -> None:
+            loop.call_soon_threadsafe(self._show, proxy, view)
 
         thread = HeartbeatThread(
             self._node,
@@ -304,20 +364,23 @@ class Registration:
             tell=tell,
         )
         ended = asyncio.wrap_future(thread.start())
+        self._thread = thread
         try:
             while not ended.done():
                 thread.pulse()
                 await asyncio.wait([ended], timeout=min(self._heartbeat_s, self._stuck_s / 4))
             ended.result()
         finally:
+            self._thread = None
             thread.stop()
             await asyncio.wait([ended])
             for proxy in self._proxies:
-                self._show(proxy, RegistrationStatus.SILENT)
+                self._show(proxy, ProxyView(RegistrationStatus.SILENT))
 
-    def _show(self, proxy: str, status: RegistrationStatus) -> None:
-        self._statuses[proxy] = status
-        if status is RegistrationStatus.ACCEPTED:
+    def _show(self, proxy: str, view: ProxyView) -> None:
+        self._views[proxy] = view
+        self._news.set()
+        if view.accepted:
             self._registered[proxy].set()
         else:
             self._registered[proxy].clear()

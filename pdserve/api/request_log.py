@@ -41,6 +41,10 @@ class RequestRecord:
         return sum(report.cached_tokens for report in self.reports)
 
     @property
+    def reused_tokens(self) -> int:
+        return sum(report.reused_tokens for report in self.reports)
+
+    @property
     def ttft_s(self) -> float | None:
         return None if self.first_token is None else self.first_token - self.arrived
 
@@ -78,7 +82,7 @@ def log_request(record: RequestRecord, now: float) -> None:
         _rate(1, record.tpot_s),
         _rate(record.prompt_tokens + record.output_tokens, now - record.arrived),
         finish,
-        "" if record.resumed_tokens is None else f" resumed={record.resumed_tokens}",
+        "" if record.resumed_tokens is None else f" resumed={record.resumed_tokens} reused={record.reused_tokens}",
     )
 
 

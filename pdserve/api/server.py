@@ -16,13 +16,14 @@ from typing import Any, TypeVar
 import uvloop
 
 from pdserve.api.app import create_app
+from pdserve.api.commands import CommandGate, NodeCommands
 from pdserve.api.engine_client import ENGINE_COMMAND, EngineClient
 from pdserve.api.metrics import NodeMetrics
 from pdserve.api.outcome import shutting_down
 from pdserve.api.registration import Registration
 from pdserve.api.requests.tokenizer import Tokenizer, load_tokenizer
 from pdserve.api.serving_node import NodePhase, ServingNode, TicketGate
-from pdserve.config import EngineConfig, NodeConfig
+from pdserve.config import Drain, EngineConfig, NodeConfig
 from pdserve.errors import PdserveError
 from pdserve.http.server import HttpServer, bind, url_of
 from pdserve.process import set_up_logging, share_interpreter
@@ -36,6 +37,8 @@ log = logging.getLogger(__name__)
 
 ENGINE_STOP_S = 5.0
 DEREGISTER_S = 2.0
+MOVED_S = 1.0
+"""A node that drains stays for so long after its last stream has moved, whose last blocks the new node fetches."""
 EXIT_OK = 0
 EXIT_FAILED = 1
 
@@ -94,9 +97,8 @@ class NodeServer:
                 await engine.stop(ENGINE_STOP_S)
         return EXIT_OK
 
-    async def _start(self, engine: EngineClient) -> tuple[Ready, Tokenizer | None]:
-        if self.role is Role.PREFILL:
-            return await engine.start(), None
+    async def _start(self, engine: EngineClient) -> tuple[Ready, Tokenizer]:
+        # A prefill node has a tokenizer too: it may become a decode node at any time.
         starting = asyncio.create_task(engine.start())
         loading = asyncio.create_task(asyncio.to_thread(load_tokenizer, self.model_dir))
         try:
@@ -113,7 +115,7 @@ class NodeServer:
         self,
         engine: EngineClient,
         ready: Ready,
-        tokenizer: Tokenizer | None,
+        tokenizer: Tokenizer,
         boot_id: bytes,
         listener: socket.socket,
         signals: StopSignals,
@@ -123,7 +125,11 @@ class NodeServer:
         info = self._info(ready, boot_id, url)
         registering = self._registration(info, engine, secrets)
         state = self._state(info, engine, ready, tokenizer, registering, secrets)
-        http = HttpServer(create_app(state), listener, self.config.http)
+        commands, commanded = None, asyncio.Event()
+        if registering is not None:
+            gate = CommandGate(secrets, boot_id)
+            commands = NodeCommands(state, gate, registering.announce, commanded.set)
+        http = HttpServer(create_app(state, commands), listener, self.config.http)
         # The present objects live as long as the process. To search them for garbage would delay tokens.
         gc.collect()
         gc.freeze()
@@ -131,13 +137,18 @@ class NodeServer:
         registration = asyncio.create_task(_registered(registering), name="registration")
         try:
             log.info("pdserve %s listening url=%s", self.role.value, url)
-            await _first(signals.drain.wait(), engine.wait_lost(), _ended(serving), _ended(registration))
+            drains = _first(signals.drain.wait(), commanded.wait())
+            await _first(drains, engine.wait_lost(), _ended(serving), _ended(registration))
             state.phase = NodePhase.DRAINING
-            await _cancelled(registration)
-            if signals.drain.is_set():
-                await self._drain(engine, signals)
-            else:
+            if not (signals.drain.is_set() or commanded.is_set()):
+                await _cancelled(registration)
                 self._raise_failure(engine, registration)
+            if registering is not None and self.config.discovery.drain is Drain.MIGRATE:
+                registering.drain()
+                await self._drain(engine, signals, MOVED_S)
+            else:
+                await _cancelled(registration)
+                await self._drain(engine, signals)
             if engine.failure is not None:
                 raise engine.failure
         finally:
@@ -147,11 +158,15 @@ class NodeServer:
             await http.stop()
             state.preparer.close()
 
-    async def _drain(self, engine: EngineClient, signals: StopSignals) -> None:
-        log.info("draining: what runs has %.1f s to finish", self.config.http.drain_s)
+    async def _drain(self, engine: EngineClient, signals: StopSignals, quiet_s: float = 0.0) -> None:
+        """Waits until nothing runs, and nothing has for ``quiet_s`` if anything ran in the beginning."""
+        drain_s = self.config.http.drain_s
+        log.info(
+            "draining: what runs has %.1f s to finish%s", drain_s, ", or to move to other nodes" if quiet_s else ""
+        )
         try:
-            async with asyncio.timeout(self.config.http.drain_s):
-                await _first(engine.wait_idle(), signals.hurry.wait(), engine.wait_lost())
+            async with asyncio.timeout(drain_s):
+                await _first(engine.wait_idle(quiet_s), signals.hurry.wait(), engine.wait_lost())
         except TimeoutError:
             log.warning("drain: not everything finished in time")
 
@@ -209,7 +224,7 @@ class NodeServer:
         info: NodeInfo,
         engine: EngineClient,
         ready: Ready,
-        tokenizer: Tokenizer | None,
+        tokenizer: Tokenizer,
         registration: Registration | None,
         secrets: Secrets,
     ) -> ServingNode:

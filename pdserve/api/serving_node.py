@@ -5,8 +5,6 @@
 
 from __future__ import annotations
 
-import base64
-import binascii
 import enum
 import time
 from collections.abc import Callable
@@ -21,7 +19,7 @@ from pdserve.config import StreamConfig
 from pdserve.errors import Unauthorized, Unavailable, WireError
 from pdserve.wire.discovery import Role
 from pdserve.wire.engine import Ready
-from pdserve.wire.frame import Opener, Purpose, Secrets
+from pdserve.wire.frame import Opener, Purpose, Secrets, from_header
 from pdserve.wire.ticket import Ticket
 
 MAX_TICKET_CHARS = 16_384
@@ -46,7 +44,7 @@ class TicketGate:
                 "this node takes requests from its proxy only: clients talk to the proxy", code="no_ticket"
             )
         try:
-            ticket = self._opener.open(_frame(header))
+            ticket = self._opener.open(from_header(header, MAX_TICKET_CHARS))
         except WireError as exc:
             raise Unauthorized(f"the proxy's ticket is not acceptable: {exc}", code="bad_ticket") from exc
         if ticket.node != self._boot_id:
@@ -54,15 +52,6 @@ class TicketGate:
         if ticket.resume is not None and ticket.answer is None:
             raise Unauthorized("the proxy's ticket resumes an answer without naming it", code="bad_ticket")
         return ticket
-
-
-def _frame(header: str) -> bytes:
-    if len(header) > MAX_TICKET_CHARS:
-        raise Unauthorized("the proxy's ticket is too long", code="bad_ticket")
-    try:
-        return base64.b64decode(header.encode("ascii") + b"=" * (-len(header) % 4), altchars=b"-_", validate=True)
-    except (UnicodeEncodeError, binascii.Error) as exc:
-        raise Unauthorized("the proxy's ticket is not base64url", code="bad_ticket") from exc
 
 
 DRAIN_RETRY_AFTER_S = 1
@@ -77,15 +66,15 @@ class NodePhase(enum.Enum):
 
 @dataclass(slots=True)
 class ServingNode:
-    """A node whose engine is ready, as its routes see it. Only ``phase`` changes."""
+    """A node whose engine is ready, as its routes see it. Only ``phase`` and ``role`` change."""
 
     name: str
     role: Role
+    """The present role. It says only what proxies route here: the node serves every request that has a ticket."""
     model: str
     engine: EngineClient
     ready: Ready
-    tokenizer: Tokenizer | None
-    """The tokenizer. A prefill node has none, for it has no clients."""
+    tokenizer: Tokenizer
     tickets: TicketGate | None
     """The check of tickets. It is None if clients talk to this node directly."""
     metrics: NodeMetrics

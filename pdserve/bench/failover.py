@@ -1,15 +1,16 @@
-"""``pdserve bench failover`` kills and stops decode nodes under running streams, and compares what clients get.
+"""``pdserve bench failover`` breaks or drains decode nodes under running streams, and compares what clients get.
 
 A real cluster runs on this machine: a proxy, prefill nodes and decode nodes. Its answers are recorded first while
-nothing fails. Then, round by round, the same requests stream again, and one decode node is killed (SIGKILL) or stopped
-(SIGSTOP) when every stream runs and a random number of tokens of one has come, at most three quarters of its answer.
-Each answer has to be the recorded one, token for token.
+nothing fails. Then, round by round, the same requests stream again, and one decode node is killed (SIGKILL), stopped
+(SIGSTOP) or drained (SIGTERM) when every stream runs and a random number of tokens of one has come, at most three
+quarters of its answer. Each answer has to be the recorded one, token for token.
 """
 
 from __future__ import annotations
 
 import asyncio
 import enum
+import itertools
 import os
 import random
 import re
@@ -39,9 +40,13 @@ from pdserve.wire.discovery import Role
 _SAMPLING = {"temperature": 0.8, "top_k": 20}
 """Each token is drawn of few: where logits differ with the batch by rounding, that seldom decides such a draw."""
 _GRACE_S = 10.0
+_DRAIN_S = "60"
+"""Nodes that drain get so many seconds: the time that they take is what is measured."""
 _POLL_S = 0.005
 _ASKING_S = 0.1
-_RESUMED = re.compile(r'^pdserve_proxy_resumes_total\{outcome="resumed"\} (\S+)$', re.MULTILINE)
+_WANTED = re.compile(r"^pdserve_resume_blocks_wanted_total (\S+)$", re.MULTILINE)
+_REUSED = re.compile(r"^pdserve_resume_blocks_reused_total (\S+)$", re.MULTILINE)
+_GONE_ON = re.compile(r'^pdserve_proxy_(?:resumes|moves)_total\{outcome="(?:resumed|moved)"\} (\S+)$', re.MULTILINE)
 
 
 class Fault(enum.Enum):
@@ -51,6 +56,8 @@ class Fault(enum.Enum):
     """SIGKILL: its connections end at once."""
     HANG = "hang"
     """SIGSTOP: its connections stay, and it says nothing any more."""
+    DRAIN = "drain"
+    """SIGTERM: its streams move while it goes on with them, and it ends when they have."""
 
 
 @dataclass(slots=True)
@@ -63,9 +70,26 @@ class Outcome:
     wrong: int = 0
     lost: int = 0
     gaps_s: list[float] = field(default_factory=list)
-    """Each resumed stream has here the time from its last chunk before the fault to its first one after it."""
+    """Each stream that went on elsewhere has here its longest gap between chunks while that may have happened."""
     itls_s: list[float] = field(default_factory=list)
     """The other gaps between chunks."""
+    blocks_wanted: float = 0.0
+    """The full blocks of the resumed streams, when their nodes were lost."""
+    blocks_reused: float = 0.0
+    """Those of them that no node had to compute again."""
+    exits_s: list[float] = field(default_factory=list)
+    """The times from SIGTERM to a drained node's exit."""
+    answers_s: list[float] = field(default_factory=list)
+    """The times from SIGTERM to the end of the last answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Broken:
+    """The time in which streams left a node."""
+
+    began: float
+    ended: float
+    """The same as ``began`` unless the node was drained: then it is when the node had ended."""
 
 
 def run(config: BenchFailoverConfig, environ: Mapping[str, str]) -> Report:
@@ -89,6 +113,8 @@ def run(config: BenchFailoverConfig, environ: Mapping[str, str]) -> Report:
 
 def _row(fault: Fault, outcome: Outcome) -> Row:
     gap, itl = distribution(outcome.gaps_s), distribution(outcome.itls_s)
+    drained = [Figure("exit p50", distribution(outcome.exits_s).p50 * 1e3, Unit.MS, Better.LOWER)]
+    drained += [Figure("last answer p50", distribution(outcome.answers_s).p50 * 1e3, Unit.MS)]
     return Row(
         "failover",
         {"fault": fault.value},
@@ -101,7 +127,9 @@ def _row(fault: Fault, outcome: Outcome) -> Row:
             Figure("gap p50", gap.p50 * 1e3, Unit.MS, Better.LOWER),
             Figure("gap p99", gap.p99 * 1e3, Unit.MS, Better.LOWER),
             Figure("ITL p50", itl.p50 * 1e3, Unit.MS, Better.LOWER),
+            Figure("reused blocks", outcome.blocks_reused / (outcome.blocks_wanted or float("nan")), Unit.RATIO),
             Figure("gap p50 : ITL p50", gap.p50 / itl.p50, Unit.RATIO, Better.LOWER),
+            *(drained if fault is Fault.DRAIN else ()),
         ),
     )
 
@@ -130,9 +158,10 @@ async def _measure(
         for stream in unbroken:
             if stream.error:
                 raise BenchError(f"a request failed before any fault: {stream.error}")
+        rounds = _Rounds(cluster, session, target, jobs, unbroken, source, settings.limit_s)
         for number in range(settings.rounds):
             fault = faults[number % len(faults)]
-            await _round(cluster, session, target, jobs, unbroken, fault, source, outcomes[fault], settings.limit_s)
+            await rounds.run(number, fault, outcomes[fault])
             told = outcomes[fault]
             print(
                 f"round {number + 1} of {settings.rounds}, seed {settings.seed}, {fault.value}: "
@@ -143,69 +172,109 @@ async def _measure(
     return outcomes
 
 
-async def _round(
-    cluster: _Cluster,
-    session: aiohttp.ClientSession,
-    target: Target,
-    jobs: Sequence[Job],
-    unbroken: Sequence[Stream],
-    fault: Fault,
-    source: random.Random,
-    outcome: Outcome,
-    limit_s: float,
-) -> None:
-    """Streams all jobs, breaks a decode node meanwhile, and adds what clients got to ``outcome``."""
-    streams = [Stream(0.0) for _ in jobs]
-    victim = source.choice(cluster.decode_names)
-    watched, after = source.randrange(len(jobs)), source.randint(1, jobs[0].output_tokens * 3 // 4)
-    resumed = await cluster.resumed(session)
-    try:
-        async with asyncio.timeout(limit_s):
-            running = asyncio.gather(*(run_job(session, target, *pair) for pair in zip(jobs, streams, strict=True)))
-            while not running.done():
-                if len(streams[watched].arrivals) >= after and all(stream.arrivals for stream in streams):
-                    break
-                await asyncio.sleep(_POLL_S)
-            broken_at = time.perf_counter()
-            cluster.break_node(victim, fault)
-            await running
-    except TimeoutError as exc:
-        raise BenchError(f"a round took more than {limit_s:g} s") from exc
-    newly = int(await cluster.resumed(session) - resumed)
-    gaps = sorted((gap for stream in streams if (gap := _gap_s(stream, broken_at)) is not None), reverse=True)
-    outcome.faults += 1
-    outcome.streams += len(streams)
-    outcome.resumed += newly
-    outcome.gaps_s += gaps[:newly]
-    for index, (stream, expected) in enumerate(zip(streams, unbroken, strict=True)):
-        outcome.itls_s += [gap for gap in stream.itls_s if gap not in gaps]
-        if stream.error:
-            outcome.lost += 1
-            print(f"answer {index} was lost: {stream.error}", file=sys.stderr, flush=True)
-        elif (stream.token_ids, stream.text) != (expected.token_ids, expected.text):
-            outcome.wrong += 1
-            pairs = zip(stream.token_ids, expected.token_ids, strict=False)
-            same = next((at for at, (ours, theirs) in enumerate(pairs) if ours != theirs), "no")
-            print(
-                f"answer {index} is wrong: it has {len(stream.token_ids)} tokens and differs from token {same} on; "
-                f"{sum(arrival <= broken_at for arrival in stream.arrivals)} chunks came before the fault",
-                file=sys.stderr,
-                flush=True,
-            )
-    await cluster.replace(victim, session)
+@dataclass(frozen=True)
+class _Rounds:
+    """What all rounds share."""
+
+    cluster: _Cluster
+    session: aiohttp.ClientSession
+    target: Target
+    jobs: Sequence[Job]
+    unbroken: Sequence[Stream]
+    """What the jobs' answers are while nothing fails."""
+    source: random.Random
+    limit_s: float
+
+    async def run(self, number: int, fault: Fault, outcome: Outcome) -> None:
+        """Streams all jobs, breaks a decode node meanwhile, and adds what clients got to ``outcome``.
+
+        Raises BenchError if that takes too long.
+        """
+        streams = [Stream(0.0) for _ in self.jobs]
+        victim = self.source.choice(self.cluster.decode_names)
+        resumed = await self.cluster.resumed(self.session)
+        before = await self.cluster.reuse(self.session, victim)
+        # No round finds the KV cache of an earlier one.
+        jobs = [replace(job, sampling={**job.sampling, "cache_salt": f"round {number}"}) for job in self.jobs]
+        try:
+            async with asyncio.timeout(self.limit_s):
+                broken = await self._stream(jobs, streams, victim, fault)
+        except TimeoutError as exc:
+            raise BenchError(f"a round took more than {self.limit_s:g} s") from exc
+        newly = int(await self.cluster.resumed(self.session) - resumed)
+        # Engines report what they have counted when they fall idle.
+        await asyncio.sleep(_ASKING_S)
+        after = await self.cluster.reuse(self.session, victim)
+        outcome.blocks_wanted += after.wanted - before.wanted
+        outcome.blocks_reused += after.reused - before.reused
+        gaps = sorted((gap for stream in streams if (gap := _gap_s(stream, broken)) is not None), reverse=True)
+        outcome.faults += 1
+        outcome.streams += len(streams)
+        outcome.resumed += newly
+        outcome.gaps_s += gaps[:newly]
+        if fault is Fault.DRAIN:
+            outcome.exits_s.append(broken.ended - broken.began)
+            outcome.answers_s.append(max(stream.arrivals[-1] for stream in streams) - broken.began)
+        for index, (stream, expected) in enumerate(zip(streams, self.unbroken, strict=True)):
+            outcome.itls_s += [gap for gap in stream.itls_s if gap not in gaps]
+            _judge(index, stream, expected, broken.began, outcome)
+        await self.cluster.replace(victim, self.session)
+
+    async def _stream(self, jobs: Sequence[Job], streams: Sequence[Stream], victim: str, fault: Fault) -> _Broken:
+        """Streams ``jobs`` into ``streams`` and breaks ``victim`` meanwhile. Returns when that was."""
+        watched, after = self.source.choice(streams), self.source.randint(1, jobs[0].output_tokens * 3 // 4)
+        pairs = zip(jobs, streams, strict=True)
+        running = asyncio.gather(*(run_job(self.session, self.target, *pair) for pair in pairs))
+        while not running.done():
+            if len(watched.arrivals) >= after and all(stream.arrivals for stream in streams):
+                break
+            await asyncio.sleep(_POLL_S)
+        began = ended = time.perf_counter()
+        self.cluster.break_node(victim, fault)
+        if fault is Fault.DRAIN:
+            await self.cluster.drained(victim)
+            ended = time.perf_counter()
+        await running
+        return _Broken(began, ended)
 
 
-def _gap_s(stream: Stream, broken_at: float) -> float | None:
-    """Returns the gap between chunks in which ``broken_at`` lies; None if it lies in none."""
-    before = [arrival for arrival in stream.arrivals if arrival <= broken_at]
-    after = [arrival for arrival in stream.arrivals if arrival > broken_at]
-    return after[0] - before[-1] if before and after else None
+def _judge(index: int, stream: Stream, expected: Stream, broken_at: float, outcome: Outcome) -> None:
+    """Counts an answer that is lost or wrong, and says so."""
+    if stream.error:
+        outcome.lost += 1
+        print(f"answer {index} was lost: {stream.error}", file=sys.stderr, flush=True)
+    elif (stream.token_ids, stream.text) != (expected.token_ids, expected.text):
+        outcome.wrong += 1
+        pairs = zip(stream.token_ids, expected.token_ids, strict=False)
+        same = next((at for at, (ours, theirs) in enumerate(pairs) if ours != theirs), "no")
+        print(
+            f"answer {index} is wrong: it has {len(stream.token_ids)} tokens and differs from token {same} on; "
+            f"{sum(arrival <= broken_at for arrival in stream.arrivals)} chunks came before the fault",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
+def _gap_s(stream: Stream, broken: _Broken) -> float | None:
+    """Returns the longest gap between chunks of which a part lies in ``broken``; None if there is none."""
+    pairs = itertools.pairwise(stream.arrivals)
+    gaps = [after - before for before, after in pairs if after > broken.began and before <= broken.ended]
+    return max(gaps, default=None)
 
 
 class _Known(msgspec.Struct):
     """The part of an entry of ``/instances`` that is read here."""
 
     name: str
+    url: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Reuse:
+    """The blocks of resumed answers that nodes have counted since they started."""
+
+    wanted: float
+    reused: float
 
 
 _instances = msgspec.json.Decoder(list[_Known])
@@ -216,8 +285,8 @@ class _Cluster:
 
     def __init__(self, config: BenchFailoverConfig, environ: Mapping[str, str]) -> None:
         self._timeout_s = config.failover.startup_timeout_s
-        secret = {"PDSERVE_SECRET": secrets.token_hex(32)}
-        self._environ = {**environ, **to_environ(config), **OWN_SETTINGS, **secret}
+        own = {"PDSERVE_SECRET": secrets.token_hex(32), "PDSERVE_DRAIN_S": _DRAIN_S}
+        self._environ = {**environ, **to_environ(config), **OWN_SETTINGS, **own}
         roles = [(Role.PREFILL, config.failover.prefill), (Role.DECODE, config.failover.decode)]
         named = [(role, f"{role.value}-{index}") for role, count in roles for index in range(count)]
         cores = partition_cores(sorted(os.sched_getaffinity(0)), len(named))
@@ -241,13 +310,22 @@ class _Cluster:
         await self._stack.aclose()
 
     def break_node(self, name: str, fault: Fault) -> None:
-        """Kills or stops the node's API process and its engine."""
+        """Kills, stops or drains the node's API process and its engine."""
         node = self._nodes[name]
         if fault is Fault.KILL:
             node.kill()
             return
+        if fault is Fault.DRAIN:
+            node.terminate()
+            return
         for pid in (*_children(node.pid), node.pid):
             os.kill(pid, signal.SIGSTOP)
+
+    async def drained(self, name: str) -> None:
+        """Waits until a node that drains has ended. Raises ChildDied if it does not end in good order."""
+        node = self._nodes[name]
+        if await node.wait():
+            raise node.died()
 
     async def replace(self, name: str, session: aiohttp.ClientSession) -> None:
         """Ends what is left of a broken node, starts another one in its place, and waits until the proxy has it.
@@ -262,10 +340,22 @@ class _Cluster:
             await self._until_known(session)
 
     async def resumed(self, session: aiohttp.ClientSession) -> float:
-        """Returns how many streams the proxy has resumed."""
+        """Returns how many streams have gone on elsewhere."""
         async with session.get(self.url + "/metrics") as response:
-            found = _RESUMED.search(await response.text())
-        return float(found[1]) if found else 0.0
+            return sum(map(float, _GONE_ON.findall(await response.text())))
+
+    async def reuse(self, session: aiohttp.ClientSession, victim: str) -> _Reuse:
+        """Returns what all decode nodes but ``victim`` have counted."""
+        async with session.get(self.url + "/instances") as response:
+            known = _instances.decode(await response.read())
+        wanted = reused = 0.0
+        for node in known:
+            if node.name in self.decode_names and node.name != victim:
+                async with session.get(node.url + "/metrics") as response:
+                    text = await response.text()
+                wanted += _sample(_WANTED, text)
+                reused += _sample(_REUSED, text)
+        return _Reuse(wanted, reused)
 
     def _start_node(self, name: str) -> None:
         role, cores = self._planned[name]
@@ -302,6 +392,11 @@ async def _running_cluster(config: BenchFailoverConfig, environ: Mapping[str, st
         yield cluster
     finally:
         await cluster.stop()
+
+
+def _sample(wanted: re.Pattern[str], metrics: str) -> float:
+    found = wanted.search(metrics)
+    return float(found[1]) if found else 0.0
 
 
 def _children(pid: int) -> list[int]:

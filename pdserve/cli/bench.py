@@ -17,8 +17,10 @@ from pdserve.bench_config import (
     BenchFailoverConfig,
     BenchLoadConfig,
     BenchProxyConfig,
+    BenchRolesConfig,
     BenchStreamConfig,
     BenchTransferConfig,
+    BenchTurnsConfig,
 )
 from pdserve.cli.report_output import check_folder, publish
 from pdserve.errors import ConfigError
@@ -145,10 +147,22 @@ def _proxy(config: BenchProxyConfig, environ: Mapping[str, str]) -> Report:
     return benchmark.run(config, environ)
 
 
+def _roles(config: BenchRolesConfig, environ: Mapping[str, str]) -> Report:
+    from pdserve.bench.roles.benchmark import run
+
+    return run(config, environ)
+
+
 def _failover(config: BenchFailoverConfig, environ: Mapping[str, str]) -> Report:
     from pdserve.bench import failover
 
     return failover.run(config, environ)
+
+
+def _turns(config: BenchTurnsConfig, environ: Mapping[str, str]) -> Report:
+    from pdserve.bench import turns
+
+    return turns.run(config, environ)
 
 
 BENCHMARKS = {
@@ -204,6 +218,20 @@ BENCHMARKS = {
         "how many streams went on elsewhere, how long that took, and whether each answer is the one without a fault.",
         BenchFailoverConfig,
         _failover,
+    ),
+    "roles": Benchmark(
+        "roles that follow a shifting load, against every static split",
+        "Three nodes whose steps wait instead of computing, under phases of long prompts and of long answers: how many "
+        "requests met their targets with --roles auto, and with each static split.",
+        BenchRolesConfig,
+        _roles,
+    ),
+    "turns": Benchmark(
+        "conversations, with and without KV return",
+        "Conversations with two clusters on this machine, one of which returns the KV blocks of answers to the prefill "
+        "node: how soon the answer of each turn begins, and how much of its prompt was computed.",
+        BenchTurnsConfig,
+        _turns,
     ),
 }
 

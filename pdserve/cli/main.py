@@ -20,6 +20,8 @@ SUBCOMMANDS = {
     "prefill": "a node that computes the KV cache of prompts for decode nodes",
     "decode": "a node that answers requests, with prompts computed by prefill nodes",
     "mixed": "a node that does both in one engine",
+    "role": "gives a running node another role: pdserve role NODE prefill|decode|mixed",
+    "drain": "empties a running node and ends it: pdserve drain NODE",
     "doctor": "looks at this machine and at peers, and says what to do; before calling for help",
     "bench": "measures this machine, an engine or a server; pdserve bench lists what",
 }

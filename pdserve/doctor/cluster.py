@@ -15,7 +15,7 @@ _MAX_BODY_BYTES = 8 * 2**20
 
 
 class ListedInstance(msgspec.Struct, frozen=True):
-    """The part of an entry of the proxy's ``/instances`` that the doctor reads."""
+    """The part of an entry of the proxy's ``/instances`` that the doctor and commands read."""
 
     name: str
     role: str
@@ -24,6 +24,8 @@ class ListedInstance(msgspec.Struct, frozen=True):
     model: str
     fingerprint: str
     heartbeat_age_s: float
+    url: str = ""
+    boot_id: str = ""
 
 
 def read_instances(proxy_url: str, timeout_s: float, trust: Trust | None = None) -> list[ListedInstance] | str:

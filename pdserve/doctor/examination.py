@@ -13,6 +13,7 @@ from pdserve.config import DoctorConfig, Switch, TransferConfig
 from pdserve.doctor import cores, gpu, memory_limits, network, probe, rdma, software, ucx_devices, ucx_tools
 from pdserve.doctor.cluster import check_instances, prefill_controls, read_instances
 from pdserve.doctor.finding import Finding, Verdict, not_applicable, problem
+from pdserve.doctor.kv_return import check_kv_return
 from pdserve.doctor.memory_limits import LimitFacts
 from pdserve.doctor.peers import check_peer, read_peer, same_machine
 from pdserve.doctor.stand_in import StandIn, standing_in
@@ -95,6 +96,7 @@ class _Doctor:
         self._findings += rdma.check_rdma(ports)
         self._findings += cores.check_cores(cores.read_cores(self._config.cpu.cores))
         self._findings.append(gpu.check_gpus(gpus))
+        self._findings.append(check_kv_return(self._config.transfer, self._config.cache))
         return usable
 
     def _ucx(self, rdma_devices: tuple[str, ...], gpus: int) -> bool:

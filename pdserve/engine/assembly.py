@@ -29,7 +29,6 @@ from pdserve.models.checkpoint.decoder_config import DecoderConfig, read_decoder
 from pdserve.models.checkpoint.weights import fingerprint
 from pdserve.models.runner import CudaGraphs, ModelRunner, StepRow, kv_layout
 from pdserve.models.tp.shares import TpGroup
-from pdserve.wire.discovery import Role
 from pdserve.wire.engine import Ready
 from pdserve.wire.frame import Secrets
 from pdserve.wire.rank import Loaded, LoadModel
@@ -56,11 +55,12 @@ def assemble(
     ranks: Ranks | None,
     tp: TpGroup,
     device: torch.device,
+    around: Callable[[StepRunner], StepRunner] | None = None,
 ) -> Engine:
     """Loads the model, warms it up and opens the transfers. ``progress`` is called with the name of each stage.
 
-    ``tp`` is the group of all ranks, and ``device`` is rank 0's. Raises ModelError, ConfigError, RankLost or
-    TransferError if something does not fit.
+    ``tp`` is the group of all ranks, and ``device`` is rank 0's. ``around`` puts another runner around the model's.
+    Raises ModelError, ConfigError, RankLost or TransferError if something does not fit.
     """
     decoder = read_decoder_config(Path(config.model_dir))
     block_size = config.cache.block_size
@@ -110,7 +110,7 @@ def assemble(
     loop = StepLoop(
         api=api,
         wake_up=wake_up,
-        runner=runner,
+        runner=runner if around is None else around(runner),
         blocks=blocks,
         connector=connector,
         config=config.scheduler,
@@ -136,13 +136,12 @@ def overlaps(config: EngineConfig, device: torch.device) -> bool:
     """Returns whether decode steps are launched ahead.
 
     They are only where no transfer writes to the KV cache by itself and no other rank has to be told. Blocks that a
-    transfer brings through host memory are copied to the cache behind all steps that were launched before. A prefill
-    node has no steps that only decode.
+    transfer brings through host memory are copied to the cache behind all steps that were launched before. The node's
+    role makes no difference, because it may change.
     """
     staging = config.transfer.staging
     staged = staging is KvStaging.ON or (staging is KvStaging.AUTO and device.type == "cuda")
-    decodes = config.role is not Role.PREFILL
-    alone = config.parallel.tp == 1 and decodes and (staged or not config.has_peers)
+    alone = config.parallel.tp == 1 and (staged or not config.has_peers)
     match config.scheduler.overlap:
         case Overlap.AUTO:
             return alone and device.type == "cuda"

@@ -7,6 +7,7 @@ import os
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from typing import TYPE_CHECKING
 
 import zmq
 
@@ -15,9 +16,12 @@ from pdserve.engine.api_channel import ApiChannel
 from pdserve.engine.tp.tp_ranks import Ranks, rank_cores, running_ranks
 from pdserve.engine.wake_up import WakeUp
 from pdserve.errors import EngineError, PdserveError
-from pdserve.process import pin_to_cores, read_launch, set_up_logging
+from pdserve.process import loading_libraries, pin_to_cores, read_launch, set_up_logging
 from pdserve.signals import ignore_hangup
 from pdserve.wire.engine import EngineFailed, Starting
+
+if TYPE_CHECKING:
+    from pdserve.engine.launched_step import StepRunner
 
 log = logging.getLogger("pdserve.engine")
 
@@ -25,8 +29,10 @@ LINGER_S = 1.0
 """The last messages to the API process have this long to leave."""
 
 
-def main() -> int:
+def main(around: Callable[[StepRunner], StepRunner] | None = None) -> int:
     """Reads the launch message from standard input and serves. Returns 0 after Shutdown or SIGTERM.
+
+    ``around`` puts a runner of its own around the model's; only benchmarks do.
 
     After a failure, which the API process is told, this process ends at once with status 1: a GPU may be waiting for a
     rank that is gone, and would keep libraries from being unloaded.
@@ -40,7 +46,7 @@ def main() -> int:
         channel = ApiChannel(context, launch.address, batched=batched)
         try:
             channel.send(Starting("loading libraries"))
-            serve(launch, channel)
+            serve(launch, channel, around)
         except PdserveError as exc:
             log.error("%s", exc)
             failed = str(exc)
@@ -61,7 +67,7 @@ def _report_failure(channel: ApiChannel, message: str) -> None:
         channel.send(EngineFailed(message))
 
 
-def serve(launch: EngineLaunch, channel: ApiChannel) -> None:
+def serve(launch: EngineLaunch, channel: ApiChannel, around: Callable[[StepRunner], StepRunner] | None = None) -> None:
     """Loads the model and runs the step loop until it is stopped.
 
     Raises PdserveError if the engine cannot start or go on.
@@ -79,11 +85,12 @@ def serve(launch: EngineLaunch, channel: ApiChannel) -> None:
         pin_to_cores(cores)
         # torch is imported late: it sizes its thread pool by the cores that it finds then, and loading it takes seconds
         # in which the API process already waits for a message.
-        import torch
+        with loading_libraries():
+            import torch
 
-        from pdserve.engine.assembly import assemble
-        from pdserve.engine.runner_loading import rank_device
-        from pdserve.engine.tp.tp_runner import joined_group
+            from pdserve.engine.assembly import assemble
+            from pdserve.engine.runner_loading import rank_device
+            from pdserve.engine.tp.tp_runner import joined_group
 
         if cores:
             torch.set_num_threads(len(cores))
@@ -93,7 +100,7 @@ def serve(launch: EngineLaunch, channel: ApiChannel) -> None:
         def progress(stage: str) -> None:
             channel.send(Starting(stage))
 
-        engine = assemble(config, channel, wake_up, progress, ranks, group, device)
+        engine = assemble(config, channel, wake_up, progress, ranks, group, device, around)
         stack.callback(engine.connector.close)
         stack.enter_context(_stop_signals(engine.loop.stop))
         if ranks is not None:

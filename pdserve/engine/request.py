@@ -2,17 +2,20 @@
 
     WAITING ─▶ WAITING_FOR_REMOTE_KVS ─▶ RUNNING ─▶ FINISHED    prefilled by another node
     WAITING ◀─ WAITING_FOR_REMOTE_KVS                           the fetch failed, or there is no place for it yet
+    WAITING ◀─ WAITING_FOR_REMOTE_KVS                           a holder gave what it has; the rest goes as above
     WAITING ─▶ RUNNING ─▶ FINISHED                              prefilled where it is decoded
     WAITING ◀─ RUNNING                                          preempted: its blocks were needed
     WAITING ─▶ RUNNING ─▶ PUSHING ─▶ FINISHED                   prefilled for another node
     WAITING_FOR_PROMPT ─▶ RUNNING ─▶ FINISHED                   a child: its parent's prompt is in the cache
     WAITING_FOR_PROMPT ─▶ WAITING                               the same, but no block is free for it
+    WAITING ─▶ FINISHED                                         only fetched: the holders gave what they have
     (any)   ─▶ FINISHED                                         aborted, past its deadline, or failed
 
 A prompt that is being prefilled and an answer that is being decoded are the same thing here: tokens whose keys and
 values are not computed yet. ``num_computed_tokens`` says how far the cache is; a step advances it. Several tokens of an
 answer that are not computed yet are *replayed* (``scheduling.batch_plan``): those of a preempted request, and *emitted*
-ones, which another node has generated.
+ones, which another node has generated. *Holders* are engines that may have blocks of prompt and answer in their prefix
+caches. They are asked first, and what they do not have is computed or replayed.
 
 Several answers to one prompt (``n``) are several requests: one, the *parent*, computes or fetches the prompt, and its
 *children* wait for that. A parent whose own answer ends before then goes on for its children.
@@ -85,6 +88,14 @@ class Request:
     cache_salt: str = ""
     num_emitted_tokens: int = 0
     """The number of the answer's first tokens that came with the request: its client has them from another node."""
+    holders: tuple[PrefillTarget, ...] = ()
+    """The engines that may hold blocks of this request, and were not asked yet."""
+    return_to: PrefillTarget | None = None
+    """The prefill node that is offered the blocks of the answer and of its children's; None if there is none."""
+    offered_blocks: int = 0
+    """The number of blocks that this node has, as far as it was told."""
+    fetch_only: bool = False
+    """Whether the request ends when the prefix cache has what its holders have. It computes nothing."""
     children: list[Request] = field(default_factory=list)
     """The requests that wait for this one's prompt."""
     parent: Request | None = None
@@ -107,6 +118,8 @@ class Request:
     prefill_node: str = ""
     cached_tokens: int = 0
     """The tokens of the prompt that no node had to compute for this request."""
+    reused_tokens: int = 0
+    """The emitted tokens, and those of their prompt, whose blocks were here or came from a holder."""
     first_token: SampledToken | None = None
     """The token that the push reports of this request, if it serves one."""
     admitted: float | None = None
@@ -130,6 +143,8 @@ class Request:
             group_id=self.group_id,
             cache_salt=self.cache_salt,
             num_emitted_tokens=len(emitted),
+            holders=self.holders if emitted else (),
+            fetch_only=self.fetch_only,
             parent=self,
             status=Status.WAITING_FOR_PROMPT,
         )
@@ -146,6 +161,11 @@ class Request:
     def serves_push(self) -> bool:
         """Whether another node ordered this prompt. Its blocks go there, so it cannot be preempted."""
         return self.local_id is None
+
+    @property
+    def may_ask_holders(self) -> bool:
+        """Whether an engine is left to be asked for blocks. None has those of tokens that were generated here."""
+        return bool(self.holders) and self.num_generated_tokens == self.num_emitted_tokens
 
     def __str__(self) -> str:
         """Returns the request's name in log lines. ``TransferId`` begins with the same digits of the uuid."""

@@ -151,6 +151,9 @@ class StepLoop:
             targets=submit.prefill,
             cache_salt=submit.cache_salt,
             num_emitted_tokens=len(submit.emitted),
+            holders=submit.holders,
+            return_to=submit.prefill[0] if submit.prefill else None,
+            fetch_only=submit.fetch_only,
         )
         children = [request.add_child(child.seed, child.local_id, child.emitted) for child in submit.children]
         family = [request, *children]
@@ -219,7 +222,7 @@ class StepLoop:
             self._connector.give_up(request, NOT_FINITE, FailureCause.PROMPT)
             self._blocks.taint(request.block_table)
             self._scheduler.finish(request, FinishReason.ERROR, NOT_FINITE)
-        self._connector.stepped(self._scheduler, step.plan)
+        self._connector.stepped(self._scheduler, step.plan, now)
 
     # ------------------------------------------------------------ output
 
@@ -239,12 +242,14 @@ class StepLoop:
             self._stats_sent, self._stats_at = stats, now
 
     def _stats(self) -> EngineStats:
-        scheduler, transfers = self._scheduler, self._connector.stats()
+        scheduler, transfers, now = self._scheduler, self._connector.stats(), time.monotonic()
+        returns = self._connector.returns()
         prefills = scheduler.counters.prefills
         return EngineStats(
             running=scheduler.num_running,
             waiting=scheduler.num_waiting + scheduler.num_children,
             waiting_for_remote=scheduler.num_remote,
+            pushing=scheduler.num_pushing,
             total_blocks=self._blocks.num_blocks,
             free_blocks=self._blocks.num_free,
             quarantined_blocks=self._blocks.num_quarantined,
@@ -255,6 +260,10 @@ class StepLoop:
             preemptions=scheduler.counters.preemptions,
             prefix_cache_queries=scheduler.counters.prefix_cache_queries,
             prefix_cache_hits=scheduler.counters.prefix_cache_hits,
+            resume_blocks_wanted=scheduler.counters.resume_blocks_wanted,
+            resume_blocks_reused=scheduler.counters.resume_blocks_reused,
+            blocks_returned=returns.blocks_returned,
+            offers_dropped=returns.offers_dropped,
             prefills_local=prefills[PrefillSource.LOCAL],
             prefills_remote=prefills[PrefillSource.REMOTE],
             prefills_fallback=prefills[PrefillSource.FALLBACK],
@@ -266,5 +275,9 @@ class StepLoop:
             transfer_failures={kind.value: count for kind, count in transfers.failures.items()},
             leases_expired=transfers.leases_expired,
             stale_blocks_dropped=transfers.stale_blocks_dropped,
-            prefill=self._placement.stats(time.monotonic()),
+            queue_s=max(
+                scheduler.longest_wait_s(now),
+                self._placement.queued_s(scheduler.queued_prompt_tokens, scheduler.num_running),
+            ),
+            prefill=self._placement.stats(now),
         )

@@ -32,7 +32,7 @@ def error_headers(error: RequestError) -> dict[str, str]:
     if isinstance(error, Unauthorized):
         headers["www-authenticate"] = "Bearer"
     elif isinstance(error, UnsupportedMediaType):
-        headers["accept-encoding"] = "identity"
+        headers |= {"accept-post": "application/json", "accept-encoding": "identity"}
     elif isinstance(error, DeadlineExceeded):  # OpenAI's clients would send it twice more, for as long each time
         headers["x-should-retry"] = "false"
     return headers

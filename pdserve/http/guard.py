@@ -28,7 +28,7 @@ import re
 import socket
 import ssl
 import struct
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, ClassVar
 
 import httptools
@@ -37,8 +37,10 @@ from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from pdserve.errors import InvalidRequest, Unavailable
+from pdserve.http.cross_origin import CrossOrigin
 from pdserve.http.errors import error_body
 from pdserve.http.outlet import OUTLET, Outlet
+from pdserve.http.request import REQUEST_ID_HEADER, request_label
 
 log = logging.getLogger(__name__)
 
@@ -99,20 +101,23 @@ def guarded_config(
     shutdown_s: int,
     max_connections: int,
     write_timeout_s: float,
+    origins: Sequence[str] = (),
     tls: ssl.SSLContext | None = None,
     backlog: int = 2048,
 ) -> uvicorn.Config:
     """Returns the configuration of every HTTP server of pdserve: guarded, without websockets, logging only warnings.
 
     ``shutdown_s`` is the time that running responses get once the server is told to end. ``GuardedHttp`` describes
-    ``max_connections`` and ``write_timeout_s``.
+    ``max_connections`` and ``write_timeout_s``, and ``CrossOrigin`` the ``origins``.
     """
+    cross_origin = CrossOrigin(origins)
 
     class Protocol(GuardedHttp):
         pass
 
     Protocol.max_connections = max_connections
     Protocol.write_timeout_s = write_timeout_s
+    Protocol.cross_origin = cross_origin
     return uvicorn.Config(
         app,
         http=Protocol,
@@ -122,6 +127,7 @@ def guarded_config(
         log_level="warning",
         access_log=False,
         server_header=False,
+        headers=cross_origin.defaults,
         proxy_headers=False,
         backlog=backlog,
         timeout_keep_alive=keep_alive_s,
@@ -143,6 +149,9 @@ class GuardedHttp(HttpToolsProtocol):
     """The connections of this process that exceeded the limit, and read their refusal now."""
     write_timeout_s: ClassVar[float] = 60.0
     """The longest time in which a client may take nothing while more than the high-water mark (64 KiB) is unread."""
+
+    cross_origin: ClassVar[CrossOrigin] = CrossOrigin(())
+    """The origins of pages whose requests are taken. The others' are refused."""
 
     _phase = _WAITING
     _idle_bytes = 0
@@ -313,6 +322,8 @@ class GuardedHttp(HttpToolsProtocol):
             super().on_headers_complete()
             # This has to happen before the cycle's task begins to run.
             self._outlet.begin(self.cycle)
+            if self.cross_origin.selects:
+                self.cycle.default_headers = self.cycle.default_headers + self.cross_origin.fields(self.headers)
             self.cycle.transport = self._outlet  # type: ignore[assignment]  # a cycle uses no more of a transport
             self.scope["extensions"] = {OUTLET: self._outlet}  # type: ignore[dict-item]  # pdserve's own, not ASGI's
             self._stop_timer()
@@ -352,6 +363,9 @@ class GuardedHttp(HttpToolsProtocol):
             return 400, f"the request has {hosts} Host headers; it takes one", "invalid_host"
         if hosts and not _HOST.fullmatch(self.headers[names.index(b"host")][1]):
             return 400, "the request's Host header is not a host name or address with an optional port", "invalid_host"
+        # A page whose host name was pointed at this server is of the same origin to browsers, which then ask nothing.
+        if b"origin" in names and not self.cross_origin.allows(self.headers[names.index(b"origin")][1]):
+            return 403, "web pages of this origin may not use the server: see --cors-origins", "origin_not_allowed"
         if b"transfer-encoding" in names:
             coding = b", ".join(value for name, value in self.headers if name == b"transfer-encoding")
             if version == "1.0":
@@ -420,8 +434,12 @@ class GuardedHttp(HttpToolsProtocol):
     def _answer(self, status: int, message: str, code: str) -> bytes:
         kind = Unavailable if status == 503 else InvalidRequest
         body = error_body(kind(message, code=code))
+        came: list[tuple[bytes, bytes]] = self.headers or []  # None before the first request
+        given = next((value.decode("latin-1") for name, value in came if name == b"x-request-id"), None)
         fields = [
             *self.server_state.default_headers,
+            *(self.cross_origin.fields(came) if self.cross_origin.selects else ()),
+            (REQUEST_ID_HEADER.encode(), request_label(given).encode()),
             *([(b"retry-after", b"1")] if status == 503 else []),
             (b"content-type", b"application/json"),
             (b"content-length", b"%d" % len(body)),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import msgspec
-from msgspec import UNSET, UnsetType
 
 
 class ModelCard(msgspec.Struct, frozen=True):
@@ -12,10 +11,13 @@ class ModelCard(msgspec.Struct, frozen=True):
     id: str
     created: int
     """Seconds since 1970 at which the process that answers started."""
-    max_model_len: int | UnsetType = UNSET
-    """Only a node knows it."""
+    root: str
+    """The model that this one is made of, which is itself."""
+    max_model_len: int
+    """The longest prompt and answer together, in tokens, that every node of the model takes."""
     object: str = "model"
     owned_by: str = "pdserve"
+    parent: None = None
 
 
 class ModelList(msgspec.Struct, frozen=True):

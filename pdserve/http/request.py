@@ -1,6 +1,11 @@
 """A client's request and its answer, straight over ASGI: the part of HTTP that a hot route needs, and no more.
 
 A request has a label, the ``x-request-id`` that clients and logs see. It is never a key.
+
+A browser sends the body of any page to any server, this one on loopback included, if the body's type is one that forms
+have. For other types it asks the server first (``pdserve.http.cross_origin``). So a page's body has to be of JSON's own
+type, and text is taken from nobody. Browsers name the origin of such a page; tools like ``curl -d``, which send JSON as
+a form, name none.
 """
 
 from __future__ import annotations
@@ -12,7 +17,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from types import MappingProxyType
 from typing import Any, Protocol, TypeAlias
 
-from pdserve.errors import PayloadTooLarge, RequestError, RequestTimeout
+from pdserve.errors import PayloadTooLarge, RequestError, RequestTimeout, UnsupportedMediaType
 from pdserve.http.errors import error_body, error_headers
 from pdserve.http.outlet import OUTLET, Outlet
 
@@ -27,6 +32,11 @@ PIECE_BYTES = 64 * 1024
 """Bytes of an answer that are written at once: as many as may be unread before a connection counts as full."""
 REQUEST_ID_HEADER = "x-request-id"
 JSON = {"content-type": "application/json"}
+_JSON = b"application/json"
+_REFUSED_TYPES = ("text/plain", "multipart/form-data")
+"""Types that no program sends JSON as, but that a page could."""
+_PAGE_HEADERS = (b"origin", b"sec-fetch-site")
+"""Browsers send at least one of these with a page's request that has a body. Scripts cannot leave them out."""
 
 _LABEL = re.compile(r"[\x21-\x7e]{1,128}")
 
@@ -95,6 +105,33 @@ class HttpRequest:
         """Returns the value of the header ``name``, which is in lower case."""
         value = self._headers.get(name)
         return None if value is None else value.decode("latin-1")
+
+    def check_body_form(self) -> None:
+        """Raises UnsupportedMediaType if the body is not to be read as JSON."""
+        headers = self._headers
+        if headers.get(b"content-type") != _JSON or b"content-encoding" in headers:
+            self._check_encoding()
+            self._check_type()
+
+    def _check_encoding(self) -> None:
+        encoding = (self.header(b"content-encoding") or "identity").strip()
+        if encoding.lower() != "identity":
+            raise UnsupportedMediaType(
+                f"a request body with 'Content-Encoding: {encoding[:64]}' is not supported: send it as it is",
+                code="unsupported_content_encoding",
+            )
+
+    def _check_type(self) -> None:
+        given = self.header(b"content-type") or ""
+        kind = given.partition(";")[0].strip().lower()
+        from_page = any(name in self._headers for name in _PAGE_HEADERS)
+        if kind != _JSON.decode() and (from_page or kind in _REFUSED_TYPES):
+            what = f"of the type {given[:64]!r}" if given else "without a type"
+            raise UnsupportedMediaType(
+                f"a request body {what} is not taken{' from a web page' if from_page else ''}: "
+                "send it with 'Content-Type: application/json'",
+                code="unsupported_content_type",
+            )
 
     def cancel_on_disconnect(self) -> None:
         """Has ``task`` cancelled if the client leaves before its response is over."""

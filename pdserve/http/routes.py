@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import http
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TypeAlias
 
 from quart import Quart, Response
@@ -26,6 +26,7 @@ from pdserve.errors import (
     RequestError,
     RequestTimeout,
 )
+from pdserve.http.cross_origin import preflight_fields
 from pdserve.http.errors import error_body, error_headers, internal_error
 from pdserve.http.request import REQUEST_ID_HEADER, Asgi, ClientGone, HttpRequest, Receive, Scope, Send, request_label
 
@@ -56,13 +57,14 @@ class DirectRoutes:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         handler = self._handlers.get(scope["path"]) if scope["type"] == "http" else None
-        if handler is None:
+        if handler is None and not _is_preflight(scope):
             await self._others(scope, receive, send)
             return
         request = HttpRequest(scope, receive, send)
         try:
-            if request.method != "POST":
-                raise MethodNotAllowed("this route takes POST only")
+            if handler is None or request.method != "POST":
+                await _answer_other_method(request)
+                return
             request.cancel_on_disconnect()
             await handler(request)
         except (asyncio.CancelledError, ClientGone):
@@ -79,13 +81,32 @@ class DirectRoutes:
             log.error("request_id=%s failed inside the %s", request.label, self._process, exc_info=exc)
             exc = internal_error(self._process)
         self._on_error(exc.status)
-        await request.refuse(exc, {"allow": "POST"} if isinstance(exc, MethodNotAllowed) else {})
+        await request.refuse(exc, _ALLOW if isinstance(exc, MethodNotAllowed) else {})
 
 
-def quart_app(process: str, max_body_bytes: int, on_error: Callable[[int], None]) -> Quart:
+_ALLOW = {"allow": "POST, OPTIONS"}
+
+
+def _is_preflight(scope: Scope) -> bool:
+    """Returns whether a browser asks if a page may send a request; it may be one to any path."""
+    if scope["type"] != "http" or scope["method"] != "OPTIONS":
+        return False
+    return any(name == b"access-control-request-method" for name, _ in scope["headers"])
+
+
+async def _answer_other_method(request: HttpRequest) -> None:
+    if request.method != "OPTIONS":
+        raise MethodNotAllowed("this route takes POST only")
+    asked = request.header(b"access-control-request-method") is not None
+    fields = preflight_fields(request.header(b"access-control-request-headers")) if asked else _ALLOW
+    await request.respond(200, fields, b"")
+
+
+def quart_app(process: str, max_body_bytes: int, on_error: Callable[[int], None], served: Sequence[str] = ()) -> Quart:
     """Returns a Quart application without routes, which answers every error in OpenAI's shape.
 
-    Every response carries the request's label. ``process`` and ``on_error`` are as ``DirectRoutes`` has them.
+    Every response carries the request's label. ``process`` and ``on_error`` are as ``DirectRoutes`` has them. A client
+    that asks for another route is told of those that are ``served``.
     """
     app = Quart("pdserve", static_folder=None)
     app.url_map.merge_slashes = False
@@ -102,9 +123,17 @@ def quart_app(process: str, max_body_bytes: int, on_error: Callable[[int], None]
 
     @app.errorhandler(HTTPException)
     async def found_by_framework(found: HTTPException) -> Response:
-        status = found.code or 500
-        kind = _ERRORS.get(status, Internal if status >= 500 else InvalidRequest)
-        response = respond(kind(found.description or http.HTTPStatus(status).phrase), status)
+        asked = f"{quart_request.method[:16]} {quart_request.path[:200]}"
+        match found.code:
+            case 404:
+                advice = f"this {process} serves {', '.join(served)}; the base URL of OpenAI's clients ends in /v1"
+                response = respond(NotFound(f"unknown request URL: {asked}: {advice}", code="unknown_url"), 404)
+            case 405:
+                response = respond(MethodNotAllowed(f"the route does not take this method: {asked}"), 405)
+            case code:
+                status = code or 500
+                kind = _ERRORS.get(status, Internal if status >= 500 else InvalidRequest)
+                response = respond(kind(found.description or http.HTTPStatus(status).phrase), status)
         if allow := dict(found.get_headers()).get("Allow"):
             response.headers["Allow"] = allow
         return response
@@ -122,8 +151,6 @@ def quart_app(process: str, max_body_bytes: int, on_error: Callable[[int], None]
 
 
 _ERRORS: dict[int, type[RequestError]] = {
-    404: NotFound,
-    405: MethodNotAllowed,
     408: RequestTimeout,
     413: PayloadTooLarge,
 }

@@ -85,6 +85,7 @@ class HttpServer:
                 shutdown_s=shutdown_s,
                 max_connections=config.max_client_connections,
                 write_timeout_s=config.write_timeout_s,
+                origins=config.cors_origins,
                 tls=tls,
                 backlog=BACKLOG,
             )
@@ -131,6 +132,7 @@ class _UvicornServer(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup([])
+        await self.on_tick(0)  # makes the default fields of answers, which the first connection needs
         loop, tls = asyncio.get_running_loop(), self.config.ssl
         for listener in sockets or ():
             self.servers.append(

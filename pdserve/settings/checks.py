@@ -29,6 +29,7 @@ from pdserve.config import (
 from pdserve.errors import ConfigError
 
 _DEVICES = re.compile(r"\^?[^\s,^]+(,[^\s,^]+)*")
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[A-Za-z0-9._\[\]:-]+")
 _PORTS = re.compile(r"(?P<first>[0-9]{1,5})-(?P<last>[0-9]{1,5})")
 
 
@@ -79,6 +80,12 @@ def _http(http: HttpConfig) -> None:
         _check_url("--advertise", http.advertise, schemes=("http", "https"), example="http://10.0.0.7:8001")
     if not http.host:
         raise ConfigError("--host: an empty address was given; it takes one like 127.0.0.1, or 0.0.0.0 for all")
+    for origin in http.cors_origins:
+        if origin != "*" and not _ORIGIN.fullmatch(origin):
+            raise ConfigError(
+                f"--cors-origins: {origin!r} was given; it takes '*', or origins like https://chat.example.com and "
+                "http://localhost:3000, without a path"
+            )
 
 
 def _tls(tls: TlsConfig) -> None:

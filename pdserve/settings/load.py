@@ -13,10 +13,12 @@ from pdserve.bench_config import (
     BenchFailoverConfig,
     BenchLoadConfig,
     BenchProxyConfig,
+    BenchRolesConfig,
     BenchStreamConfig,
     BenchTransferConfig,
+    BenchTurnsConfig,
 )
-from pdserve.config import DoctorConfig, NodeConfig, ProxyConfig, UpConfig
+from pdserve.config import DoctorConfig, DrainConfig, NodeConfig, ProxyConfig, RoleConfig, UpConfig
 from pdserve.settings.checks import check
 from pdserve.settings.setting import Setting, build, settings_of, to_text
 from pdserve.settings.sources import CommandLine, from_environ, from_file, from_flags
@@ -26,6 +28,8 @@ ROOTS: tuple[type, ...] = (
     ProxyConfig,
     UpConfig,
     DoctorConfig,
+    RoleConfig,
+    DrainConfig,
     BenchBatchingConfig,
     BenchEngineConfig,
     BenchLoadConfig,
@@ -33,6 +37,8 @@ ROOTS: tuple[type, ...] = (
     BenchTransferConfig,
     BenchProxyConfig,
     BenchFailoverConfig,
+    BenchRolesConfig,
+    BenchTurnsConfig,
     BenchCompareConfig,
 )
 """The root dataclasses of all subcommands: a setting that one of them has is not a misspelling for the others."""

@@ -2,10 +2,10 @@
 
 A node does not know which process listens at the proxy's address, so it begins with ``NodeHello``, which asks for the
 proxy's boot id alone. ``ProxyWelcome`` brings it. All messages that follow are sealed for that start of that proxy, and
-no other process accepts them. Then the node sends ``Register``, and ``NodeHeartbeat`` at every interval. The proxy
-answers each with ``Ack``. ``known=False`` tells a node that this proxy does not have its registration (any more), and
-the node greets again. A node that ends sends ``Deregister``. A proxy answers a message that it cannot accept with
-``ProxyRefusal``, which says why.
+no other process accepts them. Then the node sends ``Register``, and ``NodeHeartbeat`` at every interval, and at once
+when its role changes. The proxy answers each with ``Ack``. ``known=False`` tells a node that this proxy does not have
+its registration (any more), and the node greets again. A node that ends sends ``Deregister``. A proxy answers a message
+that it cannot accept with ``ProxyRefusal``, which says why.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from pdserve.wire.version import RELEASED_0_1, since
 Nonce: TypeAlias = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
 Text: TypeAlias = Annotated[str, msgspec.Meta(max_length=512)]
 Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+Seconds: TypeAlias = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
 
 
 class Role(enum.Enum):
@@ -41,13 +42,17 @@ class Capacity(msgspec.Struct, frozen=True):
     max_model_len: Count
 
 
-class NodeLoad(msgspec.Struct, frozen=True):
+class NodeLoad(msgspec.Struct, frozen=True, omit_defaults=True):
     """How busy a node is. All zeros until its first heartbeat."""
 
     running: Count = 0
     waiting: Count = 0
     free_blocks: Count = 0
     """Idle blocks of the prefix cache count as free."""
+    queue_s: Annotated[Seconds, since(6)] = 0.0
+    """An estimate of how long a prompt that comes now waits until it is computed."""
+    step_s: Annotated[Seconds, since(6)] = 0.0
+    """How long a step that computed no prompt took lately; 0 while nothing runs."""
 
 
 class NodeInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -86,18 +91,24 @@ class Register(msgspec.Struct, frozen=True, tag_field="kind", tag="register"):
     node: NodeInfo
 
 
-class NodeHeartbeat(msgspec.Struct, frozen=True, tag_field="kind", tag="heartbeat"):
+class NodeHeartbeat(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="kind", tag="heartbeat"):
     boot_id: BootId
     load: NodeLoad
+    role: Annotated[Role | None, since(6)] = None
+    """The node's present role; None if the role has not changed since the node's start."""
+    draining: Annotated[bool, since(6)] = False
+    """Whether the node takes no new work, and what runs there is to go on elsewhere."""
 
 
 class Deregister(msgspec.Struct, frozen=True, tag_field="kind", tag="deregister"):
     boot_id: BootId
 
 
-class Ack(msgspec.Struct, frozen=True, tag_field="kind", tag="ack"):
+class Ack(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="kind", tag="ack"):
     boot_id: BootId
     known: bool
+    role: Annotated[Role | None, since(6)] = None
+    """The role by which the proxy routes now; None if the heartbeat named none."""
 
 
 class ProxyWelcome(msgspec.Struct, frozen=True, tag_field="kind", tag="welcome"):

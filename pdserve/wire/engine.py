@@ -47,6 +47,10 @@ class Submit(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field=
     """Further answers, which share the prompt's KV blocks. Abort and outputs take each as a request of its own."""
     emitted: tuple[int, ...] = ()
     """The tokens of this answer that the client has, when another node resumes it: the engine goes on after them."""
+    holders: tuple[PrefillTarget, ...] = ()
+    """Engines that may hold blocks of this prompt and its emitted tokens, in the order to be tried."""
+    fetch_only: bool = False
+    """Whether the engine only fetches those blocks into its prefix cache, and ends the request with ``LENGTH``."""
     cache_salt: str = ""
     """Prompts share cached blocks only if their salts are equal."""
     group_id: int = 0
@@ -163,6 +167,8 @@ class RequestReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     """The name of the prefill node that delivered; empty if none did."""
     cached_tokens: int
     """The tokens of the prompt that were not computed for this request; 0 for children."""
+    reused_tokens: int = 0
+    """The tokens of a resumed answer and its prompt whose blocks this engine had, or got from a holder."""
     queue_s: float
     prefill_s: float
     """The time from the end of queueing to the first token."""
@@ -191,12 +197,16 @@ class EngineStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     waiting: int = 0
     """The submitted requests without a place in the batch, including answers that wait for their prompt."""
     waiting_for_remote: int = 0
+    pushing: int = 0
+    """The prompts of other nodes that are computed, and whose blocks are not all sent."""
     total_blocks: int = 0
     free_blocks: int = 0
     """The blocks that can be taken now, idle ones of the prefix cache among them."""
     quarantined_blocks: int = 0
     cached_blocks: int = 0
     """The blocks that the prefix cache can find, in use or idle."""
+    queue_s: float = 0.0
+    """The time that a prompt which came now would wait: estimated, or how long the oldest one waits already."""
     steps: int = 0
     prompt_tokens: int = 0
     generated_tokens: int = 0
@@ -213,6 +223,14 @@ class EngineStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     transfers_sent: int = 0
     transfers_received: int = 0
     transfer_seconds: float = 0.0
+    resume_blocks_wanted: int = 0
+    """The full blocks of resumed answers and their prompts."""
+    resume_blocks_reused: int = 0
+    """Those of them that this engine had, or got from a holder."""
+    blocks_returned: int = 0
+    """The blocks that this engine has fetched because decode nodes have offered them."""
+    offers_dropped: int = 0
+    """The offers of which this engine had no room for a block, or too many."""
     transfer_failures: dict[str, int] = {}
     """The number of failures for each reason."""
     leases_expired: int = 0
@@ -221,7 +239,9 @@ class EngineStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
     @property
     def load(self) -> NodeLoad:
-        return NodeLoad(self.running, self.waiting + self.waiting_for_remote, self.free_blocks)
+        waiting = self.waiting + self.waiting_for_remote
+        step_s = self.prefill.decode_step_s if self.running else 0.0
+        return NodeLoad(self.running, waiting, self.free_blocks, self.queue_s, step_s)
 
 
 class Starting(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="starting"):

@@ -4,7 +4,7 @@ A frame is a MessagePack array ``[version, sender, counter, sent_ms, body, mac]`
 cluster secret over all the rest and over the channel's purpose, so a frame of one channel is not valid on another. In
 frames of version 2 the body begins with the boot id of the receiver, and no other process accepts the frame. A frame
 of version 1 names no receiver: a greeting of a process whose boot id is not known yet, a ticket (which names its node
-itself), and every frame from or for pdserve 0.1.
+itself), and every frame from or for pdserve 0.1. A frame in an HTTP header is written as base64url.
 
 Replays are refused: a sender's counter must rise (or be a new one, if frames may overtake each other), and a frame
 that is more than ``MAX_AGE_S`` old (or early) by the receiver's clock is dropped. If frames may queue before they are
@@ -16,6 +16,8 @@ frames.
 
 from __future__ import annotations
 
+import base64
+import binascii
 import enum
 import hashlib
 import hmac
@@ -95,12 +97,28 @@ Reason: TypeAlias = Annotated[str, msgspec.Meta(max_length=MAX_REASON_CHARS)]
 T = TypeVar("T")
 
 
+def to_header(frame: bytes) -> str:
+    """Returns a frame as the value of an HTTP header: base64url without padding."""
+    return base64.urlsafe_b64encode(frame).rstrip(b"=").decode("ascii")
+
+
+def from_header(value: str, max_chars: int) -> bytes:
+    """Returns the frame in the value of an HTTP header. Raises MalformedFrame if there is none."""
+    if len(value) > max_chars:
+        raise MalformedFrame(f"it has {len(value)} characters; at most {max_chars} are accepted")
+    try:
+        return base64.b64decode(value.encode("ascii") + b"=" * (-len(value) % 4), altchars=b"-_", validate=True)
+    except (UnicodeEncodeError, binascii.Error) as exc:
+        raise MalformedFrame("it is not base64url") from exc
+
+
 class Purpose(enum.Enum):
     """The channel that a frame belongs to."""
 
     DISCOVERY = b"discovery"
     TRANSFER = b"transfer"
     TICKET = b"ticket"
+    COMMAND = b"command"
 
 
 class _Frame(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):

@@ -49,6 +49,7 @@ class KnownNode(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     load: NodeLoad
     seen_s: float
     """When the node's last message came, on the monotonic clock, which all processes of a host share."""
+    draining: bool = False
 
 
 class Nodes(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="nodes"):

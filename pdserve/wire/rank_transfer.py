@@ -8,7 +8,7 @@ links. A block has the same number on all ranks.
 from __future__ import annotations
 
 import enum
-from typing import Annotated, TypeAlias
+from typing import Annotated, Any, TypeAlias
 
 import msgspec
 
@@ -165,3 +165,6 @@ RankReport: TypeAlias = (
     | PiecesSent
     | PiecesAnnounced
 )
+
+_prepared: list[msgspec.msgpack.Decoder[Any]] = [msgspec.msgpack.Decoder(kind) for kind in (RankCommand, RankReport)]
+"""The first decoder of a struct prepares it, and msgspec 0.22 crashes if two threads do that at once."""

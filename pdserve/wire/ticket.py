@@ -47,6 +47,9 @@ class Resume(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     journal_bytes: Annotated[int, msgspec.Meta(ge=0, le=MAX_JOURNAL_BYTES)]
     digest: Annotated[bytes, msgspec.Meta(min_length=DIGEST_BYTES, max_length=DIGEST_BYTES)]
     """The journal's ``pdserve.wire.journal.digest``."""
+    prepare: bool = False
+    """Whether the node is only to fetch what holders have of the answer's KV cache: the node that answers goes on, and
+    the real request follows. The node generates nothing."""
 
 
 class Ticket(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
@@ -65,3 +68,5 @@ class Ticket(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     """The answer's identity. With one, the node writes a journal (``pdserve.wire.journal``) into a streamed answer."""
     resume: Annotated[Resume | None, since(6)] = None
     """The answer goes on after the tokens of this journal. Needs ``answer``."""
+    holders: Annotated[tuple[PrefillTarget, ...], since(6)] = ()
+    """Engines that may hold blocks of the request's KV cache, its answer's included, in the order to be tried."""

@@ -2,8 +2,8 @@
 
 A handshake carries the addresses of the ranks' links as bytes. Links alone decode them, as ``LinkAddress``.
 
-``PrefillRequest`` and ``Probe`` say what to do, so a receiver refuses fields that it does not know. All others report
-facts, and a receiver ignores fields of them that it does not know.
+``PrefillRequest``, ``CachedRequest`` and ``Probe`` say what to do, so a receiver refuses fields that it does not know.
+All others report facts, and a receiver ignores fields of them that it does not know.
 
     decode                                   prefill
       Hello ─────────────────────────────▶            before anything else between two boots
@@ -22,6 +22,12 @@ facts, and a receiver ignores fields of them that it does not know.
 
 Every transfer ends with exactly one of ``Done``, ``Failed`` or ``Cancel``.
 
+Blocks that an engine has computed already are asked for by their hashes. Everything else is as above:
+
+      CachedRequest ─────────────────────▶            in place of PrefillRequest
+            ◀───────────────────────────── Held    in place of FirstToken: so many of them are sent
+      Offer ─────────────────────────────▶            the sender has these blocks now, and can be asked for them
+
 ``pdserve doctor`` asks, with the sockets of a decode engine:
 
       Examine ───────────────────────────▶            who is there
@@ -35,13 +41,14 @@ Every transfer ends with exactly one of ``Done``, ``Failed`` or ``Cancel``.
 from __future__ import annotations
 
 import enum
-from typing import Annotated, TypeAlias
+from typing import Annotated, Any, TypeAlias
 
 import msgspec
 
 from pdserve.wire.frame import Reason
 from pdserve.wire.ids import BootId, RequestId, TransferId
 from pdserve.wire.sampling_params import SampledToken, SamplingParams
+from pdserve.wire.ticket import PrefillTarget
 from pdserve.wire.version import PACED_TRANSFERS, RELEASED_0_1, Spoken, since
 
 LABEL_BITS = 63
@@ -79,6 +86,18 @@ TAG_BITS = LABEL_BITS - INDEX_BITS
 """A label is ``tag << INDEX_BITS | index``."""
 
 TransferTag: TypeAlias = Annotated[int, msgspec.Meta(ge=1, lt=1 << TAG_BITS)]
+
+
+BLOCK_HASH_BYTES = 32
+
+BlockHash: TypeAlias = Annotated[bytes, msgspec.Meta(min_length=BLOCK_HASH_BYTES, max_length=BLOCK_HASH_BYTES)]
+"""The hash of a full block. It covers the cache salt and all tokens up to the block's end."""
+
+MAX_HASHES = 65_536
+"""How many blocks one message can name. They fit into a frame, and their pieces into ``INDEX_BITS``."""
+
+BlockHashes: TypeAlias = Annotated[tuple[BlockHash, ...], msgspec.Meta(min_length=1, max_length=MAX_HASHES)]
+"""The hashes of blocks that follow each other in one text."""
 
 
 class EngineSpec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -169,6 +188,32 @@ class PrefillRequest(
     """The request's ``x-request-id``, for the prefill node's log; empty where the decode node does not say it."""
 
 
+class CachedRequest(
+    msgspec.Struct,
+    frozen=True,
+    forbid_unknown_fields=True,
+    omit_defaults=True,
+    tag_field="kind",
+    tag="cached",
+    kw_only=True,
+):
+    """Asks for the blocks with these hashes, as far as the receiver's prefix cache has them from the first one on.
+
+    Nothing is computed. The block of ``hashes[i]`` has the number i among the blocks of the transfer.
+    """
+
+    transfer_id: TransferId
+    tag: TransferTag
+    hashes: BlockHashes
+    deadline_s: Annotated[float, msgspec.Meta(gt=0)]
+    digests: bool = True
+    """Whether the asker checks blocks, and so needs ``Digests``."""
+    paced: bool = False
+    """Whether each block needs an ``Accept`` before it is sent."""
+    request_id: RequestId = ""
+    """The request's ``x-request-id``, for the receiver's log; empty if it is not known."""
+
+
 class BlocksReady(msgspec.Struct, frozen=True, tag_field="kind", tag="blocks_ready"):
     """All wanted blocks of a paced transfer before ``end_block`` can be sent."""
 
@@ -215,6 +260,24 @@ class FirstToken(msgspec.Struct, frozen=True, tag_field="kind", tag="first_token
     cached_tokens: Annotated[int, msgspec.Meta(ge=0)]
     load: PrefillLoad = UNKNOWN_LOAD
     """The prefill engine's load after this prompt."""
+
+
+class Held(msgspec.Struct, frozen=True, tag_field="kind", tag="held"):
+    """The receiver of a ``CachedRequest`` has the first ``count`` of the wanted blocks, and sends no others."""
+
+    transfer_id: TransferId
+    count: Annotated[int, msgspec.Meta(ge=0, le=MAX_HASHES)]
+
+
+class Offer(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="kind", tag="offer"):
+    """The sender holds the blocks with these hashes. Nobody has to ask for them, and it may evict them at any time."""
+
+    holder: PrefillTarget
+    """The sender, as a ``CachedRequest`` reaches it."""
+    hashes: BlockHashes
+    """The hashes of a text's blocks, from its first block on."""
+    request_id: RequestId = ""
+    """The ``x-request-id`` of the request whose text this is, for logs; empty if it is not known."""
 
 
 class Done(msgspec.Struct, frozen=True, tag_field="kind", tag="done"):
@@ -311,7 +374,36 @@ class ProbeEnd(msgspec.Struct, frozen=True, tag_field="kind", tag="probe_end"):
     boot_id: BootId
 
 
-ToPrefill: TypeAlias = Hello | PrefillRequest | Accept | Done | Cancel | Ping | Examine | Probe | ProbeEnd
-ToDecode: TypeAlias = (
-    Welcome | Refused | BlocksReady | Digests | FirstToken | Failed | Pong | Examined | ProbeOpened | ProbeRefused
+ToPrefill: TypeAlias = (
+    Hello | PrefillRequest | CachedRequest | Accept | Done | Cancel | Ping | Offer | Examine | Probe | ProbeEnd
 )
+ToDecode: TypeAlias = (
+    Welcome
+    | Refused
+    | BlocksReady
+    | Digests
+    | FirstToken
+    | Held
+    | Failed
+    | Pong
+    | Examined
+    | ProbeOpened
+    | ProbeRefused
+)
+
+
+_prepared: list[msgspec.msgpack.Decoder[Any]] = [
+    msgspec.msgpack.Decoder(kind) for kind in (ToPrefill, ToDecode, LinkAddress)
+]
+"""The first decoder of a struct prepares it, and msgspec 0.22 crashes if two threads do that at once."""
+
+
+def sender_of(message: ToPrefill) -> BootId:
+    """Returns the boot that the message says it is from. It is authentic only if the frame's sender is the same."""
+    match message:
+        case PrefillRequest() | CachedRequest() | Accept() | Done() | Cancel():
+            return message.transfer_id.decode_boot
+        case Offer():
+            return message.holder.boot_id
+        case _:
+            return message.boot_id

@@ -21,8 +21,12 @@ NAMED_RECEIVERS: Final = 6
 """The first version whose frames name their receiver."""
 PACED_TRANSFERS: Final = 6
 """The first version in which a prefill engine sends blocks only when the decode engine has room for them."""
+CACHED_BLOCKS: Final = 6
+"""The first version in which an engine gives others the blocks of its prefix cache, and offers them."""
 RESUMED_ANSWERS: Final = 6
 """The first version in which a decode node writes journals and resumes answers."""
+ROLE_COMMANDS: Final = 6
+"""The first version in which a node takes commands, and serves in any role."""
 RELEASED_0_1: Final = 5
 """The version of pdserve 0.1, which refuses unknown fields and whose frames do not name their receiver."""
 

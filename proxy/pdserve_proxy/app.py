@@ -14,7 +14,6 @@ from pdserve.config import ProxyConfig
 from pdserve.errors import Unavailable
 from pdserve.http.model_list import ModelCard, ModelList
 from pdserve.http.routes import DirectRoutes, quart_app
-from pdserve.wire.discovery import NodeLoad
 from pdserve_proxy.credentials import ApiKeys
 from pdserve_proxy.metrics import CONTENT_TYPE, ProxyMetrics
 from pdserve_proxy.registry.snapshot import RegisteredNode, RegistryView
@@ -31,6 +30,16 @@ RenderMetrics: TypeAlias = Callable[[], Awaitable[bytes]]
 _encoder = msgspec.json.Encoder()
 
 
+class InstanceLoad(msgspec.Struct, frozen=True):
+    """The load of a node in ``/instances``, where nothing is left out."""
+
+    running: int
+    waiting: int
+    free_blocks: int
+    queue_s: float
+    step_s: float
+
+
 class Instance(msgspec.Struct, frozen=True):
     """One entry of ``/instances``."""
 
@@ -44,7 +53,7 @@ class Instance(msgspec.Struct, frozen=True):
     boot_id: str
     protocol: int
     """The newest version of the protocol between hosts that the node supports."""
-    load: NodeLoad
+    load: InstanceLoad
     heartbeat_age_s: float
 
 
@@ -60,8 +69,10 @@ class InformationRoutes:
 
     def add_routes(self, app: Quart) -> None:
         app.add_url_rule("/v1/models", "models", self.models)
+        app.add_url_rule("/v1/models/", "models", self.models)
         app.add_url_rule("/v1/models/<path:name>", "model", self.model)
         app.add_url_rule("/health", "health", self.live)
+        app.add_url_rule("/ping", "ping", self.live)
         app.add_url_rule("/live", "live", self.live)
         app.add_url_rule("/ready", "ready", self.ready)
         app.add_url_rule("/instances", "instances", self.instances)
@@ -70,14 +81,21 @@ class InformationRoutes:
 
     async def models(self) -> Response:
         self._keys.caller(request.headers.get("authorization"))
-        names = self._registry.snapshot().models
-        return _json(ModelList([ModelCard(name, self._started) for name in names]))
+        return _json(ModelList(list(self._cards().values())))
 
     async def model(self, name: str) -> Response:
         self._keys.caller(request.headers.get("authorization"))
-        if name not in self._registry.snapshot().models:
+        card = self._cards().get(name)
+        if card is None:
             raise model_not_found(name)
-        return _json(ModelCard(name, self._started))
+        return _json(card)
+
+    def _cards(self) -> dict[str, ModelCard]:
+        lengths: dict[str, int] = {}
+        for node in self._registry.snapshot().nodes:
+            name, length = node.info.model, node.info.capacity.max_model_len
+            lengths[name] = min(length, lengths.get(name, length))
+        return {name: ModelCard(name, self._started, name, length) for name, length in lengths.items()}
 
     async def live(self) -> Response:
         return _json({"status": "ok"})
@@ -111,7 +129,7 @@ def _instance(node: RegisteredNode, now: float) -> Instance:
         fingerprint=info.fingerprint,
         boot_id=info.boot_id.hex(),
         protocol=info.protocol,
-        load=node.load,
+        load=msgspec.convert(node.load, InstanceLoad, from_attributes=True),
         heartbeat_age_s=round(now - node.seen_s, 3),
     )
 
@@ -135,7 +153,8 @@ def build_app(
     def count_error(status: int) -> None:
         metrics.counts.requests[OTHER_ROUTES, status] += 1
 
-    app = quart_app("proxy", config.http.max_body_bytes, count_error)
+    routes = (*sorted(RELAYED_ROUTES), "/v1/models")
+    app = quart_app("proxy", config.http.max_body_bytes, count_error, routes)
     InformationRoutes(registry, scrape, keys).add_routes(app)
     relayed = RelayedRoutes(config.http.max_body_bytes, keys, bodies, admission, relay)
     return DirectRoutes(dict.fromkeys(RELAYED_ROUTES, relayed.handle), app, "proxy", count_error)

@@ -6,7 +6,8 @@
 from __future__ import annotations
 
 from collections import Counter as Tally
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Protocol
 
 import prometheus_client
 from prometheus_client import CollectorRegistry, Counter, Gauge, Metric
@@ -89,6 +90,16 @@ class _FamiliesCollector(Collector):
 CONTENT_TYPE = prometheus_client.CONTENT_TYPE_LATEST
 
 
+class PressureFigures(Protocol):
+    """The shares of their targets that prompts and answers use."""
+
+    @property
+    def prompts(self) -> float: ...
+
+    @property
+    def answers(self) -> float: ...
+
+
 class ProxyMetrics:
     """The metrics of one proxy process, in a Prometheus registry of their own."""
 
@@ -104,9 +115,31 @@ class ProxyMetrics:
             registry=registry,
         )
         self._nodes = Gauge("pdserve_proxy_nodes", "Registered nodes.", ["role"], registry=registry)
+        self._switches = Counter(
+            "pdserve_proxy_role_switches",
+            "Switches of nodes' roles that were decided, by the new role.",
+            ["role", "outcome"],
+            registry=registry,
+        )
+        self._pressure = Gauge(
+            "pdserve_proxy_role_pressure",
+            "The share of its target that each side of a model uses.",
+            ["model", "fingerprint", "side"],
+            registry=registry,
+        )
 
     def count_dropped_frame(self, reason: str) -> None:
         self._dropped_frames.labels(reason).inc()
+
+    def count_role_switch(self, role: Role, *, done: bool) -> None:
+        self._switches.labels(role.value, "done" if done else "failed").inc()
+
+    def show_pressures(self, pressures: Mapping[tuple[str, str], PressureFigures]) -> None:
+        """Shows the pressures of each model and fingerprint, and forgets those of others."""
+        self._pressure.clear()
+        for (model, fingerprint), pressure in pressures.items():
+            self._pressure.labels(model, fingerprint, "prompts").set(pressure.prompts)
+            self._pressure.labels(model, fingerprint, "answers").set(pressure.answers)
 
     def export_families(self, snapshot: Snapshot) -> tuple[Family, ...]:
         """Returns all metrics of this process, with the nodes of ``snapshot`` counted."""

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 
-from pdserve.errors import RequestError, UnsupportedMediaType
+from pdserve.errors import RequestError
 from pdserve.http.errors import internal_error
 from pdserve.http.request import ClientGone, HttpRequest
 from pdserve_proxy.credentials import ApiKeys
 from pdserve_proxy.relay.dispatch import NodeRequest
-from pdserve_proxy.relay.relay import COMPLETION_ROUTES, Relay, StreamedResponse, WholeResponse
+from pdserve_proxy.relay.relay import COMPLETION_ROUTES, Relay, StreamedResponse
 from pdserve_proxy.relay.relayed_request import RelayedRequest, RelayOutcome
+from pdserve_proxy.relay.whole_answer import WholeResponse
 from pdserve_proxy.requests.admission_queue import AdmissionController
 from pdserve_proxy.requests.held_bodies import HeldBodies
 from pdserve_proxy.requests.request_body import GenerationBody, read_body
@@ -67,7 +68,7 @@ class RelayedRoutes:
 
     async def _forward(self, relayed: RelayedRequest, request: HttpRequest) -> WholeResponse | StreamedResponse:
         caller = self._keys.caller(request.header(b"authorization"))
-        UnsupportedMediaType.check_encoding(request.header(b"content-encoding"))
+        request.check_body_form()
         # A place among the requests under way is taken when the body is there, so a slow sender keeps no other out.
         # Only this call and the journal of a stream keep the body: it is gone while an answer in one piece leaves.
         with self._bodies.hold(caller, request.address) as held:

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 import uvloop
 
-from pdserve.config import ProxyConfig
+from pdserve.config import ProxyConfig, RoleChoice
 from pdserve.errors import ConfigError
 from pdserve.http.server import bind, url_of
 from pdserve.process import allow_open_files, collect_rarely, set_up_logging
@@ -20,6 +20,7 @@ from pdserve_proxy.credentials import LiveCredentials, read_credentials
 from pdserve_proxy.metrics import ProxyMetrics, render_families
 from pdserve_proxy.registry.discovery_server import DiscoveryServer
 from pdserve_proxy.registry.registry import Registry
+from pdserve_proxy.roles.controller import RoleController
 from pdserve_proxy.routing.attempts import Attempts
 from pdserve_proxy.serving import Addresses, ProcessState, serve_clients
 from pdserve_proxy.workers.supervisor import Renew, supervise
@@ -107,6 +108,10 @@ async def run(
         addresses = Addresses(url_of(listener, tls=bool(config.tls.cert)), discovery.endpoint)
         state = ProcessState(registry, attempts, metrics, scrape)
         async with asyncio.TaskGroup() as tasks:
-            listening_to_nodes = tasks.create_task(discovery.run())
+            background = [tasks.create_task(discovery.run())]
+            if config.roles.roles is RoleChoice.AUTO:
+                controller = RoleController(config.roles, registry, live.secrets, live.trust, metrics)
+                background.append(tasks.create_task(controller.run()))
             await serve_clients(config, live, state, listener, stop, lambda: announce(addresses))
-            listening_to_nodes.cancel()
+            for task in background:
+                task.cancel()

@@ -126,6 +126,8 @@ class ScriptedEngine:
             case Abort(local_ids):
                 for local_id in local_ids:
                     self._requests.pop(local_id, None)
+                self._stats = msgspec.structs.replace(self._stats, running=len(self._requests))
+                self._send(Stats(self._stats))
             case Renew():
                 pass  # The message is in the journal.
 

@@ -29,7 +29,7 @@ from pdserve.wire.engine import EngineStats, FinishReason, PrefillSource, Ready,
 from pdserve.wire.frame import Purpose, Sealer
 from pdserve.wire.ids import new_id
 from pdserve.wire.journal import digest
-from pdserve.wire.ticket import TICKET_HEADER, AnswerIdentity, Resume, Ticket
+from pdserve.wire.ticket import TICKET_HEADER, AnswerIdentity, PrefillTarget, Resume, Ticket
 from tests.api.node import MODEL, WAIT_S
 from tests.api.scripted_engine import EOS, MAX_MODEL_LEN, logprobs_of
 
@@ -67,11 +67,23 @@ class SteppedEngine:
     """The number of steps after which the engine is lost."""
     state: EngineState = EngineState.READY
     opened: list[Sequence[PromptChoices]] = field(default_factory=list)
+    fetched: list[tuple[PrefillTarget, ...]] = field(default_factory=list)
+    """The holders of each answer whose KV cache was only fetched."""
 
     def open(
-        self, prompts: Sequence[PromptChoices], *, deadline_s: float, interval: int, turn_tokens: int, **_: Any
+        self,
+        prompts: Sequence[PromptChoices],
+        *,
+        deadline_s: float,
+        interval: int,
+        turn_tokens: int,
+        holders: tuple[PrefillTarget, ...] = (),
+        fetch_only: bool = False,
+        **_: Any,
     ) -> Generation:
         self.opened.append(prompts)
+        if fetch_only:
+            self.fetched.append(holders)
         choices = [(prompt, choice) for prompt in prompts for choice in prompt.choices]
         running = {
             local_id: Running(prompt, choice.seed, list(choice.emitted))
@@ -84,10 +96,10 @@ class SteppedEngine:
 
         numbers = {local_id: choice.index for local_id, (_, choice) in enumerate(choices, 1)}
         generation = Generation(numbers, deadline_s, abort, interval, turn_tokens)
-        self._run = asyncio.create_task(self._steps(generation, running))
+        self._run = asyncio.create_task(self._steps(generation, running, fetch_only=fetch_only))
         return generation
 
-    async def _steps(self, generation: Generation, running: dict[int, Running]) -> None:
+    async def _steps(self, generation: Generation, running: dict[int, Running], *, fetch_only: bool) -> None:
         step = 0
         while running:
             if step == self.lost_after:
@@ -96,7 +108,10 @@ class SteppedEngine:
             step += 1
             for local_id, choice in list(running.items()):
                 failed = self.fail_after is not None and step > self.fail_after
-                output = RequestOutput(local_id, [], FinishReason.ERROR) if failed else self._step(local_id, choice)
+                if failed or fetch_only:
+                    output = RequestOutput(local_id, [], FinishReason.ERROR if failed else FinishReason.LENGTH)
+                else:
+                    output = self._step(local_id, choice)
                 if output.finish is not None:
                     del running[local_id]
                 generation.put(output)
@@ -206,6 +221,11 @@ class SteppedNode:
         resume = Resume(len(journal), digest(journal))
         ticket = self.ticket(**{"answer": ANSWER, "resume": resume, **more})
         return await self.ask(path, json.dumps(body).encode() + journal, ticket)
+
+    async def prepare(self, path: str, body: dict[str, Any], journal: bytes, **more: Any) -> Reply:
+        """Asks to be ready for what follows ``journal``."""
+        resume = Resume(len(journal), digest(journal), prepare=True)
+        return await self.resume(path, body, journal, resume=resume, **more)
 
     async def ask(self, path: str, data: bytes, ticket: Ticket | None) -> Reply:
         sealed = b"" if ticket is None else base64.urlsafe_b64encode(self.sealer.seal(ticket)).rstrip(b"=")

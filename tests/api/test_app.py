@@ -19,9 +19,14 @@ def test_models(client: openai.OpenAI) -> None:
     [model] = client.models.list().data
     assert (model.id, model.object) == (MODEL, "model")
     assert client.models.retrieve(MODEL).id == MODEL
+    assert model.model_extra == {"root": MODEL, "parent": None, "max_model_len": 256}
     with pytest.raises(openai.NotFoundError) as raised:
         client.models.retrieve("some/other")
     assert raised.value.code == "model_not_found"
+
+
+def test_models_with_a_slash(node: NodeUnderTest) -> None:
+    assert get(f"{node.url}/v1/models/").json() == get(f"{node.url}/v1/models").json()
 
 
 def test_tokenize_and_back(node: NodeUnderTest, tokenizer: Tokenizer) -> None:
@@ -29,6 +34,13 @@ def test_tokenize_and_back(node: NodeUnderTest, tokenizer: Tokenizer) -> None:
     assert answer["tokens"] == tokenizer.encode("Hello, 漢字", add_special_tokens=True)
     assert (answer["count"], answer["max_model_len"]) == (len(answer["tokens"]), 256)
     assert post(f"{node.url}/detokenize", {"tokens": answer["tokens"]}).json() == {"prompt": "Hello, 漢字"}
+
+
+def test_tokens_as_the_vocabulary_spells_them(node: NodeUnderTest) -> None:
+    body = {"model": MODEL, "prompt": "Hello world"}
+    assert post(f"{node.url}/tokenize", body).json()["token_strs"] is None
+    answer = post(f"{node.url}/tokenize", {**body, "return_token_strs": True}).json()
+    assert answer["token_strs"] == ["Hello", "Ġworld"]
 
 
 def test_tokenize_chat_is_what_the_engine_gets(node: NodeUnderTest) -> None:
@@ -62,9 +74,10 @@ def test_detokenize_counts_before_it_reads(node: NodeUnderTest) -> None:
 
 
 def test_probes(node: NodeUnderTest) -> None:
-    for path, status in (("live", "live"), ("health", "healthy"), ("ready", "ready")):
+    for path, status in (("live", "live"), ("health", "healthy"), ("ping", "healthy"), ("ready", "ready")):
         answer = get(f"{node.url}/{path}")
         assert (answer.status, answer.json()) == (200, {"status": status})
+        assert answer.headers["x-request-id"]
     assert get(f"{node.url}/version").json() == {"version": importlib.metadata.version("pdserve")}
 
 

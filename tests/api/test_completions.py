@@ -100,7 +100,9 @@ def test_all_tokens_at_once(client: openai.OpenAI) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_characters_split_over_tokens(stream: bool, client: openai.OpenAI) -> None:
-    answer = client.completions.create(model=MODEL, prompt="x", seed=Behaviour.SPLIT_CHARACTER, stream=stream)
+    answer = client.completions.create(
+        model=MODEL, prompt="x", max_tokens=99, seed=Behaviour.SPLIT_CHARACTER, stream=stream
+    )
     pieces = [answer] if isinstance(answer, openai.types.Completion) else list(answer)
     texts = [piece.choices[0].text for piece in pieces]
     assert "".join(texts) == SPLIT_TEXT
@@ -121,6 +123,32 @@ def test_both_names_of_max_tokens(field: str, node: NodeUnderTest) -> None:
         body = {"model": MODEL, "messages": MESSAGES, "seed": Behaviour.ENDLESS, field: value}
         answer = post(f"{node.url}/v1/chat/completions", body).json()
         assert answer["usage"]["completion_tokens"] == expected
+
+
+@pytest.mark.parametrize(("prompt_tokens", "expected"), [(1, 16), (250, 6)])
+@pytest.mark.parametrize("given", [{}, {"max_tokens": None}])
+def test_a_text_completion_has_16_tokens_if_they_fit(
+    given: dict[str, None], prompt_tokens: int, expected: int, node: NodeUnderTest
+) -> None:
+    body = {"model": MODEL, "prompt": [17] * prompt_tokens, "seed": Behaviour.ENDLESS, **given}
+    answer = post(f"{node.url}/v1/completions", body).json()
+    assert answer["usage"]["completion_tokens"] == expected
+
+
+def test_whole_numbers_are_integers_however_they_are_written(node: NodeUnderTest) -> None:
+    body = {
+        "model": MODEL,
+        "prompt": [17.0, 18],
+        "seed": 1e3,
+        "max_tokens": 3.0,
+        "stop_token_ids": [5.0],
+        "logit_bias": {"7": 2.0},
+        "temperature": 1.0,
+    }
+    with node.new_submits() as submits:
+        assert post(f"{node.url}/v1/completions", body).json()["usage"]["completion_tokens"] == 3
+    [submit] = submits()
+    assert (submit.token_ids, submit.sampling.seed, submit.sampling.stop_token_ids) == ([17, 18], 1000, (5,))
 
 
 async def test_async_client(node: NodeUnderTest) -> None:
@@ -276,7 +304,7 @@ def test_sampling_parameters_arrive(client: openai.OpenAI, node: NodeUnderTest) 
     assert (given.temperature, given.top_p, given.top_k, given.min_p) == (0.5, 0.9, 7, 0.1)
     assert (given.max_tokens, given.ignore_eos, given.seed) == (3, True, 2**63 - 1)
     assert (default.temperature, default.top_p, default.top_k, default.min_p) == (1.0, 1.0, 0, 0.0)
-    assert default.max_tokens == 256 - 1
+    assert default.max_tokens == 16
 
 
 def test_penalties_and_the_like_arrive(client: openai.OpenAI, node: NodeUnderTest, tokenizer: Tokenizer) -> None:
@@ -302,7 +330,7 @@ def test_penalties_and_the_like_arrive(client: openai.OpenAI, node: NodeUnderTes
     assert given.bad_words == tuple(
         tuple(tokenizer.encode(word, add_special_tokens=False)) for word in ("Paris", " Paris")
     )
-    assert default == SamplingParams(max_tokens=256 - 1, seed=0)
+    assert default == SamplingParams(max_tokens=16, seed=0)
 
 
 def test_no_stop_string_ends_an_answer_before_min_tokens(client: openai.OpenAI) -> None:
@@ -331,6 +359,20 @@ def test_truncated_prompt(client: openai.OpenAI, node: NodeUnderTest) -> None:
         assert submits()[0].token_ids == ids[-kept:]
 
 
+@pytest.mark.parametrize(("side", "kept"), [("left", [102, 103]), ("right", [100, 101]), (None, [102, 103])])
+def test_the_side_that_is_cut(side: str | None, kept: list[int], node: NodeUnderTest) -> None:
+    body = {"model": MODEL, "prompt": [100, 101, 102, 103], "seed": 0, "truncate_prompt_tokens": 2}
+    with node.new_submits() as submits:
+        post(f"{node.url}/v1/completions", {**body, "truncation_side": side})
+    assert submits()[0].token_ids == kept
+
+
+def test_a_prompt_that_is_cut_to_what_fits_leaves_room_for_an_answer(node: NodeUnderTest) -> None:
+    body = {"model": MODEL, "prompt": [17] * 300, "seed": Behaviour.ENDLESS, "truncate_prompt_tokens": -1}
+    answer = post(f"{node.url}/v1/completions", body).json()
+    assert (answer["usage"]["prompt_tokens"], answer["usage"]["completion_tokens"]) == (240, 16)
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_token_ids_on_request(stream: bool, node: NodeUnderTest, tokenizer: Tokenizer) -> None:
     body = {"model": MODEL, "prompt": "x", "seed": 0, "return_token_ids": True, "stop": "How", "stream": stream}
@@ -344,6 +386,56 @@ def test_token_ids_on_request(stream: bool, node: NodeUnderTest, tokenizer: Toke
     ids = [token_id for choice in choices for token_id in choice.get("token_ids", [])]
     assert tokenizer.decode(ids, skip_special_tokens=True) == "Hello, world! How"
     assert choices[0]["prompt_token_ids"] == tokenizer.encode("x", add_special_tokens=True)
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_token_ids_of_a_chats_prompt_are_beside_its_choices(n: int, node: NodeUnderTest) -> None:
+    body = {"model": MODEL, "messages": MESSAGES, "seed": 0, "n": n, "return_token_ids": True}
+    with node.new_submits() as submits:
+        whole = post(f"{node.url}/v1/chat/completions", body).json()
+        stream = post(f"{node.url}/v1/chat/completions", {**body, "stream": True})
+    prompt = submits()[0].token_ids
+    assert whole["prompt_token_ids"] == prompt
+    assert all("prompt_token_ids" not in choice for choice in whole["choices"])
+    chunks = [json.loads(line[6:]) for line in stream.text.split("\n\n") if line.startswith("data: {")]
+    first = {chunk["choices"][0]["index"]: chunk for chunk in reversed(chunks)}
+    assert [chunk.get("prompt_token_ids") for chunk in first.values()] == [prompt] * n
+    assert sum("prompt_token_ids" in chunk for chunk in chunks) == n
+    for index in range(n):
+        shown = [chunk["choices"][0] for chunk in chunks if chunk["choices"][0]["index"] == index]
+        streamed = [token_id for choice in shown for token_id in choice.get("token_ids", [])]
+        assert streamed == whole["choices"][index]["token_ids"]
+
+
+def test_what_vllm_gives_and_nobody_asked_for_is_null(node: NodeUnderTest) -> None:
+    chat = post(f"{node.url}/v1/chat/completions", {"model": MODEL, "messages": MESSAGES, "seed": 0}).json()
+    text = post(f"{node.url}/v1/completions", {"model": MODEL, "prompt": "x", "seed": 0}).json()
+    assert [chat[name] for name in ("prompt_token_ids", "prompt_logprobs")] == [None] * 2
+    assert [chat["choices"][0][name] for name in ("logprobs", "stop_reason", "token_ids")] == [None] * 3
+    names = ("logprobs", "stop_reason", "token_ids", "prompt_token_ids", "prompt_logprobs")
+    assert [text["choices"][0][name] for name in names] == [None] * 5
+
+
+@pytest.mark.parametrize("route", ["chat/completions", "completions"])
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"seed": Behaviour.REPLY}, None),
+        ({"seed": Behaviour.REPLY, "stop": [" are", " How"]}, " How"),
+        ({"seed": Behaviour.STOP_TOKEN, "stop_token_ids": [28]}, 28),
+        ({"seed": Behaviour.ENDLESS, "max_tokens": 3, "stop_token_ids": [28]}, None),
+    ],
+    ids=["end of sequence", "stop string", "stop token", "length"],
+)
+def test_the_stop_reason_is_what_ended_the_answer(
+    fields: dict[str, Any], reason: str | int | None, stream: bool, route: str, node: NodeUnderTest
+) -> None:
+    prompt = {"messages": MESSAGES} if route == "chat/completions" else {"prompt": "x"}
+    answer = post(f"{node.url}/v1/{route}", {"model": MODEL, **prompt, **fields, "stream": stream})
+    choice = json.loads(answer.text.split("\n\n")[-3][6:] if stream else answer.text)["choices"][0]
+    assert choice["finish_reason"] in ("stop", "length")
+    assert choice["stop_reason"] == reason
 
 
 def test_chat_template_options(node: NodeUnderTest, tokenizer: Tokenizer) -> None:
@@ -402,7 +494,7 @@ def test_special_tokens_around_prompts_and_chats(model_dir: Path, tmp_path: Path
 
     def chat(given: bool | None) -> list[int]:
         request = ChatRequest(model="m", messages=[{"role": "user", "content": "Hi"}], add_special_tokens=given)
-        return chat_prompts(request, tokenizer, limits, lambda: None)[0].token_ids
+        return chat_prompts(request, tokenizer, limits, 0, lambda: None)[0].token_ids
 
     assert text(None) == text(True) == [1, *text(False)]
     assert chat(True) == [1, *chat(None)]

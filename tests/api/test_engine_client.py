@@ -17,7 +17,7 @@ from pdserve.api.engine_client import EngineClient, EngineState, PromptChoices, 
 from pdserve.api.generation import DEADLINE_GRACE_S, Generation
 from pdserve.config import SchedulerConfig, StreamConfig
 from pdserve.errors import EngineError, InvalidRequest, Unavailable
-from pdserve.wire.engine import FinishReason, RequestOutput, StepOutput
+from pdserve.wire.engine import EngineStats, FinishReason, RequestOutput, Stats, StepOutput
 from pdserve.wire.sampling_params import SamplingParams
 from tests.api.behaviour import ENGINE_FAILURE, Behaviour
 from tests.api.node import WAIT_S
@@ -233,6 +233,19 @@ async def test_an_engine_with_peers_is_idle_when_it_says_so(has_peers: bool, mod
         await asyncio.wait_for(idle, WAIT_S)
     finally:
         await client.stop(5.0)
+
+
+async def test_an_engine_that_still_sends_blocks_to_others_is_not_idle(model_dir: Path) -> None:
+    client = EngineClient(replace(engine_config(model_dir), has_peers=True))
+    try:
+        client._handle(Stats(EngineStats(pushing=1)))
+        idle = asyncio.create_task(client.wait_idle())
+        await asyncio.sleep(0)
+        assert not idle.done()
+        client._handle(Stats(EngineStats()))
+        await asyncio.wait_for(idle, WAIT_S)
+    finally:
+        await client.stop(0.0)
 
 
 async def test_too_many_requests(model_dir: Path, tmp_path: Path) -> None:

@@ -184,3 +184,18 @@ def test_much_is_read_in_several_turns_and_a_failure_last(
         generation.close()
 
     asyncio.run(scenario())
+
+
+async def test_a_reader_that_is_in_a_hurry_gets_what_there_is() -> None:
+    generation = generation_of(2, 100)
+    assert await generation.wait(0.0) == []
+    generation.deliver(RequestOutput(0, [1]))
+    assert [item.output.new_token_ids for item in await generation.wait(WAIT_S)] == [[1]]
+    generation.deliver(RequestOutput(0, [2]))
+    generation.deliver(RequestOutput(0, [3]))
+    assert [(item.choice, item.output.new_token_ids) for item in await generation.wait(0.0)] == [(0, [2, 3])]
+    assert await generation.wait(0.0) == []
+    for token in range(100):
+        generation.deliver(RequestOutput(0, [token]))
+    assert [len(item.output.new_token_ids) for item in await generation.wait(WAIT_S)] == [100]
+    generation.close()

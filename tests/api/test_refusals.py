@@ -72,6 +72,23 @@ WRONG_EVERYWHERE: list[tuple[dict[str, Any], str]] = [
     ({"allowed_token_ids": [1, -1]}, "allowed_token_ids[1]"),
     ({"allowed_token_ids": [49_152]}, "allowed_token_ids"),
     ({"response_format": {"type": "json_object"}}, "response_format"),
+    ({"regex": "a+"}, "regex"),
+    ({"ebnf": "root ::= 'a'"}, "ebnf"),
+    ({"json_schema": {}}, "json_schema"),
+    ({"grammar": "root ::= 'a'"}, "grammar"),
+    ({"structural_tag": "{}"}, "structural_tag"),
+    ({"prompt_embeds": "AAAA"}, "prompt_embeds"),
+    ({"use_beam_search": True}, "use_beam_search"),
+    ({"num_beams": 2}, "num_beams"),
+    ({"logprob_token_ids": [1]}, "logprob_token_ids"),
+    ({"prompt_logprobs": 1}, "prompt_logprobs"),
+    ({"priority": 1}, "priority"),
+    ({"thinking_token_budget": 5}, "thinking_token_budget"),
+    ({"vllm_xargs": {"a": 1}}, "vllm_xargs"),
+    ({"stop_regex": "a+"}, "stop_regex"),
+    ({"truncation_side": "middle"}, "truncation_side"),
+    ({"max_tokens": 256.0}, "max_tokens"),
+    ({"max_tokens": 3.0, "n": 1.5}, "n"),
     ({"cache_salt": 5}, "cache_salt"),
     ({"cache_salt": "s" * 1025}, "cache_salt"),
 ]
@@ -167,6 +184,8 @@ def test_completions_refuses(change: dict[str, Any], param: str, node: NodeUnder
         {"allowed_token_ids": [], "top_logprobs": 0, "logit_bias": None, "min_tokens": None},
         {"response_format": {"type": "text"}, "suffix": None, "user": "me", "metadata": {"a": "b"}},
         {"temperature": None, "top_p": None, "n": None, "stop": None, "max_tokens": None, "stream": None},
+        {"regex": None, "grammar": "", "priority": 0, "use_beam_search": False, "spaces_between_special_tokens": True},
+        {"truncation_side": "left", "logprob_token_ids": None, "vllm_xargs": {}, "prediction": None},
     ],
     ids=str,
 )
@@ -195,6 +214,31 @@ def test_required_fields(node: NodeUnderTest) -> None:
     for body, param in (({"prompt": "x"}, "model"), ({"model": MODEL}, "prompt")):
         assert refused(f"{node.url}/v1/completions", body)["param"] == param
     assert refused(f"{node.url}/v1/chat/completions", {"model": MODEL})["param"] == "messages"
+
+
+@pytest.mark.parametrize("content", [b"", b" \n "])
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"])
+def test_an_empty_body_is_called_so(path: str, content: bytes, node: NodeUnderTest) -> None:
+    answer = send("POST", node.url + path, content=content)
+    error = answer.json()["error"]
+    assert (answer.status, error["code"]) == (400, "empty_body")
+    assert "no body" in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("biases", "key"),
+    [
+        ({"5": 1, "five": 1}, "five"),
+        ({"-5": 1}, "-5"),
+        ({"5": 101}, "5"),
+        ({"5": 1, "7": "x"}, "7"),
+        ({"5.0": 1}, "5.0"),
+    ],
+)
+def test_a_wrong_key_of_logit_bias_is_named(biases: dict[str, Any], key: str, node: NodeUnderTest) -> None:
+    error = refused(f"{node.url}/v1/completions", {**TEXT, "logit_bias": biases})
+    assert error["param"] == "logit_bias"
+    assert repr(key) in error["message"]
 
 
 @pytest.mark.parametrize(
@@ -275,7 +319,8 @@ def test_prompt_too_long(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as raised:
         client.completions.create(model=MODEL, prompt=list(range(100, 356)))
     assert raised.value.code == "context_length_exceeded"
-    assert "256 tokens; the prompt has 256" in raised.value.message
+    assert "This model's maximum context length is 256 tokens" in raised.value.message
+    assert "the prompt has 256 tokens" in raised.value.message
 
 
 def test_prompt_and_output_too_long(client: openai.OpenAI) -> None:
@@ -300,7 +345,10 @@ def test_prompt_and_output_too_long(client: openai.OpenAI) -> None:
 def test_routes_that_are_none(method: str, path: str, status: int, kind: str, node: NodeUnderTest) -> None:
     answer = send(method, node.url + path)
     assert answer.status == status
-    assert answer.json()["error"]["type"] == kind
+    error = answer.json()["error"]
+    assert error["type"] == kind
+    assert f"{method} {path}" in error["message"] or status == 405
+    assert answer.headers["x-request-id"]
     assert status != 405 or "allow" in answer.headers
 
 
@@ -397,6 +445,7 @@ def test_a_text_that_no_context_holds_is_refused_before_it_is_tokenised(chat: bo
     answer = post(f"{node.url}/v1/{'chat/' if chat else ''}completions", body)
     assert (answer.status, answer.json()["error"]["code"]) == (400, "context_length_exceeded")
     assert answer.json()["error"]["param"] == ("messages" if chat else "prompt")
+    assert "This model's maximum context length is 256 tokens" in answer.json()["error"]["message"]
     cut = post(f"{node.url}/v1/completions", {**TEXT, "prompt": text, "truncate_prompt_tokens": 9, "seed": 0})
     assert (cut.status, cut.json()["usage"]["prompt_tokens"]) == (200, 9)
     assert post(f"{node.url}/tokenize", {"prompt": text}).json()["count"] > 15_000

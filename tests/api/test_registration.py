@@ -10,12 +10,13 @@ import asyncio
 import msgspec
 import pytest
 
-from pdserve.api.proxy_link import MISSED_ACKS, ProxyLink, RegistrationState
+from pdserve.api.proxy_link import MISSED_ACKS, ProxyLink, RegistrationState, RegistrationStatus
 from pdserve.api.registration import Registration
 from pdserve.errors import ConfigError, WrongReceiver
 from pdserve.wire.discovery import (
     Ack,
     Capacity,
+    Deregister,
     FromProxy,
     NodeHeartbeat,
     NodeHello,
@@ -106,6 +107,41 @@ def test_the_proxy_says_how_often_it_wants_to_hear_of_it(link: ProxyLink, proxy:
     proxy.ack(True, 0.35)
     assert link.tick(0.4) == (HEARTBEAT,)
     assert [len(link.tick(at)) for at in (0.61, 0.82, 1.03)] == [1, 1, 2], "it greets after three of its intervals"
+
+
+def test_a_drain_is_told_at_once_and_in_every_heartbeat(link: ProxyLink, proxy: Proxy) -> None:
+    proxy.register(0.0)
+    assert link.tick(0.5) == ()
+    link.drain(0.6)
+    draining = msgspec.structs.replace(HEARTBEAT, draining=True)
+    assert link.tick(0.6) == (draining,)
+    link.drain(0.7)
+    assert link.tick(0.7) == ()
+    proxy.ack(True, 0.7)
+    assert link.tick(1.6) == (draining,)
+
+
+def test_a_node_that_registers_again_while_it_drains_says_so_at_once(link: ProxyLink, proxy: Proxy) -> None:
+    proxy.register(0.0)
+    link.drain(0.6)
+    draining = msgspec.structs.replace(HEARTBEAT, draining=True)
+    assert link.tick(0.6) == (draining,)
+    proxy.ack(False, 0.7)
+    proxy.register(0.8)
+    assert link.tick(0.8) == (draining,)
+    proxy.ack(True, 0.9)
+    assert link.tick(0.9) == ()
+
+
+def test_a_proxy_of_0_1_is_left_at_a_drain(link: ProxyLink, proxy: Proxy) -> None:
+    """It knows no nodes that drain, and would send this one new work."""
+    greeting(link, 0.0)
+    proxy.ack(True, 0.1, named=False)
+    assert link.tick(1.0) == (HEARTBEAT,)
+    link.drain(1.1)
+    assert link.tick(1.1) == (Deregister(NODE.boot_id),)
+    assert [link.tick(at) for at in (2.2, 3.3, 9.9)] == [()] * 3
+    assert link.status(connected=True) is RegistrationStatus.ACCEPTED
 
 
 def test_only_the_answer_to_its_latest_greeting_names_the_proxy(link: ProxyLink, proxy: Proxy) -> None:
@@ -210,6 +246,31 @@ def test_a_proxy_of_a_newer_minor_version_is_registered_at(link: ProxyLink, prox
     hello = greeting(link, 0.0)
     proxy.send(ProxyWelcome(NODE.boot_id, hello.nonce, SPOKEN.newest + 1, SPOKEN.newest, 1000), 0.1)
     assert link.tick(0.1) == (REGISTER,)
+
+
+def test_a_new_role_is_told_at_once_and_known_when_the_proxy_says_so(link: ProxyLink, proxy: Proxy) -> None:
+    proxy.register(0.0)
+    link.announce(Role.PREFILL, 0.2)
+    assert link.tick(0.2) == (NodeHeartbeat(NODE.boot_id, NodeLoad(running=7), Role.PREFILL),)
+    proxy.ack(True, 0.21)
+    known = [link.known_role]
+    proxy.send(Ack(NODE.boot_id, True, Role.PREFILL), 0.22)
+    known.append(link.known_role)
+    assert known == [None, Role.PREFILL], "the first one answered an earlier heartbeat"
+    assert link.tick(1.3) == (NodeHeartbeat(NODE.boot_id, NodeLoad(running=7), Role.PREFILL),), "later ones name it too"
+
+
+def test_a_node_that_is_registered_again_has_its_present_role(link: ProxyLink, proxy: Proxy) -> None:
+    proxy.register(0.0)
+    link.announce(Role.PREFILL, 0.2)
+    link.tick(0.2)
+    proxy.ack(False, 0.3)
+    hello, register = link.tick(0.3)
+    assert isinstance(hello, NodeHello)
+    proxy.welcome(hello, 0.4)
+    assert isinstance(register, Register)
+    assert register.node.role is Role.PREFILL
+    assert link.tick(0.4) == (register,)
 
 
 async def test_an_address_that_is_none_is_a_configuration_error() -> None:

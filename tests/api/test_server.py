@@ -10,9 +10,9 @@ import re
 import shutil
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -22,12 +22,34 @@ import zmq
 
 from pdserve.api.proxy_link import RegistrationStatus
 from pdserve.api.server import NodeServer
-from pdserve.config import CacheConfig, DiscoveryConfig, HttpConfig, ModelConfig, NodeConfig, StreamConfig, Switch
-from pdserve.wire.discovery import Ack, Deregister, NodeInfo, Register, Role, ToProxy
+from pdserve.config import (
+    CacheConfig,
+    DiscoveryConfig,
+    Drain,
+    HttpConfig,
+    ModelConfig,
+    NodeConfig,
+    StreamConfig,
+    Switch,
+)
+from pdserve.wire.command import COMMAND_HEADER, COMMAND_PATH, CommandSigner
+from pdserve.wire.command import Drain as DrainCommand
+from pdserve.wire.discovery import (
+    Ack,
+    Deregister,
+    NodeHeartbeat,
+    NodeHello,
+    NodeInfo,
+    ProxyWelcome,
+    Register,
+    Role,
+    ToProxy,
+)
 from pdserve.wire.engine import Shutdown
 from pdserve.wire.frame import Opener, Purpose, Sealer
 from pdserve.wire.ids import new_id
 from pdserve.wire.ticket import TICKET_HEADER, PrefillTarget, Ticket
+from pdserve.wire.version import RELEASED_0_1, SPOKEN
 from tests.api.behaviour import ENGINE_FAILURE, REPLY_TEXT, Behaviour
 from tests.api.node import MODEL, WAIT_S, NodeUnderTest, node_command, scripted_node
 from tests.api.plain_http import Answer, get, post
@@ -52,12 +74,16 @@ def config(drain_s: float = 10.0, proxies: tuple[str, ...] = (), stream: StreamC
 class Stream:
     """A streamed completion whose first event has been read."""
 
-    def __init__(self, node: NodeUnderTest, behaviour: Behaviour) -> None:
+    def __init__(self, node: NodeUnderTest, behaviour: Behaviour, headers: Mapping[str, str] | None = None) -> None:
         self._connection = http.client.HTTPConnection(urlsplit(node.url).netloc, timeout=WAIT_S)
         body = json.dumps({**BODY, "seed": behaviour, "stream": True})
-        self._connection.request("POST", "/v1/completions", body=body)
+        self._connection.request("POST", "/v1/completions", body=body, headers=headers or {})
         self._response = self._connection.getresponse()
         self.first = self._response.readline()
+
+    def leave(self) -> None:
+        self._response.close()
+        self._connection.close()
 
     def rest(self) -> str:
         try:
@@ -198,13 +224,9 @@ def test_port_in_use(node: NodeUnderTest, model_dir: Path, tmp_path: Path) -> No
         pass
 
 
-def test_prefill_node_serves_no_clients(model_dir: Path, tmp_path: Path) -> None:
-    with scripted_node(config(), model_dir, tmp_path, Role.PREFILL) as node:
-        for route in ("v1/completions", "v1/chat/completions", "tokenize"):
-            answer = post(f"{node.url}/{route}", {**BODY, "messages": [{"role": "user", "content": "x"}], "seed": 0})
-            assert (answer.status, answer.json()["error"]["code"]) == (404, "prefill_node")
-        assert get(f"{node.url}/ready").status == 200
-        assert get(f"{node.url}/v1/models").json()["data"][0]["id"] == MODEL
+def test_a_node_without_a_proxy_takes_no_commands(model_dir: Path, tmp_path: Path) -> None:
+    with scripted_node(config(), model_dir, tmp_path) as node:
+        assert post(f"{node.url}/internal/command", {}).status == 404
 
 
 # ------------------------------------------------------------------ with a proxy
@@ -213,7 +235,9 @@ def test_prefill_node_serves_no_clients(model_dir: Path, tmp_path: Path) -> None
 class FakeProxy:
     """The control socket of a proxy, and the tickets that the proxy makes."""
 
-    def __init__(self) -> None:
+    def __init__(self, protocol: int = RELEASED_0_1) -> None:
+        """It is a proxy of 0.1, or of the newest protocol."""
+        self._newest = protocol == SPOKEN.newest
         self._context = zmq.Context()
         self._socket: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
         port = self._socket.bind_to_random_port("tcp://127.0.0.1")
@@ -221,19 +245,34 @@ class FakeProxy:
         self._boot_id = new_id()
         self._acks = Sealer(SECRET.encode(), Purpose.DISCOVERY, self._boot_id)
         self._tickets = Sealer(SECRET.encode(), Purpose.TICKET, self._boot_id)
-        self._opener: Opener[ToProxy] = Opener(SECRET.encode(), Purpose.DISCOVERY, ToProxy)  # type: ignore[arg-type]
+        receiver = self._boot_id if self._newest else None
+        self._opener: Opener[ToProxy] = Opener(
+            SECRET.encode(),
+            Purpose.DISCOVERY,
+            ToProxy,  # type: ignore[arg-type]
+            receiver=receiver,
+        )
 
-    def receive(self, kind: type[Register] | type[Deregister]) -> Any:
+    def receive(self, kind: type[Register] | type[Deregister] | type[NodeHeartbeat]) -> Any:
         """Returns the next message of this kind, and acknowledges every registration."""
         deadline = time.monotonic() + WAIT_S
         while self._socket.poll(int(max(deadline - time.monotonic(), 0) * 1000)):
             peer, frame = self._socket.recv_multipart()
-            message = self._opener.open(frame)
-            if isinstance(message, Register):
-                self._socket.send_multipart([peer, self._acks.seal(Ack(message.node.boot_id, True))])
+            opened = self._opener.open_from(frame)
+            message = opened.message
+            if isinstance(message, Register) and opened.named is self._newest:
+                self.registered = message.node
+                self._answer(peer, message.node.boot_id, Ack(message.node.boot_id, True))
+            elif isinstance(message, NodeHello) and self._newest:
+                welcome = ProxyWelcome(message.boot_id, message.nonce, SPOKEN.newest, SPOKEN.oldest, 100)
+                self._answer(peer, message.boot_id, welcome)
             if isinstance(message, kind):
                 return message
         raise AssertionError(f"no {kind.__name__} in {WAIT_S} s")
+
+    def _answer(self, peer: bytes, boot_id: bytes, message: Ack | ProxyWelcome) -> None:
+        sealed = self._acks.seal(message, boot_id) if self._newest else self._acks.seal(message)
+        self._socket.send_multipart([peer, sealed])
 
     def ticket(self, node: NodeInfo, deadline_s: float = 10.0, **more: Any) -> str:
         ticket = Ticket(request_id="from-proxy", attempt=1, node=node.boot_id, deadline_s=deadline_s, **more)
@@ -255,10 +294,12 @@ def ask(node: NodeUnderTest, ticket: str | None, seed: int = 0) -> Answer:
     return post(f"{node.url}/v1/completions", {**BODY, "seed": seed}, **headers)
 
 
-def test_node_of_a_proxy(proxy: FakeProxy, model_dir: Path, tmp_path: Path) -> None:
-    with scripted_node(config(proxies=(proxy.address,)), model_dir, tmp_path, Role.DECODE) as node:
+@pytest.mark.parametrize("role", [Role.DECODE, Role.PREFILL])
+def test_node_of_a_proxy(role: Role, proxy: FakeProxy, model_dir: Path, tmp_path: Path) -> None:
+    """A prefill node, too, serves every request that has a ticket: it may have been a decode node a moment ago."""
+    with scripted_node(config(proxies=(proxy.address,)), model_dir, tmp_path, role) as node:
         info = proxy.receive(Register).node
-        assert (info.url, info.role, info.model) == (node.url, Role.DECODE, MODEL)
+        assert (info.url, info.role, info.model) == (node.url, role, MODEL)
         assert (info.capacity.max_model_len, info.fingerprint) == (256, "f" * 32)
 
         without = ask(node, None)
@@ -291,6 +332,52 @@ def test_node_of_a_proxy(proxy: FakeProxy, model_dir: Path, tmp_path: Path) -> N
         node.process.terminate()
         assert proxy.receive(Deregister).boot_id == info.boot_id
         assert node.process.wait() == 0
+
+
+@pytest.mark.parametrize("drain", list(Drain))
+def test_a_node_that_drains_stays_known_until_its_streams_have_moved(
+    drain: Drain, model_dir: Path, tmp_path: Path
+) -> None:
+    with contextlib.closing(FakeProxy(SPOKEN.newest)) as proxy:
+        settings = config(proxies=(proxy.address,), drain_s=600.0)
+        settings = replace(settings, discovery=replace(settings.discovery, drain=drain))
+        with scripted_node(settings, model_dir, tmp_path, Role.DECODE) as node:
+            assert not proxy.receive(NodeHeartbeat).draining
+            info = proxy.registered
+            moved = Stream(node, Behaviour.HOLD, {TICKET_HEADER: proxy.ticket(info)})
+            node.process.terminate()
+            if drain is Drain.MIGRATE:
+                while not proxy.receive(NodeHeartbeat).draining:
+                    pass
+                refused = ask(node, proxy.ticket(info))
+                assert (refused.status, refused.json()["error"]["code"]) == (503, "draining")
+                assert proxy.receive(NodeHeartbeat).draining
+                moved.leave()
+            assert proxy.receive(Deregister).boot_id == info.boot_id
+            if drain is Drain.FINISH:
+                assert not node.aborted()
+                moved.leave()
+            assert node.process.wait() == 0
+            node.wait_aborted(1, since=0)
+
+
+def test_a_drain_that_was_commanded_goes_on_at_the_first_signal(model_dir: Path, tmp_path: Path) -> None:
+    with contextlib.closing(FakeProxy(SPOKEN.newest)) as proxy:
+        settings = config(proxies=(proxy.address,), drain_s=600.0)
+        with scripted_node(settings, model_dir, tmp_path, Role.DECODE) as node:
+            proxy.receive(NodeHeartbeat)
+            info = proxy.registered
+            left = Stream(node, Behaviour.HOLD, {TICKET_HEADER: proxy.ticket(info)})
+            command = CommandSigner(SECRET.encode()).sign(DrainCommand(), info.boot_id)
+            assert post(f"{node.url}{COMMAND_PATH}", {}, **{COMMAND_HEADER.replace("-", "_"): command}).status == 200
+            node.process.terminate()
+            for _ in range(3):
+                while not proxy.receive(NodeHeartbeat).draining:
+                    pass
+            node.process.terminate()
+            assert proxy.receive(Deregister).boot_id == info.boot_id
+            assert node.process.wait() == 0
+            assert "shutting_down" in left.rest()
 
 
 def test_node_deregisters_when_its_engine_dies(proxy: FakeProxy, model_dir: Path, tmp_path: Path) -> None:

@@ -91,6 +91,14 @@ ODD_HEADERS = {
     "another path": "X-Original-URL: /instances\r\nX-Rewrite-URL: /instances",
 }
 """A correct request with these headers is answered as if they were not there."""
+FROM_ANY_PAGE = {
+    "text": ("Content-Type: text/plain",),
+    "text that says it is JSON": ("Content-Type: text/plain; charset=application/json", "Origin: http://x"),
+    "a form of parts": ("Content-Type: multipart/form-data; boundary=x",),
+    "a form": ("Content-Type: application/x-www-form-urlencoded", "Origin: null"),
+    "no type": ("Sec-Fetch-Site: cross-site",),
+}
+"""Browsers send these without asking the server first."""
 UPGRADES = {
     "h2c": "Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABkAARAAAAAAAIAAAAA",
     "websocket": "Connection: Upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Key: AA==\r\nSec-WebSocket-Version: 13",
@@ -191,7 +199,7 @@ def head_cases() -> Iterator[HttpCase]:
 def _methods() -> Iterator[HttpCase]:
     for path in (CHAT, TEXT, TOKENIZE, DETOKENIZE):
         for method in OTHER_METHODS:
-            allowed = frozenset({405}) if method != "CONNECT" else NOT_IMPLEMENTED
+            allowed = {"CONNECT": NOT_IMPLEMENTED, "OPTIONS": FINE}.get(method, frozenset({405}))
             yield HttpCase(f"{method} {path}", (head(method, path),), allowed, method=method, complete=False)
     for path in ("/health", "/metrics", "/v1/models", "/instances", "/version", "/ready"):
         yield HttpCase(f"POST {path}", (post(path, b"{}"),), frozenset({405}))
@@ -240,6 +248,10 @@ def _headers() -> Iterator[HttpCase]:
     for kind, data in (("gzip", packed), ("deflate", BODY), ("br", BODY), ("x", BODY)):
         case = (post(TOKENIZE, data, f"Content-Encoding: {kind}"),)
         yield HttpCase(f"a body in {kind}", case, frozenset({415}), complete=False)
+    for name, fields in FROM_ANY_PAGE.items():
+        sent = head("POST", TOKENIZE, f"Content-Length: {len(BODY)}", *fields) + BODY
+        refused = 403 if any(field.startswith("Origin") for field in fields) else 415
+        yield HttpCase(f"a page's body: {name}", (sent,), frozenset({refused}), complete=False)
     yield HttpCase("a body in identity", (post(TOKENIZE, BODY, "Content-Encoding: identity"),), FINE)
     yield HttpCase("HTTP/1.0", (head("GET", "/health", version="HTTP/1.0"),), FINE, method="GET")
     old = (b"GET /health HTTP/1.0\r\n\r\n",)

@@ -7,7 +7,7 @@ import pytest
 from pdserve.bench_config import BenchCompareConfig
 from pdserve.cli.bench import BENCHMARKS, COMPARE
 from pdserve.cli.main import SUBCOMMANDS, main
-from pdserve.config import DoctorConfig, NodeConfig, ProxyConfig, UpConfig
+from pdserve.config import DoctorConfig, DrainConfig, NodeConfig, ProxyConfig, RoleConfig, UpConfig
 from pdserve.settings import ROOTS
 from pdserve.settings.setting import settings_of
 
@@ -18,6 +18,8 @@ ROOT_OF: dict[str, type] = {
     "decode": NodeConfig,
     "mixed": NodeConfig,
     "doctor": DoctorConfig,
+    "role": RoleConfig,
+    "drain": DrainConfig,
     f"bench {COMPARE}": BenchCompareConfig,
     **{f"bench {name}": benchmark.config for name, benchmark in BENCHMARKS.items()},
 }

@@ -145,6 +145,9 @@ def test_the_last_of_a_repeated_flag_counts() -> None:
         (["--ucx-tcp-ports", "0-10"], "--ucx-tcp-ports: '0-10' was given"),
         (["--ucx-tcp-ports", "60000-65536"], "--ucx-tcp-ports: '60000-65536' was given"),
         (["--host", ""], "--host: an empty address"),
+        (["--cors-origins", "https://a.example/"], "--cors-origins: 'https://a.example/' was given; it takes '*', or"),
+        (["--cors-origins", "*,null"], "--cors-origins: 'null' was given"),
+        (["--cors-origins", "a.example"], "--cors-origins: 'a.example' was given"),
         (["--config", "/nowhere.toml"], "cannot read the settings file /nowhere.toml"),
     ],
 )

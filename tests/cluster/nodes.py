@@ -44,6 +44,15 @@ def http(url: str, body: object = None, *, raw: bytes | None = None, timeout_s: 
             return Reply(error.code, dict(error.headers), error.read())
 
 
+def sample(url: str, name: str, **labels: str) -> float:
+    """Returns one sample of the ``/metrics`` of a proxy or node, or 0 if it has none."""
+    wanted = "pdserve_" + name
+    if labels:
+        wanted += "{" + ",".join(f'{key}="{value}"' for key, value in labels.items()) + "}"
+    found = re.search(rf"^{re.escape(wanted)} (\S+)$", http(url + "/metrics").body.decode(), re.MULTILINE)
+    return float(found[1]) if found else 0.0
+
+
 @dataclass(frozen=True)
 class Node:
     """One node process and its address."""
@@ -54,11 +63,7 @@ class Node:
 
     def metric(self, name: str, **labels: str) -> float:
         """Returns one sample of the node's ``/metrics``, or 0 if it has none."""
-        wanted = "pdserve_" + name
-        if labels:
-            wanted += "{" + ",".join(f'{key}="{value}"' for key, value in labels.items()) + "}"
-        found = re.search(rf"^{re.escape(wanted)} (\S+)$", http(self.url + "/metrics").body.decode(), re.MULTILINE)
-        return float(found[1]) if found else 0.0
+        return sample(self.url, name, **labels)
 
     @property
     def idle(self) -> bool:

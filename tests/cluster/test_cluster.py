@@ -108,10 +108,11 @@ def test_empty_messages(pd_cluster: Cluster) -> None:
 
 @pytest.mark.parametrize("limit", [None, "missing"])
 def test_max_tokens_null_or_missing_means_until_the_end(pd_cluster: Cluster, limit: str | None) -> None:
-    body: dict[str, object] = {"model": MODEL, "prompt": "The capital of France is", "temperature": 0, "stop": "."}
+    question = [{"role": "user", "content": "What is the capital of France?"}]
+    body: dict[str, object] = {"model": MODEL, "messages": question, "temperature": 0, "stop": "."}
     if limit is None:
         body |= {"max_tokens": None}
-    reply = call(pd_cluster.url + "/v1/completions", body)
+    reply = call(pd_cluster.url + "/v1/chat/completions", body)
     assert reply.status == 200, reply.body
     assert reply.json()["choices"][0]["finish_reason"] == "stop"
 

@@ -46,7 +46,9 @@ def engine_pid(node: Node) -> int:
 
 
 def test_prompts_go_where_they_cost_least(demo_model: Path) -> None:
-    with cluster(demo_model, "--disaggregation", "auto") as running, ThreadPoolExecutor(1) as pool:
+    # A prefill node that is stopped while it fetches an answer's blocks would never be idle.
+    flags = ("--disaggregation", "auto", "--kv-return", "off")
+    with cluster(demo_model, *flags) as running, ThreadPoolExecutor(1) as pool:
         decode, prefill = running.decode[0], running.prefill[0]
 
         running.complete(prompt(1), 2)

@@ -12,10 +12,12 @@ from pdserve.bench_config import (
     BenchFailoverConfig,
     BenchLoadConfig,
     BenchProxyConfig,
+    BenchRolesConfig,
     BenchStreamConfig,
     BenchTransferConfig,
+    BenchTurnsConfig,
 )
-from pdserve.config import DoctorConfig, NodeConfig, ProxyConfig, UpConfig
+from pdserve.config import DoctorConfig, DrainConfig, NodeConfig, ProxyConfig, RoleConfig, UpConfig
 from pdserve.settings.setting import Setting, settings_of, to_text
 
 PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"
@@ -53,6 +55,8 @@ _ROOTS = {
     "`pdserve proxy`": ProxyConfig,
     "`pdserve up`": UpConfig,
     "`pdserve doctor`": DoctorConfig,
+    "`pdserve role`": RoleConfig,
+    "`pdserve drain`": DrainConfig,
     "`pdserve bench batching`": BenchBatchingConfig,
     "`pdserve bench engine`": BenchEngineConfig,
     "`pdserve bench load`": BenchLoadConfig,
@@ -60,6 +64,8 @@ _ROOTS = {
     "`pdserve bench transfer`": BenchTransferConfig,
     "`pdserve bench proxy`": BenchProxyConfig,
     "`pdserve bench failover`": BenchFailoverConfig,
+    "`pdserve bench roles`": BenchRolesConfig,
+    "`pdserve bench turns`": BenchTurnsConfig,
     "`pdserve bench compare`": BenchCompareConfig,
 }
 

@@ -17,7 +17,9 @@ from pdserve.api.requests.openai_request import ChatRequest, CompletionRequest
 from pdserve.bench.compare import changes
 from pdserve.bench.report import Better, Report, Unit, read_report
 from pdserve.cli.bench import compare_flags
+from pdserve.cli.drain import drain_flags
 from pdserve.cli.main import SUBCOMMANDS
+from pdserve.cli.role import role_flags
 from pdserve.config import NodeConfig
 from pdserve.settings import ROOTS, load
 from pdserve.settings.setting import settings_of
@@ -73,7 +75,8 @@ def test_its_example_file_is_taken(tmp_path: Path) -> None:
 def test_every_command_is_one_that_pdserve_takes(page: str, words: list[str]) -> None:
     assert words[1] in SUBCOMMANDS
     name, flags = (f"bench {words[2]}", words[3:]) if words[1] == "bench" else (words[1], words[2:])
-    load(ROOT_OF[name], compare_flags(flags) if name == "bench compare" else flags, {}, prog=f"pdserve {name}")
+    with_flags = {"bench compare": compare_flags, "role": role_flags, "drain": drain_flags}.get(name, list)
+    load(ROOT_OF[name], with_flags(flags), {}, prog=f"pdserve {name}")
 
 
 def test_there_are_commands_to_check() -> None:

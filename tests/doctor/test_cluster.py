@@ -45,7 +45,7 @@ def proxy(body: bytes) -> Iterator[str]:
 
 def test_the_list_is_read() -> None:
     # The proxy's list has more fields than the doctor reads.
-    more = [{**msgspec.to_builtins(one), "boot_id": "00", "load": {"running": 1}} for one in (PREFILL, DECODE)]
+    more = [{**msgspec.to_builtins(one), "load": {"running": 1}} for one in (PREFILL, DECODE)]
     with proxy(msgspec.json.encode(more)) as url:
         assert read_instances(url + "/", 5.0) == [PREFILL, DECODE]
     assert prefill_controls([PREFILL, DECODE, changed(PREFILL, control="")]) == [PREFILL.control]

@@ -16,7 +16,6 @@ import pytest
 from pdserve.cli.main import main
 from tests.cluster.nodes import Cluster, cluster, http
 from tests.processes import SECRET, clean_environ
-from tests.tiny_models import save_tiny_model
 
 pytestmark = pytest.mark.integration
 
@@ -33,11 +32,10 @@ class Running:
 
 
 @pytest.fixture(scope="module")
-def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    model = save_tiny_model("llama", tmp_path_factory.mktemp("llama"))
-    with cluster(model, "--dtype", "fp32", "--cpu-kernels", "torch", decode=0) as made:
+def running(tiny_model: Path) -> Iterator[Running]:
+    with cluster(tiny_model, "--dtype", "fp32", "--cpu-kernels", "torch", decode=0) as made:
         (control,) = {one["control"] for one in http(made.url + "/instances").json() if one["role"] == "prefill"}
-        yield Running(made, model, control)
+        yield Running(made, tiny_model, control)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,6 @@ from pdserve.engine.kv_connector import KvConnector
 from pdserve.engine.kv_connector.connector import NoTransferConnector
 from pdserve.engine.kv_connector.fetching_connector import FetchingConnector
 from pdserve.engine.kv_connector.pushing_connector import PushingConnector, PushSchedule
-from pdserve.engine.kv_connector.transfer_connector import TransferConnector
 from pdserve.engine.launched_step import decodes_on
 from pdserve.engine.placement.prefill_rate import PrefillRate
 from pdserve.engine.request import Request
@@ -27,6 +26,7 @@ from pdserve.wire.ticket import PrefillTarget
 from pdserve.wire.transfer import FailureCause
 from tests.engine.fake_model import EOS, FakeModel, choose
 from tests.engine.placements import make_placement
+from tests.engine.whole_connector import whole_connector
 
 BLOCK_SIZE = 4
 BOOT = new_id()
@@ -79,7 +79,7 @@ class FakeEngine:
                 self.blocks, thread, lambda ids, sampling: None, 1000, PushSchedule(KvOverlap.ON), PrefillRate()
             )
             fetching = FetchingConnector(self.blocks, thread, 30.0, BOOT, placement)
-            self.connector = TransferConnector(thread, fetching, pushing)
+            self.connector = whole_connector(thread, self.blocks, fetching, pushing, BOOT)
         self.collector = OutputCollector()
         self.max_len = max_len
         config = SchedulerConfig(
@@ -106,6 +106,8 @@ class FakeEngine:
         remote: bool = False,
         group_id: int = 0,
         emitted: Sequence[Sequence[int]] = (),
+        holders: int = 0,
+        fetch_only: bool = False,
     ) -> Request:
         """Adds one prompt. Its answers are ``local_id``, ``local_id + 1`` and so on, one for each seed.
 
@@ -124,6 +126,9 @@ class FakeEngine:
             cache_salt=salt,
             targets=(TARGET, TARGET) if remote else (),
             num_emitted_tokens=len(own),
+            holders=(TARGET,) * holders,
+            return_to=TARGET if remote else None,
+            fetch_only=fetch_only,
         )
         for i, (seed, tokens) in enumerate(zip(seeds[1:], others, strict=True), 1):
             request.add_child(seed, local_id + i, tokens)
@@ -139,7 +144,7 @@ class FakeEngine:
         step = self._launch() if self._ahead is None else self._ahead.joined()
         self._ahead = self._launch_ahead(step.plan, step.sampled) if self._overlap else None
         assert self.scheduler.postprocess(step.plan, step.sampled, self.now) == []
-        self.connector.stepped(self.scheduler, step.plan)
+        self.connector.stepped(self.scheduler, step.plan, self.now)
         self.collect()
         return step.plan
 

@@ -5,12 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from random import Random
 
-from pdserve.wire.ids import TransferId
+from pdserve.wire.ids import TransferId, new_id
 from pdserve.wire.sampling_params import SampledToken
+from pdserve.wire.ticket import PrefillTarget
 from pdserve.wire.transfer import FailureCause, PrefillLoad
 from pdserve_kvtransfer.events import (
     KIND_OF_CAUSE,
+    BlocksOffered,
     BlocksReleased,
+    CachedFetchOrder,
+    CachedWanted,
     FailureKind,
     FetchCancelled,
     FetchFailed,
@@ -26,16 +30,19 @@ from pdserve_kvtransfer.events import (
 from pdserve_kvtransfer.stats import TransferStats
 from tests.engine.fake_model import FakeModel
 
+HOLDER = PrefillTarget("d0", "tcp://127.0.0.1:2", new_id())
+
 
 @dataclass
 class Transfer:
     """A transfer that is under way."""
 
-    order: FetchOrder
+    order: FetchOrder | CachedFetchOrder
     sending: list[tuple[int, int]] = field(default_factory=list)
     """Each block's number in the prompt and the prefill engine's block, which is read only when it is delivered."""
     landed: set[int] = field(default_factory=set)
-    first_token: bool = False
+    all_sent: int | None = None
+    """The number of blocks that are to land, once everything has been given to the transfer."""
 
 
 class DecodeThread:
@@ -45,11 +52,14 @@ class DecodeThread:
         self._wire = wire
         self.pending: list[TransferEvent] = []
 
-    def fetch(self, order: FetchOrder) -> None:
+    def fetch(self, order: FetchOrder | CachedFetchOrder) -> None:
         self._wire.open(order)
 
     def cancel_fetch(self, transfer_id: TransferId) -> None:
         self._wire.cancel(transfer_id)
+
+    def offer(self, target: PrefillTarget, hashes: tuple[bytes, ...], request_id: str) -> None:
+        self._wire.offer(hashes, request_id)
 
     def events(self) -> list[TransferEvent]:
         pending, self.pending = self.pending, []
@@ -65,9 +75,14 @@ class PrefillThread:
     def __init__(self, wire: Wire) -> None:
         self._wire = wire
         self.pending: list[TransferEvent] = []
+        self.hears_offers = False
+        """Whether the engine can fetch what is offered to it, over another wire."""
 
     def push(self, transfer_id: TransferId, first_block: int, block_ids: tuple[int, ...]) -> None:
         self._wire.send(transfer_id, first_block, block_ids)
+
+    def held(self, transfer_id: TransferId, count: int) -> None:
+        self._wire.held(transfer_id, count)
 
     def tell_load(self, load: PrefillLoad) -> None:
         pass
@@ -93,8 +108,9 @@ class NodeThread:
 
     def __init__(self, fetches: DecodeThread, pushes: PrefillThread) -> None:
         self._fetches, self._pushes = fetches, pushes
-        self.fetch, self.cancel_fetch = fetches.fetch, fetches.cancel_fetch
-        self.push, self.first_token = pushes.push, pushes.first_token
+        pushes.hears_offers = True
+        self.fetch, self.cancel_fetch, self.offer = fetches.fetch, fetches.cancel_fetch, fetches.offer
+        self.push, self.first_token, self.held = pushes.push, pushes.first_token, pushes.held
         self.fail_push, self.tell_load = pushes.fail_push, pushes.tell_load
 
     def events(self) -> list[TransferEvent]:
@@ -114,9 +130,13 @@ class Wire:
         self._random = random
         self._transfers: dict[TransferId, Transfer] = {}
 
-    def open(self, order: FetchOrder) -> None:
+    def open(self, order: FetchOrder | CachedFetchOrder) -> None:
         assert order.transfer_id not in self._transfers
         self._transfers[order.transfer_id] = Transfer(order)
+        if isinstance(order, CachedFetchOrder):
+            assert len(order.hashes) == len(order.block_ids) > 0
+            self.prefill.pending.append(CachedWanted(order.transfer_id, order.hashes, order.deadline_s))
+            return
         self.prefill.pending.append(
             PushWanted(
                 order.transfer_id,
@@ -140,9 +160,22 @@ class Wire:
     ) -> None:
         transfer = self._transfers.get(transfer_id)
         if transfer is not None:
+            assert isinstance(transfer.order, FetchOrder)
             assert len(tokens) == 1 + len(transfer.order.child_seeds)
-            transfer.first_token = True
+            transfer.all_sent = transfer.order.num_blocks
             self.decode.pending.append(FirstTokenArrived(transfer_id, tokens, cached_tokens, load))
+
+    def held(self, transfer_id: TransferId, count: int) -> None:
+        transfer = self._transfers.get(transfer_id)
+        if transfer is not None:
+            assert isinstance(transfer.order, CachedFetchOrder)
+            assert len(transfer.sending) + len(transfer.landed) == count <= len(transfer.order.hashes)
+            transfer.all_sent = count
+
+    def offer(self, hashes: tuple[bytes, ...], request_id: str) -> None:
+        """Loses the offer if nothing can be fetched in its direction."""
+        if self.prefill.hears_offers:
+            self.prefill.pending.append(BlocksOffered(HOLDER, hashes, request_id))
 
     def cancel(self, transfer_id: TransferId) -> None:
         transfer = self._transfers.pop(transfer_id, None)
@@ -183,9 +216,9 @@ class Wire:
                     destination.memory[place] = list(source.memory[block])
                     transfer.landed.add(number)
                     self.moved += 1
-            if transfer.first_token and len(transfer.landed) == len(order.block_ids):
+            if len(transfer.landed) == transfer.all_sent:
                 del self._transfers[transfer_id]
-                self.decode.pending.append(FetchLanded(transfer_id, 0.1, 1))
+                self.decode.pending.append(FetchLanded(transfer_id, 0.1, 1, num_blocks=transfer.all_sent))
                 self.prefill.pending.append(PushEnded(transfer_id, PushOutcome.DONE))
 
     def _still_written(self, transfer: Transfer) -> tuple[int, ...]:

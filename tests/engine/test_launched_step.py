@@ -261,6 +261,8 @@ def test_tokens_sampled_on_the_device_are_those_of_the_sampler(seed: int) -> Non
         (Overlap.AUTO, "cuda", Role.DECODE, True, 1, True),
         (Overlap.AUTO, "cuda", Role.DECODE, True, 2, False),
         (Overlap.ON, "cpu", Role.PREFILL, True, 1, False),
+        # It may become a decode node.
+        (Overlap.AUTO, "cuda", Role.PREFILL, True, 1, True),
         # The other ranks are told tokens by the host.
         (Overlap.AUTO, "cuda", Role.MIXED, False, 2, False),
     ],

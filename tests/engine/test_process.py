@@ -34,7 +34,7 @@ ONE_STEP = """
 import sys
 from pdserve.engine import process
 from pdserve.wire.engine import RequestOutput, StepOutput
-process.serve = lambda launch, channel: channel.send(StepOutput([RequestOutput(i, [7]) for i in range(5)]))
+process.serve = lambda launch, channel, _: channel.send(StepOutput([RequestOutput(i, [7]) for i in range(5)]))
 sys.exit(process.main())
 """
 """A program that runs the real process, whose engine computes one step of five requests."""

@@ -29,11 +29,15 @@ from tests.engine.test_launched_step import PARAMETERS
 from tests.engine.test_step_loop import BLOCK_SIZE, MAX_LEN, Answer, engine, prompt
 from tests.tiny_models import save_tiny_model
 
+pytestmark = pytest.mark.integration  # for the seconds that it takes
+
 PROMPT = list(range(100, 110))
 SEED = talkative(PROMPT, 40)
 WHOLE = answer(PROMPT, SEED, 40, 64)
 
 TOKENS = 40
+CUT_TOKENS = 24
+"""The tokens of an answer that is cut at every place: six blocks, and more than any ``min_tokens``."""
 NUM_BLOCKS = 200
 EVERYTHING: dict[str, Any] = {
     "temperature": 1.1,
@@ -98,11 +102,12 @@ def only(answers: dict[int, Answer]) -> Answer:
 @pytest.mark.parametrize("name", FEATURES)
 def test_an_answer_goes_on_after_any_number_of_its_tokens(folder: Path, runner: ModelRunner, name: str) -> None:
     with engine(folder, False, NUM_BLOCKS, own_runner=runner) as client:
-        whole = only(client.together([asked(name)]))
+        one = asked(name, max_tokens=CUT_TOKENS)
+        whole = only(client.together([one]))
         assert len(whole.tokens) > 5 or name == "stop token"
         for known in range(len(whole.tokens) + 1):
             # A salt of its own makes the engine a fresh one.
-            got = only(client.together([asked(name)], f"{known}", [[whole.tokens[:known]]]))
+            got = only(client.together([one], f"{known}", [[whole.tokens[:known]]]))
             check_rest(got, whole, known)
 
 
@@ -113,7 +118,7 @@ def test_answers_go_on_beside_each_other(folder: Path, runner: ModelRunner, over
     everything = [asked(name, seed, length=9 + 2 * seed) for seed, name in enumerate(FEATURES)]
     with engine(folder, overlap, NUM_BLOCKS, own_runner=runner, prefix_cache=prefix_cache) as client:
         whole = list(client.together(everything).values())
-        for start in range(0, TOKENS, 7):
+        for start in range(0, TOKENS, 13):
             cuts = [min((start + 5 * i) % TOKENS, len(one.tokens)) for i, one in enumerate(whole)]
             emitted = [[one.tokens[:cut]] for one, cut in zip(whole, cuts, strict=True)]
             for got, one, cut in zip(client.together(everything, "", emitted).values(), whole, cuts, strict=True):
@@ -140,9 +145,10 @@ def test_bf16_answers_of_the_compiled_kernels_are_bitwise_the_same(folder: Path)
         pytest.skip("this CPU has no products of bf16 pairs")
     bf16 = make_runner(folder, Dtype.BF16, compiled)
     with engine(folder, False, NUM_BLOCKS, own_runner=bf16) as client:
-        whole = only(client.together([asked("everything")]))
+        one = asked("everything", max_tokens=CUT_TOKENS)
+        whole = only(client.together([one]))
         for known in range(len(whole.tokens)):
-            got = only(client.together([asked("everything")], f"{known}", [[whole.tokens[:known]]]))
+            got = only(client.together([one], f"{known}", [[whole.tokens[:known]]]))
             assert (got.tokens, got.logprobs) == (whole.tokens[known:], whole.logprobs[known:])
 
 

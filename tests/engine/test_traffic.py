@@ -16,6 +16,8 @@ from tests.engine.fake_engine import BLOCK_SIZE, FakeEngine
 from tests.engine.fake_model import answer
 from tests.engine.fake_transfer import NodeThread, Wire
 
+pytestmark = pytest.mark.integration  # for the seconds that it takes
+
 MAX_LEN = 44
 TWO_NODES: dict[str, st.SearchStrategy[Any]] = {
     "seed": st.integers(0, 2**32),
@@ -59,6 +61,7 @@ class Traffic:
         # Some were begun by another node, each answer up to another token.
         resumed = random.random() < 0.3
         emitted = [tokens[: random.randint(0, len(tokens)) if resumed else 0] for tokens in answers]
+        fetch_only = self._remote and random.random() < 0.1
         request = engine.add(
             local_id,
             prompt,
@@ -68,9 +71,11 @@ class Traffic:
             remote=self._remote and random.random() < 0.8,
             group_id=self._client_requests,
             emitted=emitted,
+            holders=random.choice((0, 1, 2)) if self._remote else 0,
+            fetch_only=fetch_only,
         )
         for i, (tokens, known) in enumerate(zip(answers, emitted, strict=True)):
-            self.wanted[local_id + i] = tokens[len(known) :]
+            self.wanted[local_id + i] = [] if fetch_only else tokens[len(known) :]
         # An answer that was over when it came is not among them.
         self._requests.update((member.local_id, member) for member in (request, *request.children))
 
@@ -158,7 +163,8 @@ def test_every_answer_is_right_on_a_prefill_and_a_decode_node(
 ) -> None:
     """``batching`` and ``overlap`` are the decode node's."""
     random = Random(seed)
-    wire = Wire(random)
+    wire, back = Wire(random), Wire(random)
+    threads = NodeThread(wire.decode, back.prefill), NodeThread(back.decode, wire.prefill)
     decode, prefill = (
         FakeEngine(
             thread=thread,
@@ -167,20 +173,20 @@ def test_every_answer_is_right_on_a_prefill_and_a_decode_node(
             max_step_tokens=max_step_tokens[i],
             max_len=MAX_LEN,
             prefix_cache=prefix_cache[i],
-            batching=batching if thread is wire.decode else Batching.CONTINUOUS,
-            overlap=overlap and thread is wire.decode,
+            batching=batching if i == 0 else Batching.CONTINUOUS,
+            overlap=overlap and i == 0,
         )
-        for i, thread in enumerate((wire.decode, wire.prefill))
+        for i, thread in enumerate(threads)
     )
     traffic = Traffic(decode, random, remote=True)
 
     def turn() -> None:
-        decode.step()
-        wire.deliver(prefill.model, decode.model, share)
-        prefill.step()
-        wire.deliver(prefill.model, decode.model, share)
+        for engine in (decode, prefill):
+            engine.step()
+            wire.deliver(prefill.model, decode.model, share)
+            back.deliver(decode.model, prefill.model, share)
         if random.random() < losses:
-            wire.lose()
+            random.choice((wire, back)).lose()
 
     for _ in range(random.randint(1, 12)):
         traffic.arrive()

@@ -11,7 +11,7 @@ import re
 import signal
 import threading
 import urllib.request
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from tests.cluster.nodes import MODEL, Cluster, Node, cluster, http, one_core, start_node
+from tests.cluster.nodes import MODEL, Cluster, Node, cluster, http, one_core, sample, start_node
 from tests.eventually import eventually
 
 # In bf16: its compiled kernels give the same bits in every batch, where rounding could decide a near tie otherwise.
@@ -39,8 +39,15 @@ STREAMED: dict[str, Mapping[str, object]] = {
     "echo": {"seed": 9, "echo": True, "return_token_ids": True},
     "few chunks": {"seed": 10, "stream_interval": 7},
 }
-WHOLE: Mapping[str, object] = {"seed": 12, "n": 2, "logprobs": 1}
-"""A request whose answer comes in one piece."""
+WHOLE: dict[str, Mapping[str, object]] = {
+    "whole": {"temperature": 0},
+    "several in whole": {"seed": 12, "n": 2, "return_token_ids": True},
+    "whole stop strings": {"seed": 13, "stop": ["zzqx", "qqjj"], "presence_penalty": 0.5},
+    "whole echo": {"seed": 14, "echo": True, "prompt": [TEXT, "In the beginning"]},
+}
+"""Requests whose answers come in one piece."""
+AGAIN: Mapping[str, object] = {"seed": 12, "n": 2, "logprobs": 1}
+"""A request that has no journal, and begins again."""
 
 
 @dataclass
@@ -140,12 +147,12 @@ class Client:
         return read_answer(bytes(self.received)) if self.body.get("stream") else read_whole(bytes(self.received))
 
 
-def requests(round_name: str, url: str) -> dict[str, Client]:
-    """All requests of a round, at once."""
-    common = {"model": MODEL, "prompt": TEXT, "max_tokens": TOKENS, "ignore_eos": True}
+def requests(round_name: str, url: str, only: Collection[str] = (), tokens: int = TOKENS) -> dict[str, Client]:
+    """The requests of a round, at once: those with the names in ``only``, or all."""
+    common = {"model": MODEL, "prompt": TEXT, "max_tokens": tokens, "ignore_eos": True}
     bodies: dict[str, dict[str, object]] = {name: {**common, "stream": True, **more} for name, more in STREAMED.items()}
-    bodies["whole"] = {**common, **WHOLE}
-    return {name: Client(url, round_name, name, body) for name, body in bodies.items()}
+    bodies |= {name: {**common, **more} for name, more in {**WHOLE, "again": AGAIN}.items()}
+    return {name: Client(url, round_name, name, bodies[name]) for name in only or bodies}
 
 
 @dataclass(frozen=True)
@@ -156,13 +163,17 @@ class Failing:
     model: Path
     stack: ExitStack
 
-    def replace(self, index: int) -> None:
-        """Starts a node in the place of a broken one, and returns when the proxy knows it."""
-        broken = self.cluster.decode[index]
-        broken.process.reap()
-        flags = ("--disaggregation", "always", *FLAGS, *one_core(index))
-        process = self.stack.enter_context(start_node("decode", broken.name, self.model, self.cluster, *flags))
-        self.cluster.decode[index] = Node(broken.name, process, process.listening().url)
+    def replace(self, *broken: Node) -> None:
+        """Starts nodes in the places of broken ones, and returns when the proxy knows them."""
+        for node in broken:
+            node.process.reap()
+            role, nodes = (
+                ("prefill", self.cluster.prefill) if node in self.cluster.prefill else ("decode", self.cluster.decode)
+            )
+            index = nodes.index(node)
+            flags = ("--disaggregation", "always", *FLAGS, *one_core(index))
+            process = self.stack.enter_context(start_node(role, node.name, self.model, self.cluster, *flags))
+            nodes[index] = Node(node.name, process, process.listening().url)
         urls = {node.url for node in self.cluster.nodes}
         eventually(lambda: {known["url"] for known in http(self.cluster.url + "/instances").json()} == urls)
 
@@ -213,6 +224,44 @@ def test_answers_go_on_at_another_node(
         for client in clients.values():
             client.answer().like(unbroken[client.name])
         resumed |= {name for name, client in clients.items() if client.label in failing.resumed()}
-        failing.replace(victim)
-    assert len(resumed) > len(STREAMED) * len(victims) / 4
+        failing.replace(failing.cluster.decode[victim])
+    assert len(resumed) > len(clients) * len(victims) / 4
+    assert "again" not in resumed
+    failing.cluster.until_idle()
+
+
+def test_an_answer_in_one_piece_goes_on_at_another_node(failing: Failing) -> None:
+    """Its node dies once the proxy has some of its journal, which nodes send of answers that take a while."""
+    cluster, only, tokens = failing.cluster, ["several in whole"], 4 * TOKENS
+    (unbroken,) = requests("unbroken", cluster.url, only, tokens).values()
+    expected = unbroken.answer()
+    (client,) = requests("one-piece", cluster.url, only, tokens).values()
+    eventually(lambda: sample(cluster.url, "proxy_journal_bytes") > 0, "the answer is journaled")
+    (victim,) = (node for node in cluster.decode if node.metric("num_requests_running") > 0)
+    break_node(victim, signal.SIGKILL)
+    client.answer().like(expected)
+    assert client.label in failing.resumed()
+    failing.replace(victim)
+
+
+@pytest.mark.parametrize("during", [False, True], ids=["before", "during"])
+def test_answers_go_on_without_the_prefill_node_too(
+    failing: Failing, unbroken: dict[str, Answer], during: bool
+) -> None:
+    """It dies after it has computed their prompts: before they are resumed, or when the node that resumes needs it."""
+    only = ("greedy", "several", "stop strings", "several in whole")
+    clients = requests(f"alone-{during}", failing.cluster.url, only)
+    (prefill,), victim = failing.cluster.prefill, failing.cluster.decode[0]
+    until_received(clients["greedy"], 1500)
+    if during:
+        break_node(victim, signal.SIGKILL)
+        break_node(prefill, signal.SIGKILL)
+    else:
+        break_node(prefill, signal.SIGKILL)
+        until_received(clients["greedy"], 3000)
+        break_node(victim, signal.SIGKILL)
+    for client in clients.values():
+        client.answer().like(unbroken[client.name])
+    assert failing.resumed() & {client.label for client in clients.values()}
+    failing.replace(victim, prefill)
     failing.cluster.until_idle()

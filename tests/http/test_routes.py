@@ -97,10 +97,10 @@ async def test_a_body_comes_back_whole_and_a_stream_in_order() -> None:
 @pytest.mark.parametrize(
     ("method", "path", "status", "code", "headers"),
     [
-        ("GET", "/echo", 405, None, {"allow": "POST"}),
+        ("GET", "/echo", 405, None, {"allow": "OPTIONS, POST"}),
         ("POST", "/length", 405, None, {"allow": "GET, HEAD, OPTIONS"}),
         ("GET", "/length", 411, None, {}),
-        ("GET", "/nothing", 404, None, {}),
+        ("GET", "/nothing", 404, "unknown_url", {}),
         ("GET", "/defect", 500, None, {}),
         ("POST", "/break", 500, None, {}),
         ("POST", "/refuse", 429, None, {"retry-after": "7", "x-request-id": "the-tickets"}),

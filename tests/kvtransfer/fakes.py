@@ -13,10 +13,7 @@ from pdserve.wire.frame import Opener, Purpose, Sealer
 from pdserve.wire.ids import TransferId, new_id
 from pdserve.wire.ticket import PrefillTarget
 from pdserve.wire.transfer import (
-    Accept,
-    Cancel,
     Digests,
-    Done,
     Examine,
     Examined,
     Hello,
@@ -26,6 +23,7 @@ from pdserve.wire.transfer import (
     ToDecode,
     ToPrefill,
     Welcome,
+    sender_of,
 )
 from pdserve.wire.version import SPOKEN
 from pdserve_kvtransfer.pieces import digest, label_of
@@ -38,13 +36,6 @@ from tests.kvtransfer.rig import SAMPLING, SECRET, SPEC, WAIT_S, compiled_poster
 M = TypeVar("M")
 
 MEMORY_BYTES = 4 * 2**20
-
-
-def boot_of(message: ToPrefill) -> bytes:
-    """Returns the boot id of the message's sender."""
-    if isinstance(message, PrefillRequest | Accept | Done | Cancel):
-        return message.transfer_id.decode_boot
-    return message.boot_id
 
 
 def prefill_request(boot_id: bytes, tokens: int = 20, first_block: int = 0) -> PrefillRequest:
@@ -148,7 +139,7 @@ class FakePrefill(FakePeer):
                 # The frame is of a former connection, and the first frame of the next one has overtaken it.
                 continue
             message = opened.message
-            if self.released is (opened.named or opened.sender == boot_of(message)):
+            if self.released is (opened.named or opened.sender == sender_of(message)):
                 # The message came in two forms, and this one is for a prefill engine of another version.
                 continue
             self.peer = None if self.released else opened.sender

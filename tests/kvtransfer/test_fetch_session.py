@@ -12,11 +12,23 @@ from pdserve.wire.ids import TransferId
 from pdserve.wire.rank_transfer import Expect, ExpectMore, Forget
 from pdserve.wire.sampling_params import SampledToken
 from pdserve.wire.ticket import PrefillTarget
-from pdserve.wire.transfer import Accept, BlocksReady, Cancel, Digests, Done, Failed, FirstToken, PrefillRequest
+from pdserve.wire.transfer import (
+    Accept,
+    BlocksReady,
+    CachedRequest,
+    Cancel,
+    Digests,
+    Done,
+    Failed,
+    FirstToken,
+    Held,
+    PrefillRequest,
+)
 from pdserve_kvtransfer.events import (
     BlocksComing,
     BlocksLanded,
     BlocksReleased,
+    CachedFetchOrder,
     FailureKind,
     FetchCancelled,
     FetchFailed,
@@ -40,7 +52,7 @@ ARRIVED = FirstTokenArrived(TRANSFER, (SampledToken(8),), 16)
 
 
 def landed(tail_s: float = 0.0, tail_bytes: int = 0) -> list[FetchEffect]:
-    return [Done(TRANSFER), FetchLanded(TRANSFER, 1.0, 4 * SIZE, tail_s, tail_bytes)]
+    return [Done(TRANSFER), FetchLanded(TRANSFER, 1.0, 4 * SIZE, tail_s, tail_bytes, 4)]
 
 
 def session(*, checked: bool = False, block_ids: tuple[int, ...] = BLOCK_IDS, paced: int = 0) -> FetchSession:
@@ -376,3 +388,166 @@ def test_a_paced_fetch_that_fails_quarantines_each_place_once() -> None:
     fetch.accept((7, 3), 0.0)
     assert fetch.on_failed(Failed(TRANSFER, "why")) == [Forget(LINK, TAG)]
     assert fetch.forgotten(0, (7,)) == [FetchFailed(TRANSFER, "why", 1, (7,), FailureKind.FAILED)]
+
+
+# ------------------------------------------------------------ cached blocks
+
+HASHES = tuple(bytes([index]) * 32 for index in range(len(BLOCK_IDS)))
+
+
+def cached(
+    *, checked: bool = False, ranks: int = 1, block_ids: tuple[int, ...] = BLOCK_IDS, paced: int = 0
+) -> FetchSession:
+    target = PrefillTarget("p", "tcp://p:1", b"p" * 16)
+    order = CachedFetchOrder(TRANSFER, target, HASHES, block_ids, DEADLINE_S, "chat-1", paced)
+    made = FetchSession(order, TAG, LINK, SIZE, 0.0, checked=checked)
+    assert made.prepare(head_map(2, 1, ranks), ranks) == [Expect(LINK, TAG, 0, block_ids, checked, bool(paced))]
+    request, *accept = [effect for rank in range(ranks) for effect in made.expecting(rank, 1.0)]
+    assert request == CachedRequest(
+        transfer_id=TRANSFER,
+        tag=TAG,
+        hashes=HASHES,
+        deadline_s=DEADLINE_S - 1,
+        digests=checked,
+        paced=bool(paced),
+        request_id="chat-1",
+    )
+    assert accept == ([Accept(TRANSFER, len(block_ids))] if paced and block_ids else [])
+    return made
+
+
+def corrupt(effects: list[FetchEffect], fetch: FetchSession, landed: int = 0) -> bool:
+    """Returns whether the fetch has failed as corrupt, with so many blocks that may be used."""
+    assert effects == [Cancel(TRANSFER), Forget(LINK, TAG)]
+    (failed,) = fetch.forgotten(0, ())
+    assert isinstance(failed, FetchFailed)
+    return (failed.kind, failed.landed) == (FailureKind.CORRUPT, landed)
+
+
+def test_a_holder_that_has_all_blocks() -> None:
+    fetch = cached()
+    assert land(fetch, 0, 1) == []
+    assert fetch.on_held(Held(TRANSFER, 4), 0.5) == []
+    assert fetch.on_held(Held(TRANSFER, 3), 0.5) == [], "it counts once"
+    assert land(fetch, 2, 3) == [Done(TRANSFER), FetchLanded(TRANSFER, 1.0, 4 * SIZE, 0.5, 2 * SIZE, 4)]
+    assert fetch.state is FetchState.ENDED
+
+
+@pytest.mark.parametrize("paced", [0, 4])
+def test_a_holder_that_has_nothing(paced: int) -> None:
+    fetch = cached(paced=paced, ranks=2)
+    assert fetch.on_held(Held(TRANSFER, 0), 1.5) == [Done(TRANSFER), Forget(LINK, TAG)]
+    assert fetch.over
+    assert fetch.forgotten(0, ()) == []
+    assert fetch.forgotten(1, ()) == [FetchLanded(TRANSFER, 1.5, 0, 0.0, 0, 0)]
+    assert fetch.state is FetchState.ENDED
+
+
+def test_blocks_that_the_holder_lacks_are_given_back_once_no_rank_writes_to_them() -> None:
+    fetch = cached()
+    fetch.on_held(Held(TRANSFER, 2), 0.5)
+    assert land(fetch, 1, 0) == [Done(TRANSFER), Forget(LINK, TAG)]
+    assert fetch.on_failed(Failed(TRANSFER, "late")) == []
+    assert fetch.cancel() == [], "the end is settled, and the event queue makes a cancel of it"
+    reason = "a holder of 2 blocks sends others, too"
+    assert fetch.forgotten(0, (9,)) == [FetchFailed(TRANSFER, reason, 2, (9,), FailureKind.CORRUPT)]
+    assert fetch.released(0, (9,)) == [BlocksReleased((9,))]
+    assert fetch.state is FetchState.ENDED
+
+
+def test_a_link_that_closes_after_the_last_block_takes_nothing_back() -> None:
+    fetch = cached()
+    fetch.on_held(Held(TRANSFER, 1), 0.5)
+    land(fetch, 0)
+    (end,) = fetch.closed(FailureKind.PEER_LOST, "gone")
+    assert isinstance(end, FetchLanded) and end.num_blocks == 1
+
+
+@given(st.sampled_from([1, 2]), st.booleans(), st.integers(0, 4), st.data())
+def test_cached_blocks_land_in_every_order_of_news(ranks: int, checked: bool, count: int, data: st.DataObject) -> None:
+    fetch = cached(checked=checked, ranks=ranks)
+    news = [(what, rank, index) for what in ("land", "announce") for rank in range(ranks) for index in range(count)]
+    effects: list[FetchEffect] = []
+    for what, rank, index in data.draw(st.permutations([*news, ("held", 0, 0)])):
+        assert not any(isinstance(effect, Done) for effect in effects) or not checked
+        match what:
+            case "land":
+                effects += fetch.landed(rank, (index,), (index,) if checked else (), 2.0)
+            case "announce" if checked:
+                effects += fetch.on_digests(Digests(TRANSFER, 0, rank, index, (index,)), 2.0)
+            case "held":
+                effects += fetch.on_held(Held(TRANSFER, count), 2.0)
+    for rank in range(ranks):
+        effects += fetch.forgotten(rank, ())
+    done, *forget, landed = effects
+    assert done == Done(TRANSFER)
+    assert forget == ([] if count == len(HASHES) else [Forget(LINK, TAG)])
+    assert isinstance(landed, FetchLanded)
+    assert (landed.num_blocks, landed.bytes) == (count, count * SIZE)
+
+
+def test_a_holder_that_has_more_than_it_was_asked_for() -> None:
+    fetch = cached()
+    land(fetch, 0)
+    assert corrupt(fetch.on_held(Held(TRANSFER, 5), 0.5), fetch, landed=1)
+
+
+@pytest.mark.parametrize("checked", [True, False])
+def test_a_holder_that_has_sent_more_than_it_counts(checked: bool) -> None:
+    fetch = cached(checked=checked)
+    land(fetch, 2)
+    assert corrupt(fetch.on_held(Held(TRANSFER, 2), 0.5), fetch)
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_a_holder_that_announces_more_than_it_counts(before: bool) -> None:
+    fetch = cached(checked=True)
+    counted, announced = Held(TRANSFER, 2), Digests(TRANSFER, 0, 0, 1, (1, 2))
+    first = fetch.on_digests(announced, 0.5) if before else fetch.on_held(counted, 0.5)
+    assert first == []
+    assert corrupt(fetch.on_held(counted, 0.5) if before else fetch.on_digests(announced, 0.5), fetch)
+
+
+def test_a_holder_that_goes_on_after_its_count() -> None:
+    fetch = cached()
+    fetch.on_held(Held(TRANSFER, 2), 0.5)
+    land(fetch, 0)
+    assert corrupt(land(fetch, 3), fetch, landed=1)
+
+
+def test_digests_of_blocks_that_nobody_asked_for() -> None:
+    fetch = cached(checked=True)
+    assert corrupt(fetch.on_digests(Digests(TRANSFER, 0, 0, 4, (1,)), 0.5), fetch)
+
+
+def test_an_answer_of_the_other_kind_is_none() -> None:
+    fetch = cached()
+    assert corrupt(fetch.on_first_token(TOKEN, 0.5), fetch)
+    prompt = moving()
+    assert corrupt(prompt.on_held(Held(TRANSFER, 4), 0.5), prompt)
+
+
+def test_a_paced_fetch_of_cached_blocks_takes_what_the_holder_has() -> None:
+    fetch = cached(block_ids=(7,), paced=4)
+    assert fetch.on_ready(BlocksReady(TRANSFER, 2)) == [BlocksComing(TRANSFER, 2)]
+    assert fetch.on_held(Held(TRANSFER, 2), 0.5) == []
+    assert fetch.accept((3,), 0.5) == [ExpectMore(LINK, TAG, (3,))]
+    assert fetch.expecting(0, 0.5) == [Accept(TRANSFER, 2)]
+    assert land(fetch, 0) == [BlocksLanded(TRANSFER, 1)]
+    assert fetch.outstanding
+    assert land(fetch, 1) == [Done(TRANSFER), Forget(LINK, TAG)]
+    assert fetch.forgotten(0, ()) == [FetchLanded(TRANSFER, 1.0, 2 * SIZE, 0.5, 2 * SIZE, 2)]
+
+
+def test_a_holder_may_count_before_a_paced_block_is_ready() -> None:
+    fetch = cached(block_ids=(), paced=4)
+    assert fetch.on_held(Held(TRANSFER, 1), 0.5) == []
+    assert not fetch.outstanding, "nothing may be sent, so nothing stalls"
+    assert fetch.on_ready(BlocksReady(TRANSFER, 1)) == [BlocksComing(TRANSFER, 1)]
+    assert corrupt(fetch.on_ready(BlocksReady(TRANSFER, 2)), fetch)
+
+
+def test_a_paced_holder_that_counts_fewer_than_are_ready() -> None:
+    fetch = cached(block_ids=(), paced=4)
+    fetch.on_ready(BlocksReady(TRANSFER, 3))
+    assert corrupt(fetch.on_held(Held(TRANSFER, 2), 0.5), fetch)

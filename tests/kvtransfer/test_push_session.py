@@ -12,8 +12,8 @@ from pdserve.wire.ids import TransferId
 from pdserve.wire.rank_transfer import SendBlocks
 from pdserve.wire.sampling_params import SampledToken
 from pdserve.wire.ticket import MAX_DEADLINE_S
-from pdserve.wire.transfer import Accept, BlocksReady, Failed, FirstToken, PrefillRequest
-from pdserve_kvtransfer.events import BlocksSent, PushCancelled, PushEnded, PushOutcome, PushWanted
+from pdserve.wire.transfer import Accept, BlocksReady, CachedRequest, Failed, FirstToken, Held, PrefillRequest
+from pdserve_kvtransfer.events import BlocksSent, CachedWanted, PushCancelled, PushEnded, PushOutcome, PushWanted
 from pdserve_kvtransfer.push.session import PushEffect, PushSession, PushState
 from tests.kvtransfer.rig import SAMPLING
 
@@ -244,3 +244,66 @@ def test_a_paced_push_that_ends_sends_nothing_that_was_not_accepted() -> None:
     push.push(1, (7, 8))
     assert push.on_cancel() == [PushCancelled(TRANSFER), PushEnded(TRANSFER, PushOutcome.CANCELLED)]
     assert push.on_accept(Accept(TRANSFER, 4)) == []
+
+
+# ------------------------------------------------------------ cached blocks
+
+HASHES = tuple(bytes([index]) * 32 for index in range(4))
+
+
+def cached(*, paced: bool = False) -> PushSession:
+    request = CachedRequest(
+        transfer_id=TRANSFER, tag=TAG, hashes=HASHES, deadline_s=DEADLINE_S, paced=paced, request_id="chat-1"
+    )
+    push = PushSession(request, LINK, block_size=16, pieces=1, now=0.0, grace_s=GRACE_S)
+    assert push.open() == [CachedWanted(TRANSFER, HASHES, DEADLINE_S, "chat-1")]
+    return push
+
+
+def gave_up(effects: list[PushEffect]) -> bool:
+    failed, *rest = effects
+    assert isinstance(failed, Failed)
+    return rest == [PushCancelled(TRANSFER), PushEnded(TRANSFER, PushOutcome.FAILED)]
+
+
+@pytest.mark.parametrize("count", [0, 2, 4])
+def test_a_holder_sends_what_it_has_and_says_how_much_that_is(count: int) -> None:
+    push, blocks = cached(), tuple(range(30, 30 + count))
+    assert push.push(0, blocks) == ([SendBlocks(LINK, TAG, 0, blocks, True)] if count else [])
+    assert push.held(count) == [Held(TRANSFER, count)]
+    assert push.held(count) == [], "it says so once"
+    push.sent(count)
+    assert push.on_done() == [PushEnded(TRANSFER, PushOutcome.DONE)]
+    assert push.held(count) == []
+
+
+def test_the_blocks_may_follow_the_count_if_they_are_copied_first() -> None:
+    push = cached(paced=True)
+    assert push.held(2) == [Held(TRANSFER, 2)]
+    assert push.push(0, (7, 8)) == [BlocksReady(TRANSFER, 2)]
+    assert push.on_accept(Accept(TRANSFER, 4)) == [SendBlocks(LINK, TAG, 0, (7, 8), True)]
+
+
+@pytest.mark.parametrize("count", [1, 5])
+def test_a_holder_that_counts_wrong_gives_up(count: int) -> None:
+    push = cached(paced=True)
+    push.push(0, (7, 8))
+    assert gave_up(push.held(count))
+
+
+def test_blocks_beyond_the_count_are_not_sent() -> None:
+    push = cached()
+    push.held(2)
+    assert gave_up(push.push(0, (7, 8, 9)))
+
+
+def test_an_asker_that_is_gone_is_answered_nothing() -> None:
+    push = cached()
+    assert push.on_cancel() == [PushCancelled(TRANSFER), PushEnded(TRANSFER, PushOutcome.CANCELLED)]
+    assert push.held(0) == push.push(0, (7,)) == []
+
+
+def test_cached_blocks_have_a_deadline_too() -> None:
+    push = cached()
+    assert push.expire(DEADLINE_S) == []
+    assert gave_up(push.expire(DEADLINE_S + GRACE_S))

@@ -20,7 +20,7 @@ from pdserve.models.checkpoint.demo import resolve_model, served_name
 from pdserve.models.checkpoint.gguf_file import read_gguf
 from pdserve.models.checkpoint.gguf_tensors import GgufTensors
 from pdserve.models.checkpoint.weights import ALL, Checkpoint, fingerprint
-from pdserve.models.decoders.layers import rotary_table
+from pdserve.models.decoders.rotary import rotary_table
 from pdserve.models.runner import StepRow
 from tests.models.greedy import small_runner
 from tests.tiny_gguf import save_tiny_gguf
@@ -54,8 +54,8 @@ def test_llama_3_divides_its_rotary_frequencies(tmp_path: Path) -> None:
     folder = save_tiny_model("llama", tmp_path / "folder")
     plain = read_decoder_config(folder)
     divided = read_decoder_config(save_tiny_gguf(folder, tmp_path / "tiny.gguf", rope_freqs=[1, 1, 2, 4, 8]))
-    cos, _ = rotary_table(divided, 64, torch.float32, CPU)
-    wanted, _ = rotary_table(plain, 64, torch.float32, CPU)
+    cos, _ = rotary_table(divided.rotary, divided.head_dim, 64, torch.float32, CPU)
+    wanted, _ = rotary_table(plain.rotary, plain.head_dim, 64, torch.float32, CPU)
     for column, divisor in enumerate([1, 1, 2, 4, 8]):
         torch.testing.assert_close(cos[::divisor, column][:8], wanted[:, column][:8])
 

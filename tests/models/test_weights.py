@@ -12,9 +12,9 @@ from pdserve.config import Dtype
 from pdserve.errors import ModelError
 from pdserve.models.checkpoint.decoder_config import read_decoder_config
 from pdserve.models.checkpoint.weights import Checkpoint, fingerprint, weight_files
-from pdserve.models.runner import ModelRunner
+from pdserve.models.runner import ModelRunner, StepRow
 from pdserve_kernels.cpu.torch_kernels import TorchKernels
-from tests.tiny_models import save_tiny_model
+from tests.tiny_models import reference_logits, save_tiny_model
 
 
 def load(folder: Path) -> ModelRunner:
@@ -46,6 +46,23 @@ def test_rotary_tables_of_older_exports_are_not_needed(tmp_path: Path) -> None:
     tables = {f"model.layers.{i}.self_attn.rotary_emb.inv_freq": torch.zeros(5) for i in range(3)}
     rewrite(folder, load_file(folder / "model.safetensors") | tables)
     load(folder)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_a_head_of_its_own_counts_although_the_configuration_ties_it(tmp_path: Path, family: str) -> None:
+    """The reference is transformers, which does not tie what differs either."""
+    folder = save_tiny_model(family, tmp_path)
+    tensors = load_file(folder / "model.safetensors")
+    embedding = tensors["model.embed_tokens.weight"]
+    prompt = [5, 9, 11]
+    last = []
+    for head in (embedding, embedding.flip(0)):
+        rewrite(folder, tensors | {"lm_head.weight": head.clone()})
+        assert read_decoder_config(folder).tied_embeddings
+        got = load(folder).run([StepRow(prompt, 0, range(8), True)])[0]
+        torch.testing.assert_close(got, reference_logits(folder, prompt)[-1], rtol=1e-3, atol=1e-3)
+        last.append(got)
+    assert not torch.allclose(last[0], last[1])
 
 
 def test_sharded_checkpoint(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import base64
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 import aiohttp
@@ -164,10 +164,13 @@ class Cluster:
     stop: asyncio.Event
     stopped: asyncio.Task[None]
     nodes: AsyncExitStack
+    registrations: dict[bytes, Registration] = field(default_factory=dict)
+    """The registration of each node that was added, by its boot id."""
 
     async def add(self, *nodes: NodeInfo) -> None:
         for node in nodes:
-            await self.nodes.enter_async_context(registered(node, self.addresses.control))
+            registration = await self.nodes.enter_async_context(registered(node, self.addresses.control))
+            self.registrations[node.boot_id] = registration
 
     async def instances(self) -> list[str]:
         """Returns the names of the nodes that the proxy knows."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 
 import msgspec
 import openai
@@ -13,8 +14,12 @@ from pdserve.wire.discovery import Role
 from pdserve.wire.version import SPOKEN
 from pdserve_proxy.server import run
 from pdserve_proxy.serving import Addresses
-from tests.proxy.cluster import Cluster, cluster, node_info, proxy_config
-from tests.proxy.fake_node import Exchange, FakeNode
+from tests.proxy.cluster import Cluster, cluster, error_of, node_info, proxy_config
+from tests.proxy.fake_node import Exchange, FakeNode, stream_events
+
+PAGE = "https://chat.example.com"
+FORM = "application/x-www-form-urlencoded"
+"""The type of what ``curl -d`` sends, and of what any page may send anywhere."""
 
 
 async def get(running: Cluster, path: str, method: str = "GET") -> tuple[int, dict[str, object]]:
@@ -28,14 +33,16 @@ async def test_models_come_from_the_registry() -> None:
         await running.add(
             node_info("a", Role.MIXED, model="org/one"),
             node_info("b", Role.MIXED, model="two"),
-            node_info("c", Role.MIXED, model="two"),
+            node_info("c", Role.MIXED, model="two", max_model_len=128),
         )
         status, listed = await get(running, "/v1/models")
         assert (status, listed["object"]) == (200, "list")
         cards = msgspec.convert(listed["data"], list[dict[str, object]])
         assert [card["id"] for card in cards] == ["org/one", "two"]
         assert {card["object"] for card in cards} == {"model"}
+        assert [(card["root"], card["max_model_len"]) for card in cards] == [("org/one", 256), ("two", 128)]
         assert (await get(running, "/v1/models/org/one")) == (200, cards[0])
+        assert (await get(running, "/v1/models/")) == (200, listed)
         assert (await get(running, "/v1/models/three"))[0] == 404
 
 
@@ -45,7 +52,9 @@ async def test_ready_follows_the_routes_while_live_does_not() -> None:
         assert (await get(running, "/ready"))[0] == 503
         await running.add(node_info("p", Role.PREFILL))
         assert (await get(running, "/ready"))[0] == 200
-        assert (await get(running, "/live"))[0] == (await get(running, "/health"))[0] == 200
+        for path in ("/live", "/health", "/ping", "/version", "/v1/models"):
+            async with running.http.get(path, headers={"x-request-id": "mine"}) as response:
+                assert (response.status, response.headers["x-request-id"]) == (200, "mine")
 
 
 async def test_instances_tell_what_is_registered() -> None:
@@ -59,7 +68,7 @@ async def test_instances_tell_what_is_registered() -> None:
         assert 0 <= age < 5
         load = entry.pop("load")
         assert isinstance(load, dict)
-        assert set(load) == {"running", "waiting", "free_blocks"}
+        assert set(load) == {"running", "waiting", "free_blocks", "queue_s", "step_s"}
         assert entry == {
             "name": "p", "role": "prefill", "state": "serving", "url": info.url, "control": info.control,
             "model": "m", "fingerprint": "f", "boot_id": info.boot_id.hex(),
@@ -84,6 +93,8 @@ async def test_metrics_and_version() -> None:
     [
         ("GET", "/nowhere", 404, "not_found_error"),
         ("POST", "/v1/embeddings", 404, "not_found_error"),
+        ("POST", "/v1/responses", 404, "not_found_error"),
+        ("POST", "/chat/completions", 404, "not_found_error"),
         ("POST", "/v1/chat/completions/", 404, "not_found_error"),
         ("POST", "/v1//completions", 404, "not_found_error"),
         ("GET", "/v1/models//x", 404, "not_found_error"),
@@ -100,6 +111,40 @@ async def test_errors_of_the_framework_have_openais_shape(method: str, path: str
         assert ("allow" in response.headers) == (status == 405)
         assert set(body["error"]) == {"message", "type", "param", "code"}
         assert body["error"]["type"] == kind
+        message = str(body["error"]["message"])
+        assert status != 404 or (f"{method} {path}" in message and "/v1/chat/completions" in message)
+
+
+async def test_scripts_of_allowed_pages_may_read_streams_refusals_and_the_proxys_own_routes() -> None:
+    config = proxy_config()
+    config = dataclasses.replace(config, http=dataclasses.replace(config.http, cors_origins=(PAGE,)))
+    async with FakeNode(stream_events) as node, cluster(config) as running:
+        await running.add(node_info("x", Role.MIXED, node.url))
+        for method, path, body, status in (
+            ("POST", "/v1/chat/completions", b'{"model": "m", "stream": true}', 200),
+            ("POST", "/v1/chat/completions", b'{"model": "other"}', 404),
+            ("POST", "/v1/chat/completions", b"{", 400),
+            ("GET", "/v1/models", b"", 200),
+            ("GET", "/v1/nothing", b"", 404),
+            ("OPTIONS", "/v1/chat/completions", b"", 200),
+        ):
+            headers = {"origin": PAGE, "content-type": "application/json"}
+            async with running.http.request(method, path, data=body, headers=headers) as response:
+                await response.read()
+                assert (response.status, response.headers["access-control-allow-origin"]) == (status, PAGE)
+
+
+async def test_a_page_cannot_generate_by_a_body_that_browsers_send_anywhere() -> None:
+    async with FakeNode() as node, cluster() as running:
+        await running.add(node_info("x", Role.MIXED, node.url))
+        for headers in ({"content-type": "text/plain"}, {"content-type": FORM, "sec-fetch-site": "cross-site"}):
+            for path in ("/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"):
+                async with running.http.post(path, data=b'{"model": "m"}', headers=headers) as response:
+                    error = error_of(await response.read())
+                    assert (response.status, error["code"]) == (415, "unsupported_content_type")
+        assert node.requests == []
+        async with running.http.post("/v1/completions", data=b'{"model": "m"}', headers={"content-type": FORM}) as curl:
+            assert curl.status == 200
 
 
 async def test_a_defect_of_ours_is_a_500_in_openais_shape(monkeypatch: pytest.MonkeyPatch) -> None:

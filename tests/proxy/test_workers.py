@@ -292,7 +292,10 @@ def test_a_mirror_forgets_that_a_node_was_unreachable_at_its_next_heartbeat_only
     info = node_info("x", Role.MIXED)
 
     def copy() -> Reachability:
-        entries = tuple(KnownNode(node.info, node.load, node.seen_s) for node in registry.snapshot().nodes)
+        entries = tuple(
+            KnownNode(node.info, node.load, node.seen_s, node.info.boot_id in registry.draining)
+            for node in registry.snapshot().nodes
+        )
         mirror.take(Nodes(entries, tuple(registry.prefilled), registry.lost))
         return mirror.snapshot().nodes[0].state
 
@@ -305,6 +308,9 @@ def test_a_mirror_forgets_that_a_node_was_unreachable_at_its_next_heartbeat_only
     assert copy() is Reachability.UNREACHABLE
     registry.handle(NodeHeartbeat(info.boot_id, NodeLoad(running=1)), 2.0)
     assert copy() is Reachability.SERVING
+    registry.handle(NodeHeartbeat(info.boot_id, NodeLoad(running=1), draining=True), 2.1)
+    assert copy() is Reachability.DRAINING
+    assert mirror.draining == {info.boot_id}
     assert attempts.loads(mirror.snapshot())(info) == 1
     attempt.end_everywhere()
     assert attempts.loads(mirror.snapshot())(info) == 0

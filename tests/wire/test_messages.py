@@ -9,16 +9,19 @@ import msgspec
 import pytest
 
 from pdserve.http.tls import Certificate
-from pdserve.wire import discovery, engine, proxy_workers, rank, rank_transfer, transfer
+from pdserve.wire import command, discovery, engine, proxy_workers, rank, rank_transfer, transfer
 from pdserve.wire import transfer as link_address
+from pdserve.wire.frame import MAX_FRAME_BYTES
 from pdserve.wire.ids import TransferId
 from pdserve.wire.sampling_params import SampledToken, SamplingParams, TokenLogprobs
 from pdserve.wire.ticket import AnswerIdentity, PrefillTarget, Resume, Ticket
+from pdserve_kvtransfer.pieces import MAX_RANKS
 
 BOOT = bytes(range(16))
 OTHER = bytes(range(16, 32))
 SAMPLING = SamplingParams(max_tokens=8, seed=7, temperature=0.5, stop_token_ids=(1, 2))
 TARGET = PrefillTarget(name="prefill-0", control="tcp://127.0.0.1:5000", boot_id=OTHER)
+HASHES = (bytes(32), bytes(range(32)))
 TRANSFER_ID = TransferId(OTHER, 3, BOOT)
 SPEC = transfer.EngineSpec(
     protocol=1, fingerprint="f", dtype="bf16", block_size=16, num_layers=30, kv_heads=3, head_dim=64, tp_size=1
@@ -49,6 +52,8 @@ CHANNELS: list[tuple[Any, list[msgspec.Struct]]] = [
             discovery.NodeHello(BOOT, OTHER, 6, 5),
             discovery.Register(NODE),
             discovery.NodeHeartbeat(BOOT, discovery.NodeLoad(1, 2, 3)),
+            discovery.NodeHeartbeat(BOOT, discovery.NodeLoad(), discovery.Role.MIXED, draining=True),
+            discovery.NodeHeartbeat(BOOT, discovery.NodeLoad(1, 2, 3, queue_s=0.5, step_s=0.02)),
             discovery.Deregister(BOOT),
         ],
     ),
@@ -56,6 +61,7 @@ CHANNELS: list[tuple[Any, list[msgspec.Struct]]] = [
         discovery.FromProxy,
         [
             discovery.Ack(BOOT, known=False),
+            discovery.Ack(BOOT, known=True, role=discovery.Role.PREFILL),
             discovery.ProxyWelcome(BOOT, OTHER, 6, 5, heartbeat_ms=1000),
             discovery.ProxyRefusal(BOOT, "why"),
         ],
@@ -145,10 +151,24 @@ CHANNELS: list[tuple[Any, list[msgspec.Struct]]] = [
                 paced=True,
                 request_id="chat-1",
             ),
+            transfer.CachedRequest(
+                transfer_id=TRANSFER_ID, tag=9, hashes=(bytes(32), bytes(range(32))), deadline_s=1.0
+            ),
+            transfer.CachedRequest(
+                transfer_id=TRANSFER_ID,
+                tag=9,
+                hashes=(bytes(32),),
+                deadline_s=1.0,
+                digests=False,
+                paced=True,
+                request_id="chat-1",
+            ),
             transfer.Accept(TRANSFER_ID, 7),
             transfer.Done(TRANSFER_ID),
             transfer.Cancel(TRANSFER_ID),
             transfer.Ping(BOOT),
+            transfer.Offer(TARGET, (bytes(32),)),
+            transfer.Offer(TARGET, HASHES, "chat-1"),
             transfer.Examine(BOOT, 7, 6),
             transfer.Probe(boot_id=BOOT, address=b"address", message_bytes=4096, messages=8),
             transfer.ProbeEnd(BOOT),
@@ -162,6 +182,8 @@ CHANNELS: list[tuple[Any, list[msgspec.Struct]]] = [
             transfer.Refused(OTHER, "dtype", "bf16", "fp32"),
             transfer.BlocksReady(TRANSFER_ID, 9),
             transfer.Digests(TRANSFER_ID, 1, 0, 3, (0, 2**64 - 1)),
+            transfer.Held(TRANSFER_ID, 0),
+            transfer.Held(TRANSFER_ID, 7),
             transfer.FirstToken(
                 TRANSFER_ID, (SampledToken(17, TokenLogprobs(-0.5, 1, ((17, -0.5),))), SampledToken(3)), 0
             ),
@@ -241,7 +263,9 @@ CHANNELS: list[tuple[Any, list[msgspec.Struct]]] = [
     (
         proxy_workers.ToWorker,
         [
-            proxy_workers.Nodes((proxy_workers.KnownNode(NODE, discovery.NodeLoad(1, 2, 3), 9.5),), ("f",), (BOOT,)),
+            proxy_workers.Nodes(
+                (proxy_workers.KnownNode(NODE, discovery.NodeLoad(1, 2, 3), 9.5, True),), ("f",), (BOOT,)
+            ),
             proxy_workers.Collect(7),
             proxy_workers.Scraped(7, b"text"),
             proxy_workers.WorkerPing(),
@@ -261,6 +285,11 @@ CHANNELS: list[tuple[Any, list[msgspec.Struct]]] = [
                 7, (proxy_workers.Family("n", "what", "counter", (proxy_workers.Sample("n_total", {"a": "b"}, 1.0),)),)
             ),
         ],
+    ),
+    (command.Command, [command.SetRole(discovery.Role.PREFILL), command.Drain()]),
+    (
+        command.CommandResult,
+        [command.CommandResult(discovery.Role.PREFILL, discovery.Role.DECODE, False, ("tcp://127.0.0.1:8100",))],
     ),
 ]
 
@@ -289,8 +318,8 @@ def test_is_plain_messagepack_with_its_fields_by_name(channel: Any, message: msg
     assert msgspec.msgpack.decode(msgpack.packb(plain), type=channel) == message
 
 
-BETWEEN_HOSTS = ("pdserve.wire.discovery", "pdserve.wire.transfer", "pdserve.wire.transfer")
-ORDERS = (transfer.PrefillRequest, transfer.Probe)
+BETWEEN_HOSTS = ("pdserve.wire.command", "pdserve.wire.discovery", "pdserve.wire.transfer")
+ORDERS = (transfer.PrefillRequest, transfer.CachedRequest, transfer.Probe, command.SetRole, command.Drain)
 """These messages say what to do. The others say what is."""
 
 
@@ -332,6 +361,23 @@ def test_an_id_of_another_length_is_refused(length: int) -> None:
     frame = msgpack.packb({"kind": "ping", "boot_id": b"x" * length})
     with pytest.raises(msgspec.ValidationError, match="length"):
         msgspec.msgpack.decode(frame, type=transfer.ToPrefill)
+
+
+@pytest.mark.parametrize(
+    ("hashes", "why"),
+    [([], "length"), ([bytes(32)] * 65_537, "length"), ([bytes(31)], "length"), ([bytes(32), bytes(33)], "length")],
+)
+def test_hashes_of_another_number_or_length_are_refused(hashes: list[bytes], why: str) -> None:
+    plain = {"kind": "cached", "transfer_id": [OTHER, 3, BOOT], "tag": 9, "hashes": hashes, "deadline_s": 1.0}
+    with pytest.raises(msgspec.ValidationError, match=why):
+        msgspec.msgpack.decode(msgpack.packb(plain), type=transfer.ToPrefill)
+
+
+def test_a_request_for_the_most_blocks_fits_into_a_frame_and_into_labels() -> None:
+    hashes = tuple(bytes(32) for _ in range(transfer.MAX_HASHES))
+    request = transfer.CachedRequest(transfer_id=TRANSFER_ID, tag=9, hashes=hashes, deadline_s=1.0)
+    assert len(msgspec.msgpack.encode(request)) < MAX_FRAME_BYTES - 1024
+    assert transfer.MAX_HASHES * MAX_RANKS <= 1 << transfer.INDEX_BITS
 
 
 @pytest.mark.parametrize("tag", [0, 1 << 40])

@@ -27,7 +27,16 @@ RELEASED: dict[Any, Any] = {
     transfer.ToPrefill: released.ToPrefill,
     transfer.ToDecode: released.ToDecode,
 }
-NEW_KINDS = (discovery.NodeHello, discovery.ProxyWelcome, discovery.ProxyRefusal, transfer.Accept, transfer.BlocksReady)
+NEW_KINDS = (
+    discovery.NodeHello,
+    discovery.ProxyWelcome,
+    discovery.ProxyRefusal,
+    transfer.Accept,
+    transfer.BlocksReady,
+    transfer.CachedRequest,
+    transfer.Held,
+    transfer.Offer,
+)
 """These are not sent to a host of 0.1, except where its version is not known yet."""
 
 SENT = [

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import secrets
+from collections import OrderedDict
+from typing import TypeAlias
 
 from pdserve.errors import HandshakeRefused, PeerLost
 from pdserve.wire.frame import Opened
@@ -28,12 +30,15 @@ from pdserve.wire.transfer import (
     UNKNOWN_LOAD,
     Accept,
     BlocksReady,
+    CachedRequest,
     Cancel,
     Digests,
     Done,
     Failed,
     FirstToken,
+    Held,
     Hello,
+    Offer,
     Ping,
     Pong,
     PrefillRequest,
@@ -41,12 +46,13 @@ from pdserve.wire.transfer import (
     ToDecode,
     Welcome,
 )
-from pdserve.wire.version import PACED_TRANSFERS
+from pdserve.wire.version import CACHED_BLOCKS, PACED_TRANSFERS
 from pdserve_kvtransfer.control.handshake import Handshake
 from pdserve_kvtransfer.control.lease import Lease, PingTimer
 from pdserve_kvtransfer.control.sockets import ControlClient, FrameOpener
 from pdserve_kvtransfer.events import (
     BlocksReleased,
+    CachedFetchOrder,
     FailureKind,
     FetchCancelled,
     FetchFailed,
@@ -63,7 +69,12 @@ from pdserve_kvtransfer.sides import AcceptBlocks, CancelFetch, LocalEngine, Pol
 
 log = logging.getLogger(__name__)
 
-_Outgoing = Expect | ExpectMore | Forget | PrefillRequest | Accept | Done | Cancel
+_MAX_OFFERS = 64
+"""How many offers wait for one handshake, or for a sign that the peer reads them."""
+
+_Message: TypeAlias = Hello | PrefillRequest | CachedRequest | Accept | Done | Cancel | Ping | Offer
+
+_Outgoing = Expect | ExpectMore | Forget | PrefillRequest | CachedRequest | Accept | Done | Cancel
 """The effects of a session that go to ranks or to the other engine. All other effects are events."""
 
 
@@ -86,6 +97,11 @@ class FetchPeer:
         self._addresses: dict[int, bytes] = {}
         self._pieces: tuple[Piece, ...] = ()
         self._lost: tuple[FailureKind, str] | None = None
+        self._offers: OrderedDict[bytes, Offer] = OrderedDict()
+        """Offers that wait for the handshake, by their last hashes. Each is the newest one of a text."""
+        self._offers_until: float | None = None
+        self._unread_offers = 0
+        """How many offers were sent since the peer was last heard."""
         self._arrived = now
         self._ping_timer = PingTimer(engine.settings.heartbeat_s)
         self.lease = Lease(engine.settings.lease_s)
@@ -112,11 +128,16 @@ class FetchPeer:
         """Whether the handshake is complete and fetches from this peer are under way."""
         return self.welcomed and bool(self._sessions)
 
+    @property
+    def idle(self) -> bool:
+        """Whether no fetch from this peer is under way."""
+        return not self._sessions
+
     def has(self, transfer_id: TransferId) -> bool:
         """Returns whether a fetch from this peer has this id."""
         return transfer_id in self._sessions
 
-    def fetch(self, order: FetchOrder, now: float) -> None:
+    def fetch(self, order: FetchOrder | CachedFetchOrder, now: float) -> None:
         """Begins a fetch. If it raises PeerLost, ``end`` fails this fetch like the others."""
         size, checked = self._engine.block_bytes, self._engine.settings.checksums
         session = FetchSession(order, self._new_tag(), self.link.number, size, now, checked=checked)
@@ -136,15 +157,48 @@ class FetchPeer:
                 return tag
 
     def _prepare(self, session: FetchSession) -> None:
-        """Prepares a fetch once the handshake is complete.
+        """Prepares a fetch once the handshake is complete. It fails if the peer cannot give cached blocks.
 
         Raises HandshakeRefused for a paced fetch if the peer does not support paced transfers.
         """
         protocol = self._handshake.protocol
+        if isinstance(session.order, CachedFetchOrder) and not self._gives_cached_blocks():
+            reason = f"cached blocks need protocol {CACHED_BLOCKS}, and the other engine supports {protocol}"
+            self._apply(session, session.withdraw(FailureKind.MISFIT, reason))
+            return
         if session.order.paced_blocks and protocol is not None and protocol < PACED_TRANSFERS:
             needed = f"{PACED_TRANSFERS} (which transfers through host memory need)"
             raise HandshakeRefused("protocol", needed, str(protocol))
         self._apply(session, session.prepare(self._pieces, self.link.ranks))
+
+    def _gives_cached_blocks(self) -> bool:
+        return self._handshake.protocol is not None and self._handshake.protocol >= CACHED_BLOCKS
+
+    def offer(self, offer: Offer, now: float) -> None:
+        """Sends an offer once the handshake is complete, if that is soon. It is dropped if the peer reads nothing."""
+        if self.welcomed:
+            self._send_offer(offer)
+            return
+        for block_hash in offer.hashes:
+            self._offers.pop(block_hash, None)
+        self._offers[offer.hashes[-1]] = offer
+        if len(self._offers) > _MAX_OFFERS:
+            self._offers.popitem(last=False)
+        self._offers_until = self._offers_until or now + self._engine.settings.lease_s
+
+    def _send_offer(self, offer: Offer) -> None:
+        if not self._gives_cached_blocks() or self._unread_offers >= _MAX_OFFERS:
+            log.debug("request_id=%s an offer to %s was dropped", offer.request_id or "-", self.target.name)
+            return
+        self._send(offer)
+        if not self._unread_offers:
+            # No lease runs without a fetch, so the answer is what shows that offers do not pile up here.
+            self._send(Ping(self._engine.boot_id))
+        self._unread_offers += 1
+
+    def _drop_offers(self) -> None:
+        self._offers.clear()
+        self._offers_until = None
 
     def on_command(self, command: AcceptBlocks | CancelFetch, now: float) -> None:
         """Carries out a command for a fetch that this peer has."""
@@ -162,6 +216,7 @@ class FetchPeer:
             opened = self._opener.open(frame, now)
             if isinstance(opened, Opened) and self._handshake.accepts(opened):
                 self.lease.renew(now)
+                self._unread_offers = 0
                 self._on_message(opened, now)
         # The messages that it sent before it closed the connection come first.
         reason = None if more else self._client.lost()
@@ -184,12 +239,18 @@ class FetchPeer:
                 self._handshake.check_boot(boot_id)
                 if load != UNKNOWN_LOAD:
                     self._engine.event_queue.put(LoadHeard(boot_id, load))
-            case BlocksReady(transfer_id) | Digests(transfer_id) | FirstToken(transfer_id) | Failed(transfer_id):
+            case (
+                BlocksReady(transfer_id)
+                | Digests(transfer_id)
+                | FirstToken(transfer_id)
+                | Held(transfer_id)
+                | Failed(transfer_id)
+            ):
                 if (session := self._sessions.get(transfer_id)) is not None:
                     self._on_session_message(session, message, now)
 
     def _on_session_message(
-        self, session: FetchSession, message: BlocksReady | Digests | FirstToken | Failed, now: float
+        self, session: FetchSession, message: BlocksReady | Digests | FirstToken | Held | Failed, now: float
     ) -> None:
         match message:
             case BlocksReady():
@@ -198,6 +259,8 @@ class FetchPeer:
                 self._apply(session, session.on_digests(message, now))
             case FirstToken():
                 self._apply(session, session.on_first_token(message, now))
+            case Held():
+                self._apply(session, session.on_held(message, now))
             case Failed(load=load):
                 if load != UNKNOWN_LOAD:
                     self._engine.event_queue.put(LoadHeard(self.target.boot_id, load))
@@ -215,6 +278,9 @@ class FetchPeer:
         self.link.command(ConnectLink(self.link.number, addresses))
         for session in list(self._sessions.values()):
             self._prepare(session)
+        for offer in self._offers.values():
+            self._send_offer(offer)
+        self._drop_offers()
 
     # ------------------------------------------------------------ this node's ranks
 
@@ -270,6 +336,8 @@ class FetchPeer:
         # Before the Hello the prefill engine would take the frame for a stranger's.
         if self._ping_timer.due(now) and len(self._addresses) == self.link.ranks:
             self._send(Ping(self._engine.boot_id))
+        if self._offers_until is not None and now >= self._offers_until:
+            self._drop_offers()
         for session in list(self._sessions.values()):
             self._apply(session, session.expire(now))
             stalls = self._stalls_at(session)
@@ -289,7 +357,7 @@ class FetchPeer:
     def next_timer(self) -> float | None:
         live = [session for session in self._sessions.values() if not session.over]
         timers = (time for session in live for time in (session.deadline, self._stalls_at(session)))
-        return earliest((self.lease.until, self._draining.until, self._ping_timer.next, *timers))
+        return earliest((self.lease.until, self._draining.until, self._ping_timer.next, self._offers_until, *timers))
 
     def pollables(self) -> list[Pollable]:
         return [*self._client.sockets, *self.link.pollables()]
@@ -299,6 +367,7 @@ class FetchPeer:
     def end(self, kind: FailureKind, reason: str) -> None:
         """Closes the connection and begins to close the link. Live fetches fail when ``closed`` returns True."""
         self._lost = (kind, reason)
+        self._drop_offers()
         self._client.close(0.0)
         self.link.close()
 
@@ -335,11 +404,13 @@ class FetchPeer:
             if isinstance(effect, _Outgoing) and self._lost is None:
                 self._send_effect(effect)
 
-    def _send_effect(self, effect: Expect | ExpectMore | Forget | PrefillRequest | Accept | Done | Cancel) -> None:
+    def _send_effect(
+        self, effect: Expect | ExpectMore | Forget | PrefillRequest | CachedRequest | Accept | Done | Cancel
+    ) -> None:
         match effect:
             case Expect() | ExpectMore() | Forget():
                 self.link.command(effect)
-            case PrefillRequest():
+            case PrefillRequest() | CachedRequest():
                 if not self._send(effect):
                     raise PeerLost("the prefill node is not reading its control channel")
             case Accept() | Done() | Cancel():
@@ -367,13 +438,13 @@ class FetchPeer:
             case BlocksReleased(block_ids):
                 stats.quarantined_blocks -= len(block_ids)
 
-    def _send(self, message: Hello | PrefillRequest | Accept | Done | Cancel | Ping) -> bool:
+    def _send(self, message: _Message) -> bool:
         sent = False not in [self._client.send(frame) for frame in self._sealed(message)]
         if not sent:
             log.warning("%s is not reading its control channel", self.target.name)
         return sent
 
-    def _sealed(self, message: Hello | PrefillRequest | Accept | Done | Cancel | Ping) -> list[bytes]:
+    def _sealed(self, message: _Message) -> list[bytes]:
         """Returns the frames of a message: two before the Welcome, when the prefill engine's version is not known.
 
         The prefill engine takes the one of its own version.

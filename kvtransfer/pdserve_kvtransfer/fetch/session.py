@@ -2,7 +2,7 @@
 
 QUEUED ─▶ PREPARING ─▶ MOVING ─▶ ENDED                   all pieces landed, on all ranks
 QUEUED ─▶ ENDED                                          over before anybody was told
-PREPARING, MOVING ─▶ FORGETTING ─▶ ENDED                 failed or cancelled
+PREPARING, MOVING ─▶ FORGETTING ─▶ ENDED                 failed or cancelled, or the holder has a part of the blocks
                      FORGETTING ─▶ DRAINING ─▶ ENDED     and something was still being written
 (any)  ─▶ ENDED                                          the link is closed
 
@@ -19,12 +19,24 @@ from collections.abc import Sequence
 from typing import TypeAlias
 
 from pdserve.wire.rank_transfer import Expect, ExpectMore, Forget
-from pdserve.wire.transfer import Accept, BlocksReady, Cancel, Digests, Done, Failed, FirstToken, PrefillRequest
+from pdserve.wire.transfer import (
+    Accept,
+    BlocksReady,
+    CachedRequest,
+    Cancel,
+    Digests,
+    Done,
+    Failed,
+    FirstToken,
+    Held,
+    PrefillRequest,
+)
 from pdserve_kvtransfer.events import (
     KIND_OF_CAUSE,
     BlocksComing,
     BlocksLanded,
     BlocksReleased,
+    CachedFetchOrder,
     FailureKind,
     FetchCancelled,
     FetchEvent,
@@ -35,7 +47,9 @@ from pdserve_kvtransfer.events import (
 )
 from pdserve_kvtransfer.pieces import Piece
 
-FetchEffect: TypeAlias = Expect | ExpectMore | Forget | PrefillRequest | Accept | Done | Cancel | FetchEvent
+FetchEffect: TypeAlias = (
+    Expect | ExpectMore | Forget | PrefillRequest | CachedRequest | Accept | Done | Cancel | FetchEvent
+)
 
 
 class FetchState(enum.Enum):
@@ -57,26 +71,38 @@ class FetchSession:
     With ``checked``, a piece counts only when its digest is the one that the prefill engine announced.
     """
 
-    def __init__(self, order: FetchOrder, tag: int, link: int, block_bytes: int, now: float, *, checked: bool) -> None:
+    def __init__(
+        self,
+        order: FetchOrder | CachedFetchOrder,
+        tag: int,
+        link: int,
+        block_bytes: int,
+        now: float,
+        *,
+        checked: bool,
+    ) -> None:
         """``link`` is the link's number on the ranks. ``block_bytes`` is a block's size on all ranks together."""
         self.order = order
         self.tag = tag
         self.state = FetchState.QUEUED
         self.deadline = now + order.deadline_s
         self.all_sent: float | None = None
-        """When the prefill engine had sent its last block. None before."""
+        """When the prefill engine had sent its last block, or had said how many it has. None before."""
         self._tail_bytes = 0
         self._link = link
         self.accepted_at = now
         """When the engine gave a paced fetch its last destinations."""
-        self._size = order.num_blocks * block_bytes
+        self._block_bytes = block_bytes
+        self._num_blocks = order.num_blocks
+        """The number of blocks that are awaited: the wanted ones, or those of them that a holder has."""
         self._started = now
         self._checked = checked
         self._ranks = 0
         self._pieces: dict[tuple[int, int], Piece] = {}
+        self._cached = isinstance(order, CachedFetchOrder)
         self._landings = Aggregator(0, 0, (), checked=checked)
         self._waiting_for: set[int] = set()
-        self._end: FetchFailed | FetchCancelled | None = None
+        self._end: FetchLanded | FetchFailed | FetchCancelled | None = None
         self._in_flight: dict[int, set[int]] = {}
         self._block_ids = list(order.block_ids)
         self._coming = self._leading = 0
@@ -108,7 +134,9 @@ class FetchSession:
         self._pieces = {(piece.source, piece.target): piece for piece in pieces}
         parts = [max(piece.parts for piece in pieces if piece.target == rank) for rank in range(ranks)]
         order = self.order
-        self._landings = Aggregator(order.first_block, order.num_blocks, parts, checked=self._checked)
+        self._landings = Aggregator(
+            order.first_block, order.num_blocks, parts, checked=self._checked, exact=self._cached
+        )
         paced = bool(order.paced_blocks)
         return [Expect(self._link, self.tag, order.first_block, order.block_ids, self._checked, paced)]
 
@@ -125,22 +153,33 @@ class FetchSession:
         accept: list[FetchEffect] = (
             [Accept(order.transfer_id, accepted)] if order.paced_blocks and order.block_ids else []
         )
-        return [
-            PrefillRequest(
+        return [self._request(max(self.deadline - now, 0.001)), *accept]
+
+    def _request(self, deadline_s: float) -> PrefillRequest | CachedRequest:
+        order = self.order
+        if isinstance(order, CachedFetchOrder):
+            return CachedRequest(
                 transfer_id=order.transfer_id,
                 tag=self.tag,
-                token_ids=order.token_ids,
-                first_block=order.first_block,
-                sampling=order.sampling,
-                deadline_s=max(self.deadline - now, 0.001),
-                child_seeds=order.child_seeds,
-                cache_salt=order.cache_salt,
-                request_id=order.request_id,
+                hashes=order.hashes,
+                deadline_s=deadline_s,
                 digests=self._checked,
                 paced=bool(order.paced_blocks),
-            ),
-            *accept,
-        ]
+                request_id=order.request_id,
+            )
+        return PrefillRequest(
+            transfer_id=order.transfer_id,
+            tag=self.tag,
+            token_ids=order.token_ids,
+            first_block=order.first_block,
+            sampling=order.sampling,
+            deadline_s=deadline_s,
+            child_seeds=order.child_seeds,
+            cache_salt=order.cache_salt,
+            request_id=order.request_id,
+            digests=self._checked,
+            paced=bool(order.paced_blocks),
+        )
 
     def accept(self, block_ids: tuple[int, ...], now: float) -> list[FetchEffect]:
         """The engine has destinations for the next blocks of a paced fetch."""
@@ -165,6 +204,8 @@ class FetchSession:
         coming = min(message.end_block - self.order.first_block, self.order.paced_blocks)
         if self.state is not FetchState.MOVING or coming <= self._coming:
             return []
+        if coming > self._num_blocks:
+            return self._fail(FailureKind.CORRUPT, f"a holder of {self._num_blocks} blocks sends {coming}", tell=True)
         self._coming = coming
         return [BlocksComing(self.order.transfer_id, coming)]
 
@@ -194,18 +235,43 @@ class FetchSession:
     def on_first_token(self, message: FirstToken, now: float) -> list[FetchEffect]:
         if self.state is not FetchState.MOVING or self.all_sent is not None:
             return []
-        self.all_sent = now
-        self._tail_bytes = round(self._landings.share_missing * self._size)
+        if self._cached:
+            return self._fail(FailureKind.CORRUPT, "cached blocks were asked for, and a first token came", tell=True)
         arrived = FirstTokenArrived(self.order.transfer_id, message.tokens, message.cached_tokens, message.load)
-        return [arrived, *self._finish_if_complete(now)]
+        return [arrived, *self._note_all_sent(now)]
+
+    def on_held(self, message: Held, now: float) -> list[FetchEffect]:
+        """The holder has said how many of the wanted blocks it has."""
+        if self.state is not FetchState.MOVING or self.all_sent is not None:
+            return []
+        count, wanted = message.count, self.order.num_blocks
+        if not self._cached or not self._coming <= count <= wanted or not self._landings.shorten(count):
+            reason = f"{wanted} blocks were asked for, and the answer of {count} does not fit what was sent"
+            return self._fail(FailureKind.CORRUPT, reason, tell=True)
+        self._num_blocks = count
+        return self._note_all_sent(now)
+
+    def _note_all_sent(self, now: float) -> list[FetchEffect]:
+        self.all_sent = now
+        self._tail_bytes = round(self._landings.share_missing * self._num_blocks * self._block_bytes)
+        return self._finish_if_complete(now)
 
     def _finish_if_complete(self, now: float) -> list[FetchEffect]:
         if self.all_sent is None or not self._landings.complete:
             return self._tell_landed()
-        self.state = FetchState.ENDED
         transfer_id = self.order.transfer_id
-        tail_s = now - self.all_sent
-        landed = FetchLanded(transfer_id, now - self._started, self._size, tail_s, self._tail_bytes)
+        landed = FetchLanded(
+            transfer_id,
+            seconds=now - self._started,
+            bytes=self._num_blocks * self._block_bytes,
+            tail_s=now - self.all_sent,
+            tail_bytes=self._tail_bytes,
+            num_blocks=self._num_blocks,
+        )
+        if self._num_blocks < self.order.num_blocks:
+            # The ranks would still let the other blocks land, so the engine gets those back once the ranks do not.
+            return [Done(transfer_id), *self._begin_end(landed, tell=False)]
+        self.state = FetchState.ENDED
         if self.order.paced_blocks:
             return [Done(transfer_id), Forget(self._link, self.tag), landed]
         return [Done(transfer_id), landed]
@@ -274,7 +340,7 @@ class FetchSession:
     def _fail(self, kind: FailureKind, reason: str, *, tell: bool) -> list[FetchEffect]:
         return self._begin_end(FetchFailed(self.order.transfer_id, reason, 0, (), kind), tell=tell)
 
-    def _begin_end(self, end: FetchFailed | FetchCancelled, *, tell: bool) -> list[FetchEffect]:
+    def _begin_end(self, end: FetchLanded | FetchFailed | FetchCancelled, *, tell: bool) -> list[FetchEffect]:
         if self.over:
             return []
         known, self._end = self.state, end
@@ -288,6 +354,11 @@ class FetchSession:
 
     def _report(self, quarantined: tuple[int, ...]) -> list[FetchEffect]:
         match self._end:
+            case FetchLanded() if not quarantined:
+                return [self._end]
+            case FetchLanded(transfer_id, num_blocks=count):
+                reason = f"a holder of {count} blocks sends others, too"
+                return [FetchFailed(transfer_id, reason, count, quarantined, FailureKind.CORRUPT)]
             case FetchFailed(transfer_id, reason, kind=kind):
                 return [FetchFailed(transfer_id, reason, self._landings.leading_blocks, quarantined, kind)]
             case _:
@@ -304,19 +375,25 @@ class PieceCheck(enum.Enum):
     IGNORED = "ignored"
     """The news was known already, or its piece is not expected."""
     CORRUPT = "corrupt"
-    """The piece differs from what was sent, or two announcements contradict each other."""
+    """The piece differs from what was sent, or two announcements contradict each other, or nobody asked for it."""
 
 
 class Aggregator:
     """The pieces of blocks ``first_block`` to ``first_block + blocks - 1``, where ``parts[rank]`` make one block."""
 
-    def __init__(self, first_block: int, blocks: int, parts: Sequence[int], *, checked: bool) -> None:
-        """With ``checked``, a piece counts only if its announced digest is known and equal."""
+    def __init__(
+        self, first_block: int, blocks: int, parts: Sequence[int], *, checked: bool, exact: bool = False
+    ) -> None:
+        """With ``checked``, a piece counts only if its announced digest is known and equal.
+
+        With ``exact``, a piece of another block is corrupt, instead of ignored.
+        """
         self._first_block = first_block
         self._parts = tuple(parts)
         self._missing = [sum(self._parts)] * blocks
         self._left = self._pieces = sum(self._missing)
         self._checked = checked
+        self._exact = exact
         # Digests by rank and piece. None stands for a digest that is not known yet.
         self._announced: list[list[int | None]] = [[None] * (parts_here * blocks) for parts_here in self._parts]
         self._found: list[list[int | None]] = [[None] * (parts_here * blocks) for parts_here in self._parts]
@@ -341,6 +418,18 @@ class Aggregator:
             blocks += 1
         return blocks
 
+    def shorten(self, blocks: int) -> bool:
+        """Expects only the first ``blocks`` of the blocks. Returns False if there is news of a piece of another one."""
+        for known in (self._announced, self._found):
+            for digests, parts in zip(known, self._parts, strict=True):
+                if any(digest is not None for digest in digests[blocks * parts :]):
+                    return False
+                del digests[blocks * parts :]
+        del self._missing[blocks:]
+        self._left = sum(self._missing)
+        self._pieces = blocks * sum(self._parts)
+        return True
+
     def landed(self, rank: int, index: int, digest: int) -> PieceCheck:
         """Notes that a rank has received the piece with this index."""
         return self._note(self._found, self._announced, rank, index, digest)
@@ -357,7 +446,7 @@ class Aggregator:
         parts = self._parts[rank]
         at = index - self._first_block * parts
         if not 0 <= at < len(known[rank]):
-            return PieceCheck.IGNORED
+            return PieceCheck.CORRUPT if self._exact else PieceCheck.IGNORED
         before = known[rank][at]
         if before is not None:
             return PieceCheck.IGNORED if before == digest else PieceCheck.CORRUPT

@@ -10,11 +10,11 @@ from typing import cast
 
 from pdserve.errors import HandshakeRefused, PeerLost, RankLost, TransferError
 from pdserve.wire.ticket import PrefillTarget
-from pdserve.wire.transfer import ToDecode
+from pdserve.wire.transfer import Offer, ToDecode
 from pdserve_kvtransfer.control.sockets import FrameOpener
-from pdserve_kvtransfer.events import FailureKind, FetchFailed, FetchOrder
+from pdserve_kvtransfer.events import CachedFetchOrder, FailureKind, FetchFailed, FetchOrder
 from pdserve_kvtransfer.fetch.peer import FetchPeer
-from pdserve_kvtransfer.sides import AcceptBlocks, CancelFetch, Command, LocalEngine, Pollable, earliest
+from pdserve_kvtransfer.sides import AcceptBlocks, CancelFetch, Command, LocalEngine, OfferBlocks, Pollable, earliest
 
 log = logging.getLogger(__name__)
 
@@ -22,8 +22,10 @@ log = logging.getLogger(__name__)
 class FetchSide:
     """All fetches of an engine, from any others. It is a ``sides.Side``."""
 
-    def __init__(self, engine: LocalEngine) -> None:
+    def __init__(self, engine: LocalEngine, address: str) -> None:
+        """``address`` is that of the engine's own control channel, at which others fetch what it offers."""
         self._engine = engine
+        self._holder = PrefillTarget(engine.boot_id.hex()[:8], address, engine.boot_id)
         self._opener: FrameOpener[ToDecode] = FrameOpener(
             engine.secret, cast("type[ToDecode]", ToDecode), engine.stats, engine.boot_id
         )
@@ -31,11 +33,15 @@ class FetchSide:
         self._closing: list[FetchPeer] = []
         self._silent: dict[str, bytes] = {}
         """The boot whose lease ran out last at each address."""
+        self._no_offers_until: dict[str, float] = {}
+        """Until when no peer is made for an offer to an address, because it did not answer the last one."""
 
     def handle(self, command: Command, now: float) -> None:
         match command:
-            case FetchOrder():
+            case FetchOrder() | CachedFetchOrder():
                 self._start_fetch(command, now)
+            case OfferBlocks():
+                self._offer(command, now)
             case AcceptBlocks(transfer_id) | CancelFetch(transfer_id):
                 for peer in list(self._peers.values()):
                     if peer.has(transfer_id):
@@ -43,7 +49,7 @@ class FetchSide:
             case _:
                 raise TypeError(f"no fetch has a {type(command).__name__}")
 
-    def _start_fetch(self, order: FetchOrder, now: float) -> None:
+    def _start_fetch(self, order: FetchOrder | CachedFetchOrder, now: float) -> None:
         try:
             if order.target.boot_id == self._engine.boot_id:
                 raise TransferError("an engine does not fetch from itself")
@@ -61,7 +67,37 @@ class FetchSide:
             return
         self._try(peer, partial(peer.fetch, order, now), now)
 
-    def _cannot_fetch(self, order: FetchOrder, reason: str) -> None:
+    def _offer(self, command: OfferBlocks, now: float) -> None:
+        """Offers blocks to a peer, which is met for that if it can be. An offer that cannot be made is dropped."""
+        target = command.target
+        peer = self._peers.get(target.boot_id)
+        if peer is None:
+            if target.boot_id == self._engine.boot_id or not self._may_meet(target, now):
+                return
+            try:
+                peer = self._peer_for(target, now)
+            except RankLost:
+                raise
+            except Exception as exc:
+                log.info("node %s gets no offers: %s", target.name, exc, exc_info=not isinstance(exc, TransferError))
+                self._no_offers_until[target.control] = now + self._engine.settings.lease_s
+                return
+        offer = Offer(self._holder, command.hashes, command.request_id)
+        self._try(peer, partial(peer.offer, offer, now), now)
+
+    def _may_meet(self, target: PrefillTarget, now: float) -> bool:
+        """Returns whether a peer may be made for an offer.
+
+        Fetches from another boot at its address go before it, and so does one that has answered there: which of the
+        two is the present one shows when its connection ends, or an order names the other.
+        """
+        if now < self._no_offers_until.get(target.control, now):
+            return False
+        self._no_offers_until.pop(target.control, None)
+        known = (peer for peer in self._peers.values() if peer.target.control == target.control)
+        return all(peer.idle and not peer.welcomed for peer in known)
+
+    def _cannot_fetch(self, order: FetchOrder | CachedFetchOrder, reason: str) -> None:
         self._engine.stats.failures[FailureKind.PEER_LOST] += 1
         self._engine.event_queue.put(FetchFailed(order.transfer_id, reason, 0, (), FailureKind.PEER_LOST))
 
@@ -125,6 +161,8 @@ class FetchSide:
     def _lose(self, peer: FetchPeer, kind: FailureKind, reason: str, now: float) -> None:
         log.info("prefill node %s is lost: %s", peer.target.name, reason)
         del self._peers[peer.target.boot_id]
+        if not peer.welcomed:
+            self._no_offers_until[peer.target.control] = now + self._engine.settings.lease_s
         peer.end(kind, reason)
         if not peer.closed(now):
             self._closing.append(peer)

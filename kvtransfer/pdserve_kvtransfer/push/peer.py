@@ -22,13 +22,16 @@ from pdserve.wire.transfer import (
     UNKNOWN_LOAD,
     Accept,
     BlocksReady,
+    CachedRequest,
     Cancel,
     Digests,
     Done,
     Failed,
     FailureCause,
     FirstToken,
+    Held,
     Hello,
+    Offer,
     Ping,
     Pong,
     PrefillRequest,
@@ -37,16 +40,16 @@ from pdserve.wire.transfer import (
 )
 from pdserve_kvtransfer.control.lease import Lease
 from pdserve_kvtransfer.control.sockets import ControlServer
-from pdserve_kvtransfer.events import KIND_OF_CAUSE, FailureKind, PushEnded, PushOutcome
+from pdserve_kvtransfer.events import KIND_OF_CAUSE, BlocksOffered, FailureKind, PushEnded, PushOutcome
 from pdserve_kvtransfer.pieces import head_map
 from pdserve_kvtransfer.push.port import PushPort
 from pdserve_kvtransfer.push.session import PushEffect, PushSession, PushState
 from pdserve_kvtransfer.ranks import NodeLink, Reported
-from pdserve_kvtransfer.sides import FailPush, GiveFirstToken, LocalEngine, PushBlocks, earliest
+from pdserve_kvtransfer.sides import FailPush, GiveFirstToken, GiveHeld, LocalEngine, PushBlocks, earliest
 
 log = logging.getLogger(__name__)
 
-_Outgoing = SendBlocks | BlocksReady | FirstToken | Failed
+_Outgoing = SendBlocks | BlocksReady | FirstToken | Held | Failed
 """The effects of a session that go to ranks or to the other engine. All other effects are events."""
 
 
@@ -56,7 +59,15 @@ class _AnyRequest(msgspec.Struct, frozen=True, tag_field="kind", tag="prefill"):
     transfer_id: TransferId
 
 
-_any_request = msgspec.msgpack.Decoder(_AnyRequest)
+class _AnyCachedRequest(msgspec.Struct, frozen=True, tag_field="kind", tag="cached"):
+    """The part of a CachedRequest that is read whatever else it holds."""
+
+    transfer_id: TransferId
+
+
+_any_request: msgspec.msgpack.Decoder[_AnyRequest | _AnyCachedRequest] = msgspec.msgpack.Decoder(
+    _AnyRequest | _AnyCachedRequest
+)
 
 _FAILURE_OF = {
     PushOutcome.PEER_LOST: FailureKind.PEER_LOST,
@@ -114,9 +125,11 @@ class PushPeer:
 
     # ------------------------------------------------------------ the decode engine and this one
 
-    def on_message(self, message: PrefillRequest | Accept | Done | Cancel | Ping, now: float) -> None:
+    def on_message(
+        self, message: PrefillRequest | CachedRequest | Accept | Done | Cancel | Ping | Offer, now: float
+    ) -> None:
         match message:
-            case PrefillRequest():
+            case PrefillRequest() | CachedRequest():
                 self._open(message, now)
             case Accept(transfer_id):
                 if (session := self._sessions.get(transfer_id)) is not None:
@@ -129,6 +142,8 @@ class PushPeer:
                     self._apply(session, session.on_cancel())
             case Ping():
                 self._send(Pong(self._engine.boot_id, self._engine.load()))
+            case Offer(holder, hashes, request_id):
+                self._engine.event_queue.put(BlocksOffered(holder, hashes, request_id))
         self._read_ranks()
 
     def on_unreadable(self, message: UnreadableMessage) -> None:
@@ -140,7 +155,7 @@ class PushPeer:
         reason = f"the prefill node cannot read the request: {message}"
         self._send(Failed(request.transfer_id, reason[:MAX_REASON_CHARS]))
 
-    def _open(self, request: PrefillRequest, now: float) -> None:
+    def _open(self, request: PrefillRequest | CachedRequest, now: float) -> None:
         if request.transfer_id in self._sessions or request.tag in self._tags:
             log.warning("request_id=%s transfer=%s was asked for twice", request.request_id or "-", request.transfer_id)
             return
@@ -163,7 +178,7 @@ class PushPeer:
         self.lease.hold(now)
         self._apply(session, session.open())
 
-    def on_command(self, command: PushBlocks | GiveFirstToken | FailPush) -> None:
+    def on_command(self, command: PushBlocks | GiveFirstToken | GiveHeld | FailPush) -> None:
         session = self._sessions.get(command.transfer_id)
         if session is None:
             log.debug("transfer=%s: late %s", command.transfer_id, type(command).__name__)
@@ -173,6 +188,8 @@ class PushPeer:
                 self._apply(session, session.push(first_block, block_ids))
             case GiveFirstToken(_, tokens, cached_tokens, load):
                 self._apply(session, session.first_token(tokens, cached_tokens, load))
+            case GiveHeld(_, count):
+                self._apply(session, session.held(count))
             case FailPush(_, reason, cause):
                 load = self._engine.load() if cause is FailureCause.LOAD else UNKNOWN_LOAD
                 self._apply(session, session.refuse(reason, cause, load))

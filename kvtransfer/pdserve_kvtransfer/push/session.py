@@ -20,15 +20,25 @@ from pdserve.wire.transfer import (
     UNKNOWN_LOAD,
     Accept,
     BlocksReady,
+    CachedRequest,
     Failed,
     FailureCause,
     FirstToken,
+    Held,
     PrefillLoad,
     PrefillRequest,
 )
-from pdserve_kvtransfer.events import BlocksSent, PushCancelled, PushEnded, PushEvent, PushOutcome, PushWanted
+from pdserve_kvtransfer.events import (
+    BlocksSent,
+    CachedWanted,
+    PushCancelled,
+    PushEnded,
+    PushEvent,
+    PushOutcome,
+    PushWanted,
+)
 
-PushEffect: TypeAlias = SendBlocks | BlocksReady | FirstToken | Failed | PushEvent
+PushEffect: TypeAlias = SendBlocks | BlocksReady | FirstToken | Held | Failed | PushEvent
 
 
 class PushState(enum.Enum):
@@ -43,7 +53,7 @@ class PushSession:
 
     def __init__(
         self,
-        request: PrefillRequest,
+        request: PrefillRequest | CachedRequest,
         link: int,
         block_size: int,
         pieces: int,
@@ -69,10 +79,17 @@ class PushSession:
         self._request = request
         self._link = link
         self._pieces = pieces
-        self._end_block = -(-len(request.token_ids) // block_size)
+        match request:
+            case PrefillRequest():
+                self._first_block, self._end_block = request.first_block, -(-len(request.token_ids) // block_size)
+            case CachedRequest():
+                self._first_block, self._end_block = 0, len(request.hashes)
+        self._pushed = self._first_block
+        """The end of the blocks that the engine has given."""
+        self._answered = False
         self._in_flight = 0
         self._reports_sent = reports_sent
-        self._held: deque[tuple[int, tuple[int, ...]]] = deque()
+        self._unaccepted: deque[tuple[int, tuple[int, ...]]] = deque()
         self._accepted = 0 if request.paced else self._end_block
         self._sending: list[int] = []
 
@@ -80,8 +97,10 @@ class PushSession:
         return f"request_id={self._request.request_id or '-'} transfer={self.transfer_id}"
 
     def open(self) -> list[PushEffect]:
-        """Returns the first effects: a ``PushWanted``, or the refusal of a request that makes no sense."""
+        """Returns the first effects: the event for the engine, or the refusal of a request that makes no sense."""
         request = self._request
+        if isinstance(request, CachedRequest):
+            return [CachedWanted(self.transfer_id, request.hashes, self._deadline_s, request.request_id)]
         if request.first_block >= self._end_block:
             self.state = PushState.ENDED
             reason = f"no block {request.first_block} in a prompt of {self._end_block}"
@@ -102,11 +121,12 @@ class PushSession:
         """The engine has computed these blocks. Each block that is sent counts as in flight until ``sent``."""
         if self.state is not PushState.PUSHING or not block_ids:
             return []
-        if first_block < self._request.first_block or first_block + len(block_ids) > self._end_block:
-            return self._give_up("the prefill engine computed blocks that were not asked for")
+        if first_block < self._first_block or first_block + len(block_ids) > self._end_block:
+            return self._give_up("the prefill engine has blocks that were not asked for")
+        self._pushed = max(self._pushed, first_block + len(block_ids))
         if not self._request.paced:
             return [self._send(first_block, block_ids)]
-        self._held.append((first_block, block_ids))
+        self._unaccepted.append((first_block, block_ids))
         return [BlocksReady(self.transfer_id, first_block + len(block_ids)), *self._send_accepted()]
 
     def on_accept(self, message: Accept) -> list[PushEffect]:
@@ -118,12 +138,12 @@ class PushSession:
 
     def _send_accepted(self) -> list[PushEffect]:
         effects: list[PushEffect] = []
-        while self._held and self._held[0][0] < self._accepted:
-            first, block_ids = self._held.popleft()
+        while self._unaccepted and self._unaccepted[0][0] < self._accepted:
+            first, block_ids = self._unaccepted.popleft()
             count = min(len(block_ids), self._accepted - first)
             effects.append(self._send(first, block_ids[:count]))
             if count < len(block_ids):
-                self._held.appendleft((first + count, block_ids[count:]))
+                self._unaccepted.appendleft((first + count, block_ids[count:]))
         return effects
 
     def _send(self, first_block: int, block_ids: tuple[int, ...]) -> SendBlocks:
@@ -147,6 +167,16 @@ class PushSession:
             return []
         return [FirstToken(self.transfer_id, tokens, cached_tokens, load)]
 
+    def held(self, count: int) -> list[PushEffect]:
+        """The engine has said how many of the wanted blocks it has. Blocks on the way from it may still follow."""
+        if self.state is not PushState.PUSHING or self._answered:
+            return []
+        if not self._pushed <= count <= self._end_block:
+            return self._give_up("the prefill engine has miscounted the blocks that it has")
+        self._answered = True
+        self._end_block = count
+        return [Held(self.transfer_id, count)]
+
     def refuse(
         self, reason: str, cause: FailureCause = FailureCause.NODE, load: PrefillLoad = UNKNOWN_LOAD
     ) -> list[PushEffect]:
@@ -168,7 +198,7 @@ class PushSession:
         """The clock has moved."""
         if self.state is not PushState.PUSHING or now < self.deadline:
             return []
-        return self._give_up("deadline: the prompt was not computed in time", FailureCause.DEADLINE)
+        return self._give_up("deadline: the blocks were not sent in time", FailureCause.DEADLINE)
 
     def _give_up(self, reason: str, cause: FailureCause = FailureCause.NODE) -> list[PushEffect]:
         self.cause = cause

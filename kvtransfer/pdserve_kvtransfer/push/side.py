@@ -11,13 +11,16 @@ from typing import cast
 from pdserve.errors import RankLost, TransferError, UnreadableMessage, WrongReceiver
 from pdserve.wire.connection_guard import RoutedMessage
 from pdserve.wire.frame import Opened
+from pdserve.wire.ids import TransferId
 from pdserve.wire.transfer import (
     Accept,
+    CachedRequest,
     Cancel,
     Done,
     Examine,
     Failed,
     Hello,
+    Offer,
     Ping,
     PrefillRequest,
     Probe,
@@ -25,6 +28,7 @@ from pdserve.wire.transfer import (
     Refused,
     ToDecode,
     ToPrefill,
+    sender_of,
 )
 from pdserve.wire.version import NAMED_RECEIVERS, RELEASED_0_1
 from pdserve_kvtransfer.control.handshake import answer
@@ -36,6 +40,7 @@ from pdserve_kvtransfer.sides import (
     Command,
     FailPush,
     GiveFirstToken,
+    GiveHeld,
     LocalEngine,
     Pollable,
     PushBlocks,
@@ -71,7 +76,7 @@ class PushSide:
 
     def handle(self, command: Command, now: float) -> None:
         match command:
-            case PushBlocks(transfer_id) | GiveFirstToken(transfer_id) | FailPush(transfer_id):
+            case PushBlocks(transfer_id) | GiveFirstToken(transfer_id) | GiveHeld(transfer_id) | FailPush(transfer_id):
                 peer = self._peers.get(transfer_id.decode_boot)
                 if peer is None:
                     log.debug("transfer=%s: late %s", transfer_id, type(command).__name__)
@@ -129,17 +134,14 @@ class PushSide:
 
     def _on_message(self, opened: Opened[ToPrefill], received: RoutedMessage, now: float) -> None:
         message = opened.message
-        if isinstance(message, PrefillRequest | Accept | Done | Cancel):
-            boot_id = message.transfer_id.decode_boot
-        else:
-            boot_id = message.boot_id
+        boot_id = sender_of(message)
         if opened.sender != boot_id:
             # A newer engine sends this for a peer of pdserve 0.1. It sends the same in a frame for this engine as well.
             return
         match message:
             case Hello():
                 self._on_hello(message, opened, received, now)
-            case PrefillRequest() | Accept() | Done() | Cancel() | Ping():
+            case PrefillRequest() | CachedRequest() | Accept() | Done() | Cancel() | Ping() | Offer():
                 self._on_peer_message(boot_id, message, opened, received, now)
             case Examine() | Probe() | ProbeEnd():
                 self._probes.on_message(message, received, opened.protocol, now)
@@ -147,23 +149,26 @@ class PushSide:
     def _on_peer_message(
         self,
         boot_id: bytes,
-        message: PrefillRequest | Accept | Done | Cancel | Ping,
+        message: PrefillRequest | CachedRequest | Accept | Done | Cancel | Ping | Offer,
         opened: Opened[ToPrefill],
         received: RoutedMessage,
         now: float,
     ) -> None:
         peer = self._peers.get(boot_id)
         if peer is None:
-            if isinstance(message, PrefillRequest | Ping):
+            if isinstance(message, PrefillRequest | CachedRequest | Ping | Offer):
                 self._refuse(received.route, boot_id, opened.protocol, "handshake", "none", "assumed")
         elif opened.named is (peer.protocol >= NAMED_RECEIVERS):
             peer.on_frame(received.route, received.connection, now)
-            if isinstance(message, PrefillRequest) and any(gone.has(message.transfer_id) for gone in self._closing):
+            if isinstance(message, PrefillRequest | CachedRequest) and self._is_ending(message.transfer_id):
                 # The engine would take the end of the former push for that of this one.
                 failed = Failed(message.transfer_id, "a former push of this transfer has not ended")
                 self._send(received.route, boot_id, peer.protocol, failed)
                 return
             self._try(peer, partial(peer.on_message, message, now))
+
+    def _is_ending(self, transfer_id: TransferId) -> bool:
+        return any(gone.has(transfer_id) for gone in self._closing)
 
     def _on_hello(self, hello: Hello, opened: Opened[ToPrefill], received: RoutedMessage, now: float) -> None:
         known = self._peers.get(hello.boot_id)

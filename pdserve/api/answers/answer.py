@@ -8,51 +8,78 @@ from collections.abc import AsyncGenerator, Sequence
 from pdserve.api.answers.answer_form import AnswerForm, AnswerOptions
 from pdserve.api.answers.chunks import DONE, ChunkEncoder, chunk_stream
 from pdserve.api.answers.logprobs import WholeLogprobs
-from pdserve.api.answers.openai_response import Completion, Envelope, Finish, PromptTokensDetails, Usage
+from pdserve.api.answers.openai_response import Completion, Envelope, Finish, PromptTokensDetails, StopReason, Usage
 from pdserve.api.answers.text_generation import TextDelta, TextGeneration
 from pdserve.errors import RequestError
 from pdserve.http.errors import error_event, internal_error
-from pdserve.wire.journal import DONE_ENTRY, USAGE_ENTRY
+from pdserve.wire.journal import DONE_ENTRY, USAGE_ENTRY, entry
 
 log = logging.getLogger(__name__)
+
+
+class WholeAnswer:
+    """An answer that goes out in one piece, as far as its deltas have come."""
+
+    def __init__(self, form: AnswerForm, options: AnswerOptions) -> None:
+        self._form = form
+        self._options = options
+        self._texts = [[echo] for echo in options.echoes]
+        self._ids: list[list[int]] = [[] for _ in self._texts]
+        self._logprobs = [WholeLogprobs() for _ in self._texts]
+        self._finishes: dict[int, Finish] = {}
+        self._stop_reasons: dict[int, StopReason] = {}
+        self._journaled = [len(options.journal.emitted(index)) for index in range(len(self._texts))]
+        """How many tokens of each choice have an entry."""
+
+    def add(self, deltas: Sequence[TextDelta]) -> None:
+        for delta in deltas:
+            self._texts[delta.choice].append(delta.text)
+            self._ids[delta.choice].extend(delta.token_ids)
+            if delta.tokens:
+                shown = self._options.shown(delta.choice, delta.tokens)
+                self._logprobs[delta.choice].add(self._form.logprobs(shown))
+            if delta.outcome is not None:
+                self._finishes[delta.choice] = delta.outcome.finish
+                self._stop_reasons[delta.choice] = delta.stop_reason
+
+    def entries(self) -> bytes:
+        """Returns the entries of the tokens that have none yet, in this node's response or in another node's."""
+        entries = []
+        for index, token_ids in enumerate(self._ids):
+            if len(token_ids) > self._journaled[index]:
+                entries.append(entry(index, token_ids[self._journaled[index] :]))
+                self._journaled[index] = len(token_ids)
+        return b"".join(entries)
+
+    def completion(self, usage: Usage) -> Completion:
+        """Returns the answer, whose choices are all over."""
+        form, options = self._form, self._options
+        choices = [
+            form.choice(
+                index,
+                "".join(pieces),
+                self._finishes[index],
+                self._logprobs[index].encoded(form.logprobs(options.shown(index, ()))) if options.logprobs else None,
+            )
+            for index, pieces in enumerate(self._texts)
+        ]
+        for choice in choices:
+            choice.stop_reason = self._stop_reasons.get(choice.index)
+            choice.token_ids = self._ids[choice.index] if options.token_ids else None
+        head = _envelope(form.id_prefix, form.object, options)
+        whole = Completion(head.id, head.object, head.created, head.model, head.system_fingerprint, choices, usage)
+        return form.completion(whole, options.prompt_ids if options.token_ids else None)
 
 
 async def whole_answer(
     form: AnswerForm, generation: TextGeneration, first: Sequence[TextDelta], options: AnswerOptions
 ) -> Completion:
     """Waits for the whole answer and returns it. Raises RequestError if there is none."""
-    texts = [[echo] for echo in options.echoes]
-    ids: list[list[int]] = [[] for _ in texts]
-    logprobs = [WholeLogprobs() for _ in texts]
-    finishes: dict[int, Finish] = {}
-    deltas: Sequence[TextDelta] = first
-    while True:
-        for delta in deltas:
-            texts[delta.choice].append(delta.text)
-            ids[delta.choice].extend(delta.token_ids)
-            if delta.tokens:
-                logprobs[delta.choice].add(form.logprobs(options.shown(delta.choice, delta.tokens)))
-            if delta.outcome is not None:
-                finishes[delta.choice] = delta.outcome.finish
-        if generation.done and generation.failure is None:
-            break
-        deltas = await generation.next()
-    choices = [
-        form.choice(
-            index,
-            "".join(pieces),
-            finishes[index],
-            logprobs[index].encoded(form.logprobs(options.shown(index, ()))) if options.logprobs else None,
-        )
-        for index, pieces in enumerate(texts)
-    ]
-    if options.token_ids:
-        for choice in choices:
-            choice.token_ids, choice.prompt_token_ids = ids[choice.index], options.prompt_ids[choice.index]
-    head = _envelope(form.id_prefix, form.object, options)
-    return Completion(
-        head.id, head.object, head.created, head.model, head.system_fingerprint, choices, usage_of(generation)
-    )
+    answer = WholeAnswer(form, options)
+    answer.add(first)
+    while not (generation.done and generation.failure is None):
+        answer.add(await generation.next())
+    return answer.completion(usage_of(generation))
 
 
 async def streamed_answer(

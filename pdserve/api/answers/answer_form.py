@@ -22,8 +22,11 @@ from pdserve.api.answers.openai_response import (
     ChatMessage,
     Choice,
     ChunkChoice,
+    Completion,
     Finish,
+    StopReason,
     TextChoice,
+    TextChunkChoice,
     TextLogprobs,
 )
 from pdserve.api.outcome import ChoiceOutcome
@@ -44,12 +47,18 @@ class ChatForm:
     def choice(self, index: int, text: str, finish: Finish, logprobs: msgspec.Raw | None) -> Choice:
         return ChatChoice(index, ChatMessage(text), finish, logprobs)
 
+    def completion(self, whole: Completion, prompt_ids: Sequence[list[int]] | None) -> Completion:
+        """Returns ``whole`` with its prompts' tokens, which are given by choice, or with null in their place."""
+        whole.prompt_token_ids = None if prompt_ids is None else prompt_ids[0]
+        whole.prompt_logprobs = None
+        return whole
+
     def chunk(self, index: int, text: str, logprobs: ShownLogprobs | None, *, first: bool) -> ChunkChoice:
         delta = ChatDelta("assistant" if first else UNSET, text)
         return ChatChunkChoice(index, delta, logprobs=None if logprobs is None else logprobs.for_chat())
 
-    def last_chunk(self, index: int, finish: Finish) -> ChunkChoice:
-        return ChatChunkChoice(index, ChatDelta(), finish)
+    def last_chunk(self, index: int, finish: Finish, stop_reason: StopReason = None) -> ChunkChoice:
+        return ChatChunkChoice(index, ChatDelta(), finish, stop_reason=stop_reason)
 
 
 class TextForm:
@@ -65,11 +74,18 @@ class TextForm:
     def choice(self, index: int, text: str, finish: Finish, logprobs: msgspec.Raw | None) -> Choice:
         return TextChoice(index, text, finish, logprobs)
 
-    def chunk(self, index: int, text: str, logprobs: ShownLogprobs | None, *, first: bool) -> ChunkChoice:
-        return TextChoice(index, text, logprobs=None if logprobs is None else logprobs.for_text())
+    def completion(self, whole: Completion, prompt_ids: Sequence[list[int]] | None) -> Completion:
+        """Returns ``whole`` with its prompts' tokens, which are given by choice, or with null in their place."""
+        for choice in whole.choices:
+            if isinstance(choice, TextChoice) and prompt_ids is not None:
+                choice.prompt_token_ids = prompt_ids[choice.index]
+        return whole
 
-    def last_chunk(self, index: int, finish: Finish) -> ChunkChoice:
-        return TextChoice(index, "", finish)
+    def chunk(self, index: int, text: str, logprobs: ShownLogprobs | None, *, first: bool) -> ChunkChoice:
+        return TextChunkChoice(index, text, logprobs=None if logprobs is None else logprobs.for_text())
+
+    def last_chunk(self, index: int, finish: Finish, stop_reason: StopReason = None) -> ChunkChoice:
+        return TextChunkChoice(index, "", finish, stop_reason=stop_reason)
 
 
 AnswerForm: TypeAlias = ChatForm | TextForm
@@ -89,7 +105,7 @@ class PlainChoice:
     """The bytes before and after the text of its first chunk."""
     later: tuple[bytes, bytes]
     last: dict[ChoiceOutcome, bytes]
-    """The choice of the chunk with the finish reason."""
+    """The choice of the chunk with the finish reason, where no stop string or stop token has ended it."""
 
 
 class PlainChoices(dict[int, PlainChoice]):
@@ -110,6 +126,12 @@ class PlainChoices(dict[int, PlainChoice]):
             },
         )
         return choice
+
+    def last(self, index: int, outcome: ChoiceOutcome, stop_reason: StopReason) -> bytes:
+        """Returns the encoded choice of the chunk with the finish reason."""
+        if stop_reason is None:
+            return self[index].last[outcome]
+        return msgspec.json.encode(self._form.last_chunk(index, outcome.finish, stop_reason))
 
 
 def _around(choice: ChunkChoice) -> tuple[bytes, bytes]:

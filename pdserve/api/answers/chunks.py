@@ -11,10 +11,9 @@ from collections.abc import Collection, Sequence
 from typing import Protocol
 
 import msgspec
-from msgspec import UNSET
 
 from pdserve.api.answers.answer_form import AnswerForm, AnswerOptions, PlainChoices
-from pdserve.api.answers.openai_response import ChunkChoice, Envelope, Usage
+from pdserve.api.answers.openai_response import ChunkChoice, Envelope, TextChunkChoice, Usage
 from pdserve.api.answers.text_generation import TextDelta
 from pdserve.api.outcome import ChoiceOutcome
 from pdserve.wire.journal import entry
@@ -34,8 +33,12 @@ class ChunkEncoder:
         self.head = b"data: " + _encoder.encode(envelope)[:-1] + b',"choices":['
         self.tail = b'],"usage":null}\n\n' if include_usage else b"]}\n\n"
 
-    def chunk(self, choice: ChunkChoice) -> bytes:
-        return self.wrap(_encoder.encode(choice))
+    def chunk(self, choice: ChunkChoice, prompt_ids: list[int] | None = None) -> bytes:
+        """Returns the chunk of a choice, with the prompt's tokens beside it if they are given."""
+        if prompt_ids is None:
+            return self.wrap(_encoder.encode(choice))
+        beside = b'],"prompt_token_ids":' + _encoder.encode(prompt_ids)
+        return self.head + _encoder.encode(choice) + beside + self.tail[1:]
 
     def wrap(self, choice: bytes) -> bytes:
         """Returns the chunk of a choice that is encoded already."""
@@ -55,8 +58,8 @@ class Chunks(Protocol):
     def text(self, delta: TextDelta) -> bytes:
         """Returns the event of what ``delta`` shows, if it shows anything. A first token is shown even without text."""
 
-    def finish(self, choice: int, outcome: ChoiceOutcome) -> bytes:
-        """Returns the event of the choice's end. ``outcome`` is an answer."""
+    def finish(self, delta: TextDelta, outcome: ChoiceOutcome) -> bytes:
+        """Returns the event of the end of the choice of ``delta``. ``outcome`` is an answer."""
 
 
 class ChunkStream(Protocol):
@@ -88,7 +91,7 @@ class PlainStream:
     def events(self, delta: TextDelta) -> bytes:
         text, outcome = self._text(delta), delta.outcome
         if outcome is not None and outcome.is_answer:
-            return text + self._finish(delta.choice, outcome)
+            return text + self._finish(delta, outcome)
         return text
 
 
@@ -109,7 +112,7 @@ class JournaledStream:
         if events:
             events, token_ids = entry(choice, token_ids) + events, ()
         if outcome is not None and outcome.is_answer:
-            return events + entry(choice, token_ids, over=True) + self._finish(choice, outcome)
+            return events + entry(choice, token_ids, over=True) + self._finish(delta, outcome)
         if token_ids:
             self._unwritten[choice] = list(token_ids)
         return events
@@ -134,11 +137,18 @@ class FullChunks:
         chunk = self._form.chunk(delta.choice, text, logprobs, first=first)
         if self._options.token_ids:
             chunk.token_ids = list(delta.token_ids)
-            chunk.prompt_token_ids = self._options.prompt_ids[delta.choice] if first else UNSET
+            if first:
+                return self._with_prompt(chunk, self._options.prompt_ids[delta.choice])
         return self._encoder.chunk(chunk)
 
-    def finish(self, choice: int, outcome: ChoiceOutcome) -> bytes:
-        return self._encoder.chunk(self._form.last_chunk(choice, outcome.finish))
+    def finish(self, delta: TextDelta, outcome: ChoiceOutcome) -> bytes:
+        return self._encoder.chunk(self._form.last_chunk(delta.choice, outcome.finish, delta.stop_reason))
+
+    def _with_prompt(self, chunk: ChunkChoice, prompt_ids: list[int]) -> bytes:
+        if not isinstance(chunk, TextChunkChoice):
+            return self._encoder.chunk(chunk, prompt_ids)
+        chunk.prompt_token_ids = prompt_ids
+        return self._encoder.chunk(chunk)
 
 
 class PlainChunks:
@@ -162,8 +172,8 @@ class PlainChunks:
             return around[0] + _encoder.encode(delta.text) + around[1]
         return b""
 
-    def finish(self, choice: int, outcome: ChoiceOutcome) -> bytes:
-        return self._encoder.wrap(self._choices[choice].last[outcome])
+    def finish(self, delta: TextDelta, outcome: ChoiceOutcome) -> bytes:
+        return self._encoder.wrap(self._choices.last(delta.choice, outcome, delta.stop_reason))
 
     def _begin(self, delta: TextDelta) -> bytes:
         self._around[delta.choice] = self._around_later(delta.choice)

@@ -8,6 +8,8 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 Finish: TypeAlias = Literal["stop", "length"]
+StopReason: TypeAlias = str | int | None
+"""The stop string or the stop token that ended a choice; None if neither did."""
 
 
 class PromptTokensDetails(msgspec.Struct):
@@ -66,8 +68,8 @@ class ChatChoice(msgspec.Struct):
     finish_reason: Finish
     logprobs: msgspec.Raw | None = None
     """``ChatLogprobs`` as JSON."""
-    token_ids: list[int] | UnsetType = UNSET
-    prompt_token_ids: list[int] | UnsetType = UNSET
+    stop_reason: StopReason = None
+    token_ids: list[int] | None = None
 
 
 class ChatDelta(msgspec.Struct):
@@ -80,8 +82,8 @@ class ChatChunkChoice(msgspec.Struct):
     delta: ChatDelta
     finish_reason: Finish | None = None
     logprobs: ChatLogprobs | None = None
+    stop_reason: StopReason | UnsetType = UNSET
     token_ids: list[int] | UnsetType = UNSET
-    prompt_token_ids: list[int] | UnsetType = UNSET
 
 
 # ------------------------------------------------------------------ text
@@ -99,22 +101,33 @@ class TextLogprobs(msgspec.Struct):
 
 
 class TextChoice(msgspec.Struct):
-    """A choice of a whole response, or of a chunk."""
+    index: int
+    text: str
+    finish_reason: Finish
+    logprobs: msgspec.Raw | None = None
+    """``TextLogprobs`` as JSON."""
+    stop_reason: StopReason = None
+    token_ids: list[int] | None = None
+    prompt_token_ids: list[int] | None = None
+    prompt_logprobs: None = None
 
+
+class TextChunkChoice(msgspec.Struct):
     index: int
     text: str
     finish_reason: Finish | None = None
-    logprobs: TextLogprobs | msgspec.Raw | None = None
+    logprobs: TextLogprobs | None = None
+    stop_reason: StopReason | UnsetType = UNSET
     token_ids: list[int] | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
 
 
 Choice: TypeAlias = ChatChoice | TextChoice
-ChunkChoice: TypeAlias = ChatChunkChoice | TextChoice
+ChunkChoice: TypeAlias = ChatChunkChoice | TextChunkChoice
 
 
 class Completion(msgspec.Struct):
-    """A whole response of either kind."""
+    """A whole response of either kind. What vLLM gives too is null where nothing is to be said."""
 
     id: str
     object: str
@@ -123,6 +136,9 @@ class Completion(msgspec.Struct):
     system_fingerprint: str
     choices: list[Choice]
     usage: Usage
+    prompt_token_ids: list[int] | UnsetType | None = UNSET
+    """A chat has them here, and a text completion in each choice, as its choices may have several prompts."""
+    prompt_logprobs: UnsetType | None = UNSET
 
 
 # ------------------------------------------------------------------ the other routes
@@ -132,6 +148,8 @@ class TokenizeResponse(msgspec.Struct):
     count: int
     max_model_len: int
     tokens: list[int]
+    token_strs: list[str] | None = None
+    """How the vocabulary spells each token, where a space may be another character."""
 
 
 class DetokenizeResponse(msgspec.Struct):

@@ -71,7 +71,11 @@ class StopStrings:
         self._state = stops.start
         self._include = include
         self._held = ""
-        self.found = False
+        self.found_string: str | None = None
+
+    @property
+    def found(self) -> bool:
+        return self.found_string is not None
 
     @property
     def wanted(self) -> bool:
@@ -90,7 +94,7 @@ class StopStrings:
         for end in range(known, len(text)):
             state = table.next(state, text[end])
             if state.matched and may_end:
-                self.found, self._held = True, ""
+                self.found_string, self._held = text[end + 1 - state.matched : end + 1], ""
                 return text[: end + 1 if self._include else end + 1 - state.matched]
         self._state = state
         shown = len(text) - state.held

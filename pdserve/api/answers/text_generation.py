@@ -6,15 +6,18 @@ generation of one client request, and keeps its times, metrics and log line.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 import msgspec
 
 from pdserve.api.answers.detokenizer import Detokenizer
 from pdserve.api.answers.logprobs import ShownToken, ShownTokens
+from pdserve.api.answers.openai_response import StopReason
 from pdserve.api.answers.stop_strings import StopStrings
-from pdserve.api.generation import ChoiceOutput, Generation
+from pdserve.api.generation import TURN_TOKENS, ChoiceOutput, Generation
 from pdserve.api.metrics import NodeMetrics
 from pdserve.api.outcome import ChoiceOutcome, failure_of, outcome_of
 from pdserve.api.request_log import RequestRecord, log_request
@@ -33,6 +36,8 @@ class TextDelta(msgspec.Struct, frozen=True, gc=False):
     """How the choice ended, in its last delta; None in all others."""
     tokens: Sequence[ShownToken] = ()
     """The tokens that ``text`` is made of, with their log probabilities, if the request asked for them."""
+    stop_reason: StopReason = None
+    """What ended the choice, in its last delta."""
 
 
 class ChoiceText:
@@ -46,9 +51,10 @@ class ChoiceText:
         shown_stop_ids: frozenset[int],
         min_tokens: int = 0,
         *,
+        stop_ids: frozenset[int] = frozenset(),
         resumable: bool = False,
     ) -> None:
-        """``shown_stop_ids`` are the stop tokens whose text belongs to the answer.
+        """``shown_stop_ids`` are those of the stop tokens, ``stop_ids``, whose text belongs to the answer.
 
         No stop string ends with the text of the first ``min_tokens`` tokens. Where another node may go on with a choice
         that fails here (``resumable``), the failure does not show what is held back.
@@ -57,10 +63,13 @@ class ChoiceText:
         self._detokenizer = detokenizer
         self._stop_strings = stop_strings
         self._shown_stop_ids = shown_stop_ids
+        self._stop_ids = stop_ids
         self._min_tokens = min_tokens
         self._resumable = resumable
         self._num_tokens = 0
         self._resumed = False
+        self._last_resumed: Sequence[int] = ()
+        """The last token that the client has from another node."""
         self._known_chars = 0
         """How many characters the stop strings hold back though the client has them, of a choice that was resumed."""
         self._num_chars = 0
@@ -77,6 +86,7 @@ class ChoiceText:
         how many tokens were read: up to the one with which a stop string has ended the choice.
         """
         self._resumed = True
+        self._last_resumed = token_ids[-1:]
         if self._stop_strings.wanted:
             text, read = self._until_stop(token_ids, None)
         else:
@@ -91,6 +101,11 @@ class ChoiceText:
     def stopped(self) -> bool:
         """Whether a stop string has ended the choice."""
         return self._stop_strings.found
+
+    @property
+    def stop_string(self) -> str | None:
+        """The stop string that has ended the choice, if one has."""
+        return self._stop_strings.found_string
 
     def add(self, output: RequestOutput) -> TextDelta:
         """Returns what ``output`` adds to the answer. Tokens after a stop string are not part of it.
@@ -112,11 +127,12 @@ class ChoiceText:
             text += self._rest()
         over = last or self._stop_strings.found
         outcome = ChoiceOutcome.STOP if self._stop_strings.found else outcome_of(finish) if finish else None
+        reason = self._stop_reason(output) if over else None
         if over and self._resumed and not output.new_token_ids:
             # The tokens that the client has end the answer: the last text was shown with them.
-            return TextDelta(self._choice, "", (), outcome)
+            return TextDelta(self._choice, "", (), outcome, stop_reason=reason)
         if over or logprobs is not None:
-            return self._reported(text, token_ids, outcome, over=over)
+            return self._reported(text, token_ids, outcome, over=over, reason=reason)
         return TextDelta(self._choice, text, token_ids, outcome)
 
     def break_off(self) -> TextDelta:
@@ -124,6 +140,13 @@ class ChoiceText:
         if self._resumable:
             return TextDelta(self._choice, "", (), None)
         return self._reported(self._rest(), (), None, over=True)
+
+    def _stop_reason(self, output: RequestOutput) -> StopReason:
+        if self.stop_string is not None:
+            return self.stop_string
+        last = output.new_token_ids[-1:] or self._last_resumed
+        stopped = output.finish is FinishReason.STOP and last and last[0] in self._stop_ids
+        return last[0] if stopped else None
 
     def _until_stop(self, token_ids: Sequence[int], logprobs: list[TokenLogprobs] | None) -> tuple[str, int]:
         """Returns the text up to the first stop string, and how many tokens it is made of.
@@ -143,7 +166,15 @@ class ChoiceText:
         may_end = self._num_tokens > self._min_tokens
         return self._stop_strings.add(self._detokenizer.flush(), may_end=may_end) + self._stop_strings.flush()
 
-    def _reported(self, text: str, token_ids: Sequence[int], outcome: ChoiceOutcome | None, *, over: bool) -> TextDelta:
+    def _reported(
+        self,
+        text: str,
+        token_ids: Sequence[int],
+        outcome: ChoiceOutcome | None,
+        *,
+        over: bool,
+        reason: StopReason = None,
+    ) -> TextDelta:
         """Returns the delta with the log probabilities of the tokens whose text is complete; at the end, of all tokens.
 
         Where the choice is resumable, it has these tokens and their text alone. Another node that resumes the choice
@@ -162,7 +193,7 @@ class ChoiceText:
             chars, count = self._shown_tokens.taken_chars - self._num_chars, len(tokens)
         self._num_chars += chars
         self._held_text, self._held_ids = text[chars:], token_ids[count:]
-        return TextDelta(self._choice, text[:chars], token_ids[:count], outcome, tokens)
+        return TextDelta(self._choice, text[:chars], token_ids[:count], outcome, tokens, reason)
 
     def _detokenize(self, token_ids: Sequence[int], logprobs: list[TokenLogprobs] | None) -> str:
         if logprobs is None:
@@ -190,12 +221,18 @@ class TextGeneration:
         choices: Mapping[int, ChoiceText],
         record: RequestRecord,
         metrics: NodeMetrics,
+        unshown: Mapping[int, Sequence[int]] = MappingProxyType({}),
     ) -> None:
         """``choices`` has the choices by their numbers, those that are over for the client left out.
 
-        One that a stop string has ended already, with tokens from another node, ends without the engine.
+        One that a stop string has ended already, with tokens from another node, ends without the engine. ``unshown``
+        are tokens of choices from other nodes that the client has not seen: the first delta of such a choice shows
+        them, with what the engine adds.
         """
         self._generation = generation
+        self._unshown = dict(unshown)
+        self._read: dict[int, list[TextDelta]] = {}
+        """What was read of tokens that are ``unshown``, by choices whose next delta begins with it."""
         self._choices = dict(choices)
         self._stopped = [number for number, choice in choices.items() if choice.stopped]
         self._last_token: dict[int, float] = {}
@@ -219,14 +256,20 @@ class TextGeneration:
     def record(self) -> RequestRecord:
         return self._record
 
-    async def next(self) -> list[TextDelta]:
-        """Returns what the steps since the last call have added. Raises ``failure`` after all text before it."""
+    async def next(self, within_s: float | None = None) -> list[TextDelta]:
+        """Returns what the steps since the last call have added, after ``within_s`` also if that is nothing.
+
+        Raises ``failure`` after all text before it.
+        """
         if self.failure is not None:
             raise self.failure
         deltas = self._end_stopped() if self._stopped else []
         if self.done:
             return deltas
-        items = await self._generation.wait()
+        items = await self._generation.wait(within_s)
+        if self._unshown:
+            for item in items:
+                await self._read_unshown(item)
         now = time.monotonic()
         deltas += [delta for item in items if (delta := self._take(item, now)) is not None]
         return deltas if self.failure is None else deltas + self._held()
@@ -245,20 +288,50 @@ class TextGeneration:
 
     def _end_stopped(self) -> list[TextDelta]:
         stopped, self._stopped = self._stopped, []
+        reasons = {number: self._choices[number].stop_string for number in stopped}
         for number in stopped:
             self._end_choice(number, ChoiceOutcome.STOP, None)
-        return [TextDelta(number, "", (), ChoiceOutcome.STOP) for number in stopped]
+        return [TextDelta(number, "", (), ChoiceOutcome.STOP, stop_reason=why) for number, why in reasons.items()]
 
     def _take(self, item: ChoiceOutput, now: float) -> TextDelta | None:
         choice = self._choices.get(item.choice)
         if choice is None:
             return None
-        delta = choice.add(item.output)
-        if delta.token_ids:
-            self._time_tokens(item.choice, len(delta.token_ids), now)
+        if self._unshown or self._read:
+            delta, count = self._add_to_unshown(choice, item)
+        else:
+            delta = choice.add(item.output)
+            count = len(delta.token_ids)
+        if count > 0:
+            self._time_tokens(item.choice, count, now)
         if delta.outcome is not None:
             self._end(item, delta.outcome)
         return delta
+
+    async def _read_unshown(self, item: ChoiceOutput) -> None:
+        """Reads all but the last of a choice's unshown tokens. Others have their turns meanwhile: there may be many."""
+        choice, known = self._choices.get(item.choice), self._unshown.get(item.choice, ())
+        if choice is None:
+            return
+        while len(known) > TURN_TOKENS and not choice.stopped:
+            piece, known = known[:TURN_TOKENS], known[TURN_TOKENS:]
+            delta = choice.add(RequestOutput(item.output.local_id, list(piece)))
+            self._read.setdefault(item.choice, []).append(delta)
+            self._unshown[item.choice] = known
+            await asyncio.sleep(0)
+
+    def _add_to_unshown(self, choice: ChoiceText, item: ChoiceOutput) -> tuple[TextDelta, int]:
+        """Returns a delta with the choice's unshown tokens and ``item``, and how many of its tokens are of ``item``."""
+        known, deltas = self._unshown.pop(item.choice, ()), self._read.pop(item.choice, [])
+        if not choice.stopped:
+            output = item.output
+            if known:
+                output = msgspec.structs.replace(output, new_token_ids=[*known, *output.new_token_ids])
+            deltas.append(choice.add(output))
+            count = len(deltas[-1].token_ids) - len(known)
+        else:
+            count = 0
+        return (deltas[0] if len(deltas) == 1 else _joined(deltas)), count
 
     def _end(self, item: ChoiceOutput, outcome: ChoiceOutcome) -> None:
         if item.output.finish is None:
@@ -290,3 +363,16 @@ class TextGeneration:
         if report is not None:
             self._record.reports.append(report)
         self._metrics.choice_ended(outcome, report)
+
+
+def _joined(deltas: Sequence[TextDelta]) -> TextDelta:
+    """Returns the deltas of one choice, of which the last may end it, as one."""
+    last = deltas[-1]
+    return TextDelta(
+        last.choice,
+        "".join([delta.text for delta in deltas]),
+        [token_id for delta in deltas for token_id in delta.token_ids],
+        last.outcome,
+        [token for delta in deltas for token in delta.tokens],
+        last.stop_reason,
+    )

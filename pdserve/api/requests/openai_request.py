@@ -4,9 +4,7 @@
 interpreter does nothing else, a hundred times that of a byte of text: 8 MiB of ``[],`` took a second. The values are
 counted without being built, in pieces, so that other threads get their turns.
 
-``refuse_unsupported`` refuses fields of OpenAI's and vLLM's requests that pdserve knows and does not honour, unless
-they ask for nothing. To ignore them would be worse: a client that asks for JSON or for a tool call would get
-neither, with status 200.
+An integer may be written like ``3.0``, as JSON Schema has it. Only a body that has such a number is read twice.
 """
 
 from __future__ import annotations
@@ -14,11 +12,13 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Generic, TypeAlias, TypeVar
+from itertools import islice
+from typing import Annotated, Any, Generic, Literal, TypeAlias, TypeVar
 
 import msgspec
 from msgspec import Meta
 
+from pdserve.api.requests.unsupported_fields import WITHOUT_EFFECT, refuse_unsupported
 from pdserve.errors import InvalidRequest
 
 UNCOUNTED_BYTES = 100_000
@@ -59,72 +59,12 @@ def _piece(body: bytes, start: int) -> bytes:
     return piece + body[start + len(piece) : start + len(piece) + 1] if backslashes % 2 else piece
 
 
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "audio": (),
-    "best_of": (),
-    "chat_template": (),
-    "documents": ([],),
-    "echo": (False,),
-    "function_call": ("none", "auto"),
-    "functions": ([],),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "length_penalty": (1,),
-    "modalities": (["text"],),
-    "priority": (0,),
-    "prompt_logprobs": (),
-    "response_format": ({"type": "text"},),
-    "structured_outputs": (),
-    "suffix": ("",),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
-    "top_logprobs": (0,),
-    "use_beam_search": (False,),
-    "web_search_options": (),
-}
-"""Each field has the values beside ``null`` that mean the same as leaving it out."""
-
-ACCEPTED = frozenset(_NEUTRAL) | {
-    "metadata",
-    "parallel_tool_calls",
-    "prompt_cache_key",
-    "safety_identifier",
-    "service_tier",
-    "store",
-    "user",
-}
-"""Fields that are ignored without a warning. They say something about the request, and nothing about its answer."""
-
-
-def refuse_unsupported(fields: Mapping[str, msgspec.Raw]) -> None:
-    """Raises InvalidRequest for the first field that asks for something that pdserve cannot do."""
-    for name, raw in fields.items():
-        if name not in _NEUTRAL:
-            continue
-        if not _asks_for_nothing(raw, _NEUTRAL[name]):
-            raise InvalidRequest(f"{name!r} is not supported by pdserve", param=name, code="unsupported_parameter")
-
-
-def _asks_for_nothing(raw: msgspec.Raw, neutrals: tuple[Any, ...]) -> bool:
-    try:
-        value = msgspec.json.decode(raw)
-    except (ValueError, RecursionError):
-        # Too many digits, too deep, half a surrogate pair: whatever it is, it is not a neutral value.
-        return False
-    return value is None or any(_same(value, neutral) for neutral in neutrals)
-
-
-def _same(value: Any, neutral: Any) -> bool:
-    """Returns whether the values are equal. It tells 0 from False, as JSON does."""
-    return bool(value == neutral) and isinstance(value, bool) == isinstance(neutral, bool)
-
-
 MAX_STOPS = 16
 MAX_CHOICES = 1_024
 MAX_MESSAGES = 4_096
 MAX_LOGPROBS = 20
+TEXT_TOKENS = 16
+"""How many tokens a text completion has whose request does not say, as OpenAI and vLLM have it."""
 MAX_BIASES = 1_024
 MAX_ALLOWED = 16_384
 MAX_BAD_WORDS = 128
@@ -177,7 +117,9 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     stream_interval: Positive | None = None
     """How many tokens a chunk of a stream has. The first token comes at once."""
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
-    """How many tokens of the prompt's end are kept. -1 keeps as many as fit."""
+    """How many tokens of the prompt are kept. -1 keeps as many as fit."""
+    truncation_side: Literal["left", "right"] | None = None
+    """The side that ``truncate_prompt_tokens`` cuts off. It is the left one, the prompt's beginning, if missing."""
     add_special_tokens: bool | None = None
     """Those that the tokeniser puts around a text, as ``<s>``: by default around prompts, and not around chats."""
     return_token_ids: bool | None = None
@@ -200,8 +142,13 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
 
     @property
     def wanted_tokens(self) -> int | None:
-        """How many tokens the client asks for at most. None means as many as fit."""
+        """How many tokens the client asks for at most. None means that it does not say."""
         return self.max_tokens
+
+    @property
+    def default_tokens(self) -> int | None:
+        """How many tokens come at most if the client does not say, and they fit. None means as many as fit."""
+        return None
 
     @property
     def choices(self) -> int:
@@ -243,6 +190,10 @@ class CompletionRequest(GenerationRequest, kw_only=True):
     logprobs: TopCount | None = None
 
     @property
+    def default_tokens(self) -> int | None:
+        return TEXT_TOKENS
+
+    @property
     def wanted_logprobs(self) -> int | None:
         return self.logprobs
 
@@ -253,6 +204,8 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
     model: str | None = None
     prompt: str | None = None
     messages: Messages | None = None
+    return_token_strs: bool | None = None
+    """Whether the answer has the vocabulary's own spelling of each token too."""
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -278,22 +231,26 @@ class BodyParser(Generic[T]):
     """Reads the bodies of one route."""
 
     def __init__(self, request: type[T]) -> None:
+        self._request = request
         self._decoder = msgspec.json.Decoder(request)
         self._fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
         self._known = _names(request)
         self._nested = {"stream_options": _names(StreamOptions)} if "stream_options" in self._known else {}
 
     def parse(self, body: bytes) -> Parsed[T]:
-        """Returns the request in ``data``. Raises InvalidRequest, which names the field if one is at fault."""
+        """Returns the request in ``body``. Raises InvalidRequest, which names the field if one is at fault."""
         check_values(body)
+        fields: dict[str, msgspec.Raw] = {}
         try:
             fields = self._fields.decode(body)
             refuse_unsupported({name: raw for name, raw in fields.items() if name not in self._known})
-            request = self._decoder.decode(body)
+            request = self._decode(body, fields)
             nested = self._unknown_nested(fields)
         except msgspec.ValidationError as exc:
-            raise _invalid_field(exc) from exc
+            raise _invalid_field(exc, fields) from exc
         except (msgspec.DecodeError, UnicodeDecodeError) as exc:
+            if not body.strip():
+                raise InvalidRequest("the request has no body: it takes a JSON object", code="empty_body") from exc
             what = (
                 "a string in it has an unpaired surrogate"
                 if _UNPAIRED_SURROGATE.search(body[:SEARCHED_BYTES])
@@ -302,8 +259,19 @@ class BodyParser(Generic[T]):
             raise InvalidRequest(f"the body is not valid JSON: {what}", code="invalid_json") from exc
         except RecursionError as exc:
             raise InvalidRequest("the body is nested too deeply", code="invalid_json") from exc
-        unknown = tuple(name for name in fields if name not in self._known and name not in ACCEPTED)
+        unknown = tuple(name for name in fields if name not in self._known and name not in WITHOUT_EFFECT)
         return Parsed(request, unknown + nested)
+
+    def _decode(self, body: bytes, fields: Mapping[str, msgspec.Raw]) -> T:
+        try:
+            return self._decoder.decode(body)
+        except msgspec.ValidationError as exc:
+            if "got `float`" not in str(exc):
+                raise
+        known = {name: raw for name, raw in fields.items() if name in self._known}
+        decoders = {name: _any_decoder if name in _VERBATIM else _whole_decoder for name in known}
+        values = {name: decoders[name].decode(raw) for name, raw in known.items()}
+        return msgspec.convert(values, self._request, str_keys=True)
 
     def _unknown_nested(self, fields: dict[str, msgspec.Raw]) -> tuple[str, ...]:
         """Returns the names of unknown fields within valid ones."""
@@ -330,7 +298,7 @@ _VALIDATION = re.compile(r"(?P<what>.*?)(?: - at (?:`key` in )?`\$\.?(?P<path>.*
 _MISSING = re.compile(r"Object missing required field `(?P<field>[^`]*)`")
 
 
-def _invalid_field(error: msgspec.ValidationError) -> InvalidRequest:
+def _invalid_field(error: msgspec.ValidationError, fields: Mapping[str, msgspec.Raw]) -> InvalidRequest:
     match = _VALIDATION.fullmatch(str(error))
     what, path = (match["what"], match["path"] or "") if match else (str(error), "")
     # Which entry of an object it was is not said.
@@ -340,4 +308,36 @@ def _invalid_field(error: msgspec.ValidationError) -> InvalidRequest:
         return InvalidRequest(f"{param!r} is required", param=param, code="missing_required_parameter")
     if not path:
         return InvalidRequest(f"the body is not acceptable: {what}")
-    return InvalidRequest(f"{path!r} is not acceptable: {what[:1].lower()}{what[1:]}", param=path)
+    place = f"{path!r} is not acceptable"
+    if path == "logit_bias" and (key := _wrong_bias(fields[path])) is not None:
+        place += f" at {key[:64]!r}"
+    return InvalidRequest(f"{place}: {what[:1].lower()}{what[1:]}", param=path)
+
+
+def _wrong_bias(raw: msgspec.Raw) -> str | None:
+    """Returns the first key of ``logit_bias`` that is no token id or has no bias, if it is among those allowed."""
+    try:
+        entries = _biases_decoder.decode(raw)
+    except msgspec.DecodeError:
+        return None
+    for key, value in islice(entries.items(), MAX_BIASES):
+        try:
+            _bias_decoder.decode(b"{%b:%b}" % (msgspec.json.encode(key), value))
+        except msgspec.DecodeError:
+            return key
+    return None
+
+
+_VERBATIM = ("messages", "chat_template_kwargs")
+"""The fields whose numbers a chat template gets as they were written."""
+
+
+def _whole(number: str) -> float | int:
+    value = float(number)
+    return int(value) if value.is_integer() else value
+
+
+_any_decoder = msgspec.json.Decoder()
+_whole_decoder = msgspec.json.Decoder(float_hook=_whole)
+_biases_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_bias_decoder = msgspec.json.Decoder(dict[TokenId, Bias])

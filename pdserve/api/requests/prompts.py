@@ -118,7 +118,7 @@ class ModelLimits:
         if count > self.max_model_len:
             least = "at least " if at_least else ""
             raise InvalidRequest(
-                f"this model's context is {self.max_model_len} tokens; {least}{count} were given",
+                f"{self._length}. However, {least}{count} tokens were given.",
                 param=param,
                 code="context_length_exceeded",
             )
@@ -132,32 +132,41 @@ class ModelLimits:
         self.check_ids(request.stop_token_ids or (), "stop_token_ids")
         self.check_ids(request.allowed_token_ids or (), "allowed_token_ids")
         self.check_ids(list(request.logit_bias or ()), "logit_bias")
-        token_ids = self._truncate(token_ids, request.truncate_prompt_tokens, wanted)
+        token_ids = self._truncate(token_ids, request)
         count = len(token_ids)
         if count == 0:
             raise InvalidRequest("the prompt has no tokens", param=param, code="empty_prompt")
         if count >= self.max_model_len or count + (wanted or 1) > self.max_model_len:
-            asked = "" if wanted is None else f" and {wanted} tokens of output are asked for"
+            asked = "" if wanted is None else f", and {wanted} tokens of output are asked for"
             raise InvalidRequest(
-                f"this model's context is {self.max_model_len} tokens; the prompt has {count}{asked}",
+                f"{self._length}. However, the prompt has {count} tokens{asked}.",
                 param=param if count >= self.max_model_len else "max_tokens",
                 code="context_length_exceeded",
             )
-        max_tokens = self.max_model_len - count if wanted is None else wanted
+        room = self.max_model_len - count
+        max_tokens = min(request.default_tokens or room, room) if wanted is None else wanted
         if (request.min_tokens or 0) > max_tokens:
             raise InvalidRequest(f"'min_tokens' is above the {max_tokens} tokens that may come", param="min_tokens")
         return token_ids, max_tokens
 
-    def _truncate(self, token_ids: list[int], keep: int | None, wanted: int | None) -> list[int]:
+    @property
+    def _length(self) -> str:
+        """Clients know by these words, which are OpenAI's, that a shorter prompt may help."""
+        return f"This model's maximum context length is {self.max_model_len} tokens"
+
+    def _truncate(self, token_ids: list[int], request: GenerationRequest) -> list[int]:
+        keep = request.truncate_prompt_tokens
         if keep is None:
             return token_ids
         if keep == 0:
             raise InvalidRequest("'truncate_prompt_tokens' must be at least 1, or -1", param="truncate_prompt_tokens")
-        return token_ids[-(keep if keep > 0 else max(self.max_model_len - (wanted or 1), 1)) :]
+        if keep < 0:
+            keep = max(self.max_model_len - (request.wanted_tokens or request.default_tokens or 1), 1)
+        return token_ids[:keep] if request.truncation_side == "right" else token_ids[-keep:]
 
 
-def render_chat(request: ChatRequest | TokenizeRequest, tokenizer: Tokenizer) -> str:
-    """Returns the conversation as the model's template renders it. Raises InvalidRequest."""
+def render_chat(request: ChatRequest | TokenizeRequest, tokenizer: Tokenizer, created: int) -> str:
+    """Returns the conversation as the model's template renders it at the time ``created``. Raises InvalidRequest."""
     continued = bool(request.continue_final_message)
     generation_prompt = not continued if request.add_generation_prompt is None else request.add_generation_prompt
     if continued and generation_prompt:
@@ -168,13 +177,16 @@ def render_chat(request: ChatRequest | TokenizeRequest, tokenizer: Tokenizer) ->
         plain_messages(request.messages or []),
         add_generation_prompt=generation_prompt,
         continue_final_message=continued,
+        created=created,
         template_kwargs=request.chat_template_kwargs or {},
     )
 
 
-def chat_prompts(request: ChatRequest, tokenizer: Tokenizer, limits: ModelLimits, check: Check) -> list[Prompt]:
-    """Returns the one prompt of a chat request. Raises InvalidRequest."""
-    text = render_chat(request, tokenizer)
+def chat_prompts(
+    request: ChatRequest, tokenizer: Tokenizer, limits: ModelLimits, created: int, check: Check
+) -> list[Prompt]:
+    """Returns the one prompt of a chat request, which came at the time ``created``. Raises InvalidRequest."""
+    text = render_chat(request, tokenizer, created)
     check()
     # A template writes the special tokens that the model wants; it would be given some of them twice.
     special, cut = bool(request.add_special_tokens), request.truncate_prompt_tokens is not None

@@ -1,8 +1,9 @@
-"""Resumes a streamed answer that another node has begun: reads the journal of what the client has.
+"""Resumes an answer that another node has begun: reads the journal of what was generated.
 
 The journal follows the client's own body, and the proxy's ticket announces it. The answer then goes on as if this node
-had generated all of it: the text of the journal's tokens is made once more, so that it ends in the same state, and is
-thrown away.
+had generated all of it. The client of a stream has the text of the journal's tokens: it is made once more, so that it
+ends in the same state, and is thrown away. The client of an answer in one piece has nothing yet: the text is part of
+the answer.
 """
 
 from __future__ import annotations
@@ -28,12 +29,12 @@ def split_body(data: bytes, resume: Resume) -> tuple[bytes, bytes]:
 
 
 def read_journal(entries: bytes, request: GenerationRequest, prompts: Sequence[Prompt], vocab_size: int) -> Journal:
-    """Returns what the client has of the answer to ``request``.
+    """Returns what was generated of the answer to ``request``.
 
-    Raises InvalidRequest if the request has no streamed answer, or none of which ``entries`` can be the journal.
+    Raises InvalidRequest if ``entries`` cannot be the journal of its answer.
     """
-    if not request.stream:
-        raise InvalidRequest("only a streamed answer can be resumed", param="stream", code="bad_journal")
+    if not request.stream and request.wanted_logprobs is not None:
+        raise _foreign("an answer in one piece with log probabilities has none")
     try:
         journal = parse(entries, len(prompts) * request.choices, vocab_size)
     except JournalError as exc:
@@ -42,6 +43,10 @@ def read_journal(entries: bytes, request: GenerationRequest, prompts: Sequence[P
         most = prompts[number // request.choices].max_tokens
         if len(choice.token_ids) > most:
             raise _foreign(f"choice {number} has {len(choice.token_ids)} tokens, of at most {most}")
+    if not request.stream and (
+        journal.usage or journal.done or any(choice.over for choice in journal.choices.values())
+    ):
+        raise _foreign("it has an end, and the answer comes in one piece")
     open_choices = len(prompts) * request.choices - sum(choice.over for choice in journal.choices.values())
     if (journal.usage or journal.done) and open_choices:
         raise _foreign(f"the answer ends with {open_choices} choices that do not")

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -48,6 +50,7 @@ class Tokenizer:
         self._longest_token = max(map(len, self._backend.get_vocab()), default=1)
         self._byte_level = self._is_byte_level()
         self._token_bytes = TokenBytes(self._backend.id_to_token, byte_level_bytes if self._byte_level else piece_bytes)
+        self._dates = DatedTemplate(tokenizer.get_chat_template() if tokenizer.chat_template else "")
         self._reserved_kwargs = frozenset(inspect.signature(tokenizer.apply_chat_template).parameters) | {
             "messages",
             "conversations",
@@ -70,6 +73,10 @@ class Tokenizer:
         check(len(encoding))
         return list(encoding.ids)
 
+    def token_strings(self, token_ids: Sequence[int]) -> list[str]:
+        """Returns the vocabulary's own spelling of each token."""
+        return [self._backend.id_to_token(token_id) or "" for token_id in token_ids]
+
     def least_tokens(self, text: str) -> int:
         """Returns a number of tokens that ``text`` has at least, without tokenising it."""
         return len(text) // self._longest_token
@@ -80,9 +87,13 @@ class Tokenizer:
         *,
         add_generation_prompt: bool,
         continue_final_message: bool,
+        created: int,
         template_kwargs: Mapping[str, Any],
     ) -> str:
         """Returns the conversation in the form that the model was trained on.
+
+        A template that asks for the date gets that of ``created``, in seconds since 1970, so that all nodes render the
+        same text.
 
         Raises InvalidRequest where the model has no template, or the template refuses the messages.
         """
@@ -93,10 +104,11 @@ class Tokenizer:
         try:
             text = self._chat.apply_chat_template(
                 [dict(message) for message in messages],
+                chat_template=self._dates.template,
                 tokenize=False,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
-                **template_kwargs,
+                **{**template_kwargs, **self._dates.given(created)},
             )
         except Exception as exc:
             # A template is a program: what it raises on messages that it does not expect is not a closed set.
@@ -127,6 +139,27 @@ class Tokenizer:
         state = json.loads(decoder.__getstate__()) if decoder is not None else {}
         steps = state["decoders"] if state.get("type") == "Sequence" else [state]
         return [step.get("type") for step in steps] == ["ByteLevel"]
+
+
+class DatedTemplate:
+    """A chat template whose dates are given to it, where it writes a date's format as a literal.
+
+    By itself, ``strftime_now`` says what the node's clock does, and transformers gives templates no other function.
+    """
+
+    _CALL = re.compile(r"""\bstrftime_now\(\s*(["'])([^"'\\]*)\1\s*\)""")
+    _DATES = "pdserve_dates"
+
+    def __init__(self, template: str) -> None:
+        self._formats = {found[2] for found in self._CALL.finditer(template)}
+        self.template = self._CALL.sub(rf"{self._DATES}[\1\2\1]", template)
+
+    def given(self, at_s: int) -> dict[str, dict[str, str]]:
+        """Returns the variables that the template needs, with the dates at a time in seconds since 1970, in UTC."""
+        if not self._formats:
+            return {}
+        now = datetime.fromtimestamp(at_s, UTC)
+        return {self._DATES: {wanted: now.strftime(wanted) for wanted in self._formats}}
 
 
 class TemplateFailed(InvalidRequest):

@@ -155,6 +155,19 @@ class BlockManager:
         """Returns how many blocks could be taken after ``blocks``, which ``match`` has found, were shared."""
         return self.num_free - sum(self._state[block] == _BlockState.IDLE for block in blocks)
 
+    def with_few_idle(self, blocks: Sequence[int], most: int) -> tuple[list[int], int]:
+        """Returns the longest prefix of ``blocks``, which ``match`` has found, that has ``most`` idle ones at most.
+
+        The number is how many are idle. Only they can be taken no more once they are shared.
+        """
+        idle = 0
+        for i, block in enumerate(blocks):
+            if self._state[block] == _BlockState.IDLE:
+                if idle == most:
+                    return list(blocks[:i]), idle
+                idle += 1
+        return list(blocks), idle
+
     def remember(self, block: int, block_hash: bytes) -> None:
         """Lets a held block, which is full and final, be found by its hash. It is read-only from now on."""
         if self._state[block] != _BlockState.HELD:

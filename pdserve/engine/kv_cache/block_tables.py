@@ -3,7 +3,8 @@
 A request writes only to blocks that it holds alone and that cannot be found. Full blocks can be found and shared as
 soon as they are computed; a partial last block never is. Nor is a prompt's last token taken from the prefix cache: it
 has to be computed for its logits, and would be written into a shared block. So where a whole prompt is there and fills
-its last block, that block is computed again into one of the request's own: at most one block's tokens, and no copy.
+its last block, that block is computed again into one of the request's own: at most one block's tokens, and no copy. So
+is the last block before a prompt's last token, if that would be left alone.
 """
 
 from __future__ import annotations
@@ -24,20 +25,47 @@ class BlockTables:
         self._copies: dict[int, int] = {}
 
     @property
+    def caching(self) -> bool:
+        """Whether blocks that no request holds can be found."""
+        return self._pool.caching
+
+    @property
     def block_size(self) -> int:
         return self._pool.block_size
 
     def find(self, request: Request) -> Sequence[int]:
         """Returns blocks of the prefix cache that a request without blocks could begin with.
 
-        They never include the request's last token. They are valid until anything changes; asking again while nothing
-        does takes constant time.
+        They never include the request's last token, nor all of its prompt but one token (``kept``). They are valid
+        until anything changes; asking again while nothing does takes constant time.
         """
         if request.block_table or not self._pool.caching:
             return ()
-        count = (len(request.token_ids) - 1) // self.block_size
+        count = self.fillable(request)
         self._hash(request, count)
-        return self._pool.match(request.block_hashes, count, request.match)
+        found = self._pool.match(request.block_hashes, count, request.match)
+        kept = self.kept(request, len(found) * self.block_size) // self.block_size
+        return found if kept == len(found) else found[:kept]
+
+    def kept(self, request: Request, computed_tokens: int) -> int:
+        """Returns how many tokens count as computed where blocks hold the first ``computed_tokens``.
+
+        If a single token of the prompt were left, it would be computed as a row of its own (``BatchPlan.next_work``).
+        So the tokens before it are computed again with it, from the beginning of their block on.
+        """
+        if computed_tokens != request.num_prompt_tokens - 1:
+            return computed_tokens
+        return max(0, computed_tokens - 1) // self.block_size * self.block_size
+
+    def fillable(self, request: Request) -> int:
+        """Returns how many blocks a request's known tokens fill without the last one, whose logits are needed."""
+        return (len(request.token_ids) - 1) // self.block_size
+
+    def hashes(self, request: Request) -> tuple[bytes, ...]:
+        """Returns the hashes of the blocks that ``fillable`` counts."""
+        count = self.fillable(request)
+        self._hash(request, count)
+        return tuple(request.block_hashes[:count])
 
     def missing(self, request: Request, found: Sequence[int]) -> int:
         """Returns how many blocks a request's known tokens need beside those that it has or has found."""
@@ -89,6 +117,14 @@ class BlockTables:
         child.block_hashes = parent.block_hashes[:full]
         child.num_computed_tokens = parent.num_prompt_tokens
         return True
+
+    @property
+    def copies_are_pending(self) -> bool:
+        """Whether blocks are to be copied. Their sources may be free already, and must not be written to before that.
+
+        Steps make their copies first. Whatever else lets a free block be written to has to wait.
+        """
+        return bool(self._copies)
 
     def take_copies(self) -> dict[int, int]:
         """Returns the copies that come before any other write: the source of each destination."""

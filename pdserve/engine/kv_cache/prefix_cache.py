@@ -18,7 +18,8 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-HASH_BYTES = 32
+from pdserve.wire.transfer import BLOCK_HASH_BYTES
+
 _ROOT = b"pdserve salt"
 
 
@@ -26,11 +27,11 @@ def extend_hashes(hashes: list[bytes], token_ids: Sequence[int], count: int, blo
     """Appends to ``hashes`` until it has one for each of the first ``count`` blocks, which are full."""
     if len(hashes) >= count:
         return
-    last = hashes[-1] if hashes else hashlib.blake2b(salt.encode(), digest_size=HASH_BYTES, person=_ROOT).digest()
+    last = hashes[-1] if hashes else hashlib.blake2b(salt.encode(), digest_size=BLOCK_HASH_BYTES, person=_ROOT).digest()
     pack = struct.Struct(f"<{block_size}I").pack
     for block in range(len(hashes), count):
         tokens = pack(*token_ids[block * block_size : (block + 1) * block_size])
-        last = hashlib.blake2b(last + tokens, digest_size=HASH_BYTES).digest()
+        last = hashlib.blake2b(last + tokens, digest_size=BLOCK_HASH_BYTES).digest()
         hashes.append(last)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from pdserve.engine.kv_cache.block_manager import BlockManager
+from pdserve.engine.kv_connector.returning_connector import ReturnStats
 from pdserve.engine.request import Request
 from pdserve.engine.scheduling.batch_plan import BatchPlan
 from pdserve.engine.scheduling.scheduler import Scheduler
@@ -24,7 +25,7 @@ class KvConnector(Protocol):
     def start(self, plan: BatchPlan, now: float) -> None:
         """Asks prefill nodes for the prompts that this plan does not compute itself, and sends final blocks."""
 
-    def stepped(self, scheduler: Scheduler, plan: BatchPlan) -> None:
+    def stepped(self, scheduler: Scheduler, plan: BatchPlan, now: float) -> None:
         """Passes on the blocks that became final when ``plan`` was computed."""
 
     def give_up(self, request: Request, reason: str, cause: FailureCause) -> None:
@@ -34,6 +35,8 @@ class KvConnector(Protocol):
         """Takes over a request's blocks, and frees them when no transfer uses them."""
 
     def stats(self) -> TransferStats: ...
+
+    def returns(self) -> ReturnStats: ...
 
     def close(self) -> None:
         """Ends every transfer, within ``CLOSE_TIMEOUT_S``."""
@@ -53,10 +56,10 @@ class NoTransferConnector:
         pass
 
     def start(self, plan: BatchPlan, now: float) -> None:
-        if plan.fetches:
-            raise EngineError("a node without peers was asked to fetch a prompt")
+        if plan.fetches or plan.reuses:
+            raise EngineError("a node without peers was asked to fetch from others")
 
-    def stepped(self, scheduler: Scheduler, plan: BatchPlan) -> None:
+    def stepped(self, scheduler: Scheduler, plan: BatchPlan, now: float) -> None:
         pass
 
     def give_up(self, request: Request, reason: str, cause: FailureCause) -> None:
@@ -67,6 +70,9 @@ class NoTransferConnector:
 
     def stats(self) -> TransferStats:
         return TransferStats()
+
+    def returns(self) -> ReturnStats:
+        return ReturnStats()
 
     def close(self) -> None:
         pass

@@ -86,6 +86,7 @@ class FetchingConnector:
             transfer = TransferId(request.uuid, request.attempts, self._boot_id)
             request.attempts += 1
             request.transfer = transfer
+            request.return_to = target
             request.prefill_node = target.name
             request.first_block = request.num_computed_tokens // self._blocks.block_size
             last_block = self._blocks.blocks_for(request.num_prompt_tokens)
@@ -176,6 +177,8 @@ class FetchingConnector:
         request.transfer = None
         request.prefill_source = PrefillSource.REMOTE
         request.transfer_seconds = event.tail_s
+        for member in (request, *request.children):
+            member.offered_blocks = request.num_prompt_tokens // self._blocks.block_size
         scheduler.landed(request)
 
     def _on_failed(self, scheduler: Scheduler, event: FetchFailed, now: float) -> None:

@@ -10,11 +10,15 @@ from pathlib import Path
 
 import torch
 
-from pdserve.config import EngineConfig
+from pdserve.config import EngineConfig, KvReturn, Switch
 from pdserve.engine.kv_cache.block_manager import BlockManager
 from pdserve.engine.kv_connector.connector import KvConnector, NoTransferConnector
 from pdserve.engine.kv_connector.fetching_connector import FetchingConnector
+from pdserve.engine.kv_connector.holding_connector import HoldingConnector
 from pdserve.engine.kv_connector.pushing_connector import PushingConnector, PushSchedule
+from pdserve.engine.kv_connector.return_offers import ReturnOffers
+from pdserve.engine.kv_connector.returning_connector import ReturningConnector
+from pdserve.engine.kv_connector.reusing_connector import ReusingConnector
 from pdserve.engine.kv_connector.staging.block_copier import BlockCopier, RanksCopier, copy_kernels
 from pdserve.engine.kv_connector.staging.staged_fetches import LandedBlocks
 from pdserve.engine.kv_connector.staging.staged_pushes import BlocksToSend
@@ -26,6 +30,7 @@ from pdserve.engine.kv_connector.transfers import Fetches, Pushes, Transfers
 from pdserve.engine.placement.placement import Placement
 from pdserve.engine.scheduling.request_limits import PromptRule
 from pdserve.engine.tp.tp_ranks import Ranks
+from pdserve.errors import ConfigError
 from pdserve.wire.discovery import Role
 from pdserve.wire.frame import Secrets
 from pdserve.wire.transfer import EngineSpec
@@ -52,11 +57,12 @@ def open_connector(
     ``shared`` is the memory that holds ``kv_cache``, if other engines may map it. ``ranks`` are this node's other
     ranks, each of which opens its own ``rank_transfer``. ``wake`` is called from other threads when ``poll`` has news.
 
-    Raises TransferError if its sockets or UCX cannot be opened, ConfigError if its host memory cannot be had.
+    Raises TransferError if its sockets or UCX cannot be opened, ConfigError if its host memory cannot be had or
+    settings contradict each other.
     """
     if not config.has_peers:
         return NoTransferConnector(blocks), ""
-    transfer = config.transfer
+    transfer, returns = config.transfer, returns_blocks(config)
     memory = open_memory(transfer, Path(config.cache_dir), spec.tp_size, kv_cache, shared, loopback=on_loopback(config))
     thread = TransferThread(
         boot_id=config.boot_id,
@@ -95,14 +101,36 @@ def open_connector(
         placement.rate,
         memory.finish_writes,
     )
-    return TransferConnector(transfers, fetching, pushing), control
+    reusing = ReusingConnector(
+        blocks,
+        fetches,
+        transfer.lease_ms / 1000,
+        config.boot_id,
+        placement.bytes_per_token * blocks.block_size,
+        memory.finish_writes,
+    )
+    holding = HoldingConnector(blocks, pushes, memory.finish_writes)
+    offers = returning = None
+    if returns:
+        offers = ReturnOffers(fetches, blocks.block_size)
+        returning = ReturningConnector(blocks, fetches, config.boot_id, memory.finish_writes)
+    return TransferConnector(transfers, fetching, pushing, reusing, holding, offers, returning), control
+
+
+def returns_blocks(config: EngineConfig) -> bool:
+    """Returns whether the engine offers and fetches the blocks of answers. Raises ConfigError if it cannot."""
+    caching = config.cache.prefix_cache is Switch.ON
+    if config.transfer.kv_return is KvReturn.ON and not caching:
+        raise ConfigError("--kv-return on needs --prefix-cache on, because returned blocks go to the prefix cache")
+    return config.transfer.kv_return is not KvReturn.OFF and caching
 
 
 def on_loopback(config: EngineConfig) -> bool:
     """Returns whether a node's UCX uses the loopback device alone.
 
-    It does if the control channel is bound there and the node needs no other machine: a prefill node, which fetches
-    nothing, and any node without a secret, which no other machine must reach.
+    It does if the control channel is bound there and the node needs no other machine: a node that starts as a prefill
+    node, which fetches only what engines of this machine offer, and any node without a secret, which no other machine
+    must reach.
     """
     return bound_to_loopback(config.transfer) and (config.role is Role.PREFILL or not config.secret)
 

@@ -18,7 +18,15 @@ from pdserve.errors import EngineError
 from pdserve.wire.ids import TransferId
 from pdserve.wire.sampling_params import SamplingParams
 from pdserve.wire.transfer import FailureCause, PrefillLoad
-from pdserve_kvtransfer.events import PushCancelled, PushEnded, PushEvent, PushOutcome, PushWanted
+from pdserve_kvtransfer.events import (
+    BlocksOffered,
+    CachedWanted,
+    PushCancelled,
+    PushEnded,
+    PushEvent,
+    PushOutcome,
+    PushWanted,
+)
 
 log = logging.getLogger(__name__)
 
@@ -90,6 +98,10 @@ class PushingConnector:
                     scheduler.abort(cancelled)
             case PushEnded(transfer, outcome):
                 self._ended(scheduler, transfer, outcome, now)
+            case CachedWanted():
+                self._refuse(event, "this engine does not give cached blocks yet", FailureCause.PROMPT)
+            case BlocksOffered():
+                log.debug("request_id=%s offered blocks are not fetched yet", event.request_id or "-")
             case _:
                 raise EngineError(f"no push without staging blocks has {event}")
 
@@ -131,7 +143,7 @@ class PushingConnector:
         self._pushes[order.transfer_id] = request
         scheduler.add(request)
 
-    def _refuse(self, order: PushWanted, reason: str, cause: FailureCause) -> None:
+    def _refuse(self, order: PushWanted | CachedWanted, reason: str, cause: FailureCause) -> None:
         log.info("request_id=%s transfer=%s refused: %s", order.request_id or "-", order.transfer_id, reason)
         self._cancelled_blocks[order.transfer_id] = []
         self._transfers.fail_push(order.transfer_id, reason, cause)

@@ -6,17 +6,20 @@ from typing import Protocol
 
 from pdserve.wire.ids import TransferId
 from pdserve.wire.sampling_params import SampledToken
+from pdserve.wire.ticket import PrefillTarget
 from pdserve.wire.transfer import FailureCause, PrefillLoad
-from pdserve_kvtransfer.events import FetchOrder, TransferEvent
+from pdserve_kvtransfer.events import CachedFetchOrder, FetchOrder, TransferEvent
 from pdserve_kvtransfer.stats import TransferStats
 
 
 class Fetches(Protocol):
     """The fetches of an engine: ``TransferThread``, or ``StagedFetches`` before one."""
 
-    def fetch(self, order: FetchOrder) -> None: ...
+    def fetch(self, order: FetchOrder | CachedFetchOrder) -> None: ...
 
     def cancel_fetch(self, transfer_id: TransferId) -> None: ...
+
+    def offer(self, target: PrefillTarget, hashes: tuple[bytes, ...], request_id: str) -> None: ...
 
 
 class PacedFetches(Fetches, Protocol):
@@ -33,6 +36,8 @@ class Pushes(Protocol):
     def first_token(
         self, transfer_id: TransferId, tokens: tuple[SampledToken, ...], cached_tokens: int, load: PrefillLoad
     ) -> None: ...
+
+    def held(self, transfer_id: TransferId, count: int) -> None: ...
 
     def tell_load(self, load: PrefillLoad) -> None: ...
 

@@ -50,7 +50,7 @@ class Placement:
         self._stall_weight = transfer.stall_weight
         self._max_step_tokens = scheduler.max_step_tokens
         self._block_size = block_size
-        self._bytes_per_token = bytes_per_token
+        self.bytes_per_token = bytes_per_token
         self._nodes: dict[BootId, PrefillNode] = {}
         self._decisions: Counter[PlacementDecision] = Counter()
         self._local_s = 0.0
@@ -73,7 +73,7 @@ class Placement:
             return PlacementDecision(PrefillSource.LOCAL, PrefillReason.FAILED)
         local = LocalMeasures(self._own_rate(prompt, node, now), self.rate.decode_step_s, self._max_step_tokens)
         self._local_s = local_cost(prompt, local, self._stall_weight)
-        remote = node.measures(now, self._bytes_per_token, local.tokens_per_s)
+        remote = node.measures(now, self.bytes_per_token, local.tokens_per_s)
         self._remote_s = remote_cost(prompt, remote, self._max_step_tokens)
         # Where both cost the same, no transfer is better.
         source = PrefillSource.REMOTE if self._remote_s < self._local_s else PrefillSource.LOCAL
@@ -104,7 +104,7 @@ class Placement:
         if node is None:
             self._forget_idle()
             node = self._nodes[target.boot_id] = PrefillNode(target.name)
-        remote = node.measures(now, self._bytes_per_token, self.rate.tokens_per_s)
+        remote = node.measures(now, self.bytes_per_token, self.rate.tokens_per_s)
         expected_s = remote_cost(PromptSize(tokens, cached_tokens, 0, 0), remote, self._max_step_tokens)
         node.ordered(order, tokens, cached_tokens, expected_s, tokens / self.rate.tokens_per_s, now)
         return node
@@ -115,10 +115,15 @@ class Placement:
         The time includes what is queued there, and assumes that the node's prefix cache has nothing of the prompt.
         """
         node = self._nodes.get(target.boot_id) or PrefillNode(target.name)
-        remote = node.measures(now, self._bytes_per_token, self.rate.tokens_per_s)
+        remote = node.measures(now, self.bytes_per_token, self.rate.tokens_per_s)
         # That the node is late is no reason to wait longer.
-        remote = dataclasses.replace(remote, late_s=0.0, cached_share=0.0)
+        remote = dataclasses.replace(remote, late_s=0.0, cached_share=0.0, held_share=0.0)
         return remote_cost(PromptSize(tokens, cached_tokens, 0, 0), remote, self._max_step_tokens)
+
+    def queued_s(self, tokens: int, streams: int) -> float:
+        """Returns how long this node takes for ``tokens`` of prompts, beside the decode steps of ``streams``."""
+        steps_s = self.rate.decode_step_s * tokens / self._max_step_tokens if streams else 0.0
+        return tokens / self.rate.tokens_per_s + steps_s
 
     def met(self, boot_id: BootId, max_prompt_tokens: int) -> None:
         """Notes the longest prompt that a prefill node takes, as the node has said."""

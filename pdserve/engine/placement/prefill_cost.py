@@ -51,6 +51,8 @@ class RemoteMeasures:
     bytes_per_token: float
     """The size of the KV cache of a token."""
     bytes_per_s: float
+    held_share: float = 0.0
+    """The share of the tokens missing in this node's prefix cache that the prefill node has in its own."""
 
 
 def local_cost(prompt: PromptSize, local: LocalMeasures, stall_weight: float) -> float:
@@ -63,7 +65,7 @@ def local_cost(prompt: PromptSize, local: LocalMeasures, stall_weight: float) ->
 
 def remote_cost(prompt: PromptSize, remote: RemoteMeasures, chunk_tokens: int) -> float:
     """Returns the time until the first token has come, and the blocks without which there is no second token."""
-    tokens = prompt.missing_tokens + (1 - remote.cached_share) * prompt.cached_tokens
+    tokens = (1 - remote.held_share) * prompt.missing_tokens + (1 - remote.cached_share) * prompt.cached_tokens
     wait_s = remote.queued_tokens / remote.tokens_per_s + remote.late_s + remote.overhead_s
     move_s = prompt.missing_tokens * remote.bytes_per_token / remote.bytes_per_s
     last_s = min(prompt.missing_tokens, chunk_tokens) * remote.bytes_per_token / remote.bytes_per_s

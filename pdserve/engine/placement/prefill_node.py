@@ -44,6 +44,7 @@ class PrefillNode:
         """The longest prompt that the node takes, as it has said; 0 before it has."""
         self.overhead_s = _PRIOR_OVERHEAD_S
         self._cached_share = _PRIOR_CACHED_SHARE
+        self._held_share = 0.0
         self._tokens_per_s: float | None = None
         self._moved_bytes = 0.0
         self._moving_s = 0.0
@@ -91,6 +92,7 @@ class PrefillNode:
             cached_share=self._cached_share,
             bytes_per_token=bytes_per_token,
             bytes_per_s=self.bytes_per_s,
+            held_share=self._held_share,
         )
 
     # ------------------------------------------------------------ events
@@ -114,6 +116,9 @@ class PrefillNode:
         if done.cached_tokens:
             share = min(1.0, cached_tokens / done.cached_tokens)
             self._cached_share += _WEIGHT * (share - self._cached_share)
+        if done.tokens:
+            held = min(1.0, max(0, cached_tokens - done.cached_tokens) / done.tokens)
+            self._held_share += _WEIGHT * (held - self._held_share)
         elapsed_s = now - done.at
         if self._tokens_per_s is not None:
             computed = max(0, done.tokens + done.cached_tokens - cached_tokens)

@@ -10,7 +10,7 @@ from pdserve.engine.kv_cache.block_tables import BlockTables
 from pdserve.engine.placement.placement import Placement, PlacementDecision
 from pdserve.engine.placement.prefill_cost import PromptSize
 from pdserve.engine.request import Request, Status
-from pdserve.engine.scheduling.batch_plan import BatchPlan, SchedulerCounters
+from pdserve.engine.scheduling.batch_plan import BatchPlan, Reuse, SchedulerCounters
 from pdserve.engine.scheduling.queues import Queues
 
 _MAX_TRIED = 32
@@ -57,43 +57,62 @@ class BatchAdmission:
         return self.has_place and self._has_room(request, self._blocks.find(request))
 
     def next_in_turn(self, now: float) -> Request | None:
-        """Returns the waiting request that gets the next place; requests that wait for a fetch are passed over."""
+        """Returns the waiting request that gets the next place.
+
+        Requests that wait for a fetch are passed over, and so are those that are only fetched: they need no place.
+        """
         tries, fetches, queued = _MAX_TRIED, self._free_fetches(), self._queues.uncomputed_prompt_tokens
         for request in self._queues.in_turn():
-            if fetches or not request.targets:
+            if request.fetch_only:
+                continue
+            if fetches or not (request.targets or request.may_ask_holders):
                 return request
-            decision = self._place(request, self._blocks.find(request), queued, now)
-            if decision is None or not decision.remote:
-                return request
+            found = self._blocks.find(request)
+            if not self._asks_holder(request, found):
+                decision = self._place(request, found, queued, now)
+                if decision is None or not decision.remote:
+                    return request
             tries -= 1
             if not tries:
                 break
         return None
 
-    def admit(self, plan: BatchPlan, budget: int, now: float) -> None:
-        """Admits requests and adds their work to ``plan``: at most ``budget`` tokens."""
+    def admit(self, plan: BatchPlan, budget: int, now: float) -> int:
+        """Admits requests and adds their work to ``plan``: at most ``budget`` tokens. Returns the budget left."""
         if not self._queues.waiting or not self.has_place or (self._static and self._queues.num_admitted):
-            return
+            return budget
         budget = self._admit_landed(plan, budget, now)
         tries, fetches, queued = _MAX_TRIED, self._free_fetches(), self._queues.uncomputed_prompt_tokens
         for request in self._queues.in_turn():
             if not self.has_place or not tries:
-                return
+                return budget
             # A static batch takes every request; a continuous one those that it, or a prefill node, can compute now.
             no_budget = budget == 0 and not self._static
-            if no_budget and not request.targets:
+            if no_budget and not (request.targets or request.may_ask_holders or request.fetch_only):
                 continue
             found = self._blocks.find(request)
-            decision = self._place(request, found, queued, now)
-            fetch = decision is not None and decision.remote
+            reuses = self._asks_holder(request, found)
+            if request.fetch_only and not reuses:
+                plan.fetched.append(request)
+                continue
+            decision = None if reuses else self._place(request, found, queued, now)
+            fetch = reuses or (decision is not None and decision.remote)
             if no_budget and not fetch:
                 continue
             if fetch and not fetches:
                 tries -= 1
                 continue
+            if request.fetch_only and not self._has_spare_room(request, found):
+                tries -= 1
+                continue
             if not self._has_room(request, found):
-                return
+                return budget
             self._blocks.admit(request, found)
+            if reuses:
+                self._queues.move(request, Status.WAITING_FOR_REMOTE_KVS)
+                plan.reuses.append(Reuse(request, self._blocks.hashes(request)))
+                fetches -= 1
+                continue
             if request.admitted is None:
                 self._first_admission(request, now)
             if decision is not None:
@@ -109,6 +128,7 @@ class BatchAdmission:
             if budget and (work := plan.next_work(request, budget)) is not None:
                 plan.work.append(work)
                 budget -= work.num_tokens
+        return budget
 
     def _admit_landed(self, plan: BatchPlan, budget: int, now: float) -> int:
         """Admits requests whose whole prompts are in their blocks. Returns the budget left.
@@ -126,6 +146,8 @@ class BatchAdmission:
                 continue
             if self._has_room(request, ()):
                 self._blocks.admit(request, ())
+                if request.admitted is None:
+                    self._first_admission(request, now)
                 self._queues.move(request, Status.RUNNING)
                 if (work := plan.next_work(request, budget)) is not None:
                     plan.work.append(work)
@@ -167,6 +189,24 @@ class BatchAdmission:
             request.cached_tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
             self._counters.prefix_cache_queries += request.num_prompt_tokens
             self._counters.prefix_cache_hits += request.cached_tokens
+        self.count_reused(request)
+
+    def count_reused(self, request: Request) -> None:
+        """Counts the blocks that a resumed answer begins with here, once the holders have given what they have."""
+        if request.num_emitted_tokens:
+            reused = request.num_computed_tokens // self._blocks.block_size
+            request.reused_tokens = reused * self._blocks.block_size
+            self._counters.resume_blocks_wanted += self._blocks.fillable(request)
+            self._counters.resume_blocks_reused += reused
+
+    def _asks_holder(self, request: Request, found: Sequence[int]) -> bool:
+        """Returns whether the next thing that a waiting request does is to ask a holder for blocks.
+
+        Without a prefix cache, what is only fetched would be lost at once.
+        """
+        if not request.may_ask_holders or (request.fetch_only and not self._blocks.caching):
+            return False
+        return self._blocks.fillable(request) > max(len(found), request.num_computed_tokens // self._blocks.block_size)
 
     def _place(self, request: Request, found: Sequence[int], queued: int, now: float) -> PlacementDecision | None:
         """Decides where a prompt is computed.
@@ -180,18 +220,24 @@ class BatchAdmission:
         prompt = PromptSize(missing, computed, queued, self._queues.num_admitted)
         return self._placement.decide(prompt, request.targets[0], now)
 
-    def _has_room(self, request: Request, found: Sequence[int]) -> bool:
+    def _has_spare_room(self, request: Request, found: Sequence[int]) -> bool:
         """Returns whether a waiting request's known tokens fit and each running request can still grow by a block."""
         missing = self._blocks.missing(request, found)
-        if self._blocks.free_beside(found) >= missing + len(self._queues.running):
+        return self._blocks.free_beside(found) >= missing + len(self._queues.running)
+
+    def _has_room(self, request: Request, found: Sequence[int]) -> bool:
+        """Returns whether there is room, if need be without what other requests that wait have of their fetches."""
+        if self._has_spare_room(request, found):
             return True
         if self._queues.num_admitted or self._queues.pushing:
             return False
+        missing = self._blocks.missing(request, found)
         while self._blocks.free_beside(found) < missing and self.take_back_blocks(keep=request):
             pass
         return self._blocks.free_beside(found) >= missing
 
 
 def _landed(request: Request) -> bool:
-    """Returns whether a waiting request needs nothing but a place: its prompt came from a prefill node."""
-    return bool(request.block_table) and request.prompt_is_computed
+    """Returns whether a waiting request needs nothing but a place: its prompt came from another node."""
+    there = bool(request.block_table) and request.prompt_is_computed
+    return there and not request.may_ask_holders and not request.fetch_only

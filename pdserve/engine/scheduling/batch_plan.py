@@ -50,6 +50,14 @@ class Work:
 
 
 @dataclass(frozen=True, slots=True)
+class Reuse:
+    """A request with the hashes of the blocks that its known tokens fill, those that are computed included."""
+
+    request: Request
+    hashes: tuple[bytes, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class BatchPlan:
     """What one step does. Its ``copies`` are made before anything is computed."""
 
@@ -57,6 +65,10 @@ class BatchPlan:
     """The work of the step. Chunks come last."""
     fetches: list[Request] = field(default_factory=list)
     """Requests whose prompts go to a prefill node."""
+    reuses: list[Reuse] = field(default_factory=list)
+    """Requests whose missing blocks are asked of a holder."""
+    fetched: list[Request] = field(default_factory=list)
+    """Requests that were only to be fetched, and have what their holders had."""
     refused: list[Request] = field(default_factory=list)
     """Orders of other nodes that are not computed, because this node's fetches hold the blocks that they need."""
     copies: dict[int, int] = field(default_factory=dict)
@@ -65,10 +77,15 @@ class BatchPlan:
     def next_work(self, request: Request, budget: int) -> Work | None:
         """Returns the work that a request with uncomputed tokens has for this step, of at most ``budget`` tokens.
 
+        A prompt is cut so that its last chunk has more than a single token, which would be a row of its own: a row's
+        keys and values are rounded otherwise than a chunk's, and then the answer would depend on where the prompt was
+        cut. Only a budget of less than three tokens leaves no choice.
+
         Returns None if the step replays as many tokens as it may already.
         """
         if not request.prompt_is_computed:
-            return Work(request, min(request.num_prompt_tokens - request.num_computed_tokens, budget))
+            left = request.num_prompt_tokens - request.num_computed_tokens
+            return Work(request, budget - 1 if left == budget + 1 > 3 else min(left, budget))
         if request.num_uncomputed_tokens == 1:
             return Work(request, 1)
         tokens = min(request.num_uncomputed_tokens, budget, self._replay_rows_left(len(request.token_ids)))
@@ -115,4 +132,8 @@ class SchedulerCounters:
     """The tokens of all admitted prompts."""
     prefix_cache_hits: int = 0
     """The tokens of admitted prompts that were in the prefix cache."""
+    resume_blocks_wanted: int = 0
+    """The full blocks of resumed answers and their prompts."""
+    resume_blocks_reused: int = 0
+    """Those of them that were in the prefix cache or came from a holder."""
     prefills: dict[PrefillSource, int] = field(default_factory=lambda: dict.fromkeys(PrefillSource, 0))

@@ -67,6 +67,7 @@ def _report(request: Request) -> RequestReport:
         prefill_source=prompt.prefill_source,
         prefill_node=prompt.prefill_node,
         cached_tokens=request.cached_tokens,
+        reused_tokens=request.reused_tokens,
         queue_s=admitted - request.arrived,
         prefill_s=0.0 if request.first_token_at is None else request.first_token_at - admitted,
         transfer_s=prompt.transfer_seconds,

@@ -76,11 +76,33 @@ class Scheduler:
         return len(self._queues.remote)
 
     @property
+    def num_pushing(self) -> int:
+        return len(self._queues.pushing)
+
+    @property
     def queued_prompt_tokens(self) -> int:
         """Returns the number of tokens of all prompts, admitted or not, that are to be computed here."""
         return self._queues.uncomputed_prompt_tokens + sum(
             request.num_uncomputed_tokens for request in self._queues.waiting
         )
+
+    def longest_wait_s(self, now: float) -> float:
+        """Returns how long the oldest request has waited whose prompt nobody computes yet; 0 if there is none."""
+        return next((now - request.arrived for request in self._queues.waiting if request.first_token_at is None), 0.0)
+
+    @property
+    def blocks_wanted(self) -> int:
+        """Returns how many free blocks live requests may need next: those that wait, and one for each that runs.
+
+        Requests that are only fetched wait until there are more.
+        """
+        waiting = (request for request in self._queues.waiting if not request.fetch_only)
+        return sum(max(0, self._blocks.missing(request, ())) for request in waiting) + len(self._queues.running)
+
+    @property
+    def copies_are_pending(self) -> bool:
+        """Whether a free block may still be the source of a copy that the next plan begins with."""
+        return self._blocks.copies_are_pending
 
     def live(self) -> Iterator[Request]:
         """Yields every request that has not ended, and ended parents whose children wait for the prompt."""
@@ -112,10 +134,23 @@ class Scheduler:
         budget = self._schedule_running(plan)
         # What was just preempted is not admitted again at once, unless nothing else is left to do.
         if self.counters.preemptions == preemptions or not plan.work:
-            self._admission.admit(plan, budget, now)
+            self._admit(plan, budget, now)
         plan.work.sort(key=lambda work: work.is_chunk)
         plan.refused.extend(self._orders_without_blocks())
         return plan
+
+    def _admit(self, plan: BatchPlan, budget: int, now: float) -> None:
+        """Admits waiting requests, those among them that begin to wait because their parents were only to be fetched.
+
+        No event would follow that admits them later.
+        """
+        ended, children_wait = 0, True
+        while children_wait:
+            budget = self._admission.admit(plan, budget, now)
+            fetched, ended = plan.fetched[ended:], len(plan.fetched)
+            children_wait = any(request.children for request in fetched)
+            for request in fetched:
+                self._end_fetched(request)
 
     def _orders_without_blocks(self) -> list[Request]:
         """Returns the waiting orders of other nodes for which only fetches of this node hold blocks.
@@ -198,8 +233,14 @@ class Scheduler:
         """Queues a request again whose fetch has failed after ``computed_tokens``; the request keeps its blocks."""
         # The last block that a fetch brings holds nothing of the answer, though there is room in it.
         fetched = min(computed_tokens, request.num_prompt_tokens)
-        self._blocks.computed(request, min(fetched, len(request.token_ids) - 1))
+        self._blocks.computed(request, self._blocks.kept(request, min(fetched, len(request.token_ids) - 1)))
         self._queues.move(request, Status.WAITING)
+
+    def reused(self, request: Request, computed_tokens: int) -> None:
+        """Queues a request again that has the blocks of its first ``computed_tokens``, all that a holder had."""
+        self._blocks.computed(request, self._blocks.kept(request, computed_tokens))
+        self._queues.move(request, Status.WAITING)
+        self._settle_children(request)
 
     def pushed_all(self, request: Request) -> None:
         """Keeps the blocks of a prompt that this prefill node has computed until the push ends."""
@@ -216,7 +257,7 @@ class Scheduler:
     def finish(self, request: Request, reason: FinishReason, error: str | None = None) -> None:
         """Ends a request and tells its client why."""
         if self._end(request):
-            if request.parent is None:
+            if request.parent is None and not request.fetch_only:
                 self.counters.prefills[request.prefill_source] += 1
             self._collector.ending(request, reason, error)
 
@@ -239,6 +280,15 @@ class Scheduler:
                 return True
         self._retire(request)
         return True
+
+    def _end_fetched(self, request: Request) -> None:
+        """Ends a request that was only to be fetched; its children's blocks are fetched after those of the prompt."""
+        for child in list(request.children):
+            self._queues.move(child, Status.WAITING)
+        if request.ended:
+            self._retire(request)
+        else:
+            self.finish(request, FinishReason.LENGTH)
 
     def _retire(self, request: Request) -> None:
         """Takes an ended request out of its queue and gives its blocks to the connector, which frees them."""
@@ -295,7 +345,7 @@ class Scheduler:
         """Returns the request that has to give its place and blocks to a client request that has no place.
 
         Returns None unless the next in turn has no place and cannot be admitted, while another client request has
-        several places. Nothing that runs here gives way to another node's order.
+        several places. Nothing that runs here gives way to another node's order, or to blocks that are only fetched.
         """
         if self._static or not self._queues.any_without_place:
             return None
@@ -303,7 +353,9 @@ class Scheduler:
         if youngest is None:
             return None
         first = self._admission.next_in_turn(now)
-        if first is None or first.serves_push or self._queues.places_of(first) or self._admission.can_admit(first):
+        if first is None or first.serves_push:
+            return None
+        if self._queues.places_of(first) or self._admission.can_admit(first):
             return None
         return youngest
 
@@ -321,7 +373,9 @@ class Scheduler:
             return
         for child in list(parent.children):
             ready = child.num_generated_tokens and self._admission.has_place and self._queues.before_waiting(child)
-            forked = ready and self._blocks.fork(parent, child)
+            forked = ready and not child.may_ask_holders and self._blocks.fork(parent, child)
             self._queues.move(child, Status.RUNNING if forked else Status.WAITING)
+            if forked:
+                self._admission.count_reused(child)
         if parent.ended:
             self._retire(parent)

@@ -20,7 +20,7 @@ from pdserve.engine.tp.rank_channel import OrderChannel
 from pdserve.errors import EngineError, PdserveError
 from pdserve.models.runner import StepRow
 from pdserve.models.tp.rank_board import RankBoard
-from pdserve.process import pin_to_cores, read_launch, set_up_logging
+from pdserve.process import loading_libraries, pin_to_cores, read_launch, set_up_logging
 from pdserve.wire.rank import (
     Arrived,
     Capture,
@@ -84,14 +84,15 @@ def run_rank(launch: RankLaunch, channel: OrderChannel) -> None:
     Raises PdserveError if it cannot be loaded, or another rank is lost.
     """
     pin_to_cores(launch.cores)
-    import torch
+    with loading_libraries():
+        import torch
 
-    from pdserve.engine.kv_connector.tp_rank_transfer import rank_transfer
-    from pdserve.engine.kv_connector.transfer_memory import shared_memory
-    from pdserve.engine.runner_loading import load_runner, rank_backend, rank_device
-    from pdserve.models.checkpoint.decoder_config import read_decoder_config
-    from pdserve.models.runner import kv_layout
-    from pdserve.models.tp.tp_opening import open_group
+        from pdserve.engine.kv_connector.tp_rank_transfer import rank_transfer
+        from pdserve.engine.kv_connector.transfer_memory import shared_memory
+        from pdserve.engine.runner_loading import load_runner, rank_backend, rank_device
+        from pdserve.models.checkpoint.decoder_config import read_decoder_config
+        from pdserve.models.runner import kv_layout
+        from pdserve.models.tp.tp_opening import open_group
 
     torch.set_num_threads(len(launch.cores))
     config = launch.config

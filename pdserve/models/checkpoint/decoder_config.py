@@ -2,35 +2,36 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from huggingface_hub.errors import StrictDataclassError
-from transformers import AutoConfig, GenerationConfig, PretrainedConfig
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+import msgspec
 
 from pdserve.errors import ModelError
-from pdserve.models.checkpoint.gguf_config import gguf_config, rotary_divisors
+from pdserve.models.checkpoint.family_settings import (
+    SETTINGS,
+    ExpertSettings,
+    LlamaSettings,
+    Rotary,
+    settings_from_json,
+)
+from pdserve.models.checkpoint.gguf_config import gguf_settings, rotary_divisors
 from pdserve.models.checkpoint.gguf_file import is_gguf, read_gguf
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 GEMMA3 = frozenset({"gemma3_text"})
 GEMMA3_WITH_IMAGES = "gemma3"
 MOE = frozenset({"qwen3_moe"})
-FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3"}) | GEMMA3 | MOE
+FAMILIES = frozenset(SETTINGS)
 """``model_type`` values that have a decoder of their own here; ``hf_decoder`` takes others."""
-
-
-FULL, SLIDING = "full_attention", "sliding_attention"
-WINDOW_IN_EVERY_LAYER = frozenset({"mistral", "qwen3_moe"})
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderConfig:
-    """What every decoder needs to know. ``hf`` is the whole configuration, for values that only some decoders need.
-
-    For a model outside ``FAMILIES``, which transformers computes, only the fields that the KV cache and the scheduler
-    read have a meaning.
-    """
+    """What every decoder needs to know."""
 
     family: str
     vocab_size: int
@@ -48,9 +49,37 @@ class DecoderConfig:
     """The number of tokens that each layer sees, including the newest; None for a layer that sees all."""
     max_positions: int
     eos_token_ids: frozenset[int]
-    rotary_divisors: tuple[float, ...]
-    """The divisor of each rotary frequency; empty if none is divided."""
+    rotary: Rotary
+    """The rotary frequencies of the layers that see all."""
+    window_rotary: Rotary
+    """The rotary frequencies of the layers that see a window; only a Gemma 3 has others for them."""
+    experts: ExpertSettings | None
+
+
+@dataclass(frozen=True, slots=True)
+class OutsideConfig(DecoderConfig):
+    """A model outside ``FAMILIES``, which transformers computes from ``hf``.
+
+    Of the other fields, only those that the KV cache and the scheduler read have a meaning.
+    """
+
     hf: PretrainedConfig
+
+
+class _Header(msgspec.Struct):
+    """The settings that say how to read the others."""
+
+    model_type: str | None = None
+    layer_types: object = None
+    configuration_files: object = None
+
+
+class _Gemma3WithImages(msgspec.Struct):
+    """The settings of a Gemma 3 that takes images. Some that concern its text part are outside of that part's."""
+
+    text_config: msgspec.Raw = msgspec.Raw(b"{}")
+    tie_word_embeddings: bool | None = True
+    eos_token_id: int | list[int] | None = None
 
 
 def read_decoder_config(path: Path) -> DecoderConfig:
@@ -60,104 +89,107 @@ def read_decoder_config(path: Path) -> DecoderConfig:
     """
     if is_gguf(path):
         file = read_gguf(path)
-        hf = gguf_config(file)
-        return _decoder_config(hf, path, frozenset(hf.eos_token_id), rotary_divisors(file))
-    try:
-        hf = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError, KeyError, StrictDataclassError) as exc:
-        raise ModelError(f"{path} is not a readable Hugging Face model folder: {exc}") from exc
-    if hf.model_type in FAMILIES:
-        return _decoder_config(hf, path, _eos_token_ids(hf, path))
-    if hf.model_type == GEMMA3_WITH_IMAGES:
-        text: PretrainedConfig = hf.text_config
-        return _decoder_config(text, path, _eos_token_ids(text, path))
-    return _outside_config(hf, path, _eos_token_ids(hf, path))
-
-
-def _decoder_config(
-    hf: PretrainedConfig, folder: Path, eos_token_ids: frozenset[int], divisors: tuple[float, ...] = ()
-) -> DecoderConfig:
-    _check_activation(hf, folder)
-    heads = hf.num_attention_heads
-    head_dim = getattr(hf, "head_dim", None) or hf.hidden_size // heads
-    return DecoderConfig(
-        family=hf.model_type,
-        vocab_size=hf.vocab_size,
-        hidden_size=hf.hidden_size,
-        intermediate_size=hf.intermediate_size,
-        num_layers=hf.num_hidden_layers,
-        heads=heads,
-        kv_heads=getattr(hf, "num_key_value_heads", None) or heads,
-        head_dim=head_dim,
-        attention_scale=(getattr(hf, "query_pre_attn_scalar", None) or head_dim) ** -0.5,
-        norm_eps=hf.rms_norm_eps,
-        tied_embeddings=bool(hf.tie_word_embeddings),
-        windows=_windows(hf, folder),
-        max_positions=int(hf.max_position_embeddings),
-        eos_token_ids=eos_token_ids,
-        rotary_divisors=divisors,
-        hf=hf,
-    )
-
-
-def _outside_config(hf: PretrainedConfig, folder: Path, eos_token_ids: frozenset[int]) -> DecoderConfig:
-    """Returns what the KV cache and the scheduler need to know of a decoder that transformers computes."""
-    if hf.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or hf.is_encoder_decoder:
-        raise ModelError(
-            f"model_type {hf.model_type!r} of {folder} is not supported; these are: {sorted(FAMILIES)}, and decoders "
-            "that transformers computes through its attention interface"
+        family, settings = gguf_settings(file)
+        config = _decoder_config(family, settings, path)
+        divisors = rotary_divisors(file)
+        return replace(
+            config,
+            rotary=replace(config.rotary, divisors=divisors),
+            window_rotary=replace(config.window_rotary, divisors=divisors),
         )
-    needed = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
-    if missing := [name for name in needed if not isinstance(getattr(hf, name, None), int)]:
-        raise ModelError(f"a {hf.model_type} model cannot be served: its configuration has no {', '.join(missing)}")
-    heads: int = hf.num_attention_heads
-    head_dim = getattr(hf, "head_dim", None) or hf.hidden_size // heads
-    return DecoderConfig(
-        family=hf.model_type,
-        vocab_size=hf.vocab_size,
-        hidden_size=hf.hidden_size,
-        intermediate_size=0,
-        num_layers=hf.num_hidden_layers,
-        heads=heads,
-        kv_heads=getattr(hf, "num_key_value_heads", None) or heads,
-        head_dim=head_dim,
-        attention_scale=head_dim**-0.5,
-        norm_eps=0.0,
-        tied_embeddings=bool(hf.tie_word_embeddings),
-        windows=(None,) * hf.num_hidden_layers,
-        max_positions=hf.max_position_embeddings,
-        eos_token_ids=eos_token_ids,
-        rotary_divisors=(),
-        hf=hf,
-    )
+    found = _family_and_text(path)
+    if found is None:
+        # This import loads what transformers needs to read a configuration: about 3 s, which other families do without.
+        from pdserve.models.checkpoint.outside_config import read_outside_config
+
+        outside = read_outside_config(path)
+        return replace(outside, eos_token_ids=_eos_token_ids(outside.hf.eos_token_id, path))
+    family, text = found
+    try:
+        settings = _gemma3_text_settings(text) if family == GEMMA3_WITH_IMAGES else settings_from_json(family, text)
+    except ModelError as exc:
+        raise ModelError(f"{path}/config.json is not a {family} model's: {exc}") from exc
+    family = "gemma3_text" if family == GEMMA3_WITH_IMAGES else family
+    config = _decoder_config(family, settings, path)
+    return replace(config, eos_token_ids=_eos_token_ids(settings.eos_token_id, path))
 
 
-def _check_activation(hf: PretrainedConfig, folder: Path) -> None:
-    name, wanted = ("hidden_activation", "gelu_pytorch_tanh") if hf.model_type in GEMMA3 else ("hidden_act", "silu")
-    if getattr(hf, name) != wanted:
-        raise ModelError(f"{name} {getattr(hf, name)!r} of {folder} is not supported; only {wanted!r} is")
+def _gemma3_text_settings(text: bytes) -> LlamaSettings:
+    """Returns the settings of the text part. Raises ModelError if one has a value that it cannot have."""
+    try:
+        whole = msgspec.json.decode(text, type=_Gemma3WithImages)
+    except msgspec.DecodeError as exc:
+        raise ModelError(str(exc)) from exc
+    settings = settings_from_json("gemma3_text", whole.text_config)
+    settings.tie_word_embeddings = bool(whole.tie_word_embeddings)
+    if whole.eos_token_id is not None:
+        settings.eos_token_id = whole.eos_token_id
+    return settings
 
 
-def _windows(hf: PretrainedConfig, folder: Path) -> tuple[int | None, ...]:
-    """Returns each layer's window as transformers reads it: by the layer's kind if the architecture has kinds."""
-    window: int | None = getattr(hf, "sliding_window", None)
-    if hf.model_type in WINDOW_IN_EVERY_LAYER:
-        return (window,) * int(hf.num_hidden_layers)
-    kinds: list[str] = getattr(hf, "layer_types", None) or [FULL] * hf.num_hidden_layers
-    if len(kinds) != hf.num_hidden_layers or not set(kinds) <= {FULL, SLIDING}:
-        raise ModelError(f"layer_types of {folder} must be one of {FULL!r} and {SLIDING!r} for each layer")
-    if window is None and SLIDING in kinds:
-        raise ModelError(f"{folder} has layers with {SLIDING!r}, but no sliding_window")
-    return tuple(window if kind == SLIDING else None for kind in kinds)
+def _family_and_text(folder: Path) -> tuple[str, bytes] | None:
+    """Returns the family and the JSON text of its settings; None if transformers has to read the file."""
+    try:
+        text = (folder / "config.json").read_bytes()
+        header = msgspec.json.decode(text, type=_Header)
+    except (OSError, msgspec.DecodeError):
+        return None
+    if header.model_type == GEMMA3_WITH_IMAGES:
+        return GEMMA3_WITH_IMAGES, text
+    if header.model_type not in FAMILIES or header.configuration_files is not None:
+        return None
+    if header.model_type == "mistral" and header.layer_types is not None:
+        # transformers takes it for a Ministral.
+        return None
+    return header.model_type, text
 
 
-def _eos_token_ids(hf: PretrainedConfig, folder: Path) -> frozenset[int]:
-    ids = hf.eos_token_id
-    if (folder / "generation_config.json").exists():
-        try:
-            ids = GenerationConfig.from_pretrained(folder, local_files_only=True).eos_token_id or ids
-        except (OSError, ValueError) as exc:
-            raise ModelError(f"{folder}/generation_config.json cannot be read: {exc}") from exc
+def _decoder_config(family: str, settings: LlamaSettings, path: Path) -> DecoderConfig:
+    heads = settings.num_attention_heads
+    try:
+        settings.check()
+        return DecoderConfig(
+            family=family,
+            vocab_size=settings.vocab_size,
+            hidden_size=settings.hidden_size,
+            intermediate_size=settings.intermediate_size,
+            num_layers=settings.num_hidden_layers,
+            heads=heads,
+            kv_heads=settings.num_key_value_heads or heads,
+            head_dim=settings.head_size(),
+            attention_scale=settings.attention_scale(),
+            norm_eps=settings.rms_norm_eps,
+            tied_embeddings=settings.tie_word_embeddings,
+            windows=settings.windows(),
+            max_positions=settings.max_position_embeddings,
+            eos_token_ids=_ids(settings.eos_token_id),
+            rotary=settings.rotary(),
+            window_rotary=settings.window_rotary(),
+            experts=settings.experts(),
+        )
+    except ModelError as exc:
+        raise ModelError(f"the model in {path} cannot be served: {exc}") from exc
+
+
+class _Generation(msgspec.Struct):
+    """What is read of a ``generation_config.json``."""
+
+    eos_token_id: int | list[int] | None = None
+
+
+def _eos_token_ids(own: int | list[int] | None, folder: Path) -> frozenset[int]:
+    """Returns the ids of ``generation_config.json``, or ``own``, those of the configuration, if it has none."""
+    path = folder / "generation_config.json"
+    if not path.exists():
+        return _ids(own)
+    try:
+        generation = msgspec.json.decode(path.read_bytes(), type=_Generation)
+    except (OSError, msgspec.DecodeError) as exc:
+        raise ModelError(f"{path} cannot be read: {exc}") from exc
+    return _ids(own if generation.eos_token_id is None else generation.eos_token_id)
+
+
+def _ids(ids: int | list[int] | None) -> frozenset[int]:
     if ids is None:
         return frozenset()
     return frozenset(ids if isinstance(ids, list) else [ids])

@@ -1,14 +1,12 @@
-"""Translates the metadata of a GGUF file into a Hugging Face configuration."""
+"""Translates the metadata of a GGUF file into the settings of a Hugging Face configuration."""
 
 from __future__ import annotations
 
 import struct
 from typing import Any
 
-from huggingface_hub.errors import StrictDataclassError
-from transformers import AutoConfig, PretrainedConfig
-
 from pdserve.errors import ModelError
+from pdserve.models.checkpoint.family_settings import LlamaSettings, settings_from_values
 from pdserve.models.checkpoint.gguf_file import GgufFile
 
 MODEL_TYPES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma3": "gemma3_text"}
@@ -50,8 +48,8 @@ GEMMA3_27B_LAYERS = 62
 """The layers of the only Gemma 3 whose queries are not scaled by their width; the format has no key for the scale."""
 
 
-def gguf_config(file: GgufFile) -> PretrainedConfig:
-    """Returns the file's Hugging Face configuration.
+def gguf_settings(file: GgufFile) -> tuple[str, LlamaSettings]:
+    """Returns the file's family and settings.
 
     Raises ModelError for an architecture, or a setting of one, that is not known to be computed exactly.
     """
@@ -90,10 +88,9 @@ def gguf_config(file: GgufFile) -> PretrainedConfig:
     if arch == "gemma3":
         settings |= _gemma3(file, settings)
     try:
-        config: PretrainedConfig = AutoConfig.for_model(MODEL_TYPES[arch], **settings)
-    except (ValueError, StrictDataclassError) as exc:
+        return MODEL_TYPES[arch], settings_from_values(MODEL_TYPES[arch], settings)
+    except ModelError as exc:
         raise ModelError(f"the settings in {file.path} do not fit together: {exc}") from exc
-    return config
 
 
 def rotary_divisors(file: GgufFile) -> tuple[float, ...]:

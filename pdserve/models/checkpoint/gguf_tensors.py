@@ -13,7 +13,7 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 
 from pdserve.errors import ModelError
-from pdserve.models.checkpoint.gguf_config import ROTARY_DIVISORS, gguf_config
+from pdserve.models.checkpoint.gguf_config import ROTARY_DIVISORS, gguf_settings
 from pdserve.models.checkpoint.gguf_file import GgufTensor, read_gguf
 
 OUTER = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
@@ -47,9 +47,9 @@ class GgufTensors:
         """Raises ModelError if the file is not a complete GGUF file of a supported architecture."""
         self._path = path
         file = read_gguf(path)
-        config = gguf_config(file)
+        _, settings = gguf_settings(file)
         self._gemma = file.architecture == "gemma3"
-        self._head_dim: int = config.head_dim
+        self._head_dim = settings.head_size()
         self._interleaved = ("q_proj", "k_proj") if file.architecture == "llama" else ()
         inner = GEMMA3_INNER if self._gemma else INNER
         self._tensors = {_name(name, inner): found for name, found in file.tensors.items() if name != ROTARY_DIVISORS}

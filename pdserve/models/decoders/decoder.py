@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 
 from pdserve.errors import ModelError
-from pdserve.models.checkpoint.decoder_config import FAMILIES, GEMMA3, MOE, DecoderConfig
+from pdserve.models.checkpoint.decoder_config import FAMILIES, GEMMA3, MOE, DecoderConfig, OutsideConfig
 from pdserve.models.decoders.gemma3 import Gemma3Decoder
 from pdserve.models.decoders.layers import Building
 from pdserve.models.decoders.llama import LlamaDecoder, dense
@@ -35,7 +35,7 @@ def build_decoder(config: DecoderConfig, building: Building, max_positions: int,
     Raises ModelError if the checkpoint lacks a tensor, has one too many, or cannot be split over the ranks, or if the
     model is left to transformers and paged attention would change its tokens.
     """
-    if config.family not in FAMILIES:
+    if isinstance(config, OutsideConfig):
         if building.tp.size > 1:
             raise ModelError(f"--tp {building.tp.size} is for {sorted(FAMILIES)}; a {config.family} model has one rank")
         if building.checkpoint.device.type != "cpu":

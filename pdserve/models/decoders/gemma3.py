@@ -10,17 +10,16 @@ from __future__ import annotations
 
 import torch
 
-from pdserve.errors import ModelError
 from pdserve.models.checkpoint.decoder_config import DecoderConfig
 from pdserve.models.decoders.layers import (
     Building,
     GatedMlp,
     SelfAttention,
     VocabParallelEmbedding,
-    VocabParallelHead,
-    rotary_table,
+    tied_head,
     vocab_parallel_head,
 )
+from pdserve.models.decoders.rotary import rotary_table
 from pdserve_kernels.contract import Attention
 
 NORM_OFFSET = 1.0
@@ -33,9 +32,6 @@ class Gemma3Decoder:
 
     def __init__(self, config: DecoderConfig, building: Building, max_positions: int, dtype: torch.dtype) -> None:
         """Takes every tensor of the checkpoint. Raises ModelError on a missing or unknown one."""
-        for name in ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention"):
-            if getattr(config.hf, name, None):
-                raise ModelError(f"{name} of a {config.family} model is not supported")
         checkpoint = building.checkpoint
         checkpoint.unwrap("language_model.", outside=("vision_tower.", "multi_modal_projector."))
         self._kernels, self._eps = building.kernels, config.norm_eps
@@ -45,23 +41,22 @@ class Gemma3Decoder:
         self._layers = [Gemma3Layer(config, building, i) for i in range(config.num_layers)]
         self._norm = checkpoint.take("model.norm.weight") + NORM_OFFSET
         if config.tied_embeddings:
-            checkpoint.drop("lm_head.weight")
-            self._head = VocabParallelHead(building, self._embedding.weight, config.vocab_size)
+            self._head = tied_head(building, self._embedding, config.vocab_size)
         else:
             self._head = vocab_parallel_head(building, "lm_head", config.vocab_size)
-        self._layer_types: list[str] = config.hf.layer_types
-        self._tables = {
-            layer_type: rotary_table(config, max_positions, dtype, checkpoint.device, layer_type)
-            for layer_type in sorted(set(self._layer_types))
-        }
+        self._windows = config.windows
+        self._table, self._window_table = (
+            rotary_table(rotary, config.head_dim, max_positions, dtype, checkpoint.device)
+            for rotary in (config.rotary, config.window_rotary)
+        )
         checkpoint.check_all_taken()
 
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attention: Attention) -> torch.Tensor:
-        angles = {layer_type: (cos[positions], sin[positions]) for layer_type, (cos, sin) in self._tables.items()}
+        angles, window_angles = ((cos[positions], sin[positions]) for cos, sin in (self._table, self._window_table))
         residual = self._embedding(token_ids) * self._embedding_scale
         delta: torch.Tensor | None = None
-        for layer_type, layer in zip(self._layer_types, self._layers, strict=True):
-            cos, sin = angles[layer_type]
+        for window, layer in zip(self._windows, self._layers, strict=True):
+            cos, sin = angles if window is None else window_angles
             delta, residual = layer(residual, delta, cos, sin, attention)
         return residual if delta is None else residual + delta
 

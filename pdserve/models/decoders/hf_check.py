@@ -15,12 +15,14 @@ import torch
 from transformers import PreTrainedModel
 
 from pdserve.errors import ModelError
-from pdserve.models.checkpoint.decoder_config import FULL, SLIDING, DecoderConfig
+from pdserve.models.checkpoint.decoder_config import OutsideConfig
+from pdserve.models.checkpoint.family_settings import FULL, SLIDING
 from pdserve.models.decoders.hf_decoder import HfDecoder, load_hf_model
-from pdserve.models.decoders.layers import LENGTH_DEPENDENT
 from pdserve_kernels.contract import AttentionRow, Kernels
 from pdserve_kernels.kv_layout import KvLayout
 
+LENGTH_DEPENDENT = frozenset({"dynamic", "longrope"})
+"""The rotary scalings whose frequencies depend on the context length, which a short prompt does not show."""
 WINDOW = 7
 """The length of all windows during the check, so that a short prompt is longer than they are."""
 BLOCK_SIZE = 4
@@ -31,7 +33,7 @@ TOLERANCE = 2e-3
 """The largest difference allowed, relative to the largest logit. Rounding in fp32 stays well below a tenth of it."""
 
 
-def checked_hf_decoder(folder: Path, config: DecoderConfig, kernels: Kernels, dtype: torch.dtype) -> HfDecoder:
+def checked_hf_decoder(folder: Path, config: OutsideConfig, kernels: Kernels, dtype: torch.dtype) -> HfDecoder:
     """Returns the model in ``folder``, after its logits in fp32 were found to be those of transformers.
 
     During the check the model is held in fp32. Raises ModelError, which says what does not fit.
@@ -48,7 +50,7 @@ def checked_hf_decoder(folder: Path, config: DecoderConfig, kernels: Kernels, dt
     return HfDecoder(config, load_hf_model(folder, copy.deepcopy(config.hf), dtype))
 
 
-def _refuse_what_short_prompts_hide(config: DecoderConfig) -> None:
+def _refuse_what_short_prompts_hide(config: OutsideConfig) -> None:
     parameters = getattr(config.hf, "rope_parameters", None) or {}
     for found in (parameters, *(value for value in parameters.values() if isinstance(value, dict))):
         if found.get("rope_type") in LENGTH_DEPENDENT:
@@ -58,7 +60,7 @@ def _refuse_what_short_prompts_hide(config: DecoderConfig) -> None:
 
 
 @torch.inference_mode()
-def _check(config: DecoderConfig, model: PreTrainedModel, kernels: Kernels) -> HfDecoder:
+def _check(config: OutsideConfig, model: PreTrainedModel, kernels: Kernels) -> HfDecoder:
     generator = torch.Generator().manual_seed(0)
     prompts = [torch.randint(config.vocab_size, (length,), generator=generator) for length in (SHORT, LONG)]
     try:
@@ -81,7 +83,7 @@ def _check(config: DecoderConfig, model: PreTrainedModel, kernels: Kernels) -> H
 
 
 def _in_steps(
-    config: DecoderConfig, decoder: HfDecoder, prompts: Sequence[torch.Tensor], kernels: Kernels
+    config: OutsideConfig, decoder: HfDecoder, prompts: Sequence[torch.Tensor], kernels: Kernels
 ) -> list[torch.Tensor]:
     """Returns the logits of every token of each prompt, computed in steps as an engine does."""
     layout = KvLayout(config.kv_heads, config.num_layers, BLOCK_SIZE, config.head_dim, torch.float32)

@@ -1,7 +1,7 @@
 """Builds the layers that every decoder is made of. Each holds its rank's part of the weights.
 
-They are the projections, the embedding and the head, split over the ranks; the table of cosines and sines of every
-position; and, made of these, a layer's attention and its gated feed-forward part.
+They are the projections, the embedding and the head, split over the ranks, and, made of these, a layer's attention and
+its gated feed-forward part.
 """
 
 from __future__ import annotations
@@ -11,9 +11,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from pdserve.errors import ModelError
 from pdserve.models.checkpoint.decoder_config import DecoderConfig
 from pdserve.models.checkpoint.weights import Checkpoint
 from pdserve.models.tp.shares import TpGroup, kv_share, share, spread, vocab_part, vocab_share
@@ -94,30 +92,14 @@ def vocab_parallel_head(building: Building, name: str, vocab_size: int) -> Vocab
     return VocabParallelHead(building, building.checkpoint.take(f"{name}.weight", rows=part), vocab_size)
 
 
-LENGTH_DEPENDENT = frozenset({"dynamic", "longrope"})
-"""The scalings whose table depends on the context length. For them, one table made in advance would be wrong."""
+def tied_head(building: Building, embedding: VocabParallelEmbedding, vocab_size: int) -> VocabParallelHead:
+    """Returns a head with the embedding's weight, or with its own if the checkpoint has another one in spite of that.
 
-
-def rotary_table(
-    config: DecoderConfig, positions: int, dtype: torch.dtype, device: torch.device, layer_type: str | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns ``(cos, sin)``, each ``[positions, head_dim / 2]``. Raises ModelError for an unsupported scaling.
-
-    ``layer_type`` chooses among the tables of a model that has several.
+    transformers does the same: such a checkpoint's configuration is wrong, and its tensors are not.
     """
-    parameters = config.hf.rope_parameters if layer_type is None else config.hf.rope_parameters[layer_type]
-    kind = parameters["rope_type"]
-    if kind == "default":
-        exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
-        inverse, scaling = 1.0 / (parameters["rope_theta"] ** exponents), 1.0
-    elif kind in LENGTH_DEPENDENT or kind not in ROPE_INIT_FUNCTIONS:
-        raise ModelError(f"rotary scaling {kind!r} is not supported")
-    else:
-        inverse, scaling = ROPE_INIT_FUNCTIONS[kind](config.hf, torch.device("cpu"), layer_type=layer_type)
-    if config.rotary_divisors:
-        inverse = inverse / torch.tensor(config.rotary_divisors)
-    angles = torch.outer(torch.arange(positions, dtype=torch.float32), inverse)
-    return (angles.cos() * scaling).to(device, dtype), (angles.sin() * scaling).to(device, dtype)
+    own = building.checkpoint.take_optional("lm_head.weight", rows=vocab_share(building.tp, vocab_size))
+    weight = embedding.weight if own is None or torch.equal(own, embedding.weight) else own
+    return VocabParallelHead(building, weight, vocab_size)
 
 
 class SelfAttention:

@@ -15,10 +15,10 @@ from pdserve.models.decoders.layers import (
     GatedMlp,
     SelfAttention,
     VocabParallelEmbedding,
-    VocabParallelHead,
-    rotary_table,
+    tied_head,
     vocab_parallel_head,
 )
+from pdserve.models.decoders.rotary import rotary_table
 from pdserve_kernels.contract import Attention
 
 FeedForward = Callable[[torch.Tensor], torch.Tensor]
@@ -52,11 +52,10 @@ class LlamaDecoder:
         self._layers = [LlamaLayer(config, building, i, feed_forward) for i in range(config.num_layers)]
         self._norm = checkpoint.take("model.norm.weight")
         if config.tied_embeddings:
-            checkpoint.drop("lm_head.weight")
-            self._head = VocabParallelHead(building, self._embedding.weight, config.vocab_size)
+            self._head = tied_head(building, self._embedding, config.vocab_size)
         else:
             self._head = vocab_parallel_head(building, "lm_head", config.vocab_size)
-        self._cos, self._sin = rotary_table(config, max_positions, dtype, checkpoint.device)
+        self._cos, self._sin = rotary_table(config.rotary, config.head_dim, max_positions, dtype, checkpoint.device)
         checkpoint.check_all_taken()
 
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attention: Attention) -> torch.Tensor:

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from pdserve.models.checkpoint.decoder_config import DecoderConfig
+from pdserve.models.checkpoint.family_settings import ExpertSettings
 from pdserve.models.decoders.layers import Building, column_parallel
 from pdserve.models.decoders.llama import FeedForward, dense
 from pdserve.models.tp.shares import share
@@ -19,9 +20,9 @@ from pdserve_kernels.contract import Linear
 
 def sparse_or_dense(config: DecoderConfig, building: Building, prefix: str, index: int) -> FeedForward:
     """Returns experts, or one gated MLP in the layers for which the configuration says so."""
-    hf = config.hf
-    sparse = hf.num_experts > 0 and (index + 1) % hf.decoder_sparse_step == 0 and index not in hf.mlp_only_layers
-    return Experts(config, building, prefix) if sparse else dense(config, building, prefix, index)
+    if config.experts is None or index not in config.experts.layers:
+        return dense(config, building, prefix, index)
+    return Experts(config.experts, building, prefix)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,14 +36,14 @@ class Expert:
 class Experts:
     """All experts of a layer and their router. Only the experts that a step's tokens are sent to are computed."""
 
-    def __init__(self, config: DecoderConfig, building: Building, prefix: str) -> None:
-        hf, checkpoint = config.hf, building.checkpoint
+    def __init__(self, settings: ExpertSettings, building: Building, prefix: str) -> None:
+        checkpoint = building.checkpoint
         self._kernels, self._tp = building.kernels, building.tp
         self._router = checkpoint.take(f"{prefix}.gate.weight")
-        self._chosen: int = hf.num_experts_per_tok
-        self._normalised: bool = hf.norm_topk_prob
-        mine = share(building.tp, hf.moe_intermediate_size, "channels of an expert")
-        self._experts = [_expert(building, f"{prefix}.experts.{i}", mine) for i in range(hf.num_experts)]
+        self._chosen = settings.chosen
+        self._normalised = settings.normalised
+        mine = share(building.tp, settings.channels, "channels of an expert")
+        self._experts = [_expert(building, f"{prefix}.experts.{i}", mine) for i in range(settings.count)]
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Maps ``[tokens, hidden_size]`` to the same shape."""

@@ -34,9 +34,11 @@ from pdserve.wire.discovery import (
     FromProxy,
     NodeHeartbeat,
     NodeHello,
+    NodeInfo,
     ProxyRefusal,
     ProxyWelcome,
     Register,
+    Role,
     ToProxy,
 )
 from pdserve.wire.frame import MAX_REASON_CHARS, Opened, Opener, Purpose, Sealer, Secrets
@@ -239,6 +241,7 @@ class DiscoveryServer:
     async def _handle(self, route: bytes, opened: Opened[ToProxy], boot_id: bytes) -> None:
         message = opened.message
         assert not isinstance(message, NodeHello)
+        before = self._registry.node(boot_id)
         try:
             answer = self._registry.handle(message, self._clock())
         except MalformedFrame as exc:
@@ -246,7 +249,7 @@ class DiscoveryServer:
             if opened.named:
                 await self._send(route, boot_id, ProxyRefusal(boot_id, str(exc)[:MAX_REASON_CHARS]))
             return
-        self._log_change(message, answer)
+        self._log_change(message, answer, before)
         if answer is not None:
             await self._send(route, boot_id, answer, SPOKEN.newest if opened.named else RELEASED_0_1)
 
@@ -262,8 +265,16 @@ class DiscoveryServer:
         if count := self._drops.add(self._clock()):
             log.warning("%d discovery frames dropped, the last one because: %s", count, exc)
 
-    def _log_change(self, message: ToProxy, answer: Ack | None) -> None:
+    def _log_change(self, message: ToProxy, answer: Ack | None, before: NodeInfo | None) -> None:
         match message:
+            case NodeHeartbeat(role=Role() as role) if before is not None and before.role is not role:
+                log.info(
+                    "node %s (%s) was a %s node and is a %s node now",
+                    before.name,
+                    before.url,
+                    before.role.value,
+                    role.value,
+                )
             case Register(node=info) if answer is not None and answer.known:
                 log.info("node %s (%s, %s, model %s) registered", info.name, info.role.value, info.url, info.model)
             case Register(node=info):

@@ -3,7 +3,7 @@
 The registry takes discovery messages and ``now`` and returns what to answer. It drops a node when the node deregisters,
 when ``missed_heartbeats`` intervals pass without a message from it, or when another process registers under its URL
 (the node was restarted, and a port has only one owner). Only time in which this process listened counts as
-silence: ``extend_leases`` leaves out the time in which it did not.
+silence: ``extend_leases`` leaves out the time in which it did not. A node's role is the one that the node named last.
 
 A node that fell silent is lost, and the relay, which may have sent it requests, is told. A node that deregistered still
 answers what it has; one whose URL another process has taken over answers, or its host's kernel resets its connections.
@@ -15,6 +15,8 @@ import dataclasses
 import re
 from collections.abc import Callable
 from urllib.parse import urlsplit
+
+import msgspec
 
 from pdserve.errors import MalformedFrame
 from pdserve.wire.discovery import Ack, Deregister, NodeHeartbeat, NodeInfo, NodeLoad, Register, Role
@@ -57,8 +59,9 @@ class Registry:
         """Seconds in which this process did not listen: the clock of ``_heard_s`` is behind by them."""
         self._lost: dict[bytes, None] = {}
         """The boot ids of lost nodes, in the order of their losses."""
+        self._draining: frozenset[bytes] = frozenset()
         self._on_loss: Callable[[NodeInfo], None] | None = None
-        self._on_change: Callable[[], object] | None = None
+        self._on_change: list[Callable[[], object]] = []
         self._prefilled: dict[str, None] = {}
         """The fingerprints that have had a prefill node, in the order in which they came."""
         self._snapshot: Snapshot | None = None
@@ -66,13 +69,14 @@ class Registry:
     def handle(self, message: Register | NodeHeartbeat | Deregister, now: float) -> Ack | None:
         """Handles one message of a node and returns the answer to it.
 
-        Raises MalformedFrame, and changes nothing, for a registration that cannot be used.
+        Raises MalformedFrame, and changes nothing, for a registration or a role that cannot be used.
         """
         match message:
             case Register(node=info):
                 return Ack(info.boot_id, self._register(info, now))
-            case NodeHeartbeat(boot_id=boot_id, load=load):
-                return Ack(boot_id, self._heartbeat(boot_id, load, now))
+            case NodeHeartbeat(boot_id=boot_id, role=role):
+                known = self._heartbeat(message, now)
+                return Ack(boot_id, known, role if known else None)
             case Deregister(boot_id=boot_id):
                 self._drop(boot_id)
                 return None
@@ -100,6 +104,11 @@ class Registry:
         heard_s = min(self._heard_s.values(), default=None)
         return None if heard_s is None else heard_s + self._unheard_s + self._lease_s
 
+    def node(self, boot_id: bytes) -> NodeInfo | None:
+        """Returns what a registered node is now."""
+        node = self._nodes.get(boot_id)
+        return None if node is None else node.info
+
     def mark_unreachable(self, boot_id: bytes) -> None:
         node = self._nodes.get(boot_id)
         if node is not None:
@@ -109,7 +118,11 @@ class Registry:
         self._on_loss = callback
 
     def on_change(self, callback: Callable[[], object]) -> None:
-        self._on_change = callback
+        self._on_change.append(callback)
+
+    @property
+    def draining(self) -> frozenset[bytes]:
+        return self._draining
 
     @property
     def lost(self) -> tuple[bytes, ...]:
@@ -129,7 +142,7 @@ class Registry:
     def _register(self, info: NodeInfo, now: float) -> bool:
         _check(info)
         known = self._nodes.get(info.boot_id)
-        if known is not None and known.info != info:
+        if known is not None and msgspec.structs.replace(known.info, role=info.role) != info:
             raise MalformedFrame(
                 f"node {info.name} ({info.url}) registered with the boot id of {known.info.name} ({known.info.url}), "
                 "or as another than before; a process has a boot id of its own and stays what it is"
@@ -140,22 +153,33 @@ class Registry:
         if known is None and len(self._nodes) >= self._max_nodes:
             return False
         self._at[info.url] = info.boot_id
+        self._note_role(info)
+        self._lost.pop(info.boot_id, None)
+        # A node that drains says so in its next heartbeat, and not here.
+        state = Reachability.DRAINING if info.boot_id in self._draining else Reachability.SERVING
+        self._renew_lease(RegisteredNode(info, known.load if known else NodeLoad(), state, now))
+        return True
+
+    def _heartbeat(self, heartbeat: NodeHeartbeat, now: float) -> bool:
+        node = self._nodes.get(heartbeat.boot_id)
+        if node is None:
+            return False
+        info = node.info
+        if heartbeat.role not in (None, info.role):
+            info = msgspec.structs.replace(info, role=heartbeat.role)
+            _check(info)
+            self._note_role(info)
+        state = Reachability.DRAINING if heartbeat.draining else Reachability.SERVING
+        self._renew_lease(RegisteredNode(info, heartbeat.load, state, now))
+        if self._watcher is not None:
+            self._watcher.heard_from(heartbeat.boot_id)
+        return True
+
+    def _note_role(self, info: NodeInfo) -> None:
         if info.role is Role.PREFILL:
             self._prefilled[info.fingerprint] = None
             if len(self._prefilled) > MAX_PREFILLED:
                 del self._prefilled[next(iter(self._prefilled))]
-        self._lost.pop(info.boot_id, None)
-        self._renew_lease(RegisteredNode(info, known.load if known else NodeLoad(), Reachability.SERVING, now))
-        return True
-
-    def _heartbeat(self, boot_id: bytes, load: NodeLoad, now: float) -> bool:
-        node = self._nodes.get(boot_id)
-        if node is None:
-            return False
-        self._renew_lease(RegisteredNode(node.info, load, Reachability.SERVING, now))
-        if self._watcher is not None:
-            self._watcher.heard_from(boot_id)
-        return True
 
     def _lose(self, info: NodeInfo) -> None:
         self._lost[info.boot_id] = None
@@ -170,21 +194,27 @@ class Registry:
         self._put(node)
 
     def _put(self, node: RegisteredNode) -> None:
-        self._nodes[node.info.boot_id] = node
+        boot_id = node.info.boot_id
+        self._nodes[boot_id] = node
+        if node.state is Reachability.DRAINING:
+            self._draining |= {boot_id}
+        elif boot_id in self._draining and node.state is Reachability.SERVING:
+            self._draining -= {boot_id}
         self._changed()
 
     def _drop(self, boot_id: bytes) -> None:
         node = self._nodes.pop(boot_id, None)
         if node is not None:
             del self._heard_s[boot_id], self._at[node.info.url]
+            self._draining -= {boot_id}
             self._changed()
             if self._watcher is not None:
                 self._watcher.forget(boot_id)
 
     def _changed(self) -> None:
         self._snapshot = None
-        if self._on_change is not None:
-            self._on_change()
+        for callback in self._on_change:
+            callback()
 
 
 def _check(info: NodeInfo) -> None:
@@ -225,9 +255,10 @@ class RegistryMirror:
         self._watcher = watcher
         self._nodes: dict[bytes, RegisteredNode] = {}
         self._prefilled: frozenset[str] = frozenset()
+        self._draining: frozenset[bytes] = frozenset()
         self._snapshot: Snapshot | None = None
         self._on_loss: Callable[[NodeInfo], None] | None = None
-        self._on_change: Callable[[], object] | None = None
+        self._on_change: list[Callable[[], object]] = []
 
     def take(self, message: Nodes) -> None:
         """Takes over what the registry holds now.
@@ -237,6 +268,7 @@ class RegistryMirror:
         before = self._nodes
         self._nodes = {entry.info.boot_id: _renewed(before.get(entry.info.boot_id), entry) for entry in message.nodes}
         self._prefilled = frozenset(message.prefilled)
+        self._draining = frozenset(entry.info.boot_id for entry in message.nodes if entry.draining)
         self._changed()
         for boot_id, known in before.items():
             node = self._nodes.get(boot_id)
@@ -256,7 +288,11 @@ class RegistryMirror:
         self._on_loss = callback
 
     def on_change(self, callback: Callable[[], object]) -> None:
-        self._on_change = callback
+        self._on_change.append(callback)
+
+    @property
+    def draining(self) -> frozenset[bytes]:
+        return self._draining
 
     def mark_unreachable(self, boot_id: bytes) -> None:
         node = self._nodes.get(boot_id)
@@ -266,11 +302,12 @@ class RegistryMirror:
 
     def _changed(self) -> None:
         self._snapshot = None
-        if self._on_change is not None:
-            self._on_change()
+        for callback in self._on_change:
+            callback()
 
 
 def _renewed(known: RegisteredNode | None, entry: KnownNode) -> RegisteredNode:
     if known is not None and known.seen_s == entry.seen_s:
         return known
-    return RegisteredNode(entry.info, entry.load, Reachability.SERVING, entry.seen_s)
+    state = Reachability.DRAINING if entry.draining else Reachability.SERVING
+    return RegisteredNode(entry.info, entry.load, state, entry.seen_s)

@@ -15,6 +15,8 @@ class Reachability(enum.Enum):
     SERVING = "serving"
     UNREACHABLE = "unreachable"
     """The node refused a connection, and gets no requests until its next heartbeat."""
+    DRAINING = "draining"
+    """The node takes no new work, and the streams that it has move to other nodes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +67,11 @@ class RegistryView(Protocol):
         """
 
     def on_change(self, callback: Callable[[], object]) -> None:
-        """From now on calls ``callback`` whenever the next snapshot may be another than the last."""
+        """From now on calls ``callback`` too, whenever the next snapshot may be another than the last."""
+
+    @property
+    def draining(self) -> frozenset[bytes]:
+        """The boot ids of the nodes that drain."""
 
 
 class RegistryWatcher(Protocol):

@@ -6,6 +6,7 @@ counters takes a lock and four calls to add to, and every request adds to six.
 
 from __future__ import annotations
 
+import enum
 import logging
 from bisect import bisect_left
 from collections import Counter
@@ -16,7 +17,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from pdserve_proxy.relay.journal import JournalBudget
-from pdserve_proxy.relay.relayed_request import RelayedRequest, RelayOutcome, ResumeOutcome
+from pdserve_proxy.relay.relayed_request import MoveOutcome, RelayedRequest, RelayOutcome, ResumeOutcome
 
 # The log keeps the name that operators have set levels for, whatever the module is called.
 log = logging.getLogger("pdserve_proxy.requests")
@@ -25,6 +26,13 @@ FIRST_BYTE_BOUNDS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 3
 GAP_BOUNDS_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 3.0, 5.0, 10.0, 20.0, 30.0, 60.0)
 OTHER_ROUTES = "other"
 """The label under which errors outside the relayed routes are counted."""
+
+
+class GapKind(enum.Enum):
+    """Why an answer went on at another node."""
+
+    LOST = "lost"
+    MOVED = "moved"
 
 
 class RequestCounts(Collector):
@@ -44,7 +52,8 @@ class RequestCounts(Collector):
         self.journals = JournalBudget(0, 0)
         """The budget of the relay's journals, which the relay puts here."""
         self._first_bytes = _Durations(FIRST_BYTE_BOUNDS_S)
-        self._gaps = _Durations(GAP_BOUNDS_S)
+        self.moves = {outcome.value: 0 for outcome in MoveOutcome}
+        self._gaps = {kind: _Durations(GAP_BOUNDS_S) for kind in GapKind}
 
     def began(self) -> None:
         self.in_flight += 1
@@ -56,7 +65,12 @@ class RequestCounts(Collector):
         """Counts an attempt to resume a stream; if it was resumed, with the time in which its client got nothing."""
         self.resumes[outcome] += 1
         if gap_s is not None:
-            self._gaps.add(gap_s)
+            self._gaps[GapKind.LOST].add(gap_s)
+
+    def moved(self, gap_s: float) -> None:
+        """Counts an answer that has moved to another node, with the time in which its client got nothing."""
+        self.moves[MoveOutcome.MOVED] += 1
+        self._gaps[GapKind.MOVED].add(gap_s)
 
     def ended(self, relayed: RelayedRequest) -> None:
         """Counts ``relayed``, which has ended, and writes its line in the access log."""
@@ -94,21 +108,32 @@ class RequestCounts(Collector):
             "pdserve_proxy_time_to_first_byte_seconds", "From a request's arrival to the first body byte from its node."
         )
         resumes = CounterMetricFamily(
-            "pdserve_proxy_resumes", "Streams whose node was lost, by what became of them.", labels=["outcome"]
+            "pdserve_proxy_resumes", "Answers whose node was lost, by what became of them.", labels=["outcome"]
         )
         for outcome, count in self.resumes.items():
             resumes.add_metric([outcome], count)
         yield resumes
-        yield self._gaps.histogram(
-            "pdserve_proxy_resume_gap_seconds", "From a node's loss to the next event of a stream that was resumed."
+        moves = CounterMetricFamily(
+            "pdserve_proxy_moves", "Answers whose node drained, by what became of them.", labels=["outcome"]
         )
+        for outcome, count in self.moves.items():
+            moves.add_metric([outcome], count)
+        yield moves
+        gaps = HistogramMetricFamily(
+            "pdserve_proxy_resume_gap_seconds",
+            "From a node's loss, or from its last event before a move, to what the next node says of an answer.",
+            labels=["kind"],
+        )
+        for kind, durations in self._gaps.items():
+            gaps.add_metric([kind.value], list(durations.buckets()), durations.sum_s)
+        yield gaps
         yield GaugeMetricFamily(
             "pdserve_proxy_journal_bytes",
-            "Memory taken for what streams can be resumed from.",
+            "Memory taken for what answers can be resumed from.",
             self.journals.taken_bytes,
         )
         dropped = CounterMetricFamily(
-            "pdserve_proxy_journals_dropped", "Streams that could not be resumed any more.", labels=["reason"]
+            "pdserve_proxy_journals_dropped", "Answers that could not be resumed any more.", labels=["reason"]
         )
         for reason, count in self.journals.dropped.items():
             dropped.add_metric([reason.value], count)
@@ -121,16 +146,16 @@ class _Durations:
     def __init__(self, bounds_s: tuple[float, ...]) -> None:
         self._bounds_s = bounds_s
         self._counts = [0] * (len(bounds_s) + 1)
-        self._sum_s = 0.0
+        self.sum_s = 0.0
 
     def add(self, seconds: float) -> None:
         self._counts[bisect_left(self._bounds_s, seconds)] += 1
-        self._sum_s += seconds
+        self.sum_s += seconds
 
     def histogram(self, name: str, documentation: str) -> HistogramMetricFamily:
-        return HistogramMetricFamily(name, documentation, buckets=list(self._buckets()), sum_value=self._sum_s)
+        return HistogramMetricFamily(name, documentation, buckets=list(self.buckets()), sum_value=self.sum_s)
 
-    def _buckets(self) -> Iterator[tuple[str, float]]:
+    def buckets(self) -> Iterator[tuple[str, float]]:
         """Returns Prometheus's cumulative buckets: each counts what the buckets below it count too."""
         within = 0
         for bound, count in zip((*self._bounds_s, float("inf")), self._counts, strict=True):

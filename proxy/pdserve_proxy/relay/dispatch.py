@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import base64
+from collections.abc import Sequence
 
 import msgspec
 
 from pdserve.config import ProxyConfig
 from pdserve.http.request import JSON, REQUEST_ID_HEADER
 from pdserve.wire.discovery import NodeInfo
-from pdserve.wire.frame import Purpose, Sealer, Secrets
+from pdserve.wire.frame import Purpose, Sealer, Secrets, to_header
 from pdserve.wire.journal import digest
 from pdserve.wire.ticket import TICKET_HEADER, AnswerIdentity, PrefillTarget, Resume, Ticket
 from pdserve.wire.version import RESUMED_ANSWERS
 from pdserve_proxy.registry.snapshot import RegistryView
 from pdserve_proxy.relay.relayed_request import RelayedRequest
 from pdserve_proxy.requests.request_body import GenerationBody
-from pdserve_proxy.routing.attempts import Attempts
+from pdserve_proxy.routing.attempts import Attempt, Attempts
 from pdserve_proxy.routing.router import Route, RouteQuery, Router
 from pdserve_proxy.upstream.node_connection import NodeResponse
 from pdserve_proxy.upstream.node_pool import NodePool
@@ -64,12 +64,29 @@ class Dispatch:
         prefill = [(node, body.prompts) for node in route.prefill[:1]]
         relayed.begin_attempt(route, self._attempts.begin((route.decode, body.answers), *prefill))
 
+    def has_room(self, body: GenerationBody, node: NodeInfo) -> bool:
+        """Returns whether a request would begin at once at ``node``, which is registered."""
+        load, most = self._attempts.loads(self._registry.snapshot())(node), node.capacity.max_running
+        return load + min(body.answers, most) <= most
+
+    def expect(self, body: GenerationBody, node: NodeInfo) -> Attempt:
+        """Counts a request as load of ``node``, which it will go to, until the caller ends what this returns."""
+        return self._attempts.begin((node, body.answers))
+
     async def post(
-        self, relayed: RelayedRequest, request: NodeRequest, route: Route, entries: bytes | None = None
+        self,
+        relayed: RelayedRequest,
+        request: NodeRequest,
+        route: Route,
+        entries: bytes | None = None,
+        holders: Sequence[NodeInfo] = (),
+        *,
+        prepare: bool = False,
     ) -> NodeResponse:
         """Returns the node's response to the attempt that has begun last, when its head has come.
 
-        With the ``entries`` of a journal the node is asked to go on behind them.
+        With the ``entries`` of a journal the node is asked to go on behind them. It then asks ``holders``, in this
+        order, for what it lacks of the KV cache. To ``prepare`` is to do that alone, while the last attempt goes on.
 
         Raises what ``NodePool.post`` does.
         """
@@ -78,14 +95,15 @@ class Dispatch:
         resume = None
         if entries is not None:
             body += entries
-            resume = Resume(len(entries), digest(entries))
+            resume = Resume(len(entries), digest(entries), prepare)
         ticket = self._tickets.issue(
             route,
             request_id=relayed.request_id,
-            attempt=relayed.attempts - 1,
+            attempt=relayed.attempts - (not prepare),
             deadline_s=relayed.remaining_s,
             answer=request.answer if writes_journals(node) else None,
             resume=resume,
+            holders=holders,
         )
         headers = {**JSON, REQUEST_ID_HEADER: relayed.request_id, TICKET_HEADER: ticket}
         if request.accept is not None:
@@ -115,6 +133,7 @@ class TicketSigner:
         deadline_s: float,
         answer: AnswerIdentity | None = None,
         resume: Resume | None = None,
+        holders: Sequence[NodeInfo] = (),
     ) -> str:
         """Returns the value of the ticket's header. ``deadline_s`` counts from now."""
         ticket = Ticket(
@@ -122,8 +141,13 @@ class TicketSigner:
             attempt=attempt,
             node=route.decode.boot_id,
             deadline_s=deadline_s,
-            prefill=tuple([PrefillTarget(info.name, info.control, info.boot_id) for info in route.prefill]),
+            prefill=_targets(route.prefill),
             answer=answer,
             resume=resume,
+            holders=_targets(holders),
         )
-        return base64.urlsafe_b64encode(self._sealer.seal(ticket)).rstrip(b"=").decode("ascii")
+        return to_header(self._sealer.seal(ticket))
+
+
+def _targets(nodes: Sequence[NodeInfo]) -> tuple[PrefillTarget, ...]:
+    return tuple([PrefillTarget(info.name, info.control, info.boot_id) for info in nodes])

@@ -89,10 +89,11 @@ class EventStream:
             if journal is not None and journal.done:
                 self.over = True
                 return b""
-            reason = loss or repr(loss)
-            log.warning(
-                "request_id=%s decode=%s lost while streaming: %s", relayed.request_id, relayed.decode_name, reason
-            )
+            if self._resumption is None or not self._resumption.planned:
+                reason = loss or repr(loss)
+                log.warning(
+                    "request_id=%s decode=%s lost while streaming: %s", relayed.request_id, relayed.decode_name, reason
+                )
             if self._resumption is not None:
                 try:
                     return await self._resumption.go_on(self._begin)

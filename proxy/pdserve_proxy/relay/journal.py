@@ -1,9 +1,9 @@
-"""Keeps the journal of every stream, from which another node can resume it: its request and its entries.
+"""Keeps the journal of every answer, from which another node can resume it: its request and its entries.
 
-The node begins each event with an entry (``pdserve.wire.journal``). ``JournaledEvents`` cuts the entries off, so that
-no client sees one, and adds them to the stream's ``RelayJournal``. All journals of a process share the budget of its
-``JournalBudget``. A journal that does not fit, or could not be complete, is dropped: its stream goes on, and cannot be
-resumed.
+The node begins each event of a stream with an entry (``pdserve.wire.journal``). ``JournaledEvents`` cuts the entries
+off, so that no client sees one, and adds them to the stream's ``RelayJournal``. All journals of a process share the
+budget of its ``JournalBudget``. A journal that does not fit, or could not be complete, is dropped: its answer goes on,
+and cannot be resumed.
 """
 
 from __future__ import annotations
@@ -91,6 +91,11 @@ class RelayJournal:
         return bytes(self.entries).replace(b"\n", b"").replace(b":", b"\n")[1:] + b"\n"
 
     @property
+    def count(self) -> int:
+        """The number of entries."""
+        return self.entries.count(b":")
+
+    @property
     def lacks_end(self) -> bool:
         """Whether a stream that ends now breaks off: its node writes a journal, and has not written the end."""
         return not self._entryless and not self.done and (bool(self.entries) or self.request is None)
@@ -109,11 +114,15 @@ class RelayJournal:
         self._taken = size
         self.room = len(self.entries) + GROWTH_BYTES
 
-    def add(self, entries: bytes) -> None:
-        """Adds entries in the form that ``cut`` gives."""
-        self.entries += b"".join([b":%b\n" % line for line in entries.splitlines()])
+    def keep(self, entries: bytes) -> None:
+        """Adds entries as they come from a node, the last one with its end of line or without."""
+        self.entries += entries
         if len(self.entries) > self.room:
             self.grow()
+
+    def add(self, entries: bytes) -> None:
+        """Adds entries in the form that ``cut`` gives."""
+        self.keep(b"".join([b":%b\n" % line for line in entries.splitlines()]))
 
     def drop(self, reason: DropReason) -> None:
         """Frees the journal, whose stream goes on, and counts it at the first call."""
@@ -146,6 +155,7 @@ class JournaledEvents(WholeEvents):
     def __init__(self, journal: RelayJournal) -> None:
         super().__init__()
         self._journal = journal
+        self._keep = journal.keep
 
     def feed(self, piece: bytes) -> bytes:
         # Every token of every client passes here, so what nearly every piece is comes first, in calls that cost little.
@@ -168,12 +178,6 @@ class JournaledEvents(WholeEvents):
     def rest(self) -> bytes:
         before = b"-" + self._tail if self._inside else b""
         return self._cut(before, super().rest())
-
-    def _keep(self, entries: bytes) -> None:
-        journal = self._journal
-        journal.entries += entries
-        if len(journal.entries) > journal.room:
-            journal.grow()
 
     def _cut(self, before: bytes, events: bytes) -> bytes:
         """Returns ``events``, which follow ``before``, without entries."""

@@ -3,7 +3,8 @@
 Each attempt carries a signed ticket, in an HTTP header, that describes the attempt to the decode node. Another node
 replaces one that cannot be reached or does not take the request (503, 401), as long as there is one that fits. A node
 that is lost with the request before its first byte is replaced once. After the first byte, another node goes on with
-the client's stream (``resume``), or the stream ends with an error event (``event_stream``).
+the client's stream (``resume``), or the stream ends with an error event (``event_stream``). An answer in one piece goes
+on too, if its node has journaled it (``whole_answer``), and otherwise begins again.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ import asyncio
 import enum
 import logging
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
@@ -24,17 +24,20 @@ from pdserve.errors import BadUpstream, RequestError, Unavailable
 from pdserve.http.tls import Trust
 from pdserve.wire.ids import new_id
 from pdserve.wire.ticket import AnswerIdentity
+from pdserve.wire.whole_answer import JOURNALED_ANSWER
 from pdserve_proxy.registry.snapshot import RegistryView
 from pdserve_proxy.relay.access_log import RequestCounts
-from pdserve_proxy.relay.dispatch import REFUSALS, Dispatch, NodeRequest, TicketSigner, writes_journals
+from pdserve_proxy.relay.dispatch import Dispatch, NodeRequest, TicketSigner, writes_journals
 from pdserve_proxy.relay.event_stream import EventStream
 from pdserve_proxy.relay.journal import LARGEST_SHARE, JournalBudget, RelayJournal
-from pdserve_proxy.relay.relayed_request import CutReason, RelayedRequest
-from pdserve_proxy.relay.resume import Resumes, Resumption
+from pdserve_proxy.relay.move import Moves
+from pdserve_proxy.relay.relayed_request import CutReason, RelayedRequest, ResumeOutcome
+from pdserve_proxy.relay.resume import ResumeFailed, Resumes, Resumption
+from pdserve_proxy.relay.whole_answer import RESUMED_TYPES, JournaledAnswer, WholeResponse, kept, read_whole
 from pdserve_proxy.routing.attempts import Attempts
 from pdserve_proxy.routing.router import RETRY_AFTER_S, Route, RouteQuery, requested_model
 from pdserve_proxy.upstream.expiry_queue import ExpiryQueue
-from pdserve_proxy.upstream.node_connection import NodeLost, NodeResponse, NodeUnreachable
+from pdserve_proxy.upstream.node_connection import NodeLost, NodeResponse, NodeUnreachable, media_type
 from pdserve_proxy.upstream.node_pool import NodePool
 
 log = logging.getLogger(__name__)
@@ -44,25 +47,6 @@ MAX_ATTEMPTS = 16
 MAX_LOSSES = 2
 """The nodes that may be lost with one request: the request may be what kills them."""
 COMPLETION_ROUTES = frozenset({"/v1/chat/completions", "/v1/completions"})
-MAX_ANSWER_BYTES = 64 * 2**20
-KEPT_HEADERS = (
-    "content-type",
-    "content-encoding",
-    "retry-after",
-    "cache-control",
-    "x-accel-buffering",
-    "x-should-retry",
-    "x-pdserve-ignored",
-)
-"""The headers of a node's response that the client gets. The proxy sets ``x-request-id`` itself."""
-
-
-class WholeResponse(msgspec.Struct, frozen=True):
-    """A response in one piece."""
-
-    status: int
-    headers: dict[str, str]
-    body: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +108,7 @@ class Relay:
         )
         self._dispatch = Dispatch(self._config, self._registry, self._attempts, self._tickets, self._pool)
         self._resumes = Resumes(relay, self._registry, self._dispatch, self._counts)
+        self._moves = Moves(relay, self._registry, self._dispatch, self._resumes, self._counts)
         self._registry.on_loss(lambda node: self._pool.suspect(node.url))
         self._deadlines: ExpiryQueue[RelayedRequest] = ExpiryQueue(
             self._config.request.timeout_s, lambda relayed: relayed.cut(CutReason.DEADLINE)
@@ -134,6 +119,7 @@ class Relay:
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.cut_all()
+        self._moves.close()
         self._pool.close()
         self._deadlines.close()
 
@@ -173,7 +159,7 @@ class Relay:
             result = await self._try_node(relayed, request, query, route)
             if not isinstance(result, AttemptFailure):
                 return result
-            failure = result
+            failure, route = result, relayed.route or route  # another node may have gone on meanwhile
             tried |= {route.decode.boot_id}
             self._note_failure(relayed, route, number, failure)
             if failure.kind is AttemptFailureKind.LOST:
@@ -207,9 +193,12 @@ class Relay:
             return _lost(node.name, exc)
         relayed.own_response(response)
         try:
-            if response.status == 200 and response.content_type == "text/event-stream":
+            content_type = response.content_type
+            if response.status == 200 and content_type == "text/event-stream":
                 return await self._stream(relayed, request, query, response)
-            return await _whole_answer(relayed, response)
+            if content_type == JOURNALED_ANSWER:
+                return await self._journaled_answer(relayed, request, query, response)
+            return _judge(node.name, await read_whole(relayed, response), content_type)
         except NodeLost as exc:
             return _lost(node.name, exc)
 
@@ -220,14 +209,39 @@ class Relay:
         await stream.open()
         relayed.got_byte()
         relayed.begin_relaying(response.status)
-        return StreamedResponse(response.status, _kept(response.headers), stream)
+        return StreamedResponse(response.status, kept(response.headers), stream)
 
     def _resumption(self, relayed: RelayedRequest, request: NodeRequest, query: RouteQuery) -> Resumption | None:
         if request.answer is None or relayed.route is None:
             return None
         journal = RelayJournal(self._journals, request) if writes_journals(relayed.route.decode) else None
         relayed.own_journal(journal)
-        return Resumption(self._resumes, relayed, query, journal)
+        resumption = Resumption(self._resumes, relayed, query, journal)
+        if journal is not None:
+            self._moves.watch(relayed, resumption)
+        return resumption
+
+    async def _journaled_answer(
+        self, relayed: RelayedRequest, request: NodeRequest, query: RouteQuery, response: NodeResponse
+    ) -> WholeResponse | AttemptFailure:
+        """Returns the answer of the node, or of those that go on with it, or the failure of the last of them."""
+        journal = RelayJournal(self._journals, request)
+        relayed.own_journal(journal)
+        resumption = Resumption(self._resumes, relayed, query, journal, RESUMED_TYPES)
+        self._moves.watch(relayed, resumption)
+        silence_s = self._config.relay.idle_timeout_s
+        try:
+            answer = await JournaledAnswer(relayed, response, journal, silence_s).read(resumption)
+        except ResumeFailed as exc:
+            failure = _lost(relayed.decode_name, exc)
+            if exc.outcome is ResumeOutcome.FAILED:
+                raise failure.error from exc
+            relayed.open_again()
+            return failure
+        finally:  # a request that begins again has nothing of this journal
+            self._moves.ended(relayed)
+            relayed.own_journal(None)
+        return _judge(relayed.decode_name, answer, media_type(answer.headers))
 
     def _with_identity(self, request: NodeRequest) -> NodeRequest:
         """Returns ``request`` with an identity of its answer, if there is one that other nodes may go on with."""
@@ -238,17 +252,8 @@ class Relay:
     def _ended(self, relayed: RelayedRequest) -> None:
         self._active.discard(relayed)
         self._deadlines.discard(relayed)
+        self._moves.ended(relayed)
         self._counts.ended(relayed)
-
-
-async def _whole_answer(relayed: RelayedRequest, response: NodeResponse) -> WholeResponse | AttemptFailure:
-    body = response.take_whole()
-    if body is None:
-        body = await _read_all(relayed, response)
-    elif body and response.status not in REFUSALS:
-        relayed.got_byte()
-    answer = WholeResponse(response.status, _kept(response.headers), body)
-    return _judge(relayed.decode_name, answer, response.content_type)
 
 
 def _judge(node: str, answer: WholeResponse, content_type: str) -> WholeResponse | AttemptFailure:
@@ -268,25 +273,7 @@ def _judge(node: str, answer: WholeResponse, content_type: str) -> WholeResponse
     return answer
 
 
-async def _read_all(relayed: RelayedRequest, response: NodeResponse) -> bytes:
-    """Returns the whole body. The client has none of it yet: after a loss, another node can serve the request."""
-    pieces = []
-    size = 0
-    while not response.exhausted and (piece := await response.read()):
-        if response.status not in REFUSALS:
-            relayed.got_byte()
-        pieces.append(piece)
-        size += len(piece)
-        if size > MAX_ANSWER_BYTES:
-            raise BadUpstream(f"a node's answer is above {MAX_ANSWER_BYTES} bytes", code="upstream_invalid")
-    return b"".join(pieces)
-
-
-def _kept(headers: Mapping[str, str]) -> dict[str, str]:
-    return {name: headers[name] for name in KEPT_HEADERS if name in headers}
-
-
-def _lost(node: str, exc: NodeLost) -> AttemptFailure:
+def _lost(node: str, exc: NodeLost | ResumeFailed) -> AttemptFailure:
     return AttemptFailure(
         AttemptFailureKind.LOST, BadUpstream(f"node {node} was lost before it answered: {exc}", code="upstream_lost")
     )

@@ -5,6 +5,9 @@
                   ▼  │                      │
                 RESUMING ───────────────────┘       its node was lost; another one goes on, or none
     OPENING ────────────────────────────▶ ENDED     a response in one piece, or an error
+      │  ▲                                  ▲
+      ▼  │                                  │
+    RESUMING ───────────────────────────────┘       its node was lost behind a journal
 
 The task that handles the request enters its ``RelayedRequest`` with ``with``. However the task leaves it, the node's
 response is closed, its journal is freed, and the request has ended exactly once.
@@ -60,6 +63,16 @@ class ResumeOutcome(enum.StrEnum):
     FAILED = "failed"
 
 
+class MoveOutcome(enum.StrEnum):
+    """What became of an answer whose node drains."""
+
+    MOVED = "moved"
+    ENDED = "ended"
+    """It ended, or its client left, before another node went on with it."""
+    KEPT = "kept"
+    """It stays at its node: it has no whole journal, or no other node takes it."""
+
+
 class CutReason(enum.Enum):
     """Why the proxy cut a request short."""
 
@@ -82,6 +95,9 @@ class Closable(Protocol):
 
     def close(self) -> None:
         """Closes its connection now, and fails a read that waits on it."""
+
+    def after_next(self, within_s: float, callback: Callable[[], None]) -> None:
+        """Calls ``callback`` once: after the next bytes have been relayed, or ``within_s`` from now at the latest."""
 
 
 class Freeable(Protocol):
@@ -176,6 +192,16 @@ class RelayedRequest:
         """Holds a place among the admitted requests until the end, which calls ``release``."""
         self._release_place = release
 
+    def after_next_event(self, within_s: float, callback: Callable[[], None]) -> None:
+        """Calls ``callback`` once if there is a response: after its next event, or after ``within_s``."""
+        if self._response is not None:
+            self._response.after_next(within_s, callback)
+
+    def leave_node(self) -> None:
+        """Closes the response, so that whoever reads it goes on with another node as after a loss."""
+        if self._response is not None:
+            self._response.close()
+
     def begin_attempt(self, route: Route, attempt: Attempt) -> None:
         """Ends the attempt before this one, if there is one, and begins ``attempt``."""
         self._end_attempt()
@@ -190,12 +216,21 @@ class RelayedRequest:
             self.first_byte_s = self._loop.time() - self._started_s
         elif self.phase is not _RESUMING:
             return
+        self.prompt_computed()
+
+    def prompt_computed(self) -> None:
+        """Notes that the node needs its prefill node no more."""
         if self.route is not None and self._attempt is not None:
             self._attempt.end_at(*[info.boot_id for info in self.route.prefill])
 
     def begin_relaying(self, status: int) -> None:
         self.phase = _RELAYING
         self.status = status
+
+    def open_again(self) -> None:
+        """Waits for a response in one piece once more, of which the client has nothing yet."""
+        self.phase = _OPENING
+        self.prompt_computed()
 
     def begin_resuming(self) -> None:
         """Closes the lost node's response, so that nothing it still says is relayed, and ends the attempt there."""

@@ -1,4 +1,4 @@
-"""Has another node go on with a stream whose node was lost.
+"""Has another node go on with a stream whose node was lost, or drains.
 
     RELAYING ──▶ lost ──▶ a node ──▶ a turn ──▶ its first events ──▶ RELAYING
                              │                       └──▶ it is lost too, or gives an unfit answer: failed
@@ -12,9 +12,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from pdserve.config import RelayConfig
@@ -24,7 +24,7 @@ from pdserve_proxy.registry.snapshot import RegistryView
 from pdserve_proxy.relay.access_log import RequestCounts
 from pdserve_proxy.relay.dispatch import REFUSALS, Dispatch, NodeRequest, writes_journals
 from pdserve_proxy.relay.journal import RelayJournal
-from pdserve_proxy.relay.relayed_request import RelayedRequest, ResumeOutcome
+from pdserve_proxy.relay.relayed_request import RelayedRequest, RelayPhase, ResumeOutcome
 from pdserve_proxy.routing.router import RETRY_AFTER_S, Route, RouteQuery
 from pdserve_proxy.upstream.node_connection import NodeLost, NodeResponse, NodeUnreachable
 
@@ -32,10 +32,17 @@ log = logging.getLogger(__name__)
 
 MAX_RESUMES_OF_ONE = 8
 """The times that one request is resumed."""
+MAX_HOLDERS = 4
+"""The nodes that are asked for a stream's blocks, one after another."""
 REFUSALS_IN_A_ROW = 4
 """After so many nodes have refused a stream, it waits: where so many are busy, more attempts only add to their load."""
 PAUSE_S = 0.1
 """Seconds between a change of the registry and the next look at it: changes of many nodes come together."""
+NEXT_EVENT_S = 0.25
+"""A stream leaves its node behind the next event, or after so many seconds without one."""
+
+STREAMED = frozenset({"text/event-stream"})
+"""The content type with which a node goes on with a stream."""
 
 Begin: TypeAlias = Callable[[NodeResponse], Awaitable[bytes]]
 """Takes a node's response over and returns its first events. Raises NodeLost."""
@@ -51,15 +58,25 @@ class ResumeFailed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class LostStream:
-    """A stream whose node was lost."""
+    """A stream whose node was lost, or is left, or an answer in one piece that has a journal as a stream has."""
 
     relayed: RelayedRequest
+    content_types: frozenset[str]
+    """The content types with which another node goes on."""
     request: NodeRequest
     query: RouteQuery
-    entries: bytes
-    """The journal's entries: what the client has."""
+    journal: RelayJournal
     node: NodeInfo
-    """The node that was lost."""
+    """The node that was lost, or is left."""
+    holders: tuple[NodeInfo, ...] = ()
+    """Nodes that may hold blocks of the answer's KV cache, the likeliest first."""
+    needs_room: bool = False
+    """Whether only nodes with places for all of its answers can go on: it can stay where it is until there is one."""
+
+    @property
+    def entries(self) -> bytes:
+        """The journal's entries as of now: what the client has."""
+        return self.journal.lines()
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,30 +84,109 @@ class Declined:
     """A node does not go on with a stream; another one may."""
 
     why: str
+    lost: bool = False
+    """Whether the node was lost with the stream, which may be what killed it."""
+
+
+NO_WORK = Declined("it takes no requests any more")
 
 
 class Resumption:
     """The way of one stream to another node, each time that its node is lost."""
 
     def __init__(
-        self, resumes: Resumes, relayed: RelayedRequest, query: RouteQuery, journal: RelayJournal | None
+        self,
+        resumes: Resumes,
+        relayed: RelayedRequest,
+        query: RouteQuery,
+        journal: RelayJournal | None,
+        content_types: frozenset[str] = STREAMED,
     ) -> None:
+        """``content_types`` are those with which a node goes on."""
         self._resumes = resumes
+        self._content_types = content_types
         self._relayed = relayed
         self._query = query
         self.journal = journal
         """What the stream can be resumed from; None if its node writes no journal."""
         self._count = 0
+        self._holders: tuple[NodeInfo, ...] = ()
+        self._prepared: Route | None = None
+        """The node that is prepared to go on, if the present one is left by plan."""
+        self._left_s = 0.0
+        """When the last event of a node came that is left by plan, or a little later."""
+        self._gone: asyncio.Future[Declined | None] | None = None
+        """Settled when the stream is at the node that is prepared, or has to stay."""
+
+    @property
+    def planned(self) -> bool:
+        """Whether the present node is left by plan, and not lost."""
+        return self._prepared is not None
+
+    @property
+    def may_be_resumable(self) -> bool:
+        """Whether there is a journal, or will be one when something has come."""
+        return self.journal is not None and self.journal.request is not None
+
+    def leaving(self) -> LostStream | None:
+        """Returns the stream as another node can go on with it now; None if none can."""
+        try:
+            return self._lost_stream(left=True)
+        except ResumeFailed:
+            return None
+
+    def is_at(self, node: NodeInfo) -> bool:
+        """Returns whether ``node`` has the stream now, in the attempt that has begun last, and is not lost."""
+        relayed = self._relayed
+        return relayed.phase is not RelayPhase.RESUMING and relayed.route is not None and relayed.route.decode is node
+
+    def move_to(self, route: Route) -> asyncio.Future[Declined | None]:
+        """Leaves the present node after its next event, for that of ``route``, which is prepared.
+
+        Returns a future that is done when the stream is elsewhere, or has to stay. It has a result if that is because
+        of the prepared node, and another one may take the stream.
+        """
+        loop = asyncio.get_running_loop()
+        gone = self._gone = loop.create_future()
+        asked_s = loop.time()
+
+        def cut_over() -> None:
+            if gone.done() or self._gone is not gone:
+                return
+            if self.leaving() is None:
+                gone.set_result(None)
+            elif not self._resumes.takes_work(self._query, route.decode):
+                gone.set_result(NO_WORK)
+            else:
+                now_s = loop.time()
+                self._left_s = now_s if now_s < asked_s + NEXT_EVENT_S else asked_s
+                self._prepared = route
+                self._relayed.leave_node()
+
+        self._relayed.after_next_event(NEXT_EVENT_S, cut_over)
+        return gone
 
     async def go_on(self, begin: Begin) -> bytes:
         """Returns the first events of the node that goes on. Raises ResumeFailed."""
+        gone, self._gone = self._gone, None  # a loss before the cut: there is nothing to cut any more
+        try:
+            return await self._go_on(begin)
+        finally:
+            if gone is not None and not gone.done():
+                gone.set_result(None)
+
+    async def _go_on(self, begin: Begin) -> bytes:
         relayed, counts = self._relayed, self._resumes.counts
         loop = asyncio.get_running_loop()
-        lost_s = loop.time()
+        prepared, self._prepared = self._prepared, None
+        from_s = loop.time() if prepared is None else self._left_s
         try:
-            stream = self._lost_stream()
+            # It cannot stay any more: if need be, it waits for a place.
+            stream = replace(self._lost_stream(left=prepared is not None), needs_room=False)
+            self._holders = stream.holders
+            events = stream.journal.count
             relayed.begin_resuming()
-            data = await self._resumes.resume(stream, begin)
+            data = await self._resumes.resume(stream, begin, prepared)
         except ResumeFailed as exc:
             counts.resume_ended(exc.outcome)
             raise
@@ -98,26 +194,43 @@ class Resumption:
             if relayed.cut_short is not None:
                 counts.resume_ended(ResumeOutcome.FAILED)
             raise
-        gap_s = loop.time() - lost_s
-        counts.resume_ended(ResumeOutcome.RESUMED, gap_s)
-        self._count += 1
+        gap_s = loop.time() - from_s
+        if prepared is None:
+            counts.resume_ended(ResumeOutcome.RESUMED, gap_s)
+            self._count += 1
+        else:
+            counts.moved(gap_s)
         log.info(
-            "request_id=%s resumed from=%s to=%s events=%d gap_s=%.3f",
+            "request_id=%s %s from=%s to=%s events=%d gap_s=%.3f",
             relayed.request_id,
+            "resumed" if prepared is None else "moved",
             stream.node.name,
             relayed.decode_name,
-            stream.entries.count(b"\n"),
+            events,
             gap_s,
         )
         return data
 
-    def _lost_stream(self) -> LostStream:
+    def _lost_stream(self, *, left: bool) -> LostStream:
+        """Returns the stream whose node was lost, or is ``left`` and may be asked for blocks. Raises ResumeFailed."""
         journal, route = self.journal, self._relayed.route
         if journal is None or journal.request is None or not journal.resumable or route is None:
             raise ResumeFailed(ResumeOutcome.NOT_RESUMABLE, "there is no whole journal of it")
-        if self._count == MAX_RESUMES_OF_ONE:
+        if not left and self._count == MAX_RESUMES_OF_ONE:
             raise ResumeFailed(ResumeOutcome.FAILED, f"it was resumed {MAX_RESUMES_OF_ONE} times already")
-        return LostStream(self._relayed, journal.request, self._query, journal.lines(), route.decode)
+        # What a node returned before another one went on stays where it is: the newest come first.
+        newest = (route.decode, *route.prefill) if left else route.prefill
+        held = {node.boot_id: node for node in (*newest, *self._holders)}
+        return LostStream(
+            relayed=self._relayed,
+            content_types=self._content_types,
+            request=journal.request,
+            query=self._query,
+            journal=journal,
+            node=route.decode,
+            holders=tuple(held.values())[:MAX_HOLDERS],
+            needs_room=left,
+        )
 
 
 class Resumes:
@@ -139,35 +252,54 @@ class Resumes:
         """Set when the registry has changed since a stream last looked for a node."""
         registry.on_change(self._changed.set)
 
-    async def resume(self, stream: LostStream, begin: Begin) -> bytes:
-        """Returns the first events of the node that goes on with ``stream``. Raises ResumeFailed."""
+    async def resume(self, stream: LostStream, begin: Begin, prepared: Route | None = None) -> bytes:
+        """Returns the first events of the node that goes on with ``stream``. Raises ResumeFailed.
+
+        A node that is ``prepared`` is asked first, without a turn: its own move has one.
+        """
         until_s = self._loop.time() + self._wait_s
         asked_again_s = {stream.node.boot_id: math.inf}
         refusals = 0
+        if prepared is not None:
+            answer = await self._ask_prepared(stream, prepared, begin)
+            if isinstance(answer, bytes):
+                return answer
+            self._note_declined(stream, prepared.decode, answer, asked_again_s)
         while True:
-            route = await self._route(stream, asked_again_s, until_s)
+            route = await self.route(stream, asked_again_s, until_s)
             # A stream that no node can go on with takes no turn from others.
             waits, began_s = self._turns.locked(), self._loop.time()
             async with self._turns:
                 if waits:
                     until_s += self._loop.time() - began_s
-                    found = self._choose(stream, asked_again_s)
+                    found = self.choose(stream, asked_again_s)
                     if found is None:
                         continue
                     route = found
                 answer = await self._ask(stream, route, begin)
             if isinstance(answer, bytes):
                 return answer
-            node = route.decode
-            asked_again_s[node.boot_id] = self._loop.time() + RETRY_AFTER_S
-            request_id = stream.relayed.request_id
-            log.info("request_id=%s decode=%s does not resume: %s", request_id, node.name, answer.why)
-            stream.relayed.begin_resuming()
+            self._note_declined(stream, route.decode, answer, asked_again_s)
             refusals += 1
             if refusals % REFUSALS_IN_A_ROW == 0:
                 await asyncio.sleep(RETRY_AFTER_S)
             if self._loop.time() >= until_s:
                 raise ResumeFailed(ResumeOutcome.NO_NODE, f"{refusals} attempts were refused in {self._wait_s:g} s")
+
+    def _note_declined(
+        self, stream: LostStream, node: NodeInfo, answer: Declined, asked_again_s: dict[bytes, float]
+    ) -> None:
+        asked_again_s[node.boot_id] = self._loop.time() + RETRY_AFTER_S
+        request_id = stream.relayed.request_id
+        log.info("request_id=%s decode=%s does not resume: %s", request_id, node.name, answer.why)
+        stream.relayed.begin_resuming()
+
+    async def _ask_prepared(self, stream: LostStream, route: Route, begin: Begin) -> bytes | Declined:
+        """Does ``_ask``. If this node is lost, it is the first one, since the old one was left in good health."""
+        try:
+            return await self._ask(stream, route, begin)
+        except ResumeFailed as exc:
+            return Declined(str(exc))
 
     async def _ask(self, stream: LostStream, route: Route, begin: Begin) -> bytes | Declined:
         """Returns the first events of the node of ``route``, or why it does not go on and another one may.
@@ -177,9 +309,10 @@ class Resumes:
         node, relayed = route.decode, stream.relayed
         self._dispatch.begin(relayed, stream.request.body, route)
         try:
-            response = await self._dispatch.post(relayed, stream.request, route, stream.entries)
+            holders = self.known(stream.holders, node)
+            response = await self._dispatch.post(relayed, stream.request, route, stream.entries, holders)
             relayed.own_response(response)
-            if response.status == 200 and response.content_type == "text/event-stream":
+            if response.status == 200 and response.content_type in stream.content_types:
                 return await begin(response)
         except NodeUnreachable as exc:
             self._registry.mark_unreachable(node.boot_id)
@@ -192,11 +325,11 @@ class Resumes:
             raise ResumeFailed(ResumeOutcome.FAILED, f"node {node.name} answered with status {response.status}")
         return Declined(f"it answered with status {response.status}")
 
-    async def _route(self, stream: LostStream, asked_again_s: Mapping[bytes, float], until_s: float) -> Route:
+    async def route(self, stream: LostStream, asked_again_s: Mapping[bytes, float], until_s: float) -> Route:
         """Returns a route to a node that may be asked now, when there is one. Raises ResumeFailed."""
         while True:
             self._changed.clear()
-            route = self._choose(stream, asked_again_s)
+            route = self.choose(stream, asked_again_s)
             if route is not None:
                 return route
             now_s = self._loop.time()
@@ -208,7 +341,7 @@ class Resumes:
                     await self._changed.wait()
                     await asyncio.sleep(PAUSE_S)
 
-    def _choose(self, stream: LostStream, asked_again_s: Mapping[bytes, float]) -> Route | None:
+    def choose(self, stream: LostStream, asked_again_s: Mapping[bytes, float]) -> Route | None:
         """Returns a route to a node that may be asked now, if there is one."""
         now_s = self._loop.time()
         excluded = frozenset(boot_id for boot_id, at_s in asked_again_s.items() if at_s > now_s)
@@ -217,13 +350,26 @@ class Resumes:
         except Unavailable:
             return None
 
+    def takes_work(self, query: RouteQuery, node: NodeInfo) -> bool:
+        """Returns whether ``node`` is one of those that requests go to now."""
+        pairs = self._registry.snapshot().pairings.get(query.model, ())
+        return any(pair.decode.boot_id == node.boot_id for pair in pairs)
+
+    def known(self, holders: Sequence[NodeInfo], asking: NodeInfo) -> list[NodeInfo]:
+        """Returns the holders that are registered and can be fetched from, without the node that is to ask them."""
+        known = self._registry.snapshot().loads
+        return [node for node in holders if node.control and node.boot_id in known and node.boot_id != asking.boot_id]
+
     def _unfit(self, stream: LostStream) -> frozenset[bytes]:
-        """Returns the decode nodes that cannot go on exactly where the lost node was.
+        """Returns the decode nodes that cannot go on exactly where the lost node was, or have no room.
 
         Nodes of other context lengths would cut a prompt elsewhere, or end the answer elsewhere.
         """
         nodes = [pair.decode for pair in self._registry.snapshot().pairings.get(stream.query.model, ())]
-        return frozenset(node.boot_id for node in nodes if not _goes_on_like(stream.node, node))
+        unfit = {node.boot_id for node in nodes if not _goes_on_like(stream.node, node)}
+        if stream.needs_room:
+            unfit |= {node.boot_id for node in nodes if not self._dispatch.has_room(stream.request.body, node)}
+        return frozenset(unfit)
 
 
 def _goes_on_like(lost: NodeInfo, node: NodeInfo) -> bool:

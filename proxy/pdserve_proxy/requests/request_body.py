@@ -91,6 +91,8 @@ def read_body(data: bytes) -> GenerationBody:
     except RecursionError as exc:  # msgspec counts the depth of what it skips too
         raise InvalidRequest("the request body is nested too deeply", code="json_too_deep") from exc
     except (msgspec.DecodeError, UnicodeDecodeError) as exc:
+        if not data.strip():
+            raise InvalidRequest("the request has no body: it takes a JSON object", code="empty_body") from exc
         raise InvalidRequest(f"the request body is not valid JSON: {exc}", code="invalid_json") from exc
 
 
@@ -115,7 +117,8 @@ def _count(value: msgspec.Raw) -> int:
     if not value:
         return 1
     try:
-        return max(min(msgspec.json.decode(bytes(memoryview(value)[:64]), type=int), MAX_ANSWERS), 1)
+        # A node takes 3.0 for 3.
+        return int(max(min(msgspec.json.decode(bytes(memoryview(value)[:64]), type=float), MAX_ANSWERS), 1))
     except msgspec.DecodeError:  # a node will refuse it
         return 1
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import httptools
 
@@ -65,7 +65,7 @@ class NodeResponse:
     @property
     def content_type(self) -> str:
         """The media type without its parameters."""
-        return self.headers.get("content-type", "").partition(";")[0].strip().lower()
+        return media_type(self.headers)
 
     @property
     def exhausted(self) -> bool:
@@ -103,6 +103,22 @@ class NodeResponse:
         """Ends the response. A read that waits fails; bytes that have come can still be read."""
         self.fail(NodeLost("the proxy closed the response"))
         self._close(self)
+
+    def after_next(self, within_s: float, callback: Callable[[], None]) -> None:
+        """Calls ``callback`` once: when the next bytes have been relayed, or ``within_s`` from now at the latest."""
+        timer = self._loop.call_later(within_s, callback)
+        relay = self._relay
+        if relay is None:
+            return
+
+        def relay_last(piece: bytes) -> bool:
+            self._relay = relay
+            if not timer.cancelled() and self._loop.time() < timer.when():
+                timer.cancel()
+                self._loop.call_soon(callback)
+            return relay(piece)
+
+        self._relay = relay_last
 
     # ------------------------------------------------------------------ the connection's side
 
@@ -330,6 +346,11 @@ class NodeConnection(asyncio.Protocol):
             self._fail(f"silent for {self._silence_s:g} s")
         else:
             self._silence = self._loop.call_later(left_s, self._check_silence)
+
+
+def media_type(headers: Mapping[str, str]) -> str:
+    """Returns what these headers say of the type of a body, without its parameters."""
+    return headers.get("content-type", "").partition(";")[0].strip().lower()
 
 
 def _probe_other_side(connection: socket.socket) -> None:

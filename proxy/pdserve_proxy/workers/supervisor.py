@@ -17,9 +17,10 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import TypeAlias
 
-from pdserve.config import ProxyConfig
+from pdserve.config import ProxyConfig, RoleChoice
 from pdserve.errors import PdserveError
 from pdserve.http.server import bind_shared, url_of
+from pdserve.http.tls import Trust
 from pdserve.process import ChildProcess
 from pdserve.wire.frame import Secrets
 from pdserve.wire.ids import new_id
@@ -27,6 +28,7 @@ from pdserve.wire.proxy_workers import Credentials
 from pdserve_proxy.metrics import ProxyMetrics
 from pdserve_proxy.registry.discovery_server import DiscoveryServer
 from pdserve_proxy.registry.registry import Registry
+from pdserve_proxy.roles.controller import RoleController
 from pdserve_proxy.serving import Addresses
 from pdserve_proxy.workers.worker import WORKER_COMMAND, WorkerLaunch
 from pdserve_proxy.workers.worker_channel import WorkerChannel
@@ -60,7 +62,7 @@ async def supervise(
 
     Raises ConfigError if an address cannot be bound, WorkerDied if a worker cannot be kept alive.
     """
-    metrics, secrets = ProxyMetrics(), Secrets(credentials.secret)
+    metrics, secrets, trust = ProxyMetrics(), Secrets(credentials.secret), Trust(credentials.authorities)
     with ExitStack() as owned:
         folder = owned.enter_context(tempfile.TemporaryDirectory(prefix="pdserve-proxy-"))
         address = f"ipc://{folder}/workers"
@@ -91,6 +93,7 @@ async def supervise(
             nonlocal credentials
             credentials = new
             secrets.renew(new.secret)
+            trust.renew(new.authorities)
             channel.renew(new)
 
         died: BaseExceptionGroup[WorkerDied] | None = None
@@ -98,6 +101,9 @@ async def supervise(
             async with asyncio.TaskGroup() as tasks:
                 owned.enter_context(on_renewal(renew))
                 background = [tasks.create_task(channel.run()), tasks.create_task(discovery.run())]
+                if config.roles.roles is RoleChoice.AUTO:
+                    controller = RoleController(config.roles, registry, secrets, trust, metrics)
+                    background.append(tasks.create_task(controller.run()))
                 running = [tasks.create_task(worker.run(stop)) for worker in workers]
                 for worker in workers:
                     await worker.up.wait()

@@ -220,7 +220,11 @@ class WorkerChannel:
             del self._collections[number]
 
     def _nodes(self) -> Nodes:
-        entries = [KnownNode(node.info, node.load, node.seen_s) for node in self._registry.snapshot().nodes]
+        draining = self._registry.draining
+        entries = [
+            KnownNode(node.info, node.load, node.seen_s, node.info.boot_id in draining)
+            for node in self._registry.snapshot().nodes
+        ]
         return Nodes(tuple(entries), tuple(self._registry.prefilled), self._registry.lost)
 
     async def _send(self, name: bytes, message: ToWorker) -> None:

@@ -27,7 +27,9 @@ def test_tokens_and_chat_template_are_those_of_the_converted_folder(demo_model: 
         for skip in (False, True):
             assert gguf.decode(ids, skip_special_tokens=skip) == folder.decode(ids, skip_special_tokens=skip)
     rendered = [
-        tokenizer.render_chat(MESSAGES, add_generation_prompt=True, continue_final_message=False, template_kwargs={})
+        tokenizer.render_chat(
+            MESSAGES, add_generation_prompt=True, continue_final_message=False, created=0, template_kwargs={}
+        )
         for tokenizer in (gguf, folder)
     ]
     assert rendered[0] == rendered[1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -28,7 +29,7 @@ CHATS: list[list[dict[str, Any]]] = [
 
 
 def render(tokenizer: Tokenizer, messages: list[dict[str, Any]], **options: Any) -> str:
-    given = {"add_generation_prompt": True, "continue_final_message": False, "template_kwargs": {}}
+    given = {"add_generation_prompt": True, "continue_final_message": False, "created": 0, "template_kwargs": {}}
     return tokenizer.render_chat(plain_messages(messages), **{**given, **options})
 
 
@@ -103,12 +104,24 @@ def test_unreadable_folder(content: str | None, tmp_path: Path) -> None:
         load_tokenizer(tmp_path)
 
 
+def test_a_template_that_asks_for_the_date_gets_that_of_the_request(model_dir: Path, tmp_path: Path) -> None:
+    """Whenever and wherever it is rendered: another node may go on with the answer."""
+    folder = shutil.copytree(model_dir, tmp_path / "dated")
+    (folder / "chat_template.jinja").write_text(
+        "{% if strftime_now is defined %}{{ strftime_now('%Y-%m-%d') ~ strftime_now( \"%H'%M\" ) }}{% endif %}"
+        '{%- set at = strftime_now("%S") %}/{{ at }}/{{ kind }}'
+    )
+    given = {"kind": "{x}", "pdserve_dates": 1}
+    text = render(load_tokenizer(folder), CHATS[0], created=1_700_000_000, template_kwargs=given)
+    assert re.fullmatch(r"2023-11-14\d\d'\d\d/20/\{x\}", text), "a format that is no plain literal gets the node's time"
+
+
 def test_api_process_never_imports_torch(model_dir: Path) -> None:
     program = (
         "import sys, pathlib, pdserve.api.server, pdserve.api.requests.tokenizer as t\n"
         "k = t.load_tokenizer(pathlib.Path(sys.argv[1]))\n"
         "k.render_chat([{'role': 'user', 'content': 'x'}], add_generation_prompt=True,\n"
-        "              continue_final_message=False, template_kwargs={})\n"
+        "              continue_final_message=False, created=0, template_kwargs={})\n"
         "sys.exit('torch' in sys.modules)"
     )
     subprocess.run([sys.executable, "-c", program, str(model_dir)], check=True, timeout=60)

@@ -83,8 +83,8 @@ def test_the_second_of_two_equal_prompts_computes_its_last_block_only() -> None:
     assert engine.idle
 
 
-@pytest.mark.parametrize(("length", "cached"), [(1, 0), (4, 0), (5, 4), (7, 4), (8, 4), (9, 8), (20, 16), (23, 20)])
-def test_partial_blocks_are_never_found(length: int, cached: int) -> None:
+@pytest.mark.parametrize(("length", "cached"), [(1, 0), (4, 0), (5, 0), (6, 4), (8, 4), (9, 4), (10, 8), (23, 20)])
+def test_partial_blocks_are_never_found_nor_all_of_a_prompt_but_one_token(length: int, cached: int) -> None:
     prompt = list(range(100, 100 + length))
     engine = FakeEngine()
     engine.add(1, prompt, max_tokens=1)
@@ -169,7 +169,7 @@ def test_the_least_recently_used_prefix_is_evicted_first_and_its_end_before_its_
     engine = FakeEngine(num_blocks=8, max_len=32)
     first, second = [10] * 8, [20] * 8
     for local_id, prompt in enumerate((first, second, first)):
-        engine.add(local_id, [*prompt, 7], max_tokens=1)
+        engine.add(local_id, [*prompt, 7, 7], max_tokens=1)
         engine.run()
     assert engine.blocks.num_cached == 4
     # Five blocks are wanted, four are free: the end of the prefix that was used less recently goes.

@@ -46,6 +46,7 @@ from pdserve.wire.transfer import UNKNOWN_LOAD, EngineSpec, FailureCause, Prefil
 from pdserve.wire.version import PROTOCOL_VERSION
 from pdserve_kvtransfer.events import (
     BlocksReleased,
+    CachedFetchOrder,
     FailureKind,
     FetchCancelled,
     FetchFailed,
@@ -61,6 +62,7 @@ from pdserve_kvtransfer.events import (
 )
 from pdserve_kvtransfer.stats import TransferStats
 from tests.engine.placements import make_placement
+from tests.engine.whole_connector import whole_connector
 
 BLOCK_SIZE = 4
 VOCAB = 1_000
@@ -74,6 +76,11 @@ class ScriptedThread:
 
     def __init__(self) -> None:
         self.fetched: list[FetchOrder] = []
+        self.asked: list[CachedFetchOrder] = []
+        self.held_counts: list[int] = []
+        self.writes_finished = False
+        """Whether the engine has waited for its kernels since the last fetch or push of cached blocks."""
+        self.offered: list[tuple[PrefillTarget, tuple[bytes, ...]]] = []
         self.cancelled: list[TransferId] = []
         self.accepted: list[tuple[TransferId, tuple[int, ...]]] = []
         self.pushed: list[tuple[int, tuple[int, ...]]] = []
@@ -86,8 +93,22 @@ class ScriptedThread:
         self.causes: list[FailureCause] = []
         self.pending: list[TransferEvent] = []
 
-    def fetch(self, order: FetchOrder) -> None:
-        self.fetched.append(order)
+    def fetch(self, order: FetchOrder | CachedFetchOrder) -> None:
+        if isinstance(order, FetchOrder):
+            self.fetched.append(order)
+        else:
+            self.asked.append(order)
+            assert self.writes_finished, "a block may land before the kernels that were to write it have ended"
+            self.writes_finished = False
+
+    def offer(self, target: PrefillTarget, hashes: tuple[bytes, ...], request_id: str) -> None:
+        self.offered.append((target, hashes))
+
+    def finish_writes(self) -> None:
+        self.writes_finished = True
+
+    def held(self, transfer_id: TransferId, count: int) -> None:
+        self.held_counts.append(count)
 
     def accept_blocks(self, transfer_id: TransferId, block_ids: tuple[int, ...]) -> None:
         self.accepted.append((transfer_id, block_ids))
@@ -137,15 +158,15 @@ def too_long(token_ids: list[int], sampling: SamplingParams) -> str | None:
 class Bench:
     """One connector with its scheduler and blocks."""
 
-    def __init__(self, overlap: KvOverlap = KvOverlap.ON) -> None:
+    def __init__(self, overlap: KvOverlap = KvOverlap.ON, *, prefix_cache: bool = True) -> None:
         self.thread = ScriptedThread()
         thread: Any = self.thread
-        self.blocks = BlockManager(NUM_BLOCKS, BLOCK_SIZE)
+        self.blocks = BlockManager(NUM_BLOCKS, BLOCK_SIZE, prefix_cache=prefix_cache)
         self.rate = PrefillRate()
         self.placement = make_placement(BLOCK_SIZE, rate=self.rate)
         fetching = FetchingConnector(self.blocks, thread, TIMEOUT_S, BOOT, self.placement, VOCAB)
         pushing = PushingConnector(self.blocks, thread, too_long, 3, PushSchedule(overlap), self.rate)
-        self.connector = TransferConnector(thread, fetching, pushing)
+        self.connector = whole_connector(thread, self.blocks, fetching, pushing, BOOT, self.thread.finish_writes)
         self.collector = OutputCollector()
         self.scheduler = Scheduler(
             self.blocks,
@@ -174,7 +195,7 @@ class Bench:
         plan = self.scheduler.schedule(1.0)
         self.connector.start(plan, 1.0)
         self.scheduler.postprocess(plan, [SampledToken(50) for _ in plan.sampled_requests], 1.0)
-        self.connector.stepped(self.scheduler, plan)
+        self.connector.stepped(self.scheduler, plan, 1.0)
         return plan
 
     def report(self, *events: TransferEvent) -> None:
@@ -369,6 +390,7 @@ def test_blocks_are_pushed_as_chunks_fill_them_and_the_last_one_partial() -> Non
     assert bench.thread.pushed == [(0, table[:2]), (2, table[2:4])]
     assert bench.thread.first_tokens == [50]
     assert request.status is Status.PUSHING
+    assert bench.scheduler.num_pushing == 1
     assert bench.blocks.num_free == NUM_BLOCKS - 4
     bench.report(PushEnded(order.transfer_id, PushOutcome.DONE))
     assert bench.all_free
@@ -500,7 +522,7 @@ def test_cached_blocks_are_pushed_before_the_rest_is_computed() -> None:
     table = tuple(work.request.block_table)
     assert bench.thread.pushed == [(1, table[1:3])]
     bench.scheduler.postprocess(plan, [SampledToken(50)], 1.0)
-    bench.connector.stepped(bench.scheduler, plan)
+    bench.connector.stepped(bench.scheduler, plan, 1.0)
     assert bench.thread.pushed == [(1, table[1:3]), (3, table[3:])]
     assert bench.thread.cached_tokens == [0, 12]
 

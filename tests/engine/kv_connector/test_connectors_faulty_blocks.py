@@ -15,7 +15,6 @@ from pdserve.engine.kv_cache.block_manager import BlockManager
 from pdserve.engine.kv_connector import KvConnector
 from pdserve.engine.kv_connector.fetching_connector import FetchingConnector
 from pdserve.engine.kv_connector.pushing_connector import PushingConnector, PushSchedule
-from pdserve.engine.kv_connector.transfer_connector import TransferConnector
 from pdserve.engine.kv_connector.transfer_memory import region_of
 from pdserve.engine.placement.prefill_rate import PrefillRate
 from pdserve.engine.wake_up import WakeUp
@@ -28,6 +27,7 @@ from pdserve_kvtransfer.transport import Transport
 from pdserve_kvtransfer.ucx.ucx_transport import UcxTransport
 from tests.engine.placements import make_placement
 from tests.engine.test_step_loop import BLOCK_SIZE, Client, engine, prompt
+from tests.engine.whole_connector import whole_connector
 from tests.eventually import eventually
 from tests.kvtransfer.faulty import AT_RECEIVER, Fault, Injector, faulty
 from tests.kvtransfer.rig import SECRET, SPEC
@@ -92,7 +92,7 @@ class Threads:
             pushing = PushingConnector(blocks, thread, lambda ids, sampling: None, 100, schedule, PrefillRate())
             timeout_s = CONFIG.prefill_timeout_ms / 1000
             fetching = FetchingConnector(blocks, thread, timeout_s, boot, make_placement(BLOCK_SIZE))
-            return TransferConnector(thread, fetching, pushing)
+            return whole_connector(thread, blocks, fetching, pushing, boot)
 
         return connect
 

@@ -18,8 +18,11 @@ from pdserve.wire.transfer import UNKNOWN_LOAD
 from pdserve_kvtransfer.events import (
     BlocksComing,
     BlocksLanded,
+    BlocksOffered,
     BlocksReleased,
     BlocksSent,
+    CachedFetchOrder,
+    CachedWanted,
     FailureKind,
     FetchCancelled,
     FetchFailed,
@@ -72,6 +75,8 @@ class Desk:
 
     def __init__(self, staging_blocks: int = STAGING) -> None:
         self.thread, self.copier = ScriptedThread(), ScriptedCopier()
+        # Staging blocks are no kernel's.
+        self.thread.writes_finished = True
         self.staging = StagingBlocks(range(staging_blocks))
         self.push_staging = StagingBlocks(range(staging_blocks))
         thread: Any = self.thread
@@ -109,7 +114,7 @@ def test_a_short_prompt_has_its_staging_blocks_at_once_and_is_copied_before_the_
     first = FirstTokenArrived(order.transfer_id, (SampledToken(5),), 0)
     assert desk.heard(first, BlocksComing(order.transfer_id, 3)) == [first]
     assert desk.thread.accepted == []
-    landed = FetchLanded(order.transfer_id, 0.1, 100)
+    landed = FetchLanded(order.transfer_id, 0.1, 100, num_blocks=len(order.block_ids))
     assert desk.heard(BlocksLanded(order.transfer_id, 2)) == []
     assert desk.heard(landed) == []
     assert desk.copier.uploads == [((0, 1), (30, 31)), ((2,), (32,))]
@@ -134,7 +139,7 @@ def test_a_fetch_of_any_length_passes_through_few_staging_blocks() -> None:
         desk.copier.finish()
         desk.heard()
     assert [into for _, into in desk.copier.uploads] == [(block,) for block in blocks]
-    ended = FetchLanded(order.transfer_id, 0.1, 100)
+    ended = FetchLanded(order.transfer_id, 0.1, 100, num_blocks=len(order.block_ids))
     assert desk.heard(ended) == [ended]
     assert desk.staging.num_free == 2
 
@@ -152,7 +157,7 @@ def test_staging_blocks_are_held_by_what_can_move_and_by_no_prefill_node_that_do
         desk.heard(BlocksLanded(other.transfer_id, landed))
         desk.copier.finish()
         desk.heard()
-    ended = FetchLanded(other.transfer_id, 0.1, 1)
+    ended = FetchLanded(other.transfer_id, 0.1, 1, num_blocks=len(other.block_ids))
     assert desk.heard(ended) == [ended]
     assert desk.staging.num_free == 6
 
@@ -219,7 +224,7 @@ def test_cancel_in_every_stage(stage: str) -> None:
     if stage in ("copying", "landed"):
         desk.heard(BlocksLanded(transfer, 1))
     if stage == "landed":
-        for landed in (BlocksLanded(transfer, 2), FetchLanded(transfer, 0.1, 1)):
+        for landed in (BlocksLanded(transfer, 2), FetchLanded(transfer, 0.1, 1, num_blocks=3)):
             desk.copier.finish()
             desk.heard()
             desk.heard(landed)
@@ -247,7 +252,56 @@ def test_cancel_in_every_stage(stage: str) -> None:
     assert not desk.staging._holders
 
 
+def test_cached_blocks_are_copied_as_far_as_the_holder_has_them() -> None:
+    desk = Desk(staging_blocks=12)
+    order = CachedFetchOrder(TransferId(new_id(), 0, b"boot"), TARGET, (bytes(32),) * 3, (30, 31, 32), 10.0)
+    transfer = order.transfer_id
+    desk.fetches.fetch(order)
+    (inner,) = desk.thread.asked
+    assert (inner.hashes, inner.block_ids, inner.paced_blocks) == (order.hashes, (0, 1, 2), 3)
+    desk.heard(BlocksComing(transfer, 2), BlocksLanded(transfer, 1))
+    landed = FetchLanded(transfer, 0.1, 100, num_blocks=2)
+    assert desk.heard(landed) == []
+    assert desk.copier.uploads == [((0,), (30,)), ((1,), (31,))], "nothing is copied over the block that did not land"
+    desk.copier.finish()
+    assert desk.heard() == [landed]
+    assert desk.staging.num_free == 12
+    assert not desk.staging._holders
+
+
+def test_a_fetch_of_cached_blocks_that_nobody_holds_copies_nothing() -> None:
+    desk = Desk(staging_blocks=12)
+    order = CachedFetchOrder(TransferId(new_id(), 0, b"boot"), TARGET, (bytes(32),) * 3, (30, 31, 32), 10.0)
+    desk.fetches.fetch(order)
+    landed = FetchLanded(order.transfer_id, 0.1, 0)
+    assert desk.heard(landed) == [landed]
+    assert (desk.copier.uploads, desk.staging.num_free) == ([], 12)
+
+
+def test_offers_pass_without_staging_blocks() -> None:
+    desk = Desk()
+    desk.fetches.offer(TARGET, (bytes(32),), "chat-1")
+    assert desk.thread.offered == [(TARGET, (bytes(32),))]
+    offered = BlocksOffered(TARGET, (bytes(32),))
+    assert desk.heard(offered) == [offered]
+
+
 # ------------------------------------------------------------ a prefill node
+
+
+def test_cached_blocks_are_sent_when_they_are_in_their_staging_blocks() -> None:
+    desk = Desk(staging_blocks=12)
+    wanted = CachedWanted(TransferId(new_id(), 0, b"boot"), (bytes(32),) * 3, 9.0)
+    assert desk.pushed(wanted) == [wanted]
+    desk.pushes.push(wanted.transfer_id, 0, (50, 51))
+    desk.pushes.held(wanted.transfer_id, 2)
+    assert (desk.thread.held_counts, desk.thread.pushed) == ([2], [])
+    desk.copier.finish()
+    desk.pushed()
+    assert desk.thread.pushed == [(0, (0,)), (1, (1,))]
+    ended = PushEnded(wanted.transfer_id, PushOutcome.DONE)
+    assert desk.pushed(ended) == [ended]
+    assert desk.push_staging.num_free == 12
 
 
 def test_blocks_are_sent_when_they_are_in_their_staging_blocks() -> None:

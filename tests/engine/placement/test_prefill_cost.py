@@ -84,3 +84,12 @@ def test_the_figures_of_one_prompt() -> None:
     assert remote_cost(prompt, remote, 256) == pytest.approx(0.5 + 0.11 + 544 / 2000 + 256 * 20_000 / 1e9)
     slow_link = replace(remote, bytes_per_s=1e7)
     assert remote_cost(prompt, slow_link, 256) == pytest.approx(0.61 + 512 * 20_000 / 1e7)
+
+
+@given(PROMPTS, THERES, st.floats(0, 1))
+def test_what_the_prefill_node_holds_makes_no_prompt_dearer_and_still_has_to_move(
+    prompt: PromptSize, remote: RemoteMeasures, share: float
+) -> None:
+    cost = remote_cost(prompt, replace(remote, held_share=share), CHUNK)
+    assert cost <= remote_cost(prompt, remote, CHUNK)
+    assert cost >= prompt.missing_tokens * remote.bytes_per_token / remote.bytes_per_s

@@ -137,3 +137,16 @@ def test_estimates_stay_sane_whatever_comes(events: list[tuple[str, int, int, fl
         assert remote.tokens_per_s > 0 and remote.bytes_per_s > 0
         assert 0 <= remote.queued_tokens < 40_000 and 0 <= remote.late_s <= now and 0 <= remote.overhead_s <= 600
         assert 0 <= remote.cached_share <= 1
+
+
+def test_what_its_cache_has_had_of_missing_tokens_is_expected_again() -> None:
+    node = PrefillNode("p")
+    assert node.measures(0.0, 1.0, 1000).held_share == 0
+    for i in range(40):
+        # Of 300 tokens, 100 were here; the prefill node had 250.
+        node.ordered(i, 200, 100, 0.5, ALONE_S, 10.0 * i)
+        node.answered(i, 250, PrefillLoad(0, 1000), 10.0 * i + 0.1)
+    assert node.measures(400.0, 1.0, 1000).held_share == pytest.approx(0.75, rel=0.01)
+    node.ordered(40, 200, 100, 0.5, ALONE_S, 400.0)
+    node.answered(40, 60, PrefillLoad(0, 1000), 400.1)
+    assert node.measures(401.0, 1.0, 1000).held_share == pytest.approx(0.75 * 0.75, rel=0.01)

@@ -157,3 +157,39 @@ def test_no_request_is_preempted_for_one_that_waits_until_its_prompt_can_be_orde
     bench.step()
     assert short.status is Status.RUNNING, "it comes later, but is computed here"
     assert bench.scheduler.counters.preemptions == 1
+
+
+def only_fetch(bench: Bench, local_id: int, prompt: int) -> Request:
+    request = add(bench, local_id, prompt)
+    request.holders, request.fetch_only = (TARGET,), True
+    return request
+
+
+def test_what_is_only_fetched_waits_for_spare_blocks_and_holds_up_no_other_request() -> None:
+    bench = Bench(num_blocks=12)
+    first = add(bench, 0, 16, max_tokens=8)
+    bench.step()
+    fetched = only_fetch(bench, 1, 36)
+    later = add(bench, 2, 4)
+    wanted = bench.scheduler.blocks_wanted
+    plan = bench.step()
+    assert ({work.request for work in plan.work}, plan.reuses) == ({first, later}, [])
+    assert wanted == 2, "no other fetch makes room for it"
+    while not plan.reuses:
+        assert plan.work
+        plan = bench.step()
+    assert [reuse.request for reuse in plan.reuses] == [fetched]
+    assert bench.outputs == {0: expected(16, 8), 2: expected(4, 4)}
+
+
+def test_what_is_only_fetched_does_not_keep_a_client_request_from_its_place() -> None:
+    bench = Bench(num_blocks=12, max_running=2)
+    for local_id in range(2):
+        add(bench, local_id, 8, max_tokens=20, group_id=1)
+    bench.step()
+    only_fetch(bench, 2, 36)
+    other = add(bench, 3, 8, group_id=3)
+    bench.step()
+    assert bench.scheduler.counters.preemptions == 1
+    bench.step()
+    assert other.status is Status.RUNNING

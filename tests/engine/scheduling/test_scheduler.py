@@ -123,6 +123,29 @@ def test_a_long_prompt_goes_in_chunks_and_only_the_last_gives_a_token() -> None:
     assert bench.outputs == {1: [50]}
 
 
+@pytest.mark.parametrize(("prompt", "chunks"), [(17, [15, 2]), (18, [16, 2]), (33, [16, 15, 2]), (1, [1]), (16, [16])])
+def test_no_chunk_of_a_prompt_has_a_single_token(prompt: int, chunks: list[int]) -> None:
+    bench = Bench(num_blocks=64, max_step_tokens=16)
+    bench.add(1, prompt=prompt, max_tokens=1)
+    assert [sizes(bench.step()) for _ in chunks] == [[tokens] for tokens in chunks]
+    assert bench.outputs == {1: expected(prompt, 1)}
+
+
+@pytest.mark.parametrize(("landed", "kept"), [(8, 8), (12, 8), (13, 13)])
+def test_a_fetch_that_leaves_a_single_token_of_a_prompt_gives_up_its_last_block(landed: int, kept: int) -> None:
+    """Blocks have four tokens, and the prompt has 13."""
+    bench = Bench(num_blocks=64, max_step_tokens=16)
+    request = bench.add(1, 13, 2, (TARGET,))
+    bench.step()
+    if landed == 13:
+        bench.scheduler.accept_token(request, SampledToken(23), bench.now)
+    request.targets = ()
+    bench.scheduler.requeue(request, landed)
+    assert request.num_computed_tokens == kept
+    bench.run()
+    assert bench.outputs == {1: expected(13, 2)}
+
+
 def test_decoding_comes_before_prompts_and_shares_their_budget() -> None:
     bench = Bench(max_step_tokens=16)
     bench.add(1, prompt=3, max_tokens=8)

@@ -10,7 +10,7 @@ from pdserve_kernels import reference
 from pdserve_kernels.contract import HeadNorms
 from pdserve_kernels.kv_layout import KvLayout
 from pdserve_kernels.triton.cache_ops import gather_blocks, kv_write, scatter_blocks, store_projected
-from tests.kernels.triton.device import CPU, DEVICE, DTYPES, SEEDS, assert_near
+from tests.kernels.triton.device import CPU, DEVICE, DTYPES, SEEDS, assert_near, examples
 
 NUM_BLOCKS = 12
 
@@ -30,7 +30,7 @@ def random_cache(layout: KvLayout) -> torch.Tensor:
     return torch.randn_like(layout.allocate(NUM_BLOCKS, CPU))
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(layouts(), st.data(), SEEDS)
 def test_kv_write(layout: KvLayout, data: st.DataObject, seed: int) -> None:
     torch.manual_seed(seed)
@@ -55,7 +55,7 @@ def test_kv_write(layout: KvLayout, data: st.DataObject, seed: int) -> None:
     assert torch.equal(got.cpu(), cache)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(layouts(), st.integers(1, 9), st.integers(0, 6), st.booleans(), SEEDS)
 def test_projection(layout: KvLayout, heads: int, tokens: int, normalised: bool, seed: int) -> None:
     torch.manual_seed(seed)
@@ -101,7 +101,7 @@ def test_padding_is_written_nowhere() -> None:
     assert int(cache.sum()) == int(cache[1, :, 0, :, 1].sum()) == 2 * 2 * 8
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(layouts(), st.lists(st.integers(0, NUM_BLOCKS - 1), unique=True, max_size=5), SEEDS)
 def test_gather_and_scatter(layout: KvLayout, blocks: list[int], seed: int) -> None:
     torch.manual_seed(seed)

@@ -16,7 +16,7 @@ from pdserve_kernels.kv_layout import KvLayout
 from pdserve_kernels.triton.paged_attention import MAX_SPLITS, TILE, decode_splits
 from pdserve_kernels.triton.triton_kernels import TritonKernels
 from tests.kernels.shared_tables import check_shared_table
-from tests.kernels.triton.device import CPU, DEVICE, PRODUCT_DTYPES, SEEDS, assert_near
+from tests.kernels.triton.device import CPU, DEVICE, PRODUCT_DTYPES, SEEDS, assert_near, examples
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ def check(case: Step, seed: int, processors: int) -> None:
     assert_near(got, torch.cat(wanted), 3)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(steps(), SEEDS)
 @example(step([(1, 1)]), 0)
 @example(step([(1, 64), (1, 16), (64, 64)]), 0)

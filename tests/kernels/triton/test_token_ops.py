@@ -9,14 +9,14 @@ from hypothesis import strategies as st
 
 from pdserve_kernels import reference
 from pdserve_kernels.triton.token_ops import add_rms_norm, gelu_and_mul, rms_norm, rotary, silu_and_mul
-from tests.kernels.triton.device import DEVICE, DTYPES, SEEDS, assert_near
+from tests.kernels.triton.device import DEVICE, DTYPES, SEEDS, assert_near, examples
 
 EPS = 1e-5
 TOKENS = st.integers(0, 5)
 WIDTHS = st.integers(1, 70) | st.sampled_from([576, 1025])
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(TOKENS, WIDTHS, DTYPES, SEEDS)
 def test_rms_norm(tokens: int, width: int, dtype: torch.dtype, seed: int) -> None:
     torch.manual_seed(seed)
@@ -24,7 +24,7 @@ def test_rms_norm(tokens: int, width: int, dtype: torch.dtype, seed: int) -> Non
     assert_near(rms_norm(x.to(DEVICE), weight.to(DEVICE), EPS), reference.rms_norm(x, weight, EPS), 2)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(15), deadline=None)
 @given(TOKENS, st.integers(1, 4), st.integers(0, 3), st.integers(1, 40), DTYPES, SEEDS)
 def test_rms_norm_of_heads_inside_a_projection(
     tokens: int, heads: int, others: int, head_dim: int, dtype: torch.dtype, seed: int
@@ -35,7 +35,7 @@ def test_rms_norm_of_heads_inside_a_projection(
     assert_near(rms_norm(x, weight.to(DEVICE), EPS), reference.rms_norm(projection[:, others:], weight, EPS), 2)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(TOKENS, WIDTHS, DTYPES, SEEDS)
 def test_add_rms_norm(tokens: int, width: int, dtype: torch.dtype, seed: int) -> None:
     torch.manual_seed(seed)
@@ -48,7 +48,7 @@ def test_add_rms_norm(tokens: int, width: int, dtype: torch.dtype, seed: int) ->
     assert_near(got, wanted, 2)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(TOKENS, st.integers(1, 40), st.integers(0, 2), st.integers(1, 35), DTYPES, SEEDS)
 def test_rotary(tokens: int, heads: int, others: int, half: int, dtype: torch.dtype, seed: int) -> None:
     torch.manual_seed(seed)
@@ -61,7 +61,7 @@ def test_rotary(tokens: int, heads: int, others: int, half: int, dtype: torch.dt
 
 
 @pytest.mark.parametrize("op", ["silu_and_mul", "gelu_and_mul"])
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 @given(tokens=TOKENS, width=WIDTHS, dtype=DTYPES, seed=SEEDS)
 def test_gated_activation(op: str, tokens: int, width: int, dtype: torch.dtype, seed: int) -> None:
     torch.manual_seed(seed)

@@ -31,12 +31,15 @@ from pdserve.wire.sampling_params import SampledToken
 from pdserve.wire.ticket import PrefillTarget
 from pdserve.wire.transfer import (
     UNKNOWN_LOAD,
+    CachedRequest,
     Digests,
     Done,
     Failed,
     FailureCause,
     FirstToken,
+    Held,
     Hello,
+    Offer,
     Pong,
     PrefillRequest,
     Refused,
@@ -48,7 +51,10 @@ from pdserve_kvtransfer.both_sides import BothSides
 from pdserve_kvtransfer.configuration import side_settings
 from pdserve_kvtransfer.control.sockets import ControlBatch
 from pdserve_kvtransfer.events import (
+    BlocksOffered,
     BlocksReleased,
+    CachedFetchOrder,
+    CachedWanted,
     EventQueue,
     FetchCancelled,
     FetchFailed,
@@ -64,7 +70,15 @@ from pdserve_kvtransfer.pieces import heads_of
 from pdserve_kvtransfer.rank_thread import RankThread
 from pdserve_kvtransfer.ranks import RankChannels, Reported
 from pdserve_kvtransfer.region import KvRegion, Memory
-from pdserve_kvtransfer.sides import CancelFetch, FailPush, GiveFirstToken, LocalEngine, PushBlocks
+from pdserve_kvtransfer.sides import (
+    CancelFetch,
+    FailPush,
+    GiveFirstToken,
+    GiveHeld,
+    LocalEngine,
+    OfferBlocks,
+    PushBlocks,
+)
 from pdserve_kvtransfer.stats import TransferStats
 from tests.kvtransfer.inproc import Fabric, InprocLink, InprocTransport
 from tests.kvtransfer.rig import CONFIG, SAMPLING, SECRET, SPEC
@@ -357,7 +371,7 @@ class Node:
 class Asked:
     """A fetch as its decode engine sees it."""
 
-    order: FetchOrder
+    order: FetchOrder | CachedFetchOrder
     content: int
     ended: bool = False
     quarantined: set[int] = field(default_factory=set)
@@ -367,12 +381,17 @@ class Asked:
 class Pushed:
     """A push as its prefill engine sees it."""
 
-    wanted: PushWanted
+    wanted: PushWanted | CachedWanted
+    has: int = A_PROMPT
+    """How many of the wanted blocks this engine has, or can compute."""
     blocks: list[int] = field(default_factory=list)
     told: bool = False
     ended: bool = False
 
 
+HASHES = tuple(bytes([at]) * 32 for at in range(A_PROMPT))
+FALSE_HASHES = (b"?" * 32,)
+"""The hashes of an offer that names another engine than its sender."""
 FREE = 0xFF
 """The byte that fills the blocks that no request holds."""
 
@@ -388,6 +407,9 @@ class World:
         self.asked: dict[TransferId, Asked] = {}
         self.pushed: dict[TransferId, Pushed] = {}
         self.free: list[tuple[Node, int]] = []
+        self.held: set[int] = set()
+        """How many blocks the fetches of cached blocks that landed have brought."""
+        self.offers_heard = 0
 
     def pair(self, pick: int) -> tuple[Node, Node]:
         """Returns a node that fetches, and one that it fetches from."""
@@ -406,13 +428,30 @@ class World:
             return
         order = FetchOrder(
             transfer_id=TransferId(new_id(), 0, decode.boot_id),
-            target=PrefillTarget("p", prefill.side.address, prefill.boot_id),
+            target=self.target(prefill),
             token_ids=list(range(A_PROMPT * SPEC.block_size)),
             first_block=0,
             block_ids=blocks,
             sampling=SAMPLING,
             deadline_s=20 * LEASE_S,
         )
+        self.ask(decode, order)
+
+    def fetch_cached(self, pick: int) -> None:
+        asker, holder = self.pair(pick)
+        blocks = asker.take_blocks(A_PROMPT)
+        if blocks is not None:
+            transfer, target = TransferId(new_id(), 0, asker.boot_id), self.target(holder)
+            self.ask(asker, CachedFetchOrder(transfer, target, HASHES, blocks, 20 * LEASE_S))
+
+    def target(self, node: Node) -> PrefillTarget:
+        return PrefillTarget("p", node.side.address, node.boot_id)
+
+    def offer(self, pick: int) -> None:
+        holder, other = self.pair(pick)
+        holder.side.handle(OfferBlocks(self.target(other), HASHES, f"r{pick % 7}"), self.now)
+
+    def ask(self, decode: Node, order: FetchOrder | CachedFetchOrder) -> None:
         self.asked[order.transfer_id] = Asked(order, 1 + len(self.asked) % 200)
         decode.event_queue.open(order.transfer_id)
         decode.side.handle(order, self.now)
@@ -429,14 +468,16 @@ class World:
         return self.boot(transfer.decode_boot)
 
     def push(self, pick: int) -> None:
-        """Pushes the next block of a push, and after the last one its first token. Later calls repeat the token."""
+        """Pushes the next block of a push, and after the last one its answer. Later calls repeat the answer."""
         if not self.pushed:
             return
         transfer, pushed = list(self.pushed.items())[pick % len(self.pushed)]
         prefill = self.prefill_of(transfer)
         at = len(pushed.blocks)
-        if at == A_PROMPT:
-            prefill.side.handle(GiveFirstToken(transfer, (SampledToken(1),), 0, UNKNOWN_LOAD), self.now)
+        if at == pushed.has:
+            held = isinstance(pushed.wanted, CachedWanted)
+            token = GiveFirstToken(transfer, (SampledToken(1),), 0, UNKNOWN_LOAD)
+            prefill.side.handle(GiveHeld(transfer, at) if held else token, self.now)
             return
         blocks = prefill.take_blocks(1)
         if blocks is None or pushed.ended:
@@ -515,6 +556,7 @@ class World:
             Welcome(new_id(), spec, [b""] * prefill.ranks),
             Welcome(prefill.boot_id, msgspec.structs.replace(spec, tp_size=0), []),
             Failed(transfer, "no"),
+            Held(transfer, pick % 5),
             Digests(transfer, 0, 0, pick % 5, (1, 2)),
             Digests(transfer, 2**60, 2**60, 2**60, (1,)),
             FirstToken(transfer, (SampledToken(7),), -5),
@@ -544,6 +586,8 @@ class World:
             Hello(decode.boot_id, spec, []),
             Done(transfer),
             request,
+            CachedRequest(transfer_id=transfer, tag=1 + pick, hashes=HASHES[: 1 + pick % 3], deadline_s=1e300),
+            Offer(self.target(self.nodes[pick % 4]), FALSE_HASHES if self.nodes[pick % 4] is not decode else HASHES),
         ]
         connection = self.net.connections[-1][0] if self.net.connections else Connection(0)
         lie = lies[pick // 5 % len(lies)]
@@ -560,7 +604,12 @@ class World:
         match event:
             case FetchLanded(transfer):
                 asked = self.asked[transfer]
-                assert all(node.holds(block, asked.content + at) for at, block in enumerate(asked.order.block_ids)), (
+                cached = isinstance(asked.order, CachedFetchOrder)
+                assert event.num_blocks == A_PROMPT or (cached and event.num_blocks < A_PROMPT)
+                if cached:
+                    self.held.add(event.num_blocks)
+                landed = asked.order.block_ids[: event.num_blocks]
+                assert all(node.holds(block, asked.content + at) for at, block in enumerate(landed)), (
                     "it landed, and is not what was pushed"
                 )
                 self.fetch_ended(node, asked, ())
@@ -571,13 +620,18 @@ class World:
                     asked = next(a for a in self.asked.values() if block in a.quarantined and self.on(node, a))
                     asked.quarantined.remove(block)
                     self.give_back(node, block)
-            case PushWanted(transfer):
+            case BlocksOffered(holder, hashes):
+                assert holder.control == self.boot(holder.boot_id).side.address
+                assert hashes == HASHES, "an engine offers what another one has"
+                self.offers_heard += 1
+            case PushWanted(transfer) | CachedWanted(transfer):
                 ours = transfer in self.asked and self.prefill_of(transfer) is node
                 known = self.pushed.get(transfer) if ours else None
                 # A request in a lie may come after the end of the real one.
                 assert known is None or known.ended, "it is wanted twice"
                 if ours and known is None:
-                    self.pushed[transfer] = Pushed(event)
+                    cached = isinstance(event, CachedWanted)
+                    self.pushed[transfer] = Pushed(event, self.asked[transfer].content % 4 if cached else A_PROMPT)
                 else:
                     node.side.handle(FailPush(transfer, "a lie", FailureCause.PROMPT), self.now)
             case PushEnded(transfer):
@@ -641,6 +695,8 @@ class World:
 
 USUAL = (
     World.fetch,
+    World.fetch_cached,
+    World.offer,
     World.push,
     World.push,
     World.turn,
@@ -722,16 +778,20 @@ def test_long_runs_in_which_little_goes_wrong(
 ) -> None:
     """The runs are seeded. Many transfers get far before something happens."""
     source = random.Random(f"{ranks} {other_ranks} {getattr(harm, '__name__', harm)}")
-    landed = 0
+    landed = offers_heard = 0
+    held: set[int] = set()
     for _ in range(4):
         with pytest.MonkeyPatch.context() as patch, world(ranks, other_ranks, patch) as made:
             for number in range(1_500):
                 act: Callable[[World, int], None] = source.choice([*USUAL, up, up, down, down])
-                if act is not World.fetch or number % 3 == 0:
+                if act not in (World.fetch, World.fetch_cached) or number % 5 == 0:
                     act(made, source.randrange(1_000))
                 if harm is not None and source.random() < 0.01:
                     harm(made, source.randrange(1_000))
             made.settle()
             made.check()
             landed += sum(node.local.stats.transfers_received for node in made.nodes)
+            offers_heard += made.offers_heard
+            held |= made.held
     assert landed > (0 if harm else 20)
+    assert harm or (offers_heard > 20 and held == set(range(A_PROMPT + 1)))

@@ -11,6 +11,9 @@ from pdserve.wire.ids import TransferId, new_id
 from pdserve.wire.sampling_params import SampledToken
 from pdserve.wire.ticket import PrefillTarget
 from pdserve_kvtransfer.events import (
+    BlocksOffered,
+    CachedFetchOrder,
+    CachedWanted,
     FailureKind,
     FetchFailed,
     FetchLanded,
@@ -28,6 +31,7 @@ from tests.kvtransfer.test_ranks import nodes
 
 TRANSFERS = 20
 SOURCES = (0, 1, 2)
+HASHES = tuple(bytes([block]) * 32 for block in SOURCES)
 
 
 class TwoWay:
@@ -36,6 +40,9 @@ class TwoWay:
     def __init__(self, of: Engine) -> None:
         self.engine = of
         self.landed: list[TransferId] = []
+        self.brought: dict[TransferId, int] = {}
+        """How many blocks each transfer that landed has brought."""
+        self.offered: list[BlocksOffered] = []
         self.failed: list[FetchFailed] = []
         self.pushed: list[PushEnded] = []
         self.wanted: list[PushWanted] = []
@@ -44,7 +51,7 @@ class TwoWay:
     def order(self, other: TwoWay, block_ids: tuple[int, ...]) -> FetchOrder:
         made = FetchOrder(
             transfer_id=TransferId(new_id(), 0, self.engine.boot_id),
-            target=PrefillTarget("other", other.engine.address, other.engine.boot_id),
+            target=other.target,
             token_ids=list(range(len(block_ids) * SPEC.block_size)),
             first_block=0,
             block_ids=block_ids,
@@ -53,6 +60,15 @@ class TwoWay:
         )
         self.engine.thread.fetch(made)
         return made
+
+    def order_cached(self, other: TwoWay, block_ids: tuple[int, ...]) -> CachedFetchOrder:
+        made = CachedFetchOrder(TransferId(new_id(), 0, self.engine.boot_id), other.target, HASHES, block_ids, 30.0)
+        self.engine.thread.fetch(made)
+        return made
+
+    @property
+    def target(self) -> PrefillTarget:
+        return PrefillTarget("other", self.engine.address, self.engine.boot_id)
 
     def look(self) -> None:
         seen = len(self.engine.seen)
@@ -67,8 +83,17 @@ class TwoWay:
                 if self.answers:
                     self.engine.thread.push(transfer, 0, SOURCES)
                     self.engine.thread.first_token(transfer, (SampledToken(1),), 0)
-            case FetchLanded(transfer):
+            case CachedWanted(transfer, hashes):
+                assert hashes == HASHES
+                count = transfer.request[0] % (len(SOURCES) + 1)
+                if count:
+                    self.engine.thread.push(transfer, 0, SOURCES[:count])
+                self.engine.thread.held(transfer, count)
+            case BlocksOffered():
+                self.offered.append(event)
+            case FetchLanded(transfer, num_blocks=count):
                 self.landed.append(transfer)
+                self.brought[transfer] = count
             case FetchFailed():
                 self.failed.append(event)
             case PushEnded():
@@ -92,6 +117,31 @@ def places(number: int) -> tuple[int, ...]:
     return tuple(len(SOURCES) * (number + 1) + at for at in range(len(SOURCES)))
 
 
+def test_prompts_cached_blocks_and_offers_pass_in_both_directions_at_once(mapped_or_not: bool) -> None:
+    size = len(SOURCES) * (TRANSFERS + 1)
+    with engine(num_blocks=size) as one, engine(num_blocks=size) as other:
+        ends = TwoWay(one), TwoWay(other)
+        contents = [end.engine.fill(*SOURCES) for end in ends]
+        asked: list[dict[TransferId, int]] = [{}, {}]
+        for number in range(TRANSFERS):
+            for i, end in enumerate(ends):
+                ask = end.order if number % 3 == i else end.order_cached
+                asked[i][ask(ends[1 - i], places(number)).transfer_id] = number
+                end.engine.thread.offer(ends[1 - i].target, HASHES, f"r{number}")
+        until(lambda: all(len(end.landed) == len(end.pushed) == TRANSFERS for end in ends), *ends)
+        for i, end in enumerate(ends):
+            for transfer, number in asked[i].items():
+                cached = number % 3 != i
+                count = end.brought[transfer]
+                assert count == (transfer.request[0] % (len(SOURCES) + 1) if cached else len(SOURCES))
+                sent = contents[1 - i][: count * end.engine.block_bytes]
+                assert end.engine.read(*places(number)[:count]) == sent
+            assert end.engine.read(*SOURCES) == contents[i], "a fetch does not touch the blocks that are pushed"
+            assert {ended.outcome for ended in end.pushed} == {PushOutcome.DONE}
+            assert end.offered and {offered.holder.boot_id for offered in end.offered} == {ends[1 - i].engine.boot_id}
+            assert end.engine.thread.stats().handshakes == 2, "each direction has one handshake"
+
+
 def test_two_engines_fetch_from_each_other(mapped_or_not: bool) -> None:
     size = len(SOURCES) * (TRANSFERS + 1)
     with engine(num_blocks=size) as one, engine(num_blocks=size) as other:
@@ -112,17 +162,20 @@ def test_two_engines_fetch_from_each_other(mapped_or_not: bool) -> None:
 
 @pytest.mark.parametrize(("ranks", "other_ranks"), [(2, 1), (1, 2)])
 def test_nodes_of_unequal_ranks_fetch_from_each_other(ranks: int, other_ranks: int, tmp_path: Path) -> None:
+    """The second of three transfers in each direction is of cached blocks."""
     with nodes(ranks, other_ranks, 4, tmp_path) as both:
         pair = both.prefill, both.decode
         ends = [TwoWay(node.engine) for node in pair]
         contents = [[node.fill(block) for block in SOURCES] for node in pair]
+        asked: list[list[TransferId]] = [[], []]
         for number in range(3):
-            ends[0].order(ends[1], places(number))
-            ends[1].order(ends[0], places(number))
+            for i, end in enumerate(ends):
+                ask = end.order_cached if number == 1 else end.order
+                asked[i].append(ask(ends[1 - i], places(number)).transfer_id)
         until(lambda: all(len(end.landed) == len(end.pushed) == 3 for end in ends), *ends)
-        for i, node in enumerate(pair):
-            for number in range(3):
-                for block, content in zip(places(number), contents[1 - i], strict=True):
+        for i, (node, end) in enumerate(zip(pair, ends, strict=True)):
+            for number, transfer in enumerate(asked[i]):
+                for block, content in zip(places(number)[: end.brought[transfer]], contents[1 - i], strict=False):
                     assert node.holds(block, content)
 
 

@@ -1,4 +1,6 @@
-"""Tests hundreds of transfers at once: some are cancelled, refused, disturbed, or lost with a node that restarts."""
+"""Tests hundreds of transfers of prompts and cached blocks at once: some are cancelled, refused, disturbed, or lost
+with a node that restarts.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +18,8 @@ from pdserve.wire.ids import TransferId
 from pdserve.wire.sampling_params import SampledToken
 from pdserve_kvtransfer.events import (
     BlocksReleased,
+    CachedFetchOrder,
+    CachedWanted,
     FetchCancelled,
     FetchFailed,
     FetchLanded,
@@ -47,11 +51,11 @@ PATIENCE_S = 60.0
 
 @dataclass
 class Server:
-    """A prefill engine that pushes what it is asked for in small parts, and sometimes refuses."""
+    """An engine that pushes what it is asked for in small parts, and sometimes refuses."""
 
     engine: Engine
     dice: random.Random
-    wanted: list[PushWanted] = field(default_factory=list)
+    wanted: list[PushWanted | CachedWanted] = field(default_factory=list)
     counts: Counter[type] = field(default_factory=Counter)
     over: set[TransferId] = field(default_factory=set)
     pushed: dict[TransferId, int] = field(default_factory=dict)
@@ -63,13 +67,13 @@ class Server:
             event = self.engine.take()
             self.counts[type(event)] += 1
             match event:
-                case PushWanted():
+                case PushWanted() | CachedWanted():
                     self.wanted.append(event)
                 case PushCancelled(transfer) | PushEnded(transfer):
                     self.over.add(transfer)
 
     def go_on(self) -> None:
-        """Pushes further blocks of the oldest transfers, with the first token after the last block. Refuses some."""
+        """Pushes further blocks of the oldest transfers, with the answer after the last block. Refuses some."""
         going, self.wanted = self.wanted[:WORKED_ON], self.wanted[WORKED_ON:]
         left = []
         for wanted in going:
@@ -79,19 +83,35 @@ class Server:
             if self.dice.random() < 0.02:
                 self.engine.thread.fail_push(transfer, "not this one")
                 continue
-            count = self.dice.randint(0, BLOCKS - index)
-            blocks = tuple(source(wanted.token_ids[0], i) for i in range(index, index + count))
+            number, total = asked_for(wanted)
+            count = self.dice.randint(0, total - index)
+            blocks = tuple(source(number, i) for i in range(index, index + count))
             self.engine.thread.push(transfer, index, blocks)
             self.pushed[transfer] = index + count
-            if index + count < BLOCKS:
+            if index + count < total:
                 left.append(wanted)
+            elif isinstance(wanted, CachedWanted):
+                self.engine.thread.held(transfer, total)
             else:
                 self.engine.thread.first_token(transfer, (SampledToken(7),), 0)
         self.wanted = left + self.wanted
 
     @property
     def settled(self) -> bool:
-        return self.counts[PushWanted] == self.counts[PushEnded]
+        return self.counts[PushWanted] + self.counts[CachedWanted] == self.counts[PushEnded]
+
+
+def asked_for(wanted: PushWanted | CachedWanted) -> tuple[int, int]:
+    """Returns the number of a transfer, and how many of its blocks there are here."""
+    if isinstance(wanted, PushWanted):
+        return wanted.token_ids[0], BLOCKS
+    number = int.from_bytes(wanted.hashes[0])
+    return number, held_blocks(number)
+
+
+def held_blocks(number: int) -> int:
+    """Returns how many blocks of a transfer are cached: each third one is of cached blocks, of which some are there."""
+    return number % (BLOCKS + 1) if number % 3 == 0 else BLOCKS
 
 
 def source(number: int, index: int) -> int:
@@ -112,10 +132,14 @@ class Client:
 
     def order(self, number: int, server: Server) -> None:
         made = Pair(server.engine, self.engine).order(self.places(number), deadline_s=PATIENCE_S)
-        order = replace(made, token_ids=[number, *made.token_ids[1:]])
-        self.numbers[order.transfer_id] = number
+        self.numbers[made.transfer_id] = number
         self.attempts[number] += 1
-        self.engine.thread.fetch(order)
+        if number % 3:
+            self.engine.thread.fetch(replace(made, token_ids=[number, *made.token_ids[1:]]))
+            return
+        hashes = (number.to_bytes(32),) * BLOCKS
+        cached = CachedFetchOrder(made.transfer_id, made.target, hashes, made.block_ids, PATIENCE_S)
+        self.engine.thread.fetch(cached)
 
     def retry(self, server: Server) -> None:
         """Orders lost transfers again, unless their blocks may still be written to."""
@@ -138,6 +162,8 @@ class Client:
                 case FetchLanded() | FetchFailed() | FetchCancelled() as end:
                     assert end.transfer_id not in self.ends, "a transfer ends once"
                     self.ends[end.transfer_id] = end
+                    if isinstance(end, FetchLanded):
+                        assert end.num_blocks == held_blocks(self.numbers[end.transfer_id])
                     self.quarantined.update(() if isinstance(end, FetchLanded) else end.quarantined)
                     if isinstance(end, FetchFailed):
                         self.lost.append(self.numbers[end.transfer_id])
@@ -162,8 +188,9 @@ def nothing_left() -> Iterator[None]:
     before = open_files()
     yield
     assert not transfer_threads()
-    # UCX's own thread may stay after a worker was destroyed by force, with five files in all.
-    eventually(lambda: open_files() <= before + 5)
+    # UCX's own thread may stay after a worker was destroyed by force, with five files in all. The requests that the
+    # Python poster then keeps for ever keep the memory of one engine, too, which has two files.
+    eventually(lambda: open_files() <= before + 7)
 
 
 def transports(kind: str) -> tuple[Callable[[], Transport], Injector | None]:
@@ -233,8 +260,9 @@ def test_whatever_happens_to_hundreds_of_transfers(
 
         landed = {client.numbers[transfer] for transfer, end in client.ends.items() if isinstance(end, FetchLanded)}
         for number in landed:
-            sent = b"".join(servers[0].engine.read(source(number, index)) for index in range(BLOCKS))
-            assert client.engine.read(*client.places(number)) == sent
+            count = held_blocks(number)
+            sent = b"".join(servers[0].engine.read(source(number, index)) for index in range(count))
+            assert client.engine.read(*client.places(number)[:count]) == sent
         assert len(landed) > TRANSFERS // 4
         assert max(landed) >= TRANSFERS, "the new boot is used"
         assert injector is None or injector.injected > 0

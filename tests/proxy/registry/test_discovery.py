@@ -249,6 +249,14 @@ async def test_a_flood_of_frames_does_not_keep_a_dead_node() -> None:
             await eventually(lambda: ear.names() == [], "the expiry")
 
 
+async def test_a_drain_is_told_at_once() -> None:
+    """The interval is a minute: only the drain can have made the node speak up."""
+    async with listening(heartbeat_s=60.0) as ear, registered(NODE, ear.control) as registration:
+        registration.drain()
+        await eventually(lambda: ear.registry.draining == {NODE.boot_id}, "the drain")
+        assert ear.names() == ["d0"]
+
+
 async def test_a_restarted_proxy_learns_its_nodes_again() -> None:
     async with listening() as first:
         port = first.port
@@ -444,3 +452,17 @@ async def test_a_node_says_why_no_proxy_has_accepted_it() -> None:
         async with registered(NODE, ear.control) as accepted:
             assert accepted.unaccepted is None
         assert "no proxy has accepted" in (accepted.unaccepted or "")
+
+
+async def test_every_proxy_that_knows_a_node_hears_of_its_new_role_at_once() -> None:
+    node = node_info("p0", Role.PREFILL)
+    slow_s = 60.0
+    async with listening(heartbeat_s=slow_s) as first, listening(heartbeat_s=slow_s) as second:
+        nowhere = "tcp://127.0.0.1:1"
+        async with registered(node, first.control, second.control) as registration:
+            for role in (Role.DECODE, Role.DECODE, Role.PREFILL):
+                assert await registration.announce(role, 10.0) == ()
+                known = [ear.registry.node(node.boot_id) for ear in (first, second)]
+                assert [info.role for info in known if info is not None] == [role, role]
+        alone = Registration(node, (nowhere,), SECRET, HEARTBEAT_MS, NodeLoad)
+        assert await alone.announce(Role.DECODE, 10.0) == (nowhere,), "nobody to wait for"

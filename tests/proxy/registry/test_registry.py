@@ -45,6 +45,36 @@ def test_a_node_is_dropped_after_exactly_three_missed_heartbeats() -> None:
     assert nodes.next_expiry() is None
 
 
+def test_a_heartbeat_changes_the_role_by_which_nodes_are_paired() -> None:
+    infos = [node_at("tcp://127.0.0.1:1", Role.DECODE), node_info("d1", Role.DECODE), node_info("p1", Role.PREFILL)]
+    switched, stays, prefill = infos
+    nodes = registry(*infos)
+    heartbeat = NodeHeartbeat(switched.boot_id, NodeLoad(running=2), Role.PREFILL)
+    assert nodes.handle(heartbeat, now=0.5) == Ack(switched.boot_id, True, Role.PREFILL)
+    now = msgspec.structs.replace(switched, role=Role.PREFILL)
+    assert nodes.snapshot().pairings["m"] == (Pairing(stays, (now, prefill)),)
+    assert nodes.handle(NodeHeartbeat(switched.boot_id, NodeLoad()), now=0.6) == Ack(switched.boot_id, True)
+    assert nodes.node(switched.boot_id) == now, "a heartbeat without a role changes none"
+    assert nodes.handle(Register(now), now=0.7) == Ack(switched.boot_id, True)
+    nodes.handle(NodeHeartbeat(switched.boot_id, NodeLoad(), Role.DECODE), now=0.8)
+    assert nodes.snapshot().pairings["m"] == (Pairing(switched, (prefill,)), Pairing(stays, (prefill,)))
+
+
+def test_a_node_that_was_a_prefill_node_leaves_decode_nodes_that_serve_alone() -> None:
+    switched = node_at("tcp://127.0.0.1:1")
+    nodes = registry(switched)
+    nodes.handle(NodeHeartbeat(switched.boot_id, NodeLoad(), Role.DECODE), now=0.5)
+    decode = msgspec.structs.replace(switched, role=Role.DECODE)
+    assert nodes.snapshot().pairings["m"] == (Pairing(decode, ()),)
+
+
+def test_a_role_that_the_node_cannot_have_changes_nothing() -> None:
+    nodes = registry(NODE)
+    with pytest.raises(MalformedFrame, match="control address"):
+        nodes.handle(NodeHeartbeat(NODE.boot_id, NodeLoad(), Role.PREFILL), now=0.5)
+    assert nodes.node(NODE.boot_id) == NODE
+
+
 def test_only_a_node_that_fell_silent_is_lost_until_it_registers_again() -> None:
     told: list[NodeInfo] = []
     silent, leaves = node_info("silent", Role.DECODE), node_info("leaves", Role.DECODE)
@@ -312,3 +342,25 @@ def test_a_decode_node_of_other_weights_does_not_inherit_that() -> None:
     registry.handle(Deregister(prefill.boot_id), 1.0)
     registry.handle(Register(node_info("d", Role.DECODE, fingerprint="new")), 1.0)
     assert "m" not in registry.snapshot().pairings
+
+
+def test_a_node_that_drains_is_known_and_gets_no_work_until_it_serves_again() -> None:
+    prefill, decode = node_info("p", Role.PREFILL), node_info("d", Role.DECODE)
+    nodes = registry(prefill, decode, NODE)
+    changes: list[frozenset[bytes]] = []
+    nodes.on_change(lambda: changes.append(nodes.draining))
+    nodes.on_change(lambda: None)
+    nodes.handle(NodeHeartbeat(decode.boot_id, NodeLoad(), draining=True), now=1.0)
+    assert changes == [nodes.draining] == [frozenset({decode.boot_id})]
+    assert nodes.snapshot().nodes[1].state is Reachability.DRAINING
+    assert nodes.snapshot().pairings["m"] == (Pairing(NODE, (prefill,)),)
+    nodes.handle(NodeHeartbeat(prefill.boot_id, NodeLoad(), draining=True), now=1.0)
+    assert nodes.snapshot().pairings["m"] == (Pairing(NODE, ()),)
+    nodes.mark_unreachable(decode.boot_id)
+    assert decode.boot_id in nodes.draining
+    nodes.handle(Register(decode), now=1.5)
+    assert nodes.snapshot().nodes[1].state is Reachability.DRAINING
+    nodes.handle(NodeHeartbeat(prefill.boot_id, NodeLoad()), now=2.0)
+    nodes.handle(Deregister(decode.boot_id), now=2.0)
+    assert nodes.draining == frozenset()
+    assert nodes.snapshot().pairings["m"] == (Pairing(NODE, (prefill,)),)

@@ -115,12 +115,14 @@ class Nodes:
 
 
 @asynccontextmanager
-async def nodes(running: Cluster, *behaviours: Behaviour, count: int | None = None) -> AsyncIterator[Nodes]:
-    """Runs ``count`` mixed nodes, one for each of ``behaviours`` by default."""
+async def nodes(
+    running: Cluster, *behaviours: Behaviour, count: int | None = None, role: Role = Role.MIXED
+) -> AsyncIterator[Nodes]:
+    """Runs ``count`` nodes of one role, one for each of ``behaviours`` by default."""
     found = Nodes(behaviours)
     async with AsyncExitStack() as stack:
         for _ in range(len(behaviours) if count is None else count):
             found.made.append(await stack.enter_async_context(FakeNode(found.behave)))
-        infos = [node_info(f"n{number}", Role.MIXED, node.url) for number, node in enumerate(found.made)]
+        infos = [node_info(f"n{number}", role, node.url) for number, node in enumerate(found.made)]
         await running.add(*infos)
         yield found

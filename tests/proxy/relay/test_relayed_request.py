@@ -24,6 +24,9 @@ class Closable:
     def close(self) -> None:
         self.closed += 1
 
+    def after_next(self, within_s: float, callback: Callable[[], None]) -> None:
+        raise AssertionError("nothing here waits for the next bytes")
+
 
 class Seen:
     """Every end that was reported, and the relayed requests that tasks made."""

@@ -67,6 +67,13 @@ def test_broken_json_is_the_clients_error(data: bytes) -> None:
         read_body(data)
 
 
+@pytest.mark.parametrize("data", [b"", b" \r\n"])
+def test_an_empty_body_is_called_so(data: bytes) -> None:
+    with pytest.raises(InvalidRequest, match="no body") as caught:
+        read_body(data)
+    assert caught.value.code == "empty_body"
+
+
 @pytest.mark.parametrize(("data", "param"), [(b"[]", None), (b'"m"', None), (b'{"model": 5}', "model")])
 def test_the_wrong_type_is_the_clients_error(data: bytes, param: str | None) -> None:
     with pytest.raises(InvalidRequest) as caught:
@@ -174,8 +181,8 @@ def test_prompts_are_counted_in_all_of_their_forms(prompt: str, count: int) -> N
         ('"n": 128', 8 * 128),
         ('"n": 3, "best_of": 2', 24),
         ('"best_of": 4', 32),
-        ('"n": 1e2', 8),
-        ('"n": 2.0', 8),
+        ('"n": 1e2', 800),
+        ('"n": 2.0', 16),
         ('"n": null', 8),
         ('"n": -5', 8),
         ('"n": "9"', 8),

@@ -18,10 +18,12 @@ from pdserve.engine.kv_connector.staging.block_copier import Copier
 from pdserve.engine.kv_connector.staging.staging_blocks import StagingBlocks
 from pdserve.engine.kv_connector.transfers import PacedFetches
 from pdserve.wire.ids import TransferId
+from pdserve.wire.ticket import PrefillTarget
 from pdserve_kvtransfer.events import (
     BlocksComing,
     BlocksLanded,
     BlocksReleased,
+    CachedFetchOrder,
     FailureKind,
     FetchCancelled,
     FetchEvent,
@@ -36,7 +38,7 @@ from pdserve_kvtransfer.events import (
 class _StagedFetch:
     """One fetch under way. Blocks are counted from the first wanted one on."""
 
-    order: FetchOrder
+    order: FetchOrder | CachedFetchOrder
     coming: int = 0
     """The number of blocks that the prefill node can send, or that were accepted before it could."""
     accepted: int = 0
@@ -75,7 +77,7 @@ class StagedFetches:
         self._quarantined: dict[int, TransferId] = {}
         """Staging blocks that the transfer thread will release, and the transfer that holds each until then."""
 
-    def fetch(self, order: FetchOrder) -> None:
+    def fetch(self, order: FetchOrder | CachedFetchOrder) -> None:
         transfer, count = order.transfer_id, len(order.block_ids)
         staged = self._staging.spare(transfer, order.target.boot_id, count)
         self._fetches[transfer] = _StagedFetch(order, len(staged), len(staged), staged=dict(enumerate(staged)))
@@ -92,15 +94,18 @@ class StagedFetches:
         self._staging.withdraw(transfer_id)
         self._transfers.cancel_fetch(transfer_id)
 
+    def offer(self, target: PrefillTarget, hashes: tuple[bytes, ...], request_id: str) -> None:
+        self._transfers.offer(target, hashes, request_id)
+
     def on_event(self, event: FetchEvent) -> None:
         match event:
             case BlocksComing(transfer, count):
                 self._request_staging(self._fetches[transfer], count)
             case BlocksLanded(transfer, count):
                 self._upload_landed(self._fetches[transfer], count)
-            case FetchLanded(transfer):
+            case FetchLanded(transfer, num_blocks=num_blocks):
                 fetch = self._fetches[transfer]
-                self._upload_landed(fetch, len(fetch.order.block_ids))
+                self._upload_landed(fetch, num_blocks)
                 self._end(fetch, event, ())
             case FetchFailed(transfer, _, landed, quarantined, kind):
                 fetch = self._fetches[transfer]

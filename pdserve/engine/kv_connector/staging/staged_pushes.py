@@ -18,7 +18,7 @@ from pdserve.engine.kv_connector.transfers import Pushes
 from pdserve.wire.ids import TransferId
 from pdserve.wire.sampling_params import SampledToken
 from pdserve.wire.transfer import FailureCause, PrefillLoad
-from pdserve_kvtransfer.events import BlocksSent, PushEnded, PushEvent, PushWanted, TransferEvent
+from pdserve_kvtransfer.events import BlocksSent, CachedWanted, PushEnded, PushEvent, PushWanted, TransferEvent
 
 
 @dataclass(slots=True)
@@ -67,6 +67,9 @@ class StagedPushes:
     ) -> None:
         self._transfers.first_token(transfer_id, tokens, cached_tokens, load)
 
+    def held(self, transfer_id: TransferId, count: int) -> None:
+        self._transfers.held(transfer_id, count)
+
     def tell_load(self, load: PrefillLoad) -> None:
         self._transfers.tell_load(load)
 
@@ -75,7 +78,7 @@ class StagedPushes:
 
     def on_event(self, event: PushEvent) -> None:
         match event:
-            case PushWanted(transfer):
+            case PushWanted(transfer) | CachedWanted(transfer):
                 self._pushes[transfer] = _StagedPush()
                 self._report(event)
             case BlocksSent(transfer, staged):

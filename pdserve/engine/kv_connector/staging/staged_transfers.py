@@ -8,7 +8,9 @@ from pdserve.engine.kv_connector.staging.staged_pushes import BlocksToSend, Stag
 from pdserve.engine.kv_connector.staging.staging_blocks import StagingBlocks
 from pdserve.engine.kv_connector.transfers import PacedTransfers
 from pdserve_kvtransfer.events import (
+    BlocksOffered,
     BlocksSent,
+    CachedWanted,
     PushCancelled,
     PushEnded,
     PushWanted,
@@ -42,7 +44,7 @@ class StagedTransfers:
     def events(self) -> list[TransferEvent]:
         for event in self._transfers.events():
             match event:
-                case PushWanted() | PushCancelled() | BlocksSent() | PushEnded():
+                case PushWanted() | CachedWanted() | PushCancelled() | BlocksSent() | PushEnded() | BlocksOffered():
                     self.pushes.on_event(event)
                 case TransferThreadDied():
                     self._news.append(event)

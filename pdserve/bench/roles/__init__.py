@@ -1,0 +1,1 @@
+"""``pdserve bench roles``: nodes whose roles follow the load, against every static split."""

@@ -1,0 +1,44 @@
+"""The requests of ``pdserve bench roles``: phases of long prompts and phases of long answers, by turns."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+from pdserve.bench.load import Job, uniform_jobs
+from pdserve.bench.streamed_answer import Stream
+from pdserve.bench_config import RolesBenchConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A request, with the time when it is sent, in seconds from the beginning."""
+
+    at_s: float
+    job: Job
+
+
+def arrivals(config: RolesBenchConfig) -> list[Arrival]:
+    """Returns the requests of all phases, which come independently of each other (a Poisson process)."""
+    source = random.Random(f"roles:{config.seed}")  # noqa: S311  # the times must be repeatable, not secret
+    shapes = [
+        (config.prompt_rate, config.long_prompt, config.short_answer),
+        (config.answer_rate, config.short_prompt, config.long_answer),
+    ]
+    found: list[Arrival] = []
+    for phase in range(2 * config.cycles):
+        rate, prompt_tokens, output_tokens = shapes[phase % 2]
+        at_s, end_s = phase * config.phase_s, (phase + 1) * config.phase_s
+        times = []
+        while (at_s := at_s + source.expovariate(rate)) < end_s:
+            times.append(at_s)
+        jobs = uniform_jobs(len(times), prompt_tokens, output_tokens, config.vocab_size, f"roles:{config.seed}:{phase}")
+        found += [Arrival(at_s, job) for at_s, job in zip(times, jobs, strict=True)]
+    return found
+
+
+def is_good(stream: Stream, ttft_s: float, itl_s: float) -> bool:
+    """Returns whether a whole answer came within both targets: the first token's, and the mean of the others'."""
+    if stream.error or not stream.arrivals or stream.ttft_s > ttft_s:
+        return False
+    return stream.tpot_s is None or stream.tpot_s <= itl_s

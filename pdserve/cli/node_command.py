@@ -1,0 +1,129 @@
+"""Finds a node at its proxy, and has it carry out a command that the cluster secret signs."""
+
+from __future__ import annotations
+
+import http.client
+import itertools
+import re
+import urllib.error
+import urllib.request
+from collections.abc import Mapping, Sequence
+from urllib.parse import urlsplit
+
+import msgspec
+
+from pdserve.config import CommandConfig, SecurityConfig, TrustConfig
+from pdserve.doctor.cluster import ListedInstance, read_instances
+from pdserve.errors import ConfigError, PdserveError
+from pdserve.http.tls import Trust, read_authorities
+from pdserve.settings import resolve_secret, state_folder
+from pdserve.wire.command import COMMAND_HEADER, COMMAND_PATH, Command, CommandResult, CommandSigner
+
+_MAX_ANSWER_BYTES = 64 * 1024
+_NOBODY_BEHIND = (502, 504)
+"""The statuses of a gateway in front of a node that has ended."""
+_BOOT_ID = re.compile("[0-9a-f]{32}")
+
+
+class CommandFailed(PdserveError):
+    """The node was not found, or has not carried out the command."""
+
+
+def leading_flags(argv: Sequence[str], flags: Sequence[str]) -> list[str]:
+    """Returns ``argv`` with its leading words replaced by the flags that they stand for, in this order."""
+    words = list(itertools.takewhile(lambda word: not word.startswith("-"), argv))
+    if len(words) > len(flags):
+        raise ConfigError(f"unexpected {words[len(flags)]!r}; only {' and '.join(flags)} may stand without their flags")
+    return [part for pair in zip(flags, words, strict=False) for part in pair] + list(argv[len(words) :])
+
+
+class Commander:
+    """Commands the nodes of one proxy."""
+
+    def __init__(
+        self, config: CommandConfig, trust: TrustConfig, security: SecurityConfig, environ: Mapping[str, str]
+    ) -> None:
+        """Raises ConfigError if there is no node's name, no secret, or no usable file of authorities."""
+        if not config.node:
+            raise ConfigError("which node? Give its name or URL, as the proxy's /instances has it")
+        self._config = config
+        self._trust = Trust(read_authorities(trust.authorities))
+        host = urlsplit(config.proxy_url).hostname or ""
+        self._signer = CommandSigner(resolve_secret(security, [host], state_folder(environ)))
+
+    def find(self) -> ListedInstance:
+        """Returns the node as the proxy lists it. Raises CommandFailed."""
+        wanted = self._config.node
+        listed = self.listed()
+        found = [node for node in listed if wanted.rstrip("/") in (node.name, node.url)]
+        if len(found) == 1:
+            return found[0]
+        if found:
+            urls = ", ".join(node.url for node in found)
+            raise CommandFailed(f"{len(found)} nodes have the name {wanted!r}; give the URL of one of them: {urls}")
+        known = ", ".join(sorted(node.name for node in listed)) or "none"
+        raise CommandFailed(f"{self._config.proxy_url} knows no node {wanted!r}; it knows {known}")
+
+    def listed(self) -> list[ListedInstance]:
+        """Returns all nodes of the proxy. Raises CommandFailed."""
+        listed = read_instances(self._config.proxy_url, self._config.timeout_s, self._trust)
+        if isinstance(listed, str):
+            raise CommandFailed(f"{self._config.proxy_url}: {listed}")
+        return listed
+
+    def send(self, command: Command, node: ListedInstance) -> CommandResult:
+        """Returns what the node says when it has carried out the command. Raises CommandFailed."""
+        if not _BOOT_ID.fullmatch(node.boot_id) or not node.url.startswith(("http://", "https://")):
+            raise CommandFailed(f"{self._config.proxy_url} does not say where {node.name} is")
+        header = self._signer.sign(command, bytes.fromhex(node.boot_id))
+        request = urllib.request.Request(f"{node.url}{COMMAND_PATH}", b"", {COMMAND_HEADER: header})  # noqa: S310
+        try:
+            with self._opener().open(request, timeout=self._config.timeout_s) as response:
+                return msgspec.json.decode(response.read(_MAX_ANSWER_BYTES), type=CommandResult)
+        except urllib.error.HTTPError as exc:
+            with exc:
+                raise CommandFailed(f"{node.name} refuses: {_message(exc.read(_MAX_ANSWER_BYTES))}") from exc
+        except (OSError, http.client.HTTPException, msgspec.MsgspecError) as exc:
+            raise CommandFailed(f"no answer from {node.name} at {node.url}: {exc}") from exc
+
+    def has_ended(self, node: ListedInstance) -> bool:
+        """Returns whether nobody takes connections at the node's URL, or another start of it does.
+
+        A node that drains may leave the proxy's list before it ends. If nothing can be learnt now, it runs.
+        """
+        try:
+            with self._opener().open(f"{node.url}/health", timeout=self._config.timeout_s):
+                pass
+        except urllib.error.HTTPError as exc:
+            with exc:
+                if exc.code in _NOBODY_BEHIND:
+                    return True
+        except urllib.error.URLError as exc:
+            if isinstance(exc.reason, ConnectionRefusedError):
+                return True
+        except (OSError, http.client.HTTPException):
+            pass
+        try:
+            return any(other.url == node.url and other.boot_id != node.boot_id for other in self.listed())
+        except CommandFailed:
+            return False
+
+    def _opener(self) -> urllib.request.OpenerDirector:
+        """Returns what opens URLs without the environment's HTTP proxies: a command has to go to the node itself."""
+        https = urllib.request.HTTPSHandler(context=self._trust.context)
+        return urllib.request.build_opener(urllib.request.ProxyHandler({}), https)
+
+
+class _Error(msgspec.Struct):
+    message: str
+
+
+class _Refusal(msgspec.Struct):
+    error: _Error
+
+
+def _message(body: bytes) -> str:
+    try:
+        return msgspec.json.decode(body, type=_Refusal).error.message
+    except msgspec.MsgspecError:
+        return body[:200].decode(errors="replace")

@@ -1,0 +1,198 @@
+"""The prefill node's side of KV return: fetches the blocks that decode nodes offer into the prefix cache."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from pdserve.engine.kv_cache.block_manager import BlockManager
+from pdserve.engine.kv_cache.prefix_cache import Match
+from pdserve.engine.kv_connector.transfers import Fetches
+from pdserve.engine.scheduling.scheduler import Scheduler
+from pdserve.wire.ids import TransferId, new_id
+from pdserve_kvtransfer.events import BlocksOffered, CachedFetchOrder, FetchCancelled, FetchFailed, FetchLanded
+
+log = logging.getLogger(__name__)
+
+MAX_FETCHES = 4
+MAX_WAITING = 256
+"""The offers that wait for a fetch."""
+POOL_SHARE = 8
+"""All fetches together take this part of the blocks at most: one of so many."""
+TIMEOUT_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class ReturnStats:
+    """What has become of offers since the engine's start."""
+
+    blocks_returned: int = 0
+    offers_dropped: int = 0
+    """The offers for which there were no free blocks, or too many others."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Return:
+    """A fetch under way. The first blocks of ``table`` were here; those of ``hashes`` are to come behind them."""
+
+    offer: BlocksOffered
+    table: list[int]
+    hashes: tuple[bytes, ...]
+    whole: bool
+    """Whether these are all that was missing of the offer."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    """An offer that waits for its fetch."""
+
+    offer: BlocksOffered
+    missing: bytes
+    """The hash of the first block that was not here when that was last looked up."""
+    begun: int = 0
+    """The blocks of the offer that former fetches have brought. If they are not all here any more, others need the
+    memory, and the rest is not fetched: the same blocks would come and go for ever."""
+
+
+class ReturningConnector:
+    """Takes free blocks and idle ones of the prefix cache, and never one that the scheduler needs.
+
+    A block that has landed rests in the prefix cache like one that was computed here. A fetch that fails is not
+    repeated: the next offer of the same text names its blocks too. Of offers that continue each other, only the
+    latest waits.
+    """
+
+    def __init__(
+        self,
+        blocks: BlockManager,
+        transfers: Fetches,
+        boot_id: bytes,
+        finish_writes: Callable[[], None] = lambda: None,
+    ) -> None:
+        """``finish_writes`` is that of a ``FetchingConnector``."""
+        self._blocks = blocks
+        self._transfers = transfers
+        self._boot_id = boot_id
+        self._finish_writes = finish_writes
+        self._waiting: list[_Waiting] = []
+        """The offers in the order of their texts' first ones."""
+        self._fetches: dict[TransferId, _Return] = {}
+        self._cancelled: set[TransferId] = set()
+        self._blocks_returned = 0
+        self._offers_dropped = 0
+
+    @property
+    def stats(self) -> ReturnStats:
+        return ReturnStats(self._blocks_returned, self._offers_dropped)
+
+    def owns(self, transfer_id: TransferId) -> bool:
+        return transfer_id in self._fetches
+
+    def offered(self, offer: BlocksOffered) -> None:
+        """Notes an offer, whose blocks ``poll`` fetches."""
+        self._wait(offer, begun=0)
+
+    def _wait(self, offer: BlocksOffered, begun: int) -> None:
+        found = len(self._match(offer))
+        if found == len(offer.hashes):
+            return
+        text, new = set(offer.hashes), _Waiting(offer, offer.hashes[found], begun)
+        continued = [i for i, other in enumerate(self._waiting) if other.offer.hashes[-1] in text]
+        if found < begun or (not continued and len(self._waiting) >= MAX_WAITING):
+            self._offers_dropped += 1
+        elif continued:
+            self._waiting[continued[0]] = new
+            for i in reversed(continued[1:]):
+                del self._waiting[i]
+        else:
+            self._waiting.append(new)
+
+    def poll(self, scheduler: Scheduler) -> None:
+        """Begins fetches for offers that wait, or cancels those under way if live requests need their blocks."""
+        if self._fetches and scheduler.blocks_wanted > self._blocks.num_free:
+            for transfer in self._fetches.keys() - self._cancelled:
+                self._cancelled.add(transfer)
+                self._transfers.cancel_fetch(transfer)
+            return
+        if not self._waiting or not self._blocks_left or scheduler.copies_are_pending:
+            return
+        coming = {fetch.hashes[0] for fetch in self._fetches.values()}
+        for waiting in list(self._waiting):
+            if not self._blocks_left:
+                break
+            if waiting.missing not in coming:
+                self._fetch(waiting, scheduler.blocks_wanted, coming)
+
+    @property
+    def _blocks_left(self) -> int:
+        """The number of blocks that may be fetched beside those under way."""
+        if len(self._fetches) >= MAX_FETCHES:
+            return 0
+        taken = sum(len(fetch.hashes) for fetch in self._fetches.values())
+        return max(1, self._blocks.num_blocks // POOL_SHARE) - taken
+
+    def _fetch(self, waiting: _Waiting, reserved: int, coming: set[bytes]) -> None:
+        offer = waiting.offer
+        found = self._match(offer)
+        lacked = offer.hashes[len(found) :]
+        if lacked and lacked[0] in coming:
+            # What was missing first is here by now, and another offer's fetch brings what comes next.
+            self._waiting[self._waiting.index(waiting)] = replace(waiting, missing=lacked[0])
+            return
+        self._waiting.remove(waiting)
+        if not lacked:
+            return
+        room = min(self._blocks.free_beside(found) - reserved, self._blocks_left)
+        hashes = lacked[: max(0, room)]
+        if not hashes or len(found) < waiting.begun:
+            self._offers_dropped += 1
+            return
+        table: list[int] = []
+        self._blocks.share(table, found)
+        self._blocks.grow(table, (len(found) + len(hashes)) * self._blocks.block_size)
+        transfer = TransferId(new_id(), 0, self._boot_id)
+        self._fetches[transfer] = _Return(offer, table, hashes, len(hashes) == len(lacked))
+        coming.add(hashes[0])
+        log.debug(
+            "request_id=%s transfer=%s holder=%s blocks=%d returned after %d",
+            offer.request_id or "-",
+            transfer,
+            offer.holder.name,
+            len(hashes),
+            len(found),
+        )
+        self._finish_writes()
+        self._transfers.fetch(
+            CachedFetchOrder(
+                transfer_id=transfer,
+                target=offer.holder,
+                hashes=hashes,
+                block_ids=tuple(table[len(found) :]),
+                deadline_s=TIMEOUT_S,
+                request_id=offer.request_id,
+            )
+        )
+
+    def on_event(self, event: FetchLanded | FetchFailed | FetchCancelled) -> None:
+        """Lets the blocks of a fetch rest in the prefix cache that ended with this event, as many as have landed."""
+        fetch = self._fetches.pop(event.transfer_id)
+        self._cancelled.discard(event.transfer_id)
+        landed = 0
+        if isinstance(event, FetchLanded):
+            landed = event.num_blocks
+        else:
+            self._blocks.quarantine(event.quarantined)
+            if isinstance(event, FetchFailed):
+                landed = event.landed
+                log.debug("transfer=%s failed (%s): %s", event.transfer_id, event.kind.value, event.reason)
+        first = len(fetch.table) - len(fetch.hashes)
+        for block, block_hash in zip(fetch.table[first : first + landed], fetch.hashes, strict=False):
+            self._blocks.remember(block, block_hash)
+        self._blocks_returned += landed
+        self._blocks.free(fetch.table)
+        if landed == len(fetch.hashes) and not fetch.whole:
+            self._wait(fetch.offer, first + landed)
+
+    def _match(self, offer: BlocksOffered) -> list[int]:
+        return list(self._blocks.match(offer.hashes, len(offer.hashes), Match()))

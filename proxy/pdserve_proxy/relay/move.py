@@ -1,0 +1,218 @@
+"""Moves the answers of nodes that drain to other nodes, while the old ones go on with them.
+
+    waiting ──a node, a turn──▶ preparing ──prepared──▶ cutting over ──its first events──▶ moved
+       ▲                            │                        └──it declines──▶ another node, as after a loss
+       ├────────declines────────────┤
+       │                            └──a second node is lost, or an answer that is unfit──▶ kept: it ends where it is
+       └── at any time: its end, or the client leaves ──▶ ended
+
+The new node is asked to prepare first: it fetches the KV cache from the old node and from other holders. Then the old
+node's response is closed behind an event, and the new node gets the journal as it is now. It lacks little more than a
+block of tokens then. The bytes of two nodes never reach a client together: there is one response that is read, and the
+next one is asked for when it is closed. While no other node has a free place, the answer goes on where it is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from dataclasses import dataclass
+
+from pdserve.config import RelayConfig
+from pdserve.errors import Unavailable
+from pdserve.wire.discovery import NodeInfo
+from pdserve_proxy.registry.snapshot import RegistryView
+from pdserve_proxy.relay.access_log import RequestCounts
+from pdserve_proxy.relay.dispatch import REFUSALS, Dispatch
+from pdserve_proxy.relay.relayed_request import MoveOutcome, RelayedRequest
+from pdserve_proxy.relay.resume import NO_WORK, Declined, LostStream, ResumeFailed, Resumes, Resumption
+from pdserve_proxy.routing.router import RETRY_AFTER_S, Route
+from pdserve_proxy.upstream.node_connection import NodeLost, NodeResponse, NodeUnreachable
+
+log = logging.getLogger(__name__)
+
+PREPARE_S = 10.0
+"""Seconds that a node has to fetch what it can of an answer's KV cache."""
+CUT_OVER_S = 10.0
+"""Seconds for which an answer keeps its turn when its node is prepared. A client that reads slowly may take longer."""
+LOOK_S = 0.1
+"""Seconds until an answer of which nothing has come yet is looked at again."""
+MAX_LOSSES = 2
+"""The nodes that may be lost while they prepare for one answer: it may be what they die of."""
+OF_THE_NODE = (*REFUSALS, 408, 413)
+"""Status codes below 500 that are no word about the answer: another node may prepare for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unfit:
+    """An answer cannot move at all."""
+
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """An answer's way from a node that drains to another one."""
+
+    task: asyncio.Task[None]
+    old: NodeInfo
+
+
+class Moves:
+    """Moves the answers of one proxy process, so many at a time. The owner has to call ``close`` in the end."""
+
+    def __init__(
+        self,
+        config: RelayConfig,
+        registry: RegistryView,
+        dispatch: Dispatch,
+        resumes: Resumes,
+        counts: RequestCounts,
+    ) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._registry = registry
+        self._dispatch = dispatch
+        self._resumes = resumes
+        self._counts = counts
+        self._turns = asyncio.Semaphore(config.max_moves)
+        self._answers: dict[RelayedRequest, Resumption] = {}
+        """The answers that can be resumed."""
+        self._moves: dict[RelayedRequest, Move] = {}
+        """The moves, those of answers that are kept where they are included."""
+        registry.on_change(self._look)
+
+    def close(self) -> None:
+        for move in self._moves.values():
+            move.task.cancel()
+
+    def watch(self, relayed: RelayedRequest, resumption: Resumption) -> None:
+        """From now on moves the answer whenever its node drains, until ``ended`` is called."""
+        self._answers[relayed] = resumption
+        self._look_at(relayed, resumption)
+
+    def ended(self, relayed: RelayedRequest) -> None:
+        """Ends what goes on for the answer. It may be one that is not watched."""
+        if self._answers.pop(relayed, None) is None:
+            return
+        move = self._moves.pop(relayed, None)
+        if move is not None and not move.task.done():
+            move.task.cancel()
+            if relayed.route is not None and relayed.route.decode is move.old:
+                self._counts.moves[MoveOutcome.ENDED] += 1
+
+    def _look(self) -> None:
+        """Begins to move the answers of the nodes that drain."""
+        if self._registry.draining:
+            for relayed, resumption in self._answers.items():
+                self._look_at(relayed, resumption)
+
+    def _look_at(self, relayed: RelayedRequest, resumption: Resumption) -> None:
+        if relayed.route is None or resumption.planned:
+            return
+        old, move = relayed.route.decode, self._moves.get(relayed)
+        if move is not None and (move.old is old or not move.task.done()):
+            return
+        if old.boot_id in self._registry.draining:
+            task = asyncio.create_task(self._move(relayed, resumption, old), name="move")
+            self._moves[relayed] = Move(task, old)
+
+    async def _move(self, relayed: RelayedRequest, resumption: Resumption, old: NodeInfo) -> None:
+        try:
+            result = await self._leave(relayed, resumption, old)
+        except Exception:
+            log.exception("request_id=%s a move failed inside the proxy", relayed.request_id)
+            result = Unfit("the proxy failed")
+        if result is None or not resumption.is_at(old):  # so that it can move again
+            self._moves.pop(relayed, None)
+            return
+        self._counts.moves[MoveOutcome.KEPT] += 1
+        log.warning("request_id=%s stays at %s: %s", relayed.request_id, relayed.decode_name, result.why)
+
+    async def _leave(self, relayed: RelayedRequest, resumption: Resumption, old: NodeInfo) -> Unfit | None:
+        """Returns when the answer is elsewhere, or why it stays at its ``old`` node."""
+        losses, asked_again_s = 0, {old.boot_id: math.inf}
+        until_s = self._loop.time() + relayed.remaining_s
+        while resumption.is_at(old) and not resumption.planned:
+            stream = resumption.leaving()
+            if stream is None:
+                if not resumption.may_be_resumable:
+                    return Unfit("there is no whole journal of it")
+                await asyncio.sleep(LOOK_S)
+                continue
+            try:
+                await self._resumes.route(stream, asked_again_s, until_s)
+            except ResumeFailed:
+                return Unfit("no other node fits")
+            async with self._turns:
+                # What has come while it waited belongs to the journal.
+                route, stream = self._resumes.choose(stream, asked_again_s), resumption.leaving()
+                if route is None or stream is None:
+                    continue
+                declined = await self._try_route(stream, route, resumption, old)
+            if not isinstance(declined, Declined):
+                return declined
+            node = route.decode
+            asked_again_s[node.boot_id] = self._loop.time() + RETRY_AFTER_S
+            log.info("request_id=%s decode=%s does not prepare: %s", relayed.request_id, node.name, declined.why)
+            losses += declined.lost
+            if losses == MAX_LOSSES:
+                return Unfit("the nodes that were to go on with it were lost")
+        return None
+
+    async def _try_route(
+        self, stream: LostStream, route: Route, resumption: Resumption, old: NodeInfo
+    ) -> Declined | Unfit | None:
+        """Prepares the node of ``route`` and moves the answer there. Returns why not, if it stays where it is."""
+        attempt = self._dispatch.expect(stream.request.body, route.decode)
+        try:
+            failure = await self._prepare(stream, route)
+            if failure is not None:
+                return failure
+            if not resumption.is_at(old):  # it was lost meanwhile, and is resumed
+                return None
+            if not self._resumes.takes_work(stream.query, route.decode):
+                return NO_WORK
+            gone = resumption.move_to(route)
+            done, _ = await asyncio.wait([gone], timeout=CUT_OVER_S)
+            return gone.result() if done else None
+        finally:
+            attempt.end_everywhere()
+
+    async def _prepare(self, stream: LostStream, route: Route) -> Declined | Unfit | None:
+        """Returns when the node of ``route`` can go on with the answer, or why it does not."""
+        node = route.decode
+        try:
+            async with asyncio.timeout(PREPARE_S):
+                response = await self._dispatch.post(
+                    stream.relayed,
+                    stream.request,
+                    route,
+                    stream.entries,
+                    self._resumes.known(stream.holders, node),
+                    prepare=True,
+                )
+                await _read_off(response)
+        except NodeUnreachable as exc:
+            self._registry.mark_unreachable(node.boot_id)
+            return Declined(f"it cannot be reached: {exc}")
+        except NodeLost as exc:
+            return Declined(f"it was lost: {exc}", lost=True)
+        except Unavailable as exc:  # which says nothing about the node
+            return Declined(exc.message)
+        except TimeoutError:
+            return Declined(f"it did not answer within {PREPARE_S:g} s")
+        if response.status == 200:
+            return None
+        why = f"it answered with status {response.status}"
+        another_may = response.status in OF_THE_NODE or response.status >= 500
+        return Declined(why) if another_may else Unfit(f"{node.name}: {why}")
+
+
+async def _read_off(response: NodeResponse) -> None:
+    """Reads the small body, so that the connection can be kept. Raises NodeLost."""
+    try:
+        while not response.exhausted:
+            await response.read()
+    finally:
+        response.close()

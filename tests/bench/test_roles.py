@@ -1,0 +1,70 @@
+"""``pdserve bench roles`` as a person runs it, and what it counts as good."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from pdserve.bench.report import read_report
+from pdserve.bench.roles.pace import Pace
+from pdserve.bench.roles.workload import arrivals, is_good
+from pdserve.bench.streamed_answer import Stream
+from pdserve.bench_config import RolesBenchConfig
+from tests.processes import clean_environ
+
+
+def test_a_step_takes_the_time_of_its_parts() -> None:
+    assert Pace(0.006, 0.002, 0.0005).seconds(3, 100) == pytest.approx(0.062)
+
+
+def test_phases_take_turns_and_are_always_the_same() -> None:
+    config = RolesBenchConfig(cycles=2, phase_s=50.0)
+    planned = arrivals(config)
+    assert planned == arrivals(config)
+    assert all(earlier.at_s < later.at_s for earlier, later in pairwise(planned))
+    for arrival in planned:
+        shape = (len(arrival.job.prompt), arrival.job.output_tokens)
+        assert shape == ((1024, 16) if arrival.at_s // 50 % 2 == 0 else (64, 128))
+    assert planned[-1].at_s < 200
+    counts = [sum(arrival.at_s // 50 == phase for arrival in planned) for phase in range(4)]
+    assert all(30 < count < 85 for count in counts[::2])
+    assert all(40 < count < 95 for count in counts[1::2])
+
+
+def stream(first_s: float, gap_s: float, error: str = "") -> Stream:
+    arrivals_s = [1.0 + first_s + index * gap_s for index in range(5)]
+    return Stream(1.0, arrivals_s, ended=arrivals_s[-1], output_tokens=5, error=error)
+
+
+def test_a_request_is_good_within_both_targets() -> None:
+    assert is_good(stream(0.5, 0.02), 1.0, 0.025)
+    assert not is_good(stream(1.5, 0.02), 1.0, 0.025)
+    assert not is_good(stream(0.5, 0.03), 1.0, 0.025)
+    assert not is_good(stream(0.5, 0.02, "broken off"), 1.0, 0.025)
+    assert not is_good(Stream(1.0), 1.0, 0.025)
+
+
+# tests/cluster/test_role_switch.py shows in `make test` that roles change under load, and tests/proxy/roles when.
+@pytest.mark.integration
+@pytest.mark.nightly
+def test_a_cluster_of_paced_nodes_answers_all_requests(demo_model: Path, tmp_path: Path) -> None:
+    """The load of one second moves no node: here only the benchmark itself is tested."""
+    flags = ("--splits", "auto", "--phase-s", "1", "--json", "figures.json")
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "pdserve", "bench", "roles", *flags],
+        cwd=tmp_path,
+        env=clean_environ(XDG_STATE_HOME=str(tmp_path)),
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    (row,) = read_report(tmp_path / "figures.json").rows_of("roles")
+    assert row.at["split"] == "auto"
+    assert row.figure("requests").value > 0
+    assert row.figure("failed").value == 0, done.stderr

@@ -1,0 +1,136 @@
+"""Nodes change their roles and drain while they serve: by command line, in real clusters."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from pdserve.cli.main import main
+from tests.cluster.nodes import Cluster, cluster, http
+from tests.eventually import eventually
+from tests.processes import SECRET
+
+TOKENS = 24
+
+
+@pytest.fixture(scope="module")
+def three(tiny_model: Path) -> Iterator[Cluster]:
+    """Yields a prefill and two decode nodes, which change their roles."""
+    with cluster(tiny_model, "--dtype", "bf16", "--kv-cache-mib", "64", decode=2) as running:
+        yield running
+
+
+def command(at: Cluster, *argv: str) -> int:
+    subcommand, *rest = argv
+    return main([subcommand, *rest, "--proxy-url", at.url], {**os.environ, "PDSERVE_SECRET": SECRET})
+
+
+def roles(at: Cluster) -> dict[str, str]:
+    return {instance["name"]: instance["role"] for instance in http(at.url + "/instances").json()}
+
+
+def prompt(number: int) -> list[int]:
+    return [(number * 131 + index * 17) % 500 + 3 for index in range(70)]
+
+
+class Clients:
+    """Clients that ask without a pause, and check each answer."""
+
+    def __init__(self, at: Cluster) -> None:
+        self._at = at
+        self.stop = threading.Event()
+        self.answered = 0
+        self._lock = threading.Lock()
+
+    def ask(self, client: int, expected: dict[int, list[int]]) -> None:
+        turn = 0
+        while not self.stop.is_set():
+            number = (client + turn) % len(expected)
+            assert self._at.complete(prompt(number), TOKENS, ignore_eos=True) == expected[number]
+            turn += 1
+            with self._lock:
+                self.answered += 1
+
+
+@contextmanager
+def under_load(at: Cluster) -> Iterator[Clients]:
+    """Has four clients ask during the block. Fails if one of their requests does, or its answer is another one."""
+    expected = {number: at.complete(prompt(number), TOKENS, ignore_eos=True) for number in range(6)}
+    clients = Clients(at)
+    with ThreadPoolExecutor(4) as pool:
+        asking = [pool.submit(clients.ask, client, expected) for client in range(4)]
+        try:
+            yield clients
+        finally:
+            clients.stop.set()
+        for client in asking:
+            client.result()
+
+
+def test_roles_change_in_both_directions_under_load(three: Cluster) -> None:
+    with under_load(three) as clients:
+        for node, role in [
+            ("decode-1", "prefill"),
+            ("prefill-0", "decode"),
+            ("decode-0", "mixed"),
+            ("prefill-0", "prefill"),
+            ("decode-1", "decode"),
+            ("decode-0", "decode"),
+        ]:
+            assert command(three, "role", node, role) == 0
+            assert roles(three)[node] == role, "the proxy knows it when the command is over"
+            before = clients.answered
+            eventually(lambda before=before: clients.answered >= before + 8, "requests are answered")  # type: ignore[misc]
+    assert roles(three) == {"prefill-0": "prefill", "decode-0": "decode", "decode-1": "decode"}
+    three.until_idle()
+
+
+def test_a_node_of_a_new_role_does_what_the_role_says(three: Cluster) -> None:
+    prefill, first, second = three.prefill[0], *three.decode
+    for node, role in [("prefill-0", "decode"), ("decode-0", "prefill"), ("decode-1", "prefill")]:
+        assert command(three, "role", node, role) == 0
+    fetched = prefill.metric("prefills_total", source="remote")
+    for number in range(40, 44):
+        three.complete(prompt(number), 2)
+    eventually(lambda: prefill.metric("prefills_total", source="remote") == fetched + 4, "it fetched four prompts")
+    assert first.metric("kv_transfers_total", direction="sent") > 0
+    assert second.metric("kv_transfers_total", direction="sent") > 0
+    for node, role in [("prefill-0", "prefill"), ("decode-0", "decode"), ("decode-1", "decode")]:
+        assert command(three, "role", node, role) == 0
+    three.until_idle()
+
+
+def test_a_proxy_learns_the_present_role_when_a_node_comes_back(three: Cluster) -> None:
+    assert command(three, "role", "decode-1", "prefill") == 0
+    node = next(each for each in three.decode if each.name == "decode-1")
+    os.kill(node.process.pid, 19)
+    try:
+        eventually(lambda: "decode-1" not in roles(three), "the stopped node is dropped")
+    finally:
+        os.kill(node.process.pid, 18)
+    eventually(lambda: roles(three).get("decode-1") == "prefill", "it is back with the role that it had")
+    assert command(three, "role", "decode-1", "decode") == 0
+
+
+def test_nobody_commands_a_node_without_the_secret(three: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["role", "decode-1", "prefill", "--proxy-url", three.url]
+    assert main(argv, {**os.environ, "PDSERVE_SECRET": "the secret of another cluster"}) == 1
+    assert "decode-1 refuses: the command is not acceptable: wrong signature" in capsys.readouterr().err
+    assert http(three.decode[1].url + "/internal/command", raw=b"").status == 401
+    assert roles(three)["decode-1"] == "decode"
+
+
+def test_drain_empties_a_node_and_ends_it(three: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
+    node = next(each for each in three.decode if each.name == "decode-1")
+    with under_load(three):
+        assert command(three, "drain", "decode-1") == 0
+    assert "decode-1 has ended" in capsys.readouterr().out
+    assert node.process.wait() == 0
+    three.decode.remove(node)
+    three.until_idle()

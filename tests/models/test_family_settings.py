@@ -1,0 +1,252 @@
+"""Compares what is read of a ``config.json`` with what transformers reads, and rotary frequencies with its own."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, PretrainedConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from pdserve.errors import ModelError
+from pdserve.models.checkpoint.decoder_config import DecoderConfig, OutsideConfig, read_decoder_config
+from pdserve.models.checkpoint.family_settings import SETTINGS, ExpertSettings, Rotary
+from pdserve.models.decoders.rotary import frequencies
+from tests.tiny_models import FAMILIES, OTHERS
+
+SMALL: dict[str, Any] = {"num_hidden_layers": 7, "hidden_size": 64, "num_attention_heads": 4}
+LLAMA3: dict[str, Any] = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3_1 = LLAMA3 | {"rope_type": "llama3", "original_max_position_embeddings": 8192}
+YARN: dict[str, Any] = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32_768}
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+ANY_FAMILY: list[dict[str, Any]] = [
+    {},
+    SMALL,
+    SMALL | {"head_dim": 32, "tie_word_embeddings": True},
+    SMALL | {"num_key_value_heads": 2, "tie_word_embeddings": False, "rms_norm_eps": 1e-5},
+    SMALL | {"vocab_size": 1000, "intermediate_size": 96, "max_position_embeddings": 77},
+    SMALL | {"eos_token_id": 7},
+    SMALL | {"eos_token_id": [7, 8]},
+    SMALL | {"eos_token_id": None},
+    SMALL | {"sliding_window": 16},
+    SMALL | {"sliding_window": 16, "use_sliding_window": True},
+    SMALL | {"sliding_window": 16, "use_sliding_window": False},
+    SMALL | {"sliding_window": 16, "use_sliding_window": True, "max_window_layers": 3},
+    SMALL | {"layer_types": [FULL] * 7},
+    SMALL | {"sliding_window": 16, "use_sliding_window": True, "layer_types": [FULL, SLIDING] * 3 + [FULL]},
+    SMALL | {"attention_bias": True, "torch_dtype": "bfloat16", "use_cache": False, "transformers_version": "4.40.0"},
+    SMALL | {"auto_map": {"AutoModel": "modeling_other.Other"}, "quantization_config": None, "unknown": [1, {"a": 2}]},
+    SMALL | {"rope_theta": 500_000.0},
+    SMALL | {"rope_theta": 1_000_000},
+    SMALL | {"rope_theta": 500_000.0, "rope_scaling": None},
+    SMALL | {"rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+    SMALL | {"rope_theta": 500_000.0, "rope_scaling": {"rope_type": "linear", "factor": 8}},
+]
+ONE_ROTARY: list[dict[str, Any]] = [
+    SMALL | {"rope_scaling": {"type": "linear", "factor": 2.0}},
+    SMALL | {"rope_scaling": {"type": "linear", "rope_type": "default", "factor": 2.0}},
+    SMALL | {"rope_theta": 500_000.0, "rope_scaling": LLAMA3_1},
+    SMALL | {"rope_scaling": LLAMA3 | {"rope_type": "llama3"}, "max_position_embeddings": 131_072},
+    SMALL | {"rope_scaling": LLAMA3_1, "original_max_position_embeddings": 4096},
+    SMALL | {"rope_parameters": LLAMA3_1 | {"rope_theta": 300_000.0}},
+    SMALL | {"rope_parameters": {"rope_type": "default", "rope_theta": 5000.0}},
+    SMALL | {"rope_parameters": {"rope_theta": 5000.0}, "rope_theta": 6000.0},
+    SMALL | {"rope_parameters": {"rope_theta": 5000.0}, "rope_scaling": {"type": "linear", "factor": 2.0}},
+    SMALL | {"rope_parameters": YARN, "head_dim": 64},
+    SMALL | {"rope_parameters": YARN | {"truncate": False}, "head_dim": 64},
+    SMALL | {"rope_parameters": YARN | {"attention_factor": 1.5}, "head_dim": 64},
+    SMALL | {"rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 0.7}, "head_dim": 128},
+    SMALL | {"rope_parameters": YARN | {"beta_fast": 20, "beta_slow": 2.0, "rope_theta": 1e6}, "head_dim": 128},
+    SMALL | {"rope_scaling": {"type": "yarn", "factor": 2.0}, "max_position_embeddings": 2048, "head_dim": 64},
+    SMALL | {"rope_scaling": YARN | {"factor": 1.0}, "head_dim": 64},
+]
+ONLY: dict[str, list[dict[str, Any]]] = {
+    "qwen3_moe": [
+        SMALL | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True},
+        SMALL | {"num_local_experts": 5},
+        SMALL | {"num_experts": 0},
+        SMALL | {"mlp_only_layers": [0, 3]},
+        SMALL | {"decoder_sparse_step": 2, "mlp_only_layers": [1]},
+    ],
+    "gemma3_text": [
+        SMALL | {"query_pre_attn_scalar": 168},
+        SMALL | {"sliding_window_pattern": 3},
+        SMALL | {"rope_local_base_freq": 5000.0, "rope_theta": 70_000.0},
+        SMALL | {"rope_scaling": {"type": "linear", "factor": 8.0}},
+        SMALL | {"rope_parameters": {FULL: {"rope_type": "linear", "factor": 8.0}}},
+        SMALL | {"rope_parameters": {FULL: {"rope_theta": 5.0}, SLIDING: {"rope_type": "linear", "factor": 2.0}}},
+        SMALL | {"rope_parameters": {FULL: YARN, SLIDING: {"rope_theta": 77.0}}},
+        SMALL | {"attn_logit_softcapping": None, "final_logit_softcapping": 0.0},
+    ],
+}
+
+
+def configurations(family: str) -> list[dict[str, Any]]:
+    return ANY_FAMILY + (ONE_ROTARY if family != "gemma3_text" else []) + ONLY.get(family, [])
+
+
+def written(folder: Path, values: dict[str, Any]) -> Path:
+    (folder / "config.json").write_text(json.dumps(values))
+    return folder
+
+
+def windows_of_transformers(hf: PretrainedConfig) -> tuple[int | None, ...]:
+    window: int | None = getattr(hf, "sliding_window", None)
+    layers: int = hf.num_hidden_layers
+    if hf.model_type == "llama":
+        return (None,) * layers
+    if hf.model_type in ("mistral", "qwen3_moe"):
+        return (window,) * layers
+    return tuple(window if kind == SLIDING else None for kind in hf.layer_types)
+
+
+def experts_of_transformers(hf: PretrainedConfig) -> ExpertSettings | None:
+    if hf.model_type != "qwen3_moe" or hf.num_experts == 0:
+        return None
+    layers = range(hf.num_hidden_layers)
+    sparse = (i for i in layers if i not in hf.mlp_only_layers and (i + 1) % hf.decoder_sparse_step == 0)
+    return ExpertSettings(
+        hf.num_experts, hf.num_experts_per_tok, hf.moe_intermediate_size, hf.norm_topk_prob, frozenset(sparse)
+    )
+
+
+def assert_frequencies(rotary: Rotary, head_dim: int, hf: PretrainedConfig, kind: str | None) -> None:
+    parameters = hf.rope_parameters if kind is None else hf.rope_parameters[kind]
+    if parameters["rope_type"] == "default":
+        steps = torch.arange(0, head_dim, 2, dtype=torch.float) / head_dim
+        wanted, factor = 1.0 / (parameters["rope_theta"] ** steps), 1.0
+    else:
+        hf.head_dim = head_dim
+        wanted, factor = ROPE_INIT_FUNCTIONS[parameters["rope_type"]](hf, torch.device("cpu"), layer_type=kind)
+    found, found_factor = frequencies(rotary, head_dim)
+    assert torch.equal(found, wanted)
+    assert found_factor == factor
+
+
+def assert_like_transformers(found: DecoderConfig, hf: PretrainedConfig) -> None:
+    head_dim = getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
+    ids = hf.eos_token_id if isinstance(hf.eos_token_id, list) else [hf.eos_token_id]
+    assert not isinstance(found, OutsideConfig)
+    assert found.family == hf.model_type
+    assert found.vocab_size == hf.vocab_size
+    assert found.hidden_size == hf.hidden_size
+    assert found.intermediate_size == hf.intermediate_size
+    assert found.num_layers == hf.num_hidden_layers
+    assert found.heads == hf.num_attention_heads
+    assert found.kv_heads == hf.num_key_value_heads
+    assert found.head_dim == head_dim
+    assert found.attention_scale == (hf.query_pre_attn_scalar if "gemma3" in hf.model_type else head_dim) ** -0.5
+    assert found.norm_eps == hf.rms_norm_eps
+    assert found.tied_embeddings == hf.tie_word_embeddings
+    assert found.windows == windows_of_transformers(hf)
+    assert found.max_positions == hf.max_position_embeddings
+    assert found.eos_token_ids == {token_id for token_id in ids if token_id is not None}
+    assert found.experts == experts_of_transformers(hf)
+    each = hf.model_type == "gemma3_text"
+    assert_frequencies(found.rotary, head_dim, hf, FULL if each else None)
+    assert_frequencies(found.window_rotary, head_dim, hf, SLIDING if each else None)
+
+
+@pytest.mark.parametrize("family", sorted(SETTINGS))
+def test_settings_are_read_as_transformers_reads_them(tmp_path: Path, family: str) -> None:
+    for values in configurations(family):
+        folder = written(tmp_path, {"model_type": family} | values)
+        hf = AutoConfig.from_pretrained(folder)
+        if hf.model_type != family:
+            assert isinstance(read_decoder_config(folder), OutsideConfig), values
+            continue
+        assert_like_transformers(read_decoder_config(folder), hf)
+
+
+@pytest.mark.parametrize("name", sorted(FAMILIES | OTHERS))
+def test_saved_configurations_are_read_as_transformers_reads_them(tmp_path: Path, name: str) -> None:
+    (FAMILIES | OTHERS)[name].save_pretrained(tmp_path)
+    hf = AutoConfig.from_pretrained(tmp_path)
+    assert_like_transformers(read_decoder_config(tmp_path), getattr(hf, "text_config", hf))
+
+
+@pytest.mark.parametrize("own", [{}, {"tie_word_embeddings": False}, {"tie_word_embeddings": True}])
+@pytest.mark.parametrize("outer", [{}, {"tie_word_embeddings": False}, {"tie_word_embeddings": True}])
+def test_a_gemma3_with_images_is_tied_by_its_outer_setting(
+    tmp_path: Path, own: dict[str, Any], outer: dict[str, Any]
+) -> None:
+    folder = written(tmp_path, {"model_type": "gemma3", "text_config": SMALL | own} | outer)
+    assert read_decoder_config(folder).tied_embeddings == AutoConfig.from_pretrained(folder).tie_word_embeddings
+
+
+def test_a_gemma3_with_images_has_its_outer_ends(tmp_path: Path) -> None:
+    folder = written(tmp_path, {"model_type": "gemma3", "text_config": SMALL, "eos_token_id": [1, 106]})
+    assert read_decoder_config(folder).eos_token_ids == {1, 106}
+    folder = written(tmp_path, {"model_type": "gemma3", "text_config": SMALL | {"eos_token_id": 7}})
+    assert read_decoder_config(folder).eos_token_ids == {7}
+
+
+@pytest.mark.parametrize(
+    "values", [{"tie_word_embeddings": "yes"}, {"eos_token_id": "x"}, {"text_config": []}, {"text_config": 3}]
+)
+def test_a_gemma3_with_images_is_refused_for_outer_settings(tmp_path: Path, values: dict[str, Any]) -> None:
+    with pytest.raises(ModelError):
+        read_decoder_config(written(tmp_path, {"model_type": "gemma3", "text_config": SMALL} | values))
+
+
+WRONG: list[dict[str, Any]] = [
+    {"hidden_size": None},
+    {"hidden_size": "64"},
+    {"num_hidden_layers": 0},
+    {"num_attention_heads": 5},
+    {"head_dim": 7},
+    {"tie_word_embeddings": "yes"},
+    {"rms_norm_eps": "small"},
+    {"hidden_act": "gelu", "hidden_activation": "silu"},
+    {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
+    {"rope_scaling": {"rope_type": "linear"}},
+    {"rope_scaling": {"rope_type": "unheard-of"}},
+    {"rope_scaling": []},
+]
+ALSO_WRONG: dict[str, list[dict[str, Any]]] = {
+    "qwen3": [
+        {"layer_types": [FULL]},
+        {"layer_types": [SLIDING] * 7},
+        {"layer_types": ["chunked_attention"] * 7},
+        {"layer_types": [FULL] * 7, "rope_parameters": {FULL: {"rope_type": "default", "rope_theta": 7.0}}},
+    ],
+    "gemma3_text": [
+        {"sliding_window": None},
+        {"attn_logit_softcapping": 30.0},
+        {"final_logit_softcapping": 30.0},
+        {"use_bidirectional_attention": True},
+        {"sliding_window_pattern": 0},
+    ],
+}
+
+
+@pytest.mark.parametrize("family", sorted(SETTINGS))
+def test_what_cannot_be_computed_is_refused(tmp_path: Path, family: str) -> None:
+    for values in WRONG + ALSO_WRONG.get(family, []):
+        # Only without a size of its own does a head take its share of the hidden channels.
+        folder = written(tmp_path, {"model_type": family, "head_dim": None} | SMALL | values)
+        with pytest.raises(ModelError):
+            read_decoder_config(folder)
+
+
+START = """
+import sys
+import pdserve.engine.assembly
+import pdserve.engine.process
+from pathlib import Path
+from pdserve.models.checkpoint.decoder_config import read_decoder_config
+read_decoder_config(Path(sys.argv[1]))
+print(sorted({"transformers", "torch._dynamo", "sympy"} & sys.modules.keys()))
+"""
+
+
+def test_an_engine_starts_without_transformers(tmp_path: Path) -> None:
+    folder = written(tmp_path, {"model_type": "llama"})
+    command = [sys.executable, "-c", START, str(folder)]
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip() == "[]"
