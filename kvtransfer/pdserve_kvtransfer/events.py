@@ -170,9 +170,14 @@ class FetchLanded:
     """The time from the first token to the last block."""
     tail_bytes: int = 0
     """The bytes that landed in that time."""
-    num_blocks: int = 0
+    landed: int = 0
     """How many blocks from the first on landed: all that a ``FetchOrder`` wants. For a ``CachedFetchOrder`` it is the
     number that the other engine had of them, which may be 0."""
+
+    @property
+    def quarantined(self) -> tuple[int, ...]:
+        """No block may still be written to."""
+        return ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,6 +199,11 @@ class FetchCancelled:
 
     transfer_id: TransferId
     quarantined: tuple[int, ...]
+
+    @property
+    def landed(self) -> int:
+        """No block may be used."""
+        return 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,16 +285,10 @@ class TransferThreadDied:
     message: str
 
 
+FetchEnd: TypeAlias = FetchLanded | FetchFailed | FetchCancelled
+"""What ends a fetch. Each says which blocks have landed, and which are quarantined."""
 FetchEvent: TypeAlias = (
-    PrefillNodeMet
-    | FirstTokenArrived
-    | LoadHeard
-    | BlocksComing
-    | BlocksLanded
-    | FetchLanded
-    | FetchFailed
-    | FetchCancelled
-    | BlocksReleased
+    PrefillNodeMet | FirstTokenArrived | LoadHeard | BlocksComing | BlocksLanded | FetchEnd | BlocksReleased
 )
 PushEvent: TypeAlias = PushWanted | CachedWanted | PushCancelled | BlocksSent | PushEnded | BlocksOffered
 TransferEvent: TypeAlias = FetchEvent | PushEvent | TransferThreadDied
@@ -340,11 +344,11 @@ class EventQueue:
     def _as_seen(self, event: TransferEvent) -> TransferEvent | None:
         if isinstance(event, FirstTokenArrived):
             return None if event.transfer_id in self._cancelled else event
-        if not isinstance(event, FetchLanded | FetchFailed | FetchCancelled):
+        if not isinstance(event, FetchEnd):
             return event
         transfer_id = event.transfer_id
         self._open.discard(transfer_id)
         if transfer_id not in self._cancelled:
             return event
         self._cancelled.discard(transfer_id)
-        return FetchCancelled(transfer_id, () if isinstance(event, FetchLanded) else event.quarantined)
+        return FetchCancelled(transfer_id, event.quarantined)

@@ -218,7 +218,7 @@ class Wire:
                     self.moved += 1
             if len(transfer.landed) == transfer.all_sent:
                 del self._transfers[transfer_id]
-                self.decode.pending.append(FetchLanded(transfer_id, 0.1, 1, num_blocks=transfer.all_sent))
+                self.decode.pending.append(FetchLanded(transfer_id, 0.1, 1, landed=transfer.all_sent))
                 self.prefill.pending.append(PushEnded(transfer_id, PushOutcome.DONE))
 
     def _still_written(self, transfer: Transfer) -> tuple[int, ...]:

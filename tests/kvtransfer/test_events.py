@@ -9,6 +9,7 @@ from pdserve_kvtransfer.events import (
     EventQueue,
     FailureKind,
     FetchCancelled,
+    FetchEnd,
     FetchFailed,
     FetchLanded,
     FirstTokenArrived,
@@ -45,7 +46,7 @@ def test_events_come_in_order_and_once(event_queue: EventQueue) -> None:
 )
 @pytest.mark.parametrize("before", [True, False])
 def test_a_cancel_rules_whatever_is_on_its_way(
-    event_queue: EventQueue, end: FetchLanded | FetchFailed | FetchCancelled, quarantined: tuple[int, ...], before: bool
+    event_queue: EventQueue, end: FetchEnd, quarantined: tuple[int, ...], before: bool
 ) -> None:
     if before:
         assert event_queue.cancel(ONE)

@@ -31,6 +31,7 @@ from pdserve_kvtransfer.events import (
     CachedFetchOrder,
     FailureKind,
     FetchCancelled,
+    FetchEnd,
     FetchFailed,
     FetchLanded,
     FetchOrder,
@@ -233,7 +234,7 @@ class Story:
     def counted(self) -> set[tuple[int, int]]:
         return self.landed & self.announced if self.checked else self.landed
 
-    def _check_end(self, end: FetchLanded | FetchFailed | FetchCancelled) -> None:
+    def _check_end(self, end: FetchEnd) -> None:
         everything = {(rank, index) for rank in range(self.ranks) for index in range(FIRST, END)}
         if isinstance(end, FetchLanded):
             assert self.counted == everything and self.good
@@ -460,7 +461,7 @@ def test_a_link_that_closes_after_the_last_block_takes_nothing_back() -> None:
     fetch.on_held(Held(TRANSFER, 1), 0.5)
     land(fetch, 0)
     (end,) = fetch.closed(FailureKind.PEER_LOST, "gone")
-    assert isinstance(end, FetchLanded) and end.num_blocks == 1
+    assert isinstance(end, FetchLanded) and end.landed == 1
 
 
 @given(st.sampled_from([1, 2]), st.booleans(), st.integers(0, 4), st.data())
@@ -483,7 +484,7 @@ def test_cached_blocks_land_in_every_order_of_news(ranks: int, checked: bool, co
     assert done == Done(TRANSFER)
     assert forget == ([] if count == len(HASHES) else [Forget(LINK, TAG)])
     assert isinstance(landed, FetchLanded)
-    assert (landed.num_blocks, landed.bytes) == (count, count * SIZE)
+    assert (landed.landed, landed.bytes) == (count, count * SIZE)
 
 
 def test_a_holder_that_has_more_than_it_was_asked_for() -> None:

@@ -126,7 +126,7 @@ class FetchPeer:
     @property
     def serving(self) -> bool:
         """Whether the handshake is complete and fetches from this peer are under way."""
-        return self.welcomed and bool(self._sessions)
+        return self.welcomed and not self.idle
 
     @property
     def idle(self) -> bool:

@@ -39,6 +39,7 @@ from pdserve_kvtransfer.events import (
     CachedFetchOrder,
     FailureKind,
     FetchCancelled,
+    FetchEnd,
     FetchEvent,
     FetchFailed,
     FetchLanded,
@@ -102,7 +103,7 @@ class FetchSession:
         self._cached = isinstance(order, CachedFetchOrder)
         self._landings = Aggregator(0, 0, (), checked=checked)
         self._waiting_for: set[int] = set()
-        self._end: FetchLanded | FetchFailed | FetchCancelled | None = None
+        self._end: FetchEnd | None = None
         self._in_flight: dict[int, set[int]] = {}
         self._block_ids = list(order.block_ids)
         self._coming = self._leading = 0
@@ -266,7 +267,7 @@ class FetchSession:
             bytes=self._num_blocks * self._block_bytes,
             tail_s=now - self.all_sent,
             tail_bytes=self._tail_bytes,
-            num_blocks=self._num_blocks,
+            landed=self._num_blocks,
         )
         if self._num_blocks < self.order.num_blocks:
             # The ranks would still let the other blocks land, so the engine gets those back once the ranks do not.
@@ -340,7 +341,7 @@ class FetchSession:
     def _fail(self, kind: FailureKind, reason: str, *, tell: bool) -> list[FetchEffect]:
         return self._begin_end(FetchFailed(self.order.transfer_id, reason, 0, (), kind), tell=tell)
 
-    def _begin_end(self, end: FetchLanded | FetchFailed | FetchCancelled, *, tell: bool) -> list[FetchEffect]:
+    def _begin_end(self, end: FetchEnd, *, tell: bool) -> list[FetchEffect]:
         if self.over:
             return []
         known, self._end = self.state, end
@@ -356,7 +357,7 @@ class FetchSession:
         match self._end:
             case FetchLanded() if not quarantined:
                 return [self._end]
-            case FetchLanded(transfer_id, num_blocks=count):
+            case FetchLanded(transfer_id, landed=count):
                 reason = f"a holder of {count} blocks sends others, too"
                 return [FetchFailed(transfer_id, reason, count, quarantined, FailureKind.CORRUPT)]
             case FetchFailed(transfer_id, reason, kind=kind):

@@ -11,7 +11,7 @@ from pdserve.engine.kv_cache.prefix_cache import Match
 from pdserve.engine.kv_connector.transfers import Fetches
 from pdserve.engine.scheduling.scheduler import Scheduler
 from pdserve.wire.ids import TransferId, new_id
-from pdserve_kvtransfer.events import BlocksOffered, CachedFetchOrder, FetchCancelled, FetchFailed, FetchLanded
+from pdserve_kvtransfer.events import BlocksOffered, CachedFetchOrder, FetchEnd, FetchFailed
 
 log = logging.getLogger(__name__)
 
@@ -174,25 +174,21 @@ class ReturningConnector:
             )
         )
 
-    def on_event(self, event: FetchLanded | FetchFailed | FetchCancelled) -> None:
+    def on_event(self, event: FetchEnd) -> None:
         """Lets the blocks of a fetch rest in the prefix cache that ended with this event, as many as have landed."""
         fetch = self._fetches.pop(event.transfer_id)
         self._cancelled.discard(event.transfer_id)
-        landed = 0
-        if isinstance(event, FetchLanded):
-            landed = event.num_blocks
-        else:
-            self._blocks.quarantine(event.quarantined)
-            if isinstance(event, FetchFailed):
-                landed = event.landed
-                log.debug("transfer=%s failed (%s): %s", event.transfer_id, event.kind.value, event.reason)
+        self._blocks.quarantine(event.quarantined)
+        if isinstance(event, FetchFailed):
+            log.debug("transfer=%s failed (%s): %s", event.transfer_id, event.kind.value, event.reason)
         first = len(fetch.table) - len(fetch.hashes)
-        for block, block_hash in zip(fetch.table[first : first + landed], fetch.hashes, strict=False):
+        end = first + event.landed
+        for block, block_hash in zip(fetch.table[first:end], fetch.hashes, strict=False):
             self._blocks.remember(block, block_hash)
-        self._blocks_returned += landed
+        self._blocks_returned += event.landed
         self._blocks.free(fetch.table)
-        if landed == len(fetch.hashes) and not fetch.whole:
-            self._wait(fetch.offer, first + landed)
+        if end == len(fetch.table) and not fetch.whole:
+            self._wait(fetch.offer, end)
 
     def _match(self, offer: BlocksOffered) -> list[int]:
         return list(self._blocks.match(offer.hashes, len(offer.hashes), Match()))

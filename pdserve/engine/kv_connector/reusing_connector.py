@@ -12,7 +12,7 @@ from pdserve.engine.scheduling.batch_plan import BatchPlan
 from pdserve.engine.scheduling.scheduler import Scheduler
 from pdserve.wire.ids import TransferId, new_id
 from pdserve.wire.transfer import MAX_HASHES
-from pdserve_kvtransfer.events import CachedFetchOrder, FetchCancelled, FetchFailed, FetchLanded
+from pdserve_kvtransfer.events import CachedFetchOrder, FetchEnd, FetchFailed
 
 log = logging.getLogger(__name__)
 
@@ -78,24 +78,19 @@ class ReusingConnector:
                 )
             )
 
-    def on_event(self, scheduler: Scheduler, event: FetchLanded | FetchFailed | FetchCancelled) -> None:
+    def on_event(self, scheduler: Scheduler, event: FetchEnd) -> None:
         """Acts on the end of a fetch that this part ``owns``."""
         transfer = event.transfer_id
-        quarantined = () if isinstance(event, FetchLanded) else event.quarantined
-        self._blocks.quarantine(quarantined)
+        self._blocks.quarantine(event.quarantined)
         request = self._fetches.pop(transfer, None)
         if request is None:
             self._blocks.free(self._cancelled_blocks.pop(transfer))
             return
         request.transfer = None
-        landed = 0
-        if isinstance(event, FetchLanded):
-            landed = event.num_blocks
-        elif isinstance(event, FetchFailed):
-            landed = event.landed
+        if isinstance(event, FetchFailed):
             log.info("%s transfer=%s failed (%s): %s", request, transfer, event.kind.value, event.reason)
-        computed = request.num_computed_tokens + landed * self._blocks.block_size
-        if not self._blocks.replace(request.block_table, quarantined):
+        computed = request.num_computed_tokens + event.landed * self._blocks.block_size
+        if not self._blocks.replace(request.block_table, event.quarantined):
             self._blocks.free(request.block_table)
             computed = request.num_computed_tokens = 0
         scheduler.reused(request, computed)

@@ -20,6 +20,7 @@ from pdserve_kvtransfer.events import (
     BlocksSent,
     CachedWanted,
     FetchCancelled,
+    FetchEnd,
     FetchFailed,
     FetchLanded,
     PushCancelled,
@@ -87,9 +88,7 @@ class TransferConnector:
             case _:
                 self._fetching.on_event(scheduler, event, now)
 
-    def _on_fetch_end(
-        self, scheduler: Scheduler, event: FetchLanded | FetchFailed | FetchCancelled, now: float
-    ) -> None:
+    def _on_fetch_end(self, scheduler: Scheduler, event: FetchEnd, now: float) -> None:
         if self._reusing.owns(event.transfer_id):
             self._reusing.on_event(scheduler, event)
         elif self._returning is not None and self._returning.owns(event.transfer_id):

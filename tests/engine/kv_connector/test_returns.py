@@ -174,7 +174,7 @@ class Returning(Bench):
 
     def land(self, order: CachedFetchOrder, count: int | None = None) -> None:
         landed = len(order.hashes) if count is None else count
-        self.report(FetchLanded(order.transfer_id, 0.1, 1, num_blocks=landed))
+        self.report(FetchLanded(order.transfer_id, 0.1, 1, landed=landed))
 
     def has(self, names: tuple[bytes, ...]) -> int:
         """Returns how many of these blocks can be found."""

@@ -70,7 +70,7 @@ class Resumes(Bench):
         return self.thread.asked[-1]
 
     def landed(self, count: int) -> None:
-        self.report(FetchLanded(self.last_order.transfer_id, 0.1, 100, num_blocks=count))
+        self.report(FetchLanded(self.last_order.transfer_id, 0.1, 100, landed=count))
 
 
 def test_a_holder_is_asked_for_every_full_block_of_prompt_and_answer() -> None:
@@ -240,7 +240,7 @@ def test_a_request_that_only_fetches_ends_without_a_token() -> None:
         bench.step()
         orders, answered = bench.thread.asked[answered:], len(bench.thread.asked)
         for order in orders:
-            bench.report(FetchLanded(order.transfer_id, 0.1, 100, num_blocks=min(2, len(order.hashes))))
+            bench.report(FetchLanded(order.transfer_id, 0.1, 100, landed=min(2, len(order.hashes))))
         step = bench.collector.take()
         ended += step.outputs if step else []
         if not list(bench.scheduler.live()):

@@ -87,7 +87,7 @@ class Node:
                 self.wanted.append(transfer)
                 if self.answers:
                     self.answer(transfer, min(self.held, len(hashes)))
-            case FetchLanded(transfer, num_blocks=count):
+            case FetchLanded(transfer, landed=count):
                 self.landed[transfer] = count
             case FetchCancelled(transfer, quarantined):
                 assert not quarantined, "no block of the cache is written by others"

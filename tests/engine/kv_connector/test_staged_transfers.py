@@ -114,7 +114,7 @@ def test_a_short_prompt_has_its_staging_blocks_at_once_and_is_copied_before_the_
     first = FirstTokenArrived(order.transfer_id, (SampledToken(5),), 0)
     assert desk.heard(first, BlocksComing(order.transfer_id, 3)) == [first]
     assert desk.thread.accepted == []
-    landed = FetchLanded(order.transfer_id, 0.1, 100, num_blocks=len(order.block_ids))
+    landed = FetchLanded(order.transfer_id, 0.1, 100, landed=len(order.block_ids))
     assert desk.heard(BlocksLanded(order.transfer_id, 2)) == []
     assert desk.heard(landed) == []
     assert desk.copier.uploads == [((0, 1), (30, 31)), ((2,), (32,))]
@@ -139,7 +139,7 @@ def test_a_fetch_of_any_length_passes_through_few_staging_blocks() -> None:
         desk.copier.finish()
         desk.heard()
     assert [into for _, into in desk.copier.uploads] == [(block,) for block in blocks]
-    ended = FetchLanded(order.transfer_id, 0.1, 100, num_blocks=len(order.block_ids))
+    ended = FetchLanded(order.transfer_id, 0.1, 100, landed=len(order.block_ids))
     assert desk.heard(ended) == [ended]
     assert desk.staging.num_free == 2
 
@@ -157,7 +157,7 @@ def test_staging_blocks_are_held_by_what_can_move_and_by_no_prefill_node_that_do
         desk.heard(BlocksLanded(other.transfer_id, landed))
         desk.copier.finish()
         desk.heard()
-    ended = FetchLanded(other.transfer_id, 0.1, 1, num_blocks=len(other.block_ids))
+    ended = FetchLanded(other.transfer_id, 0.1, 1, landed=len(other.block_ids))
     assert desk.heard(ended) == [ended]
     assert desk.staging.num_free == 6
 
@@ -224,7 +224,7 @@ def test_cancel_in_every_stage(stage: str) -> None:
     if stage in ("copying", "landed"):
         desk.heard(BlocksLanded(transfer, 1))
     if stage == "landed":
-        for landed in (BlocksLanded(transfer, 2), FetchLanded(transfer, 0.1, 1, num_blocks=3)):
+        for landed in (BlocksLanded(transfer, 2), FetchLanded(transfer, 0.1, 1, landed=3)):
             desk.copier.finish()
             desk.heard()
             desk.heard(landed)
@@ -260,7 +260,7 @@ def test_cached_blocks_are_copied_as_far_as_the_holder_has_them() -> None:
     (inner,) = desk.thread.asked
     assert (inner.hashes, inner.block_ids, inner.paced_blocks) == (order.hashes, (0, 1, 2), 3)
     desk.heard(BlocksComing(transfer, 2), BlocksLanded(transfer, 1))
-    landed = FetchLanded(transfer, 0.1, 100, num_blocks=2)
+    landed = FetchLanded(transfer, 0.1, 100, landed=2)
     assert desk.heard(landed) == []
     assert desk.copier.uploads == [((0,), (30,)), ((1,), (31,))], "nothing is copied over the block that did not land"
     desk.copier.finish()

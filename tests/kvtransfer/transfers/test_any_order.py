@@ -605,10 +605,10 @@ class World:
             case FetchLanded(transfer):
                 asked = self.asked[transfer]
                 cached = isinstance(asked.order, CachedFetchOrder)
-                assert event.num_blocks == A_PROMPT or (cached and event.num_blocks < A_PROMPT)
+                assert event.landed == A_PROMPT or (cached and event.landed < A_PROMPT)
                 if cached:
-                    self.held.add(event.num_blocks)
-                landed = asked.order.block_ids[: event.num_blocks]
+                    self.held.add(event.landed)
+                landed = asked.order.block_ids[: event.landed]
                 assert all(node.holds(block, asked.content + at) for at, block in enumerate(landed)), (
                     "it landed, and is not what was pushed"
                 )

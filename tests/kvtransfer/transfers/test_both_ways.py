@@ -91,7 +91,7 @@ class TwoWay:
                 self.engine.thread.held(transfer, count)
             case BlocksOffered():
                 self.offered.append(event)
-            case FetchLanded(transfer, num_blocks=count):
+            case FetchLanded(transfer, landed=count):
                 self.landed.append(transfer)
                 self.brought[transfer] = count
             case FetchFailed():

@@ -91,7 +91,7 @@ def test_what_the_holder_has_arrives(count: int, mapped_or_not: bool) -> None:
             transfer = ordered(rig)
             give(rig, transfer, count)
             landed = rig.decode.next(FetchLanded)
-            assert (landed.transfer_id, landed.num_blocks, landed.bytes) == (transfer, count, count * BLOCK_BYTES)
+            assert (landed.transfer_id, landed.landed, landed.bytes) == (transfer, count, count * BLOCK_BYTES)
             assert rig.prefill.next(PushEnded) == PushEnded(transfer, PushOutcome.DONE)
             at = count * BLOCK_BYTES
             assert rig.decode.read(*PLACES) == sent[:at] + before[at:], "blocks that the holder lacks are untouched"
@@ -104,7 +104,7 @@ def test_cached_blocks_without_checksums() -> None:
     with pair(config=TransferConfig(heartbeat_ms=50, lease_ms=600, checksums=Switch.OFF)) as rig:
         sent = rig.prefill.fill(*SOURCES)
         give(rig, ordered(rig), 2)
-        assert rig.decode.next(FetchLanded).num_blocks == 2
+        assert rig.decode.next(FetchLanded).landed == 2
         assert rig.decode.read(*PLACES[:2]) == sent[: 2 * BLOCK_BYTES]
 
 
@@ -118,7 +118,7 @@ def test_cached_blocks_and_prompts_pass_between_the_same_engines() -> None:
         rig.prefill.thread.first_token(prompt, (SampledToken(1),), 0)
         rig.decode.next(FirstTokenArrived)
         landed = rig.decode.next(FetchLanded)
-        assert (landed.transfer_id, landed.num_blocks) == (prompt, 3)
+        assert (landed.transfer_id, landed.landed) == (prompt, 3)
         give(rig, cached, 3)
         assert rig.decode.next(FetchLanded).transfer_id == cached
         assert rig.decode.read(*PLACES) == rig.decode.read(10, 11, 12) == sent
@@ -131,7 +131,7 @@ def test_a_part_of_the_blocks_lands_on_every_rank(sources: int, targets: int, kv
         for count in (2, 0, 3):
             transfer = ordered(both.rig)
             give(both.rig, transfer, count)
-            assert both.decode.engine.next(FetchLanded).num_blocks == count
+            assert both.decode.engine.next(FetchLanded).landed == count
             for place, content in zip(PLACES[:count], contents[:count], strict=True):
                 assert both.decode.holds(place, content)
             assert both.prefill.engine.next(PushEnded).outcome is PushOutcome.DONE
@@ -149,7 +149,7 @@ def test_paced_cached_blocks_land_as_there_is_room() -> None:
         assert {rig.decode.take(), rig.decode.take()} == {BlocksComing(transfer, 2), BlocksLanded(transfer, 1)}
         rig.decode.thread.accept_blocks(transfer, (1,))
         landed = rig.decode.next(FetchLanded)
-        assert (landed.num_blocks, rig.decode.read(7, 1)) == (2, sent[: 2 * BLOCK_BYTES])
+        assert (landed.landed, rig.decode.read(7, 1)) == (2, sent[: 2 * BLOCK_BYTES])
         assert rig.prefill.next(PushEnded).outcome is PushOutcome.DONE
 
 
@@ -159,7 +159,7 @@ def test_paced_blocks_that_the_holder_lacks_leave_their_places(mapped_or_not: bo
         rig.decode.thread.fetch(paced)
         rig.prefill.next(CachedWanted)
         give(rig, paced.transfer_id, 0)
-        assert rig.decode.next(FetchLanded).num_blocks == 0
+        assert rig.decode.next(FetchLanded).landed == 0
         assert rig.prefill.next(PushEnded).outcome is PushOutcome.DONE
 
 
@@ -178,7 +178,7 @@ def test_a_cancel_midway_leaves_nothing_held() -> None:
         rig.prefill.thread.push(transfer, 1, SOURCES[1:])
         rig.prefill.thread.held(transfer, 3)
         give(rig, ordered(rig), 3)
-        assert rig.decode.next(FetchLanded).num_blocks == 3
+        assert rig.decode.next(FetchLanded).landed == 3
 
 
 def test_a_cancel_waits_for_what_is_still_written() -> None:
@@ -254,7 +254,7 @@ def test_a_holder_that_lies_ends_that_fetch_alone() -> None:
         assert holder.next(Cancel).transfer_id == other.transfer_id
         asker.thread.fetch(order(rig, target=holder.target))
         holder.send(Held(holder.next(CachedRequest).transfer_id, 0))
-        assert asker.next(FetchLanded).num_blocks == 0
+        assert asker.next(FetchLanded).landed == 0
         holder.next(Done)
 
 
@@ -334,7 +334,7 @@ def test_an_offer_meets_the_other_engine_and_says_where_the_blocks_are() -> None
         assert rig.decode.next(CachedWanted).hashes == HASHES
         rig.decode.thread.push(transfer, 0, SOURCES)
         rig.decode.thread.held(transfer, 3)
-        assert rig.prefill.next(FetchLanded).num_blocks == 3
+        assert rig.prefill.next(FetchLanded).landed == 3
         assert rig.prefill.read(*PLACES) == content
         assert rig.decode.next(PushEnded).outcome is PushOutcome.DONE
 
@@ -415,7 +415,7 @@ def test_offers_that_nobody_can_get_harm_nothing() -> None:
             rig.decode.thread.offer(target, HASHES)
         rig.decode.thread.offer(PrefillTarget("itself", rig.decode.address, rig.decode.boot_id), HASHES)
         give(rig, ordered(rig), 3)
-        assert rig.decode.next(FetchLanded).num_blocks == 3
+        assert rig.decode.next(FetchLanded).landed == 3
         assert not rig.decode.thread.stats().failures
 
 

@@ -21,6 +21,7 @@ from pdserve_kvtransfer.events import (
     CachedFetchOrder,
     CachedWanted,
     FetchCancelled,
+    FetchEnd,
     FetchFailed,
     FetchLanded,
     FirstTokenArrived,
@@ -125,7 +126,7 @@ class Client:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.numbers: dict[TransferId, int] = {}
-        self.ends: dict[TransferId, FetchLanded | FetchFailed | FetchCancelled] = {}
+        self.ends: dict[TransferId, FetchEnd] = {}
         self.quarantined: set[int] = set()
         self.attempts: Counter[int] = Counter()
         self.lost: list[int] = []
@@ -163,8 +164,8 @@ class Client:
                     assert end.transfer_id not in self.ends, "a transfer ends once"
                     self.ends[end.transfer_id] = end
                     if isinstance(end, FetchLanded):
-                        assert end.num_blocks == held_blocks(self.numbers[end.transfer_id])
-                    self.quarantined.update(() if isinstance(end, FetchLanded) else end.quarantined)
+                        assert end.landed == held_blocks(self.numbers[end.transfer_id])
+                    self.quarantined.update(end.quarantined)
                     if isinstance(end, FetchFailed):
                         self.lost.append(self.numbers[end.transfer_id])
                 case BlocksReleased(block_ids):

@@ -103,9 +103,9 @@ class StagedFetches:
                 self._request_staging(self._fetches[transfer], count)
             case BlocksLanded(transfer, count):
                 self._upload_landed(self._fetches[transfer], count)
-            case FetchLanded(transfer, num_blocks=num_blocks):
+            case FetchLanded(transfer, landed=landed):
                 fetch = self._fetches[transfer]
-                self._upload_landed(fetch, num_blocks)
+                self._upload_landed(fetch, landed)
                 self._end(fetch, event, ())
             case FetchFailed(transfer, _, landed, quarantined, kind):
                 fetch = self._fetches[transfer]
