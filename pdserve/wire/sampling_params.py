@@ -6,6 +6,8 @@ from typing import Annotated
 
 import msgspec
 
+from pdserve.wire.grammar import Grammar
+
 
 class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
     """The sampling parameters of a request. The API validates them, and the engine trusts them.
@@ -42,6 +44,11 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     """Sequences of tokens that the answer must not contain: the last one cannot be chosen after the others."""
     logprobs: Annotated[int, msgspec.Meta(ge=0)] | None = None
     """The number of likeliest tokens to report beside each chosen one; None reports no log probabilities."""
+    grammar: Grammar | None = None
+    """The texts that the answer may be; None is any text.
+
+    This field has no ``since``: a peer that does not know it must refuse the request by the field's name. Otherwise it
+    could sample a token that the grammar forbids."""
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):

@@ -12,6 +12,7 @@ from pdserve.http.tls import Certificate
 from pdserve.wire import command, discovery, engine, proxy_workers, rank, rank_transfer, transfer
 from pdserve.wire import transfer as link_address
 from pdserve.wire.frame import MAX_FRAME_BYTES
+from pdserve.wire.grammar import MAX_GRAMMAR_BYTES, Grammar, GrammarKind
 from pdserve.wire.ids import TransferId
 from pdserve.wire.sampling_params import SampledToken, SamplingParams, TokenLogprobs
 from pdserve.wire.ticket import AnswerIdentity, PrefillTarget, Resume, Ticket
@@ -20,6 +21,7 @@ from pdserve_kvtransfer.pieces import MAX_RANKS
 BOOT = bytes(range(16))
 OTHER = bytes(range(16, 32))
 SAMPLING = SamplingParams(max_tokens=8, seed=7, temperature=0.5, stop_token_ids=(1, 2))
+CONSTRAINED = SamplingParams(max_tokens=8, seed=7, grammar=Grammar(GrammarKind.JSON_SCHEMA, '{"type":"object"}'))
 TARGET = PrefillTarget(name="prefill-0", control="tcp://127.0.0.1:5000", boot_id=OTHER)
 HASHES = (bytes(32), bytes(range(32)))
 TRANSFER_ID = TransferId(OTHER, 3, BOOT)
@@ -95,6 +97,7 @@ CHANNELS: list[tuple[Any, list[msgspec.Struct]]] = [
                 cache_salt="salt",
                 request_id="chat-1",
             ),
+            engine.Submit(local_id=4, uuid=OTHER, token_ids=[1], sampling=CONSTRAINED, deadline_s=9.0),
             engine.Abort([1, 2]),
             engine.Renew(b"the new\nthe old"),
             engine.Shutdown(),
@@ -395,3 +398,10 @@ def test_sampling_out_of_range_is_refused(name: str, value: float) -> None:
     plain = msgpack.unpackb(msgspec.msgpack.encode(SAMPLING))
     with pytest.raises(msgspec.ValidationError, match=name):
         msgspec.msgpack.decode(msgpack.packb({**plain, name: value}), type=SamplingParams)
+
+
+def test_a_grammar_comes_back_and_one_that_is_too_long_is_refused() -> None:
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(CONSTRAINED), type=SamplingParams) == CONSTRAINED
+    plain = {"max_tokens": 1, "seed": 1, "grammar": {"kind": "regex", "text": "a" * (MAX_GRAMMAR_BYTES + 1)}}
+    with pytest.raises(msgspec.ValidationError, match="length"):
+        msgspec.msgpack.decode(msgpack.packb(plain), type=SamplingParams)

@@ -11,6 +11,7 @@ import pytest
 from pdserve.errors import UnreadableMessage
 from pdserve.wire import discovery, transfer
 from pdserve.wire.frame import Opener, Purpose, Sealer
+from pdserve.wire.grammar import Grammar, GrammarKind
 from pdserve.wire.sampling_params import SamplingParams
 from pdserve.wire.ticket import Ticket
 from pdserve.wire.version import OLDEST_PROTOCOL, PROTOCOL_VERSION, RELEASED_0_1, Spoken, for_protocol, since
@@ -106,6 +107,14 @@ def test_what_the_next_version_states_besides_is_ignored() -> None:
 
 class NextSampling(SamplingParams, frozen=True, kw_only=True, omit_defaults=True):
     temperature_decay: float = 0.0
+
+
+def test_the_last_release_refuses_a_grammar_by_name() -> None:
+    """It would sample a first token that the grammar forbids."""
+    asked = SamplingParams(max_tokens=1, seed=1, grammar=Grammar(GrammarKind.REGEX, "[ab]"))
+    assert for_protocol(asked, RELEASED_0_1) == asked
+    with pytest.raises(msgspec.ValidationError, match="unknown field `grammar`"):
+        msgspec.msgpack.decode(msgspec.msgpack.encode(asked), type=released.SamplingParams)
 
 
 class NextTicket(Ticket, frozen=True, kw_only=True, omit_defaults=True):
