@@ -187,7 +187,7 @@ class ReturningConnector:
             self._blocks.remember(block, block_hash)
         self._blocks_returned += event.landed
         self._blocks.free(fetch.table)
-        if end == len(fetch.table) and not fetch.whole:
+        if event.landed == len(fetch.hashes) and not fetch.whole:
             self._wait(fetch.offer, end)
 
     def _match(self, offer: BlocksOffered) -> list[int]:
