@@ -1,5 +1,5 @@
-"""The supervisor behind ``pdserve up``: plans the processes of a cluster on this machine, brings them up, watches them,
-and stops them in order.
+"""The supervisor behind ``pdserve up``: plans the processes of a cluster on this machine, brings them up, starts again
+those that die, and stops all in order.
 
 The plan says which nodes there are, on which cores and with which command lines. It starts nothing.
 """
@@ -13,12 +13,14 @@ import re
 import ssl
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from urllib.parse import urlsplit
 
 import aiohttp
 
 from pdserve.cli.console import Console
-from pdserve.config import ClusterConfig, LogConfig, LogLevel, NodeConfig, UpConfig
-from pdserve.process import ChildDied, ServerProcess, partition_cores, pdserve_command
+from pdserve.cli.kept_server import KeptServer
+from pdserve.config import ClusterConfig, HttpConfig, LogConfig, LogLevel, NodeConfig, UpConfig
+from pdserve.process import ChildDied, Listening, ServerProcess, partition_cores, pdserve_command
 from pdserve.settings import to_environ
 from pdserve.wire.discovery import Role
 
@@ -45,9 +47,18 @@ def plan_nodes(cluster: ClusterConfig, cores: Sequence[int]) -> list[NodePlan]:
     ]
 
 
-def proxy_command(config: UpConfig) -> Sequence[str]:
-    port = str(config.http.port)
-    return pdserve_command("proxy", "--host", config.http.host, "--port", port, "--control-port", "0")
+def proxy_command(http: HttpConfig, before: Listening | None = None) -> Sequence[str]:
+    """Returns the command that starts the proxy, at the addresses that it had ``before`` if it is started again."""
+    port, control_port = http.port, 0
+    if before is not None:
+        port, control_port = _port(before.url), _port(before.control)
+    return pdserve_command("proxy", "--host", http.host, "--port", str(port), "--control-port", str(control_port))
+
+
+def _port(address: str) -> int:
+    port = urlsplit(address).port
+    assert port is not None, address
+    return port
 
 
 def node_command(node: NodePlan, control: str) -> Sequence[str]:
@@ -86,69 +97,76 @@ _PROXY_GRACE_S = 3.0
 class LocalCluster:
     """One proxy and its nodes. The caller has to await ``stop`` in the end, whatever happened before."""
 
-    def __init__(self, console: Console, tls: ssl.SSLContext | None = None) -> None:
-        """``tls`` is for requests to the proxy, if it serves HTTPS."""
+    def __init__(self, console: Console, http: HttpConfig, tls: ssl.SSLContext | None = None) -> None:
+        """``http`` says where the proxy listens. ``tls`` is for requests to the proxy, if it serves HTTPS."""
         self._console = console
-        self._proxy: ServerProcess | None = None
-        self._nodes: dict[str, tuple[NodePlan, ServerProcess]] = {}
+        self._http = http
         self._tls = tls
-        self.url = ""
+        self._proxy: KeptServer | None = None
+        self._nodes: dict[str, tuple[NodePlan, KeptServer]] = {}
+        self._found = Listening("", "")
 
-    async def start(self, proxy: Sequence[str], nodes: Sequence[NodePlan], environ: Mapping[str, str]) -> None:
+    @property
+    def url(self) -> str:
+        """The proxy's URL, once the cluster is ready."""
+        return self._found.url
+
+    async def start(self, nodes: Sequence[NodePlan], environ: Mapping[str, str]) -> None:
         """Returns when the proxy has every node and is ready. Raises ChildDied if a process ends meanwhile.
 
         This method has no time limit of its own: the caller sets one.
         """
         self._console.say("starting proxy")
-        self._proxy = ServerProcess("proxy", proxy, environ, self._console.relay)
-        found = await self._proxy.listening()
-        self.url = found.url
+        self._proxy = KeptServer("proxy", environ, self._console, proxy_command(self._http))
+        self._found = await self._proxy.process.listening()
         for node in nodes:
             self._console.say(f"starting {node.name} on cores {', '.join(map(str, node.cores))}")
-            child = ServerProcess(node.name, node_command(node, found.control), environ, self._console.relay)
-            self._nodes[node.name] = (node, child)
+            command = node_command(node, self._found.control)
+            self._nodes[node.name] = (node, KeptServer(node.name, environ, self._console, command))
         await self._until_ready()
         self._console.say(f"all {len(nodes)} nodes are ready")
 
     async def watch(self) -> str:
-        """Reports nodes that end, and returns why the cluster cannot serve any more."""
-        proxy = self._running_proxy()
-        waits = {asyncio.create_task(child.wait()): child for child in self._children()}
+        """Starts again what dies, and returns why the cluster cannot serve any more."""
+        assert self._proxy is not None, "the cluster was never started"
+        proxy = asyncio.create_task(self._proxy.keep(proxy_command(self._http, self._found)))
+        nodes = {
+            asyncio.create_task(server.keep(node_command(node, self._found.control))): node.role
+            for node, server in self._nodes.values()
+        }
+        running = {proxy, *nodes}
         try:
             while True:
-                done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+                done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
                 for task in done:
-                    child = waits.pop(task)
-                    self._console.say(str(child.died()))
-                    if child is proxy:
-                        return "the proxy has ended"
-                if not any(child.alive for node, child in self._nodes.values() if node.role is not Role.PREFILL):
+                    task.result()
+                if proxy.done():
+                    return "the proxy has ended"
+                if all(role is Role.PREFILL or task.done() for task, role in nodes.items()):
                     return "no node is left that answers requests"
+        except ChildDied as error:
+            return str(error)
         finally:
-            for task in waits:
+            for task in running:
                 task.cancel()
+            await asyncio.gather(*running, return_exceptions=True)
 
     async def stop(self, grace_s: float) -> None:
         """Stops the nodes, which get ``grace_s`` to finish their requests, and then the proxy."""
-        nodes = [child for _, child in self._nodes.values()]
+        nodes = [server.process for _, server in self._nodes.values()]
         if any(child.alive for child in nodes):
             self._console.say("stopping")
         await asyncio.gather(*(child.stop(grace_s) for child in nodes))
         if self._proxy is not None:
-            await self._proxy.stop(_PROXY_GRACE_S)
+            await self._proxy.process.stop(_PROXY_GRACE_S)
 
     async def kill(self) -> None:
         """Ends everything now."""
         await asyncio.gather(*(child.end(0.0) for child in self._children()))
 
     def _children(self) -> list[ServerProcess]:
-        proxy = [self._proxy] if self._proxy is not None else []
-        return [*proxy, *(child for _, child in self._nodes.values())]
-
-    def _running_proxy(self) -> ServerProcess:
-        if self._proxy is None:
-            raise ChildDied("the proxy was never started")
-        return self._proxy
+        proxy = [self._proxy.process] if self._proxy is not None else []
+        return [*proxy, *(server.process for _, server in self._nodes.values())]
 
     async def _until_ready(self) -> None:
         reported = self._console.elapsed_s
@@ -170,7 +188,9 @@ class LocalCluster:
     def _waiting_for(self, missing: Sequence[str]) -> str:
         if not missing:
             return "waiting for the proxy to be ready"
-        return "waiting for " + "; ".join(f"{name} ({_stage(self._nodes[name][1].last_line)})" for name in missing)
+        return "waiting for " + "; ".join(
+            f"{name} ({_stage(self._nodes[name][1].process.last_line)})" for name in missing
+        )
 
     async def _pause(self) -> None:
         """Waits until it is worth looking again: for a moment, or until a process ends."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 
 from pdserve.cli.ask import AskFailed, ask
 from pdserve.cli.console import Console
-from pdserve.cli.local_cluster import LocalCluster, child_environ, plan_nodes, proxy_command
+from pdserve.cli.local_cluster import LocalCluster, child_environ, plan_nodes
 from pdserve.config import ProxyConfig, UpConfig
 from pdserve.http.tls import trusting_only
 from pdserve.models.checkpoint.demo import resolve_model, served_name
@@ -78,7 +78,7 @@ def _secret(config: UpConfig, environ: Mapping[str, str]) -> str:
 
 
 async def _serve(config: UpConfig, environ: Mapping[str, str], access: _Access, console: Console) -> int:
-    cluster = LocalCluster(console, access.tls)
+    cluster = LocalCluster(console, config.http, access.tls)
     with stop_signals(signal.SIGHUP, apart_s=_APART_S) as signals:
         work = asyncio.create_task(_work(cluster, config, environ, access, console))
         stop = asyncio.create_task(signals.drain.wait())
@@ -114,7 +114,7 @@ async def _work(
     nodes = plan_nodes(config.cluster, sorted(os.sched_getaffinity(0)))
     try:
         async with asyncio.timeout(config.cluster.startup_timeout_s):
-            await cluster.start(proxy_command(config), nodes, environ)
+            await cluster.start(nodes, environ)
         if config.cluster.ask:
             return await _ask(cluster.url, config, access, console)
     except TimeoutError:

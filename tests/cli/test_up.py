@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.eventually import eventually
 from tests.processes import Process, pdserve
 
 pytestmark = pytest.mark.integration
@@ -46,6 +47,10 @@ def url_of(up: Process) -> str:
     return line.removeprefix("OpenAI-compatible API: ").removesuffix("/v1")
 
 
+def until(up: Process, words: str) -> None:
+    up.wait_for(lambda line: words in line)
+
+
 def nodes(url: str) -> dict[str, str]:
     with urllib.request.urlopen(f"{url}/instances", timeout=10) as response:
         return {instance["name"]: instance["role"] for instance in json.load(response)}
@@ -65,16 +70,18 @@ def test_one_question_is_answered_over_prefill_and_decode_also_where_a_key_is_wa
     wait_until_gone(str(tmp_path))
 
 
-def test_it_serves_until_sigterm_and_outlives_a_node_that_is_not_needed(tiny_model: Path, tmp_path: Path) -> None:
+def test_it_starts_again_what_dies_and_serves_until_sigterm(tiny_model: Path, tmp_path: Path) -> None:
     flags = ("--model", str(tiny_model), "--prefill", "0", "--decode", "0", "--mixed", "2")
     with pdserve("up", *SMALL, *flags, XDG_STATE_HOME=str(tmp_path)) as up:
         url = url_of(up)
-        assert nodes(url) == {"mixed-0": "mixed", "mixed-1": "mixed"}
-        (first,) = [pid for pid in cluster_processes(str(tmp_path)) if command_has(pid, "mixed-0")]
-        os.kill(first, signal.SIGKILL)
-        up.wait_for(lambda line: "mixed-0 was killed by SIGKILL" in line)
-        with urllib.request.urlopen(f"{url}/live", timeout=10) as response:
-            assert response.status == 200
+        everyone = {"mixed-0": "mixed", "mixed-1": "mixed"}
+        assert nodes(url) == everyone
+        for name in ("mixed-0", "proxy"):
+            (process,) = [pid for pid in cluster_processes(str(tmp_path)) if command_has(pid, name)]
+            os.kill(process, signal.SIGKILL)
+            until(up, f"{name} was killed by SIGKILL")
+            until(up, f"{name} serves again")
+        eventually(lambda: nodes(url) == everyone, "both nodes are registered at the new proxy")
         up.terminate()
         assert up.wait(60) == 0, up.output
     wait_until_gone(str(tmp_path))

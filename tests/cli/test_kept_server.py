@@ -1,0 +1,63 @@
+"""Tests when a server that dies is started again."""
+
+from __future__ import annotations
+
+import io
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pdserve.cli.console import Console
+from pdserve.cli.kept_server import FIRST_PAUSE_S, MAX_RESTARTS, STEADY_S, KeptServer, Restarts
+from pdserve.process import ChildDied
+
+
+@given(st.lists(st.floats(0.0, 2 * STEADY_S), max_size=12))
+def test_only_steady_service_allows_more_starts(served: list[float]) -> None:
+    restarts = Restarts()
+    unsteady = 0
+    for served_s in served:
+        unsteady = 1 if served_s >= STEADY_S else unsteady + 1
+        pause_s = restarts.pause_s(served_s)
+        if unsteady > MAX_RESTARTS:
+            assert pause_s is None
+            return
+        assert pause_s == FIRST_PAUSE_S * 2 ** (unsteady - 1)
+
+
+LISTENS = "print('pdserve decode listening url=http://127.0.0.1:1', flush=True); "
+
+
+def program(code: str) -> tuple[str, ...]:
+    return (sys.executable, "-c", LISTENS + code)
+
+
+async def keep(code: str) -> str:
+    """Returns what the console shows when such a server, once it has died, is kept by one that runs ``code``."""
+    shown = io.StringIO()
+    server = KeptServer("decode-0", {}, Console(shown, colour=False), program("raise SystemExit(3)"))
+    try:
+        await server.keep(program(code))
+    finally:
+        await server.process.end(0.0)
+    return shown.getvalue()
+
+
+async def test_a_server_that_died_is_started_again_until_somebody_stops_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pdserve.cli.kept_server.FIRST_PAUSE_S", 0.01)
+    shown = await keep("")
+    assert "decode-0 ended with status 3" in shown
+    assert "decode-0 is started again in 0.01 s" in shown
+    assert "decode-0 serves again" in shown
+    assert "decode-0 was stopped, and is not started again" in shown
+
+
+async def test_a_server_that_dies_each_time_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pdserve.cli.kept_server.FIRST_PAUSE_S", 0.01)
+    starts = tmp_path / "starts"
+    with pytest.raises(ChildDied, match=r"decode-0 has died 4 times .*decode-0 ended with status 7"):
+        await keep(f"open({str(starts)!r}, 'a').write('x'); raise SystemExit(7)")
+    assert len(starts.read_text()) == MAX_RESTARTS
