@@ -149,7 +149,7 @@ class KvOverlap(enum.Enum):
     """All blocks are pushed when the prompt is computed."""
 
 
-class Drain(enum.Enum):
+class DrainMode(enum.Enum):
     """What becomes of the answers of a node that is asked to end."""
 
     MIGRATE = "migrate"
@@ -474,10 +474,10 @@ class DiscoveryConfig:
         maximum=60_000,
     )
     name: str = setting("name", "Logs call the node by this name. If it is empty, it is made from role and host.", "")
-    drain: Drain = setting(
+    drain: DrainMode = setting(
         "drain",
         "On SIGTERM, 'migrate' moves running streams to other nodes. 'finish' lets the node finish them.",
-        Drain.MIGRATE,
+        DrainMode.MIGRATE,
     )
 
 

@@ -16,7 +16,6 @@ from pdserve_kvtransfer.push.side import PushSide
 from pdserve_kvtransfer.sides import (
     AcceptBlocks,
     CancelFetch,
-    Command,
     FailPush,
     GiveFirstToken,
     GiveHeld,
@@ -24,6 +23,7 @@ from pdserve_kvtransfer.sides import (
     OfferBlocks,
     Pollable,
     PushBlocks,
+    TransferCommand,
     earliest,
 )
 
@@ -44,7 +44,7 @@ class BothSides:
         """The address of the control channel, at which other engines fetch from this one."""
         return self._push.address
 
-    def handle(self, command: Command, now: float) -> None:
+    def handle(self, command: TransferCommand, now: float) -> None:
         match command:
             case FetchOrder() | CachedFetchOrder() | AcceptBlocks() | CancelFetch() | OfferBlocks():
                 self._fetch.handle(command, now)

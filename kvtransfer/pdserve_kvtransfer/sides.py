@@ -1,7 +1,7 @@
 """What the two sides have in common.
 
-``LocalEngine`` is this engine as both sides know it, and has their ``SideSettings``. A ``Command`` is what the engine
-wants of a side, and ``Side`` is the interface through which the transfer thread drives both.
+``LocalEngine`` is this engine as both sides know it, and has their ``SideSettings``. A ``TransferCommand`` is what
+the engine wants of a side, and ``Side`` is the interface through which the transfer thread drives both.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ class FailPush:
 
 FetchCommand: TypeAlias = FetchOrder | CachedFetchOrder | AcceptBlocks | CancelFetch | OfferBlocks
 PushCommand: TypeAlias = PushBlocks | GiveFirstToken | GiveHeld | FailPush
-Command: TypeAlias = FetchCommand | PushCommand
+TransferCommand: TypeAlias = FetchCommand | PushCommand
 
 Pollable: TypeAlias = zmq.Socket[bytes] | int
 
@@ -160,7 +160,7 @@ class Side(Protocol):
     The transfer thread alone uses it; times are ``time.monotonic()``.
     """
 
-    def handle(self, command: Command, now: float) -> None:
+    def handle(self, command: TransferCommand, now: float) -> None:
         """Carries out a command of the engine."""
 
     def turn(self, now: float) -> bool:

@@ -37,7 +37,6 @@ from pdserve_kvtransfer.region import KvRegion
 from pdserve_kvtransfer.sides import (
     AcceptBlocks,
     CancelFetch,
-    Command,
     FailPush,
     GiveFirstToken,
     GiveHeld,
@@ -45,6 +44,7 @@ from pdserve_kvtransfer.sides import (
     OfferBlocks,
     PushBlocks,
     SideSettings,
+    TransferCommand,
 )
 from pdserve_kvtransfer.stats import TransferStats
 from pdserve_kvtransfer.transport import Transport
@@ -97,7 +97,7 @@ class TransferThread:
         self._event_queue = EventQueue()
         self._stats = TransferStats()
         self._load = UNKNOWN_LOAD
-        self._commands: deque[Command] = deque()
+        self._commands: deque[TransferCommand] = deque()
         self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._wakeup_lock = threading.Lock()
         self._closing = False
@@ -223,7 +223,7 @@ class TransferThread:
                 os.close(self._wakeup)
                 self._wakeup = -1
 
-    def _command(self, command: Command) -> None:
+    def _command(self, command: TransferCommand) -> None:
         self._commands.append(command)
         self._wake_thread()
 

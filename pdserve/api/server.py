@@ -23,7 +23,7 @@ from pdserve.api.outcome import shutting_down
 from pdserve.api.registration import Registration
 from pdserve.api.requests.tokenizer import Tokenizer, load_tokenizer
 from pdserve.api.serving_node import NodePhase, ServingNode, TicketGate
-from pdserve.config import Drain, EngineConfig, NodeConfig
+from pdserve.config import DrainMode, EngineConfig, NodeConfig
 from pdserve.errors import PdserveError
 from pdserve.http.server import HttpServer, bind, url_of
 from pdserve.process import set_up_logging, share_interpreter
@@ -143,7 +143,7 @@ class NodeServer:
             if not (signals.drain.is_set() or commanded.is_set()):
                 await _cancelled(registration)
                 self._raise_failure(engine, registration)
-            if registering is not None and self.config.discovery.drain is Drain.MIGRATE:
+            if registering is not None and self.config.discovery.drain is DrainMode.MIGRATE:
                 registering.drain()
                 await self._drain(engine, signals, MOVED_S)
             else:

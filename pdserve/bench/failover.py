@@ -61,7 +61,7 @@ class Fault(enum.Enum):
 
 
 @dataclass(slots=True)
-class Outcome:
+class FaultOutcome:
     """What happened to the streams of all rounds with one kind of fault."""
 
     faults: int = 0
@@ -111,7 +111,7 @@ def run(config: BenchFailoverConfig, environ: Mapping[str, str]) -> Report:
     )
 
 
-def _row(fault: Fault, outcome: Outcome) -> Row:
+def _row(fault: Fault, outcome: FaultOutcome) -> Row:
     gap, itl = distribution(outcome.gaps_s), distribution(outcome.itls_s)
     drained = [Figure("exit p50", distribution(outcome.exits_s).p50 * 1e3, Unit.MS, Better.LOWER)]
     drained += [Figure("last answer p50", distribution(outcome.answers_s).p50 * 1e3, Unit.MS)]
@@ -136,7 +136,7 @@ def _row(fault: Fault, outcome: Outcome) -> Row:
 
 async def _measure(
     config: BenchFailoverConfig, faults: Sequence[Fault], environ: Mapping[str, str]
-) -> dict[Fault, Outcome]:
+) -> dict[Fault, FaultOutcome]:
     settings = config.failover
     source = random.Random(settings.seed)  # noqa: S311  # the faults must be repeatable, not secret
     jobs = [
@@ -151,7 +151,7 @@ async def _measure(
             )
         )
     ]
-    outcomes = {fault: Outcome() for fault in faults}
+    outcomes = {fault: FaultOutcome() for fault in faults}
     async with _running_cluster(config, environ) as cluster, aiohttp.ClientSession() as session:
         target = Target(cluster.url, await first_model(cluster.url), token_ids=True)
         unbroken = await asyncio.gather(*(run_job(session, target, job, Stream(0.0)) for job in jobs))
@@ -185,7 +185,7 @@ class _Rounds:
     source: random.Random
     limit_s: float
 
-    async def run(self, number: int, fault: Fault, outcome: Outcome) -> None:
+    async def run(self, number: int, fault: Fault, outcome: FaultOutcome) -> None:
         """Streams all jobs, breaks a decode node meanwhile, and adds what clients got to ``outcome``.
 
         Raises BenchError if that takes too long.
@@ -238,7 +238,7 @@ class _Rounds:
         return _Broken(began, ended)
 
 
-def _judge(index: int, stream: Stream, expected: Stream, broken_at: float, outcome: Outcome) -> None:
+def _judge(index: int, stream: Stream, expected: Stream, broken_at: float, outcome: FaultOutcome) -> None:
     """Counts an answer that is lost or wrong, and says so."""
     if stream.error:
         outcome.lost += 1

@@ -23,7 +23,7 @@ from pdserve_proxy.registry.registry import Registry
 from pdserve_proxy.roles.controller import RoleController
 from pdserve_proxy.routing.attempts import Attempts
 from pdserve_proxy.serving import Addresses, ProcessState, serve_clients
-from pdserve_proxy.workers.supervisor import Renew, supervise
+from pdserve_proxy.workers.supervisor import RenewCredentials, supervise
 
 log = logging.getLogger(__name__)
 
@@ -73,7 +73,7 @@ async def run(
         raise ConfigError("the proxy needs a cluster secret: without one, any process could register a node")
     credentials = read_credentials(config, lambda: secret)
 
-    def on_renewal(renew: Renew) -> AbstractContextManager[None]:
+    def on_renewal(renew: RenewCredentials) -> AbstractContextManager[None]:
         if read_secret is None:
             return nullcontext()
 

@@ -25,15 +25,14 @@ from pdserve.api.server import NodeServer
 from pdserve.config import (
     CacheConfig,
     DiscoveryConfig,
-    Drain,
+    DrainMode,
     HttpConfig,
     ModelConfig,
     NodeConfig,
     StreamConfig,
     Switch,
 )
-from pdserve.wire.command import COMMAND_HEADER, COMMAND_PATH, CommandSigner
-from pdserve.wire.command import Drain as DrainCommand
+from pdserve.wire.command import COMMAND_HEADER, COMMAND_PATH, CommandSigner, Drain
 from pdserve.wire.discovery import (
     Ack,
     Deregister,
@@ -334,9 +333,9 @@ def test_node_of_a_proxy(role: Role, proxy: FakeProxy, model_dir: Path, tmp_path
         assert node.process.wait() == 0
 
 
-@pytest.mark.parametrize("drain", list(Drain))
+@pytest.mark.parametrize("drain", list(DrainMode))
 def test_a_node_that_drains_stays_known_until_its_streams_have_moved(
-    drain: Drain, model_dir: Path, tmp_path: Path
+    drain: DrainMode, model_dir: Path, tmp_path: Path
 ) -> None:
     with contextlib.closing(FakeProxy(SPOKEN.newest)) as proxy:
         settings = config(proxies=(proxy.address,), drain_s=600.0)
@@ -346,7 +345,7 @@ def test_a_node_that_drains_stays_known_until_its_streams_have_moved(
             info = proxy.registered
             moved = Stream(node, Behaviour.HOLD, {TICKET_HEADER: proxy.ticket(info)})
             node.process.terminate()
-            if drain is Drain.MIGRATE:
+            if drain is DrainMode.MIGRATE:
                 while not proxy.receive(NodeHeartbeat).draining:
                     pass
                 refused = ask(node, proxy.ticket(info))
@@ -354,7 +353,7 @@ def test_a_node_that_drains_stays_known_until_its_streams_have_moved(
                 assert proxy.receive(NodeHeartbeat).draining
                 moved.leave()
             assert proxy.receive(Deregister).boot_id == info.boot_id
-            if drain is Drain.FINISH:
+            if drain is DrainMode.FINISH:
                 assert not node.aborted()
                 moved.leave()
             assert node.process.wait() == 0
@@ -368,7 +367,7 @@ def test_a_drain_that_was_commanded_goes_on_at_the_first_signal(model_dir: Path,
             proxy.receive(NodeHeartbeat)
             info = proxy.registered
             left = Stream(node, Behaviour.HOLD, {TICKET_HEADER: proxy.ticket(info)})
-            command = CommandSigner(SECRET.encode()).sign(DrainCommand(), info.boot_id)
+            command = CommandSigner(SECRET.encode()).sign(Drain(), info.boot_id)
             assert post(f"{node.url}{COMMAND_PATH}", {}, **{COMMAND_HEADER.replace("-", "_"): command}).status == 200
             node.process.terminate()
             for _ in range(3):

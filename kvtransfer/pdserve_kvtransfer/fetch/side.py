@@ -14,7 +14,15 @@ from pdserve.wire.transfer import Offer, ToDecode
 from pdserve_kvtransfer.control.sockets import FrameOpener
 from pdserve_kvtransfer.events import CachedFetchOrder, FailureKind, FetchFailed, FetchOrder
 from pdserve_kvtransfer.fetch.peer import FetchPeer
-from pdserve_kvtransfer.sides import AcceptBlocks, CancelFetch, Command, LocalEngine, OfferBlocks, Pollable, earliest
+from pdserve_kvtransfer.sides import (
+    AcceptBlocks,
+    CancelFetch,
+    LocalEngine,
+    OfferBlocks,
+    Pollable,
+    TransferCommand,
+    earliest,
+)
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +44,7 @@ class FetchSide:
         self._no_offers_until: dict[str, float] = {}
         """Until when no peer is made for an offer to an address, because it did not answer the last one."""
 
-    def handle(self, command: Command, now: float) -> None:
+    def handle(self, command: TransferCommand, now: float) -> None:
         match command:
             case FetchOrder() | CachedFetchOrder():
                 self._start_fetch(command, now)

@@ -37,13 +37,13 @@ from pdserve_kvtransfer.events import PushOutcome
 from pdserve_kvtransfer.probe.host import ProbeHost
 from pdserve_kvtransfer.push.peer import PushPeer
 from pdserve_kvtransfer.sides import (
-    Command,
     FailPush,
     GiveFirstToken,
     GiveHeld,
     LocalEngine,
     Pollable,
     PushBlocks,
+    TransferCommand,
     earliest,
 )
 
@@ -74,7 +74,7 @@ class PushSide:
     def address(self) -> str:
         return self._server.address
 
-    def handle(self, command: Command, now: float) -> None:
+    def handle(self, command: TransferCommand, now: float) -> None:
         match command:
             case PushBlocks(transfer_id) | GiveFirstToken(transfer_id) | GiveHeld(transfer_id) | FailPush(transfer_id):
                 peer = self._peers.get(transfer_id.decode_boot)

@@ -67,7 +67,7 @@ class Split:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class SplitOutcome:
     """What one run's clients got, and how often a node changed its role."""
 
     streams: Sequence[Stream]
@@ -115,7 +115,7 @@ def _write_model(folder: Path, cache_dir: Path) -> Path:
     return folder
 
 
-def _row(name: str, outcome: Outcome, outcomes: Mapping[str, Outcome], settings: RolesBenchConfig) -> Row:
+def _row(name: str, outcome: SplitOutcome, outcomes: Mapping[str, SplitOutcome], settings: RolesBenchConfig) -> Row:
     whole = [stream for stream in outcome.streams if not stream.error]
     ttft = distribution([stream.ttft_s for stream in whole])
     tpot = distribution([tpot_s for stream in whole if (tpot_s := stream.tpot_s) is not None])
@@ -140,13 +140,13 @@ def _row(name: str, outcome: Outcome, outcomes: Mapping[str, Outcome], settings:
     )
 
 
-def _good(outcome: Outcome, settings: RolesBenchConfig) -> int:
+def _good(outcome: SplitOutcome, settings: RolesBenchConfig) -> int:
     return sum(is_good(stream, settings.ttft_ms / 1000, settings.itl_ms / 1000) for stream in outcome.streams)
 
 
 async def _measure(
     config: BenchRolesConfig, split: Split, model: Path, planned: Sequence[Arrival], environ: Mapping[str, str]
-) -> Outcome:
+) -> SplitOutcome:
     settings = config.splits
     streams = [Stream(0.0) for _ in planned]
     async with _cluster(config, split, model, environ) as url, aiohttp.ClientSession() as session:
@@ -162,7 +162,7 @@ async def _measure(
             raise BenchError(f"{split.name}: not all answers were whole {settings.limit_s:g} s after the end") from exc
         async with session.get(f"{url}/metrics") as response:
             switches = sum(float(found) for found in _SWITCHES.findall(await response.text()))
-    outcome = Outcome(streams, int(switches))
+    outcome = SplitOutcome(streams, int(switches))
     print(
         f"{split.name}: {_good(outcome, settings)} of {len(streams)} requests met both targets, {outcome.switches} "
         "switches",

@@ -21,14 +21,14 @@ Count = Annotated[int, msgspec.Meta(ge=1)]
 
 
 @dataclass(frozen=True, slots=True)
-class Linear:
+class LinearScaling:
     """Every frequency is divided by ``factor``."""
 
     factor: float
 
 
 @dataclass(frozen=True, slots=True)
-class Yarn:
+class YarnScaling:
     """Low frequencies are divided by ``factor``, high ones stay, and those between are mixed (Peng et al., 2023)."""
 
     factor: float
@@ -42,7 +42,7 @@ class Yarn:
 
 
 @dataclass(frozen=True, slots=True)
-class Llama3:
+class Llama3Scaling:
     """Low frequencies are divided by ``factor``, high ones stay, and those between are smoothed, as in Llama 3.1."""
 
     factor: float
@@ -56,7 +56,7 @@ class Rotary:
     """The frequencies with which positions turn queries and keys."""
 
     theta: float
-    scaling: Linear | Yarn | Llama3 | None = None
+    scaling: LinearScaling | YarnScaling | Llama3Scaling | None = None
     divisors: tuple[float, ...] = ()
     """The divisor of each frequency; empty if none is divided."""
 
@@ -326,14 +326,14 @@ def _rotary(given: RotarySettings, theta: float, max_positions: int) -> Rotary:
     """Returns the frequencies, with ``theta`` if ``given`` has none. Raises ModelError for an unsupported scaling."""
     kind = given.rope_type or given.type or "default"
     original = given.original_max_position_embeddings or max_positions
-    scaling: Linear | Yarn | Llama3 | None
+    scaling: LinearScaling | YarnScaling | Llama3Scaling | None
     match kind:
         case "default":
             scaling = None
         case "linear":
-            scaling = Linear(_needed(given.factor, "factor", kind))
+            scaling = LinearScaling(_needed(given.factor, "factor", kind))
         case "yarn":
-            scaling = Yarn(
+            scaling = YarnScaling(
                 factor=_needed(given.factor, "factor", kind),
                 original_positions=original,
                 beta_fast=given.beta_fast or 32.0,
@@ -344,7 +344,7 @@ def _rotary(given: RotarySettings, theta: float, max_positions: int) -> Rotary:
                 mscale_all_dim=given.mscale_all_dim,
             )
         case "llama3":
-            scaling = Llama3(
+            scaling = Llama3Scaling(
                 factor=_needed(given.factor, "factor", kind),
                 low_freq_factor=_needed(given.low_freq_factor, "low_freq_factor", kind),
                 high_freq_factor=_needed(given.high_freq_factor, "high_freq_factor", kind),

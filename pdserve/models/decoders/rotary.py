@@ -1,7 +1,7 @@
 """Computes the cosines and sines of every position, with the scalings that the decoders here know.
 
 The formulas are those of transformers, operation by operation, so that the tables have the same bits;
-``tests/models/test_rotary.py`` compares them.
+``tests/models/test_family_settings.py`` compares them.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import math
 
 import torch
 
-from pdserve.models.checkpoint.family_settings import Linear, Llama3, Rotary, Yarn
+from pdserve.models.checkpoint.family_settings import LinearScaling, Llama3Scaling, Rotary, YarnScaling
 
 
 def rotary_table(
@@ -31,15 +31,15 @@ def frequencies(rotary: Rotary, head_dim: int) -> tuple[torch.Tensor, float]:
     match rotary.scaling:
         case None:
             return plain, 1.0
-        case Linear(factor):
+        case LinearScaling(factor):
             return plain / factor, 1.0
-        case Llama3() as scaling:
+        case Llama3Scaling() as scaling:
             return _llama3(scaling, plain), 1.0
-        case Yarn() as scaling:
+        case YarnScaling() as scaling:
             return _yarn(scaling, rotary.theta, periods, plain), _yarn_factor(scaling)
 
 
-def _llama3(scaling: Llama3, plain: torch.Tensor) -> torch.Tensor:
+def _llama3(scaling: Llama3Scaling, plain: torch.Tensor) -> torch.Tensor:
     longest = scaling.original_positions / scaling.low_freq_factor
     shortest = scaling.original_positions / scaling.high_freq_factor
     lengths = 2 * math.pi / plain
@@ -51,7 +51,7 @@ def _llama3(scaling: Llama3, plain: torch.Tensor) -> torch.Tensor:
     return torch.where((lengths >= shortest) & (lengths <= longest), smoothed, scaled)
 
 
-def _yarn(scaling: Yarn, theta: float, periods: torch.Tensor, plain: torch.Tensor) -> torch.Tensor:
+def _yarn(scaling: YarnScaling, theta: float, periods: torch.Tensor, plain: torch.Tensor) -> torch.Tensor:
     head_dim = 2 * len(periods)
 
     def dimension(rotations: float) -> float:
@@ -67,7 +67,7 @@ def _yarn(scaling: Yarn, theta: float, periods: torch.Tensor, plain: torch.Tenso
     return 1.0 / (scaling.factor * periods) * (1 - kept) + plain * kept
 
 
-def _yarn_factor(scaling: Yarn) -> float:
+def _yarn_factor(scaling: YarnScaling) -> float:
     if scaling.attention_factor is not None:
         return scaling.attention_factor
 

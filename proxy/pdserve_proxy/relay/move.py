@@ -59,7 +59,7 @@ class Move:
     old: NodeInfo
 
 
-class Moves:
+class PlannedMoves:
     """Moves the answers of one proxy process, so many at a time. The owner has to call ``close`` in the end."""
 
     def __init__(

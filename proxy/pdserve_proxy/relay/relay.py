@@ -30,7 +30,7 @@ from pdserve_proxy.relay.access_log import RequestCounts
 from pdserve_proxy.relay.dispatch import Dispatch, NodeRequest, TicketSigner, writes_journals
 from pdserve_proxy.relay.event_stream import EventStream
 from pdserve_proxy.relay.journal import LARGEST_SHARE, JournalBudget, RelayJournal
-from pdserve_proxy.relay.move import Moves
+from pdserve_proxy.relay.move import PlannedMoves
 from pdserve_proxy.relay.relayed_request import CutReason, RelayedRequest, ResumeOutcome
 from pdserve_proxy.relay.resume import ResumeFailed, Resumes, Resumption
 from pdserve_proxy.relay.whole_answer import RESUMED_TYPES, JournaledAnswer, WholeResponse, kept, read_whole
@@ -108,7 +108,7 @@ class Relay:
         )
         self._dispatch = Dispatch(self._config, self._registry, self._attempts, self._tickets, self._pool)
         self._resumes = Resumes(relay, self._registry, self._dispatch, self._counts)
-        self._moves = Moves(relay, self._registry, self._dispatch, self._resumes, self._counts)
+        self._moves = PlannedMoves(relay, self._registry, self._dispatch, self._resumes, self._counts)
         self._registry.on_loss(lambda node: self._pool.suspect(node.url))
         self._deadlines: ExpiryQueue[RelayedRequest] = ExpiryQueue(
             self._config.request.timeout_s, lambda relayed: relayed.cut(CutReason.DEADLINE)

@@ -35,7 +35,7 @@ from pdserve_proxy.workers.worker_channel import WorkerChannel
 
 log = logging.getLogger(__name__)
 
-Renew: TypeAlias = Callable[[Credentials], None]
+RenewCredentials: TypeAlias = Callable[[Credentials], None]
 
 START_TIMEOUT_S = 30.0
 STOP_MARGIN_S = 12.0
@@ -54,7 +54,7 @@ async def supervise(
     stop: asyncio.Event,
     listening: Callable[[Addresses], None],
     command: Sequence[str] = WORKER_COMMAND,
-    on_renewal: Callable[[Renew], AbstractContextManager[None]] = lambda _: nullcontext(),
+    on_renewal: Callable[[RenewCredentials], AbstractContextManager[None]] = lambda _: nullcontext(),
 ) -> None:
     """Runs workers until ``stop`` is set and all have drained. Calls ``listening`` once, when all take connections.
 
