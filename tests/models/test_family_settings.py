@@ -82,6 +82,7 @@ ONLY: dict[str, list[dict[str, Any]]] = {
         SMALL | {"rope_parameters": {FULL: {"rope_type": "linear", "factor": 8.0}}},
         SMALL | {"rope_parameters": {FULL: {"rope_theta": 5.0}, SLIDING: {"rope_type": "linear", "factor": 2.0}}},
         SMALL | {"rope_parameters": {FULL: YARN, SLIDING: {"rope_theta": 77.0}}},
+        SMALL | {"rope_parameters": {FULL: YARN | {"truncate": True}}, "rope_scaling": {"factor": 2.0}},
         SMALL | {"attn_logit_softcapping": None, "final_logit_softcapping": 0.0},
     ],
 }
@@ -208,6 +209,9 @@ WRONG: list[dict[str, Any]] = [
     {"rope_scaling": {"rope_type": "linear"}},
     {"rope_scaling": {"rope_type": "unheard-of"}},
     {"rope_scaling": []},
+    {"per_layer_config": {"2": {"head_dim": 32}}},
+    {"is_causal": False},
+    {"is_causal": None},
 ]
 ALSO_WRONG: dict[str, list[dict[str, Any]]] = {
     "qwen3": [
@@ -221,6 +225,9 @@ ALSO_WRONG: dict[str, list[dict[str, Any]]] = {
         {"attn_logit_softcapping": 30.0},
         {"final_logit_softcapping": 30.0},
         {"use_bidirectional_attention": True},
+        {"rope_parameters": {FULL: YARN | {"truncate": False}}},
+        {"rope_parameters": {FULL: YARN, "truncate": False}},
+        {"rope_parameters": {FULL: YARN}, "rope_scaling": {"truncate": False}},
         {"sliding_window_pattern": 0},
     ],
 }

@@ -43,9 +43,9 @@ class Unsummed:
 
 def experts(folder: Path, tp: TpGroup) -> Experts:
     building = Building(Checkpoint(folder, torch.float32), TorchKernels(), tp)
-    settings = read_decoder_config(folder).experts
-    assert settings is not None
-    return Experts(settings, building, "model.layers.0.mlp")
+    config = read_decoder_config(folder)
+    assert config.experts is not None
+    return Experts(config.experts, config.hidden_size, building, "model.layers.0.mlp")
 
 
 def test_ranks_add_up(tmp_path: Path) -> None:

@@ -12,8 +12,12 @@ from pdserve.config import Dtype
 from pdserve.errors import ModelError
 from pdserve.models.checkpoint.decoder_config import read_decoder_config
 from pdserve.models.checkpoint.weights import Checkpoint, fingerprint, weight_files
+from pdserve.models.decoders.decoder import build_decoder
+from pdserve.models.decoders.layers import Building
 from pdserve.models.runner import ModelRunner, StepRow
+from pdserve.models.tp.shares import ALONE
 from pdserve_kernels.cpu.torch_kernels import TorchKernels
+from tests.models.test_qwen3_moe import Unsummed
 from tests.tiny_models import reference_logits, save_tiny_model
 
 
@@ -39,6 +43,32 @@ def test_unknown_tensor_is_named(tmp_path: Path) -> None:
     rewrite(folder, load_file(folder / "model.safetensors") | {"model.extra.weight": torch.zeros(2)})
     with pytest.raises(ModelError, match=r"model\.extra\.weight"):
         load(folder)
+
+
+WRONG: dict[str, list[dict[str, int]]] = {
+    "llama": [
+        {"num_attention_heads": 4},
+        {"num_attention_heads": 12},
+        {"num_key_value_heads": 1},
+        {"num_key_value_heads": 6},
+        {"head_dim": 8},
+    ],
+    "gemma3": [{"head_dim": 12}],
+    "qwen3-moe": [{"moe_intermediate_size": 20}, {"num_local_experts": 7}, {"num_local_experts": 9}],
+}
+WRONG_IN_ALL = [{"vocab_size": 100}, {"vocab_size": 10_000}, {"hidden_size": 58}, {"intermediate_size": 94}]
+
+
+@pytest.mark.parametrize("family", WRONG)
+def test_a_tensor_that_does_not_fit_the_configuration_is_named(tmp_path: Path, family: str) -> None:
+    folder = save_tiny_model(family, tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    for wrong in (*WRONG[family], *(WRONG_IN_ALL if family != "qwen3-moe" else ())):
+        (folder / "config.json").write_text(json.dumps(config | wrong))
+        for tp in (ALONE, Unsummed(0, 2), Unsummed(1, 2)):
+            building = Building(Checkpoint(folder, torch.float32), TorchKernels(), tp)
+            with pytest.raises(ModelError, match=r"^tensor 'model\..*' of .* has the shape \[.*\]; .* to be \[.*\]$"):
+                build_decoder(read_decoder_config(folder), building, 64, torch.float32)
 
 
 def test_rotary_tables_of_older_exports_are_not_needed(tmp_path: Path) -> None:

@@ -112,10 +112,12 @@ class LlamaSettings(msgspec.Struct, kw_only=True):
     rope_scaling: RotarySettings | None = None
     rope_parameters: RotarySettings | None = None
     original_max_position_embeddings: Count | None = None
+    per_layer_config: object = None
+    is_causal: bool = True
 
     def check(self) -> None:
         """Raises ModelError for a setting that would be computed wrongly."""
-        self._check_heads()
+        self._check_shared()
         if self.hidden_act != "silu":
             raise ModelError(f"hidden_act {self.hidden_act!r} is not supported; only 'silu' is")
 
@@ -151,7 +153,11 @@ class LlamaSettings(msgspec.Struct, kw_only=True):
     def experts(self) -> ExpertSettings | None:
         return None
 
-    def _check_heads(self) -> None:
+    def _check_shared(self) -> None:
+        if self.per_layer_config is not None:
+            raise ModelError("per_layer_config, settings of single layers, is not supported")
+        if not self.is_causal:
+            raise ModelError("is_causal has to be true: tokens that see later ones are not supported")
         if self.head_dim is None and self.hidden_size % self.num_attention_heads:
             raise ModelError(f"{self.num_attention_heads} heads cannot share {self.hidden_size} hidden channels")
         if self.head_size() % 2:
@@ -255,7 +261,7 @@ class Gemma3Settings(LlamaSettings, kw_only=True):
     use_bidirectional_attention: bool | None = False
 
     def check(self) -> None:
-        self._check_heads()
+        self._check_shared()
         if self.hidden_activation != "gelu_pytorch_tanh":
             raise ModelError(
                 f"hidden_activation {self.hidden_activation!r} is not supported; only 'gelu_pytorch_tanh' is"
@@ -263,6 +269,11 @@ class Gemma3Settings(LlamaSettings, kw_only=True):
         for name in ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention"):
             if getattr(self, name):
                 raise ModelError(f"{name} of a Gemma 3 is not supported")
+        both = self.rope_parameters
+        given = (self.rope_scaling, both) + ((both.full_attention, both.sliding_attention) if both else ())
+        if any(own is not None and not own.truncate for own in given):
+            # transformers reads it beside the settings of the kinds of layers, and not within them.
+            raise ModelError("truncate: false in the rotary settings of a Gemma 3 is not supported")
 
     def attention_scale(self) -> float:
         return float(self.query_pre_attn_scalar**-0.5)

@@ -61,6 +61,10 @@ class GgufTensors:
     def names(self) -> Iterable[str]:
         return self._tensors
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        """See ``weights.TensorFiles``."""
+        return self._tensors[name].shape
+
     def read(self, name: str, rows: slice, columns: slice, dtype: torch.dtype) -> torch.Tensor:
         """See ``weights.TensorFiles``."""
         stored = self._stored(name, self._tensors[name])

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -25,6 +26,9 @@ class TensorFiles(Protocol):
 
     def names(self) -> Iterable[str]: ...
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Returns the shape of one of ``names()``. Raises ModelError if it cannot be read."""
+
     def read(self, name: str, rows: slice, columns: slice, dtype: torch.dtype) -> torch.Tensor:
         """Returns a part of one of ``names()``. Raises ModelError if it cannot be read."""
 
@@ -43,14 +47,23 @@ class SafetensorsFiles:
     def names(self) -> Iterable[str]:
         return self._where
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        with self._reading(name) as opened:
+            return tuple(opened.get_slice(name).get_shape())
+
     def read(self, name: str, rows: slice, columns: slice, dtype: torch.dtype) -> torch.Tensor:
+        with self._reading(name) as opened:
+            stored = opened.get_slice(name)
+            tensor: torch.Tensor = stored[rows] if columns == ALL else stored[rows, columns]
+        return tensor.to(dtype)
+
+    @contextmanager
+    def _reading(self, name: str) -> Iterator[Any]:
         path = self._where[name]
         try:
-            stored = self._files[path].get_slice(name)
-            tensor: torch.Tensor = stored[rows] if columns == ALL else stored[rows, columns]
+            yield self._files[path]
         except SafetensorError as exc:
             raise ModelError(f"tensor {name!r} of {path} cannot be read: {exc}") from exc
-        return tensor.to(dtype)
 
 
 class Checkpoint:
@@ -65,19 +78,32 @@ class Checkpoint:
         self._left = {name: name for name in self._files.names()}
         """What is left to take, and the names that the files know it by."""
 
-    def take(self, name: str, rows: slice = ALL, columns: slice = ALL) -> torch.Tensor:
+    def take(self, name: str, shape: tuple[int, ...], rows: slice = ALL, columns: slice = ALL) -> torch.Tensor:
         """Returns a tensor, or a part of it, in the dtype and on the device of this checkpoint. Only that part is read.
 
-        ``columns`` is for tensors of two dimensions. Raises ModelError if the tensor is missing or was taken before.
+        ``shape`` is what the configuration says of the whole tensor. ``columns`` is for tensors of two dimensions.
+        Raises ModelError if the tensor is missing, was taken before, or has another shape.
         """
-        tensor = self.take_optional(name, rows, columns)
+        tensor = self.take_optional(name, shape, rows, columns)
         if tensor is None:
             raise ModelError(f"{self.path} has no tensor {name!r}")
         return tensor
 
-    def take_optional(self, name: str, rows: slice = ALL, columns: slice = ALL) -> torch.Tensor | None:
+    def take_optional(
+        self, name: str, shape: tuple[int, ...], rows: slice = ALL, columns: slice = ALL
+    ) -> torch.Tensor | None:
+        """Does what ``take`` does, and returns None for a tensor that is missing or was taken before."""
         stored = self._left.pop(name, None)
-        return None if stored is None else self._files.read(stored, rows, columns, self._dtype).to(self.device)
+        if stored is None:
+            return None
+        found = self._files.shape(stored)
+        # A part of a larger tensor would be read without an error, and the model would answer nonsense.
+        if found != shape:
+            raise ModelError(
+                f"tensor {name!r} of {self.path} has the shape {list(found)}; with this configuration it needs to be "
+                f"{list(shape)}"
+            )
+        return self._files.read(stored, rows, columns, self._dtype).to(self.device)
 
     def drop(self, name: str) -> None:
         """Marks a tensor as taken, without reading it, because the model does not need it."""

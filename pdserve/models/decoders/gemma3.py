@@ -16,7 +16,6 @@ from pdserve.models.decoders.layers import (
     GatedMlp,
     SelfAttention,
     VocabParallelEmbedding,
-    tied_head,
     vocab_parallel_head,
 )
 from pdserve.models.decoders.rotary import rotary_table
@@ -35,15 +34,12 @@ class Gemma3Decoder:
         checkpoint = building.checkpoint
         checkpoint.unwrap("language_model.", outside=("vision_tower.", "multi_modal_projector."))
         self._kernels, self._eps = building.kernels, config.norm_eps
-        self._embedding = VocabParallelEmbedding(building, "model.embed_tokens", config.vocab_size)
+        self._embedding = VocabParallelEmbedding(building, "model.embed_tokens", config)
         # The factor is rounded like the weights, because the model was trained with the rounded one.
         self._embedding_scale = torch.tensor(config.hidden_size**0.5, dtype=dtype).item()
         self._layers = [Gemma3Layer(config, building, i) for i in range(config.num_layers)]
-        self._norm = checkpoint.take("model.norm.weight") + NORM_OFFSET
-        if config.tied_embeddings:
-            self._head = tied_head(building, self._embedding, config.vocab_size)
-        else:
-            self._head = vocab_parallel_head(building, "lm_head", config.vocab_size)
+        self._norm = checkpoint.take("model.norm.weight", (config.hidden_size,)) + NORM_OFFSET
+        self._head = vocab_parallel_head(building, self._embedding, config)
         self._windows = config.windows
         self._table, self._window_table = (
             rotary_table(rotary, config.head_dim, max_positions, dtype, checkpoint.device)
@@ -71,7 +67,7 @@ class Gemma3Layer:
         prefix = f"model.layers.{index}"
         self._eps, self._kernels = config.norm_eps, building.kernels
         self._attention = SelfAttention(config, building, f"{prefix}.self_attn", index, NORM_OFFSET)
-        self._mlp = GatedMlp(building, f"{prefix}.mlp", config.intermediate_size, building.kernels.gelu_and_mul)
+        self._mlp = GatedMlp(config, building, f"{prefix}.mlp", building.kernels.gelu_and_mul)
         names = (
             "input_layernorm",
             "post_attention_layernorm",
@@ -79,7 +75,7 @@ class Gemma3Layer:
             "post_feedforward_layernorm",
         )
         self._before_attention, self._after_attention, self._before_mlp, self._after_mlp = (
-            building.checkpoint.take(f"{prefix}.{name}.weight") + NORM_OFFSET for name in names
+            building.checkpoint.take(f"{prefix}.{name}.weight", (config.hidden_size,)) + NORM_OFFSET for name in names
         )
 
     def __call__(

@@ -27,14 +27,21 @@ class Building:
     tp: TpGroup
 
 
-def column_parallel(building: Building, parts: Sequence[tuple[str, slice]]) -> Linear:
-    """Returns one product for several projections.
+@dataclass(frozen=True, slots=True)
+class Projection:
+    """A projection of the checkpoint, of which this rank computes some outputs."""
 
-    A projection is given by its name without ``.weight``, and the slice of its outputs that this rank computes.
-    """
+    name: str
+    """The tensor's name without ``.weight``."""
+    outputs: int
+    mine: slice
+
+
+def column_parallel(building: Building, inputs: int, parts: Sequence[Projection]) -> Linear:
+    """Returns one product for several projections of the same ``inputs``."""
     take = building.checkpoint
-    weights = [take.take(f"{name}.weight", rows=rows) for name, rows in parts]
-    found = [take.take_optional(f"{name}.bias", rows=rows) for name, rows in parts]
+    weights = [take.take(f"{part.name}.weight", (part.outputs, inputs), rows=part.mine) for part in parts]
+    found = [take.take_optional(f"{part.name}.bias", (part.outputs,), rows=part.mine) for part in parts]
     biases = [bias for bias in found if bias is not None]
     return building.kernels.linear(torch.cat(weights), torch.cat(biases) if biases else None)
 
@@ -42,9 +49,10 @@ def column_parallel(building: Building, parts: Sequence[tuple[str, slice]]) -> L
 class RowParallel:
     """A projection whose inputs are spread over the ranks; the sum of all ranks is its output."""
 
-    def __init__(self, building: Building, name: str, columns: slice) -> None:
-        weight = building.checkpoint.take(f"{name}.weight", columns=columns)
-        bias = building.checkpoint.take_optional(f"{name}.bias")
+    def __init__(self, building: Building, name: str, shape: tuple[int, int], columns: slice) -> None:
+        """Takes this rank's ``columns`` of the weight, which has ``shape`` as a whole."""
+        weight = building.checkpoint.take(f"{name}.weight", shape, columns=columns)
+        bias = building.checkpoint.take_optional(f"{name}.bias", shape[:1])
         self._tp = building.tp
         # Only rank 0 adds the bias, because the sum over the ranks has to have it once.
         self._linear = building.kernels.linear(weight, bias if self._tp.rank == 0 else None)
@@ -56,10 +64,11 @@ class RowParallel:
 class VocabParallelEmbedding:
     """The embedding. Each rank holds the vectors of a part of the vocabulary."""
 
-    def __init__(self, building: Building, name: str, vocab_size: int) -> None:
+    def __init__(self, building: Building, name: str, config: DecoderConfig) -> None:
         self._tp = building.tp
-        self._part = vocab_share(self._tp, vocab_size)
-        self.weight = building.checkpoint.take(f"{name}.weight", rows=self._part)
+        self._part = vocab_share(self._tp, config.vocab_size)
+        shape = (config.vocab_size, config.hidden_size)
+        self.weight = building.checkpoint.take(f"{name}.weight", shape, rows=self._part)
 
     def __call__(self, token_ids: torch.Tensor) -> torch.Tensor:
         if self._tp.size == 1:
@@ -86,20 +95,22 @@ class VocabParallelHead:
         return self._tp.gather(part)[:, : self._vocab_size].float()
 
 
-def vocab_parallel_head(building: Building, name: str, vocab_size: int) -> VocabParallelHead:
-    """Returns a head that has a weight of its own, not the embedding's."""
-    part = vocab_share(building.tp, vocab_size)
-    return VocabParallelHead(building, building.checkpoint.take(f"{name}.weight", rows=part), vocab_size)
+def vocab_parallel_head(
+    building: Building, embedding: VocabParallelEmbedding, config: DecoderConfig
+) -> VocabParallelHead:
+    """Returns the head: with the embedding's weight if the configuration ties them, and otherwise with its own.
 
-
-def tied_head(building: Building, embedding: VocabParallelEmbedding, vocab_size: int) -> VocabParallelHead:
-    """Returns a head with the embedding's weight, or with its own if the checkpoint has another one in spite of that.
-
-    transformers does the same: such a checkpoint's configuration is wrong, and its tensors are not.
+    A tied head has its own too if the checkpoint has another one in spite of the configuration. transformers does the
+    same: such a checkpoint's configuration is wrong, and its tensors are not.
     """
-    own = building.checkpoint.take_optional("lm_head.weight", rows=vocab_share(building.tp, vocab_size))
-    weight = embedding.weight if own is None or torch.equal(own, embedding.weight) else own
-    return VocabParallelHead(building, weight, vocab_size)
+    name, shape = "lm_head.weight", (config.vocab_size, config.hidden_size)
+    part = vocab_share(building.tp, config.vocab_size)
+    if not config.tied_embeddings:
+        weight = building.checkpoint.take(name, shape, rows=part)
+    else:
+        own = building.checkpoint.take_optional(name, shape, rows=part)
+        weight = embedding.weight if own is None or torch.equal(own, embedding.weight) else own
+    return VocabParallelHead(building, weight, config.vocab_size)
 
 
 class SelfAttention:
@@ -116,14 +127,18 @@ class SelfAttention:
         kv_heads = kv_share(tp, config.heads, config.kv_heads)
         self._head_dim = config.head_dim
         queries, keys = spread(heads, config.head_dim), spread(kv_heads, config.head_dim)
-        self._qkv = column_parallel(
-            building, [(f"{prefix}.q_proj", queries), (f"{prefix}.k_proj", keys), (f"{prefix}.v_proj", keys)]
-        )
-        self._out = RowParallel(building, f"{prefix}.o_proj", queries)
+        all_queries, all_keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
+        parts = [
+            Projection(f"{prefix}.q_proj", all_queries, queries),
+            Projection(f"{prefix}.k_proj", all_keys, keys),
+            Projection(f"{prefix}.v_proj", all_keys, keys),
+        ]
+        self._qkv = column_parallel(building, config.hidden_size, parts)
+        self._out = RowParallel(building, f"{prefix}.o_proj", (config.hidden_size, all_queries), queries)
         # Older exports contain the frequencies that rotary_table computes.
         checkpoint.drop(f"{prefix}.rotary_emb.inv_freq")
-        query_norm = checkpoint.take_optional(f"{prefix}.q_norm.weight")
-        key_norm = checkpoint.take_optional(f"{prefix}.k_norm.weight")
+        query_norm = checkpoint.take_optional(f"{prefix}.q_norm.weight", (config.head_dim,))
+        key_norm = checkpoint.take_optional(f"{prefix}.k_norm.weight", (config.head_dim,))
         self._norms: HeadNorms | None = None
         if query_norm is not None and key_norm is not None:
             self._norms = HeadNorms(query_norm + norm_offset, key_norm + norm_offset, config.norm_eps)
@@ -136,16 +151,26 @@ class SelfAttention:
         return self._out(attended.reshape(tokens, -1))
 
 
+def gate_and_up(prefix: str, channels: int, mine: slice) -> list[Projection]:
+    """Returns the projections of a gated MLP to its ``channels``."""
+    return [Projection(f"{prefix}.{name}", channels, mine) for name in ("gate_proj", "up_proj")]
+
+
 class GatedMlp:
-    """Computes ``down(activation(gate(x)) * up(x))``, with this rank's part of the ``channels`` in between."""
+    """Computes ``down(activation(gate(x)) * up(x))``, with this rank's part of the channels in between."""
 
     def __init__(
-        self, building: Building, prefix: str, channels: int, activation: Callable[[torch.Tensor], torch.Tensor]
+        self,
+        config: DecoderConfig,
+        building: Building,
+        prefix: str,
+        activation: Callable[[torch.Tensor], torch.Tensor],
     ) -> None:
         """Takes the tensors under ``prefix``. ``activation`` gets gate and up side by side, like ``silu_and_mul``."""
+        hidden, channels = config.hidden_size, config.intermediate_size
         mine = share(building.tp, channels, "MLP channels")
-        self._gate_up = column_parallel(building, [(f"{prefix}.gate_proj", mine), (f"{prefix}.up_proj", mine)])
-        self._down = RowParallel(building, f"{prefix}.down_proj", mine)
+        self._gate_up = column_parallel(building, hidden, gate_and_up(prefix, channels, mine))
+        self._down = RowParallel(building, f"{prefix}.down_proj", (hidden, channels), mine)
         self._activation = activation
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:

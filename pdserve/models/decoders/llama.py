@@ -15,7 +15,6 @@ from pdserve.models.decoders.layers import (
     GatedMlp,
     SelfAttention,
     VocabParallelEmbedding,
-    tied_head,
     vocab_parallel_head,
 )
 from pdserve.models.decoders.rotary import rotary_table
@@ -30,7 +29,7 @@ FeedForwardOf = Callable[[DecoderConfig, Building, str, int], FeedForward]
 
 def dense(config: DecoderConfig, building: Building, prefix: str, index: int) -> FeedForward:
     """Returns a gated MLP, which is the same in every layer."""
-    return GatedMlp(building, prefix, config.intermediate_size, building.kernels.silu_and_mul)
+    return GatedMlp(config, building, prefix, building.kernels.silu_and_mul)
 
 
 class LlamaDecoder:
@@ -48,13 +47,10 @@ class LlamaDecoder:
         checkpoint = building.checkpoint
         self.capturable = feed_forward is dense
         self._kernels, self._eps = building.kernels, config.norm_eps
-        self._embedding = VocabParallelEmbedding(building, "model.embed_tokens", config.vocab_size)
+        self._embedding = VocabParallelEmbedding(building, "model.embed_tokens", config)
         self._layers = [LlamaLayer(config, building, i, feed_forward) for i in range(config.num_layers)]
-        self._norm = checkpoint.take("model.norm.weight")
-        if config.tied_embeddings:
-            self._head = tied_head(building, self._embedding, config.vocab_size)
-        else:
-            self._head = vocab_parallel_head(building, "lm_head", config.vocab_size)
+        self._norm = checkpoint.take("model.norm.weight", (config.hidden_size,))
+        self._head = vocab_parallel_head(building, self._embedding, config)
         self._cos, self._sin = rotary_table(config.rotary, config.head_dim, max_positions, dtype, checkpoint.device)
         checkpoint.check_all_taken()
 
@@ -79,8 +75,8 @@ class LlamaLayer:
         self._eps, self._kernels = config.norm_eps, building.kernels
         self._attention = SelfAttention(config, building, f"{prefix}.self_attn", index)
         self._feed_forward = feed_forward(config, building, f"{prefix}.mlp", index)
-        self._input_norm = checkpoint.take(f"{prefix}.input_layernorm.weight")
-        self._mlp_norm = checkpoint.take(f"{prefix}.post_attention_layernorm.weight")
+        self._input_norm = checkpoint.take(f"{prefix}.input_layernorm.weight", (config.hidden_size,))
+        self._mlp_norm = checkpoint.take(f"{prefix}.post_attention_layernorm.weight", (config.hidden_size,))
 
     def __call__(
         self,

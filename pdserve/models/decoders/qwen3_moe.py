@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from pdserve.models.checkpoint.decoder_config import DecoderConfig
 from pdserve.models.checkpoint.family_settings import ExpertSettings
-from pdserve.models.decoders.layers import Building, column_parallel
+from pdserve.models.decoders.layers import Building, column_parallel, gate_and_up
 from pdserve.models.decoders.llama import FeedForward, dense
 from pdserve.models.tp.shares import share
 from pdserve_kernels.contract import Linear
@@ -22,7 +22,7 @@ def sparse_or_dense(config: DecoderConfig, building: Building, prefix: str, inde
     """Returns experts, or one gated MLP in the layers for which the configuration says so."""
     if config.experts is None or index not in config.experts.layers:
         return dense(config, building, prefix, index)
-    return Experts(config.experts, building, prefix)
+    return Experts(config.experts, config.hidden_size, building, prefix)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,14 +36,16 @@ class Expert:
 class Experts:
     """All experts of a layer and their router. Only the experts that a step's tokens are sent to are computed."""
 
-    def __init__(self, settings: ExpertSettings, building: Building, prefix: str) -> None:
-        checkpoint = building.checkpoint
+    def __init__(self, settings: ExpertSettings, hidden_size: int, building: Building, prefix: str) -> None:
         self._kernels, self._tp = building.kernels, building.tp
-        self._router = checkpoint.take(f"{prefix}.gate.weight")
+        self._router = building.checkpoint.take(f"{prefix}.gate.weight", (settings.count, hidden_size))
         self._chosen = settings.chosen
         self._normalised = settings.normalised
         mine = share(building.tp, settings.channels, "channels of an expert")
-        self._experts = [_expert(building, f"{prefix}.experts.{i}", mine) for i in range(settings.count)]
+        self._experts = [
+            _expert(building, f"{prefix}.experts.{i}", (hidden_size, settings.channels), mine)
+            for i in range(settings.count)
+        ]
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Maps ``[tokens, hidden_size]`` to the same shape."""
@@ -69,10 +71,12 @@ class Experts:
         return weights.to(x.dtype), experts
 
 
-def _expert(building: Building, prefix: str, mine: slice) -> Expert:
-    down = building.checkpoint.take(f"{prefix}.down_proj.weight", columns=mine)
+def _expert(building: Building, prefix: str, shape: tuple[int, int], mine: slice) -> Expert:
+    """Takes an expert, whose last projection has ``shape``."""
+    hidden_size, channels = shape
+    down = building.checkpoint.take(f"{prefix}.down_proj.weight", shape, columns=mine)
     return Expert(
-        gate_up=column_parallel(building, [(f"{prefix}.gate_proj", mine), (f"{prefix}.up_proj", mine)]),
+        gate_up=column_parallel(building, hidden_size, gate_and_up(prefix, channels, mine)),
         # The sum over the ranks is taken once a layer, not once an expert.
         down=building.kernels.linear(down),
     )
