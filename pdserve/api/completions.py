@@ -40,6 +40,7 @@ from pdserve.errors import DeadlineExceeded, InvalidRequest, NotFound
 from pdserve.http.request import JSON, HttpRequest, request_label
 from pdserve.wire.ids import new_id
 from pdserve.wire.journal import Journal
+from pdserve.wire.prepared import Prepared
 from pdserve.wire.ticket import TICKET_HEADER, AnswerIdentity, PrefillTarget, Resume, Ticket
 
 IGNORED_HEADER = "x-pdserve-ignored"
@@ -88,12 +89,6 @@ class PreparedRequest(Generic[R]):
     submits: list[PromptChoices]
     journal: Journal
     """What other nodes have generated. The client of a stream has it, any other one has nothing."""
-
-
-class Prepared(msgspec.Struct, frozen=True):
-    """The response to a ticket with ``Resume.prepare``."""
-
-    prepared: bool = True
 
 
 class CompletionRoute(Generic[R]):
@@ -205,17 +200,23 @@ class CompletionRoute(Generic[R]):
 
     async def _fetch(self, request: HttpRequest, prepared: PreparedRequest[R], terms: RequestTerms) -> None:
         """Has the engine fetch the KV cache of an answer that another node is generating, and says when it has it."""
-        missing = {choice.index for submit in prepared.submits for choice in submit.choices}
+        known = {
+            choice.index: len(submit.token_ids) + len(choice.emitted)
+            for submit in prepared.submits
+            for choice in submit.choices
+        }
+        lacking: dict[int, int] = {}
         with closing(self._open(prepared, request.label, terms, fetch_only=True)) as generation:
-            while missing:
+            while len(lacking) < len(known):
                 for item in await generation.wait():
                     if (failure := generation.failure or failure_of(item.output)) is not None:
                         raise failure
                     generation.end_choice(item.choice)
-                    missing.discard(item.choice)
+                    report = item.output.report
+                    lacking[item.choice] = known[item.choice] - (0 if report is None else report.reused_tokens)
         self._node.check_serving()
         log.info("request_id=%s prepared: the answer can go on here", request.label)
-        await request.respond(200, JSON, msgspec.json.encode(Prepared()))
+        await request.respond(200, JSON, msgspec.json.encode(Prepared(True, self._node.ready.block_size, lacking)))
 
     async def _answer(
         self,

@@ -196,6 +196,9 @@ class StepLoop:
         for request in plan.refused:
             self._connector.give_up(request, NO_BLOCKS, FailureCause.LOAD)
             self._scheduler.abort(request)
+        if plan.fetched:
+            # An answer moves here as soon as that is known, and not after a step.
+            self._send_output()
         return plan
 
     def _launch(self, plan: BatchPlan) -> LaunchedStep | None:

@@ -26,6 +26,7 @@ from pdserve.api.requests.preparing import INLINE_BYTES
 from pdserve.api.requests.tokenizer import Tokenizer, load_tokenizer
 from pdserve.wire.discovery import NodeInfo, Register, Role
 from pdserve.wire.journal import cut, digest
+from pdserve.wire.prepared import Prepared, decode_prepared
 from pdserve.wire.ticket import TICKET_HEADER, AnswerIdentity, PrefillTarget, Resume
 from tests.api.behaviour import REPLY_TEXT, SPLIT_TEXT, Behaviour
 from tests.api.node import MODEL, WAIT_S, NodeUnderTest, scripted_node
@@ -230,7 +231,8 @@ async def test_a_node_that_prepares_fetches_what_holders_have_and_generates_noth
     journal = b"0 33\n0.\n1 33 17\n"
     async with stepped_node(tokenizer, words(tokenizer)) as node:
         reply = await node.prepare(TEXT, body, journal, holders=holders)
-        assert (reply.status, json.loads(reply.body)) == (200, {"prepared": True})
+        lacking = {1: 3, 2: 1, 3: 1}
+        assert (reply.status, decode_prepared(reply.body)) == (200, Prepared(True, 16, lacking))
         [prompts] = node.engine.opened
         assert node.engine.fetched == [holders]
         assert [(choice.index, choice.emitted) for prompt in prompts for choice in prompt.choices] == [

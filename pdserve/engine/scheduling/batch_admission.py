@@ -93,6 +93,7 @@ class BatchAdmission:
             found = self._blocks.find(request)
             reuses = self._asks_holder(request, found)
             if request.fetch_only and not reuses:
+                request.reused_tokens = self._reused_blocks(request, found) * self._blocks.block_size
                 plan.fetched.append(request)
                 continue
             decision = None if reuses else self._place(request, found, queued, now)
@@ -206,7 +207,11 @@ class BatchAdmission:
         """
         if not request.may_ask_holders or (request.fetch_only and not self._blocks.caching):
             return False
-        return self._blocks.fillable(request) > max(len(found), request.num_computed_tokens // self._blocks.block_size)
+        return self._blocks.fillable(request) > self._reused_blocks(request, found)
+
+    def _reused_blocks(self, request: Request, found: Sequence[int]) -> int:
+        """Returns how many full blocks a waiting request has, or has found."""
+        return max(len(found), request.num_computed_tokens // self._blocks.block_size)
 
     def _place(self, request: Request, found: Sequence[int], queued: int, now: float) -> PlacementDecision | None:
         """Decides where a prompt is computed.

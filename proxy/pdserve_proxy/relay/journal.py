@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import enum
 
-from pdserve.wire.journal import DONE_ENTRY, MAX_JOURNAL_BYTES, cut
+from pdserve.wire.journal import DONE_ENTRY, MAX_JOURNAL_BYTES, Journal, cut, parse
 from pdserve_proxy.relay.dispatch import NodeRequest
 from pdserve_proxy.relay.whole_events import WholeEvents
 
@@ -19,6 +19,8 @@ LARGEST_SHARE = 32
 GROWTH_BYTES = 1024
 """The budget that a journal takes at once: the entries of some hundred events."""
 
+_ANY = 2**63
+"""Above every number in an entry: the node that goes on says whether the request has such a choice and token."""
 _DONE = (DONE_ENTRY, DONE_ENTRY.rstrip())
 
 
@@ -88,7 +90,12 @@ class RelayJournal:
 
     def lines(self) -> bytes:
         """Returns the entries as another node gets them: one a line, without their colons."""
-        return bytes(self.entries).replace(b"\n", b"").replace(b":", b"\n")[1:] + b"\n"
+        return _lines(self.entries)
+
+    def read_from(self, start: int) -> Journal:
+        """Returns what the entries say that came when there were ``start`` bytes of them. Raises JournalError."""
+        later = self.entries[start:]
+        return parse(_lines(later), _ANY, _ANY) if later else Journal()
 
     @property
     def count(self) -> int:
@@ -143,6 +150,10 @@ class RelayJournal:
         self.request = None
         self.entries.clear()
         self.room = -1
+
+
+def _lines(entries: bytearray) -> bytes:
+    return bytes(entries).replace(b"\n", b"").replace(b":", b"\n")[1:] + b"\n"
 
 
 class JournaledEvents(WholeEvents):

@@ -6,10 +6,11 @@
        │                            └──a second node is lost, or an answer that is unfit──▶ kept: it ends where it is
        └── at any time: its end, or the client leaves ──▶ ended
 
-The new node is asked to prepare first: it fetches the KV cache from the old node and from other holders. Then the old
-node's response is closed behind an event, and the new node gets the journal as it is now. It lacks little more than a
-block of tokens then. The bytes of two nodes never reach a client together: there is one response that is read, and the
-next one is asked for when it is closed. While no other node has a free place, the answer goes on where it is.
+The new node is asked to prepare first: it fetches the KV cache from the old node and from other holders. When the next
+block of a stream is full, it is asked once more, which takes it little time (``cut_point``). Then the old node's
+response is closed behind an event, and the new node gets the journal as it is now. It lacks a few tokens then. The
+bytes of two nodes never reach a client together: there is one response that is read, and the next one is asked for when
+it is closed. While no other node has a free place, the answer goes on where it is.
 """
 
 from __future__ import annotations
@@ -17,16 +18,20 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 from pdserve.config import RelayConfig
 from pdserve.errors import Unavailable
 from pdserve.wire.discovery import NodeInfo
+from pdserve.wire.journal import JournalError
+from pdserve.wire.prepared import MAX_PREPARED_BYTES, Prepared, decode_prepared
 from pdserve_proxy.registry.snapshot import RegistryView
 from pdserve_proxy.relay.access_log import RequestCounts
+from pdserve_proxy.relay.cut_point import lacking_now, tokens_to_wait
 from pdserve_proxy.relay.dispatch import REFUSALS, Dispatch
 from pdserve_proxy.relay.relayed_request import MoveOutcome, RelayedRequest
-from pdserve_proxy.relay.resume import NO_WORK, Declined, LostStream, ResumeFailed, Resumes, Resumption
+from pdserve_proxy.relay.resume import NEXT_EVENT_S, NO_WORK, Declined, LostStream, ResumeFailed, Resumes, Resumption
 from pdserve_proxy.routing.router import RETRY_AFTER_S, Route
 from pdserve_proxy.upstream.node_connection import NodeLost, NodeResponse, NodeUnreachable
 
@@ -34,6 +39,8 @@ log = logging.getLogger(__name__)
 
 PREPARE_S = 10.0
 """Seconds that a node has to fetch what it can of an answer's KV cache."""
+FULL_BLOCK_S = 4.0
+"""Seconds that an answer may take to fill the block that it is at, before it is cut within that."""
 CUT_OVER_S = 10.0
 """Seconds for which an answer keeps its turn when its node is prepared. A client that reads slowly may take longer."""
 LOOK_S = 0.1
@@ -49,6 +56,15 @@ class Unfit:
     """An answer cannot move at all."""
 
     why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """A node has prepared for an answer."""
+
+    prepared: Prepared
+    entries_bytes: int
+    """The size of the journal's entries that the node had for that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,12 +160,16 @@ class PlannedMoves:
                 await self._resumes.route(stream, asked_again_s, until_s)
             except ResumeFailed:
                 return Unfit("no other node fits")
-            async with self._turns:
-                # What has come while it waited belongs to the journal.
-                route, stream = self._resumes.choose(stream, asked_again_s), resumption.leaving()
-                if route is None or stream is None:
-                    continue
-                declined = await self._try_route(stream, route, resumption, old)
+            with ExitStack() as expected:
+                async with self._turns:
+                    # What has come while it waited belongs to the journal.
+                    route, stream = self._resumes.choose(stream, asked_again_s), resumption.leaving()
+                    if route is None or stream is None:
+                        continue
+                    attempt = self._dispatch.expect(stream.request.body, route.decode)
+                    expected.callback(attempt.end_everywhere)
+                    prepared = await self._prepare(stream, route)
+                declined = await self._go(prepared, stream, route, resumption, old)
             if not isinstance(declined, Declined):
                 return declined
             node = route.decode
@@ -160,15 +180,21 @@ class PlannedMoves:
                 return Unfit("the nodes that were to go on with it were lost")
         return None
 
-    async def _try_route(
-        self, stream: LostStream, route: Route, resumption: Resumption, old: NodeInfo
+    async def _go(
+        self,
+        prepared: Ready | Declined | Unfit,
+        stream: LostStream,
+        route: Route,
+        resumption: Resumption,
+        old: NodeInfo,
     ) -> Declined | Unfit | None:
-        """Prepares the node of ``route`` and moves the answer there. Returns why not, if it stays where it is."""
-        attempt = self._dispatch.expect(stream.request.body, route.decode)
-        try:
-            failure = await self._prepare(stream, route)
-            if failure is not None:
-                return failure
+        """Moves the answer to the node of ``route``, which is ``prepared``. Returns why not, if it stays."""
+        again = isinstance(prepared, Ready) and await self._near_full_block(prepared, stream, resumption, old)
+        async with self._turns:
+            if again and resumption.is_at(old) and (later := resumption.leaving()) is not None:
+                prepared = await self._prepare(later, route)
+            if not isinstance(prepared, Ready):
+                return prepared
             if not resumption.is_at(old):  # it was lost meanwhile, and is resumed
                 return None
             if not self._resumes.takes_work(stream.query, route.decode):
@@ -176,12 +202,31 @@ class PlannedMoves:
             gone = resumption.move_to(route)
             done, _ = await asyncio.wait([gone], timeout=CUT_OVER_S)
             return gone.result() if done else None
-        finally:
-            attempt.end_everywhere()
 
-    async def _prepare(self, stream: LostStream, route: Route) -> Declined | Unfit | None:
+    async def _near_full_block(self, ready: Ready, stream: LostStream, resumption: Resumption, old: NodeInfo) -> bool:
+        """Waits until a block has just become full, if that spares replaying much. Returns whether it does."""
+        if not stream.request.body.stream:  # its client sees no pause
+            return False
+        until_s, wanted = self._loop.time() + FULL_BLOCK_S, None
+        while resumption.is_at(old) and self._loop.time() < until_s:
+            try:
+                later = stream.journal.read_from(ready.entries_bytes)
+            except JournalError:
+                return False
+            came = max((len(choice.token_ids) for choice in later.choices.values()), default=0)
+            if wanted is None:
+                more = tokens_to_wait(lacking_now(ready.prepared.lacking, later).values(), ready.prepared)
+                if more is None:
+                    return False
+                wanted = came + more
+            if came >= wanted:
+                return True
+            await stream.relayed.next_event(NEXT_EVENT_S)
+        return False
+
+    async def _prepare(self, stream: LostStream, route: Route) -> Ready | Declined | Unfit:
         """Returns when the node of ``route`` can go on with the answer, or why it does not."""
-        node = route.decode
+        node, entries_bytes = route.decode, len(stream.journal.entries)
         try:
             async with asyncio.timeout(PREPARE_S):
                 response = await self._dispatch.post(
@@ -192,7 +237,7 @@ class PlannedMoves:
                     self._resumes.known(stream.holders, node),
                     prepare=True,
                 )
-                await _read_off(response)
+                body = await _read_off(response)
         except NodeUnreachable as exc:
             self._registry.mark_unreachable(node.boot_id)
             return Declined(f"it cannot be reached: {exc}")
@@ -203,16 +248,21 @@ class PlannedMoves:
         except TimeoutError:
             return Declined(f"it did not answer within {PREPARE_S:g} s")
         if response.status == 200:
-            return None
+            return Ready(decode_prepared(body), entries_bytes)
         why = f"it answered with status {response.status}"
         another_may = response.status in OF_THE_NODE or response.status >= 500
         return Declined(why) if another_may else Unfit(f"{node.name}: {why}")
 
 
-async def _read_off(response: NodeResponse) -> None:
-    """Reads the small body, so that the connection can be kept. Raises NodeLost."""
+async def _read_off(response: NodeResponse) -> bytes:
+    """Returns the beginning of the small body, and reads all of it, so that the connection can be kept.
+
+    Raises NodeLost.
+    """
+    body = b""
     try:
         while not response.exhausted:
-            await response.read()
+            body = (body + await response.read())[:MAX_PREPARED_BYTES]
     finally:
         response.close()
+    return body

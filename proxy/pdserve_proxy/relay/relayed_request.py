@@ -197,6 +197,17 @@ class RelayedRequest:
         if self._response is not None:
             self._response.after_next(within_s, callback)
 
+    async def next_event(self, within_s: float) -> None:
+        """Waits for the next event of the response, or for ``within_s``."""
+        came = self._loop.create_future()
+
+        def note() -> None:
+            if not came.done():
+                came.set_result(None)
+
+        self.after_next_event(within_s, note)
+        await asyncio.wait([came], timeout=within_s)
+
     def leave_node(self) -> None:
         """Closes the response, so that whoever reads it goes on with another node as after a loss."""
         if self._response is not None:

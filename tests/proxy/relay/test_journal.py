@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdserve.wire import journal as wire
-from pdserve.wire.journal import DONE_ENTRY, USAGE_ENTRY, cut, entry
+from pdserve.wire.journal import DONE_ENTRY, USAGE_ENTRY, Journal, JournaledChoice, cut, entry
 from pdserve_proxy.relay.dispatch import NodeRequest
 from pdserve_proxy.relay.journal import GROWTH_BYTES, DropReason, JournalBudget, JournaledEvents, RelayJournal
 from pdserve_proxy.relay.whole_events import MAX_EVENT_BYTES
@@ -102,6 +102,22 @@ def test_a_client_has_all_exactly_if_it_has_the_end(end: int) -> None:
     journal = new_journal()
     JournaledEvents(journal).feed(b"".join(ANSWER[:end]))
     assert journal.done == (end == len(ANSWER))
+
+
+@pytest.mark.parametrize("pieces", [1, len(ANSWER)])
+@pytest.mark.parametrize("start", range(6))
+def test_what_has_come_since_can_be_read(start: int, pieces: int) -> None:
+    journal = new_journal()
+    stream = JournaledEvents(journal)
+    for event in ANSWER[:start]:
+        stream.feed(event)
+    before = len(journal.entries)
+    later = ANSWER[start:] if pieces > 1 else [b"".join(ANSWER[start:])]
+    for event in later:
+        stream.feed(event)
+    tokens = [*range(100 + start, 105), 7]
+    assert journal.read_from(before) == Journal({0: JournaledChoice(tokens, over=True)}, usage=True, done=True)
+    assert journal.read_from(len(journal.entries)) == Journal()
 
 
 def test_journals_share_the_budget_and_give_all_of_it_back() -> None:

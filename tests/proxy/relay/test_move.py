@@ -16,6 +16,7 @@ import pytest
 from pdserve.http.guard import HALF_CLOSED_S
 from pdserve.wire.discovery import NodeInfo, Role
 from pdserve.wire.journal import cut
+from pdserve.wire.prepared import Prepared
 from pdserve_proxy.relay import move, resume
 from pdserve_proxy.relay.relayed_request import RelayedRequest
 from pdserve_proxy.routing.router import Route
@@ -173,6 +174,52 @@ async def test_a_stream_moves_to_a_node_that_is_prepared() -> None:
         assert await metric(running, 'pdserve_proxy_outcomes_total{outcome="ok"}') == 1
         assert await metric(running, "pdserve_proxy_relayed_bytes_total") == len(SHOWN)
         await nothing_is_left(running)
+
+
+async def test_it_is_prepared_again_when_a_block_is_full() -> None:
+    """The first token that comes fills the block, and the node has to replay one token only."""
+    slow = Slow(then=b"".join(ANSWER[BEGUN : BEGUN + 1]))
+
+    async def prepare_first(exchange: Exchange) -> None:
+        await exchange.answer(200, msgspec.json.encode(Prepared(True, 8, {0: 8})))
+        slow.go_on.set()
+
+    nodes = (prepare_first, prepare, complete)
+    async with cluster() as running, draining(running, slow, *nodes) as old, old.stream() as response:
+        await old.add(1)
+        old.drain()
+        assert await response.read() == SHOWN[len(shown(BEGUN)) :]
+        assert old.others.journals == [entries(BEGUN), entries(BEGUN + 1), entries(BEGUN + 1)]
+        assert await moves(running, "moved") == 1
+        await nothing_is_left(running)
+
+
+@pytest.mark.parametrize("says", [b"", b"[]", b'{"prepared":true,"lacking":{"0":-1}}', b"{" * 2**21])
+async def test_a_node_that_does_not_say_what_it_lacks_is_prepared(says: bytes) -> None:
+    async def prepare_oddly(exchange: Exchange) -> None:
+        await exchange.answer(200, says)
+
+    async with (
+        cluster() as running,
+        draining(running, Slow(), prepare_oddly, complete) as old,
+        old.stream() as response,
+    ):
+        await old.add(1)
+        old.drain()
+        assert await response.read() == SHOWN[len(shown(BEGUN)) :]
+
+
+async def test_a_block_that_does_not_become_full_in_time_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(move, "FULL_BLOCK_S", 0.02)
+
+    async def lack_much(exchange: Exchange) -> None:
+        await exchange.answer(200, msgspec.json.encode(Prepared(True, 8, {0: 7})))
+
+    async with cluster() as running, draining(running, Slow(), lack_much, complete) as old, old.stream() as response:
+        await old.add(1)
+        old.drain()
+        assert await response.read() == SHOWN[len(shown(BEGUN)) :]
+        assert await moves(running, "moved") == 1
 
 
 @pytest.mark.parametrize("half", [b"", ANSWER[4][:1], ANSWER[4][:-1]])
