@@ -13,7 +13,6 @@ import enum
 import itertools
 import os
 import random
-import re
 import secrets
 import signal
 import sys
@@ -24,10 +23,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import aiohttp
-import msgspec
 
 from pdserve.bench.load import Job, Target, first_model, run_job, uniform_jobs
 from pdserve.bench.machine import chip_name, this_machine
+from pdserve.bench.observation import known_nodes, read_metrics, total
 from pdserve.bench.programs import OWN_SETTINGS
 from pdserve.bench.report import Better, Figure, Report, Row, Unit, measured
 from pdserve.bench.streamed_answer import Stream, distribution
@@ -44,9 +43,6 @@ _DRAIN_S = "60"
 """Nodes that drain get so many seconds: the time that they take is what is measured."""
 _POLL_S = 0.005
 _ASKING_S = 0.1
-_WANTED = re.compile(r"^pdserve_resume_blocks_wanted_total (\S+)$", re.MULTILINE)
-_REUSED = re.compile(r"^pdserve_resume_blocks_reused_total (\S+)$", re.MULTILINE)
-_GONE_ON = re.compile(r'^pdserve_proxy_(?:resumes|moves)_total\{outcome="(?:resumed|moved)"\} (\S+)$', re.MULTILINE)
 
 
 class Fault(enum.Enum):
@@ -262,22 +258,12 @@ def _gap_s(stream: Stream, broken: _Broken) -> float | None:
     return max(gaps, default=None)
 
 
-class _Known(msgspec.Struct):
-    """The part of an entry of ``/instances`` that is read here."""
-
-    name: str
-    url: str
-
-
 @dataclass(frozen=True, slots=True)
 class _Reuse:
     """The blocks of resumed answers that nodes have counted since they started."""
 
     wanted: float
     reused: float
-
-
-_instances = msgspec.json.Decoder(list[_Known])
 
 
 class _Cluster:
@@ -341,20 +327,18 @@ class _Cluster:
 
     async def resumed(self, session: aiohttp.ClientSession) -> float:
         """Returns how many streams have gone on elsewhere."""
-        async with session.get(self.url + "/metrics") as response:
-            return sum(map(float, _GONE_ON.findall(await response.text())))
+        metrics = await read_metrics(session, self.url)
+        resumed = total(metrics, "pdserve_proxy_resumes_total", outcome="resumed")
+        return resumed + total(metrics, "pdserve_proxy_moves_total", outcome="moved")
 
     async def reuse(self, session: aiohttp.ClientSession, victim: str) -> _Reuse:
         """Returns what all decode nodes but ``victim`` have counted."""
-        async with session.get(self.url + "/instances") as response:
-            known = _instances.decode(await response.read())
         wanted = reused = 0.0
-        for node in known:
+        for node in await known_nodes(session, self.url):
             if node.name in self.decode_names and node.name != victim:
-                async with session.get(node.url + "/metrics") as response:
-                    text = await response.text()
-                wanted += _sample(_WANTED, text)
-                reused += _sample(_REUSED, text)
+                metrics = await read_metrics(session, node.url)
+                wanted += total(metrics, "pdserve_resume_blocks_wanted_total")
+                reused += total(metrics, "pdserve_resume_blocks_reused_total")
         return _Reuse(wanted, reused)
 
     def _start_node(self, name: str) -> None:
@@ -370,11 +354,7 @@ class _Cluster:
 
     async def _until_known(self, session: aiohttp.ClientSession) -> None:
         """Waits until the proxy knows the running nodes and no others. Raises ChildDied if one of them ends."""
-        while True:
-            async with session.get(self.url + "/instances") as response:
-                known = {node.name for node in _instances.decode(await response.read())}
-            if known == self._nodes.keys():
-                return
+        while {node.name for node in await known_nodes(session, self.url)} != self._nodes.keys():
             for node in self._nodes.values():
                 if not node.alive:
                     raise node.died()
@@ -392,11 +372,6 @@ async def _running_cluster(config: BenchFailoverConfig, environ: Mapping[str, st
         yield cluster
     finally:
         await cluster.stop()
-
-
-def _sample(wanted: re.Pattern[str], metrics: str) -> float:
-    found = wanted.search(metrics)
-    return float(found[1]) if found else 0.0
 
 
 def _children(pid: int) -> list[int]:

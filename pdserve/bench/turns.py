@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import os
 import random
-import re
 import secrets
 import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -18,10 +17,10 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 
 import aiohttp
-import msgspec
 
 from pdserve.bench.load import Job, Target, first_model, run_job
 from pdserve.bench.machine import chip_name, this_machine
+from pdserve.bench.observation import read_metrics, total, until_known
 from pdserve.bench.process_usage import child_of, cpu_s
 from pdserve.bench.programs import OWN_SETTINGS, Program, Running, running
 from pdserve.bench.report import Better, Figure, Report, Row, Unit, measured
@@ -35,10 +34,7 @@ from pdserve.wire.discovery import Role
 
 MODES = (KvReturn.ON, KvReturn.OFF)
 RATIOS = "with KV return against without"
-_ASKING_S = 0.05
 _FIRST_ID = 3
-_LOOKED_UP = re.compile(r"^pdserve_prefix_cache_queries_total (\S+)$", re.MULTILINE)
-_FOUND = re.compile(r"^pdserve_prefix_cache_hits_total (\S+)$", re.MULTILINE)
 
 
 @dataclass(slots=True)
@@ -159,19 +155,8 @@ async def _converse(
 
 async def _computed(session: aiohttp.ClientSession, cluster: Cluster) -> float:
     """Returns how many tokens of prompts the prefill node has computed."""
-    async with session.get(cluster.prefill_url + "/metrics") as response:
-        text = await response.text()
-    looked_up, found = _LOOKED_UP.search(text), _FOUND.search(text)
-    return float(looked_up[1]) - float(found[1]) if looked_up and found else 0.0
-
-
-class _Known(msgspec.Struct):
-    """The part of an entry of ``/instances`` that is read here."""
-
-    name: str
-
-
-_instances = msgspec.json.Decoder(list[_Known])
+    metrics = await read_metrics(session, cluster.prefill_url)
+    return total(metrics, "pdserve_prefix_cache_queries_total") - total(metrics, "pdserve_prefix_cache_hits_total")
 
 
 @asynccontextmanager
@@ -202,19 +187,7 @@ async def _running_cluster(
             argv = pdserve_command(role.value, "--proxy", proxy.listening.control, *flags)
             nodes.append(Program(f"{role.value}-{number}, KV return {mode.value}", argv, own))
         prefill, *decode = await start(nodes)
-        await _until_known(session, proxy.listening.url, len(nodes), settings.startup_timeout_s)
+        await until_known(session, proxy.listening.url, len(nodes), settings.startup_timeout_s)
         model = await first_model(proxy.listening.url)
         engines = {f"decode-{number}": child_of(node.pid) for number, node in enumerate(decode, 1)}
         yield Cluster(Target(proxy.listening.url, model, token_ids=True), prefill.listening.url, engines)
-
-
-async def _until_known(session: aiohttp.ClientSession, url: str, count: int, timeout_s: float) -> None:
-    try:
-        async with asyncio.timeout(timeout_s):
-            while True:
-                async with session.get(url + "/instances") as response:
-                    if len(_instances.decode(await response.read())) == count:
-                        return
-                await asyncio.sleep(_ASKING_S)
-    except TimeoutError as exc:
-        raise BenchError(f"the proxy did not know {count} nodes after {timeout_s:g} s") from exc

@@ -24,6 +24,7 @@ import aiohttp
 from pdserve.bench.engine.random_model import Shape, write_random_model
 from pdserve.bench.load import Target, first_model, run_job
 from pdserve.bench.machine import this_machine
+from pdserve.bench.observation import read_metrics, total, until_known
 from pdserve.bench.programs import OWN_SETTINGS, Program, running
 from pdserve.bench.report import Better, Figure, Report, Row, Unit, measured
 from pdserve.bench.roles.pace import Pace
@@ -52,8 +53,6 @@ _SHAPE = Shape(
 _AUTO = "auto"
 _TTFT_SHARE, _ITL_SHARE = 0.4, 0.8
 """The controller aims at these shares of the targets, because a node that moves relieves only those that come later."""
-_POLL_S = 0.05
-_SWITCHES = re.compile(r'^pdserve_proxy_role_switches_total\{outcome="done",role="\w+"\} (\S+)$', re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,8 +159,7 @@ async def _measure(
                         clients.create_task(run_job(session, target, arrival.job, stream))
         except TimeoutError as exc:
             raise BenchError(f"{split.name}: not all answers were whole {settings.limit_s:g} s after the end") from exc
-        async with session.get(f"{url}/metrics") as response:
-            switches = sum(float(found) for found in _SWITCHES.findall(await response.text()))
+        switches = total(await read_metrics(session, url), "pdserve_proxy_role_switches_total", outcome="done")
     outcome = SplitOutcome(streams, int(switches))
     print(
         f"{split.name}: {_good(outcome, settings)} of {len(streams)} requests met both targets, {outcome.switches} "
@@ -211,18 +209,6 @@ async def _cluster(
             )
             for role, name in named
         ]
-        async with running(nodes, timeout_s):
-            await _until_known(served.listening.url, len(nodes), timeout_s)
+        async with running(nodes, timeout_s), aiohttp.ClientSession() as session:
+            await until_known(session, served.listening.url, len(nodes), timeout_s)
             yield served.listening.url
-
-
-async def _until_known(url: str, nodes: int, timeout_s: float) -> None:
-    try:
-        async with asyncio.timeout(timeout_s), aiohttp.ClientSession() as session:
-            while True:
-                async with session.get(f"{url}/instances") as response:
-                    if len(await response.json()) == nodes:
-                        return
-                await asyncio.sleep(_POLL_S)
-    except TimeoutError as exc:
-        raise BenchError(f"the proxy did not know {nodes} nodes after {timeout_s:g} s") from exc
