@@ -114,7 +114,12 @@ class ProxyLink:
         return self._due_s
 
     def announce(self, role: Role, now: float) -> None:
-        """Makes this the role that the proxy hears of, at once if the node is registered there."""
+        """Makes this the role that the proxy hears of, at once if the node is registered there.
+
+        A second call with the same role does nothing.
+        """
+        if role is self._role:
+            return
         self._role, self.known_role = role, None
         self._node = msgspec.structs.replace(self._node, role=role)
         if self.state is RegistrationState.REGISTERED:

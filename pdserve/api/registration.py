@@ -66,8 +66,6 @@ class HeartbeatThread:
         self._draining = False
         self._role: Role | None = None
         """The role that was announced last."""
-        self._passed_on: Role | None = None
-        """The role that all links have."""
         self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._wakeup_lock = threading.Lock()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -127,8 +125,10 @@ class HeartbeatThread:
         while not self._stopping:
             now = time.monotonic()
             self._look_at_loop(now)
-            self._pass_on_role(now)
+            role = self._role
             for connection in self._connections:
+                if role is not None:
+                    connection.link.announce(role, now)
                 if self._draining:
                     connection.link.drain(now)
                 connection.send_due(now, silent=not self._responsive)
@@ -143,14 +143,6 @@ class HeartbeatThread:
                 connection.receive(ready.get(connection.socket, 0), time.monotonic())
         for connection in self._connections:
             connection.say_goodbye()
-
-    def _pass_on_role(self, now: float) -> None:
-        role = self._role
-        if role is None or role is self._passed_on:
-            return
-        self._passed_on = role
-        for connection in self._connections:
-            connection.link.announce(role, now)
 
     def _look_at_loop(self, now: float) -> None:
         responsive = now - self._pulse_s < self._stuck_s

@@ -258,6 +258,8 @@ def test_a_new_role_is_told_at_once_and_known_when_the_proxy_says_so(link: Proxy
     known.append(link.known_role)
     assert known == [None, Role.PREFILL], "the first one answered an earlier heartbeat"
     assert link.tick(1.3) == (NodeHeartbeat(NODE.boot_id, NodeLoad(running=7), Role.PREFILL),), "later ones name it too"
+    link.announce(Role.PREFILL, 1.4)
+    assert (link.tick(1.4), link.known_role) == ((), Role.PREFILL), "the proxy has it already"
 
 
 def test_a_node_that_is_registered_again_has_its_present_role(link: ProxyLink, proxy: Proxy) -> None:
