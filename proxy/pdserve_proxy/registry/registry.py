@@ -22,7 +22,14 @@ from pdserve.errors import MalformedFrame
 from pdserve.wire.discovery import Ack, Deregister, NodeHeartbeat, NodeInfo, NodeLoad, Register, Role
 from pdserve.wire.proxy_workers import KnownNode, Nodes
 from pdserve.wire.version import SPOKEN, Spoken
-from pdserve_proxy.registry.snapshot import Reachability, RegisteredNode, RegistryWatcher, Snapshot, take_snapshot
+from pdserve_proxy.registry.snapshot import (
+    Reachability,
+    RegisteredNode,
+    RegistryView,
+    RegistryWatcher,
+    Snapshot,
+    take_snapshot,
+)
 
 MAX_NODES = 4096
 MAX_LOST = 1024
@@ -36,8 +43,56 @@ _URL = re.compile(
 )
 
 
-class Registry:
-    """The nodes of one cluster, by boot id. Times are seconds on one monotonic clock of the caller's."""
+class _NodeTable(RegistryView):
+    """What the registry and its mirror have in common: the nodes, by boot id, and who is told when they change."""
+
+    def __init__(self) -> None:
+        self._nodes: dict[bytes, RegisteredNode] = {}
+        self._draining: frozenset[bytes] = frozenset()
+        self._prefilled: dict[str, None] = {}
+        """The fingerprints that have had a prefill node, in the order in which they came."""
+        self._snapshot: Snapshot | None = None
+        self._on_loss: Callable[[NodeInfo], None] | None = None
+        self._on_change: list[Callable[[], object]] = []
+
+    def snapshot(self) -> Snapshot:
+        if self._snapshot is None:
+            self._snapshot = take_snapshot(self._nodes.values(), self.prefilled)
+        return self._snapshot
+
+    def mark_unreachable(self, boot_id: bytes) -> None:
+        node = self._nodes.get(boot_id)
+        if node is not None:
+            self._nodes[boot_id] = dataclasses.replace(node, state=Reachability.UNREACHABLE)
+            self._changed()
+
+    def on_loss(self, callback: Callable[[NodeInfo], None]) -> None:
+        self._on_loss = callback
+
+    def on_change(self, callback: Callable[[], object]) -> None:
+        self._on_change.append(callback)
+
+    @property
+    def draining(self) -> frozenset[bytes]:
+        return self._draining
+
+    @property
+    def prefilled(self) -> frozenset[str]:
+        """Fingerprints that have had a prefill node."""
+        return frozenset(self._prefilled)
+
+    def _changed(self) -> None:
+        self._snapshot = None
+        for callback in self._on_change:
+            callback()
+
+    def _tell_loss(self, info: NodeInfo) -> None:
+        if self._on_loss is not None:
+            self._on_loss(info)
+
+
+class Registry(_NodeTable):
+    """The nodes of one cluster. Times are seconds on one monotonic clock of the caller's."""
 
     def __init__(
         self,
@@ -46,11 +101,11 @@ class Registry:
         max_nodes: int = MAX_NODES,
         watcher: RegistryWatcher | None = None,
     ) -> None:
+        super().__init__()
         self._watcher = watcher
         self._max_nodes = max_nodes
         self.heartbeat_s = heartbeat_s
         self._lease_s = heartbeat_s * missed_heartbeats
-        self._nodes: dict[bytes, RegisteredNode] = {}
         self._at: dict[str, bytes] = {}
         """The boot id of the node at each URL, which has one owner."""
         self._heard_s: dict[bytes, float] = {}
@@ -59,12 +114,6 @@ class Registry:
         """Seconds in which this process did not listen: the clock of ``_heard_s`` is behind by them."""
         self._lost: dict[bytes, None] = {}
         """The boot ids of lost nodes, in the order of their losses."""
-        self._draining: frozenset[bytes] = frozenset()
-        self._on_loss: Callable[[NodeInfo], None] | None = None
-        self._on_change: list[Callable[[], object]] = []
-        self._prefilled: dict[str, None] = {}
-        """The fingerprints that have had a prefill node, in the order in which they came."""
-        self._snapshot: Snapshot | None = None
 
     def handle(self, message: Register | NodeHeartbeat | Deregister, now: float) -> Ack | None:
         """Handles one message of a node and returns the answer to it.
@@ -109,35 +158,10 @@ class Registry:
         node = self._nodes.get(boot_id)
         return None if node is None else node.info
 
-    def mark_unreachable(self, boot_id: bytes) -> None:
-        node = self._nodes.get(boot_id)
-        if node is not None:
-            self._put(dataclasses.replace(node, state=Reachability.UNREACHABLE))
-
-    def on_loss(self, callback: Callable[[NodeInfo], None]) -> None:
-        self._on_loss = callback
-
-    def on_change(self, callback: Callable[[], object]) -> None:
-        self._on_change.append(callback)
-
-    @property
-    def draining(self) -> frozenset[bytes]:
-        return self._draining
-
     @property
     def lost(self) -> tuple[bytes, ...]:
         """Boot ids of the last nodes that were dropped for their silence and have not come back."""
         return tuple(self._lost)
-
-    @property
-    def prefilled(self) -> frozenset[str]:
-        """Fingerprints that have had a prefill node."""
-        return frozenset(self._prefilled)
-
-    def snapshot(self) -> Snapshot:
-        if self._snapshot is None:
-            self._snapshot = take_snapshot(self._nodes.values(), self.prefilled)
-        return self._snapshot
 
     def _register(self, info: NodeInfo, now: float) -> bool:
         _check(info)
@@ -186,8 +210,7 @@ class Registry:
         if len(self._lost) > MAX_LOST:
             del self._lost[next(iter(self._lost))]
         self._drop(info.boot_id)
-        if self._on_loss is not None:
-            self._on_loss(info)
+        self._tell_loss(info)
 
     def _renew_lease(self, node: RegisteredNode) -> None:
         self._heard_s[node.info.boot_id] = node.seen_s - self._unheard_s
@@ -210,11 +233,6 @@ class Registry:
             self._changed()
             if self._watcher is not None:
                 self._watcher.forget(boot_id)
-
-    def _changed(self) -> None:
-        self._snapshot = None
-        for callback in self._on_change:
-            callback()
 
 
 def _check(info: NodeInfo) -> None:
@@ -248,17 +266,12 @@ def _is_url(text: str) -> bool:
         return False
 
 
-class RegistryMirror:
+class RegistryMirror(_NodeTable):
     """A copy of the supervisor's registry in a worker process."""
 
     def __init__(self, watcher: RegistryWatcher) -> None:
+        super().__init__()
         self._watcher = watcher
-        self._nodes: dict[bytes, RegisteredNode] = {}
-        self._prefilled: frozenset[str] = frozenset()
-        self._draining: frozenset[bytes] = frozenset()
-        self._snapshot: Snapshot | None = None
-        self._on_loss: Callable[[NodeInfo], None] | None = None
-        self._on_change: list[Callable[[], object]] = []
 
     def take(self, message: Nodes) -> None:
         """Takes over what the registry holds now.
@@ -267,43 +280,17 @@ class RegistryMirror:
         """
         before = self._nodes
         self._nodes = {entry.info.boot_id: _renewed(before.get(entry.info.boot_id), entry) for entry in message.nodes}
-        self._prefilled = frozenset(message.prefilled)
+        self._prefilled = dict.fromkeys(message.prefilled)
         self._draining = frozenset(entry.info.boot_id for entry in message.nodes if entry.draining)
         self._changed()
         for boot_id, known in before.items():
             node = self._nodes.get(boot_id)
             if node is None:
                 self._watcher.forget(boot_id)
-                if boot_id in message.lost and self._on_loss is not None:
-                    self._on_loss(known.info)
+                if boot_id in message.lost:
+                    self._tell_loss(known.info)
             elif node.seen_s != known.seen_s:
                 self._watcher.heard_from(boot_id)
-
-    def snapshot(self) -> Snapshot:
-        if self._snapshot is None:
-            self._snapshot = take_snapshot(self._nodes.values(), self._prefilled)
-        return self._snapshot
-
-    def on_loss(self, callback: Callable[[NodeInfo], None]) -> None:
-        self._on_loss = callback
-
-    def on_change(self, callback: Callable[[], object]) -> None:
-        self._on_change.append(callback)
-
-    @property
-    def draining(self) -> frozenset[bytes]:
-        return self._draining
-
-    def mark_unreachable(self, boot_id: bytes) -> None:
-        node = self._nodes.get(boot_id)
-        if node is not None:
-            self._nodes[boot_id] = dataclasses.replace(node, state=Reachability.UNREACHABLE)
-            self._changed()
-
-    def _changed(self) -> None:
-        self._snapshot = None
-        for callback in self._on_change:
-            callback()
 
 
 def _renewed(known: RegisteredNode | None, entry: KnownNode) -> RegisteredNode:
