@@ -12,6 +12,7 @@
     │   ├── HandshakeRefused        the two engines do not fit; names the field and both values
     │   ├── PeerLost                the other engine died, restarted, or let its lease run out
     │   └── TransferRefused         the prefill node said no, or gave up
+    ├── GrammarRefused          a grammar cannot be compiled, or is too much work
     ├── EngineError             the engine process failed
     │   └── RankLost                a tensor-parallel rank died, failed or hangs
     ├── BenchError              a benchmark could not be run
@@ -105,6 +106,10 @@ class PeerLost(TransferError):
 
 class TransferRefused(TransferError):
     """The prefill node refused the request or gave it up."""
+
+
+class GrammarRefused(PdserveError):
+    """A grammar cannot be compiled, or only with more work than is allowed. The message says where and why."""
 
 
 class EngineError(PdserveError):

@@ -6,7 +6,7 @@ import enum
 from typing import cast
 
 from pdserve.api.answers.openai_response import Finish
-from pdserve.errors import DeadlineExceeded, Internal, RequestError, Unavailable
+from pdserve.errors import DeadlineExceeded, Internal, InvalidRequest, RequestError, Unavailable
 from pdserve.wire.engine import FinishReason, RequestOutput
 
 
@@ -34,6 +34,7 @@ _OUTCOMES = {
     FinishReason.STOP: ChoiceOutcome.STOP,
     FinishReason.LENGTH: ChoiceOutcome.LENGTH,
     FinishReason.DEADLINE: ChoiceOutcome.DEADLINE,
+    FinishReason.REFUSED: ChoiceOutcome.ERROR,
     FinishReason.ERROR: ChoiceOutcome.ERROR,
 }
 
@@ -54,6 +55,8 @@ def failure_of(output: RequestOutput) -> RequestError | None:
         return DeadlineExceeded(
             "the request's deadline passed before its answer was complete", code="deadline_exceeded"
         )
+    if output.finish is FinishReason.REFUSED:
+        return InvalidRequest(output.error or "the request's parameters leave no token", code="no_token_left")
     if output.finish is FinishReason.ERROR:
         return Internal(output.error or "the engine failed on this request", code="engine_error")
     return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -19,12 +20,14 @@ from pdserve.engine.launched_step import StepRunner
 from pdserve.engine.placement.placement import Placement
 from pdserve.engine.placement.prefill_rate import PrefillRate
 from pdserve.engine.runner_loading import load_runner, rank_backend
+from pdserve.engine.sampling.grammar_opener import GrammarOpener
 from pdserve.engine.scheduling.request_limits import PromptRule, StopRule
 from pdserve.engine.step_loop import StepLoop
 from pdserve.engine.tp.tp_ranks import Ranks
 from pdserve.engine.tp.tp_runner import TpRunner
 from pdserve.engine.wake_up import WakeUp
 from pdserve.errors import ConfigError
+from pdserve.grammars.vocabulary import load_vocabulary
 from pdserve.models.checkpoint.decoder_config import DecoderConfig, read_decoder_config
 from pdserve.models.checkpoint.weights import fingerprint
 from pdserve.models.runner import CudaGraphs, ModelRunner, StepRow, kv_layout
@@ -119,6 +122,9 @@ def assemble(
         ahead_runner=own if overlaps(config, device) else None,
         placement=placement,
         renew=secrets.renew,
+        grammars=GrammarOpener(
+            partial(load_vocabulary, Path(config.model_dir), sorted(decoder.eos_token_ids)), wake_up.set
+        ),
     )
     ready = Ready(
         control=control,

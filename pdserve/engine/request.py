@@ -30,6 +30,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from pdserve.engine.kv_cache.prefix_cache import Match
+from pdserve.engine.sampling.grammar_matcher import GrammarMatcher
 from pdserve.engine.sampling.token_counts import TokenCounts
 from pdserve.errors import EngineError
 from pdserve.wire.engine import PrefillSource
@@ -108,6 +109,8 @@ class Request:
     """The hashes of the first full blocks, as many as were needed so far."""
     counts: TokenCounts = field(default_factory=TokenCounts)
     """The number of times that each token occurs, for penalties."""
+    matcher: GrammarMatcher | None = None
+    """The state of the request's grammar; None if it has no grammar, or that is being compiled."""
     match: Match = field(default_factory=Match)
     """The blocks that the prefix cache has for ``block_hashes``, while the request waits."""
     ended: bool = False
@@ -161,6 +164,16 @@ class Request:
     def serves_push(self) -> bool:
         """Whether another node ordered this prompt. Its blocks go there, so it cannot be preempted."""
         return self.local_id is None
+
+    @property
+    def awaits_grammar(self) -> bool:
+        """Whether the request cannot be admitted yet, because its grammar is being compiled."""
+        return self.sampling.grammar is not None and self.matcher is None and not self.fetch_only
+
+    @property
+    def answer(self) -> list[int]:
+        """A copy of the tokens after the prompt."""
+        return self.token_ids[self.num_prompt_tokens :]
 
     @property
     def may_ask_holders(self) -> bool:

@@ -23,6 +23,7 @@ from pdserve.engine.kv_connector import KvConnector
 from pdserve.engine.launched_step import AheadRunner, LaunchedStep, StepAhead, StepRunner, launch, launch_ahead
 from pdserve.engine.placement.placement import Placement
 from pdserve.engine.request import Request
+from pdserve.engine.sampling.grammar_opener import GrammarOpener
 from pdserve.engine.scheduling.batch_plan import BatchPlan
 from pdserve.engine.scheduling.output_collector import OutputCollector
 from pdserve.engine.scheduling.request_limits import PromptRule, StopRule
@@ -56,6 +57,7 @@ class StepLoop:
         placement: Placement,
         ahead_runner: AheadRunner | None = None,
         renew: Callable[[bytes], None] = lambda _: None,
+        grammars: GrammarOpener,
     ) -> None:
         """``ahead_runner`` is ``runner`` if decode steps are to be launched before the tokens of the last are known.
 
@@ -69,7 +71,8 @@ class StepLoop:
         self._blocks = blocks
         self._connector = connector
         self._collector = OutputCollector()
-        self._scheduler = Scheduler(blocks, config, stop, self._collector, connector.release, placement)
+        self._scheduler = Scheduler(blocks, config, stop, self._collector, connector.release, placement, grammars.open)
+        self._grammars = grammars
         self._prompts = prompts
         self._renew = renew
         self._placement = placement
@@ -96,6 +99,7 @@ class StepLoop:
             now = time.monotonic()
             self._connector.poll(self._scheduler, now)
             self._expire(now)
+            self._take_grammars()
             step = self._launch(self._schedule(now)) if ahead is None else ahead.joined()
             ahead = self._launch_ahead(step)
             if self._ahead_runner is not None:
@@ -109,6 +113,7 @@ class StepLoop:
             busy = step is not None
         if self._ahead_runner is not None:
             self._send_output()
+        self._grammars.close()
 
     # ------------------------------------------------------------ events
 
@@ -185,6 +190,11 @@ class StepLoop:
             self._connector.give_up(request, "deadline passed", FailureCause.DEADLINE)
             self._scheduler.finish(request, FinishReason.DEADLINE)
 
+    def _take_grammars(self) -> None:
+        for request, why in self._grammars.take():
+            self._connector.give_up(request, why, FailureCause.PROMPT)
+            self._scheduler.finish(request, FinishReason.REFUSED, why)
+
     # ------------------------------------------------------------ a step
 
     def _schedule(self, now: float) -> BatchPlan:
@@ -222,6 +232,10 @@ class StepLoop:
         if not step.plan.replays:
             self._placement.rate.step(step.plan.num_prompt_tokens, step.plan.num_decoding, now - began, now)
         for request in self._scheduler.postprocess(step.plan, sampled, now):
+            if (why := _grammar_failure(request)) is not None:
+                self._connector.give_up(request, why, FailureCause.PROMPT)
+                self._scheduler.finish(request, FinishReason.REFUSED, why)
+                continue
             self._connector.give_up(request, NOT_FINITE, FailureCause.PROMPT)
             self._blocks.taint(request.block_table)
             self._scheduler.finish(request, FinishReason.ERROR, NOT_FINITE)
@@ -284,3 +298,11 @@ class StepLoop:
             ),
             prefill=self._placement.stats(now),
         )
+
+
+def _grammar_failure(request: Request) -> str | None:
+    """Returns why a request's grammar, or that of the parent whose prompt it waits for, leaves no token."""
+    for member in (request, request.parent):
+        if member is not None and member.matcher is not None and member.matcher.failure is not None:
+            return member.matcher.failure
+    return None

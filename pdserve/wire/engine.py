@@ -91,6 +91,8 @@ class FinishReason(enum.Enum):
     LENGTH = "length"
     """The answer has ``max_tokens``, or the context is full."""
     DEADLINE = "deadline"
+    REFUSED = "refused"
+    """The request's parameters leave no token that the answer could go on with, or cannot be followed at all."""
     ERROR = "error"
 
     @property
@@ -185,7 +187,7 @@ class RequestOutput(msgspec.Struct, frozen=True, forbid_unknown_fields=True, arr
     report: RequestReport | None = None
     """The report of the request; it comes with ``finish``."""
     error: str | None = None
-    """The message for the client; it comes with ``FinishReason.ERROR``."""
+    """The message for the client; it comes with ``FinishReason.REFUSED`` and ``ERROR``."""
     logprobs: list[TokenLogprobs] | None = None
     """The log probabilities of each of ``new_token_ids``, if the request asked for them."""
 

@@ -27,6 +27,8 @@ RESUMED_ANSWERS: Final = 6
 """The first version in which a decode node writes journals and resumes answers."""
 ROLE_COMMANDS: Final = 6
 """The first version in which a node takes commands, and serves in any role."""
+GRAMMARS: Final = 6
+"""The first version whose prompts may have a grammar."""
 RELEASED_0_1: Final = 5
 """The version of pdserve 0.1, which refuses unknown fields and whose frames do not name their receiver."""
 

@@ -30,6 +30,7 @@ from pdserve.models.runner import ModelRunner
 from pdserve.settings import cache_folder
 from pdserve.wire.discovery import Role
 from pdserve.wire.engine import FinishReason
+from pdserve.wire.grammar import Grammar, GrammarKind
 from pdserve.wire.sampling_params import SamplingParams
 from tests.engine.fake_engine import FakeEngine
 from tests.engine.fake_model import answer, talkative
@@ -196,6 +197,7 @@ PARAMETERS: dict[str, dict[str, Any]] = {
     "min tokens": {"temperature": 0.9, "min_tokens": 8, "stop_token_ids": tuple(range(3, 250))},
     "stop token": {"temperature": 0.9, "stop_token_ids": tuple(range(3, 60))},
     "logprobs": {"temperature": 0.9, "logprobs": 3},
+    "grammar": {"temperature": 0.9, "grammar": Grammar(GrammarKind.REGEX, "([a-f]{1,4},)*")},
 }
 
 

@@ -17,6 +17,7 @@ from pdserve.models.checkpoint.decoder_config import read_decoder_config
 from pdserve.models.runner import ModelRunner
 from pdserve.settings import cache_folder
 from pdserve.wire.engine import FinishReason, PrefillSource
+from pdserve.wire.grammar import Grammar, GrammarKind
 from pdserve.wire.sampling_params import SamplingParams
 from pdserve_kernels.contract import Kernels
 from pdserve_kernels.cpu.compiled_kernels import CompiledKernels, CompiledLinear
@@ -53,7 +54,8 @@ EVERYTHING: dict[str, Any] = {
     "stop_token_ids": (11, 12),
     "logprobs": 3,
 }
-FEATURES = PARAMETERS | {"everything": EVERYTHING}
+ITEMS = Grammar(GrammarKind.JSON_SCHEMA, '{"type": "array", "items": {"enum": ["ab", "abba", 12, 1.5, null]}}')
+FEATURES = PARAMETERS | {"everything": EVERYTHING, "everything in JSON": EVERYTHING | {"grammar": ITEMS}}
 
 Asked = tuple[Sequence[int], SamplingParams, Sequence[int]]
 

@@ -22,6 +22,7 @@ from pdserve.engine.kv_cache.prefix_cache import Match, extend_hashes
 from pdserve.engine.kv_connector import KvConnector
 from pdserve.engine.kv_connector.connector import NoTransferConnector
 from pdserve.engine.launched_step import StepRunner
+from pdserve.engine.sampling.grammar_opener import GrammarOpener
 from pdserve.engine.scheduling.request_limits import PromptRule, StopRule
 from pdserve.engine.step_loop import NOT_FINITE, StepLoop
 from pdserve.engine.wake_up import WakeUp
@@ -44,6 +45,7 @@ from pdserve_kernels.cpu.torch_kernels import TorchKernels
 from tests.engine.placements import make_placement
 from tests.eventually import eventually
 from tests.tiny_models import VOCAB_SIZE, save_tiny_model
+from tests.tiny_vocabulary import tiny_vocabulary
 
 BLOCK_SIZE = 4
 MAX_LEN = 128
@@ -197,6 +199,7 @@ def engine(
             prompts=PromptRule(VOCAB_SIZE, MAX_LEN),
             placement=make_placement(BLOCK_SIZE),
             ahead_runner=runner if overlap else None,
+            grammars=GrammarOpener(lambda: tiny_vocabulary(folder), wake_up.set),
         )
 
         def run() -> None:

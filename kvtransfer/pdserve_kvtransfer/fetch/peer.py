@@ -9,6 +9,7 @@ from typing import TypeAlias
 
 from pdserve.errors import HandshakeRefused, PeerLost
 from pdserve.wire.frame import Opened
+from pdserve.wire.grammar import Grammar
 from pdserve.wire.ids import TransferId
 from pdserve.wire.rank_transfer import (
     ConnectLink,
@@ -24,6 +25,7 @@ from pdserve.wire.rank_transfer import (
     PiecesLanded,
     Released,
 )
+from pdserve.wire.sampling_params import SamplingParams
 from pdserve.wire.ticket import PrefillTarget
 from pdserve.wire.transfer import (
     TAG_BITS,
@@ -46,7 +48,7 @@ from pdserve.wire.transfer import (
     ToDecode,
     Welcome,
 )
-from pdserve.wire.version import CACHED_BLOCKS, PACED_TRANSFERS
+from pdserve.wire.version import CACHED_BLOCKS, GRAMMARS, PACED_TRANSFERS
 from pdserve_kvtransfer.control.handshake import Handshake
 from pdserve_kvtransfer.control.lease import Lease, PingTimer
 from pdserve_kvtransfer.control.sockets import ControlClient, FrameOpener
@@ -157,13 +159,20 @@ class FetchPeer:
                 return tag
 
     def _prepare(self, session: FetchSession) -> None:
-        """Prepares a fetch once the handshake is complete. It fails if the peer cannot give cached blocks.
+        """Prepares a fetch once the handshake is complete. It fails if the peer cannot give cached blocks, or knows no
+        grammars and the prompt has one.
 
         Raises HandshakeRefused for a paced fetch if the peer does not support paced transfers.
         """
         protocol = self._handshake.protocol
-        if isinstance(session.order, CachedFetchOrder) and not self._gives_cached_blocks():
-            reason = f"cached blocks need protocol {CACHED_BLOCKS}, and the other engine supports {protocol}"
+        needs: tuple[str, int] | None = None
+        match session.order:
+            case CachedFetchOrder():
+                needs = "cached blocks", CACHED_BLOCKS
+            case FetchOrder(sampling=SamplingParams(grammar=Grammar())):
+                needs = "grammars", GRAMMARS
+        if needs is not None and (protocol is None or protocol < needs[1]):
+            reason = f"{needs[0]} need protocol {needs[1]}, and the other engine supports {protocol}"
             self._apply(session, session.withdraw(FailureKind.MISFIT, reason))
             return
         if session.order.paced_blocks and protocol is not None and protocol < PACED_TRANSFERS:

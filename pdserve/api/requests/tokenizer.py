@@ -188,7 +188,7 @@ def load_tokenizer(model_dir: Path) -> Tokenizer:
     """Returns the tokenizer, with its chat template, of a Hugging Face folder or of a GGUF file. Raises ModelError."""
     # Imported here, so that it happens while the engine loads weights, and never on a prefill node.
     if is_gguf(model_dir):
-        from pdserve.api.requests.gguf_tokenizer import gguf_tokenizer
+        from pdserve.models.checkpoint.gguf_tokenizer import gguf_tokenizer
 
         return Tokenizer(gguf_tokenizer(model_dir))
     from transformers import PreTrainedTokenizerFast

@@ -2,11 +2,15 @@
 
 The order is: repetition penalty, frequency and presence penalties, bias, then allowed and banned tokens. All rows are
 changed together: their tokens are listed on the host, and each rule is one gather and one scatter on the device.
+
+A grammar is a rule about allowed tokens. An end-of-sequence token that it allows needs not be among
+``allowed_token_ids``. What it allows prevails over bans, as ``allowed_token_ids`` does: where a grammar lets an answer
+do nothing but end, the answer ends before its ``min_tokens``, and in spite of ``ignore_eos``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import lru_cache
 
@@ -14,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from pdserve.engine.sampling.grammar_matcher import TokenBits
 from pdserve.engine.sampling.sampling_row import SamplingRow
 
 FORBIDDEN = float("-inf")
@@ -28,15 +33,53 @@ def has_rules(row: SamplingRow) -> bool:
         or sampling.presence_penalty != 0.0
         or row.position < sampling.min_tokens
         or bool(sampling.logit_bias or sampling.allowed_token_ids or sampling.bad_words)
+        or sampling.grammar is not None
     )
 
 
-def apply_rules(logits: torch.Tensor, rows: Sequence[SamplingRow], eos_token_ids: Set[int]) -> torch.Tensor:
-    """Returns the logits ``[rows, vocab_size]`` after the rows' parameters. ``logits`` itself may be changed, too."""
+def apply_rules(
+    logits: torch.Tensor,
+    rows: Sequence[SamplingRow],
+    eos_token_ids: Set[int],
+    grammars: Mapping[int, TokenBits] | None = None,
+) -> torch.Tensor:
+    """Returns the logits ``[rows, vocab_size]`` after the rows' parameters. ``logits`` itself may be changed, too.
+
+    ``grammars`` has what ``grammar_bits`` returns for each row that has a grammar.
+    """
     _penalise_repetition(logits, rows)
     _add(logits, _penalties(rows))
     _add(logits, _biases(rows))
-    return _keep_open(logits, rows, eos_token_ids)
+    return _keep_open(logits, rows, eos_token_ids, grammars or {})
+
+
+def grammar_bits(row: SamplingRow, vocab_size: int, eos_token_ids: Set[int]) -> TokenBits | None:
+    """Returns the tokens that a row's grammar and its other parameters leave, at least one.
+
+    Returns None if they leave none; the matcher's ``failure`` then says why.
+    """
+    matcher = row.matcher
+    if matcher is None:
+        return None
+    bits = matcher.open_bits(row.token_ids[row.num_prompt_tokens :], vocab_size)
+    open_ids = row.sampling.allowed_token_ids
+    if open_ids and matcher.failure is None:
+        allowed = np.zeros(len(bits) * 8, np.bool_)
+        allowed[_array(_Identity(open_ids))] = True
+        allowed[[token for token in eos_token_ids if token < vocab_size]] = True
+        bits &= np.packbits(allowed, bitorder="little")
+        if not bits.any():
+            matcher.failure = "none of 'allowed_token_ids' fits the grammar here"
+    if matcher.failure is not None:
+        return None
+    banned = [token for token in _bans(row, eos_token_ids) if token < vocab_size]
+    if banned:
+        left = bits.copy()
+        for token in banned:
+            left[token // 8] &= ~(1 << token % 8) & 0xFF
+        if left.any():
+            return left
+    return bits
 
 
 class _Identity:
@@ -117,11 +160,16 @@ def _add(logits: torch.Tensor, entries: _Entries) -> None:
         logits[at_row, at_token] += values
 
 
-def _keep_open(logits: torch.Tensor, rows: Sequence[SamplingRow], eos_token_ids: Set[int]) -> torch.Tensor:
+def _keep_open(
+    logits: torch.Tensor, rows: Sequence[SamplingRow], eos_token_ids: Set[int], grammars: Mapping[int, TokenBits]
+) -> torch.Tensor:
     """Forbids tokens that are banned or not allowed. Bans that would leave a row no token do not hold there."""
     allowed, banned = _Entries(), _Entries()
     vocab_size = logits.shape[-1]
+    logits = _keep_bits(logits, grammars)
     for index, row in enumerate(rows):
+        if index in grammars:
+            continue
         open_ids = row.sampling.allowed_token_ids
         if open_ids:
             allowed.add(index, _array(_Identity(open_ids)), 0.0)
@@ -141,12 +189,29 @@ def _keep_open(logits: torch.Tensor, rows: Sequence[SamplingRow], eos_token_ids:
     return logits
 
 
+def _keep_bits(logits: torch.Tensor, grammars: Mapping[int, TokenBits]) -> torch.Tensor:
+    """Forbids the tokens that these rows' bits do not name."""
+    if not grammars:
+        return logits
+    vocab_size, places = logits.shape[-1], list(grammars)
+    packed = torch.from_numpy(np.stack(list(grammars.values()))).to(logits.device)
+    each = torch.arange(8, dtype=torch.uint8, device=logits.device)
+    closed = (packed.unsqueeze(-1) >> each & 1).flatten(1)[:, :vocab_size] == 0
+    if len(places) == len(logits):
+        return logits.masked_fill_(closed, FORBIDDEN)
+    logits[places] = logits[places].masked_fill_(closed, FORBIDDEN)
+    return logits
+
+
 def _bans(row: SamplingRow, eos_token_ids: Set[int]) -> Iterable[int]:
     sampling = row.sampling
-    if row.position < sampling.min_tokens:
+    early = row.position < sampling.min_tokens
+    if early:
         yield from sampling.stop_token_ids
-        if not sampling.ignore_eos:
-            yield from eos_token_ids
+    # An answer that ignores these tokens may go on after them, but no grammar does.
+    ends = sampling.grammar is not None if sampling.ignore_eos else early
+    if ends:
+        yield from eos_token_ids
     for *before, last in sampling.bad_words:
         if row.has_generated(before):
             yield last

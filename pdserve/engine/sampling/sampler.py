@@ -15,7 +15,7 @@ from collections.abc import Sequence, Set
 import torch
 
 from pdserve.engine.sampling.drawing import draw, uniform
-from pdserve.engine.sampling.logit_rules import apply_rules, has_rules
+from pdserve.engine.sampling.logit_rules import apply_rules, grammar_bits, has_rules
 from pdserve.engine.sampling.sampling_row import SamplingRow
 from pdserve.wire.sampling_params import SampledToken, TokenLogprobs
 
@@ -29,18 +29,27 @@ CPU_LOGITS_AT_ONCE = 2**17
 def sample(
     logits: torch.Tensor, rows: Sequence[SamplingRow], eos_token_ids: Set[int] = frozenset()
 ) -> list[SampledToken | None]:
-    """Returns one token a row, or None where the logits are not finite.
+    """Returns one token a row, or None where the logits are not finite, or the row's grammar leaves no token.
 
     ``logits`` is fp32 ``[rows, vocab_size]`` and is not changed. ``min_tokens`` forbids ``eos_token_ids`` as well as a
     request's own stop tokens.
     """
+    # A GPU may still compute the logits meanwhile.
+    grammars = {
+        index: grammar_bits(row, logits.shape[-1], eos_token_ids)
+        for index, row in enumerate(rows)
+        if row.sampling.grammar is not None
+    }
     best = logits.max(-1)
     tokens: list[int] = best.indices.tolist()
     finite: list[bool] = best.values.isfinite().tolist()
+    for index, bits in grammars.items():
+        finite[index] &= bits is not None
     shaped: dict[int, torch.Tensor] = {}
     ruled = [index for index, row in enumerate(rows) if finite[index] and has_rules(row)]
     if ruled:
-        changed = apply_rules(logits[ruled], [rows[index] for index in ruled], eos_token_ids)
+        constrained = {at: bits for at, index in enumerate(ruled) if (bits := grammars.get(index)) is not None}
+        changed = apply_rules(logits[ruled], [rows[index] for index in ruled], eos_token_ids, constrained)
         best = changed.max(-1)
         for index, own, token, sane in zip(
             ruled, changed, best.indices.tolist(), best.values.isfinite().tolist(), strict=True

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from pdserve.engine.request import Request
+from pdserve.engine.sampling.grammar_matcher import GrammarMatcher
 from pdserve.engine.sampling.token_counts import TokenCounts
 from pdserve.wire.sampling_params import SamplingParams
 
@@ -25,16 +26,18 @@ class SamplingRow:
     """The number of tokens that were sampled after ``token_ids`` and are not on the host yet."""
     counts: TokenCounts = field(default_factory=TokenCounts)
     """How often each of ``token_ids`` occurs."""
+    matcher: GrammarMatcher | None = None
+    """The state of the grammar, if the request has one."""
 
     @classmethod
     def of(cls, request: Request) -> SamplingRow:
         """Returns the row for the token after the request's last one."""
-        return cls(request.sampling, request.token_ids, request.num_prompt_tokens, 0, request.counts)
+        return cls(request.sampling, request.token_ids, request.num_prompt_tokens, 0, request.counts, request.matcher)
 
     @classmethod
     def after_unknown(cls, request: Request) -> SamplingRow:
         """Returns the row for the token after the one that a step under way samples for the request."""
-        return cls(request.sampling, request.token_ids, request.num_prompt_tokens, 1, request.counts)
+        return cls(request.sampling, request.token_ids, request.num_prompt_tokens, 1, request.counts, request.matcher)
 
     @property
     def position(self) -> int:

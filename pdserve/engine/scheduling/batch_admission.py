@@ -59,11 +59,12 @@ class BatchAdmission:
     def next_in_turn(self, now: float) -> Request | None:
         """Returns the waiting request that gets the next place.
 
-        Requests that wait for a fetch are passed over, and so are those that are only fetched: they need no place.
+        Requests that wait for a fetch or a grammar are passed over, and so are those that are only fetched: they need
+        no place.
         """
         tries, fetches, queued = _MAX_TRIED, self._free_fetches(), self._queues.uncomputed_prompt_tokens
         for request in self._queues.in_turn():
-            if request.fetch_only:
+            if request.fetch_only or request.awaits_grammar:
                 continue
             if fetches or not (request.targets or request.may_ask_holders):
                 return request
@@ -86,6 +87,8 @@ class BatchAdmission:
         for request in self._queues.in_turn():
             if not self.has_place or not tries:
                 return budget
+            if request.awaits_grammar:
+                continue
             # A static batch takes every request; a continuous one those that it, or a prefill node, can compute now.
             no_budget = budget == 0 and not self._static
             if no_budget and not (request.targets or request.may_ask_holders or request.fetch_only):

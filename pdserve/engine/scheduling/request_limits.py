@@ -69,7 +69,8 @@ class StopRule:
     def ending(self, request: Request) -> FinishReason | None:
         """Returns why the request ends with its last token, or None if it goes on."""
         sampling, token_id = request.sampling, request.token_ids[-1]
-        if token_id in self.eos_token_ids and not sampling.ignore_eos:
+        # Where a grammar allows such a token although it is to be ignored, it allows nothing else.
+        if token_id in self.eos_token_ids and not (sampling.ignore_eos and sampling.grammar is None):
             return FinishReason.STOP
         if token_id in sampling.stop_token_ids:
             return FinishReason.STOP

@@ -32,7 +32,11 @@ from pdserve.wire.sampling_params import SampledToken
 
 
 class Scheduler:
-    """Owns every live request. ``release`` takes a request's blocks back when it ends or is preempted."""
+    """Owns every live request.
+
+    ``release`` takes a request's blocks back when it ends or is preempted. ``open_grammars`` is told of every new
+    request, whose children are known by then: none of them is admitted until it has the matcher of its grammar.
+    """
 
     def __init__(
         self,
@@ -42,6 +46,7 @@ class Scheduler:
         collector: OutputCollector,
         release: Callable[[Request], None],
         placement: Placement,
+        open_grammars: Callable[[Request], None] = lambda _: None,
     ) -> None:
         self.counters = SchedulerCounters()
         self._blocks = BlockTables(blocks)
@@ -52,6 +57,7 @@ class Scheduler:
         self._stop = stop
         self._collector = collector
         self._release = release
+        self._open_grammars = open_grammars
         self._by_local_id: dict[int, Request] = {}
         self._now = 0.0
         """The time at which ``schedule`` was last called."""
@@ -122,6 +128,7 @@ class Scheduler:
             if member.local_id is not None:
                 self._by_local_id[member.local_id] = member
         self._queues.add(request)
+        self._open_grammars(request)
 
     def schedule(self, now: float) -> BatchPlan:
         """Plans the next step. A plan without work means that there is nothing to do before the next event."""
@@ -160,7 +167,7 @@ class Scheduler:
         queues = self._queues
         if not queues.remote or queues.running or queues.pushing:
             return []
-        return [request for request in queues.waiting if request.serves_push]
+        return [request for request in queues.waiting if request.serves_push and not request.awaits_grammar]
 
     def decoding_on(self, plan: BatchPlan) -> list[Request]:
         """Returns the requests of a step under way that decode on in the next step, whatever tokens this one gives.

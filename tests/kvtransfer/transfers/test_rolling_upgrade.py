@@ -11,10 +11,11 @@ import pytest
 
 from pdserve.config import TransferConfig
 from pdserve.wire.frame import NAMED, Purpose, Sealer
+from pdserve.wire.grammar import Grammar, GrammarKind
 from pdserve.wire.ids import TransferId, new_id
 from pdserve.wire.sampling_params import SampledToken
 from pdserve.wire.transfer import Examine, Examined, Failed, Hello, Ping, Pong, PrefillRequest, Refused, Welcome
-from pdserve.wire.version import PROTOCOL_VERSION, SPOKEN
+from pdserve.wire.version import GRAMMARS, PROTOCOL_VERSION, RELEASED_0_1, SPOKEN
 from pdserve_kvtransfer.events import (
     FailureKind,
     FetchFailed,
@@ -283,3 +284,22 @@ def test_a_decode_engine_pings_as_often_as_the_prefill_engines_lease_needs() -> 
 def test_a_prefill_engine_says_how_long_its_lease_is() -> None:
     with engine(config=PATIENT) as prefill, FakeDecode(prefill.address) as decode:
         assert decode.greet().lease_ms == PATIENT.lease_ms
+
+
+def test_no_prompt_with_a_grammar_goes_to_a_prefill_engine_of_the_last_release() -> None:
+    with FakePrefill() as prefill, engine(config=PATIENT) as decode:
+        words = ReleasedWords(prefill.boot_id, released.ToPrefill)
+        order = Pair(decode, decode).order((3,), target=prefill.target)
+        grammar = Grammar(GrammarKind.REGEX, "[ab]")
+        decode.thread.fetch(
+            dataclasses.replace(order, sampling=msgspec.structs.replace(order.sampling, grammar=grammar))
+        )
+        route, frame = prefill.socket.recv_multipart()
+        hello = words.read(frame)
+        assert isinstance(hello, released.Hello)
+        prefill.link.connect(hello.rank_addresses)
+        welcome = released.Welcome(prefill.boot_id, OLD_SPEC, [prefill.link.address])
+        prefill.socket.send_multipart([route, words.seal(welcome)])
+        failed = decode.next(FetchFailed)
+        assert failed.kind is FailureKind.MISFIT
+        assert failed.reason == f"grammars need protocol {GRAMMARS}, and the other engine supports {RELEASED_0_1}"

@@ -1,0 +1,59 @@
+"""Says which tokens the grammar of one answer lets it go on with.
+
+The state is a function of the answer's tokens, which are only ever appended to. So it stays right when a request is
+preempted, and is made anew from the tokens where another node goes on with the answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+from llguidance import LLMatcher
+
+TokenBits = npt.NDArray[np.uint8]
+"""One bit for each token of the vocabulary, the first in the lowest bit of the first byte."""
+
+
+class GrammarMatcher:
+    """The state of one answer's grammar."""
+
+    __slots__ = ("_matcher", "_num_read", "failure")
+
+    def __init__(self, compiled: LLMatcher, answer: Sequence[int] = ()) -> None:
+        """``compiled`` is a grammar in its first state, and ``answer`` has the tokens that the answer begins with."""
+        self._matcher = compiled.deep_copy()
+        self._num_read = 0
+        self.failure: str | None = None
+        """Why the answer cannot go on; None while it can."""
+        self._read(answer)
+
+    def open_bits(self, answer: Sequence[int], vocab_size: int) -> TokenBits:
+        """Returns the tokens that may follow ``answer``. There are none once ``failure`` says why.
+
+        An end-of-sequence token is among them exactly where the grammar lets the answer end.
+        """
+        bits = np.zeros(-(-vocab_size // 8), np.uint8)
+        self._read(answer)
+        if self.failure is not None:
+            return bits
+        computed = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)[: len(bits)]
+        if self._matcher.is_error():
+            self.failure = f"the grammar is too much work: {self._error()}"
+            return bits
+        bits[: len(computed)] = computed
+        if vocab_size % 8:
+            bits[-1] &= (1 << vocab_size % 8) - 1
+        if not bits.any():
+            self.failure = "the model has no token that the grammar allows here"
+        return bits
+
+    def _read(self, answer: Sequence[int]) -> None:
+        new = answer[self._num_read :]
+        self._num_read = len(answer)
+        if new and self.failure is None and not self._matcher.consume_tokens(list(new)):
+            self.failure = f"the answer so far does not fit the grammar: {self._error()}"
+
+    def _error(self) -> str:
+        return self._matcher.get_error().partition("\n")[0]

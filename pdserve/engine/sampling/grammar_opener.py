@@ -1,0 +1,117 @@
+"""Compiles the grammars of new requests in a thread beside the step loop.
+
+A request waits, and others run, until it has its matcher. The thread starts, and reads the vocabulary, with the first
+request that has a grammar.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from llguidance import LLMatcher, LLTokenizer
+
+from pdserve.engine.request import Request
+from pdserve.engine.sampling.grammar_matcher import GrammarMatcher
+from pdserve.errors import GrammarRefused, ModelError
+from pdserve.grammars.compiling import compile_grammar, thread_with_deep_stack
+from pdserve.wire.grammar import Grammar
+
+log = logging.getLogger(__name__)
+
+CLOSE_S = 1.0
+KEPT = 32
+"""How many compiled grammars are kept for later requests. A usual one takes some 100 kB."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Order:
+    """A family of requests, the parent first, with what each answer begins with."""
+
+    family: tuple[Request, ...]
+    grammar: Grammar
+    answers: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Opened:
+    order: _Order
+    matchers: tuple[GrammarMatcher, ...]
+    failure: str | None = None
+
+
+class GrammarOpener:
+    """Gives requests their matchers. All methods are for the step loop's thread."""
+
+    def __init__(self, load: Callable[[], LLTokenizer], wake: Callable[[], None]) -> None:
+        """``load`` reads the vocabulary, and ``wake`` is called when ``take`` has something to do; both in a thread."""
+        self._load = load
+        self._wake = wake
+        self._orders: queue.SimpleQueue[_Order | None] = queue.SimpleQueue()
+        self._opened: deque[_Opened] = deque()
+        self._thread: threading.Thread | None = None
+
+    def open(self, parent: Request) -> None:
+        """Begins to make matchers for a new request and its children, if they have a grammar."""
+        grammar = parent.sampling.grammar
+        if grammar is None or parent.fetch_only:
+            return
+        if self._thread is None:
+            self._thread = thread_with_deep_stack(self._serve, "grammars")
+        family = (parent, *parent.children)
+        self._orders.put(_Order(family, grammar, tuple(tuple(member.answer) for member in family)))
+
+    def take(self) -> list[tuple[Request, str]]:
+        """Gives finished matchers to their requests. Returns the requests that can have none, and why."""
+        failed = []
+        while self._opened:
+            opened = self._opened.popleft()
+            if opened.failure is not None:
+                failed += [(member, opened.failure) for member in opened.order.family]
+            for member, matcher in zip(opened.order.family, opened.matchers, strict=False):
+                member.matcher = matcher
+        return failed
+
+    def close(self) -> None:
+        """Ends the thread. It is not waited for if it is still at work on a large grammar."""
+        if self._thread is not None:
+            self._orders.put(None)
+            self._thread.join(CLOSE_S)
+
+    def _serve(self) -> None:
+        compiler = _Compiler(self._load)
+        while (order := self._orders.get()) is not None:
+            try:
+                compiled = compiler.compile(order.grammar)
+                opened = _Opened(order, tuple(GrammarMatcher(compiled, answer) for answer in order.answers))
+            except GrammarRefused as exc:
+                opened = _Opened(order, (), f"the grammar cannot be compiled: {exc}")
+            except ModelError as exc:
+                opened = _Opened(order, (), str(exc))
+            except BaseException as exc:
+                # llguidance's own errors are values. A defect in it panics, which is an exception of no class of ours.
+                log.exception("%s its grammar cannot be compiled", order.family[0])
+                opened = _Opened(order, (), f"the grammar cannot be compiled: {type(exc).__name__}")
+            self._opened.append(opened)
+            self._wake()
+
+
+class _Compiler:
+    def __init__(self, load: Callable[[], LLTokenizer]) -> None:
+        self._load = load
+        self._vocabulary: LLTokenizer | None = None
+        self._compiled: OrderedDict[Grammar, LLMatcher] = OrderedDict()
+
+    def compile(self, grammar: Grammar) -> LLMatcher:
+        """Returns the compiled grammar. Raises GrammarRefused or ModelError."""
+        if self._vocabulary is None:
+            self._vocabulary = self._load()
+        compiled = self._compiled.pop(grammar, None) or compile_grammar(grammar, self._vocabulary)
+        self._compiled[grammar] = compiled
+        if len(self._compiled) > KEPT:
+            self._compiled.popitem(last=False)
+        return compiled

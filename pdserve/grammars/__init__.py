@@ -1,0 +1,1 @@
+"""Compiles grammars for one model's vocabulary: ``vocabulary`` and ``compiling``, on llguidance."""
