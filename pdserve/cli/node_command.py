@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from pdserve.config import CommandConfig, SecurityConfig, TrustConfig
-from pdserve.doctor.cluster import ListedInstance, read_instances
+from pdserve.doctor.cluster import ListedInstance, direct_opener, read_instances
 from pdserve.errors import ConfigError, PdserveError
 from pdserve.http.tls import Trust, read_authorities
 from pdserve.settings import resolve_secret, state_folder
@@ -48,6 +48,7 @@ class Commander:
             raise ConfigError("which node? Give its name or URL, as the proxy's /instances has it")
         self._config = config
         self._trust = Trust(read_authorities(trust.authorities))
+        self._opener = direct_opener(self._trust)
         host = urlsplit(config.proxy_url).hostname or ""
         self._signer = CommandSigner(resolve_secret(security, [host], state_folder(environ)))
 
@@ -76,9 +77,10 @@ class Commander:
         if not _BOOT_ID.fullmatch(node.boot_id) or not node.url.startswith(("http://", "https://")):
             raise CommandFailed(f"{self._config.proxy_url} does not say where {node.name} is")
         header = self._signer.sign(command, bytes.fromhex(node.boot_id))
-        request = urllib.request.Request(f"{node.url}{COMMAND_PATH}", b"", {COMMAND_HEADER: header})  # noqa: S310
+        url = f"{node.url}{COMMAND_PATH}"
+        request = urllib.request.Request(url, b"", {COMMAND_HEADER: header})  # noqa: S310  # it begins with http
         try:
-            with self._opener().open(request, timeout=self._config.timeout_s) as response:
+            with self._opener.open(request, timeout=self._config.timeout_s) as response:
                 return msgspec.json.decode(response.read(_MAX_ANSWER_BYTES), type=CommandResult)
         except urllib.error.HTTPError as exc:
             with exc:
@@ -92,7 +94,7 @@ class Commander:
         A node that drains may leave the proxy's list before it ends. If nothing can be learnt now, it runs.
         """
         try:
-            with self._opener().open(f"{node.url}/health", timeout=self._config.timeout_s):
+            with self._opener.open(f"{node.url}/health", timeout=self._config.timeout_s):
                 pass
         except urllib.error.HTTPError as exc:
             with exc:
@@ -107,11 +109,6 @@ class Commander:
             return any(other.url == node.url and other.boot_id != node.boot_id for other in self.listed())
         except CommandFailed:
             return False
-
-    def _opener(self) -> urllib.request.OpenerDirector:
-        """Returns what opens URLs without the environment's HTTP proxies: a command has to go to the node itself."""
-        https = urllib.request.HTTPSHandler(context=self._trust.context)
-        return urllib.request.build_opener(urllib.request.ProxyHandler({}), https)
 
 
 class _Error(msgspec.Struct):

@@ -28,14 +28,20 @@ class ListedInstance(msgspec.Struct, frozen=True):
     boot_id: str = ""
 
 
+def direct_opener(trust: Trust) -> urllib.request.OpenerDirector:
+    """Returns an opener of URLs that does not use the environment's HTTP proxies.
+
+    The requests of the doctor and of commands have to go to the addresses as they are written.
+    """
+    https = urllib.request.HTTPSHandler(context=trust.context)
+    return urllib.request.build_opener(urllib.request.ProxyHandler({}), https)
+
+
 def read_instances(proxy_url: str, timeout_s: float, trust: Trust | None = None) -> list[ListedInstance] | str:
     """Returns the registered nodes, or why they are unknown. Without ``trust``, the system's authorities count."""
     url = f"{proxy_url.rstrip('/')}/instances"
-    # The environment's HTTP proxies are not used: the request has to go to the address as it is written.
-    https = urllib.request.HTTPSHandler(context=(trust or Trust()).context)
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), https)
     try:
-        with opener.open(url, timeout=timeout_s) as response:
+        with direct_opener(trust or Trust()).open(url, timeout=timeout_s) as response:
             return msgspec.json.decode(response.read(_MAX_BODY_BYTES), type=list[ListedInstance])
     except urllib.error.URLError as exc:
         return str(exc.reason)

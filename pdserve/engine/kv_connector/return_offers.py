@@ -1,4 +1,4 @@
-"""The decoding side of KV return: offers the full blocks of running answers to the prefill nodes of their prompts."""
+"""Offers the blocks of running answers to the prefill nodes of their prompts. A decode node does so for KV return."""
 
 from __future__ import annotations
 

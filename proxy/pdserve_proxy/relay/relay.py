@@ -32,7 +32,7 @@ from pdserve_proxy.relay.event_stream import EventStream
 from pdserve_proxy.relay.journal import LARGEST_SHARE, JournalBudget, RelayJournal
 from pdserve_proxy.relay.move import PlannedMoves
 from pdserve_proxy.relay.relayed_request import CutReason, RelayedRequest, ResumeOutcome
-from pdserve_proxy.relay.resume import ResumeFailed, Resumes, Resumption
+from pdserve_proxy.relay.resume import STREAMED, ResumeFailed, Resumes, Resumption
 from pdserve_proxy.relay.whole_answer import RESUMED_TYPES, JournaledAnswer, WholeResponse, kept, read_whole
 from pdserve_proxy.routing.attempts import Attempts
 from pdserve_proxy.routing.router import RETRY_AFTER_S, Route, RouteQuery, requested_model
@@ -215,8 +215,14 @@ class Relay:
         if request.answer is None or relayed.route is None:
             return None
         journal = RelayJournal(self._journals, request) if writes_journals(relayed.route.decode) else None
+        return self._watched_resumption(relayed, query, journal, STREAMED)
+
+    def _watched_resumption(
+        self, relayed: RelayedRequest, query: RouteQuery, journal: RelayJournal | None, content_types: frozenset[str]
+    ) -> Resumption:
+        """Returns the way of an answer to other nodes. An answer with a journal also leaves nodes that drain."""
         relayed.own_journal(journal)
-        resumption = Resumption(self._resumes, relayed, query, journal)
+        resumption = Resumption(self._resumes, relayed, query, journal, content_types)
         if journal is not None:
             self._moves.watch(relayed, resumption)
         return resumption
@@ -226,9 +232,7 @@ class Relay:
     ) -> WholeResponse | AttemptFailure:
         """Returns the answer of the node, or of those that go on with it, or the failure of the last of them."""
         journal = RelayJournal(self._journals, request)
-        relayed.own_journal(journal)
-        resumption = Resumption(self._resumes, relayed, query, journal, RESUMED_TYPES)
-        self._moves.watch(relayed, resumption)
+        resumption = self._watched_resumption(relayed, query, journal, RESUMED_TYPES)
         silence_s = self._config.relay.idle_timeout_s
         try:
             answer = await JournaledAnswer(relayed, response, journal, silence_s).read(resumption)
