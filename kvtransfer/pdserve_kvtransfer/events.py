@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from pdserve.wire.ids import TransferId
+from pdserve.wire.prompt_logprobs import PromptLogprobs
 from pdserve.wire.sampling_params import SampledToken, SamplingParams
 from pdserve.wire.ticket import PrefillTarget
 from pdserve.wire.transfer import UNKNOWN_LOAD, FailureCause, PrefillLoad
@@ -124,6 +125,7 @@ class FirstTokenArrived:
     cached_tokens: int
     """How many of the prompt's tokens the prefill engine's own prefix cache held."""
     load: PrefillLoad = UNKNOWN_LOAD
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ import zmq
 
 from pdserve.wire.frame import Sealer, Secrets
 from pdserve.wire.ids import TransferId
+from pdserve.wire.prompt_logprobs import PromptLogprobs
 from pdserve.wire.sampling_params import SampledToken
 from pdserve.wire.ticket import PrefillTarget
 from pdserve.wire.transfer import EngineSpec, FailureCause, PrefillLoad
@@ -128,6 +129,7 @@ class GiveFirstToken:
     tokens: tuple[SampledToken, ...]
     cached_tokens: int
     load: PrefillLoad
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 @dataclass(frozen=True, slots=True)

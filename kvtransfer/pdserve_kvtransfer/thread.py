@@ -17,6 +17,7 @@ from pdserve.errors import RankLost, TransferError
 from pdserve.process import share_interpreter
 from pdserve.wire.frame import Purpose, Sealer, Secrets
 from pdserve.wire.ids import TransferId
+from pdserve.wire.prompt_logprobs import PromptLogprobs
 from pdserve.wire.sampling_params import SampledToken
 from pdserve.wire.ticket import PrefillTarget
 from pdserve.wire.transfer import (
@@ -169,9 +170,10 @@ class TransferThread:
         tokens: tuple[SampledToken, ...],
         cached_tokens: int,
         load: PrefillLoad = UNKNOWN_LOAD,
+        prompt_logprobs: PromptLogprobs | None = None,
     ) -> None:
         """Gives a push its first token, after all its blocks. It is ignored if the push is over."""
-        self._command(GiveFirstToken(transfer_id, tokens, cached_tokens, load))
+        self._command(GiveFirstToken(transfer_id, tokens, cached_tokens, load, prompt_logprobs))
 
     def held(self, transfer_id: TransferId, count: int) -> None:
         """Answers ``CachedWanted``, after all blocks: the first ``count`` of the wanted ones are sent. It is ignored if

@@ -64,6 +64,9 @@ class ApiChannel:
 def one_by_one(step: StepOutput) -> Iterator[StepOutput]:
     """Yields a message for each token of a step; a request's ending goes with its last token."""
     for output in step.outputs:
+        if output.prompt_logprobs is not None:
+            yield StepOutput([output])
+            continue
         tokens, logprobs = output.new_token_ids, output.logprobs
         for index in range(len(tokens) - 1):
             own = None if logprobs is None else logprobs[index : index + 1]

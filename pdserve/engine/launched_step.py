@@ -16,9 +16,11 @@ import torch
 
 from pdserve.engine.request import Request, Status
 from pdserve.engine.sampling.pending_tokens import DeviceTokens, HostTokens, PendingTokens, can_sample_on_device
+from pdserve.engine.sampling.prompt_scoring import PendingScores, ScoredTokens
 from pdserve.engine.sampling.sampling_row import SamplingRow
 from pdserve.engine.scheduling.batch_plan import BatchPlan, Work
-from pdserve.models.runner import StepRow
+from pdserve.models.runner import Score, StepRow
+from pdserve.wire.prompt_logprobs import PromptLogprobs
 from pdserve.wire.sampling_params import SampledToken
 from pdserve_kernels.host_to_device import to_device
 
@@ -26,8 +28,10 @@ from pdserve_kernels.host_to_device import to_device
 class StepRunner(Protocol):
     """What a step needs of a runner: a ``ModelRunner`` alone, or a ``TpRunner`` with the other ranks behind it."""
 
-    def run(self, rows: Sequence[StepRow]) -> torch.Tensor:
+    def run(self, rows: Sequence[StepRow], *, score: Score | None = None) -> torch.Tensor:
         """Computes every row's tokens into the KV cache; single-token rows come first.
+
+        ``score`` is given the logits after the rows' ``scored`` tokens, in their order and in pieces.
 
         Returns fp32 logits ``[number of rows with wants_logits, vocab_size]``, in the order of the rows.
         """
@@ -60,6 +64,15 @@ class LaunchedStep:
     plan: BatchPlan
     rows: Sequence[int]
     pending: PendingTokens
+    scores: PendingScores | None = None
+    """The log probabilities of prompts' tokens; None if the step computes none."""
+
+    def scored(self) -> list[tuple[Request, PromptLogprobs]]:
+        """Returns the log probabilities that the step gives of requests' prompts. Waits for a GPU."""
+        if self.scores is None:
+            return []
+        requests = [work.request for work in self.plan.work if work.scored_tokens]
+        return list(zip(requests, self.scores.read(), strict=True))
 
     def read(self) -> list[SampledToken | None]:
         """Returns what ``Scheduler.postprocess`` takes. Waits for a GPU."""
@@ -89,14 +102,15 @@ def launch(runner: StepRunner, plan: BatchPlan, eos_token_ids: Set[int], on_devi
     """Computes a plan's work and samples its tokens: ``on_device``, if that can be done, for a step launched ahead."""
     sampled = [work.sampled_requests for work in plan.work]
     steps = [row for work, requests in zip(plan.work, sampled, strict=True) for row in _step_rows(work, bool(requests))]
-    logits = _logits_to_sample(runner.run(steps), sampled)
+    scores = _pending_scores(plan)
+    logits = _logits_to_sample(runner.run(steps, score=None if scores is None else scores.add), sampled)
     rows = [SamplingRow.of(request) for requests in sampled for request in requests]
     pending: PendingTokens
     if on_device and all(can_sample_on_device(row) for row in rows):
         pending = DeviceTokens(logits, rows)
     else:
         pending = HostTokens(logits, rows, eos_token_ids)
-    return LaunchedStep(plan, range(len(rows)), pending)
+    return LaunchedStep(plan, range(len(rows)), pending, scores)
 
 
 def launch_ahead(runner: AheadRunner, step: LaunchedStep, requests: Sequence[Request]) -> StepAhead | None:
@@ -121,11 +135,22 @@ def _step_rows(work: Work, wants_logits: bool) -> list[StepRow]:
     request, start = work.request, work.request.num_computed_tokens
     end = start + work.num_tokens
     if not work.replays:
-        return [StepRow(request.token_ids[start:end], start, request.block_table, wants_logits)]
+        scored = work.scored_tokens
+        places = range(scored.start - 1 - start, scored.stop - 1 - start) if scored else scored
+        return [StepRow(request.token_ids[start:end], start, request.block_table, wants_logits, places)]
     return [
         StepRow([request.token_ids[at]], at, request.block_table, wants_logits and at == end - 1)
         for at in range(start, end)
     ]
+
+
+def _pending_scores(plan: BatchPlan) -> PendingScores | None:
+    spans = [
+        ScoredTokens(work.request.token_ids[tokens.start : tokens.stop], work.request.sampling.prompt_logprobs or 0)
+        for work in plan.work
+        if (tokens := work.scored_tokens)
+    ]
+    return PendingScores(spans) if spans else None
 
 
 def _logits_to_sample(logits: torch.Tensor, sampled: Sequence[Sequence[Request]]) -> torch.Tensor:

@@ -35,6 +35,7 @@ from pdserve.engine.sampling.token_counts import TokenCounts
 from pdserve.errors import EngineError
 from pdserve.wire.engine import PrefillSource
 from pdserve.wire.ids import RequestUuid, TransferId
+from pdserve.wire.prompt_logprobs import PromptLogprobs
 from pdserve.wire.sampling_params import SampledToken, SamplingParams
 from pdserve.wire.ticket import PrefillTarget
 
@@ -107,6 +108,10 @@ class Request:
     block_table: list[int] = field(default_factory=list)
     block_hashes: list[bytes] = field(default_factory=list)
     """The hashes of the first full blocks, as many as were needed so far."""
+    num_scored_tokens: int = 0
+    """The number of the prompt's tokens after the first whose log probabilities are known, or were."""
+    scores: list[PromptLogprobs] = field(default_factory=list)
+    """Those log probabilities, until they are passed on."""
     counts: TokenCounts = field(default_factory=TokenCounts)
     """The number of times that each token occurs, for penalties."""
     matcher: GrammarMatcher | None = None
@@ -138,7 +143,7 @@ class Request:
             uuid=self.uuid,
             token_ids=[*self.token_ids[: self.num_prompt_tokens], *emitted],
             num_prompt_tokens=self.num_prompt_tokens,
-            sampling=msgspec.structs.replace(self.sampling, seed=seed),
+            sampling=msgspec.structs.replace(self.sampling, seed=seed, prompt_logprobs=None),
             arrived=self.arrived,
             deadline=self.deadline,
             request_id=self.request_id,
@@ -178,7 +183,16 @@ class Request:
     @property
     def may_ask_holders(self) -> bool:
         """Whether an engine is left to be asked for blocks. None has those of tokens that were generated here."""
-        return bool(self.holders) and self.num_generated_tokens == self.num_emitted_tokens
+        return bool(self.holders) and not self.needs_scores and self.num_generated_tokens == self.num_emitted_tokens
+
+    @property
+    def needs_scores(self) -> bool:
+        """Whether log probabilities of the prompt are missing: its tokens have to be computed, in whatever cache they
+        are.
+        """
+        if self.sampling.prompt_logprobs is None or self.fetch_only:
+            return False
+        return self.num_scored_tokens < self.num_prompt_tokens - 1
 
     def __str__(self) -> str:
         """Returns the request's name in log lines. ``TransferId`` begins with the same digits of the uuid."""

@@ -227,9 +227,11 @@ class StepLoop:
     def _postprocess(self, step: LaunchedStep, began: float) -> None:
         """Waits for a step's tokens and passes on what became final."""
         sampled = step.read()
+        for request, logprobs in step.scored():
+            self._scheduler.scored(request, logprobs)
         self._steps += 1
         now = time.monotonic()
-        if not step.plan.replays:
+        if not step.plan.replays and step.scores is None:
             self._placement.rate.step(step.plan.num_prompt_tokens, step.plan.num_decoding, now - began, now)
         for request in self._scheduler.postprocess(step.plan, sampled, now):
             if (why := _grammar_failure(request)) is not None:

@@ -9,11 +9,11 @@ their number is padded to the next bucket; rows of padding store nothing and rea
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import torch
 
@@ -40,6 +40,8 @@ class StepRow:
     start: int
     block_table: Sequence[int]
     wants_logits: bool
+    scored: range = range(0)
+    """The places among ``token_ids`` after which a prompt's next token is scored, so that the logits are wanted."""
 
     @property
     def context_len(self) -> int:
@@ -63,6 +65,9 @@ def bucket_for(rows: int, buckets: Sequence[int]) -> int | None:
     at = bisect_left(buckets, rows)
     return buckets[at] if at < len(buckets) else None
 
+
+Score: TypeAlias = Callable[[torch.Tensor], None]
+"""Takes fp32 logits ``[tokens, vocab_size]``, which are not kept; on ranks other than 0 ``[tokens, 0]``."""
 
 PADDING_SLOT = -1
 
@@ -193,6 +198,9 @@ def padded_parts(rows: Sequence[StepRow], bucket: int, block_size: int) -> list[
     ]
 
 
+SCORED_LOGITS = 2**23
+"""About so many logits of tokens that are scored are in memory at a time: 32 MiB."""
+
 TORCH_DTYPES = {Dtype.BF16: torch.bfloat16, Dtype.FP32: torch.float32}
 
 
@@ -224,6 +232,7 @@ class ModelRunner:
         self._heads = heads.stop - heads.start
         self._scale = config.attention_scale
         self._max_model_len = max_model_len
+        self._scored_rows = max(1, SCORED_LOGITS // config.vocab_size)
         self._kernels = kernels
         self._tp = tp
         self._graphs: DecodeGraphs | None = None
@@ -231,24 +240,27 @@ class ModelRunner:
         self._decoder = build_decoder(config, building, max_model_len, torch_dtype)
 
     @torch.inference_mode()
-    def run(self, rows: Sequence[StepRow], tokens: torch.Tensor | None = None) -> torch.Tensor:
+    def run(
+        self, rows: Sequence[StepRow], tokens: torch.Tensor | None = None, score: Score | None = None
+    ) -> torch.Tensor:
         """Computes every row's tokens into the KV cache; single-token rows come first.
 
         ``tokens``, ``[number of rows]`` on the device of the cache, take the place of the rows' own, if each has one.
+        ``score`` is given the logits after the rows' ``scored`` tokens, in their order and in pieces.
 
         Returns fp32 logits ``[number of rows with wants_logits, vocab_size]``, in the order of the rows, on the device
         of the cache and valid until the next call; on ranks other than 0 ``[that number, 0]``. Does not wait for a GPU
         to have computed them. Raises RankLost if another rank does not compute the same.
         """
         self._tp.begin_step()
-        if self._graphs is not None:
+        if self._graphs is not None and score is None:
             logits = self._graphs.run(rows, tokens)
             if logits is not None:
                 wanting = [i for i, row in enumerate(rows) if row.wants_logits]
                 return logits if len(wanting) == len(rows) else logits[wanting]
-        return self._run(rows, tokens)
+        return self._run(rows, tokens, score)
 
-    def _run(self, rows: Sequence[StepRow], tokens: torch.Tensor | None) -> torch.Tensor:
+    def _run(self, rows: Sequence[StepRow], tokens: torch.Tensor | None, score: Score | None) -> torch.Tensor:
         """Computes any step, and launches each kernel from here."""
         last, end = [], 0
         for row in rows:
@@ -268,7 +280,20 @@ class ModelRunner:
         spans = [AttentionRow(len(row.token_ids), row.context_len, row.block_table) for row in rows]
         attention = self._kernels.plan_attention(self.layout, self.kv_cache, spans, self._heads, self._scale)
         hidden = self._decoder.forward(token_ids, positions, attention)
+        if score is not None:
+            for places in self._scored_places(rows):
+                score(self._decoder.logits(hidden[places]))
         return self._decoder.logits(hidden[wanted])
+
+    def _scored_places(self, rows: Sequence[StepRow]) -> Iterator[torch.Tensor]:
+        """Yields the places of scored tokens in the step, in pieces that are the same on every rank."""
+        places, first = [], 0
+        for row in rows:
+            places += [first + place for place in row.scored]
+            first += len(row.token_ids)
+        for start in range(0, len(places), self._scored_rows):
+            (piece,) = to_device([places[start : start + self._scored_rows]], self.kv_cache.device)
+            yield piece
 
     @torch.inference_mode()
     def capture_decode(self, kernels: GraphKernels, max_rows: int, make_graph: Callable[[], Graph]) -> None:

@@ -13,6 +13,7 @@ import msgspec
 
 from pdserve.wire.discovery import NodeLoad
 from pdserve.wire.ids import RequestId, RequestUuid
+from pdserve.wire.prompt_logprobs import PromptLogprobs
 from pdserve.wire.sampling_params import SamplingParams, TokenLogprobs
 from pdserve.wire.ticket import PrefillTarget
 
@@ -190,6 +191,8 @@ class RequestOutput(msgspec.Struct, frozen=True, forbid_unknown_fields=True, arr
     """The message for the client; it comes with ``FinishReason.REFUSED`` and ``ERROR``."""
     logprobs: list[TokenLogprobs] | None = None
     """The log probabilities of each of ``new_token_ids``, if the request asked for them."""
+    prompt_logprobs: PromptLogprobs | None = None
+    """The log probabilities of the prompt's tokens after the first, once, before any token of any answer to it."""
 
 
 class EngineStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -42,6 +42,13 @@ class RankRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_lik
     start: int
     block_table: list[int]
     wants_logits: bool
+    scored_from: int = 0
+    scored_to: int = 0
+    """The logits after the tokens from ``scored_from`` to this one are wanted, too; 0 if none are."""
+
+    @property
+    def scored(self) -> range:
+        return range(self.scored_from, self.scored_to)
 
 
 class Step(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="step"):

@@ -7,6 +7,7 @@ from typing import Annotated
 import msgspec
 
 from pdserve.wire.grammar import Grammar
+from pdserve.wire.version import since
 
 
 class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
@@ -44,6 +45,8 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     """Sequences of tokens that the answer must not contain: the last one cannot be chosen after the others."""
     logprobs: Annotated[int, msgspec.Meta(ge=0)] | None = None
     """The number of likeliest tokens to report beside each chosen one; None reports no log probabilities."""
+    prompt_logprobs: Annotated[Annotated[int, msgspec.Meta(ge=0)] | None, since(6)] = None
+    """The number of likeliest tokens to report beside each token of the prompt; None reports none of them."""
     grammar: Grammar | None = None
     """The texts that the answer may be; None is any text.
 

@@ -47,6 +47,7 @@ import msgspec
 
 from pdserve.wire.frame import Reason
 from pdserve.wire.ids import BootId, RequestId, TransferId
+from pdserve.wire.prompt_logprobs import PromptLogprobs
 from pdserve.wire.sampling_params import SampledToken, SamplingParams
 from pdserve.wire.ticket import PrefillTarget
 from pdserve.wire.version import PACED_TRANSFERS, RELEASED_0_1, Spoken, since
@@ -253,13 +254,15 @@ class PrefillLoad(msgspec.Struct, frozen=True):
 UNKNOWN_LOAD = PrefillLoad()
 
 
-class FirstToken(msgspec.Struct, frozen=True, tag_field="kind", tag="first_token"):
+class FirstToken(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="kind", tag="first_token"):
     transfer_id: TransferId
     tokens: Annotated[tuple[SampledToken, ...], msgspec.Meta(min_length=1)]
     """The request's first token, then those of its children in order."""
     cached_tokens: Annotated[int, msgspec.Meta(ge=0)]
     load: PrefillLoad = UNKNOWN_LOAD
     """The prefill engine's load after this prompt."""
+    prompt_logprobs: Annotated[PromptLogprobs | None, since(6)] = None
+    """The log probabilities of the prompt's tokens after its first one, if ``sampling`` asks for them."""
 
 
 class Held(msgspec.Struct, frozen=True, tag_field="kind", tag="held"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from pdserve.config import Batching, KvOverlap, SchedulerConfig
@@ -21,10 +21,11 @@ from pdserve.engine.scheduling.request_limits import StopRule
 from pdserve.engine.scheduling.scheduler import Scheduler
 from pdserve.wire.engine import RequestOutput
 from pdserve.wire.ids import new_id
+from pdserve.wire.prompt_logprobs import PromptLogprobs
 from pdserve.wire.sampling_params import SampledToken, SamplingParams
 from pdserve.wire.ticket import PrefillTarget
 from pdserve.wire.transfer import FailureCause
-from tests.engine.fake_model import EOS, FakeModel, choose
+from tests.engine.fake_model import EOS, FakeModel, choose, prompt_logprobs
 from tests.engine.placements import make_placement
 from tests.engine.whole_connector import whole_connector
 
@@ -37,6 +38,7 @@ TARGET = PrefillTarget("p0", "tcp://127.0.0.1:1", new_id())
 class FakeLaunchedStep:
     plan: BatchPlan
     sampled: list[SampledToken]
+    scored: list[tuple[Request, PromptLogprobs]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -89,6 +91,8 @@ class FakeEngine:
         self.scheduler = Scheduler(self.blocks, config, stop, self.collector, self.connector.release, placement)
         self.outputs: dict[int, list[int]] = {}
         self.endings: dict[int, RequestOutput] = {}
+        self.scores: dict[int, PromptLogprobs] = {}
+        """The log probabilities that came for prompts, by the parents' ``local_id``."""
         self.now = 0.0
         self._overlap = overlap
         self._ahead: FakeStepAhead | None = None
@@ -108,6 +112,7 @@ class FakeEngine:
         emitted: Sequence[Sequence[int]] = (),
         holders: int = 0,
         fetch_only: bool = False,
+        scored: bool = False,
     ) -> Request:
         """Adds one prompt. Its answers are ``local_id``, ``local_id + 1`` and so on, one for each seed.
 
@@ -118,7 +123,7 @@ class FakeEngine:
             uuid=new_id(),
             token_ids=[*prompt, *own],
             num_prompt_tokens=len(prompt),
-            sampling=SamplingParams(max_tokens=max_tokens, seed=seeds[0]),
+            sampling=SamplingParams(max_tokens=max_tokens, seed=seeds[0], prompt_logprobs=0 if scored else None),
             arrived=self.now,
             deadline=self.now + 10_000,
             local_id=local_id,
@@ -143,6 +148,8 @@ class FakeEngine:
         self.connector.poll(self.scheduler, self.now)
         step = self._launch() if self._ahead is None else self._ahead.joined()
         self._ahead = self._launch_ahead(step.plan, step.sampled) if self._overlap else None
+        for request, logprobs in step.scored:
+            self.scheduler.scored(request, logprobs)
         assert self.scheduler.postprocess(step.plan, step.sampled, self.now) == []
         self.connector.stepped(self.scheduler, step.plan, self.now)
         self.collect()
@@ -155,7 +162,12 @@ class FakeEngine:
         for request in plan.refused:
             self.connector.give_up(request, "overloaded", FailureCause.LOAD)
             self.scheduler.abort(request)
-        return FakeLaunchedStep(plan, [token for work in plan.work for token in self._compute(work)])
+        scored = [
+            (work.request, prompt_logprobs(work.request.token_ids, work.scored_tokens))
+            for work in plan.work
+            if work.scored_tokens
+        ]
+        return FakeLaunchedStep(plan, [token for work in plan.work for token in self._compute(work)], scored)
 
     def _launch_ahead(self, plan: BatchPlan, sampled: list[SampledToken]) -> FakeStepAhead | None:
         """Does what ``launched_step.launch_ahead`` does, on tokens that the scheduler does not know yet."""
@@ -191,6 +203,9 @@ class FakeEngine:
         step = self.collector.take()
         for output in step.outputs if step else []:
             assert output.local_id not in self.endings
+            if output.prompt_logprobs is not None:
+                assert not self.outputs.get(output.local_id), "tokens came before the prompt's log probabilities"
+                self.scores[output.local_id] = output.prompt_logprobs
             self.outputs.setdefault(output.local_id, []).extend(output.new_token_ids)
             if output.finish is not None:
                 self.endings[output.local_id] = output

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from random import Random
 
 from pdserve.wire.ids import TransferId, new_id
+from pdserve.wire.prompt_logprobs import PromptLogprobs
 from pdserve.wire.sampling_params import SampledToken
 from pdserve.wire.ticket import PrefillTarget
 from pdserve.wire.transfer import FailureCause, PrefillLoad
@@ -88,9 +89,14 @@ class PrefillThread:
         pass
 
     def first_token(
-        self, transfer_id: TransferId, tokens: tuple[SampledToken, ...], cached_tokens: int, load: PrefillLoad
+        self,
+        transfer_id: TransferId,
+        tokens: tuple[SampledToken, ...],
+        cached_tokens: int,
+        load: PrefillLoad,
+        prompt_logprobs: PromptLogprobs | None = None,
     ) -> None:
-        self._wire.first_token(transfer_id, tokens, cached_tokens, load)
+        self._wire.first_token(transfer_id, tokens, cached_tokens, load, prompt_logprobs)
 
     def fail_push(self, transfer_id: TransferId, reason: str, cause: FailureCause) -> None:
         self._wire.refuse(transfer_id, reason, KIND_OF_CAUSE[cause])
@@ -156,14 +162,19 @@ class Wire:
             transfer.sending += enumerate(block_ids, first_block)
 
     def first_token(
-        self, transfer_id: TransferId, tokens: tuple[SampledToken, ...], cached_tokens: int, load: PrefillLoad
+        self,
+        transfer_id: TransferId,
+        tokens: tuple[SampledToken, ...],
+        cached_tokens: int,
+        load: PrefillLoad,
+        prompt_logprobs: PromptLogprobs | None,
     ) -> None:
         transfer = self._transfers.get(transfer_id)
         if transfer is not None:
             assert isinstance(transfer.order, FetchOrder)
             assert len(tokens) == 1 + len(transfer.order.child_seeds)
             transfer.all_sent = transfer.order.num_blocks
-            self.decode.pending.append(FirstTokenArrived(transfer_id, tokens, cached_tokens, load))
+            self.decode.pending.append(FirstTokenArrived(transfer_id, tokens, cached_tokens, load, prompt_logprobs))
 
     def held(self, transfer_id: TransferId, count: int) -> None:
         transfer = self._transfers.get(transfer_id)

@@ -47,7 +47,7 @@ from pdserve.settings import cache_folder
 from pdserve.wire.discovery import Role
 from pdserve.wire.rank import Arrived, Capture, Captured, Clear, Loaded, LoadModel, Numbered, Stop
 from pdserve.wire.sampling_params import SamplingParams
-from tests.engine.test_step_loop import engine, prompt
+from tests.engine.test_step_loop import MAX_LEN, engine, prompt
 from tests.eventually import eventually
 from tests.faults.test_node_death import alive
 from tests.tiny_models import save_tiny_model
@@ -157,7 +157,7 @@ def test_blocks_are_written_on_every_rank_before_anybody_can_give_them_away(fold
 def test_choices_and_penalties_are_those_of_one_rank_and_a_cpu_records_no_steps(folder: Path) -> None:
     kinds: list[dict[str, Any]] = [
         {"temperature": 0.9, "top_p": 0.9},
-        {"temperature": 0.0, "presence_penalty": 1.5, "logprobs": 2},
+        {"temperature": 0.0, "presence_penalty": 1.5, "logprobs": 2, "prompt_logprobs": 1},
         {"temperature": 0.9, "frequency_penalty": 0.7, "repetition_penalty": 1.3},
     ]
     asked = [
@@ -175,6 +175,13 @@ def test_choices_and_penalties_are_those_of_one_rank_and_a_cpu_records_no_steps(
             ranks.wait_for(Captured)
     assert len(got) == 6
     assert {i: answer.tokens for i, answer in got.items()} == {i: answer.tokens for i, answer in wanted.items()}
+    there, here = (
+        [one.prompt_logprobs for one in answers[2].outputs if one.prompt_logprobs] for answers in (got, wanted)
+    )
+    assert there[0].num_tokens == len(asked[1][0]) - 1
+    assert [token.chosen for token in there[0].tokens(0, MAX_LEN)] == pytest.approx(
+        [token.chosen for token in here[0].tokens(0, MAX_LEN)], abs=1e-4
+    )
 
 
 def test_a_rank_that_hangs_in_gloo_is_named(folder: Path) -> None:

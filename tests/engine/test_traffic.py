@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from pdserve.config import Batching
 from pdserve.engine.request import Request
 from pdserve.wire.engine import FinishReason
+from pdserve.wire.prompt_logprobs import PromptLogprobs
 from tests.engine.fake_engine import BLOCK_SIZE, FakeEngine
-from tests.engine.fake_model import answer
+from tests.engine.fake_model import answer, prompt_logprobs
 from tests.engine.fake_transfer import NodeThread, Wire
 
 pytestmark = pytest.mark.integration  # for the seconds that it takes
@@ -38,6 +39,7 @@ class Traffic:
     def __init__(self, engine: FakeEngine, random: Random, remote: bool = False) -> None:
         self.engine = engine
         self.wanted: dict[int, list[int]] = {}
+        self.wanted_scores: dict[int, PromptLogprobs] = {}
         self.given_up: set[int] = set()
         self._random = random
         self._remote = remote
@@ -62,6 +64,7 @@ class Traffic:
         resumed = random.random() < 0.3
         emitted = [tokens[: random.randint(0, len(tokens)) if resumed else 0] for tokens in answers]
         fetch_only = self._remote and random.random() < 0.1
+        scored = random.random() < 0.3
         request = engine.add(
             local_id,
             prompt,
@@ -73,7 +76,10 @@ class Traffic:
             emitted=emitted,
             holders=random.choice((0, 1, 2)) if self._remote else 0,
             fetch_only=fetch_only,
+            scored=scored,
         )
+        if scored and not fetch_only and not request.ended and len(prompt) > 1:
+            self.wanted_scores[local_id] = prompt_logprobs(prompt, range(1, len(prompt)))
         for i, (tokens, known) in enumerate(zip(answers, emitted, strict=True)):
             self.wanted[local_id + i] = [] if fetch_only else tokens[len(known) :]
         # An answer that was over when it came is not among them.
@@ -94,6 +100,10 @@ class Traffic:
     def check(self) -> None:
         """Checks that each client got the right answer once."""
         self.engine.collect()
+        for local_id, scores in self.wanted_scores.items():
+            if local_id not in self.given_up or local_id in self.engine.scores:
+                assert self.engine.scores[local_id] == scores
+        assert self.engine.scores.keys() <= self.wanted_scores.keys()
         for local_id, wanted in self.wanted.items():
             got = self.engine.outputs.get(local_id, [])
             if local_id in self.given_up:

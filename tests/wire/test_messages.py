@@ -14,12 +14,14 @@ from pdserve.wire import transfer as link_address
 from pdserve.wire.frame import MAX_FRAME_BYTES
 from pdserve.wire.grammar import MAX_GRAMMAR_BYTES, Grammar, GrammarKind
 from pdserve.wire.ids import TransferId
+from pdserve.wire.prompt_logprobs import PromptLogprobs
 from pdserve.wire.sampling_params import SampledToken, SamplingParams, TokenLogprobs
 from pdserve.wire.ticket import AnswerIdentity, PrefillTarget, Resume, Ticket
 from pdserve_kvtransfer.pieces import MAX_RANKS
 
 BOOT = bytes(range(16))
 OTHER = bytes(range(16, 32))
+PROMPT_LOGPROBS = PromptLogprobs(1, bytes(8), bytes(8), bytes(8), bytes(8))
 SAMPLING = SamplingParams(max_tokens=8, seed=7, temperature=0.5, stop_token_ids=(1, 2))
 CONSTRAINED = SamplingParams(max_tokens=8, seed=7, grammar=Grammar(GrammarKind.JSON_SCHEMA, '{"type":"object"}'))
 TARGET = PrefillTarget(name="prefill-0", control="tcp://127.0.0.1:5000", boot_id=OTHER)
@@ -117,7 +119,10 @@ CHANNELS: list[tuple[Any, list[msgspec.Struct]]] = [
                 vocab_size=49152,
             ),
             engine.StepOutput(
-                [engine.RequestOutput(1, [5]), engine.RequestOutput(2, [6], engine.FinishReason.STOP, REPORT)]
+                [
+                    engine.RequestOutput(1, [5], prompt_logprobs=PROMPT_LOGPROBS),
+                    engine.RequestOutput(2, [6], engine.FinishReason.STOP, REPORT),
+                ]
             ),
             engine.Stats(
                 engine.EngineStats(
@@ -191,6 +196,7 @@ CHANNELS: list[tuple[Any, list[msgspec.Struct]]] = [
                 TRANSFER_ID, (SampledToken(17, TokenLogprobs(-0.5, 1, ((17, -0.5),))), SampledToken(3)), 0
             ),
             transfer.FirstToken(TRANSFER_ID, (SampledToken(3),), 16, transfer.PrefillLoad(512, 1700.5)),
+            transfer.FirstToken(TRANSFER_ID, (SampledToken(3),), 0, prompt_logprobs=PROMPT_LOGPROBS),
             transfer.Failed(TRANSFER_ID, "out of blocks"),
             transfer.Failed(
                 TRANSFER_ID, "too much to do", transfer.FailureCause.LOAD, transfer.PrefillLoad(512, 1700.5)
@@ -214,7 +220,7 @@ CHANNELS: list[tuple[Any, list[msgspec.Struct]]] = [
         rank.Order,
         [
             rank.LoadModel(num_blocks=10, max_model_len=64),
-            rank.Step([rank.RankRow([5, 6], 0, [3], False), rank.RankRow([7], 20, [1, 2], True)]),
+            rank.Step([rank.RankRow([5, 6], 0, [3], False), rank.RankRow([7], 20, [1, 2], True, 0, 1)]),
             rank.Clear([1, 2]),
             rank.Capture(),
             rank.CopyBlocks([1], [2]),

@@ -238,7 +238,9 @@ class FetchSession:
             return []
         if self._cached:
             return self._fail(FailureKind.CORRUPT, "cached blocks were asked for, and a first token came", tell=True)
-        arrived = FirstTokenArrived(self.order.transfer_id, message.tokens, message.cached_tokens, message.load)
+        arrived = FirstTokenArrived(
+            self.order.transfer_id, message.tokens, message.cached_tokens, message.load, message.prompt_logprobs
+        )
         return [arrived, *self._note_all_sent(now)]
 
     def on_held(self, message: Held, now: float) -> list[FetchEffect]:

@@ -186,8 +186,8 @@ class PushPeer:
         match command:
             case PushBlocks(_, first_block, block_ids):
                 self._apply(session, session.push(first_block, block_ids))
-            case GiveFirstToken(_, tokens, cached_tokens, load):
-                self._apply(session, session.first_token(tokens, cached_tokens, load))
+            case GiveFirstToken(_, tokens, cached_tokens, load, prompt_logprobs):
+                self._apply(session, session.first_token(tokens, cached_tokens, load, prompt_logprobs))
             case GiveHeld(_, count):
                 self._apply(session, session.held(count))
             case FailPush(_, reason, cause):

@@ -13,6 +13,7 @@ from collections import deque
 from typing import TypeAlias
 
 from pdserve.wire.frame import MAX_REASON_CHARS
+from pdserve.wire.prompt_logprobs import PromptLogprobs
 from pdserve.wire.rank_transfer import SendBlocks
 from pdserve.wire.sampling_params import SampledToken
 from pdserve.wire.ticket import MAX_DEADLINE_S
@@ -161,11 +162,15 @@ class PushSession:
         return [BlocksSent(self.transfer_id, sent)]
 
     def first_token(
-        self, tokens: tuple[SampledToken, ...], cached_tokens: int, load: PrefillLoad = UNKNOWN_LOAD
+        self,
+        tokens: tuple[SampledToken, ...],
+        cached_tokens: int,
+        load: PrefillLoad = UNKNOWN_LOAD,
+        prompt_logprobs: PromptLogprobs | None = None,
     ) -> list[PushEffect]:
         if self.state is not PushState.PUSHING:
             return []
-        return [FirstToken(self.transfer_id, tokens, cached_tokens, load)]
+        return [FirstToken(self.transfer_id, tokens, cached_tokens, load, prompt_logprobs)]
 
     def held(self, count: int) -> list[PushEffect]:
         """The engine has said how many of the wanted blocks it has. Blocks on the way from it may still follow."""

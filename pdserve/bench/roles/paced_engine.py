@@ -16,7 +16,7 @@ import torch
 from pdserve.bench.roles.pace import Pace
 from pdserve.engine.launched_step import StepRunner
 from pdserve.engine.process import main
-from pdserve.models.runner import StepRow
+from pdserve.models.runner import Score, StepRow
 
 _TOKEN_ID = 300
 """The token that every step generates: an ordinary one of every vocabulary that has so many."""
@@ -33,10 +33,12 @@ class PacedRunner:
         self._logits = torch.zeros(1, vocab_size)
         self._logits[0, min(_TOKEN_ID, vocab_size - 1)] = 100.0
 
-    def run(self, rows: Sequence[StepRow]) -> torch.Tensor:
+    def run(self, rows: Sequence[StepRow], *, score: Score | None = None) -> torch.Tensor:
         decoding = sum(len(row.token_ids) == 1 for row in rows)
         prompt_tokens = sum(len(row.token_ids) for row in rows if len(row.token_ids) > 1)
         time.sleep(self._pace.seconds(decoding, prompt_tokens))
+        if score is not None:
+            score(self._logits.expand(sum(len(row.scored) for row in rows), -1))
         return self._logits.expand(sum(row.wants_logits for row in rows), -1).clone()
 
     def clear(self, blocks: Sequence[int]) -> None:

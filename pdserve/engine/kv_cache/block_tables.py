@@ -36,12 +36,15 @@ class BlockTables:
     def find(self, request: Request) -> Sequence[int]:
         """Returns blocks of the prefix cache that a request without blocks could begin with.
 
-        They never include the request's last token, nor all of its prompt but one token (``kept``). They are valid
+        They never include the request's last token, nor all of its prompt but one token (``kept``), nor tokens after
+        which one is to be scored: blocks hold keys and values, which give no logits. They are valid
         until anything changes; asking again while nothing does takes constant time.
         """
         if request.block_table or not self._pool.caching:
             return ()
         count = self.fillable(request)
+        if request.needs_scores:
+            count = min(count, request.num_scored_tokens // self.block_size)
         self._hash(request, count)
         found = self._pool.match(request.block_hashes, count, request.match)
         kept = self.kept(request, len(found) * self.block_size) // self.block_size
@@ -56,6 +59,10 @@ class BlockTables:
         if computed_tokens != request.num_prompt_tokens - 1:
             return computed_tokens
         return max(0, computed_tokens - 1) // self.block_size * self.block_size
+
+    def whole_blocks(self, tokens: int) -> int:
+        """Returns how many of the first ``tokens`` tokens fill whole blocks."""
+        return tokens // self.block_size * self.block_size
 
     def fillable(self, request: Request) -> int:
         """Returns how many blocks a request's known tokens fill without the last one, whose logits are needed."""

@@ -17,6 +17,7 @@ from pdserve.engine.scheduling.scheduler import Scheduler
 from pdserve.errors import EngineError
 from pdserve.wire.engine import PrefillSource
 from pdserve.wire.ids import TransferId
+from pdserve.wire.prompt_logprobs import PromptLogprobs
 from pdserve.wire.sampling_params import SampledToken
 from pdserve_kvtransfer.events import (
     BlocksReleased,
@@ -141,10 +142,23 @@ class FetchingConnector:
             log.error("%s prefill node %s sent tokens that the model lacks", request, request.prefill_node)
             self._fetches[transfer] = dataclasses.replace(fetch, credible=False)
             return
+        if request.needs_scores and not self._take_scores(scheduler, request, event.prompt_logprobs):
+            log.error("%s prefill node %s sent no log probabilities that fit", request, request.prefill_node)
+            self._fetches[transfer] = dataclasses.replace(fetch, credible=False)
+            return
         fetch.node.answered(transfer, event.cached_tokens, event.load, now)
         request.cached_tokens = event.cached_tokens
         request.prefill_source = PrefillSource.REMOTE
         self._accept(scheduler, fetch, event.tokens, now)
+
+    def _take_scores(self, scheduler: Scheduler, request: Request, scores: PromptLogprobs | None) -> bool:
+        """Takes the log probabilities of a prompt. Returns False if they are not those of all its tokens."""
+        if scores is None or not scores.fits(request.num_prompt_tokens - 1, request.sampling.prompt_logprobs or 0):
+            return False
+        # This node may have begun with the prompt.
+        request.scores, request.num_scored_tokens = [], 0
+        scheduler.scored(request, scores)
+        return True
 
     def _accept(self, scheduler: Scheduler, fetch: _OrderedFetch, tokens: tuple[SampledToken, ...], now: float) -> None:
         # If a prefill node sends too few tokens, the others are sampled here.

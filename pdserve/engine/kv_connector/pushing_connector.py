@@ -16,6 +16,7 @@ from pdserve.engine.scheduling.batch_plan import BatchPlan
 from pdserve.engine.scheduling.scheduler import Scheduler
 from pdserve.errors import EngineError
 from pdserve.wire.ids import TransferId
+from pdserve.wire.prompt_logprobs import joined
 from pdserve.wire.sampling_params import SamplingParams
 from pdserve.wire.transfer import FailureCause, PrefillLoad
 from pdserve_kvtransfer.events import (
@@ -179,7 +180,8 @@ class PushingConnector:
             self._push(request, self._blocks.blocks_for(request.num_prompt_tokens))
             family = (request, *request.children)
             tokens = tuple(member.first_token for member in family if member.first_token is not None)
-            self._transfers.first_token(request.transfer, tokens, request.cached_tokens, self._load(scheduler))
+            scores = joined(request.scores) if request.scores else None
+            self._transfers.first_token(request.transfer, tokens, request.cached_tokens, self._load(scheduler), scores)
             scheduler.pushed_all(request)
 
     def _load(self, scheduler: Scheduler) -> PrefillLoad:

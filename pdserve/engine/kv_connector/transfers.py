@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from pdserve.wire.ids import TransferId
+from pdserve.wire.prompt_logprobs import PromptLogprobs
 from pdserve.wire.sampling_params import SampledToken
 from pdserve.wire.ticket import PrefillTarget
 from pdserve.wire.transfer import FailureCause, PrefillLoad
@@ -34,7 +35,12 @@ class Pushes(Protocol):
     def push(self, transfer_id: TransferId, first_block: int, block_ids: tuple[int, ...]) -> None: ...
 
     def first_token(
-        self, transfer_id: TransferId, tokens: tuple[SampledToken, ...], cached_tokens: int, load: PrefillLoad
+        self,
+        transfer_id: TransferId,
+        tokens: tuple[SampledToken, ...],
+        cached_tokens: int,
+        load: PrefillLoad,
+        prompt_logprobs: PromptLogprobs | None = None,
     ) -> None: ...
 
     def held(self, transfer_id: TransferId, count: int) -> None: ...

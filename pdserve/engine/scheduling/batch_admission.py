@@ -12,6 +12,7 @@ from pdserve.engine.placement.prefill_cost import PromptSize
 from pdserve.engine.request import Request, Status
 from pdserve.engine.scheduling.batch_plan import BatchPlan, Reuse, SchedulerCounters
 from pdserve.engine.scheduling.queues import Queues
+from pdserve.wire.prompt_logprobs import can_be_sent
 
 _MAX_TRIED = 32
 """The search ends after so many requests for which no fetch can be ordered now, because each step searches."""
@@ -219,9 +220,12 @@ class BatchAdmission:
     def _place(self, request: Request, found: Sequence[int], queued: int, now: float) -> PlacementDecision | None:
         """Decides where a prompt is computed.
 
-        Returns None if no prefill node is left to be tried, or this node has given tokens of the answer already.
+        Returns None if no prefill node is left to be tried, if this node has given tokens of the answer already, or if
+        the log probabilities of the prompt are too many for a message.
         """
         if not request.targets or request.num_generated_tokens > request.num_emitted_tokens:
+            return None
+        if request.needs_scores and not can_be_sent(request.num_prompt_tokens, request.sampling.prompt_logprobs or 0):
             return None
         computed = max(request.num_computed_tokens, len(found) * self._blocks.block_size)
         missing = request.num_prompt_tokens - computed

@@ -35,6 +35,18 @@ class Work:
         return self.num_tokens > 1 and not self.replays
 
     @property
+    def scored_tokens(self) -> range:
+        """The places of the prompt's tokens whose log probabilities this work gives. Each follows a token of the work.
+
+        What an earlier step has given is left out.
+        """
+        request = self.request
+        if not request.needs_scores:
+            return range(0)
+        first, end = request.num_computed_tokens + 1, request.num_computed_tokens + self.num_tokens + 1
+        return range(max(first, request.num_scored_tokens + 1), min(end, request.num_prompt_tokens))
+
+    @property
     def sampled_requests(self) -> list[Request]:
         """The requests whose next token is sampled from the logits after this work's last token.
 

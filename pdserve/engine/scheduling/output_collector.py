@@ -6,6 +6,7 @@ import logging
 
 from pdserve.engine.request import Request
 from pdserve.wire.engine import FinishReason, RequestOutput, RequestReport, StepOutput
+from pdserve.wire.prompt_logprobs import PromptLogprobs
 from pdserve.wire.sampling_params import SampledToken
 
 log = logging.getLogger(__name__)
@@ -17,6 +18,11 @@ class OutputCollector:
     def __init__(self) -> None:
         self._tokens: dict[int, list[SampledToken]] = {}
         self._endings: list[RequestOutput] = []
+        self._scores: list[RequestOutput] = []
+
+    def prompt_logprobs(self, local_id: int, logprobs: PromptLogprobs) -> None:
+        """Takes the log probabilities of a prompt. They go before all tokens, as the clients of children need them."""
+        self._scores.append(RequestOutput(local_id, [], prompt_logprobs=logprobs))
 
     def token(self, request: Request, token: SampledToken) -> None:
         if request.local_id is not None:
@@ -41,11 +47,11 @@ class OutputCollector:
 
     def take(self) -> StepOutput | None:
         """Returns what was collected since the last call, or None if that is nothing."""
-        if not self._tokens and not self._endings:
+        if not self._tokens and not self._endings and not self._scores:
             return None
         outputs = [_output(local_id, tokens) for local_id, tokens in self._tokens.items()]
-        step = StepOutput(outputs + self._endings)
-        self._tokens, self._endings = {}, []
+        step = StepOutput(self._scores + outputs + self._endings)
+        self._tokens, self._endings, self._scores = {}, [], []
         return step
 
 

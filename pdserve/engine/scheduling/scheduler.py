@@ -28,6 +28,7 @@ from pdserve.engine.scheduling.output_collector import OutputCollector
 from pdserve.engine.scheduling.queues import Queues
 from pdserve.engine.scheduling.request_limits import StopRule
 from pdserve.wire.engine import FinishReason
+from pdserve.wire.prompt_logprobs import PromptLogprobs, joined
 from pdserve.wire.sampling_params import SampledToken
 
 
@@ -214,6 +215,15 @@ class Scheduler:
                 self._settle_children(request)
         return failed
 
+    def scored(self, request: Request, logprobs: PromptLogprobs) -> None:
+        """Takes log probabilities of the prompt's next tokens. The client gets them when it can have all of them."""
+        request.scores.append(logprobs)
+        request.num_scored_tokens += logprobs.num_tokens
+        if request.local_id is not None and not request.needs_scores:
+            if not request.ended:
+                self._collector.prompt_logprobs(request.local_id, joined(request.scores))
+            request.scores = []
+
     def accept_token(self, request: Request, token: SampledToken, now: float) -> None:
         """Appends a sampled token, tells the client, and ends the request if this was its last token."""
         if request.first_token_at is None:
@@ -240,6 +250,8 @@ class Scheduler:
         """Queues a request again whose fetch has failed after ``computed_tokens``; the request keeps its blocks."""
         # The last block that a fetch brings holds nothing of the answer, though there is room in it.
         fetched = min(computed_tokens, request.num_prompt_tokens)
+        if request.needs_scores:
+            fetched = min(fetched, self._blocks.whole_blocks(request.num_scored_tokens))
         self._blocks.computed(request, self._blocks.kept(request, min(fetched, len(request.token_ids) - 1)))
         self._queues.move(request, Status.WAITING)
 

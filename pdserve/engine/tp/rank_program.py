@@ -39,6 +39,8 @@ from pdserve.wire.rank import (
 )
 
 if TYPE_CHECKING:
+    import torch
+
     from pdserve.engine.kv_connector.tp_rank_transfer import NoCopies, OrderedCopies
     from pdserve.models.backend import Backend
     from pdserve.models.runner import ModelRunner
@@ -141,7 +143,10 @@ def carry_out(order: Order, runner: ModelRunner, copies: OrderedCopies | NoCopie
     """Carries out one order. Raises EngineError if it comes at the wrong time."""
     match order:
         case Step(rows):
-            runner.run([StepRow(row.token_ids, row.start, row.block_table, row.wants_logits) for row in rows])
+            runner.run(
+                [StepRow(row.token_ids, row.start, row.block_table, row.wants_logits, row.scored) for row in rows],
+                score=_computed if any(row.scored_to for row in rows) else None,
+            )
         case Clear(blocks):
             runner.clear(blocks)
         case CopyBlocks(sources, destinations):
@@ -150,6 +155,10 @@ def carry_out(order: Order, runner: ModelRunner, copies: OrderedCopies | NoCopie
             copies.order(order)
         case LoadModel() | Capture() | Stop():
             raise EngineError(f"rank 0 sent {type(order).__name__} at the wrong time")
+
+
+def _computed(_: torch.Tensor) -> None:
+    """Takes this rank's part of scored tokens' logits, which rank 0 has gathered."""
 
 
 if __name__ == "__main__":

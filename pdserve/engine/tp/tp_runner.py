@@ -10,7 +10,7 @@ import torch
 from pdserve.config import EngineConfig
 from pdserve.engine.tp.tp_ranks import Ranks
 from pdserve.errors import RankLost
-from pdserve.models.runner import Graph, ModelRunner, StepRow
+from pdserve.models.runner import Graph, ModelRunner, Score, StepRow
 from pdserve.models.tp.shares import ALONE, TpGroup
 from pdserve.models.tp.tp_opening import open_group
 from pdserve.wire.rank import Arrived, Capture, Captured, Clear, CopyBlocks, RankRow, Step
@@ -26,16 +26,14 @@ class TpRunner:
         self._group = group
         self._warming_up = True
 
-    def run(self, rows: Sequence[StepRow]) -> torch.Tensor:
+    def run(self, rows: Sequence[StepRow], *, score: Score | None = None) -> torch.Tensor:
         """Computes a step on all ranks, and returns when the logits are computed, on a GPU, too.
 
         Raises RankLost, which names the rank and says why, if a rank did not do its part.
         """
-        self._ranks.tell(
-            Step([RankRow(list(row.token_ids), row.start, list(row.block_table), row.wants_logits) for row in rows])
-        )
+        self._ranks.tell(Step([_rank_row(row) for row in rows]))
         try:
-            logits = self._own.run(rows)
+            logits = self._own.run(rows, score=score)
             self._group.finish_step(self._warming_up)
             return logits
         except RankLost as exc:
@@ -66,6 +64,13 @@ class TpRunner:
     def warmed_up(self) -> None:
         """Notes that all that steps need is compiled. From now on, a rank that is late counts as hanging."""
         self._warming_up = False
+
+
+def _rank_row(row: StepRow) -> RankRow:
+    scored = row.scored
+    return RankRow(
+        list(row.token_ids), row.start, list(row.block_table), row.wants_logits, scored.start, max(scored.stop, 0)
+    )
 
 
 @contextmanager

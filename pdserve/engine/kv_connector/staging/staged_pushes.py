@@ -16,6 +16,7 @@ from pdserve.engine.kv_connector.staging.block_copier import Copier
 from pdserve.engine.kv_connector.staging.staging_blocks import StagingBlocks
 from pdserve.engine.kv_connector.transfers import Pushes
 from pdserve.wire.ids import TransferId
+from pdserve.wire.prompt_logprobs import PromptLogprobs
 from pdserve.wire.sampling_params import SampledToken
 from pdserve.wire.transfer import FailureCause, PrefillLoad
 from pdserve_kvtransfer.events import BlocksSent, CachedWanted, PushEnded, PushEvent, PushWanted, TransferEvent
@@ -63,9 +64,14 @@ class StagedPushes:
         self.grant()
 
     def first_token(
-        self, transfer_id: TransferId, tokens: tuple[SampledToken, ...], cached_tokens: int, load: PrefillLoad
+        self,
+        transfer_id: TransferId,
+        tokens: tuple[SampledToken, ...],
+        cached_tokens: int,
+        load: PrefillLoad,
+        prompt_logprobs: PromptLogprobs | None = None,
     ) -> None:
-        self._transfers.first_token(transfer_id, tokens, cached_tokens, load)
+        self._transfers.first_token(transfer_id, tokens, cached_tokens, load, prompt_logprobs)
 
     def held(self, transfer_id: TransferId, count: int) -> None:
         self._transfers.held(transfer_id, count)
