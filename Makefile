@@ -3,10 +3,11 @@
 # make check   lint, and the tests that start no nodes
 # make test    every test but the nightly ones; WORKERS=N runs N at a time
 # make test-all  every test
+# make compat  other projects' clients, tools and tests against a cluster; downloads them
 # make gpu     all that a GPU can show, with figures and a verdict
 # make clean   forget the virtual environment and all caches
 .DELETE_ON_ERROR:
-.PHONY: install lint check test test-all gpu demo clean
+.PHONY: install lint check test test-all compat gpu demo clean
 
 # The first interpreter that runs and is new enough; a shim that leads nowhere does not count.
 PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3; do \
@@ -48,6 +49,9 @@ test: $(STAMP)
 test-all: $(STAMP)
 	$(PYTEST) $(ARGS)
 
+compat: $(STAMP)
+	$(BIN)/python -m tests.compat $(ARGS)
+
 gpu: $(STAMP)
 	PYTHON=$(BIN)/python tests/gpu/run_all.sh
 
@@ -55,5 +59,5 @@ demo: $(STAMP)
 	$(BIN)/pdserve up --port 0 --ask "$(QUESTION)"
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis .compat
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

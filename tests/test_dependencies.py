@@ -13,6 +13,9 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+COMPAT = ROOT / "tests" / "compat"
+PROGRAMS = COMPAT / "programs"
+PLUGIN = COMPAT / "vllm_tests" / "plugin"
 OURS = {"pdserve", "pdserve_proxy", "pdserve_kvtransfer", "pdserve_kernels", "tests"}
 # A dependency exposes these packages in its own interface, and so installs them.
 BROUGHT = {
@@ -36,13 +39,20 @@ def canonical(name: str) -> str:
 
 
 def imported(folder: Path) -> set[str]:
+    return {name for path in folder.rglob("*.py") if not has_own_environment(path) for name in imports_of(path)}
+
+
+def has_own_environment(path: Path) -> bool:
+    return path.is_relative_to(PROGRAMS) or path.is_relative_to(PLUGIN)
+
+
+def imports_of(path: Path) -> set[str]:
     names: set[str] = set()
-    for path in folder.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Import):
-                names |= {alias.name.split(".")[0] for alias in node.names}
-            elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
-                names.add(node.module.split(".")[0])
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
+            names.add(node.module.split(".")[0])
     return names - set(sys.stdlib_module_names) - OURS
 
 
@@ -64,3 +74,20 @@ def test_every_import_is_declared(folders: list[str], extras: list[str]) -> None
         if BROUGHT.get(module) not in known and not known & {canonical(name) for name in providers.get(module, [])}
     }
     assert undeclared == set()
+
+
+@pytest.mark.parametrize("program", sorted(path.stem for path in PROGRAMS.glob("*.py") if path.stem != "checks"))
+def test_the_environment_of_a_program_has_what_it_imports(program: str) -> None:
+    assert lacking(imports_of(PROGRAMS / f"{program}.py"), program) == set()
+
+
+def test_the_environment_of_vllms_tests_has_what_their_plugin_imports() -> None:
+    imports = {name for path in PLUGIN.glob("*.py") for name in imports_of(path)} - {"stand_ins"}
+    assert lacking(imports, "vllm_tests") == set()
+
+
+def lacking(imports: set[str], requirements: str) -> set[str]:
+    """Returns the imports for which no package of a requirements file has a name that begins with theirs."""
+    pinned = (COMPAT / "requirements" / f"{requirements}.txt").read_text().splitlines()
+    names = [canonical(line.partition("==")[0]) for line in pinned]
+    return {module for module in imports if not any(name.startswith(canonical(module)) for name in names)}

@@ -1,0 +1,81 @@
+"""Shows that other projects' clients, tools and tests work with a cluster: ``make compat``.
+
+Everything that it downloads goes into one cache folder, in environments of its own. It starts a P/D cluster with the
+demo model, runs each tool against it, prints the checks that failed, and ends with 1 if there is one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+from pdserve.models.checkpoint.demo import DEMO_NAME, demo_model_dir
+from pdserve.settings import cache_folder
+from tests.compat.environments import InstallError
+from tests.compat.lm_eval_reference import write_reference
+from tests.compat.program_runs import PROGRAMS_IN_PYTHON, Program, Target, run_ai_sdk
+from tests.compat.results import Check, Outcome, ToolResult, details, table
+from tests.compat.vllm_tests.run import run_vllm_tests
+from tests.processes import pdserve
+
+CHECKOUT = Path(__file__).parents[2]
+CLUSTER = ("--port", "0", "--dtype", "fp32", "--kv-cache-mib", "2048")
+READY = "OpenAI-compatible API: "
+
+
+@contextmanager
+def demo_cluster() -> Iterator[str]:
+    """Runs ``pdserve up`` with the demo model, and yields its URL without ``/v1``."""
+    with pdserve("up", *CLUSTER, PDSERVE_CORS_ORIGINS="*") as up:
+        line = up.wait_for(lambda line: line.startswith(READY))
+        yield line.removeprefix(READY).removesuffix("/v1")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.compat", description=__doc__)
+    parser.add_argument("--cache", type=Path, default=CHECKOUT / ".compat", help="downloads and environments lie here")
+    parser.add_argument("--table", type=Path, help="the table of results is also written to this file")
+    parser.add_argument("tools", nargs="*", help="only these tools are run")
+    options = parser.parse_args()
+    cache: Path = options.cache.resolve()
+    cache.mkdir(parents=True, exist_ok=True)
+    tools: dict[str, Callable[[Target], ToolResult]] = {
+        program.module: partial(_run_program, program, cache) for program in PROGRAMS_IN_PYTHON
+    }
+    tools["ai_sdk"] = lambda target: run_ai_sdk(target, cache)
+    tools["vllm_tests"] = lambda target: run_vllm_tests(target, cache)
+    if unknown := set(options.tools) - set(tools):
+        parser.error(f"no such tools: {', '.join(sorted(unknown))}; there are {', '.join(tools)}")
+    model = demo_model_dir(cache_folder(os.environ))
+    chosen = {name: run for name, run in tools.items() if not options.tools or name in options.tools}
+    if "lm_eval_tasks" in chosen:
+        write_reference(model, cache / "lm_eval_reference.json")
+    with demo_cluster() as url:
+        target = Target(url, DEMO_NAME, model)
+        results = [_run(name, run, target) for name, run in chosen.items()]
+    print(details(results))
+    print(table(results))
+    if options.table is not None:
+        options.table.write_text(table(results))
+    return 1 if any(result.of(Outcome.FAILED) for result in results) else 0
+
+
+def _run_program(program: Program, cache: Path, target: Target) -> ToolResult:
+    return program.run(target, cache)
+
+
+def _run(name: str, run: Callable[[Target], ToolResult], target: Target) -> ToolResult:
+    print(f"{name} …", file=sys.stderr, flush=True)
+    try:
+        return run(target)
+    except InstallError as error:
+        return ToolResult(name, "", "", (Check("installation", Outcome.FAILED, str(error)),))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
