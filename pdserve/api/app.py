@@ -12,7 +12,18 @@ from quart import Quart, Response
 
 from pdserve.api.answers.openai_response import DetokenizeResponse, TokenizeResponse
 from pdserve.api.commands import NodeCommands
-from pdserve.api.completions import admit_ticket, chat_route, check_model, prepare, text_route
+from pdserve.api.completions import (
+    admit_ticket,
+    chat_route,
+    check_model,
+    messages_route,
+    prepare,
+    responses_route,
+    text_route,
+)
+from pdserve.api.dialects.dialect_answers import DialectParser
+from pdserve.api.dialects.messages_answer import TokenCount
+from pdserve.api.dialects.messages_request import PromptRequest, chat_of_messages
 from pdserve.api.requests.openai_request import BodyParser, DetokenizeRequest, TokenizeRequest
 from pdserve.api.requests.preparing import Check
 from pdserve.api.requests.prompts import render_chat
@@ -28,9 +39,13 @@ from pdserve.wire.command import COMMAND_PATH
 def create_app(node: ServingNode, commands: NodeCommands | None = None) -> DirectRoutes:
     """Returns an ASGI application that serves ``node``. Without ``commands``, the node takes none."""
     chat, text, tokenizing = chat_route(node), text_route(node), TokenizerRoutes(node)
+    responses, messages = responses_route(node), messages_route(node)
     handlers = {
         "/v1/chat/completions": chat.handle,
         "/v1/completions": text.handle,
+        "/v1/messages": messages.handle,
+        "/v1/messages/count_tokens": tokenizing.count_tokens,
+        "/v1/responses": responses.handle,
         "/tokenize": tokenizing.tokenize,
         "/detokenize": tokenizing.detokenize,
     }
@@ -94,6 +109,7 @@ class TokenizerRoutes:
     def __init__(self, node: ServingNode) -> None:
         self._node = node
         self._tokenize_parser, self._detokenize_parser = BodyParser(TokenizeRequest), BodyParser(DetokenizeRequest)
+        self._count_parser = DialectParser(PromptRequest, chat_of_messages)
 
     async def tokenize(self, request: HttpRequest) -> None:
         encoder = self._admit(request)
@@ -112,6 +128,21 @@ class TokenizerRoutes:
             strings = encoder.token_strings(token_ids) if body.return_token_strs else None
             length = self._node.ready.max_model_len
             return msgspec.json.encode(TokenizeResponse(len(token_ids), length, token_ids, strings))
+
+        await self._respond(request, len(data), work)
+
+    async def count_tokens(self, request: HttpRequest) -> None:
+        """Says how many tokens the prompt of a request to ``/v1/messages`` has."""
+        encoder = self._admit(request)
+        data = await request.body(self._node.max_body_bytes)
+
+        def work(check: Check) -> bytes:
+            body = self._count_parser.parse(data).request
+            check_model(body.model, self._node)
+            check()
+            text = render_chat(body, encoder, int(time.time()))
+            token_ids = self._node.limits.encode(text, encoder, "messages", add_special_tokens=False, cut=True)
+            return msgspec.json.encode(TokenCount(len(token_ids)))
 
         await self._respond(request, len(data), work)
 

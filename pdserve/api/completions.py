@@ -1,4 +1,4 @@
-"""Answers ``POST /v1/chat/completions`` and ``POST /v1/completions``, from the body to the last byte."""
+"""Answers the routes that generate text, from the body to the last byte: completions, and the dialects of chat."""
 
 from __future__ import annotations
 
@@ -8,15 +8,19 @@ import time
 from collections.abc import AsyncGenerator, Callable, Container, Mapping, Sequence
 from contextlib import aclosing, closing
 from dataclasses import dataclass, replace
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import msgspec
 
-from pdserve.api.answers.answer import WholeAnswer, streamed_answer, whole_answer
-from pdserve.api.answers.answer_form import CHAT_FORM, TEXT_FORM, AnswerForm, AnswerOptions, PlainChoices
+from pdserve.api.answers.answer import OpenAiAnswers, WholeAnswer, whole_answer
+from pdserve.api.answers.answer_form import CHAT_FORM, TEXT_FORM, AnswerOptions, PlainChoices
 from pdserve.api.answers.journaled_answer import respond_journaled
 from pdserve.api.answers.stop_strings import StopStrings, StopTable
-from pdserve.api.answers.text_generation import ChoiceText, TextGeneration
+from pdserve.api.answers.text_generation import ChoiceText, TextDelta, TextGeneration
+from pdserve.api.dialects.dialect_answers import DialectParser, MessagesAnswers, ResponsesAnswers
+from pdserve.api.dialects.dialect_request import TranslatedChat
+from pdserve.api.dialects.messages_request import MessagesRequest, chat_of_messages
+from pdserve.api.dialects.responses_request import ResponsesRequest, chat_of_response
 from pdserve.api.engine_client import PromptChoices, WantedChoice
 from pdserve.api.generation import TURN_TOKENS, Generation
 from pdserve.api.outcome import failure_of
@@ -24,7 +28,12 @@ from pdserve.api.request_log import RequestRecord
 from pdserve.api.requests.openai_request import BodyParser, ChatRequest, CompletionRequest, GenerationRequest, Parsed
 from pdserve.api.requests.preparing import Check
 from pdserve.api.requests.prompts import ModelLimits, Prompt, chat_prompts, completion_prompts, unread_part_fields
-from pdserve.api.requests.resumed_answer import read_journal, resume_texts, split_body
+from pdserve.api.requests.resumed_answer import (
+    read_journal,
+    resume_before_last_group,
+    resume_texts,
+    split_body,
+)
 from pdserve.api.requests.sampling_fields import (
     TokenRuns,
     bad_word_tokens,
@@ -53,6 +62,7 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 R = TypeVar("R", bound=GenerationRequest)
+R_contra = TypeVar("R_contra", bound=GenerationRequest, contravariant=True)
 MakePrompts = Callable[[R, Tokenizer, ModelLimits, int, Check], list[Prompt]]
 """The fourth argument is when the answer was asked for."""
 
@@ -89,17 +99,49 @@ class PreparedRequest(Generic[R]):
     submits: list[PromptChoices]
     journal: Journal
     """What other nodes have generated. The client of a stream has it, any other one has nothing."""
+    resumed: TextDelta | None = None
+    """What ``AnswerOptions.resumed`` says."""
+
+
+class Parser(Protocol[R]):
+    """Reads the bodies of one route."""
+
+    def parse(self, body: bytes) -> Parsed[R]:
+        """Returns the request in ``body``. Raises InvalidRequest, which names the field if one is at fault."""
+
+
+class Answers(Protocol[R_contra]):
+    """The answers of one route."""
+
+    grouped: bool
+    """Whether a stream is made of event groups (``pdserve.api.dialects.event_groups``)."""
+
+    def stream(
+        self, body: R_contra, generation: TextGeneration, first: Sequence[TextDelta], options: AnswerOptions
+    ) -> AsyncGenerator[bytes, None]:
+        """Returns the events of the answer to ``body``, as ``streamed_answer`` does."""
+
+    def whole(self, body: R_contra, options: AnswerOptions) -> WholeAnswer:
+        """Returns the answer to ``body``, of which nothing has come yet."""
 
 
 class CompletionRoute(Generic[R]):
-    """One of the two completion routes."""
+    """One of the routes that generate text."""
 
-    def __init__(self, node: ServingNode, body: type[R], prompts: MakePrompts[R], form: AnswerForm) -> None:
+    def __init__(
+        self,
+        node: ServingNode,
+        parser: Parser[R],
+        prompts: MakePrompts[R],
+        answers: Answers[R],
+        plain: PlainChoices | None = None,
+    ) -> None:
+        """``plain`` has the plain choices of the route's streams, if they may take the fast path."""
         self._node = node
-        self._parser = BodyParser(body)
+        self._parser = parser
         self._prompts = prompts
-        self._form = form
-        self._plain = PlainChoices(form) if node.stream.fast_path is Switch.ON else None
+        self._answers = answers
+        self._plain = plain if node.stream.fast_path is Switch.ON else None
 
     async def handle(self, request: HttpRequest) -> None:
         """Answers ``request``. Raises RequestError until the first byte has gone out."""
@@ -143,11 +185,14 @@ class CompletionRoute(Generic[R]):
         journal = Journal() if terms.resume is None else read_journal(entries, body, prompts, vocab_size)
         check()
         texts = _choice_texts(body, len(prompts), tokenizer, journal, resumable=journaled)
-        if body.stream:
+        resumed = None
+        if self._grouped(body):
+            resumed = resume_before_last_group(texts, journal)
+        elif body.stream:
             resume_texts(texts, journal, logprobs=body.wanted_logprobs is not None)
         wanted = {number for number, text in texts.items() if not text.stopped}
         submits = _submits(body, prompts, bad_words, terms.answer.id, wanted, journal)
-        return PreparedRequest(parsed, prompts, texts, submits, journal)
+        return PreparedRequest(parsed, prompts, texts, submits, journal, resumed)
 
     def _admit(self) -> Tokenizer:
         self._node.check_serving()
@@ -171,11 +216,18 @@ class CompletionRoute(Generic[R]):
         generation = self._open(prepared, label, terms)
         prompt_tokens = sum(len(prompt.token_ids) for prompt in prepared.prompts)
         record = RequestRecord(label, self._node.name, arrived, prompt_tokens)
+        body, generated = prepared.parsed.request, prepared.journal.choices
+        repeated = {number: choice.last_group for number, choice in generated.items()} if self._grouped(body) else {}
+        unshown = {} if body.stream else {number: choice.token_ids for number, choice in generated.items()}
         if terms.resume is not None:
-            record.resumed_tokens = sum(len(choice.token_ids) for choice in prepared.journal.choices.values())
-        generated = prepared.journal.choices.items()
-        unshown = {} if prepared.parsed.request.stream else {number: choice.token_ids for number, choice in generated}
-        return TextGeneration(generation, prepared.texts, record, self._node.metrics, unshown)
+            # Tokens that are repeated count when they are shown.
+            known = sum(len(choice.token_ids) for choice in generated.values())
+            record.resumed_tokens = known - sum(map(len, repeated.values()))
+        return TextGeneration(generation, prepared.texts, record, self._node.metrics, unshown, repeated)
+
+    def _grouped(self, body: R) -> bool:
+        """Returns whether the answer to ``body`` is a stream of event groups."""
+        return self._answers.grouped and bool(body.stream)
 
     def _open(
         self, prepared: PreparedRequest[R], label: str, terms: RequestTerms, *, fetch_only: bool = False
@@ -243,6 +295,7 @@ class CompletionRoute(Generic[R]):
             plain=self._plain,
             journaled=terms.journaled,
             journal=prepared.journal,
+            resumed=prepared.resumed,
         )
         # No byte goes out before the engine's first output: an error until then still has its own status.
         first = await generation.next()
@@ -250,27 +303,41 @@ class CompletionRoute(Generic[R]):
             raise generation.failure
         named = {IGNORED_HEADER: _header_names(ignored)} if ignored else {}
         if body.stream:
-            await _send_stream(
-                request, {**EVENT_STREAM, **named}, streamed_answer(self._form, generation, first, options)
-            )
-        elif terms.journaled and not options.logprobs:
-            await respond_journaled(request, named, generation, first, WholeAnswer(self._form, options))
+            events = self._answers.stream(body, generation, first, options)
+            await _send_stream(request, {**EVENT_STREAM, **named}, events)
+            return
+        answer = self._answers.whole(body, options)
+        if terms.journaled and not options.logprobs:
+            await respond_journaled(request, named, generation, first, answer)
         else:
-            answer = await whole_answer(self._form, generation, first, options)
-            await request.respond(200, {**JSON, **named}, msgspec.json.encode(answer))
+            data = await whole_answer(answer, generation, first)
+            await request.respond(200, {**JSON, **named}, data)
 
 
 def chat_route(node: ServingNode) -> CompletionRoute[ChatRequest]:
-    return CompletionRoute(node, ChatRequest, chat_prompts, CHAT_FORM)
+    return CompletionRoute(
+        node, BodyParser(ChatRequest), chat_prompts, OpenAiAnswers(CHAT_FORM), PlainChoices(CHAT_FORM)
+    )
 
 
 def text_route(node: ServingNode) -> CompletionRoute[CompletionRequest]:
     return CompletionRoute(
         node,
-        CompletionRequest,
+        BodyParser(CompletionRequest),
         lambda body, tokenizer, limits, _, check: completion_prompts(body, tokenizer, limits, check),
-        TEXT_FORM,
+        OpenAiAnswers(TEXT_FORM),
+        PlainChoices(TEXT_FORM),
     )
+
+
+def responses_route(node: ServingNode) -> CompletionRoute[TranslatedChat]:
+    parser = DialectParser(ResponsesRequest, chat_of_response)
+    return CompletionRoute(node, parser, chat_prompts, ResponsesAnswers())
+
+
+def messages_route(node: ServingNode) -> CompletionRoute[TranslatedChat]:
+    parser = DialectParser(MessagesRequest, chat_of_messages)
+    return CompletionRoute(node, parser, chat_prompts, MessagesAnswers())
 
 
 def admit_ticket(request: HttpRequest, node: ServingNode) -> Ticket | None:

@@ -1,6 +1,8 @@
-"""Encodes every error of a node or a proxy in OpenAI's shape."""
+"""Encodes every error of a node or a proxy: in OpenAI's shape, or in Anthropic's on the routes that are Anthropic's."""
 
 from __future__ import annotations
+
+import enum
 
 import msgspec
 
@@ -18,12 +20,69 @@ class _Body(msgspec.Struct, frozen=True):
     error: _Detail
 
 
+class _AnthropicDetail(msgspec.Struct, frozen=True):
+    type: str
+    message: str
+
+
+class _AnthropicBody(msgspec.Struct, frozen=True):
+    error: _AnthropicDetail
+    request_id: str | None
+    type: str = "error"
+
+
+class _ResponsesEvent(msgspec.Struct, frozen=True):
+    code: str | None
+    message: str
+    param: str | None
+    sequence_number: int
+    type: str = "error"
+
+
 _encoder = msgspec.json.Encoder()
 
+_ANTHROPIC_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
 
-def error_body(error: RequestError) -> bytes:
-    """Returns ``{"error": {"message", "type", "param", "code"}}`` as JSON."""
-    return _encoder.encode(_Body(_Detail(error.message, error.type, error.param, error.code)))
+
+class ErrorForm(enum.Enum):
+    """The form in which the clients of a route expect errors."""
+
+    OPENAI = "openai"
+    RESPONSES = "responses"
+    """OpenAI's, but in a stream, where each event has a number."""
+    ANTHROPIC = "anthropic"
+
+
+_FORMS = {
+    "/v1/responses": ErrorForm.RESPONSES,
+    "/v1/messages": ErrorForm.ANTHROPIC,
+    "/v1/messages/count_tokens": ErrorForm.ANTHROPIC,
+}
+
+
+def error_form(path: str) -> ErrorForm:
+    """Returns the form of the errors of the route ``path``."""
+    return _FORMS.get(path, ErrorForm.OPENAI)
+
+
+def error_body(error: RequestError, form: ErrorForm = ErrorForm.OPENAI, label: str | None = None) -> bytes:
+    """Returns ``{"error": {"message", "type", "param", "code"}}`` as JSON, or Anthropic's form of it.
+
+    Anthropic's form names the request by ``label``.
+    """
+    if form is not ErrorForm.ANTHROPIC:
+        return _encoder.encode(_Body(_Detail(error.message, error.type, error.param, error.code)))
+    kind = _ANTHROPIC_TYPES.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
+    return _encoder.encode(_AnthropicBody(_AnthropicDetail(kind, error.message), label))
 
 
 def error_headers(error: RequestError) -> dict[str, str]:
@@ -38,9 +97,16 @@ def error_headers(error: RequestError) -> dict[str, str]:
     return headers
 
 
-def error_event(error: RequestError) -> bytes:
-    """Returns the last server-sent event of a stream that failed; no ``[DONE]`` follows it."""
-    return b"event: error\ndata: " + error_body(error) + b"\n\n"
+def error_event(error: RequestError, form: ErrorForm = ErrorForm.OPENAI, number: int = 0) -> bytes:
+    """Returns the last server-sent event of a stream that failed; no ``[DONE]`` follows it.
+
+    ``number`` is that of the event, where events have numbers.
+    """
+    if form is ErrorForm.RESPONSES:
+        body = _encoder.encode(_ResponsesEvent(error.code or error.type, error.message, error.param, number))
+    else:
+        body = error_body(error, form)
+    return b"event: error\ndata: " + body + b"\n\n"
 
 
 def internal_error(process: str) -> Internal:

@@ -18,7 +18,7 @@ from types import MappingProxyType
 from typing import Any, Protocol, TypeAlias
 
 from pdserve.errors import PayloadTooLarge, RequestError, RequestTimeout, UnsupportedMediaType
-from pdserve.http.errors import error_body, error_headers
+from pdserve.http.errors import error_body, error_form, error_headers
 from pdserve.http.outlet import OUTLET, Outlet
 
 Scope: TypeAlias = Mapping[str, Any]
@@ -195,8 +195,9 @@ class HttpRequest:
         self._outlet.respond(status, fields.encode("latin-1", "replace"), body)
 
     async def refuse(self, error: RequestError, headers: Mapping[str, str] = MappingProxyType({})) -> None:
-        """Sends ``error`` as the whole response, in OpenAI's shape; ``headers`` are added to the error's own."""
-        await self.respond(error.status, {**JSON, **error_headers(error), **headers}, error_body(error))
+        """Sends ``error`` as the whole response, in the form of its route; ``headers`` are added to the error's own."""
+        body = error_body(error, error_form(self.path), self.label)
+        await self.respond(error.status, {**JSON, **error_headers(error), **headers}, body)
 
     async def begin(self, status: int, headers: Mapping[str, str], data: bytes, *, more: bool) -> None:
         """Sends status, headers and the first part of a body."""

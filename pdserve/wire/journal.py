@@ -49,6 +49,15 @@ class JournaledChoice:
     token_ids: list[int] = field(default_factory=list)
     over: bool = False
     """Whether the client has the choice's finish reason."""
+    last_tokens: int = 0
+    """How many of the tokens are those of the last entry that names any."""
+    empty_since: int = 0
+    """How many entries without tokens follow that one, or the beginning."""
+
+    @property
+    def last_group(self) -> list[int]:
+        """The tokens of the last entry that names any."""
+        return self.token_ids[len(self.token_ids) - self.last_tokens :]
 
 
 @dataclass(slots=True)
@@ -60,6 +69,8 @@ class Journal:
     """Whether the client has the chunk with the usage."""
     done: bool = False
     """Whether the client has the end of the stream."""
+    events: int = 0
+    """How many entries there are: the number of events that the client has."""
 
     def emitted(self, choice: int) -> tuple[int, ...]:
         """Returns the tokens that the client has of ``choice``."""
@@ -96,6 +107,7 @@ def parse(entries: bytes, choices: int, vocab_size: int) -> Journal:
     lines = entries.split(b"\n")
     if lines.pop():
         raise JournalError("the journal's last entry has no end")
+    journal.events = len(lines)
     for number, line in enumerate(lines):
         if line == _USAGE:
             journal.usage = True
@@ -122,4 +134,7 @@ def _add(journal: Journal, line: bytes, number: int, choices: int, vocab_size: i
     if choice.over:
         raise JournalError(f"entry {number} of the journal goes on with choice {index}, which is over")
     choice.token_ids += token_ids
+    choice.last_tokens, choice.empty_since = (
+        (len(token_ids), 0) if token_ids else (choice.last_tokens, choice.empty_since + 1)
+    )
     choice.over = bool(match[3])

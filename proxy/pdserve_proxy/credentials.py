@@ -35,14 +35,20 @@ class ApiKeys:
         """Replaces all keys by ``keys``. Requests that came with an old key go on."""
         self._callers = {self._mac(key.key): key.caller for key in keys}
 
-    def caller(self, authorization: str | None) -> str:
-        """Returns the owner of the key in a request's ``Authorization`` header. Raises Unauthorized."""
+    def caller(self, authorization: str | None, api_key: str | None = None) -> str:
+        """Returns the owner of the key in a request's ``Authorization`` header, or else in its ``x-api-key``.
+
+        Anthropic's clients send the second one. Raises Unauthorized.
+        """
         if not self._callers:
             return ANONYMOUS
+        if authorization is None and api_key is not None:
+            authorization = f"Bearer {api_key}"
         scheme, _, key = (authorization or "").partition(" ")
         if scheme.lower() != "bearer" or not key.strip():
             raise Unauthorized(
-                "an API key is needed, in a header like 'Authorization: Bearer KEY'", code="missing_api_key"
+                "an API key is needed, in a header like 'Authorization: Bearer KEY' or 'x-api-key: KEY'",
+                code="missing_api_key",
             )
         mac = self._mac(key.strip()[: MAX_KEY_CHARS + 1])
         caller = self._callers.get(mac)

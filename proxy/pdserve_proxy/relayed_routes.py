@@ -17,7 +17,7 @@ from pdserve_proxy.requests.admission_queue import AdmissionController
 from pdserve_proxy.requests.held_bodies import HeldBodies
 from pdserve_proxy.requests.request_body import GenerationBody, read_body
 
-RELAYED_ROUTES = COMPLETION_ROUTES | {"/tokenize", "/detokenize"}
+RELAYED_ROUTES = COMPLETION_ROUTES | {"/detokenize", "/tokenize", "/v1/messages/count_tokens"}
 
 LARGE_BYTES = 256 * 1024
 """Larger bodies are read one at a time, and before each one all other requests get a turn of the event loop."""
@@ -67,7 +67,7 @@ class RelayedRoutes:
             await _respond(relayed, request, result)
 
     async def _forward(self, relayed: RelayedRequest, request: HttpRequest) -> WholeResponse | StreamedResponse:
-        caller = self._keys.caller(request.header(b"authorization"))
+        caller = self._keys.caller(request.header(b"authorization"), request.header(b"x-api-key"))
         request.check_body_form()
         # A place among the requests under way is taken when the body is there, so a slow sender keeps no other out.
         # Only this call and the journal of a stream keep the body: it is gone while an answer in one piece leaves.

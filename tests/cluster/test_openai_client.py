@@ -56,6 +56,24 @@ def test_chat_streamed(pd_cluster: Cluster, answer: str) -> None:
     assert chunks[-1].usage is not None
 
 
+def test_responses(pd_cluster: Cluster, answer: str) -> None:
+    with client(pd_cluster) as openai:
+        question = "Count from one to five."
+        whole = openai.responses.create(model=MODEL, input=question, temperature=0, max_output_tokens=24)
+        stream = openai.responses.create(model=MODEL, input=question, temperature=0, max_output_tokens=24, stream=True)
+        assert "".join(event.delta for event in stream if event.type == "response.output_text.delta") == answer
+    assert whole.output_text == answer
+
+
+def test_messages_of_anthropic_s_form(pd_cluster: Cluster, answer: str) -> None:
+    body = {"model": MODEL, "messages": QUESTION, "temperature": 0}
+    reply = http(pd_cluster.url + "/v1/messages", {**body, "max_tokens": 24}).json()
+    assert reply["content"][0]["text"] == answer
+    counted = http(pd_cluster.url + "/v1/messages/count_tokens", body).json()
+    usage = reply["usage"]
+    assert counted["input_tokens"] == usage["input_tokens"] + usage["cache_read_input_tokens"]
+
+
 def test_completion_and_its_stream_agree(pd_cluster: Cluster) -> None:
     with client(pd_cluster) as openai:
         whole = openai.completions.create(model=MODEL, prompt="The capital of France is", temperature=0, max_tokens=12)

@@ -90,6 +90,19 @@ async def test_a_valid_key_lets_in_stays_at_the_proxy_and_is_never_logged(caplog
     assert BOB not in caplog.text
 
 
+async def test_a_key_may_come_as_anthropic_s_clients_send_it() -> None:
+    async with FakeNode() as node, cluster(config_with()) as running:
+        await running.add(node_info("x", Role.MIXED, node.url))
+        for headers, status in (({"x-api-key": BOB}, 200), ({"x-api-key": BOB * 2}, 401), ({"x-api-key": ""}, 401)):
+            async with running.http.post("/v1/messages", json={"model": "m"}, headers=headers) as response:
+                assert response.status == status
+        wrong = {"x-api-key": BOB, "authorization": "Bearer wrong"}
+        async with running.http.post("/v1/messages", json={"model": "m"}, headers=wrong) as response:
+            assert response.status == 401
+            assert (await response.json())["error"]["type"] == "authentication_error"
+    assert len(node.requests) == 1
+
+
 async def test_a_key_has_its_share_and_no_more() -> None:
     held = Held()
     async with FakeNode(held) as node, cluster(config_with(max_in_flight_per_key=2)) as running:

@@ -46,10 +46,16 @@ def test_what_is_cut_off_are_the_entries_and_nothing_else(
 def test_a_journal_adds_up_what_its_entries_say() -> None:
     lines = [entry(0, [1, 2]), entry(1, [3]), entry(0, [4], over=True), USAGE_ENTRY, DONE_ENTRY]
     journal = parse(b"".join(line[1:] for line in lines), choices=3, vocab_size=10)
-    assert journal == Journal(
-        {0: JournaledChoice([1, 2, 4], over=True), 1: JournaledChoice([3])}, usage=True, done=True
-    )
+    choices = {0: JournaledChoice([1, 2, 4], over=True, last_tokens=1), 1: JournaledChoice([3], last_tokens=1)}
+    assert journal == Journal(choices, usage=True, done=True, events=5)
     assert parse(b"", choices=1, vocab_size=1) == Journal()
+
+
+def test_a_journal_knows_how_much_of_the_last_group_there_is() -> None:
+    """Entries without tokens belong to the group of the last one that has some."""
+    for entries, tokens, empty in ((b"0\n", [], 1), (b"0 1\n0 2 3\n", [2, 3], 0), (b"0 1\n0 2 3\n0\n0\n", [2, 3], 2)):
+        choice = parse(entries, choices=1, vocab_size=10).choices[0]
+        assert (choice.last_group, choice.empty_since) == (tokens, empty)
 
 
 @pytest.mark.parametrize(

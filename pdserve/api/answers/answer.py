@@ -5,11 +5,14 @@ from __future__ import annotations
 import logging
 from collections.abc import AsyncGenerator, Sequence
 
+import msgspec
+
 from pdserve.api.answers.answer_form import AnswerForm, AnswerOptions
 from pdserve.api.answers.chunks import DONE, ChunkEncoder, chunk_stream
 from pdserve.api.answers.logprobs import WholeLogprobs
 from pdserve.api.answers.openai_response import Completion, Envelope, Finish, PromptTokensDetails, StopReason, Usage
 from pdserve.api.answers.text_generation import TextDelta, TextGeneration
+from pdserve.api.requests.openai_request import GenerationRequest
 from pdserve.errors import RequestError
 from pdserve.http.errors import error_event, internal_error
 from pdserve.wire.journal import DONE_ENTRY, USAGE_ENTRY, entry
@@ -51,6 +54,10 @@ class WholeAnswer:
                 self._journaled[index] = len(token_ids)
         return b"".join(entries)
 
+    def encoded(self, usage: Usage) -> bytes:
+        """Returns the answer, whose choices are all over, as JSON."""
+        return msgspec.json.encode(self.completion(usage))
+
     def completion(self, usage: Usage) -> Completion:
         """Returns the answer, whose choices are all over."""
         form, options = self._form, self._options
@@ -71,15 +78,33 @@ class WholeAnswer:
         return form.completion(whole, options.prompt_ids if options.token_ids else None)
 
 
-async def whole_answer(
-    form: AnswerForm, generation: TextGeneration, first: Sequence[TextDelta], options: AnswerOptions
-) -> Completion:
-    """Waits for the whole answer and returns it. Raises RequestError if there is none."""
-    answer = WholeAnswer(form, options)
+class OpenAiAnswers:
+    """The answers to a route of OpenAI's chat or text completions."""
+
+    grouped = False
+
+    def __init__(self, form: AnswerForm) -> None:
+        self._form = form
+
+    def stream(
+        self,
+        body: GenerationRequest,  # ``options`` has what an answer needs of it
+        generation: TextGeneration,
+        first: Sequence[TextDelta],
+        options: AnswerOptions,
+    ) -> AsyncGenerator[bytes, None]:
+        return streamed_answer(self._form, generation, first, options)
+
+    def whole(self, body: GenerationRequest, options: AnswerOptions) -> WholeAnswer:
+        return WholeAnswer(self._form, options)
+
+
+async def whole_answer(answer: WholeAnswer, generation: TextGeneration, first: Sequence[TextDelta]) -> bytes:
+    """Waits until ``answer`` is whole and returns it as JSON. Raises RequestError if there is none."""
     answer.add(first)
     while not (generation.done and generation.failure is None):
         answer.add(await generation.next())
-    return answer.completion(usage_of(generation))
+    return answer.encoded(usage_of(generation))
 
 
 async def streamed_answer(

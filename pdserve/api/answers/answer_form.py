@@ -29,6 +29,7 @@ from pdserve.api.answers.openai_response import (
     TextChunkChoice,
     TextLogprobs,
 )
+from pdserve.api.answers.text_generation import TextDelta
 from pdserve.api.outcome import ChoiceOutcome
 from pdserve.wire.journal import Journal
 from pdserve.wire.ticket import AnswerIdentity
@@ -165,6 +166,8 @@ class AnswerOptions:
     """Whether each event of a stream begins with an entry of the journal."""
     journal: Journal = field(default_factory=Journal)
     """What the client has from other nodes."""
+    resumed: TextDelta | None = None
+    """The text of the journal's tokens, for a stream of event groups, but for those of the last group."""
 
     def shown(self, choice: int, tokens: Sequence[ShownToken]) -> ShownLogprobs:
         """Returns what an answer or chunk reports of these tokens."""

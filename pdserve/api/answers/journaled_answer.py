@@ -11,7 +11,7 @@ import msgspec
 from pdserve.api.answers.answer import WholeAnswer, usage_of
 from pdserve.api.answers.text_generation import TextDelta, TextGeneration
 from pdserve.errors import RequestError
-from pdserve.http.errors import error_body, error_headers, internal_error
+from pdserve.http.errors import error_body, error_form, error_headers, internal_error
 from pdserve.http.request import JSON, PIECE_BYTES, HttpRequest
 from pdserve.wire.whole_answer import JOURNALED_ANSWER, AnswerHead
 
@@ -65,18 +65,18 @@ async def _end_within(
             answer.add(await generation.next(max(until - time.monotonic(), 0.0)))
             if time.monotonic() >= until and not generation.done:
                 return None
-        body = msgspec.json.encode(answer.completion(usage_of(generation)))
+        body = answer.encoded(usage_of(generation))
         return Ended(AnswerHead(200, {**JSON, **headers}), body)
     except RequestError as error:
         if not request.answered:
             raise
-        return Ended(None) if generation.node_failed else _failed(error)
+        return Ended(None) if generation.node_failed else _failed(request, error)
     except Exception:
         if not request.answered:
             raise
         # Status 200 has gone out: the client learns of a defect here or not at all.
         log.exception("request_id=%s unexpected error in a journaled answer", generation.record.request_id)
-        return _failed(internal_error("node"))
+        return _failed(request, internal_error("node"))
 
 
 async def _send_entries(request: HttpRequest, entries: bytes) -> None:
@@ -92,5 +92,6 @@ async def _send_last(request: HttpRequest, data: bytes) -> None:
         await request.send(data[start:end], more=end < len(data))
 
 
-def _failed(error: RequestError) -> Ended:
-    return Ended(AnswerHead(error.status, {**JSON, **error_headers(error)}), error_body(error))
+def _failed(request: HttpRequest, error: RequestError) -> Ended:
+    body = error_body(error, error_form(request.path), request.label)
+    return Ended(AnswerHead(error.status, {**JSON, **error_headers(error)}), body)

@@ -79,11 +79,11 @@ class ChoiceText:
         self._held_ids: list[int] = []
         """The tokens of a resumable choice whose log probabilities are not reported. ``_held_text`` is their text."""
 
-    def resume(self, token_ids: Sequence[int], *, logprobs: bool) -> int:
-        """Takes the tokens that the client has from another node, which make no delta.
+    def resume(self, token_ids: Sequence[int], *, logprobs: bool) -> TextDelta:
+        """Takes the tokens that the client has from another node. Returns their text, which the client has too.
 
-        ``logprobs`` says whether log probabilities are reported: then the client has all text of these tokens. Returns
-        how many tokens were read: up to the one with which a stop string has ended the choice.
+        ``logprobs`` says whether log probabilities are reported: then the client has all text of these tokens. The
+        delta has the tokens that were read: up to the one with which a stop string has ended the choice.
         """
         self._resumed = True
         self._last_resumed = token_ids[-1:]
@@ -95,7 +95,7 @@ class ChoiceText:
             self._known_chars = self._stop_strings.held_chars
             self._num_chars = len(text) + self._known_chars
             self._shown_tokens.skip(self._num_chars)
-        return read
+        return TextDelta(self._choice, text, token_ids[:read], None)
 
     @property
     def stopped(self) -> bool:
@@ -222,13 +222,16 @@ class TextGeneration:
         record: RequestRecord,
         metrics: NodeMetrics,
         unshown: Mapping[int, Sequence[int]] = MappingProxyType({}),
+        repeated: Mapping[int, Sequence[int]] = MappingProxyType({}),
     ) -> None:
         """``choices`` has the choices by their numbers, those that are over for the client left out.
 
         One that a stop string has ended already, with tokens from another node, ends without the engine. ``unshown``
         are tokens of choices from other nodes that the client has not seen: the first delta of such a choice shows
-        them, with what the engine adds.
+        them, with what the engine adds. ``repeated`` are tokens from other nodes too: the first delta of such a choice
+        has them alone, with the end of the choice if they are its last ones.
         """
+        self._repeated = dict(repeated)
         self._generation = generation
         self._unshown = dict(unshown)
         self._read: dict[int, list[TextDelta]] = {}
@@ -270,6 +273,8 @@ class TextGeneration:
         if self._unshown:
             for item in items:
                 await self._read_unshown(item)
+        if self._repeated:
+            items = [part for item in items for part in self._repeat(item)]
         now = time.monotonic()
         deltas += [delta for item in items if (delta := self._take(item, now)) is not None]
         return deltas if self.failure is None else deltas + self._held()
@@ -319,6 +324,15 @@ class TextGeneration:
             self._read.setdefault(item.choice, []).append(delta)
             self._unshown[item.choice] = known
             await asyncio.sleep(0)
+
+    def _repeat(self, item: ChoiceOutput) -> tuple[ChoiceOutput, ...]:
+        """Returns ``item`` with the tokens before it that its choice has to repeat, if it has any."""
+        output, known = item.output, list(self._repeated.pop(item.choice, ()))
+        if not known:
+            return (item,)
+        if output.finish is not None and output.finish.is_answer and not output.new_token_ids:
+            return (ChoiceOutput(item.choice, msgspec.structs.replace(output, new_token_ids=known)),)
+        return ChoiceOutput(item.choice, RequestOutput(output.local_id, known)), item
 
     def _add_to_unshown(self, choice: ChoiceText, item: ChoiceOutput) -> tuple[TextDelta, int]:
         """Returns a delta with the choice's unshown tokens and ``item``, and how many of its tokens are of ``item``."""

@@ -11,11 +11,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from hmac import compare_digest
 
-from pdserve.api.answers.text_generation import ChoiceText
+from pdserve.api.answers.text_generation import ChoiceText, TextDelta
 from pdserve.api.requests.openai_request import GenerationRequest
 from pdserve.api.requests.prompts import Prompt
 from pdserve.errors import InvalidRequest, Unauthorized
-from pdserve.wire.journal import Journal, JournalError, digest, parse
+from pdserve.wire.journal import Journal, JournaledChoice, JournalError, digest, parse
 from pdserve.wire.ticket import Resume
 
 
@@ -61,9 +61,28 @@ def resume_texts(texts: Mapping[int, ChoiceText], journal: Journal, *, logprobs:
     Raises InvalidRequest if a choice goes on behind a stop string.
     """
     for number, text in texts.items():
-        journaled = journal.choices.get(number)
-        if journaled is not None and text.resume(journaled.token_ids, logprobs=logprobs) < len(journaled.token_ids):
-            raise _foreign(f"choice {number} goes on behind a stop string")
+        if (journaled := journal.choices.get(number)) is not None:
+            _resume(text, journaled.token_ids, logprobs=logprobs)
+
+
+def resume_before_last_group(texts: Mapping[int, ChoiceText], journal: Journal) -> TextDelta | None:
+    """Takes the one choice of a stream of event groups to the beginning of the last group that the client has any of.
+
+    Returns the choice's text up to there, if the client has an earlier group. Raises InvalidRequest as ``resume_texts``
+    does, and if the choice is over, which no entry of such a stream says.
+    """
+    if 0 not in texts:
+        raise _foreign("choice 0 is over before the stream is")
+    journaled = journal.choices.get(0, JournaledChoice())
+    token_ids = journaled.token_ids[: -journaled.last_tokens or None]
+    return _resume(texts[0], token_ids, logprobs=False) if token_ids else None
+
+
+def _resume(text: ChoiceText, token_ids: Sequence[int], *, logprobs: bool) -> TextDelta:
+    delta = text.resume(token_ids, logprobs=logprobs)
+    if len(delta.token_ids) < len(token_ids):
+        raise _foreign(f"choice {delta.choice} goes on behind a stop string")
+    return delta
 
 
 def _foreign(why: str) -> InvalidRequest:

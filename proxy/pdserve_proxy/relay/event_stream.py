@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable
 
 from pdserve.errors import BadUpstream
-from pdserve.http.errors import error_event
+from pdserve.http.errors import error_event, error_form
 from pdserve_proxy.relay.journal import JournaledEvents
 from pdserve_proxy.relay.relayed_request import RelayedRequest, RelayOutcome
 from pdserve_proxy.relay.resume import ResumeFailed, Resumption
@@ -119,10 +119,11 @@ class EventStream:
         """Ends the request and returns the last event of its stream."""
         self.over = True
         data = self._events.close_broken()
+        number = 0 if self._journal is None else self._journal.count  # before the end of the request frees the journal
         if self._relayed.cut_short is not None:
             error, outcome = self._relayed.cut_short.error, self._relayed.cut_short.outcome
         else:
             error = BadUpstream("the node that served this request was lost", code="upstream_lost")
             outcome = RelayOutcome.UPSTREAM_LOST
         self._relayed.end(outcome)
-        return data + error_event(error)
+        return data + error_event(error, error_form(self._relayed.path), number)

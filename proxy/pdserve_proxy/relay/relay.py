@@ -46,7 +46,7 @@ MAX_ATTEMPTS = 16
 """The attempts at one request. Where so many nodes in a row are busy, more attempts only add to their load."""
 MAX_LOSSES = 2
 """The nodes that may be lost with one request: the request may be what kills them."""
-COMPLETION_ROUTES = frozenset({"/v1/chat/completions", "/v1/completions"})
+COMPLETION_ROUTES = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"})
 
 
 @dataclass(frozen=True, slots=True)

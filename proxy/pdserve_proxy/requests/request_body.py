@@ -38,8 +38,11 @@ _ESCAPED_LETTER = re.compile(rb"\\u00(?:2[dD]|5[fF]|6[1456bBeE]|7[023468])")
 class _Head(msgspec.Struct):
     model: str | None = None
     stream: msgspec.Raw = msgspec.Raw(b"false")
+    system: msgspec.Raw = msgspec.Raw(b"")
+    instructions: msgspec.Raw = msgspec.Raw(b"")
     messages: msgspec.Raw = msgspec.Raw(b"")
     prompt: msgspec.Raw = msgspec.Raw(b"")
+    input: msgspec.Raw = msgspec.Raw(b"")
     n: msgspec.Raw = msgspec.Raw(b"")
     best_of: msgspec.Raw = msgspec.Raw(b"")
 
@@ -51,7 +54,7 @@ class GenerationBody(msgspec.Struct, frozen=True):
     model: str | None
     stream: bool
     prompt_start: bytes
-    """The first ``PROMPT_START_BYTES`` of the messages or the prompt."""
+    """The first ``PROMPT_START_BYTES`` of the prompt, or of the instructions and the messages."""
     prompts: int = 1
     """The number of prompts, at most ``MAX_ANSWERS``. A value that a node would refuse counts as 1."""
     answers: int = 1
@@ -79,7 +82,7 @@ def read_body(data: bytes) -> GenerationBody:
     """
     try:
         head = _head_decoder.decode(data)
-        prompt_start = bytes(memoryview(head.messages or head.prompt)[:PROMPT_START_BYTES])
+        prompt_start = _prompt_start(head)
         kept = _without_internal_fields(data)
         prompts = _prompts(head.prompt) if head.prompt else 1
         answers = prompts
@@ -94,6 +97,11 @@ def read_body(data: bytes) -> GenerationBody:
         if not data.strip():
             raise InvalidRequest("the request has no body: it takes a JSON object", code="empty_body") from exc
         raise InvalidRequest(f"the request body is not valid JSON: {exc}", code="invalid_json") from exc
+
+
+def _prompt_start(head: _Head) -> bytes:
+    parts = (head.system, head.instructions, head.messages or head.prompt or head.input)
+    return b"".join([bytes(memoryview(part)[:PROMPT_START_BYTES]) for part in parts])[:PROMPT_START_BYTES]
 
 
 def _prompts(prompt: msgspec.Raw) -> int:

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdserve.api.answers.answer import streamed_answer, whole_answer
+from pdserve.api.answers.answer import WholeAnswer, streamed_answer, whole_answer
 from pdserve.api.answers.answer_form import CHAT_FORM, AnswerOptions, PlainChoices
 from pdserve.api.answers.detokenizer import BytesDetokenizer, TokenBytes, byte_level_bytes
 from pdserve.api.answers.stop_strings import StopStrings, StopTable
@@ -178,10 +178,11 @@ def test_an_answer_is_the_same_whatever_the_interval_and_the_readers_pace(
         rig = Rig(len(answers), 1_000, stops)
         for choice, tokens in enumerate(answers):
             rig.generation.deliver(RequestOutput(choice, [*tokens, EOS], FinishReason.STOP))
-        answer = await whole_answer(CHAT_FORM, rig.run, [], rig.options)
+        answer = await whole_answer(WholeAnswer(CHAT_FORM, rig.options), rig.run, [])
         rig.run.close()
-        texts = {choice.index: choice.message.content for choice in answer.choices}  # type: ignore[union-attr]
-        return texts, answer.usage.completion_tokens
+        read = json.loads(answer)
+        texts = {choice["index"]: choice["message"]["content"] for choice in read["choices"]}
+        return texts, read["usage"]["completion_tokens"]
 
     expected = asyncio.run(streamed(1, [True] * 200))
     assert asyncio.run(streamed(interval, pauses)) == expected

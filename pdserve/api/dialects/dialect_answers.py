@@ -1,0 +1,78 @@
+"""What the routes of the dialects answer with: a parser of their requests, and the answers to them."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Callable, Sequence
+from typing import Generic, TypeVar
+
+import msgspec
+
+from pdserve.api.answers.answer import WholeAnswer
+from pdserve.api.answers.answer_form import CHAT_FORM, AnswerOptions
+from pdserve.api.answers.openai_response import Completion, Usage
+from pdserve.api.answers.text_generation import TextDelta, TextGeneration
+from pdserve.api.dialects.dialect_request import SamplingRequest, TranslatedChat
+from pdserve.api.dialects.dialect_stream import dialect_stream
+from pdserve.api.dialects.messages_answer import MessageEvents, whole_message
+from pdserve.api.dialects.responses_answer import ResponseEvents, whole_response
+from pdserve.api.requests.openai_request import BodyParser, Parsed
+from pdserve.http.errors import ErrorForm
+
+S = TypeVar("S", bound=SamplingRequest)
+
+
+class DialectParser(Generic[S]):
+    """Reads the bodies of one route of a dialect."""
+
+    def __init__(self, body: type[S], chat_of: Callable[[S], TranslatedChat]) -> None:
+        self._parser = BodyParser(body)
+        self._chat_of = chat_of
+
+    def parse(self, body: bytes) -> Parsed[TranslatedChat]:
+        """Returns the chat request that ``body`` asks for. Raises InvalidRequest, which names the field at fault."""
+        parsed = self._parser.parse(body)
+        return Parsed(self._chat_of(parsed.request), parsed.ignored)
+
+
+class TranslatedAnswer(WholeAnswer):
+    """An answer in one piece, which goes out in a dialect."""
+
+    def __init__(self, options: AnswerOptions, translate: Callable[[Completion], msgspec.Struct]) -> None:
+        super().__init__(CHAT_FORM, options)
+        self._translate = translate
+
+    def encoded(self, usage: Usage) -> bytes:
+        return msgspec.json.encode(self._translate(self.completion(usage)))
+
+
+class ResponsesAnswers:
+    """The answers to ``/v1/responses``."""
+
+    grouped = True
+
+    def stream(
+        self, body: TranslatedChat, generation: TextGeneration, first: Sequence[TextDelta], options: AnswerOptions
+    ) -> AsyncGenerator[bytes, None]:
+        events = ResponseEvents(body.source, options)
+        return dialect_stream(events, ErrorForm.RESPONSES, generation, first, options)
+
+    def whole(self, body: TranslatedChat, options: AnswerOptions) -> WholeAnswer:
+        return TranslatedAnswer(options, lambda completion: whole_response(body.source, options, completion))
+
+
+class MessagesAnswers:
+    """The answers to ``/v1/messages``."""
+
+    grouped = True
+
+    def stream(
+        self,
+        body: TranslatedChat,  # nothing of the request comes back
+        generation: TextGeneration,
+        first: Sequence[TextDelta],
+        options: AnswerOptions,
+    ) -> AsyncGenerator[bytes, None]:
+        return dialect_stream(MessageEvents(options), ErrorForm.ANTHROPIC, generation, first, options)
+
+    def whole(self, body: TranslatedChat, options: AnswerOptions) -> WholeAnswer:
+        return TranslatedAnswer(options, lambda completion: whole_message(options, completion))

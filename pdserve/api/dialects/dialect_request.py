@@ -1,0 +1,95 @@
+"""What the requests of all dialects have in common, and the chat request that they become."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+from pdserve.api.requests.openai_request import Bias, ChatRequest, Penalty, Positive, TokenId
+from pdserve.errors import InvalidRequest
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+MAX_PARTS = 4_096
+"""The most parts that one message may have."""
+
+
+class SamplingRequest(msgspec.Struct, kw_only=True):
+    """The fields that a dialect's request and the chat request have under the same names.
+
+    Beside the dialects' own there are those of pdserve's chat that say how tokens are chosen.
+    """
+
+    model: str
+    stream: bool | None = None
+    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: Annotated[float, Meta(ge=0.01, le=100)] | None = None
+    logit_bias: Annotated[dict[TokenId, Bias], Meta(max_length=1_024)] | None = None
+    min_tokens: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
+    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+    stop_token_ids: Annotated[list[Annotated[int, Meta(ge=0)]], Meta(max_length=128)] | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    stream_interval: Positive | None = None
+    cache_salt: Annotated[str, Meta(max_length=1_024)] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class TranslatedChat(ChatRequest, kw_only=True):
+    """The chat request that a dialect's request has become."""
+
+    source: Any
+    """The dialect's own request."""
+
+
+_SHARED = [field.name for field in msgspec.structs.fields(SamplingRequest)]
+_CHAT = {field.name for field in msgspec.structs.fields(ChatRequest)}
+
+
+def translated(request: SamplingRequest, messages: Sequence[Mapping[str, Any]], **fields: Any) -> TranslatedChat:
+    """Returns the chat request with these messages and ``fields``, of which those that are None are left out.
+
+    Raises InvalidRequest for a field that this model's chat does not have.
+    """
+    if not messages:
+        raise InvalidRequest("there is no message to answer", code="empty_prompt")
+    given = {name: value for name, value in fields.items() if value is not None}
+    for name in given:
+        if name not in _CHAT:
+            raise InvalidRequest(f"{name!r} is not supported by pdserve", param=name, code="unsupported_parameter")
+    shared = {name: getattr(request, name) for name in _SHARED}
+    try:
+        return msgspec.convert({**shared, **given, "messages": list(messages), "source": request}, TranslatedChat)
+    except msgspec.ValidationError as exc:
+        raise InvalidRequest(f"the request is not acceptable: {exc}") from exc
+
+
+def read_part(value: Any, kinds: Mapping[str, type[T]], where: str, default: str = "") -> T:
+    """Returns ``value`` as the struct that ``kinds`` has for its ``type``; without a type it counts as ``default``.
+
+    Raises InvalidRequest that names the place.
+    """
+    if not isinstance(value, dict):
+        raise InvalidRequest(f"'{where}' must be an object", param=where)
+    kind = value.get("type", default)
+    struct = kinds.get(kind) if isinstance(kind, str) else None
+    if struct is None:
+        known = ", ".join(kinds)
+        raise InvalidRequest(f"'{where}.type' must be one of {known}", param=f"{where}.type")
+    try:
+        return msgspec.convert(value, struct)
+    except msgspec.ValidationError as exc:
+        raise InvalidRequest(f"'{where}' is not acceptable: {exc}", param=where) from exc
+
+
+def drop_nulls(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the fields that are not null."""
+    return {name: value for name, value in fields.items() if value is not None}

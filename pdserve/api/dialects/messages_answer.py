@@ -1,0 +1,138 @@
+"""Answers in the form of ``POST /v1/messages``: Anthropic's message, and the events of its stream."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, TypeAlias
+
+import msgspec
+
+from pdserve.api.answers.answer_form import AnswerOptions
+from pdserve.api.answers.openai_response import Completion, Usage
+from pdserve.api.dialects.answer_blocks import AnswerEnd, Block, whole_blocks, whole_end
+
+StopCause: TypeAlias = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
+
+
+class AnthropicText(msgspec.Struct, tag_field="type", tag="text"):
+    text: str
+    citations: None = None
+
+
+AnthropicBlock: TypeAlias = AnthropicText
+
+
+class AnthropicUsage(msgspec.Struct):
+    input_tokens: int
+    """The tokens of the prompt that were computed for this request; those of a cache count elsewhere."""
+    output_tokens: int
+    cache_creation_input_tokens: int = 0
+    cache_read_input_tokens: int = 0
+
+
+class AnthropicAnswer(msgspec.Struct, tag_field="type", tag="message"):
+    """Anthropic's ``message`` object."""
+
+    id: str
+    model: str
+    content: list[AnthropicBlock]
+    stop_reason: StopCause | None
+    stop_sequence: str | None
+    usage: AnthropicUsage
+    role: Literal["assistant"] = "assistant"
+
+
+class TokenCount(msgspec.Struct):
+    """The answer to ``POST /v1/messages/count_tokens``."""
+
+    input_tokens: int
+
+
+class TextPiece(msgspec.Struct, tag_field="type", tag="text_delta"):
+    text: str
+
+
+class AnswerChange(msgspec.Struct):
+    stop_reason: StopCause
+    stop_sequence: str | None
+
+
+class MessageStart(msgspec.Struct, tag_field="type", tag="message_start"):
+    message: AnthropicAnswer
+
+
+class ContentBlockStart(msgspec.Struct, tag_field="type", tag="content_block_start"):
+    index: int
+    content_block: AnthropicBlock
+
+
+class ContentBlockDelta(msgspec.Struct, tag_field="type", tag="content_block_delta"):
+    index: int
+    delta: TextPiece
+
+
+class ContentBlockStop(msgspec.Struct, tag_field="type", tag="content_block_stop"):
+    index: int
+
+
+class MessageDelta(msgspec.Struct, tag_field="type", tag="message_delta"):
+    delta: AnswerChange
+    usage: AnthropicUsage
+
+
+class MessageStop(msgspec.Struct, tag_field="type", tag="message_stop"):
+    pass
+
+
+class MessageEvents:
+    """Makes the events of one message."""
+
+    def __init__(self, options: AnswerOptions) -> None:
+        self._options = options
+
+    def begin(self) -> list[msgspec.Struct]:
+        # What of the prompt was in a cache is known at the end: the last usage says it.
+        usage = AnthropicUsage(len(self._options.prompt_ids[0]), 0)
+        return [MessageStart(self._answer([], None, None, usage))]
+
+    def open(self, block: Block) -> list[msgspec.Struct]:
+        return [ContentBlockStart(block.index, AnthropicText(""))]
+
+    def piece(self, block: Block, text: str) -> msgspec.Struct:
+        return ContentBlockDelta(block.index, TextPiece(text))
+
+    def close(self, block: Block, *, cut: bool) -> list[msgspec.Struct]:  # the last event says it
+        return [ContentBlockStop(block.index)]
+
+    def end(self, blocks: Sequence[Block], end: AnswerEnd) -> list[msgspec.Struct]:
+        answer = self.whole(blocks, end)
+        assert answer.stop_reason is not None
+        change = AnswerChange(answer.stop_reason, answer.stop_sequence)
+        return [MessageDelta(change, answer.usage), MessageStop()]
+
+    def whole(self, blocks: Sequence[Block], end: AnswerEnd) -> AnthropicAnswer:
+        """Returns the message when it has ended."""
+        content: list[AnthropicBlock] = [AnthropicText(block.text) for block in blocks]
+        return self._answer(content, _stop_cause(end), end.stop_string, _usage(end.usage))
+
+    def _answer(
+        self, content: list[AnthropicBlock], cause: StopCause | None, stop_string: str | None, usage: AnthropicUsage
+    ) -> AnthropicAnswer:
+        name = f"msg_{self._options.answer.id.hex()}"
+        return AnthropicAnswer(name, self._options.model, content, cause, stop_string, usage)
+
+
+def whole_message(options: AnswerOptions, completion: Completion) -> AnthropicAnswer:
+    """Returns the message that a whole answer is."""
+    return MessageEvents(options).whole(whole_blocks(completion), whole_end(completion))
+
+
+def _stop_cause(end: AnswerEnd) -> StopCause:
+    if end.cut:
+        return "max_tokens"
+    return "end_turn" if end.stop_string is None else "stop_sequence"
+
+
+def _usage(usage: Usage) -> AnthropicUsage:
+    cached = usage.prompt_tokens_details.cached_tokens
+    return AnthropicUsage(usage.prompt_tokens - cached, usage.completion_tokens, cache_read_input_tokens=cached)

@@ -1,0 +1,220 @@
+"""Answers in the form of ``POST /v1/responses``: OpenAI's response object, and the events of its stream."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal, TypeAlias
+
+import msgspec
+
+from pdserve.api.answers.answer_form import AnswerOptions
+from pdserve.api.answers.openai_response import Completion, Usage
+from pdserve.api.dialects.answer_blocks import AnswerEnd, Block, whole_blocks, whole_end
+from pdserve.api.dialects.responses_request import ReasoningSettings, ResponsesRequest, TextFormat, TextSettings
+
+Status: TypeAlias = Literal["in_progress", "completed", "incomplete"]
+
+
+class OutputText(msgspec.Struct, tag_field="type", tag="output_text"):
+    text: str
+    annotations: tuple[()] = ()
+    logprobs: tuple[()] = ()
+
+
+class OutputMessage(msgspec.Struct, tag_field="type", tag="message"):
+    id: str
+    status: Status
+    content: list[OutputText]
+    role: Literal["assistant"] = "assistant"
+
+
+OutputItem: TypeAlias = OutputMessage
+
+
+class CachedInput(msgspec.Struct):
+    cached_tokens: int
+
+
+class OutputDetails(msgspec.Struct):
+    reasoning_tokens: int
+
+
+class ResponseUsage(msgspec.Struct):
+    input_tokens: int
+    input_tokens_details: CachedInput
+    output_tokens: int
+    output_tokens_details: OutputDetails
+    total_tokens: int
+
+
+class IncompleteDetails(msgspec.Struct):
+    reason: Literal["max_output_tokens"]
+
+
+class ResponseObject(msgspec.Struct):
+    """OpenAI's ``response`` object."""
+
+    id: str
+    created_at: int
+    model: str
+    status: Status
+    output: list[OutputItem]
+    usage: ResponseUsage | None
+    incomplete_details: IncompleteDetails | None
+    instructions: str | None
+    max_output_tokens: int | None
+    metadata: dict[str, str]
+    parallel_tool_calls: bool
+    reasoning: ReasoningSettings
+    temperature: float
+    text: TextSettings
+    tool_choice: str | dict[str, Any]
+    tools: list[dict[str, Any]]
+    top_p: float
+    user: str | None
+    object: Literal["response"] = "response"
+    background: bool = False
+    error: None = None
+    max_tool_calls: int | None = None
+    previous_response_id: str | None = None
+    service_tier: str = "default"
+    store: bool = False
+    top_logprobs: int = 0
+    truncation: Literal["disabled"] = "disabled"
+
+
+class ResponseCreated(msgspec.Struct, tag_field="type", tag="response.created"):
+    response: ResponseObject
+
+
+class ResponseInProgress(msgspec.Struct, tag_field="type", tag="response.in_progress"):
+    response: ResponseObject
+
+
+class ResponseCompleted(msgspec.Struct, tag_field="type", tag="response.completed"):
+    response: ResponseObject
+
+
+class ResponseIncomplete(msgspec.Struct, tag_field="type", tag="response.incomplete"):
+    response: ResponseObject
+
+
+class OutputItemAdded(msgspec.Struct, tag_field="type", tag="response.output_item.added"):
+    output_index: int
+    item: OutputItem
+
+
+class OutputItemDone(msgspec.Struct, tag_field="type", tag="response.output_item.done"):
+    output_index: int
+    item: OutputItem
+
+
+class ContentPartAdded(msgspec.Struct, tag_field="type", tag="response.content_part.added"):
+    item_id: str
+    output_index: int
+    part: OutputText
+    content_index: int = 0
+
+
+class ContentPartDone(msgspec.Struct, tag_field="type", tag="response.content_part.done"):
+    item_id: str
+    output_index: int
+    part: OutputText
+    content_index: int = 0
+
+
+class OutputTextDelta(msgspec.Struct, tag_field="type", tag="response.output_text.delta"):
+    item_id: str
+    output_index: int
+    delta: str
+    content_index: int = 0
+    logprobs: tuple[()] = ()
+
+
+class OutputTextDone(msgspec.Struct, tag_field="type", tag="response.output_text.done"):
+    item_id: str
+    output_index: int
+    text: str
+    content_index: int = 0
+    logprobs: tuple[()] = ()
+
+
+class ResponseEvents:
+    """Makes the events of one response."""
+
+    def __init__(self, request: ResponsesRequest, options: AnswerOptions) -> None:
+        self._request = request
+        self._options = options
+
+    def begin(self) -> list[msgspec.Struct]:
+        response = self._response("in_progress", [], None)
+        return [ResponseCreated(response), ResponseInProgress(response)]
+
+    def open(self, block: Block) -> list[msgspec.Struct]:
+        item = OutputMessage(self._id(block), "in_progress", [])
+        return [OutputItemAdded(block.index, item), ContentPartAdded(item.id, block.index, OutputText(""))]
+
+    def piece(self, block: Block, text: str) -> msgspec.Struct:
+        return OutputTextDelta(self._id(block), block.index, text)
+
+    def close(self, block: Block, *, cut: bool) -> list[msgspec.Struct]:
+        item = self._item(block, cut=cut)
+        return [
+            OutputTextDone(item.id, block.index, block.text),
+            ContentPartDone(item.id, block.index, item.content[0]),
+            OutputItemDone(block.index, item),
+        ]
+
+    def end(self, blocks: Sequence[Block], end: AnswerEnd) -> list[msgspec.Struct]:
+        response = self.whole(blocks, end)
+        return [ResponseIncomplete(response) if end.cut else ResponseCompleted(response)]
+
+    def whole(self, blocks: Sequence[Block], end: AnswerEnd) -> ResponseObject:
+        """Returns the response when it has ended."""
+        items = [self._item(block, cut=end.cut and block is blocks[-1]) for block in blocks]
+        return self._response("incomplete" if end.cut else "completed", items, _usage(end.usage))
+
+    def _item(self, block: Block, *, cut: bool) -> OutputMessage:
+        return OutputMessage(self._id(block), "incomplete" if cut else "completed", [OutputText(block.text)])
+
+    def _id(self, block: Block) -> str:
+        return f"msg_{self._options.answer.id.hex()}{block.index:02x}"
+
+    def _response(self, status: Status, output: list[OutputItem], usage: ResponseUsage | None) -> ResponseObject:
+        request, answer = self._request, self._options.answer
+        return ResponseObject(
+            id=f"resp_{answer.id.hex()}",
+            created_at=answer.created,
+            model=self._options.model,
+            status=status,
+            output=output,
+            usage=usage,
+            incomplete_details=IncompleteDetails("max_output_tokens") if status == "incomplete" else None,
+            instructions=request.instructions,
+            max_output_tokens=request.max_output_tokens,
+            metadata=request.metadata or {},
+            parallel_tool_calls=request.parallel_tool_calls is not False,
+            reasoning=request.reasoning or ReasoningSettings(),
+            temperature=1.0 if request.temperature is None else request.temperature,
+            text=request.text or TextSettings(format=TextFormat()),
+            tool_choice=request.tool_choice or "auto",
+            tools=request.tools or [],
+            top_p=1.0 if request.top_p is None else request.top_p,
+            user=request.user,
+            max_tool_calls=request.max_tool_calls,
+        )
+
+
+def whole_response(request: ResponsesRequest, options: AnswerOptions, completion: Completion) -> ResponseObject:
+    """Returns the response that a whole answer is."""
+    return ResponseEvents(request, options).whole(whole_blocks(completion), whole_end(completion))
+
+
+def _usage(usage: Usage) -> ResponseUsage:
+    return ResponseUsage(
+        usage.prompt_tokens,
+        CachedInput(usage.prompt_tokens_details.cached_tokens),
+        usage.completion_tokens,
+        OutputDetails(0),
+        usage.total_tokens,
+    )

@@ -1,0 +1,144 @@
+"""``POST /v1/messages`` and ``/v1/messages/count_tokens``: Anthropic's forms, and which chat a request becomes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from pdserve.api.dialects.messages_request import MessagesRequest, chat_of_messages
+from tests.api.behaviour import REPLY_TEXT, Behaviour
+from tests.api.dialects.sse import events_in
+from tests.api.node import MODEL, NodeUnderTest
+from tests.api.plain_http import Answer, post, send
+
+BODY = {"model": MODEL, "max_tokens": 99, "seed": 0, "messages": [{"role": "user", "content": "Hi"}]}
+
+
+def ask(node: NodeUnderTest, path: str = "/v1/messages", **change: Any) -> Answer:
+    return post(f"{node.url}{path}", {**BODY, **change}, x_request_id="r-1")
+
+
+def chat(messages: list[dict[str, Any]], **fields: Any) -> Any:
+    body = {"model": "m", "max_tokens": 9, "messages": messages, **fields}
+    return chat_of_messages(msgspec.convert(body, MessagesRequest))
+
+
+def test_a_whole_message(node: NodeUnderTest) -> None:
+    answer = ask(node).json()
+    assert answer.pop("id").startswith("msg_")
+    assert answer == {
+        "type": "message",
+        "role": "assistant",
+        "model": MODEL,
+        "content": [{"type": "text", "text": REPLY_TEXT, "citations": None}],
+        "stop_reason": "end_turn",
+        "stop_sequence": None,
+        "usage": {
+            "input_tokens": 28,
+            "output_tokens": 9,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": 3,
+        },
+    }
+
+
+@pytest.mark.parametrize(
+    ("change", "reason", "sequence"),
+    [
+        ({"stop_sequences": ["world"]}, "stop_sequence", "world"),
+        ({"seed": Behaviour.ENDLESS, "max_tokens": 3}, "max_tokens", None),
+    ],
+)
+def test_why_a_message_stops(change: dict[str, Any], reason: str, sequence: str | None, node: NodeUnderTest) -> None:
+    whole = ask(node, **change).json()
+    assert (whole["stop_reason"], whole["stop_sequence"]) == (reason, sequence)
+    events = events_in(ask(node, stream=True, **change).body)
+    assert events[-2]["delta"] == {"stop_reason": reason, "stop_sequence": sequence}
+
+
+def test_tokens_are_counted_as_the_prompt_has_them(node: NodeUnderTest) -> None:
+    """Nothing is generated for it, and neither ``max_tokens`` nor a signature of the whole request is needed."""
+    body = {"model": MODEL, "system": "Be brief.", "messages": BODY["messages"]}
+    with node.new_submits() as submits:
+        counted = post(f"{node.url}/v1/messages/count_tokens", body)
+        assert submits() == []
+    usage = ask(node, system="Be brief.").json()["usage"]
+    assert counted.json() == {"input_tokens": usage["input_tokens"] + usage["cache_read_input_tokens"]}
+
+
+@pytest.mark.parametrize(
+    ("change", "status", "kind"),
+    [
+        ({"max_tokens": None}, 400, "invalid_request_error"),
+        ({"model": "x"}, 404, "not_found_error"),
+        ({"messages": []}, 400, "invalid_request_error"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, 400, "invalid_request_error"),
+        ({"messages": [{"role": "system", "content": "x"}]}, 400, "invalid_request_error"),
+        ({"mcp_servers": [{}]}, 400, "invalid_request_error"),
+        ({"seed": Behaviour.ERROR}, 500, "api_error"),
+        ({"seed": Behaviour.DEADLINE}, 504, "timeout_error"),
+    ],
+)
+def test_errors_have_anthropic_s_form(change: dict[str, Any], status: int, kind: str, node: NodeUnderTest) -> None:
+    for stream in (False, True):
+        answer = ask(node, **{"stream": stream, **change})
+        error = answer.json()
+        assert answer.status == status
+        assert error["error"].pop("message")
+        assert error == {"type": "error", "error": {"type": kind}, "request_id": "r-1"}
+
+
+def test_other_methods_and_bodies_too(node: NodeUnderTest) -> None:
+    for path in ("/v1/messages", "/v1/messages/count_tokens"):
+        for answer in (send("GET", node.url + path), send("POST", node.url + path, content=b"{")):
+            assert answer.json()["error"]["type"] == "invalid_request_error"
+
+
+def test_blocks_become_messages() -> None:
+    asked = chat(
+        [
+            {"role": "user", "content": [{"type": "text", "text": "Add."}, {"type": "text", "text": "Now."}]},
+            {
+                "role": "assistant",
+                "content": [
+                    {"type": "thinking", "thinking": "Hm.", "signature": ""},
+                    {"type": "redacted_thinking", "data": "x"},
+                    {"type": "text", "text": "I add."},
+                    {"type": "tool_use", "id": "t1", "name": "add", "input": {"a": 1}},
+                ],
+            },
+            {
+                "role": "user",
+                "content": [
+                    {"type": "tool_result", "tool_use_id": "t1", "content": [{"type": "text", "text": "3"}]},
+                    {"type": "text", "text": "And?"},
+                ],
+            },
+        ],
+        system=[{"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}}],
+        stop_sequences=["x"],
+    )
+    call = {"id": "t1", "type": "function", "function": {"name": "add", "arguments": '{"a":1}'}}
+    assert asked.messages == [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Add.\nNow."},
+        {"role": "assistant", "content": "I add.", "reasoning_content": "Hm.", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "t1", "content": "3"},
+        {"role": "user", "content": "And?"},
+    ]
+    assert (asked.wanted_tokens, asked.stops, asked.continue_final_message) == (9, ["x"], None)
+
+
+def test_an_answer_goes_on_with_an_assistant_s_message() -> None:
+    said = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hel"}]
+    assert chat(said).continue_final_message
+
+
+def test_thinking_is_an_argument_of_the_template() -> None:
+    said = [{"role": "user", "content": "Hi"}]
+    for kind, thinks in (("enabled", True), ("adaptive", True), ("disabled", False)):
+        asked = chat(said, thinking={"type": kind, "budget_tokens": 1024})
+        assert asked.chat_template_kwargs == {"enable_thinking": thinks}
+    assert chat(said).chat_template_kwargs is None

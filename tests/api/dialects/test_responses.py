@@ -1,0 +1,123 @@
+"""``POST /v1/responses``: what OpenAI's client reads, and which chat a request becomes."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import msgspec
+import openai
+import pytest
+
+from pdserve.api.dialects.responses_request import ResponsesRequest, chat_of_response
+from pdserve.errors import InvalidRequest
+from tests.api.behaviour import REPLY_TEXT, Behaviour
+from tests.api.node import MODEL, NodeUnderTest
+from tests.api.plain_http import post
+
+CALL = {"type": "function_call", "call_id": "c1", "name": "add", "arguments": '{"a":1}'}
+ITEMS: list[dict[str, Any]] = [
+    {"role": "developer", "content": "Be brief."},
+    {
+        "type": "message",
+        "role": "user",
+        "content": [{"type": "input_text", "text": "Hi"}, {"type": "text", "text": "?"}],
+    },
+    {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "Well."}]},
+    {
+        "type": "message",
+        "role": "assistant",
+        "id": "msg_1",
+        "content": [{"type": "output_text", "text": "Hello", "annotations": []}],
+    },
+    CALL,
+    {**CALL, "call_id": "c2"},
+    {"type": "function_call_output", "call_id": "c1", "output": "3"},
+    {"type": "function_call_output", "call_id": "c2", "output": [{"type": "input_text", "text": "4"}]},
+]
+
+
+def request(**fields: Any) -> ResponsesRequest:
+    return msgspec.convert({"model": "m", "input": "Hi", **fields}, ResponsesRequest)
+
+
+def refused(**fields: Any) -> InvalidRequest:
+    with pytest.raises(InvalidRequest) as error:
+        chat_of_response(request(**fields))
+    return error.value
+
+
+def test_openai_s_client_reads_whole_answers_and_streams(client: openai.OpenAI) -> None:
+    whole = client.responses.create(model=MODEL, input="x", metadata={"a": "b"}, extra_body={"seed": 0})
+    assert (whole.output_text, whole.status, whole.metadata) == (REPLY_TEXT, "completed", {"a": "b"})
+    assert whole.usage is not None
+    assert whole.usage.total_tokens == whole.usage.input_tokens + whole.usage.output_tokens
+    with client.responses.stream(model=MODEL, input="x", extra_body={"seed": 0}) as stream:
+        text = "".join(event.delta for event in stream if event.type == "response.output_text.delta")
+        final = stream.get_final_response()
+    assert text == final.output_text == REPLY_TEXT
+    assert final.usage == whole.usage
+
+
+def test_a_cut_answer_is_incomplete(client: openai.OpenAI) -> None:
+    cut = client.responses.create(
+        model=MODEL, input="x", max_output_tokens=3, extra_body={"seed": Behaviour.ENDLESS.value}
+    )
+    assert (cut.status, cut.output_text) == ("incomplete", " word" * 3)
+    assert cut.incomplete_details is not None
+    assert cut.incomplete_details.reason == "max_output_tokens"
+    assert [item.to_dict()["status"] for item in cut.output] == ["incomplete"]
+
+
+def test_a_node_names_the_fields_that_it_does_not_know(node: NodeUnderTest) -> None:
+    answer = post(f"{node.url}/v1/responses", {"model": MODEL, "input": "x", "seed": 0, "zebra": 1})
+    assert (answer.status, answer.headers["x-pdserve-ignored"]) == (200, "zebra")
+
+
+@pytest.mark.parametrize(
+    ("change", "param"),
+    [
+        ({"previous_response_id": "resp_1"}, "previous_response_id"),
+        ({"conversation": "conv_1"}, "conversation"),
+        ({"background": True}, "background"),
+        ({"truncation": "auto"}, "truncation"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"max_output_tokens": 0}, "max_output_tokens"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
+        ({"input": [{"role": "elf", "content": "x"}]}, "input[0]"),
+        ({"input": []}, "input"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"text": {"format": {"type": "json_schema"}}}, "text.format"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_by_name(change: dict[str, Any], param: str, node: NodeUnderTest) -> None:
+    answer = post(f"{node.url}/v1/responses", {"model": MODEL, "input": "x", **change})
+    assert (answer.status, answer.json()["error"]["param"]) == (400, param)
+
+
+def test_items_become_messages() -> None:
+    chat = chat_of_response(request(input=ITEMS, instructions="Help."))
+    function = {"name": "add", "arguments": '{"a":1}'}
+    assert chat.messages == [
+        {"role": "system", "content": "Help."},
+        {"role": "developer", "content": "Be brief."},
+        {"role": "user", "content": "Hi\n?"},
+        {
+            "role": "assistant",
+            "content": "Hello",
+            "reasoning_content": "Well.",
+            "tool_calls": [{"id": name, "type": "function", "function": function} for name in ("c1", "c2")],
+        },
+        {"role": "tool", "tool_call_id": "c1", "content": "3"},
+        {"role": "tool", "tool_call_id": "c2", "content": "4"},
+    ]
+
+
+def test_sampling_fields_have_the_same_names() -> None:
+    chat = chat_of_response(request(max_output_tokens=7, temperature=0.5, seed=3, stop=["x"], stream=True))
+    assert (chat.wanted_tokens, chat.temperature, chat.seed, chat.stops, chat.stream) == (7, 0.5, 3, ["x"], True)
+
+
+def test_text_of_any_kind_asks_for_nothing() -> None:
+    for text in (None, {"verbosity": "low"}, {"format": {"type": "text"}}):
+        assert cast("Any", chat_of_response(request(text=text))).messages == [{"role": "user", "content": "Hi"}]

@@ -1,0 +1,163 @@
+"""The streams of the dialects: the order of their events, and that another node goes on behind any of them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from pdserve.api.requests.tokenizer import Tokenizer
+from pdserve.wire.journal import DONE_ENTRY, cut
+from tests.api.dialects.sse import events_in
+from tests.api.node import MODEL
+from tests.api.stepped_node import SteppedNode, stepped_node
+from tests.api.test_resumed_answers import alphabet, events_of, journal_of, words
+
+RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
+
+
+def request(path: str, tokens: int, stops: list[str], **fields: Any) -> dict[str, Any]:
+    """Returns a request to either route."""
+    if path == RESPONSES:
+        return {"model": MODEL, "input": "Hi", "max_output_tokens": tokens, "stop": stops, **fields}
+    messages = [{"role": "user", "content": "Hi"}]
+    return {"model": MODEL, "messages": messages, "max_tokens": tokens, "stop_sequences": stops, **fields}
+
+
+def check_responses(events: list[dict[str, Any]], whole: dict[str, Any]) -> None:
+    """The events are in OpenAI's order, and say what the whole answer says."""
+    names = [event["type"].removeprefix("response.") for event in events]
+    deltas = names.count("output_text.delta")
+    assert names == [
+        *("created", "in_progress", "output_item.added", "content_part.added"),
+        *["output_text.delta"] * deltas,
+        *("output_text.done", "content_part.done", "output_item.done"),
+        "incomplete" if whole["status"] == "incomplete" else "completed",
+    ]
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    text = "".join(event["delta"] for event in events if "delta" in event)
+    last = events[-1]["response"]
+    assert last == whole
+    assert last["output"][0]["content"][0]["text"] == text == events[-4]["text"]
+    assert events[-2]["item"] == last["output"][0]
+
+
+def check_messages(events: list[dict[str, Any]], whole: dict[str, Any]) -> None:
+    """The events are in Anthropic's order, and say what the whole answer says."""
+    names = [event["type"] for event in events]
+    deltas = names.count("content_block_delta")
+    assert names == [
+        *("message_start", "content_block_start"),
+        *["content_block_delta"] * deltas,
+        *("content_block_stop", "message_delta", "message_stop"),
+    ]
+    text = "".join(event["delta"]["text"] for event in events[2:-3])
+    assert whole["content"] == [{"type": "text", "text": text, "citations": None}]
+    assert events[-2]["delta"] == {name: whole[name] for name in ("stop_reason", "stop_sequence")}
+    assert events[-2]["usage"] == whole["usage"]
+    begun = {**whole, "content": [], "stop_reason": None, "stop_sequence": None}
+    begun["usage"] = {**whole["usage"], "output_tokens": 0}
+    assert events[0]["message"] == begun
+
+
+CHECKS = {RESPONSES: check_responses, MESSAGES: check_messages}
+
+
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    path=st.sampled_from(sorted(CHECKS)),
+    tokens=st.integers(1, 8),
+    stops=st.sampled_from([[], ["Hello"], [", w", "are"], ["\ufffd"], ["ld! H", "l"]]),
+    fields=st.fixed_dictionaries(
+        {
+            "seed": st.integers(0, 999),
+            "stop_token_ids": st.sampled_from([[], [28], [33, 17]]),
+            "skip_special_tokens": st.booleans(),
+            "min_tokens": st.integers(0, 1),
+        }
+    ),
+    group=st.integers(1, 3),
+)
+@example(path=RESPONSES, tokens=6, stops=["l"], fields={"seed": 3}, group=3)
+def test_every_prefix_can_be_resumed(
+    path: str, tokens: int, stops: list[str], fields: dict[str, Any], group: int, tokenizer: Tokenizer
+) -> None:
+    """A resumed stream has the bytes of one node's stream, and its events are those of the whole answer."""
+    body = request(path, tokens, stops, **fields)
+
+    async def scenario() -> None:
+        async with (
+            stepped_node(tokenizer, alphabet(tokenizer), group) as first,
+            stepped_node(tokenizer, alphabet(tokenizer), group) as second,
+        ):
+            whole = await first.begin(path, body)
+            stream = (await first.begin(path, {**body, "stream": True})).body
+            CHECKS[path](events_in(stream), json.loads(whole.body))
+            events = events_of(stream)
+            assert events[-1].startswith(DONE_ENTRY)
+            for count in range(len(events)):
+                rest = await second.resume(path, {**body, "stream": True}, journal_of(events[:count]))
+                assert rest.status == 200
+                assert events[:count] + events_of(rest.body) == events, f"after {count}"
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("path", sorted(CHECKS))
+async def test_a_stream_can_be_resumed_again_and_again(path: str, tokenizer: Tokenizer) -> None:
+    body = request(path, 6, [], seed=5, ignore_eos=True, stream=True)
+    async with stepped_node(tokenizer, alphabet(tokenizer), 2) as node:
+        events = events_of((await node.begin(path, body)).body)
+        has = events[:1]
+        while len(has) < len(events):
+            has += events_of((await node.resume(path, body, journal_of(has))).body)[:1]
+        assert has == events
+
+
+@pytest.mark.parametrize("path", sorted(CHECKS))
+async def test_a_whole_answer_can_be_resumed(path: str, tokenizer: Tokenizer) -> None:
+    body = request(path, 6, [], seed=5, ignore_eos=True)
+    async with stepped_node(tokenizer, words(tokenizer)) as node:
+        whole = (await node.begin(path, body)).body
+        tokens = cut((await node.begin(path, {**body, "stream": True})).body)[1]
+        entries = [line for line in tokens.splitlines() if line.startswith(b"0 ")]
+        for count in range(len(entries)):
+            journal = b"".join([line + b"\n" for line in entries[:count]])
+            assert (await node.resume(path, body, journal)).body == whole
+
+
+@pytest.mark.parametrize("path", sorted(CHECKS))
+async def test_a_journal_whose_answer_is_over_is_refused(path: str, tokenizer: Tokenizer) -> None:
+    body = request(path, 6, [], stream=True)
+    async with stepped_node(tokenizer, words(tokenizer)) as node:
+        reply = await node.resume(path, body, b"0 33\n0.\n")
+    assert reply.status == 400
+    assert b"over before the stream is" in reply.body
+
+
+async def failed(node: SteppedNode, path: str) -> dict[str, Any]:
+    """Returns the last event of a stream whose engine failed."""
+    body = request(path, 6, [], stream=True, ignore_eos=True)
+    return events_in((await node.begin(path, body)).body)[-1]
+
+
+async def test_a_request_that_fails_ends_with_the_error_event_of_its_route(tokenizer: Tokenizer) -> None:
+    async with stepped_node(tokenizer, words(tokenizer), fail_after=2) as node:
+        error = await failed(node, RESPONSES)
+        assert error.pop("message")
+        assert error == {"type": "error", "code": "engine_error", "param": None, "sequence_number": 6}
+        error = await failed(node, MESSAGES)
+        assert (error["type"], error["error"]["type"]) == ("error", "api_error")
+
+
+@pytest.mark.parametrize("path", sorted(CHECKS))
+async def test_a_stream_that_another_node_goes_on_with_has_no_error(path: str, tokenizer: Tokenizer) -> None:
+    body = request(path, 6, [], stream=True, ignore_eos=True)
+    async with stepped_node(tokenizer, words(tokenizer), lost_after=2) as node:
+        lost = (await node.begin(path, body)).body
+        assert not lost.endswith(b":done\n")
+        assert b"event: error" not in lost
