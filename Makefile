@@ -1,7 +1,7 @@
 # make demo    ask a cluster on this machine one question
 # make lint    ruff, mypy, import contracts
 # make check   lint, and the tests that start no nodes
-# make test    every test but the nightly ones; WORKERS=N runs N at a time
+# make test    every test but the nightly ones; here and there WORKERS=N runs N at a time
 # make test-all  every test
 # make compat  other projects' clients, tools and tests against a cluster; downloads them
 # make gpu     all that a GPU can show, with figures and a verdict
@@ -16,7 +16,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 WORKERS ?= 2
 # In the order of their names: what takes long does not begin last.
-PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --no-loadscope-reorder
+PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --no-loadscope-reorder
 STAMP := $(VENV)/.installed
 # Hundreds of test processes load the same modules. Python compiles them once, even where the environment forbids it.
 unexport PYTHONDONTWRITEBYTECODE
@@ -40,6 +40,8 @@ lint: $(STAMP)
 	$(BIN)/mypy pdserve proxy kvtransfer kernels tests
 	$(BIN)/lint-imports
 
+# These tests wait for clocks and sockets for almost half of their time, so three processes keep two cores busy.
+check: WORKERS := 3
 check: lint
 	$(PYTEST) -m "not integration and not nightly" $(ARGS)
 

@@ -10,12 +10,15 @@ import msgspec
 
 from pdserve.api.server import serve
 from pdserve.config import NodeConfig
+from pdserve.http.guard import GuardedHttp
 from pdserve.settings import resolve_secret
 from pdserve.wire.discovery import Role
 from tests.processes import SECRET
 
 
 def main(role: str, config: str, model_dir: str, journal: str) -> int:
+    # A client that has left in the middle of a silent stream is cut off after this time, and not after a second.
+    GuardedHttp.half_closed_s = 0.2
     settings = msgspec.json.decode(config, type=NodeConfig)
     read_secret = partial(resolve_secret, settings.security, [], Path(model_dir))
     given = bool(settings.security.secret_file)

@@ -43,6 +43,7 @@ def test_a_mistake_is_told_and_costs_no_run(argv: list[str], message: str, capsy
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("small_products")
 def test_json_goes_to_standard_output_or_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = save_tiny_model("llama", tmp_path / "tiny")
     flags = ["bench", "engine", "--model", str(model), *SMALL]

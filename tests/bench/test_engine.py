@@ -22,6 +22,8 @@ from pdserve_kernels.cpu.torch_kernels import TorchKernels
 from tests.models.rerun_graph import RerunGraphs
 from tests.tiny_models import save_tiny_model
 
+pytestmark = pytest.mark.usefixtures("small_products")
+
 SMALL = EngineBenchConfig(batches=(1, 3), contexts=(5, 40), chunks=(7, 33), seconds=0.0, copy_mib=1)
 SHAPE = Shape(64, 96, 2, 4, 2, 16, 300, 256)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdserve.bench.load import mixed_jobs, uniform_jobs
@@ -15,6 +15,7 @@ def test_a_seed_gives_the_same_jobs_and_another_one_others() -> None:
     assert mixed_jobs(work, 8, "a") != mixed_jobs(work, 8, "b")
 
 
+@settings(max_examples=30)
 @given(st.integers(1, 50), st.integers(0, 300), st.text(max_size=4))
 def test_lengths_and_ids_stay_within_bounds(least: int, more: int, seed: str) -> None:
     work = WorkloadConfig(
