@@ -448,6 +448,49 @@ class StreamConfig:
     )
 
 
+class ToolFormat(enum.Enum):
+    """The form in which a model writes tool calls."""
+
+    AUTO = "auto"
+    """The chat template says which one."""
+    NONE = "none"
+    """No calls are looked for."""
+    HERMES = "hermes"
+    QWEN_XML = "qwen-xml"
+    LLAMA_JSON = "llama-json"
+    PYTHONIC = "pythonic"
+    MISTRAL = "mistral"
+    GEMMA = "gemma"
+
+
+class ReasoningFormat(enum.Enum):
+    """The form in which a model writes what it thinks before it answers."""
+
+    AUTO = "auto"
+    """The chat template says which one."""
+    NONE = "none"
+    """No reasoning is looked for."""
+    THINK = "think"
+    MISTRAL = "mistral"
+
+
+@dataclass(frozen=True, slots=True)
+class MessageConfig:
+    """How chat answers are taken apart."""
+
+    tool_parser: ToolFormat = setting(
+        "tool-parser",
+        "Tool calls in chat answers are read in this form: 'auto' sees it in the chat template, 'none' reads no calls.",
+        ToolFormat.AUTO,
+    )
+    reasoning_parser: ReasoningFormat = setting(
+        "reasoning-parser",
+        "Reasoning in chat answers is read in this form: 'auto' sees it in the chat template, 'none' leaves it in the "
+        "content.",
+        ReasoningFormat.AUTO,
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class RequestConfig:
     """The limits of one client request."""
@@ -731,6 +774,7 @@ class EngineConfig:
     log: LogConfig
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     stream: StreamConfig = field(default_factory=StreamConfig)
+    message: MessageConfig = field(default_factory=MessageConfig)
     has_peers: bool = True
     """Whether the node belongs to a proxy, so that it can fetch KV blocks from other nodes and be fetched from."""
 
@@ -779,6 +823,7 @@ class NodeConfig:
     transfer: TransferConfig = field(default_factory=TransferConfig)
     http: HttpConfig = field(default_factory=HttpConfig)
     stream: StreamConfig = field(default_factory=StreamConfig)
+    message: MessageConfig = field(default_factory=MessageConfig)
     request: RequestConfig = field(default_factory=RequestConfig)
     discovery: DiscoveryConfig = field(default_factory=DiscoveryConfig)
     security: SecurityConfig = field(default_factory=SecurityConfig)
@@ -833,6 +878,7 @@ class UpConfig:
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     http: HttpConfig = field(default_factory=lambda: HttpConfig(port=8000))
     stream: StreamConfig = field(default_factory=StreamConfig)
+    message: MessageConfig = field(default_factory=MessageConfig)
     request: RequestConfig = field(default_factory=RequestConfig)
     security: SecurityConfig = field(default_factory=SecurityConfig)
     log: LogConfig = field(default_factory=LogConfig)

@@ -24,9 +24,9 @@ from pdserve.api.completions import (
 from pdserve.api.dialects.dialect_answers import DialectParser
 from pdserve.api.dialects.messages_answer import TokenCount
 from pdserve.api.dialects.messages_request import PromptRequest, chat_of_messages
+from pdserve.api.requests.chat_messages import render_chat
 from pdserve.api.requests.openai_request import BodyParser, DetokenizeRequest, TokenizeRequest
 from pdserve.api.requests.preparing import Check
-from pdserve.api.requests.prompts import render_chat
 from pdserve.api.requests.tokenizer import Tokenizer
 from pdserve.api.serving_node import ServingNode
 from pdserve.errors import InvalidRequest

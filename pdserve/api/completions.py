@@ -25,9 +25,11 @@ from pdserve.api.engine_client import PromptChoices, WantedChoice
 from pdserve.api.generation import TURN_TOKENS, Generation
 from pdserve.api.outcome import failure_of
 from pdserve.api.request_log import RequestRecord
+from pdserve.api.requests.answer_reading import AnswerReading, answer_reading
+from pdserve.api.requests.chat_messages import unread_part_fields
 from pdserve.api.requests.openai_request import BodyParser, ChatRequest, CompletionRequest, GenerationRequest, Parsed
 from pdserve.api.requests.preparing import Check
-from pdserve.api.requests.prompts import ModelLimits, Prompt, chat_prompts, completion_prompts, unread_part_fields
+from pdserve.api.requests.prompts import ModelLimits, Prompt, chat_prompts, completion_prompts
 from pdserve.api.requests.resumed_answer import (
     read_journal,
     resume_before_last_group,
@@ -43,10 +45,12 @@ from pdserve.api.requests.sampling_fields import (
     sampling_params,
 )
 from pdserve.api.requests.tokenizer import TemplateFailed, Tokenizer
+from pdserve.api.requests.tool_grammar import tool_grammar
 from pdserve.api.serving_node import ServingNode
 from pdserve.config import Switch
 from pdserve.errors import DeadlineExceeded, InvalidRequest, NotFound
 from pdserve.http.request import JSON, HttpRequest, request_label
+from pdserve.wire.grammar import Grammar
 from pdserve.wire.ids import new_id
 from pdserve.wire.journal import Journal
 from pdserve.wire.prepared import Prepared
@@ -184,14 +188,16 @@ class CompletionRoute(Generic[R]):
         vocab_size, journaled = self._node.ready.vocab_size, terms.journaled and bool(body.stream)
         journal = Journal() if terms.resume is None else read_journal(entries, body, prompts, vocab_size)
         check()
-        texts = _choice_texts(body, len(prompts), tokenizer, journal, resumable=journaled)
+        reading = answer_reading(body, self._node.formats)
+        texts = _choice_texts(body, prompts, tokenizer, journal, reading, resumable=journaled)
         resumed = None
         if self._grouped(body):
             resumed = resume_before_last_group(texts, journal)
         elif body.stream:
             resume_texts(texts, journal, logprobs=body.wanted_logprobs is not None)
         wanted = {number for number, text in texts.items() if not text.stopped}
-        submits = _submits(body, prompts, bad_words, terms.answer.id, wanted, journal)
+        grammar = tool_grammar(reading, prompts[0].ending, tokenizer.special_id)
+        submits = _submits(body, prompts, bad_words, terms.answer.id, wanted, journal, grammar)
         return PreparedRequest(parsed, prompts, texts, submits, journal, resumed)
 
     def _admit(self) -> Tokenizer:
@@ -296,6 +302,7 @@ class CompletionRoute(Generic[R]):
             journaled=terms.journaled,
             journal=prepared.journal,
             resumed=prepared.resumed,
+            short_call_ids=self._node.formats.short_call_ids,
         )
         # No byte goes out before the engine's first output: an error until then still has its own status.
         first = await generation.next()
@@ -378,23 +385,30 @@ def _new_answer() -> AnswerIdentity:
 
 
 def _choice_texts(
-    body: GenerationRequest, prompts: int, tokenizer: Tokenizer, journal: Journal, *, resumable: bool
+    body: GenerationRequest,
+    prompts: Sequence[Prompt],
+    tokenizer: Tokenizer,
+    journal: Journal,
+    reading: AnswerReading,
+    *,
+    resumable: bool,
 ) -> dict[int, ChoiceText]:
     """Returns the texts of all choices but those of which the client has the end."""
     stops, include = StopTable(body.stops), bool(body.include_stop_str_in_output)
-    stop_ids = frozenset(body.stop_token_ids or ())
+    stop_ids, markers = frozenset(body.stop_token_ids or ()), reading.markers
     over = {number for number, choice in journal.choices.items() if choice.over}
     return {
         number: ChoiceText(
             number,
-            tokenizer.detokenizer(skip_special_tokens=body.skip_special_tokens is not False),
+            tokenizer.detokenizer(skip_special_tokens=body.skip_special_tokens is not False, shown=markers),
             StopStrings(stops, include=include),
             stop_ids if include else frozenset(),
             body.min_tokens or 0,
             stop_ids=stop_ids,
             resumable=resumable,
+            parser=reading.parser(prompts[number // body.choices].ending),
         )
-        for number in range(prompts * body.choices)
+        for number in range(len(prompts) * body.choices)
         if number not in over
     }
 
@@ -406,9 +420,10 @@ def _submits(
     answer_id: bytes,
     wanted: Container[int],
     journal: Journal,
+    grammar: Grammar | None,
 ) -> list[PromptChoices]:
     """Returns the prompts that have any of the choices whose numbers are ``wanted``."""
-    common = sampling_params(body, 0, 1, bad_words)
+    common = msgspec.structs.replace(sampling_params(body, 0, 1, bad_words), grammar=grammar)
     submits = []
     for number, prompt in enumerate(prompts):
         choices = tuple(

@@ -11,10 +11,12 @@ from pdserve.wire.engine import FinishReason, RequestOutput
 
 
 class ChoiceOutcome(enum.Enum):
-    """``STOP`` and ``LENGTH`` are answers; the others are not, and are never shown as one."""
+    """``STOP``, ``LENGTH`` and ``TOOL_CALLS`` are answers; the others are not, and are never shown as one."""
 
     STOP = "stop"
     LENGTH = "length"
+    TOOL_CALLS = "tool_calls"
+    """A stop of an answer that calls functions."""
     DEADLINE = "deadline"
     ERROR = "error"
     ABORT = "abort"
@@ -22,7 +24,7 @@ class ChoiceOutcome(enum.Enum):
 
     @property
     def is_answer(self) -> bool:
-        return self in (ChoiceOutcome.STOP, ChoiceOutcome.LENGTH)
+        return self in _ANSWERS
 
     @property
     def finish(self) -> Finish:
@@ -30,6 +32,7 @@ class ChoiceOutcome(enum.Enum):
         return cast("Finish", self.value)
 
 
+_ANSWERS = (ChoiceOutcome.STOP, ChoiceOutcome.LENGTH, ChoiceOutcome.TOOL_CALLS)
 _OUTCOMES = {
     FinishReason.STOP: ChoiceOutcome.STOP,
     FinishReason.LENGTH: ChoiceOutcome.LENGTH,

@@ -18,6 +18,7 @@ import uvloop
 from pdserve.api.app import create_app
 from pdserve.api.commands import CommandGate, NodeCommands
 from pdserve.api.engine_client import ENGINE_COMMAND, EngineClient
+from pdserve.api.message.formats import formats_of
 from pdserve.api.metrics import NodeMetrics
 from pdserve.api.outcome import shutting_down
 from pdserve.api.registration import Registration
@@ -240,6 +241,7 @@ class NodeServer:
             timeout_s=self.config.request.timeout_s,
             max_body_bytes=self.config.http.max_body_bytes,
             stream=self.config.stream,
+            formats=formats_of(tokenizer.chat_template, self.config.message),
             unaccepted=lambda: None if registration is None else registration.unaccepted,
         )
 

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from pdserve.api.engine_client import EngineClient, EngineState
+from pdserve.api.message.formats import NO_FORMATS, MessageFormats
 from pdserve.api.metrics import NodeMetrics
 from pdserve.api.requests.preparing import Preparer
 from pdserve.api.requests.prompts import ModelLimits
@@ -82,6 +83,8 @@ class ServingNode:
     """How many seconds a request without a ticket may take."""
     max_body_bytes: int
     stream: StreamConfig
+    formats: MessageFormats = NO_FORMATS
+    """The forms in which the model writes reasoning and tool calls."""
     unaccepted: Callable[[], str | None] = lambda: None
     """Returns why no proxy sends requests to this node, or None if one does, or if it belongs to none."""
     preparer: Preparer = field(default_factory=Preparer)

@@ -12,6 +12,7 @@ from pdserve.api.answers.chunks import DONE, ChunkEncoder, chunk_stream
 from pdserve.api.answers.logprobs import WholeLogprobs
 from pdserve.api.answers.openai_response import Completion, Envelope, Finish, PromptTokensDetails, StopReason, Usage
 from pdserve.api.answers.text_generation import TextDelta, TextGeneration
+from pdserve.api.message.parts import MessageParts, PartsBuilder
 from pdserve.api.requests.openai_request import GenerationRequest
 from pdserve.errors import RequestError
 from pdserve.http.errors import error_event, internal_error
@@ -26,17 +27,19 @@ class WholeAnswer:
     def __init__(self, form: AnswerForm, options: AnswerOptions) -> None:
         self._form = form
         self._options = options
-        self._texts = [[echo] for echo in options.echoes]
-        self._ids: list[list[int]] = [[] for _ in self._texts]
-        self._logprobs = [WholeLogprobs() for _ in self._texts]
+        self._messages = [PartsBuilder() for _ in options.echoes]
+        for message, echo in zip(self._messages, options.echoes, strict=True):
+            message.content(echo)
+        self._ids: list[list[int]] = [[] for _ in self._messages]
+        self._logprobs = [WholeLogprobs() for _ in self._messages]
         self._finishes: dict[int, Finish] = {}
         self._stop_reasons: dict[int, StopReason] = {}
-        self._journaled = [len(options.journal.emitted(index)) for index in range(len(self._texts))]
+        self._journaled = [len(options.journal.emitted(index)) for index in range(len(self._messages))]
         """How many tokens of each choice have an entry."""
 
     def add(self, deltas: Sequence[TextDelta]) -> None:
         for delta in deltas:
-            self._texts[delta.choice].append(delta.text)
+            self._messages[delta.choice].add(MessageParts(delta.text, delta.reasoning, delta.calls))
             self._ids[delta.choice].extend(delta.token_ids)
             if delta.tokens:
                 shown = self._options.shown(delta.choice, delta.tokens)
@@ -64,11 +67,12 @@ class WholeAnswer:
         choices = [
             form.choice(
                 index,
-                "".join(pieces),
+                message.parts(),
                 self._finishes[index],
                 self._logprobs[index].encoded(form.logprobs(options.shown(index, ()))) if options.logprobs else None,
+                options.call_id,
             )
-            for index, pieces in enumerate(self._texts)
+            for index, message in enumerate(self._messages)
         ]
         for choice in choices:
             choice.stop_reason = self._stop_reasons.get(choice.index)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from typing import TypeAlias
 
 import msgspec
@@ -15,6 +16,7 @@ from msgspec import UNSET
 
 from pdserve.api.answers.logprobs import ShownLogprobs, ShownToken
 from pdserve.api.answers.openai_response import (
+    CalledFunction,
     ChatChoice,
     ChatChunkChoice,
     ChatDelta,
@@ -28,11 +30,19 @@ from pdserve.api.answers.openai_response import (
     TextChoice,
     TextChunkChoice,
     TextLogprobs,
+    ToolCall,
+    ToolCallDelta,
 )
 from pdserve.api.answers.text_generation import TextDelta
+from pdserve.api.message.parts import CallPiece, MessageParts
 from pdserve.api.outcome import ChoiceOutcome
 from pdserve.wire.journal import Journal
 from pdserve.wire.ticket import AnswerIdentity
+
+CallId: TypeAlias = Callable[[int, int], str]
+"""Returns the id of a call, by the numbers of its choice and of itself."""
+_SHORT_ID, _LONG_ID = 9, 24
+"""The lengths of ids of calls."""
 
 
 class ChatForm:
@@ -45,8 +55,18 @@ class ChatForm:
     def logprobs(self, shown: ShownLogprobs) -> ChatLogprobs:
         return shown.for_chat()
 
-    def choice(self, index: int, text: str, finish: Finish, logprobs: msgspec.Raw | None) -> Choice:
-        return ChatChoice(index, ChatMessage(text), finish, logprobs)
+    def choice(
+        self, index: int, parts: MessageParts, finish: Finish, logprobs: msgspec.Raw | None, call_id: CallId
+    ) -> Choice:
+        message = ChatMessage(parts.content or (None if parts.reasoning or parts.calls else ""))
+        if parts.reasoning:
+            message.reasoning = message.reasoning_content = parts.reasoning
+        if parts.calls:
+            message.tool_calls = [
+                ToolCall(call_id(index, piece.index), CalledFunction(piece.arguments, piece.name or ""))
+                for piece in parts.calls
+            ]
+        return ChatChoice(index, message, finish, logprobs)
 
     def completion(self, whole: Completion, prompt_ids: Sequence[list[int]] | None) -> Completion:
         """Returns ``whole`` with its prompts' tokens, which are given by choice, or with null in their place."""
@@ -58,8 +78,25 @@ class ChatForm:
         delta = ChatDelta("assistant" if first else UNSET, text)
         return ChatChunkChoice(index, delta, logprobs=None if logprobs is None else logprobs.for_chat())
 
+    def message_chunk(
+        self, index: int, parts: MessageParts, logprobs: ShownLogprobs | None, call_id: CallId, *, first: bool
+    ) -> ChunkChoice:
+        """Returns a chunk that has more than content."""
+        delta = ChatDelta("assistant" if first else UNSET, parts.content or UNSET)
+        if parts.reasoning:
+            delta.reasoning = delta.reasoning_content = parts.reasoning
+        if parts.calls:
+            delta.tool_calls = [_call_delta(piece, call_id(index, piece.index)) for piece in parts.calls]
+        return ChatChunkChoice(index, delta, logprobs=None if logprobs is None else logprobs.for_chat())
+
     def last_chunk(self, index: int, finish: Finish, stop_reason: StopReason = None) -> ChunkChoice:
         return ChatChunkChoice(index, ChatDelta(), finish, stop_reason=stop_reason)
+
+
+def _call_delta(piece: CallPiece, call_id: str) -> ToolCallDelta:
+    if piece.name is None:
+        return ToolCallDelta(piece.index, CalledFunction(piece.arguments))
+    return ToolCallDelta(piece.index, CalledFunction(piece.arguments, piece.name), call_id, "function")
 
 
 class TextForm:
@@ -72,8 +109,10 @@ class TextForm:
     def logprobs(self, shown: ShownLogprobs) -> TextLogprobs:
         return shown.for_text()
 
-    def choice(self, index: int, text: str, finish: Finish, logprobs: msgspec.Raw | None) -> Choice:
-        return TextChoice(index, text, finish, logprobs)
+    def choice(
+        self, index: int, parts: MessageParts, finish: Finish, logprobs: msgspec.Raw | None, _call_id: CallId
+    ) -> Choice:
+        return TextChoice(index, parts.content, finish, logprobs)
 
     def completion(self, whole: Completion, prompt_ids: Sequence[list[int]] | None) -> Completion:
         """Returns ``whole`` with its prompts' tokens, which are given by choice, or with null in their place."""
@@ -84,6 +123,11 @@ class TextForm:
 
     def chunk(self, index: int, text: str, logprobs: ShownLogprobs | None, *, first: bool) -> ChunkChoice:
         return TextChunkChoice(index, text, logprobs=None if logprobs is None else logprobs.for_text())
+
+    def message_chunk(
+        self, index: int, parts: MessageParts, logprobs: ShownLogprobs | None, _call_id: CallId, *, first: bool
+    ) -> ChunkChoice:
+        return self.chunk(index, parts.content, logprobs, first=first)
 
     def last_chunk(self, index: int, finish: Finish, stop_reason: StopReason = None) -> ChunkChoice:
         return TextChunkChoice(index, "", finish, stop_reason=stop_reason)
@@ -123,7 +167,8 @@ class PlainChoices(dict[int, PlainChoice]):
             _around(form.chunk(index, "", None, first=False)),
             {
                 outcome: msgspec.json.encode(form.last_chunk(index, outcome.finish))
-                for outcome in (ChoiceOutcome.STOP, ChoiceOutcome.LENGTH)
+                for outcome in ChoiceOutcome
+                if outcome.is_answer
             },
         )
         return choice
@@ -168,6 +213,13 @@ class AnswerOptions:
     """What the client has from other nodes."""
     resumed: TextDelta | None = None
     """The text of the journal's tokens, for a stream of event groups, but for those of the last group."""
+    short_call_ids: bool = False
+    """Whether calls have ids of nine letters and digits, as Mistral's templates want them."""
+
+    def call_id(self, choice: int, call: int) -> str:
+        """Returns the id of a tool call, which is the same at every node."""
+        size, prefix = (_SHORT_ID, "") if self.short_call_ids else (_LONG_ID, "call_")
+        return prefix + blake2b(b"call %d %d" % (choice, call), key=self.answer.id, digest_size=16).hexdigest()[:size]
 
     def shown(self, choice: int, tokens: Sequence[ShownToken]) -> ShownLogprobs:
         """Returns what an answer or chunk reports of these tokens."""

@@ -7,7 +7,6 @@ event what another node needs to go on after it.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
 from typing import Protocol
 
 import msgspec
@@ -15,6 +14,7 @@ import msgspec
 from pdserve.api.answers.answer_form import AnswerForm, AnswerOptions, PlainChoices
 from pdserve.api.answers.openai_response import ChunkChoice, Envelope, TextChunkChoice, Usage
 from pdserve.api.answers.text_generation import TextDelta
+from pdserve.api.message.parts import MessageParts
 from pdserve.api.outcome import ChoiceOutcome
 from pdserve.wire.journal import entry
 
@@ -77,7 +77,7 @@ def chunk_stream(form: AnswerForm, encoder: ChunkEncoder, options: AnswerOptions
     if options.plain is None or options.logprobs or options.token_ids or options.continuous_usage:
         chunks = FullChunks(form, encoder, options)
     else:
-        chunks = PlainChunks(options.plain, encoder, options.echoes, options.journal.choices)
+        chunks = PlainChunks(options.plain, encoder, options, FullChunks(form, encoder, options))
     return JournaledStream(chunks) if options.journaled else PlainStream(chunks)
 
 
@@ -129,12 +129,20 @@ class FullChunks:
 
     def text(self, delta: TextDelta) -> bytes:
         first = delta.choice not in self._begun
-        if not (first or delta.text or delta.tokens or (self._options.token_ids and delta.token_ids)):
+        if not (first or delta.shows or delta.tokens or (self._options.token_ids and delta.token_ids)):
             return b""
         self._begun.add(delta.choice)
+        return self.chunk(delta, first=first)
+
+    def chunk(self, delta: TextDelta, *, first: bool) -> bytes:
+        """Returns the event of what ``delta`` shows."""
         text = self._options.echoes[delta.choice] + delta.text if first else delta.text
         logprobs = self._options.shown(delta.choice, delta.tokens) if delta.tokens else None
-        chunk = self._form.chunk(delta.choice, text, logprobs, first=first)
+        if delta.reasoning or delta.calls:
+            parts = MessageParts(text, delta.reasoning, delta.calls)
+            chunk = self._form.message_chunk(delta.choice, parts, logprobs, self._options.call_id, first=first)
+        else:
+            chunk = self._form.chunk(delta.choice, text, logprobs, first=first)
         if self._options.token_ids:
             chunk.token_ids = list(delta.token_ids)
             if first:
@@ -152,20 +160,21 @@ class FullChunks:
 
 
 class PlainChunks:
-    """Encodes chunks that have text alone: the same bytes in a tenth of the time."""
+    """Encodes chunks that have text alone: the same bytes in a tenth of the time. ``full`` encodes the others."""
 
-    def __init__(
-        self, choices: PlainChoices, encoder: ChunkEncoder, echoes: Sequence[str], begun: Collection[int] = ()
-    ) -> None:
-        """``begun`` are the choices whose first chunk the client has from another node."""
+    def __init__(self, choices: PlainChoices, encoder: ChunkEncoder, options: AnswerOptions, full: FullChunks) -> None:
         self._choices = choices
         self._encoder = encoder
-        self._echoes = echoes
-        self._around = {choice: self._around_later(choice) for choice in begun}
+        self._echoes = options.echoes
+        self._full = full
+        self._around = {choice: self._around_later(choice) for choice in options.journal.choices}
         """Each choice that has begun has the bytes before and after the text of its later chunks here."""
 
     def text(self, delta: TextDelta) -> bytes:
         around = self._around.get(delta.choice)
+        if delta.reasoning or delta.calls:
+            self._around[delta.choice] = around or self._around_later(delta.choice)
+            return self._full.chunk(delta, first=around is None)
         if around is None:
             return self._begin(delta)
         if delta.text:

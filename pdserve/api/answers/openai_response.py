@@ -7,7 +7,7 @@ from typing import Literal, TypeAlias
 import msgspec
 from msgspec import UNSET, UnsetType
 
-Finish: TypeAlias = Literal["stop", "length"]
+Finish: TypeAlias = Literal["stop", "length", "tool_calls"]
 StopReason: TypeAlias = str | int | None
 """The stop string or the stop token that ended a choice; None if neither did."""
 
@@ -56,10 +56,36 @@ class ChatLogprobs(msgspec.Struct):
     refusal: None = None
 
 
+class CalledFunction(msgspec.Struct):
+    arguments: str
+    """A JSON object, as far as the model has written one."""
+    name: str | UnsetType = UNSET
+
+
+class ToolCall(msgspec.Struct):
+    id: str
+    function: CalledFunction
+    type: str = "function"
+
+
+class ToolCallDelta(msgspec.Struct):
+    """What a chunk adds to a call. The first one has the id, the type and the name."""
+
+    index: int
+    function: CalledFunction
+    id: str | UnsetType = UNSET
+    type: str | UnsetType = UNSET
+
+
 class ChatMessage(msgspec.Struct):
-    content: str
+    content: str | None
     role: str = "assistant"
     refusal: None = None
+    reasoning_content: str | UnsetType = UNSET
+    """What the model thinks, by the name that DeepSeek and SGLang give it."""
+    reasoning: str | UnsetType = UNSET
+    """The same by vLLM's name."""
+    tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
 class ChatChoice(msgspec.Struct):
@@ -75,6 +101,9 @@ class ChatChoice(msgspec.Struct):
 class ChatDelta(msgspec.Struct):
     role: str | UnsetType = UNSET
     content: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
+    tool_calls: list[ToolCallDelta] | UnsetType = UNSET
 
 
 class ChatChunkChoice(msgspec.Struct):

@@ -102,9 +102,9 @@ class StopStrings:
         return text[:shown]
 
     @property
-    def held_chars(self) -> int:
-        """How many characters are held back."""
-        return len(self._held)
+    def held(self) -> str:
+        """The characters that are held back."""
+        return self._held
 
     def flush(self) -> str:
         """Returns the text that was held back, when no more follows."""

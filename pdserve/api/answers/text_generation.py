@@ -1,6 +1,7 @@
 """Turns the engine's tokens into the text that a client may see, choice by choice, and records how each choice went.
 
-``ChoiceText`` has the detokenizer, the stop strings and the stop tokens of one choice. ``TextGeneration`` reads the
+``ChoiceText`` has the detokenizer, the stop strings, the stop tokens and the message parser of one choice, in this
+order: a parser gets the text that would be shown without it. ``TextGeneration`` reads the
 generation of one client request, and keeps its times, metrics and log line.
 """
 
@@ -18,6 +19,8 @@ from pdserve.api.answers.logprobs import ShownToken, ShownTokens
 from pdserve.api.answers.openai_response import StopReason
 from pdserve.api.answers.stop_strings import StopStrings
 from pdserve.api.generation import TURN_TOKENS, ChoiceOutput, Generation
+from pdserve.api.message.message_parser import MessageParser
+from pdserve.api.message.parts import CallPiece, MessageParts, joined
 from pdserve.api.metrics import NodeMetrics
 from pdserve.api.outcome import ChoiceOutcome, failure_of, outcome_of
 from pdserve.api.request_log import RequestRecord, log_request
@@ -38,10 +41,19 @@ class TextDelta(msgspec.Struct, frozen=True, gc=False):
     """The tokens that ``text`` is made of, with their log probabilities, if the request asked for them."""
     stop_reason: StopReason = None
     """What ended the choice, in its last delta."""
+    reasoning: str = ""
+    """What the model thinks, which is not in ``text``."""
+    calls: Sequence[CallPiece] = ()
+    """Pieces of tool calls, which are not in ``text``."""
+
+    @property
+    def shows(self) -> bool:
+        """Whether a client sees anything of it but how the choice ended."""
+        return bool(self.text or self.reasoning or self.calls)
 
 
 class ChoiceText:
-    """The text of one choice, with its detokenizer, stop strings and stop tokens."""
+    """The text of one choice, with its detokenizer, stop strings, stop tokens and message parser."""
 
     def __init__(
         self,
@@ -53,11 +65,13 @@ class ChoiceText:
         *,
         stop_ids: frozenset[int] = frozenset(),
         resumable: bool = False,
+        parser: MessageParser | None = None,
     ) -> None:
         """``shown_stop_ids`` are those of the stop tokens, ``stop_ids``, whose text belongs to the answer.
 
         No stop string ends with the text of the first ``min_tokens`` tokens. Where another node may go on with a choice
-        that fails here (``resumable``), the failure does not show what is held back.
+        that fails here (``resumable``), the failure does not show what is held back. Without ``parser`` all text is
+        content.
         """
         self._choice = choice
         self._detokenizer = detokenizer
@@ -66,6 +80,7 @@ class ChoiceText:
         self._stop_ids = stop_ids
         self._min_tokens = min_tokens
         self._resumable = resumable
+        self._parser = parser
         self._num_tokens = 0
         self._resumed = False
         self._last_resumed: Sequence[int] = ()
@@ -92,10 +107,12 @@ class ChoiceText:
         else:
             text, read = self._detokenizer.add(token_ids), len(token_ids)
         if logprobs:
-            self._known_chars = self._stop_strings.held_chars
-            self._num_chars = len(text) + self._known_chars
+            held = self._stop_strings.held
+            text, self._known_chars = text + held, len(held)
+            self._num_chars = len(text)
             self._shown_tokens.skip(self._num_chars)
-        return TextDelta(self._choice, text, token_ids[:read], None)
+        delta = TextDelta(self._choice, text, token_ids[:read], None)
+        return delta if self._parser is None else _with_parts(delta, [self._parser.add(text)])
 
     @property
     def stopped(self) -> bool:
@@ -112,6 +129,15 @@ class ChoiceText:
 
         The delta's outcome is ``STOP`` also when a stop string was found and the engine is still at work on the choice.
         """
+        delta = self._add(output)
+        return delta if self._parser is None else self._parsed(delta, self._parser)
+
+    def end_stopped(self) -> TextDelta:
+        """Returns the last delta of a choice that tokens of another node have ended, with all their text."""
+        delta = TextDelta(self._choice, "", (), ChoiceOutcome.STOP, stop_reason=self.stop_string)
+        return delta if self._parser is None else self._parsed(delta, self._parser)
+
+    def _add(self, output: RequestOutput) -> TextDelta:
         token_ids, finish, logprobs = output.new_token_ids, output.finish, output.logprobs
         if finish is None and logprobs is None and not self._stop_strings.wanted:
             return TextDelta(self._choice, self._detokenizer.add(token_ids), token_ids, None)
@@ -139,7 +165,22 @@ class ChoiceText:
         """Returns the text that was held back, for an answer that will not be complete."""
         if self._resumable:
             return TextDelta(self._choice, "", (), None)
-        return self._reported(self._rest(), (), None, over=True)
+        delta = self._reported(self._rest(), (), None, over=True)
+        return (
+            delta if self._parser is None else _with_parts(delta, [self._parser.add(delta.text), self._parser.finish()])
+        )
+
+    def _parsed(self, delta: TextDelta, parser: MessageParser) -> TextDelta:
+        """Returns ``delta`` with its text taken apart. Its last text also shows what was held back."""
+        parts, outcome = [parser.add(delta.text)], delta.outcome
+        if outcome is not None and (outcome.is_answer or not self._resumable):
+            rest = parser.finish()
+            # A resumed choice that ends without a token has shown all of its text with the tokens that end it.
+            if not self._resumed or delta.token_ids:
+                parts.append(rest)
+        if outcome is ChoiceOutcome.STOP and parser.called:
+            delta = msgspec.structs.replace(delta, outcome=ChoiceOutcome.TOOL_CALLS)
+        return _with_parts(delta, parts)
 
     def _stop_reason(self, output: RequestOutput) -> StopReason:
         if self.stop_string is not None:
@@ -293,10 +334,10 @@ class TextGeneration:
 
     def _end_stopped(self) -> list[TextDelta]:
         stopped, self._stopped = self._stopped, []
-        reasons = {number: self._choices[number].stop_string for number in stopped}
-        for number in stopped:
-            self._end_choice(number, ChoiceOutcome.STOP, None)
-        return [TextDelta(number, "", (), ChoiceOutcome.STOP, stop_reason=why) for number, why in reasons.items()]
+        deltas = [self._choices[number].end_stopped() for number in stopped]
+        for delta in deltas:
+            self._end_choice(delta.choice, delta.outcome or ChoiceOutcome.STOP, None)
+        return deltas
 
     def _take(self, item: ChoiceOutput, now: float) -> TextDelta | None:
         choice = self._choices.get(item.choice)
@@ -357,7 +398,7 @@ class TextGeneration:
 
     def _held(self) -> list[TextDelta]:
         """Returns what the choices that end with another one's failure have not shown yet."""
-        return [delta for choice in self._choices.values() if (delta := choice.break_off()).text]
+        return [delta for choice in self._choices.values() if (delta := choice.break_off()).shows]
 
     def _time_tokens(self, choice: int, count: int, now: float) -> None:
         record = self._record
@@ -381,12 +422,15 @@ class TextGeneration:
 
 def _joined(deltas: Sequence[TextDelta]) -> TextDelta:
     """Returns the deltas of one choice, of which the last may end it, as one."""
-    last = deltas[-1]
-    return TextDelta(
-        last.choice,
-        "".join([delta.text for delta in deltas]),
-        [token_id for delta in deltas for token_id in delta.token_ids],
-        last.outcome,
-        [token for delta in deltas for token in delta.tokens],
-        last.stop_reason,
+    whole = msgspec.structs.replace(
+        deltas[-1],
+        token_ids=[token_id for delta in deltas for token_id in delta.token_ids],
+        tokens=[token for delta in deltas for token in delta.tokens],
     )
+    return _with_parts(whole, [MessageParts(delta.text, delta.reasoning, delta.calls) for delta in deltas])
+
+
+def _with_parts(delta: TextDelta, parts: Sequence[MessageParts]) -> TextDelta:
+    """Returns ``delta`` with ``parts`` as all that it shows."""
+    whole = parts[0] if len(parts) == 1 else joined(parts)
+    return msgspec.structs.replace(delta, text=whole.content, reasoning=whole.reasoning, calls=whole.calls)

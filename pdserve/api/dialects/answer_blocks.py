@@ -109,7 +109,7 @@ def whole_blocks(completion: Completion) -> list[Block]:
     """Returns the blocks of a whole answer, which are those that its stream would have."""
     [choice] = completion.choices
     assert isinstance(choice, ChatChoice)
-    return [Block(BlockKind.TEXT, 0, [choice.message.content])]
+    return [Block(BlockKind.TEXT, 0, [choice.message.content or ""])]
 
 
 def whole_end(completion: Completion) -> AnswerEnd:

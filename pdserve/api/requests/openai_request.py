@@ -18,6 +18,7 @@ from typing import Annotated, Any, Generic, Literal, TypeAlias, TypeVar
 import msgspec
 from msgspec import Meta
 
+from pdserve.api.requests.tools import ToolChoice, Tools
 from pdserve.api.requests.unsupported_fields import WITHOUT_EFFECT, refuse_unsupported
 from pdserve.errors import InvalidRequest
 
@@ -79,6 +80,7 @@ TokenId: TypeAlias = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 Penalty: TypeAlias = Annotated[float, Meta(ge=-2, le=2)]
 Bias: TypeAlias = Annotated[float, Meta(ge=-100, le=100)]
 TopCount: TypeAlias = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
+ReasoningEffort: TypeAlias = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 BadWord: TypeAlias = Annotated[str, Meta(min_length=1, max_length=256)]
 
 
@@ -171,6 +173,13 @@ class ChatRequest(GenerationRequest, kw_only=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: Tools | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: ReasoningEffort | None = None
+    """How much the model is to think. It has an effect where the chat template knows such a choice."""
+    include_reasoning: bool | None = None
+    """Whether the answer shows what the model thinks. It does if missing."""
 
     @property
     def wanted_tokens(self) -> int | None:
@@ -210,6 +219,10 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: Tools | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: ReasoningEffort | None = None
 
 
 class DetokenizeRequest(msgspec.Struct, kw_only=True):
@@ -328,7 +341,7 @@ def _wrong_bias(raw: msgspec.Raw) -> str | None:
     return None
 
 
-_VERBATIM = ("messages", "chat_template_kwargs")
+_VERBATIM = ("messages", "chat_template_kwargs", "tools")
 """The fields whose numbers a chat template gets as they were written."""
 
 

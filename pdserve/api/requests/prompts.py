@@ -1,74 +1,28 @@
 """Turns a validated request into the token ids that the engine gets.
 
-Chat messages become the plain form that chat templates take, the template renders them, and the tokenizer encodes
-the text. ``ModelLimits`` refuses what the model's context or vocabulary does not hold, and truncates where the
-client asked for that.
+The tokenizer encodes the text of a prompt, which the model's template has made where it is a chat. ``ModelLimits``
+refuses what the model's context or vocabulary does not hold, and truncates where the client asked for that.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
-from typing import Any, cast
+from typing import cast
 
+from pdserve.api.requests.chat_messages import render_chat
 from pdserve.api.requests.openai_request import (
     MAX_CHOICES,
     MAX_ITEMS,
     ChatRequest,
     CompletionRequest,
     GenerationRequest,
-    TokenizeRequest,
 )
 from pdserve.api.requests.preparing import Check
 from pdserve.api.requests.tokenizer import MAX_CUT_CHARS, Tokenizer
 from pdserve.errors import InvalidRequest
 
-TEXT_PARTS = ("text", "input_text", "output_text")
-_READ = ("type", "text")
-
-
-def plain_messages(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns the messages with their contents as single strings. The template decides which roles there are.
-
-    Raises InvalidRequest that names the message and the field.
-    """
-    return [_plain(message, f"messages[{index}]") for index, message in enumerate(messages)]
-
-
-def unread_part_fields(messages: Sequence[dict[str, Any]]) -> tuple[str, ...]:
-    """Returns the names of the fields that parts of contents have beside their text, each once."""
-    contents = (message.get("content") for message in messages)
-    parts = (part for content in contents if isinstance(content, list) for part in content)
-    return tuple(f"messages.content.{name}" for name in dict.fromkeys(chain.from_iterable(parts)) if name not in _READ)
-
-
-def _plain(message: dict[str, Any], where: str) -> dict[str, Any]:
-    role = message.get("role")
-    if not isinstance(role, str) or not role:
-        raise InvalidRequest(f"'{where}.role' must be a non-empty string", param=f"{where}.role")
-    return {**message, "content": _text(message, role, f"{where}.content")}
-
-
-def _text(message: dict[str, Any], role: str, where: str) -> str:
-    content = message.get("content")
-    if isinstance(content, str):
-        return content
-    if content is None and role == "assistant":
-        return ""
-    if isinstance(content, list) and content:
-        return "\n".join(_part(part, f"{where}[{index}]") for index, part in enumerate(content))
-    raise InvalidRequest(f"'{where}' must be a string or a non-empty list of text parts", param=where)
-
-
-def _part(part: Any, where: str) -> str:
-    kind = part.get("type") if isinstance(part, dict) else None
-    if kind not in TEXT_PARTS:
-        raise InvalidRequest(f"'{where}.type' must be 'text': this model reads text only", param=f"{where}.type")
-    text = part.get("text")
-    if not isinstance(text, str):
-        raise InvalidRequest(f"'{where}.text' must be a string", param=f"{where}.text")
-    return text
+ENDING_CHARS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +33,8 @@ class Prompt:
     max_tokens: int
     echo: str = ""
     """The text that is shown before the answer."""
+    ending: str = ""
+    """The end of a chat's text, which may begin what the answer goes on with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,23 +121,6 @@ class ModelLimits:
         return token_ids[:keep] if request.truncation_side == "right" else token_ids[-keep:]
 
 
-def render_chat(request: ChatRequest | TokenizeRequest, tokenizer: Tokenizer, created: int) -> str:
-    """Returns the conversation as the model's template renders it at the time ``created``. Raises InvalidRequest."""
-    continued = bool(request.continue_final_message)
-    generation_prompt = not continued if request.add_generation_prompt is None else request.add_generation_prompt
-    if continued and generation_prompt:
-        raise InvalidRequest(
-            "'continue_final_message' excludes 'add_generation_prompt'", param="continue_final_message"
-        )
-    return tokenizer.render_chat(
-        plain_messages(request.messages or []),
-        add_generation_prompt=generation_prompt,
-        continue_final_message=continued,
-        created=created,
-        template_kwargs=request.chat_template_kwargs or {},
-    )
-
-
 def chat_prompts(
     request: ChatRequest, tokenizer: Tokenizer, limits: ModelLimits, created: int, check: Check
 ) -> list[Prompt]:
@@ -192,7 +131,7 @@ def chat_prompts(
     special, cut = bool(request.add_special_tokens), request.truncate_prompt_tokens is not None
     token_ids = limits.encode(text, tokenizer, "messages", add_special_tokens=special, cut=cut)
     fitted, max_tokens = limits.fit(token_ids, request, "messages")
-    return [Prompt(fitted, max_tokens)]
+    return [Prompt(fitted, max_tokens, ending=text[-ENDING_CHARS:])]
 
 
 def completion_prompts(

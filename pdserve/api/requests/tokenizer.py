@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -61,6 +61,11 @@ class Tokenizer:
     def has_chat_template(self) -> bool:
         return bool(self._chat.chat_template)
 
+    @property
+    def chat_template(self) -> str:
+        """The text of the chat template; empty if there is none."""
+        return self._dates.template
+
     def encode(
         self, text: str, *, add_special_tokens: bool, check: Callable[[int], None] = lambda _: None
     ) -> list[int]:
@@ -72,6 +77,11 @@ class Tokenizer:
         encoding = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
         check(len(encoding))
         return list(encoding.ids)
+
+    def special_id(self, text: str) -> int | None:
+        """Returns the id of the special token that is written like ``text``; None if there is none."""
+        token_id = self._backend.token_to_id(text)
+        return token_id if token_id in self._special_ids else None
 
     def token_strings(self, token_ids: Sequence[int]) -> list[str]:
         """Returns the vocabulary's own spelling of each token."""
@@ -89,6 +99,7 @@ class Tokenizer:
         continue_final_message: bool,
         created: int,
         template_kwargs: Mapping[str, Any],
+        tools: Sequence[Mapping[str, Any]] = (),
     ) -> str:
         """Returns the conversation in the form that the model was trained on.
 
@@ -104,6 +115,7 @@ class Tokenizer:
         try:
             text = self._chat.apply_chat_template(
                 [dict(message) for message in messages],
+                tools=[dict(tool) for tool in tools] or None,
                 chat_template=self._dates.template,
                 tokenize=False,
                 add_generation_prompt=add_generation_prompt,
@@ -127,9 +139,11 @@ class Tokenizer:
         """
         return self._token_bytes[token_id]
 
-    def detokenizer(self, *, skip_special_tokens: bool) -> Detokenizer:
-        """Returns a new detokenizer, for one output."""
+    def detokenizer(self, *, skip_special_tokens: bool, shown: Collection[str] = ()) -> Detokenizer:
+        """Returns a new detokenizer, for one output. Tokens whose text is among ``shown`` are never skipped."""
         skip = self._special_ids if skip_special_tokens else frozenset()
+        if shown and skip:
+            skip -= {token_id for text in shown if (token_id := self._backend.token_to_id(text)) is not None}
         if self._byte_level:
             return BytesDetokenizer(self._token_bytes, skip)
         return WindowDetokenizer(lambda ids: str(self._backend.decode(ids, skip_special_tokens=False)), skip)

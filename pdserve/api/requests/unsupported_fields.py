@@ -84,6 +84,9 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 """Each field has the values beside ``null`` that mean the same as leaving it out."""
 
+_NEWER = {"functions": "tools", "function_call": "tool_choice"}
+"""OpenAI's newer names of fields that it has given up."""
+
 WITHOUT_EFFECT = frozenset(_NEUTRAL) | {
     "metadata",
     "parallel_tool_calls",
@@ -104,7 +107,10 @@ def refuse_unsupported(fields: Mapping[str, msgspec.Raw]) -> None:
         if name not in _NEUTRAL:
             continue
         if not _asks_for_nothing(raw, _NEUTRAL[name]):
-            raise InvalidRequest(f"{name!r} is not supported by pdserve", param=name, code="unsupported_parameter")
+            instead = f": use {_NEWER[name]!r}" if name in _NEWER else ""
+            raise InvalidRequest(
+                f"{name!r} is not supported by pdserve{instead}", param=name, code="unsupported_parameter"
+            )
 
 
 def _asks_for_nothing(raw: msgspec.Raw, neutrals: tuple[Any, ...]) -> bool:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from pdserve.api.requests.prompts import plain_messages
+from pdserve.api.requests.chat_messages import plain_messages
 from pdserve.api.requests.tokenizer import Tokenizer, load_tokenizer
 from pdserve.errors import InvalidRequest, ModelError
 

@@ -1,0 +1,103 @@
+"""Which formats of reasoning and tool calls a model writes, as its chat template shows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from pdserve.api.message.call_parser import CallParser
+from pdserve.api.message.json_calls import HERMES, LLAMA_JSON, MISTRAL, JsonCallParser
+from pdserve.api.message.python_calls import GEMMA, PYTHONIC, PythonCallParser
+from pdserve.api.message.reasoning import MISTRAL_THINK, THINK, ReasoningMarkers, ReasoningStart
+from pdserve.api.message.tool_schemas import ToolSchema
+from pdserve.api.message.xml_calls import QWEN_XML, XmlCallParser
+from pdserve.config import MessageConfig, ReasoningFormat, ToolFormat
+
+_CALL_MARKERS = {
+    ToolFormat.HERMES: HERMES,
+    ToolFormat.QWEN_XML: QWEN_XML,
+    ToolFormat.LLAMA_JSON: LLAMA_JSON,
+    ToolFormat.PYTHONIC: PYTHONIC,
+    ToolFormat.MISTRAL: MISTRAL,
+    ToolFormat.GEMMA: GEMMA,
+}
+_REASONING_MARKERS = {ReasoningFormat.THINK: THINK, ReasoningFormat.MISTRAL: MISTRAL_THINK}
+
+
+@dataclass(frozen=True, slots=True)
+class MessageFormats:
+    """The formats of a model, as its template or the node's settings say."""
+
+    calls: ToolFormat
+    reasoning: ReasoningFormat
+
+    @property
+    def call_markers(self) -> tuple[str, ...]:
+        """The texts that a parser of calls has to see, though a vocabulary may have them as special tokens."""
+        markers = _CALL_MARKERS.get(self.calls)
+        return () if markers is None else markers.all
+
+    @property
+    def short_call_ids(self) -> bool:
+        """Whether the template takes only ids of nine letters and digits."""
+        return self.calls is ToolFormat.MISTRAL
+
+    @property
+    def reasoning_markers(self) -> ReasoningMarkers | None:
+        return _REASONING_MARKERS.get(self.reasoning)
+
+    def call_parser(self, tools: Mapping[str, ToolSchema], *, parallel: bool) -> CallParser | None:
+        """Returns a new parser for one message; None if calls are not parsed."""
+        match self.calls:
+            case ToolFormat.HERMES | ToolFormat.LLAMA_JSON:
+                return JsonCallParser(_CALL_MARKERS[self.calls], tools, parallel=parallel)
+            case ToolFormat.MISTRAL:
+                return JsonCallParser(MISTRAL, tools, parallel=parallel, named=True)
+            case ToolFormat.QWEN_XML:
+                return XmlCallParser(tools, parallel=parallel)
+            case ToolFormat.PYTHONIC | ToolFormat.GEMMA:
+                return PythonCallParser(_CALL_MARKERS[self.calls], tools, parallel=parallel)
+        return None
+
+    def reasoning_start(self, prompt: str) -> ReasoningStart:
+        """Returns where an answer begins whose prompt is, or ends with, ``prompt``."""
+        markers, prompt = self.reasoning_markers, prompt.rstrip()
+        if markers is not None and prompt.endswith(markers.opening):
+            return ReasoningStart.INSIDE
+        return ReasoningStart.BEHIND if markers and prompt.endswith(markers.closing) else ReasoningStart.BEFORE
+
+
+NO_FORMATS = MessageFormats(ToolFormat.NONE, ReasoningFormat.NONE)
+
+
+def formats_of(template: str, config: MessageConfig) -> MessageFormats:
+    """Returns the formats that the settings name. Where they say ``auto``, the chat template tells."""
+    calls, reasoning = config.tool_parser, config.reasoning_parser
+    return MessageFormats(
+        _call_format(template) if calls is ToolFormat.AUTO else calls,
+        _reasoning_format(template) if reasoning is ReasoningFormat.AUTO else reasoning,
+    )
+
+
+def _call_format(template: str) -> ToolFormat:
+    if "[TOOL_CALLS]" in template:
+        return ToolFormat.MISTRAL
+    if "<function=" in template and "<parameter=" in template:
+        return ToolFormat.QWEN_XML
+    if "<tool_call>" in template:
+        return ToolFormat.HERMES
+    if "func_name1" in template or "<|python_start|>" in template:
+        return ToolFormat.PYTHONIC
+    if "<|python_tag|>" in template or '"parameters": dictionary' in template:
+        return ToolFormat.LLAMA_JSON
+    if "<start_of_turn>" in template:
+        return ToolFormat.GEMMA
+    return ToolFormat.HERMES
+
+
+def _reasoning_format(template: str) -> ReasoningFormat:
+    if "</think>" in template:
+        return ReasoningFormat.THINK
+    if "[/THINK]" in template or "[THINK]" in template:
+        return ReasoningFormat.MISTRAL
+    return ReasoningFormat.NONE

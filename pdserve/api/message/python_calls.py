@@ -1,0 +1,197 @@
+"""Calls that are written as in Python: Llama 3.2 and 4, Gemma.
+
+[f(a=1, b="x"), g()]
+```tool_code
+f(a=1)
+```
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+
+import msgspec
+
+from pdserve.api.message.call_parser import MAX_HELD, CallMarkers, CallParser
+from pdserve.api.message.json_text import MAX_DEPTH
+from pdserve.api.message.tool_schemas import ToolSchema
+
+PYTHONIC = CallMarkers(("<|python_tag|>", "<|python_start|>"), "<|python_end|>", bare="[", separators=" \t\r\n,;[]")
+GEMMA = CallMarkers(("```tool_code", "```tool_call"), "```", bare="[", separators=" \t\r\n,;[]")
+
+MAX_NAME = 128
+_OPEN, _CLOSE = "([{", ")]}"
+_TOKEN = re.compile(
+    r"""\s*(?:(?P<string>"(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*')"""
+    r"""|(?P<number>-?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]+)?)"""
+    r"""|(?P<name>[A-Za-z_][\w.-]*)|(?P<sign>[()\[\]{},:=]))""",
+    re.DOTALL,
+)
+_WORDS = {"True": True, "False": False, "None": None, "true": True, "false": False, "null": None}
+_ESCAPE = re.compile(r"\\(u[0-9a-fA-F]{4}|x[0-9a-fA-F]{2}|.)", re.DOTALL)
+_ESCAPED = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "\n": ""}
+
+
+class PythonCallParser(CallParser):
+    """Reads calls with keyword arguments that are literals. A call is passed on when it is whole."""
+
+    def __init__(self, markers: CallMarkers, tools: Mapping[str, ToolSchema], *, parallel: bool) -> None:
+        super().__init__(markers, tools, parallel=parallel)
+        self._read = 0
+        """How many of the characters that wait are known to belong to the call."""
+        self._depth = 0
+        self._quote = ""
+        self._escaped = False
+
+    def _begins_call(self, char: str) -> bool:
+        return char.isalpha() or char == "_"
+
+    def _call(self) -> bool:
+        self._read, self._depth, self._quote, self._escaped = 0, 0, "", False
+        self._state = self._read_call
+        return True
+
+    def _read_call(self) -> bool:
+        while self._read < len(self._waiting):
+            char = self._waiting[self._read]
+            self._read += 1
+            if not self._follow(char) or self._read > MAX_HELD:
+                self._fail()
+                return True
+            if self._depth == 0 and char == ")":
+                return self._read_whole(self._waiting[: self._read])
+        if self._over:
+            self._fail()
+        return self._over
+
+    def _follow(self, char: str) -> bool:
+        """Returns whether the text is still the beginning of a call."""
+        if self._quote:
+            closes = char == self._quote and not self._escaped
+            self._escaped = char == "\\" and not self._escaped
+            self._quote = "" if closes else self._quote
+        elif self._depth == 0 and char != "(":
+            return self._read <= MAX_NAME and (char.isalnum() or char in "_.-")
+        elif char in "\"'":
+            self._quote = char
+        elif char in _OPEN:
+            self._depth += 1
+        elif char in _CLOSE:
+            self._depth -= 1
+        return self._depth <= MAX_DEPTH
+
+    def _read_whole(self, text: str) -> bool:
+        call = _call_of(text)
+        if call is None or call[0] not in self._tools:
+            self._fail()
+            return True
+        self._take(len(text))
+        self._start_call(call[0])
+        self._argue(call[1])
+        self._state = self._between
+        return True
+
+
+def _call_of(text: str) -> tuple[str, str] | None:
+    """Returns the name and the arguments, as JSON, of a call; None if it is none."""
+    try:
+        reader = _Reader(text)
+        name = reader.take("name")
+        reader.take_sign("(")
+        arguments = dict(reader.pairs(")", "=", "name"))
+        reader.take_end()
+        return name, msgspec.json.encode(arguments).decode()
+    except (_NoCall, OverflowError, ValueError):
+        return None
+
+
+class _NoCall(Exception):
+    """The text is no call."""
+
+
+class _Reader:
+    """Reads the literals of one call."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+        self._at = 0
+        self._next = self._match()
+
+    def take(self, kind: str) -> str:
+        token = self._next
+        if token is None or token.lastgroup != kind:
+            raise _NoCall
+        self._at = token.end()
+        self._next = self._match()
+        return token[kind]
+
+    def take_sign(self, sign: str) -> None:
+        if self.take("sign") != sign:
+            raise _NoCall
+
+    def take_end(self) -> None:
+        if self._next is not None or self._text[self._at :].strip():
+            raise _NoCall
+
+    def pairs(self, end: str, between: str, key_kind: str) -> Iterator[tuple[str, object]]:
+        """Yields keys and values up to ``end``."""
+        while not self._took(end):
+            key = self.take(key_kind)
+            self.take_sign(between)
+            yield (key if key_kind == "name" else _string(key)), self._value()
+            if not self._took(","):
+                self.take_sign(end)
+                return
+
+    def _value(self) -> object:
+        token = self._next
+        kind = None if token is None else token.lastgroup
+        if kind == "string":
+            return _string(self.take("string"))
+        if kind == "number":
+            return _number(self.take("number"))
+        if kind == "name":
+            word = self.take("name")
+            if word not in _WORDS:
+                raise _NoCall
+            return _WORDS[word]
+        if self._took("{"):
+            return dict(self.pairs("}", ":", "string"))
+        self.take_sign("[")
+        return list(self._items())
+
+    def _items(self) -> Iterator[object]:
+        while not self._took("]"):
+            yield self._value()
+            if not self._took(","):
+                self.take_sign("]")
+                return
+
+    def _took(self, sign: str) -> bool:
+        token = self._next
+        if token is None or token["sign"] != sign:
+            return False
+        self.take("sign")
+        return True
+
+    def _match(self) -> re.Match[str] | None:
+        return _TOKEN.match(self._text, self._at)
+
+
+def _string(literal: str) -> str:
+    text = _ESCAPE.sub(lambda found: _unescaped(found[1]), literal[1:-1])
+    # Half a surrogate pair has no encoding.
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+def _unescaped(escape: str) -> str:
+    if len(escape) > 1:
+        return chr(int(escape[1:], 16))
+    return _ESCAPED.get(escape, escape if escape in "\"'\\/" else "\\" + escape)
+
+
+def _number(text: str) -> float | int:
+    if len(text) > 64:
+        raise _NoCall
+    return int(text) if text.lstrip("-").isdigit() else float(text)

@@ -1,0 +1,121 @@
+"""Splits what a model thinks from what it says: ``<think>…</think>`` before the content."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from pdserve.api.message.markers import MAX_BLANK, begins, find_marker
+from pdserve.api.message.parts import PartsBuilder
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningMarkers:
+    """What stands around the reasoning of a model."""
+
+    opening: str
+    closing: str
+
+
+THINK = ReasoningMarkers("<think>", "</think>")
+MISTRAL_THINK = ReasoningMarkers("[THINK]", "[/THINK]")
+
+
+class ReasoningStart(enum.Enum):
+    """Where an answer begins, as its prompt ends."""
+
+    BEFORE = "before"
+    """Reasoning may come, with its marker."""
+    INSIDE = "inside"
+    """The prompt has the marker already."""
+    BEHIND = "behind"
+    """The prompt has ended the reasoning already."""
+
+
+class ReasoningParser:
+    """Takes the reasoning of one message away. Spaces at the beginning of reasoning and behind it are left out."""
+
+    def __init__(self, markers: ReasoningMarkers, start: ReasoningStart) -> None:
+        self._markers = markers
+        self._waiting = ""
+        self._over = False
+        self._spaces = ""
+        """The spaces before the opening marker, which are content if it does not come."""
+        inside = start is ReasoningStart.INSIDE
+        self._state: Callable[[PartsBuilder], str | None] = self._gap_before if inside else self._before
+
+    def add(self, text: str, parts: PartsBuilder) -> str:
+        """Tells ``parts`` the reasoning in ``text``. Returns what is content of it."""
+        self._waiting += text
+        content = []
+        while self._waiting and (piece := self._state(parts)) is not None:
+            content.append(piece)
+        return "".join(content)
+
+    def finish(self, parts: PartsBuilder) -> str:
+        """Tells ``parts`` what was held back, when no more text follows. Returns what is content of it."""
+        self._over = True
+        content = self.add("", parts)
+        return self._flush_spaces() + content
+
+    def _before(self, parts: PartsBuilder) -> str | None:
+        if spaces := self._take_spaces():
+            self._spaces += spaces
+            if len(self._spaces) > MAX_BLANK:
+                self._state = self._content
+                return self._flush_spaces()
+            return ""
+        begun = begins(self._waiting, self._markers.opening)
+        if begun is None and not self._over:
+            return None
+        if begun:
+            self._take(len(self._markers.opening))
+            self._spaces, self._state = "", self._gap_before
+            return ""
+        self._state = self._content
+        return self._flush_spaces()
+
+    def _gap_before(self, parts: PartsBuilder) -> str | None:
+        if self._take_spaces():
+            return ""
+        # A prompt that opens the reasoning has a marker which some models write once more.
+        begun = begins(self._waiting, self._markers.opening)
+        if begun is None and not self._over:
+            return None
+        if begun:
+            self._take(len(self._markers.opening))
+            return ""
+        self._state = self._inside
+        return ""
+
+    def _inside(self, parts: PartsBuilder) -> str | None:
+        start, marker = find_marker(self._waiting, (self._markers.closing,))
+        if self._over and not marker:
+            start = len(self._waiting)
+        if start:
+            parts.reasoning(self._take(start))
+        if marker:
+            self._take(len(marker))
+            self._state = self._gap_behind
+            return ""
+        return None
+
+    def _gap_behind(self, parts: PartsBuilder) -> str | None:
+        if not self._take_spaces():
+            self._state = self._content
+        return ""
+
+    def _content(self, parts: PartsBuilder) -> str | None:
+        return self._take(len(self._waiting))
+
+    def _flush_spaces(self) -> str:
+        spaces, self._spaces = self._spaces, ""
+        return spaces
+
+    def _take_spaces(self) -> str:
+        return self._take(len(self._waiting) - len(self._waiting.lstrip()))
+
+    def _take(self, count: int) -> str:
+        taken, self._waiting = self._waiting[:count], self._waiting[count:]
+        return taken

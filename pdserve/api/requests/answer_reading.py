@@ -1,0 +1,59 @@
+"""How the answers to one request are read: which calls they may have, and where they begin."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from pdserve.api.message.formats import NO_FORMATS, MessageFormats
+from pdserve.api.message.message_parser import MessageParser
+from pdserve.api.message.reasoning import ReasoningParser
+from pdserve.api.requests.openai_request import ChatRequest, GenerationRequest
+from pdserve.api.requests.tools import NO_TOOLS, ToolUse, tool_use
+from pdserve.config import ToolFormat
+from pdserve.errors import InvalidRequest
+
+_NOT_JSON = (ToolFormat.QWEN_XML, ToolFormat.PYTHONIC, ToolFormat.GEMMA)
+"""The formats whose arguments are not JSON, so that no grammar has them with their schema. Forced calls are JSON."""
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerReading:
+    """What the parsers of one request's answers look for."""
+
+    formats: MessageFormats = NO_FORMATS
+    """Those that its answers have."""
+    tools: ToolUse = NO_TOOLS
+    show_reasoning: bool = True
+
+    @property
+    def markers(self) -> frozenset[str]:
+        """The texts that the parsers have to see, though a vocabulary may have them as special tokens."""
+        reasoning = self.formats.reasoning_markers
+        thinking = () if reasoning is None else (reasoning.opening, reasoning.closing)
+        return frozenset((*thinking, *self.formats.call_markers))
+
+    def parser(self, prompt_ending: str) -> MessageParser | None:
+        """Returns a new parser for one answer to a prompt that ends so; None if all of the answer is content."""
+        formats, tools = self.formats, self.tools
+        calls = formats.call_parser(tools.callable, parallel=tools.parallel)
+        markers = formats.reasoning_markers
+        reasoning = None if markers is None else ReasoningParser(markers, formats.reasoning_start(prompt_ending))
+        if calls is None and reasoning is None:
+            return None
+        return MessageParser(reasoning, calls, show_reasoning=self.show_reasoning, tells_calls=not tools.named)
+
+
+def answer_reading(request: GenerationRequest, formats: MessageFormats) -> AnswerReading:
+    """Returns how answers of a model that writes ``formats`` are read. Raises InvalidRequest."""
+    if not isinstance(request, ChatRequest):
+        return AnswerReading()
+    tools = tool_use(request.tools, request.tool_choice, request.parallel_tool_calls)
+    if not tools.callable:
+        formats = replace(formats, calls=ToolFormat.NONE)
+    elif tools.forced and formats.calls in _NOT_JSON:
+        formats = replace(formats, calls=ToolFormat.HERMES)
+    elif tools.forced and formats.calls is ToolFormat.NONE:
+        raise InvalidRequest(
+            "this server reads no tool calls: 'tool_choice' can only be 'none' or 'auto'", param="tool_choice"
+        )
+    return AnswerReading(formats, tools, show_reasoning=request.include_reasoning is not False)

@@ -1,0 +1,192 @@
+"""Brings the messages of a chat into the plain form that chat templates take, and renders them.
+
+Contents become single strings, and the arguments of calls become objects, because templates write them as JSON. A
+template that knows no tools is given the conversation in words that any model can read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import chain
+from typing import Any
+
+import msgspec
+
+from pdserve.api.requests.openai_request import ChatRequest, TokenizeRequest
+from pdserve.api.requests.tokenizer import Tokenizer
+from pdserve.api.requests.tools import Tool, tool_use
+from pdserve.errors import InvalidRequest
+
+TEXT_PARTS = ("text", "input_text", "output_text")
+_READ = ("type", "text")
+MAX_CALLS = 1_024
+"""How many calls one message may have."""
+
+
+def plain_messages(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Returns the messages with their contents as single strings. The template decides which roles there are.
+
+    Raises InvalidRequest that names the message and the field.
+    """
+    return [_plain(message, f"messages[{index}]") for index, message in enumerate(messages)]
+
+
+def unread_part_fields(messages: Sequence[dict[str, Any]]) -> tuple[str, ...]:
+    """Returns the names of the fields that parts of contents have beside their text, each once."""
+    contents = (message.get("content") for message in messages)
+    parts = (part for content in contents if isinstance(content, list) for part in content)
+    return tuple(f"messages.content.{name}" for name in dict.fromkeys(chain.from_iterable(parts)) if name not in _READ)
+
+
+def render_chat(request: ChatRequest | TokenizeRequest, tokenizer: Tokenizer, created: int) -> str:
+    """Returns the conversation as the model's template renders it at the time ``created``. Raises InvalidRequest."""
+    continued = bool(request.continue_final_message)
+    generation_prompt = not continued if request.add_generation_prompt is None else request.add_generation_prompt
+    if continued and generation_prompt:
+        raise InvalidRequest(
+            "'continue_final_message' excludes 'add_generation_prompt'", param="continue_final_message"
+        )
+    messages = plain_messages(request.messages or [])
+    tools = tool_use(request.tools, request.tool_choice, request.parallel_tool_calls).shown
+    if "developer" not in tokenizer.chat_template:
+        messages = [{**one, "role": "system"} if one["role"] == "developer" else one for one in messages]
+    if "tools" not in tokenizer.chat_template:
+        messages = spelled_out(messages, tools)
+    return tokenizer.render_chat(
+        messages,
+        tools=[_shown(tool) for tool in tools],
+        add_generation_prompt=generation_prompt,
+        continue_final_message=continued,
+        created=created,
+        template_kwargs=template_kwargs(request, tokenizer.chat_template),
+    )
+
+
+def template_kwargs(request: ChatRequest | TokenizeRequest, template: str) -> dict[str, Any]:
+    """Returns the variables that the template gets beside the conversation."""
+    given = dict(request.chat_template_kwargs or {})
+    effort = request.reasoning_effort
+    if effort is None:
+        return given
+    if "reasoning_effort" in template:
+        return {"reasoning_effort": effort, **given}
+    if "enable_thinking" in template:
+        return {"enable_thinking": effort != "none", **given}
+    return given
+
+
+def spelled_out(messages: Sequence[dict[str, Any]], tools: Sequence[Tool]) -> list[dict[str, Any]]:
+    """Returns messages for a template that knows no tools: functions, calls and results are in their contents."""
+    told = [_in_words(message) for message in messages]
+    if not tools:
+        return told
+    lines = "\n".join(_encode(_shown(tool)) for tool in tools)
+    words = (
+        f"You can call these functions. Each line describes one, as JSON:\n{lines}\n\n"
+        'To call a function, write <tool_call>\n{"name": its name, "arguments": an object of its arguments}\n'
+        "</tool_call>. Results come back between <tool_response> and </tool_response>."
+    )
+    if told and told[0]["role"] == "system":
+        return [{**told[0], "content": f"{told[0]['content']}\n\n{words}"}, *told[1:]]
+    return [{"role": "system", "content": words}, *told]
+
+
+def _in_words(message: dict[str, Any]) -> dict[str, Any]:
+    if message["role"] == "tool":
+        return {"role": "user", "content": f"<tool_response>\n{message['content']}\n</tool_response>"}
+    if "tool_calls" not in message:
+        return message
+    calls = [f"<tool_call>\n{_encode(call['function'])}\n</tool_call>" for call in message["tool_calls"]]
+    others = {name: value for name, value in message.items() if name != "tool_calls"}
+    return {**others, "content": "\n".join(filter(None, [message["content"], *calls]))}
+
+
+def _shown(tool: Tool) -> dict[str, Any]:
+    """Returns what a template is told of a function."""
+    function = tool.function
+    fields = {"name": function.name, "description": function.description, "parameters": function.parameters}
+    return {"type": tool.type, "function": {name: value for name, value in fields.items() if value is not None}}
+
+
+def _plain(message: dict[str, Any], where: str) -> dict[str, Any]:
+    role = message.get("role")
+    if not isinstance(role, str) or not role:
+        raise InvalidRequest(f"'{where}.role' must be a non-empty string", param=f"{where}.role")
+    if message.get("function_call") is not None or role == "function":
+        raise InvalidRequest(
+            f"'{where}' has OpenAI's former form of function calls: use 'tool_calls' and the role 'tool'",
+            param=f"{where}.function_call" if role != "function" else f"{where}.role",
+        )
+    # OpenAI's clients send back what they got, with null for what was not there; templates ask whether it is there.
+    plain = {name: value for name, value in message.items() if value is not None}
+    for name in ("name", "tool_call_id"):
+        if not isinstance(plain.get(name, ""), str):
+            raise InvalidRequest(f"'{where}.{name}' must be a string", param=f"{where}.{name}")
+    calls = _calls(plain.pop("tool_calls", None), role, f"{where}.tool_calls")
+    if "reasoning" in plain:
+        plain.setdefault("reasoning_content", plain["reasoning"])
+    return {**plain, "content": _text(message, role, f"{where}.content"), **({"tool_calls": calls} if calls else {})}
+
+
+def _calls(calls: Any, role: str, where: str) -> list[dict[str, Any]]:
+    """Returns the calls of a message with their arguments as objects."""
+    if calls is None:
+        return []
+    if not isinstance(calls, list) or len(calls) > MAX_CALLS:
+        raise InvalidRequest(f"'{where}' must be a list of at most {MAX_CALLS} calls", param=where)
+    if calls and role != "assistant":
+        raise InvalidRequest(f"'{where}' belongs to a message of the role 'assistant'", param=where)
+    return [_call(call, f"{where}[{index}]") for index, call in enumerate(calls)]
+
+
+def _call(call: Any, where: str) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or call.get("type", "function") != "function":
+        raise InvalidRequest(f"'{where}' must be a call with 'type': 'function' and a 'function'", param=where)
+    if not isinstance(function.get("name"), str) or not function["name"]:
+        raise InvalidRequest(f"'{where}.function.name' must be a non-empty string", param=f"{where}.function.name")
+    if not isinstance(call.get("id", ""), str):
+        raise InvalidRequest(f"'{where}.id' must be a string", param=f"{where}.id")
+    arguments = _arguments(function.get("arguments"), f"{where}.function.arguments")
+    return {**call, "type": "function", "function": {"name": function["name"], "arguments": arguments}}
+
+
+def _arguments(arguments: Any, where: str) -> dict[str, Any]:
+    if arguments is None or arguments == "":
+        return {}
+    if isinstance(arguments, dict):
+        return arguments
+    try:
+        if isinstance(arguments, str):
+            return _object.decode(arguments)
+    except (msgspec.DecodeError, RecursionError):
+        pass
+    raise InvalidRequest(f"'{where}' must be a JSON object, as a string", param=where)
+
+
+def _text(message: Mapping[str, Any], role: str, where: str) -> str:
+    content = message.get("content")
+    if isinstance(content, str):
+        return content
+    if content is None and role == "assistant":
+        return ""
+    if isinstance(content, list) and content:
+        return "\n".join(_part(part, f"{where}[{index}]") for index, part in enumerate(content))
+    raise InvalidRequest(f"'{where}' must be a string or a non-empty list of text parts", param=where)
+
+
+def _part(part: Any, where: str) -> str:
+    kind = part.get("type") if isinstance(part, dict) else None
+    if kind not in TEXT_PARTS:
+        raise InvalidRequest(f"'{where}.type' must be 'text': this model reads text only", param=f"{where}.type")
+    text = part.get("text")
+    if not isinstance(text, str):
+        raise InvalidRequest(f"'{where}.text' must be a string", param=f"{where}.text")
+    return text
+
+
+def _encode(value: Any) -> str:
+    return msgspec.json.encode(value).decode()
+
+
+_object = msgspec.json.Decoder(dict[str, Any])

@@ -1,0 +1,165 @@
+"""Tests that an answer's text is taken apart in the same way however it is cut."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pdserve.api.message.formats import MessageFormats
+from pdserve.api.message.message_parser import MessageParser
+from pdserve.api.message.parts import MessageParts, joined
+from pdserve.api.message.reasoning import ReasoningParser, ReasoningStart
+from pdserve.api.message.tool_schemas import ToolSchema
+from pdserve.config import ReasoningFormat, ToolFormat
+
+TOOLS = {
+    "f": ToolSchema("f", {"type": "object", "properties": {"text": {"type": "string"}}}),
+    "get_weather": ToolSchema("get_weather"),
+}
+FORMATS = [form for form in ToolFormat if form not in (ToolFormat.AUTO, ToolFormat.NONE)]
+
+
+def parser(form: ToolFormat, *, reasoning: bool = False, parallel: bool = True) -> MessageParser:
+    formats = MessageFormats(form, ReasoningFormat.THINK)
+    markers = formats.reasoning_markers
+    assert markers is not None
+    return MessageParser(
+        ReasoningParser(markers, ReasoningStart.BEFORE) if reasoning else None,
+        formats.call_parser(TOOLS, parallel=parallel),
+    )
+
+
+def parse(pieces: Sequence[str], form: ToolFormat, *, reasoning: bool = False, parallel: bool = True) -> MessageParts:
+    reader = parser(form, reasoning=reasoning, parallel=parallel)
+    return joined([*map(reader.add, pieces), reader.finish()])
+
+
+def calls(parts: MessageParts) -> list[tuple[str | None, object]]:
+    return [(piece.name, json.loads(piece.arguments)) for piece in parts.calls]
+
+
+Call = tuple[str, dict[str, object]]
+WEATHER: Call = ("get_weather", {"city": 'Köln "am" Rhein', "days": 3, "deep": {"a": [1, {"b": None}], "c": True}})
+PLAIN: Call = ("f", {"text": "x"})
+EMPTY: Call = ("f", {})
+ARGS = json.dumps(WEATHER[1])
+GOOD: dict[ToolFormat, dict[str, list[Call]]] = {
+    ToolFormat.HERMES: {
+        '<tool_call>\n{"name": "get_weather", "arguments": ' + ARGS + "}\n</tool_call>": [WEATHER],
+        ' \n<tool_call>{"arguments": ' + ARGS + ', "name": "get_weather"}</tool_call>\n': [WEATHER],
+        '<tool_call>{"name":"f"}</tool_call>\n<tool_call>{"id": 1, "name":"f","parameters":{"text":"x"},"z":[{}]}'
+        "</tool_call>": [EMPTY, PLAIN],
+        '<tool_call>{"name": "f", "arguments": "{\\"text\\": \\"x\\"}"}</tool_call>': [PLAIN],
+        '<tool_call>{"name": "f", "arguments": {}}': [EMPTY],
+    },
+    ToolFormat.LLAMA_JSON: {
+        '{"name": "get_weather", "parameters": ' + ARGS + "}": [WEATHER],
+        '\n<|python_tag|>{"type": "function", "name": "f", "parameters": {"text": "x"}}; {"name": "f"}': [PLAIN, EMPTY],
+    },
+    ToolFormat.MISTRAL: {
+        '[TOOL_CALLS][{"name": "get_weather", "arguments": ' + ARGS + '}, {"name": "f", "arguments": {}}]': [
+            WEATHER,
+            EMPTY,
+        ],
+        "[TOOL_CALLS] get_weather[ARGS]" + ARGS + '[TOOL_CALLS]f[CALL_ID]123456789[ARGS]{"text": "x"}': [
+            WEATHER,
+            PLAIN,
+        ],
+        "[TOOL_CALLS]f{}": [EMPTY],
+    },
+    ToolFormat.QWEN_XML: {
+        "<tool_call>\n<function=f>\n<parameter=text>\nx\n</parameter>\n</function>\n</tool_call>": [PLAIN],
+        "<tool_call>\n<function=get_weather>\n<parameter=city>\n"
+        f"{WEATHER[1]['city']}\n</parameter>\n<parameter=days>\n3\n</parameter>\n<parameter=deep>\n"
+        f"{json.dumps(WEATHER[1]['deep'])}\n</parameter>\n</function>\n</tool_call>\n"
+        "<tool_call><function=f></function></tool_call>": [WEATHER, EMPTY],
+    },
+    ToolFormat.PYTHONIC: {
+        "[get_weather(city='Köln \"am\" Rhein', days=3, deep={'a': [1, {\"b\": None}], 'c': True}), f()]": [
+            WEATHER,
+            EMPTY,
+        ],
+        '<|python_start|>[f(text="x",)]<|python_end|>': [PLAIN],
+    },
+    ToolFormat.GEMMA: {'```tool_code\nf(text="x")\nf()\n```': [PLAIN, EMPTY], '[f(text="\\u0078")]': [PLAIN]},
+}
+CASES = [(form, text) for form, texts in GOOD.items() for text in texts]
+
+
+@pytest.mark.parametrize(("form", "text"), CASES)
+def test_calls_of_every_format(form: ToolFormat, text: str) -> None:
+    parts = parse([text], form)
+    assert calls(parts) == GOOD[form][text]
+    assert parts.content == ""
+    assert [piece.index for piece in parts.calls] == list(range(len(parts.calls)))
+
+
+@pytest.mark.parametrize(("form", "text"), CASES)
+def test_content_and_reasoning_stand_around_calls(form: ToolFormat, text: str) -> None:
+    if not text.startswith(("{", "[f", "[g")):  # these are calls only where the answer begins with them
+        parts = parse([f"I look.\n{text} Done. "], form)
+        assert parts.content.startswith("I look.\n")
+        assert calls(parts) == GOOD[form][text]
+    parts = parse([f"<think>\nIs it <tool_call>? [TOOL_CALLS]</think>\n\n{text}"], form, reasoning=True)
+    assert parts.reasoning == "Is it <tool_call>? [TOOL_CALLS]"
+    assert (calls(parts), parts.content) == (GOOD[form][text], "")
+
+
+@pytest.mark.parametrize(("form", "text"), CASES)
+def test_only_the_first_call_counts_where_calls_are_not_parallel(form: ToolFormat, text: str) -> None:
+    parts = parse([text], form, parallel=False)
+    assert (calls(parts), parts.content) == (GOOD[form][text][:1], "")
+
+
+FRAGMENTS = [
+    *(text for _, text in CASES),
+    *("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", "```tool_code\n", "```", "<think>"),
+    *(
+        "</think>",
+        "{",
+        "}",
+        "[",
+        "]",
+        '"',
+        "\\",
+        '{"name": "f", "arguments": {',
+        '"text": ',
+        "f(",
+        "f",
+        ")",
+        "x=",
+        "1,",
+    ),
+    *("<function=f>", "<parameter=text>", "\n</parameter>", "</function>", "<parameter=b>", " ", "\n", "é", "-0.5e3"),
+    *('{"name": "unknown", "arguments": {}}', "unknown(a=1)", " " * 70, "null", ",", ";", "'", "\x00"),
+]
+TEXTS = st.lists(st.sampled_from(FRAGMENTS) | st.text(max_size=5), max_size=9).map("".join)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.sampled_from(FORMATS), TEXTS, st.sets(st.integers(1, 200), max_size=12), st.booleans(), st.booleans())
+def test_any_split_of_any_text_gives_the_same(
+    form: ToolFormat, text: str, cuts: set[int], reasoning: bool, parallel: bool
+) -> None:
+    """Not only at the end: at each cut, what was told is what one call with the text up to there tells."""
+    reader, told, start = parser(form, reasoning=reasoning, parallel=parallel), [], 0
+    for end in [*sorted(cut for cut in cuts if cut < len(text)), len(text)]:
+        told.append(reader.add(text[start:end]))
+        at_once = parser(form, reasoning=reasoning, parallel=parallel)
+        assert joined(told) == at_once.add(text[:end])
+        assert reader.called == at_once.called
+        start = end
+    assert joined([*told, reader.finish()]) == parse([text], form, reasoning=reasoning, parallel=parallel)
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.sampled_from(FORMATS), TEXTS)
+def test_what_is_no_call_becomes_text(form: ToolFormat, text: str) -> None:
+    """Without functions there are no calls, and no character is lost."""
+    reader = MessageParser(None, MessageFormats(form, ReasoningFormat.NONE).call_parser({}, parallel=True))
+    parts = joined([reader.add(text), reader.finish()])
+    assert (parts.content, parts.calls) == (text, ())
