@@ -224,7 +224,7 @@ class CompletionRoute(Generic[R]):
         record = RequestRecord(label, self._node.name, arrived, prompt_tokens)
         body, generated = prepared.parsed.request, prepared.journal.choices
         repeated = {number: choice.last_group for number, choice in generated.items()} if self._grouped(body) else {}
-        unshown = {} if body.stream else {number: choice.token_ids for number, choice in generated.items()}
+        unshown = {} if body.stream else generated
         if terms.resume is not None:
             # Tokens that are repeated count when they are shown.
             known = sum(len(choice.token_ids) for choice in generated.values())
@@ -314,7 +314,7 @@ class CompletionRoute(Generic[R]):
             await _send_stream(request, {**EVENT_STREAM, **named}, events)
             return
         answer = self._answers.whole(body, options)
-        if terms.journaled and not options.logprobs:
+        if terms.journaled:
             await respond_journaled(request, named, generation, first, answer)
         else:
             data = await whole_answer(answer, generation, first)

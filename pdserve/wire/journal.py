@@ -6,6 +6,8 @@ A node that was asked for a journal begins every event with a comment of server-
     :0.                   the event ends choice 0; tokens that had no event are here
     :usage                the event is the chunk with the usage
     :done                 the event ends the stream
+    :0 314 8 [[-0.5,1,[]],[-2.25,3,[]]]
+                          so in an answer in one piece (``whole_answer``): with the tokens' log probabilities as JSON
 
 If a choice's last tokens have an event before that of its end, all of them are in that event's entry, with a stop token
 that is not shown. So a choice whose tokens end it by the engine's rules has shown all its text, whatever was held back.
@@ -25,14 +27,17 @@ from hashlib import blake2b
 
 import msgspec
 
+from pdserve.wire.sampling_params import TokenLogprobs
+
 MAX_JOURNAL_BYTES = 2**26
 """The largest journal that a ticket can announce."""
 DIGEST_BYTES = 32
 
-_ENTRY = re.compile(rb"(0|[1-9][0-9]{0,6})((?: (?:0|[1-9][0-9]{0,9}))*)(\.?)")
+_ENTRY = re.compile(rb"(0|[1-9][0-9]{0,6})((?: (?:0|[1-9][0-9]{0,9}))*)(?: (\[[0-9eE+\-.,\[\]]*\]))?(\.?)")
 _USAGE, _DONE = b"usage", b"done"
 _SIGNS = bytes.maketrans(b"[,", b": ")
 _encode = msgspec.json.Encoder().encode
+_logprobs = msgspec.json.Decoder(list[TokenLogprobs])
 
 USAGE_ENTRY = b":" + _USAGE + b"\n"
 DONE_ENTRY = b":" + _DONE + b"\n"
@@ -53,11 +58,18 @@ class JournaledChoice:
     """How many of the tokens are those of the last entry that names any."""
     empty_since: int = 0
     """How many entries without tokens follow that one, or the beginning."""
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    """Those of each token, if the entries have any."""
 
     @property
     def last_group(self) -> list[int]:
         """The tokens of the last entry that names any."""
         return self.token_ids[len(self.token_ids) - self.last_tokens :]
+
+    def split(self, count: int) -> tuple[JournaledChoice, JournaledChoice]:
+        """Returns the first ``count`` tokens, and the others."""
+        first = JournaledChoice(self.token_ids[:count], logprobs=self.logprobs[:count])
+        return first, JournaledChoice(self.token_ids[count:], self.over, logprobs=self.logprobs[count:])
 
 
 @dataclass(slots=True)
@@ -81,6 +93,11 @@ def entry(choice: int, token_ids: Sequence[int], *, over: bool = False) -> bytes
     """Returns the line that begins an event of ``choice``."""
     # A JSON list with other signs: nothing writes many numbers faster, and every event of every stream has an entry.
     return _encode((choice, *token_ids)).translate(_SIGNS, b"]") + (b".\n" if over else b"\n")
+
+
+def entry_with_logprobs(choice: int, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> bytes:
+    """Returns the entry of tokens that are reported with log probabilities, all of them finite."""
+    return entry(choice, token_ids).rstrip(b"\n") + b" " + _encode(logprobs) + b"\n"
 
 
 def cut(events: bytes) -> tuple[bytes, bytes]:
@@ -133,8 +150,23 @@ def _add(journal: Journal, line: bytes, number: int, choices: int, vocab_size: i
     choice = journal.choices.setdefault(index, JournaledChoice())
     if choice.over:
         raise JournalError(f"entry {number} of the journal goes on with choice {index}, which is over")
+    if match[3]:
+        choice.logprobs += _read_logprobs(match[3], number, len(token_ids), vocab_size)
     choice.token_ids += token_ids
+    if choice.logprobs and len(choice.logprobs) != len(choice.token_ids):
+        raise JournalError(f"entry {number} of the journal has log probabilities of some tokens, and not of all")
     choice.last_tokens, choice.empty_since = (
         (len(token_ids), 0) if token_ids else (choice.last_tokens, choice.empty_since + 1)
     )
-    choice.over = bool(match[3])
+    choice.over = bool(match[4])
+
+
+def _read_logprobs(data: bytes, number: int, tokens: int, vocab_size: int) -> list[TokenLogprobs]:
+    try:
+        logprobs = _logprobs.decode(data)
+    except msgspec.MsgspecError as exc:
+        raise JournalError(f"entry {number} of the journal has no log probabilities where they should be") from exc
+    named = [token_id for each in logprobs for token_id, _ in each.top]
+    if len(logprobs) != tokens or not all(0 <= token_id < vocab_size for token_id in named):
+        raise JournalError(f"entry {number} of the journal has log probabilities of other tokens")
+    return logprobs

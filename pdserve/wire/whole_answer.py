@@ -7,8 +7,9 @@
 
 The client gets nothing but the answer's own status, headers and body. Until they are whole, another node can go on
 with the answer: the proxy sends it the entries, as those of a stream (``pdserve.wire.journal``). No entry says that a
-choice is over: the node that goes on says so itself, and shows all of the text once more. An answer that is ready soon
-goes out without all this.
+choice is over: the node that goes on says so itself, and shows all of the text once more. Where log probabilities are
+asked for, entries have them too, because no other node can report those of tokens that it has not generated. An answer
+that is ready soon goes out without all this.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ class AnswerReader:
         if self.head is not None:
             self._add(piece)
             return b""
-        # An entry has digits, spaces and dots: the first brace begins the head.
+        # An entry has numbers and brackets: the first brace begins the head.
         entries, brace, rest = (self._line + piece).partition(b"{")
         if brace:
             line, end, body = rest.partition(b"\n")

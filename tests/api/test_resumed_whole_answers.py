@@ -16,6 +16,7 @@ from pdserve.api.answers.answer import WholeAnswer
 from pdserve.api.answers.text_generation import ChoiceText, TextDelta
 from pdserve.api.requests.tokenizer import Tokenizer
 from pdserve.wire.engine import RequestOutput
+from pdserve.wire.journal import parse
 from pdserve.wire.whole_answer import AnswerHead, AnswerReader
 from tests.api.node import MODEL
 from tests.api.stepped_node import Reply, stepped_node
@@ -24,7 +25,13 @@ from tests.api.test_resumed_answers import BODIES, CHAT, MESSAGES, TEXT, UNFIT, 
 JSON = {"content-type": "application/json"}
 PLAIN: dict[str, Any] = {"model": MODEL, "prompt": "x", "seed": 5, "ignore_eos": True, "max_tokens": 6}
 ROUTES = st.sampled_from(
-    [(CHAT, {"messages": MESSAGES}), (TEXT, {"prompt": "x"}), (TEXT, {"prompt": ["x", "y"], "echo": True})]
+    [
+        (CHAT, {"messages": MESSAGES}),
+        (CHAT, {"messages": MESSAGES, "logprobs": True, "top_logprobs": 2}),
+        (TEXT, {"prompt": "x"}),
+        (TEXT, {"prompt": ["x", "y"], "echo": True}),
+        (TEXT, {"prompt": [[7], [8]], "logprobs": 1}),
+    ]
 )
 
 slow = patch.object(journaled_answer, "JOURNAL_INTERVAL_S", 0.0)
@@ -34,7 +41,7 @@ slow = patch.object(journaled_answer, "JOURNAL_INTERVAL_S", 0.0)
 def read(reply: Reply) -> tuple[list[bytes], AnswerHead | None, bytes]:
     """Returns the lines of the journal, and the answer."""
     assert reply.status == 200
-    if not reply.body.startswith(b":"):
+    if not reply.body.startswith((b":", b'{"status"')):
         return [], AnswerHead(200, JSON), reply.body
     reader = AnswerReader(2**20)
     entries = reader.feed(reply.body)
@@ -102,11 +109,31 @@ async def test_the_journal_has_all_tokens_but_those_that_come_with_the_answer(to
 
 
 @slow
-async def test_answers_with_log_probabilities_have_no_journal_and_are_not_resumed(tokenizer: Tokenizer) -> None:
-    body = {**PLAIN, "logprobs": 1}
+async def test_the_journal_has_log_probabilities_where_they_are_asked_for(tokenizer: Tokenizer) -> None:
     async with stepped_node(tokenizer, words(tokenizer)) as node:
-        assert json.loads((await node.begin(TEXT, body)).body)["usage"]["completion_tokens"] == 6
-        reply = await node.resume(TEXT, body, b"0 33\n")
+        journal, _, whole = read(await node.begin(TEXT, {**PLAIN, "logprobs": 1}))
+    shown = json.loads(whole)["choices"][0]["logprobs"]
+    read_back = parse(b"".join(journal), 1, 2**20).choices[0]
+    assert len(read_back.logprobs) == len(read_back.token_ids) > 1
+    assert [each.chosen for each in read_back.logprobs] == shown["token_logprobs"][: len(read_back.logprobs)]
+
+
+@pytest.mark.parametrize(
+    ("fields", "journal"),
+    [
+        ({"logprobs": 1}, b"0 33\n"),
+        ({}, b"0 33 [[-0.5,1,[]]]\n"),
+        ({"logprobs": 1}, b"0 33 [[-0.5,1,[]]]\n0 33\n"),
+        ({"logprobs": 1}, b"0 33 [[-0.5,1,[[33,-0.5],[34,-1.5]]]]\n"),
+        ({"logprobs": 1, "stream": True}, b"0 33 [[-0.5,1,[]]]\n"),
+    ],
+    ids=["none", "not asked for", "of some", "of more", "of a stream"],
+)
+async def test_log_probabilities_that_the_request_does_not_have(
+    fields: dict[str, Any], journal: bytes, tokenizer: Tokenizer
+) -> None:
+    async with stepped_node(tokenizer, words(tokenizer)) as node:
+        reply = await node.resume(TEXT, {**PLAIN, **fields}, journal)
     assert (reply.status, reply.error["code"]) == (400, "bad_journal")
 
 

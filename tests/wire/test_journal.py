@@ -15,8 +15,10 @@ from pdserve.wire.journal import (
     cut,
     digest,
     entry,
+    entry_with_logprobs,
     parse,
 )
+from pdserve.wire.sampling_params import TokenLogprobs
 
 TOKENS = st.lists(st.integers(0, 99), max_size=4)
 TEXTS = st.text(alphabet=':ab \n."', max_size=8)
@@ -58,6 +60,25 @@ def test_a_journal_knows_how_much_of_the_last_group_there_is() -> None:
         assert (choice.last_group, choice.empty_since) == (tokens, empty)
 
 
+LOGPROBS = st.floats(-9999.0, 0.0)
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.integers(0, 99),
+            st.builds(TokenLogprobs, LOGPROBS, st.integers(1, 99), st.tuples(st.tuples(st.integers(0, 99), LOGPROBS))),
+        ),
+        min_size=1,
+    )
+)
+def test_log_probabilities_come_back_as_they_were(tokens: list[tuple[int, TokenLogprobs]]) -> None:
+    token_ids, logprobs = [token_id for token_id, _ in tokens], [each for _, each in tokens]
+    line = entry_with_logprobs(0, token_ids, logprobs)
+    assert not set(line[1:]) & set(b"{:")
+    assert parse(line[1:], 1, 100) == Journal({0: JournaledChoice(token_ids, logprobs=logprobs)})
+
+
 @pytest.mark.parametrize(
     ("entries", "why"),
     [
@@ -69,6 +90,14 @@ def test_a_journal_knows_how_much_of_the_last_group_there_is() -> None:
         (b"0 10\n", "names choice 0 and tokens that the request lacks"),
         (b"2 1\n", "names choice 2"),
         (b"0 1.\n0 2\n", "goes on with choice 0, which is over"),
+        (b"0 1 [[-0.5]]\n", "has no log probabilities where they should be"),
+        (b"0 1 [" + b"[" * 100_000 + b"]\n", "has no log probabilities where they should be"),
+        (b"0 1 [[1e999,1,[]]]\n", "has no log probabilities where they should be"),
+        (b"0 1 [[-0.5,1,[]],[-0.5,1,[]]]\n", "of other tokens"),
+        (b"0 1 [[-0.5,1,[[10,-1]]]]\n", "of other tokens"),
+        (b"0 1\n0 2 [[-0.5,1,[]]]\n", "of some tokens, and not of all"),
+        (b"0 1 [[-0.5,1,[]]]\n0 2\n", "of some tokens, and not of all"),
+        (b"0 1 [] 2\n", "is none"),
     ],
 )
 def test_what_is_no_journal_is_refused_with_its_place(entries: bytes, why: str) -> None:

@@ -8,10 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdserve.wire.journal import entry
+from pdserve.wire.journal import entry, entry_with_logprobs
+from pdserve.wire.sampling_params import TokenLogprobs
 from pdserve.wire.whole_answer import MAX_LINE_BYTES, AnswerError, AnswerHead, AnswerReader
 
-ENTRIES = entry(0, [314, 8]) + entry(1, [17]) + entry(0, [2290])
+LOGPROBS = TokenLogprobs(-0.5, 1, ((2290, -0.5), (7, -1e-9)))
+ENTRIES = entry(0, [314, 8]) + entry(1, [17]) + entry_with_logprobs(2, [2290], [LOGPROBS])
 HEAD = AnswerHead(200, {"content-type": "application/json", "x-pdserve-ignored": "a,b"})
 BODY = b'{"text": "{\\n:0 7"}\n\n:0 9\n'
 DATA = ENTRIES + HEAD.encode() + BODY

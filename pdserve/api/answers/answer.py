@@ -9,14 +9,17 @@ import msgspec
 
 from pdserve.api.answers.answer_form import AnswerForm, AnswerOptions
 from pdserve.api.answers.chunks import DONE, ChunkEncoder, chunk_stream
-from pdserve.api.answers.logprobs import WholeLogprobs
+from pdserve.api.answers.logprobs import ShownToken, WholeLogprobs, without_infinity
 from pdserve.api.answers.openai_response import Completion, Envelope, Finish, PromptTokensDetails, StopReason, Usage
 from pdserve.api.answers.text_generation import TextDelta, TextGeneration
 from pdserve.api.message.parts import MessageParts, PartsBuilder
 from pdserve.api.requests.openai_request import GenerationRequest
 from pdserve.errors import RequestError
 from pdserve.http.errors import error_event, internal_error
-from pdserve.wire.journal import DONE_ENTRY, USAGE_ENTRY, entry
+from pdserve.wire.journal import DONE_ENTRY, USAGE_ENTRY, entry, entry_with_logprobs
+
+ENTRY_TOKENS = 256
+"""An entry has the log probabilities of so many tokens at most."""
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +38,9 @@ class WholeAnswer:
         self._finishes: dict[int, Finish] = {}
         self._stop_reasons: dict[int, StopReason] = {}
         self._journaled = [len(options.journal.emitted(index)) for index in range(len(self._messages))]
-        """How many tokens of each choice have an entry."""
+        """How many tokens of each choice have an entry, or how many of ``_reported`` if there are log probabilities."""
+        self._reported: list[list[ShownToken]] = [[] for _ in self._messages]
+        """The tokens of each choice whose log probabilities were added since the last entries."""
 
     def add(self, deltas: Sequence[TextDelta]) -> None:
         for delta in deltas:
@@ -44,6 +49,8 @@ class WholeAnswer:
             if delta.tokens:
                 shown = self._options.shown(delta.choice, delta.tokens)
                 self._logprobs[delta.choice].add(self._form.logprobs(shown))
+                if self._options.journaled:
+                    self._reported[delta.choice].extend(delta.tokens)
             if delta.outcome is not None:
                 self._finishes[delta.choice] = delta.outcome.finish
                 self._stop_reasons[delta.choice] = delta.stop_reason
@@ -51,10 +58,17 @@ class WholeAnswer:
     def entries(self) -> bytes:
         """Returns the entries of the tokens that have none yet, in this node's response or in another node's."""
         entries = []
-        for index, token_ids in enumerate(self._ids):
-            if len(token_ids) > self._journaled[index]:
-                entries.append(entry(index, token_ids[self._journaled[index] :]))
-                self._journaled[index] = len(token_ids)
+        for index, journaled in enumerate(self._journaled):
+            if self._options.logprobs:
+                tokens, self._reported[index] = self._reported[index], []
+                self._journaled[index] = max(0, journaled - len(tokens))
+                entries += [
+                    _entry_of(index, tokens[start : start + ENTRY_TOKENS])
+                    for start in range(journaled, len(tokens), ENTRY_TOKENS)
+                ]
+            elif len(self._ids[index]) > journaled:
+                entries.append(entry(index, self._ids[index][journaled:]))
+                self._journaled[index] = len(self._ids[index])
         return b"".join(entries)
 
     def encoded(self, usage: Usage) -> bytes:
@@ -158,6 +172,11 @@ def usage_of(generation: TextGeneration) -> Usage:
     # Several choices of one prompt find it in the cache each; OpenAI counts a prompt once.
     cached = min(record.cached_tokens, prompt)
     return Usage(prompt, output, prompt + output, PromptTokensDetails(cached))
+
+
+def _entry_of(choice: int, tokens: Sequence[ShownToken]) -> bytes:
+    logprobs = [without_infinity(token.logprobs) for token in tokens]
+    return entry_with_logprobs(choice, [token.token_id for token in tokens], logprobs)
 
 
 def _envelope(id_prefix: str, kind: str, options: AnswerOptions) -> Envelope:

@@ -154,6 +154,12 @@ class WholeLogprobs:
 _encoder = msgspec.json.Encoder()
 
 
+def without_infinity(logprobs: TokenLogprobs) -> TokenLogprobs:
+    """Returns the log probabilities as they can be written as JSON. What the client gets of them is the same."""
+    top = tuple((token_id, _finite(logprob)) for token_id, logprob in logprobs.top)
+    return TokenLogprobs(_finite(logprobs.chosen), logprobs.rank, top)
+
+
 def _id_name(token_id: int) -> str:
     return f"token_id:{token_id}"
 

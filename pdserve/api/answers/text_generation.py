@@ -26,6 +26,7 @@ from pdserve.api.outcome import ChoiceOutcome, failure_of, outcome_of
 from pdserve.api.request_log import RequestRecord, log_request
 from pdserve.errors import RequestError
 from pdserve.wire.engine import FinishReason, RequestOutput, RequestReport
+from pdserve.wire.journal import JournaledChoice
 from pdserve.wire.sampling_params import TokenLogprobs
 
 
@@ -262,7 +263,7 @@ class TextGeneration:
         choices: Mapping[int, ChoiceText],
         record: RequestRecord,
         metrics: NodeMetrics,
-        unshown: Mapping[int, Sequence[int]] = MappingProxyType({}),
+        unshown: Mapping[int, JournaledChoice] = MappingProxyType({}),
         repeated: Mapping[int, Sequence[int]] = MappingProxyType({}),
     ) -> None:
         """``choices`` has the choices by their numbers, those that are over for the client left out.
@@ -356,12 +357,13 @@ class TextGeneration:
 
     async def _read_unshown(self, item: ChoiceOutput) -> None:
         """Reads all but the last of a choice's unshown tokens. Others have their turns meanwhile: there may be many."""
-        choice, known = self._choices.get(item.choice), self._unshown.get(item.choice, ())
-        if choice is None:
+        choice, known = self._choices.get(item.choice), self._unshown.get(item.choice)
+        if choice is None or known is None:
             return
-        while len(known) > TURN_TOKENS and not choice.stopped:
-            piece, known = known[:TURN_TOKENS], known[TURN_TOKENS:]
-            delta = choice.add(RequestOutput(item.output.local_id, list(piece)))
+        while len(known.token_ids) > TURN_TOKENS and not choice.stopped:
+            piece, known = known.split(TURN_TOKENS)
+            output = RequestOutput(item.output.local_id, piece.token_ids, logprobs=piece.logprobs or None)
+            delta = choice.add(output)
             self._read.setdefault(item.choice, []).append(delta)
             self._unshown[item.choice] = known
             await asyncio.sleep(0)
@@ -377,13 +379,17 @@ class TextGeneration:
 
     def _add_to_unshown(self, choice: ChoiceText, item: ChoiceOutput) -> tuple[TextDelta, int]:
         """Returns a delta with the choice's unshown tokens and ``item``, and how many of its tokens are of ``item``."""
-        known, deltas = self._unshown.pop(item.choice, ()), self._read.pop(item.choice, [])
+        known, deltas = self._unshown.pop(item.choice, JournaledChoice()), self._read.pop(item.choice, [])
         if not choice.stopped:
             output = item.output
-            if known:
-                output = msgspec.structs.replace(output, new_token_ids=[*known, *output.new_token_ids])
+            if known.token_ids:
+                output = msgspec.structs.replace(
+                    output,
+                    new_token_ids=known.token_ids + output.new_token_ids,
+                    logprobs=(known.logprobs + (output.logprobs or [])) or None,
+                )
             deltas.append(choice.add(output))
-            count = len(deltas[-1].token_ids) - len(known)
+            count = len(deltas[-1].token_ids) - len(known.token_ids)
         else:
             count = 0
         return (deltas[0] if len(deltas) == 1 else _joined(deltas)), count
