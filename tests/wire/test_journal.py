@@ -76,7 +76,8 @@ def test_log_probabilities_come_back_as_they_were(tokens: list[tuple[int, TokenL
     token_ids, logprobs = [token_id for token_id, _ in tokens], [each for _, each in tokens]
     line = entry_with_logprobs(0, token_ids, logprobs)
     assert not set(line[1:]) & set(b"{:")
-    assert parse(line[1:], 1, 100) == Journal({0: JournaledChoice(token_ids, logprobs=logprobs)})
+    choice = parse(line[1:], 1, 100).choices[0]
+    assert (choice.token_ids, choice.logprobs) == (token_ids, logprobs)
 
 
 @pytest.mark.parametrize(

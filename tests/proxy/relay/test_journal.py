@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdserve.wire import journal as wire
-from pdserve.wire.journal import DONE_ENTRY, USAGE_ENTRY, Journal, JournaledChoice, cut, entry
+from pdserve.wire.journal import DONE_ENTRY, USAGE_ENTRY, Journal, cut, entry
 from pdserve_proxy.relay.dispatch import NodeRequest
 from pdserve_proxy.relay.journal import GROWTH_BYTES, DropReason, JournalBudget, JournaledEvents, RelayJournal
 from pdserve_proxy.relay.whole_events import MAX_EVENT_BYTES
@@ -112,11 +112,13 @@ def test_what_has_come_since_can_be_read(start: int, pieces: int) -> None:
     for event in ANSWER[:start]:
         stream.feed(event)
     before = len(journal.entries)
-    later = ANSWER[start:] if pieces > 1 else [b"".join(ANSWER[start:])]
-    for event in later:
+    rest = ANSWER[start:] if pieces > 1 else [b"".join(ANSWER[start:])]
+    for event in rest:
         stream.feed(event)
     tokens = [*range(100 + start, 105), 7]
-    assert journal.read_from(before) == Journal({0: JournaledChoice(tokens, over=True)}, usage=True, done=True)
+    later = journal.read_from(before)
+    assert (later.choices[0].token_ids, later.choices[0].over) == (tokens, True)
+    assert (later.usage, later.done) == (True, True)
     assert journal.read_from(len(journal.entries)) == Journal()
 
 
