@@ -103,7 +103,7 @@ class PreparedRequest(Generic[R]):
     submits: list[PromptChoices]
     journal: Journal
     """What other nodes have generated. The client of a stream has it, any other one has nothing."""
-    resumed: TextDelta | None = None
+    resumed: Sequence[TextDelta] = ()
     """What ``AnswerOptions.resumed`` says."""
 
 
@@ -190,7 +190,7 @@ class CompletionRoute(Generic[R]):
         check()
         reading = answer_reading(body, self._node.formats)
         texts = _choice_texts(body, prompts, tokenizer, journal, reading, resumable=journaled)
-        resumed = None
+        resumed: Sequence[TextDelta] = ()
         if self._grouped(body):
             resumed = resume_before_last_group(texts, journal)
         elif body.stream:

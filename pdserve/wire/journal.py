@@ -54,17 +54,17 @@ class JournaledChoice:
     token_ids: list[int] = field(default_factory=list)
     over: bool = False
     """Whether the client has the choice's finish reason."""
-    last_tokens: int = 0
-    """How many of the tokens are those of the last entry that names any."""
+    groups: list[int] = field(default_factory=list)
+    """How many tokens each entry has that names any."""
     empty_since: int = 0
-    """How many entries without tokens follow that one, or the beginning."""
+    """How many entries without tokens follow the last one of those, or the beginning."""
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     """Those of each token, if the entries have any."""
 
     @property
     def last_group(self) -> list[int]:
         """The tokens of the last entry that names any."""
-        return self.token_ids[len(self.token_ids) - self.last_tokens :]
+        return self.token_ids[-self.groups[-1] :] if self.groups else []
 
     def split(self, count: int) -> tuple[JournaledChoice, JournaledChoice]:
         """Returns the first ``count`` tokens, and the others."""
@@ -155,9 +155,11 @@ def _add(journal: Journal, line: bytes, number: int, choices: int, vocab_size: i
     choice.token_ids += token_ids
     if choice.logprobs and len(choice.logprobs) != len(choice.token_ids):
         raise JournalError(f"entry {number} of the journal has log probabilities of some tokens, and not of all")
-    choice.last_tokens, choice.empty_since = (
-        (len(token_ids), 0) if token_ids else (choice.last_tokens, choice.empty_since + 1)
-    )
+    if token_ids:
+        choice.groups.append(len(token_ids))
+        choice.empty_since = 0
+    else:
+        choice.empty_since += 1
     choice.over = bool(match[4])
 
 

@@ -17,6 +17,7 @@ from typing import Any, cast
 from pdserve.api.app import create_app
 from pdserve.api.engine_client import EngineClient, EngineState, PromptChoices
 from pdserve.api.generation import Generation
+from pdserve.api.message.formats import NO_FORMATS, MessageFormats
 from pdserve.api.metrics import NodeMetrics
 from pdserve.api.requests.tokenizer import Tokenizer
 from pdserve.api.serving_node import ServingNode, TicketGate
@@ -65,6 +66,8 @@ class SteppedEngine:
     """The number of steps after which every choice ends with an error."""
     lost_after: int | None = None
     """The number of steps after which the engine is lost."""
+    script: Sequence[int] = ()
+    """The tokens of every answer, where it is not to be made of the alphabet."""
     state: EngineState = EngineState.READY
     opened: list[Sequence[PromptChoices]] = field(default_factory=list)
     fetched: list[tuple[PrefillTarget, ...]] = field(default_factory=list)
@@ -133,6 +136,8 @@ class SteppedEngine:
         return RequestOutput(local_id, new, finish, REPORT if finish else None, logprobs=logprobs)
 
     def _token(self, choice: Running) -> int:
+        if self.script:
+            return self.script[len(choice.token_ids)]
         place = f"{choice.prompt.token_ids} {choice.seed} {len(choice.token_ids)}"
         return self.alphabet[zlib.crc32(place.encode()) % len(self.alphabet)]
 
@@ -261,7 +266,12 @@ class SteppedNode:
 
 @asynccontextmanager
 async def stepped_node(
-    tokenizer: Tokenizer, alphabet: Sequence[int], group: int = 1, **engine_fields: Any
+    tokenizer: Tokenizer,
+    alphabet: Sequence[int],
+    group: int = 1,
+    *,
+    formats: MessageFormats = NO_FORMATS,
+    **engine_fields: Any,
 ) -> AsyncIterator[SteppedNode]:
     engine, boot_id = SteppedEngine(alphabet, group, **engine_fields), new_id()
     node = ServingNode(
@@ -284,6 +294,7 @@ async def stepped_node(
         timeout_s=60.0,
         max_body_bytes=MAX_BODY_BYTES,
         stream=StreamConfig(),
+        formats=formats,
     )
     try:
         yield SteppedNode(create_app(node), engine, node.metrics, boot_id)

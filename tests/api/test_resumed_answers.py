@@ -262,7 +262,7 @@ async def test_a_node_that_stops_while_it_prepares_says_so(
 
 
 @pytest.mark.parametrize("engine", [{"fail_after": 0}, {"lost_after": 0}])
-async def test_a_node_that_cannot_fetch_says_so(engine: dict[str, int], tokenizer: Tokenizer) -> None:
+async def test_a_node_that_cannot_fetch_says_so(engine: dict[str, Any], tokenizer: Tokenizer) -> None:
     async with stepped_node(tokenizer, words(tokenizer), **engine) as node:
         reply = await node.prepare(TEXT, PLAIN, b"0 33\n")
         assert (reply.status, reply.error["code"]) == (500, "engine_error")

@@ -48,7 +48,7 @@ def test_what_is_cut_off_are_the_entries_and_nothing_else(
 def test_a_journal_adds_up_what_its_entries_say() -> None:
     lines = [entry(0, [1, 2]), entry(1, [3]), entry(0, [4], over=True), USAGE_ENTRY, DONE_ENTRY]
     journal = parse(b"".join(line[1:] for line in lines), choices=3, vocab_size=10)
-    choices = {0: JournaledChoice([1, 2, 4], over=True, last_tokens=1), 1: JournaledChoice([3], last_tokens=1)}
+    choices = {0: JournaledChoice([1, 2, 4], over=True, groups=[2, 1]), 1: JournaledChoice([3], groups=[1])}
     assert journal == Journal(choices, usage=True, done=True, events=5)
     assert parse(b"", choices=1, vocab_size=1) == Journal()
 

@@ -211,8 +211,8 @@ class AnswerOptions:
     """Whether each event of a stream begins with an entry of the journal."""
     journal: Journal = field(default_factory=Journal)
     """What the client has from other nodes."""
-    resumed: TextDelta | None = None
-    """The text of the journal's tokens, for a stream of event groups, but for those of the last group."""
+    resumed: Sequence[TextDelta] = ()
+    """The texts of the journal's groups, for a stream of event groups, but for that of the last group."""
     short_call_ids: bool = False
     """Whether calls have ids of nine letters and digits, as Mistral's templates want them."""
 

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import msgspec
 
+from pdserve.api.answers.answer_form import AnswerOptions
 from pdserve.api.answers.openai_response import ChatChoice, Completion, Usage
 from pdserve.api.answers.text_generation import TextDelta
 from pdserve.api.outcome import ChoiceOutcome
 
 
 class BlockKind(enum.Enum):
+    REASONING = "reasoning"
     TEXT = "text"
+    CALL = "call"
 
 
 @dataclass(slots=True)
@@ -25,10 +28,15 @@ class Block:
     kind: BlockKind
     index: int
     """Its place among the blocks of the answer."""
+    call_id: str = ""
+    """The id of a call."""
+    name: str = ""
+    """The name of the function that a call is for."""
     pieces: list[str] = field(default_factory=list)
 
     @property
     def text(self) -> str:
+        """What it says; of a call, its arguments as JSON."""
         return "".join(self.pieces)
 
 
@@ -62,10 +70,11 @@ class BlockEvents(Protocol):
 
 
 class AnswerBlocks:
-    """The blocks of one streamed answer, which are the same however the answer is cut into deltas."""
+    """The blocks of one streamed answer."""
 
-    def __init__(self, events: BlockEvents) -> None:
+    def __init__(self, events: BlockEvents, options: AnswerOptions) -> None:
         self._events = events
+        self._options = options
         self._begun = False
         self._blocks: list[Block] = []
 
@@ -73,8 +82,15 @@ class AnswerBlocks:
         """Returns the events of what ``delta`` adds. The first delta begins the answer, even without text."""
         events = [] if self._begun else self._events.begin()
         self._begun = True
-        for kind, text in _pieces(delta):
-            events += self._show(kind, text)
+        if delta.reasoning:
+            events += self._show(BlockKind.REASONING, delta.reasoning)
+        if delta.text:
+            events += self._show(BlockKind.TEXT, delta.text)
+        for piece in delta.calls:
+            if piece.name is not None:
+                events += self._open(BlockKind.CALL, self._options.call_id(0, piece.index), piece.name)
+            if piece.arguments:
+                events += self._show(BlockKind.CALL, piece.arguments)
         return events
 
     def end(self, end: AnswerEnd) -> list[msgspec.Struct]:
@@ -84,32 +100,34 @@ class AnswerBlocks:
         return events + self._events.end(self._blocks, end)
 
     def _show(self, kind: BlockKind, text: str) -> list[msgspec.Struct]:
+        """Returns the events of ``text``, for which a block of its kind begins unless the last one is of that kind."""
         events: list[msgspec.Struct] = []
         if not self._blocks or self._blocks[-1].kind is not kind:
-            if self._blocks:
-                events += self._events.close(self._blocks[-1], cut=False)
             events += self._open(kind)
         block = self._blocks[-1]
         block.pieces.append(text)
         events.append(self._events.piece(block, text))
         return events
 
-    def _open(self, kind: BlockKind) -> list[msgspec.Struct]:
-        block = Block(kind, len(self._blocks))
-        self._blocks.append(block)
-        return self._events.open(block)
-
-
-def _pieces(delta: TextDelta) -> Iterator[tuple[BlockKind, str]]:
-    if delta.text:
-        yield BlockKind.TEXT, delta.text
+    def _open(self, kind: BlockKind, call_id: str = "", name: str = "") -> list[msgspec.Struct]:
+        events = self._events.close(self._blocks[-1], cut=False) if self._blocks else []
+        self._blocks.append(Block(kind, len(self._blocks), call_id, name))
+        return events + self._events.open(self._blocks[-1])
 
 
 def whole_blocks(completion: Completion) -> list[Block]:
-    """Returns the blocks of a whole answer, which are those that its stream would have."""
+    """Returns the blocks of a whole answer."""
     [choice] = completion.choices
     assert isinstance(choice, ChatChoice)
-    return [Block(BlockKind.TEXT, 0, [choice.message.content or ""])]
+    message, blocks = choice.message, []
+    if message.reasoning:
+        blocks.append(Block(BlockKind.REASONING, 0, pieces=[message.reasoning]))
+    if message.content or not (blocks or message.tool_calls):
+        blocks.append(Block(BlockKind.TEXT, len(blocks), pieces=[message.content or ""]))
+    for call in message.tool_calls or ():
+        function = call.function
+        blocks.append(Block(BlockKind.CALL, len(blocks), call.id, function.name or "", [function.arguments]))
+    return blocks
 
 
 def whole_end(completion: Completion) -> AnswerEnd:

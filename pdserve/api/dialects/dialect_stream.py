@@ -27,10 +27,10 @@ async def dialect_stream(
 
     The caller still has to close ``generation``. Raises RequestError if there is no answer and no event before that.
     """
-    blocks = AnswerBlocks(events)
+    blocks = AnswerBlocks(events, options)
     groups = EventGroups(options.journal, journaled=options.journaled, numbered=form is ErrorForm.RESPONSES)
-    if options.resumed is not None:
-        blocks.add(options.resumed)  # the client has all events of it
+    for resumed in options.resumed:
+        blocks.add(resumed)  # the client has these events
     begun, deltas = False, first
     try:
         while True:

@@ -32,9 +32,9 @@ class EventGroups:
     def __init__(self, journal: Journal, *, journaled: bool, numbered: bool) -> None:
         """``journal`` is what the client has from other nodes. Where events are ``numbered``, each says its place."""
         choice = journal.choices.get(0, JournaledChoice())
-        self._repeated = choice.last_tokens
+        self._repeated = len(choice.last_group)
         """How many tokens of the next group have an entry."""
-        self._skip = choice.empty_since + bool(choice.last_tokens)
+        self._skip = choice.empty_since + bool(choice.groups)
         """How many events of the next groups the client has."""
         self._journaled = journaled
         self._numbered = numbered

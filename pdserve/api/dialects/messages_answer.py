@@ -9,7 +9,7 @@ import msgspec
 
 from pdserve.api.answers.answer_form import AnswerOptions
 from pdserve.api.answers.openai_response import Completion, Usage
-from pdserve.api.dialects.answer_blocks import AnswerEnd, Block, whole_blocks, whole_end
+from pdserve.api.dialects.answer_blocks import AnswerEnd, Block, BlockKind, whole_blocks, whole_end
 
 StopCause: TypeAlias = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
 
@@ -19,7 +19,20 @@ class AnthropicText(msgspec.Struct, tag_field="type", tag="text"):
     citations: None = None
 
 
-AnthropicBlock: TypeAlias = AnthropicText
+class AnthropicThinking(msgspec.Struct, tag_field="type", tag="thinking"):
+    thinking: str
+    signature: str = ""
+    """Always empty: nobody checks that the model has thought it."""
+
+
+class AnthropicToolUse(msgspec.Struct, tag_field="type", tag="tool_use"):
+    id: str
+    name: str
+    input: msgspec.Raw
+    """A JSON object."""
+
+
+AnthropicBlock: TypeAlias = AnthropicText | AnthropicThinking | AnthropicToolUse
 
 
 class AnthropicUsage(msgspec.Struct):
@@ -52,6 +65,14 @@ class TextPiece(msgspec.Struct, tag_field="type", tag="text_delta"):
     text: str
 
 
+class ThinkingPiece(msgspec.Struct, tag_field="type", tag="thinking_delta"):
+    thinking: str
+
+
+class InputPiece(msgspec.Struct, tag_field="type", tag="input_json_delta"):
+    partial_json: str
+
+
 class AnswerChange(msgspec.Struct):
     stop_reason: StopCause
     stop_sequence: str | None
@@ -68,7 +89,7 @@ class ContentBlockStart(msgspec.Struct, tag_field="type", tag="content_block_sta
 
 class ContentBlockDelta(msgspec.Struct, tag_field="type", tag="content_block_delta"):
     index: int
-    delta: TextPiece
+    delta: TextPiece | ThinkingPiece | InputPiece
 
 
 class ContentBlockStop(msgspec.Struct, tag_field="type", tag="content_block_stop"):
@@ -96,9 +117,14 @@ class MessageEvents:
         return [MessageStart(self._answer([], None, None, usage))]
 
     def open(self, block: Block) -> list[msgspec.Struct]:
-        return [ContentBlockStart(block.index, AnthropicText(""))]
+        return [ContentBlockStart(block.index, _block(block))]
 
     def piece(self, block: Block, text: str) -> msgspec.Struct:
+        match block.kind:
+            case BlockKind.REASONING:
+                return ContentBlockDelta(block.index, ThinkingPiece(text))
+            case BlockKind.CALL:
+                return ContentBlockDelta(block.index, InputPiece(text))
         return ContentBlockDelta(block.index, TextPiece(text))
 
     def close(self, block: Block, *, cut: bool) -> list[msgspec.Struct]:  # the last event says it
@@ -112,8 +138,8 @@ class MessageEvents:
 
     def whole(self, blocks: Sequence[Block], end: AnswerEnd) -> AnthropicAnswer:
         """Returns the message when it has ended."""
-        content: list[AnthropicBlock] = [AnthropicText(block.text) for block in blocks]
-        return self._answer(content, _stop_cause(end), end.stop_string, _usage(end.usage))
+        content = [_block(block) for block in blocks]
+        return self._answer(content, _stop_cause(blocks, end), end.stop_string, _usage(end.usage))
 
     def _answer(
         self, content: list[AnthropicBlock], cause: StopCause | None, stop_string: str | None, usage: AnthropicUsage
@@ -127,9 +153,29 @@ def whole_message(options: AnswerOptions, completion: Completion) -> AnthropicAn
     return MessageEvents(options).whole(whole_blocks(completion), whole_end(completion))
 
 
-def _stop_cause(end: AnswerEnd) -> StopCause:
+def _block(block: Block) -> AnthropicBlock:
+    match block.kind:
+        case BlockKind.REASONING:
+            return AnthropicThinking(block.text)
+        case BlockKind.CALL:
+            return AnthropicToolUse(block.call_id, block.name, _object(block.text))
+    return AnthropicText(block.text)
+
+
+def _object(arguments: str) -> msgspec.Raw:
+    """Returns the arguments of a call, or an empty object in place of what the limit of tokens has cut."""
+    try:
+        msgspec.json.decode(arguments, type=dict[str, msgspec.Raw])
+    except (msgspec.DecodeError, RecursionError):
+        return msgspec.Raw(b"{}")
+    return msgspec.Raw(arguments.encode())
+
+
+def _stop_cause(blocks: Sequence[Block], end: AnswerEnd) -> StopCause:
     if end.cut:
         return "max_tokens"
+    if any(block.kind is BlockKind.CALL for block in blocks):
+        return "tool_use"
     return "end_turn" if end.stop_string is None else "stop_sequence"
 
 

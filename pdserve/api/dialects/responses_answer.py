@@ -9,8 +9,10 @@ import msgspec
 
 from pdserve.api.answers.answer_form import AnswerOptions
 from pdserve.api.answers.openai_response import Completion, Usage
-from pdserve.api.dialects.answer_blocks import AnswerEnd, Block, whole_blocks, whole_end
+from pdserve.api.dialects.answer_blocks import AnswerEnd, Block, BlockKind, whole_blocks, whole_end
 from pdserve.api.dialects.responses_request import ReasoningSettings, ResponsesRequest, TextFormat, TextSettings
+
+_ID_PREFIXES = {BlockKind.REASONING: "rs", BlockKind.TEXT: "msg", BlockKind.CALL: "fc"}
 
 Status: TypeAlias = Literal["in_progress", "completed", "incomplete"]
 
@@ -28,7 +30,28 @@ class OutputMessage(msgspec.Struct, tag_field="type", tag="message"):
     role: Literal["assistant"] = "assistant"
 
 
-OutputItem: TypeAlias = OutputMessage
+class ReasoningText(msgspec.Struct, tag_field="type", tag="reasoning_text"):
+    text: str
+
+
+class OutputReasoning(msgspec.Struct, tag_field="type", tag="reasoning"):
+    id: str
+    status: Status
+    content: list[ReasoningText]
+    summary: tuple[()] = ()
+    encrypted_content: None = None
+
+
+class OutputFunctionCall(msgspec.Struct, tag_field="type", tag="function_call"):
+    id: str
+    status: Status
+    call_id: str
+    name: str
+    arguments: str
+
+
+OutputItem: TypeAlias = OutputMessage | OutputReasoning | OutputFunctionCall
+OutputPart: TypeAlias = OutputText | ReasoningText
 
 
 class CachedInput(msgspec.Struct):
@@ -112,14 +135,14 @@ class OutputItemDone(msgspec.Struct, tag_field="type", tag="response.output_item
 class ContentPartAdded(msgspec.Struct, tag_field="type", tag="response.content_part.added"):
     item_id: str
     output_index: int
-    part: OutputText
+    part: OutputPart
     content_index: int = 0
 
 
 class ContentPartDone(msgspec.Struct, tag_field="type", tag="response.content_part.done"):
     item_id: str
     output_index: int
-    part: OutputText
+    part: OutputPart
     content_index: int = 0
 
 
@@ -139,6 +162,33 @@ class OutputTextDone(msgspec.Struct, tag_field="type", tag="response.output_text
     logprobs: tuple[()] = ()
 
 
+class ReasoningTextDelta(msgspec.Struct, tag_field="type", tag="response.reasoning_text.delta"):
+    item_id: str
+    output_index: int
+    delta: str
+    content_index: int = 0
+
+
+class ReasoningTextDone(msgspec.Struct, tag_field="type", tag="response.reasoning_text.done"):
+    item_id: str
+    output_index: int
+    text: str
+    content_index: int = 0
+
+
+class ArgumentsDelta(msgspec.Struct, tag_field="type", tag="response.function_call_arguments.delta"):
+    item_id: str
+    output_index: int
+    delta: str
+
+
+class ArgumentsDone(msgspec.Struct, tag_field="type", tag="response.function_call_arguments.done"):
+    item_id: str
+    output_index: int
+    name: str
+    arguments: str
+
+
 class ResponseEvents:
     """Makes the events of one response."""
 
@@ -151,19 +201,33 @@ class ResponseEvents:
         return [ResponseCreated(response), ResponseInProgress(response)]
 
     def open(self, block: Block) -> list[msgspec.Struct]:
-        item = OutputMessage(self._id(block), "in_progress", [])
-        return [OutputItemAdded(block.index, item), ContentPartAdded(item.id, block.index, OutputText(""))]
+        item = self._item(block, "in_progress")
+        if isinstance(item, OutputFunctionCall):
+            return [OutputItemAdded(block.index, item)]
+        part, item.content = item.content[0], []
+        return [OutputItemAdded(block.index, item), ContentPartAdded(item.id, block.index, part)]
 
     def piece(self, block: Block, text: str) -> msgspec.Struct:
+        match block.kind:
+            case BlockKind.REASONING:
+                return ReasoningTextDelta(self._id(block), block.index, text)
+            case BlockKind.CALL:
+                return ArgumentsDelta(self._id(block), block.index, text)
         return OutputTextDelta(self._id(block), block.index, text)
 
     def close(self, block: Block, *, cut: bool) -> list[msgspec.Struct]:
-        item = self._item(block, cut=cut)
-        return [
-            OutputTextDone(item.id, block.index, block.text),
-            ContentPartDone(item.id, block.index, item.content[0]),
-            OutputItemDone(block.index, item),
-        ]
+        item = self._item(block, _status(cut=cut))
+        done: list[msgspec.Struct]
+        match item:
+            case OutputReasoning():
+                part = ContentPartDone(item.id, block.index, item.content[0])
+                done = [ReasoningTextDone(item.id, block.index, block.text), part]
+            case OutputFunctionCall():
+                done = [ArgumentsDone(item.id, block.index, block.name, block.text)]
+            case OutputMessage():
+                part = ContentPartDone(item.id, block.index, item.content[0])
+                done = [OutputTextDone(item.id, block.index, block.text), part]
+        return [*done, OutputItemDone(block.index, item)]
 
     def end(self, blocks: Sequence[Block], end: AnswerEnd) -> list[msgspec.Struct]:
         response = self.whole(blocks, end)
@@ -171,14 +235,19 @@ class ResponseEvents:
 
     def whole(self, blocks: Sequence[Block], end: AnswerEnd) -> ResponseObject:
         """Returns the response when it has ended."""
-        items = [self._item(block, cut=end.cut and block is blocks[-1]) for block in blocks]
-        return self._response("incomplete" if end.cut else "completed", items, _usage(end.usage))
+        items = [self._item(block, _status(cut=end.cut and block is blocks[-1])) for block in blocks]
+        return self._response(_status(cut=end.cut), items, _usage(end.usage))
 
-    def _item(self, block: Block, *, cut: bool) -> OutputMessage:
-        return OutputMessage(self._id(block), "incomplete" if cut else "completed", [OutputText(block.text)])
+    def _item(self, block: Block, status: Status) -> OutputItem:
+        match block.kind:
+            case BlockKind.REASONING:
+                return OutputReasoning(self._id(block), status, [ReasoningText(block.text)])
+            case BlockKind.CALL:
+                return OutputFunctionCall(self._id(block), status, block.call_id, block.name, block.text)
+        return OutputMessage(self._id(block), status, [OutputText(block.text)])
 
     def _id(self, block: Block) -> str:
-        return f"msg_{self._options.answer.id.hex()}{block.index:02x}"
+        return f"{_ID_PREFIXES[block.kind]}_{self._options.answer.id.hex()}{block.index:02x}"
 
     def _response(self, status: Status, output: list[OutputItem], usage: ResponseUsage | None) -> ResponseObject:
         request, answer = self._request, self._options.answer
@@ -208,6 +277,10 @@ class ResponseEvents:
 def whole_response(request: ResponsesRequest, options: AnswerOptions, completion: Completion) -> ResponseObject:
     """Returns the response that a whole answer is."""
     return ResponseEvents(request, options).whole(whole_blocks(completion), whole_end(completion))
+
+
+def _status(*, cut: bool) -> Status:
+    return "incomplete" if cut else "completed"
 
 
 def _usage(usage: Usage) -> ResponseUsage:

@@ -128,7 +128,7 @@ class NamedFunction(msgspec.Struct, kw_only=True):
     name: str
 
 
-class AllowedTools(msgspec.Struct, kw_only=True):
+class AllowedFunctions(msgspec.Struct, kw_only=True):
     mode: Literal["auto", "required"]
     tools: Annotated[list[dict[str, Any]], Meta(max_length=MAX_TOOLS)]
 
@@ -148,7 +148,7 @@ _TEXTS: Mapping[str, type[msgspec.Struct]] = {
 _REASONING_TEXTS = {"reasoning_text": TextPart, "text": TextPart}
 _SUMMARY_TEXTS = {"summary_text": TextPart}
 _TOOLS = {"function": FunctionTool}
-_TOOL_CHOICES: Mapping[str, type[msgspec.Struct]] = {"function": NamedFunction, "allowed_tools": AllowedTools}
+_TOOL_CHOICES: Mapping[str, type[msgspec.Struct]] = {"function": NamedFunction, "allowed_tools": AllowedFunctions}
 
 
 def chat_of_response(request: ResponsesRequest) -> TranslatedChat:
@@ -254,7 +254,7 @@ def _tool_choice(choice: str | dict[str, Any] | None) -> str | dict[str, Any] | 
     match read_part(choice, _TOOL_CHOICES, "tool_choice"):
         case NamedFunction(name=name):
             return {"type": "function", "function": {"name": name}}
-        case AllowedTools(mode=mode, tools=tools):
+        case AllowedFunctions(mode=mode, tools=tools):
             named = [read_part(tool, {"function": NamedFunction}, "tool_choice.tools") for tool in tools]
             functions = [{"type": "function", "function": {"name": tool.name}} for tool in named]
             return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": functions}}

@@ -68,17 +68,20 @@ def resume_texts(texts: Mapping[int, ChoiceText], journal: Journal, *, logprobs:
             _resume(text, journaled.token_ids, logprobs=logprobs)
 
 
-def resume_before_last_group(texts: Mapping[int, ChoiceText], journal: Journal) -> TextDelta | None:
+def resume_before_last_group(texts: Mapping[int, ChoiceText], journal: Journal) -> list[TextDelta]:
     """Takes the one choice of a stream of event groups to the beginning of the last group that the client has any of.
 
-    Returns the choice's text up to there, if the client has an earlier group. Raises InvalidRequest as ``resume_texts``
-    does, and if the choice is over, which no entry of such a stream says.
+    Returns the choice's text up to there, group by group. Raises InvalidRequest as ``resume_texts`` does, and if the
+    choice is over, which no entry of such a stream says.
     """
     if 0 not in texts:
         raise _foreign("choice 0 is over before the stream is")
-    journaled = journal.choices.get(0, JournaledChoice())
-    token_ids = journaled.token_ids[: -journaled.last_tokens or None]
-    return _resume(texts[0], token_ids, logprobs=False) if token_ids else None
+    journaled, start = journal.choices.get(0, JournaledChoice()), 0
+    deltas = []
+    for count in journaled.groups[:-1]:
+        deltas.append(_resume(texts[0], journaled.token_ids[start : start + count], logprobs=False))
+        start += count
+    return deltas
 
 
 def _resume(text: ChoiceText, token_ids: Sequence[int], *, logprobs: bool) -> TextDelta:

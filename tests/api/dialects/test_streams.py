@@ -10,10 +10,13 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from pdserve.api.message.formats import MessageFormats
 from pdserve.api.requests.tokenizer import Tokenizer
+from pdserve.config import ReasoningFormat, ToolFormat
 from pdserve.wire.journal import DONE_ENTRY, cut
 from tests.api.dialects.sse import events_in
 from tests.api.node import MODEL
+from tests.api.scripted_engine import EOS
 from tests.api.stepped_node import SteppedNode, stepped_node
 from tests.api.test_resumed_answers import alphabet, events_of, journal_of, words
 
@@ -161,3 +164,98 @@ async def test_a_stream_that_another_node_goes_on_with_has_no_error(path: str, t
         lost = (await node.begin(path, body)).body
         assert not lost.endswith(b":done\n")
         assert b"event: error" not in lost
+
+
+CALLING = """<think>
+Adding is easy.
+</think>
+I add.
+<tool_call>
+{"name": "add", "arguments": {"a": 1, "b": [2, "x"]}}
+</tool_call>
+<tool_call>
+{"name": "stop", "arguments": {}}
+</tool_call>"""
+"""An answer with a block of each kind."""
+FORMATS = MessageFormats(ToolFormat.HERMES, ReasoningFormat.THINK)
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+
+
+@pytest.mark.parametrize("group", [1, 4])
+@pytest.mark.parametrize("path", sorted(CHECKS))
+async def test_reasoning_and_calls_are_blocks_and_can_be_resumed_anywhere(
+    path: str, group: int, tokenizer: Tokenizer
+) -> None:
+    tokens = [*tokenizer.encode(CALLING, add_special_tokens=False), EOS]
+    if path == RESPONSES:
+        tools: list[dict[str, Any]] = [
+            {"type": "function", "name": name, "parameters": SCHEMA} for name in ("add", "stop")
+        ]
+    else:
+        tools = [{"name": name, "input_schema": SCHEMA} for name in ("add", "stop")]
+    body = request(path, len(tokens), [], tools=tools)
+    async with stepped_node(tokenizer, (), group, formats=FORMATS, script=tokens) as node:
+        whole = json.loads((await node.begin(path, body)).body)
+        stream = (await node.begin(path, {**body, "stream": True})).body
+        events = events_of(stream)
+        for count in range(len(events)):
+            rest = await node.resume(path, {**body, "stream": True}, journal_of(events[:count]))
+            assert events[:count] + events_of(rest.body) == events, f"after {count}"
+    if path == RESPONSES:
+        kinds = [(item["type"], item["status"], shown(item)) for item in whole["output"]]
+        assert kinds == [(kind, "completed", text) for kind, text in RESPONSE_ITEMS]
+        assert events_in(stream)[-1]["response"] == whole
+        opened = [event["item"]["type"] for event in events_in(stream) if event["type"].endswith("item.added")]
+        assert opened == [kind for kind, _ in RESPONSE_ITEMS]
+    else:
+        assert whole["stop_reason"] == "tool_use"
+        assert [{**block, "id": None} if "id" in block else block for block in whole["content"]] == MESSAGE_BLOCKS
+        assert put_together(events_in(stream)) == whole["content"]
+
+
+RESPONSE_ITEMS = [
+    ("reasoning", "Adding is easy.\n"),
+    ("message", "I add.\n"),
+    ("function_call", '{"a": 1, "b": [2, "x"]}'),
+    ("function_call", "{}"),
+]
+MESSAGE_BLOCKS = [
+    {"type": "thinking", "thinking": "Adding is easy.\n", "signature": ""},
+    {"type": "text", "text": "I add.\n", "citations": None},
+    {"type": "tool_use", "id": None, "name": "add", "input": {"a": 1, "b": [2, "x"]}},
+    {"type": "tool_use", "id": None, "name": "stop", "input": {}},
+]
+
+
+def shown(item: dict[str, Any]) -> str:
+    """Returns the text of an item of a response, or the arguments of a call."""
+    text: str = item["arguments"] if item["type"] == "function_call" else item["content"][0]["text"]
+    return text
+
+
+def put_together(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Returns the content of a message as a client makes it of its events."""
+    blocks: list[dict[str, Any]] = []
+    arguments = ""
+    for event in events:
+        match event:
+            case {"type": "content_block_start", "content_block": block}:
+                blocks.append(block)
+                arguments = ""
+            case {"type": "content_block_delta", "delta": {"partial_json": piece}}:
+                arguments += piece
+                # Every client reads the whole of it when the block ends.
+            case {"type": "content_block_delta", "delta": delta}:
+                [name] = delta.keys() - {"type"}
+                blocks[-1][name] += delta[name]
+            case {"type": "content_block_stop"} if blocks[-1]["type"] == "tool_use":
+                blocks[-1]["input"] = json.loads(arguments)
+    return blocks
+
+
+async def test_a_call_that_is_cut_has_no_input(tokenizer: Tokenizer) -> None:
+    tokens = tokenizer.encode('<tool_call>\n{"name": "add", "arguments": {"a": [1', add_special_tokens=False)
+    body = request(MESSAGES, len(tokens), [], tools=[{"name": "add", "input_schema": SCHEMA}])
+    async with stepped_node(tokenizer, (), formats=FORMATS, script=tokens) as node:
+        whole = json.loads((await node.begin(MESSAGES, body)).body)
+    assert (whole["stop_reason"], whole["content"][0]["input"]) == ("max_tokens", {})
