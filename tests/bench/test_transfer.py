@@ -12,7 +12,8 @@ from pdserve.bench.compare import changes
 from pdserve.bench.report import read_report
 from pdserve.bench.transfer.decode_steps import StepTimes
 from pdserve.bench.transfer.moves import Moves
-from pdserve.bench.transfer.rows import checksum_row, decode_row
+from pdserve.bench.transfer.returning_steps import ReturnTimes, StepCost
+from pdserve.bench.transfer.rows import checksum_row, decode_row, return_row
 from pdserve.bench.transfer.yardsticks import nixl_rates
 from pdserve.cli.bench import two_cores
 from pdserve.cli.main import main
@@ -51,6 +52,9 @@ def test_a_run_measures_all_and_can_be_compared(tmp_path: Path) -> None:
         True,
         True,
     ]
+    (returns,) = report.rows_of("decode step while blocks return")
+    assert returns.figure("returns in a second").value > 0
+    assert returns.figure("CPU returning : alone").value > 0
     assert not any(change.worse for change in changes(report, report, 0.1))
 
 
@@ -69,6 +73,14 @@ def test_a_slowdown_is_told_for_each_gigabyte() -> None:
     row = decode_row("tiny", 8, None, StepTimes(0.010, 0.011, 2e9))
     assert row.figure("receiving : alone").value == pytest.approx(1.1)
     assert row.figure("added for 1 GB/s").value == pytest.approx(0.05)
+
+
+def test_each_turn_with_returns_is_weighed_against_the_one_before_it() -> None:
+    alone = (StepCost(0.010, 0.008), StepCost(0.100, 0.080), StepCost(0.010, 0.008))
+    returning = (StepCost(0.011, 0.0082), StepCost(0.110, 0.082), StepCost(0.050, 0.040))
+    row = return_row("tiny", 8, ReturnTimes(alone, returning, 10.0))
+    assert row.figure("returning : alone").value == pytest.approx(1.1)
+    assert row.figure("CPU returning : alone").value == pytest.approx(1.025)
 
 
 def test_one_core_serves_both_engines_where_there_is_no_other() -> None:

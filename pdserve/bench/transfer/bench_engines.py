@@ -1,8 +1,9 @@
 """The two ends of a benchmarked transfer. Each has as much of an engine as it needs, and no model.
 
 ``BenchEngine`` is a KV cache and a transfer thread beside it. ``FetchingEngine`` is the decode side: it fetches
-prompts, one or several at a time, and says when they have landed. ``PushingEngine`` is a prefill engine that has
-computed every prompt already.
+prompts, one or several at a time, and says when they have landed. ``OfferingEngine`` is a decode engine whose answers
+grow, so that it offers their blocks. ``PushingEngine`` is a prefill engine that has computed every prompt already, and
+fetches what it is offered.
 """
 
 from __future__ import annotations
@@ -19,16 +20,27 @@ import torch
 
 from pdserve.bench.transfer.messages import Assignment, Serving, TransferSetup
 from pdserve.config import Switch
+from pdserve.engine.kv_connector.return_offers import OFFERS_PER_S
 from pdserve.engine.kv_connector.transfer_memory import region_of, transport_for
 from pdserve.errors import BenchError
 from pdserve.wire.ids import TransferId, new_id
 from pdserve.wire.sampling_params import SampledToken, SamplingParams
 from pdserve.wire.ticket import PrefillTarget
-from pdserve.wire.transfer import EngineSpec
+from pdserve.wire.transfer import BLOCK_HASH_BYTES, EngineSpec
 from pdserve.wire.version import OLDEST_PROTOCOL, PROTOCOL_VERSION
 from pdserve_kernels.kv_layout import KvLayout
 from pdserve_kvtransfer.configuration import bound_to_loopback, side_settings
-from pdserve_kvtransfer.events import FetchFailed, FetchLanded, FetchOrder, PushWanted, TransferThreadDied
+from pdserve_kvtransfer.events import (
+    BlocksOffered,
+    CachedFetchOrder,
+    CachedWanted,
+    FetchFailed,
+    FetchLanded,
+    FetchOrder,
+    PushEnded,
+    PushWanted,
+    TransferThreadDied,
+)
 from pdserve_kvtransfer.shared_memory import SharedMemory
 from pdserve_kvtransfer.thread import TransferThread
 
@@ -102,6 +114,8 @@ def thread_cpu_s(process: int, thread: int) -> float:
 
 
 _DEADLINE_S = 120.0
+_TEXT_BLOCKS = 32
+"""An offer names so many blocks: a text of 512 tokens."""
 _SAMPLING = SamplingParams(max_tokens=1, seed=0)
 
 
@@ -178,6 +192,62 @@ class FetchingEngine:
         self.turn()
 
 
+class OfferingEngine:
+    """The decode side of KV return. ``close`` has to be called."""
+
+    def __init__(self, target: PrefillTarget, shape: CacheShape, setup: TransferSetup) -> None:
+        """Raises TransferError if its sockets or UCX cannot be opened."""
+        self._target = target
+        self._woken = threading.Event()
+        self._blocks = shape.blocks
+        self._offers = 0
+        self._next_at = 0.0
+        self.returned = 0
+        """The number of offers whose block was fetched."""
+        self._engine = BenchEngine(new_id(), shape, setup, self._woken.set)
+        self.close = self._engine.close
+
+    def offer(self) -> None:
+        """Names the blocks of a text, whose last one is new to the prefill engine."""
+        first = self._offers * _TEXT_BLOCKS
+        self._engine.thread.offer(
+            self._target, tuple((first + index).to_bytes(BLOCK_HASH_BYTES, "big") for index in range(_TEXT_BLOCKS))
+        )
+        self._offers += 1
+
+    def turn(self, now: float) -> None:
+        """Does what an engine does between two steps: gives blocks that are asked for, and offers one if it is time.
+
+        Raises BenchError if the transfer thread has died.
+        """
+        self._answer()
+        if now >= self._next_at:
+            self._next_at = now + 1 / OFFERS_PER_S
+            self.offer()
+
+    def finish(self) -> None:
+        """Waits until every offered block was fetched. Raises BenchError."""
+        self._answer()
+        while self.returned < self._offers:
+            if not self._woken.wait(_DEADLINE_S):
+                raise BenchError(f"no offered block was fetched for {_DEADLINE_S:g} s")
+            self._answer()
+
+    def _answer(self) -> None:
+        self._woken.clear()
+        for event in self._engine.thread.events():
+            match event:
+                case CachedWanted(transfer_id, hashes):
+                    first = self._offers % self._blocks
+                    blocks = tuple((first + index) % self._blocks for index in range(len(hashes)))
+                    self._engine.thread.push(transfer_id, 0, blocks)
+                    self._engine.thread.held(transfer_id, len(hashes))
+                case PushEnded():
+                    self.returned += 1
+                case TransferThreadDied(message):
+                    raise BenchError(f"the decode engine's transfer thread died: {message}")
+
+
 @dataclass(slots=True)
 class _ComputedPrompt:
     transfer_id: TransferId
@@ -205,6 +275,8 @@ class PushingEngine:
                     self._pushes.append(
                         _ComputedPrompt(transfer_id, 0, -(-len(token_ids) // BLOCK_TOKENS), time.monotonic())
                     )
+                case BlocksOffered(holder, hashes):
+                    self._fetch_offered(holder, hashes)
                 case TransferThreadDied(message):
                     raise BenchError(f"the prefill engine's transfer thread died: {message}")
         now = time.monotonic()
@@ -212,6 +284,11 @@ class PushingEngine:
             self._push(push, now)
         self._pushes = deque(push for push in self._pushes if push.next < push.end)
         return min((max(0.0, push.due - now) for push in self._pushes), default=None)
+
+    def _fetch_offered(self, holder: PrefillTarget, hashes: tuple[bytes, ...]) -> None:
+        """Fetches the last block of a text, as if the others were in the prefix cache."""
+        transfer_id = TransferId(new_id(), 0, self._engine.boot_id)
+        self._engine.thread.fetch(CachedFetchOrder(transfer_id, holder, hashes[-1:], (0,), _DEADLINE_S))
 
     def _push(self, push: _ComputedPrompt, now: float) -> None:
         if push.due > now:

@@ -16,7 +16,16 @@ from pdserve.bench.transfer.decode_steps import while_receiving
 from pdserve.bench.transfer.messages import TransferSetup
 from pdserve.bench.transfer.moves import moves
 from pdserve.bench.transfer.prefill_process import PrefillProcess, prefill_process
-from pdserve.bench.transfer.rows import Yardsticks, checksum_row, copy_row, decode_row, overhead_row, transfer_rows
+from pdserve.bench.transfer.returning_steps import while_returning
+from pdserve.bench.transfer.rows import (
+    Yardsticks,
+    checksum_row,
+    copy_row,
+    decode_row,
+    overhead_row,
+    return_row,
+    transfer_rows,
+)
 from pdserve.bench.transfer.yardsticks import copy_bytes_per_s, nixl_rates, perftest_bytes_per_s
 from pdserve.bench_config import BenchTransferConfig, CacheMemory
 from pdserve.engine.runner_loading import cpu_kernels
@@ -118,6 +127,9 @@ def _decode_rows(
             tokens_per_s,
         )
         found.append(decode_row(subject.name, bench.decode_batch, tokens_per_s, times))
+    _say("decode steps, blocks returning")
+    returns = while_returning(lambda: subject.runner.run(step_rows), prefill, shape, setup, bench.decode_s)
+    found.append(return_row(subject.name, bench.decode_batch, returns))
     return found
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from pdserve.bench.report import Better, Figure, Row, Unit
 from pdserve.bench.transfer.decode_steps import StepTimes
 from pdserve.bench.transfer.moves import Moves
+from pdserve.bench.transfer.returning_steps import ReturnTimes
 from pdserve.bench.transfer.yardsticks import NixlRate
 from pdserve.config import Switch
 
@@ -93,6 +95,20 @@ def decode_row(model: str, batch: int, tokens_per_s: float | None, times: StepTi
         Figure("added for 1 GB/s", (times.slowdown - 1) / (times.bytes_per_s / 1e9), Unit.RATIO),
     )
     return Row("decode step while KV blocks come in", {"model": model, "batch": batch, "arriving": rate}, figures)
+
+
+def return_row(model: str, batch: int, times: ReturnTimes) -> Row:
+    """Returns a row of decode steps while a prefill node fetches the blocks that become full, against steps alone."""
+    alone, returning = times.alone, times.returning
+    figures = (
+        Figure("step alone", statistics.median(cost.wall_s for cost in alone) * 1e3, Unit.MS, Better.LOWER),
+        Figure("step returning", statistics.median(cost.wall_s for cost in returning) * 1e3, Unit.MS, Better.LOWER),
+        Figure("returns in a second", times.returns_per_s, Unit.COUNT),
+        Figure("returning : alone", times.wall_ratio, Unit.RATIO, Better.LOWER),
+        Figure("CPU alone", statistics.median(cost.cpu_s for cost in alone) * 1e3, Unit.MS, Better.LOWER),
+        Figure("CPU returning : alone", times.cpu_ratio, Unit.RATIO, Better.LOWER),
+    )
+    return Row("decode step while blocks return", {"model": model, "batch": batch}, figures)
 
 
 def copy_row(bytes_per_s: float) -> Row:
