@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from pathlib import Path
 
 from pdserve.process import PARENT_PID_ENV, Listening, parse_listening
 
@@ -144,3 +145,11 @@ def pdserve(*argv: str, prefix: Sequence[str] = (), **environ: str) -> Iterator[
     command = [*prefix, sys.executable, "-P", "-m", "pdserve", *argv]
     with running(command, clean_environ(**{**own, **environ})) as process:
         yield process
+
+
+def alive(pid: int) -> bool:
+    """Returns whether there is a process with this id that has not ended."""
+    try:
+        return " Z " not in Path(f"/proc/{pid}/stat").read_text()
+    except FileNotFoundError:
+        return False

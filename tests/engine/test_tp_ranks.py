@@ -6,11 +6,10 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,73 +19,29 @@ import torch
 import zmq
 
 from pdserve.config import (
-    CacheConfig,
-    CpuConfig,
-    CpuKernels,
-    Device,
-    Dtype,
     EngineConfig,
-    LogConfig,
-    ModelConfig,
-    ParallelConfig,
-    SchedulerConfig,
     TpBackend,
-    TransferConfig,
 )
 from pdserve.engine.runner_loading import load_runner, rank_backend, rank_device
 from pdserve.engine.tp.rank_channel import OrderChannel, RankChannel
-from pdserve.engine.tp.tp_ranks import Ranks, running_ranks
+from pdserve.engine.tp.tp_ranks import Ranks
 from pdserve.engine.tp.tp_runner import TpRunner, joined_group
-from pdserve.engine.wake_up import WakeUp
 from pdserve.errors import MalformedFrame, RankLost
 from pdserve.models.backend import CPU
 from pdserve.models.checkpoint.decoder_config import read_decoder_config
 from pdserve.models.runner import StepRow
 from pdserve.models.tp.shares import ALONE
-from pdserve.settings import cache_folder
-from pdserve.wire.discovery import Role
 from pdserve.wire.rank import Arrived, Capture, Captured, Clear, Loaded, LoadModel, Numbered, Stop
 from pdserve.wire.sampling_params import SamplingParams
+from tests.engine.started_ranks import TIMEOUT_MS, engine_config, started
 from tests.engine.test_step_loop import MAX_LEN, engine, prompt
 from tests.eventually import eventually
-from tests.faults.test_node_death import alive
+from tests.processes import alive
 from tests.tiny_models import save_tiny_model
 
 pytestmark = pytest.mark.integration
 
-TIMEOUT_MS = 1000
 BLOCKS = 16
-
-
-def engine_config(folder: Path, backend: TpBackend = TpBackend.AUTO, device: Device = Device.CPU) -> EngineConfig:
-    return EngineConfig(
-        role=Role.MIXED,
-        boot_id=bytes(16),
-        secret=b"",
-        model_dir=str(folder),
-        cache_dir=str(cache_folder(os.environ)),
-        model=ModelConfig(dtype=Dtype.FP32, device=device),
-        cache=CacheConfig(block_size=4),
-        scheduler=SchedulerConfig(),
-        transfer=TransferConfig(),
-        cpu=CpuConfig(kernels=CpuKernels.TORCH),
-        log=LogConfig(),
-        parallel=ParallelConfig(tp=2, backend=backend, timeout_ms=TIMEOUT_MS),
-    )
-
-
-@contextmanager
-def started(config: EngineConfig) -> Iterator[Ranks]:
-    cores = tuple(os.sched_getaffinity(0))
-    wake_up = WakeUp()
-    shares = [cores, cores[:1]]
-    with (
-        closing(wake_up),
-        tempfile.TemporaryDirectory() as folder,
-        running_ranks(config, folder, shares, wake_up.fd) as ranks,
-    ):
-        yield ranks
-    assert not any(alive(pid) for pid in ranks.pids)
 
 
 @contextmanager
@@ -207,7 +162,7 @@ def test_a_rank_that_cannot_load_says_why(tmp_path: Path) -> None:
 
 def test_a_rank_ends_with_rank_0() -> None:
     script = (
-        "import time; from pathlib import Path; from tests.engine.test_tp_ranks import engine_config, started\n"
+        "import time; from pathlib import Path; from tests.engine.started_ranks import engine_config, started\n"
         "with started(engine_config(Path('/nowhere'))) as ranks: print(*ranks.pids, flush=True); time.sleep(60)"
     )
     with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE) as rank_0:

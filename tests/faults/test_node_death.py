@@ -14,6 +14,7 @@ import pytest
 
 from tests.cluster.nodes import MODEL, Cluster, Node, cluster, http, one_core, start_node
 from tests.eventually import eventually
+from tests.processes import alive
 from tests.tiny_models import Reference
 
 PROMPT = [11 + i % 400 for i in range(1400)]
@@ -94,13 +95,6 @@ def engine_pid(node: Node) -> int:
     pid = node.process.pid
     (child,) = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     return int(child)
-
-
-def alive(pid: int) -> bool:
-    try:
-        return " Z " not in Path(f"/proc/{pid}/stat").read_text()
-    except FileNotFoundError:
-        return False
 
 
 def kill(node: Node) -> None:

@@ -17,9 +17,9 @@ import pytest
 
 from tests.cluster.nodes import Node, http
 from tests.eventually import eventually
-from tests.faults.test_node_death import alive, engine_pid
+from tests.faults.test_node_death import engine_pid
 from tests.faults.test_shutdown import cpu_seconds, own_temporary_folder
-from tests.processes import pdserve
+from tests.processes import alive, pdserve
 from tests.tiny_models import Reference, save_tiny_chat_model
 
 __all__ = ["own_temporary_folder"]

@@ -13,7 +13,8 @@ from pdserve.config import Device
 from pdserve.errors import RankLost
 from pdserve.models.runner import CudaGraphs, StepRow
 from pdserve_kernels.triton.triton_kernels import TritonKernels
-from tests.engine.test_tp_ranks import engine_config, running
+from tests.engine.started_ranks import engine_config
+from tests.engine.test_tp_ranks import running
 
 
 def main() -> None:

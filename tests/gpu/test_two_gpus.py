@@ -16,7 +16,8 @@ from pdserve.models.checkpoint.decoder_config import read_decoder_config
 from pdserve.models.runner import CudaGraphs, StepRow
 from pdserve.models.tp.shares import ALONE
 from pdserve_kernels.triton.triton_kernels import TritonKernels
-from tests.engine.test_tp_ranks import BLOCKS, engine_config, running
+from tests.engine.started_ranks import engine_config
+from tests.engine.test_tp_ranks import BLOCKS, running
 from tests.tiny_models import save_tiny_model
 
 PROMPT = list(range(20, 31))
