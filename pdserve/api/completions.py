@@ -39,8 +39,10 @@ from pdserve.api.requests.resumed_answer import (
 from pdserve.api.requests.sampling_fields import (
     TokenRuns,
     bad_word_tokens,
+    check_best_of,
     check_logprobs,
     check_repeated,
+    check_scores,
     choice_seeds,
     sampling_params,
 )
@@ -185,6 +187,7 @@ class CompletionRoute(Generic[R]):
             parsed = replace(parsed, ignored=parsed.ignored + unread_part_fields(body.messages))
         bad_words = bad_word_tokens(body.bad_words or (), tokenizer)
         check_repeated(body, len(prompts), bad_words)
+        check_scores(body, [prompt.token_ids for prompt in prompts])
         vocab_size, journaled = self._node.ready.vocab_size, terms.journaled and bool(body.stream)
         journal = Journal() if terms.resume is None else read_journal(entries, body, prompts, vocab_size)
         check()
@@ -303,6 +306,11 @@ class CompletionRoute(Generic[R]):
             journal=prepared.journal,
             resumed=prepared.resumed,
             short_call_ids=self._node.formats.short_call_ids,
+            choices=body.choices,
+            shown_choices=body.shown_choices,
+            echo_logprobs=body.echo_logprobs,
+            prompt_logprobs=body.prompt_logprobs,
+            detokenizer=lambda: tokenizer.detokenizer(skip_special_tokens=body.skip_special_tokens is not False),
         )
         # No byte goes out before the engine's first output: an error until then still has its own status.
         first = await generation.next()
@@ -314,7 +322,7 @@ class CompletionRoute(Generic[R]):
             await _send_stream(request, {**EVENT_STREAM, **named}, events)
             return
         answer = self._answers.whole(body, options)
-        if terms.journaled:
+        if terms.journaled and body.has_whole_journal:
             await respond_journaled(request, named, generation, first, answer)
         else:
             data = await whole_answer(answer, generation, first)
@@ -407,6 +415,7 @@ def _choice_texts(
             stop_ids=stop_ids,
             resumable=resumable,
             parser=reading.parser(prompts[number // body.choices].ending),
+            scores_only=body.scores_only,
         )
         for number in range(len(prompts) * body.choices)
         if number not in over
@@ -432,7 +441,11 @@ def _submits(
             if index in wanted
         )
         if choices:
-            sampling = msgspec.structs.replace(common, max_tokens=prompt.max_tokens)
+            # A stream's client that has any event of a choice has the log probabilities of its prompt before that.
+            scored = not body.stream or any(choice.index not in journal.choices for choice in choices)
+            sampling = msgspec.structs.replace(
+                common, max_tokens=prompt.max_tokens, prompt_logprobs=body.scored_logprobs if scored else None
+            )
             submits.append(PromptChoices(prompt.token_ids, sampling, choices))
     return submits
 
@@ -447,7 +460,7 @@ def _interval(body: GenerationRequest, default: int) -> int:
 
 def _turn_tokens(body: GenerationRequest) -> int:
     """Returns how many tokens become text at once. It is fewer where each token has log probabilities."""
-    beside = body.wanted_logprobs
+    beside = body.sampled_logprobs
     return TURN_TOKENS if beside is None else TURN_TOKENS // (1 + beside)
 
 
@@ -460,6 +473,7 @@ def _check_consistent(body: GenerationRequest) -> None:
             param="stream_options.continuous_usage_stats",
         )
     check_logprobs(body)
+    check_best_of(body)
 
 
 async def _send_stream(request: HttpRequest, headers: Mapping[str, str], events: AsyncGenerator[bytes, None]) -> None:

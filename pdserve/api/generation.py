@@ -99,7 +99,7 @@ class UnreadOutputs:
         """Keeps ``output``. Returns whether the choice is to be read now: it has enough tokens, or has ended."""
         self._outputs.append(output)
         self._tokens += len(output.new_token_ids)
-        return self._tokens >= self._due_at or output.finish is not None
+        return self._tokens >= self._due_at or output.finish is not None or output.prompt_logprobs is not None
 
     @property
     def failed(self) -> bool:
@@ -277,4 +277,7 @@ def merge_outputs(outputs: Sequence[RequestOutput]) -> RequestOutput:
         token_ids += output.new_token_ids
         logprobs += output.logprobs or ()
     last = outputs[-1]
-    return RequestOutput(last.local_id, token_ids, last.finish, last.report, last.error, logprobs or None)
+    prompt_logprobs = next((output.prompt_logprobs for output in outputs if output.prompt_logprobs), None)
+    return RequestOutput(
+        last.local_id, token_ids, last.finish, last.report, last.error, logprobs or None, prompt_logprobs
+    )

@@ -7,9 +7,11 @@ the journal for each message that it receives.
 from __future__ import annotations
 
 import os
+import struct
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -42,6 +44,7 @@ from pdserve.wire.engine import (
     Submit,
     ToEngine,
 )
+from pdserve.wire.prompt_logprobs import PromptLogprobs
 from pdserve.wire.sampling_params import TokenLogprobs
 from tests.api.behaviour import ENDLESS_TOKEN_TEXT, ENGINE_FAILURE, REPLY_TEXT, SPLIT_TEXT, Behaviour
 
@@ -123,6 +126,10 @@ class ScriptedEngine:
                     behaviour = Behaviour.of_seed(member.seed)
                     running = Running(member.local_id, message, behaviour, self._reply(behaviour), len(member.emitted))
                     self._requests[member.local_id] = running
+                count, known = message.sampling.prompt_logprobs, len(message.token_ids) - 1
+                if count is not None and known:
+                    scores = prompt_logprobs_of(message.token_ids[1:], count)
+                    self._send(StepOutput([RequestOutput(message.local_id, [], prompt_logprobs=scores)]))
             case Abort(local_ids):
                 for local_id in local_ids:
                     self._requests.pop(local_id, None)
@@ -230,6 +237,20 @@ def with_logprobs(output: RequestOutput, count: int | None) -> RequestOutput:
 def logprobs_of(token_id: int, count: int) -> TokenLogprobs:
     likeliest = ((token_id + 2, -0.5), (token_id, -1.0), (token_id + 1, float("-inf")))
     return TokenLogprobs(-1.0, 2, likeliest[:count])
+
+
+def prompt_logprobs_of(token_ids: Sequence[int], count: int) -> PromptLogprobs:
+    """Returns what ``logprobs_of`` says of each of these tokens of a prompt."""
+    tokens = [logprobs_of(token_id, count) for token_id in token_ids]
+    top = [pair for token in tokens for pair in token.top]
+    count = min(count, 3)
+    return PromptLogprobs(
+        count,
+        struct.pack(f"<{len(tokens)}f", *(token.chosen for token in tokens)),
+        struct.pack(f"<{len(tokens)}I", *(token.rank for token in tokens)),
+        struct.pack(f"<{len(top)}I", *(token_id for token_id, _ in top)),
+        struct.pack(f"<{len(top)}f", *(logprob for _, logprob in top)),
+    )
 
 
 LATE = (Behaviour.ERROR_LATE, Behaviour.DEADLINE_LATE, Behaviour.FAIL, Behaviour.DIE)

@@ -10,7 +10,16 @@ import msgspec
 from pdserve.api.answers.answer_form import AnswerForm, AnswerOptions
 from pdserve.api.answers.chunks import DONE, ChunkEncoder, chunk_stream
 from pdserve.api.answers.logprobs import ShownToken, WholeLogprobs, without_infinity
-from pdserve.api.answers.openai_response import Completion, Envelope, Finish, PromptTokensDetails, StopReason, Usage
+from pdserve.api.answers.openai_response import (
+    Choice,
+    Completion,
+    Envelope,
+    Finish,
+    PromptTokensDetails,
+    StopReason,
+    Usage,
+)
+from pdserve.api.answers.prompt_scores import PromptScores
 from pdserve.api.answers.text_generation import TextDelta, TextGeneration
 from pdserve.api.message.parts import MessageParts, PartsBuilder
 from pdserve.api.requests.openai_request import GenerationRequest
@@ -29,6 +38,9 @@ class WholeAnswer:
 
     def __init__(self, form: AnswerForm, options: AnswerOptions) -> None:
         self._form = form
+        self._scores = PromptScores(form, options)
+        self._likelihoods = [0.0] * len(options.echoes)
+        """The sum of the log probabilities of each choice's tokens, where some choices are not shown."""
         self._options = options
         self._messages = [PartsBuilder() for _ in options.echoes]
         for message, echo in zip(self._messages, options.echoes, strict=True):
@@ -42,15 +54,23 @@ class WholeAnswer:
         self._reported: list[list[ShownToken]] = [[] for _ in self._messages]
         """The tokens of each choice whose log probabilities were added since the last entries."""
 
+    async def take(self, deltas: Sequence[TextDelta]) -> None:
+        """Adds ``deltas``. The log probabilities of a prompt take several turns of the event loop."""
+        await self._scores.take(deltas)
+        self.add(deltas)
+
     def add(self, deltas: Sequence[TextDelta]) -> None:
         for delta in deltas:
             self._messages[delta.choice].add(MessageParts(delta.text, delta.reasoning, delta.calls))
             self._ids[delta.choice].extend(delta.token_ids)
             if delta.tokens:
-                shown = self._options.shown(delta.choice, delta.tokens)
-                self._logprobs[delta.choice].add(self._form.logprobs(shown))
+                if self._options.logprobs:
+                    shown = self._options.shown(delta.choice, delta.tokens)
+                    self._logprobs[delta.choice].add(self._form.logprobs(shown))
                 if self._options.journaled:
                     self._reported[delta.choice].extend(delta.tokens)
+                chosen = (token.logprobs.chosen for token in delta.tokens if token.logprobs)
+                self._likelihoods[delta.choice] += sum(chosen)
             if delta.outcome is not None:
                 self._finishes[delta.choice] = delta.outcome.finish
                 self._stop_reasons[delta.choice] = delta.stop_reason
@@ -78,22 +98,45 @@ class WholeAnswer:
     def completion(self, usage: Usage) -> Completion:
         """Returns the answer, whose choices are all over."""
         form, options = self._form, self._options
-        choices = [
-            form.choice(
-                index,
-                message.parts(),
-                self._finishes[index],
-                self._logprobs[index].encoded(form.logprobs(options.shown(index, ()))) if options.logprobs else None,
-                options.call_id,
-            )
-            for index, message in enumerate(self._messages)
-        ]
-        for choice in choices:
-            choice.stop_reason = self._stop_reasons.get(choice.index)
-            choice.token_ids = self._ids[choice.index] if options.token_ids else None
+        numbers = self._shown_numbers()
+        choices = [self._choice(number, index) for index, number in enumerate(numbers)]
         head = _envelope(form.id_prefix, form.object, options)
         whole = Completion(head.id, head.object, head.created, head.model, head.system_fingerprint, choices, usage)
-        return form.completion(whole, options.prompt_ids if options.token_ids else None)
+        return form.completion(
+            whole,
+            [options.prompt_ids[number] for number in numbers] if options.token_ids else None,
+            [self._scores.listed(number) for number in numbers],
+        )
+
+    def _choice(self, number: int, index: int) -> Choice:
+        """Returns the choice of that number, which the client sees as number ``index``."""
+        options = self._options
+        logprobs = self._all_logprobs(number) if options.logprobs else None
+        parts, finish = self._messages[number].parts(), self._finishes[number]
+        choice = self._form.choice(index, parts, finish, logprobs, options.call_id)
+        choice.stop_reason = self._stop_reasons.get(number)
+        choice.token_ids = self._ids[number] if options.token_ids else None
+        return choice
+
+    def _all_logprobs(self, number: int) -> msgspec.Raw:
+        """Returns the log probabilities of a choice's tokens, after those of its prompt if that is echoed."""
+        echoed, empty = self._scores.echoed(number), self._form.logprobs(self._options.shown(number, ()))
+        if echoed is None:
+            return self._logprobs[number].encoded(empty)
+        echoed.extend(self._logprobs[number])
+        return echoed.encoded(empty)
+
+    def _shown_numbers(self) -> list[int]:
+        """Returns the numbers of the choices that the client gets: of each prompt the likeliest, if not all."""
+        options, numbers = self._options, range(len(self._messages))
+        if options.choices == options.shown_choices:
+            return list(numbers)
+        shown: list[int] = []
+        for first in range(0, len(numbers), options.choices):
+            of_prompt = numbers[first : first + options.choices]
+            best = sorted(of_prompt, key=lambda number: -self._likelihoods[number])
+            shown += best[: options.shown_choices]
+        return shown
 
 
 class OpenAiAnswers:
@@ -119,9 +162,9 @@ class OpenAiAnswers:
 
 async def whole_answer(answer: WholeAnswer, generation: TextGeneration, first: Sequence[TextDelta]) -> bytes:
     """Waits until ``answer`` is whole and returns it as JSON. Raises RequestError if there is none."""
-    answer.add(first)
+    await answer.take(first)
     while not (generation.done and generation.failure is None):
-        answer.add(await generation.next())
+        await answer.take(await generation.next())
     return answer.encoded(usage_of(generation))
 
 
@@ -134,12 +177,14 @@ async def streamed_answer(
     """
     journaled, has, begun = options.journaled, options.journal, False
     encoder = ChunkEncoder(_envelope(form.id_prefix, form.chunk_object, options), include_usage=options.include_usage)
-    stream = chunk_stream(form, encoder, options)
+    scores = PromptScores(form, options)
+    stream = chunk_stream(form, encoder, options, scores)
     deltas: Sequence[TextDelta] = first
     try:
         while True:
             if options.continuous_usage:
                 encoder.use(usage_of(generation))
+            await scores.take(deltas)
             data = b"".join(map(stream.events, deltas))
             if generation.done and generation.failure is None:
                 break
@@ -175,7 +220,7 @@ def usage_of(generation: TextGeneration) -> Usage:
 
 
 def _entry_of(choice: int, tokens: Sequence[ShownToken]) -> bytes:
-    logprobs = [without_infinity(token.logprobs) for token in tokens]
+    logprobs = [without_infinity(token.logprobs) for token in tokens if token.logprobs]
     return entry_with_logprobs(choice, [token.token_id for token in tokens], logprobs)
 
 

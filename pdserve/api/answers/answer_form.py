@@ -14,6 +14,7 @@ from typing import TypeAlias
 import msgspec
 from msgspec import UNSET
 
+from pdserve.api.answers.detokenizer import Detokenizer
 from pdserve.api.answers.logprobs import ShownLogprobs, ShownToken
 from pdserve.api.answers.openai_response import (
     CalledFunction,
@@ -68,10 +69,12 @@ class ChatForm:
             ]
         return ChatChoice(index, message, finish, logprobs)
 
-    def completion(self, whole: Completion, prompt_ids: Sequence[list[int]] | None) -> Completion:
-        """Returns ``whole`` with its prompts' tokens, which are given by choice, or with null in their place."""
+    def completion(
+        self, whole: Completion, prompt_ids: Sequence[list[int]] | None, scores: Sequence[msgspec.Raw | None]
+    ) -> Completion:
+        """Returns ``whole`` with its prompts' tokens and their log probabilities, given by choice, or with null."""
         whole.prompt_token_ids = None if prompt_ids is None else prompt_ids[0]
-        whole.prompt_logprobs = None
+        whole.prompt_logprobs = scores[0]
         return whole
 
     def chunk(self, index: int, text: str, logprobs: ShownLogprobs | None, *, first: bool) -> ChunkChoice:
@@ -114,11 +117,14 @@ class TextForm:
     ) -> Choice:
         return TextChoice(index, parts.content, finish, logprobs)
 
-    def completion(self, whole: Completion, prompt_ids: Sequence[list[int]] | None) -> Completion:
-        """Returns ``whole`` with its prompts' tokens, which are given by choice, or with null in their place."""
+    def completion(
+        self, whole: Completion, prompt_ids: Sequence[list[int]] | None, scores: Sequence[msgspec.Raw | None]
+    ) -> Completion:
+        """Returns ``whole`` with its prompts' tokens and their log probabilities, given by choice, or with null."""
         for choice in whole.choices:
-            if isinstance(choice, TextChoice) and prompt_ids is not None:
-                choice.prompt_token_ids = prompt_ids[choice.index]
+            if isinstance(choice, TextChoice):
+                choice.prompt_token_ids = None if prompt_ids is None else prompt_ids[choice.index]
+                choice.prompt_logprobs = scores[choice.index]
         return whole
 
     def chunk(self, index: int, text: str, logprobs: ShownLogprobs | None, *, first: bool) -> ChunkChoice:
@@ -185,6 +191,10 @@ def _around(choice: ChunkChoice) -> tuple[bytes, bytes]:
     return before, after
 
 
+def _no_detokenizer() -> Detokenizer:
+    raise AssertionError("the log probabilities of a prompt came that nobody asked for")
+
+
 @dataclass(frozen=True, slots=True)
 class AnswerOptions:
     """What the client asked for, what the prompts of its request are, and what it has of the answer already."""
@@ -216,10 +226,29 @@ class AnswerOptions:
     short_call_ids: bool = False
     """Whether calls have ids of nine letters and digits, as Mistral's templates want them."""
 
+    choices: int = 1
+    """How many answers each prompt gets."""
+    shown_choices: int = 1
+    """How many of them the client gets: the likeliest."""
+    echo_logprobs: int | None = None
+    """How many of the likeliest tokens are reported beside each token of an echoed prompt, if any are reported."""
+    prompt_logprobs: int | None = None
+    """The same in the list of ``prompt_logprobs``."""
+    detokenizer: Callable[[], Detokenizer] = _no_detokenizer
+    """Returns a detokenizer for an echoed prompt."""
+
     def call_id(self, choice: int, call: int) -> str:
         """Returns the id of a tool call, which is the same at every node."""
         size, prefix = (_SHORT_ID, "") if self.short_call_ids else (_LONG_ID, "call_")
         return prefix + blake2b(b"call %d %d" % (choice, call), key=self.answer.id, digest_size=16).hexdigest()[:size]
+
+    def prompt_of(self, choice: int) -> int:
+        """Returns the number of the choice's prompt."""
+        return choice // self.choices
+
+    def shown_prompt(self, tokens: Sequence[ShownToken]) -> ShownLogprobs:
+        """Returns what an answer reports of these tokens of an echoed prompt."""
+        return ShownLogprobs(tokens, self.token_bytes, 0, self.tokens_as_ids)
 
     def shown(self, choice: int, tokens: Sequence[ShownToken]) -> ShownLogprobs:
         """Returns what an answer or chunk reports of these tokens."""

@@ -13,6 +13,7 @@ import msgspec
 
 from pdserve.api.answers.answer_form import AnswerForm, AnswerOptions, PlainChoices
 from pdserve.api.answers.openai_response import ChunkChoice, Envelope, TextChunkChoice, Usage
+from pdserve.api.answers.prompt_scores import PromptScores
 from pdserve.api.answers.text_generation import TextDelta
 from pdserve.api.message.parts import MessageParts
 from pdserve.api.outcome import ChoiceOutcome
@@ -71,13 +72,12 @@ class ChunkStream(Protocol):
         """Returns the events of ``delta``, if it has any to show."""
 
 
-def chunk_stream(form: AnswerForm, encoder: ChunkEncoder, options: AnswerOptions) -> ChunkStream:
+def chunk_stream(form: AnswerForm, encoder: ChunkEncoder, options: AnswerOptions, scores: PromptScores) -> ChunkStream:
     """Returns the fastest stream that can show all that ``options`` ask for."""
-    chunks: Chunks
-    if options.plain is None or options.logprobs or options.token_ids or options.continuous_usage:
-        chunks = FullChunks(form, encoder, options)
-    else:
-        chunks = PlainChunks(options.plain, encoder, options, FullChunks(form, encoder, options))
+    full = FullChunks(form, encoder, options, scores)
+    chunks: Chunks = full
+    if options.plain is not None and not (options.logprobs or options.token_ids or options.continuous_usage):
+        chunks = PlainChunks(options.plain, encoder, options, full)
     return JournaledStream(chunks) if options.journaled else PlainStream(chunks)
 
 
@@ -121,8 +121,9 @@ class JournaledStream:
 class FullChunks:
     """Encodes each chunk from an object."""
 
-    def __init__(self, form: AnswerForm, encoder: ChunkEncoder, options: AnswerOptions) -> None:
+    def __init__(self, form: AnswerForm, encoder: ChunkEncoder, options: AnswerOptions, scores: PromptScores) -> None:
         self._form = form
+        self._scores = scores
         self._encoder = encoder
         self._options = options
         self._begun = set(options.journal.choices)
@@ -143,6 +144,8 @@ class FullChunks:
             chunk = self._form.message_chunk(delta.choice, parts, logprobs, self._options.call_id, first=first)
         else:
             chunk = self._form.chunk(delta.choice, text, logprobs, first=first)
+        if first and isinstance(chunk, TextChunkChoice) and (echoed := self._scores.echoed(delta.choice)) is not None:
+            chunk.logprobs = echoed.encoded(self._form.logprobs(self._options.shown(delta.choice, delta.tokens)))
         if self._options.token_ids:
             chunk.token_ids = list(delta.token_ids)
             if first:

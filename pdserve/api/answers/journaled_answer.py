@@ -40,7 +40,7 @@ async def respond_journaled(
 
     The caller still has to close ``generation``. Raises RequestError if there is no answer and no byte has gone out.
     """
-    answer.add(first)
+    await answer.take(first)
     while (ended := await _end_within(JOURNAL_INTERVAL_S, request, headers, generation, answer)) is None:
         await _send_entries(request, answer.entries())
     if ended.head is None:
@@ -62,7 +62,7 @@ async def _end_within(
     until = time.monotonic() + seconds
     try:
         while not (generation.done and generation.failure is None):
-            answer.add(await generation.next(max(until - time.monotonic(), 0.0)))
+            await answer.take(await generation.next(max(until - time.monotonic(), 0.0)))
             if time.monotonic() >= until and not generation.done:
                 return None
         body = answer.encoded(usage_of(generation))

@@ -22,9 +22,10 @@ class ShownToken:
     """One token of an answer."""
 
     token_id: int
-    logprobs: TokenLogprobs
+    logprobs: TokenLogprobs | None
+    """None for the first token of a prompt, which follows nothing."""
     offset: int
-    """How many characters of the answer are before the token's own."""
+    """How many characters of the answer are before the token's own, or of the prompt."""
 
 
 class ShownTokens:
@@ -71,6 +72,7 @@ class ShownTokens:
 
 BytesOfToken: TypeAlias = Callable[[int], bytes]
 
+_NOTHING_KNOWN = TokenLogprobs(0.0, 1, ())
 LEAST = -9999.0
 """What OpenAI says of a token that cannot come at all, because JSON has no infinity."""
 
@@ -92,25 +94,28 @@ class ShownLogprobs:
     def for_text(self) -> TextLogprobs:
         return TextLogprobs(
             [self._name(token.token_id) for token in self.tokens],
-            [_finite(token.logprobs.chosen) for token in self.tokens],
+            [None if token.logprobs is None else finite(token.logprobs.chosen) for token in self.tokens],
             [self._by_name(token) for token in self.tokens],
             [self.offset + token.offset for token in self.tokens],
         )
 
     def _chat_token(self, token: ShownToken) -> ChatTokenLogprob:
-        own = self._entry(token.token_id, token.logprobs.chosen)
-        top = [self._entry(token_id, logprob) for token_id, logprob in token.logprobs.top]
+        logprobs = token.logprobs or _NOTHING_KNOWN
+        own = self._entry(token.token_id, logprobs.chosen)
+        top = [self._entry(token_id, logprob) for token_id, logprob in logprobs.top]
         return ChatTokenLogprob(own.token, own.logprob, own.bytes, top)
 
     def _entry(self, token_id: int, logprob: float) -> TopLogprob:
         data = self.token_bytes(token_id)
-        return TopLogprob(_id_name(token_id) if self.as_ids else _escaped(data), _finite(logprob), list(data))
+        return TopLogprob(_id_name(token_id) if self.as_ids else _escaped(data), finite(logprob), list(data))
 
-    def _by_name(self, token: ShownToken) -> dict[str, float]:
+    def _by_name(self, token: ShownToken) -> dict[str, float] | None:
         """Returns the likeliest tokens and the chosen one. Where two have one name, the likelier has it."""
+        if token.logprobs is None:
+            return None
         named: dict[str, float] = {}
         for token_id, logprob in (*token.logprobs.top, (token.token_id, token.logprobs.chosen)):
-            named.setdefault(self._name(token_id), _finite(logprob))
+            named.setdefault(self._name(token_id), finite(logprob))
         return named
 
     def _name(self, token_id: int) -> str:
@@ -140,6 +145,17 @@ class WholeLogprobs:
             elif value:
                 pieces.append(_encoder.encode(value)[1:-1])
 
+    def copy(self) -> WholeLogprobs:
+        """Returns what was added so far, which goes on by itself."""
+        copy = WholeLogprobs()
+        copy._fields = {name: list(pieces) for name, pieces in self._fields.items()}
+        return copy
+
+    def extend(self, later: WholeLogprobs) -> None:
+        """Adds all parts of ``later``."""
+        for name, pieces in later._fields.items():
+            self._fields.setdefault(name, []).extend(pieces)
+
     def encoded(self, empty: ChatLogprobs | TextLogprobs) -> msgspec.Raw:
         """Returns the whole as JSON, or ``empty`` as JSON if there was no token."""
         lists = {name for name in empty.__struct_fields__ if isinstance(getattr(empty, name), list)}
@@ -156,8 +172,8 @@ _encoder = msgspec.json.Encoder()
 
 def without_infinity(logprobs: TokenLogprobs) -> TokenLogprobs:
     """Returns the log probabilities as they can be written as JSON. What the client gets of them is the same."""
-    top = tuple((token_id, _finite(logprob)) for token_id, logprob in logprobs.top)
-    return TokenLogprobs(_finite(logprobs.chosen), logprobs.rank, top)
+    top = tuple((token_id, finite(logprob)) for token_id, logprob in logprobs.top)
+    return TokenLogprobs(finite(logprobs.chosen), logprobs.rank, top)
 
 
 def _id_name(token_id: int) -> str:
@@ -177,5 +193,6 @@ def _is_text(data: bytes) -> bool:
     return True
 
 
-def _finite(logprob: float) -> float:
+def finite(logprob: float) -> float:
+    """Returns the log probability as JSON can have it."""
     return max(logprob, LEAST)

@@ -122,11 +122,19 @@ class TextLogprobs(msgspec.Struct):
     """The log probabilities of a text completion. Each list has one item for each token."""
 
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
-    """The chosen token is always in it."""
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    """The chosen token is always in it. The first token of an echoed prompt has None."""
     text_offset: list[int]
     """How many characters of the choice's text are before the token."""
+
+
+class PromptTokenLogprob(msgspec.Struct):
+    """One token of a prompt, or one that was likely in its place."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
 
 
 class TextChoice(msgspec.Struct):
@@ -138,14 +146,15 @@ class TextChoice(msgspec.Struct):
     stop_reason: StopReason = None
     token_ids: list[int] | None = None
     prompt_token_ids: list[int] | None = None
-    prompt_logprobs: None = None
+    prompt_logprobs: msgspec.Raw | None = None
+    """A list of dictionaries of ``PromptTokenLogprob`` by token id, as JSON."""
 
 
 class TextChunkChoice(msgspec.Struct):
     index: int
     text: str
     finish_reason: Finish | None = None
-    logprobs: TextLogprobs | None = None
+    logprobs: TextLogprobs | msgspec.Raw | None = None
     stop_reason: StopReason | UnsetType = UNSET
     token_ids: list[int] | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
@@ -167,7 +176,7 @@ class Completion(msgspec.Struct):
     usage: Usage
     prompt_token_ids: list[int] | UnsetType | None = UNSET
     """A chat has them here, and a text completion in each choice, as its choices may have several prompts."""
-    prompt_logprobs: UnsetType | None = UNSET
+    prompt_logprobs: UnsetType | msgspec.Raw | None = UNSET
 
 
 # ------------------------------------------------------------------ the other routes

@@ -27,6 +27,7 @@ from pdserve.api.request_log import RequestRecord, log_request
 from pdserve.errors import RequestError
 from pdserve.wire.engine import FinishReason, RequestOutput, RequestReport
 from pdserve.wire.journal import JournaledChoice
+from pdserve.wire.prompt_logprobs import PromptLogprobs
 from pdserve.wire.sampling_params import TokenLogprobs
 
 
@@ -46,6 +47,8 @@ class TextDelta(msgspec.Struct, frozen=True, gc=False):
     """What the model thinks, which is not in ``text``."""
     calls: Sequence[CallPiece] = ()
     """Pieces of tool calls, which are not in ``text``."""
+    prompt_logprobs: PromptLogprobs | None = None
+    """The log probabilities of the choice's prompt. Other choices may have the same prompt."""
 
     @property
     def shows(self) -> bool:
@@ -67,13 +70,15 @@ class ChoiceText:
         stop_ids: frozenset[int] = frozenset(),
         resumable: bool = False,
         parser: MessageParser | None = None,
+        scores_only: bool = False,
     ) -> None:
         """``shown_stop_ids`` are those of the stop tokens, ``stop_ids``, whose text belongs to the answer.
 
         No stop string ends with the text of the first ``min_tokens`` tokens. Where another node may go on with a choice
         that fails here (``resumable``), the failure does not show what is held back. Without ``parser`` all text is
-        content.
+        content. With ``scores_only``, the choice has no tokens, and ends where its first would be.
         """
+        self._scores_only = scores_only
         self._choice = choice
         self._detokenizer = detokenizer
         self._stop_strings = stop_strings
@@ -140,6 +145,9 @@ class ChoiceText:
 
     def _add(self, output: RequestOutput) -> TextDelta:
         token_ids, finish, logprobs = output.new_token_ids, output.finish, output.logprobs
+        if self._scores_only:
+            outcome = None if finish is None else outcome_of(FinishReason.LENGTH if finish.is_answer else finish)
+            return TextDelta(self._choice, "", (), outcome)
         if finish is None and logprobs is None and not self._stop_strings.wanted:
             return TextDelta(self._choice, self._detokenizer.add(token_ids), token_ids, None)
         shown = self._shown(token_ids, finish)
@@ -349,6 +357,8 @@ class TextGeneration:
         else:
             delta = choice.add(item.output)
             count = len(delta.token_ids)
+        if item.output.prompt_logprobs is not None:
+            delta = msgspec.structs.replace(delta, prompt_logprobs=item.output.prompt_logprobs)
         if count > 0:
             self._time_tokens(item.choice, count, now)
         if delta.outcome is not None:

@@ -64,6 +64,8 @@ MAX_STOPS = 16
 MAX_CHOICES = 1_024
 MAX_MESSAGES = 4_096
 MAX_LOGPROBS = 20
+MAX_BEST_OF = 20
+MAX_PRIORITY = 100
 TEXT_TOKENS = 16
 """How many tokens a text completion has whose request does not say, as OpenAI and vLLM have it."""
 MAX_BIASES = 1_024
@@ -127,6 +129,10 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     """Whether log probabilities name tokens like ``token_id:17``."""
+    prompt_logprobs: TopCount | None = None
+    """How many of the likeliest tokens are reported beside each token of the prompt."""
+    priority: Annotated[int, Meta(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = None
+    """Requests with a lower number get their places first."""
     cache_salt: Annotated[str, Meta(max_length=1_024)] | None = None
     """Prompts find each other's blocks in prefix caches only under the same salt."""
 
@@ -154,12 +160,44 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
 
     @property
     def choices(self) -> int:
+        """How many answers each prompt gets."""
+        return self.shown_choices
+
+    @property
+    def shown_choices(self) -> int:
+        """How many of a prompt's answers the client gets."""
         return self.n or 1
 
     @property
     def wanted_logprobs(self) -> int | None:
         """How many of the likeliest tokens are reported beside each chosen one. None reports no log probabilities."""
         return None
+
+    @property
+    def sampled_logprobs(self) -> int | None:
+        """As ``wanted_logprobs``, where this node needs log probabilities too, to choose among answers."""
+        return self.wanted_logprobs
+
+    @property
+    def echo_logprobs(self) -> int | None:
+        """How many of the likeliest tokens are reported beside each token of an echoed prompt."""
+        return None
+
+    @property
+    def scored_logprobs(self) -> int | None:
+        """How many of the likeliest tokens the engine has to report beside each token of the prompt."""
+        asked = [count for count in (self.prompt_logprobs, self.echo_logprobs) if count is not None]
+        return max(asked, default=None)
+
+    @property
+    def scores_only(self) -> bool:
+        """Whether the client wants nothing but the prompt's log probabilities."""
+        return False
+
+    @property
+    def has_whole_journal(self) -> bool:
+        """Whether another node can go on with the answer in one piece: it cannot choose among several answers."""
+        return self.choices == self.shown_choices
 
 
 class ChatRequest(GenerationRequest, kw_only=True):
@@ -194,8 +232,11 @@ class CompletionRequest(GenerationRequest, kw_only=True):
     """The body of ``POST /v1/completions``."""
 
     prompt: str | Annotated[list[str | int | list[int]], Meta(min_length=1)]
+    max_tokens: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
+    """0 asks for the prompt's log probabilities alone."""
     echo: bool | None = None
-    best_of: Positive | None = None
+    best_of: Annotated[int, Meta(ge=1, le=MAX_BEST_OF)] | None = None
+    """How many answers are generated, of which the ``n`` with the highest log probabilities are shown."""
     logprobs: TopCount | None = None
 
     @property
@@ -203,8 +244,24 @@ class CompletionRequest(GenerationRequest, kw_only=True):
         return TEXT_TOKENS
 
     @property
+    def choices(self) -> int:
+        return max(self.best_of or 1, self.shown_choices)
+
+    @property
     def wanted_logprobs(self) -> int | None:
         return self.logprobs
+
+    @property
+    def sampled_logprobs(self) -> int | None:
+        return 0 if self.logprobs is None and self.choices > self.shown_choices else self.logprobs
+
+    @property
+    def echo_logprobs(self) -> int | None:
+        return self.logprobs if self.echo else None
+
+    @property
+    def scores_only(self) -> bool:
+        return self.max_tokens == 0
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True):

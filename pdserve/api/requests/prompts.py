@@ -103,7 +103,8 @@ class ModelLimits:
         max_tokens = min(request.default_tokens or room, room) if wanted is None else wanted
         if (request.min_tokens or 0) > max_tokens:
             raise InvalidRequest(f"'min_tokens' is above the {max_tokens} tokens that may come", param="min_tokens")
-        return token_ids, max_tokens
+        # A prompt whose log probabilities alone are wanted gets a token too, with its last step, that is not shown.
+        return token_ids, max(max_tokens, 1)
 
     @property
     def _length(self) -> str:
@@ -138,11 +139,9 @@ def completion_prompts(
     request: CompletionRequest, tokenizer: Tokenizer, limits: ModelLimits, check: Check
 ) -> list[Prompt]:
     """Returns the prompts of a completion request. Raises InvalidRequest."""
-    if request.best_of is not None and request.best_of != request.choices:
-        raise InvalidRequest("'best_of' other than 'n' is not supported by pdserve", param="best_of")
     given = _listed(request.prompt)
     if len(given) * request.choices > MAX_CHOICES:
-        raise InvalidRequest(f"prompts times 'n' may be at most {MAX_CHOICES}", param="n")
+        raise InvalidRequest(f"prompts times 'n', or 'best_of', may be at most {MAX_CHOICES}", param="n")
     special, cut = request.add_special_tokens is not False, request.truncate_prompt_tokens is not None
     prompts = []
     for index, item in enumerate(given):

@@ -5,7 +5,7 @@ Words that an answer must not hold become the runs of tokens that the engine kee
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from hashlib import blake2b
 from typing import TypeAlias
 
@@ -31,6 +31,8 @@ def bad_word_tokens(words: Iterable[str], tokenizer: Tokenizer) -> TokenRuns:
 
 SEED_MASK = 2**63 - 1
 MAX_REPEATED_IDS = 262_144
+MAX_SCORES = 524_288
+"""How many log probabilities of prompts one answer has. As JSON they take some 40 bytes each."""
 
 
 def choice_seeds(request: GenerationRequest, answer_id: bytes, prompt: int) -> list[int]:
@@ -46,8 +48,37 @@ def check_logprobs(request: GenerationRequest) -> None:
     match request:
         case ChatRequest(top_logprobs=int(), logprobs=None | False) if request.top_logprobs:
             raise InvalidRequest("'top_logprobs' needs 'logprobs' to be true", param="top_logprobs")
-        case CompletionRequest(logprobs=int(), echo=True):
-            raise InvalidRequest("'logprobs' of an echoed prompt are not supported by pdserve", param="logprobs")
+        case CompletionRequest(max_tokens=0) if request.scored_logprobs is None:
+            raise InvalidRequest(
+                "'max_tokens' must be at least 1; 0 is for 'echo' with 'logprobs', and for 'prompt_logprobs'",
+                param="max_tokens",
+            )
+    if request.prompt_logprobs is not None and request.stream:
+        raise InvalidRequest("'prompt_logprobs' are not available when 'stream' is true", param="prompt_logprobs")
+
+
+def check_best_of(request: GenerationRequest) -> None:
+    """Raises InvalidRequest if there are no ``best_of`` answers from which ``n`` can be chosen."""
+    if not isinstance(request, CompletionRequest) or request.best_of is None:
+        return
+    if request.best_of < request.shown_choices:
+        raise InvalidRequest("'best_of' must be at least 'n'", param="best_of")
+    if request.stream and request.best_of > request.shown_choices:
+        raise InvalidRequest("'best_of' above 'n' cannot be streamed: the best is known at the end", param="best_of")
+
+
+def check_scores(request: GenerationRequest, prompts: Iterable[Sequence[int]]) -> None:
+    """Raises InvalidRequest if the log probabilities of all prompts are too many together."""
+    count = request.scored_logprobs
+    if count is None:
+        return
+    entries = sum(map(len, prompts)) * request.shown_choices * (1 + count)
+    if entries > MAX_SCORES:
+        raise InvalidRequest(
+            f"{entries} log probabilities of prompts are asked for, with those beside each token: "
+            f"at most {MAX_SCORES} together",
+            param="prompt_logprobs" if request.echo_logprobs is None else "logprobs",
+        )
 
 
 def check_repeated(request: GenerationRequest, prompts: int, bad_words: TokenRuns) -> None:
@@ -87,7 +118,7 @@ def sampling_params(request: GenerationRequest, seed: int, max_tokens: int, bad_
         logit_bias=tuple((request.logit_bias or {}).items()),
         allowed_token_ids=tuple(sorted(set(request.allowed_token_ids or ()))),
         bad_words=bad_words,
-        logprobs=request.wanted_logprobs,
+        logprobs=request.sampled_logprobs,
     )
 
 

@@ -15,7 +15,6 @@ from pdserve.errors import InvalidRequest
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "audio": (),
-    "best_of": (),
     "chat_template": (),
     "custom_logit_processor": ("",),
     "custom_params": ({},),
@@ -53,9 +52,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "no_stop_trim": (False,),
     "num_beams": (1,),
     "prediction": (),
-    "priority": (0,),
     "prompt_embeds": ([],),
-    "prompt_logprobs": (),
     "regex": ("",),
     "repeat_penalty": (1,),
     "repetition_detection": (),

@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 
 from pdserve.api.answers import chunks as sse
 from pdserve.api.answers.answer_form import CHAT_FORM, TEXT_FORM, AnswerForm, AnswerOptions, PlainChoices
-from pdserve.api.answers.chunks import ChunkEncoder, FullChunks, PlainChunks, chunk_stream
+from pdserve.api.answers.chunks import ChunkEncoder, ChunkStream, FullChunks, PlainChunks, chunk_stream
 from pdserve.api.answers.logprobs import ShownToken
 from pdserve.api.answers.openai_response import Envelope
+from pdserve.api.answers.prompt_scores import PromptScores
 from pdserve.api.answers.text_generation import TextDelta
 from pdserve.api.outcome import ChoiceOutcome
 from pdserve.wire.sampling_params import TokenLogprobs
@@ -44,6 +45,11 @@ def options(
     )
 
 
+def stream_of(form: AnswerForm, encoder: ChunkEncoder, options: AnswerOptions) -> ChunkStream:
+    """Returns the stream of a response to prompts whose log probabilities nobody wants."""
+    return chunk_stream(form, encoder, options, PromptScores(form, options))
+
+
 @given(
     SURFACES,
     st.builds(Envelope, id=TEXTS, object=TEXTS, created=st.integers(0, 2**40), model=TEXTS, system_fingerprint=TEXTS),
@@ -67,8 +73,8 @@ def test_both_ways_give_the_same_bytes(
 ) -> None:
     """This holds for any text, choice and order. With an echo, a choice's first chunk has more text than its delta."""
     encoder = ChunkEncoder(envelope, include_usage=include_usage)
-    fast = chunk_stream(form, encoder, options(echoes, PLAIN[form]))
-    full = chunk_stream(form, encoder, options(echoes, None))
+    fast = stream_of(form, encoder, options(echoes, PLAIN[form]))
+    full = stream_of(form, encoder, options(echoes, None))
     assert isinstance(fast.chunks, PlainChunks)
     assert isinstance(full.chunks, FullChunks)
     for choice, text, outcome in events:
@@ -91,7 +97,7 @@ def test_the_envelope_is_encoded_once_and_then_nothing_but_text(
             return msgspec.json.encode(value)
 
     monkeypatch.setattr(sse, "_encoder", Encoder())
-    stream = chunk_stream(
+    stream = stream_of(
         form, ChunkEncoder(Envelope("i", "o", 1, "m", "f"), include_usage=True), options([""], PlainChoices(form))
     )
     for number in range(20):
@@ -102,7 +108,7 @@ def test_the_envelope_is_encoded_once_and_then_nothing_but_text(
 @pytest.mark.parametrize(("logprobs", "ids"), [(True, False), (False, True)])
 def test_what_is_more_than_text_takes_the_full_path(logprobs: bool, ids: bool) -> None:
     encoder = ChunkEncoder(Envelope("i", "o", 1, "m", "f"), include_usage=False)
-    stream = chunk_stream(TEXT_FORM, encoder, options([""], PLAIN[TEXT_FORM], logprobs=logprobs, ids=ids))
+    stream = stream_of(TEXT_FORM, encoder, options([""], PLAIN[TEXT_FORM], logprobs=logprobs, ids=ids))
     delta = TextDelta(0, "x", [5], None, [ShownToken(5, TokenLogprobs(-1.0, 1, ()), 0)] if logprobs else ())
     choice = msgspec.json.decode(stream.events(delta).removeprefix(b"data: "))["choices"][0]
     assert choice.get("token_ids") == ([5] if ids else None)
