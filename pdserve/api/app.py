@@ -30,10 +30,27 @@ from pdserve.api.requests.preparing import Check
 from pdserve.api.requests.tokenizer import Tokenizer
 from pdserve.api.serving_node import ServingNode
 from pdserve.errors import InvalidRequest
+from pdserve.http.documentation import add_documentation
 from pdserve.http.model_list import ModelCard, ModelList
 from pdserve.http.request import JSON, HttpRequest
 from pdserve.http.routes import DirectRoutes, quart_app
 from pdserve.wire.command import COMMAND_PATH
+
+
+class NodeServerInfo(msgspec.Struct, frozen=True):
+    """What ``/server_info`` says of a node."""
+
+    version: str
+    name: str
+    role: str
+    model: str
+    fingerprint: str
+    max_model_len: int
+    max_running: int
+    block_size: int
+    num_blocks: int
+    max_body_bytes: int
+    process: str = "node"
 
 
 def create_app(node: ServingNode, commands: NodeCommands | None = None) -> DirectRoutes:
@@ -52,6 +69,7 @@ def create_app(node: ServingNode, commands: NodeCommands | None = None) -> Direc
     app = quart_app("node", node.max_body_bytes, _ignore, (*handlers, "/v1/models"))
     _add_models(app, node)
     _add_probes(app, node)
+    add_documentation(app, "node")
     if commands is not None:
         handlers[COMMAND_PATH] = commands.handle
     return DirectRoutes(handlers, app, "node", _ignore)
@@ -101,6 +119,24 @@ def _add_probes(app: Quart, node: ServingNode) -> None:
     @app.get("/version")
     async def version() -> Response:
         return _json({"version": installed})
+
+    @app.get("/server_info")
+    async def server_info() -> Response:
+        ready = node.ready
+        return _json(
+            NodeServerInfo(
+                installed,
+                node.name,
+                node.role.value,
+                node.model,
+                ready.fingerprint,
+                ready.max_model_len,
+                ready.max_running,
+                ready.block_size,
+                ready.num_blocks,
+                node.max_body_bytes,
+            )
+        )
 
 
 class TokenizerRoutes:

@@ -9,24 +9,28 @@ import msgspec
 from pdserve.errors import DeadlineExceeded, Internal, RequestError, Unauthorized, UnsupportedMediaType
 
 
-class _Detail(msgspec.Struct, frozen=True):
+class OpenAiErrorDetail(msgspec.Struct, frozen=True):
     message: str
     type: str
     param: str | None
     code: str | None
 
 
-class _Body(msgspec.Struct, frozen=True):
-    error: _Detail
+class OpenAiError(msgspec.Struct, frozen=True):
+    """The body of an error in OpenAI's form."""
+
+    error: OpenAiErrorDetail
 
 
-class _AnthropicDetail(msgspec.Struct, frozen=True):
+class AnthropicErrorDetail(msgspec.Struct, frozen=True):
     type: str
     message: str
 
 
-class _AnthropicBody(msgspec.Struct, frozen=True):
-    error: _AnthropicDetail
+class AnthropicError(msgspec.Struct, frozen=True):
+    """The body of an error in Anthropic's form."""
+
+    error: AnthropicErrorDetail
     request_id: str | None
     type: str = "error"
 
@@ -80,9 +84,9 @@ def error_body(error: RequestError, form: ErrorForm = ErrorForm.OPENAI, label: s
     Anthropic's form names the request by ``label``.
     """
     if form is not ErrorForm.ANTHROPIC:
-        return _encoder.encode(_Body(_Detail(error.message, error.type, error.param, error.code)))
+        return _encoder.encode(OpenAiError(OpenAiErrorDetail(error.message, error.type, error.param, error.code)))
     kind = _ANTHROPIC_TYPES.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
-    return _encoder.encode(_AnthropicBody(_AnthropicDetail(kind, error.message), label))
+    return _encoder.encode(AnthropicError(AnthropicErrorDetail(kind, error.message), label))
 
 
 def error_headers(error: RequestError) -> dict[str, str]:

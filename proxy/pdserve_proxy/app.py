@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from typing import TypeAlias
 
@@ -12,8 +13,10 @@ from quart import Quart, Response, request
 
 from pdserve.config import ProxyConfig
 from pdserve.errors import Unavailable
+from pdserve.http.documentation import add_documentation
 from pdserve.http.model_list import ModelCard, ModelList
 from pdserve.http.routes import DirectRoutes, quart_app
+from pdserve.wire.version import SPOKEN
 from pdserve_proxy.credentials import ApiKeys
 from pdserve_proxy.metrics import CONTENT_TYPE, ProxyMetrics
 from pdserve_proxy.registry.snapshot import RegisteredNode, RegistryView
@@ -57,10 +60,24 @@ class Instance(msgspec.Struct, frozen=True):
     heartbeat_age_s: float
 
 
+class ProxyServerInfo(msgspec.Struct, frozen=True):
+    """What ``/server_info`` says of a proxy."""
+
+    version: str
+    protocol: int
+    """The newest version of the protocol between hosts that it speaks."""
+    models: list[str]
+    nodes: dict[str, int]
+    """How many nodes of each role are registered."""
+    max_body_bytes: int
+    process: str = "proxy"
+
+
 class InformationRoutes:
     """Answers requests about the cluster from the registry, without asking a node."""
 
-    def __init__(self, registry: RegistryView, scrape: RenderMetrics, keys: ApiKeys) -> None:
+    def __init__(self, registry: RegistryView, scrape: RenderMetrics, keys: ApiKeys, max_body_bytes: int) -> None:
+        self._max_body_bytes = max_body_bytes
         self._registry = registry
         self._scrape = scrape
         self._keys = keys
@@ -78,6 +95,7 @@ class InformationRoutes:
         app.add_url_rule("/instances", "instances", self.instances)
         app.add_url_rule("/metrics", "metrics", self.metrics)
         app.add_url_rule("/version", "version", self.version)
+        app.add_url_rule("/server_info", "server_info", self.server_info)
 
     async def models(self) -> Response:
         self._keys.caller(request.headers.get("authorization"))
@@ -115,6 +133,11 @@ class InformationRoutes:
 
     async def version(self) -> Response:
         return _json({"version": self._version})
+
+    async def server_info(self) -> Response:
+        roles = Counter(node.info.role.value for node in self._registry.snapshot().nodes)
+        models = sorted(self._cards())
+        return _json(ProxyServerInfo(self._version, SPOKEN.newest, models, dict(roles), self._max_body_bytes))
 
 
 def _instance(node: RegisteredNode, now: float) -> Instance:
@@ -155,6 +178,7 @@ def build_app(
 
     routes = (*sorted(RELAYED_ROUTES), "/v1/models")
     app = quart_app("proxy", config.http.max_body_bytes, count_error, routes)
-    InformationRoutes(registry, scrape, keys).add_routes(app)
+    InformationRoutes(registry, scrape, keys, config.http.max_body_bytes).add_routes(app)
+    add_documentation(app, "proxy")
     relayed = RelayedRoutes(config.http.max_body_bytes, keys, bodies, admission, relay)
     return DirectRoutes(dict.fromkeys(RELAYED_ROUTES, relayed.handle), app, "proxy", count_error)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import re
 
 import openai
 import pytest
@@ -23,6 +24,32 @@ def test_models(client: openai.OpenAI) -> None:
     with pytest.raises(openai.NotFoundError) as raised:
         client.models.retrieve("some/other")
     assert raised.value.code == "model_not_found"
+
+
+def test_every_route_of_the_description_is_there(node: NodeUnderTest) -> None:
+    paths = get(f"{node.url}/openapi.json").json()["paths"]
+    assert "/instances" not in paths
+    for path, described in paths.items():
+        if "post" in described:
+            assert post(node.url + path, {}).status == 400
+        else:
+            assert get(node.url + path.replace("{model}", MODEL)).status == 200, path
+
+
+def test_the_page_of_the_routes_loads_nothing(node: NodeUnderTest) -> None:
+    page = get(f"{node.url}/docs")
+    assert page.headers["content-type"].startswith("text/html")
+    assert "default-src 'none'" in page.headers["content-security-policy"]
+    for text in ("/v1/chat/completions", "max_output_tokens", "stop_sequences"):
+        assert text in page.text
+    assert not {"<script", "<link", "<img", "http:", "https:"} & set(
+        re.findall(r"<script|<link|<img|https?:", page.text)
+    )
+
+
+def test_what_serves_is_told(node: NodeUnderTest) -> None:
+    info = get(f"{node.url}/server_info").json()
+    assert (info["process"], info["role"], info["model"], info["max_model_len"]) == ("node", "mixed", MODEL, 256)
 
 
 def test_models_with_a_slash(node: NodeUnderTest) -> None:

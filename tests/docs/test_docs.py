@@ -27,7 +27,7 @@ from pdserve.wire import discovery, engine, proxy_workers, rank, rank_transfer, 
 from pdserve.wire.engine import EngineStats
 from pdserve_proxy.metrics import ProxyMetrics
 from tests.cli.test_help import ROOT_OF
-from tests.docs import results_plot, stream_tables
+from tests.docs import openapi_document, results_plot, stream_tables
 from tests.docs.configuration_table import PAGE, render
 
 ROOT = Path(__file__).parents[2]
@@ -58,6 +58,12 @@ def test_the_configuration_page_is_up_to_date() -> None:
     assert PAGE.read_text() == render(), "python -m tests.docs.configuration_table writes it anew"
     for setting in (setting for root in ROOTS for setting in settings_of(root)):
         assert f"`--{setting.flag}` | `{setting.env}`" in PAGE.read_text()
+
+
+def test_the_description_of_the_http_interface_is_up_to_date() -> None:
+    assert openapi_document.FILE.read_text() == openapi_document.render(), (
+        "python -m tests.docs.openapi_document writes it anew"
+    )
 
 
 def test_its_example_file_is_taken(tmp_path: Path) -> None:

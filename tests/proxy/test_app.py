@@ -86,6 +86,23 @@ async def test_metrics_and_version() -> None:
         status, version = await get(running, "/version")
         assert status == 200
         assert isinstance(version["version"], str)
+        status, info = await get(running, "/server_info")
+        assert (status, info["process"], info["version"]) == (200, "proxy", version["version"])
+        assert (info["models"], info["nodes"]) == (["m"], {"prefill": 2})
+
+
+async def test_every_route_of_the_description_is_there() -> None:
+    async with cluster() as running:
+        paths = (await get(running, "/openapi.json"))[1]["paths"]
+        assert isinstance(paths, dict)
+        for path, described in paths.items():
+            method = "POST" if "post" in described else "GET"
+            path = path.replace("{model}", "m")
+            async with running.http.request(method, path, data=b"{}") as response:
+                # There is no node, and so no model.
+                needs_node = method == "POST" or path == "/ready"
+                assert response.status == (503 if needs_node else 404 if path == "/v1/models/m" else 200), path
+                assert str(response.status) in described[method.lower()]["responses"]
 
 
 @pytest.mark.parametrize(
@@ -93,7 +110,7 @@ async def test_metrics_and_version() -> None:
     [
         ("GET", "/nowhere", 404, "not_found_error"),
         ("POST", "/v1/embeddings", 404, "not_found_error"),
-        ("POST", "/v1/responses", 404, "not_found_error"),
+        ("GET", "/v1/responses/resp_1", 404, "not_found_error"),
         ("POST", "/chat/completions", 404, "not_found_error"),
         ("POST", "/v1/chat/completions/", 404, "not_found_error"),
         ("POST", "/v1//completions", 404, "not_found_error"),
