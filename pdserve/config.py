@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pdserve.wire.discovery import Role
+from pdserve.wire.grammar import MAX_GRAMMAR_BYTES
 
 
 def setting(
@@ -501,6 +502,34 @@ class RequestConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class GrammarConfig:
+    """The grammars of clients: JSON Schemas, regular expressions and the like that an answer has to follow."""
+
+    max_bytes: int = setting(
+        "max-grammar-bytes",
+        "A grammar has at most this many bytes. Its rules are bounded as well.",
+        2**17,
+        minimum=256,
+        maximum=MAX_GRAMMAR_BYTES,
+    )
+    compile_s: float = setting(
+        "grammar-compile-s",
+        "Compiling a grammar may take this many seconds. Usual ones take a few milliseconds; while one is tried, "
+        "other requests with new grammars wait.",
+        3.0,
+        minimum=0.05,
+        maximum=60,
+    )
+    cached: int = setting(
+        "grammar-cache",
+        "The outcomes of this many grammars are kept, each with its text.",
+        64,
+        minimum=1,
+        maximum=4096,
+    )
+
+
+@dataclass(frozen=True, slots=True)
 class DiscoveryConfig:
     """The node's side of discovery."""
 
@@ -825,6 +854,7 @@ class NodeConfig:
     stream: StreamConfig = field(default_factory=StreamConfig)
     message: MessageConfig = field(default_factory=MessageConfig)
     request: RequestConfig = field(default_factory=RequestConfig)
+    grammar: GrammarConfig = field(default_factory=GrammarConfig)
     discovery: DiscoveryConfig = field(default_factory=DiscoveryConfig)
     security: SecurityConfig = field(default_factory=SecurityConfig)
     cpu: CpuConfig = field(default_factory=CpuConfig)
@@ -880,6 +910,7 @@ class UpConfig:
     stream: StreamConfig = field(default_factory=StreamConfig)
     message: MessageConfig = field(default_factory=MessageConfig)
     request: RequestConfig = field(default_factory=RequestConfig)
+    grammar: GrammarConfig = field(default_factory=GrammarConfig)
     security: SecurityConfig = field(default_factory=SecurityConfig)
     log: LogConfig = field(default_factory=LogConfig)
 

@@ -278,7 +278,7 @@ class AnsweringProcess(ChildProcess):
     """A child that answers each order, a line of JSON, with a line, and ends when its standard input does."""
 
     def __init__(
-        self, name: str, command: Sequence[str], environ: Mapping[str, str], *, stderr: int | None = None
+        self, name: str, command: Sequence[str], environ: Mapping[str, str] | None = None, *, stderr: int | None = None
     ) -> None:
         super().__init__(name, command, environ=environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr)
 

@@ -27,6 +27,7 @@ from pdserve.api.outcome import failure_of
 from pdserve.api.request_log import RequestRecord
 from pdserve.api.requests.answer_reading import AnswerReading, answer_reading
 from pdserve.api.requests.chat_messages import unread_part_fields
+from pdserve.api.requests.grammar_check import WantedGrammar
 from pdserve.api.requests.openai_request import BodyParser, ChatRequest, CompletionRequest, GenerationRequest, Parsed
 from pdserve.api.requests.preparing import Check
 from pdserve.api.requests.prompts import ModelLimits, Prompt, chat_prompts, completion_prompts
@@ -42,10 +43,12 @@ from pdserve.api.requests.sampling_fields import (
     check_best_of,
     check_logprobs,
     check_repeated,
+    check_repeated_grammar,
     check_scores,
     choice_seeds,
     sampling_params,
 )
+from pdserve.api.requests.structured_outputs import wanted_calls, wanted_grammar
 from pdserve.api.requests.tokenizer import TemplateFailed, Tokenizer
 from pdserve.api.requests.tool_grammar import tool_grammar
 from pdserve.api.serving_node import ServingNode
@@ -107,6 +110,17 @@ class PreparedRequest(Generic[R]):
     """What other nodes have generated. The client of a stream has it, any other one has nothing."""
     resumed: Sequence[TextDelta] = ()
     """What ``AnswerOptions.resumed`` says."""
+    wanted: WantedGrammar | None = None
+    """The grammar that the answers have to follow."""
+
+    def constrained(self, grammar: Grammar) -> PreparedRequest[R]:
+        """Returns the request with a grammar for the engine. Raises InvalidRequest for too many prompts."""
+        check_repeated_grammar(grammar, len(self.submits))
+        submits = [
+            replace(submit, sampling=msgspec.structs.replace(submit.sampling, grammar=grammar))
+            for submit in self.submits
+        ]
+        return replace(self, submits=submits)
 
 
 class Parser(Protocol[R]):
@@ -155,7 +169,7 @@ class CompletionRoute(Generic[R]):
         request.check_body_form()
         tokenizer = self._admit()
         terms = self._terms(request, arrived)
-        prepared = await self._read(request, tokenizer, terms)
+        prepared = await self._constrained(await self._read(request, tokenizer, terms), terms)
         if terms.resume is not None and terms.resume.prepare:
             await self._fetch(request, prepared, terms)
             return
@@ -172,6 +186,13 @@ class CompletionRoute(Generic[R]):
             lambda check: self._prepare(data, terms, tokenizer, check),
             terms.deadline - time.monotonic(),
         )
+
+    async def _constrained(self, prepared: PreparedRequest[R], terms: RequestTerms) -> PreparedRequest[R]:
+        """Returns the request with the grammar that it asks for, once that is known to compile."""
+        if prepared.wanted is None:
+            return prepared
+        grammar = await self._node.grammars.compiled(prepared.wanted, terms.deadline - time.monotonic())
+        return prepared.constrained(grammar)
 
     def _prepare(self, data: bytes, terms: RequestTerms, tokenizer: Tokenizer, check: Check) -> PreparedRequest[R]:
         """Returns what the engine needs. It knows of the request its body and its terms, and may run in a thread."""
@@ -199,9 +220,10 @@ class CompletionRoute(Generic[R]):
         elif body.stream:
             resume_texts(texts, journal, logprobs=body.wanted_logprobs is not None)
         wanted = {number for number, text in texts.items() if not text.stopped}
-        grammar = tool_grammar(reading, prompts[0].ending, tokenizer.special_id)
-        submits = _submits(body, prompts, bad_words, terms.answer.id, wanted, journal, grammar)
-        return PreparedRequest(parsed, prompts, texts, submits, journal, resumed)
+        structure, calls = wanted_grammar(body), tool_grammar(reading, prompts[0].ending, tokenizer.special_id)
+        submits = _submits(body, prompts, bad_words, terms.answer.id, wanted, journal)
+        grammar = structure if calls is None else wanted_calls(calls, structure, forced=reading.tools.forced)
+        return PreparedRequest(parsed, prompts, texts, submits, journal, resumed, grammar)
 
     def _admit(self) -> Tokenizer:
         self._node.check_serving()
@@ -429,10 +451,9 @@ def _submits(
     answer_id: bytes,
     wanted: Container[int],
     journal: Journal,
-    grammar: Grammar | None,
 ) -> list[PromptChoices]:
     """Returns the prompts that have any of the choices whose numbers are ``wanted``."""
-    common = msgspec.structs.replace(sampling_params(body, 0, 1, bad_words), grammar=grammar)
+    common = sampling_params(body, 0, 1, bad_words)
     submits = []
     for number, prompt in enumerate(prompts):
         choices = tuple(

@@ -22,6 +22,7 @@ from pdserve.api.message.formats import formats_of
 from pdserve.api.metrics import NodeMetrics
 from pdserve.api.outcome import shutting_down
 from pdserve.api.registration import Registration
+from pdserve.api.requests.grammar_check import GrammarCheck
 from pdserve.api.requests.tokenizer import Tokenizer, load_tokenizer
 from pdserve.api.serving_node import NodePhase, ServingNode, TicketGate
 from pdserve.config import DrainMode, EngineConfig, NodeConfig
@@ -158,6 +159,7 @@ class NodeServer:
             engine.fail_open(shutting_down())
             await http.stop()
             state.preparer.close()
+            state.grammars.close()
 
     async def _drain(self, engine: EngineClient, signals: StopSignals, quiet_s: float = 0.0) -> None:
         """Waits until nothing runs, and nothing has for ``quiet_s`` if anything ran in the beginning."""
@@ -242,6 +244,7 @@ class NodeServer:
             max_body_bytes=self.config.http.max_body_bytes,
             stream=self.config.stream,
             formats=formats_of(tokenizer.chat_template, self.config.message),
+            grammars=GrammarCheck(self.model_dir, self.config.grammar),
             unaccepted=lambda: None if registration is None else registration.unaccepted,
         )
 

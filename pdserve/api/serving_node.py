@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pdserve.api.engine_client import EngineClient, EngineState
 from pdserve.api.message.formats import NO_FORMATS, MessageFormats
 from pdserve.api.metrics import NodeMetrics
+from pdserve.api.requests.grammar_check import GrammarCheck
 from pdserve.api.requests.preparing import Preparer
 from pdserve.api.requests.prompts import ModelLimits
 from pdserve.api.requests.tokenizer import Tokenizer
@@ -83,6 +84,7 @@ class ServingNode:
     """How many seconds a request without a ticket may take."""
     max_body_bytes: int
     stream: StreamConfig
+    grammars: GrammarCheck
     formats: MessageFormats = NO_FORMATS
     """The forms in which the model writes reasoning and tool calls."""
     unaccepted: Callable[[], str | None] = lambda: None

@@ -46,16 +46,24 @@ def compile_grammar(grammar: Grammar, vocabulary: LLTokenizer) -> LLMatcher:
     matcher = LLMatcher(vocabulary, _source(grammar), log_level=0, limits=limits)
     if matcher.is_error():
         raise GrammarRefused(matcher.get_error().strip()[:MAX_MESSAGE_CHARS])
+    first = matcher.deep_copy()
+    first.compute_bitmask()
+    if first.is_error():
+        raise GrammarRefused(trouble(first))
     return matcher
+
+
+def trouble(matcher: LLMatcher) -> str:
+    """Returns why a matcher that has an error cannot go on."""
+    error = matcher.get_error().partition("\n")[0]
+    return "no text fits it" if error.startswith("NoExtension") else f"it is too much work: {error}"
 
 
 def _source(grammar: Grammar) -> str:
     match grammar.kind:
         case GrammarKind.JSON_SCHEMA:
             try:
-                return LLMatcher.grammar_from_json_schema(
-                    grammar.text, overrides={"whitespace_pattern": _WHITESPACE, "whitespace_flexible": True}
-                )
+                return LLMatcher.grammar_from_json_schema(grammar.text, defaults={"whitespace_pattern": _WHITESPACE})
             except ValueError as exc:
                 raise GrammarRefused(str(exc)[:MAX_MESSAGE_CHARS]) from exc
         case GrammarKind.REGEX:

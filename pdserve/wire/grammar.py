@@ -37,3 +37,21 @@ class Grammar(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     kind: GrammarKind
     text: Annotated[str, msgspec.Meta(max_length=MAX_GRAMMAR_BYTES)]
+
+
+class GrammarTrial(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Asks the process that tries grammars whether this one compiles."""
+
+    grammar: Grammar
+    ebnf: bool = False
+    """Whether the grammar, of the kind ``LARK``, may be in GBNF instead, to be written anew in Lark."""
+
+
+class TriedGrammar(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The outcome of a trial. The grammar compiles if there is no ``refusal``."""
+
+    grammar: Grammar
+    """The grammar, in Lark if it was in GBNF."""
+    refusal: str = ""
+    place: str = ""
+    """The part of a JSON Schema that is at fault, as in ``properties.name``; empty if that is not known."""

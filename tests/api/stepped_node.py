@@ -12,6 +12,7 @@ import zlib
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, cast
 
 from pdserve.api.app import create_app
@@ -19,9 +20,10 @@ from pdserve.api.engine_client import EngineClient, EngineState, PromptChoices
 from pdserve.api.generation import Generation
 from pdserve.api.message.formats import NO_FORMATS, MessageFormats
 from pdserve.api.metrics import NodeMetrics
+from pdserve.api.requests.grammar_check import GrammarCheck
 from pdserve.api.requests.tokenizer import Tokenizer
 from pdserve.api.serving_node import ServingNode, TicketGate
-from pdserve.config import StreamConfig
+from pdserve.config import GrammarConfig, StreamConfig
 from pdserve.errors import Internal
 from pdserve.http.outlet import OUTLET, Outlet
 from pdserve.http.routes import DirectRoutes
@@ -295,6 +297,7 @@ async def stepped_node(
         max_body_bytes=MAX_BODY_BYTES,
         stream=StreamConfig(),
         formats=formats,
+        grammars=GrammarCheck(Path(), GrammarConfig()),
     )
     try:
         yield SteppedNode(create_app(node), engine, node.metrics, boot_id)

@@ -19,6 +19,7 @@ import pytest
 from pdserve.api.app import create_app
 from pdserve.api.engine_client import EngineClient
 from pdserve.api.metrics import NodeMetrics
+from pdserve.api.requests.grammar_check import GrammarCheck
 from pdserve.api.requests.preparing import WORKERS
 from pdserve.api.requests.tokenizer import Tokenizer, load_tokenizer
 from pdserve.api.serving_node import ServingNode
@@ -26,6 +27,7 @@ from pdserve.config import (
     CacheConfig,
     CpuConfig,
     EngineConfig,
+    GrammarConfig,
     LogConfig,
     ModelConfig,
     SchedulerConfig,
@@ -151,6 +153,7 @@ async def app_in_process(
             timeout_s=60.0,
             max_body_bytes=10_000,
             stream=stream or StreamConfig(),
+            grammars=GrammarCheck(model_dir, GrammarConfig()),
         )
         yield create_app(node), engine
     finally:

@@ -109,22 +109,43 @@ ODD_BUT_RIGHT = {
     "stop_token_ids": ("[]", "[0]"),
 }
 UNSUPPORTED = {
+    "tools that are no list": ("tools", "1"),
+    "a tool choice of nothing": ("tool_choice", '{"type": "function", "function": {"name": "nobody"}}'),
+    "a template": ("chat_template", '"{{ [].__class__ }}"'),
+}
+DEEP_SCHEMA = '{"items":' * 70 + "{}" + "}" * 70
+REFS = {f"d{i}": {"properties": {"a": {"$ref": f"#/$defs/d{i + 1}"}}} for i in range(1_200)} | {"d1200": {}}
+DOUBLES = "start: T0\n" + "\n".join(f"T{i}: T{i + 1} T{i + 1}" for i in range(1_000)) + '\nT1000: "a"'
+CHAIN = "start: r0\n" + "\n".join(f"r{i}: r{i + 1}" for i in range(8_000)) + '\nr8000: "a"'
+GRAMMARS: dict[str, tuple[str, str, frozenset[int]]] = {
     "a cyclic schema": (
         "response_format",
         '{"type": "json_schema", "json_schema": {"name": "x", "schema": {"$ref": "#"}}}',
+        BAD,
     ),
     "schemas that refer to each other": (
-        "response_format",
-        '{"type": "json_schema", "json_schema": {"name": "x", "schema": {"$defs": {"a": {"$ref": "#/$defs/b"}, '
-        '"b": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}}}',
+        "guided_json",
+        '{"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}',
+        BAD,
     ),
-    "a schema that is a list": ("response_format", '{"type": "json_schema", "json_schema": []}'),
-    "a response format without a type": ("response_format", "{}"),
-    "tools that are no list": ("tools", "1"),
-    "a tool choice of nothing": ("tool_choice", '{"type": "function", "function": {"name": "nobody"}}'),
-    "a regular expression that backtracks": ("guided_regex", '"(a+)+$"'),
-    "a template": ("chat_template", '"{{ [].__class__ }}"'),
+    "a schema that is a list": ("response_format", '{"type": "json_schema", "json_schema": []}', BAD),
+    "a response format without a type": ("response_format", "{}", BAD),
+    "a schema of many levels": ("guided_json", DEEP_SCHEMA, BAD),
+    "a schema that refers on and on": ("guided_json", json.dumps({"$ref": "#/$defs/d0", "$defs": REFS}), EITHER),
+    "a schema elsewhere": ("guided_json", '{"$ref": "http://127.0.0.1:1/schema"}', BAD),
+    "a huge enumeration": ("guided_json", json.dumps({"enum": [f"v{i}" for i in range(20_000)]}), BAD),
+    "ten thousand choices": ("guided_choice", json.dumps([f"v{i}" for i in range(10_000)]), FINE),
+    "too many choices": ("guided_choice", json.dumps(["v"] * 10_001), BAD),
+    "an array of a billion": ("guided_json", '{"type": "array", "minItems": 1000000000}', FINE),
+    "a regular expression that backtracks": ("guided_regex", '"(a+)+$"', FINE),
+    "a regular expression that repeats": ("guided_regex", '"a{0,1000000000}"', FINE),
+    "a regular expression that repeats repetitions": ("guided_regex", '"((a{0,99}){0,99}){0,99}"', FINE),
+    "parentheses in parentheses": ("guided_regex", json.dumps("(" * DEEP + "a" + ")" * DEEP), BAD),
+    "a grammar that doubles": ("guided_grammar", json.dumps(DOUBLES), BAD),
+    "a grammar that refers on and on": ("guided_grammar", json.dumps(CHAIN), EITHER),
+    "parentheses in EBNF": ("ebnf", json.dumps("root ::= " + "(" * 1_000 + '"a"' + ")" * 1_000), BAD),
 }
+"""Grammars that could take a compiler all time, memory or stack, and the statuses of their answers."""
 MESSAGES = {
     "null": "null",
     "no list": '"Hi"',
@@ -308,6 +329,8 @@ def _fields() -> Iterator[HttpCase]:
                 yield _case(path, f"{field} = {_short(text)}", {field: text}, FINE)
         for name, (field, text) in UNSUPPORTED.items():
             yield _case(path, f"{name}", {field: text}, BAD, field)
+        for name, (field, text, allowed) in GRAMMARS.items():
+            yield _case(path, name, {field: text, "max_tokens": "2"}, allowed)
         yield _case(path, "a stream of a bad request", {"stream": "true", "temperature": "9"}, BAD, "temperature")
     for text in ("21", "-1", '"1"', "2.5"):
         yield _case(CHAT, f"top_logprobs = {text}", {"logprobs": "true", "top_logprobs": text}, BAD, "top_logprobs")

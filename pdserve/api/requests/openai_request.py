@@ -18,6 +18,7 @@ from typing import Annotated, Any, Generic, Literal, TypeAlias, TypeVar
 import msgspec
 from msgspec import Meta
 
+from pdserve.api.requests.structured_outputs import ResponseFormat, StructuredFields, StructuredOutputs
 from pdserve.api.requests.tools import ToolChoice, Tools
 from pdserve.api.requests.unsupported_fields import WITHOUT_EFFECT, refuse_unsupported
 from pdserve.errors import InvalidRequest
@@ -92,7 +93,7 @@ class StreamOptions(msgspec.Struct):
     """Whether every chunk says how many tokens were used so far. It needs ``include_usage``."""
 
 
-class GenerationRequest(msgspec.Struct, kw_only=True):
+class GenerationRequest(StructuredFields, kw_only=True):
     """The fields that chat and text completions share. ``None`` is OpenAI's ``null``, the same as no field."""
 
     model: str
@@ -305,7 +306,7 @@ class BodyParser(Generic[T]):
         self._decoder = msgspec.json.Decoder(request)
         self._fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
         self._known = _names(request)
-        self._nested = {"stream_options": _names(StreamOptions)} if "stream_options" in self._known else {}
+        self._nested = {name: _names(struct) for name, struct in _NESTED.items() if name in self._known}
 
     def parse(self, body: bytes) -> Parsed[T]:
         """Returns the request in ``body``. Raises InvalidRequest, which names the field if one is at fault."""
@@ -398,8 +399,17 @@ def _wrong_bias(raw: msgspec.Raw) -> str | None:
     return None
 
 
-_VERBATIM = ("messages", "chat_template_kwargs", "tools")
-"""The fields whose numbers a chat template gets as they were written."""
+_NESTED: dict[str, type[msgspec.Struct]] = {
+    "stream_options": StreamOptions,
+    "response_format": ResponseFormat,
+    "structured_outputs": StructuredOutputs,
+}
+"""The fields whose own unknown fields are named."""
+_VERBATIM = (
+    *("messages", "chat_template_kwargs", "tools"),
+    *("response_format", "structured_outputs", "guided_json", "json_schema"),
+)
+"""The fields whose numbers a chat template or a grammar gets as they were written."""
 
 
 def _whole(number: str) -> float | int:

@@ -12,6 +12,7 @@ from typing import TypeAlias
 from pdserve.api.requests.openai_request import ChatRequest, CompletionRequest, GenerationRequest
 from pdserve.api.requests.tokenizer import Tokenizer
 from pdserve.errors import InvalidRequest
+from pdserve.wire.grammar import Grammar
 from pdserve.wire.sampling_params import SamplingParams
 
 TokenRuns: TypeAlias = tuple[tuple[int, ...], ...]
@@ -33,6 +34,7 @@ SEED_MASK = 2**63 - 1
 MAX_REPEATED_IDS = 262_144
 MAX_SCORES = 524_288
 """How many log probabilities of prompts one answer has. As JSON they take some 40 bytes each."""
+MAX_REPEATED_GRAMMAR_CHARS = 8 * 2**20
 
 
 def choice_seeds(request: GenerationRequest, answer_id: bytes, prompt: int) -> list[int]:
@@ -89,6 +91,16 @@ def check_repeated(request: GenerationRequest, prompts: int, bad_words: TokenRun
         raise InvalidRequest(
             f"{prompts} prompts with {ids} token ids each in 'allowed_token_ids', 'logit_bias', 'stop_token_ids' and "
             f"'bad_words': at most {MAX_REPEATED_IDS} together",
+            param="prompt",
+        )
+
+
+def check_repeated_grammar(grammar: Grammar, prompts: int) -> None:
+    """Raises InvalidRequest if the grammar that every prompt repeats is too long for so many."""
+    if prompts * len(grammar.text) > MAX_REPEATED_GRAMMAR_CHARS:
+        raise InvalidRequest(
+            f"{prompts} prompts with a grammar of {len(grammar.text)} characters: at most "
+            f"{MAX_REPEATED_GRAMMAR_CHARS} together",
             param="prompt",
         )
 

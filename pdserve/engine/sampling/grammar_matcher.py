@@ -12,6 +12,8 @@ import numpy as np
 import numpy.typing as npt
 from llguidance import LLMatcher
 
+from pdserve.grammars.compiling import trouble
+
 TokenBits = npt.NDArray[np.uint8]
 """One bit for each token of the vocabulary, the first in the lowest bit of the first byte."""
 
@@ -40,7 +42,7 @@ class GrammarMatcher:
             return bits
         computed = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)[: len(bits)]
         if self._matcher.is_error():
-            self.failure = f"the grammar is too much work: {self._error()}"
+            self.failure = f"the answer cannot go on by its grammar: {trouble(self._matcher)}"
             return bits
         bits[: len(computed)] = computed
         if vocab_size % 8:
@@ -53,7 +55,4 @@ class GrammarMatcher:
         new = answer[self._num_read :]
         self._num_read = len(answer)
         if new and self.failure is None and not self._matcher.consume_tokens(list(new)):
-            self.failure = f"the answer so far does not fit the grammar: {self._error()}"
-
-    def _error(self) -> str:
-        return self._matcher.get_error().partition("\n")[0]
+            self.failure = "the tokens that the answer begins with do not fit its grammar"

@@ -1,0 +1,107 @@
+"""Tests the check of grammars with real processes: one that compiles, and some that hang, die or never start."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from pdserve.api.requests.grammar_check import GrammarCheck, WantedGrammar
+from pdserve.config import GrammarConfig
+from pdserve.errors import DeadlineExceeded, InvalidRequest, Unavailable
+from pdserve.wire.grammar import Grammar, GrammarKind, GrammarTrial
+from tests.tiny_vocabulary import save_tiny_tokenizer
+
+ANSWERS = """
+import json, os, sys, time
+for line in sys.stdin:
+    trial = json.loads(line)
+    text = trial["grammar"]["text"]
+    with open(sys.argv[1], "a") as asked:
+        print(text, file=asked)
+    if text == "hang":
+        time.sleep(600)
+    if text == "die":
+        os.abort()
+    print(json.dumps({"grammar": trial["grammar"], "refusal": "it is bad" if text == "bad" else ""}), flush=True)
+"""
+
+
+def wanted(text: str) -> WantedGrammar:
+    return WantedGrammar(GrammarTrial(Grammar(GrammarKind.REGEX, text)), "guided_regex")
+
+
+@asynccontextmanager
+async def checking(
+    folder: Path, command: Callable[[Path], tuple[str, ...]] | None = None, **settings: float
+) -> AsyncIterator[GrammarCheck]:
+    config = GrammarConfig(**settings)  # type: ignore[arg-type]
+    check = GrammarCheck(folder, config) if command is None else GrammarCheck(folder, config, command)
+    try:
+        yield check
+    finally:
+        check.close()
+
+
+def scripted(folder: Path) -> tuple[str, ...]:
+    return (sys.executable, "-c", ANSWERS, str(folder / "asked"))
+
+
+def asked(folder: Path) -> list[str]:
+    """Returns what the processes were asked, without the question at each one's start."""
+    return [text for text in (folder / "asked").read_text().split() if text != "a"]
+
+
+async def refusal(check: GrammarCheck, text: str) -> InvalidRequest:
+    with pytest.raises(InvalidRequest) as refused:
+        await check.compiled(wanted(text), 30.0)
+    return refused.value
+
+
+async def test_a_grammar_is_tried_in_a_process_beside(tmp_path: Path) -> None:
+    save_tiny_tokenizer(tmp_path)
+    async with checking(tmp_path) as check:
+        good = wanted("[ab]+")
+        assert await check.compiled(good, 30.0) == good.trial.grammar
+        bad = await refusal(check, "(ab")
+    assert (bad.param, bad.code) == ("guided_regex", "invalid_grammar")
+    assert "unclosed group" in bad.message
+
+
+async def test_outcomes_are_kept_by_content(tmp_path: Path) -> None:
+    async with checking(tmp_path, scripted, cached=2) as check:
+        for text in ("x", "x", "y", "x", "z", "x", "y"):
+            await check.compiled(wanted(text), 30.0)
+        assert asked(tmp_path) == ["x", "y", "z", "y"]
+        assert str(await refusal(check, "bad")) == str(await refusal(check, "bad"))
+        assert asked(tmp_path)[4:] == ["bad"]
+
+
+async def test_a_grammar_that_takes_too_long_or_kills_its_process_harms_no_other(tmp_path: Path) -> None:
+    async with checking(tmp_path, scripted, compile_s=0.5) as check:
+        assert "takes longer than 0.5 s" in (await refusal(check, "hang")).message
+        assert await check.compiled(wanted("x"), 30.0)
+        assert "more memory, or deeper nesting" in (await refusal(check, "die")).message
+        assert "more memory, or deeper nesting" in (await refusal(check, "die")).message
+        assert await check.compiled(wanted("y"), 30.0)
+    assert asked(tmp_path) == ["hang", "x", "die", "y"]
+
+
+async def test_a_process_that_does_not_start_leaves_the_node_without_grammars(tmp_path: Path) -> None:
+    async with checking(tmp_path, lambda _: (sys.executable, "-c", "")) as check:
+        with pytest.raises(Unavailable, match="cannot be compiled on this node"):
+            await check.compiled(wanted("x"), 30.0)
+
+
+async def test_a_request_waits_no_longer_than_its_deadline(tmp_path: Path) -> None:
+    async with checking(tmp_path, scripted, compile_s=1.0) as check:
+        with pytest.raises(DeadlineExceeded):
+            await check.compiled(wanted("hang"), 0.01)
+
+
+async def test_a_long_grammar_is_not_tried(tmp_path: Path) -> None:
+    async with checking(tmp_path, scripted, max_bytes=256) as check:
+        assert "257 bytes; at most 256" in (await refusal(check, "x" * 257)).message

@@ -1,0 +1,95 @@
+"""Tests which texts the compiled grammars take, and which grammars are refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from llguidance import LLTokenizer
+
+from pdserve.errors import GrammarRefused, ModelError
+from pdserve.grammars.compiling import compile_grammar
+from pdserve.grammars.vocabulary import load_vocabulary
+from pdserve.wire.grammar import Grammar, GrammarKind
+from tests.tiny_vocabulary import EOS, tiny_vocabulary
+
+PERSON = {
+    "type": "object",
+    "properties": {"name": {"type": "string"}, "age": {"type": "integer"}},
+    "required": ["name", "age"],
+}
+COMPACT = '{"x-guidance": {"whitespace_flexible": false, "whitespace_pattern": null}}'
+
+
+@pytest.fixture(scope="module")
+def vocabulary(tmp_path_factory: pytest.TempPathFactory) -> LLTokenizer:
+    return tiny_vocabulary(tmp_path_factory.mktemp("vocabulary"))
+
+
+def takes(grammar: Grammar, text: str, vocabulary: LLTokenizer) -> bool:
+    """Returns whether ``text`` is a whole text of the grammar."""
+    matcher = compile_grammar(grammar, vocabulary).deep_copy()
+    tokens = vocabulary.tokenize_str(text)
+    return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
+
+
+@pytest.mark.parametrize(
+    ("kind", "grammar", "text", "fits"),
+    [
+        (GrammarKind.REGEX, "[ab]{2}", "ab", True),
+        (GrammarKind.REGEX, "[ab]{2}", "a", False),
+        (GrammarKind.REGEX, "^(a+)+$", "a" * 60, True),
+        (GrammarKind.REGEX, "^(a+)+$", "a" * 60 + "b", False),
+        (GrammarKind.LARK, 'start: "x" INNER*\nINNER: /[0-9]/', "x07", True),
+        (GrammarKind.LARK, 'start: "x" INNER*\nINNER: /[0-9]/', "07", False),
+        (GrammarKind.JSON_SCHEMA, json.dumps(PERSON), '{"name":"é","age":3}', True),
+        (GrammarKind.JSON_SCHEMA, json.dumps(PERSON), '{"age":3,"name":"é"}', False),
+        (GrammarKind.JSON_SCHEMA, json.dumps(PERSON), '{\n  "name": "a",\n  "age": 3\n}', True),
+        (GrammarKind.JSON_SCHEMA, json.dumps(PERSON), '{"name":  "a", "age": 3}', False),
+        (GrammarKind.JSON_SCHEMA, COMPACT, "[1,2]", True),
+        (GrammarKind.JSON_SCHEMA, COMPACT, "[1, 2]", False),
+    ],
+)
+def test_a_grammar_takes_its_texts_alone(
+    vocabulary: LLTokenizer, kind: GrammarKind, grammar: str, text: str, fits: bool
+) -> None:
+    assert takes(Grammar(kind, grammar), text, vocabulary) is fits
+
+
+@pytest.mark.parametrize(
+    ("kind", "grammar", "why"),
+    [
+        (GrammarKind.REGEX, "(a", "unclosed group"),
+        (GrammarKind.REGEX, "(?=a)b", "look-around"),
+        (GrammarKind.LARK, "start: missing", "missing"),
+        (GrammarKind.JSON_SCHEMA, "[]", "object"),
+        (GrammarKind.JSON_SCHEMA, '{"type": "duck"}', "duck"),
+        (GrammarKind.JSON_SCHEMA, '{"uniqueItems": true}', "uniqueItems"),
+        (GrammarKind.JSON_SCHEMA, '{"$ref": "#"}', "no text fits"),
+        (GrammarKind.JSON_SCHEMA, '{"type": "integer", "minimum": 3, "maximum": 2}', "greater than maximum"),
+        (
+            GrammarKind.JSON_SCHEMA,
+            json.dumps({"type": "array", "prefixItems": [{"type": "integer"}] * 7_000}),
+            "too big",
+        ),
+    ],
+)
+def test_what_cannot_be_followed_is_refused_with_the_reason(
+    vocabulary: LLTokenizer, kind: GrammarKind, grammar: str, why: str
+) -> None:
+    with pytest.raises(GrammarRefused, match=why):
+        compile_grammar(Grammar(kind, grammar), vocabulary)
+
+
+def test_a_model_without_an_end_has_no_grammars(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="no end-of-sequence token"):
+        load_vocabulary(tmp_path, [])
+
+
+@pytest.mark.parametrize("content", [None, "no JSON", "{}"])
+def test_a_folder_without_a_usable_tokenizer_is_named(tmp_path: Path, content: str | None) -> None:
+    if content is not None:
+        (tmp_path / "tokenizer.json").write_text(content)
+    with pytest.raises(ModelError, match=f"tokenizer in {tmp_path}"):
+        load_vocabulary(tmp_path, [EOS])
