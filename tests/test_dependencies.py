@@ -15,6 +15,7 @@ ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 COMPAT = ROOT / "tests" / "compat"
 PROGRAMS = COMPAT / "programs"
+SHARED = {"checks", "commands"}
 PLUGIN = COMPAT / "vllm_tests" / "plugin"
 OURS = {"pdserve", "pdserve_proxy", "pdserve_kvtransfer", "pdserve_kernels", "tests"}
 # A dependency exposes these packages in its own interface, and so installs them.
@@ -76,7 +77,7 @@ def test_every_import_is_declared(folders: list[str], extras: list[str]) -> None
     assert undeclared == set()
 
 
-@pytest.mark.parametrize("program", sorted(path.stem for path in PROGRAMS.glob("*.py") if path.stem != "checks"))
+@pytest.mark.parametrize("program", sorted(path.stem for path in PROGRAMS.glob("*.py") if path.stem not in SHARED))
 def test_the_environment_of_a_program_has_what_it_imports(program: str) -> None:
     assert lacking(imports_of(PROGRAMS / f"{program}.py"), program) == set()
 

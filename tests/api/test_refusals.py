@@ -234,19 +234,27 @@ def test_an_empty_body_is_called_so(path: str, content: bytes, node: NodeUnderTe
 
 
 @pytest.mark.parametrize(
-    ("biases", "key"),
+    ("biases", "named"),
     [
-        ({"5": 1, "five": 1}, "five"),
-        ({"-5": 1}, "-5"),
-        ({"5": 101}, "5"),
-        ({"5": 1, "7": "x"}, "7"),
-        ({"5.0": 1}, "5.0"),
+        ({"5": 1, "five": 1}, "at 'five':"),
+        ({"-5": 1}, "at '-5':"),
+        ({"5": 101}, "at '5':"),
+        ({"5": 1, "7": "x"}, "at '7':"),
+        ({"5.0": 1}, "at '5.0':"),
+        ({"one": 1, "5": 1, "two": 2}, "at 'one', 'two':"),
+        ({f"k{i}": 1 for i in range(100)}, "at " + ", ".join(f"'k{i}'" for i in range(8)) + ":"),
     ],
 )
-def test_a_wrong_key_of_logit_bias_is_named(biases: dict[str, Any], key: str, node: NodeUnderTest) -> None:
+def test_the_wrong_keys_of_logit_bias_are_named(biases: dict[str, Any], named: str, node: NodeUnderTest) -> None:
     error = refused(f"{node.url}/v1/completions", {**TEXT, "logit_bias": biases})
     assert error["param"] == "logit_bias"
-    assert repr(key) in error["message"]
+    assert named in error["message"]
+
+
+def test_an_id_that_the_model_does_not_have_is_out_of_vocabulary(node: NodeUnderTest) -> None:
+    error = refused(f"{node.url}/v1/completions", {**TEXT, "prompt": [5, 49_152]})
+    assert error["param"] == "prompt"
+    assert "token id 49152 is out of vocabulary" in error["message"]
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -40,6 +40,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.compat", description=__doc__)
     parser.add_argument("--cache", type=Path, default=CHECKOUT / ".compat", help="downloads and environments lie here")
     parser.add_argument("--table", type=Path, help="the table of results is also written to this file")
+    parser.add_argument(
+        "--url", help="a running cluster of the demo model, without /v1; one is started if it is missing"
+    )
     parser.add_argument("tools", nargs="*", help="only these tools are run")
     options = parser.parse_args()
     cache: Path = options.cache.resolve()
@@ -55,7 +58,7 @@ def main() -> int:
     chosen = {name: run for name, run in tools.items() if not options.tools or name in options.tools}
     if "lm_eval_tasks" in chosen:
         write_reference(model, cache / "lm_eval_reference.json")
-    with demo_cluster() as url:
+    with demo_cluster() if options.url is None else nullcontext(options.url) as url:
         target = Target(url, DEMO_NAME, model)
         results = [_run(name, run, target) for name, run in chosen.items()]
     print(details(results))

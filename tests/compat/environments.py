@@ -42,7 +42,7 @@ def environment(name: str, cache: Path) -> Environment:
     wanted = hashlib.sha256(requirements.read_bytes()).hexdigest()
     if not stamp.is_file() or stamp.read_text() != wanted:
         _run([sys.executable, "-m", "venv", "--clear", str(folder)])
-        _run([str(made.python), "-m", "pip", "install", "--quiet", "--requirement", str(requirements)])
+        _run([str(made.python), "-m", "pip", "install", "--quiet", "--no-compile", "--requirement", str(requirements)])
         stamp.write_text(wanted)
     return made
 

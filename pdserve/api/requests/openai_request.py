@@ -70,6 +70,8 @@ MAX_PRIORITY = 100
 TEXT_TOKENS = 16
 """How many tokens a text completion has whose request does not say, as OpenAI and vLLM have it."""
 MAX_BIASES = 1_024
+NAMED_BIASES = 8
+"""An error names at most this many wrong keys of ``logit_bias``."""
 MAX_ALLOWED = 16_384
 MAX_BAD_WORDS = 128
 SEARCHED_BYTES = 65_536
@@ -380,23 +382,27 @@ def _invalid_field(error: msgspec.ValidationError, fields: Mapping[str, msgspec.
     if not path:
         return InvalidRequest(f"the body is not acceptable: {what}")
     place = f"{path!r} is not acceptable"
-    if path == "logit_bias" and (key := _wrong_bias(fields[path])) is not None:
-        place += f" at {key[:64]!r}"
+    if path == "logit_bias" and (keys := _wrong_biases(fields[path])):
+        place += f" at {', '.join(repr(key[:64]) for key in keys)}"
     return InvalidRequest(f"{place}: {what[:1].lower()}{what[1:]}", param=path)
 
 
-def _wrong_bias(raw: msgspec.Raw) -> str | None:
-    """Returns the first key of ``logit_bias`` that is no token id or has no bias, if it is among those allowed."""
+def _wrong_biases(raw: msgspec.Raw) -> tuple[str, ...]:
+    """Returns the first wrong keys of ``logit_bias``: those that are no token id, or have no bias."""
     try:
         entries = _biases_decoder.decode(raw)
     except msgspec.DecodeError:
-        return None
-    for key, value in islice(entries.items(), MAX_BIASES):
-        try:
-            _bias_decoder.decode(b"{%b:%b}" % (msgspec.json.encode(key), value))
-        except msgspec.DecodeError:
-            return key
-    return None
+        return ()
+    wrong = (key for key, value in islice(entries.items(), MAX_BIASES) if not _is_bias(key, value))
+    return tuple(islice(wrong, NAMED_BIASES))
+
+
+def _is_bias(key: str, value: msgspec.Raw) -> bool:
+    try:
+        _bias_decoder.decode(b"{%b:%b}" % (msgspec.json.encode(key), value))
+    except msgspec.DecodeError:
+        return False
+    return True
 
 
 _NESTED: dict[str, type[msgspec.Struct]] = {

@@ -48,7 +48,9 @@ class ModelLimits:
         """Returns the ids if the vocabulary has them all. Raises InvalidRequest."""
         if token_ids and not (min(token_ids) >= 0 and max(token_ids) < self.vocab_size):
             wrong = next(token_id for token_id in token_ids if not 0 <= token_id < self.vocab_size)
-            raise InvalidRequest(f"token id {wrong} is not in the vocabulary of {self.vocab_size} tokens", param=param)
+            raise InvalidRequest(
+                f"token id {wrong} is out of vocabulary: the model has ids from 0 to {self.vocab_size - 1}", param=param
+            )
         return list(token_ids)
 
     def encode(

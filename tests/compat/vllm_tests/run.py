@@ -14,7 +14,7 @@ from tests.compat.vllm_tests.judgement import judge, read_differences, stale
 from tests.compat.vllm_tests.source import TESTS, VERSION, vllm_tests
 
 PLUGIN = Path(__file__).parent / "plugin"
-TEST_TIMEOUT_S = 240
+TEST_TIMEOUT_S = 120
 RUN_TIMEOUT_S = 3600.0
 
 

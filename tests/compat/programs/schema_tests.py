@@ -1,0 +1,67 @@
+"""Schemathesis on ``/openapi.json``: valid and invalid requests get documented statuses, and never a server error."""
+
+from __future__ import annotations
+
+import json
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+from tests.compat.programs.checks import Server, run_checks
+from tests.compat.programs.commands import run_command
+
+CHECKS = "not_a_server_error,status_code_conformance,content_type_conformance"
+LENGTHS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
+LONGEST_ANSWER = 4
+EXAMPLES = 40
+TIMEOUT_S = 60.0
+
+
+def valid_requests(server: Server) -> None:
+    _run(server, "positive")
+
+
+def invalid_requests(server: Server) -> None:
+    _run(server, "negative")
+
+
+def _run(server: Server, mode: str) -> None:
+    asked = ["--url", server.url, "--mode", mode, "--checks", CHECKS, "--max-examples", str(EXAMPLES)]
+    asked += ["--request-timeout", str(TIMEOUT_S), "--no-shrink", "--continue-on-failure", "--seed", "1"]
+    asked += ["--phases", "examples,coverage,fuzzing", "--suppress-health-check", "all", "--warnings", "off"]
+    run_command("schemathesis", "run", str(_narrowed(server)), *asked)
+
+
+def _narrowed(server: Server) -> Path:
+    """Returns a file with the server's schema, in which the model is the one that there is, and answers are short.
+
+    Otherwise hardly any request would get past the name of the model, and each of the rest would fill the context.
+    """
+    with urllib.request.urlopen(f"{server.url}/openapi.json", timeout=TIMEOUT_S) as response:
+        schema = json.load(response)
+    _narrow(schema, server.model)
+    path = server.cache / "openapi.json"
+    path.write_text(json.dumps(schema))
+    return path
+
+
+def _narrow(part: Any, model: str) -> None:
+    if isinstance(part, list):
+        for item in part:
+            _narrow(item, model)
+    if not isinstance(part, dict):
+        return
+    properties = part.get("properties")
+    if isinstance(properties, dict) and "model" in properties:
+        properties["model"] = {"const": model}
+        lengths = [name for name in LENGTHS if name in properties]
+        for name in lengths:
+            properties[name] = {"type": "integer", "minimum": 1, "maximum": LONGEST_ANSWER}
+        if lengths:
+            part["required"] = sorted({*part.get("required", ()), *lengths})
+    for item in part.values():
+        _narrow(item, model)
+
+
+if __name__ == "__main__":
+    run_checks((valid_requests, invalid_requests))
