@@ -297,6 +297,14 @@ def hold(bench: Bench, token_ids: list[int]) -> list[int]:
     return held
 
 
+def ends(bench: Bench, order: CachedWanted, table: list[int], request: Request) -> None:
+    """Ends a push and what else holds blocks, and checks that all are free."""
+    bench.report(PushEnded(order.transfer_id, PushOutcome.DONE))
+    bench.blocks.free(table)
+    bench.scheduler.abort(request)
+    assert bench.all_free
+
+
 @pytest.mark.parametrize("outcome", PushOutcome)
 def test_a_holder_gives_the_longest_prefix_that_it_has(outcome: PushOutcome) -> None:
     bench = Bench()
@@ -349,10 +357,7 @@ def test_idle_blocks_that_running_requests_may_need_are_not_held() -> None:
     assert bench.thread.pushed == [(0, tuple(held[:2]))]
     assert bench.thread.held_counts == [2]
     assert bench.blocks.num_free == bench.scheduler.num_running == 1
-    bench.report(PushEnded(order.transfer_id, PushOutcome.DONE))
-    bench.blocks.free(table)
-    bench.scheduler.abort(request)
-    assert bench.all_free
+    ends(bench, order, table, request)
 
 
 def test_a_full_node_gives_what_its_requests_hold() -> None:
@@ -365,10 +370,7 @@ def test_a_full_node_gives_what_its_requests_hold() -> None:
     bench.report(order)
     assert bench.thread.pushed == [(0, tuple(request.block_table[:2]))]
     assert bench.thread.held_counts == [2]
-    bench.report(PushEnded(order.transfer_id, PushOutcome.DONE))
-    bench.blocks.free(table)
-    bench.scheduler.abort(request)
-    assert bench.all_free
+    ends(bench, order, table, request)
 
 
 def test_idle_blocks_that_waiting_requests_need_are_not_held() -> None:

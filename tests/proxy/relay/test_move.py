@@ -92,6 +92,18 @@ class Slow:
 
 
 @dataclass
+class Hanging:
+    """A node that says nothing."""
+
+    left: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when the proxy has closed the connection."""
+
+    async def __call__(self, exchange: Exchange) -> None:
+        await exchange.gone()
+        self.left.set()
+
+
+@dataclass
 class Others:
     """The nodes beside the one that drains, of which whichever is asked behaves as the next of ``behaviours``."""
 
@@ -261,13 +273,8 @@ async def test_the_end_of_a_stream_that_comes_meanwhile_is_its_end() -> None:
 
 
 async def test_a_client_that_leaves_while_a_node_prepares_frees_both() -> None:
-    slow, left = Slow(), asyncio.Event()
-
-    async def hang(exchange: Exchange) -> None:
-        await exchange.gone()
-        left.set()
-
-    async with cluster() as running, draining(running, slow, hang) as old:
+    slow, hanging = Slow(), Hanging()
+    async with cluster() as running, draining(running, slow, hanging) as old:
         async with old.stream() as response:
             await old.add(1)
             old.drain()
@@ -275,19 +282,14 @@ async def test_a_client_that_leaves_while_a_node_prepares_frees_both() -> None:
             response.close()
         async with asyncio.timeout(5 + 2 * HALF_CLOSED_S):
             await slow.left.wait()
-            await left.wait()
+            await hanging.left.wait()
             await nothing_is_left(running)
         assert await moves(running, "ended") == 1
 
 
 async def test_a_client_that_leaves_at_the_cut_frees_both() -> None:
-    slow, left = Slow(), asyncio.Event()
-
-    async def hang(exchange: Exchange) -> None:
-        await exchange.gone()
-        left.set()
-
-    async with cluster() as running, draining(running, slow, prepare, hang) as old:
+    slow, hanging = Slow(), Hanging()
+    async with cluster() as running, draining(running, slow, prepare, hanging) as old:
         async with old.stream() as response:
             await old.add(1)
             old.drain()
@@ -295,7 +297,7 @@ async def test_a_client_that_leaves_at_the_cut_frees_both() -> None:
             await eventually(lambda: len(old.others.asked) == 2, "the new node has it")
             response.close()
         async with asyncio.timeout(5 + 2 * HALF_CLOSED_S):
-            await left.wait()
+            await hanging.left.wait()
             await nothing_is_left(running)
         assert await metric(running, 'pdserve_proxy_outcomes_total{outcome="client_gone"}') == 1
 
@@ -352,13 +354,10 @@ async def test_a_stream_waits_for_a_node_that_comes() -> None:
 
 async def test_a_stream_stays_while_no_other_node_has_room() -> None:
     async with cluster() as running, draining(running, Slow(), prepare, complete) as old, old.stream() as response:
-        await old.add(1, max_running=1)
-        await eventually(lambda: _said(running, "n0", "running", 1), "the proxy knows its load")
+        await _add_full(running, old)
         old.drain()
         await eventually(lambda: _said(running, "old", "state", "draining"), "the proxy knows that it drains")
-        known = running.registrations.keys() | set()
-        await old.add(1)
-        (roomy,) = running.registrations.keys() - known
+        roomy = await _add_roomy(running, old)
         assert await response.read() == SHOWN[len(shown(BEGUN)) :]
         assert {ticket_in(request).node for request in old.others.asked} == {roomy}
 
@@ -369,15 +368,26 @@ async def test_after_the_cut_a_stream_goes_to_a_node_without_room_if_need_be() -
         draining(running, Slow(), prepare, refuses(503), complete) as old,
         old.stream() as response,
     ):
-        await old.add(1, max_running=1)
-        await eventually(lambda: _said(running, "n0", "running", 1), "the proxy knows its load")
-        known = running.registrations.keys() | set()
-        await old.add(1)
-        (roomy,) = running.registrations.keys() - known
+        await _add_full(running, old)
+        roomy = await _add_roomy(running, old)
         old.drain()
         assert await response.read() == SHOWN[len(shown(BEGUN)) :]
         prepared, refused, resumed = (ticket_in(request).node for request in old.others.asked)
         assert prepared == refused == roomy != resumed
+
+
+async def _add_full(running: Cluster, old: Draining) -> None:
+    """Adds a node whose only place is taken, and waits until the proxy knows that."""
+    await old.add(1, max_running=1)
+    await eventually(lambda: _said(running, "n0", "running", 1), "the proxy knows its load")
+
+
+async def _add_roomy(running: Cluster, old: Draining) -> bytes:
+    """Adds a node with free places, and returns its boot id."""
+    known = set(running.registrations)
+    await old.add(1)
+    (roomy,) = running.registrations.keys() - known
+    return roomy
 
 
 async def _said(running: Cluster, name: str, what: str, value: object) -> bool:
