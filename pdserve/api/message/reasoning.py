@@ -34,7 +34,7 @@ class ReasoningStart(enum.Enum):
 
 
 class ReasoningParser:
-    """Takes the reasoning of one message away. Spaces at the beginning of reasoning and behind it are left out."""
+    """Takes the reasoning of one message away, with the spaces at its beginning and before the content behind it."""
 
     def __init__(self, markers: ReasoningMarkers, start: ReasoningStart) -> None:
         self._markers = markers

@@ -1,0 +1,146 @@
+"""Tests that conversations with tools are checked, and reach templates as transformers gives them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from transformers import AutoTokenizer
+
+from pdserve.api.requests.chat_messages import plain_messages, render_chat
+from pdserve.api.requests.openai_request import ChatRequest
+from pdserve.api.requests.tokenizer import Tokenizer, load_tokenizer
+from pdserve.errors import InvalidRequest
+
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "Says <how> it is",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string", "maxLength": 1e1}}},
+    },
+}
+ARGUMENTS = {"city": "Köln", "days": [1, 2.0]}
+CALL = {
+    "id": "c1",
+    "type": "function",
+    "function": {"name": "get_weather", "arguments": json.dumps(ARGUMENTS)},
+}
+CONVERSATION: list[dict[str, Any]] = [
+    {"role": "developer", "content": "Be brief."},
+    {"role": "user", "name": "Ann", "content": [{"type": "text", "text": "Weather?"}]},
+    {"role": "assistant", "content": None, "refusal": None, "function_call": None, "tool_calls": [CALL]},
+    {"role": "tool", "tool_call_id": "c1", "content": "sunny"},
+    {"role": "assistant", "content": "Sunny.", "reasoning": "Easy.", "tool_calls": None},
+    {"role": "narrator", "content": "It rains."},
+]
+TEMPLATE = """{%- if tools %}{% for tool in tools %}{{ tool | tojson }}{% endfor %}{% endif %}
+{%- for message in messages %}[{{ message.role }}{% if message.name %} {{ message.name }}{% endif %}]
+{%- if message.reasoning_content %}<think>{{ message.reasoning_content }}</think>{% endif %}{{ message.content }}
+{%- for call in message.tool_calls %}{{ call.id }} {{ call.function.name }} {{ call.function.arguments | tojson }}
+{%- endfor %}{% if message.tool_calls is defined %}!{% endif %}{% endfor %}
+{%- if add_generation_prompt %}[assistant]{% if not enable_thinking | default(true) %}-{% endif %}{% endif %}"""
+
+
+def with_template(model_dir: Path, folder: Path, template: str) -> Tokenizer:
+    shutil.copytree(model_dir, folder)
+    (folder / "chat_template.jinja").write_text(template)
+    return load_tokenizer(folder)
+
+
+def chat(**fields: Any) -> ChatRequest:
+    return msgspec.convert({"model": "m", "messages": CONVERSATION, **fields}, ChatRequest)
+
+
+def test_a_template_with_tools_gets_what_transformers_gives_it(model_dir: Path, tmp_path: Path) -> None:
+    tokenizer = with_template(model_dir, tmp_path / "tools", TEMPLATE)
+    text = render_chat(chat(tools=[TOOL]), tokenizer, 0)
+    plain = [dict(message) for message in CONVERSATION]
+    plain[0]["role"] = "system"
+    plain[1]["content"] = "Weather?"
+    plain[2] = {"role": "assistant", "content": "", "tool_calls": [{**CALL, "function": {**CALL["function"]}}]}  # type: ignore[dict-item]
+    plain[2]["tool_calls"][0]["function"]["arguments"] = ARGUMENTS
+    plain[4] = {"role": "assistant", "content": "Sunny.", "reasoning_content": "Easy."}
+    reference = AutoTokenizer.from_pretrained(tmp_path / "tools")
+    assert text == reference.apply_chat_template(plain, tools=[TOOL], add_generation_prompt=True, tokenize=False)
+    assert '[system]Be brief.[user Ann]Weather?[assistant]c1 get_weather {"city": "Köln", "days": [1, 2.0]}!' in text
+    assert "[assistant]<think>Easy.</think>Sunny.[narrator]" in text
+    assert "get_weather" not in render_chat(
+        chat(tools=[TOOL], tool_choice="none", messages=CONVERSATION[:2]), tokenizer, 0
+    )
+
+
+@pytest.mark.parametrize(
+    ("fields", "off"),
+    [
+        ({}, False),
+        ({"reasoning_effort": "none"}, True),
+        ({"reasoning_effort": "high"}, False),
+        ({"reasoning_effort": "high", "chat_template_kwargs": {"enable_thinking": False}}, True),
+    ],
+    ids=str,
+)
+def test_reasoning_effort_reaches_a_template_that_can_switch_it_off(
+    fields: dict[str, Any], off: bool, model_dir: Path, tmp_path: Path
+) -> None:
+    tokenizer = with_template(model_dir, tmp_path / "switch", TEMPLATE)
+    assert render_chat(chat(**fields), tokenizer, 0).endswith("[assistant]-" if off else "[assistant]")
+
+
+def test_reasoning_effort_reaches_a_template_that_knows_it(model_dir: Path, tmp_path: Path) -> None:
+    tokenizer = with_template(model_dir, tmp_path / "effort", "{{ reasoning_effort }}")
+    assert render_chat(chat(reasoning_effort="low"), tokenizer, 0) == "low"
+
+
+def test_a_template_that_knows_no_tools_gets_them_in_words(tokenizer: Tokenizer) -> None:
+    text = render_chat(chat(tools=[TOOL], messages=CONVERSATION[:4]), tokenizer, 0)
+    assert "<|im_start|>system\nBe brief.\n\nYou can call these functions." in text
+    assert json.dumps(TOOL["function"]["description"]) in text  # type: ignore[index]
+    assert '<tool_call>\n{"name":"get_weather","arguments":{"city":"Köln","days":[1,2.0]}}\n</tool_call>' in text
+    assert "<|im_start|>user\n<tool_response>\nsunny\n</tool_response>" in text
+    alone = render_chat(chat(tools=[TOOL], messages=CONVERSATION[1:2]), tokenizer, 0)
+    assert alone.startswith("<|im_start|>system\nYou can call these functions.")
+
+
+def call(**fields: Any) -> dict[str, Any]:
+    return {"role": "assistant", "tool_calls": [{**CALL, **fields}]}
+
+
+DEEP = '{"a":' * 100_000
+
+
+@pytest.mark.parametrize(
+    ("message", "param"),
+    [
+        ({"role": "user", "content": "x", "tool_calls": [CALL]}, "messages[0].tool_calls"),
+        ({"role": "assistant", "tool_calls": CALL}, "messages[0].tool_calls"),
+        ({"role": "assistant", "tool_calls": ["f"]}, "messages[0].tool_calls[0]"),
+        (call(type="custom"), "messages[0].tool_calls[0]"),
+        (call(id=7), "messages[0].tool_calls[0].id"),
+        (call(function={"name": ""}), "messages[0].tool_calls[0].function.name"),
+        *(
+            (call(function={"name": "f", "arguments": wrong}), "messages[0].tool_calls[0].function.arguments")
+            for wrong in ("[1]", "{", "nothing", 7, DEEP)
+        ),
+        ({"role": "tool", "tool_call_id": 7, "content": "x"}, "messages[0].tool_call_id"),
+        ({"role": "user", "name": {}, "content": "x"}, "messages[0].name"),
+        ({"role": "function", "name": "f", "content": "x"}, "messages[0].role"),
+        ({"role": "assistant", "content": None, "function_call": {"name": "f"}}, "messages[0].function_call"),
+        ({"role": "tool", "content": [{"type": "image_url", "image_url": {}}]}, "messages[0].content[0].type"),
+    ],
+    ids=lambda value: str(value)[:80],
+)
+def test_what_is_wrong_is_named(message: dict[str, Any], param: str) -> None:
+    with pytest.raises(InvalidRequest) as raised:
+        plain_messages([message])
+    assert raised.value.param == param
+
+
+@pytest.mark.parametrize("arguments", [None, "", "{}", {}])
+def test_calls_without_arguments(arguments: Any) -> None:
+    [message] = plain_messages([call(function={"name": "f", "arguments": arguments})])
+    assert message["tool_calls"][0]["function"] == {"name": "f", "arguments": {}}

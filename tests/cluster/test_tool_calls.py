@@ -1,0 +1,55 @@
+"""Tests that forced calls are valid on a real model, wherever its prompt was computed."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from typing import Any
+
+import pytest
+
+from tests.cluster.nodes import MODEL, Cluster, http
+
+PARAMETERS = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string", "maxLength": 12},
+        "unit": {"enum": ["celsius", "fahrenheit"]},
+        "days": {"type": "integer", "minimum": 1, "maximum": 9},
+    },
+    "required": ["city", "unit", "days"],
+    "additionalProperties": False,
+}
+
+
+def forced(cluster: Cluster, **fields: Any) -> dict[str, Any]:
+    """Returns the only choice of a chat whose answer has to be a call. No prefix cache has its prompt."""
+    body = {
+        "model": MODEL,
+        "messages": [{"role": "user", "content": "What is the weather in Paris?"}],
+        "tools": [
+            {"type": "function", "function": {"name": "get_weather", "strict": True, "parameters": PARAMETERS}},
+        ],
+        "tool_choice": "required",
+        "parallel_tool_calls": False,
+        "max_tokens": 120,
+        "cache_salt": uuid.uuid4().hex,
+    }
+    reply = http(cluster.url + "/v1/chat/completions", body | fields)
+    assert reply.status == 200, reply.body
+    [choice] = reply.json()["choices"]
+    return dict(choice)
+
+
+@pytest.mark.timeout(300)
+def test_a_forced_call_is_valid_through_prefill_and_decode_nodes(pd_cluster: Cluster, mixed_cluster: Cluster) -> None:
+    answers = [forced(cluster, temperature=1.5, seed=7) for cluster in (pd_cluster, mixed_cluster)]
+    functions = [[call["function"] for call in answer["message"]["tool_calls"]] for answer in answers]
+    assert functions[0] == functions[1]
+    assert [answer["finish_reason"] for answer in answers] == ["tool_calls"] * 2
+    [function] = functions[0]
+    arguments = json.loads(function["arguments"])
+    assert function["name"] == "get_weather"
+    assert list(arguments) == ["city", "unit", "days"]
+    assert arguments["unit"] in ("celsius", "fahrenheit")
+    assert 1 <= arguments["days"] <= 9
