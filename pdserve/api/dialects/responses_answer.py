@@ -14,7 +14,7 @@ from pdserve.api.dialects.responses_request import ReasoningSettings, ResponsesR
 
 _ID_PREFIXES = {BlockKind.REASONING: "rs", BlockKind.TEXT: "msg", BlockKind.CALL: "fc"}
 
-Status: TypeAlias = Literal["in_progress", "completed", "incomplete"]
+ItemStatus: TypeAlias = Literal["in_progress", "completed", "incomplete"]
 
 
 class OutputText(msgspec.Struct, tag_field="type", tag="output_text"):
@@ -25,7 +25,7 @@ class OutputText(msgspec.Struct, tag_field="type", tag="output_text"):
 
 class OutputMessage(msgspec.Struct, tag_field="type", tag="message"):
     id: str
-    status: Status
+    status: ItemStatus
     content: list[OutputText]
     role: Literal["assistant"] = "assistant"
 
@@ -36,7 +36,7 @@ class ReasoningText(msgspec.Struct, tag_field="type", tag="reasoning_text"):
 
 class OutputReasoning(msgspec.Struct, tag_field="type", tag="reasoning"):
     id: str
-    status: Status
+    status: ItemStatus
     content: list[ReasoningText]
     summary: tuple[()] = ()
     encrypted_content: None = None
@@ -44,7 +44,7 @@ class OutputReasoning(msgspec.Struct, tag_field="type", tag="reasoning"):
 
 class OutputFunctionCall(msgspec.Struct, tag_field="type", tag="function_call"):
     id: str
-    status: Status
+    status: ItemStatus
     call_id: str
     name: str
     arguments: str
@@ -80,7 +80,7 @@ class ResponseObject(msgspec.Struct):
     id: str
     created_at: int
     model: str
-    status: Status
+    status: ItemStatus
     output: list[OutputItem]
     usage: ResponseUsage | None
     incomplete_details: IncompleteDetails | None
@@ -238,7 +238,7 @@ class ResponseEvents:
         items = [self._item(block, _status(cut=end.cut and block is blocks[-1])) for block in blocks]
         return self._response(_status(cut=end.cut), items, _usage(end.usage))
 
-    def _item(self, block: Block, status: Status) -> OutputItem:
+    def _item(self, block: Block, status: ItemStatus) -> OutputItem:
         match block.kind:
             case BlockKind.REASONING:
                 return OutputReasoning(self._id(block), status, [ReasoningText(block.text)])
@@ -249,7 +249,7 @@ class ResponseEvents:
     def _id(self, block: Block) -> str:
         return f"{_ID_PREFIXES[block.kind]}_{self._options.answer.id.hex()}{block.index:02x}"
 
-    def _response(self, status: Status, output: list[OutputItem], usage: ResponseUsage | None) -> ResponseObject:
+    def _response(self, status: ItemStatus, output: list[OutputItem], usage: ResponseUsage | None) -> ResponseObject:
         request, answer = self._request, self._options.answer
         return ResponseObject(
             id=f"resp_{answer.id.hex()}",
@@ -279,7 +279,7 @@ def whole_response(request: ResponsesRequest, options: AnswerOptions, completion
     return ResponseEvents(request, options).whole(whole_blocks(completion), whole_end(completion))
 
 
-def _status(*, cut: bool) -> Status:
+def _status(*, cut: bool) -> ItemStatus:
     return "incomplete" if cut else "completed"
 
 

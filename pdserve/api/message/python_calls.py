@@ -96,7 +96,7 @@ class PythonCallParser(CallParser):
 def _call_of(text: str) -> tuple[str, str] | None:
     """Returns the name and the arguments, as JSON, of a call; None if it is none."""
     try:
-        reader = _Reader(text)
+        reader = _LiteralReader(text)
         name = reader.take("name")
         reader.take_sign("(")
         arguments = dict(reader.pairs(")", "=", "name"))
@@ -110,7 +110,7 @@ class _NoCall(Exception):
     """The text is no call."""
 
 
-class _Reader:
+class _LiteralReader:
     """Reads the literals of one call."""
 
     def __init__(self, text: str) -> None:

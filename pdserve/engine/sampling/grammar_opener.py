@@ -29,7 +29,7 @@ KEPT = 32
 
 
 @dataclass(frozen=True, slots=True)
-class _Order:
+class _OpeningOrder:
     """A family of requests, the parent first, with what each answer begins with."""
 
     family: tuple[Request, ...]
@@ -39,7 +39,7 @@ class _Order:
 
 @dataclass(frozen=True, slots=True)
 class _Opened:
-    order: _Order
+    order: _OpeningOrder
     matchers: tuple[GrammarMatcher, ...]
     failure: str | None = None
 
@@ -51,7 +51,7 @@ class GrammarOpener:
         """``load`` reads the vocabulary, and ``wake`` is called when ``take`` has something to do; both in a thread."""
         self._load = load
         self._wake = wake
-        self._orders: queue.SimpleQueue[_Order | None] = queue.SimpleQueue()
+        self._orders: queue.SimpleQueue[_OpeningOrder | None] = queue.SimpleQueue()
         self._opened: deque[_Opened] = deque()
         self._thread: threading.Thread | None = None
 
@@ -63,7 +63,7 @@ class GrammarOpener:
         if self._thread is None:
             self._thread = thread_with_deep_stack(self._serve, "grammars")
         family = (parent, *parent.children)
-        self._orders.put(_Order(family, grammar, tuple(tuple(member.answer) for member in family)))
+        self._orders.put(_OpeningOrder(family, grammar, tuple(tuple(member.answer) for member in family)))
 
     def take(self) -> list[tuple[Request, str]]:
         """Gives finished matchers to their requests. Returns the requests that can have none, and why."""

@@ -59,7 +59,7 @@ class Unfit:
 
 
 @dataclass(frozen=True, slots=True)
-class Ready:
+class PreparedNode:
     """A node has prepared for an answer."""
 
     prepared: Prepared
@@ -182,18 +182,18 @@ class PlannedMoves:
 
     async def _go(
         self,
-        prepared: Ready | Declined | Unfit,
+        prepared: PreparedNode | Declined | Unfit,
         stream: LostStream,
         route: Route,
         resumption: Resumption,
         old: NodeInfo,
     ) -> Declined | Unfit | None:
         """Moves the answer to the node of ``route``, which is ``prepared``. Returns why not, if it stays."""
-        again = isinstance(prepared, Ready) and await self._near_full_block(prepared, stream, resumption, old)
+        again = isinstance(prepared, PreparedNode) and await self._near_full_block(prepared, stream, resumption, old)
         async with self._turns:
             if again and resumption.is_at(old) and (later := resumption.leaving()) is not None:
                 prepared = await self._prepare(later, route)
-            if not isinstance(prepared, Ready):
+            if not isinstance(prepared, PreparedNode):
                 return prepared
             if not resumption.is_at(old):  # it was lost meanwhile, and is resumed
                 return None
@@ -203,7 +203,9 @@ class PlannedMoves:
             done, _ = await asyncio.wait([gone], timeout=CUT_OVER_S)
             return gone.result() if done else None
 
-    async def _near_full_block(self, ready: Ready, stream: LostStream, resumption: Resumption, old: NodeInfo) -> bool:
+    async def _near_full_block(
+        self, ready: PreparedNode, stream: LostStream, resumption: Resumption, old: NodeInfo
+    ) -> bool:
         """Waits until a block has just become full, if that spares replaying much. Returns whether it does."""
         if not stream.request.body.stream:  # its client sees no pause
             return False
@@ -224,7 +226,7 @@ class PlannedMoves:
             await stream.relayed.next_event(NEXT_EVENT_S)
         return False
 
-    async def _prepare(self, stream: LostStream, route: Route) -> Ready | Declined | Unfit:
+    async def _prepare(self, stream: LostStream, route: Route) -> PreparedNode | Declined | Unfit:
         """Returns when the node of ``route`` can go on with the answer, or why it does not."""
         node, entries_bytes = route.decode, len(stream.journal.entries)
         try:
@@ -248,7 +250,7 @@ class PlannedMoves:
         except TimeoutError:
             return Declined(f"it did not answer within {PREPARE_S:g} s")
         if response.status == 200:
-            return Ready(decode_prepared(body), entries_bytes)
+            return PreparedNode(decode_prepared(body), entries_bytes)
         why = f"it answered with status {response.status}"
         another_may = response.status in OF_THE_NODE or response.status >= 500
         return Declined(why) if another_may else Unfit(f"{node.name}: {why}")
