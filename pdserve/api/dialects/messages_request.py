@@ -44,11 +44,24 @@ class PromptRequest(SamplingRequest, kw_only=True):
     thinking: Thinking | None = None
 
 
+class OutputFormat(msgspec.Struct, kw_only=True):
+    """The JSON Schema that the text of an answer follows."""
+
+    type: Literal["json_schema"]
+    schema: dict[str, Any]
+
+
+class OutputSettings(msgspec.Struct, kw_only=True):
+    format: OutputFormat | None = None
+    effort: str | None = None
+
+
 class MessagesRequest(PromptRequest, kw_only=True):
     """The body of ``POST /v1/messages``."""
 
     max_tokens: Positive
     stop_sequences: Annotated[list[StopString], Meta(max_length=MAX_STOPS)] | None = None
+    output_config: OutputSettings | None = None
     metadata: dict[str, Any] | None = None
     container: Any = None
     mcp_servers: Annotated[list[Any], Meta(max_length=64)] | None = None
@@ -119,14 +132,17 @@ def chat_of_messages(request: PromptRequest) -> TranslatedChat:
     continued = messages[-1]["role"] == "assistant" and "tool_calls" not in messages[-1]
     chosen = _tool_choice(request)
     max_tokens = stop = None
+    output = OutputSettings()
     if isinstance(request, MessagesRequest):
         _refuse_others(request)
-        max_tokens, stop = request.max_tokens, request.stop_sequences
+        max_tokens, stop, output = request.max_tokens, request.stop_sequences, request.output_config or output
     return translated(
         _with_thinking(request),
         messages,
         max_tokens=max_tokens,
         stop=stop,
+        reasoning_effort=output.effort,
+        response_format=None if output.format is None else _response_format(output.format),
         continue_final_message=True if continued else None,
         tools=[_tool(tool, f"tools[{place}]") for place, tool in enumerate(request.tools or ())] or None,
         tool_choice=None if chosen is None else _chat_tool_choice(chosen),
@@ -138,6 +154,10 @@ def _refuse_others(request: MessagesRequest) -> None:
     for name, asked in (("container", request.container), ("mcp_servers", request.mcp_servers)):
         if asked:
             raise InvalidRequest(f"{name!r} is not supported by pdserve", param=name, code="unsupported_parameter")
+
+
+def _response_format(wanted: OutputFormat) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "output", "schema": wanted.schema, "strict": True}}
 
 
 def _with_thinking(request: PromptRequest) -> PromptRequest:

@@ -136,6 +136,33 @@ def test_an_answer_goes_on_with_an_assistant_s_message() -> None:
     assert chat(said).continue_final_message
 
 
+def test_a_schema_of_the_answer_is_that_of_a_chat() -> None:
+    said = [{"role": "user", "content": "Hi"}]
+    asked = chat(said, output_config={"format": {"type": "json_schema", "schema": {"type": "object"}}, "effort": "low"})
+    assert (asked.response_format.json_schema.schema, asked.response_format.json_schema.strict) == (
+        {"type": "object"},
+        True,
+    )
+    assert asked.reasoning_effort == "low"
+
+
+@pytest.mark.parametrize(
+    ("choice", "expected"),
+    [
+        ({"type": "auto"}, "auto"),
+        ({"type": "any", "disable_parallel_tool_use": True}, "required"),
+        ({"type": "none"}, "none"),
+        ({"type": "tool", "name": "add"}, {"type": "function", "function": {"name": "add"}}),
+    ],
+)
+def test_tools_are_those_of_a_chat(choice: dict[str, Any], expected: Any) -> None:
+    tool = {"name": "add", "description": "Adds.", "input_schema": {"type": "object"}}
+    asked = chat([{"role": "user", "content": "Hi"}], tools=[tool], tool_choice=choice)
+    assert msgspec.to_builtins(asked.tool_choice) == expected
+    assert [(each.function.name, each.function.parameters) for each in asked.tools] == [("add", {"type": "object"})]
+    assert asked.parallel_tool_calls is (False if "disable_parallel_tool_use" in choice else None)
+
+
 def test_thinking_is_an_argument_of_the_template() -> None:
     said = [{"role": "user", "content": "Hi"}]
     for kind, thinks in (("enabled", True), ("adaptive", True), ("disabled", False)):

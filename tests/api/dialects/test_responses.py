@@ -118,6 +118,36 @@ def test_sampling_fields_have_the_same_names() -> None:
     assert (chat.wanted_tokens, chat.temperature, chat.seed, chat.stops, chat.stream) == (7, 0.5, 3, ["x"], True)
 
 
+@pytest.mark.parametrize(
+    ("choice", "expected"),
+    [
+        ("required", "required"),
+        ({"type": "function", "name": "add"}, {"type": "function", "function": {"name": "add"}}),
+        (
+            {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "add"}]},
+            {
+                "type": "allowed_tools",
+                "allowed_tools": {"mode": "auto", "tools": [{"type": "function", "function": {"name": "add"}}]},
+            },
+        ),
+    ],
+)
+def test_tools_are_those_of_a_chat(choice: Any, expected: Any) -> None:
+    tool = {"type": "function", "name": "add", "parameters": {"type": "object"}, "strict": True}
+    chat = chat_of_response(request(tools=[tool], tool_choice=choice, parallel_tool_calls=False))
+    assert msgspec.to_builtins(chat.tool_choice) == expected
+    assert [(each.function.name, each.function.strict) for each in chat.tools or ()] == [("add", True)]
+    assert chat.parallel_tool_calls is False
+
+
+def test_a_schema_of_the_answer_is_that_of_a_chat() -> None:
+    wanted = {"type": "json_schema", "name": "n", "schema": {"type": "object"}, "strict": True}
+    asked = chat_of_response(request(text={"format": wanted}, reasoning={"effort": "low"}))
+    assert asked.response_format is not None
+    assert asked.response_format.json_schema is not None
+    assert (asked.response_format.json_schema.schema, asked.reasoning_effort) == ({"type": "object"}, "low")
+
+
 def test_text_of_any_kind_asks_for_nothing() -> None:
     for text in (None, {"verbosity": "low"}, {"format": {"type": "text"}}):
         assert cast("Any", chat_of_response(request(text=text))).messages == [{"role": "user", "content": "Hi"}]
