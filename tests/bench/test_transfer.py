@@ -18,6 +18,7 @@ from pdserve.bench.transfer.yardsticks import nixl_rates
 from pdserve.cli.bench import two_cores
 from pdserve.cli.main import main
 from pdserve.config import Switch
+from pdserve.engine.kv_connector.return_offers import OFFERS_PER_S
 from pdserve.errors import BenchError
 from tests.tiny_models import save_tiny_model
 
@@ -78,9 +79,10 @@ def test_a_slowdown_is_told_for_each_gigabyte() -> None:
 def test_each_turn_with_returns_is_weighed_against_the_one_before_it() -> None:
     alone = (StepCost(0.010, 0.008), StepCost(0.100, 0.080), StepCost(0.010, 0.008))
     returning = (StepCost(0.011, 0.0082), StepCost(0.110, 0.082), StepCost(0.050, 0.040))
-    row = return_row("tiny", 8, ReturnTimes(alone, returning, 10.0))
+    row = return_row("tiny", 8, ReturnTimes(alone, returning, 10.0, 0.002))
     assert row.figure("returning : alone").value == pytest.approx(1.1)
     assert row.figure("CPU returning : alone").value == pytest.approx(1.025)
+    assert row.figure("all returns' share of a core").value == pytest.approx(0.002 * OFFERS_PER_S)
 
 
 def test_one_core_serves_both_engines_where_there_is_no_other() -> None:

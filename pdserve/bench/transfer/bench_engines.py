@@ -205,6 +205,7 @@ class OfferingEngine:
         self.returned = 0
         """The number of offers whose block was fetched."""
         self._engine = BenchEngine(new_id(), shape, setup, self._woken.set)
+        self.cpu_s = self._engine.cpu_s
         self.close = self._engine.close
 
     def offer(self) -> None:

@@ -30,6 +30,8 @@ class ReturnTimes:
     alone: tuple[StepCost, ...]
     returning: tuple[StepCost, ...]
     returns_per_s: float
+    return_cpu_s: float
+    """The CPU time of the decode engine's transfer thread for one return."""
 
     @property
     def wall_ratio(self) -> float:
@@ -54,15 +56,15 @@ def while_returning(
     try:
         engine.offer()
         engine.finish()  # the engines have met
-        before = engine.returned
+        before, thread_cpu_s = engine.returned, engine.cpu_s()
         for _ in range(ROUNDS):
             alone.append(_turn(step, each_s, lambda _: None))
             returning.append(_turn(step, each_s, engine.turn))
             engine.finish()
-        returned = engine.returned - before
+        returned, thread_cpu_s = engine.returned - before, engine.cpu_s() - thread_cpu_s
     finally:
         engine.close()
-    return ReturnTimes(tuple(alone), tuple(returning), returned / (each_s * ROUNDS))
+    return ReturnTimes(tuple(alone), tuple(returning), returned / (each_s * ROUNDS), thread_cpu_s / returned)
 
 
 def _turn(step: Callable[[], object], seconds: float, between: Callable[[float], None]) -> StepCost:

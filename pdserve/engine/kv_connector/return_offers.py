@@ -9,9 +9,10 @@ from pdserve.wire.transfer import MAX_HASHES
 
 OFFER_S = 0.25
 """Offers are made so often, and at the end of each request."""
-OFFERS_PER_S = 10
-"""Of many streams, each is offered less often: an offer costs each node a transfer, some 3 ms of CPU time. Requests
-that end come first, because nothing is offered of them later."""
+OFFERS_PER_S = 6
+"""Of many streams, each is offered less often: an offer costs each node a transfer, some 3 ms of CPU time, and all of
+them together are to take less than 2 % of a core. Requests that end come first, because nothing is offered of them
+later."""
 MAX_AHEAD_S = 2.0
 """Where more requests end than offers may be made, those beyond this are not offered."""
 BLOCKS_FOR_ONE = 256
