@@ -277,6 +277,7 @@ class CompletionRoute(Generic[R]):
             holders=terms.holders,
             fetch_only=fetch_only,
             cache_salt=body.cache_salt or "",
+            priority=body.priority or 0,
             interval=_interval(body, self._node.stream.interval),
             turn_tokens=_turn_tokens(body),
         )

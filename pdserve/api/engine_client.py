@@ -167,6 +167,7 @@ class EngineClient:
         holders: tuple[PrefillTarget, ...] = (),
         fetch_only: bool = False,
         cache_salt: str = "",
+        priority: int = 0,
         interval: int = 1,
         turn_tokens: int = TURN_TOKENS,
     ) -> Generation:
@@ -209,6 +210,7 @@ class EngineClient:
                 children=tuple(children),
                 emitted=parent.emitted,
                 cache_salt=cache_salt,
+                priority=priority,
                 group_id=local_ids[0],
                 request_id=request_id,
             )

@@ -61,6 +61,10 @@ _NEXT: dict[Status, frozenset[Status]] = {
 }
 
 
+PRIORITY_S = 5.0
+"""A request goes before those that came so much earlier, for each number by which its priority is lower."""
+
+
 @dataclass(slots=True, eq=False)
 class Request:
     """The mutable state of one request. The scheduler owns it."""
@@ -88,6 +92,8 @@ class Request:
     """The prefill nodes that were not tried yet."""
     attempts: int = 0
     cache_salt: str = ""
+    priority: int = 0
+    """Requests with a lower number get their places first, by ``turn_at``."""
     num_emitted_tokens: int = 0
     """The number of the answer's first tokens that came with the request: its client has them from another node."""
     holders: tuple[PrefillTarget, ...] = ()
@@ -150,6 +156,7 @@ class Request:
             local_id=local_id,
             group_id=self.group_id,
             cache_salt=self.cache_salt,
+            priority=self.priority,
             num_emitted_tokens=len(emitted),
             holders=self.holders if emitted else (),
             fetch_only=self.fetch_only,
@@ -179,6 +186,14 @@ class Request:
     def answer(self) -> list[int]:
         """A copy of the tokens after the prompt."""
         return self.token_ids[self.num_prompt_tokens :]
+
+    @property
+    def turn_at(self) -> float:
+        """The time by which waiting requests take turns: that of its arrival, moved by its priority.
+
+        So a request that waits overtakes later ones of a higher priority in the end, and none waits for ever.
+        """
+        return self.arrived + self.priority * PRIORITY_S
 
     @property
     def may_ask_holders(self) -> bool:

@@ -155,6 +155,7 @@ class StepLoop:
             group_id=submit.group_id,
             targets=submit.prefill,
             cache_salt=submit.cache_salt,
+            priority=submit.priority,
             num_emitted_tokens=len(submit.emitted),
             holders=submit.holders,
             return_to=submit.prefill[0] if submit.prefill else None,

@@ -54,6 +54,8 @@ class Submit(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field=
     """Whether the engine only fetches those blocks into its prefix cache, and ends the request with ``LENGTH``."""
     cache_salt: str = ""
     """Prompts share cached blocks only if their salts are equal."""
+    priority: int = 0
+    """Requests with a lower number get their places first."""
     group_id: int = 0
     """The same number for all prompts of one client request, which take turns as one; 0 if this is the only one."""
     request_id: RequestId = ""

@@ -499,3 +499,12 @@ def test_special_tokens_around_prompts_and_chats(model_dir: Path, tmp_path: Path
     assert text(None) == text(True) == [1, *text(False)]
     assert chat(True) == [1, *chat(None)]
     assert chat(False) == chat(None)
+
+
+def test_the_engine_gets_the_priority(node: NodeUnderTest) -> None:
+    with node.new_submits() as submits:
+        for priority in (None, -100, 3):
+            assert (
+                post(f"{node.url}/v1/completions", {"model": MODEL, "prompt": "x", "priority": priority}).status == 200
+            )
+    assert [submit.priority for submit in submits()] == [0, -100, 3]

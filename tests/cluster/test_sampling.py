@@ -66,6 +66,30 @@ def test_log_probabilities_are_those_of_transformers(pd_cluster: Cluster, demo_m
 
 
 @pytest.mark.timeout(300)
+def test_log_probabilities_of_prompts_are_those_of_transformers_with_and_without_remote_prefill(
+    pd_cluster: Cluster, mixed_cluster: Cluster, demo_model: Path
+) -> None:
+    before = remote_prefills(pd_cluster)
+    asked: dict[str, Any] = {"echo": True, "logprobs": 1, "max_tokens": 1, "prompt_logprobs": 2}
+    choice, local = answer(pd_cluster, **asked), answer(mixed_cluster, **asked)
+    wait_remote_prefills(pd_cluster, before + 1)
+    assert {**choice, "logprobs": None, "prompt_logprobs": None} == {**local, "logprobs": None, "prompt_logprobs": None}
+    model: Any = AutoModelForCausalLM.from_pretrained(demo_model, dtype=torch.float32)
+    token_ids = PROMPT + choice["token_ids"]
+    with torch.inference_mode():
+        wanted = model(torch.tensor([token_ids])).logits[0, :-1].log_softmax(-1)
+    own = [wanted[i, token_id].item() for i, token_id in enumerate(token_ids[1:])]
+    for one in (choice, local):
+        first, *others = one["logprobs"]["token_logprobs"]
+        assert first is None
+        assert others == pytest.approx(own, abs=1e-4)
+        first, *others = one["prompt_logprobs"]
+        assert first is None
+        listed = [entry[str(token_id)]["logprob"] for token_id, entry in zip(PROMPT[1:], others, strict=True)]
+        assert listed == pytest.approx(own[:-1], abs=1e-4)
+
+
+@pytest.mark.timeout(300)
 def test_parameters_give_the_same_tokens_with_and_without_remote_prefill(
     pd_cluster: Cluster, mixed_cluster: Cluster
 ) -> None:

@@ -113,6 +113,7 @@ class FakeEngine:
         holders: int = 0,
         fetch_only: bool = False,
         scored: bool = False,
+        priority: int = 0,
     ) -> Request:
         """Adds one prompt. Its answers are ``local_id``, ``local_id + 1`` and so on, one for each seed.
 
@@ -129,6 +130,7 @@ class FakeEngine:
             local_id=local_id,
             group_id=group_id or b"",
             cache_salt=salt,
+            priority=priority,
             targets=(TARGET, TARGET) if remote else (),
             num_emitted_tokens=len(own),
             holders=(TARGET,) * holders,

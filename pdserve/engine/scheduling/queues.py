@@ -1,7 +1,8 @@
 """Holds every live request by its status, and knows whose turn it is to get a place in the batch.
 
 Waiting requests take turns by client request, however many engine requests (prompts times ``n``) that is: a place goes
-to the client request that holds the fewest, and among equals to the one that has waited longest.
+to the client request that holds the fewest, and among equals to the one that has waited longest, where a lower
+``priority`` counts as waiting.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ class Queues:
 
     def __init__(self) -> None:
         self.waiting: deque[Request] = deque()
-        """The waiting requests in the order of their arrival."""
+        """The waiting requests in the order of their arrival, moved by their priorities (``Request.turn_at``)."""
         self.running: list[Request] = []
         self.remote: set[Request] = set()
         """The requests whose prompts are being fetched."""
@@ -105,9 +106,8 @@ class Queues:
     # ------------------------------------------------------------ moves
 
     def add(self, request: Request) -> None:
-        """Queues a new request behind all others."""
-        self.waiting.append(request)
-        self._waiters[request.group_id] += 1
+        """Queues a new request behind all others of its priority."""
+        self._insert(request)
 
     def move(self, request: Request, status: Status) -> None:
         """Changes a request's status and puts it where requests of that status are."""
@@ -115,9 +115,7 @@ class Queues:
         request.move(status)
         match status:
             case Status.WAITING:
-                later = (i for i, other in enumerate(self.waiting) if other.arrived > request.arrived)
-                self.waiting.insert(next(later, len(self.waiting)), request)
-                self._waiters[request.group_id] += 1
+                self._insert(request)
             case Status.RUNNING:
                 self.running.append(request)
             case Status.WAITING_FOR_REMOTE_KVS:
@@ -126,6 +124,14 @@ class Queues:
                 self.pushing.add(request)
         if status in _PLACES:
             self._places[request.group_id] += 1
+
+    def _insert(self, request: Request) -> None:
+        if not self.waiting or self.waiting[-1].turn_at <= request.turn_at:
+            self.waiting.append(request)
+        else:
+            later = (i for i, other in enumerate(self.waiting) if other.turn_at > request.turn_at)
+            self.waiting.insert(next(later), request)
+        self._waiters[request.group_id] += 1
 
     def _take_out(self, request: Request) -> None:
         match request.status:

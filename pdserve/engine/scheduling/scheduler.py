@@ -95,7 +95,8 @@ class Scheduler:
 
     def longest_wait_s(self, now: float) -> float:
         """Returns how long the oldest request has waited whose prompt nobody computes yet; 0 if there is none."""
-        return next((now - request.arrived for request in self._queues.waiting if request.first_token_at is None), 0.0)
+        waiting = self._queues.waiting
+        return max((now - request.arrived for request in waiting if request.first_token_at is None), default=0.0)
 
     @property
     def blocks_wanted(self) -> int:

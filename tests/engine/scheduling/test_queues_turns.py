@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdserve.config import Batching
-from pdserve.engine.request import Request, Status
+from pdserve.engine.request import PRIORITY_S, Request, Status
 from tests.engine.fake_engine import FakeEngine
 from tests.engine.fake_model import answer, talkative
 
@@ -129,3 +129,17 @@ def test_no_client_request_without_a_place_waits_beside_one_with_several(
 
 def running(requests: list[Request]) -> list[Request]:
     return [request for request in requests if request.status is Status.RUNNING]
+
+
+def test_a_lower_priority_goes_first_and_a_higher_one_is_overtaken_for_a_bounded_time() -> None:
+    engine = FakeEngine(max_running=1, max_step_tokens=64)
+    engine.add(0, [50], 4, [talkative([50], 4)])
+    engine.step()
+    for local_id, priority in ((1, 0), (2, 3), (3, -2), (4, 0)):
+        engine.add(local_id, [60 + local_id], 1, priority=priority)
+    # This one comes when the third has waited for longer than its priority lets it.
+    engine.now += 3 * PRIORITY_S + 1
+    engine.add(5, [70], 1)
+    engine.run()
+    assert list(engine.endings) == [0, 3, 1, 4, 2, 5]
+    assert engine.idle
