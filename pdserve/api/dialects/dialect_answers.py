@@ -16,6 +16,7 @@ from pdserve.api.dialects.dialect_stream import dialect_stream
 from pdserve.api.dialects.messages_answer import MessageEvents, whole_message
 from pdserve.api.dialects.responses_answer import ResponseEvents, whole_response
 from pdserve.api.requests.openai_request import BodyParser, Parsed
+from pdserve.errors import InvalidRequest
 from pdserve.http.errors import ErrorForm
 
 S = TypeVar("S", bound=SamplingRequest)
@@ -31,7 +32,10 @@ class DialectParser(Generic[S]):
     def parse(self, body: bytes) -> Parsed[TranslatedChat]:
         """Returns the chat request that ``body`` asks for. Raises InvalidRequest, which names the field at fault."""
         parsed = self._parser.parse(body)
-        return Parsed(self._chat_of(parsed.request), parsed.ignored)
+        try:
+            return Parsed(self._chat_of(parsed.request), parsed.ignored)
+        except RecursionError as exc:
+            raise InvalidRequest("the body is nested too deeply", code="invalid_json") from exc
 
 
 class TranslatedAnswer(WholeAnswer):

@@ -169,3 +169,11 @@ def test_thinking_is_an_argument_of_the_template() -> None:
         asked = chat(said, thinking={"type": kind, "budget_tokens": 1024})
         assert asked.chat_template_kwargs == {"enable_thinking": thinks}
     assert chat(said).chat_template_kwargs is None
+
+
+@pytest.mark.parametrize("depth", [100, 990, 5_000])
+def test_a_body_of_any_depth_is_answered(depth: int, node: NodeUnderTest) -> None:
+    nested = b"[" * depth + b"]" * depth
+    use = b'{"type":"tool_use","id":"a","name":"b","input":{"a":%b}}' % nested
+    body = b'{"model":"%b","max_tokens":1,"seed":0,"messages":[{"role":"assistant","content":[%b]}]}'
+    assert send("POST", f"{node.url}/v1/messages", content=body % (MODEL.encode(), use)).status in (200, 400)

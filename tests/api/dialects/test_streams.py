@@ -70,7 +70,7 @@ def check_messages(events: list[dict[str, Any]], whole: dict[str, Any]) -> None:
 CHECKS = {RESPONSES: check_responses, MESSAGES: check_messages}
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     path=st.sampled_from(sorted(CHECKS)),
     tokens=st.integers(1, 8),
