@@ -26,7 +26,7 @@ from pdserve.api.generation import TURN_TOKENS, Generation
 from pdserve.api.outcome import failure_of
 from pdserve.api.request_log import RequestRecord
 from pdserve.api.requests.answer_reading import AnswerReading, answer_reading
-from pdserve.api.requests.chat_messages import unread_part_fields
+from pdserve.api.requests.chat_messages import unheeded_fields, unread_part_fields
 from pdserve.api.requests.grammar_check import WantedGrammar
 from pdserve.api.requests.openai_request import BodyParser, ChatRequest, CompletionRequest, GenerationRequest, Parsed
 from pdserve.api.requests.preparing import Check
@@ -205,14 +205,16 @@ class CompletionRoute(Generic[R]):
         prompts = self._prompts(body, tokenizer, self._node.limits, terms.answer.created, check)
         check()
         if isinstance(body, ChatRequest):
-            parsed = replace(parsed, ignored=parsed.ignored + unread_part_fields(body.messages))
+            ignored = (*unread_part_fields(body.messages), *unheeded_fields(body, tokenizer.chat_template))
+            parsed = replace(parsed, ignored=parsed.ignored + ignored)
         bad_words = bad_word_tokens(body.bad_words or (), tokenizer)
         check_repeated(body, len(prompts), bad_words)
         check_scores(body, [prompt.token_ids for prompt in prompts])
         vocab_size, journaled = self._node.ready.vocab_size, terms.journaled and bool(body.stream)
         journal = Journal() if terms.resume is None else read_journal(entries, body, prompts, vocab_size)
         check()
-        reading = answer_reading(body, self._node.formats)
+        structure = wanted_grammar(body)
+        reading = answer_reading(body, self._node.formats, structured=structure is not None)
         texts = _choice_texts(body, prompts, tokenizer, journal, reading, resumable=journaled)
         resumed: Sequence[TextDelta] = ()
         if self._grouped(body):
@@ -220,7 +222,7 @@ class CompletionRoute(Generic[R]):
         elif body.stream:
             resume_texts(texts, journal, logprobs=body.wanted_logprobs is not None)
         wanted = {number for number, text in texts.items() if not text.stopped}
-        structure, calls = wanted_grammar(body), tool_grammar(reading, prompts[0].ending, tokenizer.special_id)
+        calls = tool_grammar(reading, prompts[0].ending, tokenizer.special_id)
         submits = _submits(body, prompts, bad_words, terms.answer.id, wanted, journal)
         grammar = structure if calls is None else wanted_calls(calls, structure, forced=reading.tools.forced)
         return PreparedRequest(parsed, prompts, texts, submits, journal, resumed, grammar)

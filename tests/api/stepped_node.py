@@ -273,6 +273,7 @@ async def stepped_node(
     group: int = 1,
     *,
     formats: MessageFormats = NO_FORMATS,
+    model_dir: Path = Path(),
     **engine_fields: Any,
 ) -> AsyncIterator[SteppedNode]:
     engine, boot_id = SteppedEngine(alphabet, group, **engine_fields), new_id()
@@ -297,9 +298,10 @@ async def stepped_node(
         max_body_bytes=MAX_BODY_BYTES,
         stream=StreamConfig(),
         formats=formats,
-        grammars=GrammarCheck(Path(), GrammarConfig()),
+        grammars=GrammarCheck(model_dir, GrammarConfig()),
     )
     try:
         yield SteppedNode(create_app(node), engine, node.metrics, boot_id)
     finally:
         node.preparer.close()
+        node.grammars.close()

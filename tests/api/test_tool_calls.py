@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +14,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from pdserve.api.message.formats import MessageFormats
-from pdserve.api.requests.tokenizer import Tokenizer
+from pdserve.api.requests.tokenizer import Tokenizer, load_tokenizer
 from pdserve.config import ReasoningFormat, ToolFormat
 from pdserve.wire.journal import cut
 from pdserve.wire.whole_answer import AnswerReader
@@ -164,8 +166,6 @@ async def test_whole_answers(tokenizer: Tokenizer) -> None:
         }
         assert call.pop("id").startswith("call_")
         assert call == {"type": "function", "function": {"name": "f", "arguments": '{"text": "x"}'}}
-        named = await ask(node, tool_choice={"type": "function", "function": {"name": "f"}})
-        assert (named["finish_reason"], len(named["tool_calls"])) == ("stop", 1)
         none = await ask(node, tool_choice="none", include_reasoning=False)
         assert (none["content"], none["finish_reason"]) == ("I call. " + CALL, "stop")
         assert not none.keys() & {"tool_calls", "reasoning"}
@@ -201,17 +201,22 @@ async def test_a_marker_that_is_a_special_token_reaches_the_parser(tokenizer: To
     assert (shown.add([special, 1]), hidden.add([special, 1])) == ("<jupyter_start>", "")
 
 
-async def test_forced_calls_have_a_grammar(tokenizer: Tokenizer) -> None:
+@pytest.mark.integration
+async def test_forced_calls_have_a_grammar(tokenizer: Tokenizer, model_dir: Path) -> None:
     script = scripted(tokenizer, CALL)
     formats = MessageFormats(ToolFormat.GEMMA, ReasoningFormat.NONE)
-    async with stepped_node(tokenizer, script, script=script, formats=formats) as node:
+    async with stepped_node(tokenizer, script, script=script, formats=formats, model_dir=model_dir) as node:
         forced = await ask(node, tool_choice="required")
+        named = await ask(node, tool_choice={"type": "function", "function": {"name": "f"}})
+        assert (named["finish_reason"], len(named["tool_calls"])) == ("stop", 1)
         await ask(node, tool_choice="auto")
         grammars = [prompts[0].sampling.grammar for prompts in node.engine.opened]
     assert forced["finish_reason"] == "tool_calls"
     assert grammars[0] is not None
     assert "get_weather" in grammars[0].text
-    assert grammars[1] is None
+    assert grammars[1] is not None
+    assert "get_weather" not in grammars[1].text
+    assert grammars[2] is None
 
 
 @pytest.mark.parametrize(
@@ -238,3 +243,17 @@ async def test_choices_that_cannot_be_kept(fields: dict[str, Any], param: str, t
         reply = await node.begin(CHAT, {**BODY, **fields})
         assert (reply.status, reply.error["param"].startswith(param)) == (400, True), reply.error
         assert not node.engine.opened
+
+
+@pytest.mark.integration
+async def test_a_structured_answer_is_content_though_the_prompt_begins_reasoning(
+    model_dir: Path, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(model_dir, tmp_path / "thinking")
+    (folder / "chat_template.jinja").write_text("{{ messages[0].content }}<think>\n")
+    tokenizer = load_tokenizer(folder)
+    formats = MessageFormats(ToolFormat.HERMES, ReasoningFormat.THINK)
+    script = scripted(tokenizer, '{"a": 1}')
+    async with stepped_node(tokenizer, script, script=script, formats=formats, model_dir=folder) as node:
+        assert (await ask(node))["reasoning"] == '{"a": 1}'
+        assert (await ask(node, response_format={"type": "json_object"}))["content"] == '{"a": 1}'

@@ -9,7 +9,7 @@ from pdserve.api.message.message_parser import MessageParser
 from pdserve.api.message.reasoning import ReasoningParser
 from pdserve.api.requests.openai_request import ChatRequest, GenerationRequest
 from pdserve.api.requests.tools import NO_TOOLS, ToolUse, tool_use
-from pdserve.config import ToolFormat
+from pdserve.config import ReasoningFormat, ToolFormat
 from pdserve.errors import InvalidRequest
 
 _NOT_JSON = (ToolFormat.QWEN_XML, ToolFormat.PYTHONIC, ToolFormat.GEMMA)
@@ -43,8 +43,11 @@ class AnswerReading:
         return MessageParser(reasoning, calls, show_reasoning=self.show_reasoning, tells_calls=not tools.named)
 
 
-def answer_reading(request: GenerationRequest, formats: MessageFormats) -> AnswerReading:
-    """Returns how answers of a model that writes ``formats`` are read. Raises InvalidRequest."""
+def answer_reading(request: GenerationRequest, formats: MessageFormats, *, structured: bool = False) -> AnswerReading:
+    """Returns how answers of a model that writes ``formats`` are read. Raises InvalidRequest.
+
+    ``structured`` says whether a grammar of the request's own is that of the whole answer, unless calls are forced.
+    """
     if not isinstance(request, ChatRequest):
         return AnswerReading()
     tools = tool_use(request.tools, request.tool_choice, request.parallel_tool_calls)
@@ -56,4 +59,7 @@ def answer_reading(request: GenerationRequest, formats: MessageFormats) -> Answe
         raise InvalidRequest(
             "this server reads no tool calls: 'tool_choice' can only be 'none' or 'auto'", param="tool_choice"
         )
+    if structured and not tools.forced:
+        # The grammar has no place for reasoning, also where the prompt begins it.
+        formats = replace(formats, reasoning=ReasoningFormat.NONE)
     return AnswerReading(formats, tools, show_reasoning=request.include_reasoning is not False)

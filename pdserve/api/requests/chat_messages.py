@@ -75,6 +75,12 @@ def template_kwargs(request: ChatRequest | TokenizeRequest, template: str) -> di
     return given
 
 
+def unheeded_fields(request: ChatRequest, template: str) -> tuple[str, ...]:
+    """Returns the names of the fields that have no effect because the template does not know them."""
+    known = request.reasoning_effort is None or "reasoning_effort" in template or "enable_thinking" in template
+    return () if known else ("reasoning_effort",)
+
+
 def spelled_out(messages: Sequence[dict[str, Any]], tools: Sequence[Tool]) -> list[dict[str, Any]]:
     """Returns messages for a template that knows no tools: functions, calls and results are in their contents."""
     told = [_in_words(message) for message in messages]

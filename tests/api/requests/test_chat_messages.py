@@ -11,7 +11,7 @@ import msgspec
 import pytest
 from transformers import AutoTokenizer
 
-from pdserve.api.requests.chat_messages import plain_messages, render_chat
+from pdserve.api.requests.chat_messages import plain_messages, render_chat, unheeded_fields
 from pdserve.api.requests.openai_request import ChatRequest
 from pdserve.api.requests.tokenizer import Tokenizer, load_tokenizer
 from pdserve.errors import InvalidRequest
@@ -89,6 +89,13 @@ def test_reasoning_effort_reaches_a_template_that_can_switch_it_off(
 ) -> None:
     tokenizer = with_template(model_dir, tmp_path / "switch", TEMPLATE)
     assert render_chat(chat(**fields), tokenizer, 0).endswith("[assistant]-" if off else "[assistant]")
+
+
+def test_reasoning_effort_without_effect_is_named() -> None:
+    asked = chat(reasoning_effort="low")
+    assert unheeded_fields(asked, "{{ content }}") == ("reasoning_effort",)
+    assert not unheeded_fields(asked, "{{ reasoning_effort }}")
+    assert not unheeded_fields(chat(), "{{ content }}")
 
 
 def test_reasoning_effort_reaches_a_template_that_knows_it(model_dir: Path, tmp_path: Path) -> None:
