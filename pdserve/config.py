@@ -886,7 +886,7 @@ class ClusterConfig:
     prefill: int = setting("prefill", "The cluster has this many prefill nodes.", 1, minimum=0, maximum=256)
     decode: int = setting("decode", "The cluster has this many decode nodes.", 1, minimum=0, maximum=256)
     mixed: int = setting(
-        "mixed", "The cluster has this many nodes that prefill and decode in one engine.", 0, minimum=0, maximum=256
+        "mixed", "The cluster has this many nodes that are prefill and decode nodes at once.", 0, minimum=0, maximum=256
     )
     ask: str = setting("ask", "pdserve asks this one question, prints the answer, and stops.", "", metavar="TEXT")
     startup_timeout_s: float = setting(

@@ -50,7 +50,12 @@ def read_instances(proxy_url: str, timeout_s: float, trust: Trust | None = None)
 
 
 def prefill_controls(instances: Sequence[ListedInstance]) -> list[str]:
-    return [instance.control for instance in instances if instance.role == "prefill" and instance.control]
+    return [instance.control for instance in instances if _prefills(instance)]
+
+
+def _prefills(instance: ListedInstance) -> bool:
+    """Returns whether other nodes can have their prompts computed by this one."""
+    return instance.role in ("prefill", "mixed") and bool(instance.control)
 
 
 def check_instances(proxy_url: str, found: list[ListedInstance] | str) -> list[Finding]:
@@ -70,8 +75,9 @@ def check_instances(proxy_url: str, found: list[ListedInstance] | str) -> list[F
 
 
 def _pairs(found: Sequence[ListedInstance]) -> list[Finding]:
-    """Reports decode nodes for which no prefill node computes the same model."""
-    prefill, decoding = ([instance for instance in found if instance.role == role] for role in ("prefill", "decode"))
+    """Reports decode nodes for which no prefill or mixed node computes the same model."""
+    prefill = [instance for instance in found if _prefills(instance)]
+    decoding = [instance for instance in found if instance.role == "decode"]
     if not decoding:
         return []
     findings = []

@@ -108,13 +108,11 @@ def _diagnosis(diagnosis: DiagnosisConfig) -> None:
 def _cluster(cluster: ClusterConfig) -> None:
     if cluster.decode + cluster.mixed == 0:
         raise ConfigError("--decode and --mixed are both 0: nothing would answer requests")
-    if cluster.decode and not cluster.prefill:
+    if cluster.decode and not cluster.prefill + cluster.mixed:
         raise ConfigError(
-            f"--decode is {cluster.decode} and --prefill is 0: without a prefill node, the proxy gives decode nodes "
-            "no requests; --mixed nodes need none"
+            f"--decode is {cluster.decode}, --prefill and --mixed are 0: without a node that prefills, the proxy gives "
+            "decode nodes no requests; --mixed nodes need none"
         )
-    if cluster.prefill and not cluster.decode:
-        raise ConfigError(f"--prefill is {cluster.prefill} and --decode is 0: prefill nodes work for decode nodes only")
 
 
 def _workload(workload: WorkloadConfig) -> None:

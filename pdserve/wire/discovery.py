@@ -26,11 +26,21 @@ Seconds: TypeAlias = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
 
 
 class Role(enum.Enum):
-    """What the proxy routes to a node. Every engine can do all of it; ``MIXED`` prefills and decodes each request."""
+    """What the proxy routes to a node. Every engine can do all of it; ``MIXED`` is both of the other roles at once."""
 
     PREFILL = "prefill"
     DECODE = "decode"
     MIXED = "mixed"
+
+    @property
+    def prefills(self) -> bool:
+        """Whether other nodes may have their prompts computed by a node of this role."""
+        return self is not Role.DECODE
+
+    @property
+    def answers(self) -> bool:
+        """Whether a node of this role answers clients' requests."""
+        return self is not Role.PREFILL
 
 
 class Capacity(msgspec.Struct, frozen=True):

@@ -242,13 +242,15 @@ class Digests(msgspec.Struct, frozen=True, tag_field="kind", tag="digests"):
     digests: Annotated[tuple[Annotated[int, msgspec.Meta(ge=0)], ...], msgspec.Meta(min_length=1)]
 
 
-class PrefillLoad(msgspec.Struct, frozen=True):
+class PrefillLoad(msgspec.Struct, frozen=True, omit_defaults=True):
     """The load of a prefill engine, as it measures it."""
 
     queued_tokens: Annotated[int, msgspec.Meta(ge=0)] = 0
     """The tokens of prompts that it has accepted and not computed."""
     tokens_per_s: Annotated[float, msgspec.Meta(ge=0)] = 0.0
     """The prompt tokens that it computes a second; 0 before that was measured."""
+    streams: Annotated[int, msgspec.Meta(ge=0), since(6)] = 0
+    """The requests of its own clients that have a place in its batch: they stall while it computes a prompt."""
 
 
 UNKNOWN_LOAD = PrefillLoad()

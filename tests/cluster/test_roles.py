@@ -1,4 +1,7 @@
-"""Tests that a role only says what the proxy routes to a node: each pair of nodes fetches prompts from each other."""
+"""Tests that a role only says what the proxy routes to a node: each pair of nodes fetches prompts from each other.
+
+Of two mixed nodes, each has its prompts computed by the other one.
+"""
 
 from __future__ import annotations
 
@@ -75,4 +78,22 @@ def test_every_node_fetches_from_every_other_one(tiny_model: Path) -> None:
                 ),
                 f"{node.name} fetched every prompt",
             )
+            assert node.metric("kv_transfers_total", direction="sent") > 0
+
+
+def test_two_mixed_nodes_compute_each_others_prompts(tiny_model: Path) -> None:
+    wanted = answers(tiny_model, LENGTHS)
+    flags = ("--dtype", "fp32", "--kv-cache-mib", "16", "--disaggregation", "always")
+    with cluster(tiny_model, *flags, prefill=0, decode=0, mixed=2) as running, ThreadPoolExecutor(12) as pool:
+        asked = [
+            (length, pool.submit(running.complete, prompt(length), len(wanted[length]), cache_salt=f"salt {turn}"))
+            for turn in range(4)
+            for length in LENGTHS
+        ]
+        for length, answer in asked:
+            assert answer.result() == wanted[length], f"{length} tokens"
+        running.until_idle()
+        for node in running.decode:
+            assert node.metric("prefills_total", source="remote") > 0
+            assert node.metric("prefills_total", source="local") == 0
             assert node.metric("kv_transfers_total", direction="sent") > 0

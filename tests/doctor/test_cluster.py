@@ -70,6 +70,12 @@ def test_a_good_cluster() -> None:
     assert "1 prefill, 2 decode" in findings[0].seen
 
 
+def test_a_mixed_node_computes_prompts_for_decode_nodes() -> None:
+    mixed = changed(PREFILL, name="x0", role="mixed")
+    assert prefill_controls([mixed, DECODE]) == [mixed.control]
+    assert {found.verdict for found in check_instances(URL, [mixed, DECODE])} == {Verdict.OK}
+
+
 @pytest.mark.parametrize(
     ("prefill", "said"),
     [

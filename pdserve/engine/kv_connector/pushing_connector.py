@@ -185,7 +185,8 @@ class PushingConnector:
             scheduler.pushed_all(request)
 
     def _load(self, scheduler: Scheduler) -> PrefillLoad:
-        return PrefillLoad(scheduler.queued_prompt_tokens, self._rate.tokens_per_s if self._rate.known else 0.0)
+        rate = self._rate.tokens_per_s if self._rate.known else 0.0
+        return PrefillLoad(scheduler.queued_prompt_tokens, rate, scheduler.num_streams)
 
     def _push_early(self, request: Request) -> None:
         """Sends what is final of a prompt that is not computed yet, if the schedule has it leave early."""

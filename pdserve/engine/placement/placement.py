@@ -8,7 +8,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 
 from pdserve.config import Disaggregation, SchedulerConfig, TransferConfig
-from pdserve.engine.placement.prefill_cost import LocalMeasures, PromptSize, local_cost, remote_cost
+from pdserve.engine.placement.prefill_cost import LocalMeasures, PromptSize, local_cost, remote_cost, remote_time
 from pdserve.engine.placement.prefill_node import PrefillNode
 from pdserve.engine.placement.prefill_rate import PrefillRate
 from pdserve.wire.engine import PrefillDecisions, PrefillNodeStats, PrefillReason, PrefillSource, PrefillStats
@@ -74,7 +74,7 @@ class Placement:
         local = LocalMeasures(self._own_rate(prompt, node, now), self.rate.decode_step_s, self._max_step_tokens)
         self._local_s = local_cost(prompt, local, self._stall_weight)
         remote = node.measures(now, self.bytes_per_token, local.tokens_per_s)
-        self._remote_s = remote_cost(prompt, remote, self._max_step_tokens)
+        self._remote_s = remote_cost(prompt, remote, self._max_step_tokens, self._stall_weight)
         # Where both cost the same, no transfer is better.
         source = PrefillSource.REMOTE if self._remote_s < self._local_s else PrefillSource.LOCAL
         return PlacementDecision(source, PrefillReason.CHEAPER)
@@ -105,7 +105,7 @@ class Placement:
             self._forget_idle()
             node = self._nodes[target.boot_id] = PrefillNode(target.name)
         remote = node.measures(now, self.bytes_per_token, self.rate.tokens_per_s)
-        expected_s = remote_cost(PromptSize(tokens, cached_tokens, 0, 0), remote, self._max_step_tokens)
+        expected_s = remote_time(PromptSize(tokens, cached_tokens, 0, 0), remote, self._max_step_tokens)
         node.ordered(order, tokens, cached_tokens, expected_s, tokens / self.rate.tokens_per_s, now)
         return node
 
@@ -118,7 +118,7 @@ class Placement:
         remote = node.measures(now, self.bytes_per_token, self.rate.tokens_per_s)
         # That the node is late is no reason to wait longer.
         remote = dataclasses.replace(remote, late_s=0.0, cached_share=0.0, held_share=0.0)
-        return remote_cost(PromptSize(tokens, cached_tokens, 0, 0), remote, self._max_step_tokens)
+        return remote_time(PromptSize(tokens, cached_tokens, 0, 0), remote, self._max_step_tokens)
 
     def queued_s(self, tokens: int, streams: int) -> float:
         """Returns how long this node takes for ``tokens`` of prompts, beside the decode steps of ``streams``."""

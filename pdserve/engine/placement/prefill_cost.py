@@ -5,7 +5,7 @@ them: disaggregation is there to avoid this stall. So the stall counts, once for
 how many seconds of one client's wait for a first token a second of another client's stalled stream is worth.
 
 On a prefill node, its tokens wait for that node's queue, and its KV blocks have to come to this node, those of a chunk
-while the next chunk computes.
+while the next chunk computes. If that node is a mixed one, its own streams stall, and count in the same way.
 """
 
 from __future__ import annotations
@@ -53,6 +53,13 @@ class RemoteMeasures:
     bytes_per_s: float
     held_share: float = 0.0
     """The share of the tokens missing in this node's prefix cache that the prefill node has in its own."""
+    streams: int = 0
+    """The requests of its own clients that have a place in the prefill node's batch."""
+
+    def computed_s(self, prompt: PromptSize) -> float:
+        """Returns how long the prefill node computes the part of a prompt that it does not have."""
+        tokens = (1 - self.held_share) * prompt.missing_tokens + (1 - self.cached_share) * prompt.cached_tokens
+        return tokens / self.tokens_per_s
 
 
 def local_cost(prompt: PromptSize, local: LocalMeasures, stall_weight: float) -> float:
@@ -63,10 +70,14 @@ def local_cost(prompt: PromptSize, local: LocalMeasures, stall_weight: float) ->
     return ahead / local.tokens_per_s + decode_s + stall_weight * prompt.streams * compute_s
 
 
-def remote_cost(prompt: PromptSize, remote: RemoteMeasures, chunk_tokens: int) -> float:
+def remote_time(prompt: PromptSize, remote: RemoteMeasures, chunk_tokens: int) -> float:
     """Returns the time until the first token has come, and the blocks without which there is no second token."""
-    tokens = (1 - remote.held_share) * prompt.missing_tokens + (1 - remote.cached_share) * prompt.cached_tokens
     wait_s = remote.queued_tokens / remote.tokens_per_s + remote.late_s + remote.overhead_s
     move_s = prompt.missing_tokens * remote.bytes_per_token / remote.bytes_per_s
     last_s = min(prompt.missing_tokens, chunk_tokens) * remote.bytes_per_token / remote.bytes_per_s
-    return wait_s + max(tokens / remote.tokens_per_s + last_s, move_s)
+    return wait_s + max(remote.computed_s(prompt) + last_s, move_s)
+
+
+def remote_cost(prompt: PromptSize, remote: RemoteMeasures, chunk_tokens: int, stall_weight: float) -> float:
+    """Returns ``remote_time``, plus what the streams of the prefill node lose meanwhile."""
+    return remote_time(prompt, remote, chunk_tokens) + stall_weight * remote.streams * remote.computed_s(prompt)

@@ -51,6 +51,7 @@ class PrefillNode:
         self._orders: dict[Hashable, _Order] = {}
         self._others_tokens = 0.0
         self._others_at = 0.0
+        self._streams = 0
         self._probe_s = PROBE_S
         self._probe_at = -math.inf
 
@@ -93,6 +94,7 @@ class PrefillNode:
             bytes_per_token=bytes_per_token,
             bytes_per_s=self.bytes_per_s,
             held_share=self._held_share,
+            streams=self._streams,
         )
 
     # ------------------------------------------------------------ events
@@ -132,6 +134,7 @@ class PrefillNode:
             self._tokens_per_s = load.tokens_per_s
         self._others_tokens = max(0.0, load.queued_tokens - sum(order.tokens for order in self._orders.values()))
         self._others_at = now
+        self._streams = load.streams
 
     def landed(self, size: int, seconds: float) -> None:
         """Notes that ``size`` bytes came in ``seconds`` after a first token."""

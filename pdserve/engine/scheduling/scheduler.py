@@ -79,6 +79,11 @@ class Scheduler:
         return len(self._queues.running)
 
     @property
+    def num_streams(self) -> int:
+        """Returns the number of running requests of this node's own clients, not of other nodes."""
+        return sum(not request.serves_push for request in self._queues.running)
+
+    @property
     def num_remote(self) -> int:
         return len(self._queues.remote)
 

@@ -29,6 +29,7 @@ from pdserve_proxy.registry.snapshot import (
     RegistryWatcher,
     Snapshot,
     take_snapshot,
+    takes_prompts,
 )
 
 MAX_NODES = 4096
@@ -200,7 +201,7 @@ class Registry(_NodeTable):
         return True
 
     def _note_role(self, info: NodeInfo) -> None:
-        if info.role is Role.PREFILL:
+        if takes_prompts(info):
             self._prefilled[info.fingerprint] = None
             if len(self._prefilled) > MAX_PREFILLED:
                 del self._prefilled[next(iter(self._prefilled))]

@@ -32,10 +32,18 @@ class RegisteredNode:
 
 @dataclass(frozen=True, slots=True)
 class Pairing:
-    """A node that can decode now, with every prefill node that fits it; none if it prefills by itself."""
+    """A node that can decode now, with the nodes that can compute its prompts."""
 
     decode: NodeInfo
-    prefill: tuple[NodeInfo, ...]
+    fitting: tuple[NodeInfo, ...]
+    """Every node that computes prompts of the same model, also a mixed ``decode`` itself: all share one tuple."""
+
+    @property
+    def prefill(self) -> tuple[NodeInfo, ...]:
+        """The other nodes that can compute prompts for ``decode``; none if it computes them by itself."""
+        if self.decode.role is Role.MIXED:
+            return tuple([node for node in self.fitting if node is not self.decode])
+        return self.fitting
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,9 +95,9 @@ class RegistryWatcher(Protocol):
 def take_snapshot(nodes: Iterable[RegisteredNode], prefilled: frozenset[str] = frozenset()) -> Snapshot:
     """Returns a snapshot of ``nodes``.
 
-    ``prefilled`` are the fingerprints that have had a prefill node: their decode nodes serve without one too. A decode
-    node can compute a prompt by itself. While a cluster comes up it is not asked to, but when the last prefill node is
-    lost, slower answers are better than none.
+    ``prefilled`` are the fingerprints that have had a node that prefills: their decode nodes serve without it, too. A
+    decode node can compute a prompt by itself. While a cluster comes up it is not asked to, but when the last node that
+    prefills is lost, slower answers are better than none.
     """
     everyone = tuple(nodes)
     serving: dict[str, list[NodeInfo]] = {node.info.model: [] for node in everyone}
@@ -105,18 +113,23 @@ def take_snapshot(nodes: Iterable[RegisteredNode], prefilled: frozenset[str] = f
     )
 
 
+def takes_prompts(info: NodeInfo) -> bool:
+    """Returns whether other nodes can have their prompts computed by this one."""
+    return info.role.prefills and bool(info.control)
+
+
 def _pair(infos: list[NodeInfo], prefilled: frozenset[str]) -> tuple[Pairing, ...]:
     by_fingerprint: dict[str, list[NodeInfo]] = {}
     for info in infos:
-        if info.role is Role.PREFILL:
+        if takes_prompts(info):
             by_fingerprint.setdefault(info.fingerprint, []).append(info)
     prefill = {fingerprint: tuple(fitting) for fingerprint, fitting in by_fingerprint.items()}
     pairings = []
     for info in infos:
+        fitting = prefill.get(info.fingerprint, ())
         if info.role is Role.MIXED:
-            pairings.append(Pairing(info, ()))
-        elif info.role is Role.DECODE:
-            fitting = prefill.get(info.fingerprint, ())
-            if fitting or info.fingerprint in prefilled:
-                pairings.append(Pairing(info, fitting))
+            # A mixed node without a control address is of a version whose mixed nodes fetch nothing.
+            pairings.append(Pairing(info, fitting if info.control else ()))
+        elif info.role is Role.DECODE and (fitting or info.fingerprint in prefilled):
+            pairings.append(Pairing(info, fitting))
     return tuple(pairings)

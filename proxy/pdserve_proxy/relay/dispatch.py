@@ -8,7 +8,7 @@ import msgspec
 
 from pdserve.config import ProxyConfig
 from pdserve.http.request import JSON, REQUEST_ID_HEADER
-from pdserve.wire.discovery import NodeInfo
+from pdserve.wire.discovery import NodeInfo, Role
 from pdserve.wire.frame import Purpose, Sealer, Secrets, to_header
 from pdserve.wire.journal import digest
 from pdserve.wire.ticket import TICKET_HEADER, AnswerIdentity, PrefillTarget, Resume, Ticket
@@ -60,8 +60,9 @@ class Dispatch:
 
     def begin(self, relayed: RelayedRequest, body: GenerationBody, route: Route) -> None:
         """Begins an attempt, which counts as load of its nodes until the next one, or until the request's end."""
-        # A prefill node computes a prompt once, for however many answers.
-        prefill = [(node, body.prompts) for node in route.prefill[:1]]
+        # A prefill node computes a prompt once, for however many answers. A mixed node computes most prompts itself.
+        first = route.prefill[:1] if route.decode.role is Role.DECODE else ()
+        prefill = [(node, body.prompts) for node in first]
         relayed.begin_attempt(route, self._attempts.begin((route.decode, body.answers), *prefill))
 
     def has_room(self, body: GenerationBody, node: NodeInfo) -> bool:

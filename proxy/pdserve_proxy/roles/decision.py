@@ -12,8 +12,8 @@ share of its target that is used up:
 When one of the two has been late for several looks in a row, and the other is roomy in all of them and would not be
 late with one node less, a node moves to where it is late. Then the group rests, until the move can show in what nodes
 measure. It also rests after another proxy or an operator has changed a role. The last node of a role stays. If all
-nodes of a role are gone, the other role gives it one at once. Mixed nodes have no part in this. If both pressures are
-late, no move helps.
+nodes of a role are gone, the other role gives it one at once, unless there is a mixed node, which has both roles. Mixed
+nodes keep theirs, and do not count otherwise. If both pressures are late, no move helps.
 """
 
 from __future__ import annotations
@@ -159,7 +159,9 @@ class RoleDecider:
             group.rests_until_s = now + self.targets.rest_s
         if now < group.rests_until_s or not (prefill and decode):
             group.looks, group.pressure = 0, None
-            return self._restore(prefill, decode) if group.had_both and now >= group.restores_from_s else None
+            if not group.had_both or now < group.restores_from_s or len(members) > len(prefill) + len(decode):
+                return None
+            return self._restore(prefill, decode)
         group.pressure = _smoothed(group.pressure, pressure_of(prefill, decode, self.targets))
         wanted = group.pressure.wanted_role(len(prefill), len(decode))
         group.looks = group.looks + 1 if wanted is group.wanted else 1

@@ -22,14 +22,16 @@ REMOTE = PlacementDecision(PrefillSource.REMOTE, PrefillReason.CHEAPER)
 PROBE = PlacementDecision(PrefillSource.REMOTE, PrefillReason.PROBE)
 
 
-def measured(remote_rate: float = RATE, queued: int = 0, local_rate: float = RATE) -> Placement:
+def measured(
+    remote_rate: float = RATE, queued: int = 0, local_rate: float = RATE, remote_streams: int = 0
+) -> Placement:
     """Returns a placement for which this node and a prefill node have both computed a prompt at 0 s."""
     rate = PrefillRate()
     rate.step(256, 0, 256 / local_rate, 0.0)
     placement = make_placement(16, Disaggregation.AUTO, rate)
     seconds = 256 / remote_rate
     node = placement.ordered(TARGET, "first", 256, 0, -seconds)
-    node.answered("first", 0, PrefillLoad(queued, remote_rate), 0.0)
+    node.answered("first", 0, PrefillLoad(queued, remote_rate, remote_streams), 0.0)
     return placement
 
 
@@ -43,6 +45,11 @@ def test_alone_on_equal_hardware_nothing_is_moved() -> None:
 
 def test_streams_are_protected() -> None:
     assert measured().decide(BESIDE_STREAMS, TARGET, 1.0) == REMOTE
+
+
+def test_of_two_mixed_nodes_only_the_one_with_fewer_streams_computes_for_the_other() -> None:
+    assert measured(remote_streams=4).decide(BESIDE_STREAMS, TARGET, 1.0) == LOCAL
+    assert measured(remote_streams=3).decide(BESIDE_STREAMS, TARGET, 1.0) == REMOTE
 
 
 def test_a_node_with_one_stream_does_not_take_prompts_from_a_short_queue() -> None:

@@ -237,6 +237,13 @@ def test_the_next_node_restores_a_role_if_the_first_takes_no_command() -> None:
     assert switched(decider.decide(2.0, kept)) == ("d1", Role.PREFILL)
 
 
+def test_a_mixed_node_does_the_work_of_a_role_whose_last_node_is_gone() -> None:
+    decider = RoleDecider(TARGETS)
+    left = [*decode(QUICK, 3), node("x0", Role.MIXED, QUICK)]
+    decider.decide(0.0, [*prefill(QUICK), *left])
+    assert [decider.decide(float(now), left) for now in range(1, 10)] == [None] * 9
+
+
 def test_the_only_node_left_keeps_its_role() -> None:
     decider = RoleDecider(TARGETS)
     decider.decide(0.0, [*prefill(QUICK), *decode(QUICK, 1)])

@@ -59,15 +59,29 @@ def test_models_do_not_take_each_others_turns(picks: list[str]) -> None:
         assert max(each) - min(each) <= 1
 
 
+CONTROL = "tcp://host.invalid:2"
+
+
 @given(
-    st.lists(st.tuples(st.sampled_from(Role), st.sampled_from(["m", "n"]), st.sampled_from(["f", "g"])), max_size=12),
+    st.lists(
+        st.tuples(
+            st.sampled_from(Role),
+            st.sampled_from(["m", "n"]),
+            st.sampled_from(["f", "g"]),
+            st.sampled_from(["", CONTROL]),
+        ),
+        max_size=12,
+    ),
     st.integers(0, 20),
     st.sampled_from(RoutingPolicy),
 )
 def test_no_route_ever_joins_nodes_that_do_not_fit(
-    kinds: list[tuple[Role, str, str]], turns: int, policy_name: RoutingPolicy
+    kinds: list[tuple[Role, str, str, str]], turns: int, policy_name: RoutingPolicy
 ) -> None:
-    infos = [node_info(f"n{i}", role, model=model, fingerprint=fp) for i, (role, model, fp) in enumerate(kinds)]
+    infos = [
+        node_info(f"n{i}", role, model=model, fingerprint=fingerprint, control=control)
+        for i, (role, model, fingerprint, control) in enumerate(kinds)
+    ]
     snapshot = snapshot_of(*infos)
     policy = Turns(policy_name)
     for turn in range(turns):
@@ -76,12 +90,30 @@ def test_no_route_ever_joins_nodes_that_do_not_fit(
         except Unavailable:
             assert not any(info.role is Role.MIXED and info.model == "m" for info in infos)
             return
-        assert route.decode.model == "m"
-        assert route.decode.role in (Role.DECODE, Role.MIXED)
-        assert bool(route.prefill) == (route.decode.role is Role.DECODE)
-        assert len({info.boot_id for info in route.prefill}) == len(route.prefill) <= 2
-        for info in route.prefill:
-            assert (info.role, info.model, info.fingerprint) == (Role.PREFILL, "m", route.decode.fingerprint)
+        decode = route.decode
+        assert decode.model == "m"
+        assert decode.role in (Role.DECODE, Role.MIXED)
+        fitting = [
+            info
+            for info in infos
+            if info.role in (Role.PREFILL, Role.MIXED)
+            and (info.model, info.fingerprint) == ("m", decode.fingerprint)
+            and info.control
+            and info is not decode
+            and (decode.control or decode.role is Role.DECODE)
+        ]
+        assert len({info.boot_id for info in route.prefill}) == len(route.prefill) == min(2, len(fitting))
+        assert all(info in fitting for info in route.prefill)
+
+
+def test_mixed_nodes_compute_prompts_for_each_other_and_for_decode_nodes() -> None:
+    mixed = [node_info(f"mixed{i}", Role.MIXED, control=CONTROL) for i in range(3)]
+    snapshot, policy = snapshot_of(*mixed, node_info("d", Role.DECODE)), Turns()
+    routes = [policy.choose(snapshot, "m") for _ in range(60)]
+    asked = {(route.decode.name, route.prefill[0].name) for route in routes}
+    assert {decode for decode, _ in asked} == {"mixed0", "mixed1", "mixed2", "d"}
+    assert {other for _, other in asked} == {"mixed0", "mixed1", "mixed2"}
+    assert all(decode != other for decode, other in asked)
 
 
 def test_prefill_alternates_and_names_the_next_as_its_alternative() -> None:
