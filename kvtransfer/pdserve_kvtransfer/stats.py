@@ -24,7 +24,10 @@ class TransferStats:
     """The seconds from order to landing, summed over the received transfers."""
     failures: Counter[FailureKind] = field(default_factory=Counter)
     handshakes: int = 0
-    leases_expired: int = 0
+    leases_expired_sending: int = 0
+    """The engines that this one sent blocks to, and that fell silent."""
+    leases_expired_receiving: int = 0
+    """The engines that this one received blocks from, and that fell silent."""
     stale_blocks_dropped: int = 0
     """Blocks that arrived for no live transfer, out of range, twice, or with the wrong size."""
     frames_dropped: int = 0

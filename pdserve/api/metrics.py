@@ -139,7 +139,12 @@ class EngineCollector(Collector):
         )
         yield _counter("kv_transfer_seconds", "time of completed transfers", stats.transfer_seconds)
         yield _by_label("kv_transfer_failures", "transfers that failed", "reason", stats.transfer_failures)
-        yield _counter("leases_expired", "peers that stopped answering", stats.leases_expired)
+        yield _by_label(
+            "leases_expired",
+            "peers that stopped answering",
+            "direction",
+            {"sent": stats.leases_expired_sending, "received": stats.leases_expired_receiving},
+        )
         yield from _prefill(stats.prefill)
         yield _counter("stale_blocks_dropped", "blocks of dead transfers refused", stats.stale_blocks_dropped)
 

@@ -293,7 +293,8 @@ class StepLoop:
             transfers_received=transfers.transfers_received,
             transfer_seconds=transfers.transfer_seconds,
             transfer_failures={kind.value: count for kind, count in transfers.failures.items()},
-            leases_expired=transfers.leases_expired,
+            leases_expired_sending=transfers.leases_expired_sending,
+            leases_expired_receiving=transfers.leases_expired_receiving,
             stale_blocks_dropped=transfers.stale_blocks_dropped,
             queue_s=max(
                 scheduler.longest_wait_s(now),

@@ -240,7 +240,8 @@ class EngineStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     """The offers of which this engine had no room for a block, or too many."""
     transfer_failures: dict[str, int] = {}
     """The number of failures for each reason."""
-    leases_expired: int = 0
+    leases_expired_sending: int = 0
+    leases_expired_receiving: int = 0
     stale_blocks_dropped: int = 0
     prefill: PrefillStats = PrefillStats()
 

@@ -163,7 +163,7 @@ class ScriptedEngine:
                 free_blocks=100 - 25 * len(self._requests),
                 preemptions=4,
                 transfer_failures={"peer_lost": 2},
-                leases_expired=1,
+                leases_expired_receiving=1,
             )
             self._send(StepOutput(outputs))
             self._send(Stats(self._stats))

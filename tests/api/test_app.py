@@ -168,7 +168,8 @@ def test_metrics_show_the_engine(node: NodeUnderTest) -> None:
     shown = metrics(node)
     assert shown["pdserve_num_preemptions_total"] == 4
     assert shown['pdserve_kv_transfer_failures_total{reason="peer_lost"}'] == 2
-    assert shown["pdserve_leases_expired_total"] == 1
+    assert shown['pdserve_leases_expired_total{direction="received"}'] == 1
+    assert shown['pdserve_leases_expired_total{direction="sent"}'] == 0
     assert 0 <= shown["pdserve_kv_cache_usage_perc"] <= 1
     assert shown['pdserve_prefill_decisions_total{choice="remote",reason="cheaper"}'] == 5
     assert shown["pdserve_prefill_local_tokens_per_second"] == 1600

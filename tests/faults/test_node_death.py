@@ -151,14 +151,17 @@ def test_prefill_engine_alone_killed(victims: Cluster, expected: list[int]) -> N
 
 def test_prefill_engine_that_hangs(victims: Cluster, expected: list[int]) -> None:
     pid = engine_pid(victims.prefill[0])
-    expired = victims.decode[0].metric("leases_expired_total")
+    expired = victims.decode[0].metric("leases_expired_total", direction="received")
     with prefilling(victims) as answer:
         os.kill(pid, signal.SIGSTOP)
         try:
             assert answer.result(120) == expected
         finally:
             os.kill(pid, signal.SIGCONT)
-    eventually(lambda: victims.decode[0].metric("leases_expired_total") == expired + 1, "its metrics say so")
+    eventually(
+        lambda: victims.decode[0].metric("leases_expired_total", direction="received") == expired + 1,
+        "its metrics say so",
+    )
     victims.until_idle()
     until_used_again(victims, expected)
 
@@ -166,11 +169,13 @@ def test_prefill_engine_that_hangs(victims: Cluster, expected: list[int]) -> Non
 def test_decode_engine_that_hangs(victims: Cluster, expected: list[int]) -> None:
     """The prefill node ends the decode node's lease and frees its blocks. The decode node notices it afterwards."""
     prefill, pid = victims.prefill[0], engine_pid(victims.decode[0])
-    expired = prefill.metric("leases_expired_total")
+    expired = prefill.metric("leases_expired_total", direction="sent")
     with prefilling(victims) as answer:
         os.kill(pid, signal.SIGSTOP)
         try:
-            eventually(lambda: prefill.metric("leases_expired_total") == expired + 1, "its lease runs out")
+            eventually(
+                lambda: prefill.metric("leases_expired_total", direction="sent") == expired + 1, "its lease runs out"
+            )
             eventually(lambda: prefill.idle, "all blocks of the prefill node are free")
         finally:
             os.kill(pid, signal.SIGCONT)

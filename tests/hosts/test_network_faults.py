@@ -85,9 +85,9 @@ def test_a_cut_in_the_middle_of_a_transfer(hosts: Hosts, reference: Reference, w
     # Each side gets its blocks back without the other.
     hosts.cluster.until_idle()
     # During the cut, the next request is answered too, without waiting for another lease to run out.
-    expired = hosts.decode.metric("leases_expired_total")
+    expired = hosts.decode.metric("leases_expired_total", direction="received")
     assert hosts.ask(31) == reference.answer(prompt(31))
-    assert hosts.decode.metric("leases_expired_total") == expired
+    assert hosts.decode.metric("leases_expired_total", direction="received") == expired
     hosts.network.wire.mend()
     eventually(lambda: hosts.ask(32) == reference.answer(prompt(32)) and hosts.prefills("remote") > remote, "healed")
 
@@ -186,7 +186,7 @@ def test_a_prefill_host_that_dies_and_comes_back_at_the_same_address(hosts: Host
 
 
 def test_a_decode_host_that_dies_frees_the_prefill_node_and_ends_requests(hosts: Hosts, reference: Reference) -> None:
-    expired = hosts.prefill.metric("leases_expired_total")
+    expired = hosts.prefill.metric("leases_expired_total", direction="sent")
     with ThreadPoolExecutor(1) as pool:
         lost = pool.submit(http, hosts.cluster.url + "/v1/completions", {"model": MODEL, "prompt": prompt(90)})
         to_decode(hosts).cut_after(IN_THE_MIDDLE)
@@ -197,7 +197,8 @@ def test_a_decode_host_that_dies_frees_the_prefill_node_and_ends_requests(hosts:
         hosts.decode.process.wait()
         # Metrics are a little late: they may still say idle when the push has begun.
         eventually(
-            lambda: hosts.prefill.metric("leases_expired_total") == expired + 1, "the decode node's lease has expired"
+            lambda: hosts.prefill.metric("leases_expired_total", direction="sent") == expired + 1,
+            "the decode node's lease has expired",
         )
         eventually(lambda: hosts.prefill.idle, "every block of the prefill node is free")
         # The proxy can notice this only by missing heartbeats.

@@ -148,7 +148,7 @@ class FetchSide:
     def tick(self, now: float) -> None:
         for peer in list(self._peers.values()):
             if peer.lease.expired(now):
-                self._engine.stats.leases_expired += 1
+                self._engine.stats.leases_expired_receiving += 1
                 self._lose(peer, FailureKind.LEASE_EXPIRED, "the prefill engine fell silent", now)
                 self._greet_again(peer.target, now)
             else:

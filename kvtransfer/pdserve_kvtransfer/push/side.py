@@ -209,7 +209,7 @@ class PushSide:
     def tick(self, now: float) -> None:
         for peer in list(self._peers.values()):
             if peer.lease.expired(now):
-                self._engine.stats.leases_expired += 1
+                self._engine.stats.leases_expired_sending += 1
                 self._lose(peer, PushOutcome.LEASE_EXPIRED, "the decode engine fell silent")
             else:
                 self._try(peer, partial(peer.tick, now))

@@ -18,6 +18,8 @@ log = logging.getLogger(__name__)
 
 MAX_PUSHES = 64
 """The pushes of cached blocks at a time."""
+MAX_WAITING = 256
+"""The requests for cached blocks that wait for their turn. More are refused, and the asker goes to the next holder."""
 POOL_SHARE = 2
 """All pushes together keep this part of the blocks from being taken at most: one of so many."""
 
@@ -46,17 +48,31 @@ class HoldingConnector:
         self._transfers = transfers
         self._finish_writes = finish_writes
         self._pushes: dict[TransferId, _Push] = {}
+        self._waiting: dict[TransferId, CachedWanted] = {}
+        """Until another push ends, in the order in which they came. An asker that will not wait longer cancels."""
 
     def owns(self, transfer_id: TransferId) -> bool:
-        """Returns whether this is the push of cached blocks, of whose end the engine has not heard yet."""
-        return transfer_id in self._pushes
+        """Returns whether this is a push of cached blocks, or waits to be one, and has not ended for the engine."""
+        return transfer_id in self._pushes or transfer_id in self._waiting
 
     def wanted(self, event: CachedWanted, scheduler: Scheduler) -> None:
-        """Answers a request for blocks with those that are here. ``ended`` follows."""
+        """Answers a request for blocks with those that are here, when it is its turn. ``ended`` follows."""
+        if len(self._pushes) < MAX_PUSHES:
+            self._answer(event, scheduler)
+        elif len(self._waiting) < MAX_WAITING:
+            self._waiting[event.transfer_id] = event
+        else:
+            self._pushes[event.transfer_id] = _Push()
+            reason = f"overloaded: {MAX_WAITING} others wait for blocks"
+            self._transfers.fail_push(event.transfer_id, reason, FailureCause.LOAD)
+
+    def cancelled(self, transfer_id: TransferId) -> None:
+        """Gives a request that waits no turn. What has been sent cannot be taken back. ``ended`` follows."""
+        if self._waiting.pop(transfer_id, None) is not None:
+            self._pushes[transfer_id] = _Push()
+
+    def _answer(self, event: CachedWanted, scheduler: Scheduler) -> None:
         transfer, push = event.transfer_id, self._pushes.setdefault(event.transfer_id, _Push())
-        if len(self._pushes) > MAX_PUSHES:
-            self._transfers.fail_push(transfer, f"overloaded: {MAX_PUSHES} others get blocks", FailureCause.LOAD)
-            return
         matched = self._blocks.match(event.hashes, len(event.hashes), Match())
         found, push.num_idle = self._blocks.with_few_idle(matched, self._idle_left(scheduler))
         log.debug(
@@ -77,6 +93,9 @@ class HoldingConnector:
         share = self._blocks.num_blocks // POOL_SHARE - sum(push.num_idle for push in self._pushes.values())
         return max(0, min(share, self._blocks.num_free - scheduler.blocks_wanted))
 
-    def ended(self, event: PushEnded) -> None:
-        """Lets the blocks of a push go that has ended in whatever way."""
-        self._blocks.free(self._pushes.pop(event.transfer_id).table)
+    def ended(self, event: PushEnded, scheduler: Scheduler) -> None:
+        """Lets the blocks of a push go that has ended in whatever way, and gives those that wait their turn."""
+        if self._waiting.pop(event.transfer_id, None) is None:
+            self._blocks.free(self._pushes.pop(event.transfer_id).table)
+        while self._waiting and len(self._pushes) < MAX_PUSHES:
+            self._answer(self._waiting.pop(next(iter(self._waiting))), scheduler)

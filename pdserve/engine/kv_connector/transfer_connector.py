@@ -72,10 +72,9 @@ class TransferConnector:
             case CachedWanted():
                 self._holding.wanted(event, scheduler)
             case PushCancelled(transfer) if self._holding.owns(transfer):
-                # What has been sent cannot be taken back, and its end follows.
-                pass
+                self._holding.cancelled(transfer)
             case PushEnded(transfer) if self._holding.owns(transfer):
-                self._holding.ended(event)
+                self._holding.ended(event, scheduler)
             case BlocksOffered():
                 if self._returning is not None:
                     self._returning.offered(event)

@@ -171,11 +171,16 @@ class RoleDecider:
         return self._switch(wanted, group.pressure, prefill, decode)
 
     def _restore(self, prefill: Sequence[RegisteredNode], decode: Sequence[RegisteredNode]) -> RoleSwitch | None:
-        """Returns the switch that gives a role with no node left one of the other role's, if that has two."""
-        if (prefill and decode) or max(len(prefill), len(decode)) < 2:
+        """Returns the switch that gives a role with no node left one of the other role's, if that has two.
+
+        All proxies choose the same node, whatever each of them knows of the loads: so those that act at once move one.
+        """
+        fit = [node.info for node in (*prefill, *decode) if self._can_switch(node.info)]
+        if (prefill and decode) or max(len(prefill), len(decode)) < 2 or not fit:
             return None
+        chosen = min(fit, key=lambda info: info.boot_id)
         lost = Role.DECODE if prefill else Role.PREFILL
-        return self._switch(lost, pressure_of(prefill, decode, self.targets), prefill, decode)
+        return RoleSwitch(chosen, lost, pressure_of(prefill, decode, self.targets), len(prefill), len(decode))
 
     def _switch(
         self, wanted: Role, pressure: Pressure, prefill: Sequence[RegisteredNode], decode: Sequence[RegisteredNode]

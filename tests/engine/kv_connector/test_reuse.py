@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pdserve.engine.kv_cache.prefix_cache import extend_hashes
-from pdserve.engine.kv_connector.holding_connector import MAX_PUSHES, POOL_SHARE
+from pdserve.engine.kv_connector.holding_connector import MAX_PUSHES, MAX_WAITING, POOL_SHARE
 from pdserve.engine.request import Request, Status
 from pdserve.wire.engine import FinishReason
 from pdserve.wire.ids import TransferId, new_id
@@ -403,14 +403,32 @@ def test_all_pushes_together_hold_a_share_of_the_idle_blocks() -> None:
     assert bench.all_free
 
 
-def test_a_holder_gives_to_few_at_a_time() -> None:
+def test_a_holder_gives_to_few_at_a_time_and_the_others_wait_for_their_turn() -> None:
     bench = Bench()
     hold(bench, [3] * 12)
-    orders = [wanted(hashes([3] * 12)) for _ in range(MAX_PUSHES + 1)]
+    orders = [wanted(hashes([3] * 12)) for _ in range(MAX_PUSHES + 3)]
     bench.report(*orders)
     assert len(bench.thread.held_counts) == MAX_PUSHES
+    *first, gives_up, cancels, waits = orders
+    bench.report(PushEnded(gives_up.transfer_id, PushOutcome.LEASE_EXPIRED), PushCancelled(cancels.transfer_id))
+    bench.report(PushEnded(cancels.transfer_id, PushOutcome.CANCELLED))
+    assert len(bench.thread.held_counts) == MAX_PUSHES
+    bench.report(PushEnded(first[0].transfer_id, PushOutcome.DONE))
+    assert len(bench.thread.held_counts) == MAX_PUSHES + 1
+    assert bench.thread.causes == []
+    bench.report(*(PushEnded(order.transfer_id, PushOutcome.DONE) for order in (*first[1:], waits)))
+    assert bench.all_free
+
+
+def test_a_holder_lets_only_so_many_wait() -> None:
+    bench = Bench()
+    hold(bench, [3] * 12)
+    orders = [wanted(hashes([3] * 12)) for _ in range(MAX_PUSHES + MAX_WAITING + 1)]
+    bench.report(*orders)
     assert bench.thread.causes == [FailureCause.LOAD]
-    bench.report(*(PushEnded(order.transfer_id, PushOutcome.DONE) for order in orders))
+    bench.report(PushEnded(orders[-1].transfer_id, PushOutcome.FAILED))
+    bench.report(*(PushEnded(order.transfer_id, PushOutcome.DONE) for order in orders[:-1]))
+    assert len(bench.thread.held_counts) == MAX_PUSHES + MAX_WAITING
     assert bench.all_free
 
 

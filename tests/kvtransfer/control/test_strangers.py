@@ -91,8 +91,8 @@ def test_a_flood_of_junk_does_not_keep_a_transfer_from_landing() -> None:
             floods.enter_context(flood(rig.prefill.address))
         eventually(lambda: rig.prefill.thread.stats().frames_dropped > 1_000)
         transfer_lands(rig)
-        assert rig.prefill.thread.stats().leases_expired == 0
-        assert rig.decode.thread.stats().leases_expired == 0
+        assert rig.prefill.thread.stats().leases_expired_sending == 0
+        assert rig.decode.thread.stats().leases_expired_receiving == 0
 
 
 def test_knowing_a_boot_id_does_not_give_its_frames() -> None:
@@ -134,4 +134,4 @@ def test_messages_of_many_parts_do_not_keep_a_dead_decode_engine_alive() -> None
         dead.send(prefill_request(dead.boot_id))
         prefill.next(PushWanted)
         prefill.next(PushCancelled)
-        assert prefill.thread.stats().leases_expired == 1
+        assert prefill.thread.stats().leases_expired_sending == 1

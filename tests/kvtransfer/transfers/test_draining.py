@@ -75,7 +75,7 @@ def test_a_prefill_engine_that_never_finishes_a_block_is_lost_and_the_block_is_f
     live(made, BOUND_S * 0.2, prefill)
     assert not asked.quarantined
     assert decode.local.stats.quarantined_blocks == 0
-    assert decode.local.stats.leases_expired == 0
+    assert decode.local.stats.leases_expired_receiving == 0
     lands(made, other)
     lands(made, fetch(made, 0))
     made.settle()
@@ -91,7 +91,7 @@ def test_a_decode_engine_that_never_takes_a_block_is_lost_and_the_block_is_free(
     assert not made.pushed[asked.order.transfer_id].ended, "an honest peer has some time"
     live(made, BOUND_S * 0.2, decode)
     assert made.pushed[asked.order.transfer_id].ended
-    assert prefill.local.stats.leases_expired == 0
+    assert prefill.local.stats.leases_expired_sending == 0
     lands(made, other)
     assert prefill.local.stats.transfers_sent == 1
     made.settle()

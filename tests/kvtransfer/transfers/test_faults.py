@@ -129,7 +129,7 @@ def test_a_frozen_prefill_process_runs_out_of_its_lease() -> None:
         # A block counts only with its digest, and the process may have stopped before sending it.
         assert failed.landed <= NUM_BLOCKS // 2
         assert landed_blocks_are_right(decode, block_ids, failed.landed)
-        assert decode.thread.stats().leases_expired == 1
+        assert decode.thread.stats().leases_expired_receiving == 1
 
 
 def test_a_killed_decode_process_ends_the_push() -> None:
@@ -170,7 +170,7 @@ def test_a_decode_engine_that_stays_silent_loses_its_lease() -> None:
         prefill.thread.push(wanted.transfer_id, 0, (0, 1))
         assert prefill.next(PushCancelled).transfer_id == wanted.transfer_id
         assert prefill.next(PushEnded).outcome is PushOutcome.LEASE_EXPIRED
-        assert prefill.thread.stats().leases_expired == 1
+        assert prefill.thread.stats().leases_expired_sending == 1
         # The decode engine is told at once, and again when it comes back.
         decode.send(Ping(decode.boot_id))
         answers = [type(decode.next(object)).__name__ for _ in range(4)]
@@ -362,7 +362,7 @@ def test_a_decode_engine_that_was_frozen_recovers(monkeypatch: pytest.MonkeyPatc
         rig.prefill.thread.first_token(transfer, (SampledToken(1),), 0)
         rig.decode.next(FirstTokenArrived)
         rig.decode.next(FetchLanded)
-        assert rig.decode.thread.stats().leases_expired == 0
+        assert rig.decode.thread.stats().leases_expired_receiving == 0
 
 
 class _Clock:

@@ -129,7 +129,7 @@ def test_blocks_that_a_peer_which_pings_for_ever_holds_back_are_free_again(fabri
         assert set(decode.next(FetchCancelled).quarantined) == set(BLOCKS)
         assert set(decode.next(BlocksReleased).block_ids) == set(BLOCKS)
         stats = decode.thread.stats()
-        assert (stats.quarantined_blocks, stats.leases_expired) == (0, 0)
+        assert (stats.quarantined_blocks, stats.leases_expired_receiving) == (0, 0)
         honest.thread.push(beside, 1, (1,))
         honest.thread.first_token(beside, (SampledToken(1),), 0)
         decode.next(FirstTokenArrived)

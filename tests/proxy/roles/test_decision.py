@@ -226,6 +226,18 @@ def test_a_role_whose_last_node_is_gone_gets_another_at_once_and_once(left: Role
     assert decider.decide(50.0, [node("k0", wanted, QUICK), *kept[1:]]) is None
 
 
+def test_proxies_that_restore_a_role_at_once_choose_the_same_node() -> None:
+    """Each has heard the nodes in another order, and with other loads."""
+    loads = [IDLE, QUICK, SLOW]
+    chosen = set()
+    for turn in range(3):
+        left = [node(f"d{index}", Role.DECODE, loads[(index + turn) % 3]) for index in (0, 1, 2)]
+        decider = RoleDecider(TARGETS)
+        decider.decide(0.0, [*prefill(QUICK), *left])
+        chosen.add(switched(decider.decide(1.0, [*left[turn:], *left[:turn]])))
+    assert chosen == {("d0", Role.PREFILL)}
+
+
 def test_the_next_node_restores_a_role_if_the_first_takes_no_command() -> None:
     decider = RoleDecider(TARGETS)
     kept = decode(QUICK, 3)
