@@ -7,12 +7,15 @@ import logging
 import time
 from collections.abc import Awaitable, Callable
 from typing import cast
+from urllib.parse import urlsplit
 
 import msgspec
 
 from pdserve.api.serving_node import NodePhase, ServingNode
-from pdserve.errors import Unauthorized, WireError
+from pdserve.config import DiscoveryConfig, TransferConfig
+from pdserve.errors import InvalidRequest, Unauthorized, WireError
 from pdserve.http.request import JSON, HttpRequest
+from pdserve.settings import is_loopback
 from pdserve.wire.command import COMMAND_HEADER, Command, CommandResult, Drain, SetRole
 from pdserve.wire.discovery import Role
 from pdserve.wire.frame import Opener, Purpose, Secrets, from_header
@@ -51,6 +54,26 @@ class CommandGate:
         return opened.message
 
 
+def is_confined(started: Role, transfer: TransferConfig, discovery: DiscoveryConfig) -> bool:
+    """Returns whether a node can fetch from no other machine, although a proxy of its is on one.
+
+    The engine of a node that starts as a prefill node and listens on loopback alone keeps UCX there while it runs.
+    """
+    on_loopback = is_loopback(transfer.host) and not transfer.advertise and not transfer.ucx_net_devices
+    proxies = (urlsplit(proxy).hostname or "" for proxy in discovery.proxies)
+    return started is Role.PREFILL and on_loopback and not all(map(is_loopback, proxies))
+
+
+def check_role(role: Role, *, confined: bool) -> None:
+    """Raises InvalidRequest if a node that ``is_confined`` or not must not get this role."""
+    if confined and role.answers:
+        raise InvalidRequest(
+            f"this node was started as a prefill node on loopback alone, and as a {role.value} node it could not fetch "
+            "KV blocks from other machines; start it with --transfer-host or --ucx-net-devices, or in that role",
+            code="confined_to_loopback",
+        )
+
+
 class NodeCommands:
     """The route of a node's commands, which are carried out one after the other."""
 
@@ -60,12 +83,18 @@ class NodeCommands:
         gate: CommandGate,
         announce: Callable[[Role, float], Awaitable[tuple[str, ...]]],
         drain: Callable[[], None],
+        *,
+        confined: bool = False,
     ) -> None:
-        """``announce`` tells the proxies a role, and returns those that have not taken it within so many seconds."""
+        """``announce`` tells the proxies a role, and returns those that have not taken it within so many seconds.
+
+        A ``confined`` node answers no requests.
+        """
         self._node = node
         self._gate = gate
         self._announce = announce
         self._drain = drain
+        self._confined = confined
         self._turn = asyncio.Lock()
 
     async def handle(self, request: HttpRequest) -> None:
@@ -81,6 +110,7 @@ class NodeCommands:
     async def _set_role(self, role: Role) -> CommandResult:
         async with self._turn:
             self._node.check_serving()
+            check_role(role, confined=self._confined)
             before, self._node.role = self._node.role, role
             if role is not before:
                 log.info("commanded: this node is a %s node now, and was a %s node", role.value, before.value)

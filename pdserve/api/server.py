@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import uvloop
 
 from pdserve.api.app import create_app
-from pdserve.api.commands import CommandGate, NodeCommands
+from pdserve.api.commands import CommandGate, NodeCommands, is_confined
 from pdserve.api.engine_client import ENGINE_COMMAND, EngineClient
 from pdserve.api.message.formats import formats_of
 from pdserve.api.metrics import NodeMetrics
@@ -130,7 +130,8 @@ class NodeServer:
         commands, commanded = None, asyncio.Event()
         if registering is not None:
             gate = CommandGate(secrets, boot_id)
-            commands = NodeCommands(state, gate, registering.announce, commanded.set)
+            confined = is_confined(self.role, self.config.transfer, self.config.discovery)
+            commands = NodeCommands(state, gate, registering.announce, commanded.set, confined=confined)
         http = HttpServer(create_app(state, commands), listener, self.config.http)
         # The present objects live as long as the process. To search them for garbage would delay tokens.
         gc.collect()

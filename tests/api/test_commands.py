@@ -8,8 +8,9 @@ from collections.abc import Callable
 import msgspec
 import pytest
 
-from pdserve.api.commands import CommandGate
-from pdserve.errors import Unauthorized
+from pdserve.api.commands import CommandGate, check_role, is_confined
+from pdserve.config import DiscoveryConfig, TransferConfig
+from pdserve.errors import InvalidRequest, Unauthorized
 from pdserve.wire.command import Command, CommandSigner, Drain, SetRole
 from pdserve.wire.discovery import NodeHeartbeat, NodeLoad, Role
 from pdserve.wire.frame import MAX_AGE_S, Purpose, Sealer, to_header
@@ -102,3 +103,34 @@ class LaterDrain(Drain, frozen=True, tag_field="kind", tag="drain"):
 )
 def test_anything_else_is_refused(make: Callable[[], str | None]) -> None:
     assert refusal(gate(), make()).status == 401
+
+
+LOCAL, ELSEWHERE = "tcp://127.0.0.1:8100", "tcp://10.0.0.9:8100"
+
+
+@pytest.mark.parametrize(
+    ("started", "transfer", "proxies", "confined"),
+    [
+        (Role.PREFILL, TransferConfig(), (LOCAL, ELSEWHERE), True),
+        (Role.PREFILL, TransferConfig(), ("tcp://proxy.example:8100",), True),
+        (Role.PREFILL, TransferConfig(), (LOCAL, "tcp://[::1]:8100", "tcp://localhost:8100"), False),
+        (Role.PREFILL, TransferConfig(host="0.0.0.0"), (ELSEWHERE,), False),
+        (Role.PREFILL, TransferConfig(advertise="10.0.0.7"), (ELSEWHERE,), False),
+        (Role.PREFILL, TransferConfig(ucx_net_devices="eth0"), (ELSEWHERE,), False),
+        (Role.DECODE, TransferConfig(), (ELSEWHERE,), False),
+        (Role.MIXED, TransferConfig(), (ELSEWHERE,), False),
+    ],
+)
+def test_which_nodes_could_not_fetch_from_other_hosts(
+    started: Role, transfer: TransferConfig, proxies: tuple[str, ...], confined: bool
+) -> None:
+    assert is_confined(started, transfer, DiscoveryConfig(proxies=proxies)) is confined
+
+
+def test_a_confined_node_only_prefills() -> None:
+    for role in Role:
+        check_role(role, confined=False)
+    check_role(Role.PREFILL, confined=True)
+    for role in (Role.DECODE, Role.MIXED):
+        with pytest.raises(InvalidRequest, match=f"as a {role.value} node it could not fetch .* --transfer-host"):
+            check_role(role, confined=True)
