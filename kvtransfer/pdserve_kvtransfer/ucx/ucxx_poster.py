@@ -79,13 +79,16 @@ class InFlight(Generic[T]):
 
 
 class _Operation:
-    """A send or receive. It holds the memory's buffer export for as long as UCX may use it."""
+    """A send or receive. It holds the memory's buffer export for as long as UCX may use it.
 
-    __slots__ = ("_array", "_request", "message")
+    The request itself holds only an address (``borrowed``), so that one that is kept for ever keeps no memory.
+    """
 
-    def __init__(self, request: Any, array: Any, message: MovedMessage | None) -> None:
+    __slots__ = ("_part", "_request", "message")
+
+    def __init__(self, request: Any, part: memoryview, message: MovedMessage | None) -> None:
         self._request = request
-        self._array = array
+        self._part = part
         self.message = message
         """None for a message that is discarded."""
 
@@ -105,6 +108,14 @@ class _Operation:
             self._request.check_error()
         except Exception as exc:
             raise PeerLost(f"a message could not be {what}: {exc}") from exc
+
+
+def borrowed(part: memoryview) -> Any:
+    """Returns an object with the bytes of ``part`` that does not keep them: the caller has to."""
+    if not part.nbytes:
+        return bytearray()
+    address = ctypes.addressof(ctypes.c_char.from_buffer(part))
+    return (ctypes.c_char * part.nbytes).from_address(address)
 
 
 class UcxxPoster:
@@ -138,12 +149,12 @@ class UcxxPoster:
     def send(self, places: Sequence[int], length: int, labels: Sequence[int], to: int = 0) -> None:
         endpoint = self._endpoints[to]
         for place, label in zip(places, labels, strict=True):
-            array = self._array(self._part(place, length))
+            part = self._part(place, length)
             try:
-                request = endpoint.tag_send(array, self._tag(label))
+                request = endpoint.tag_send(self._array(borrowed(part)), self._tag(label))
             except Exception as exc:
                 raise PeerLost(f"UCX cannot send: {exc}") from exc
-            self._sends.add(_Operation(request, array, MovedMessage(label, place, length)))
+            self._sends.add(_Operation(request, part, MovedMessage(label, place, length)))
 
     def _part(self, place: int, length: int) -> memoryview:
         if not 0 <= place <= len(self._memory) - length:
@@ -184,13 +195,12 @@ class UcxxPoster:
             wanted = place != DISCARD
             length = message.length
             into = self._part(place, length) if wanted else memoryview(bytearray(length))
-            array = self._array(into)
             try:
-                request = self._worker.tag_recv_with_handle(array, message)
+                request = self._worker.tag_recv_with_handle(self._array(borrowed(into)), message)
             except Exception as exc:
                 raise PeerLost(f"UCX cannot receive: {exc}") from exc
             moved = MovedMessage(message.sender_tag.value, place, length) if wanted else None
-            self._receives.add(_Operation(request, array, moved))
+            self._receives.add(_Operation(request, into, moved))
 
     def settled(self) -> bool:
         sends, receives = self._sends.settled(), self._receives.settled()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pdserve_kvtransfer.ucx.ucxx_poster import CHECKED_AT_ONCE, InFlight
+from pdserve_kvtransfer.ucx.ucxx_poster import CHECKED_AT_ONCE, InFlight, borrowed
 
 MANY = 20 * CHECKED_AT_ONCE
 
@@ -55,3 +55,15 @@ def test_few_are_settled_at_once() -> None:
     in_flight, _ = posted(CHECKED_AT_ONCE - 1)
     in_flight.take_done()
     assert in_flight.settled()
+
+
+def test_borrowed_bytes_are_the_same_and_keep_no_memory() -> None:
+    memory = bytearray(b"0123456789")
+    part = memoryview(memory)[2:6]
+    kept = borrowed(part)
+    assert bytes(kept) == b"2345"
+    memory[2:6] = b"abcd"
+    assert bytes(kept) == b"abcd"
+    part.release()
+    memory.append(0)  # A buffer that something still exports could not grow.
+    assert not bytes(borrowed(memoryview(bytearray())))
