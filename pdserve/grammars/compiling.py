@@ -24,8 +24,8 @@ MAX_SYMBOLS: Final = 20_000
 5,000 properties. The time to compile grows with the square, and this many take a second or two."""
 STEP_FUEL: Final = 100_000
 """The work of one mask in the lexer. A regular expression made for it takes 7 ms to use this up."""
-MAX_LEXER_STATES: Final = 50_000
-"""Each state takes one to two kB. Half of that would do for an enumeration of 10,000 words."""
+MAX_LEXER_STATES: Final = 20_000
+"""Each state takes one to two kB. A text of up to n characters, counted by ``maxLength``, needs n of them."""
 STACK_BYTES: Final = 256 * 2**20
 """The stack of threads that compile. Memory is taken only for what is used of it."""
 MAX_MESSAGE_CHARS: Final = 1_000

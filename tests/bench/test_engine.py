@@ -21,6 +21,7 @@ from pdserve.models.checkpoint.decoder_config import read_decoder_config
 from pdserve_kernels.cpu.torch_kernels import TorchKernels
 from tests.models.rerun_graph import RerunGraphs
 from tests.tiny_models import save_tiny_model
+from tests.tiny_vocabulary import save_tiny_tokenizer
 
 pytestmark = pytest.mark.usefixtures("small_products")
 
@@ -30,7 +31,9 @@ SHAPE = Shape(64, 96, 2, 4, 2, 16, 300, 256)
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_model("llama", tmp_path_factory.mktemp("tiny"))
+    folder = save_tiny_model("llama", tmp_path_factory.mktemp("tiny"))
+    save_tiny_tokenizer(folder)
+    return folder
 
 
 @pytest.mark.parametrize("dtype", Dtype)
@@ -39,6 +42,7 @@ def test_every_measurement_is_there(tiny: Path, tmp_path: Path, dtype: Dtype) ->
     report = benchmark.run(BenchEngineConfig(engine=SMALL, model=model), tiny, TorchKernels)
     found = [(row.what, *list(row.at.values())[1:]) for row in report.rows if row.what != "hardware"]
     decodes = [("decode step", batch, context) for batch in (1, 3) for context in (5, 40)]
+    decodes += [("answers by a schema", batch, 5) for batch in (1, 3)]
     alone = [(what, batch) for what in ("linear layers alone", "sampler") for batch in (1, 3)]
     assert sorted(found, key=str) == sorted([*decodes, *alone, ("prefill step", 7), ("prefill step", 33)], key=str)
     # Where there is a GPU, the benchmark measures it too, although the model is on the CPU.

@@ -22,6 +22,12 @@ SETTINGS: list[dict[str, Any]] = [
     {"logit_bias": {"260": 20, "28": 19.5}, "frequency_penalty": 1.0},
     {"logit_bias": {str(EOS): 100}, "min_tokens": 4},
     {"allowed_token_ids": [28, 30, 260, 281, 284], "temperature": 1.5, "seed": 5, "top_p": 0.9},
+    {"guided_regex": "[a-z]{2,9} [0-9]{1,3}!", "max_tokens": 20},
+    {
+        "guided_json": {"type": "array", "items": {"enum": ["red", 1.5, None]}, "maxItems": 3},
+        "temperature": 1,
+        "seed": 3,
+    },
 ]
 
 
@@ -101,11 +107,15 @@ def test_parameters_give_the_same_tokens_with_and_without_remote_prefill(
     assert all(ids != plain for ids in remote), "each of them makes a difference"
     assert [token_id == EOS for token_id in remote[3]] == [False] * 4 + [True]
     assert set(remote[4]) <= set(SETTINGS[4]["allowed_token_ids"])
+    assert remote[5][-1] == EOS
 
 
 @pytest.mark.timeout(300)
-def test_choices_of_one_prompt_have_their_own_first_tokens(pd_cluster: Cluster, mixed_cluster: Cluster) -> None:
-    fields = {"n": 3, "seed": 40, "temperature": 1.2, "logprobs": 2, "max_tokens": 4, "presence_penalty": 1.0}
+@pytest.mark.parametrize("more", [{}, {"guided_regex": "[a-z ]+"}], ids=["any text", "a grammar"])
+def test_choices_of_one_prompt_have_their_own_first_tokens(
+    pd_cluster: Cluster, mixed_cluster: Cluster, more: dict[str, Any]
+) -> None:
+    fields = {"n": 3, "seed": 40, "temperature": 1.2, "logprobs": 2, "max_tokens": 4, "presence_penalty": 1.0} | more
     before = remote_prefills(pd_cluster)
     remote, local = answers(pd_cluster, **fields), answers(mixed_cluster, **fields)
     wait_remote_prefills(pd_cluster, before + 1)

@@ -8,15 +8,17 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
+from llguidance import LLTokenizer
 
 from pdserve.bench.engine.hardware import measure
 from pdserve.bench.engine.parts import LinearStack, linear_shapes
 from pdserve.bench.engine.random_model import LLAMA_8B, Shape, write_random_model
-from pdserve.bench.engine.steps import Bench, decode_row, linear_row, prefill_row, sampler_row
+from pdserve.bench.engine.steps import Bench, decode_row, grammar_row, linear_row, prefill_row, sampler_row
 from pdserve.bench.engine.subject import Steps, Subject, open_subject
 from pdserve.bench.machine import chip_name, this_machine
 from pdserve.bench.report import Report, Row
 from pdserve.bench_config import BenchEngineConfig
+from pdserve.grammars.vocabulary import load_vocabulary
 from pdserve.models.checkpoint.demo import served_name
 from pdserve.models.runner import TORCH_DTYPES
 from pdserve.settings import to_environ
@@ -45,7 +47,8 @@ def run(config: BenchEngineConfig, folder: Path, cpu_kernels: Callable[[], Kerne
     name = config.model.served_name or served_name(config.model.path, folder)
     subject = open_subject(name, folder, config.model, config.engine.block_size, steps, cpu_kernels)
     device = subject.device
-    rows = list(_rows(config, subject, steps))
+    vocabulary = load_vocabulary(folder, sorted(subject.config.eos_token_ids))
+    rows = list(_rows(config, subject, steps, vocabulary))
     del subject
     if device.type == "cuda":
         rows += random_model_rows(config, _LARGE, LLAMA_8B, _LARGE_STEPS, cpu_kernels)
@@ -66,7 +69,9 @@ def random_model_rows(
     return list(_rows(config, subject, steps))
 
 
-def _rows(config: BenchEngineConfig, subject: Subject, steps: Steps) -> Iterator[Row]:
+def _rows(
+    config: BenchEngineConfig, subject: Subject, steps: Steps, vocabulary: LLTokenizer | None = None
+) -> Iterator[Row]:
     budget_s = config.engine.seconds
     _say(f"{subject.name}: hardware")
     hardware = measure(subject.device, subject.dtype, config.engine.copy_mib, budget_s)
@@ -81,6 +86,8 @@ def _rows(config: BenchEngineConfig, subject: Subject, steps: Steps) -> Iterator
         for context in steps.contexts:
             yield decode_row(bench, batch, context, linear)
         yield sampler_row(bench, batch)
+        if vocabulary is not None:
+            yield grammar_row(bench, batch, steps.contexts[0], vocabulary)
     for chunk in steps.chunks:
         _say(f"{subject.name}: prefill of {chunk} tokens")
         yield prefill_row(bench, chunk)

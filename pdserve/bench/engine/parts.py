@@ -7,11 +7,14 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
+from llguidance import LLTokenizer
 
 from pdserve.bench.engine.hardware import seconds_of
 from pdserve.bench.engine.subject import Subject
+from pdserve.engine.sampling.grammar_matcher import GrammarMatcher
 from pdserve.engine.sampling.sampler import sample
 from pdserve.engine.sampling.sampling_row import SamplingRow
+from pdserve.grammars.compiling import compile_grammar
 from pdserve.models.checkpoint.decoder_config import DecoderConfig
 from pdserve.models.runner import StepRow
 from pdserve.wire.sampling_params import SamplingParams
@@ -135,3 +138,35 @@ def sampling_s(subject: Subject, batch: int, sampling: SamplingParams, budget_s:
     logits = torch.randn(batch, subject.config.vocab_size, device=subject.device)
     rows = [SamplingRow(sampling, range(position), 0) for position in range(batch)]
     return seconds_of(lambda: sample(logits, rows), subject.device, budget_s)
+
+
+@torch.inference_mode()
+def constrained_sampling_s(
+    subject: Subject, batch: int, sampling: SamplingParams, vocabulary: LLTokenizer, budget_s: float
+) -> float:
+    """Returns what ``sampling_s`` does, for answers that go on by the grammar of ``sampling``. It must not be None.
+
+    Each call chooses the next token of each answer. An answer that has come to its end, or to ``max_tokens``, begins
+    again, so that all parts of a text have their share.
+    """
+    assert sampling.grammar is not None
+    logits = torch.randn(batch, subject.config.vocab_size, device=subject.device)
+    compiled = compile_grammar(sampling.grammar, vocabulary)
+    answers = [_Answer(GrammarMatcher(compiled), []) for _ in range(batch)]
+
+    def step() -> None:
+        rows = [SamplingRow(sampling, answer.tokens, 0, matcher=answer.matcher) for answer in answers]
+        for i, sampled in enumerate(sample(logits, rows, subject.config.eos_token_ids)):
+            assert sampled is not None
+            answers[i].tokens.append(sampled.token_id)
+            ends = sampled.token_id in subject.config.eos_token_ids
+            if ends or len(answers[i].tokens) == sampling.max_tokens:
+                answers[i] = _Answer(GrammarMatcher(compiled), [])
+
+    return seconds_of(step, subject.device, budget_s)
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    matcher: GrammarMatcher
+    tokens: list[int]

@@ -4,14 +4,28 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from llguidance import LLTokenizer
+
 from pdserve.bench.engine.hardware import Hardware, seconds_of
-from pdserve.bench.engine.parts import LinearShapes, LinearStack, attention_s, sampling_s
+from pdserve.bench.engine.parts import LinearShapes, LinearStack, attention_s, constrained_sampling_s, sampling_s
 from pdserve.bench.engine.subject import Subject
 from pdserve.bench.report import Better, Figure, Row, Unit
+from pdserve.wire.grammar import Grammar, GrammarKind
 from pdserve.wire.sampling_params import SamplingParams
 
 GREEDY = SamplingParams(max_tokens=1, seed=0, temperature=0.0)
 NUCLEUS = SamplingParams(max_tokens=1, seed=0, temperature=1.0, top_p=0.9)
+DRAWN = SamplingParams(max_tokens=1, seed=0)
+IN_JSON = SamplingParams(
+    max_tokens=100,
+    seed=0,
+    grammar=Grammar(
+        GrammarKind.JSON_SCHEMA,
+        '{"type": "array", "items": {"type": "object", "properties": {"name": {"type": "string"}, '
+        '"age": {"type": "integer"}, "tags": {"type": "array", "items": {"enum": ["red", "green", "blue"]}}}, '
+        '"required": ["name", "age"], "additionalProperties": false}}',
+    ),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +103,22 @@ def sampler_row(bench: Bench, batch: int) -> Row:
     return Row(
         "sampler", {"model": bench.subject.name, "batch": batch}, (_ms("greedy", greedy), _ms("top-p 0.9", nucleus))
     )
+
+
+def grammar_row(bench: Bench, batch: int, context: int, vocabulary: LLTokenizer) -> Row:
+    """Returns a row for decode steps of ``batch`` requests whose answers follow a JSON Schema."""
+    subject, budget_s = bench.subject, bench.budget_s
+    rows = subject.decode_rows(batch, context)
+    step = seconds_of(lambda: subject.runner.run(rows), subject.device, budget_s)
+    free = sampling_s(subject, batch, DRAWN, budget_s)
+    constrained = constrained_sampling_s(subject, batch, IN_JSON, vocabulary, budget_s)
+    figures = (
+        _ms("step", step),
+        _ms("any choice", free),
+        _ms("by a schema", constrained),
+        Figure("TPOT : any choice's", (step + constrained) / (step + free), Unit.RATIO, Better.LOWER),
+    )
+    return Row("answers by a schema", {"model": subject.name, "batch": batch, "context": context}, figures)
 
 
 def _ms(name: str, seconds: float) -> Figure:

@@ -24,8 +24,8 @@ from pdserve.wire.grammar import Grammar
 log = logging.getLogger(__name__)
 
 CLOSE_S = 1.0
-KEPT = 32
-"""How many compiled grammars are kept for later requests. A usual one takes some 100 kB."""
+KEPT = 16
+"""How many compiled grammars are kept for later requests. A usual one takes some 100 kB, and none more than 40 MB."""
 
 
 @dataclass(frozen=True, slots=True)
