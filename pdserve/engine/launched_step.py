@@ -103,7 +103,8 @@ def launch(runner: StepRunner, plan: BatchPlan, eos_token_ids: Set[int], on_devi
     sampled = [work.sampled_requests for work in plan.work]
     steps = [row for work, requests in zip(plan.work, sampled, strict=True) for row in _step_rows(work, bool(requests))]
     scores = _pending_scores(plan)
-    logits = _logits_to_sample(runner.run(steps, score=None if scores is None else scores.add), sampled)
+    computed = runner.run(steps) if scores is None else runner.run(steps, score=scores.add)
+    logits = _logits_to_sample(computed, sampled)
     rows = [SamplingRow.of(request) for requests in sampled for request in requests]
     pending: PendingTokens
     if on_device and all(can_sample_on_device(row) for row in rows):
