@@ -15,7 +15,12 @@ GREEDY = {"temperature": 0}
 WEATHER: Any = {
     "name": "weather",
     "description": "The weather of a city.",
-    "input_schema": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+    "input_schema": {
+        "type": "object",
+        "properties": {"city": {"type": "string", "maxLength": 40}},
+        "required": ["city"],
+        "additionalProperties": False,
+    },
 }
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 from langchain_core.messages import ToolMessage
 from langchain_core.tools import tool
@@ -19,7 +19,7 @@ class City(BaseModel):
     country: str = Field(max_length=40)
 
 
-def weather(city: str) -> str:
+def weather(city: Annotated[str, Field(max_length=40)]) -> str:
     """Returns the weather of a city."""
     return f"It is sunny in {city}."
 

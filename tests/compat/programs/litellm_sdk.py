@@ -13,7 +13,12 @@ WEATHER = {
     "type": "function",
     "function": {
         "name": "weather",
-        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string", "maxLength": 40}},
+            "required": ["city"],
+            "additionalProperties": False,
+        },
     },
 }
 CITY = {

@@ -6,7 +6,7 @@ import json
 from typing import Any, Literal
 
 from openai import BadRequestError, OpenAI, pydantic_function_tool
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
 from tests.compat.programs.checks import ANSWER, QUESTION, Server, run_checks
 
@@ -14,7 +14,7 @@ from tests.compat.programs.checks import ANSWER, QUESTION, Server, run_checks
 class Weather(BaseModel):
     """The weather of a city."""
 
-    city: str
+    city: str = Field(max_length=40)
     unit: Literal["celsius", "fahrenheit"]
 
 
