@@ -15,7 +15,7 @@ def profile(server: Server) -> None:
     asked = ["--model", server.model, "--url", server.url, "--tokenizer", str(server.tokenizer)]
     asked += ["--endpoint-type", "chat", "--streaming", "--request-count", str(REQUESTS), "--concurrency", "2"]
     asked += ["--isl", "40", "--osl", "8", "--ui", "none", "--artifact-dir", str(found)]
-    run_command("aiperf", "profile", *asked)
+    run_command(server.cache, "aiperf", "profile", *asked)
     lines = (found / "profile_export.jsonl").read_text().splitlines()
     records = [json.loads(line) for line in lines]
     assert len(records) == REQUESTS, records

@@ -11,11 +11,20 @@ COMMAND_TIMEOUT_S = 600.0
 SHOWN = 900
 
 
-def run_command(name: str, *args: str) -> str:
-    """Returns what the command says. Raises AssertionError, with the end of that, if it fails."""
+def run_command(folder: Path, name: str, *args: str) -> str:
+    """Runs a command in ``folder``, where it may leave files, and returns what it says.
+
+    Raises AssertionError, with the end of that, if the command fails.
+    """
     argv: Sequence[str] = (str(Path(sys.executable).parent / name), *args)
     done = subprocess.run(
-        argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", timeout=COMMAND_TIMEOUT_S
+        argv,
+        cwd=folder,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        errors="replace",
+        timeout=COMMAND_TIMEOUT_S,
     )
     said = done.stdout + done.stderr
     print(said, file=sys.stderr)

@@ -17,7 +17,7 @@ def benchmark(server: Server) -> None:
     asked += ["--constraint", f"kind=max_requests,count={REQUESTS}", "--disable-progress"]
     asked += ["--tokenizer", f"kind=huggingface_auto,model={server.tokenizer}"]
     asked += ["--data", "kind=synthetic_text,prompt_tokens=32,output_tokens=8"]
-    run_command("guidellm", "run", *asked, "--output", f"kind=json,path={report}")
+    run_command(server.cache, "guidellm", "run", *asked, "--output", f"kind=json,path={report}")
     requests = json.loads(report.read_text())["benchmarks"][0]["requests"]
     assert len(requests["successful"]) == REQUESTS and not requests["errored"], requests
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Any
 
 from llama_index.core.base.llms.types import ChatMessage
 from llama_index.core.tools import FunctionTool
@@ -18,7 +18,7 @@ class City(BaseModel):
     name: str = Field(max_length=40)
 
 
-def weather(city: Annotated[str, Field(max_length=40)]) -> str:
+def weather(city: str) -> str:
     """Returns the weather of a city."""
     return f"It is sunny in {city}."
 

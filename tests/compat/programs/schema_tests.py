@@ -29,7 +29,7 @@ def _run(server: Server, mode: str) -> None:
     asked = ["--url", server.url, "--mode", mode, "--checks", CHECKS, "--max-examples", str(EXAMPLES)]
     asked += ["--request-timeout", str(TIMEOUT_S), "--no-shrink", "--continue-on-failure", "--seed", "1"]
     asked += ["--phases", "examples,coverage,fuzzing", "--suppress-health-check", "all", "--warnings", "off"]
-    run_command("schemathesis", "run", str(_narrowed(server)), *asked)
+    run_command(server.cache, "schemathesis", "run", str(_narrowed(server)), *asked)
 
 
 def _narrowed(server: Server) -> Path:

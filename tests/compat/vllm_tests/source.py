@@ -21,7 +21,7 @@ DOWNLOAD_TIMEOUT_S = 600.0
 TESTS = "tests/entrypoints"
 
 OTHER_MODELS = re.compile(
-    r'"(?:(?:Qwen|HuggingFaceH4|HuggingFaceTB|facebook|ibm-granite)/[\w.-]+|claude-3-7-sonnet-latest)"'
+    r'"(?:(?:Qwen|HuggingFaceH4|HuggingFaceTB|facebook|ibm-granite|openai-community)/[\w.-]+|claude-3-7-sonnet-latest)"'
 )
 """The names of models in the tests. A server has only one model, so the tests have to ask for that one."""
 
