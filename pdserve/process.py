@@ -291,7 +291,10 @@ class AnsweringProcess(ChildProcess):
             orders.flush()
         except OSError as exc:
             raise ChildDied(f"{self.name} has ended") from exc
-        if not select.select([answers], [], [], within_s)[0]:
+        # A poller takes any descriptor; select() takes none above 1,023, which a server with many clients reaches.
+        poller = select.poll()
+        poller.register(answers, select.POLLIN)
+        if not poller.poll(int(within_s * 1000)):
             raise ChildDied(f"{self.name} did not answer within {within_s:g} s")
         line: bytes = answers.readline()
         if not line:

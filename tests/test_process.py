@@ -5,20 +5,32 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
+import resource
 import signal
 import sys
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
-from pdserve.process import ChildDied, Listening, ServerProcess, loading_libraries, parse_listening
+from pdserve.process import (
+    AnsweringProcess,
+    ChildDied,
+    Listening,
+    ServerProcess,
+    allow_open_files,
+    loading_libraries,
+    parse_listening,
+)
 from tests.processes import clean_environ, running
 
 LISTENING = (
     "import sys, time\nprint('x pdserve decode listening url=http://127.0.0.1:7', file=sys.stderr, flush=True)\n"
 )
 SLEEP = "time.sleep(60)\n"
+SELECT_FILES = 1_024
+"""select() takes no descriptors above these."""
 STUBBORN = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
 
 
@@ -127,6 +139,25 @@ def test_a_killed_parent_takes_its_pdserve_along() -> None:
         process.listening()
         os.kill(process.pid, signal.SIGKILL)
         assert gone(pid)
+
+
+def test_a_process_with_many_open_files_gets_answers() -> None:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    allow_open_files(SELECT_FILES)
+    try:
+        with ExitStack() as files:
+            for _ in range(SELECT_FILES):
+                files.callback(os.close, os.open(os.devnull, os.O_RDONLY))
+            child = AnsweringProcess("echo", ["cat"], clean_environ())
+            try:
+                assert child.ask([1], 30.0) == b"[1]\n"
+                with pytest.raises(ChildDied, match="did not answer"):
+                    os.kill(child.pid, signal.SIGSTOP)
+                    child.ask([2], 0.01)
+            finally:
+                child.reap(0.0)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
 def test_what_libraries_leave_is_never_searched_for_garbage() -> None:

@@ -169,6 +169,8 @@ class CallParser(ABC):
         """Holds back what may become content. What stands between two calls is neither."""
         if self._held or not self.calls:
             self._held += text
+        if len(self._held) > MAX_HELD:
+            self._fail()
 
     def _fail(self) -> None:
         """Makes content of what is held: it is no call. What waits is read once more, as content."""

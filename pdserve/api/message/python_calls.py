@@ -55,15 +55,24 @@ class PythonCallParser(CallParser):
     def _read_call(self) -> bool:
         while self._read < len(self._waiting):
             char = self._waiting[self._read]
-            self._read += 1
-            if not self._follow(char) or self._read > MAX_HELD:
-                self._fail()
+            if self._read >= MAX_HELD or not self._follow(char):
+                self._give_up()
                 return True
+            self._read += 1
             if self._depth == 0 and char == ")":
-                return self._read_whole(self._waiting[: self._read])
+                self._read_whole()
+                return True
         if self._over:
-            self._fail()
+            self._give_up()
         return self._over
+
+    def _give_up(self) -> None:
+        """Makes content of what was read: it is no call.
+
+        No other call is looked for in it. A text could have thousands of beginnings of calls, each as long as the rest.
+        """
+        self._held += self._take(self._read)
+        self._fail()
 
     def _follow(self, char: str) -> bool:
         """Returns whether the text is still the beginning of a call."""
@@ -72,7 +81,7 @@ class PythonCallParser(CallParser):
             self._escaped = char == "\\" and not self._escaped
             self._quote = "" if closes else self._quote
         elif self._depth == 0 and char != "(":
-            return self._read <= MAX_NAME and (char.isalnum() or char in "_.-")
+            return self._read < MAX_NAME and (char.isalnum() or char in "_.-")
         elif char in "\"'":
             self._quote = char
         elif char in _OPEN:
@@ -81,16 +90,15 @@ class PythonCallParser(CallParser):
             self._depth -= 1
         return self._depth <= MAX_DEPTH
 
-    def _read_whole(self, text: str) -> bool:
-        call = _call_of(text)
+    def _read_whole(self) -> None:
+        call = _call_of(self._waiting[: self._read])
         if call is None or call[0] not in self._tools:
-            self._fail()
-            return True
-        self._take(len(text))
+            self._give_up()
+            return
+        self._take(self._read)
         self._start_call(call[0])
         self._argue(call[1])
         self._state = self._between
-        return True
 
 
 def _call_of(text: str) -> tuple[str, str] | None:

@@ -2,12 +2,13 @@
 
 The process starts with the first grammar. One that takes too long, or that a grammar has ended, is replaced by the
 next. Outcomes are kept by content, refusals too, so that a client who sends the same schema with every request waits
-for it once.
+for it once. Requests that come with the same schema at a time wait for one trial.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections import OrderedDict
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from pathlib import Path
 
 import msgspec
 
+from pdserve.api.outcome import shutting_down
 from pdserve.config import GrammarConfig
 from pdserve.errors import DeadlineExceeded, InvalidRequest, Unavailable
 from pdserve.process import AnsweringProcess, ChildDied, python_program
@@ -25,7 +27,7 @@ from pdserve.wire.grammar import Grammar, GrammarKind, GrammarTrial, TriedGramma
 START_S = 60.0
 """The process has this long to start and to read the vocabulary."""
 MAX_WAITING = 64
-"""This many grammars may wait to be tried before more get 503."""
+"""This many grammars may wait to be tried before others get 503. Any number of requests may wait for one of them."""
 STOP_S = 0.1
 RETRY_AFTER_S = 1
 
@@ -45,6 +47,16 @@ class WantedGrammar:
     """The request's field that has it, for errors."""
 
 
+@dataclass(slots=True)
+class _Trying:
+    """The trial of a grammar for which requests wait."""
+
+    task: asyncio.Task[TriedGrammar | None]
+    """Its result is None if the trial takes too long."""
+    requests: int = 0
+    begun: bool = False
+
+
 class GrammarCheck:
     """The grammars of one node's requests. ``close`` ends the process."""
 
@@ -59,11 +71,13 @@ class GrammarCheck:
         self._command = command(model_dir)
         self._config = config
         self._outcomes: OrderedDict[GrammarTrial, TriedGrammar] = OrderedDict()
-        self._waiting = 0
+        self._trying: dict[GrammarTrial, _Trying] = {}
+        self._turn = asyncio.Lock()
+        self._closed = False
         # The kernel ends a child with the thread that started it, so one thread does everything with it.
         self._thread = ThreadPoolExecutor(1, "grammars")
         self._process: AnsweringProcess | None = None
-        """Only the thread uses it."""
+        """Only the thread uses it, but for its end."""
 
     async def compiled(self, wanted: WantedGrammar, timeout_s: float) -> Grammar:
         """Returns the grammar as engines get it.
@@ -79,10 +93,7 @@ class GrammarCheck:
             )
         tried = self._outcomes.get(wanted.trial)
         if tried is None:
-            tried = await self._try(wanted, timeout_s)
-            self._outcomes[wanted.trial] = tried
-            if len(self._outcomes) > self._config.cached:
-                self._outcomes.popitem(last=False)
+            tried = await self._tried(wanted, timeout_s)
         else:
             self._outcomes.move_to_end(wanted.trial)
         if tried.refusal:
@@ -93,44 +104,85 @@ class GrammarCheck:
         return tried.grammar
 
     def close(self) -> None:
-        """Tries no more grammars, and ends the process without waiting for it."""
+        """Tries no more grammars, and ends the process, whatever it is at work on, without waiting for it."""
+        self._closed = True
+        for trying in self._trying.values():
+            trying.task.cancel()
+        if self._process is not None:
+            # The thread may do the same just now.
+            with contextlib.suppress(OSError):
+                self._process.kill()
         self._thread.submit(self._end_process)
         self._thread.shutdown(wait=False)
 
-    async def _try(self, wanted: WantedGrammar, timeout_s: float) -> TriedGrammar:
-        if self._waiting >= MAX_WAITING:
-            raise Unavailable("too many grammars wait to be compiled", code="overloaded", retry_after_s=RETRY_AFTER_S)
-        self._waiting += 1
+    async def _tried(self, wanted: WantedGrammar, timeout_s: float) -> TriedGrammar:
+        """Returns the outcome of the trial that all requests with this grammar share.
+
+        A trial that has begun goes on without them, because its outcome is kept. Any other ends with the last of them.
+        """
+        trying = self._trying.get(wanted.trial) or self._begin(wanted.trial)
+        trying.requests += 1
         try:
             async with asyncio.timeout(timeout_s):
-                return await asyncio.wrap_future(self._thread.submit(self._ask, wanted))
+                tried = await asyncio.shield(trying.task)
         except TimeoutError:
             raise DeadlineExceeded(
                 "the request's deadline passed before its grammar was compiled", code="deadline_exceeded"
             ) from None
         finally:
-            self._waiting -= 1
-
-    def _ask(self, wanted: WantedGrammar) -> TriedGrammar:
-        """Returns the outcome of a trial. Raises InvalidRequest if it takes too long; blocks."""
-        process = self._running()
-        try:
-            return _decoder.decode(process.ask(wanted.trial, self._config.compile_s))
-        except ChildDied as exc:
-            ended = process.ended(STOP_S)
-            log.warning("a client's grammar in %s was too much: %s", wanted.param, exc)
-            self._end_process()
-            if ended:
-                return TriedGrammar(wanted.trial.grammar, "it takes more memory, or deeper nesting, than is allowed")
+            trying.requests -= 1
+            if not (trying.requests or trying.begun):
+                trying.task.cancel()
+                self._trying.pop(wanted.trial, None)
+        if tried is None:
             # A busy machine may be at fault, so this is not kept.
             raise InvalidRequest(
                 f"{wanted.param!r} takes longer than {self._config.compile_s:g} s to compile: make it smaller",
                 param=wanted.param,
                 code="invalid_grammar",
-            ) from exc
+            )
+        return tried
+
+    def _begin(self, trial: GrammarTrial) -> _Trying:
+        if len(self._trying) >= MAX_WAITING:
+            raise Unavailable("too many grammars wait to be compiled", code="overloaded", retry_after_s=RETRY_AFTER_S)
+        trying = self._trying[trial] = _Trying(asyncio.create_task(self._try(trial), name="grammar"))
+        trying.task.add_done_callback(_look_at)
+        return trying
+
+    async def _try(self, trial: GrammarTrial) -> TriedGrammar | None:
+        """Returns the outcome of a trial, and keeps it; None if it takes too long. Raises Unavailable."""
+        async with self._turn:
+            self._trying[trial].begun = True
+            try:
+                tried = await asyncio.wrap_future(self._thread.submit(self._ask, trial))
+            finally:
+                del self._trying[trial]
+        if tried is not None:
+            self._outcomes[trial] = tried
+            if len(self._outcomes) > self._config.cached:
+                self._outcomes.popitem(last=False)
+        return tried
+
+    def _ask(self, trial: GrammarTrial) -> TriedGrammar | None:
+        """Returns the outcome of a trial; None if it takes too long. Raises Unavailable; blocks."""
+        process = self._running()
+        try:
+            return _decoder.decode(process.ask(trial, self._config.compile_s))
+        except ChildDied as exc:
+            if self._closed:
+                raise shutting_down() from exc
+            ended = process.ended(STOP_S)
+            log.warning("a client's grammar was too much: %s", exc)
+            self._end_process()
+            if ended:
+                return TriedGrammar(trial.grammar, "it takes more memory, or deeper nesting, than is allowed")
+            return None
 
     def _running(self) -> AnsweringProcess:
         """Returns the process, which is started if there is none. Raises Unavailable if it does not start; blocks."""
+        if self._closed:
+            raise shutting_down()
         if self._process is not None and self._process.ended():
             self._end_process()
         if self._process is None:
@@ -147,3 +199,9 @@ class GrammarCheck:
         if self._process is not None:
             self._process.reap(STOP_S)
             self._process = None
+
+
+def _look_at(task: asyncio.Task[TriedGrammar | None]) -> None:
+    """Takes note of an error for which no request waits any more, so that asyncio does not report it as lost."""
+    if not task.cancelled():
+        task.exception()

@@ -9,9 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pdserve.api.message.call_parser import MAX_HELD
 from pdserve.api.message.formats import MessageFormats
 from pdserve.api.message.message_parser import MessageParser
 from pdserve.api.message.parts import MessageParts, joined
+from pdserve.api.message.python_calls import PYTHONIC, PythonCallParser
 from pdserve.api.message.reasoning import ReasoningParser, ReasoningStart
 from pdserve.api.message.tool_schemas import ToolSchema
 from pdserve.config import ReasoningFormat, ToolFormat
@@ -163,3 +165,29 @@ def test_what_is_no_call_becomes_text(form: ToolFormat, text: str) -> None:
     reader = MessageParser(None, MessageFormats(form, ReasoningFormat.NONE).call_parser({}, parallel=True))
     parts = joined([reader.add(text), reader.finish()])
     assert (parts.content, parts.calls) == (text, ())
+
+
+class CountingParser(PythonCallParser):
+    """Counts how many characters it follows."""
+
+    followed = 0
+
+    def _follow(self, char: str) -> bool:
+        self.followed += 1
+        return super()._follow(char)
+
+
+@pytest.mark.parametrize("ending", ["", "')"])
+def test_a_text_of_many_beginnings_of_calls_is_followed_once(ending: str) -> None:
+    calls = CountingParser(PYTHONIC, TOOLS, parallel=True)
+    reader = MessageParser(None, calls)
+    text = "<|python_start|>f(\\'" * 1_000 + ending
+    parts = joined([reader.add(text), reader.finish()])
+    assert (parts.content, parts.calls) == (text, ())
+    assert calls.followed <= len(text)
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_no_more_is_held_back_before_a_call_than_is_allowed(form: ToolFormat) -> None:
+    marker = MessageFormats(form, ReasoningFormat.NONE).call_markers[0]
+    assert parser(form).add(marker + "\n" * MAX_HELD).content

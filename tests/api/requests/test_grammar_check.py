@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
+import select
 import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -9,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from pdserve.api.requests.grammar_check import GrammarCheck, WantedGrammar
+from pdserve.api.requests.grammar_check import MAX_WAITING, GrammarCheck, WantedGrammar
 from pdserve.config import GrammarConfig
 from pdserve.errors import DeadlineExceeded, InvalidRequest, Unavailable
 from pdserve.wire.grammar import Grammar, GrammarKind, GrammarTrial
@@ -22,6 +25,9 @@ for line in sys.stdin:
     text = trial["grammar"]["text"]
     with open(sys.argv[1], "a") as asked:
         print(text, file=asked)
+    if text == "pid":
+        with open(sys.argv[1] + ".pid", "w") as told:
+            told.write(str(os.getpid()))
     if text == "hang":
         time.sleep(600)
     if text == "die":
@@ -100,6 +106,48 @@ async def test_a_request_waits_no_longer_than_its_deadline(tmp_path: Path) -> No
     async with checking(tmp_path, scripted, compile_s=1.0) as check:
         with pytest.raises(DeadlineExceeded):
             await check.compiled(wanted("hang"), 0.01)
+
+
+async def test_requests_with_the_same_new_grammar_wait_for_one_trial(tmp_path: Path) -> None:
+    async with checking(tmp_path, scripted) as check:
+        many = [check.compiled(wanted("x"), 30.0) for _ in range(MAX_WAITING + 1)]
+        assert len(set(await asyncio.gather(*many))) == 1
+    assert asked(tmp_path) == ["x"]
+
+
+async def test_more_new_grammars_than_may_wait_are_refused(tmp_path: Path) -> None:
+    async with checking(tmp_path, scripted) as check:
+        outcomes = await asyncio.gather(
+            *(check.compiled(wanted(f"x{number}"), 30.0) for number in range(MAX_WAITING + 1)), return_exceptions=True
+        )
+    assert [type(outcome) for outcome in outcomes] == [Grammar] * MAX_WAITING + [Unavailable]
+
+
+async def test_a_grammar_whose_last_request_has_left_is_tried_only_if_that_has_begun(tmp_path: Path) -> None:
+    async with checking(tmp_path, scripted, compile_s=0.5) as check:
+        hanging = asyncio.create_task(check.compiled(wanted("hang"), 30.0))
+        leaving = [asyncio.create_task(check.compiled(wanted(text), 30.0)) for text in ("x", "x", "y")]
+        staying = asyncio.create_task(check.compiled(wanted("y"), 30.0))
+        await asyncio.sleep(0)
+        for request in (hanging, *leaving):
+            request.cancel()
+        await asyncio.wait([hanging, *leaving])
+        assert await staying == wanted("y").trial.grammar
+    assert asked(tmp_path) == ["hang", "y"]
+
+
+async def test_closing_ends_a_process_at_work(tmp_path: Path) -> None:
+    async with checking(tmp_path, scripted, compile_s=60.0) as check:
+        await check.compiled(wanted("pid"), 30.0)
+        pidfd = os.pidfd_open(int((tmp_path / "asked.pid").read_text()))
+        hanging = asyncio.create_task(check.compiled(wanted("hang"), 30.0))
+        await asyncio.sleep(0)
+    poller = select.poll()
+    poller.register(pidfd, select.POLLIN)
+    assert await asyncio.to_thread(poller.poll, 30_000)
+    os.close(pidfd)
+    await asyncio.wait([hanging])
+    assert hanging.cancelled()
 
 
 async def test_a_long_grammar_is_not_tried(tmp_path: Path) -> None:
