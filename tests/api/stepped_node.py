@@ -34,7 +34,7 @@ from pdserve.wire.ids import new_id
 from pdserve.wire.journal import digest
 from pdserve.wire.ticket import TICKET_HEADER, AnswerIdentity, PrefillTarget, Resume, Ticket
 from tests.api.node import MODEL, WAIT_S
-from tests.api.scripted_engine import EOS, MAX_MODEL_LEN, logprobs_of
+from tests.api.scripted_engine import EOS, MAX_MODEL_LEN, logprobs_of, prompt_logprobs_of
 
 SECRET = b"the secret of a stepped node"
 VOCAB_SIZE = 49_152
@@ -54,6 +54,10 @@ class Running:
     prompt: PromptChoices
     seed: int
     token_ids: list[int]
+    first_step: int = 0
+    """The step before the one that gives its first token: it gives the log probabilities of the prompt."""
+    parent: bool = False
+    """Whether those of the prompt come to this choice."""
 
 
 @dataclass
@@ -90,8 +94,16 @@ class SteppedEngine:
         if fetch_only:
             self.fetched.append(holders)
         choices = [(prompt, choice) for prompt in prompts for choice in prompt.choices]
+        # Prompts whose log probabilities are wanted are computed one after the other.
+        places = {id(prompt): place for place, prompt in enumerate((p for p in prompts if _is_scored(p)), 1)}
         running = {
-            local_id: Running(prompt, choice.seed, list(choice.emitted))
+            local_id: Running(
+                prompt,
+                choice.seed,
+                list(choice.emitted),
+                places.get(id(prompt), 0),
+                parent=choice is prompt.choices[0],
+            )
             for local_id, (prompt, choice) in enumerate(choices, 1)
         }
 
@@ -113,8 +125,15 @@ class SteppedEngine:
             step += 1
             for local_id, choice in list(running.items()):
                 failed = self.fail_after is not None and step > self.fail_after
+                if not (failed or fetch_only) and step < choice.first_step:
+                    continue
                 if failed or fetch_only:
                     output = RequestOutput(local_id, [], FinishReason.ERROR if failed else FinishReason.LENGTH)
+                elif step == choice.first_step:
+                    if not choice.parent:
+                        continue
+                    token_ids, count = choice.prompt.token_ids, choice.prompt.sampling.prompt_logprobs or 0
+                    output = RequestOutput(local_id, [], prompt_logprobs=prompt_logprobs_of(token_ids[1:], count))
                 else:
                     output = self._step(local_id, choice)
                 if output.finish is not None:
@@ -150,6 +169,10 @@ class SteppedEngine:
         if choice.token_ids[-1] in ends and count > sampling.min_tokens:
             return FinishReason.STOP
         return FinishReason.LENGTH if count >= sampling.max_tokens else None
+
+
+def _is_scored(prompt: PromptChoices) -> bool:
+    return prompt.sampling.prompt_logprobs is not None and len(prompt.token_ids) > 1
 
 
 class Cycle:

@@ -312,6 +312,40 @@ async def test_a_node_that_fails_leaves_the_rest_to_another(tokenizer: Tokenizer
         assert begun + rest == events_of((await node.begin(TEXT, body)).body)
 
 
+SCORED = {**PLAIN, "prompt": ["x y", "y z x"], "n": 2, "echo": True, "logprobs": 1, "max_tokens": 3}
+
+
+def merged(events: Sequence[bytes]) -> dict[int, dict[str, Any]]:
+    """What a client puts together of each choice, however it is cut into events."""
+    whole: dict[int, dict[str, Any]] = {}
+    for event in events:
+        data = event.partition(b"data: ")[2]
+        for choice in [] if data == b"[DONE]\n\n" else json.loads(data)["choices"]:
+            shown = whole.setdefault(choice["index"], {"text": ""})
+            shown["text"] += choice["text"]
+            for name, values in (choice["logprobs"] or {}).items():
+                shown.setdefault(name, []).extend(values)
+    return whole
+
+
+async def test_every_prefix_of_a_stream_with_scored_prompts_can_be_resumed(tokenizer: Tokenizer) -> None:
+    async with stepped_node(tokenizer, words(tokenizer)) as node:
+        events = events_of((await node.begin(TEXT, SCORED)).body)
+        for count in range(len(events) + 1):
+            rest = events_of((await node.resume(TEXT, SCORED, journal_of(events[:count]))).body)
+            assert merged(events[:count] + rest) == merged(events), f"after {count}"
+
+
+async def test_a_node_that_fails_has_begun_no_choice_whose_prompt_is_not_scored(tokenizer: Tokenizer) -> None:
+    async with stepped_node(tokenizer, words(tokenizer)) as node:
+        whole = merged(events_of((await node.begin(TEXT, SCORED)).body))
+        for steps in range(1, 6):
+            async with stepped_node(tokenizer, words(tokenizer), lost_after=steps) as lost:
+                begun = events_of((await lost.begin(TEXT, SCORED)).body)
+            rest = events_of((await node.resume(TEXT, SCORED, journal_of(begun))).body)
+            assert merged(begun + rest) == whole, f"after {steps} steps"
+
+
 async def test_a_node_that_fails_before_it_has_said_anything_has_its_own_status(tokenizer: Tokenizer) -> None:
     """Its first tokens show nothing: they may be the beginning of a stop string."""
     body = {**PLAIN, "stop": ["HelloHelloHello!"]}

@@ -57,7 +57,11 @@ class Chunks(Protocol):
     """Encodes the chunks of one response. Each is an event."""
 
     def text(self, delta: TextDelta) -> bytes:
-        """Returns the event of what ``delta`` shows, if it shows anything. A first token is shown even without text."""
+        """Returns the event of what ``delta`` shows, if it shows anything. A first token is shown even without text.
+
+        A choice that fails before it has begun does not begin: another node can still show all of it, with the log
+        probabilities of its prompt.
+        """
 
     def finish(self, delta: TextDelta, outcome: ChoiceOutcome) -> bytes:
         """Returns the event of the end of the choice of ``delta``. ``outcome`` is an answer."""
@@ -129,7 +133,7 @@ class FullChunks:
         self._begun = set(options.journal.choices)
 
     def text(self, delta: TextDelta) -> bytes:
-        first = delta.choice not in self._begun
+        first = delta.choice not in self._begun and not delta.only_fails
         if not (first or delta.shows or delta.tokens or (self._options.token_ids and delta.token_ids)):
             return b""
         self._begun.add(delta.choice)
@@ -179,7 +183,7 @@ class PlainChunks:
             self._around[delta.choice] = around or self._around_later(delta.choice)
             return self._full.chunk(delta, first=around is None)
         if around is None:
-            return self._begin(delta)
+            return b"" if delta.only_fails else self._begin(delta)
         if delta.text:
             return around[0] + _encoder.encode(delta.text) + around[1]
         return b""

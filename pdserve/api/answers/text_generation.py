@@ -55,6 +55,11 @@ class TextDelta(msgspec.Struct, frozen=True, gc=False):
         """Whether a client sees anything of it but how the choice ended."""
         return bool(self.text or self.reasoning or self.calls)
 
+    @property
+    def only_fails(self) -> bool:
+        """Whether it says nothing but that there will be no answer."""
+        return self.outcome is not None and not self.outcome.is_answer and not (self.shows or self.token_ids)
+
 
 class ChoiceText:
     """The text of one choice, with its detokenizer, stop strings, stop tokens and message parser."""
