@@ -30,6 +30,7 @@ class FetchOrder:
     """The fetch fails after this many seconds from now."""
     child_seeds: tuple[int, ...] = ()
     cache_salt: str = ""
+    priority: int = 0
     request_id: str = ""
     """The request's ``x-request-id``, for log lines; empty if it is not known."""
     paced_blocks: int = 0
@@ -228,6 +229,7 @@ class PushWanted:
     cache_salt: str = ""
     request_id: str = ""
     """The request's ``x-request-id``, for log lines; empty if it is not known."""
+    priority: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,6 +35,7 @@ from pdserve.engine.sampling.token_counts import TokenCounts
 from pdserve.errors import EngineError
 from pdserve.wire.engine import PrefillSource
 from pdserve.wire.ids import RequestUuid, TransferId
+from pdserve.wire.priority import turn_at
 from pdserve.wire.prompt_logprobs import PromptLogprobs
 from pdserve.wire.sampling_params import SampledToken, SamplingParams
 from pdserve.wire.ticket import PrefillTarget
@@ -59,10 +60,6 @@ _NEXT: dict[Status, frozenset[Status]] = {
     Status.PUSHING: frozenset({Status.FINISHED}),
     Status.FINISHED: frozenset(),
 }
-
-
-PRIORITY_S = 5.0
-"""A request goes before those that came so much earlier, for each number by which its priority is lower."""
 
 
 @dataclass(slots=True, eq=False)
@@ -189,11 +186,8 @@ class Request:
 
     @property
     def turn_at(self) -> float:
-        """The time by which waiting requests take turns: that of its arrival, moved by its priority.
-
-        So a request that waits overtakes later ones of a higher priority in the end, and none waits for ever.
-        """
-        return self.arrived + self.priority * PRIORITY_S
+        """The time by which waiting requests take turns: that of its arrival, moved by its priority."""
+        return turn_at(self.arrived, self.priority)
 
     @property
     def may_ask_holders(self) -> bool:

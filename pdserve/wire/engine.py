@@ -13,6 +13,7 @@ import msgspec
 
 from pdserve.wire.discovery import NodeLoad
 from pdserve.wire.ids import RequestId, RequestUuid
+from pdserve.wire.priority import Priority
 from pdserve.wire.prompt_logprobs import PromptLogprobs
 from pdserve.wire.sampling_params import SamplingParams, TokenLogprobs
 from pdserve.wire.ticket import PrefillTarget
@@ -54,8 +55,7 @@ class Submit(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field=
     """Whether the engine only fetches those blocks into its prefix cache, and ends the request with ``LENGTH``."""
     cache_salt: str = ""
     """Prompts share cached blocks only if their salts are equal."""
-    priority: int = 0
-    """Requests with a lower number get their places first."""
+    priority: Priority = 0
     group_id: int = 0
     """The same number for all prompts of one client request, which take turns as one; 0 if this is the only one."""
     request_id: RequestId = ""

@@ -47,6 +47,7 @@ import msgspec
 
 from pdserve.wire.frame import Reason
 from pdserve.wire.ids import BootId, RequestId, TransferId
+from pdserve.wire.priority import Priority
 from pdserve.wire.prompt_logprobs import PromptLogprobs
 from pdserve.wire.sampling_params import SampledToken, SamplingParams
 from pdserve.wire.ticket import PrefillTarget
@@ -187,6 +188,7 @@ class PrefillRequest(
     """Whether each block needs an ``Accept`` before it is sent: the decode node has room for a few at a time."""
     request_id: Annotated[RequestId, since(6)] = ""
     """The request's ``x-request-id``, for the prefill node's log; empty where the decode node does not say it."""
+    priority: Annotated[Priority, since(6)] = 0
 
 
 class CachedRequest(

@@ -74,7 +74,7 @@ class RelayedRoutes:
         with self._bodies.hold(caller, request.address) as held:
             data = await request.body(self._max_body_bytes, held)
             body = read_body(data) if len(data) <= LARGE_BYTES else await self._read_large(data)
-            await self._admission.admit(caller, body.answers, relayed.hold_place)
+            await self._admission.admit(caller, body.answers, relayed.hold_place, body.priority)
             return await self._relay.forward(relayed, NodeRequest(request.path, body, request.header(b"accept")))
 
     async def _read_large(self, data: bytes) -> GenerationBody:

@@ -152,6 +152,7 @@ class Wire:
                 order.deadline_s,
                 order.child_seeds,
                 order.cache_salt,
+                priority=order.priority,
             )
         )
 

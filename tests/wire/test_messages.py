@@ -97,6 +97,7 @@ CHANNELS: list[tuple[Any, list[msgspec.Struct]]] = [
                 children=(engine.ChildRequest(2, 5, (9, 8)), engine.ChildRequest(3, 6)),
                 emitted=(7,),
                 cache_salt="salt",
+                priority=-100,
                 request_id="chat-1",
             ),
             engine.Submit(local_id=4, uuid=OTHER, token_ids=[1], sampling=CONSTRAINED, deadline_s=9.0),
@@ -158,6 +159,7 @@ CHANNELS: list[tuple[Any, list[msgspec.Struct]]] = [
                 child_seeds=(5, 6),
                 paced=True,
                 request_id="chat-1",
+                priority=100,
             ),
             transfer.CachedRequest(
                 transfer_id=TRANSFER_ID, tag=9, hashes=(bytes(32), bytes(range(32))), deadline_s=1.0

@@ -178,6 +178,7 @@ class FetchSession:
             child_seeds=order.child_seeds,
             cache_salt=order.cache_salt,
             request_id=order.request_id,
+            priority=order.priority,
             digests=self._checked,
             paced=bool(order.paced_blocks),
         )

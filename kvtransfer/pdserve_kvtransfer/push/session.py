@@ -115,6 +115,7 @@ class PushSession:
             request.child_seeds,
             request.cache_salt,
             request.request_id,
+            request.priority,
         )
         return [wanted]
 

@@ -10,6 +10,7 @@ from msgspec import Meta
 
 from pdserve.api.requests.openai_request import Bias, ChatRequest, Penalty, Positive, TokenId
 from pdserve.errors import InvalidRequest
+from pdserve.wire.priority import Priority
 
 T = TypeVar("T", bound=msgspec.Struct)
 
@@ -39,6 +40,7 @@ class SamplingRequest(msgspec.Struct, kw_only=True):
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     stream_interval: Positive | None = None
+    priority: Priority | None = None
     cache_salt: Annotated[str, Meta(max_length=1_024)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 

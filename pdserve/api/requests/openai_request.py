@@ -22,6 +22,7 @@ from pdserve.api.requests.structured_outputs import ResponseFormat, StructuredFi
 from pdserve.api.requests.tools import ToolChoice, Tools
 from pdserve.api.requests.unsupported_fields import WITHOUT_EFFECT, refuse_unsupported
 from pdserve.errors import InvalidRequest
+from pdserve.wire.priority import Priority
 
 UNCOUNTED_BYTES = 100_000
 """Shorter bodies cannot hold too many values, and are not counted."""
@@ -66,7 +67,6 @@ MAX_CHOICES = 1_024
 MAX_MESSAGES = 4_096
 MAX_LOGPROBS = 20
 MAX_BEST_OF = 20
-MAX_PRIORITY = 100
 TEXT_TOKENS = 16
 """How many tokens a text completion has whose request does not say, as OpenAI and vLLM have it."""
 MAX_BIASES = 1_024
@@ -134,7 +134,7 @@ class GenerationRequest(StructuredFields, kw_only=True):
     """Whether log probabilities name tokens like ``token_id:17``."""
     prompt_logprobs: TopCount | None = None
     """How many of the likeliest tokens are reported beside each token of the prompt."""
-    priority: Annotated[int, Meta(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = None
+    priority: Priority | None = None
     """Requests with a lower number get their places first."""
     cache_salt: Annotated[str, Meta(max_length=1_024)] | None = None
     """Prompts find each other's blocks in prefix caches only under the same salt."""

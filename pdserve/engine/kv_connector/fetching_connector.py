@@ -110,6 +110,7 @@ class FetchingConnector:
                     deadline_s=max(0.001, min(time_s, request.deadline - now)),
                     child_seeds=tuple(child.sampling.seed for child in request.children),
                     cache_salt=request.cache_salt,
+                    priority=request.priority,
                     request_id=request.request_id,
                 )
             )

@@ -130,6 +130,7 @@ class PushingConnector:
             transfer=order.transfer_id,
             first_block=order.first_block,
             cache_salt=order.cache_salt,
+            priority=order.priority,
             request_id=order.request_id,
         )
         log.debug(

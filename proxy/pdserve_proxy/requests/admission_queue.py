@@ -4,9 +4,11 @@
 ``AdmissionController`` lets tasks wait for their turn in it, and gives each place back however its task ends.
 
     enter ──▶ ADMITTED ──────────────▶ leave        there is room
-    enter ──▶ WAITING ──▶ ADMITTED                  the proxy is full: first come, first served
+    enter ──▶ WAITING ──▶ ADMITTED                  the proxy is full: requests take turns
                  └────▶ leave                       the client left, or waited too long
     enter ──▶ RequestError                          429: its caller has too many; 503: the queue is full
+
+Requests take turns in the order in which they came, moved by their priorities (``pdserve.wire.priority``).
 
 The limits count answers: a request for eight prompts with ``n`` of 128 takes 1,024 places in engines' batches. One
 request takes at most half of all places, so that others always get their turn beside it. The queue counts by caller,
@@ -17,13 +19,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import OrderedDict
+from bisect import bisect_left, insort
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import msgspec
 
 from pdserve.errors import TooManyRequests, Unavailable
+from pdserve.wire.priority import turn_at
 from pdserve_proxy.credentials import ANONYMOUS
 
 
@@ -49,6 +52,8 @@ class AdmissionEntry(msgspec.Struct, frozen=True, eq=False):
     share: int
     """The number of answers that it counts as against its caller's limit."""
     deadline_s: float
+    turn: tuple[float, int]
+    """Waiting requests are admitted in this order: by the time that counts for their turns, then as they came."""
 
 
 class AdmissionQueue:
@@ -60,7 +65,9 @@ class AdmissionQueue:
         self._places_taken = 0
         """The number of places that the admitted requests have."""
         self._largest = max(limits.in_flight // 2, 1)
-        self._waiting: OrderedDict[AdmissionEntry, None] = OrderedDict()
+        self._waiting: list[AdmissionEntry] = []
+        """The requests that wait, in the order of their turns."""
+        self._entered = 0
         self._answers_of_caller: dict[str, int] = {}
 
     @property
@@ -70,7 +77,7 @@ class AdmissionQueue:
     def is_admitted(self, entry: AdmissionEntry) -> bool:
         return entry in self._admitted
 
-    def enter(self, caller: str, now: float, answers: int = 1) -> AdmissionEntry:
+    def enter(self, caller: str, now: float, answers: int = 1, priority: int = 0) -> AdmissionEntry:
         """Admits a request or lets it wait, and returns its entry, which ``leave`` has to be called with.
 
         A request for more ``answers`` than a caller may have is admitted if the caller has no other.
@@ -89,11 +96,13 @@ class AdmissionQueue:
                     code="rate_limit_exceeded",
                     retry_after_s=1,
                 )
-        entry = AdmissionEntry(caller, min(answers, self._largest), share, now + limits.wait_s)
-        if not self._waiting and self._has_room(entry):
+        self._entered += 1
+        turn = (turn_at(now, priority), self._entered)
+        entry = AdmissionEntry(caller, min(answers, self._largest), share, now + limits.wait_s, turn)
+        if self._has_room(entry) and not (self._waiting and self._waiting[0].turn < turn):
             self._admit(entry)
         elif len(self._waiting) < limits.waiting:
-            self._waiting[entry] = None
+            insort(self._waiting, entry, key=_turn)
         else:
             raise Unavailable("the proxy has all the requests it may hold", code="queue_full", retry_after_s=1)
         self._answers_of_caller[caller] = of_caller + share
@@ -104,22 +113,28 @@ class AdmissionQueue:
 
         Every call but the first does nothing.
         """
-        if entry in self._waiting:
-            del self._waiting[entry]
-        elif entry in self._admitted:
+        if entry in self._admitted:
             self._admitted.remove(entry)
             self._places_taken -= entry.places
-        else:
+        elif not self._stop_waiting(entry):
             return []
         self._answers_of_caller[entry.caller] -= entry.share
         if not self._answers_of_caller[entry.caller]:
             del self._answers_of_caller[entry.caller]
         return self._admit_waiting()
 
+    def _stop_waiting(self, entry: AdmissionEntry) -> bool:
+        """Takes out a request that waits, and returns whether there was one."""
+        at = bisect_left(self._waiting, entry.turn, key=_turn)
+        waits = at < len(self._waiting) and self._waiting[at] is entry
+        if waits:
+            del self._waiting[at]
+        return waits
+
     def _admit_waiting(self) -> list[AdmissionEntry]:
         admitted = []
-        while self._waiting and self._has_room(first := next(iter(self._waiting))):
-            del self._waiting[first]
+        while self._waiting and self._has_room(self._waiting[0]):
+            first = self._waiting.pop(0)
             self._admit(first)
             admitted.append(first)
         return admitted
@@ -130,6 +145,10 @@ class AdmissionQueue:
     def _admit(self, entry: AdmissionEntry) -> None:
         self._admitted.add(entry)
         self._places_taken += entry.places
+
+
+def _turn(entry: AdmissionEntry) -> tuple[float, int]:
+    return entry.turn
 
 
 class AdmissionController:
@@ -145,14 +164,16 @@ class AdmissionController:
         """The number of requests that wait for their turn."""
         return self._queue.waiting
 
-    async def admit(self, caller: str, answers: int, hold_place: Callable[[Callable[[], None]], None]) -> None:
+    async def admit(
+        self, caller: str, answers: int, hold_place: Callable[[Callable[[], None]], None], priority: int = 0
+    ) -> None:
         """Returns when a request of ``caller`` for ``answers`` may go on.
 
         Before it waits, it passes ``hold_place`` the function that the caller has to call when the request is over.
 
         Raises TooManyRequests, or Unavailable if the queue is full or the request's turn does not come in time.
         """
-        entry = self._queue.enter(caller, time.monotonic(), answers)  # the event loop's clock
+        entry = self._queue.enter(caller, time.monotonic(), answers, priority)  # the event loop's clock
         hold_place(lambda: self._leave(entry))
         if self._queue.is_admitted(entry):
             return

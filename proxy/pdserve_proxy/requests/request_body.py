@@ -12,6 +12,7 @@ import re
 import msgspec
 
 from pdserve.errors import InvalidRequest
+from pdserve.wire.priority import MAX_PRIORITY
 
 INTERNAL_PREFIXES = ("kv_transfer", "pdserve_", "x-pdserve")
 """The beginnings of top-level keys that nodes use among themselves and that clients may not send."""
@@ -45,6 +46,7 @@ class _Head(msgspec.Struct):
     input: msgspec.Raw = msgspec.Raw(b"")
     n: msgspec.Raw = msgspec.Raw(b"")
     best_of: msgspec.Raw = msgspec.Raw(b"")
+    priority: msgspec.Raw = msgspec.Raw(b"")
 
 
 class GenerationBody(msgspec.Struct, frozen=True):
@@ -59,6 +61,8 @@ class GenerationBody(msgspec.Struct, frozen=True):
     """The number of prompts, at most ``MAX_ANSWERS``. A value that a node would refuse counts as 1."""
     answers: int = 1
     """``n`` times the prompts, at most ``MAX_ANSWERS``: the places in engines' batches that the request may take."""
+    priority: int = 0
+    """The request's priority. A value that a node would refuse counts as 0."""
 
 
 _Items = msgspec.defstruct(
@@ -88,7 +92,9 @@ def read_body(data: bytes) -> GenerationBody:
         answers = prompts
         if head.n or head.best_of:
             answers = min(prompts * max(_count(head.n), _count(head.best_of)), MAX_ANSWERS)
-        return GenerationBody(kept, head.model, bytes(head.stream) == b"true", prompt_start, prompts, answers)
+        priority = _priority(head.priority) if head.priority else 0
+        stream = bytes(head.stream) == b"true"
+        return GenerationBody(kept, head.model, stream, prompt_start, prompts, answers, priority)
     except msgspec.ValidationError as exc:
         raise InvalidRequest(f"request body: {exc}", param=_param(exc)) from exc
     except RecursionError as exc:  # msgspec counts the depth of what it skips too
@@ -129,6 +135,14 @@ def _count(value: msgspec.Raw) -> int:
         return int(max(min(msgspec.json.decode(bytes(memoryview(value)[:64]), type=float), MAX_ANSWERS), 1))
     except msgspec.DecodeError:  # a node will refuse it
         return 1
+
+
+def _priority(value: msgspec.Raw) -> int:
+    try:
+        priority = msgspec.json.decode(bytes(memoryview(value)[:64]), type=float)
+    except msgspec.DecodeError:  # a node will refuse it
+        return 0
+    return int(priority) if abs(priority) <= MAX_PRIORITY else 0
 
 
 def _without_internal_fields(data: bytes) -> bytes:

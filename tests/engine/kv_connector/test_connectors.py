@@ -40,6 +40,7 @@ from pdserve.wire.discovery import Role
 from pdserve.wire.engine import FinishReason, PrefillSource
 from pdserve.wire.frame import Secrets
 from pdserve.wire.ids import TransferId, new_id
+from pdserve.wire.prompt_logprobs import PromptLogprobs
 from pdserve.wire.sampling_params import SampledToken, SamplingParams
 from pdserve.wire.ticket import PrefillTarget
 from pdserve.wire.transfer import UNKNOWN_LOAD, EngineSpec, FailureCause, PrefillLoad
@@ -130,7 +131,12 @@ class ScriptedThread:
         return ordered + sum(len(blocks) for accepted, blocks in self.accepted if accepted == transfer_id)
 
     def first_token(
-        self, transfer_id: TransferId, tokens: tuple[SampledToken, ...], cached_tokens: int, load: PrefillLoad
+        self,
+        transfer_id: TransferId,
+        tokens: tuple[SampledToken, ...],
+        cached_tokens: int,
+        load: PrefillLoad,
+        prompt_logprobs: PromptLogprobs | None,
     ) -> None:
         self.first_tokens += [token.token_id for token in tokens]
         self.cached_tokens.append(cached_tokens)
@@ -226,6 +232,13 @@ def test_a_fetch_asks_for_every_block_of_the_prompt() -> None:
     assert order.block_ids == tuple(request.block_table)
     assert len(order.block_ids) == 3
     assert 30 <= order.deadline_s < 31
+
+
+def test_the_prefill_node_is_told_the_priority() -> None:
+    bench = Bench()
+    bench.request().priority = -3
+    bench.step()
+    assert [order.priority for order in bench.thread.fetched] == [-3]
 
 
 def test_the_first_token_is_passed_on_before_the_blocks_land() -> None:
@@ -394,6 +407,14 @@ def test_blocks_are_pushed_as_chunks_fill_them_and_the_last_one_partial() -> Non
     assert bench.blocks.num_free == NUM_BLOCKS - 4
     bench.report(PushEnded(order.transfer_id, PushOutcome.DONE))
     assert bench.all_free
+
+
+def test_prompts_of_other_nodes_are_computed_by_their_priorities() -> None:
+    bench = Bench()
+    orders = [replace(wanted(), priority=priority) for priority in (1, 0, -1)]
+    bench.report(*orders)
+    computed = [work.request.transfer for _ in range(6) for work in bench.step().work]
+    assert list(dict.fromkeys(computed)) == [order.transfer_id for order in reversed(orders)]
 
 
 @pytest.mark.parametrize("overlap", [KvOverlap.OFF, KvOverlap.AUTO])

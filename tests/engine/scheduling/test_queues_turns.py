@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdserve.config import Batching
-from pdserve.engine.request import PRIORITY_S, Request, Status
+from pdserve.engine.request import Request, Status
+from pdserve.wire.priority import PRIORITY_S
 from tests.engine.fake_engine import FakeEngine
 from tests.engine.fake_model import answer, talkative
 

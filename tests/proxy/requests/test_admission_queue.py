@@ -10,22 +10,28 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdserve.errors import RequestError, TooManyRequests, Unavailable
+from pdserve.wire.priority import PRIORITY_S
 from pdserve_proxy.requests.admission_queue import AdmissionController, AdmissionEntry, AdmissionLimits, AdmissionQueue
 
 EVENTS = st.lists(
-    st.tuples(st.just("enter"), st.tuples(st.sampled_from(["", "a", "b"]), st.integers(1, 6)))
+    st.tuples(
+        st.just("enter"),
+        st.tuples(st.sampled_from(["", "a", "b"]), st.integers(1, 6), st.integers(-2, 2), st.floats(0, 2 * PRIORITY_S)),
+    )
     | st.tuples(st.just("leave"), st.integers(0, 30)),
     max_size=60,
 )
 
 
 @given(EVENTS, st.integers(0, 8), st.integers(0, 8), st.integers(0, 3))
-def test_limits_hold_and_the_first_to_come_is_the_first_to_go_in(
-    events: list[tuple[str, tuple[str, int] | int]], in_flight: int, per_caller: int, waiting: int
+def test_limits_hold_and_requests_go_in_as_they_came_moved_by_their_priorities(
+    events: list[tuple[str, tuple[str, int, int, float] | int]], in_flight: int, per_caller: int, waiting: int
 ) -> None:
     admission = AdmissionQueue(AdmissionLimits(in_flight, per_caller, waiting, wait_s=1.0))
     inside: list[AdmissionEntry] = []
     queue: list[AdmissionEntry] = []
+    turns: dict[AdmissionEntry, float] = {}
+    now = 0.0
 
     def has_room(places: int) -> bool:
         return not in_flight or sum(entry.places for entry in inside) + places <= in_flight
@@ -40,22 +46,27 @@ def test_limits_hold_and_the_first_to_come_is_the_first_to_go_in(
     for event, which in events:
         if event == "enter":
             assert isinstance(which, tuple)
-            caller, answers = which
+            caller, answers, priority, passed = which
+            now += passed
+            turn = now + PRIORITY_S * priority
+            first = all(turns[other] > turn for other in queue)
             places = min(answers, max(in_flight // 2, 1))
             mine = sum(entry.share for entry in inside + queue if entry.caller == caller)
             try:
-                entry = admission.enter(caller, 0.0, answers)
+                entry = admission.enter(caller, now, answers, priority)
             except TooManyRequests as exc:
                 assert caller and per_caller and mine + min(answers, per_caller) > per_caller
                 assert exc.retry_after_s
             except Unavailable as exc:
-                assert (queue or not has_room(places)) and len(queue) == waiting
+                assert not (first and has_room(places)) and len(queue) == waiting
                 assert exc.retry_after_s
             else:
                 assert entry.places == places
                 assert not (caller and per_caller) or mine + entry.share <= per_caller
-                assert admission.is_admitted(entry) == (not queue and has_room(places))
+                turns[entry] = turn
+                assert admission.is_admitted(entry) == (first and has_room(places))
                 (inside if admission.is_admitted(entry) else queue).append(entry)
+                queue.sort(key=turns.__getitem__)
         elif inside or queue:
             assert isinstance(which, int)
             entry = (inside + queue)[which % len(inside + queue)]
@@ -108,13 +119,13 @@ class Room:
         )
         self.entered: list[str] = []
 
-    def send(self, name: str, until: asyncio.Event) -> asyncio.Task[None]:
-        return asyncio.create_task(self._send(name, until))
+    def send(self, name: str, until: asyncio.Event, priority: int = 0) -> asyncio.Task[None]:
+        return asyncio.create_task(self._send(name, until, priority))
 
-    async def _send(self, name: str, until: asyncio.Event) -> None:
+    async def _send(self, name: str, until: asyncio.Event, priority: int) -> None:
         releases: list[Callable[[], None]] = []
         try:
-            await self.controller.admit(name, 1, releases.append)
+            await self.controller.admit(name, 1, releases.append, priority)
             self.entered.append(name)
             await until.wait()
         finally:
@@ -137,6 +148,15 @@ async def test_waiting_requests_are_admitted_in_turn_without_those_that_left() -
     go.set()
     await asyncio.gather(tasks[0], *tasks[2:])
     assert room.entered == ["a", "c", "d"]
+
+
+async def test_a_lower_priority_is_admitted_before_those_that_came_a_little_earlier() -> None:
+    room, go = Room(), asyncio.Event()
+    tasks = [room.send(name, go, priority) for name, priority in (("a", 0), ("b", 1), ("c", 0), ("d", -100))]
+    await settle()
+    go.set()
+    await asyncio.gather(*tasks)
+    assert room.entered == ["a", "d", "c", "b"]
 
 
 async def test_one_that_is_cancelled_just_when_its_turn_came_passes_it_on() -> None:

@@ -196,6 +196,23 @@ def test_a_request_counts_as_the_answers_that_it_asks_for(fields: str, answers: 
     assert (body.prompts, body.answers) == (8, answers)
 
 
+@pytest.mark.parametrize(
+    ("value", "priority"),
+    [
+        ("-100", -100),
+        ("100.0", 100),
+        ("null", 0),
+        ("101", 0),
+        ("-1e300", 0),
+        ('"7"', 0),
+        ("[7]", 0),
+        ("9" * 5000, 0),
+    ],
+)
+def test_the_priority_is_that_which_a_node_takes(value: str, priority: int) -> None:
+    assert read_body(f'{{"prompt": "a", "priority": {value}}}'.encode()).priority == priority
+
+
 @pytest.mark.parametrize("name", ["messages", "prompt"])
 def test_the_lead_is_the_beginning_of_the_prompt(name: str) -> None:
     prompt = json.dumps([{"role": "user", "content": "x" * 2 * PROMPT_START_BYTES}]).encode()
