@@ -438,6 +438,7 @@ def _choice_texts(
             stop_ids if include else frozenset(),
             body.min_tokens or 0,
             stop_ids=stop_ids,
+            special_ids=tokenizer.special_ids,
             resumable=resumable,
             parser=reading.parser(prompts[number // body.choices].ending),
             scores_only=body.scores_only,

@@ -99,6 +99,11 @@ ROUTES = st.sampled_from(
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(route=ROUTES, fields=BODIES, group=st.integers(1, 3))
 @example(route=(TEXT, {"prompt": "x"}), fields={"max_tokens": 9, "stop": ["l"], "seed": 3}, group=3)
+@example(
+    route=(TEXT, {"prompt": "y"}),
+    fields={"max_tokens": 2, "stop": ["\ufffd"], "seed": 173, "min_tokens": 1, "skip_special_tokens": False},
+    group=1,
+)
 def test_every_prefix_can_be_resumed(
     route: tuple[str, dict[str, Any]], fields: dict[str, Any], group: int, tokenizer: Tokenizer
 ) -> None:
@@ -123,6 +128,29 @@ def test_every_prefix_can_be_resumed(
                 assert by_choice(events[:count] + events_of(rest.body)) == by_choice(events), f"after {count}"
 
     asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"stop_token_ids": [28]},
+        {"stop_token_ids": [28], "include_stop_str_in_output": True},
+        {"stop": ["lo<|im_end"], "skip_special_tokens": False},
+        {"stop": ["lo<|im_end"], "skip_special_tokens": False, "ignore_eos": True},
+        {"stop": ["lo"], "min_tokens": 1},
+    ],
+    ids=lambda fields: "-".join(fields),
+)
+async def test_a_stop_token_that_is_not_shown_ends_no_stop_string(fields: dict[str, Any], tokenizer: Tokenizer) -> None:
+    """The client has the text before it, of which a stop string was held back; its text would complete that."""
+    stop_token = EOS if "skip_special_tokens" in fields else 28
+    script = [*tokenizer.encode("Hello", add_special_tokens=False), stop_token, 28]
+    body = {"model": MODEL, "prompt": "x", "max_tokens": 3, "stop": ["lo,"], "stream": True, **fields}
+    async with stepped_node(tokenizer, (), script=script) as node:
+        events = events_of((await node.begin(TEXT, body)).body)
+        for count in range(len(events) + 1):
+            rest = await node.resume(TEXT, body, journal_of(events[:count]))
+            assert events[:count] + events_of(rest.body) == events, f"after {count}"
 
 
 async def without_journal(node: SteppedNode, path: str, body: dict[str, Any]) -> bytes:

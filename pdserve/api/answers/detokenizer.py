@@ -27,7 +27,7 @@ class Detokenizer(Protocol):
         """Returns the text that is certain now, which may be empty."""
 
     def flush(self) -> str:
-        """Returns the text that was held back, when no more tokens follow."""
+        """Returns the text that was held back, if no more tokens follow. It changes nothing."""
 
 
 def _byte_of_char() -> dict[str, int]:
@@ -83,7 +83,8 @@ class BytesDetokenizer:
         return self._decoder.decode(b"".join([self._token_bytes[i] for i in token_ids if i not in self._skip]))
 
     def flush(self) -> str:
-        return self._decoder.decode(b"", final=True)
+        held, _ = self._decoder.getstate()
+        return held.decode("utf-8", "replace")
 
 
 class WindowDetokenizer:
@@ -108,7 +109,7 @@ class WindowDetokenizer:
         return "".join([self._add_one(i) for i in token_ids if i not in self._skip])
 
     def flush(self) -> str:
-        return self._settle(self._decode(self._window)) if len(self._window) > self._settled else ""
+        return self._decode(self._window)[len(self._settled_text) :] if len(self._window) > self._settled else ""
 
     def _add_one(self, token_id: int) -> str:
         self._window.append(token_id)

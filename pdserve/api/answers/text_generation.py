@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping, Sequence
+from copy import copy
 from types import MappingProxyType
 
 import msgspec
@@ -73,12 +74,14 @@ class ChoiceText:
         min_tokens: int = 0,
         *,
         stop_ids: frozenset[int] = frozenset(),
+        special_ids: frozenset[int] = frozenset(),
         resumable: bool = False,
         parser: MessageParser | None = None,
         scores_only: bool = False,
     ) -> None:
         """``shown_stop_ids`` are those of the stop tokens, ``stop_ids``, whose text belongs to the answer.
 
+        The model's own end is one of the ``special_ids``, but only the engine knows which.
         No stop string ends with the text of the first ``min_tokens`` tokens. Where another node may go on with a choice
         that fails here (``resumable``), the failure does not show what is held back. Without ``parser`` all text is
         content. With ``scores_only``, the choice has no tokens, and ends where its first would be.
@@ -89,6 +92,7 @@ class ChoiceText:
         self._stop_strings = stop_strings
         self._shown_stop_ids = shown_stop_ids
         self._stop_ids = stop_ids
+        self._special_ids = special_ids
         self._min_tokens = min_tokens
         self._resumable = resumable
         self._parser = parser
@@ -96,6 +100,10 @@ class ChoiceText:
         self._resumed = False
         self._last_resumed: Sequence[int] = ()
         """The last token that the client has from another node."""
+        self._stop_before: str | None = None
+        """The stop string that ends the choice if its last token from another node is a stop token without text."""
+        self._undecided = False
+        """Whether a stop string ends with the last token from another node, which may be a stop token without text."""
         self._known_chars = 0
         """How many characters the stop strings hold back though the client has them, of a choice that was resumed."""
         self._num_chars = 0
@@ -112,9 +120,13 @@ class ChoiceText:
         delta has the tokens that were read: up to the one with which a stop string has ended the choice.
         """
         self._resumed = True
-        self._last_resumed = token_ids[-1:]
+        self._last_resumed = last = token_ids[-1:]
         if self._stop_strings.wanted:
-            text, read = self._until_stop(token_ids, None)
+            text, read = self._until_stop(token_ids[:-1], None)
+            stopped_before, self._stop_before = self._stop_strings.found, self._stop_at_end()
+            last_text, read_last = self._until_stop(last, None)
+            text, read = text + last_text, read + read_last
+            self._undecided = self._stop_strings.found and not stopped_before and self._may_be_unshown(last)
         else:
             text, read = self._detokenizer.add(token_ids), len(token_ids)
         if logprobs:
@@ -127,8 +139,8 @@ class ChoiceText:
 
     @property
     def stopped(self) -> bool:
-        """Whether a stop string has ended the choice."""
-        return self._stop_strings.found
+        """Whether a stop string has ended the choice, as far as that is known without the engine."""
+        return self._stop_strings.found and not self._undecided
 
     @property
     def stop_string(self) -> str | None:
@@ -153,6 +165,8 @@ class ChoiceText:
         if self._scores_only:
             outcome = None if finish is None else outcome_of(FinishReason.LENGTH if finish.is_answer else finish)
             return TextDelta(self._choice, "", (), outcome)
+        if self._undecided:
+            return TextDelta(self._choice, "", (), ChoiceOutcome.STOP, stop_reason=self._stop_reason(output))
         if finish is None and logprobs is None and not self._stop_strings.wanted:
             return TextDelta(self._choice, self._detokenizer.add(token_ids), token_ids, None)
         shown = self._shown(token_ids, finish)
@@ -197,11 +211,27 @@ class ChoiceText:
         return _with_parts(delta, parts)
 
     def _stop_reason(self, output: RequestOutput) -> StopReason:
-        if self.stop_string is not None:
-            return self.stop_string
-        last = output.new_token_ids[-1:] or self._last_resumed
-        stopped = output.finish is FinishReason.STOP and last and last[0] in self._stop_ids
-        return last[0] if stopped else None
+        last, stopped = output.new_token_ids[-1:] or self._last_resumed, output.finish is FinishReason.STOP
+        stop_string = self.stop_string
+        if stopped and not output.new_token_ids and not self._shown_stop_ids.issuperset(last):
+            # The last token was read as if its text were part of the answer.
+            stop_string = self._stop_before
+        if stop_string is not None:
+            return stop_string
+        return last[0] if stopped and last and last[0] in self._stop_ids else None
+
+    def _may_be_unshown(self, last: Sequence[int]) -> bool:
+        """Returns whether the one token in ``last`` may be a stop token without text."""
+        return any(
+            token_id not in self._shown_stop_ids and (token_id in self._stop_ids or token_id in self._special_ids)
+            for token_id in last
+        )
+
+    def _stop_at_end(self) -> str | None:
+        """Returns the stop string that ends the choice if no more text follows."""
+        stop_strings = copy(self._stop_strings)
+        stop_strings.add(self._detokenizer.flush(), may_end=self._num_tokens > self._min_tokens)
+        return stop_strings.found_string
 
     def _until_stop(self, token_ids: Sequence[int], logprobs: list[TokenLogprobs] | None) -> tuple[str, int]:
         """Returns the text up to the first stop string, and how many tokens it is made of.
@@ -209,6 +239,8 @@ class ChoiceText:
         It takes the tokens one by one, so that the answer does not depend on how many of them come at once.
         """
         text = ""
+        if self._stop_strings.found:
+            return text, 0
         for index, token_id in enumerate(token_ids):
             piece = self._detokenize([token_id], None if logprobs is None else logprobs[index : index + 1])
             text += self._stop_strings.add(piece, may_end=self._num_tokens >= self._min_tokens)

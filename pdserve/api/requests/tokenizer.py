@@ -78,6 +78,10 @@ class Tokenizer:
         check(len(encoding))
         return list(encoding.ids)
 
+    @property
+    def special_ids(self) -> frozenset[int]:
+        return self._special_ids
+
     def special_id(self, text: str) -> int | None:
         """Returns the id of the special token that is written like ``text``; None if there is none."""
         token_id = self._backend.token_to_id(text)
