@@ -124,7 +124,7 @@ class ChoiceText:
         if self._stop_strings.wanted:
             text, read = self._until_stop(token_ids[:-1], None)
             stopped_before, self._stop_before = self._stop_strings.found, self._stop_at_end()
-            last_text, read_last = self._until_stop(last, None)
+            last_text, read_last = ("", 0) if stopped_before else self._until_stop(last, None)
             text, read = text + last_text, read + read_last
             self._undecided = self._stop_strings.found and not stopped_before and self._may_be_unshown(last)
         else:
@@ -239,8 +239,6 @@ class ChoiceText:
         It takes the tokens one by one, so that the answer does not depend on how many of them come at once.
         """
         text = ""
-        if self._stop_strings.found:
-            return text, 0
         for index, token_id in enumerate(token_ids):
             piece = self._detokenize([token_id], None if logprobs is None else logprobs[index : index + 1])
             text += self._stop_strings.add(piece, may_end=self._num_tokens >= self._min_tokens)

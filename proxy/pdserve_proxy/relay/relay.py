@@ -24,6 +24,7 @@ from pdserve.errors import BadUpstream, RequestError, Unavailable
 from pdserve.http.tls import Trust
 from pdserve.wire.ids import new_id
 from pdserve.wire.ticket import AnswerIdentity
+from pdserve.wire.version import DIALECTS
 from pdserve.wire.whole_answer import JOURNALED_ANSWER
 from pdserve_proxy.registry.snapshot import RegistryView
 from pdserve_proxy.relay.access_log import RequestCounts
@@ -47,6 +48,8 @@ MAX_ATTEMPTS = 16
 MAX_LOSSES = 2
 """The nodes that may be lost with one request: the request may be what kills them."""
 COMPLETION_ROUTES = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"})
+DIALECT_ROUTES = frozenset({"/v1/messages", "/v1/messages/count_tokens", "/v1/responses"})
+"""The routes that nodes of older versions do not have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +145,8 @@ class Relay:
         Raises RequestError if no node gives a response.
         """
         request = self._with_identity(request)
-        query = RouteQuery(requested_model(self._registry.snapshot(), request.body.model), request.body.prompt_start)
+        model = requested_model(self._registry.snapshot(), request.body.model)
+        query = RouteQuery(model, request.body.prompt_start, DIALECTS if request.path in DIALECT_ROUTES else 0)
         tried: frozenset[bytes] = frozenset()
         failure: AttemptFailure | None = None
         losses = 0

@@ -25,6 +25,8 @@ class RouteQuery(msgspec.Struct, frozen=True):
     model: str
     prompt_start: bytes = b""
     """The first bytes of its prompt, as they stand in the request body."""
+    oldest_protocol: int = 0
+    """The first version of the protocol between hosts whose nodes take such a request."""
 
 
 class Route(msgspec.Struct, frozen=True):
@@ -53,9 +55,18 @@ class Router:
     ) -> Route:
         """Returns a route that avoids the decode nodes in ``exclude``. ``load`` returns the requests at a node.
 
-        Raises Unavailable if no pair of nodes can serve the model now.
+        Raises Unavailable if no pair of nodes can serve the model now, or none that is new enough for the request.
         """
         pairs = snapshot.pairings.get(query.model, ())
+        if query.oldest_protocol and any(pair.decode.protocol < query.oldest_protocol for pair in pairs):
+            pairs = tuple(pair for pair in pairs if pair.decode.protocol >= query.oldest_protocol)
+            if not pairs:
+                raise Unavailable(
+                    f"no node that serves {query.model!r} is new enough for this route: it needs protocol "
+                    f"{query.oldest_protocol}",
+                    code="no_route",
+                    retry_after_s=RETRY_AFTER_S,
+                )
         if exclude:
             pairs = tuple(pair for pair in pairs if pair.decode.boot_id not in exclude)
         if not pairs:
