@@ -141,10 +141,10 @@ def test_answers_go_on_though_they_are_preempted(folder: Path) -> None:
 
 
 def test_bf16_answers_of_the_compiled_kernels_are_bitwise_the_same(folder: Path) -> None:
-    """The set computes a row alike in any step, if the CPU has the instructions for its products."""
+    """The set computes a row alike in any step, if the CPU has AVX-512."""
     compiled = CompiledKernels(cache_folder(os.environ))
     if not isinstance(compiled.linear(torch.zeros(32, 32, dtype=torch.bfloat16)), CompiledLinear):
-        pytest.skip("this CPU has no products of bf16 pairs")
+        pytest.skip("this CPU has no AVX-512")
     bf16 = make_runner(folder, Dtype.BF16, compiled)
     with engine(folder, False, NUM_BLOCKS, own_runner=bf16) as client:
         one = asked("everything", max_tokens=CUT_TOKENS)

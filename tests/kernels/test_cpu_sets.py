@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from pdserve_kernels import reference
 from pdserve_kernels.contract import AttentionRow, HeadNorms, Kernels
 from pdserve_kernels.cpu import torch_kernels
-from pdserve_kernels.cpu.compiled_kernels import CompiledKernels
+from pdserve_kernels.cpu.compiled_kernels import CompiledKernels, CompiledLinear
 from pdserve_kernels.kv_layout import KvLayout
 from tests.kernels.shared_tables import check_shared_table
 
@@ -89,6 +89,20 @@ def test_linear(
     bias = torch.randn(outer).to(dtype) if biased else None
     wanted = torch.nn.functional.linear(x.double(), weight.double(), None if bias is None else bias.double())
     close(kernels.linear(weight, bias)(x), wanted, dtype, scale=1 + inner**0.5)
+
+
+@pytest.mark.parametrize(("inner", "outer"), [(60, 192), (576, 960), (1536, 70)])
+def test_a_row_of_a_compiled_linear_layer_does_not_depend_on_the_other_rows(
+    compiled: CompiledKernels, inner: int, outer: int
+) -> None:
+    torch.manual_seed(inner)
+    linear = compiled.linear(torch.randn(outer, inner).bfloat16(), torch.randn(outer).bfloat16())
+    if not isinstance(linear, CompiledLinear):
+        pytest.skip("this CPU has no AVX-512")
+    x = torch.randn(40, inner).bfloat16()
+    alone = torch.cat([linear(row[None]) for row in x])
+    for rows in range(2, 41):
+        assert torch.equal(linear(x[:rows]), alone[:rows])
 
 
 @st.composite

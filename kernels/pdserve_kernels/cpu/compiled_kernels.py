@@ -1,7 +1,7 @@
 """The kernel set of a CPU with a C++ compiler.
 
-A bf16 weight is packed for its products (``CompiledLinear``). Products with any other weight are those of the set of
-plain torch.
+On a CPU with AVX-512 a bf16 weight is packed for its products (``CompiledLinear``). All other products are those of the
+set of plain torch.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class CompiledLinear:
 
 def fits(library: Library, weight: torch.Tensor) -> bool:
     """Returns whether the compiled kernel computes with this weight on this CPU."""
-    return library.multiplies_pairs and weight.dtype is torch.bfloat16 and weight.shape[1] % 2 == 0
+    return library.linear_is_fast and weight.dtype is torch.bfloat16 and weight.shape[1] % 2 == 0
 
 
 class CompiledKernels:

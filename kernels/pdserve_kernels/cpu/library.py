@@ -83,7 +83,7 @@ class Library:
             for name, arguments in _FUNCTIONS.items():
                 function = getattr(library, name)
                 function.argtypes, function.restype = arguments, None
-            self.multiplies_pairs = bool(library.pdserve_multiplies_pairs())
+            self.linear_is_fast = bool(library.pdserve_linear_is_fast())
         except (OSError, AttributeError) as exc:
             raise BuildError(f"the compiled CPU kernels cannot be loaded: {exc}") from exc
         self.rms_norm = library.pdserve_rms_norm

@@ -4,24 +4,6 @@
 #include <algorithm>
 
 namespace pdserve {
-
-void* kept(Keep use, size_t bytes) {
-  struct Memory {
-    void* at = nullptr;
-    size_t bytes = 0;
-    ~Memory() { std::free(at); }
-  };
-  static thread_local Memory memories[size_t(Keep::kCount)];
-  Memory& memory = memories[size_t(use)];
-  if (memory.bytes < bytes) {
-    std::free(memory.at);
-    memory.bytes = (bytes + 4095) / 4096 * 4096;
-    memory.at = std::aligned_alloc(4096, memory.bytes);
-    if (!memory.at) std::abort();
-  }
-  return memory.at;
-}
-
 namespace {
 
 template <class T>

@@ -1,7 +1,6 @@
 // The arguments of one layer's attention. The ctypes structures of library.py have the same fields.
 #pragma once
-#include <cstdlib>
-
+#include "kept.h"
 #include "panel.h"
 
 namespace pdserve {
@@ -46,16 +45,6 @@ T* tile_of(const Step& step, long block, long kv_head, long layer) {
 
 inline long first_visible(const Tokens& tokens, long position) {
   return tokens.window && position >= tokens.window ? position - tokens.window + 1 : 0;
-}
-
-enum class Keep { kQuery, kParts, kPartial, kKeys, kValues, kScores, kWeights, kRows, kCount };
-
-// Returns memory that a thread keeps from call to call. Each use has its own, which grows when more is needed.
-void* kept(Keep use, size_t bytes);
-
-template <class T>
-T* kept(Keep use, long count) {
-  return (T*)kept(use, size_t(count) * sizeof(T));
 }
 
 // All threads of a parallel region run each of the following parts of an attention. `query` is

@@ -1,6 +1,7 @@
-// Computes x @ weight.T + bias in bf16, on a CPU that multiplies pairs of them.
+// Computes x @ weight.T + bias in bf16.
 #include <sys/mman.h>
 
+#include "kept.h"
 #include "panel.h"
 
 namespace pdserve {
@@ -19,9 +20,21 @@ void ask_for_large_pages(void* from, size_t bytes) {
 #endif
 }
 
-#if defined(__AVX512BF16__)
-void linear(const Bf16* x, const Bf16* panels, const Bf16* bias, Bf16* out, long rows, long inner, long outer) {
+// Returns `count` values as those by which panels are multiplied.
+template <class X>
+const X* inputs(const Bf16* x, long count) {
+  if constexpr (std::is_same_v<X, Bf16>) {
+    return x;
+  } else {
+    X* out = kept<X>(Keep::kInputs, count);
+    for (long i = 0; i < count; i++) to_operand(x[i], out + i);
+    return out;
+  }
+}
+
+void linear(const Bf16* from, const Bf16* panels, const Bf16* bias, Bf16* out, long rows, long inner, long outer) {
   const long depth = padded_to(inner, 2), count = padded_to(outer, kColumns) / kColumns;
+  const auto* x = inputs<Operand<Bf16>>(from, rows * inner);
   const long blocks = (rows + kMaxRows - 1) / kMaxRows;
 #pragma omp parallel for schedule(static)
   for (long p = 0; p < count; p++) {
@@ -45,13 +58,18 @@ void linear(const Bf16* x, const Bf16* panels, const Bf16* bias, Bf16* out, long
     }
   }
 }
-#endif
 
 }  // namespace
 }  // namespace pdserve
 
-// Returns 1 if pdserve_linear works on this CPU.
-extern "C" int pdserve_multiplies_pairs() { return pdserve::kMultipliesPairs; }
+// Returns 1 if pdserve_linear is fast on this CPU. With smaller registers the sums of a panel would not stay in them.
+extern "C" int pdserve_linear_is_fast() {
+#if defined(__AVX512F__)
+  return 1;
+#else
+  return 0;
+#endif
+}
 
 // Packs [outer, inner] into panels of [outer padded to 32][inner padded to 2] values.
 extern "C" void pdserve_pack_linear(const void* weight, void* panels, long inner, long outer) {
@@ -74,8 +92,6 @@ extern "C" void pdserve_pack_linear(const void* weight, void* panels, long inner
 // Maps [rows, inner] to [rows, outer]. inner is even, and bias may be null.
 extern "C" void pdserve_linear(const void* x, const void* panels, const void* bias, void* out, long rows, long inner,
                                long outer) {
-#if defined(__AVX512BF16__)
   using pdserve::Bf16;
   pdserve::linear((const Bf16*)x, (const Bf16*)panels, (const Bf16*)bias, (Bf16*)out, rows, inner, outer);
-#endif
 }
