@@ -31,6 +31,8 @@ GRAMMARS: Final = 6
 """The first version whose prompts may have a grammar."""
 DIALECTS: Final = 6
 """The first version whose nodes have the routes of responses and of Anthropic's messages."""
+PROMPT_LOGPROBS: Final = 6
+"""The first version in which a prefill engine sends the log probabilities of prompts."""
 RELEASED_0_1: Final = 5
 """The version of pdserve 0.1, which refuses unknown fields and whose frames do not name their receiver."""
 

@@ -48,7 +48,7 @@ from pdserve.wire.transfer import (
     ToDecode,
     Welcome,
 )
-from pdserve.wire.version import CACHED_BLOCKS, GRAMMARS, PACED_TRANSFERS
+from pdserve.wire.version import CACHED_BLOCKS, GRAMMARS, PACED_TRANSFERS, PROMPT_LOGPROBS
 from pdserve_kvtransfer.control.handshake import Handshake
 from pdserve_kvtransfer.control.lease import Lease, PingTimer
 from pdserve_kvtransfer.control.sockets import ControlClient, FrameOpener
@@ -159,21 +159,23 @@ class FetchPeer:
                 return tag
 
     def _prepare(self, session: FetchSession) -> None:
-        """Prepares a fetch once the handshake is complete. It fails if the peer cannot give cached blocks, or knows no
-        grammars and the prompt has one.
+        """Prepares a fetch once the handshake is complete. It fails if the peer is too old for what is asked of it.
 
         Raises HandshakeRefused for a paced fetch if the peer does not support paced transfers.
         """
         protocol = self._handshake.protocol
-        needs: tuple[str, int] | None = None
+        needs: tuple[str, int, FailureKind] | None = None
         match session.order:
             case CachedFetchOrder():
-                needs = "cached blocks", CACHED_BLOCKS
+                needs = "cached blocks", CACHED_BLOCKS, FailureKind.MISFIT
+            # The peer can compute other prompts.
             case FetchOrder(sampling=SamplingParams(grammar=Grammar())):
-                needs = "grammars", GRAMMARS
+                needs = "grammars", GRAMMARS, FailureKind.REFUSED
+            case FetchOrder(sampling=SamplingParams(prompt_logprobs=int())):
+                needs = "log probabilities of prompts", PROMPT_LOGPROBS, FailureKind.REFUSED
         if needs is not None and (protocol is None or protocol < needs[1]):
             reason = f"{needs[0]} need protocol {needs[1]}, and the other engine supports {protocol}"
-            self._apply(session, session.withdraw(FailureKind.MISFIT, reason))
+            self._apply(session, session.withdraw(needs[2], reason))
             return
         if session.order.paced_blocks and protocol is not None and protocol < PACED_TRANSFERS:
             needed = f"{PACED_TRANSFERS} (which transfers through host memory need)"

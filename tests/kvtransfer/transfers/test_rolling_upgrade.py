@@ -15,7 +15,7 @@ from pdserve.wire.grammar import Grammar, GrammarKind
 from pdserve.wire.ids import TransferId, new_id
 from pdserve.wire.sampling_params import SampledToken
 from pdserve.wire.transfer import Examine, Examined, Failed, Hello, Ping, Pong, PrefillRequest, Refused, Welcome
-from pdserve.wire.version import GRAMMARS, PROTOCOL_VERSION, RELEASED_0_1, SPOKEN
+from pdserve.wire.version import PROTOCOL_VERSION, RELEASED_0_1, SPOKEN
 from pdserve_kvtransfer.events import (
     FailureKind,
     FetchFailed,
@@ -286,14 +286,21 @@ def test_a_prefill_engine_says_how_long_its_lease_is() -> None:
         assert decode.greet().lease_ms == PATIENT.lease_ms
 
 
-def test_no_prompt_with_a_grammar_goes_to_a_prefill_engine_of_the_last_release() -> None:
+@pytest.mark.parametrize(
+    ("fields", "what"),
+    [
+        ({"grammar": Grammar(GrammarKind.REGEX, "[ab]")}, "grammars"),
+        ({"prompt_logprobs": 0}, "log probabilities of prompts"),
+    ],
+)
+def test_what_a_prefill_engine_of_the_last_release_cannot_do_does_not_count_against_it(
+    fields: dict[str, Any], what: str
+) -> None:
     with FakePrefill() as prefill, engine(config=PATIENT) as decode:
         words = ReleasedWords(prefill.boot_id, released.ToPrefill)
         order = Pair(decode, decode).order((3,), target=prefill.target)
-        grammar = Grammar(GrammarKind.REGEX, "[ab]")
-        decode.thread.fetch(
-            dataclasses.replace(order, sampling=msgspec.structs.replace(order.sampling, grammar=grammar))
-        )
+        sampling = msgspec.structs.replace(order.sampling, **fields)
+        decode.thread.fetch(dataclasses.replace(order, sampling=sampling))
         hello = None
         while hello is None:  # the first greeting is in words that 0.1 drops
             assert prefill.socket.poll(int(WAIT_S * 1000)), "no Hello in time"
@@ -304,5 +311,5 @@ def test_no_prompt_with_a_grammar_goes_to_a_prefill_engine_of_the_last_release()
         welcome = released.Welcome(prefill.boot_id, OLD_SPEC, [prefill.link.address])
         prefill.socket.send_multipart([route, words.seal(welcome)])
         failed = decode.next(FetchFailed)
-        assert failed.kind is FailureKind.MISFIT
-        assert failed.reason == f"grammars need protocol {GRAMMARS}, and the other engine supports {RELEASED_0_1}"
+        assert failed.kind is FailureKind.REFUSED
+        assert failed.reason == f"{what} need protocol 6, and the other engine supports {RELEASED_0_1}"
