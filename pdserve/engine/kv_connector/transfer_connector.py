@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from pdserve.engine.kv_connector.connector import CLOSE_TIMEOUT_S
 from pdserve.engine.kv_connector.fetching_connector import FetchingConnector
 from pdserve.engine.kv_connector.holding_connector import HoldingConnector
@@ -31,6 +33,9 @@ from pdserve_kvtransfer.events import (
 )
 from pdserve_kvtransfer.stats import TransferStats
 
+LOAD_S = 0.25
+"""A node without pushes says so often at most that it has more or fewer streams."""
+
 
 class TransferConnector:
     """A ``KvConnector``. A request of this node's clients may have a fetch, and any other request has a push."""
@@ -56,6 +61,9 @@ class TransferConnector:
         self._holding = holding
         self._offers = offers
         self._returning = returning
+        self._told_running = 0
+        """The number of running requests when this node last told its load, and when that was."""
+        self._told_at = -math.inf
 
     def poll(self, scheduler: Scheduler, now: float) -> None:
         was_busy = self._pushing.busy
@@ -63,9 +71,16 @@ class TransferConnector:
             self._on_event(scheduler, event, now)
         if self._returning is not None:
             self._returning.poll(scheduler)
-        # Nobody asks a node without pushes for its load, and adding up its queue in each step would cost time.
-        if was_busy or self._pushing.busy:
+        if was_busy or self._pushing.busy or self._streams_changed(scheduler.num_running, now):
+            self._told_running, self._told_at = scheduler.num_running, now
             self._pushing.tell_load(scheduler)
+
+    def _streams_changed(self, running: int, now: float) -> bool:
+        """Returns whether other nodes have to hear of this one's load though it has no pushes.
+
+        Adding up its queue in each step would cost time. The last stream's end is told at once: no step may follow.
+        """
+        return running != self._told_running and (not running or now >= self._told_at + LOAD_S)
 
     def _on_event(self, scheduler: Scheduler, event: TransferEvent, now: float) -> None:
         match event:

@@ -493,6 +493,21 @@ def test_what_becomes_of_an_order_is_learnt() -> None:
     assert [node.queued_tokens for node in bench.placement.stats(2.0).nodes] == [0], "withdrawn"
 
 
+def test_a_node_says_that_its_streams_are_over_though_it_has_no_pushes() -> None:
+    """Otherwise other nodes would send it no prompts for a while."""
+    bench, order = Bench(), wanted()
+    request = bench.request(targets=0, max_tokens=40)
+    bench.step()
+    bench.report(order)
+    for _ in range(3):
+        bench.step()
+    bench.report(PushEnded(order.transfer_id, PushOutcome.DONE))
+    assert bench.thread.told.streams == 1
+    bench.scheduler.abort(request)
+    bench.report()
+    assert bench.thread.told == PrefillLoad()
+
+
 def test_blocks_that_the_decode_node_has_are_not_pushed() -> None:
     bench, order = Bench(), wanted(prompt=14, first_block=3)
     bench.report(order)

@@ -230,7 +230,11 @@ def test_a_holder_that_refuses() -> None:
 
 def test_a_holder_that_does_not_answer_in_time() -> None:
     with pair(config=PATIENT) as rig:
-        rig.decode.thread.fetch(order(rig, deadline_s=0.05))
+        # The time is not meant for the handshake.
+        give(rig, ordered(rig), 0)
+        rig.decode.next(FetchLanded)
+        rig.prefill.next(PushEnded)
+        rig.decode.thread.fetch(order(rig, deadline_s=0.3))
         rig.prefill.next(CachedWanted)
         assert rig.decode.next(FetchFailed).kind is FailureKind.DEADLINE
         rig.prefill.next(PushCancelled)
