@@ -98,15 +98,18 @@ class InformationRoutes:
         app.add_url_rule("/server_info", "server_info", self.server_info)
 
     async def models(self) -> Response:
-        self._keys.caller(request.headers.get("authorization"))
+        self._check_key()
         return _json(ModelList(list(self._cards().values())))
 
     async def model(self, name: str) -> Response:
-        self._keys.caller(request.headers.get("authorization"))
+        self._check_key()
         card = self._cards().get(name)
         if card is None:
             raise model_not_found(name)
         return _json(card)
+
+    def _check_key(self) -> None:
+        self._keys.caller(request.headers.get("authorization"), request.headers.get("x-api-key"))
 
     def _cards(self) -> dict[str, ModelCard]:
         lengths: dict[str, int] = {}

@@ -96,6 +96,9 @@ async def test_a_key_may_come_as_anthropic_s_clients_send_it() -> None:
         for headers, status in (({"x-api-key": BOB}, 200), ({"x-api-key": BOB * 2}, 401), ({"x-api-key": ""}, 401)):
             async with running.http.post("/v1/messages", json={"model": "m"}, headers=headers) as response:
                 assert response.status == status
+            for path in ("/v1/models", "/v1/models/m"):
+                async with running.http.get(path, headers=headers) as response:
+                    assert response.status == status
         wrong = {"x-api-key": BOB, "authorization": "Bearer wrong"}
         async with running.http.post("/v1/messages", json={"model": "m"}, headers=wrong) as response:
             assert response.status == 401

@@ -56,6 +56,7 @@ OutputPart: TypeAlias = OutputText | ReasoningText
 
 class CachedInput(msgspec.Struct):
     cached_tokens: int
+    cache_write_tokens: int = 0
 
 
 class OutputDetails(msgspec.Struct):
