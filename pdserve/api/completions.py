@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Container, Mapping, Sequence
 from contextlib import aclosing, closing
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Generic, Protocol, TypeVar
 
 import msgspec
@@ -19,7 +20,8 @@ from pdserve.api.answers.stop_strings import StopStrings, StopTable
 from pdserve.api.answers.text_generation import ChoiceText, TextDelta, TextGeneration
 from pdserve.api.dialects.dialect_answers import DialectParser, MessagesAnswers, ResponsesAnswers
 from pdserve.api.dialects.dialect_request import TranslatedChat
-from pdserve.api.dialects.messages_request import MessagesRequest, chat_of_messages
+from pdserve.api.dialects.messages_request import MessagesRequest, chat_of_messages, unheeded_fields_of_messages
+from pdserve.api.dialects.own_names import MESSAGES_NAMES, RESPONSES_NAMES, in_own_names, own_name
 from pdserve.api.dialects.responses_request import ResponsesRequest, chat_of_response
 from pdserve.api.engine_client import PromptChoices, WantedChoice
 from pdserve.api.generation import TURN_TOKENS, Generation
@@ -155,12 +157,17 @@ class CompletionRoute(Generic[R]):
         prompts: MakePrompts[R],
         answers: Answers[R],
         plain: PlainChoices | None = None,
+        names: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        """``plain`` has the plain choices of the route's streams, if they may take the fast path."""
+        """``plain`` has the plain choices of the route's streams, if they may take the fast path.
+
+        ``names`` are the route's own names of fields of a chat request.
+        """
         self._node = node
         self._parser = parser
         self._prompts = prompts
         self._answers = answers
+        self._names = names
         self._plain = plain if node.stream.fast_path is Switch.ON else None
 
     async def handle(self, request: HttpRequest) -> None:
@@ -169,7 +176,12 @@ class CompletionRoute(Generic[R]):
         request.check_body_form()
         tokenizer = self._admit()
         terms = self._terms(request, arrived)
-        prepared = await self._constrained(await self._read(request, tokenizer, terms), terms)
+        try:
+            prepared = await self._constrained(await self._read(request, tokenizer, terms), terms)
+        except InvalidRequest as error:
+            if (own := in_own_names(error, self._names)) is error:
+                raise
+            raise own from error
         if terms.resume is not None and terms.resume.prepare:
             await self._fetch(request, prepared, terms)
             return
@@ -206,7 +218,8 @@ class CompletionRoute(Generic[R]):
         check()
         if isinstance(body, ChatRequest):
             ignored = (*unread_part_fields(body.messages), *unheeded_fields(body, tokenizer.chat_template))
-            parsed = replace(parsed, ignored=parsed.ignored + ignored)
+            own = tuple(own_name(name, self._names) for name in ignored)
+            parsed = replace(parsed, ignored=parsed.ignored + own)
         bad_words = bad_word_tokens(body.bad_words or (), tokenizer)
         check_repeated(body, len(prompts), bad_words)
         check_scores(body, [prompt.token_ids for prompt in prompts])
@@ -372,12 +385,12 @@ def text_route(node: ServingNode) -> CompletionRoute[CompletionRequest]:
 
 def responses_route(node: ServingNode) -> CompletionRoute[TranslatedChat]:
     parser = DialectParser(ResponsesRequest, chat_of_response)
-    return CompletionRoute(node, parser, chat_prompts, ResponsesAnswers())
+    return CompletionRoute(node, parser, chat_prompts, ResponsesAnswers(), names=RESPONSES_NAMES)
 
 
 def messages_route(node: ServingNode) -> CompletionRoute[TranslatedChat]:
-    parser = DialectParser(MessagesRequest, chat_of_messages)
-    return CompletionRoute(node, parser, chat_prompts, MessagesAnswers())
+    parser = DialectParser(MessagesRequest, chat_of_messages, unheeded_fields_of_messages)
+    return CompletionRoute(node, parser, chat_prompts, MessagesAnswers(), names=MESSAGES_NAMES)
 
 
 def admit_ticket(request: HttpRequest, node: ServingNode) -> Ticket | None:

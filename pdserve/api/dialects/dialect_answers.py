@@ -25,15 +25,22 @@ S = TypeVar("S", bound=SamplingRequest)
 class DialectParser(Generic[S]):
     """Reads the bodies of one route of a dialect."""
 
-    def __init__(self, body: type[S], chat_of: Callable[[S], TranslatedChat]) -> None:
+    def __init__(
+        self,
+        body: type[S],
+        chat_of: Callable[[S], TranslatedChat],
+        unheeded: Callable[[S], tuple[str, ...]] = lambda _: (),
+    ) -> None:
+        """``unheeded`` returns the names of the fields that have no effect."""
         self._parser = BodyParser(body)
         self._chat_of = chat_of
+        self._unheeded = unheeded
 
     def parse(self, body: bytes) -> Parsed[TranslatedChat]:
         """Returns the chat request that ``body`` asks for. Raises InvalidRequest, which names the field at fault."""
         parsed = self._parser.parse(body)
         try:
-            return Parsed(self._chat_of(parsed.request), parsed.ignored)
+            return Parsed(self._chat_of(parsed.request), parsed.ignored + self._unheeded(parsed.request))
         except RecursionError as exc:
             raise InvalidRequest("the body is nested too deeply", code="invalid_json") from exc
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 from msgspec import Meta
 
-from pdserve.api.requests.openai_request import Bias, ChatRequest, Penalty, Positive, TokenId
+from pdserve.api.requests.openai_request import Bias, ChatRequest, Penalty, Positive, TokenId, invalid_field
 from pdserve.errors import InvalidRequest
 from pdserve.wire.priority import Priority
 
@@ -71,7 +71,7 @@ def translated(request: SamplingRequest, messages: Sequence[Mapping[str, Any]], 
     try:
         return msgspec.convert({**shared, **given, "messages": list(messages), "source": request}, TranslatedChat)
     except msgspec.ValidationError as exc:
-        raise InvalidRequest(f"the request is not acceptable: {exc}") from exc
+        raise invalid_field(exc, {}) from exc
 
 
 def read_part(value: Any, kinds: Mapping[str, type[T]], where: str, default: str = "") -> T:

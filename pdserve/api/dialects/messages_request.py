@@ -150,6 +150,12 @@ def chat_of_messages(request: PromptRequest) -> TranslatedChat:
     )
 
 
+def unheeded_fields_of_messages(request: MessagesRequest) -> tuple[str, ...]:
+    """Returns the names of the fields that have no effect: no budget bounds what a model thinks."""
+    bounded = request.thinking is not None and request.thinking.budget_tokens is not None
+    return ("thinking.budget_tokens",) if bounded else ()
+
+
 def _refuse_others(request: MessagesRequest) -> None:
     for name, asked in (("container", request.container), ("mcp_servers", request.mcp_servers)):
         if asked:

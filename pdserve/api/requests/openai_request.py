@@ -320,7 +320,7 @@ class BodyParser(Generic[T]):
             request = self._decode(body, fields)
             nested = self._unknown_nested(fields)
         except msgspec.ValidationError as exc:
-            raise _invalid_field(exc, fields) from exc
+            raise invalid_field(exc, fields) from exc
         except (msgspec.DecodeError, UnicodeDecodeError) as exc:
             if not body.strip():
                 raise InvalidRequest("the request has no body: it takes a JSON object", code="empty_body") from exc
@@ -371,7 +371,8 @@ _VALIDATION = re.compile(r"(?P<what>.*?)(?: - at (?:`key` in )?`\$\.?(?P<path>.*
 _MISSING = re.compile(r"Object missing required field `(?P<field>[^`]*)`")
 
 
-def _invalid_field(error: msgspec.ValidationError, fields: Mapping[str, msgspec.Raw]) -> InvalidRequest:
+def invalid_field(error: msgspec.ValidationError, fields: Mapping[str, msgspec.Raw]) -> InvalidRequest:
+    """Returns an error that names the field at fault of a body with ``fields``."""
     match = _VALIDATION.fullmatch(str(error))
     what, path = (match["what"], match["path"] or "") if match else (str(error), "")
     # Which entry of an object it was is not said.
@@ -382,7 +383,7 @@ def _invalid_field(error: msgspec.ValidationError, fields: Mapping[str, msgspec.
     if not path:
         return InvalidRequest(f"the body is not acceptable: {what}")
     place = f"{path!r} is not acceptable"
-    if path == "logit_bias" and (keys := _wrong_biases(fields[path])):
+    if path == "logit_bias" and path in fields and (keys := _wrong_biases(fields[path])):
         place += f" at {', '.join(repr(key[:64]) for key in keys)}"
     return InvalidRequest(f"{place}: {what[:1].lower()}{what[1:]}", param=path)
 

@@ -177,3 +177,11 @@ def test_a_body_of_any_depth_is_answered(depth: int, node: NodeUnderTest) -> Non
     use = b'{"type":"tool_use","id":"a","name":"b","input":{"a":%b}}' % nested
     body = b'{"model":"%b","max_tokens":1,"seed":0,"messages":[{"role":"assistant","content":[%b]}]}'
     assert send("POST", f"{node.url}/v1/messages", content=body % (MODEL.encode(), use)).status in (200, 400)
+
+
+def test_a_field_is_named_as_the_client_wrote_it(node: NodeUnderTest) -> None:
+    thinking = {"type": "enabled", "budget_tokens": 2_000}
+    assert ask(node, thinking=thinking).headers["x-pdserve-ignored"] == "thinking.budget_tokens"
+    answer = ask(node, output_config={"effort": "huge"})
+    assert answer.status == 400
+    assert "'output_config.effort' is not acceptable" in answer.json()["error"]["message"]
