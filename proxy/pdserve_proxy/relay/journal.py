@@ -58,7 +58,7 @@ class JournalBudget:
 class RelayJournal:
     """The journal of one stream, which has to be freed in the end."""
 
-    __slots__ = ("_budget", "_done", "_entryless", "_taken", "entries", "request", "room")
+    __slots__ = ("_budget", "_done", "_entryless", "_freed", "_taken", "entries", "request", "room")
 
     def __init__(self, budget: JournalBudget, request: NodeRequest) -> None:
         self._budget = budget
@@ -77,6 +77,8 @@ class RelayJournal:
         """Whether the entry of the stream's end came after the journal had been dropped."""
         self._entryless = False
         """Whether an event without an entry has come."""
+        self._freed = 0
+        """The number of entries that the journal had, and has no more."""
 
     @property
     def resumable(self) -> bool:
@@ -99,8 +101,8 @@ class RelayJournal:
 
     @property
     def count(self) -> int:
-        """The number of entries."""
-        return self.entries.count(b":")
+        """The number of entries that have come."""
+        return self._freed + self.entries.count(b":")
 
     @property
     def lacks_end(self) -> bool:
@@ -111,7 +113,7 @@ class RelayJournal:
         """Makes room for the entries that were added, or drops them."""
         if self.request is None:
             self._done = self.done
-            self.entries.clear()
+            self._forget()
             return
         size = len(self.request.body.data) + len(self.request.body.prompt_start) + len(self.entries) + GROWTH_BYTES
         too_large = len(self.entries) > MAX_JOURNAL_BYTES or size > self._budget.most_bytes
@@ -148,8 +150,12 @@ class RelayJournal:
         self._budget.give_back(self._taken)
         self._taken = 0
         self.request = None
-        self.entries.clear()
+        self._forget()
         self.room = -1
+
+    def _forget(self) -> None:
+        self._freed = self.count
+        self.entries.clear()
 
 
 def _lines(entries: bytearray) -> bytes:

@@ -97,6 +97,16 @@ def test_a_huge_event_is_counted_and_its_rest_too_when_the_stream_ends_with_it()
     assert budget.dropped[DropReason.EVENT] == 1
 
 
+def test_the_events_of_a_dropped_journal_are_counted_on() -> None:
+    """An error event of a stream whose events have numbers has the next one."""
+    journal = RelayJournal(JournalBudget(2**20, 2**20), REQUEST)
+    stream = JournaledEvents(journal)
+    stream.feed(TOKEN * 3)
+    journal.drop(DropReason.BUDGET)
+    stream.feed(TOKEN * 2)
+    assert (journal.count, len(journal.entries)) == (5, 0)
+
+
 @pytest.mark.parametrize("end", range(len(ANSWER) + 1))
 def test_a_client_has_all_exactly_if_it_has_the_end(end: int) -> None:
     journal = new_journal()
