@@ -7,6 +7,7 @@ become full, has the new node prepare once more, and cuts then: only the tokens 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Mapping
 
 from pdserve.wire.journal import Journal
@@ -14,6 +15,31 @@ from pdserve.wire.prepared import Prepared
 
 FEW_TOKENS = 4
 """So many tokens of a choice are replayed in little more time than a step takes that computes one."""
+
+
+class FullBlockWatch:
+    """Says when a block of an answer has just become full. It is shown every entry once, however many there are."""
+
+    def __init__(self, prepared: Prepared) -> None:
+        """``prepared`` is what the new node has said."""
+        self._prepared = prepared
+        self._came: Counter[int] = Counter()
+        self._wanted: int | None = None
+
+    def show(self, later: Journal) -> bool | None:
+        """Takes what came since the last call, at first since the node prepared.
+
+        Returns whether the node should prepare once more now; None if it need not at all.
+        """
+        for number, choice in later.choices.items():
+            self._came[number] += len(choice.token_ids)
+        most = max(self._came.values(), default=0)
+        if self._wanted is None:
+            more = tokens_to_wait(lacking_now(self._prepared.lacking, later).values(), self._prepared)
+            if more is None:
+                return None
+            self._wanted = most + more
+        return most >= self._wanted
 
 
 def lacking_now(lacking: Mapping[int, int], later: Journal) -> dict[int, int]:

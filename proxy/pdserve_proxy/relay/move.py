@@ -28,7 +28,7 @@ from pdserve.wire.journal import JournalError
 from pdserve.wire.prepared import MAX_PREPARED_BYTES, Prepared, decode_prepared
 from pdserve_proxy.registry.snapshot import RegistryView
 from pdserve_proxy.relay.access_log import RequestCounts
-from pdserve_proxy.relay.cut_point import lacking_now, tokens_to_wait
+from pdserve_proxy.relay.cut_point import FullBlockWatch
 from pdserve_proxy.relay.dispatch import REFUSALS, Dispatch
 from pdserve_proxy.relay.relayed_request import MoveOutcome, RelayedRequest
 from pdserve_proxy.relay.resume import NEXT_EVENT_S, NO_WORK, Declined, LostStream, ResumeFailed, Resumes, Resumption
@@ -41,6 +41,8 @@ PREPARE_S = 10.0
 """Seconds that a node has to fetch what it can of an answer's KV cache."""
 FULL_BLOCK_S = 4.0
 """Seconds that an answer may take to fill the block that it is at, before it is cut within that."""
+MAX_LATER_BYTES = 2**15
+"""Entries are read within the event loop. Where more than this has come, the node prepares once more without a look."""
 CUT_OVER_S = 10.0
 """Seconds for which an answer keeps its turn when its node is prepared. A client that reads slowly may take longer."""
 LOOK_S = 0.1
@@ -209,20 +211,18 @@ class PlannedMoves:
         """Waits until a block has just become full, if that spares replaying much. Returns whether it does."""
         if not stream.request.body.stream:  # its client sees no pause
             return False
-        until_s, wanted = self._loop.time() + FULL_BLOCK_S, None
+        until_s, watch, read = self._loop.time() + FULL_BLOCK_S, FullBlockWatch(ready.prepared), ready.entries_bytes
         while resumption.is_at(old) and self._loop.time() < until_s:
+            size = len(stream.journal.entries)
+            if size - read > MAX_LATER_BYTES:
+                return True
             try:
-                later = stream.journal.read_from(ready.entries_bytes)
+                due = watch.show(stream.journal.read_from(read))
             except JournalError:
                 return False
-            came = max((len(choice.token_ids) for choice in later.choices.values()), default=0)
-            if wanted is None:
-                more = tokens_to_wait(lacking_now(ready.prepared.lacking, later).values(), ready.prepared)
-                if more is None:
-                    return False
-                wanted = came + more
-            if came >= wanted:
-                return True
+            if due is not False:
+                return due is True
+            read = size
             await stream.relayed.next_event(NEXT_EVENT_S)
         return False
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from pdserve.wire.journal import Journal, JournaledChoice
 from pdserve.wire.prepared import Prepared
-from pdserve_proxy.relay.cut_point import FEW_TOKENS, lacking_now, tokens_to_wait
+from pdserve_proxy.relay.cut_point import FEW_TOKENS, FullBlockWatch, lacking_now, tokens_to_wait
 
 BLOCK = 16
 WITHIN_BLOCK = st.lists(st.integers(1, BLOCK), min_size=1, max_size=5)
@@ -45,6 +45,20 @@ def test_nothing_is_waited_for_in_vain() -> None:
     assert tokens_to_wait([BLOCK + 5], prepared([BLOCK + 1])) is None, "its holders did not have the full blocks"
     assert tokens_to_wait([], prepared([])) is None
     assert tokens_to_wait([9], Prepared(True)) is None, "the node does not say"
+
+
+@given(WITHIN_BLOCK, st.integers(0, 20))
+def test_tokens_may_come_one_by_one_or_together(lacking: list[int], came: int) -> None:
+    def journal(tokens: int) -> Journal:
+        return Journal({number: JournaledChoice([5] * tokens) for number in range(len(lacking))})
+
+    more = tokens_to_wait([tokens + came for tokens in lacking], prepared(lacking))
+    together, one_by_one = FullBlockWatch(prepared(lacking)), FullBlockWatch(prepared(lacking))
+    for watch in (together, one_by_one):
+        assert watch.show(journal(came)) is (None if more is None else more == 0)
+    if more:
+        assert [one_by_one.show(journal(1)) for _ in range(more)] == [False] * (more - 1) + [True]
+        assert together.show(journal(more)) is True
 
 
 def test_a_choice_that_has_ended_counts_no_more() -> None:

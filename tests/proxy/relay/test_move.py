@@ -206,6 +206,22 @@ async def test_it_is_prepared_again_when_a_block_is_full() -> None:
         await nothing_is_left(running)
 
 
+async def test_where_much_has_come_it_is_prepared_again_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(move, "MAX_LATER_BYTES", 0)
+    slow = Slow(then=b"".join(ANSWER[BEGUN : BEGUN + 1]))
+
+    async def prepare_first(exchange: Exchange) -> None:
+        await exchange.answer(200, msgspec.json.encode(Prepared(True, 64, {0: 9})))
+        slow.go_on.set()
+
+    nodes = (prepare_first, prepare, complete)
+    async with cluster() as running, draining(running, slow, *nodes) as old, old.stream() as response:
+        await old.add(1)
+        old.drain()
+        assert await response.read() == SHOWN[len(shown(BEGUN)) :]
+        assert old.others.journals == [entries(BEGUN), entries(BEGUN + 1), entries(BEGUN + 1)]
+
+
 @pytest.mark.parametrize("says", [b"", b"[]", b'{"prepared":true,"lacking":{"0":-1}}', b"{" * 2**21])
 async def test_a_node_that_does_not_say_what_it_lacks_is_prepared(says: bytes) -> None:
     async def prepare_oddly(exchange: Exchange) -> None:
