@@ -101,15 +101,17 @@ def error_headers(error: RequestError) -> dict[str, str]:
     return headers
 
 
-def error_event(error: RequestError, form: ErrorForm = ErrorForm.OPENAI, number: int = 0) -> bytes:
+def error_event(
+    error: RequestError, form: ErrorForm = ErrorForm.OPENAI, number: int = 0, label: str | None = None
+) -> bytes:
     """Returns the last server-sent event of a stream that failed; no ``[DONE]`` follows it.
 
-    ``number`` is that of the event, where events have numbers.
+    ``number`` is that of the event, where events have numbers. Anthropic's form names the request by ``label``.
     """
     if form is ErrorForm.RESPONSES:
         body = _encoder.encode(_ResponsesEvent(error.code or error.type, error.message, error.param, number))
     else:
-        body = error_body(error, form)
+        body = error_body(error, form, label)
     return b"event: error\ndata: " + body + b"\n\n"
 
 

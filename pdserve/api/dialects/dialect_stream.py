@@ -52,8 +52,8 @@ async def dialect_stream(
             raise
         # A journaled stream that ends without its end is one that another node is to go on with.
         if not (options.journaled and generation.node_failed):
-            yield error_event(error, form, groups.number)
+            yield error_event(error, form, groups.number, generation.record.request_id)
     except Exception:
         # Status 200 has gone out: the client learns of a defect here or not at all.
         log.exception("request_id=%s unexpected error in a stream", generation.record.request_id)
-        yield error_event(internal_error("node"), form, groups.number)
+        yield error_event(internal_error("node"), form, groups.number, generation.record.request_id)

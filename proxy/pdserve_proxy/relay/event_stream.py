@@ -126,4 +126,4 @@ class EventStream:
             error = BadUpstream("the node that served this request was lost", code="upstream_lost")
             outcome = RelayOutcome.UPSTREAM_LOST
         self._relayed.end(outcome)
-        return data + error_event(error, error_form(self._relayed.path), number)
+        return data + error_event(error, error_form(self._relayed.path), number, self._relayed.request_id)

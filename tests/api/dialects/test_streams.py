@@ -154,7 +154,7 @@ async def test_a_request_that_fails_ends_with_the_error_event_of_its_route(token
         assert error.pop("message")
         assert error == {"type": "error", "code": "engine_error", "param": None, "sequence_number": 6}
         error = await failed(node, MESSAGES)
-        assert (error["type"], error["error"]["type"]) == ("error", "api_error")
+        assert (error["type"], error["error"]["type"], error["request_id"]) == ("error", "api_error", "r")
 
 
 @pytest.mark.parametrize("path", sorted(CHECKS))
