@@ -19,9 +19,9 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from pdserve.errors import GrammarRefused
 from pdserve.wire.grammar import Grammar, GrammarKind
 
-MAX_SYMBOLS: Final = 20_000
-"""The symbols of a grammar's rules. A schema of 2,500 optional or 5,000 required properties has so many; OpenAI allows
-5,000 properties. The time to compile grows with the square, and this many take a second or two."""
+MAX_SYMBOLS: Final = 8_000
+"""The symbols of a grammar's rules. A schema of some 1,000 optional or 2,000 required properties has so many. The time
+of a mask grows with the square of the optional properties that may come next: 1,000 take 6 to 8 ms, 2,500 take 35."""
 STEP_FUEL: Final = 100_000
 """The work of one mask in the lexer. A regular expression made for it takes 7 ms to use this up."""
 MAX_LEXER_STATES: Final = 20_000

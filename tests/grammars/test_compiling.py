@@ -82,6 +82,20 @@ def test_what_cannot_be_followed_is_refused_with_the_reason(
         compile_grammar(Grammar(kind, grammar), vocabulary)
 
 
+@pytest.mark.parametrize(("count", "kept"), [(900, True), (1_100, False)])
+def test_so_many_optional_properties_are_refused_that_a_mask_would_take_long(
+    vocabulary: LLTokenizer, count: int, kept: bool
+) -> None:
+    """Masks take time by the square of this count, and no step has to wait for more than some 10 ms."""
+    schema = {"type": "object", "properties": {f"p{i}": {"type": "integer"} for i in range(count)}}
+    grammar = Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema))
+    if kept:
+        compile_grammar(grammar, vocabulary)
+        return
+    with pytest.raises(GrammarRefused, match="too big"):
+        compile_grammar(grammar, vocabulary)
+
+
 def test_a_model_without_an_end_has_no_grammars(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="no end-of-sequence token"):
         load_vocabulary(tmp_path, [])

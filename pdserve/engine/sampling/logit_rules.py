@@ -193,14 +193,22 @@ def _keep_bits(logits: torch.Tensor, grammars: Mapping[int, TokenBits]) -> torch
     """Forbids the tokens that these rows' bits do not name."""
     if not grammars:
         return logits
-    vocab_size, places = logits.shape[-1], list(grammars)
-    # numpy takes a tenth of the time that torch takes on a CPU.
-    bits = np.unpackbits(~np.stack(list(grammars.values())), axis=1, count=vocab_size, bitorder="little")
-    closed = torch.from_numpy(bits.view(np.bool_)).to(logits.device)
+    places = list(grammars)
+    bits = torch.from_numpy(np.stack(list(grammars.values()))).to(logits.device)
+    ceilings = _ceilings(logits.device).index_select(0, bits.int().flatten())
+    ceilings = ceilings.view(len(places), -1)[:, : logits.shape[-1]]
+    # A minimum takes a tenth of the time of a masked_fill on a CPU.
     if len(places) == len(logits):
-        return logits.masked_fill_(closed, FORBIDDEN)
-    logits[places] = logits[places].masked_fill_(closed, FORBIDDEN)
+        return torch.minimum(logits, ceilings, out=logits)
+    logits[places] = torch.minimum(logits[places], ceilings)
     return logits
+
+
+@lru_cache(maxsize=8)
+def _ceilings(device: torch.device) -> torch.Tensor:
+    """Returns for each byte of ``TokenBits`` what the logits of its eight tokens may be at most."""
+    bits = np.unpackbits(np.arange(256, dtype=np.uint8)[:, np.newaxis], axis=1, bitorder="little")
+    return torch.from_numpy(np.where(bits != 0, np.float32(np.inf), np.float32(FORBIDDEN))).to(device)
 
 
 def _bans(row: SamplingRow, eos_token_ids: Set[int]) -> Iterable[int]:

@@ -45,22 +45,30 @@ def sample(
     finite: list[bool] = best.values.isfinite().tolist()
     for index, bits in grammars.items():
         finite[index] &= bits is not None
-    shaped: dict[int, torch.Tensor] = {}
-    ruled = [index for index, row in enumerate(rows) if finite[index] and has_rules(row)]
-    if ruled:
-        constrained = {at: bits for at, index in enumerate(ruled) if (bits := grammars.get(index)) is not None}
-        changed = apply_rules(logits[ruled], [rows[index] for index in ruled], eos_token_ids, constrained)
-        best = changed.max(-1)
-        for index, own, token, sane in zip(
-            ruled, changed, best.indices.tolist(), best.values.isfinite().tolist(), strict=True
-        ):
-            shaped[index], tokens[index], finite[index] = own, token, sane
-    drawn = [i for i, row in enumerate(rows) if finite[i] and row.sampling.temperature >= GREEDY_BELOW]
-    for group in draw_groups(drawn, logits):
-        own_logits = [shaped.get(index, logits[index]) for index in group]
+    ruled = {index for index, row in enumerate(rows) if finite[index] and has_rules(row)}
+    drawn = {i for i, row in enumerate(rows) if finite[i] and row.sampling.temperature >= GREEDY_BELOW}
+
+    def choosable(group: list[int]) -> torch.Tensor:
+        """Returns a copy of the group's logits after the rules. The copy stays in a CPU's caches until the choice."""
+        own = torch.stack([logits[index] for index in group])
+        if ruled.isdisjoint(group):
+            return own
+        constrained = {at: bits for at, index in enumerate(group) if (bits := grammars.get(index)) is not None}
+        own = apply_rules(own, [rows[index] for index in group], eos_token_ids, constrained)
+        for at, sane in enumerate(own.amax(-1).isfinite().tolist()):
+            if not sane:
+                finite[group[at]] = False
+                own[at] = 0.0
+        return own
+
+    for group in draw_groups(sorted(ruled - drawn), logits):
+        for index, token in zip(group, choosable(group).argmax(-1).tolist(), strict=True):
+            tokens[index] = token
+    for group in draw_groups(sorted(drawn), logits):
+        own = choosable(group)
         params = [rows[index].sampling for index in group]
         uniforms = [uniform(rows[index].sampling.seed, rows[index].position) for index in group]
-        for index, token in zip(group, draw(torch.stack(own_logits), params, uniforms).tolist(), strict=True):
+        for index, token in zip(group, draw(own, params, uniforms).tolist(), strict=True):
             tokens[index] = token
     reports = _reports(logits, rows, tokens, finite)
     return [SampledToken(token, reports.get(index)) if finite[index] else None for index, token in enumerate(tokens)]
