@@ -91,15 +91,16 @@ def test_linear(
     close(kernels.linear(weight, bias)(x), wanted, dtype, scale=1 + inner**0.5)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("inner", "outer"), [(60, 192), (576, 960), (1536, 70)])
 def test_a_row_of_a_compiled_linear_layer_does_not_depend_on_the_other_rows(
-    compiled: CompiledKernels, inner: int, outer: int
+    compiled: CompiledKernels, inner: int, outer: int, dtype: torch.dtype
 ) -> None:
     torch.manual_seed(inner)
-    linear = compiled.linear(torch.randn(outer, inner).bfloat16(), torch.randn(outer).bfloat16())
+    linear = compiled.linear(torch.randn(outer, inner).to(dtype), torch.randn(outer).to(dtype))
     if not isinstance(linear, CompiledLinear):
         pytest.skip("this CPU has no AVX-512")
-    x = torch.randn(40, inner).bfloat16()
+    x = torch.randn(40, inner).to(dtype)
     alone = torch.cat([linear(row[None]) for row in x])
     for rows in range(2, 41):
         assert torch.equal(linear(x[:rows]), alone[:rows])

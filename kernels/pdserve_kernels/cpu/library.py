@@ -66,8 +66,8 @@ class CTokens(ctypes.Structure):
 _FUNCTIONS: dict[str, list[type[Any]]] = {
     "pdserve_rms_norm": [_INT, _POINTER, _POINTER, _POINTER, ctypes.c_float, _LONG, _LONG, _POINTER, _POINTER],
     "pdserve_act_and_mul": [_INT, _INT, _POINTER, _LONG, _LONG, _POINTER],
-    "pdserve_pack_linear": [_POINTER, _POINTER, _LONG, _LONG],
-    "pdserve_linear": [_POINTER, _POINTER, _POINTER, _POINTER, _LONG, _LONG, _LONG],
+    "pdserve_pack_linear": [_INT, _POINTER, _POINTER, _LONG, _LONG],
+    "pdserve_linear": [_INT, _POINTER, _POINTER, _POINTER, _POINTER, _LONG, _LONG, _LONG],
     "pdserve_attend": [_INT, _POINTER, _POINTER],
 }
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 
 from pdserve.models.checkpoint.decoder_config import DecoderConfig
 from pdserve.models.checkpoint.family_settings import ExpertSettings
@@ -38,7 +37,9 @@ class Experts:
 
     def __init__(self, settings: ExpertSettings, hidden_size: int, building: Building, prefix: str) -> None:
         self._kernels, self._tp = building.kernels, building.tp
-        self._router = building.checkpoint.take(f"{prefix}.gate.weight", (settings.count, hidden_size))
+        self._router = building.kernels.linear(
+            building.checkpoint.take(f"{prefix}.gate.weight", (settings.count, hidden_size))
+        )
         self._chosen = settings.chosen
         self._normalised = settings.normalised
         mine = share(building.tp, settings.channels, "channels of an expert")
@@ -64,7 +65,7 @@ class Experts:
 
     def _route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the weights and the indexes of each token's experts, both ``[tokens, chosen]``."""
-        probabilities = F.linear(x, self._router).softmax(-1, dtype=torch.float32)
+        probabilities = self._router(x).softmax(-1, dtype=torch.float32)
         weights, experts = probabilities.topk(self._chosen, -1)
         if self._normalised:
             weights = weights / weights.sum(-1, keepdim=True)

@@ -1,4 +1,4 @@
-// Computes x @ weight.T + bias in bf16.
+// Computes x @ weight.T + bias in bf16 or fp32.
 #include <sys/mman.h>
 
 #include "kept.h"
@@ -20,10 +20,11 @@ void ask_for_large_pages(void* from, size_t bytes) {
 #endif
 }
 
+#if defined(__AVX512F__)
 // Returns `count` values as those by which panels are multiplied.
-template <class X>
-const X* inputs(const Bf16* x, long count) {
-  if constexpr (std::is_same_v<X, Bf16>) {
+template <class X, class T>
+const X* inputs(const T* x, long count) {
+  if constexpr (std::is_same_v<X, T>) {
     return x;
   } else {
     X* out = kept<X>(Keep::kInputs, count);
@@ -32,13 +33,14 @@ const X* inputs(const Bf16* x, long count) {
   }
 }
 
-void linear(const Bf16* from, const Bf16* panels, const Bf16* bias, Bf16* out, long rows, long inner, long outer) {
-  const long depth = padded_to(inner, 2), count = padded_to(outer, kColumns) / kColumns;
-  const auto* x = inputs<Operand<Bf16>>(from, rows * inner);
+template <class T>
+void linear(const T* from, const T* panels, const T* bias, T* out, long rows, long inner, long outer) {
+  const long depth = padded_to(inner, kPair<T>), count = padded_to(outer, kColumns) / kColumns;
+  const auto* x = inputs<Operand<T>>(from, rows * inner);
   const long blocks = (rows + kMaxRows - 1) / kMaxRows;
 #pragma omp parallel for schedule(static)
   for (long p = 0; p < count; p++) {
-    const Bf16* panel = panels + p * kColumns * depth;
+    const T* panel = panels + p * kColumns * depth;
     const long column = p * kColumns, width = outer - column;
     Lanes offset[2] = {};
     if (bias) {
@@ -48,13 +50,32 @@ void linear(const Bf16* from, const Bf16* panels, const Bf16* bias, Bf16* out, l
     long row = 0;
     for (long b = 0; b < blocks; b++) {
       const long some = (rows - row) / (blocks - b);
-      Bf16* to = out + row * outer + column;
+      T* to = out + row * outer + column;
       product_of(some, x + row * inner, inner, panel, depth, b == 0 && some > 2 ? kAhead : 0,
                  [&](long r, Lanes left, Lanes right) {
                    store_part(to + r * outer, left + offset[0], width);
                    if (width > kLanes) store_part(to + r * outer + kLanes, right + offset[1], width - kLanes);
                  });
       row += some;
+    }
+  }
+}
+
+#endif
+
+template <class T>
+void pack(const T* weight, T* panels, long inner, long outer) {
+  constexpr long kP = kPair<T>;
+  const long depth = padded_to(inner, kP), count = padded_to(outer, kColumns) / kColumns;
+  ask_for_large_pages(panels, count * kColumns * depth * sizeof(T));
+#pragma omp parallel for
+  for (long p = 0; p < count; p++) {
+    for (long k = 0; k < depth; k++) {
+      for (long c = 0; c < kColumns; c++) {
+        const long column = p * kColumns + c;
+        const bool real = column < outer && k < inner;
+        panels[p * kColumns * depth + k / kP * kP * kColumns + c * kP + k % kP] = real ? weight[column * inner + k] : T{};
+      }
     }
   }
 }
@@ -71,27 +92,21 @@ extern "C" int pdserve_linear_is_fast() {
 #endif
 }
 
-// Packs [outer, inner] into panels of [outer padded to 32][inner padded to 2] values.
-extern "C" void pdserve_pack_linear(const void* weight, void* panels, long inner, long outer) {
+// Packs [outer, inner] into panels of [outer padded to 32][inner] values. inner is even.
+extern "C" void pdserve_pack_linear(int bf16, const void* weight, void* panels, long inner, long outer) {
   using namespace pdserve;
-  const long depth = padded_to(inner, 2), count = padded_to(outer, kColumns) / kColumns;
-  ask_for_large_pages(panels, count * kColumns * depth * sizeof(Bf16));
-#pragma omp parallel for
-  for (long p = 0; p < count; p++) {
-    for (long k = 0; k < depth; k++) {
-      for (long c = 0; c < kColumns; c++) {
-        const long column = p * kColumns + c;
-        const bool real = column < outer && k < inner;
-        const Bf16 value = real ? ((const Bf16*)weight)[column * inner + k] : Bf16{0};
-        ((Bf16*)panels)[p * kColumns * depth + (k / 2) * 2 * kColumns + c * 2 + k % 2] = value;
-      }
-    }
-  }
+  if (bf16) return pack((const Bf16*)weight, (Bf16*)panels, inner, outer);
+  pack((const float*)weight, (float*)panels, inner, outer);
 }
 
 // Maps [rows, inner] to [rows, outer]. inner is even, and bias may be null.
-extern "C" void pdserve_linear(const void* x, const void* panels, const void* bias, void* out, long rows, long inner,
-                               long outer) {
-  using pdserve::Bf16;
-  pdserve::linear((const Bf16*)x, (const Bf16*)panels, (const Bf16*)bias, (Bf16*)out, rows, inner, outer);
+extern "C" void pdserve_linear(int bf16, const void* x, const void* panels, const void* bias, void* out, long rows,
+                               long inner, long outer) {
+#if defined(__AVX512F__)
+  using namespace pdserve;
+  if (bf16) {
+    return linear((const Bf16*)x, (const Bf16*)panels, (const Bf16*)bias, (Bf16*)out, rows, inner, outer);
+  }
+  linear((const float*)x, (const float*)panels, (const float*)bias, (float*)out, rows, inner, outer);
+#endif
 }
