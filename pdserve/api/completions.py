@@ -498,8 +498,7 @@ def _interval(body: GenerationRequest, default: int) -> int:
 
 def _turn_tokens(body: GenerationRequest) -> int:
     """Returns how many tokens become text at once. It is fewer where each token has log probabilities."""
-    beside = body.sampled_logprobs
-    return TURN_TOKENS if beside is None else TURN_TOKENS // (1 + beside)
+    return TURN_TOKENS if body.sampled_logprobs is None else TURN_TOKENS // (1 + body.most_beside)
 
 
 def _check_consistent(body: GenerationRequest) -> None:

@@ -45,6 +45,10 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     """Sequences of tokens that the answer must not contain: the last one cannot be chosen after the others."""
     logprobs: Annotated[int, msgspec.Meta(ge=0)] | None = None
     """The number of likeliest tokens to report beside each chosen one; None reports no log probabilities."""
+    logprob_token_ids: tuple[int, ...] = ()
+    """The ids that are reported beside each chosen token instead of the likeliest; empty means the likeliest.
+
+    This field has no ``since``, as ``grammar`` has none: a peer that does not know it would report other tokens."""
     prompt_logprobs: Annotated[Annotated[int, msgspec.Meta(ge=0)] | None, since(6)] = None
     """The number of likeliest tokens to report beside each token of the prompt; None reports none of them."""
     grammar: Grammar | None = None
@@ -61,7 +65,8 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
     rank: int
     """The rank of the chosen token by probability; 1 is the likeliest."""
     top: tuple[tuple[int, float], ...]
-    """Pairs of token id and log probability. The likeliest comes first."""
+    """Pairs of token id and log probability: of the likeliest tokens, or those of ``SamplingParams.logprob_token_ids``.
+    The likeliest comes first."""
 
 
 class SampledToken(msgspec.Struct, frozen=True, array_like=True):

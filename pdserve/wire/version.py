@@ -33,6 +33,8 @@ DIALECTS: Final = 6
 """The first version whose nodes have the routes of responses and of Anthropic's messages."""
 PROMPT_LOGPROBS: Final = 6
 """The first version in which a prefill engine sends the log probabilities of prompts."""
+NAMED_LOGPROBS: Final = 6
+"""The first version whose prompts may name the tokens whose log probabilities are reported."""
 RELEASED_0_1: Final = 5
 """The version of pdserve 0.1, which refuses unknown fields and whose frames do not name their receiver."""
 

@@ -45,7 +45,7 @@ from pdserve.wire.engine import (
     ToEngine,
 )
 from pdserve.wire.prompt_logprobs import PromptLogprobs
-from pdserve.wire.sampling_params import TokenLogprobs
+from pdserve.wire.sampling_params import SamplingParams, TokenLogprobs
 from tests.api.behaviour import ENDLESS_TOKEN_TEXT, ENGINE_FAILURE, REPLY_TEXT, SPLIT_TEXT, Behaviour
 
 MAX_MODEL_LEN = 256
@@ -149,7 +149,7 @@ class ScriptedEngine:
 
     def _step(self) -> None:
         outputs = [
-            with_logprobs(output, request.submit.sampling.logprobs)
+            with_logprobs(output, request.submit.sampling)
             for request in self._requests.values()
             if (output := self._advance(request)) is not None
         ]
@@ -227,11 +227,24 @@ class ScriptedEngine:
         self._socket.send(msgspec.msgpack.encode(message))
 
 
-def with_logprobs(output: RequestOutput, count: int | None) -> RequestOutput:
-    """Adds log probabilities, in which a token ``i`` is the second likeliest, after ``i + 2`` and before ``i + 1``."""
-    if count is None or not output.new_token_ids:
-        return output
-    return msgspec.structs.replace(output, logprobs=[logprobs_of(token_id, count) for token_id in output.new_token_ids])
+def with_logprobs(output: RequestOutput, sampling: SamplingParams) -> RequestOutput:
+    """Adds the log probabilities that the request asks for."""
+    return msgspec.structs.replace(output, logprobs=reported(output.new_token_ids, sampling))
+
+
+def reported(token_ids: Sequence[int], sampling: SamplingParams) -> list[TokenLogprobs] | None:
+    """Returns log probabilities of the tokens, if they are asked for.
+
+    A token ``i`` is the second likeliest, after ``i + 2`` and before ``i + 1``. One that the request names has the
+    logarithm ``-i``.
+    """
+    if sampling.logprobs is None or not token_ids:
+        return None
+    all_of_them = [logprobs_of(token_id, sampling.logprobs) for token_id in token_ids]
+    if not sampling.logprob_token_ids:
+        return all_of_them
+    named = tuple((token_id, float(-token_id)) for token_id in sorted(sampling.logprob_token_ids))
+    return [msgspec.structs.replace(each, top=named) for each in all_of_them]
 
 
 def logprobs_of(token_id: int, count: int) -> TokenLogprobs:

@@ -34,7 +34,7 @@ from pdserve.wire.ids import new_id
 from pdserve.wire.journal import digest
 from pdserve.wire.ticket import TICKET_HEADER, AnswerIdentity, PrefillTarget, Resume, Ticket
 from tests.api.node import MODEL, WAIT_S
-from tests.api.scripted_engine import EOS, MAX_MODEL_LEN, logprobs_of, prompt_logprobs_of
+from tests.api.scripted_engine import EOS, MAX_MODEL_LEN, prompt_logprobs_of, reported
 
 SECRET = b"the secret of a stepped node"
 VOCAB_SIZE = 49_152
@@ -152,8 +152,7 @@ class SteppedEngine:
             new.append(self._token(choice))
             choice.token_ids.append(new[-1])
             finish = self._finish(choice)
-        count = choice.prompt.sampling.logprobs
-        logprobs = None if count is None else [logprobs_of(token_id, count) for token_id in new]
+        logprobs = reported(new, choice.prompt.sampling)
         return RequestOutput(local_id, new, finish, REPORT if finish else None, logprobs=logprobs)
 
     def _token(self, choice: Running) -> int:

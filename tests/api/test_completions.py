@@ -501,6 +501,22 @@ def test_special_tokens_around_prompts_and_chats(model_dir: Path, tmp_path: Path
     assert chat(False) == chat(None)
 
 
+def test_named_tokens_are_reported_beside_each_token(node: NodeUnderTest) -> None:
+    fields = {"model": MODEL, "max_tokens": 2, "logprob_token_ids": [42, 40, 42], "return_tokens_as_token_ids": True}
+    with node.new_submits() as submits:
+        text = post(f"{node.url}/v1/completions", {**fields, "prompt": "x", "logprobs": 0}).json()["choices"][0]
+        chat = post(
+            f"{node.url}/v1/chat/completions", {**fields, "messages": MESSAGES, "logprobs": True, "top_logprobs": 1}
+        ).json()["choices"][0]
+    assert [submit.sampling.logprob_token_ids for submit in submits()] == [(42, 40)] * 2
+    named = {"token_id:40": -40.0, "token_id:42": -42.0}
+    reported = text["logprobs"]
+    for name, by_name in zip(reported["tokens"], reported["top_logprobs"], strict=True):
+        assert by_name == named | {name: -1.0}
+    for token in chat["logprobs"]["content"]:
+        assert {top["token"]: top["logprob"] for top in token["top_logprobs"]} == named
+
+
 def test_the_engine_gets_the_priority(node: NodeUnderTest) -> None:
     with node.new_submits() as submits:
         for priority in (None, -100, 3):

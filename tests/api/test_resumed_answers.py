@@ -89,6 +89,7 @@ ROUTES = st.sampled_from(
     [
         (CHAT, {"messages": MESSAGES}),
         (CHAT, {"messages": MESSAGES, "logprobs": True, "top_logprobs": 2}),
+        (CHAT, {"messages": MESSAGES, "logprobs": True, "logprob_token_ids": [40, 41, 42]}),
         (TEXT, {"prompt": "x"}),
         (TEXT, {"prompt": ["x", "y"], "echo": True}),
         (TEXT, {"prompt": [[7], [8]], "logprobs": 1}),

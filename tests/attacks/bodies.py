@@ -80,6 +80,7 @@ WRONG_TYPES = {
         *('{"1.0": 1}', '{" 1": 1}', '{"\\uff11": 1}', '{"9223372036854775808": 1}'),
         json.dumps({str(i): 1 for i in range(1_025)}),
     ),
+    "logprob_token_ids": ("1", "[-1]", '["1"]', str([1] * 129)),
     "allowed_token_ids": ("1", "[-1]", "[99999999]", '["1"]', "[9223372036854775808]", str([1] * 16_385)),
     "bad_words": ('"x"', "[1]", '[""]', json.dumps(["x"] * 129), json.dumps(["x" * 257])),
     "stream_options": ("1", "[]", '{"include_usage": 1}', "{}"),

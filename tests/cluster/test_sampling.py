@@ -111,7 +111,11 @@ def test_parameters_give_the_same_tokens_with_and_without_remote_prefill(
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("more", [{}, {"guided_regex": "[a-z ]+"}], ids=["any text", "a grammar"])
+@pytest.mark.parametrize(
+    "more",
+    [{}, {"guided_regex": "[a-z ]+"}, {"logprob_token_ids": [260, 41, 5]}],
+    ids=["any text", "a grammar", "named tokens"],
+)
 def test_choices_of_one_prompt_have_their_own_first_tokens(
     pd_cluster: Cluster, mixed_cluster: Cluster, more: dict[str, Any]
 ) -> None:
@@ -124,3 +128,5 @@ def test_choices_of_one_prompt_have_their_own_first_tokens(
         assert there["token_ids"] == here["token_ids"]
         assert there["logprobs"]["tokens"] == here["logprobs"]["tokens"]
         assert there["logprobs"]["token_logprobs"] == pytest.approx(here["logprobs"]["token_logprobs"], abs=1e-3)
+        for by_name, wanted in zip(there["logprobs"]["top_logprobs"], here["logprobs"]["top_logprobs"], strict=True):
+            assert by_name == pytest.approx(wanted, abs=1e-3)

@@ -48,7 +48,7 @@ from pdserve.wire.transfer import (
     ToDecode,
     Welcome,
 )
-from pdserve.wire.version import CACHED_BLOCKS, GRAMMARS, PACED_TRANSFERS, PROMPT_LOGPROBS
+from pdserve.wire.version import CACHED_BLOCKS, GRAMMARS, NAMED_LOGPROBS, PACED_TRANSFERS, PROMPT_LOGPROBS
 from pdserve_kvtransfer.control.handshake import Handshake
 from pdserve_kvtransfer.control.lease import Lease, PingTimer
 from pdserve_kvtransfer.control.sockets import ControlClient, FrameOpener
@@ -173,6 +173,8 @@ class FetchPeer:
                 needs = "grammars", GRAMMARS, FailureKind.REFUSED
             case FetchOrder(sampling=SamplingParams(prompt_logprobs=int())):
                 needs = "log probabilities of prompts", PROMPT_LOGPROBS, FailureKind.REFUSED
+            case FetchOrder(sampling=SamplingParams(logprob_token_ids=(_, *_))):
+                needs = "log probabilities of named tokens", NAMED_LOGPROBS, FailureKind.REFUSED
         if needs is not None and (protocol is None or protocol < needs[1]):
             reason = f"{needs[0]} need protocol {needs[1]}, and the other engine supports {protocol}"
             self._apply(session, session.withdraw(needs[2], reason))

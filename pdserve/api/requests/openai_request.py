@@ -66,6 +66,7 @@ MAX_STOPS = 16
 MAX_CHOICES = 1_024
 MAX_MESSAGES = 4_096
 MAX_LOGPROBS = 20
+MAX_LOGPROB_IDS = 128
 MAX_BEST_OF = 20
 TEXT_TOKENS = 16
 """How many tokens a text completion has whose request does not say, as OpenAI and vLLM have it."""
@@ -132,6 +133,8 @@ class GenerationRequest(StructuredFields, kw_only=True):
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     """Whether log probabilities name tokens like ``token_id:17``."""
+    logprob_token_ids: Annotated[list[Annotated[int, Meta(ge=0)]], Meta(max_length=MAX_LOGPROB_IDS)] | None = None
+    """The tokens that are reported beside each chosen one, in place of the likeliest."""
     prompt_logprobs: TopCount | None = None
     """How many of the likeliest tokens are reported beside each token of the prompt."""
     priority: Priority | None = None
@@ -180,6 +183,11 @@ class GenerationRequest(StructuredFields, kw_only=True):
     def sampled_logprobs(self) -> int | None:
         """As ``wanted_logprobs``, where this node needs log probabilities too, to choose among answers."""
         return self.wanted_logprobs
+
+    @property
+    def most_beside(self) -> int:
+        """How many tokens at most are reported beside each chosen one."""
+        return len(self.logprob_token_ids or ()) or self.sampled_logprobs or 0
 
     @property
     def echo_logprobs(self) -> int | None:

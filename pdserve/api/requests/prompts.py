@@ -90,6 +90,7 @@ class ModelLimits:
         self.check_ids(request.stop_token_ids or (), "stop_token_ids")
         self.check_ids(request.allowed_token_ids or (), "allowed_token_ids")
         self.check_ids(list(request.logit_bias or ()), "logit_bias")
+        self.check_ids(request.logprob_token_ids or (), "logprob_token_ids")
         token_ids = self._truncate(token_ids, request)
         count = len(token_ids)
         if count == 0:

@@ -39,14 +39,14 @@ def read_journal(entries: bytes, request: GenerationRequest, prompts: Sequence[P
         journal = parse(entries, len(prompts) * request.choices, vocab_size)
     except JournalError as exc:
         raise _foreign(str(exc)) from exc
-    top, journals_logprobs = request.wanted_logprobs or 0, not request.stream and request.wanted_logprobs is not None
+    journals_logprobs = not request.stream and request.wanted_logprobs is not None
     for number, choice in journal.choices.items():
         most = prompts[number // request.choices].max_tokens
         if len(choice.token_ids) > most:
             raise _foreign(f"choice {number} has {len(choice.token_ids)} tokens, of at most {most}")
         if len(choice.logprobs) != (len(choice.token_ids) if journals_logprobs else 0):
             raise _foreign(f"choice {number} has log probabilities of {len(choice.logprobs)} tokens")
-        if any(len(each.top) > top for each in choice.logprobs):
+        if any(len(each.top) > request.most_beside for each in choice.logprobs):
             raise _foreign(f"choice {number} has more log probabilities of a token than were asked for")
     if not request.stream and (
         journal.usage or journal.done or any(choice.over for choice in journal.choices.values())

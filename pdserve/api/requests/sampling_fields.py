@@ -55,6 +55,13 @@ def check_logprobs(request: GenerationRequest) -> None:
                 "'max_tokens' must be at least 1; 0 is for 'echo' with 'logprobs', and for 'prompt_logprobs'",
                 param="max_tokens",
             )
+    if request.logprob_token_ids and request.wanted_logprobs is None:
+        raise InvalidRequest("'logprob_token_ids' needs 'logprobs'", param="logprob_token_ids")
+    if request.logprob_token_ids and request.scores_only:
+        raise InvalidRequest(
+            "'logprob_token_ids' is of the answer's tokens, and 'max_tokens' of 0 asks for none",
+            param="logprob_token_ids",
+        )
     if request.prompt_logprobs is not None and request.stream:
         raise InvalidRequest("'prompt_logprobs' are not available when 'stream' is true", param="prompt_logprobs")
 
@@ -86,11 +93,11 @@ def check_scores(request: GenerationRequest, prompts: Iterable[Sequence[int]]) -
 def check_repeated(request: GenerationRequest, prompts: int, bad_words: TokenRuns) -> None:
     """Raises InvalidRequest if the token ids that every prompt's parameters repeat are too many together."""
     ids = len(request.allowed_token_ids or ()) + len(request.logit_bias or ()) + len(request.stop_token_ids or ())
-    ids += sum(map(len, bad_words))
+    ids += len(request.logprob_token_ids or ()) + sum(map(len, bad_words))
     if prompts * ids > MAX_REPEATED_IDS:
         raise InvalidRequest(
-            f"{prompts} prompts with {ids} token ids each in 'allowed_token_ids', 'logit_bias', 'stop_token_ids' and "
-            f"'bad_words': at most {MAX_REPEATED_IDS} together",
+            f"{prompts} prompts with {ids} token ids each in 'allowed_token_ids', 'logit_bias', 'stop_token_ids', "
+            f"'logprob_token_ids' and 'bad_words': at most {MAX_REPEATED_IDS} together",
             param="prompt",
         )
 
@@ -131,6 +138,7 @@ def sampling_params(request: GenerationRequest, seed: int, max_tokens: int, bad_
         allowed_token_ids=tuple(sorted(set(request.allowed_token_ids or ()))),
         bad_words=bad_words,
         logprobs=request.sampled_logprobs,
+        logprob_token_ids=tuple(dict.fromkeys(request.logprob_token_ids or ())),
     )
 
 

@@ -32,7 +32,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "input_ids": (),
     "length_penalty": (1,),
     "logits_processors": ([],),
-    "logprob_token_ids": (),
+    "logprob_token_ids": ([],),
     "lora": ([],),
     "lora_path": ("",),
     "max_new_tokens": (),

@@ -93,12 +93,16 @@ def _reports(
     if not counts:
         return {}
     asking = list(counts)
-    found = token_logprobs(logits[asking], [tokens[index] for index in asking], list(counts.values()))
+    named = [rows[index].sampling.logprob_token_ids for index in asking]
+    likeliest = [0 if ids else count for ids, count in zip(named, counts.values(), strict=True)]
+    found = token_logprobs(logits[asking], [tokens[index] for index in asking], likeliest, named)
     return dict(zip(asking, found, strict=True))
 
 
-def token_logprobs(logits: torch.Tensor, sampled: Sequence[int], counts: Sequence[int]) -> list[TokenLogprobs]:
-    """Returns log probabilities of each row's sampled token and of its ``counts[row]`` likeliest tokens.
+def token_logprobs(
+    logits: torch.Tensor, sampled: Sequence[int], counts: Sequence[int], named: Sequence[Sequence[int]]
+) -> list[TokenLogprobs]:
+    """Returns log probabilities of each row's sampled token, and of its ``counts[row]`` likeliest or ``named[row]``.
 
     ``logits`` is fp32 ``[rows, vocab_size]``. Equally likely tokens come in the order of their ids, so that the answer
     depends on neither device nor batch.
@@ -107,11 +111,11 @@ def token_logprobs(logits: torch.Tensor, sampled: Sequence[int], counts: Sequenc
     normaliser = logits.logsumexp(-1, keepdim=True)
     own = logits.gather(1, column)
     ranks = (logits > own).sum(-1) + 1
-    likeliest = _likeliest(logits, normaliser, counts)
+    beside = zip(_likeliest(logits, normaliser, counts), _named(logits, normaliser, named), strict=True)
     own_logprobs = (own - normaliser).squeeze(1)
     return [
-        TokenLogprobs(logprob, rank, tuple(top))
-        for logprob, rank, top in zip(own_logprobs.tolist(), ranks.tolist(), likeliest, strict=True)
+        TokenLogprobs(logprob, rank, (*likeliest, *own_named))
+        for logprob, rank, (likeliest, own_named) in zip(own_logprobs.tolist(), ranks.tolist(), beside, strict=True)
     ]
 
 
@@ -127,7 +131,23 @@ def _likeliest(logits: torch.Tensor, normaliser: torch.Tensor, counts: Sequence[
     logprobs = (logits - normaliser)[row, token]
     for at, token_id, logprob in zip(row.tolist(), token.tolist(), logprobs.tolist(), strict=True):
         found[at].append((token_id, logprob))
-    return [
-        sorted(tokens, key=lambda pair: (-pair[1], pair[0]))[:count]
-        for tokens, count in zip(found, wanted, strict=True)
-    ]
+    return [sorted(tokens, key=_by_likelihood)[:count] for tokens, count in zip(found, wanted, strict=True)]
+
+
+def _named(
+    logits: torch.Tensor, normaliser: torch.Tensor, named: Sequence[Sequence[int]]
+) -> list[list[tuple[int, float]]]:
+    found: list[list[tuple[int, float]]] = [[] for _ in named]
+    places = [(at, token_id) for at, ids in enumerate(named) for token_id in ids]
+    if not places:
+        return found
+    row, token = torch.tensor(places, device=logits.device).unbind(1)
+    logprobs = logits[row, token] - normaliser[row, 0]
+    for (at, token_id), logprob in zip(places, logprobs.tolist(), strict=True):
+        found[at].append((token_id, logprob))
+    return [sorted(tokens, key=_by_likelihood) for tokens in found]
+
+
+def _by_likelihood(pair: tuple[int, float]) -> tuple[float, int]:
+    token_id, logprob = pair
+    return -logprob, token_id

@@ -51,7 +51,8 @@ class PromptRule:
         return None
 
     def _sampling_misfit(self, sampling: SamplingParams) -> str | None:
-        looked_up = [*sampling.allowed_token_ids, *(token for token, _ in sampling.logit_bias)]
+        biased = (token for token, _ in sampling.logit_bias)
+        looked_up = [*sampling.allowed_token_ids, *biased, *sampling.logprob_token_ids]
         # A tokenizer may know more tokens than its model: to ban such a token, or to stop at it, changes nothing.
         banned = [*sampling.stop_token_ids, *chain.from_iterable(sampling.bad_words)]
         if min(looked_up, default=0) < 0 or max(looked_up, default=0) >= self.vocab_size or min(banned, default=0) < 0:

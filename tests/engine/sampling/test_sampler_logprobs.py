@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from pdserve.engine.sampling.sampler import sample
 from pdserve.engine.sampling.sampling_row import SamplingRow
-from pdserve.wire.sampling_params import SampledToken, SamplingParams
+from pdserve.wire.sampling_params import SampledToken, SamplingParams, TokenLogprobs
 
 
 def chosen(logits: torch.Tensor, *counts: int | None, **changes: Any) -> list[SampledToken]:
@@ -55,6 +55,30 @@ def test_they_are_the_models_own() -> None:
     assert bent.logprobs is not None
     assert bent.logprobs.top == plain.logprobs.top
     assert (bent.logprobs.rank, bent.logprobs.chosen) == (3, plain.logprobs.top[2][1])
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.none() | st.lists(st.integers(0, 24), unique=True, max_size=25), min_size=1, max_size=4),
+    st.integers(0, 2**32 - 1),
+)
+def test_named_tokens_are_reported_in_place_of_the_likeliest(named: list[list[int] | None], torch_seed: int) -> None:
+    torch.manual_seed(torch_seed)
+    logits = torch.randn(len(named), 25) * 4
+    plain = chosen(logits, *[None if ids is None else 25 for ids in named])
+    params = [
+        SamplingParams(max_tokens=9, seed=i, logprobs=None if ids is None else 3, logprob_token_ids=tuple(ids or ()))
+        for i, ids in enumerate(named)
+    ]
+    tokens = sample(logits, [SamplingRow(each, [1], 1) for each in params])
+    for ids, whole, token in zip(named, plain, tokens, strict=True):
+        assert token is not None
+        assert token.token_id == whole.token_id
+        if whole.logprobs is None or token.logprobs is None:
+            assert (ids, whole.logprobs, token.logprobs) == (None, None, None)
+            continue
+        kept = tuple(pair for pair in whole.logprobs.top if pair[0] in ids) if ids else whole.logprobs.top[:3]
+        assert token.logprobs == TokenLogprobs(whole.logprobs.chosen, whole.logprobs.rank, kept)
 
 
 def test_a_token_that_the_model_rules_out_has_no_probability() -> None:

@@ -27,6 +27,7 @@ def test_parameters_that_look_tokens_up_which_are_not_there(token: int) -> None:
     for sampling in (
         SamplingParams(max_tokens=1, seed=0, logit_bias=((5, 1.0), (token, 1.0))),
         SamplingParams(max_tokens=1, seed=0, allowed_token_ids=(5, token)),
+        SamplingParams(max_tokens=1, seed=0, logprobs=0, logprob_token_ids=(5, token)),
     ):
         assert "sampling parameters" in (RULE.misfit([1], sampling) or "")
 

@@ -291,6 +291,7 @@ def test_a_prefill_engine_says_how_long_its_lease_is() -> None:
     [
         ({"grammar": Grammar(GrammarKind.REGEX, "[ab]")}, "grammars"),
         ({"prompt_logprobs": 0}, "log probabilities of prompts"),
+        ({"logprobs": 0, "logprob_token_ids": (7,)}, "log probabilities of named tokens"),
     ],
 )
 def test_what_a_prefill_engine_of_the_last_release_cannot_do_does_not_count_against_it(
