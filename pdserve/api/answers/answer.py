@@ -54,12 +54,8 @@ class WholeAnswer:
         self._reported: list[list[ShownToken]] = [[] for _ in self._messages]
         """The tokens of each choice whose log probabilities were added since the last entries."""
 
-    async def take(self, deltas: Sequence[TextDelta]) -> None:
-        """Adds ``deltas``. The log probabilities of a prompt take several turns of the event loop."""
-        await self._scores.take(deltas)
-        self.add(deltas)
-
     def add(self, deltas: Sequence[TextDelta]) -> None:
+        self._scores.take(deltas)
         for delta in deltas:
             self._messages[delta.choice].add(MessageParts(delta.text, delta.reasoning, delta.calls))
             self._ids[delta.choice].extend(delta.token_ids)
@@ -91,8 +87,12 @@ class WholeAnswer:
                 self._journaled[index] = len(self._ids[index])
         return b"".join(entries)
 
+    async def end(self) -> None:
+        """Makes the answer ready to be ``encoded``. The log probabilities of a long prompt take several turns."""
+        await self._scores.encode()
+
     def encoded(self, usage: Usage) -> bytes:
-        """Returns the answer, whose choices are all over, as JSON."""
+        """Returns the answer, whose choices are all over and which has its ``end``, as JSON."""
         return msgspec.json.encode(self.completion(usage))
 
     def completion(self, usage: Usage) -> Completion:
@@ -162,9 +162,10 @@ class OpenAiAnswers:
 
 async def whole_answer(answer: WholeAnswer, generation: TextGeneration, first: Sequence[TextDelta]) -> bytes:
     """Waits until ``answer`` is whole and returns it as JSON. Raises RequestError if there is none."""
-    await answer.take(first)
+    answer.add(first)
     while not (generation.done and generation.failure is None):
-        await answer.take(await generation.next())
+        answer.add(await generation.next())
+    await answer.end()
     return answer.encoded(usage_of(generation))
 
 
@@ -184,7 +185,8 @@ async def streamed_answer(
         while True:
             if options.continuous_usage:
                 encoder.use(usage_of(generation))
-            await scores.take(deltas)
+            scores.take(deltas)
+            await scores.encode()
             data = b"".join(map(stream.events, deltas))
             if generation.done and generation.failure is None:
                 break

@@ -40,7 +40,7 @@ async def respond_journaled(
 
     The caller still has to close ``generation``. Raises RequestError if there is no answer and no byte has gone out.
     """
-    await answer.take(first)
+    answer.add(first)
     while (ended := await _end_within(JOURNAL_INTERVAL_S, request, headers, generation, answer)) is None:
         await _send_entries(request, answer.entries())
     if ended.head is None:
@@ -62,9 +62,10 @@ async def _end_within(
     until = time.monotonic() + seconds
     try:
         while not (generation.done and generation.failure is None):
-            await answer.take(await generation.next(max(until - time.monotonic(), 0.0)))
+            answer.add(await generation.next(max(until - time.monotonic(), 0.0)))
             if time.monotonic() >= until and not generation.done:
                 return None
+        await answer.end()
         body = answer.encoded(usage_of(generation))
         return Ended(AnswerHead(200, {**JSON, **headers}), body)
     except RequestError as error:

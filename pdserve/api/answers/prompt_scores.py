@@ -31,14 +31,21 @@ class PromptScores:
     def __init__(self, form: AnswerForm, options: AnswerOptions) -> None:
         self._form = form
         self._options = options
+        self._packed: dict[int, PromptLogprobs] = {}
+        """Those that are not encoded yet, by a choice of the prompt. JSON takes ten times their memory."""
         self._echoed: dict[int, WholeLogprobs] = {}
         self._listed: dict[int, msgspec.Raw] = {}
 
-    async def take(self, deltas: Sequence[TextDelta]) -> None:
-        """Encodes the log probabilities of prompts that have come with these deltas."""
+    def take(self, deltas: Sequence[TextDelta]) -> None:
+        """Takes the log probabilities of prompts that have come with these deltas."""
         for delta in deltas:
             if delta.prompt_logprobs is not None:
-                await self._encode(delta.choice, delta.prompt_logprobs)
+                self._packed[delta.choice] = delta.prompt_logprobs
+
+    async def encode(self) -> None:
+        """Encodes what was taken, in several turns of the event loop. It has to be done before anything is shown."""
+        while self._packed:
+            await self._encode(*self._packed.popitem())
 
     def echoed(self, choice: int) -> WholeLogprobs | None:
         """Returns the log probabilities of the choice's echoed prompt, to be continued; None if they are not shown."""
