@@ -24,6 +24,11 @@ MAX_SYMBOLS: Final = 8_000
 of a mask grows with the square of the optional properties that may come next: 1,000 take 6 to 8 ms, 2,500 take 35."""
 STEP_FUEL: Final = 100_000
 """The work of one mask in the lexer. A regular expression made for it takes 7 ms to use this up."""
+MAX_ITEMS: Final = 10_000
+"""The work of one mask in the parser. A thousand optional parts in a row, each with choices, took half a second without
+this bound."""
+MAX_ITEMS_AT_ONCE: Final = 1_000
+"""The places of a grammar at which an answer may be at once. A schema of 1,000 optional properties needs fewer."""
 MAX_LEXER_STATES: Final = 20_000
 """Each state takes one to two kB. A text of up to n characters, counted by ``maxLength``, needs n of them."""
 STACK_BYTES: Final = 256 * 2**20
@@ -40,6 +45,8 @@ def compile_grammar(grammar: Grammar, vocabulary: LLTokenizer) -> LLMatcher:
     limits = LLParserLimits(
         max_grammar_size=MAX_SYMBOLS,
         step_lexer_fuel=STEP_FUEL,
+        step_max_items=MAX_ITEMS,
+        max_items_in_row=MAX_ITEMS_AT_ONCE,
         max_lexer_states=MAX_LEXER_STATES,
         verbose_errors=False,
     )
