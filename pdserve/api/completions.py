@@ -348,7 +348,7 @@ class CompletionRoute(Generic[R]):
             shown_choices=body.shown_choices,
             echo_logprobs=body.echo_logprobs,
             prompt_logprobs=body.prompt_logprobs,
-            detokenizer=lambda: tokenizer.detokenizer(skip_special_tokens=body.skip_special_tokens is not False),
+            detokenizer=lambda choice: tokenizer.detokenizer(skip_special_tokens=not per_choice[choice].echoes_special),
         )
         # No byte goes out before the engine's first output: an error until then still has its own status.
         first = await generation.next()
@@ -504,11 +504,6 @@ def _turn_tokens(body: GenerationRequest) -> int:
 def _check_consistent(body: GenerationRequest) -> None:
     if body.stream_options is not None and not body.stream:
         raise InvalidRequest("'stream_options' needs 'stream' to be true", param="stream_options")
-    if body.stream_options is not None and body.stream_options.continuous_usage_stats and not body.include_usage:
-        raise InvalidRequest(
-            "'stream_options.continuous_usage_stats' needs 'include_usage' to be true",
-            param="stream_options.continuous_usage_stats",
-        )
     check_logprobs(body)
     check_best_of(body)
 

@@ -468,6 +468,18 @@ def test_every_chunk_says_what_was_used_so_far(chat: bool, node: NodeUnderTest) 
     assert last["usage"] == events[-1]["usage"]
 
 
+@pytest.mark.parametrize("include", [None, False])
+def test_usage_in_every_chunk_implies_it_at_the_end_unless_that_is_ruled_out(
+    include: bool | None, node: NodeUnderTest
+) -> None:
+    options = {"include_usage": include, "continuous_usage_stats": True}
+    body = {"model": MODEL, "prompt": "x", "seed": 0, "stream": True, "stream_options": options}
+    answer = post(f"{node.url}/v1/completions", body)
+    events = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")]
+    assert {bool(event.get("usage")) for event in events} == {include is None}
+    assert (events[-1]["choices"] == []) == (include is None)
+
+
 def usages(events: list[dict[str, Any]]) -> list[dict[str, int]]:
     return [event["usage"] for event in events]
 
@@ -499,6 +511,20 @@ def test_special_tokens_around_prompts_and_chats(model_dir: Path, tmp_path: Path
     assert text(None) == text(True) == [1, *text(False)]
     assert chat(True) == [1, *chat(None)]
     assert chat(False) == chat(None)
+
+
+@pytest.mark.parametrize("skip", [None, True])
+def test_an_echo_has_the_special_tokens_that_were_given_as_ids(skip: bool | None, node: NodeUnderTest) -> None:
+    """The offsets of the log probabilities are those of the text that is shown."""
+    with node.new_submits() as submits:
+        post(f"{node.url}/v1/completions", {"model": MODEL, "prompt": "<|im_start|>one two", "max_tokens": 1})
+    ids = submits()[0].token_ids
+    body = {"model": MODEL, "prompt": ids, "echo": True, "logprobs": 0, "max_tokens": 1, "skip_special_tokens": skip}
+    choice = post(f"{node.url}/v1/completions", body).json()["choices"][0]
+    assert choice["text"].startswith("<|im_start|>one two")
+    reported = choice["logprobs"]
+    shown = [choice["text"][at:] for at in reported["text_offset"]]
+    assert all(text.startswith(name) for text, name in zip(shown, reported["tokens"], strict=True))
 
 
 def test_named_tokens_are_reported_beside_each_token(node: NodeUnderTest) -> None:

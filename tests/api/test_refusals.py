@@ -43,7 +43,6 @@ WRONG_EVERYWHERE: list[tuple[dict[str, Any], str]] = [
     ({"stream": "yes"}, "stream"),
     ({"stream_options": {"include_usage": True}}, "stream_options"),
     ({"stream": True, "stream_options": {"include_usage": 3}}, "stream_options.include_usage"),
-    ({"stream": True, "stream_options": {"continuous_usage_stats": True}}, "stream_options.continuous_usage_stats"),
     ({"add_special_tokens": "yes"}, "add_special_tokens"),
     ({"return_tokens_as_token_ids": 1}, "return_tokens_as_token_ids"),
     ({"stream_interval": 0}, "stream_interval"),

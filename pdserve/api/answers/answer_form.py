@@ -191,7 +191,7 @@ def _around(choice: ChunkChoice) -> tuple[bytes, bytes]:
     return before, after
 
 
-def _no_detokenizer() -> Detokenizer:
+def _no_detokenizer(_choice: int) -> Detokenizer:
     raise AssertionError("the log probabilities of a prompt came that nobody asked for")
 
 
@@ -234,8 +234,8 @@ class AnswerOptions:
     """How many of the likeliest tokens are reported beside each token of an echoed prompt, if any are reported."""
     prompt_logprobs: int | None = None
     """The same in the list of ``prompt_logprobs``."""
-    detokenizer: Callable[[], Detokenizer] = _no_detokenizer
-    """Returns a detokenizer for an echoed prompt."""
+    detokenizer: Callable[[int], Detokenizer] = _no_detokenizer
+    """Returns a detokenizer for the echoed prompt of a choice."""
 
     def call_id(self, choice: int, call: int) -> str:
         """Returns the id of a tool call, which is the same at every node."""

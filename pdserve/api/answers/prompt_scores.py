@@ -71,7 +71,7 @@ class PromptScores:
     async def _encode(self, choice: int, logprobs: PromptLogprobs) -> None:
         options = self._options
         token_ids, echo = options.prompt_ids[choice], len(options.echoes[choice])
-        detokenizer, chars = options.detokenizer(), 0
+        detokenizer, chars = options.detokenizer(choice), 0
         whole, listed = WholeLogprobs(), [b"null"]
         for start in range(0, len(token_ids), size := max(_PIECE_ENTRIES // (1 + logprobs.top_count), 1)):
             ids = token_ids[start : start + size]

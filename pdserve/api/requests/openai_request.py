@@ -93,7 +93,9 @@ BadWord: TypeAlias = Annotated[str, Meta(min_length=1, max_length=256)]
 class StreamOptions(msgspec.Struct):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
-    """Whether every chunk says how many tokens were used so far. It needs ``include_usage``."""
+    """Whether every chunk says how many tokens were used so far. It implies ``include_usage`` where that is missing,
+    and does nothing where that is false, as vLLM has it.
+    """
 
 
 class GenerationRequest(StructuredFields, kw_only=True):
@@ -148,7 +150,8 @@ class GenerationRequest(StructuredFields, kw_only=True):
 
     @property
     def include_usage(self) -> bool:
-        return bool(self.stream_options and self.stream_options.include_usage)
+        options = self.stream_options or StreamOptions()
+        return bool(options.continuous_usage_stats if options.include_usage is None else options.include_usage)
 
     @property
     def continuous_usage(self) -> bool:

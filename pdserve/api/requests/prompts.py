@@ -33,6 +33,8 @@ class Prompt:
     max_tokens: int
     echo: str = ""
     """The text that is shown before the answer."""
+    echoes_special: bool = False
+    """Whether that text has special tokens."""
     ending: str = ""
     """The end of a chat's text, which may begin what the answer goes on with."""
 
@@ -145,20 +147,24 @@ def completion_prompts(
     given = _listed(request.prompt)
     if len(given) * request.choices > MAX_CHOICES:
         raise InvalidRequest(f"prompts times 'n', or 'best_of', may be at most {MAX_CHOICES}", param="n")
-    special, cut = request.add_special_tokens is not False, request.truncate_prompt_tokens is not None
+    added, cut = request.add_special_tokens is not False, request.truncate_prompt_tokens is not None
     prompts = []
     for index, item in enumerate(given):
         check()
         param = "prompt" if len(given) == 1 else f"prompt[{index}]"
         if isinstance(item, str):
-            token_ids = limits.encode(item, tokenizer, param, add_special_tokens=special, cut=cut)
+            token_ids = limits.encode(item, tokenizer, param, add_special_tokens=added, cut=cut)
         else:
             token_ids = item
         fitted, max_tokens = limits.fit(token_ids, request, param)
         if not isinstance(item, str):
             # Before ``fit`` there could be more ids than any context holds.
             limits.check_ids(fitted, param)
-        prompts.append(Prompt(fitted, max_tokens, _echo(request, item, fitted, len(token_ids), tokenizer)))
+        # Special tokens that a client has given as ids are shown, as those are that it has written.
+        special = not isinstance(item, str) or request.skip_special_tokens is False
+        whole = item if isinstance(item, str) and len(fitted) == len(token_ids) else None
+        echo = _echo(request, whole, fitted, tokenizer, special=special)
+        prompts.append(Prompt(fitted, max_tokens, echo, special))
     return prompts
 
 
@@ -175,10 +181,8 @@ def _listed(prompt: str | list[str | int | list[int]]) -> list[str | list[int]]:
 
 
 def _echo(
-    request: CompletionRequest, item: str | list[int], fitted: list[int], untruncated: int, tokenizer: Tokenizer
+    request: CompletionRequest, whole: str | None, fitted: list[int], tokenizer: Tokenizer, *, special: bool
 ) -> str:
     if not request.echo:
         return ""
-    if isinstance(item, str) and len(fitted) == untruncated:
-        return item
-    return tokenizer.decode(fitted, skip_special_tokens=request.skip_special_tokens is not False)
+    return tokenizer.decode(fitted, skip_special_tokens=not special) if whole is None else whole
