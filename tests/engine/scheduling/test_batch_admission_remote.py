@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from pdserve.engine.request import Request, Status
+from pdserve.wire.prompt_logprobs import NUMBER_BYTES
 from pdserve.wire.sampling_params import SampledToken
 from tests.engine.scheduling.test_scheduler import BLOCK_SIZE, TARGET, Bench, expected
 
@@ -33,6 +35,19 @@ def test_local_prompts_are_admitted_while_more_than_a_batch_waits_for_remote_one
     bench.run()
     assert bench.outputs == {7: expected(10, 4)}
     assert (bench.scheduler.num_remote, bench.scheduler.num_waiting) == (2, 4)
+
+
+def test_a_prompt_whose_log_probabilities_fit_into_no_message_is_computed_here(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("pdserve.wire.prompt_logprobs.MAX_SENT_BYTES", 10 * 2 * NUMBER_BYTES)
+    bench = Bench(num_blocks=64, max_running=4, max_step_tokens=32)
+    fitting, plain, larger = [add(bench, i, length, remote=True) for i, length in enumerate((10, 11, 11))]
+    for request in (fitting, larger):
+        request.sampling = msgspec.structs.replace(request.sampling, prompt_logprobs=0)
+    plan = bench.step()
+    assert plan.fetches == [fitting, plain]
+    assert [work.request for work in plan.work] == [larger]
 
 
 def test_the_batch_is_not_exceeded_when_all_land_at_once() -> None:
