@@ -1,8 +1,9 @@
 """Compiles a grammar, in bounded memory, into what says which tokens an answer may go on with.
 
 The bounds are counts, not times, so that every process decides alike about one grammar: one that compiles in the API
-process compiles in the engines as well. They also bound each step's work: with these, no grammar was found that takes
-more than some 10 ms for one mask. Usual ones take 20 to 100 µs.
+process compiles in the engines as well. They also bound each step's work: one mask of a regular expression takes 25 ms
+at most, of a schema with hundreds of optional properties 20 ms, and of an ambiguous grammar half a second. Usual ones
+take 20 to 100 µs. An answer whose masks take long again and again is ended by its ``GrammarMatcher``.
 
 The compiler is recursive, in code that cannot report that its stack is full. It therefore runs in threads that
 ``thread_with_deep_stack`` makes, and the API process tries a client's grammar in another process first.
@@ -20,15 +21,16 @@ from pdserve.errors import GrammarRefused
 from pdserve.wire.grammar import Grammar, GrammarKind
 
 MAX_SYMBOLS: Final = 8_000
-"""The symbols of a grammar's rules. A schema of some 1,000 optional or 2,000 required properties has so many. The time
-of a mask grows with the square of the optional properties that may come next: 1,000 take 6 to 8 ms, 2,500 take 35."""
+"""The symbols of a grammar's rules. A schema of some 2,000 required properties has so many. The time of a mask
+grows with the square of the optional properties that may come next."""
 STEP_FUEL: Final = 100_000
 """The work of one mask in the lexer. A regular expression made for it takes 7 ms to use this up."""
 MAX_ITEMS: Final = 10_000
 """The work of one mask in the parser. A thousand optional parts in a row, each with choices, took half a second without
 this bound."""
 MAX_ITEMS_AT_ONCE: Final = 1_000
-"""The places of a grammar at which an answer may be at once. A schema of 1,000 optional properties needs fewer."""
+"""The places of a grammar at which an answer may be at once. An object with some 250 optional properties
+needs so many; one with more compiles, and its answers end at its beginning."""
 MAX_LEXER_STATES: Final = 20_000
 """Each state takes one to two kB. A text of up to n characters, counted by ``maxLength``, needs n of them."""
 STACK_BYTES: Final = 256 * 2**20

@@ -6,7 +6,8 @@ preempted, and is made anew from the tokens where another node goes on with the 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -18,15 +19,28 @@ TokenBits = npt.NDArray[np.uint8]
 """One bit for each token of the vocabulary, the first in the lowest bit of the first byte."""
 
 
+MASKS_S = 0.5
+MASK_S = 0.01
+"""The masks of an answer may take ``MASKS_S`` of processor time, and this for each token. Usual ones take a hundredth
+of it. Of an ambiguous grammar, a mask may take a second, in which all other answers wait."""
+
+
 class GrammarMatcher:
     """The state of one answer's grammar."""
 
-    __slots__ = ("_matcher", "_num_read", "failure")
+    __slots__ = ("_left_s", "_matcher", "_now", "_num_read", "failure")
 
-    def __init__(self, compiled: LLMatcher, answer: Sequence[int] = ()) -> None:
-        """``compiled`` is a grammar in its first state, and ``answer`` has the tokens that the answer begins with."""
+    def __init__(
+        self, compiled: LLMatcher, answer: Sequence[int] = (), now: Callable[[], float] = time.thread_time
+    ) -> None:
+        """``compiled`` is a grammar in its first state, and ``answer`` has the tokens that the answer begins with.
+
+        ``now`` is the thread's clock, which stands still while other threads run.
+        """
+        self._now = now
         self._matcher = compiled.deep_copy()
         self._num_read = 0
+        self._left_s = MASKS_S
         self.failure: str | None = None
         """Why the answer cannot go on; None while it can."""
         self._read(answer)
@@ -36,13 +50,20 @@ class GrammarMatcher:
 
         An end-of-sequence token is among them exactly where the grammar lets the answer end.
         """
-        bits = np.zeros(-(-vocab_size // 8), np.uint8)
+        bits, began = np.zeros(-(-vocab_size // 8), np.uint8), self._now()
         self._read(answer)
         if self.failure is not None:
             return bits
+        if self._left_s < 0:
+            self.failure = "the answer cannot go on by its grammar: it is too much work, perhaps by ambiguous rules"
+            return bits
         computed = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)[: len(bits)]
+        self._left_s += MASK_S - (self._now() - began)
         if self._matcher.is_error():
-            self.failure = f"the answer cannot go on by its grammar: {trouble(self._matcher)}"
+            if "satisfy the grammar" in self._matcher.get_error():
+                self.failure = "the tokens that the answer begins with do not fit its grammar"
+            else:
+                self.failure = f"the answer cannot go on by its grammar: {trouble(self._matcher)}"
             return bits
         bits[: len(computed)] = computed
         if vocab_size % 8:
@@ -55,4 +76,7 @@ class GrammarMatcher:
         new = answer[self._num_read :]
         self._num_read = len(answer)
         if new and self.failure is None and not self._matcher.consume_tokens(list(new)):
-            self.failure = "the tokens that the answer begins with do not fit its grammar"
+            if "satisfy the grammar" in self._matcher.get_error():
+                self.failure = "the tokens that the answer begins with do not fit its grammar"
+            else:
+                self.failure = f"the answer cannot go on by its grammar: {trouble(self._matcher)}"

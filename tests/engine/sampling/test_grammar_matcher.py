@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from llguidance import LLTokenizer
+from llguidance import LLMatcher, LLTokenizer
 
-from pdserve.engine.sampling.grammar_matcher import GrammarMatcher, TokenBits
+from pdserve.engine.sampling.grammar_matcher import MASK_S, MASKS_S, GrammarMatcher, TokenBits
 from pdserve.engine.sampling.logit_rules import grammar_bits
 from pdserve.engine.sampling.sampling_row import SamplingRow
 from pdserve.grammars.compiling import compile_grammar
@@ -94,3 +94,41 @@ def test_what_a_grammar_allows_prevails_over_bans(
     vocabulary: LLTokenizer, grammar: Grammar, answer: list[int], rules: dict[str, Any], wanted: set[int] | None
 ) -> None:
     assert left(vocabulary, grammar, answer, **rules) == wanted
+
+
+A = FIRST_BYTE + ord("a")
+MASKS = 1_000
+
+
+@pytest.fixture(scope="module")
+def letters(tmp_path_factory: pytest.TempPathFactory) -> LLMatcher:
+    grammar = Grammar(GrammarKind.REGEX, "a{1,2000}")
+    return compile_grammar(grammar, tiny_vocabulary(tmp_path_factory.mktemp("vocabulary")))
+
+
+def masks_until_failure(compiled: LLMatcher, seconds_each: float) -> tuple[int, str | None]:
+    """Returns how many masks an answer gets, each of which takes so long, and why it cannot go on."""
+    clock = [0.0]
+
+    def now() -> float:
+        clock[0] += seconds_each
+        return clock[0]
+
+    answer: list[int] = []
+    matcher = GrammarMatcher(compiled, now=now)
+    while len(answer) < MASKS and matcher.open_bits(answer, VOCAB_SIZE).any():
+        answer.append(A)
+    return len(answer), matcher.failure
+
+
+def test_an_answer_whose_masks_take_long_again_and_again_ends(letters: LLMatcher) -> None:
+    masks, why = masks_until_failure(letters, 2 * MASKS_S)
+    assert masks == 1
+    assert why is not None
+    assert "too much work" in why
+    masks, _ = masks_until_failure(letters, 3 * MASK_S)
+    assert MASKS_S / (3 * MASK_S) < masks < MASKS
+
+
+def test_an_answer_of_usual_masks_goes_on(letters: LLMatcher) -> None:
+    assert masks_until_failure(letters, MASK_S / 2) == (MASKS, None)
