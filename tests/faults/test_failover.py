@@ -38,6 +38,7 @@ STREAMED: dict[str, Mapping[str, object]] = {
     "stop strings": {"seed": 8, "stop": ["zzqx", "qqjj"], "include_stop_str_in_output": True},
     "echo": {"seed": 9, "echo": True, "return_token_ids": True},
     "few chunks": {"seed": 10, "stream_interval": 7},
+    "by a grammar": {"seed": 15, "guided_regex": "[a-z ]+"},
 }
 WHOLE: dict[str, Mapping[str, object]] = {
     "whole": {"temperature": 0},
