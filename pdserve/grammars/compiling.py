@@ -25,12 +25,12 @@ MAX_SYMBOLS: Final = 8_000
 grows with the square of the optional properties that may come next."""
 STEP_FUEL: Final = 100_000
 """The work of one mask in the lexer. A regular expression made for it takes 7 ms to use this up."""
-MAX_ITEMS: Final = 10_000
+MAX_ITEMS: Final = 40_000
 """The work of one mask in the parser. A thousand optional parts in a row, each with choices, took half a second without
-this bound."""
-MAX_ITEMS_AT_ONCE: Final = 1_000
-"""The places of a grammar at which an answer may be at once. An object with some 250 optional properties
-needs so many; one with more compiles, and its answers end at its beginning."""
+this bound, and take a tenth of one with it."""
+MAX_ITEMS_AT_ONCE: Final = 4_000
+"""The places of a grammar at which an answer may be at once. An object needs four for each optional property, and can
+have a thousand of them within ``MAX_SYMBOLS``. Their masks take 20 ms."""
 MAX_LEXER_STATES: Final = 20_000
 """Each state takes one to two kB. A text of up to n characters, counted by ``maxLength``, needs n of them."""
 STACK_BYTES: Final = 256 * 2**20

@@ -47,7 +47,7 @@ WHOLE: dict[str, Mapping[str, object]] = {
     "whole echo": {"seed": 14, "echo": True, "prompt": [TEXT, "In the beginning"]},
 }
 """Requests whose answers come in one piece."""
-AGAIN: Mapping[str, object] = {"seed": 12, "n": 2, "logprobs": 1}
+AGAIN: Mapping[str, object] = {"seed": 12, "best_of": 2}
 """A request that has no journal, and begins again."""
 
 
