@@ -62,6 +62,9 @@ class DecodeThread:
     def offer(self, target: PrefillTarget, hashes: tuple[bytes, ...], request_id: str) -> None:
         self._wire.offer(hashes, request_id)
 
+    def tell_load(self, load: PrefillLoad) -> None:
+        """No node asks this one for prompts."""
+
     def events(self) -> list[TransferEvent]:
         pending, self.pending = self.pending, []
         return pending
