@@ -803,7 +803,6 @@ class EngineConfig:
     log: LogConfig
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     stream: StreamConfig = field(default_factory=StreamConfig)
-    message: MessageConfig = field(default_factory=MessageConfig)
     has_peers: bool = True
     """Whether the node belongs to a proxy, so that it can fetch KV blocks from other nodes and be fetched from."""
 

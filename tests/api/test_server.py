@@ -422,7 +422,8 @@ def test_others_are_answered_while_a_template_renders_for_long(model_dir: Path, 
     folder = shutil.copytree(model_dir, tmp_path / "slow")
     loops = "{% for i in range(3000) %}{% for j in range(1000) %}{% endfor %}{% endfor %}Hi"
     (folder / "chat_template.jinja").write_text(loops)
-    message = {"role": "user", "content": "Hi", "tool_calls": ["x" * 4_000]}
+    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": json.dumps({"x": "x" * 4_000})}}
+    message = {"role": "assistant", "content": "Hi", "tool_calls": [call]}
     with scripted_node(config(), folder, tmp_path) as node, ThreadPoolExecutor(6) as pool:
         slow_body = {"model": MODEL, "messages": [message], "seed": Behaviour.BURST}
         slow = [pool.submit(post, f"{node.url}/v1/chat/completions", slow_body) for _ in range(6)]

@@ -182,7 +182,7 @@ def test_nodes_serve_nobody_without_a_ticket(attacked: Target, case: HttpCase) -
     carry_out(attacked, replace(case, allowed=allowed))
 
 
-@pytest.mark.parametrize("path", ["/", "/instances", "/v1/models/x", "/v1/engines", "/docs", "/debug", "/.env"])
+@pytest.mark.parametrize("path", ["/", "/instances", "/v1/models/x", "/v1/engines", "/docs/x", "/debug", "/.env"])
 @pytest.mark.parametrize("at", [At.PROXY, At.DECODE, At.PREFILL])
 def test_routes_that_are_none(attacked: Target, at: At, path: str) -> None:
     allowed = FINE if (at, path) == (At.PROXY, "/instances") else frozenset({404})

@@ -13,6 +13,7 @@ from pdserve.cli.bench import BENCHMARKS, COMPARE, compare_flags
 from pdserve.cli.main import main
 from pdserve.settings import load
 from tests.tiny_models import save_tiny_model
+from tests.tiny_vocabulary import save_tiny_tokenizer
 
 SMALL = ("--batches", "1", "--contexts", "8", "--chunks", "8", "--seconds", "0", "--copy-mib", "1")
 
@@ -46,6 +47,7 @@ def test_a_mistake_is_told_and_costs_no_run(argv: list[str], message: str, capsy
 @pytest.mark.usefixtures("small_products")
 def test_json_goes_to_standard_output_or_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = save_tiny_model("llama", tmp_path / "tiny")
+    save_tiny_tokenizer(model)
     flags = ["bench", "engine", "--model", str(model), *SMALL]
     assert main([*flags, "--json"], {}) == 0
     told = capsys.readouterr()
