@@ -24,8 +24,9 @@ PROXY_GIVES_UP_S = 600.0
 
 @pytest.fixture(scope="module")
 def pair(slow_tiny_model: Path) -> Iterator[Cluster]:
-    """Yields two nodes, each of which can serve a request alone. In bf16 both compute the same bits."""
-    with cluster(slow_tiny_model, "--dtype", "bf16", "--max-model-len", "512", prefill=0, decode=0, mixed=2) as running:
+    """Yields two nodes, each of which serves its requests alone. In bf16 both compute the same bits."""
+    flags = ("--dtype", "bf16", "--max-model-len", "512", "--disaggregation", "never")
+    with cluster(slow_tiny_model, *flags, prefill=0, decode=0, mixed=2) as running:
         yield running
 
 
